@@ -1,0 +1,17 @@
+"""FP32 masters, loss scaling and fused kernels for training 16-bit weights with any torch optimizer."""
+
+from .diagnostics import Overflow
+from .optimizer import MixedPrecisionOptimizer
+from .scaling import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DynamicLossScaler",
+    "LossScaleError",
+    "LossScaler",
+    "MixedPrecisionOptimizer",
+    "Overflow",
+    "StaticLossScaler",
+    "__version__",
+]

@@ -1,0 +1,166 @@
+"""Accumulation: the state machine of a step's gradients, and the scale that each backward's gradients were made with."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .arguments import require
+from .gradients import MasterGrads
+from .scaling import LossScaler
+
+
+class State(enum.Enum):
+    """Where a step stands: nothing pending; gradients scaled by a backward; gradients unscaled into the masters."""
+
+    READY = "ready"
+    SCALED = "scaled"
+    UNSCALED = "unscaled"
+
+
+@dataclass
+class Pending:
+    """The scale that the model's present gradients were made with. It stays theirs whatever the scaler does meanwhile."""
+
+    scaler: LossScaler
+    generation: int
+    scale: Tensor
+    inv_scale: Tensor
+
+    @classmethod
+    def capture(cls, scaler: LossScaler) -> Pending:
+        scale = scaler.scale.clone()
+        return cls(scaler, scaler.generation, scale, 1.0 / scale)
+
+    def is_current(self, scaler: LossScaler) -> bool:
+        return self.scaler is scaler and self.generation == scaler.generation
+
+
+class Accumulation:
+    """READY -> SCALED (a loss was scaled) -> UNSCALED (master gradients are up to date) -> READY (step, zero_grad).
+
+    Backwards with one scale add up in the model's gradients. Where a second scale joins in, or ``folds`` asks for it,
+    each backward is folded into FP32 master gradients with its own scale.
+
+    Attributes:
+        verdicts: For each scaler that took part, by ``id``: (scaler, found_inf of its own backwards).
+    """
+
+    def __init__(self, grads: MasterGrads, device: torch.device, folds: bool) -> None:
+        self.grads = grads
+        self.device = device
+        self.folds = folds
+        self.last: Pending | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """READY for the next step. What gradients hold stays."""
+        self.grads.reset()
+        self.state = State.READY
+        self.pending: Pending | None = None
+        self.verdicts: dict[int, tuple[LossScaler, Tensor]] = {}
+        self.interrupted = False
+
+    def finish(self) -> None:
+        """READY after a step, which has used the gradients up."""
+        self.grads.mark_consumed()
+        self.last = self.pending
+        self.begin()
+
+    def discard(self) -> None:
+        """READY after gradients were cleared."""
+        self.last = None
+        self.begin()
+
+    def check_complete(self) -> None:
+        if self.interrupted:
+            raise RuntimeError(
+                "a backward was interrupted while gradients were being added up, so they are incomplete. "
+                "Call zero_grad() and do the step's backwards again."
+            )
+
+    # -- backwards ---------------------------------------------------------------------------------------------------
+
+    def enter(self, scaler: LossScaler) -> Pending:
+        """A backward with ``scaler``'s present scale is about to add to the model's gradients."""
+        self.check_complete()
+        if self.state is State.READY:
+            self._enter_from_ready(scaler)
+        elif require(self.pending).is_current(scaler):
+            if self.state is State.UNSCALED:
+                self.grads.set_aside_own()
+        else:
+            self._change_scale(scaler)
+        self.state = State.SCALED
+        pending: Pending = require(self.pending)
+        return pending
+
+    def _enter_from_ready(self, scaler: LossScaler) -> None:
+        if self.grads.has_model_grads() and self.last is not None and not self.last.is_current(scaler):
+            self.pending = self.last  # gradients that no zero_grad cleared, made at another scale
+            self.unscale()
+            self._start_folding()
+        elif self.folds:
+            self._start_folding()
+        self.grads.set_aside_own()
+        self.pending = Pending.capture(scaler)
+
+    def _change_scale(self, scaler: LossScaler) -> None:
+        if self.state is State.SCALED:
+            if not self.grads.has_any():
+                raise RuntimeError(
+                    "a loss was scaled with one scaler and its backward has not run, and now another one is asked for. "
+                    "Run each scaled loss's backward before the next loss is scaled with another scaler."
+                )
+            self.unscale()
+        self._start_folding()
+        self.grads.set_aside_own()
+        self.pending = Pending.capture(scaler)
+
+    def abandon(self, state: State, pending: Pending | None, was_adding: bool) -> None:
+        """After a backward that raised: as before it, or, where gradients were being added up, refuse to go on.
+
+        Args:
+            state, pending: As they were before :meth:`enter`.
+            was_adding: Whether some parameter held a gradient when the backward began.
+        """
+        if was_adding:
+            self.interrupted = True
+            return
+        self.grads.give_back_own()
+        folded = state is State.SCALED and pending is not self.pending
+        self.state, self.pending = (State.UNSCALED if folded else state), pending
+
+    # -- unscaling ---------------------------------------------------------------------------------------------------
+
+    def take_as_scaled(self, scaler: LossScaler) -> None:
+        """Gradients came without :meth:`enter`; take them as made with ``scaler``'s present scale."""
+        self.pending = Pending.capture(scaler)
+        self.grads.own_is_fresh = True
+        if self.folds:
+            self._start_folding()
+
+    def unscale(self) -> None:
+        """Bring the master gradients up to date and take down the verdict. No host sync."""
+        pending: Pending = require(self.pending)
+        self.grads.unscale(pending.inv_scale)
+        found = self.grads.found_inf(self.device)
+        key = id(pending.scaler)
+        if self.grads.folded is not None:
+            earlier = self.verdicts.get(key)
+            found = found.clone() if earlier is None else torch.maximum(earlier[1], found)
+        self.verdicts[key] = (pending.scaler, found)
+        self.state = State.UNSCALED
+
+    def _start_folding(self) -> None:
+        self.grads.start_folding()
+        # The verdict so far is the kernel's own buffer, which the next pass overwrites.
+        self.verdicts = {key: (scaler, found.clone()) for key, (scaler, found) in self.verdicts.items()}
+
+    def found_inf(self) -> Tensor:
+        """float32, 0-dim: 1.0 where any backward of this step gave a non-finite gradient."""
+        found = [verdict for _, verdict in self.verdicts.values()]
+        return found[0] if len(found) == 1 else torch.stack(found).amax()

@@ -1,0 +1,327 @@
+"""MasterGrads: gradients on their way from the model up to the masters, unscaled, checked and measured in one pass."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from . import kernels
+from .masters import MasterParams, Shard
+
+CONSUMED = "_fp16opt_consumed"  # attribute on a gradient tensor: its version when a step used it
+
+
+class MasterGrads:
+    """The FP32 gradients of all masters.
+
+    Memory: one FP32 buffer per parameter with a master, made when its first gradient arrives and reused from then on.
+    A parameter that is its own master keeps its gradient in its own ``.grad``, unscaled in place.
+    """
+
+    def __init__(self, params: MasterParams) -> None:
+        self.params = params
+        self.buffers: dict[int, Tensor] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was found, held and folded; gradients and their memory stay."""
+        for shard in self.params.shards:
+            shard.stats.reset()
+        self.held: dict[int, Tensor] = {}
+        self.own_is_fresh = False
+        self.folded: list[Tensor] | None = None
+        self._measured: list[tuple[Tensor | None, int]] | None = None
+        self._measurable = True
+
+    # -- before a backward -------------------------------------------------------------------------------------------
+
+    def set_aside_own(self) -> None:
+        """Take ``.grad`` from parameters that are their own masters, to be added back after the next unscaling.
+
+        Otherwise autograd would add scaled gradients to unscaled ones.
+        """
+        for i in self.params.own:
+            param = self.params.model[i]
+            if param.grad is not None:
+                self.held[i] = param.grad
+                param.grad = None
+        self.own_is_fresh = True
+
+    def give_back_own(self) -> None:
+        """Drop what a backward that failed left behind, and undo :meth:`set_aside_own`."""
+        for param in self.params.model:
+            param.grad = None
+        for i, grad in self.held.items():
+            self.params.model[i].grad = grad
+        self.held = {}
+        self.own_is_fresh = False
+
+    def present(self) -> list[int]:
+        """Positions whose model parameter holds a gradient."""
+        return [i for i, param in enumerate(self.params.model) if param.grad is not None]
+
+    def has_any(self) -> bool:
+        """Whether some model parameter holds a gradient."""
+        return any(param.grad is not None for param in self.params.model)
+
+    def has_model_grads(self) -> bool:
+        """Whether a parameter that has a master holds a 16-bit gradient."""
+        model = self.params.model
+        return any(model[i].grad is not None for i in self.params.copied)
+
+    def mark_consumed(self) -> None:
+        """Remember that a step has used the gradients as they are now."""
+        for param in self.params.model:
+            grad = param.grad
+            if grad is not None:
+                setattr(grad, CONSUMED, grad._version)
+
+    def has_unconsumed(self) -> bool:
+        """Whether a gradient came, or was added to, since :meth:`mark_consumed`."""
+        grads = [param.grad for param in self.params.model]
+        return any(g is not None and getattr(g, CONSUMED, None) != g._version for g in grads)
+
+    # -- the pass ----------------------------------------------------------------------------------------------------
+
+    def unscale(self, inv_scale: Tensor) -> None:
+        """Multiply model gradients by ``inv_scale`` into FP32 master gradients, check and measure them. No host sync.
+
+        Master gradients are made anew from the model's, or, after :meth:`start_folding`, added to; then the 16-bit
+        gradients are freed. Gradients of parameters that are their own masters are unscaled once per backward.
+
+        Args:
+            inv_scale: float32, 0-dim: 1 / the scale of the backward that made the gradients.
+        """
+        fold = self.folded is not None
+        carries = fold or bool(self.params.own)  # master gradients that this call does not make anew
+        self._measurable = not carries or self._measured is None or self._is_measured()
+        with torch.no_grad():
+            for number, shard in enumerate(self.params.shards):
+                self._unscale_shard(number, shard, inv_scale.to(shard.device), fold)
+        if fold:
+            for i in self.params.copied:
+                self.params.model[i].grad = None
+        self.own_is_fresh = False
+        self.held = {}
+        grads = [master.grad for master in self.params.master]
+        self._measured = [(g, 0 if g is None else g._version) for g in grads]
+
+    def _unscale_shard(self, number: int, shard: Shard, inv_scale: Tensor, fold: bool) -> None:
+        """One kernel call for the parameters of one device."""
+        sources: list[Tensor | None] = []
+        outs: list[Tensor | None] = []
+        adds: list[bool] = []
+        later: list[tuple[int, Tensor]] = []
+        for i in shard.index:
+            param, master = self.params.model[i], self.params.master[i]
+            grad, source, out, add = param.grad, None, None, False
+            if grad is None:
+                self._without_grad(i, fold)
+            elif master is not param or self.own_is_fresh:
+                before = master.grad if master is not param and fold else self.held.get(i)
+                source, out, add = self._pair(i, grad.detach() if grad.requires_grad else grad, before)
+                if before is not None and not add:
+                    later.append((i, before))
+            sources.append(source)
+            outs.append(out)
+            adds.append(add)
+        keep = self._flags_to_keep(shard, fold)
+        kernels.multi_tensor_unscale(
+            sources, outs, inv_scale, shard.stats, accumulate=adds if any(adds) else False, tables=shard.unscale_tables
+        )
+        self._merge_flags(number, shard, keep, fold)
+        for i, before in later:
+            self._set_grad(i, before + self.params.master[i].grad)
+            self._measurable = False
+
+    def _without_grad(self, i: int, fold: bool) -> None:
+        """No gradient arrived: what was held or folded stays, anything older goes."""
+        param, master = self.params.model[i], self.params.master[i]
+        if i in self.held:
+            param.grad = self.held[i]
+            self._measurable = False
+        elif master is not param and not fold and master.grad is not None:
+            master.grad = None
+            self._measurable = False
+
+    def _pair(self, i: int, grad: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor, bool]:
+        """(what to read, where to write, whether to add there), and ``.grad`` set to what will hold the result."""
+        param, master = self.params.model[i], self.params.master[i]
+        if grad.layout is not torch.strided:
+            return self._sparse_pair(i, grad)
+        if before is not None and before.layout is torch.strided:
+            self._set_grad(i, before)
+            return grad, before, True
+        if master is not param:
+            out = self._buffer(i)
+        elif grad.stride() == param.stride():
+            out = grad
+        else:
+            # torch's fused steps are silently wrong where a gradient's strides are not its parameter's.
+            out = torch.empty_like(param).copy_(grad)
+            grad = out
+        self._set_grad(i, out)
+        return grad, out, False
+
+    def _sparse_pair(self, i: int, grad: Tensor) -> tuple[Tensor, Tensor, bool]:
+        """Duplicates are summed in FP32, not in 16 bits; the values then go through the kernel like any tensor."""
+        dtype = self.params.master[i].dtype
+        if grad.layout is not torch.sparse_coo:
+            raise TypeError(
+                f"parameter {self.params.names[i]!r}: expected a dense or a sparse COO gradient, got layout {grad.layout}."
+            )
+        if not grad.is_coalesced():
+            values = grad._values().to(dtype)
+            grad = torch.sparse_coo_tensor(grad._indices(), values, grad.shape).coalesce()
+        out = torch.empty_like(grad._values(), dtype=dtype)
+        self._set_grad(i, torch.sparse_coo_tensor(grad._indices(), out, grad.shape, is_coalesced=True))
+        return grad._values(), out, False
+
+    def _set_grad(self, i: int, grad: Tensor) -> None:
+        master = self.params.master[i]
+        if master.grad is not grad:
+            master.grad = grad.coalesce() if grad.layout is torch.sparse_coo else grad
+
+    def _buffer(self, i: int) -> Tensor:
+        master = self.params.master[i]
+        buffer = self.buffers.get(i)
+        if buffer is None or buffer.device != master.device:
+            buffer = self.buffers[i] = torch.empty_like(master, requires_grad=False)
+        return buffer
+
+    # -- what was found ----------------------------------------------------------------------------------------------
+
+    def _flags_to_keep(self, shard: Shard, fold: bool) -> Tensor | None:
+        """Flags of earlier backwards that the call overwrites although their gradients are still in the sums."""
+        if fold:
+            shard.stats.nonfinite.zero_()
+            return None
+        if not self.held:
+            return None
+        mask = torch.tensor([i in self.held for i in shard.index], device=shard.device)
+        return shard.stats.nonfinite * mask
+
+    def _merge_flags(self, number: int, shard: Shard, keep: Tensor | None, fold: bool) -> None:
+        if fold and self.folded is not None:
+            self.folded[number] |= shard.stats.nonfinite
+        elif keep is not None:
+            shard.stats.nonfinite |= keep
+            shard.stats.found_inf.copy_((shard.stats.nonfinite != 0).any())
+
+    def start_folding(self) -> None:
+        """From now on :meth:`unscale` adds to the master gradients. What they hold counts, 16-bit gradients are freed."""
+        if self.folded is None:
+            unscaled = self._measured is not None
+            for i in self.params.copied:
+                if unscaled:
+                    self.params.model[i].grad = None
+                else:
+                    self.params.master[i].grad = None
+            self.folded = [shard.stats.nonfinite.clone() for shard in self.params.shards]
+
+    def found_inf(self, device: torch.device) -> Tensor:
+        """float32, 0-dim: 1.0 where the last :meth:`unscale` met a non-finite gradient, else 0.0."""
+        found = [shard.stats.found_inf.to(device) for shard in self.params.shards]
+        return found[0] if len(found) == 1 else torch.stack(found).amax()
+
+    def flags(self) -> list[int]:
+        """Per parameter, bits ``kernels.INF | kernels.NAN`` of all that went into the masters. Syncs."""
+        return self.read_flags(self.device_flags())
+
+    def device_flags(self) -> list[Tensor]:
+        """A copy of the flags, one tensor a shard, left on the devices. No sync."""
+        found = self.folded or [shard.stats.nonfinite for shard in self.params.shards]
+        return [flags.clone() for flags in found]
+
+    def read_flags(self, found: list[Tensor]) -> list[int]:
+        """:meth:`device_flags`, read and sorted by position. Syncs."""
+        bits = [0] * len(self.params)
+        for shard, flags in zip(self.params.shards, found, strict=True):
+            for i, flag in zip(shard.index, flags.tolist(), strict=False):
+                bits[i] = flag
+        return bits
+
+    def grow(self) -> None:
+        """Follow parameters that came, or got masters, in the middle of a step."""
+        self._measurable = False
+        if self.folded is not None:
+            for number, shard in enumerate(self.params.shards):
+                grown = torch.zeros_like(shard.stats.nonfinite)
+                if number < len(self.folded):
+                    grown[: len(self.folded[number])] = self.folded[number]
+                self.folded[number : number + 1] = [grown]
+
+    # -- norm and clipping -------------------------------------------------------------------------------------------
+
+    def _is_measured(self) -> bool:
+        measured = self._measured
+        return measured is not None and self._measurable and all(
+            master.grad is grad and (grad is None or grad._version == version)
+            for master, (grad, version) in zip(self.params.master, measured, strict=True)
+        )
+
+    def values(self, shard: Shard) -> list[Tensor | None]:
+        """The dense tensors that hold the master gradients' elements."""
+        found: list[Tensor | None] = []
+        for i in shard.index:
+            grad = self.params.master[i].grad
+            if grad is not None and grad.layout is torch.sparse_coo:
+                if not grad.is_coalesced():
+                    grad = self.params.master[i].grad = grad.coalesce()
+                grad = grad._values()
+            found.append(grad)
+        return found
+
+    def norm(self, norm_type: float, device: torch.device) -> Tensor:
+        """float64, 0-dim, on ``device``: the norm over all master gradients. No host sync.
+
+        The 2-norm was summed by the pass that unscaled; it is read again only if a gradient was written since.
+        """
+        with torch.no_grad():
+            if norm_type == 2.0:
+                parts = self._norms_of_shards()
+            else:
+                each = [value for shard in self.params.shards for value in self.values(shard) if value is not None]
+                parts = [_vector_norm(value, norm_type) for value in each if value.numel()]
+            if len(parts) == 1:
+                return parts[0].to(device)
+            if not parts:
+                return torch.zeros((), dtype=torch.float64, device=device)
+            return _vector_norm(torch.stack([part.to(device) for part in parts]), norm_type)
+
+    def _norms_of_shards(self) -> list[Tensor]:
+        if self._is_measured():
+            return [shard.stats.norm for shard in self.params.shards]
+        return [
+            kernels.multi_tensor_l2norm(self.values(shard), tables=shard.norm_tables)[0] for shard in self.params.shards
+        ]
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply all master gradients by ``factor`` (float32, 0-dim). At 1.0 no gradient memory is touched."""
+        with torch.no_grad():
+            for shard in self.params.shards:
+                kernels.multi_tensor_scale(self.values(shard), factor.to(shard.device), tables=shard.scale_tables)
+        if any(m.grad is not None and m.grad.layout is torch.sparse_coo for m in self.params.master):
+            self._measurable = False  # a sparse tensor's version does not follow its values'
+
+    def zero(self, set_to_none: bool) -> None:
+        """Clear the model's and the masters' gradients and forget what was found."""
+        for tensors in (self.params.model, self.params.master):
+            for tensor in tensors:
+                grad = tensor.grad
+                if grad is None:
+                    continue
+                if set_to_none:
+                    tensor.grad = None
+                else:
+                    tensor.grad = grad.detach() if grad.requires_grad else grad
+                    tensor.grad.zero_()
+        self.mark_consumed()
+
+
+def _vector_norm(value: Tensor, norm_type: float) -> Tensor:
+    if math.isinf(norm_type):
+        return torch.linalg.vector_norm(value, norm_type).double()
+    return torch.linalg.vector_norm(value, norm_type, dtype=torch.float64)

@@ -1,0 +1,372 @@
+"""MasterParams: which FP32 master belongs to which model parameter, and the copy of masters down to the model.
+
+A 16-bit parameter gets an FP32 master with its shape and strides; an FP32 or FP64 parameter is its own master. The
+wrapped optimizer's ``params`` lists hold the masters, in the places where the model's parameters stood.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import kernels
+from .diagnostics import describe
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+OWN_DTYPES = (torch.float32, torch.float64)
+
+Carry = Callable[[Tensor, Tensor], None]
+
+
+@dataclass
+class Shard:
+    """The parameters of one device: positions in :class:`MasterParams`, and what kernel calls on them need.
+
+    ``copied`` are the positions whose parameter has a master apart from itself; ``cast`` and ``hashes`` have one entry
+    for each of them, in that order. ``stats`` has one entry for every position of the shard.
+    """
+
+    device: torch.device
+    index: list[int]
+    copied: list[int]
+    stats: kernels.GradStats
+    cast: kernels.CastStats
+    unscale_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
+    cast_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
+    hash_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
+    scale_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
+    norm_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
+
+    @classmethod
+    def allocate(cls, device: torch.device, index: list[int], copied: list[int]) -> Shard:
+        return cls(
+            device,
+            index,
+            copied,
+            kernels.GradStats.allocate(len(index), device),
+            kernels.CastStats.allocate(len(copied), device),
+        )
+
+
+def make_master(param: Tensor) -> torch.nn.Parameter:
+    """An FP32 copy of ``param`` as a leaf with the same shape and, where it is dense, the same strides."""
+    data = param.detach().to(torch.float32, memory_format=torch.preserve_format, copy=True)
+    master = torch.nn.Parameter(data, requires_grad=True)
+    # Optimizers such as Muon variants read marks that users set on parameters.
+    master.__dict__.update(param.__dict__)
+    return master
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one block of memory, each once (any order of dimensions)."""
+    expected = 1
+    for stride, size in sorted(
+        (stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1
+    ):
+        if stride != expected:
+            return tensor.numel() == 0
+        expected *= size
+    return True
+
+
+class MasterParams:
+    """Model parameters and their masters, in the order of the wrapped optimizer's param_groups.
+
+    Args:
+        groups: The wrapped optimizer's ``param_groups``. Their ``params`` lists are changed in place.
+        names: From ``id(parameter)`` to its name; may be empty.
+        carry: Called with (model parameter, master) for each new master, to move optimizer state along.
+
+    Raises:
+        ValueError: A parameter has a dtype that can't be served; nothing has been changed then.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], names: dict[int, str], carry: Carry) -> None:
+        self.model: list[Tensor] = []
+        self.master: list[Tensor] = []
+        self.names: list[str] = []
+        self.places: list[tuple[int, int]] = []
+        self.group_sizes: list[int] = []
+        self.shards: list[Shard] = []
+        for number, group in enumerate(groups):
+            self.check_group(group, number, names)
+        for number, group in enumerate(groups):
+            self._append(group, number, names, carry)
+        self.rebuild()
+
+    def __len__(self) -> int:
+        return len(self.model)
+
+    # -- which parameters ------------------------------------------------------------------------------------------
+
+    def check_group(self, group: dict[str, Any], number: int, names: dict[int, str]) -> None:
+        """Raise ``ValueError`` or ``TypeError`` for the first parameter of ``group`` that can't be served."""
+        for place, param in enumerate(group["params"]):
+            where = f"group {number}, param {place}{quoted(name_of(group, place, param, names))}"
+            if not isinstance(param, Tensor):
+                raise TypeError(f"{where}: expected a tensor, got {type(param).__name__}.")
+            if param.dtype not in HALF_DTYPES + OWN_DTYPES:
+                wanted = "float16, bfloat16, float32 or float64"
+                raise ValueError(
+                    f"{where}: expected {wanted}, got {str(param.dtype).removeprefix('torch.')}. "
+                    "Leave it out of the wrapped optimizer, or convert it first."
+                )
+            if group.get("fused") and param.dtype in OWN_DTYPES and not is_dense(param):
+                raise ValueError(
+                    f"{where}: torch's fused steps are wrong on parameters whose memory is not dense, got strides "
+                    f"{param.stride()} for shape {tuple(param.shape)}. Use fused=False, or make it contiguous."
+                )
+
+    def _append(self, group: dict[str, Any], number: int, names: dict[int, str], carry: Carry) -> None:
+        params = group["params"]
+        for place, param in enumerate(params):
+            self.model.append(param)
+            self.master.append(param)
+            self.names.append(
+                name_of(group, place, param, names) or f"group {number}, param {place}"
+            )
+            self.places.append((number, place))
+            if param.dtype in HALF_DTYPES and param.requires_grad:
+                self._give_master(len(self.model) - 1, params, carry)
+        self.group_sizes.append(len(params))
+
+    def _give_master(self, i: int, params: list[Tensor], carry: Carry) -> None:
+        master = make_master(self.model[i])
+        carry(self.model[i], master)
+        self.master[i] = master
+        params[self.places[i][1]] = master
+
+    def append_group(self, group: dict[str, Any], number: int, names: dict[int, str], carry: Carry) -> None:
+        """Take in a group whose ``params`` list is the wrapped optimizer's own."""
+        self._append(group, number, names, carry)
+        self.rebuild()
+
+    def follow(self, groups: list[dict[str, Any]], names: dict[int, str], carry: Carry) -> bool:
+        """Notice parameters that changed, were unfrozen, or came through the wrapped optimizer itself.
+
+        Returns:
+            Whether parameters or masters came.
+
+        Raises:
+            RuntimeError: A parameter changed its dtype, shape or device, or a known group its length.
+        """
+        self.verify()
+        known = len(self.group_sizes)
+        if [len(group["params"]) for group in groups[:known]] != self.group_sizes:
+            raise RuntimeError(
+                f"the wrapped optimizer's param_groups were changed: expected groups of {self.group_sizes} parameters, "
+                f"got {[len(group['params']) for group in groups]}. Use add_param_group of the wrapper."
+            )
+        for number, group in enumerate(groups[known:], known):
+            self.check_group(group, number, names)
+            self.append_group(group, number, names, carry)
+        thawing = any(self.model[i].requires_grad for i in self.frozen_halves)
+        if thawing:
+            self.thaw(groups, carry)
+        return thawing or len(groups) > known
+
+    def thaw(self, groups: Sequence[dict[str, Any]], carry: Carry) -> None:
+        """Give masters to 16-bit parameters that were frozen when they came and take gradients now."""
+        thawed = [
+            i
+            for i, (model, master) in enumerate(zip(self.model, self.master, strict=True))
+            if model is master and model.dtype in HALF_DTYPES and model.requires_grad
+        ]
+        for i in thawed:
+            self._give_master(i, groups[self.places[i][0]]["params"], carry)
+        if thawed:
+            self.rebuild()
+
+    def rebuild(self) -> None:
+        """Sort the parameters by device, keeping the statistics of those that were there before."""
+        old = {i: (shard, k) for shard in self.shards for k, i in enumerate(shard.index)}
+        by_device: dict[torch.device, list[int]] = {}
+        for i, master in enumerate(self.master):
+            by_device.setdefault(master.device, []).append(i)
+        self.shards = []
+        for device, index in by_device.items():
+            copied = [i for i in index if self.master[i] is not self.model[i]]
+            shard = Shard.allocate(device, index, copied)
+            for k, i in enumerate(index):
+                if i in old:
+                    before, position = old[i]
+                    shard.stats.nonfinite[k] = before.stats.nonfinite[position]
+                    shard.stats.sumsq[k] = before.stats.sumsq[position]
+            self.shards.append(shard)
+        self.copied = [i for shard in self.shards for i in shard.copied]
+        self.own = [i for i in range(len(self)) if self.master[i] is self.model[i]]
+        self.frozen_halves = [i for i in self.own if self.model[i].dtype in HALF_DTYPES]
+        self._dtypes = [param.dtype for param in self.model]
+        self._shapes = [param.shape for param in self.model]
+        self._devices = [param.device for param in self.model]
+        self.record_all()
+
+    def verify(self) -> None:
+        """Raise ``RuntimeError`` naming the first parameter whose dtype, shape or device was changed since it came."""
+        if (
+            [param.dtype for param in self.model] == self._dtypes
+            and [param.shape for param in self.model] == self._shapes
+            and [param.device for param in self.model] == self._devices
+        ):
+            return
+        for i, param in enumerate(self.model):
+            kinds = HALF_DTYPES if self.master[i] is not param else (self._dtypes[i],)
+            if param.dtype not in kinds:
+                self._refuse(i, "dtype", self._dtypes[i], param.dtype)
+            if param.shape != self._shapes[i]:
+                self._refuse(i, "shape", tuple(self._shapes[i]), tuple(param.shape))
+            if param.device != self._devices[i]:
+                self._refuse(i, "device", self._devices[i], param.device)
+
+    def _refuse(self, i: int, what: str, before: object, now: object) -> None:
+        raise RuntimeError(
+            f"parameter {self.names[i]!r} had {what} {before} when the optimizer was wrapped and has {now} now. "
+            "Convert or move the model first, then make the optimizer and wrap it."
+        )
+
+    # -- model <- masters ------------------------------------------------------------------------------------------
+
+    def copy_down(self) -> None:
+        """Write every master, rounded to nearest even, into its model parameter. One pass; no host sync."""
+        with torch.no_grad():
+            for shard in self.shards:
+                if shard.copied:
+                    kernels.multi_tensor_cast(
+                        [self.master[i] for i in shard.copied],
+                        [self.model[i] for i in shard.copied],
+                        shard.cast,
+                        tables=shard.cast_tables,
+                    )
+        self.record_versions()
+
+    def copy_down_flags(self) -> list[tuple[str, int]]:
+        """(name, bits) of the masters that did not fit at the last :meth:`copy_down`. Syncs with the device."""
+        found = []
+        for shard in self.shards:
+            if shard.copied and bool(shard.cast.overflow.any()):
+                flags = shard.cast.overflow.tolist()
+                found += [(self.names[i], bits) for i, bits in zip(shard.copied, flags, strict=True) if bits]
+        return found
+
+    # -- writes behind the wrapper's back ----------------------------------------------------------------------------
+
+    def record_all(self) -> None:
+        """Take the model's bits as they are for what the masters stand for (one read of the 16-bit parameters)."""
+        for shard in self.shards:
+            if shard.copied:
+                kernels.multi_tensor_hash([self.model[i] for i in shard.copied], shard.cast.hashes)
+        self.record_versions()
+
+    def versions(self) -> list[int]:
+        """The masters' version counters. torch's fused steps leave them as they are."""
+        return [master._version for master in self.master]
+
+    def record_versions(self) -> None:
+        """Remember the masters' version counters: a higher one later means that the user wrote a master."""
+        self._master_versions = self.versions()
+
+    def written_models(self) -> list[int]:
+        """Positions whose 16-bit parameter holds other bits than the masters were last rounded to.
+
+        Reads 2 bytes a parameter. A parameter whose master was written by the user is left out: the master wins.
+        """
+        written: list[int] = []
+        for shard in self.shards:
+            if not shard.copied:
+                continue
+            now = torch.empty_like(shard.cast.hashes)
+            kernels.multi_tensor_hash(
+                [self.model[i] for i in shard.copied], now, tables=shard.hash_tables
+            )
+            if not torch.equal(now, shard.cast.hashes):
+                moved = (now != shard.cast.hashes).tolist()
+                written += [i for i, differs in zip(shard.copied, moved, strict=True) if differs]
+        return [i for i in written if self.master[i]._version == self._master_versions[i] and self.differs(i)]
+
+    def _rounded(self, i: int) -> Tensor:
+        """Master ``i`` rounded by the kernel that :meth:`copy_down` uses."""
+        rounded = torch.empty_like(self.master[i], dtype=self.model[i].dtype)
+        scratch = kernels.CastStats.allocate(1, rounded.device)
+        kernels.multi_tensor_cast([self.master[i].detach()], [rounded], scratch)
+        return rounded
+
+    def differs(self, i: int) -> bool:
+        """Whether any element of model parameter ``i`` has other bits than its rounded master."""
+        return bool(different_bits(self._rounded(i), self.model[i].detach()).any())
+
+    def take_from_model(self, positions: Iterable[int]) -> None:
+        """Masters take the model's values in the elements whose bits differ; the others keep their low bits."""
+        with torch.no_grad():
+            for i in positions:
+                model = self.model[i].detach()
+                where = different_bits(self._rounded(i), model)
+                self.master[i].copy_(torch.where(where, model.float(), self.master[i].detach()))
+        self.record_all()
+
+    def refresh(self) -> None:
+        """Every master takes its model parameter's value, in all elements."""
+        with torch.no_grad():
+            for i in self.copied:
+                self.master[i].copy_(self.model[i].detach())
+        self.record_all()
+
+    # -- for users ---------------------------------------------------------------------------------------------------
+
+    def saved(self) -> list[Tensor | None]:
+        """FP32 masters in order, None where a parameter is its own: a value has one home in a checkpoint."""
+        return [
+            None if master is model else master.detach()
+            for model, master in zip(self.model, self.master, strict=True)
+        ]
+
+    def check_model(self, model: object) -> None:
+        """Raise where ``model`` is no module that these parameters are of."""
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
+        mine = {id(param) for param in self.model}
+        if not any(id(param) in mine for param in model.parameters()):
+            raise ValueError("model: none of its parameters is in this optimizer. Pass the model that it trains.")
+
+    def fp32_state(self, model: torch.nn.Module) -> dict[str, Any]:
+        """``model.state_dict()`` with masters for parameters that have one, under all their names."""
+        masters = {id(self.model[i]): self.master[i] for i in self.copied}
+        state: dict[str, Any] = model.state_dict(keep_vars=True)
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                state[name] = masters.get(id(value), value).detach()
+        return state
+
+    def summary(self) -> str:
+        counts: dict[str, int] = {}
+        for i, model in enumerate(self.model):
+            kind = str(model.dtype).removeprefix("torch.")
+            if self.master[i] is not model:
+                kind += " with FP32 masters"
+            elif model.dtype in HALF_DTYPES:
+                kind += " frozen"
+            counts[kind] = counts.get(kind, 0) + 1
+        return ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "none"
+
+    def describe(self, positions: Iterable[int]) -> str:
+        return describe([self.names[i] for i in positions])
+
+
+def different_bits(a: Tensor, b: Tensor) -> Tensor:
+    """Element-wise: whether two 16-bit tensors of one dtype differ in their bits (so -0.0 differs from 0.0)."""
+    return a.contiguous().view(torch.int16) != b.contiguous().view(torch.int16)
+
+
+def name_of(group: dict[str, Any], place: int, param: object, names: dict[int, str]) -> str | None:
+    """The name given by ``named_parameters``, else by torch's own named param groups, else None."""
+    if id(param) in names:
+        return names[id(param)]
+    own = group.get("param_names")
+    return str(own[place]) if own is not None and place < len(own) else None
+
+
+def quoted(name: str | None) -> str:
+    return f" ({name!r})" if name else ""

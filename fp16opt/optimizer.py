@@ -1,0 +1,501 @@
+"""MixedPrecisionOptimizer: the engine's front door and its state machine."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from . import checkpoint, closures, diagnostics, wrapped, writes
+from .accumulation import Accumulation, State
+from .arguments import check_choice, check_loss, check_number, check_scaler, make_scaler, named, open_group
+from .diagnostics import Overflow
+from .gradients import MasterGrads
+from .masters import MasterParams
+from .outcomes import Outcomes, check_consecutive, warn_no_gradients
+from .scaling import LossScaler
+
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+_ACCUMULATION = ("model", "fp32")
+
+
+class MixedPrecisionOptimizer(Optimizer):
+    """Any ``torch.optim.Optimizer``, stepping FP32 masters of a model with FP16 or BF16 weights.
+
+    It keeps an FP32 master of every FP16 and BF16 parameter, owns the loss scale, and moves gradients up and weights
+    down with fused kernels. FP32 and FP64 parameters are their own masters. ``param_groups``, ``state`` and
+    ``defaults`` are the wrapped optimizer's own; groups hold what it steps.
+
+    Args:
+        optimizer: The optimizer to wrap; its param_groups then hold masters. State that it has already is kept, in
+            FP32. Parameters may mix float16, bfloat16, float32 and float64 and lie on any device.
+        dynamic: Use ``DynamicLossScaler()``.
+        loss_scale: A static scale, 1.0 when nothing else is given. Powers of two unscale exactly.
+        scaler: A ``LossScaler`` of your own; one may serve several optimizers. Give one of these three at most.
+        named_parameters: ``model.named_parameters()``, for names in messages. torch's own named param groups serve too.
+        grad_accumulation: "model": micro-batches add up in the model's 16-bit gradients. "fp32": every ``backward``
+            folds its gradients into FP32 and frees the 16-bit ones (4 more bytes a parameter between backwards).
+        on_model_write: What to do when the model's weights were written by something else than this optimizer, noticed
+            in ``step``, ``state_dict`` and ``fp32_state_dict``: "refresh" takes the new values into the masters in the
+            elements that differ and logs a warning, "error" raises, "ignore" does not look.
+
+    Raises:
+        TypeError: ``optimizer`` is no torch Optimizer, or wrapped already.
+        ValueError: Two of dynamic, loss_scale and scaler are given; a value is out of range; a parameter has a dtype
+            that can't be served. The wrapped optimizer is unchanged then.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
+        >>> opt = MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=2.0**-13), loss_scale=128.0)
+        >>> opt.backward(weight.float().sum())
+        >>> opt.step()
+        >>> weight[0].item(), next(opt.master_params())[0].item()
+        (1.0, 0.9998779296875)
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        dynamic: bool = False,
+        loss_scale: float | None = None,
+        scaler: LossScaler | None = None,
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        grad_accumulation: str = "model",
+        on_model_write: str = "refresh",
+    ) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+        if isinstance(optimizer, MixedPrecisionOptimizer):
+            raise TypeError("optimizer: expected an optimizer that is not wrapped yet, got a MixedPrecisionOptimizer.")
+        check_choice("grad_accumulation", grad_accumulation, _ACCUMULATION)
+        check_choice("on_model_write", on_model_write, writes.POLICIES)
+        self.scaler = make_scaler(dynamic, loss_scale, scaler)
+        self.optimizer = optimizer
+        self.grad_accumulation = grad_accumulation
+        self.on_model_write = on_model_write
+        self._names = {id(param): name for name, param in named(named_parameters)}
+        self._params = MasterParams(optimizer.param_groups, self._names, self._carry_state)
+        for i in self._params.own:
+            self._carry_state(self._params.model[i], self._params.model[i])
+        self._device = self._params.master[0].device if len(self._params) else torch.device("cpu")
+        self._make_gradients()
+        self.scaler.to(self._device)
+        self._outcomes = Outcomes()
+        self._warned: set[str] = set()
+        self._make_hooks()
+
+    def _make_gradients(self) -> None:
+        self._grads = MasterGrads(self._params)
+        self._steps = Accumulation(self._grads, self._device, folds=self.grad_accumulation == "fp32")
+
+    def _make_hooks(self) -> None:
+        for name in _HOOKS:
+            if name not in self.__dict__:
+                setattr(self, name, OrderedDict())
+        self._patch_step_function()
+
+    def _carry_state(self, param: Tensor, master: Tensor) -> None:
+        checkpoint.carry_state(self.optimizer, param, master)
+        wrapped.remake_first_state(self.optimizer, master)
+
+    # -- what a torch optimizer shows --------------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's param_groups: masters where there are masters, model parameters elsewhere."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's state, keyed by master; FP32."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's defaults."""
+        return self.optimizer.defaults
+
+    def __repr__(self) -> str:
+        inner = repr(self.optimizer).replace("\n", "\n  ")
+        return (
+            f"{type(self).__name__}(\n  optimizer: {inner}\n  scaler: {self.scaler!r}\n"
+            f"  parameters: {self._params.summary()}\n  grad_accumulation: {self.grad_accumulation!r}, "
+            f"on_model_write: {self.on_model_write!r}\n)"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but hooks, a scheduler's patch of ``step``, and gradients (torch copies parameters without theirs)."""
+        left_out = (*_HOOKS, "step", "_grads", "_steps", "_names")
+        kept = {name: value for name, value in self.__dict__.items() if name not in left_out}
+        return {**kept, "_wrapped_extras": wrapped.extras(self.optimizer)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        extras = state.pop("_wrapped_extras")
+        self.__dict__.update(state)
+        for name, value in extras.items():
+            self.optimizer.__dict__.setdefault(name, value)
+        self._names: dict[int, str] = {}
+        self._make_gradients()
+        self._make_hooks()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, like ``torch.optim.Optimizer.add_param_group``; its 16-bit parameters get masters.
+
+        Raises:
+            TypeError: It is no dict, or its params are no tensors, or a set.
+            ValueError: A parameter is here already, or has a dtype that can't be served. Nothing is changed then.
+        """
+        group, params, names = open_group(param_group)
+        number = len(self.param_groups)
+        self._params.check_group({**group, "params": params}, number, names)
+        known = {id(param) for param in self._params.model}
+        for place, param in enumerate(params):
+            if id(param) in known:
+                raise ValueError(
+                    f"group {number}, param {place}: this parameter is in the optimizer already. Leave it out."
+                )
+            known.add(id(param))
+        self.optimizer.add_param_group(group)
+        self._params.append_group(self.param_groups[-1], number, {**self._names, **names}, self._carry_state)
+        self._grads.grow()
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def scale_loss(self, loss: Tensor, *, scaler: LossScaler | None = None) -> Tensor:
+        """``loss.float()`` times the loss scale. Call ``.backward()`` on it yourself.
+
+        Args:
+            loss: Floating, any shape, any device.
+            scaler: Scale with this one instead of the optimizer's own.
+
+        Returns:
+            float32, of the loss's shape and device. No host sync.
+
+        Raises:
+            TypeError: The loss is not a floating tensor.
+        """
+        check_loss(loss)
+        check_scaler(scaler)
+        self._follow_changes()
+        pending = self._steps.enter(self.scaler if scaler is None else scaler)
+        return loss.float() * pending.scale.to(loss.device)
+
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        update_master_grads: bool = True,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+        scaler: LossScaler | None = None,
+    ) -> None:
+        """Scale the loss, run autograd, and bring the gradients up to the masters.
+
+        Args:
+            loss: One floating element, any device. An FP16 loss limits the scale to 2**15: its own gradient, the scale,
+                enters the FP16 graph. End the model with ``.float()`` to lift that.
+            update_master_grads: Call :meth:`update_master_grads` at the end. Pass False on all but the last of several
+                backwards to save passes.
+            retain_graph, create_graph, inputs: As for ``torch.Tensor.backward``.
+            scaler: Scale with this one instead. Each backward of such a step is folded into FP32 master gradients with
+                its own scale, each scaler is updated by what its own backwards gave, and any overflow skips the step.
+
+        Raises:
+            TypeError, ValueError: The loss is not one floating element.
+            RuntimeError: An earlier backward was interrupted and its gradients are incomplete.
+
+        Syncs: never (parameters' gradients stay on their devices).
+        """
+        check_loss(loss, scalar=True)
+        state, pending = self._steps.state, self._steps.pending
+        scaled = self.scale_loss(loss, scaler=scaler)
+        present = self._grads.has_any()
+        try:
+            scaled.backward(retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+        except BaseException:
+            self._steps.abandon(state, pending, present)
+            raise
+        if not self._grads.has_any():
+            warn_no_gradients(self._params.names, self._warned)
+        if update_master_grads:
+            self.update_master_grads()
+
+    def update_master_grads(self) -> None:
+        """Make master gradients anew from the model's: times 1/scale, in FP32, checked and measured in one pass.
+
+        Uses the scale of the backward that made them; called with no backward before it, the scaler's present scale.
+        Called again on the same model gradients it gives the same bits, and undoes a clip; gradients of parameters
+        that are their own masters, and folded ones, are unscaled once and stay as they are. No host sync.
+
+        Raises:
+            RuntimeError: A parameter's dtype, shape or device was changed; or a backward was interrupted.
+        """
+        self._steps.check_complete()
+        self._follow_changes()
+        if self._steps.state is State.READY:
+            if not self._grads.has_unconsumed():
+                return
+            self._steps.take_as_scaled(self.scaler)
+        self._steps.unscale()
+
+    def clip_master_grads(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale all master gradients so that their total norm is at most ``max_norm``.
+
+        The factor is torch's, max_norm / (norm + 1e-6), at most 1; at 1 no gradient memory is touched. The 2-norm
+        comes from the pass that unscaled. Where an element is not finite all gradients stay as they are: ``step`` skips.
+
+        Args:
+            max_norm: Not negative.
+            norm_type: p of the norm, positive; ``math.inf`` for the largest magnitude.
+            error_if_nonfinite: Raise instead of leaving a non-finite norm to ``step``. Syncs with the device.
+
+        Returns:
+            The norm before clipping: float32, 0-dim, on the device; 0 where there are no gradients. No host sync.
+
+        Raises:
+            TypeError, ValueError: ``max_norm`` or ``norm_type`` is no number, negative or nan.
+            RuntimeError: The norm is not finite and ``error_if_nonfinite``.
+        """
+        max_norm = check_number("max_norm", max_norm)
+        norm_type = check_number("norm_type", norm_type, above_zero=True)
+        if not self._take_gradients():
+            return torch.zeros((), device=self._device)
+        norm = self._grads.norm(norm_type, self._device)
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(
+                f"the total norm of order {norm_type} of the master gradients is {norm.item()}, so it can't be clipped. "
+                "Leave error_if_nonfinite=False to have step() skip, or see overflow_report() after it."
+            )
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
+        self._grads.scale(torch.where(self._steps.found_inf() > 0, torch.ones_like(factor), factor))
+        return norm.float()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the model's and the masters' gradients and forget what was found in them.
+
+        Args:
+            set_to_none: Set ``.grad`` to None. The engine keeps the masters' gradient memory for the next step.
+        """
+        self._grads.zero(set_to_none)
+        self._steps.discard()
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Step the wrapped optimizer on the masters and copy them to the model, unless a gradient was not finite.
+
+        A skipped step leaves parameters, optimizer state and step counts as they were. Then the loss scale is updated.
+        Without a backward before it there is nothing to do.
+
+        Args:
+            closure: Clears gradients, computes the loss, calls ``backward`` on this optimizer and returns the loss. The
+                model holds the masters' values before each evaluation. One that overflows lowers the scale and is
+                evaluated again; where the scale can't go lower everything is restored and one skip is counted.
+
+        Returns:
+            What the wrapped optimizer's ``step`` returns (the closure's loss, or None).
+
+        Raises:
+            LossScaleError: ``max_consecutive_skips`` steps in a row were not finite.
+            RuntimeError: Gradients came by a plain ``loss.backward()`` while the scale is not 1; the model was written
+                and ``on_model_write="error"``; parameters changed dtype, shape or device.
+
+        Syncs: not on the CPU or where the wrapped optimizer skips on the device itself (torch's fused ones); once
+        elsewhere, where the decision is taken.
+        """
+        if closure is not None:
+            return closures.step(self, closure)
+        if not self._take_gradients():
+            return None
+        found = self._steps.found_inf()
+        on_device = self._skips_on_device()
+        if not on_device and bool(found):
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else its scheduler warns of a wrong order
+            self._finish(skipped=True)
+            return None
+        writes.notice(self._params, self.on_model_write)
+        loss = self._run_wrapped(found if on_device else None)
+        self._finish(skipped=found.clone() if on_device else False)
+        return loss
+
+    def _take_gradients(self) -> bool:
+        """Bring the master gradients up to date. False where no backward left anything to use."""
+        self._steps.check_complete()
+        if self._steps.state is State.READY:
+            if not self._grads.has_unconsumed():
+                return False
+            static = not self.scaler.dynamic
+            if not (static and float(self.scaler.scale) == 1.0):
+                raise RuntimeError(
+                    f"gradients were found that neither opt.backward(loss) nor opt.scale_loss(loss) made, and the loss "
+                    f"scale is {self.loss_scale:g}: they would be unscaled wrongly. Use opt.backward(loss)."
+                )
+        if self._steps.state is not State.UNSCALED:
+            self.update_master_grads()
+        return True
+
+    def _run_wrapped(self, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the masters and copy them down. If the step was done before something raised, finish it all the same."""
+        before = self._params.versions()
+        try:
+            loss = wrapped.run_step(self.optimizer, found_inf, closure)
+        except wrapped.StepFailed as failed:
+            if closure is None and (failed.completed or self._params.versions() != before):
+                self._copy_down()
+                self._finish(skipped=False)
+            raise failed.error from None
+        self._copy_down()
+        return loss
+
+    def _copy_down(self) -> None:
+        self._params.copy_down()
+        if self._device.type == "cpu":  # elsewhere looking would wait for the device
+            flags = self._params.copy_down_flags()
+            if flags:
+                diagnostics.warn_cast(flags, self._warned)
+
+    def _finish(self, skipped: bool | Tensor) -> None:
+        """After the decision: count, update the scalers (last, so that gradients met the scale of their backward)."""
+        self._outcomes.record(skipped, self._grads)
+        old = float(self.scaler.scale) if skipped is True else 0.0
+        scalers = [scaler for scaler, _ in self._steps.verdicts.values()]
+        for scaler, found in self._steps.verdicts.values():
+            scaler.update(found)
+        self._steps.finish()
+        if skipped is True:
+            report = self.overflow_report()
+            self._outcomes.log.skipped(self.scaler, old, report)
+            check_consecutive(scalers, report)
+        elif skipped is False:
+            self._outcomes.log.stepped()
+
+    # -- state to read -----------------------------------------------------------------------------------------------
+
+    @property
+    def loss_scale(self) -> float:
+        """The scaler's present scale. Reading syncs with the device. Set it between steps only."""
+        return float(self.scaler.scale)
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        if self._steps.state is not State.READY:
+            raise RuntimeError(
+                "loss_scale was set between backward and step: gradients made with the old scale would be unscaled "
+                "wrongly. Set it after step() or zero_grad()."
+            )
+        self.scaler.set_scale(value)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last ``step`` was skipped for non-finite gradients. Reading may sync with the device."""
+        return self._outcomes.last_was_skipped
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped since construction. Reading may sync with the device."""
+        return self._outcomes.skipped_steps
+
+    def overflow_report(self) -> list[Overflow]:
+        """Which parameters had non-finite gradients when the last step was skipped; empty when it was not. Syncs."""
+        return self._outcomes.report(self._grads)
+
+    def master_params(self) -> Iterator[Tensor]:
+        """What the wrapped optimizer steps, in param_groups order: FP32 masters, and parameters that are their own."""
+        return iter(list(self._params.master))
+
+    def model_params(self) -> Iterator[Tensor]:
+        """The model's parameters, in param_groups order; pairs with :meth:`master_params`."""
+        return iter(list(self._params.model))
+
+    # -- checkpoints and the model's own weights ---------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain tensors, numbers, strings, lists and dicts: ``torch.load(weights_only=True)`` reads them back.
+
+        Keys: ``version``, ``optimizer`` (the wrapped optimizer's own), ``masters`` (FP32, in param_groups order, None
+        where a parameter is its own master), ``scaler``. Tensors are references, as in torch.
+        """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        writes.notice(self._params, self.on_model_write)
+        built = checkpoint.build(self.optimizer, self._params.saved(), self.scaler)
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, built)
+            built = built if changed is None else changed
+        return built
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave, or the wrapped class's own state_dict (from FP32 training).
+
+        Everything is validated first. Masters are written to the model too, so model and optimizer may be loaded in
+        either order. Tensors are copied. Gradients that wait for a step are dropped from it.
+
+        Raises:
+            TypeError, ValueError: Something does not fit; the optimizer is as it was.
+        """
+        if isinstance(state_dict, dict):
+            state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        self._follow_changes()
+        plan = checkpoint.plan_load(
+            state_dict,
+            optimizer=self.optimizer,
+            masters=self._params.saved(),
+            names=self._params.names,
+            scaler=self.scaler,
+        )
+        plan.apply()
+        self._steps.discard()
+        self._copy_down()
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def fp32_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
+        """``model.state_dict()`` with FP32 masters in place of 16-bit parameters, under all their names.
+
+        Buffers and parameters without a master are the model's own. Tensors are references to the live ones.
+
+        Raises:
+            TypeError: ``model`` is no Module.
+            ValueError: None of its parameters is in this optimizer.
+        """
+        self._params.check_model(model)
+        writes.notice(self._params, self.on_model_write)
+        return self._params.fp32_state(model)
+
+    def refresh_masters(self) -> None:
+        """Masters take the model parameters' values, for code that wrote the model in place. No host sync."""
+        self._follow_changes()
+        self._params.refresh()
+
+    # -- the state machine -------------------------------------------------------------------------------------------
+
+    def _follow_changes(self) -> None:
+        """Notice parameters that were changed, unfrozen, or added through the wrapped optimizer itself."""
+        if self._params.follow(self.param_groups, self._names, self._carry_state):
+            self._grads.grow()
+
+    def _skips_on_device(self) -> bool:
+        """Whether the decision can stay on the device: elsewhere than on the CPU a look at it would wait."""
+        return (
+            self._device.type != "cpu"
+            and wrapped.supports_found_inf(self.optimizer)
+            and all(scaler.max_consecutive_skips is None for scaler, _ in self._steps.verdicts.values())
+        )

@@ -1,0 +1,149 @@
+"""Stepping the wrapped optimizer: torch's found_inf protocol, guards against faults of its fused steps, snapshots."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class StepFailed(Exception):
+    """Carries an exception out of the wrapped optimizer's step, and whether the step itself had been done by then."""
+
+    def __init__(self, error: BaseException, completed: bool) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.completed = completed
+
+
+def supports_found_inf(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer.step`` skips on the device when ``optimizer.found_inf`` is 1.0, and can be trusted to now.
+
+    torch's fused steps do. torch 2.13's fused SGD leaves ``momentum_buffer`` uninitialised when the flag is set on the
+    step that makes it, so it must not be called with the flag until every gradient's buffer is there.
+    """
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not any(
+        missing for _, missing, _ in _fused_momentum_groups(optimizer)
+    )
+
+
+def run_step(optimizer: Optimizer, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
+    """Call ``optimizer.step``.
+
+    Args:
+        optimizer: The wrapped optimizer; its param_groups hold masters with FP32 gradients.
+        found_inf: float32, 0-dim, exactly 0.0 or 1.0, handed over by torch's protocol so that the step skips on the
+            device; None where the decision was taken already.
+        closure: Passed on when given.
+
+    Raises:
+        StepFailed: Around whatever the step or one of its hooks raised.
+    """
+    completed = []
+    with _first_post_hook(optimizer, lambda *_: completed.append(True)), _fused_steps_guarded(optimizer):
+        if found_inf is not None:
+            optimizer.grad_scale = None  # type: ignore[attr-defined]
+            optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+        try:
+            return optimizer.step() if closure is None else optimizer.step(closure)
+        except BaseException as error:
+            raise StepFailed(error, bool(completed)) from error
+        finally:
+            if found_inf is not None:
+                del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _first_post_hook(optimizer: Optimizer, hook: Callable[..., None]) -> Iterator[None]:
+    """Have ``hook`` run right after the step and before any hook of the user's, which might raise."""
+    handle = optimizer.register_step_post_hook(hook)
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _fused_momentum_groups(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], int, int]]:
+    """(group, gradients without a momentum buffer, gradients with one) for each fused SGD group with momentum."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        if group.get("fused") and group.get("momentum"):
+            have = [
+                optimizer.state[p].get("momentum_buffer") is not None if p in optimizer.state else False
+                for p in group["params"]
+                if p.grad is not None
+            ]
+            yield group, have.count(False), have.count(True)
+
+
+@contextlib.contextmanager
+def _fused_steps_guarded(optimizer: Optimizer) -> Iterator[None]:
+    """Step a fused SGD group unfused for once where some momentum buffers exist and others don't.
+
+    torch 2.13's fused step raises a TypeError there (a parameter whose first gradient comes later than the others').
+    """
+    unfused = [group for group, missing, there in _fused_momentum_groups(optimizer) if missing and there]
+    for group in unfused:
+        group["fused"] = False
+    try:
+        yield
+    finally:
+        for group in unfused:
+            group["fused"] = True
+
+
+def remake_first_state(optimizer: Optimizer, master: Tensor) -> None:
+    """Give a master the FP32 state that its optimizer's constructor would have given it.
+
+    Of torch's optimizers Adagrad alone makes state when it is constructed, then in the 16-bit parameter's dtype, in which
+    ``initial_accumulator_value`` may not be exact.
+    """
+    if isinstance(optimizer, torch.optim.Adagrad) and master in optimizer.state:
+        state = optimizer.state[master]
+        if float(state["step"]) == 0.0:
+            state["sum"].fill_(optimizer.defaults["initial_accumulator_value"])
+
+
+def extras(optimizer: Optimizer) -> dict[str, Any]:
+    """Attributes that torch's pickling of optimizers forgets (LBFGS needs its own), hooks and patches left out."""
+    kept = optimizer.__getstate__()
+    return {
+        name: value
+        for name, value in optimizer.__dict__.items()
+        if name not in kept and name != "step" and not name.endswith("_hooks")
+    }
+
+
+class Snapshot:
+    """A copy of what a step changes, to go back to: parameters, their state, and the groups' settings.
+
+    Only steps with a closure take one, because such a step can fail half way through. Memory: as much as the masters
+    and the optimizer state together.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        self.values = [(p, p.detach().clone()) for p in params]
+        itself = {id(p): p for p in params}
+        self.state = {p: copy.deepcopy(state, dict(itself)) for p, state in optimizer.state.items()}
+        self.settings = [
+            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for param, value in self.values:
+                param.copy_(value)
+        self.optimizer.state.clear()
+        self.optimizer.state.update(self.state)
+        for group, settings in zip(self.optimizer.param_groups, self.settings, strict=True):
+            group.update(settings)
