@@ -144,6 +144,7 @@ def _load_optimizer(optimizer: Optimizer, state_dict: Mapping[str, Any], labels:
     """
     adapted = _adapts(optimizer)
     lists = [group["params"] for group in optimizer.param_groups]
+    settings = [set(group) & set(optimizer.defaults) for group in optimizer.param_groups]
     standard = is_torch_class(optimizer)
     final: dict[str, Any] = {}
 
@@ -173,7 +174,7 @@ def _load_optimizer(optimizer: Optimizer, state_dict: Mapping[str, Any], labels:
         after.remove()
     for number, (group, params) in enumerate(zip(optimizer.param_groups, lists, strict=True)):
         group["params"] = params
-        lacking = sorted(set(optimizer.defaults) - set(group))
+        lacking = sorted(settings[number] - set(group))
         if lacking:
             raise lacks(f"optimizer, group {number}", lacking)
 
@@ -244,6 +245,7 @@ class _Snapshot:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._attributes = dict(vars(optimizer))
+        self._defaults = dict(optimizer.defaults)
         self._state = [(key, value, _containers(value)) for key, value in optimizer.state.items()]
         self._groups = [(g, dict(g), g["params"], list(g["params"])) for g in optimizer.param_groups]
         self._values: dict[Tensor, Tensor] = {}
@@ -258,6 +260,7 @@ class _Snapshot:
         attributes = vars(self._optimizer)
         attributes.clear()
         attributes.update(self._attributes)
+        _refilled(self._optimizer.defaults, self._defaults)
         state = self._optimizer.state
         state.clear()
         for key, value, content in self._state:

@@ -23,6 +23,8 @@ def step(engine: MixedPrecisionOptimizer, closure: Callable[[], Any]) -> Any:
     The wrapped optimizer may evaluate any number of times. Whatever goes wrong on the way, masters, their state and the
     model are put back as they were: a copy is taken first, which costs as much memory as masters and state.
     """
+    if not callable(closure):
+        raise TypeError(f"closure: expected a callable that returns the loss, got {type(closure).__name__}.")
     engine._follow_changes()
     writes.notice(engine._params, engine.on_model_write)
     before = wrapped.Snapshot(engine.optimizer)

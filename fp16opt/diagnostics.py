@@ -73,9 +73,9 @@ class SkipLog:
     """Decides what to log after each skipped step.
 
     A dynamic scaler finds its scale by overflowing: until the first step is taken a skip is logged at INFO
-    level as calibration; afterwards it is a WARNING with the parameters' names. Where the scale can't go lower,
-    skips will go on: the 1st, 2nd, 4th, 8th ... of them is an ERROR (a WARNING with a static scaler), the others
-    are silent.
+    level as calibration; afterwards it is a WARNING with the parameters' names. Where the scale can't go
+    lower, skips will go on: the 1st, 2nd, 4th, 8th ... of them is an ERROR (a WARNING with a static scaler),
+    the others are silent.
     """
 
     def __init__(self) -> None:

@@ -10,8 +10,6 @@ from torch import Tensor
 from . import kernels
 from .masters import MasterParams, Shard
 
-CONSUMED = "_fp16opt_consumed"  # attribute on a gradient tensor: its version when a step used it
-
 
 class MasterGrads:
     """The FP32 gradients of all masters.
@@ -34,6 +32,7 @@ class MasterGrads:
         self.folded: list[Tensor] | None = None
         self._measured: list[tuple[Tensor | None, int]] | None = None
         self._measurable = True
+        self._has_sparse = False
 
     # -- before a backward -------------------------------------------------------------------------------------------
 
@@ -76,12 +75,12 @@ class MasterGrads:
         for param in self.params.model:
             grad = param.grad
             if grad is not None:
-                setattr(grad, CONSUMED, grad._version)
+                grad._fp16opt_consumed = grad._version  # type: ignore[attr-defined]
 
     def has_unconsumed(self) -> bool:
         """Whether a gradient came, or was added to, since :meth:`mark_consumed`."""
         grads = [param.grad for param in self.params.model]
-        return any(g is not None and getattr(g, CONSUMED, None) != g._version for g in grads)
+        return any(g is not None and getattr(g, "_fp16opt_consumed", None) != g._version for g in grads)
 
     # -- the pass ----------------------------------------------------------------------------------------------------
 
@@ -115,15 +114,18 @@ class MasterGrads:
         adds: list[bool] = []
         later: list[tuple[int, Tensor]] = []
         for i in shard.index:
-            param, master = self.params.model[i], self.params.master[i]
-            grad, source, out, add = param.grad, None, None, False
+            grad = self.params.model[i].grad
+            add = False
             if grad is None:
                 self._without_grad(i, fold)
-            elif master is not param or self.own_is_fresh:
-                before = master.grad if master is not param and fold else self.held.get(i)
-                source, out, add = self._pair(i, grad.detach() if grad.requires_grad else grad, before)
-                if before is not None and not add:
-                    later.append((i, before))
+                source, out = None, None
+            elif not fold and i in self.buffers and grad.layout is torch.strided and not grad.requires_grad:
+                # The usual case, a 16-bit gradient that goes to its buffer, without a call per parameter.
+                source, out = grad, self.buffers[i]
+                if self.params.master[i].grad is not out:
+                    self.params.master[i].grad = out
+            else:
+                source, out, add = self._unusual(i, grad, fold, later)
             sources.append(source)
             outs.append(out)
             adds.append(add)
@@ -133,8 +135,22 @@ class MasterGrads:
         )
         self._merge_flags(number, shard, keep, fold)
         for i, before in later:
-            self._set_grad(i, before + self.params.master[i].grad)
+            total = self.params.master[i].grad
+            self._set_grad(i, before if total is None else before + total)
             self._measurable = False
+
+    def _unusual(
+        self, i: int, grad: Tensor, fold: bool, later: list[tuple[int, Tensor]]
+    ) -> tuple[Tensor | None, Tensor | None, bool]:
+        """(what to read, where to write, whether to add there) for one gradient; ``later`` takes what torch must add."""
+        is_own = self.params.master[i] is self.params.model[i]
+        if is_own and not self.own_is_fresh:
+            return None, None, False
+        before = self.params.master[i].grad if fold and not is_own else self.held.get(i)
+        source, out, add = self._pair(i, grad.detach() if grad.requires_grad else grad, before)
+        if before is not None and not add:
+            later.append((i, before))
+        return source, out, add
 
     def _without_grad(self, i: int, fold: bool) -> None:
         """No gradient arrived: what was held or folded stays, anything older goes."""
@@ -264,15 +280,20 @@ class MasterGrads:
 
     def values(self, shard: Shard) -> list[Tensor | None]:
         """The dense tensors that hold the master gradients' elements."""
-        found: list[Tensor | None] = []
-        for i in shard.index:
-            grad = self.params.master[i].grad
-            if grad is not None and grad.layout is torch.sparse_coo:
-                if not grad.is_coalesced():
-                    grad = self.params.master[i].grad = grad.coalesce()
-                grad = grad._values()
-            found.append(grad)
-        return found
+        masters = self.params.master
+        grads = [masters[i].grad for i in shard.index]
+        self._has_sparse = any(grad is not None and grad.layout is not torch.strided for grad in grads)
+        if self._has_sparse:
+            return [self._dense_values(i) for i in shard.index]
+        return grads
+
+    def _dense_values(self, i: int) -> Tensor | None:
+        grad = self.params.master[i].grad
+        if grad is None or grad.layout is not torch.sparse_coo:
+            return grad
+        if not grad.is_coalesced():
+            grad = self.params.master[i].grad = grad.coalesce()
+        return grad._values()
 
     def norm(self, norm_type: float, device: torch.device) -> Tensor:
         """float64, 0-dim, on ``device``: the norm over all master gradients. No host sync.
@@ -303,8 +324,7 @@ class MasterGrads:
         with torch.no_grad():
             for shard in self.params.shards:
                 kernels.multi_tensor_scale(self.values(shard), factor.to(shard.device), tables=shard.scale_tables)
-        if any(m.grad is not None and m.grad.layout is torch.sparse_coo for m in self.params.master):
-            self._measurable = False  # a sparse tensor's version does not follow its values'
+                self._measurable &= not self._has_sparse  # a sparse tensor's version does not follow its values'
 
     def zero(self, set_to_none: bool) -> None:
         """Clear the model's and the masters' gradients and forget what was found."""
@@ -318,7 +338,8 @@ class MasterGrads:
                 else:
                     tensor.grad = grad.detach() if grad.requires_grad else grad
                     tensor.grad.zero_()
-        self.mark_consumed()
+        if not set_to_none:
+            self.mark_consumed()
 
 
 def _vector_norm(value: Tensor, norm_type: float) -> Tensor:

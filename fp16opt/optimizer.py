@@ -146,7 +146,8 @@ class MixedPrecisionOptimizer(Optimizer):
         self.__dict__.update(state)
         for name, value in extras.items():
             self.optimizer.__dict__.setdefault(name, value)
-        self._names: dict[int, str] = {}
+        self._names = {}
+        self._params.record_versions()  # copies of tensors count their versions anew
         self._make_gradients()
         self._make_hooks()
 
@@ -188,7 +189,6 @@ class MixedPrecisionOptimizer(Optimizer):
         """
         check_loss(loss)
         check_scaler(scaler)
-        self._follow_changes()
         pending = self._steps.enter(self.scaler if scaler is None else scaler)
         return loss.float() * pending.scale.to(loss.device)
 
@@ -220,6 +220,7 @@ class MixedPrecisionOptimizer(Optimizer):
         Syncs: never (parameters' gradients stay on their devices).
         """
         check_loss(loss, scalar=True)
+        check_scaler(scaler)
         state, pending = self._steps.state, self._steps.pending
         scaled = self.scale_loss(loss, scaler=scaler)
         present = self._grads.has_any()
@@ -321,6 +322,7 @@ class MixedPrecisionOptimizer(Optimizer):
         if closure is not None:
             return closures.step(self, closure)
         if not self._take_gradients():
+            self._outcomes.record(False, self._grads)
             return None
         found = self._steps.found_inf()
         on_device = self._skips_on_device()

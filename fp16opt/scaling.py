@@ -321,13 +321,13 @@ class DynamicLossScaler(LossScaler):
 
         Does not sync: the last three are copies of the tensors.
         """
-        clean, skips = self._trackers.clone().unbind()
+        clean, skips = self._trackers.clone()
         return {
             "type": "dynamic",
             **{name: getattr(self, name) for name in _SETTINGS},
             "scale": self._scale.clone(),
-            "growth_tracker": clean.clone(),
-            "consecutive_skips": skips.clone(),
+            "growth_tracker": clean,
+            "consecutive_skips": skips,
         }
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -47,8 +47,8 @@ _NUMBERS = frozenset({"step", "eta", "mu", "mu_product", "func_evals", "n_iter"}
 _LBFGS_AFTER_A_STEP = ("d", "t", "old_dirs", "old_stps", "ro", "H_diag", "prev_flat_grad", "prev_loss")
 # Settings that torch.optim came to have over the years; its __setstate__ fills them in for older checkpoints.
 _LATE_SETTINGS = frozenset(
-    {"amsgrad", "capturable", "centered", "decoupled_weight_decay", "differentiable"}
-    | {"foreach", "fused", "maximize", "momentum", "nesterov"}
+    {"amsgrad", "capturable", "decoupled_weight_decay", "differentiable"}
+    | {"foreach", "fused", "maximize", "nesterov"}
 )
 
 HOW_SAVED = "Pass what state_dict() of this class returned (of a saved checkpoint, the entry that holds it)."
@@ -171,10 +171,6 @@ def check_optimizer_state(sd: object, optimizer: Optimizer, labels: Sequence[str
             )
     params = [p for group in optimizer.param_groups for p in group["params"]]
     by_param = dict(zip(ids, params, strict=True))
-    if is_torch_class(optimizer) and type(optimizer).__name__ == "Adagrad":
-        missing = [by_id[i] for i in ids if i not in sd["state"]]
-        if missing:  # the only class that makes its state when it is constructed, and never after
-            raise ValueError(f"{missing[0]}: Adagrad has state for every parameter, got none. {HOW_SAVED}")
     for group in groups:
         entries = {i: sd["state"][i] for i in group["params"] if i in sd["state"]}
         for i, entry in entries.items():
@@ -182,6 +178,10 @@ def check_optimizer_state(sd: object, optimizer: Optimizer, labels: Sequence[str
                 raise TypeError(f"{by_id[i]}: state must be a dict, got {_type(entry)}. {HOW_SAVED}")
             _check_entry(entry, by_param[i], by_id[i], optimizer, group)
         _check_alike(entries, by_param, by_id)
+    if is_torch_class(optimizer) and type(optimizer).__name__ == "Adagrad":
+        missing = [by_id[i] for i in ids if not sd["state"].get(i)]
+        if missing:  # the only class that makes its state when it is constructed, and never after
+            raise ValueError(f"{missing[0]}: Adagrad has state for every parameter, got none. {HOW_SAVED}")
 
 
 def _check_groups(groups: object, optimizer: Optimizer) -> None:
@@ -217,7 +217,7 @@ def _check_settings(
     """Every setting is there, and of the kind it is now (one-element tensors count as numbers)."""
     standard = is_torch_class(optimizer)
     if standard:
-        lacking = sorted(set(optimizer.defaults) - set(group) - _LATE_SETTINGS)
+        lacking = sorted((set(optimizer.defaults) & set(now)) - set(group) - _LATE_SETTINGS)
         if lacking:
             raise lacks(where, lacking)
     for key in optimizer.defaults:
@@ -233,12 +233,16 @@ def _check_settings(
 def _fits(now: object, saved: object, none_fits: bool) -> bool:
     """Whether ``saved`` is the kind of value that ``now`` is. One that is None or a flag tells little."""
     if now is None or isinstance(now, bool):
-        return now is None or saved is None or isinstance(saved, int | float)
+        return (
+            saved is None or isinstance(saved, int | float) or (now is None and not isinstance(saved, Tensor))
+        )
     if saved is None:
         return none_fits
     if isinstance(now, Real | Tensor):
         if isinstance(saved, Tensor):
             return saved.numel() == 1 and not saved.is_complex() and not saved.is_meta
+        if isinstance(saved, int):
+            return abs(saved) < 2**63  # torch takes no other
         return isinstance(saved, Real) and not math.isnan(saved)
     if isinstance(now, list | tuple):
         if not isinstance(saved, list | tuple) or len(saved) != len(now):
@@ -260,13 +264,15 @@ def _check_entry(
         if lacking:
             raise lacks(f"{label}: state", lacking)
     for key, value in entry.items():
+        if _without_data(value):
+            raise ValueError(f"{label}: {key} has a meta tensor, which holds no data. {HOW_SAVED}")
         if standard and key in _NUMBERS:
             _check_number(key, value, label)
         like = _like(key, value, param, optimizer, standard)
         if like is not None:
             _check_tensor(key, value, like, label)
     if standard and type(optimizer).__name__ == "LBFGS" and entry:
-        _check_lbfgs(entry, optimizer, label)
+        _check_lbfgs(entry, group["history_size"], optimizer, label)
 
 
 def _like(
@@ -288,6 +294,14 @@ def _like(
     return shape if key in PER_ELEMENT else None
 
 
+def _without_data(value: object) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return any(map(_without_data, value))
+    return isinstance(value, Tensor) and value.is_meta
+
+
 def _check_tensor(key: object, value: object, shape: tuple[int, ...], label: str) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{label}: {key} must be a tensor, got {_type(value)}. {HOW_SAVED}")
@@ -296,15 +310,13 @@ def _check_tensor(key: object, value: object, shape: tuple[int, ...], label: str
             f"{label}: {key} must have shape {list(shape)}, got {list(value.shape)}. "
             "Build the model as it was when the checkpoint was saved."
         )
-    if not value.is_floating_point() or value.is_meta:
-        raise ValueError(
-            f"{label}: {key} must be a floating tensor with data, got {value.dtype}. {HOW_SAVED}"
-        )
+    if not value.is_floating_point():
+        raise ValueError(f"{label}: {key} must be a floating tensor, got {value.dtype}. {HOW_SAVED}")
 
 
 def _check_number(key: object, value: object, label: str) -> None:
     if isinstance(value, Tensor):
-        fits = value.numel() == 1 and not value.is_complex() and not value.is_meta
+        fits = value.numel() == 1 and not value.is_complex()
     else:
         fits = isinstance(value, int | float)
     if not fits:
@@ -312,20 +324,34 @@ def _check_number(key: object, value: object, label: str) -> None:
         raise ValueError(f"{label}: {key} must be one number, got {got}. {HOW_SAVED}")
 
 
-def _check_lbfgs(entry: Mapping[Any, Any], optimizer: Optimizer, label: str) -> None:
+def _check_lbfgs(entry: Mapping[Any, Any], history: int, optimizer: Optimizer, label: str) -> None:
     """LBFGS keeps vectors over all parameters laid end to end, in lists of equal length."""
     if not float(entry["n_iter"]) > 0:
         return
     lacking = [key for key in _LBFGS_AFTER_A_STEP if key not in entry]
     if lacking:
         raise lacks(f"{label}: state", lacking)
+    dirs, steps, factors = (entry[key] for key in ("old_dirs", "old_stps", "ro"))
+    lists = all(isinstance(one, list) and len(one) == len(dirs) for one in (dirs, steps, factors))
+    if not lists or len(dirs) > history:
+        raise ValueError(
+            f"{label}: old_dirs, old_stps and ro must be lists of one length, at most {history}. {HOW_SAVED}"
+        )
+    if "al" in entry and not (isinstance(entry["al"], list) and len(entry["al"]) >= history):
+        raise ValueError(f"{label}: al must be a list with room for {history} numbers. {HOW_SAVED}")
     size = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-    lists = [entry[key] for key in ("old_dirs", "old_stps", "ro")]
-    if not all(isinstance(one, list) and len(one) == len(lists[0]) for one in lists):
-        raise ValueError(f"{label}: old_dirs, old_stps and ro must be lists of one length. {HOW_SAVED}")
-    for key in ("d", "prev_flat_grad", "old_dirs", "old_stps"):
-        for vector in entry[key] if isinstance(entry[key], list) else [entry[key]]:
-            _check_tensor(key, vector, (size,), label)
+    vectors = {
+        "d": [entry["d"]],
+        "prev_flat_grad": [entry["prev_flat_grad"]],
+        "old_dirs": dirs,
+        "old_stps": steps,
+    }
+    for key, values in vectors.items():
+        for value in values:
+            _check_tensor(key, value, (size,), label)
+    for key, values in {"ro": factors, **{k: [entry[k]] for k in ("t", "H_diag", "prev_loss")}}.items():
+        for value in values:
+            _check_number(key, value, label)
 
 
 def _check_alike(

@@ -1,0 +1,56 @@
+// The operations over lists of tensors, free of Python and torch: pointers, numbers and nothing else. The caller answers
+// for the pointers. A Table never changes once made, so several threads may use one at the same time.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "backends/cpu_level.h"
+#include "launch/pack.h"
+
+namespace fp16opt {
+
+// Lists of tensors without their addresses. All vectors are by place; only the tensors at `places` take part.
+struct Table {
+    std::vector<int64_t> numels;
+    std::vector<int64_t> rows;                 // where a tensor's statistics are written
+    std::vector<std::vector<DType>> dtypes;    // one vector for each list
+    std::vector<int32_t> places;
+    std::vector<Chunk> chunks;
+    int64_t elements = 0;
+
+    // Throws std::invalid_argument where the vectors do not fit together.
+    Table(std::vector<int64_t> numels, std::vector<int64_t> rows, std::vector<std::vector<DType>> dtypes,
+          std::vector<int32_t> places);
+};
+
+using Pointers = std::vector<void*>;  // by place
+
+struct GradRows {  // of n tensors
+    int32_t* nonfinite;
+    double* sumsq;
+    int64_t n;
+    double* norm;
+    float* found_inf;
+};
+
+// outs[i] = grads[i] * inv_scale, or += where add[place]; then norm and found_inf over all n rows.
+void unscale(const Table& table, const Pointers& grads, const Pointers& outs, float inv_scale,
+             const std::vector<uint8_t>& add, const GradRows& rows, int threads);
+
+// sumsq rows of the table's tensors; then each norm, and the total over all n rows.
+void l2norm(const Table& table, const Pointers& tensors, double* sumsq, int64_t n, double* norm, double* norms,
+            int threads);
+
+void scale(const Table& table, const Pointers& tensors, float factor, int threads);
+
+// Returns whether a checked input is not finite.
+bool axpby(const Table& table, float a, const Pointers& xs, float b, const Pointers& ys, const Pointers& outs,
+           uint32_t check, int threads);
+
+void cast(const Table& table, const Pointers& masters, const Pointers& params, int32_t* overflow, int64_t* hashes,
+          int threads);
+
+void content_hash(const Table& table, const Pointers& tensors, int64_t* hashes, int threads);
+
+}  // namespace fp16opt

@@ -1,0 +1,130 @@
+// The functors applied to every dtype, at one SIMD level. This file is compiled once for each level, with
+// FP16OPT_LEVEL set to its name; see the note in core/macros.h. It uses nothing from the standard library but memcpy.
+#include "../launch/cpu.h"
+#include "cpu_level.h"
+
+FP16OPT_BEGIN
+namespace {
+
+template <class From>
+UnscaleResult unscale_as(const void* grad, void* out, int64_t n, float inv_scale, bool add, bool stream) {
+    UnscaleLoop<From> loop{splat(inv_scale), add, stream, Lanes(n)};
+    loop.run(static_cast<const From*>(grad), static_cast<float*>(out), n);
+    return {loop.lanes.total(), loop.flags};
+}
+
+// Streaming stores need their own alignment, and pay only where nothing of the line is needed again.
+bool may_stream(const void* to, bool wanted) {
+    return kCanStream && wanted && reinterpret_cast<uintptr_t>(to) % 64 == 0;
+}
+
+UnscaleResult unscale_chunk(DType from, const void* grad, void* out, int64_t n, float inv_scale, bool add, bool stream) {
+    stream = may_stream(out, stream) && !add && grad != out;
+    switch (from) {
+        case DType::half: return unscale_as<Half>(grad, out, n, inv_scale, add, stream);
+        case DType::bfloat16: return unscale_as<BFloat16>(grad, out, n, inv_scale, add, stream);
+        case DType::single: return unscale_as<float>(grad, out, n, inv_scale, add, stream);
+        case DType::wide: break;
+    }
+    UnscaleWideLoop loop{double(inv_scale), add, Lanes(n)};
+    loop.run(static_cast<const double*>(grad), static_cast<double*>(out), n);
+    return {loop.lanes.total(), loop.flags};
+}
+
+double sum_of_squares_chunk(DType dtype, const void* values, int64_t n) {
+    switch (dtype) {
+        case DType::half: return sum_of_squares(static_cast<const Half*>(values), n);
+        case DType::bfloat16: return sum_of_squares(static_cast<const BFloat16*>(values), n);
+        case DType::single: return sum_of_squares(static_cast<const float*>(values), n);
+        case DType::wide: break;
+    }
+    return sum_of_squares(static_cast<const double*>(values), n);
+}
+
+void scale_chunk(DType dtype, void* values, int64_t n, float factor) {
+    switch (dtype) {
+        case DType::half: return scale_values(static_cast<Half*>(values), n, factor);
+        case DType::bfloat16: return scale_values(static_cast<BFloat16*>(values), n, factor);
+        case DType::single: return scale_values(static_cast<float*>(values), n, factor);
+        case DType::wide: return scale_values(static_cast<double*>(values), n, factor);
+    }
+}
+
+// Memory of a dtype that is known only at run time. One branch for 64 elements costs nothing beside them.
+struct Stretch {
+    DType dtype;
+    char* at;
+
+    FP16OPT_HD void get(int64_t i, Block& b) const {
+        switch (dtype) {
+            case DType::half: return load(reinterpret_cast<const Half*>(at) + i, b);
+            case DType::bfloat16: return load(reinterpret_cast<const BFloat16*>(at) + i, b);
+            default: return load(reinterpret_cast<const float*>(at) + i, b);
+        }
+    }
+    FP16OPT_HD void set(int64_t i, const Block& b) const {
+        switch (dtype) {
+            case DType::half: return put(reinterpret_cast<Half*>(at) + i, b);
+            case DType::bfloat16: return put(reinterpret_cast<BFloat16*>(at) + i, b);
+            default: return put(reinterpret_cast<float*>(at) + i, b);
+        }
+    }
+};
+
+bool axpby_chunk(const DType (&dtypes)[3], float a, const void* x, float b, const void* y, void* out, int64_t n,
+                 uint32_t check) {
+    const Floats by_x = splat(a), by_y = splat(b);
+    bool bad = false;
+    auto block = [&](const Stretch& xs, const Stretch& ys, const Stretch& outs, int64_t i) {
+        Block u, v;
+        xs.get(i, u);
+        ys.get(i, v);
+        bad |= (check & kCheckX) != 0 && any_from(u, kInfinity);
+        bad |= (check & kCheckY) != 0 && any_from(v, kInfinity);
+        for (int k = 0; k < kVectors; ++k) u.v[k] = axpby(by_x, u.v[k], by_y, v.v[k]);
+        outs.set(i, u);
+    };
+    const Stretch xs{dtypes[0], static_cast<char*>(const_cast<void*>(x))};
+    const Stretch ys{dtypes[1], static_cast<char*>(const_cast<void*>(y))};
+    const Stretch outs{dtypes[2], static_cast<char*>(out)};
+    int64_t i = 0;
+    for (; i + kBlock <= n; i += kBlock) block(xs, ys, outs, i);
+    if (i < n) {
+        char padded[3][kBlock * sizeof(float)] = {};
+        const int64_t size[3] = {item_size(dtypes[0]), item_size(dtypes[1]), item_size(dtypes[2])};
+        memcpy(padded[0], xs.at + i * size[0], size_t((n - i) * size[0]));
+        memcpy(padded[1], ys.at + i * size[1], size_t((n - i) * size[1]));
+        block({dtypes[0], padded[0]}, {dtypes[1], padded[1]}, {dtypes[2], padded[2]}, 0);
+        memcpy(outs.at + i * size[2], padded[2], size_t((n - i) * size[2]));
+    }
+    return bad;
+}
+
+template <class To>
+CastResult cast_as(const float* master, void* param, int64_t n, int64_t first_word, bool stream) {
+    CastLoop<To> loop(first_word, stream);
+    loop.run(master, static_cast<To*>(param), n);
+    return {loop.blocks.total() + loop.tail_hash, loop.flags};
+}
+
+CastResult cast_chunk(DType to, const float* master, void* param, int64_t n, int64_t first_word, bool stream) {
+    stream = may_stream(param, stream);
+    if (to == DType::half) return cast_as<Half>(master, param, n, first_word, stream);
+    return cast_as<BFloat16>(master, param, n, first_word, stream);
+}
+
+// The hash sees bits, so one storage type serves for both.
+uint64_t hash_chunk(const void* values, int64_t n, int64_t first_word) {
+    return hash_values(static_cast<const Half*>(values), n, first_word);
+}
+
+}  // namespace
+
+#define FP16OPT_NAME_OF(level) #level
+#define FP16OPT_NAME(level) FP16OPT_NAME_OF(level)
+
+extern const CpuLevel level;
+const CpuLevel level = {FP16OPT_NAME(FP16OPT_LEVEL), unscale_chunk, sum_of_squares_chunk, scale_chunk,
+                        axpby_chunk, cast_chunk, hash_chunk};
+
+FP16OPT_END

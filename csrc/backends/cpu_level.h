@@ -1,0 +1,47 @@
+// What one SIMD level offers: every operation on one chunk. The list operations call it through this table.
+#pragma once
+
+#include "../core/macros.h"
+
+namespace fp16opt {
+
+enum class DType : int32_t { half = 0, bfloat16 = 1, single = 2, wide = 3 };
+
+FP16OPT_HD int64_t item_size(DType dtype) {
+    return dtype == DType::wide ? 8 : dtype == DType::single ? 4 : 2;
+}
+
+struct UnscaleResult {
+    double sumsq;
+    uint32_t flags;
+};
+
+struct CastResult {
+    uint64_t hash;
+    uint32_t flags;
+};
+
+enum CheckInputs : uint32_t { kCheckX = 1, kCheckY = 2 };
+
+// Pointers are to the chunk's first element and need no more than the element's own alignment.
+// `stream`: write around the caches. `first_word`: place of the chunk's first 64-bit word in its tensor.
+struct CpuLevel {
+    const char* name;
+    UnscaleResult (*unscale)(DType from, const void* grad, void* out, int64_t n, float inv_scale, bool add, bool stream);
+    double (*sum_of_squares)(DType dtype, const void* values, int64_t n);
+    void (*scale)(DType dtype, void* values, int64_t n, float factor);
+    bool (*axpby)(const DType (&dtypes)[3], float a, const void* x, float b, const void* y, void* out, int64_t n,
+                  uint32_t check);  // true: a checked input is not finite
+    CastResult (*cast)(DType to, const float* master, void* param, int64_t n, int64_t first_word, bool stream);
+    uint64_t (*hash)(const void* values, int64_t n, int64_t first_word);
+};
+
+// The levels that this build holds and this machine runs, the fastest first. Ends with nullptr.
+const CpuLevel* const* supported_levels();
+
+// The level in use. The first call takes FP16OPT_SIMD from the environment where it is set, else the fastest.
+// Throws std::invalid_argument for a name that is not in supported_levels().
+const CpuLevel& current_level();
+void use_level(const char* name);
+
+}  // namespace fp16opt

@@ -1,0 +1,205 @@
+// The list operations on the CPU: chunks to threads, and the chunks' results to tensors, in order.
+#include <cmath>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#if !defined(_WIN32)
+#include <unistd.h>
+#endif
+
+#include "../api.h"
+#include "../launch/threads.h"
+
+namespace fp16opt {
+namespace {
+
+// Below this, waking a thread takes longer than it saves (about 20 microseconds of work).
+constexpr int64_t kSerialElements = 1 << 17;
+
+int threads_for(const Table& table, int threads) { return table.elements < kSerialElements ? 1 : threads; }
+
+// Written bytes from which on nothing written is left in the cache for the next reader anyway.
+int64_t streaming_threshold() {
+    static const int64_t threshold = [] {
+        int64_t cache = 0;
+#if defined(_SC_LEVEL3_CACHE_SIZE)
+        cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
+#endif
+        const int64_t least = int64_t(8) << 20, most = int64_t(64) << 20;
+        return cache < least ? least : cache > most ? most : cache;
+    }();
+    return threshold;
+}
+
+template <class T>
+T* at(const Pointers& pointers, const Table& table, size_t list, const Chunk& chunk) {
+    const size_t place = size_t(chunk.tensor);
+    return reinterpret_cast<T*>(static_cast<char*>(pointers[place]) +
+                                chunk.start * item_size(table.dtypes[list][place]));
+}
+
+// Runs `chunk_result` on every chunk and calls `take(place, result)` for each, in the order of the chunks.
+template <class Result, class Compute, class Take>
+void for_chunks(const Table& table, int threads, Compute&& compute, Take&& take) {
+    std::vector<Result> results(table.chunks.size());
+    parallel_for(int64_t(table.chunks.size()), threads_for(table, threads),
+                 [&](int64_t i) { results[size_t(i)] = compute(table.chunks[size_t(i)]); });
+    for (size_t i = 0; i < results.size(); ++i) take(size_t(table.chunks[i].tensor), results[i]);
+}
+
+double total_norm(const double* sumsq, int64_t n) {
+    double total = 0.0;
+    for (int64_t i = 0; i < n; ++i) total += sumsq[i];
+    return std::sqrt(total);
+}
+
+void require(bool fits, const char* what) {
+    if (!fits) throw std::invalid_argument(what);
+}
+
+void require_pointers(const Table& table, std::initializer_list<const Pointers*> lists) {
+    require(table.dtypes.size() == lists.size(), "the table was made for another number of lists");
+    for (const Pointers* list : lists) {
+        require(list->size() == table.numels.size(), "the list does not have the table's length");
+    }
+}
+
+void require_rows(const Table& table, int64_t n) {
+    for (int32_t place : table.places) require(table.rows[size_t(place)] < n, "a row lies outside the statistics");
+}
+
+}  // namespace
+
+Table::Table(std::vector<int64_t> numels_, std::vector<int64_t> rows_, std::vector<std::vector<DType>> dtypes_,
+             std::vector<int32_t> places_)
+    : numels(std::move(numels_)), rows(std::move(rows_)), dtypes(std::move(dtypes_)), places(std::move(places_)) {
+    require(rows.size() == numels.size(), "rows must have one entry for each tensor");
+    for (const auto& list : dtypes) {
+        require(list.size() == numels.size(), "dtypes must have one entry for each tensor");
+        for (DType dtype : list) require(dtype >= DType::half && dtype <= DType::wide, "unknown dtype code");
+    }
+    for (int32_t place : places) {
+        require(place >= 0 && size_t(place) < numels.size(), "a place lies outside the lists");
+        require(numels[size_t(place)] >= 0 && rows[size_t(place)] >= 0, "a size or row is negative");
+        elements += numels[size_t(place)];
+    }
+    chunks = pack(numels, places);
+}
+
+void unscale(const Table& table, const Pointers& grads, const Pointers& outs, float inv_scale,
+             const std::vector<uint8_t>& add, const GradRows& rows, int threads) {
+    require_pointers(table, {&grads, &outs});
+    require_rows(table, rows.n);
+    require(add.size() == table.numels.size(), "accumulate must have one entry for each tensor");
+    for (int32_t place : table.places) {
+        const bool wide = table.dtypes[1][size_t(place)] == DType::wide;
+        require(wide == (table.dtypes[0][size_t(place)] == DType::wide) &&
+                    (wide || table.dtypes[1][size_t(place)] == DType::single), "outs must be float32, or float64 for float64");
+        rows.nonfinite[table.rows[size_t(place)]] = 0;
+        rows.sumsq[table.rows[size_t(place)]] = 0.0;
+    }
+    const CpuLevel& level = current_level();
+    const bool stream = table.elements * 4 >= streaming_threshold();
+    for_chunks<UnscaleResult>(
+        table, threads,
+        [&](const Chunk& c) {
+            return level.unscale(table.dtypes[0][size_t(c.tensor)], at<void>(grads, table, 0, c),
+                                 at<void>(outs, table, 1, c), c.numel, inv_scale, add[size_t(c.tensor)] != 0, stream);
+        },
+        [&](size_t place, const UnscaleResult& result) {
+            rows.nonfinite[table.rows[place]] |= int32_t(result.flags);
+            rows.sumsq[table.rows[place]] += result.sumsq;
+        });
+    *rows.norm = total_norm(rows.sumsq, rows.n);
+    bool found = false;
+    for (int64_t i = 0; i < rows.n; ++i) found |= rows.nonfinite[i] != 0;
+    *rows.found_inf = found ? 1.0f : 0.0f;
+}
+
+void l2norm(const Table& table, const Pointers& tensors, double* sumsq, int64_t n, double* norm, double* norms,
+            int threads) {
+    require_pointers(table, {&tensors});
+    require_rows(table, n);
+    for (int32_t place : table.places) sumsq[table.rows[size_t(place)]] = 0.0;
+    const CpuLevel& level = current_level();
+    for_chunks<double>(
+        table, threads,
+        [&](const Chunk& c) {
+            return level.sum_of_squares(table.dtypes[0][size_t(c.tensor)], at<void>(tensors, table, 0, c), c.numel);
+        },
+        [&](size_t place, double sum) { sumsq[table.rows[place]] += sum; });
+    *norm = total_norm(sumsq, n);
+    for (int64_t i = 0; i < n; ++i) norms[i] = std::sqrt(sumsq[i]);
+}
+
+void scale(const Table& table, const Pointers& tensors, float factor, int threads) {
+    require_pointers(table, {&tensors});
+    const CpuLevel& level = current_level();
+    parallel_for(int64_t(table.chunks.size()), threads_for(table, threads), [&](int64_t i) {
+        const Chunk& c = table.chunks[size_t(i)];
+        level.scale(table.dtypes[0][size_t(c.tensor)], at<void>(tensors, table, 0, c), c.numel, factor);
+    });
+}
+
+bool axpby(const Table& table, float a, const Pointers& xs, float b, const Pointers& ys, const Pointers& outs,
+           uint32_t check, int threads) {
+    require_pointers(table, {&xs, &ys, &outs});
+    for (const auto& list : table.dtypes) {
+        for (int32_t place : table.places) require(list[size_t(place)] != DType::wide, "axpby does not take float64");
+    }
+    const CpuLevel& level = current_level();
+    bool bad = false;
+    for_chunks<char>(
+        table, threads,
+        [&](const Chunk& c) {
+            const size_t place = size_t(c.tensor);
+            const DType dtypes[3] = {table.dtypes[0][place], table.dtypes[1][place], table.dtypes[2][place]};
+            return char(level.axpby(dtypes, a, at<void>(xs, table, 0, c), b, at<void>(ys, table, 1, c),
+                                    at<void>(outs, table, 2, c), c.numel, check));
+        },
+        [&](size_t, char found) { bad |= found != 0; });
+    return bad;
+}
+
+void cast(const Table& table, const Pointers& masters, const Pointers& params, int32_t* overflow, int64_t* hashes,
+          int threads) {
+    require_pointers(table, {&masters, &params});
+    for (int32_t place : table.places) {
+        require(table.dtypes[0][size_t(place)] == DType::single && item_size(table.dtypes[1][size_t(place)]) == 2,
+                "masters must be float32 and params 16 bits wide");
+        overflow[table.rows[size_t(place)]] = 0;
+        hashes[table.rows[size_t(place)]] = 0;
+    }
+    const CpuLevel& level = current_level();
+    const bool stream = table.elements * 2 >= streaming_threshold();
+    for_chunks<CastResult>(
+        table, threads,
+        [&](const Chunk& c) {
+            return level.cast(table.dtypes[1][size_t(c.tensor)], at<float>(masters, table, 0, c),
+                              at<void>(params, table, 1, c), c.numel, c.start / 4, stream);
+        },
+        [&](size_t place, const CastResult& result) {
+            overflow[table.rows[place]] |= int32_t(result.flags);
+            int64_t& hash = hashes[table.rows[place]];
+            hash = int64_t(uint64_t(hash) + result.hash);
+        });
+}
+
+void content_hash(const Table& table, const Pointers& tensors, int64_t* hashes, int threads) {
+    require_pointers(table, {&tensors});
+    for (int32_t place : table.places) {
+        require(item_size(table.dtypes[0][size_t(place)]) == 2, "a hash is of 16-bit tensors");
+        hashes[table.rows[size_t(place)]] = 0;
+    }
+    const CpuLevel& level = current_level();
+    for_chunks<uint64_t>(
+        table, threads,
+        [&](const Chunk& c) { return level.hash(at<void>(tensors, table, 0, c), c.numel, c.start / 4); },
+        [&](size_t place, uint64_t part) {
+            int64_t& hash = hashes[table.rows[place]];
+            hash = int64_t(uint64_t(hash) + part);
+        });
+}
+
+}  // namespace fp16opt

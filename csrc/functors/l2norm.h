@@ -1,0 +1,19 @@
+// The term of a sum of squares, and the small tree in which eight consecutive ones are added.
+#pragma once
+
+#include "../core/macros.h"
+
+FP16OPT_BEGIN
+
+// T is double or a vector of doubles: the square of any finite float32 is exact and in range.
+template <class T>
+FP16OPT_HD T square(T value) {
+    return value * value;
+}
+
+template <class T>
+FP16OPT_HD T group_sum(T e0, T e1, T e2, T e3, T e4, T e5, T e6, T e7) {
+    return ((e0 + e1) + (e2 + e3)) + ((e4 + e5) + (e6 + e7));
+}
+
+FP16OPT_END

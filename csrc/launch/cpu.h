@@ -1,0 +1,262 @@
+// The CPU loops: functors applied to one chunk, 64 elements at a time. The last, incomplete block of a chunk is worked
+// on in a padded copy by the same code, so body and tail give the same bits.
+#pragma once
+
+#include "../functors/accumulate.h"
+#include "../functors/axpby.h"
+#include "../functors/flags.h"
+#include "../functors/scale.h"
+#include "../functors/unscale.h"
+#include "simd.h"
+
+FP16OPT_BEGIN
+
+constexpr int kVectors = int(sizeof(Block) / sizeof(Floats));
+constexpr uint32_t kInfinity = 0x7f800000u;
+
+// The running sums of a chunk.
+struct Lanes {
+    alignas(64) double sums[kLanes];
+    int at = 0;
+    int used;  // lanes that this chunk reaches; the others would only add zeros, which change no sum of squares
+
+    explicit FP16OPT_HD Lanes(int64_t n) {
+        const int64_t reached = (n + kBlock - 1) / kBlock * (kBlock / kGroup);
+        used = reached < kLanes ? int(reached) : kLanes;
+        memset(sums, 0, size_t(used) * sizeof(double));
+    }
+    FP16OPT_HD void add(const Block& b) {
+        add_groups(b, sums + at);
+        at = (at + kBlock / kGroup) % kLanes;
+    }
+    FP16OPT_HD void add(const double (&b)[kBlock]) {
+        for (int g = 0; g < kBlock / kGroup; ++g) {
+            const double* e = b + g * kGroup;
+            sums[at + g] += group_sum(square(e[0]), square(e[1]), square(e[2]), square(e[3]), square(e[4]), square(e[5]),
+                                      square(e[6]), square(e[7]));
+        }
+        at = (at + kBlock / kGroup) % kLanes;
+    }
+    // The fixed tree. Overwrites the sums.
+    FP16OPT_HD double total() {
+        for (int width = kLanes / 2; width > 0; width /= 2) {
+            const int with_partner = used - width < width ? used - width : width;
+            for (int i = 0; i < with_partner; ++i) sums[i] += sums[i + width];
+            used = used < width ? used : width;
+        }
+        return used > 0 ? sums[0] : 0.0;
+    }
+};
+
+// A block with what lies behind `valid` elements set to zero: padding must neither be flagged nor summed.
+FP16OPT_HD void clear_from(Block& b, int valid) {
+    alignas(64) float values[kBlock];
+    store(values, b, false);
+    for (int i = valid; i < kBlock; ++i) values[i] = 0.0f;
+    load(values, b);
+}
+
+// The slow path, for a block that holds something not finite.
+FP16OPT_NOINLINE static uint32_t flags_of(const Block& unscaled, const Block* before, const Block* after) {
+    float u[kBlock], s[kBlock], t[kBlock];
+    store(u, unscaled, false);
+    uint32_t flags = 0;
+    if (before == nullptr) {
+        for (int i = 0; i < kBlock; ++i) flags |= grad_flags(u[i]);
+        return flags;
+    }
+    store(s, *before, false);
+    store(t, *after, false);
+    for (int i = 0; i < kBlock; ++i) flags |= grad_flags(u[i], s[i], t[i]);
+    return flags;
+}
+
+template <class From>
+struct UnscaleLoop {
+    Floats factor;
+    bool add, stream;
+    Lanes lanes;
+    uint32_t flags = 0;
+
+    // `valid` < kBlock only for the padded copy of a tail.
+    FP16OPT_HD void block(const From* grad, float* out, int valid) {
+        Block product;
+        load(grad, product);
+        for (int i = 0; i < kVectors; ++i) product.v[i] = unscale(product.v[i], factor);
+        if (valid < kBlock) clear_from(product, valid);
+        if (add) {
+            Block before, after;
+            load(out, before);
+            for (int i = 0; i < kVectors; ++i) after.v[i] = accumulate(before.v[i], product.v[i]);
+            if (FP16OPT_UNLIKELY(any_from(product, kInfinity) || any_from(after, kInfinity))) {
+                flags |= flags_of(product, &before, &after);
+            }
+            product = after;
+        } else if (FP16OPT_UNLIKELY(any_from(product, kInfinity))) {
+            flags |= flags_of(product, nullptr, nullptr);
+        }
+        store(out, product, stream);
+        lanes.add(product);
+    }
+
+    FP16OPT_HD void run(const From* grad, float* out, int64_t n) {
+        int64_t i = 0;
+        for (; i + kBlock <= n; i += kBlock) block(grad + i, out + i, kBlock);
+        if (stream) finish_streaming();
+        stream = false;
+        if (const int rest = int(n - i)) {
+            From padded[kBlock] = {};
+            float result[kBlock] = {};
+            memcpy(padded, grad + i, size_t(rest) * sizeof(From));
+            memcpy(result, out + i, size_t(rest) * sizeof(float));
+            block(padded, result, rest);
+            memcpy(out + i, result, size_t(rest) * sizeof(float));
+        }
+    }
+};
+
+// float64 gradients of float64 parameters: rare, so left to the compiler.
+struct UnscaleWideLoop {
+    double factor;
+    bool add;
+    Lanes lanes;
+    uint32_t flags = 0;
+
+    FP16OPT_HD void run(const double* grad, double* out, int64_t n) {
+        for (int64_t i = 0; i < n; i += kBlock) {
+            double block[kBlock] = {};
+            const int valid = n - i < kBlock ? int(n - i) : kBlock;
+            for (int j = 0; j < valid; ++j) {
+                const double product = unscale(grad[i + j], factor);
+                const double before = out[i + j];
+                block[j] = add ? accumulate(before, product) : product;
+                flags |= add ? grad_flags(product, before, block[j]) : grad_flags(product);
+            }
+            memcpy(out + i, block, size_t(valid) * sizeof(double));
+            lanes.add(block);
+        }
+    }
+};
+
+template <class From>
+FP16OPT_HD double sum_of_squares(const From* values, int64_t n) {
+    Lanes lanes(n);
+    int64_t i = 0;
+    Block b;
+    for (; i + kBlock <= n; i += kBlock) {
+        load(values + i, b);
+        lanes.add(b);
+    }
+    if (const int rest = int(n - i)) {
+        From padded[kBlock] = {};
+        memcpy(padded, values + i, size_t(rest) * sizeof(From));
+        load(padded, b);
+        lanes.add(b);
+    }
+    return lanes.total();
+}
+
+FP16OPT_HD double sum_of_squares(const double* values, int64_t n) {
+    Lanes lanes(n);
+    for (int64_t i = 0; i < n; i += kBlock) {
+        double block[kBlock] = {};
+        memcpy(block, values + i, size_t(n - i < kBlock ? n - i : kBlock) * sizeof(double));
+        lanes.add(block);
+    }
+    return lanes.total();
+}
+
+// Stores a block in the type of the memory.
+FP16OPT_HD void put(float* to, const Block& b) { store(to, b, false); }
+template <class To>
+FP16OPT_HD void put(To* to, const Block& b) {
+    Narrow n;
+    narrow_to(To{}, b, n);
+    store(static_cast<void*>(to), n, false);
+}
+
+template <class T>
+FP16OPT_HD void scale_values(T* values, int64_t n, float factor) {
+    const Floats by = splat(factor);
+    auto block = [by](T* at) {
+        Block b;
+        load(static_cast<const T*>(at), b);
+        for (int i = 0; i < kVectors; ++i) b.v[i] = scale(b.v[i], by);
+        put(at, b);
+    };
+    int64_t i = 0;
+    for (; i + kBlock <= n; i += kBlock) block(values + i);
+    if (const int rest = int(n - i)) {
+        T padded[kBlock] = {};
+        memcpy(padded, values + i, size_t(rest) * sizeof(T));
+        block(padded);
+        memcpy(values + i, padded, size_t(rest) * sizeof(T));
+    }
+}
+
+FP16OPT_HD void scale_values(double* values, int64_t n, float factor) {
+    for (int64_t i = 0; i < n; ++i) values[i] = scale(values[i], double(factor));
+}
+
+template <class To>
+struct CastLoop {
+    bool stream;
+    int64_t first_word;
+    BlockHash blocks;
+    uint64_t tail_hash = 0;
+    uint32_t flags = 0;
+
+    FP16OPT_HD CastLoop(int64_t first, bool around_cache) : stream(around_cache), first_word(first), blocks(first) {}
+
+    FP16OPT_HD void round(const float* master, Narrow& narrow) {
+        Block b;
+        load(master, b);
+        if (FP16OPT_UNLIKELY(any_from(b, first_infinite<To>()))) note(master);
+        narrow_to(To{}, b, narrow);
+    }
+    FP16OPT_NOINLINE void note(const float* master) {
+        for (int i = 0; i < kBlock; ++i) flags |= cast_flags(master[i], first_infinite<To>());
+    }
+
+    FP16OPT_HD void run(const float* master, To* param, int64_t n) {
+        int64_t i = 0;
+        Narrow narrow;
+        for (; i + kBlock <= n; i += kBlock) {
+            round(master + i, narrow);
+            store(static_cast<void*>(param + i), narrow, stream);
+            blocks.add(narrow);
+        }
+        if (stream) finish_streaming();
+        if (const int rest = int(n - i)) {
+            float padded[kBlock] = {};
+            To result[kBlock];
+            memcpy(padded, master + i, size_t(rest) * sizeof(float));
+            round(padded, narrow);
+            store(static_cast<void*>(result), narrow, false);
+            memcpy(param + i, result, size_t(rest) * sizeof(To));
+            tail_hash = hash_tail(result, rest, first_word + i / 4);
+        }
+    }
+
+    // The words that hold the first `valid` of 64 elements, the others being zero.
+    static FP16OPT_HD uint64_t hash_tail(const To* values, int valid, int64_t word) {
+        uint64_t words[kBlockWords] = {};
+        memcpy(words, values, size_t(valid) * sizeof(To));
+        uint64_t sum = 0;
+        for (int i = 0; i < (valid + 3) / 4; ++i) sum += hash_word(words[i], hash_key(word + i));
+        return sum;
+    }
+};
+
+FP16OPT_HD uint64_t hash_values(const Half* values, int64_t n, int64_t first_word) {
+    BlockHash blocks(first_word);
+    int64_t i = 0;
+    Narrow narrow;
+    for (; i + kBlock <= n; i += kBlock) {
+        load(static_cast<const void*>(values + i), narrow);
+        blocks.add(narrow);
+    }
+    return blocks.total() + CastLoop<Half>::hash_tail(values + i, int(n - i), first_word + i / 4);
+}
+
+FP16OPT_END

@@ -1,0 +1,345 @@
+// 64 elements in registers, at the SIMD level that this file is compiled for. Arithmetic is left to the functors: a
+// Block is a few vectors to which they are applied. Here is only what differs between instruction sets: loading,
+// converting, storing, comparing and moving lanes. Every level gives the same bits.
+#pragma once
+
+#include "../functors/cast.h"
+#include "../functors/hash.h"
+#include "../functors/l2norm.h"
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define FP16OPT_AVX512 1
+#include <immintrin.h>
+#elif defined(__AVX2__) && defined(__F16C__)
+#define FP16OPT_AVX2 1
+#include <immintrin.h>
+#elif defined(__aarch64__) && defined(__ARM_NEON)
+#define FP16OPT_NEON 1
+#include <arm_neon.h>
+#endif
+
+FP16OPT_BEGIN
+
+constexpr int kBlock = 64;             // elements
+constexpr int kBlockWords = kBlock / 4;  // 64-bit words of 16-bit elements
+constexpr int kGroup = 8;              // elements added in a small tree
+constexpr int kLanes = 256;            // running sums of a chunk
+
+#if defined(FP16OPT_AVX512)
+
+typedef __m512 Floats;
+struct Block {
+    Floats v[4];
+};
+struct Narrow {  // 64 elements of 16 bits
+    __m512i v[2];
+};
+
+FP16OPT_HD Floats splat(float x) { return _mm512_set1_ps(x); }
+
+FP16OPT_HD void load(const float* from, Block& b) {
+    for (int i = 0; i < 4; ++i) b.v[i] = _mm512_loadu_ps(from + 16 * i);
+}
+FP16OPT_HD void load(const Half* from, Block& b) {
+    for (int i = 0; i < 4; ++i) {
+        b.v[i] = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + 16 * i)));
+    }
+}
+FP16OPT_HD void load(const BFloat16* from, Block& b) {
+    for (int i = 0; i < 4; ++i) {
+        const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + 16 * i));
+        b.v[i] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+    }
+}
+
+FP16OPT_HD void store(float* to, const Block& b, bool stream) {
+    if (stream) {
+        for (int i = 0; i < 4; ++i) _mm512_stream_ps(to + 16 * i, b.v[i]);
+    } else {
+        for (int i = 0; i < 4; ++i) _mm512_storeu_ps(to + 16 * i, b.v[i]);
+    }
+}
+FP16OPT_HD void store(void* to, const Narrow& n, bool stream) {
+    __m512i* at = static_cast<__m512i*>(to);
+    if (stream) {
+        for (int i = 0; i < 2; ++i) _mm512_stream_si512(at + i, n.v[i]);
+    } else {
+        for (int i = 0; i < 2; ++i) _mm512_storeu_si512(at + i, n.v[i]);
+    }
+}
+FP16OPT_HD void load(const void* from, Narrow& n) {
+    for (int i = 0; i < 2; ++i) n.v[i] = _mm512_loadu_si512(static_cast<const __m512i*>(from) + i);
+}
+
+FP16OPT_HD __m256i round_bfloat16(Floats x) {
+    const __m512i bits = _mm512_castps_si512(x);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x00400000));
+    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_mov_epi32(rounded, nan, quiet), 16));
+}
+FP16OPT_HD void narrow_to(Half, const Block& b, Narrow& n) {
+    for (int i = 0; i < 2; ++i) {
+        const __m256i low = _mm512_cvtps_ph(b.v[2 * i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        const __m256i high = _mm512_cvtps_ph(b.v[2 * i + 1], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        n.v[i] = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+    }
+}
+FP16OPT_HD void narrow_to(BFloat16, const Block& b, Narrow& n) {
+    for (int i = 0; i < 2; ++i) {
+        const __m256i low = round_bfloat16(b.v[2 * i]);
+        n.v[i] = _mm512_inserti64x4(_mm512_castsi256_si512(low), round_bfloat16(b.v[2 * i + 1]), 1);
+    }
+}
+
+// Whether the magnitude of an element, as bits, is `limit` or more: 0x7f800000 finds infinities and nans.
+FP16OPT_HD bool any_from(const Block& b, uint32_t limit) {
+    const __m512i mask = _mm512_set1_epi32(0x7fffffff);
+    __m512i largest = _mm512_and_si512(_mm512_castps_si512(b.v[0]), mask);
+    for (int i = 1; i < 4; ++i) {
+        largest = _mm512_max_epu32(largest, _mm512_and_si512(_mm512_castps_si512(b.v[i]), mask));
+    }
+    return _mm512_cmpge_epu32_mask(largest, _mm512_set1_epi32(int(limit))) != 0;
+}
+
+// Adds the sums of the eight groups of a block to eight consecutive lanes. The additions are group_sum's, with the
+// groups side by side: lane moves stand between them, and no addition is reordered.
+FP16OPT_HD void add_groups(const Block& b, double* lanes) {
+    const __m512i front = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13);
+    const __m512i back = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
+    __m512d fours[2];
+    for (int half = 0; half < 2; ++half) {
+        __m512d pairs[2];
+        for (int i = 0; i < 2; ++i) {
+            const Floats two = b.v[2 * half + i];
+            const __m512d g = square(_mm512_cvtps_pd(_mm512_castps512_ps256(two)));
+            const __m512d h = square(_mm512_cvtps_pd(_mm512_extractf32x8_ps(two, 1)));
+            pairs[i] = _mm512_unpacklo_pd(g, h) + _mm512_unpackhi_pd(g, h);
+        }
+        fours[half] = _mm512_permutex2var_pd(pairs[0], front, pairs[1]) + _mm512_permutex2var_pd(pairs[0], back, pairs[1]);
+    }
+    const __m512d sums = _mm512_shuffle_f64x2(fours[0], fours[1], 0x44) + _mm512_shuffle_f64x2(fours[0], fours[1], 0xee);
+    _mm512_store_pd(lanes, _mm512_load_pd(lanes) + sums);
+}
+
+// The hash of consecutive blocks. `first` is the place of the first word in the tensor.
+struct BlockHash {
+    __m512i key, sum;
+    explicit FP16OPT_HD BlockHash(int64_t first) : sum(_mm512_setzero_si512()) {
+        alignas(64) uint64_t keys[8];
+        for (int i = 0; i < 8; ++i) keys[i] = hash_key(first + i);
+        key = _mm512_load_si512(keys);
+    }
+    FP16OPT_HD void add(const Narrow& n) {
+        const __m512i step = _mm512_set1_epi64(int64_t(8 * kHashKey));
+        for (int i = 0; i < 2; ++i) {
+            const __m512i x = _mm512_xor_si512(n.v[i], key);
+            sum = _mm512_add_epi64(sum, _mm512_add_epi64(_mm512_mul_epu32(x, _mm512_srli_epi64(x, 32)), n.v[i]));
+            key = _mm512_add_epi64(key, step);
+        }
+    }
+    FP16OPT_HD uint64_t total() const { return uint64_t(_mm512_reduce_add_epi64(sum)); }
+};
+
+FP16OPT_HD void finish_streaming() { _mm_sfence(); }
+constexpr bool kCanStream = true;
+
+#elif defined(FP16OPT_AVX2)
+
+typedef __m256 Floats;
+struct Block {
+    Floats v[8];
+};
+struct Narrow {
+    __m256i v[4];
+};
+
+FP16OPT_HD Floats splat(float x) { return _mm256_set1_ps(x); }
+
+FP16OPT_HD void load(const float* from, Block& b) {
+    for (int i = 0; i < 8; ++i) b.v[i] = _mm256_loadu_ps(from + 8 * i);
+}
+FP16OPT_HD void load(const Half* from, Block& b) {
+    for (int i = 0; i < 8; ++i) {
+        b.v[i] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 8 * i)));
+    }
+}
+FP16OPT_HD void load(const BFloat16* from, Block& b) {
+    for (int i = 0; i < 8; ++i) {
+        const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 8 * i));
+        b.v[i] = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+    }
+}
+
+FP16OPT_HD void store(float* to, const Block& b, bool stream) {
+    if (stream) {
+        for (int i = 0; i < 8; ++i) _mm256_stream_ps(to + 8 * i, b.v[i]);
+    } else {
+        for (int i = 0; i < 8; ++i) _mm256_storeu_ps(to + 8 * i, b.v[i]);
+    }
+}
+FP16OPT_HD void store(void* to, const Narrow& n, bool stream) {
+    __m256i* at = static_cast<__m256i*>(to);
+    if (stream) {
+        for (int i = 0; i < 4; ++i) _mm256_stream_si256(at + i, n.v[i]);
+    } else {
+        for (int i = 0; i < 4; ++i) _mm256_storeu_si256(at + i, n.v[i]);
+    }
+}
+FP16OPT_HD void load(const void* from, Narrow& n) {
+    for (int i = 0; i < 4; ++i) n.v[i] = _mm256_loadu_si256(static_cast<const __m256i*>(from) + i);
+}
+
+FP16OPT_HD __m256i round_bfloat16(Floats x) {
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x00400000));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    return _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
+}
+FP16OPT_HD void narrow_to(Half, const Block& b, Narrow& n) {
+    for (int i = 0; i < 4; ++i) {
+        const __m128i low = _mm256_cvtps_ph(b.v[2 * i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        const __m128i high = _mm256_cvtps_ph(b.v[2 * i + 1], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        n.v[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+    }
+}
+FP16OPT_HD void narrow_to(BFloat16, const Block& b, Narrow& n) {
+    for (int i = 0; i < 4; ++i) {
+        // packus works within 128-bit halves; the permutation puts the quarters back in order.
+        const __m256i packed = _mm256_packus_epi32(round_bfloat16(b.v[2 * i]), round_bfloat16(b.v[2 * i + 1]));
+        n.v[i] = _mm256_permute4x64_epi64(packed, 0xd8);
+    }
+}
+
+FP16OPT_HD bool any_from(const Block& b, uint32_t limit) {
+    const __m256i mask = _mm256_set1_epi32(0x7fffffff);
+    __m256i largest = _mm256_and_si256(_mm256_castps_si256(b.v[0]), mask);
+    for (int i = 1; i < 8; ++i) {
+        largest = _mm256_max_epu32(largest, _mm256_and_si256(_mm256_castps_si256(b.v[i]), mask));
+    }
+    // Magnitudes have no sign bit, so the signed comparison orders them.
+    const __m256i below = _mm256_cmpgt_epi32(_mm256_set1_epi32(int(limit)), largest);
+    return _mm256_movemask_epi8(below) != -1;
+}
+
+// The sums of four groups: as in the AVX-512 version, with the low and high four elements of a group apart.
+FP16OPT_HD void add_groups(const Block& b, double* lanes) {
+    for (int half = 0; half < 2; ++half) {
+        __m256d fours[2];
+        for (int part = 0; part < 2; ++part) {
+            __m256d e[4];
+            for (int g = 0; g < 4; ++g) {
+                const Floats group = b.v[4 * half + g];
+                e[g] = square(_mm256_cvtps_pd(part == 0 ? _mm256_castps256_ps128(group) : _mm256_extractf128_ps(group, 1)));
+            }
+            const __m256d first = _mm256_hadd_pd(e[0], e[1]), second = _mm256_hadd_pd(e[2], e[3]);
+            fours[part] = _mm256_permute2f128_pd(first, second, 0x20) + _mm256_permute2f128_pd(first, second, 0x31);
+        }
+        double* at = lanes + 4 * half;
+        _mm256_store_pd(at, _mm256_load_pd(at) + (fours[0] + fours[1]));
+    }
+}
+
+struct BlockHash {
+    __m256i key, sum;
+    explicit FP16OPT_HD BlockHash(int64_t first) : sum(_mm256_setzero_si256()) {
+        alignas(32) uint64_t keys[4];
+        for (int i = 0; i < 4; ++i) keys[i] = hash_key(first + i);
+        key = _mm256_load_si256(reinterpret_cast<const __m256i*>(keys));
+    }
+    FP16OPT_HD void add(const Narrow& n) {
+        const __m256i step = _mm256_set1_epi64x(int64_t(4 * kHashKey));
+        for (int i = 0; i < 4; ++i) {
+            const __m256i x = _mm256_xor_si256(n.v[i], key);
+            sum = _mm256_add_epi64(sum, _mm256_add_epi64(_mm256_mul_epu32(x, _mm256_srli_epi64(x, 32)), n.v[i]));
+            key = _mm256_add_epi64(key, step);
+        }
+    }
+    FP16OPT_HD uint64_t total() const {
+        alignas(32) uint64_t parts[4];
+        _mm256_store_si256(reinterpret_cast<__m256i*>(parts), sum);
+        return (parts[0] + parts[1]) + (parts[2] + parts[3]);
+    }
+};
+
+FP16OPT_HD void finish_streaming() { _mm_sfence(); }
+constexpr bool kCanStream = true;
+
+#else  // plain C++, which the compiler vectorises for the baseline; on ARM with NEON's float16 converters
+
+typedef float Floats;
+struct Block {
+    Floats v[kBlock];
+};
+struct Narrow {
+    uint16_t v[kBlock];
+};
+
+FP16OPT_HD Floats splat(float x) { return x; }
+
+template <class From>
+FP16OPT_HD void load(const From* from, Block& b) {
+    From values[kBlock];
+    memcpy(values, from, sizeof(values));
+    for (int i = 0; i < kBlock; ++i) b.v[i] = widen(values[i]);
+}
+FP16OPT_HD void store(float* to, const Block& b, bool) { memcpy(to, b.v, sizeof(b.v)); }
+FP16OPT_HD void store(void* to, const Narrow& n, bool) { memcpy(to, n.v, sizeof(n.v)); }
+FP16OPT_HD void load(const void* from, Narrow& n) { memcpy(n.v, from, sizeof(n.v)); }
+
+template <class To>
+FP16OPT_HD void narrow_to(To, const Block& b, Narrow& n) {
+    for (int i = 0; i < kBlock; ++i) n.v[i] = narrow<To>(b.v[i]).bits;
+}
+
+#if defined(FP16OPT_NEON)
+FP16OPT_HD void load(const Half* from, Block& b) {
+    for (int i = 0; i < kBlock; i += 4) {
+        uint16x4_t bits;
+        memcpy(&bits, from + i, sizeof(bits));
+        vst1q_f32(b.v + i, vcvt_f32_f16(vreinterpret_f16_u16(bits)));
+    }
+}
+FP16OPT_HD void narrow_to(Half, const Block& b, Narrow& n) {
+    for (int i = 0; i < kBlock; i += 4) {
+        vst1_u16(n.v + i, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(b.v + i))));
+    }
+}
+#endif
+
+FP16OPT_HD bool any_from(const Block& b, uint32_t limit) {
+    uint32_t found = 0;
+    for (int i = 0; i < kBlock; ++i) found |= uint32_t((bit_cast<uint32_t>(b.v[i]) & 0x7fffffffu) >= limit);
+    return found != 0;
+}
+
+FP16OPT_HD void add_groups(const Block& b, double* lanes) {
+    for (int g = 0; g < kBlock / kGroup; ++g) {
+        double e[kGroup];
+        for (int i = 0; i < kGroup; ++i) e[i] = square(double(b.v[g * kGroup + i]));
+        lanes[g] += group_sum(e[0], e[1], e[2], e[3], e[4], e[5], e[6], e[7]);
+    }
+}
+
+struct BlockHash {
+    int64_t word;
+    uint64_t sum = 0;
+    explicit FP16OPT_HD BlockHash(int64_t first) : word(first) {}
+    FP16OPT_HD void add(const Narrow& n) {
+        uint64_t words[kBlockWords];
+        memcpy(words, n.v, sizeof(words));
+        for (int i = 0; i < kBlockWords; ++i) sum += hash_word(words[i], hash_key(word + i));
+        word += kBlockWords;
+    }
+    FP16OPT_HD uint64_t total() const { return sum; }
+};
+
+FP16OPT_HD void finish_streaming() {}
+constexpr bool kCanStream = false;
+
+#endif
+
+FP16OPT_END

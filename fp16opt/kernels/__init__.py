@@ -1,0 +1,325 @@
+"""The multi-tensor operations: one typed function each, over lists of tensors.
+
+All lists of a call have the same length n, and all tensors live on one device. An entry may be None: it is skipped,
+and its statistics stay as they are. Results are written into tensors that the caller gives, on the device, and
+nothing waits for the device. Tensors may have any strides; those that one index can walk through memory together
+are served by a compiled kernel where there is one (:func:`backend`), all others by :mod:`fp16opt.kernels.reference`,
+with the same bits.
+
+Every function takes ``tables``, a :class:`PointerTables` that belongs to the call site, to skip checks that were made
+before. Leaving it out changes nothing but the time.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from . import native, reference
+from .stats import INF, NAN, NOT_FINITE, TOO_LARGE, CastStats, GradStats, sum_dtype
+from .tables import AXPBY, CAST, HASH, L2NORM, SCALE, UNSCALE, Entries, PointerTables, call_for
+
+__all__ = [
+    "INF",
+    "NAN",
+    "NOT_FINITE",
+    "TOO_LARGE",
+    "CastStats",
+    "GradStats",
+    "PointerTables",
+    "backend",
+    "multi_tensor_axpby",
+    "multi_tensor_cast",
+    "multi_tensor_hash",
+    "multi_tensor_l2norm",
+    "multi_tensor_scale",
+    "multi_tensor_unscale",
+]
+
+
+def backend(device: torch.device | str) -> str:
+    """Which implementation serves tensors on ``device``.
+
+    Args:
+        device: a torch device or its name.
+
+    Returns:
+        "cpu" for the compiled CPU kernels, "reference" for plain torch operations.
+
+    Example:
+        >>> backend("meta")
+        'reference'
+    """
+    return "cpu" if torch.device(device).type == "cpu" and native.available() else "reference"
+
+
+def _check_result(
+    operation: str, name: str, tensor: Tensor, numel: int, dtype: torch.dtype, device: torch.device | None
+) -> None:
+    """Raise unless ``tensor`` is contiguous with ``numel`` elements of ``dtype`` (None entries of a list count)."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{operation}: {name} must be a tensor, got {type(tensor).__name__}.")
+    if tensor.dtype != dtype:
+        raise TypeError(f"{operation}: {name} must be {str(dtype)[6:]}, got {str(tensor.dtype)[6:]}.")
+    if tensor.device != device:
+        raise ValueError(f"{operation}: {name} must be on {device} like the tensors of the call, got {tensor.device}.")
+    if tensor.numel() != numel or not tensor.is_contiguous():
+        raise ValueError(
+            f"{operation}: {name} must be contiguous with {numel} element(s), got shape {tuple(tensor.shape)} and "
+            f"strides {tensor.stride()}."
+        )
+
+
+def _check_grad_stats(stats: GradStats, count: int, device: torch.device) -> None:
+    wide, name = sum_dtype(device), UNSCALE.name
+    _check_result(name, "stats.nonfinite", stats.nonfinite, count, torch.int32, device)
+    _check_result(name, "stats.sumsq", stats.sumsq, count, wide, device)
+    _check_result(name, "stats.norm", stats.norm, 1, wide, device)
+    _check_result(name, "stats.found_inf", stats.found_inf, 1, torch.float32, device)
+
+
+def _accumulate_flags(accumulate: bool | Sequence[bool], rows: list[int], count: int) -> bool | list[bool]:
+    """One flag for all, or one for each row in use."""
+    if isinstance(accumulate, bool):
+        return accumulate
+    if len(accumulate) != count:
+        raise ValueError(
+            f"{UNSCALE.name}: accumulate has {len(accumulate)} entries, grads has {count}. Give one bool, or one each."
+        )
+    return [bool(accumulate[i]) for i in rows]
+
+
+def multi_tensor_unscale(
+    grads: Entries,
+    outs: Entries,
+    inv_scale: Tensor,
+    stats: GradStats,
+    *,
+    accumulate: bool | Sequence[bool] = False,
+    tables: PointerTables | None = None,
+) -> None:
+    """``outs[i] = grads[i] * inv_scale``, with non-finite flags and the norm of what was written, in one pass.
+
+    One rounding for each multiplication and one for each addition. A tensor is flagged where a *product* is infinite
+    (``INF``) or not a number (``NAN``) and, when accumulating, where a sum is not finite although the value before it was.
+
+    Args:
+        grads: n tensors: float16, bfloat16 or float32; float64 with a float64 ``out``.
+        outs: n tensors of the same shapes: float32, or float64. Written; ``outs[i]`` may be ``grads[i]``.
+        inv_scale: float32, shape [], on the device. 1 / loss scale.
+        stats: for n tensors. Rows of entries that are not None are overwritten, and so are ``norm`` and ``found_inf``,
+            which are taken over all n rows.
+        accumulate: ``outs[i] += ...`` instead; one bool, or n of them.
+        tables: the cache of this call site.
+
+    Raises:
+        TypeError: a wrong type or dtype. ValueError: lengths, shapes or devices that differ. Nothing is written then.
+
+    Example:
+        >>> grads, outs = [torch.full((2,), 8.0).half()], [torch.zeros(2)]
+        >>> stats = GradStats.allocate(1, "cpu")
+        >>> multi_tensor_unscale(grads, outs, torch.tensor(0.5), stats)
+        >>> outs[0], stats.norm.item()
+        (tensor([4., 4.]), 5.656854249492381)
+    """
+    with torch.no_grad():
+        call = call_for(UNSCALE, (grads, outs), tables)
+        device = call.plan.device or stats.norm.device
+        _check_result(UNSCALE.name, "inv_scale", inv_scale, 1, torch.float32, device)
+        _check_grad_stats(stats, call.plan.count, device)
+        adds = _accumulate_flags(accumulate, call.plan.rows, call.plan.count)
+        compiled = backend(device) == "cpu"
+        for place, row in call.for_reference(compiled):
+            grad, out = call.columns[0][place], call.columns[1][place]
+            add = adds if isinstance(adds, bool) else adds[place]
+            reference.unscale(row, grad, out, inv_scale.view(()), add, stats)
+        if compiled:
+            native.unscale(call, inv_scale, adds, stats)
+        else:
+            reference.finish(stats)
+
+
+def multi_tensor_l2norm(tensors: Entries, *, tables: PointerTables | None = None) -> tuple[Tensor, Tensor]:
+    """The 2-norm over all tensors, and of each: squares and sums in float64, in a fixed order.
+
+    The result is bit-equal for every thread count and vector width, and to the norm that
+    :func:`multi_tensor_unscale` reports for the same values.
+
+    Args:
+        tensors: n tensors, float16 to float64. None counts 0.
+        tables: the cache of this call site.
+
+    Returns:
+        (norm, float64, shape []; norms, float64, shape [n]), on the tensors' device.
+
+    Raises:
+        TypeError, ValueError: as :func:`multi_tensor_unscale`.
+
+    Example:
+        >>> multi_tensor_l2norm([torch.tensor([3e30, 4e30]), None])[1]
+        tensor([5.0000e+30, 0.0000e+00], dtype=torch.float64)
+    """
+    with torch.no_grad():
+        call = call_for(L2NORM, (tensors,), tables)
+        device = call.plan.device or torch.device("cpu")
+        sumsq = torch.zeros(call.plan.count, dtype=sum_dtype(device), device=device)
+        compiled = backend(device) == "cpu"
+        for place, row in call.for_reference(compiled):
+            sumsq[row] = reference.sum_of_squares(call.columns[0][place])
+        if compiled:
+            return native.l2norm(call, sumsq)
+        return reference.norms(sumsq)
+
+
+def multi_tensor_scale(tensors: Entries, factor: Tensor, *, tables: PointerTables | None = None) -> None:
+    """``tensors[i] *= factor`` in place. On the CPU a factor of exactly 1 touches no memory of the tensors.
+
+    Args:
+        tensors: n tensors, float16 to float64. One multiplication in float32, rounded to the tensor's dtype; float64
+            tensors are multiplied by ``double(factor)``.
+        factor: float32, shape [], on the device.
+        tables: the cache of this call site.
+
+    Raises:
+        TypeError, ValueError: as :func:`multi_tensor_unscale`.
+
+    Example:
+        >>> grads = [torch.ones(2)]
+        >>> multi_tensor_scale(grads, torch.tensor(0.25))
+        >>> grads
+        [tensor([0.2500, 0.2500])]
+    """
+    with torch.no_grad():
+        _check_result(SCALE.name, "factor", factor, 1, torch.float32, getattr(factor, "device", None))
+        if factor.device.type == "cpu" and factor.item() == 1.0:  # before the tables: nothing to clip costs nothing
+            return
+        call = call_for(SCALE, (tensors,), tables)
+        _check_result(SCALE.name, "factor", factor, 1, torch.float32, call.plan.device or factor.device)
+        compiled = backend(factor.device) == "cpu"
+        for place, _ in call.for_reference(compiled):
+            reference.scale(call.columns[0][place], factor.view(()))
+        if compiled:
+            native.scale(call, factor)
+
+
+def _single(name: str, value: float) -> float:
+    """``value`` rounded to float32."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{AXPBY.name}: {name} must be a float, got {type(value).__name__}.")
+    try:
+        return float(struct.unpack("f", struct.pack("f", value))[0])
+    except OverflowError:
+        raise ValueError(f"{AXPBY.name}: {name} must fit into float32, got {value!r}.") from None
+
+
+def multi_tensor_axpby(
+    a: float,
+    xs: Entries,
+    b: float,
+    ys: Entries,
+    outs: Entries,
+    *,
+    found_inf: Tensor | None = None,
+    check: Literal["both", "x", "y"] = "both",
+    tables: PointerTables | None = None,
+) -> None:
+    """``outs[i] = a * xs[i] + b * ys[i]`` in float32, rounded to the dtype of ``outs[i]``.
+
+    Args:
+        a: factor of ``xs``, rounded to float32.
+        xs: n tensors: float16, bfloat16 or float32.
+        b: factor of ``ys``, rounded to float32.
+        ys: n tensors of the same shapes, each in a dtype of its own.
+        outs: n tensors of the same shapes, each in a dtype of its own. Written; may be ``xs[i]`` or ``ys[i]``.
+        found_inf: float32, shape []. Set to 1.0, never cleared, where a checked input is not finite.
+        check: which inputs ``found_inf`` looks at.
+        tables: the cache of this call site.
+
+    Raises:
+        TypeError, ValueError: as :func:`multi_tensor_unscale`, and for an ``a`` or ``b`` outside float32.
+
+    Example:
+        >>> out = [torch.zeros(1)]
+        >>> multi_tensor_axpby(2.0, [torch.ones(1).half()], -1.0, [torch.ones(1)], out)
+        >>> out
+        [tensor([1.])]
+    """
+    if check not in ("both", "x", "y"):
+        raise ValueError(f"{AXPBY.name}: check must be 'both', 'x' or 'y', got {check!r}.")
+    a, b = _single("a", a), _single("b", b)
+    with torch.no_grad():
+        call = call_for(AXPBY, (xs, ys, outs), tables)
+        if found_inf is not None:
+            device = call.plan.device or getattr(found_inf, "device", None)
+            _check_result(AXPBY.name, "found_inf", found_inf, 1, torch.float32, device)
+        compiled = backend(call.plan.device or "cpu") == "cpu"
+        for place, _ in call.for_reference(compiled):
+            x, y, out = (column[place] for column in call.columns)
+            reference.axpby(a, x, b, y, out, found_inf, check)
+        if compiled:
+            native.axpby(call, a, b, found_inf, check)
+
+
+def multi_tensor_cast(
+    masters: Entries, params: Entries, stats: CastStats, *, tables: PointerTables | None = None
+) -> None:
+    """``params[i] = masters[i]`` rounded to nearest, ties to even, with flags and a hash of what was written.
+
+    Args:
+        masters: n float32 tensors.
+        params: n float16 or bfloat16 tensors of the same shapes. Written.
+        stats: for n tensors. Rows of entries that are not None are overwritten: ``TOO_LARGE`` where a finite master
+            became infinite (float16: from 65520 on), ``NOT_FINITE`` where a master is infinite or not a number.
+        tables: the cache of this call site.
+
+    Raises:
+        TypeError, ValueError: as :func:`multi_tensor_unscale`.
+
+    Example:
+        >>> stats = CastStats.allocate(1, "cpu")
+        >>> multi_tensor_cast([torch.tensor([65520.0])], [torch.zeros(1).half()], stats)
+        >>> stats.overflow.item() == TOO_LARGE
+        True
+    """
+    with torch.no_grad():
+        call = call_for(CAST, (masters, params), tables)
+        device, count = call.plan.device or stats.hashes.device, call.plan.count
+        _check_result(CAST.name, "stats.overflow", stats.overflow, count, torch.int32, device)
+        _check_result(CAST.name, "stats.hashes", stats.hashes, count, torch.int64, device)
+        compiled = backend(device) == "cpu"
+        for place, row in call.for_reference(compiled):
+            reference.cast(row, call.columns[0][place], call.columns[1][place], stats)
+        if compiled:
+            native.cast(call, stats)
+
+
+def multi_tensor_hash(tensors: Entries, hashes: Tensor, *, tables: PointerTables | None = None) -> None:
+    """A 64-bit hash of the bits of each 16-bit tensor: the one that :func:`multi_tensor_cast` gives for these bits.
+
+    Args:
+        tensors: n float16 or bfloat16 tensors.
+        hashes: int64, shape [n]. Rows of entries that are not None are overwritten; an empty tensor gives 0.
+        tables: the cache of this call site.
+
+    Raises:
+        TypeError, ValueError: as :func:`multi_tensor_unscale`.
+
+    Example:
+        >>> hashes = torch.zeros(1, dtype=torch.int64)
+        >>> multi_tensor_hash([torch.ones(5).half()], hashes)
+        >>> hashes.item() != 0
+        True
+    """
+    with torch.no_grad():
+        call = call_for(HASH, (tensors,), tables)
+        device = call.plan.device or getattr(hashes, "device", None)
+        _check_result(HASH.name, "hashes", hashes, call.plan.count, torch.int64, device)
+        compiled = backend(hashes.device) == "cpu"
+        for place, row in call.for_reference(compiled):
+            hashes[row] = reference.content_hash(call.columns[0][place])
+        if compiled:
+            native.content_hash(call, hashes)

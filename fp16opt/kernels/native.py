@@ -1,0 +1,194 @@
+"""The calls into the compiled modules, which see addresses and sizes and nothing else.
+
+Everything that could go wrong with an address is settled here and in :mod:`fp16opt.kernels.tables`: dtype, device,
+shape, strides and layout are checked there; here addresses are read afresh for every call, the tensors are kept alive
+until the call returns, and autograd is told what was written. Compiled code releases the GIL while it works.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .stats import CastStats, GradStats
+
+if TYPE_CHECKING:
+    from .tables import Call, Plan
+
+_CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
+_CHECKS = {"x": 1, "y": 2, "both": 3}
+
+
+def _reason_not_built(name: str) -> str:
+    """Why the install has no module ``name``, as the build noted it."""
+    try:
+        noted = json.loads((Path(__file__).parent.parent / "_build.json").read_text(encoding="utf-8"))
+        outcome = str(noted[name])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "this install was made without it"
+    return outcome if outcome != "built" else "it was built, but its file is missing: reinstall fp16opt"
+
+
+def _load(name: str) -> tuple[Any, str]:
+    """The compiled module and "", or None and the reason."""
+    try:
+        return importlib.import_module(f"fp16opt.{name}"), ""
+    except ModuleNotFoundError:
+        return None, _reason_not_built(name)
+    except ImportError as error:
+        warnings.warn(f"fp16opt.{name} can't be loaded, slower torch operations serve: {error}", stacklevel=2)
+        return None, f"it can't be loaded: {error}"
+
+
+_cpu, _cpu_missing = _load("_cpu")
+_exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+
+
+def available() -> bool:
+    """Whether the compiled CPU module is there."""
+    return _cpu is not None
+
+
+def status() -> dict[str, str]:
+    """State of each compiled module, in words, for ``python -m fp16opt``."""
+    if _cpu is None:
+        cpu = f"missing: {_cpu_missing}"
+    else:
+        cpu = f"loaded, SIMD level {_cpu.simd_level()} of {', '.join(_cpu.simd_levels())}"
+    return {"_cpu": cpu, "_cuda": "missing: this version of fp16opt has no CUDA module; torch operations serve"}
+
+
+def read_column(tensors: list[Tensor]) -> Any:
+    """A compiled reader that proves a list unchanged and gives its addresses, or None where there is none.
+
+    It needs DLPack's exchange table, which torch offers from version 2.10 on.
+    """
+    if _cpu is None or _exchange is None:
+        return None
+    try:
+        return _cpu.Column(_exchange, Tensor, tensors)
+    except (BufferError, RuntimeError, TypeError, ValueError):
+        return None  # a tensor that DLPack can't describe; the caller compares attributes instead
+
+
+def _table(plan: Plan, columns: Sequence[list[Tensor]]) -> Any:
+    """The compiled form of a plan, made at its first use."""
+    if plan.compiled is None:
+        plan.compiled = _cpu.Table(
+            [tensor.numel() for tensor in columns[0]],
+            plan.rows,
+            [[_CODES[tensor.dtype] for tensor in column] for column in columns],
+            plan.direct,
+        )
+    return plan.compiled
+
+
+def _addresses(call: Call) -> Sequence[Any]:
+    """For each list the addresses of its tensors; 0 for those that compiled code does not touch."""
+    if call.addresses is not None:
+        return call.addresses
+    if not call.plan.indirect:
+        return [[tensor.data_ptr() for tensor in column] for column in call.columns]
+    lists = [[0] * len(call.plan.rows) for _ in call.columns]
+    for numbers, column in zip(lists, call.columns, strict=True):
+        for place in call.plan.direct:
+            numbers[place] = column[place].data_ptr()
+    return lists
+
+
+def _written(call: Call, which: int, *results: Tensor) -> None:
+    """Tell autograd that tensors were written: those of one list, and ``results``."""
+    column = call.columns[which]
+    if call.plan.indirect:
+        column = [column[place] for place in call.plan.direct]
+    _bump([*column, *results])
+
+
+def _bump(tensors: list[Tensor]) -> None:
+    """One more version for each tensor, as torch's own in-place operations count them."""
+    try:
+        torch.autograd.graph.increment_version(tensors)
+    except RuntimeError:  # tensors made in inference mode count no versions
+        torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+
+
+def unscale(call: Call, inv_scale: Tensor, accumulate: bool | list[bool], stats: GradStats) -> None:
+    """:func:`fp16opt.kernels.multi_tensor_unscale` for the direct entries, then the totals over all rows."""
+    grads, outs = _addresses(call)
+    _cpu.unscale(
+        _table(call.plan, call.columns),
+        grads,
+        outs,
+        inv_scale.item(),
+        accumulate,
+        stats.nonfinite.data_ptr(),
+        stats.sumsq.data_ptr(),
+        call.plan.count,
+        stats.norm.data_ptr(),
+        stats.found_inf.data_ptr(),
+        torch.get_num_threads(),
+    )
+    _written(call, 1, stats.nonfinite, stats.sumsq, stats.norm, stats.found_inf)
+
+
+def l2norm(call: Call, sumsq: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`fp16opt.kernels.multi_tensor_l2norm`; ``sumsq`` holds the rows of the indirect entries, else zeros."""
+    norm, norms = sumsq.new_zeros(()), torch.zeros_like(sumsq)
+    (tensors,) = _addresses(call)
+    _cpu.l2norm(
+        _table(call.plan, call.columns),
+        tensors,
+        sumsq.data_ptr(),
+        call.plan.count,
+        norm.data_ptr(),
+        norms.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return norm, norms
+
+
+def scale(call: Call, factor: Tensor) -> None:
+    """:func:`fp16opt.kernels.multi_tensor_scale` for the direct entries."""
+    (tensors,) = _addresses(call)
+    _cpu.scale(_table(call.plan, call.columns), tensors, factor.item(), torch.get_num_threads())
+    _written(call, 0)
+
+
+def axpby(call: Call, a: float, b: float, found_inf: Tensor | None, check: str) -> None:
+    """:func:`fp16opt.kernels.multi_tensor_axpby` for the direct entries."""
+    xs, ys, outs = _addresses(call)
+    checked = 0 if found_inf is None else _CHECKS[check]
+    bad = _cpu.axpby(_table(call.plan, call.columns), a, xs, b, ys, outs, checked, torch.get_num_threads())
+    if bad and found_inf is not None:
+        found_inf.fill_(1.0)
+    _written(call, 2)
+
+
+def cast(call: Call, stats: CastStats) -> None:
+    """:func:`fp16opt.kernels.multi_tensor_cast` for the direct entries."""
+    masters, params = _addresses(call)
+    _cpu.cast(
+        _table(call.plan, call.columns),
+        masters,
+        params,
+        stats.overflow.data_ptr(),
+        stats.hashes.data_ptr(),
+        torch.get_num_threads(),
+    )
+    _written(call, 1, stats.overflow, stats.hashes)
+
+
+def content_hash(call: Call, hashes: Tensor) -> None:
+    """:func:`fp16opt.kernels.multi_tensor_hash` for the direct entries."""
+    (tensors,) = _addresses(call)
+    _cpu.content_hash(
+        _table(call.plan, call.columns), tensors, hashes.data_ptr(), torch.get_num_threads()
+    )
+    _bump([hashes])

@@ -1,0 +1,281 @@
+"""Each operation written plainly in torch, one tensor at a time.
+
+This is the specification: the compiled backends give the same bits (NaN payloads aside), and it serves every device
+and every memory layout for which there is no compiled kernel. Only torch operations that round once and never
+contract are used: no ``add(alpha=)``, ``lerp``, ``addcmul`` or ``sqrt`` in float32 (torch rounds those differently
+from one CPU to another). Nothing here waits for a device other than the CPU.
+
+Long tensors are worked through in slabs of whole chunks, so that temporaries stay small.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .stats import INF, NAN, NOT_FINITE, TOO_LARGE, CastStats, GradStats, sum_dtype
+
+CHUNK = 65536
+"""Elements in a chunk, the unit of parallel work and of the fixed summation order."""
+LANES = 256
+"""Running sums in a chunk."""
+GROUP = 8
+"""Consecutive elements that are added in a small tree before they enter a lane."""
+SLAB = 64 * CHUNK
+_ROW = LANES * GROUP
+_WORD = 4  # 16-bit elements in a 64-bit word of the content hash
+_KEY = 0x9E3779B97F4A7C15 - (1 << 64)  # the odd hash constant 0x9E37..7C15, as the int64 with the same bits
+
+
+class _Flat(NamedTuple):
+    """A tensor as one dimension, in memory order."""
+
+    values: Tensor
+    is_view: bool
+
+
+def memory_order(tensor: Tensor) -> list[int]:
+    """The dimensions of ``tensor`` from the slowest to the fastest in memory.
+
+    Args:
+        tensor: any strided tensor.
+
+    Returns:
+        A permutation of its dimensions; dimensions of equal stride keep their order.
+
+    Example:
+        >>> memory_order(torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last))
+        [0, 2, 3, 1]
+    """
+    strides = tensor.stride()
+    return sorted((d for d in range(tensor.dim())), key=lambda d: -strides[d])
+
+
+def _flat(tensor: Tensor, order: list[int]) -> _Flat:
+    """``tensor`` flattened with its dimensions in ``order``: a view where the memory allows it, else a copy."""
+    permuted = tensor.permute(order)
+    try:
+        return _Flat(permuted.view(-1), True)
+    except RuntimeError:
+        return _Flat(permuted.reshape(-1), False)
+
+
+def _write_back(flat: _Flat, tensor: Tensor, order: list[int]) -> None:
+    """Copy a flattened copy into the tensor that it was made of."""
+    if not flat.is_view:
+        permuted = tensor.permute(order)
+        permuted.copy_(flat.values.view(permuted.shape))
+
+
+def _slabs(numel: int) -> Iterator[slice]:
+    """Slices of at most ``SLAB`` elements that cover ``numel`` elements."""
+    for start in range(0, numel, SLAB):
+        yield slice(start, min(start + SLAB, numel))
+
+
+def _padded(flat: Tensor, multiple: int) -> Tensor:
+    """``flat`` with zeros behind it, up to the next multiple of ``multiple``."""
+    missing = -flat.numel() % multiple
+    return torch.nn.functional.pad(flat, (0, missing)) if missing else flat
+
+
+def _chunk_sums(flat: Tensor) -> Tensor:
+    """Sum of squares of each chunk of ``flat`` (at most a slab), in the fixed order that every backend follows."""
+    rows_of = CHUNK if flat.numel() > CHUNK else _ROW  # whole rows of zeros change no bit of a sum of squares
+    wide = _padded(flat, rows_of).to(sum_dtype(flat.device))
+    squares = (wide * wide).view(-1, rows_of // _ROW if flat.numel() > CHUNK else wide.numel() // _ROW, LANES, GROUP)
+    e = squares.unbind(-1)
+    groups = ((e[0] + e[1]) + (e[2] + e[3])) + ((e[4] + e[5]) + (e[6] + e[7]))
+    lanes = groups[:, 0]
+    for row in range(1, groups.shape[1]):
+        lanes = lanes + groups[:, row]
+    width = LANES // 2
+    while width:
+        lanes = lanes[:, :width] + lanes[:, width : 2 * width]
+        width //= 2
+    return lanes[:, 0]
+
+
+def _in_order_sum(values: Tensor) -> Tensor:
+    """The sum of a vector, added one by one from the first to the last on the CPU."""
+    if values.numel() == 0:
+        return values.new_zeros(())
+    return torch.cumsum(values, 0)[-1]  # torch's sum() adds in another order; cumsum on the CPU is sequential
+
+
+def _sqrt(values: Tensor) -> Tensor:
+    """The correctly rounded square root, elementwise."""
+    if values.device.type != "cpu":
+        return torch.sqrt(values)
+    roots = [math.sqrt(value) for value in values.reshape(-1).tolist()]
+    return torch.tensor(roots, dtype=values.dtype).view(values.shape)
+
+
+def _nonfinite_bits(product: Tensor) -> Tensor:
+    """int32 []: the flag bits of a part of a tensor."""
+    inf = torch.isinf(product).any().to(torch.int32)
+    nan = torch.isnan(product).any().to(torch.int32)
+    return inf * INF + nan * NAN
+
+
+def unscale(
+    i: int, grad: Tensor, out: Tensor, inv_scale: Tensor, accumulate: bool, stats: GradStats
+) -> None:
+    """``out = grad * inv_scale``, or ``out += grad * inv_scale``; write flags and sum of squares to row ``i``.
+
+    Args:
+        i: the row of ``stats`` that belongs to this tensor.
+        grad: float16, bfloat16, float32 or float64; may be ``out`` itself.
+        out: float32 (float64 for a float64 ``grad``), shape of ``grad``. Written.
+        inv_scale: float32, shape [].
+        accumulate: add to ``out`` instead of overwriting it.
+        stats: ``nonfinite[i]`` and ``sumsq[i]`` are overwritten; call :func:`finish` after the last tensor.
+    """
+    order = memory_order(out)
+    source, target = _flat(grad, order).values, _flat(out, order)
+    factor = inv_scale.to(out.dtype)
+    bits = torch.zeros((), dtype=torch.int32, device=out.device)
+    sums = []
+    for part in _slabs(source.numel()):
+        product = source[part].to(out.dtype) * factor
+        written = target.values[part]
+        bits = bits | _nonfinite_bits(product)
+        if accumulate:
+            total = written + product
+            bits = bits | (torch.isinf(total) & torch.isfinite(written)).any().to(torch.int32) * INF
+            written.copy_(total)
+        else:
+            written.copy_(product)
+        sums.append(_chunk_sums(written))
+    _write_back(target, out, order)
+    stats.nonfinite[i] = bits
+    stats.sumsq[i] = _in_order_sum(torch.cat(sums)) if sums else 0.0
+
+
+def finish(stats: GradStats) -> None:
+    """Derive ``norm`` and ``found_inf`` from the rows of ``stats``."""
+    stats.norm.copy_(_sqrt(_in_order_sum(stats.sumsq)))
+    stats.found_inf.copy_((stats.nonfinite != 0).any())
+
+
+def sum_of_squares(tensor: Tensor) -> Tensor:
+    """The sum of squares of one tensor, in the fixed order.
+
+    Args:
+        tensor: any floating dtype up to 64 bits.
+
+    Returns:
+        float64, shape [] (float32 on a device without float64).
+
+    Example:
+        >>> sum_of_squares(torch.tensor([3.0, 4.0])).item()
+        25.0
+    """
+    flat = _flat(tensor, memory_order(tensor)).values
+    sums = [_chunk_sums(flat[part]) for part in _slabs(flat.numel())]
+    return _in_order_sum(torch.cat(sums) if sums else flat.new_zeros(0, dtype=sum_dtype(flat.device)))
+
+
+def norms(sumsq: Tensor) -> tuple[Tensor, Tensor]:
+    """The total norm and the norm of each tensor, from their sums of squares.
+
+    Args:
+        sumsq: float64, shape [n].
+
+    Returns:
+        (total, shape []; each, shape [n]).
+
+    Example:
+        >>> norms(torch.tensor([9.0, 16.0], dtype=torch.float64))
+        (tensor(5., dtype=torch.float64), tensor([3., 4.], dtype=torch.float64))
+    """
+    return _sqrt(_in_order_sum(sumsq)), _sqrt(sumsq)
+
+
+def scale(tensor: Tensor, factor: Tensor) -> None:
+    """``tensor *= factor``: one multiplication in float32 (float64 for float64), rounded to the tensor's dtype."""
+    if tensor.dtype == torch.float64:
+        tensor.mul_(factor.double())
+    else:
+        tensor.copy_(tensor.float() * factor)
+
+
+def axpby(
+    a: float, x: Tensor, b: float, y: Tensor, out: Tensor, found_inf: Tensor | None, check: str
+) -> None:
+    """``out = a*x + b*y`` in float32, rounded to the dtype of ``out``.
+
+    Args:
+        a: factor of ``x``, a number that float32 holds exactly.
+        x: float16, bfloat16 or float32.
+        b: factor of ``y``.
+        y: as ``x``, in a dtype of its own.
+        out: as ``x``, in a dtype of its own; may be ``x`` or ``y``. Written.
+        found_inf: float32, shape []; set to 1.0 where a checked input is not finite, else left.
+        check: "both", "x" or "y".
+    """
+    order = memory_order(out)
+    xs, ys, target = _flat(x, order).values, _flat(y, order).values, _flat(out, order)
+    for part in _slabs(xs.numel()):
+        xf, yf = xs[part].float(), ys[part].float()
+        if found_inf is not None:
+            checked = {"x": [xf], "y": [yf], "both": [xf, yf]}[check]
+            for values in checked:
+                found_inf.masked_fill_(~torch.isfinite(values).all(), 1.0)
+        target.values[part].copy_(xf * a + yf * b)
+    _write_back(target, out, order)
+
+
+def cast(i: int, master: Tensor, param: Tensor, stats: CastStats) -> None:
+    """Round ``master`` to the nearest 16-bit value, ties to even, and write flags and hash to row ``i``.
+
+    Args:
+        i: the row of ``stats`` that belongs to this tensor.
+        master: float32.
+        param: float16 or bfloat16, shape of ``master``. Written.
+        stats: ``overflow[i]`` and ``hashes[i]`` are overwritten.
+    """
+    order = memory_order(param)
+    source, target = _flat(master, order).values, _flat(param, order)
+    bits = torch.zeros((), dtype=torch.int32, device=param.device)
+    for part in _slabs(source.numel()):
+        narrow = source[part].to(param.dtype)
+        finite = torch.isfinite(source[part])
+        too_large = (torch.isinf(narrow) & finite).any().to(torch.int32)
+        bits = bits | (too_large * TOO_LARGE + (~finite).any().to(torch.int32) * NOT_FINITE)
+        target.values[part].copy_(narrow)
+    _write_back(target, param, order)
+    stats.overflow[i] = bits
+    stats.hashes[i] = content_hash(param)
+
+
+def content_hash(tensor: Tensor) -> Tensor:
+    """A 64-bit hash of the bits of a 16-bit tensor, in memory order.
+
+    Four elements make one little-endian 64-bit word w_i (the last one padded with zeros); with
+    key_i = (i + 1) * 0x9E3779B97F4A7C15 and x = w_i ^ key_i the hash is the sum of lo32(x) * hi32(x) + w_i, modulo
+    2^64. A sum may be split among threads in any way, and gives the same value.
+
+    Args:
+        tensor: float16 or bfloat16.
+
+    Returns:
+        int64, shape []; 0 for an empty tensor. Does not sync.
+
+    Example:
+        >>> content_hash(torch.empty(0, dtype=torch.float16)).item()
+        0
+    """
+    flat = _flat(tensor, memory_order(tensor)).values.view(torch.int16)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in _slabs(flat.numel()):
+        words = _padded(flat[part], _WORD).clone().view(torch.int64)
+        first = part.start // _WORD + 1
+        keys = torch.arange(first, first + words.numel(), dtype=torch.int64, device=tensor.device) * _KEY
+        x = words ^ keys
+        total = total + ((x & 0xFFFFFFFF) * ((x >> 32) & 0xFFFFFFFF) + words).sum()
+    return total

@@ -1,0 +1,116 @@
+"""The tensors into which the multi-tensor operations write what they found.
+
+They are allocated once by the caller, live on the device of the tensors, and are overwritten by every call, so that
+a training step allocates nothing and never waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+INF = 1
+"""Bit in :attr:`GradStats.nonfinite`: an unscaled gradient is infinite."""
+NAN = 2
+"""Bit in :attr:`GradStats.nonfinite`: an unscaled gradient is not a number."""
+TOO_LARGE = 1
+"""Bit in :attr:`CastStats.overflow`: a finite master became infinite in the narrower type."""
+NOT_FINITE = 2
+"""Bit in :attr:`CastStats.overflow`: a master was infinite or not a number already."""
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """The dtype in which sums of squares are kept: float64, or float32 on a device that has no float64.
+
+    Args:
+        device: where the sums live.
+
+    Returns:
+        ``torch.float32`` on ``mps``, else ``torch.float64``.
+
+    Example:
+        >>> sum_dtype(torch.device("cpu"))
+        torch.float64
+    """
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+@dataclass(eq=False)
+class GradStats:
+    """What an unscaling pass finds in n gradients.
+
+    Attributes:
+        nonfinite: int32, shape [n]. Bits ``INF | NAN`` of tensor i.
+        sumsq: float64, shape [n]. Sum of squares of what was written for tensor i.
+        norm: float64, shape []. Square root of the sum of all n ``sumsq``.
+        found_inf: float32, shape []. Exactly 1.0 if any of the n ``nonfinite`` is set, else exactly 0.0.
+
+    Example:
+        >>> stats = GradStats.allocate(2, "cpu")
+        >>> stats.nonfinite
+        tensor([0, 0], dtype=torch.int32)
+    """
+
+    nonfinite: Tensor
+    sumsq: Tensor
+    norm: Tensor
+    found_inf: Tensor
+
+    @classmethod
+    def allocate(cls, n: int, device: torch.device | str) -> GradStats:
+        """All zeros, for lists of ``n`` tensors on ``device``.
+
+        Args:
+            n: how many tensors the lists hold, None entries included.
+            device: where they live.
+
+        Returns:
+            A new GradStats. Does not sync.
+        """
+        wide = sum_dtype(torch.device(device))
+        return cls(
+            nonfinite=torch.zeros(n, dtype=torch.int32, device=device),
+            sumsq=torch.zeros(n, dtype=wide, device=device),
+            norm=torch.zeros((), dtype=wide, device=device),
+            found_inf=torch.zeros((), dtype=torch.float32, device=device),
+        )
+
+    def reset(self) -> None:
+        """Set everything to zero, as after :meth:`allocate`. Does not sync."""
+        for tensor in (self.nonfinite, self.sumsq, self.norm, self.found_inf):
+            tensor.zero_()
+
+
+@dataclass(eq=False)
+class CastStats:
+    """What a pass that rounds n masters to 16 bits finds.
+
+    Attributes:
+        overflow: int32, shape [n]. Bits ``TOO_LARGE | NOT_FINITE`` of tensor i.
+        hashes: int64, shape [n]. Content hash of the 16-bit values written for tensor i.
+
+    Example:
+        >>> CastStats.allocate(2, "cpu").hashes
+        tensor([0, 0])
+    """
+
+    overflow: Tensor
+    hashes: Tensor
+
+    @classmethod
+    def allocate(cls, n: int, device: torch.device | str) -> CastStats:
+        """All zeros, for lists of ``n`` tensors on ``device``.
+
+        Args:
+            n: how many tensors the lists hold, None entries included.
+            device: where they live.
+
+        Returns:
+            A new CastStats. Does not sync.
+        """
+        return cls(
+            overflow=torch.zeros(n, dtype=torch.int32, device=device),
+            hashes=torch.zeros(n, dtype=torch.int64, device=device),
+        )

@@ -1,0 +1,167 @@
+"""Builds fp16opt and, where there is a C++ compiler, its compiled CPU module.
+
+The module needs pybind11 and ninja, both named in pyproject.toml, and neither torch nor its headers. It is optional: on a
+machine without a working compiler the package is installed all the same, and plain torch operations serve.
+
+Environment:
+    CXX, CXXFLAGS, LDFLAGS: the compiler and more flags for it.
+    FP16OPT_CPU: 0 skips the module, 1 makes a failure to build it an error.
+"""
+
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+BUILD_INFO = "_build.json"
+# No contraction and no fast-math: every SIMD level, and CUDA later, must give the same bits.
+FLAGS = ["-std=c++17", "-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
+X86_LEVELS = {
+    "portable": [],
+    "avx2": ["-mavx2", "-mf16c"],
+    # gcc 12 warns about its own AVX-512 headers without the last flag.
+    "avx512": ["-mavx2", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-Wno-maybe-uninitialized"],
+}
+
+
+class BuildFailed(Exception):
+    """The compiled module can't be built here; the message says why."""
+
+
+def levels() -> dict[str, list[str]]:
+    """The SIMD levels for this machine's kind of processor, each with its flags. The first is the baseline."""
+    machine = platform.machine().lower()
+    if machine in ("x86_64", "amd64"):
+        return X86_LEVELS
+    return {"neon": []} if machine in ("aarch64", "arm64") else {"portable": []}
+
+
+def compiler() -> list[str]:
+    """The C++ compiler's command."""
+    if sys.platform == "win32":
+        raise BuildFailed("the compiled module is not built on Windows")
+    for candidate in (os.environ.get("CXX"), sysconfig.get_config_var("CXX"), "c++", "g++", "clang++"):
+        command = shlex.split(candidate or "")
+        if command and shutil.which(command[0]):
+            return command
+        if candidate and candidate == os.environ.get("CXX"):
+            raise BuildFailed(f"CXX is set to {candidate!r}, which is not a program")
+    raise BuildFailed("no C++ compiler was found (c++, g++, clang++)")
+
+
+def ninja() -> str:
+    """The path of the ninja program: the build requirement's own, else one on PATH."""
+    try:
+        from ninja import BIN_DIR
+
+        found = shutil.which("ninja", path=BIN_DIR)
+    except ImportError:
+        found = None
+    found = found or shutil.which("ninja")
+    if found is None:
+        raise BuildFailed("ninja was not found")
+    return found
+
+
+def objects() -> list[tuple[str, str, list[str]]]:
+    """(object file, source, more flags) of every translation unit."""
+    found = levels()
+    baseline = next(iter(found))
+    dispatch = [f"-DFP16OPT_BASELINE={baseline}"] + (["-DFP16OPT_X86=1"] if found is X86_LEVELS else [])
+    import pybind11
+
+    bindings = [f"-I{shlex.quote(sysconfig.get_paths()['include'])}", f"-I{shlex.quote(pybind11.get_include())}"]
+    units = [(f"cpu_{name}.o", "backends/cpu.cpp", [f"-DFP16OPT_LEVEL={name}", *f]) for name, f in found.items()]
+    return [
+        ("bindings_cpu.o", "bindings_cpu.cpp", bindings),
+        *units,
+        ("cpu_dispatch.o", "backends/cpu_dispatch.cpp", dispatch),
+        ("cpu_operations.o", "backends/cpu_operations.cpp", []),
+        ("threads.o", "backends/threads.cpp", []),
+    ]
+
+
+def ninja_file(output: Path) -> str:
+    """The text of a build.ninja that makes ``output``."""
+
+    def path(name: Path) -> str:
+        return str(name).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+    cxx = shlex.join(compiler())
+    flags = " ".join([*FLAGS, os.environ.get("CXXFLAGS", "")])
+    shared = "-bundle -undefined dynamic_lookup" if sys.platform == "darwin" else "-shared -Wl,--no-undefined-version"
+    lines = [
+        "rule compile",
+        f"  command = {cxx} {flags} $more -MD -MF $out.d -c $in -o $out".replace("$$", "$"),
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "rule link",
+        f"  command = {cxx} {shared} -pthread $in -o $out {os.environ.get('LDFLAGS', '')}",
+    ]
+    names = []
+    for name, source, more in objects():
+        lines += [f"build {name}: compile {path(ROOT / 'csrc' / source)}", f"  more = {' '.join(more)}"]
+        names.append(name)
+    lines.append(f"build {path(output)}: link {' '.join(names)}")
+    return "\n".join(lines) + "\n"
+
+
+class BuildModule(build_ext):
+    """Compiles with ninja, and lets the installation go on without the module where that fails."""
+
+    def run(self) -> None:
+        self.outcome = "not attempted"
+        super().run()
+        self._write_info(Path(self.build_lib) / "fp16opt")
+        if self.inplace or getattr(self, "editable_mode", False):
+            self._write_info(ROOT / "fp16opt")
+
+    def _write_info(self, folder: Path) -> None:
+        """Leave the outcome where `python -m fp16opt` reads it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / BUILD_INFO).write_text(json.dumps({"_cpu": self.outcome}) + "\n", encoding="utf-8")
+
+    def build_extension(self, ext: Extension) -> None:
+        wish = os.environ.get("FP16OPT_CPU", "")
+        if wish == "0":
+            self.outcome = "skipped, because FP16OPT_CPU=0 was set when fp16opt was installed"
+            return
+        try:
+            self._compile(Path(self.get_ext_fullpath(ext.name)).resolve())
+            self.outcome = "built"
+        except BuildFailed as failure:
+            if wish == "1":
+                raise SystemExit(f"fp16opt: FP16OPT_CPU=1 is set, but {failure}.") from None
+            self.outcome = f"could not be built when fp16opt was installed: {failure}"
+            print(
+                f"\nWARNING: fp16opt is installed without its compiled CPU module: {failure}.\n"
+                "It works all the same, slower, in plain torch operations. To get the module, install a C++17 compiler\n"
+                "and reinstall fp16opt. `python -m fp16opt` shows what is in use.\n",
+                file=sys.stderr,
+            )
+
+    def _compile(self, output: Path) -> None:
+        folder = Path(self.build_temp).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            (folder / "build.ninja").write_text(ninja_file(output), encoding="utf-8")
+        except ImportError as error:
+            raise BuildFailed(f"a build requirement is missing ({error})") from None
+        done = subprocess.run([ninja(), "-C", str(folder)], capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            print(done.stdout + done.stderr, file=sys.stderr)
+            raise BuildFailed(f"the compiler {shlex.join(compiler())!r} failed (its output is above)")
+
+
+# optional: setuptools must not miss the file when the build above was given up.
+setup(ext_modules=[Extension("fp16opt._cpu", sources=[], optional=True)], cmdclass={"build_ext": BuildModule})
