@@ -1,0 +1,38 @@
+"""Shared settings of the test suite: import path, threads, marks, hypothesis profiles."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+HERE = str(Path(__file__).parent)
+if HERE not in sys.path:  # so that `import oracle` works under every pytest import mode
+    sys.path.insert(0, HERE)
+
+# The tensors here are small: more threads than this only add noise to the run time.
+torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+_COMMON = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+}
+settings.register_profile("default", max_examples=60, derandomize=True, **_COMMON)
+settings.register_profile("thorough", max_examples=1000, **_COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: takes more than a few seconds")
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device and this machine has none")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

@@ -1,0 +1,294 @@
+"""step(closure): every evaluation sees the masters' current values; overflows back off and evaluate again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, AdamW
+
+from engine import recipes
+from engine.checks import (
+    Problem,
+    Twin,
+    array,
+    assert_model_is_rounded_masters,
+    assert_same,
+    assert_same_bits,
+    linear_loss,
+    ones,
+    parameters,
+    snapshot,
+)
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
+
+INF = float("inf")
+
+
+def _closure(
+    opt: MixedPrecisionOptimizer, loss: Callable[[int], Tensor]
+) -> tuple[Callable[[], Tensor], list[float]]:
+    """A closure as the contract words it; `loss` gets the number of the evaluation. Also the scales it
+    saw."""
+    scales: list[float] = []
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        value = loss(len(scales))
+        scales.append(float(opt.loss_scale))
+        opt.backward(value)
+        return value.detach()
+
+    return closure, scales
+
+
+def _lbfgs(params: list[nn.Parameter]) -> LBFGS:
+    return LBFGS(params, lr=0.5, max_iter=6, history_size=4)
+
+
+def test_closure_of_a_single_step_optimizer_equals_the_plain_form() -> None:
+    p, q = ones(), ones()
+    a = MixedPrecisionOptimizer(AdamW([p], lr=0.1), loss_scale=8.0)
+    b = MixedPrecisionOptimizer(AdamW([q], lr=0.1), loss_scale=8.0)
+    for k in range(3):
+        closure, scales = _closure(a, lambda _, k=k: linear_loss([p], [0.5 + k]))
+        loss = a.step(closure)
+        assert len(scales) == 1
+        assert float(loss) == float(linear_loss([q], [0.5 + k]))
+        b.zero_grad()
+        b.backward(linear_loss([q], [0.5 + k]))
+        b.step()
+        assert_same_bits(p, q)
+
+
+def test_closure_runs_with_gradients_enabled_even_under_no_grad() -> None:
+    p = ones()
+    opt = MixedPrecisionOptimizer(SGD([p], lr=0.5), loss_scale=8.0)
+    closure, scales = _closure(opt, lambda _: linear_loss([p], [1.0]))
+    with torch.no_grad():
+        opt.step(closure)
+    assert len(scales) == 1
+    assert_same_bits(p, array([0.5] * 4))
+
+
+def test_overflowing_evaluation_backs_off_and_is_evaluated_again() -> None:
+    p = ones()
+    opt = recipes.engine(SGD([p], lr=0.5), init_scale=2.0**18, max_scale=2.0**24)
+    closure, scales = _closure(opt, lambda _: linear_loss([p], [1.0]))
+    opt.step(closure)
+    assert scales == [2.0**18, 2.0**17, 2.0**16, 2.0**15]  # 2^16 is inf in float16
+    assert not bool(opt.step_was_skipped)
+    assert int(opt.skipped_steps) == 0
+    assert float(opt.loss_scale) == 2.0**15
+    assert opt.overflow_report() == []
+    assert_same_bits(p, array([0.5] * 4))
+
+
+def test_back_off_inside_a_closure_does_not_wait_for_hysteresis() -> None:
+    p = ones()
+    opt = recipes.engine(SGD([p], lr=0.5), init_scale=2.0**17, hysteresis=4)
+    closure, scales = _closure(opt, lambda _: linear_loss([p], [1.0]))
+    opt.step(closure)
+    assert scales == [2.0**17, 2.0**16, 2.0**15]
+
+
+def test_lbfgs_through_an_overflow() -> None:
+    """The scale backs off from 2^24 inside the first step; the run equals plain LBFGS with FP32 copies."""
+    params = parameters([(20,), (3, 4)])
+    problem = Problem(params)
+    opt = recipes.engine(_lbfgs(params), init_scale=2.0**24, growth_interval=1000)
+    twin: Twin | None = None
+    start = parameters([(20,), (3, 4)])
+    for k in range(4):
+        closure, scales = _closure(opt, lambda _: problem.loss(params))
+        opt.step(closure)
+        if twin is None:
+            assert len(scales) > 5
+            assert scales[0] == 2.0**24
+            twin = Twin(start, _lbfgs, problem, float(opt.loss_scale))
+        twin.step()
+        assert float(opt.loss_scale) == twin.scale, "a second back-off: the comparison needs a constant scale"
+        for i, (m, t) in enumerate(zip(opt.master_params(), twin.masters, strict=True)):
+            assert_same_bits(m, t, f"step {k} master {i}")
+        assert_model_is_rounded_masters(opt)
+    assert int(opt.skipped_steps) == 0
+
+
+def test_lbfgs_through_an_overflow_in_a_later_evaluation() -> None:
+    """The third evaluation overflows once: it is repeated and nothing else changes."""
+    params, clean_params = parameters([(20,)]), parameters([(20,)])
+    problem = Problem(params)
+    opt = recipes.engine(_lbfgs(params), init_scale=64.0)
+    clean = MixedPrecisionOptimizer(_lbfgs(clean_params), loss_scale=64.0)
+    closure, scales = _closure(opt, lambda k: problem.loss(params, INF if k == 2 else 1.0))
+    plain, plain_scales = _closure(clean, lambda _: problem.loss(clean_params))
+    opt.step(closure)
+    clean.step(plain)
+    assert len(scales) == len(plain_scales) + 1
+    assert scales[2:4] == [64.0, 32.0]
+    # Halving a power-of-two scale changes no bit: nothing here is near float16's subnormal range.
+    assert_same_bits(next(iter(opt.master_params())), next(iter(clean.master_params())))
+    assert not bool(opt.step_was_skipped)
+
+
+@pytest.mark.parametrize("scaler", ["static", "floor"])
+@pytest.mark.parametrize("at", [0, 2], ids=["first_evaluation", "third_evaluation"])
+@pytest.mark.parametrize("warm", [False, True], ids=["fresh", "with_history"])
+def test_lbfgs_overflow_that_cannot_back_off_restores_everything_and_counts_one_skip(
+    scaler: str, at: int, warm: bool
+) -> None:
+    params = parameters([(20,), (3,)], (torch.float16, torch.float32))
+    problem = Problem(params)
+    kwargs = {"loss_scale": 8.0} if scaler == "static" else {"init_scale": 8.0, "min_scale": 8.0}
+    opt = recipes.engine(_lbfgs(params), **kwargs)
+    if warm:
+        closure, _ = _closure(opt, lambda _: problem.loss(params))
+        opt.step(closure)
+        opt.step(closure)
+    before = snapshot(opt, params)
+    closure, scales = _closure(opt, lambda k: problem.loss(params, INF if k >= at else 1.0))
+    opt.step(closure)
+    assert len(scales) == at + 1
+    assert bool(opt.step_was_skipped)
+    assert int(opt.skipped_steps) == 1
+    assert float(opt.loss_scale) == 8.0
+    assert_same(snapshot(opt, params), before)
+    assert_model_is_rounded_masters(opt)
+    closure, _ = _closure(opt, lambda _: problem.loss(params))
+    opt.step(closure)
+    assert not bool(opt.step_was_skipped)
+
+
+def test_skipped_closure_step_reports_names() -> None:
+    p, q = ones(), ones()
+    opt = MixedPrecisionOptimizer(SGD([p, q], lr=0.5), loss_scale=8.0, named_parameters=[("p", p), ("q", q)])
+    closure, _ = _closure(opt, lambda _: linear_loss([p, q], [1.0, float("nan")]))
+    opt.step(closure)
+    assert [(o.name, o.inf, o.nan) for o in opt.overflow_report()] == [("q", False, True)]
+
+
+def test_overflow_down_to_the_floor_is_one_skip() -> None:
+    p = ones()
+    opt = recipes.engine(SGD([p], lr=0.5, momentum=0.5), init_scale=8.0, min_scale=1.0)
+    before = snapshot(opt, [p])
+    closure, scales = _closure(opt, lambda _: linear_loss([p], [INF]))
+    opt.step(closure)
+    assert scales == [8.0, 4.0, 2.0, 1.0]
+    assert int(opt.skipped_steps) == 1
+    assert bool(opt.step_was_skipped)
+    assert_same(snapshot(opt, [p]), before)
+
+
+def test_lbfgs_converges_in_fp16_with_the_default_dynamic_scaler() -> None:
+    params = parameters([(10,)])
+    problem = Problem(params)
+    opt = MixedPrecisionOptimizer(LBFGS(params, max_iter=10, line_search_fn="strong_wolfe"), dynamic=True)
+    closure, _ = _closure(opt, lambda _: problem.loss(params))
+    first = float(problem.loss(params).detach())
+    for _ in range(5):
+        opt.step(closure)
+    # Weights are rounded to 11 bits: the best loss is about sum(c/2 * (|t| 2^-12)^2), far below first * 1e-4.
+
+    assert float(problem.loss(params).detach()) < first * 1e-4
+
+
+def test_every_evaluation_sees_the_masters_current_values() -> None:
+    """A two-evaluation optimizer (SAM's shape): the second evaluation must see the perturbed weights."""
+
+    class TwoSteps(SGD):
+        def step(self, closure: Callable[[], Tensor]) -> Tensor:
+            with torch.enable_grad():
+                loss = closure()
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.data.add_(1.0)
+            with torch.enable_grad():
+                closure()
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.data.sub_(1.0)
+            super().step()
+            return loss
+
+    p = ones()
+    opt = MixedPrecisionOptimizer(TwoSteps([p], lr=0.5), loss_scale=8.0)
+    seen: list[float] = []
+
+    def loss(_: int) -> Tensor:
+        seen.append(float(p.detach()[0]))
+        return (p.float() ** 2).sum() * 0.5
+
+    closure, _ = _closure(opt, loss)
+    opt.step(closure)
+    assert seen == [1.0, 2.0]
+    assert_same_bits(p, array([0.0] * 4))  # 1 - 0.5 * 2
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "LBFGS"])
+@pytest.mark.parametrize("at", [0, 1, 3], ids=["first", "second", "fourth"])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt], ids=lambda e: e.__name__)
+def test_closure_that_raises_leaves_everything_as_it_was(
+    optimizer: str, at: int, error: type[BaseException]
+) -> None:
+    if optimizer == "SGD" and at:
+        pytest.skip("SGD evaluates once")
+    params = parameters([(20,), (3,)], (torch.float16, torch.float32))
+    problem = Problem(params)
+    inner = _lbfgs(params) if optimizer == "LBFGS" else SGD(params, lr=0.1, momentum=0.9)
+    opt = recipes.engine(inner, init_scale=8.0, growth_interval=2)
+    good, _ = _closure(opt, lambda _: problem.loss(params))
+    opt.step(good)
+    before = snapshot(opt, params, scaler=True)
+
+    def loss(k: int) -> Tensor:
+        if k == at:
+            raise error("from the closure")
+        return problem.loss(params)
+
+    bad, _ = _closure(opt, loss)
+    with pytest.raises(error, match="from the closure"):
+        opt.step(bad)
+    assert_same(snapshot(opt, params, scaler=True), before)
+    assert_model_is_rounded_masters(opt)
+    assert int(opt.skipped_steps) == 0
+    opt.zero_grad()
+    opt.step(good)
+    assert not bool(opt.step_was_skipped)
+
+
+def test_closure_is_counted_once_by_the_scaler() -> None:
+    p = ones()
+    opt = MixedPrecisionOptimizer(_lbfgs([p]), scaler=DynamicLossScaler(8.0, growth_interval=2))
+    problem = Problem([p])
+    closure, scales = _closure(opt, lambda _: problem.loss([p]))
+    opt.step(closure)
+    assert len(scales) > 2
+    assert float(opt.loss_scale) == 8.0, "evaluations were counted as steps"
+    opt.step(closure)
+    assert float(opt.loss_scale) == 16.0
+
+
+def test_closure_must_be_callable() -> None:
+    p = ones()
+    opt = MixedPrecisionOptimizer(SGD([p], lr=0.5), loss_scale=8.0)
+    with pytest.raises(TypeError, match=r"(?i)closure|callable"):
+        opt.step(3.0)
+    assert_same_bits(p, array([1.0] * 4))
+
+
+def test_closure_that_clips() -> None:
+    p = ones()
+    opt = MixedPrecisionOptimizer(SGD([p], lr=0.5), loss_scale=8.0)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = linear_loss([p], [1.0])
+        opt.backward(loss)
+        opt.clip_master_grads(1.0)
+        return loss
+
+    opt.step(closure)
+    (m,) = opt.master_params()
+    assert 0.74 < float(m[0]) < 0.76

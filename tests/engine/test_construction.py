@@ -1,0 +1,330 @@
+"""Construction: what is accepted, what is refused by name, and that nothing is stepped or shared."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from specs import CASES, ENGINE_ERRORS, REFUSED_DTYPES, ErrorCase, OptimizerCase, one_per_class, params_of
+from torch import nn
+from torch.optim import SGD, Adam, AdamW
+
+import fp16opt
+from engine.checks import (
+    array,
+    assert_model_is_rounded_masters,
+    assert_same,
+    assert_same_bits,
+    flatten,
+    linear_loss,
+    normal,
+    one_step,
+    ones,
+    parameters,
+    snapshot,
+)
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, StaticLossScaler
+
+MIXED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def test_it_is_a_torch_optimizer_and_keeps_the_wrapped_one() -> None:
+    p = ones()
+    inner = SGD([p], lr=0.1)
+    opt = MixedPrecisionOptimizer(inner)
+    assert isinstance(opt, torch.optim.Optimizer)
+    assert opt.optimizer is inner
+    assert type(inner) is SGD
+
+
+def test_groups_state_and_defaults_are_the_wrapped_optimizers_own() -> None:
+    p, q = ones(), ones(2)
+    inner = Adam([{"params": [p], "lr": 0.5}, {"params": [q]}], lr=0.25)
+    lists = [g["params"] for g in inner.param_groups]
+    opt = MixedPrecisionOptimizer(inner)
+    assert opt.param_groups is inner.param_groups
+    assert opt.state is inner.state
+    assert opt.defaults is inner.defaults
+    assert all(g["params"] is kept for g, kept in zip(inner.param_groups, lists, strict=True)), (
+        "lists replaced"
+    )
+    inner.load_state_dict(copy.deepcopy(inner.state_dict()))
+    assert opt.param_groups is inner.param_groups
+    assert opt.state is inner.state
+
+
+def test_groups_hold_masters_where_there_are_masters_and_params_elsewhere() -> None:
+    params = parameters([(3,), (4,), (5,), (2,)], MIXED)
+    inner = SGD(params, lr=0.1)
+    opt = MixedPrecisionOptimizer(inner)
+    stepped = inner.param_groups[0]["params"]
+    assert [p.dtype for p in stepped] == [torch.float32, torch.float32, torch.float32, torch.float64]
+    assert stepped[2] is params[2]
+    assert stepped[3] is params[3]
+    assert [id(m) for m in opt.master_params()] == [id(m) for m in stepped]
+    assert [id(p) for p in opt.model_params()] == [id(p) for p in params]
+    for p, m in zip(params[:2], stepped[:2], strict=True):
+        assert_same_bits(m, p.detach().float())
+        assert m.requires_grad
+        assert m.is_leaf
+        assert m.data_ptr() != p.data_ptr()
+
+
+@pytest.mark.parametrize("case", params_of(CASES))
+def test_no_step_at_construction(case: OptimizerCase) -> None:
+    params = parameters(case.shapes, torch.float16)
+    before = [p.detach().clone() for p in params]
+    opt = MixedPrecisionOptimizer(case.make(params), loss_scale=8.0)
+    for p, m, was in zip(params, opt.master_params(), before, strict=True):
+        assert_same_bits(p, was)
+        assert_same_bits(m, was.float())
+        assert p.grad is None
+        assert m.grad is None
+    fresh = case.make([nn.Parameter(b.float()) for b in before])
+    assert_same(
+        [dict(opt.state[m]) for m in opt.master_params() if m in opt.state],
+        [dict(fresh.state[p]) for g in fresh.param_groups for p in g["params"] if p in fresh.state],
+        "state after construction",
+    )
+
+
+def test_no_step_at_load_and_no_step_count() -> None:
+    p = ones()
+    opt = MixedPrecisionOptimizer(AdamW([p], lr=0.1, weight_decay=0.1), loss_scale=8.0)
+    opt.load_state_dict(opt.state_dict())
+    assert_same_bits(p, array([1.0] * 4))
+    one_step(opt, [p], [1.0])
+    (m,) = opt.master_params()
+    assert float(opt.state[m]["step"]) == 1
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.id) for c in ENGINE_ERRORS])
+def test_wrong_argument_is_refused_by_name(case: ErrorCase) -> None:
+    p = ones()
+    inner = SGD([p], lr=0.1)
+    before = flatten(inner.state_dict())
+    with pytest.raises(case.error, match=case.match):
+        MixedPrecisionOptimizer(inner, **case.kwargs)
+    assert inner.param_groups[0]["params"][0] is p, "a refused construction replaced the params"
+    assert_same(inner.state_dict(), before)
+
+
+@pytest.mark.parametrize("pair", ["dynamic+scaler", "loss_scale+scaler", "dynamic+loss_scale"])
+def test_two_of_three_scaler_arguments_are_refused_and_both_are_named(pair: str) -> None:
+    values = {"dynamic": True, "loss_scale": 4.0, "scaler": DynamicLossScaler()}
+    names = pair.split("+")
+    with pytest.raises(ValueError, match=names[0]) as err:
+        MixedPrecisionOptimizer(SGD([ones()], lr=0.1), **{n: values[n] for n in names})
+    assert all(n in str(err.value) for n in names)
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, 3, [ones()], nn.Linear(1, 1)], ids=["none", "int", "params", "module"]
+)
+def test_wrapping_something_that_is_no_optimizer_is_a_type_error(wrong: object) -> None:
+    with pytest.raises(TypeError, match=r"(?i)optimizer"):
+        MixedPrecisionOptimizer(wrong)
+
+
+def test_wrapping_a_wrapper_is_refused() -> None:
+    opt = MixedPrecisionOptimizer(SGD([ones()], lr=0.1))
+    with pytest.raises((TypeError, ValueError), match=r"(?i)MixedPrecisionOptimizer|already|wrapped"):
+        MixedPrecisionOptimizer(opt)
+
+
+def test_loss_scaler_kinds() -> None:
+    plain = MixedPrecisionOptimizer(SGD([ones()], lr=0.1))
+    assert isinstance(plain.scaler, StaticLossScaler)
+    assert float(plain.loss_scale) == 1.0
+    static = MixedPrecisionOptimizer(SGD([ones()], lr=0.1), loss_scale=32)
+    assert isinstance(static.scaler, StaticLossScaler)
+    assert float(static.loss_scale) == 32.0
+    dynamic = MixedPrecisionOptimizer(SGD([ones()], lr=0.1), dynamic=True)
+    assert isinstance(dynamic.scaler, DynamicLossScaler)
+    assert float(dynamic.loss_scale) == 2.0**16
+    own = DynamicLossScaler(init_scale=4.0)
+    assert MixedPrecisionOptimizer(SGD([ones()], lr=0.1), scaler=own).scaler is own
+
+
+@pytest.mark.parametrize("dtype", REFUSED_DTYPES, ids=str)
+@pytest.mark.parametrize("named", [False, True], ids=["unnamed", "named"])
+def test_unsupported_param_dtype_is_refused_by_name(dtype: torch.dtype, named: bool) -> None:
+    bad = nn.Parameter(torch.zeros(2).to(dtype), requires_grad=dtype.is_complex)
+    good = ones()
+    inner = SGD([{"params": [good]}, {"params": [ones(), bad]}], lr=0.1)
+    names = [("fine", good), ("layer.weight", bad)] if named else None
+    with pytest.raises((TypeError, ValueError)) as err:
+        MixedPrecisionOptimizer(inner, named_parameters=names)
+    text = str(err.value)
+    assert "group 1" in text
+    assert "param 1" in text
+    assert str(dtype).removeprefix("torch.") in text
+    assert ("layer.weight" in text) == named
+    assert inner.param_groups[0]["params"][0] is good, "the first group was already replaced"
+
+
+def test_integer_param_is_refused() -> None:
+    bad = nn.Parameter(torch.zeros(2, dtype=torch.int32), requires_grad=False)
+    with pytest.raises((TypeError, ValueError), match=r"group 0, param 0.*int32"):
+        MixedPrecisionOptimizer(SGD([bad], lr=0.1))
+
+
+@pytest.mark.parametrize("case", params_of(one_per_class()))
+def test_state_of_a_used_optimizer_is_carried_over_in_fp32(case: OptimizerCase) -> None:
+    if case.kind == "closure":
+        pytest.skip("LBFGS keeps flat vectors of all parameters; its own test is below")
+    params = parameters(case.shapes, torch.bfloat16)
+    inner = case.make(params)
+    for k in range(2):
+        for i, p in enumerate(params):
+            g = normal(p.shape, torch.bfloat16, 10 * k + i)
+            p.grad = g.to_sparse(1) if case.kind == "sparse" else g
+        inner.step()
+    was = [
+        {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in inner.state[p].items()}
+        for p in params
+    ]
+    opt = MixedPrecisionOptimizer(inner, loss_scale=4.0)
+    assert not any(p in opt.state for p in params), "state is still kept for the 16-bit params"
+    for m, old in zip(opt.master_params(), was, strict=True):
+        new = opt.state.get(m, {})
+        assert new.keys() == old.keys()
+        for key, value in old.items():
+            if isinstance(value, torch.Tensor) and key != "step":
+                assert_same_bits(new[key], value.float(), f"{case.id} {key}")
+            else:
+                assert float(new[key]) == float(value)
+
+
+def test_state_of_a_used_lbfgs_is_carried_over_in_fp32() -> None:
+    p = nn.Parameter(array([1.0, 2.0, 3.0]))
+    inner = torch.optim.LBFGS([p], lr=0.25, max_iter=2)
+    target = array([0.5, 0.5, 0.5], torch.float32)
+
+    def closure() -> torch.Tensor:
+        inner.zero_grad()
+        loss = ((p.float() - target) ** 2).sum()
+        loss.backward()
+        return loss
+
+    inner.step(closure)
+    opt = MixedPrecisionOptimizer(inner, loss_scale=4.0)
+    (m,) = opt.master_params()
+    flat = [t for t in flatten(dict(opt.state[m])).values() if isinstance(t, tuple)]
+    assert flat
+    assert all(dtype != "torch.float16" for dtype, _, _ in flat)
+
+    def wrapped() -> torch.Tensor:
+        opt.zero_grad()
+        loss = ((p.float() - target) ** 2).sum()
+        opt.backward(loss)
+        return loss
+
+    far = float((m - target).abs().max())
+    for _ in range(10):
+        opt.step(wrapped)
+    assert float((m - target).detach().abs().max()) < far / 4
+    assert_model_is_rounded_masters(opt)
+
+
+def test_construction_copies_state_so_that_training_never_edits_a_loaded_checkpoint() -> None:
+    p = ones()
+    source = AdamW([p], lr=0.1)
+    p.grad = torch.full_like(p, 0.5)
+    source.step()
+    checkpoint = copy.deepcopy(source.state_dict())
+    for kind in (torch.float16, torch.float32):
+        q = ones(4, kind)
+        inner = AdamW([q], lr=0.1)
+        loaded = copy.deepcopy(checkpoint) if kind == torch.float16 else AdamW([ones(4, kind)]).state_dict()
+        if kind == torch.float32:
+            loaded["state"] = {
+                0: {
+                    "step": torch.tensor(3.0),
+                    "exp_avg": torch.full((4,), 0.5),
+                    "exp_avg_sq": torch.full((4,), 0.25),
+                }
+            }
+        before = flatten(loaded)
+        inner.load_state_dict(
+            loaded
+        )  # torch keeps tensors whose dtype already fits: they alias the checkpoint
+        opt = MixedPrecisionOptimizer(inner, loss_scale=8.0)
+        one_step(opt, [q], [0.5])
+        assert_same(loaded, before, f"checkpoint of a {kind} model")
+
+
+def test_construction_does_not_touch_the_models_weights_or_grads() -> None:
+    params = parameters([(5,), (2, 3)], (torch.float16, torch.float32))
+    for p in params:
+        p.grad = torch.full_like(p, 0.5)
+    before = [p.detach().clone() for p in params]
+    pointers = [p.data_ptr() for p in params]
+    MixedPrecisionOptimizer(SGD(params, lr=0.1), dynamic=True)
+    for p, was, pointer in zip(params, before, pointers, strict=True):
+        assert_same_bits(p, was)
+        assert p.data_ptr() == pointer
+        assert_same_bits(p.grad, torch.full_like(p, 0.5))
+
+
+def test_add_param_group_makes_masters_and_trains_the_new_params() -> None:
+    p, q, wide = ones(), ones(2, torch.bfloat16), ones(3, torch.float32)
+    opt = MixedPrecisionOptimizer(SGD([p], lr=0.5), loss_scale=8.0)
+    one_step(opt, [p], [1.0])
+    opt.add_param_group({"params": [q, wide], "lr": 0.25})
+    assert len(opt.param_groups) == 2 == len(opt.optimizer.param_groups)
+    assert opt.param_groups[1]["lr"] == 0.25
+    assert [x.dtype for x in opt.param_groups[1]["params"]] == [torch.float32] * 2
+    one_step(opt, [p, q, wide], [1.0, 1.0, 1.0])
+    assert_same_bits(p, array([0.0] * 4))
+    assert_same_bits(q, array([0.75] * 2, torch.bfloat16))
+    assert_same_bits(wide, array([0.75] * 3, torch.float32))
+    assert_model_is_rounded_masters(opt)
+
+
+def test_add_param_group_refuses_bad_and_repeated_params_and_changes_nothing() -> None:
+    p = ones()
+    opt = MixedPrecisionOptimizer(SGD([p], lr=0.5), loss_scale=8.0)
+    for bad in ([nn.Parameter(torch.zeros(1, dtype=torch.complex64))], [ones(), p]):
+        before = snapshot(opt, [p])
+        with pytest.raises((TypeError, ValueError), match=r"complex64|more than one|some parameters|already"):
+            opt.add_param_group({"params": bad})
+        assert_same(snapshot(opt, [p]), before)
+        assert len(list(opt.model_params())) == 1
+    one_step(opt, [p], [1.0])
+    assert_same_bits(p, array([0.5] * 4))
+
+
+def test_add_param_group_between_backward_and_step_keeps_the_gradients() -> None:
+    p, q = ones(), ones(2)
+    opt = MixedPrecisionOptimizer(SGD([p], lr=0.5), loss_scale=8.0)
+    opt.backward(linear_loss([p], [1.0]))
+    opt.add_param_group({"params": [q]})
+    opt.step()
+    assert_same_bits(p, array([0.5] * 4))
+    assert_same_bits(q, array([1.0] * 2))
+
+
+def test_repr_names_the_wrapped_optimizer_and_the_scale() -> None:
+    text = repr(MixedPrecisionOptimizer(SGD([ones()], lr=0.125), loss_scale=64.0))
+    assert "SGD" in text
+    assert "0.125" in text
+    assert "64" in text
+
+
+def test_public_names_and_version() -> None:
+    for name in (
+        "MixedPrecisionOptimizer",
+        "LossScaler",
+        "StaticLossScaler",
+        "DynamicLossScaler",
+        "LossScaleError",
+        "Overflow",
+        "__version__",
+    ):
+        assert name in fp16opt.__all__ or name == "__version__"
+        assert hasattr(fp16opt, name)
+    assert np.all([part.isdigit() for part in fp16opt.__version__.split(".")[:2]])
+    assert issubclass(fp16opt.LossScaleError, RuntimeError)

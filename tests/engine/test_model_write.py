@@ -1,0 +1,347 @@
+"""Weights written behind the wrapper's back: noticed, merged element by element, never reverted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from engine.checks import (
+    array,
+    assert_model_is_rounded_masters,
+    assert_same,
+    assert_same_bits,
+    linear_loss,
+    one_step,
+    snapshot,
+)
+from fp16opt import MixedPrecisionOptimizer
+
+LOW = 2.0**-13  # a part of the master that the 16-bit weight cannot hold
+CHANGED = (0, 5)
+NEW = 3.0
+
+
+class Net(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6, dtype=dtype))
+        self.other = nn.Parameter(torch.ones(3, dtype=dtype))
+
+
+def _written(net: Net) -> Tensor:
+    value = net.weight.detach().clone()
+    value[list(CHANGED)] = NEW
+    return value
+
+
+def _load_state_dict(net: Net) -> None:
+    net.load_state_dict({"weight": _written(net), "other": net.other.detach().clone()})
+
+
+def _data_copy(net: Net) -> None:
+    net.weight.data.copy_(_written(net))
+
+
+def _no_grad_copy(net: Net) -> None:
+    with torch.no_grad():
+        net.weight.copy_(_written(net))
+
+
+def _new_data(net: Net) -> None:
+    net.weight.data = _written(net)
+
+
+def _index_write(net: Net) -> None:
+    for i in CHANGED:
+        net.weight.data[i] = NEW
+
+
+WRITERS: list[Callable[[Net], None]] = [_load_state_dict, _data_copy, _no_grad_copy, _new_data, _index_write]
+PLACES = [
+    "before_first_backward",
+    "before_backward",
+    "between_backward_and_step",
+    "after_update",
+    "after_clip",
+    "after_step",
+    "before_state_dict",
+    "before_fp32_state_dict",
+    "around_a_skipped_step",
+]
+by_writer = pytest.mark.parametrize("write", WRITERS, ids=lambda f: f.__name__.strip("_"))
+by_place = pytest.mark.parametrize("place", PLACES)
+by_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+
+
+def _make(dtype: torch.dtype = torch.float16, **kwargs: Any) -> tuple[Net, MixedPrecisionOptimizer]:
+    net = Net(dtype)
+    opt = MixedPrecisionOptimizer(
+        SGD(net.parameters(), lr=1.0), loss_scale=8.0, named_parameters=net.named_parameters(), **kwargs
+    )
+    return net, opt
+
+
+def _loss(net: Net, g: float) -> Tensor:
+    return linear_loss([net.weight, net.other], [g, g])
+
+
+def _play(net: Net, opt: MixedPrecisionOptimizer, place: str, write: Callable[[Net], None]) -> int:
+    """Writes at the given place of a loop with gradient LOW; returns how many steps the new value took
+    part in,
+    after the write. Before the write, masters hold low bits (unless the write comes first of all)."""
+    if place != "before_first_backward":
+        one_step(opt, [net.weight, net.other], [LOW, LOW])
+    opt.zero_grad()
+    if place in ("before_first_backward", "before_backward"):
+        write(net)
+    if place == "around_a_skipped_step":
+        opt.backward(_loss(net, float("inf")))
+        write(net)
+        opt.step()
+        opt.zero_grad()
+    opt.backward(_loss(net, LOW), update_master_grads=place != "between_backward_and_step")
+    if place == "between_backward_and_step":
+        write(net)
+    if place in ("after_update", "after_clip"):
+        opt.update_master_grads()
+        if place == "after_clip":
+            opt.clip_master_grads(1e6)
+        write(net)
+    opt.step()
+    if not place.startswith(("before_state", "before_fp32", "after_step")):
+        return 1
+    write(net)
+    if place == "after_step":
+        one_step(opt, [net.weight, net.other], [LOW, LOW])
+        return 1
+    return 0
+
+
+@by_dtype
+@by_place
+@by_writer
+def test_model_write_not_reverted(
+    write: Callable[[Net], None], place: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    net, opt = _make(dtype)
+    with caplog.at_level(logging.WARNING, logger="fp16opt"):
+        steps_after = _play(net, opt, place, write)
+        if place == "before_fp32_state_dict":
+            got = opt.fp32_state_dict(net)["weight"]
+        else:
+            got = opt.state_dict()["masters"][0]
+    total = {"before_first_backward": 1, "after_step": 3}.get(place, 2)
+    want = torch.full((6,), 1.0 - total * LOW)
+    want[list(CHANGED)] = NEW - steps_after * LOW
+    assert_same_bits(got.detach(), want, "masters: new values taken, low bits of the others kept")
+    assert_same_bits(net.weight, want.to(dtype), "model")
+    warnings = [r for r in caplog.records if r.levelno == logging.WARNING and "skipped" not in r.getMessage()]
+    assert len(warnings) == 1, "one warning for one write"
+    text = warnings[0].getMessage()
+    assert "weight" in text
+    assert "other" not in text
+    one_step(opt, [net.weight, net.other], [0.0, 0.0])
+    assert_same_bits(net.weight, want.to(dtype), "model one step later")
+    assert_model_is_rounded_masters(opt)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_model_write_not_reverted_with_fp32_accumulation(place: str) -> None:
+    net, opt = _make(grad_accumulation="fp32")
+    steps_after = _play(net, opt, place, _data_copy)
+    got = opt.state_dict()["masters"][0]
+    assert_same_bits(
+        got[1:5], torch.full((4,), 1.0 - {"before_first_backward": 1, "after_step": 3}.get(place, 2) * LOW)
+    )
+    assert_same_bits(got[0], torch.tensor(NEW - steps_after * LOW))
+
+
+@by_writer
+def test_write_of_equal_bits_is_no_write(
+    write: Callable[[Net], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    net, opt = _make()
+    with torch.no_grad():
+        net.weight[list(CHANGED)] = NEW
+    opt.refresh_masters()
+    one_step(opt, [net.weight, net.other], [2.0**-14, 2.0**-14])
+    assert float(net.weight[0]) == NEW
+    with caplog.at_level(logging.DEBUG, logger="fp16opt"):
+        write(net)
+        one_step(opt, [net.weight, net.other], [0.0, 0.0])
+        masters = opt.state_dict()["masters"]
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert float(masters[0][1]) == 1.0 - 2.0**-14
+    assert float(masters[0][0]) == NEW - 2.0**-14
+
+
+@by_writer
+@pytest.mark.parametrize("call", ["step", "state_dict", "fp32_state_dict"])
+def test_error_mode_raises_by_name_and_changes_nothing(call: str, write: Callable[[Net], None]) -> None:
+    net, opt = _make(on_model_write="error")
+    one_step(opt, [net.weight, net.other], [LOW, LOW])
+    opt.zero_grad()
+    write(net)
+    if call == "step":
+        opt.backward(_loss(net, LOW), update_master_grads=False)
+    before = snapshot(opt, net.parameters(), scaler=True)
+    with pytest.raises(RuntimeError, match="weight") as err:
+        opt.fp32_state_dict(net) if call == "fp32_state_dict" else getattr(opt, call)()
+    assert "other" not in str(err.value).replace("otherwise", "")
+    assert_same(snapshot(opt, net.parameters(), scaler=True), before)
+    opt.refresh_masters()
+    opt.zero_grad()
+    one_step(opt, [net.weight, net.other], [LOW, LOW])
+    assert float(next(iter(opt.master_params()))[0]) == NEW - LOW
+
+
+@by_writer
+def test_ignore_mode_lets_the_masters_win(
+    write: Callable[[Net], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    net, opt = _make(on_model_write="ignore")
+    one_step(opt, [net.weight, net.other], [LOW, LOW])
+    with caplog.at_level(logging.WARNING, logger="fp16opt"):
+        write(net)
+        one_step(opt, [net.weight, net.other], [LOW, LOW])
+    assert not caplog.records
+    assert_same_bits(net.weight, torch.full((6,), 1 - 2 * LOW).half())
+    assert_same_bits(next(iter(opt.master_params())), torch.full((6,), 1 - 2 * LOW))
+
+
+@pytest.mark.parametrize("mode", ["refresh", "error", "ignore"])
+def test_a_master_written_by_the_user_wins_and_is_copied_down(
+    mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    net, opt = _make(on_model_write=mode)
+    one_step(opt, [net.weight, net.other], [LOW, LOW])
+    m = next(iter(opt.master_params()))
+    with caplog.at_level(logging.WARNING, logger="fp16opt"), torch.no_grad():
+        m.copy_(torch.full((6,), 2.0 + LOW))
+        assert_same_bits(opt.state_dict()["masters"][0], torch.full((6,), 2.0 + LOW))
+    one_step(opt, [net.weight, net.other], [1.0, 1.0])
+    assert_same_bits(m, torch.full((6,), 1.0 + LOW))
+    assert_same_bits(net.weight, array([1.0] * 6))
+    assert not caplog.records
+
+
+def test_master_and_model_both_written_the_master_wins() -> None:
+    net, opt = _make()
+    m = next(iter(opt.master_params()))
+    with torch.no_grad():
+        net.weight.fill_(7.0)
+        m.fill_(2.0)
+    one_step(opt, [net.weight, net.other], [0.5, 0.5])
+    assert_same_bits(m, torch.full((6,), 1.5))
+    assert_same_bits(net.weight, array([1.5] * 6))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.0], ids=str)
+def test_special_values_written_into_the_model_are_taken(value: float) -> None:
+    net, opt = _make()
+    with torch.no_grad():
+        net.weight.fill_(0.0)
+    opt.refresh_masters()
+    with torch.no_grad():
+        net.weight[2] = value
+    master = opt.state_dict()["masters"][0]
+    assert_same_bits(master[2], torch.tensor(value, dtype=torch.float16).float())
+    assert_same_bits(master[:2], torch.zeros(2))
+
+
+@pytest.mark.parametrize("position", [0, 1, 3, 4, 7, 8, 65535, 65536, 65537, 70000])
+def test_a_single_changed_element_is_found_wherever_it_is(position: int) -> None:
+    p = nn.Parameter(torch.ones(70001, dtype=torch.float16))
+    opt = MixedPrecisionOptimizer(SGD([p], lr=0.0))
+    p.data[position] = NEW
+    one_step(opt, [p], [0.0])
+    assert float(p[position]) == NEW
+    assert float(p.detach().sum(dtype=torch.float64)) == 70000 + NEW
+
+
+def test_swapped_elements_are_found() -> None:
+    p = nn.Parameter(torch.arange(64, dtype=torch.float16))
+    opt = MixedPrecisionOptimizer(SGD([p], lr=0.0))
+    for a, b in ((0, 1), (0, 4), (3, 7), (8, 40), (62, 63)):
+        p.data[a], p.data[b] = float(p[b]), float(p[a])
+        want = p.detach().clone()
+        one_step(opt, [p], [0.0])
+        assert_same_bits(p, want)
+
+
+@pytest.mark.parametrize("kind", ["channels_last", "every_second", "zero_dim"])
+def test_model_writes_into_strided_params_are_noticed(kind: str) -> None:
+    values = {
+        "channels_last": torch.ones(2, 3, 4, 5, dtype=torch.float16).to(memory_format=torch.channels_last),
+        "every_second": torch.ones(40, dtype=torch.float16)[::2],
+        "zero_dim": torch.tensor(1.0, dtype=torch.float16),
+    }[kind]
+    p = nn.Parameter(values)
+    opt = MixedPrecisionOptimizer(SGD([p], lr=1.0))
+    p.data.fill_(2.0)
+    one_step(opt, [p], [0.5])
+    assert_same_bits(p, torch.full(tuple(p.shape), 1.5).half())
+
+
+def test_frozen_and_unused_params_written_are_saved_with_their_new_value() -> None:
+    net, opt = _make()
+    net.weight.requires_grad_(False)
+    net.other.data.fill_(5.0)
+    net.weight.data.fill_(4.0)
+    out = opt.fp32_state_dict(net)
+    assert_same_bits(out["other"].detach().float(), torch.full((3,), 5.0))
+    assert_same_bits(out["weight"].detach().float(), torch.full((6,), 4.0))
+    net.weight.requires_grad_(True)
+    one_step(opt, [net.weight, net.other], [1.0, 1.0])
+    assert_same_bits(net.weight, array([3.0] * 6))
+
+
+def test_write_inside_a_closure_step_is_noticed() -> None:
+    net, opt = _make()
+    net.weight.data.fill_(2.0)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = _loss(net, 1.0)
+        opt.backward(loss)
+        return loss
+
+    opt.step(closure)
+    assert_same_bits(net.weight, array([1.0] * 6))
+
+
+def test_own_masters_may_be_written_freely(caplog: pytest.LogCaptureFixture) -> None:
+    p = nn.Parameter(torch.ones(4))
+    opt = MixedPrecisionOptimizer(SGD([p], lr=1.0), on_model_write="error")
+    p.data.fill_(2.0)
+    one_step(opt, [p], [0.5])
+    assert_same_bits(p, torch.full((4,), 1.5))
+    assert not caplog.records
+
+
+def test_refresh_masters_takes_the_model_as_it_is() -> None:
+    net, opt = _make()
+    one_step(opt, [net.weight, net.other], [LOW, LOW])
+    opt.refresh_masters()
+    for m, p in zip(opt.master_params(), net.parameters(), strict=True):
+        assert_same_bits(m, p.detach().float())
+    one_step(opt, [net.weight, net.other], [0.5, 0.5])
+    assert_same_bits(net.weight, array([0.5] * 6))
+
+
+def test_refresh_masters_logs_nothing_and_keeps_optimizer_state(caplog: pytest.LogCaptureFixture) -> None:
+    net = Net(torch.float16)
+    opt = MixedPrecisionOptimizer(SGD(net.parameters(), lr=0.5, momentum=0.5))
+    one_step(opt, list(net.parameters()), [1.0, 1.0])
+    net.weight.data.fill_(4.0)
+    with caplog.at_level(logging.WARNING, logger="fp16opt"):
+        opt.refresh_masters()
+        one_step(opt, list(net.parameters()), [1.0, 1.0])
+    assert not caplog.records
+    assert_same_bits(net.weight, array([4.0 - 0.5 * 1.5] * 6))

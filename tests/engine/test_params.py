@@ -1,0 +1,297 @@
+"""Every kind of parameter and gradient: tied, frozen, unused, empty, 0-dim, channels-last, strided,
+sparse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from specs import CASES, OptimizerCase, params_of
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from engine.checks import (
+    array,
+    assert_model_is_rounded_masters,
+    assert_same,
+    assert_same_bits,
+    linear_loss,
+    normal,
+    one_step,
+    ones,
+    parameters,
+)
+from fp16opt import MixedPrecisionOptimizer
+
+DENSE = [c for c in CASES if c.kind in ("dense", "matrix")]
+FUSED = [c for c in CASES if c.id.endswith("-fused")]
+
+
+@pytest.mark.parametrize("case", params_of(DENSE))
+def test_grad_none_untouched_under_weight_decay(case: OptimizerCase) -> None:
+    """A param whose grad is None is not touched: no decay, no momentum, no step count, no state."""
+    params = parameters(case.shapes, torch.float16)
+    unused = parameters(case.shapes[:1], torch.float16, seed=3)[0]
+    opt = MixedPrecisionOptimizer(case.make([*params, unused]), loss_scale=8.0)
+    for group in opt.param_groups:
+        if "weight_decay" in group:
+            group["weight_decay"] = 0.25
+    master = list(opt.master_params())[-1]
+    weight, high, state = unused.detach().clone(), master.detach().clone(), dict(opt.state.get(master, {}))
+    for k in range(3):
+        grads = [normal(p.shape, torch.float32, 10 * k + i) for i, p in enumerate(params)]
+        one_step(opt, [*params, unused], [*grads, None])
+    assert_same_bits(unused, weight)
+    assert_same_bits(master, high)
+    assert master.grad is None
+    assert unused.grad is None
+    assert_same(dict(opt.state.get(master, {})), state, "state of the unused param")
+    assert any(
+        not torch.equal(p, q) for p, q in zip(params, parameters(case.shapes, torch.float16), strict=True)
+    )
+
+
+def test_grad_none_after_being_used_leaves_state_and_momentum_alone() -> None:
+    p, q = ones(), ones()
+    opt = MixedPrecisionOptimizer(AdamW([p, q], lr=0.1, weight_decay=0.5), loss_scale=8.0)
+    one_step(opt, [p, q], [1.0, 1.0])
+    _, master = opt.master_params()
+    before = (
+        {k: v.clone() for k, v in opt.state[master].items()},
+        master.detach().clone(),
+        q.detach().clone(),
+    )
+    one_step(opt, [p, q], [1.0, None])
+    assert_same((dict(opt.state[master]), master, q), before)
+
+
+@pytest.mark.parametrize("case", params_of(FUSED))
+def test_first_gradient_that_arrives_late(case: OptimizerCase) -> None:
+    """torch's fused momentum SGD fails on this by itself (numerics.md section 7); it must work here."""
+    p, late = parameters([(40,), (33,)])
+    opt = MixedPrecisionOptimizer(case.make([p, late]), loss_scale=8.0)
+    alone = parameters([(40,), (33,)])[1]
+    only = MixedPrecisionOptimizer(case.make([alone]), loss_scale=8.0)
+    g = [normal((40,), torch.float32, 1), normal((33,), torch.float32, 2)]
+    one_step(opt, [p, late], [g[0], None])
+    for k in range(3):
+        one_step(opt, [p, late], [g[0], g[1] * (k + 1)])
+        one_step(only, [alone], [g[1] * (k + 1)])
+    assert_same_bits(late, alone)
+    assert_same_bits(list(opt.master_params())[1], next(iter(only.master_params())))
+
+
+def test_tied_weights_have_one_master_and_get_both_gradients() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(2, 2, bias=False, dtype=torch.float16)
+            self.b = nn.Linear(2, 2, bias=False, dtype=torch.float16)
+            self.b.weight = self.a.weight
+
+    model = Tied()
+    with torch.no_grad():
+        model.a.weight.fill_(1.0)
+    opt = MixedPrecisionOptimizer(SGD(model.parameters(), lr=1.0), loss_scale=8.0)
+    assert len(list(opt.master_params())) == 1
+    opt.backward(linear_loss([model.a.weight, model.b.weight], [0.25, 0.5]))
+    opt.step()
+    assert model.a.weight is model.b.weight
+    assert_same_bits(model.b.weight, array([[0.25, 0.25], [0.25, 0.25]]))
+
+
+@pytest.mark.parametrize("mode", ["model", "fp32"])
+def test_frozen_params_are_left_alone_and_can_be_unfrozen_later(mode: str) -> None:
+    p, frozen = ones(), ones()
+    frozen.requires_grad_(False)
+    opt = MixedPrecisionOptimizer(
+        SGD([p, frozen], lr=0.5, weight_decay=0.5), loss_scale=8.0, grad_accumulation=mode
+    )
+    one_step(opt, [p, frozen], [1.0, 0.0])
+    assert_same_bits(frozen, array([1.0] * 4))
+    frozen.requires_grad_(True)
+    one_step(opt, [p, frozen], [None, 1.0])
+    assert_same_bits(frozen, array([1 - 0.5 * 1.5] * 4))
+    assert_same_bits(p, array([1 - 0.5 * 1.5] * 4))
+    assert_model_is_rounded_masters(opt)
+
+
+def test_param_frozen_after_construction_is_left_alone() -> None:
+    p, q = ones(), ones()
+    opt = MixedPrecisionOptimizer(SGD([p, q], lr=0.5, weight_decay=0.5), loss_scale=8.0)
+    q.requires_grad_(False)
+    one_step(opt, [p, q], [1.0, 0.0])
+    assert_same_bits(q, array([1.0] * 4))
+
+
+def test_all_params_frozen_is_nothing_to_do() -> None:
+    p = ones().requires_grad_(False)
+    opt = MixedPrecisionOptimizer(SGD([p], lr=0.5), dynamic=True)
+    opt.step()
+    assert not bool(opt.step_was_skipped)
+    assert int(opt.skipped_steps) == 0
+    assert_same_bits(p, array([1.0] * 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_empty_and_zero_dim_params(dtype: torch.dtype) -> None:
+    empty = nn.Parameter(torch.zeros((0, 3), dtype=dtype))
+    scalar = nn.Parameter(torch.tensor(1.0, dtype=dtype))
+    opt = MixedPrecisionOptimizer(SGD([empty, scalar], lr=0.5, momentum=0.5), loss_scale=8.0)
+    one_step(opt, [empty, scalar], [1.0, 1.0])
+    assert_same_bits(scalar, torch.tensor(0.5, dtype=dtype))
+    assert empty.shape == (0, 3)
+    assert not bool(opt.step_was_skipped)
+    masters = list(opt.master_params())
+    assert masters[0].shape == (0, 3)
+    assert masters[1].shape == ()
+    assert_model_is_rounded_masters(opt)
+
+
+def test_only_empty_params() -> None:
+    empty = nn.Parameter(torch.zeros(0, dtype=torch.float16))
+    opt = MixedPrecisionOptimizer(SGD([empty], lr=0.5), dynamic=True)
+    opt.backward(empty.float().sum())
+    assert float(opt.clip_master_grads(1.0)) == 0.0
+    opt.step()
+    assert not bool(opt.step_was_skipped)
+    opt.load_state_dict(opt.state_dict())
+
+
+def _strided(kind: str) -> torch.Tensor:
+    base = normal((2, 3, 4, 5), torch.float16, 4)
+    return {
+        "channels_last": base.to(memory_format=torch.channels_last),
+        "transposed": base.reshape(6, 20).t(),
+        "every_second": base.reshape(120)[::2],
+        "permuted": base.permute(2, 0, 3, 1),
+        "offset_view": base.reshape(120)[7:],
+    }[kind]
+
+
+@pytest.mark.parametrize("impl", ["foreach", "fused"])
+@pytest.mark.parametrize("kind", ["channels_last", "transposed", "every_second", "permuted", "offset_view"])
+def test_strided_params(kind: str, impl: str) -> None:
+    """Masters keep shape, and strides where the param is dense; gradients of any layout land where they
+    belong."""
+    values = _strided(kind)
+    p = nn.Parameter(values)
+    assert p.stride() == values.stride()
+    plain = nn.Parameter(values.detach().clone(memory_format=torch.contiguous_format).contiguous())
+    opt = MixedPrecisionOptimizer(AdamW([p], lr=0.1, **{impl: True}), loss_scale=8.0)
+    reference = MixedPrecisionOptimizer(AdamW([plain], lr=0.1, foreach=False), loss_scale=8.0)
+    (m,) = opt.master_params()
+    assert m.shape == p.shape
+    if kind not in ("every_second",):
+        assert m.stride() == p.stride()
+    for k in range(3):
+        g = normal(tuple(p.shape), torch.float32, 30 + k)
+        one_step(opt, [p], [g])
+        one_step(reference, [plain], [g])
+        assert m.grad.stride() == m.stride(), "torch's fused steps are wrong where strides differ"
+    (n,) = reference.master_params()
+    if impl == "foreach":
+        assert_same_bits(m, n)
+    else:
+        # numerics.md section 6: variants lie within 1.5e-5 * lr or 2 ulp of each other after 100 steps.
+
+        assert float((m - n).detach().abs().max()) <= max(1.5e-6, 2 * 2.0**-23 * float(n.abs().max()))
+    assert_model_is_rounded_masters(opt)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("make_grad", ["expanded", "transposed", "channels_last"])
+def test_gradients_whose_strides_differ_from_the_params(make_grad: str, dtype: torch.dtype) -> None:
+    """The user's own .grad, in any layout, is taken element by element."""
+    values = normal((2, 4, 4, 8), torch.float32, 8)
+    g = {
+        "expanded": torch.tensor(0.5, dtype=dtype).expand(2, 4, 4, 8),
+        "transposed": normal((2, 4, 8, 4), torch.float16, 9).transpose(2, 3),
+        "channels_last": normal((2, 4, 4, 8), torch.float16, 9).to(memory_format=torch.channels_last),
+    }[make_grad].to(dtype)
+    assert g.stride() != values.stride()
+    p = nn.Parameter(values.to(dtype))
+    start = p.detach().float().clone()
+    opt = MixedPrecisionOptimizer(SGD([p], lr=0.5, fused=True), loss_scale=4.0)
+    p.grad = g
+    opt.update_master_grads()
+    opt.step()
+    (m,) = opt.master_params()
+    assert_same_bits(m, start - g.float() / 4 * 0.5)
+    assert_same_bits(p, m.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_sparse_gradients_are_coalesced_unscaled_and_fp32(dtype: torch.dtype) -> None:
+    table = nn.Parameter(torch.ones(5, 3, dtype=dtype))
+    opt = MixedPrecisionOptimizer(SGD([table], lr=0.5), loss_scale=8.0)
+    rows = torch.tensor([1, 3, 1, 1])
+    opt.backward(nn.functional.embedding(rows, table, sparse=True).float().sum())
+    opt.update_master_grads()
+    (m,) = opt.master_params()
+    assert m.grad.is_sparse
+    assert m.grad.is_coalesced()
+    assert m.grad.dtype == torch.float32
+    want = torch.zeros(5, 3)
+    want[1], want[3] = 3.0, 1.0
+    assert_same_bits(m.grad.to_dense(), want)
+    assert float(opt.clip_master_grads(1e9)) == float(torch.tensor(30.0).double().sqrt().float())
+    opt.step()
+    assert_same_bits(m, 1.0 - 0.5 * want)
+    assert_same_bits(table, (1.0 - 0.5 * want).to(dtype))
+
+
+def test_sparse_sums_are_not_rounded_to_16_bits() -> None:
+    """4,097 times the same row with gradient 1: a float16 sum stops at 2048."""
+    table = nn.Parameter(torch.zeros(2, 1, dtype=torch.float16))
+    opt = MixedPrecisionOptimizer(SGD([table], lr=1.0), loss_scale=1.0)
+    opt.backward(
+        nn.functional.embedding(torch.zeros(4097, dtype=torch.long), table, sparse=True).float().sum()
+    )
+    opt.update_master_grads()
+    (m,) = opt.master_params()
+    assert_same_bits(m.grad.to_dense(), torch.tensor([[4097.0], [0.0]]))
+
+
+def test_sparse_gradients_clip_skip_and_repeat() -> None:
+    table, p = nn.Parameter(torch.ones(5, 1, dtype=torch.float16)), ones(1)
+    opt = MixedPrecisionOptimizer(SGD([table, p], lr=1.0), loss_scale=8.0)
+
+    def loss(value: float) -> torch.Tensor:
+        return (nn.functional.embedding(torch.tensor([0, 2]), table, sparse=True).float() * value).sum()
+
+    opt.zero_grad()
+    opt.backward(loss(1.0) + p.float().sum() * 0)
+    first = float(opt.clip_master_grads(0.5))
+    opt.update_master_grads()
+    (m, _) = opt.master_params()
+    assert first == float(torch.tensor(2.0).double().sqrt().float())
+    assert_same_bits(m.grad.to_dense(), torch.tensor([[1.0], [0.0], [1.0], [0.0], [0.0]]))
+    opt.zero_grad()
+    opt.backward(loss(float("inf")) + p.float().sum())
+    opt.step()
+    assert bool(opt.step_was_skipped)
+    assert_same_bits(table, torch.ones(5, 1, dtype=torch.float16))
+    assert_same_bits(p, array([1.0]))
+
+
+def test_mixed_dtypes_in_one_group_overflow_together() -> None:
+    kinds = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    for bad in range(4):
+        params = parameters([(3,), (2, 2), (4,), (1,)], kinds)
+        before = [p.detach().clone() for p in params]
+        opt = MixedPrecisionOptimizer(SGD(params, lr=0.1), loss_scale=4.0)
+        one_step(opt, params, [float("nan") if i == bad else 1.0 for i in range(4)])
+        assert bool(opt.step_was_skipped), f"nan in the {kinds[bad]} param went unnoticed"
+        for p, was in zip(params, before, strict=True):
+            assert_same_bits(p, was)
+
+
+def test_many_groups_with_their_own_options() -> None:
+    params = parameters([(3,)] * 5)
+    start = [p.detach().float() for p in params]
+    opt = MixedPrecisionOptimizer(
+        SGD([{"params": [p], "lr": 2.0**-i} for i, p in enumerate(params)]), loss_scale=8.0
+    )
+    one_step(opt, params, [0.5] * 5)
+    for i, (m, was) in enumerate(zip(opt.master_params(), start, strict=True)):
+        assert_same_bits(m, was - 0.5 * 2.0**-i)

@@ -1,0 +1,322 @@
+"""Saving and resuming: N steps, save, load into fresh objects, N steps = 2N steps, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from specs import CASES, OptimizerCase, one_per_class, params_of
+from torch.optim import SGD, Adam, AdamW
+
+from engine import recipes
+from engine.checks import (
+    Problem,
+    array,
+    assert_model_is_rounded_masters,
+    assert_same,
+    assert_same_bits,
+    flatten,
+    linear_loss,
+    one_step,
+    ones,
+    parameters,
+    snapshot,
+    train,
+)
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
+
+STATIC: dict[str, Any] = {"loss_scale": 64.0}
+DYNAMIC: dict[str, Any] = {"init_scale": 64.0, "growth_interval": 2, "hysteresis": 2}
+
+
+@pytest.mark.parametrize("settings", [STATIC, DYNAMIC], ids=["static", "dynamic"])
+@pytest.mark.parametrize("case", params_of(CASES))
+def test_resume_bit_exact_for_every_optimizer(case: OptimizerCase, settings: dict[str, Any]) -> None:
+    recipes.check_resume_bit_exact(recipes.engine, case, settings, model_first=True)
+
+
+@pytest.mark.parametrize("order", ["model_first", "optimizer_first", "optimizer_alone"])
+@pytest.mark.parametrize("settings", [STATIC, DYNAMIC], ids=["static", "dynamic"])
+@pytest.mark.parametrize("case", params_of(one_per_class()))
+def test_resume_bit_exact_for_every_optimizer_in_any_order(
+    case: OptimizerCase, settings: dict[str, Any], order: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = {"model_first": True, "optimizer_first": False, "optimizer_alone": None}[order]
+    recipes.check_resume_bit_exact(recipes.engine, case, settings, first, dtypes=torch.float16)
+    assert not [r for r in caplog.records if "wr" in r.getMessage() and "skipped" not in r.getMessage()], (
+        "loading the model was taken for a write behind the back"
+    )
+
+
+def _trained(**settings: Any) -> tuple[list[torch.nn.Parameter], MixedPrecisionOptimizer]:
+    params = parameters([(9,), (2, 3), (4,)], recipes.MIXED)
+    opt = recipes.engine(AdamW(params, lr=0.05, weight_decay=0.1), **(settings or STATIC))
+    problem = Problem(params)
+    for _ in range(3):
+        train(opt, params, problem)
+    return params, opt
+
+
+def _fresh(**settings: Any) -> tuple[list[torch.nn.Parameter], MixedPrecisionOptimizer]:
+    params = parameters([(9,), (2, 3), (4,)], recipes.MIXED, seed=8)
+    return params, recipes.engine(AdamW(params, lr=0.5), **(settings or STATIC))
+
+
+def test_state_dict_keys_and_plain_contents() -> None:
+    _, opt = _trained()
+    sd = opt.state_dict()
+    assert set(sd) == {"version", "optimizer", "masters", "scaler"}
+    assert sd["version"] == 1
+    assert [None if m is None else m.dtype for m in sd["masters"]] == [torch.float32] * 3
+    assert set(sd["optimizer"]) == {"state", "param_groups"}
+
+    def plain(obj: Any) -> bool:
+        if isinstance(obj, dict):
+            return type(obj) is dict and all(plain(v) for v in obj.values())
+        if isinstance(obj, (list, tuple)):
+            return all(plain(v) for v in obj)
+        return obj is None or isinstance(obj, (torch.Tensor, int, float, str, bool))
+
+    assert plain(dict(sd))
+
+
+def test_masters_of_own_master_params_are_none_in_the_state_dict() -> None:
+    params = parameters([(2,), (3,), (4,)], (torch.float16, torch.float32, torch.float64))
+    opt = MixedPrecisionOptimizer(SGD(params, lr=0.1))
+    sd = opt.state_dict()
+    assert sd["masters"][1] is None
+    assert sd["masters"][2] is None
+    assert_same_bits(sd["masters"][0], params[0].detach().float())
+
+
+def test_state_dict_is_a_snapshot_or_at_least_survives_a_round_trip_through_torch_save() -> None:
+    _, opt = _trained(**DYNAMIC)
+    buffer = io.BytesIO()
+    torch.save(opt.state_dict(), buffer)
+    buffer.seek(0)
+    assert_same(torch.load(buffer, weights_only=True), opt.state_dict())
+
+
+def test_load_writes_the_masters_to_the_model() -> None:
+    params, opt = _trained()
+    fresh, resumed = _fresh()
+    own = [i for i, p in enumerate(params) if p.dtype == torch.float32]
+    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for i, (got, want) in enumerate(zip(fresh, params, strict=True)):
+        if i not in own:
+            assert_same_bits(got, want)
+    assert_model_is_rounded_masters(resumed)
+    assert resumed.param_groups[0]["lr"] == 0.05
+    assert resumed.param_groups[0]["weight_decay"] == 0.1
+
+
+def test_load_copies_so_that_training_never_edits_the_checkpoint() -> None:
+    _, opt = _trained(**DYNAMIC)
+    sd = copy.deepcopy(opt.state_dict())
+    before = flatten(sd)
+    fresh, resumed = _fresh(**DYNAMIC)
+    resumed.load_state_dict(sd)
+    problem = Problem(fresh)
+    for _ in range(3):
+        train(resumed, fresh, problem)
+    assert_same(sd, before, "checkpoint ")
+    _, second = _fresh(**DYNAMIC)
+    second.load_state_dict(sd)
+    assert_same(second.state_dict(), sd)
+
+
+def test_state_stays_fp32_through_a_load_into_bfloat16_and_fp16_models() -> None:
+    _, opt = _trained()
+    _, resumed = _fresh()
+    resumed.load_state_dict(opt.state_dict())
+    for m in resumed.master_params():
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            assert resumed.state[m][key].dtype == torch.float32
+    assert_same(snapshot(resumed)["/state/0/exp_avg"], snapshot(opt)["/state/0/exp_avg"])
+
+
+def test_load_keeps_the_state_on_the_masters_not_on_the_model() -> None:
+    _, opt = _trained()
+    _, resumed = _fresh()
+    resumed.load_state_dict(opt.state_dict())
+    assert {id(k) for k in resumed.state} <= {id(m) for m in resumed.master_params()}
+    assert [id(p) for g in resumed.param_groups for p in g["params"]] == [
+        id(m) for m in resumed.master_params()
+    ]
+
+
+def test_load_discards_gradients_and_flags_of_before() -> None:
+    _, opt = _trained()
+    fresh, resumed = _fresh()
+    resumed.backward(linear_loss(fresh, [float("inf")] * 3))
+    resumed.load_state_dict(opt.state_dict())
+    resumed.zero_grad()
+    one_step(resumed, fresh, [0.5] * 3)
+    assert not bool(resumed.step_was_skipped)
+    assert_model_is_rounded_masters(resumed)
+
+
+def test_every_scaler_field_survives_the_round_trip() -> None:
+    """Each field away from its default, trackers too."""
+    p = ones()
+    scaler = DynamicLossScaler(
+        2.0**9,
+        growth_factor=4.0,
+        backoff_factor=0.25,
+        growth_interval=7,
+        hysteresis=3,
+        min_scale=2.0**-3,
+        max_scale=2.0**20,
+        max_consecutive_skips=50,
+    )
+    opt = MixedPrecisionOptimizer(SGD([p], lr=0.0), scaler=scaler)
+    for bad in (True, True, True, False, False, True):
+        one_step(opt, [p], [float("inf") if bad else 1.0])
+    q = ones()
+    other = MixedPrecisionOptimizer(SGD([q], lr=0.0), scaler=DynamicLossScaler(64.0))
+    other.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert_same(other.state_dict(), opt.state_dict())
+    assert repr(other.scaler) == repr(opt.scaler)
+    for bad in (True, True, False, False, True, True, True) + (False,) * 9:
+        one_step(opt, [p], [float("inf") if bad else 1.0])
+        one_step(other, [q], [float("inf") if bad else 1.0])
+        assert float(opt.loss_scale) == float(other.loss_scale)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
+def test_plain_torch_optim_state_dict_loads(fused: bool) -> None:
+    """Coming from FP32 training: the plain optimizer's state continues on the masters."""
+    wide = parameters([(9,), (2, 3)], torch.float32)
+    plain = Adam(wide, lr=0.05, amsgrad=True)
+    problem = Problem(wide)
+    for _ in range(3):
+        plain.zero_grad()
+        problem.loss(wide).backward()
+        plain.step()
+    half = parameters([(9,), (2, 3)], torch.float16, seed=4)
+    opt = MixedPrecisionOptimizer(Adam(half, lr=0.5, fused=fused or None), loss_scale=8.0)
+    model_before = [p.detach().clone() for p in half]
+    sd = plain.state_dict()
+    before = flatten(sd)
+    opt.load_state_dict(sd)
+    assert_same([p.detach() for p in half], model_before, "a plain state_dict holds no weights: model ")
+    assert opt.param_groups[0]["lr"] == 0.05
+    assert opt.param_groups[0]["amsgrad"] is True
+    for m, p in zip(opt.master_params(), wide, strict=True):
+        for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"):
+            assert_same_bits(opt.state[m][key], plain.state[p][key], key)
+    train(opt, half, Problem(half))
+    assert_same(sd, before, "the plain checkpoint was edited ")
+    assert float(opt.state[next(iter(opt.master_params()))]["step"]) == 4.0
+
+
+def test_plain_16_bit_state_dict_loads_in_fp32() -> None:
+    half = ones(4, torch.bfloat16)
+    plain = AdamW([half], lr=0.1)
+    half.grad = torch.full_like(half, 0.5)
+    plain.step()
+    q = ones(4, torch.bfloat16)
+    opt = MixedPrecisionOptimizer(AdamW([q], lr=0.1))
+    opt.load_state_dict(copy.deepcopy(plain.state_dict()))
+    (m,) = opt.master_params()
+    assert_same_bits(opt.state[m]["exp_avg"], plain.state[half]["exp_avg"].float())
+
+
+def test_wrapped_optimizers_own_load_state_dict_is_followed() -> None:
+    params, opt = _trained()
+    sd = copy.deepcopy(opt.state_dict()["optimizer"])
+    sd["param_groups"][0]["lr"] = 0.125
+    opt.optimizer.load_state_dict(sd)
+    assert opt.param_groups[0]["lr"] == 0.125
+    assert opt.param_groups is opt.optimizer.param_groups
+    train(opt, params, Problem(params))
+    assert_model_is_rounded_masters(opt)
+
+
+def test_state_dict_between_backward_and_step_does_not_disturb_the_step() -> None:
+    p = ones()
+    opt = MixedPrecisionOptimizer(SGD([p], lr=0.5), loss_scale=8.0)
+    opt.backward(linear_loss([p], [1.0]))
+    opt.state_dict()
+    opt.step()
+    assert_same_bits(p, array([0.5] * 4))
+
+
+def test_several_groups_with_their_own_options_resume() -> None:
+    def make() -> tuple[list[torch.nn.Parameter], MixedPrecisionOptimizer]:
+        params = parameters([(3,), (4,), (5,)])
+        groups = [{"params": params[:1], "lr": 0.5}, {"params": params[1:], "momentum": 0.5}]
+        return params, MixedPrecisionOptimizer(SGD(groups, lr=0.25), loss_scale=8.0)
+
+    params, opt = make()
+    one_step(opt, params, [0.5] * 3)
+    opt.param_groups[1]["lr"] = 0.0625
+    fresh, resumed = make()
+    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+    one_step(opt, params, [0.5] * 3)
+    one_step(resumed, fresh, [0.5] * 3)
+    assert_same(snapshot(resumed, fresh, scaler=True), snapshot(opt, params, scaler=True))
+
+
+def test_state_dict_and_load_hooks_fire() -> None:
+    p = ones()
+    opt = MixedPrecisionOptimizer(SGD([p], lr=0.5), loss_scale=8.0)
+    fired: list[str] = []
+    opt.register_state_dict_post_hook(lambda o, sd: fired.append("saved"))
+    opt.register_load_state_dict_post_hook(lambda o: fired.append("loaded"))
+    opt.load_state_dict(opt.state_dict())
+    assert fired == ["saved", "loaded"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "now"),
+    [
+        ({}, {"foreach": True}),
+        ({"foreach": False}, {}),
+        ({}, {"fused": True}),
+        ({"fused": True}, {}),
+        ({"lr": 1}, {"lr": 0.5}),
+        ({"lr": 0.5}, {"lr": torch.tensor(0.25)}),
+        ({"weight_decay": 0}, {"weight_decay": 0.5}),
+        ({"betas": [0.5, 0.75]}, {"betas": (0.9, 0.99)}),
+    ],
+    ids=[
+        "none_into_foreach",
+        "forloop_into_none",
+        "none_into_fused",
+        "fused_into_none",
+        "int_lr_into_float",
+        "float_lr_into_tensor",
+        "int_decay_into_float",
+        "list_into_tuple",
+    ],
+)
+def test_options_given_in_another_way_load_as_torch_loads_them(
+    saved: dict[str, Any], now: dict[str, Any]
+) -> None:
+    p, q = ones(), ones()
+    opt = MixedPrecisionOptimizer(AdamW([p], **saved), loss_scale=8.0)
+    one_step(opt, [p], [0.5])
+    other = MixedPrecisionOptimizer(AdamW([q], **now), loss_scale=8.0)
+    other.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for key, value in saved.items():
+        assert other.param_groups[0][key] == (tuple(value) if isinstance(value, list) else value)
+    one_step(other, [q], [0.5])
+    assert float(other.state[next(iter(other.master_params()))]["step"]) == 2.0
+    assert_model_is_rounded_masters(other)
+
+
+def test_a_good_checkpoint_loads_whatever_was_loaded_before() -> None:
+    """What a checkpoint may hold is judged by the wrapped class, not by what an earlier load left in the
+    groups."""
+    p = ones()
+    opt = MixedPrecisionOptimizer(AdamW([p]), loss_scale=8.0)
+    good = copy.deepcopy(opt.state_dict())
+    other = copy.deepcopy(good)
+    other["optimizer"]["param_groups"][0]["foreach"] = True
+    opt.load_state_dict(other)
+    opt.load_state_dict(good)
+    assert opt.param_groups[0]["foreach"] is None

@@ -1,0 +1,189 @@
+"""LR schedulers and step hooks: as on any torch optimizer."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+
+from engine.checks import array, assert_same_bits, linear_loss, one_step, ones
+from fp16opt import MixedPrecisionOptimizer
+
+INF = float("inf")
+SCHEDULERS = {
+    "StepLR": lambda o: StepLR(o, 1, gamma=0.5),
+    "LambdaLR": lambda o: LambdaLR(o, lambda k: 0.5**k),
+    "CosineAnnealingLR": lambda o: CosineAnnealingLR(o, 4),
+    "OneCycleLR": lambda o: OneCycleLR(o, max_lr=1.0, total_steps=5),
+    "SequentialLR": lambda o: SequentialLR(o, [LinearLR(o, 0.5, total_iters=2), StepLR(o, 1, 0.5)], [2]),
+}
+
+
+@pytest.mark.parametrize("first_skipped", [False, True], ids=["clean", "first_step_skipped"])
+@pytest.mark.parametrize("when", ["before_wrapping", "on_the_wrapper"])
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_schedulers_work_without_false_warnings(kind: str, when: str, first_skipped: bool) -> None:
+    p, plain = ones(), ones(4, torch.float32)
+    reference = SGD([plain], lr=0.5, momentum=0.5)
+    inner = SGD([p], lr=0.5, momentum=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        want = SCHEDULERS[kind](reference)
+        if when == "before_wrapping":
+            got = SCHEDULERS[kind](inner)
+            opt = MixedPrecisionOptimizer(inner, loss_scale=8.0)
+        else:
+            opt = MixedPrecisionOptimizer(inner, loss_scale=8.0)
+            got = SCHEDULERS[kind](opt)
+        for k in range(4):
+            one_step(opt, [p], [INF if first_skipped and k == 0 else 0.25])
+            got.step()
+            reference.step()
+            want.step()
+            assert opt.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
+            assert got.get_last_lr() == want.get_last_lr()
+    assert bool(torch.isfinite(p).all())
+    assert not torch.equal(p.detach(), array([1.0] * 4))
+
+
+@pytest.mark.parametrize("when", ["before_wrapping", "on_the_wrapper"])
+def test_the_scheduled_rate_is_the_one_that_is_stepped_with(when: str) -> None:
+    p = ones()
+    inner = SGD([p], lr=0.5)
+    if when == "before_wrapping":
+        scheduler = StepLR(inner, 1, gamma=0.5)
+        opt = MixedPrecisionOptimizer(inner, loss_scale=8.0)
+    else:
+        opt = MixedPrecisionOptimizer(inner, loss_scale=8.0)
+        scheduler = StepLR(opt, 1, gamma=0.5)
+    for want in (0.5, 0.25, 0.125):
+        one_step(opt, [p], [1.0])
+        scheduler.step()
+        assert_same_bits(p, array([want] * 4))
+
+
+def test_reduce_on_plateau_takes_the_wrapper() -> None:
+    p = ones()
+    opt = MixedPrecisionOptimizer(SGD([p], lr=0.5), loss_scale=8.0)
+    scheduler = ReduceLROnPlateau(opt, factor=0.5, patience=0)
+    scheduler.step(1.0)
+    scheduler.step(2.0)
+    assert opt.param_groups[0]["lr"] == 0.25 == opt.optimizer.param_groups[0]["lr"]
+
+
+def test_a_scheduler_stepped_before_the_first_step_is_warned_about_as_ever() -> None:
+    opt = MixedPrecisionOptimizer(SGD([ones()], lr=0.5), loss_scale=8.0)
+    scheduler = StepLR(opt, 1)
+    with pytest.warns(UserWarning, match="lr_scheduler.step"):
+        scheduler.step()
+
+
+@pytest.mark.parametrize("when", ["before_wrapping", "on_the_wrapper"])
+def test_scheduler_continues_after_load_state_dict(when: str) -> None:
+    p = ones()
+    inner = SGD([p], lr=0.5)
+    early = StepLR(inner, 1, gamma=0.5) if when == "before_wrapping" else None
+    opt = MixedPrecisionOptimizer(inner, loss_scale=8.0)
+    scheduler = early or StepLR(opt, 1, gamma=0.5)
+    one_step(opt, [p], [0.0])
+    scheduler.step()
+    opt.load_state_dict(opt.state_dict())
+    one_step(opt, [p], [0.0])
+    scheduler.step()
+    assert opt.param_groups[0]["lr"] == 0.125
+
+
+def _record(log: list[str], word: str) -> Any:
+    def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+        log.append(word)
+
+    return hook
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
+def test_wrapper_hooks_fire_on_every_call_and_wrapped_hooks_only_when_it_steps(fused: bool) -> None:
+    p = ones()
+    log: list[str] = []
+    opt = MixedPrecisionOptimizer(AdamW([p], lr=0.5, fused=fused), loss_scale=8.0)
+    opt.register_step_pre_hook(_record(log, "outer pre"))
+    opt.register_step_post_hook(_record(log, "outer post"))
+    opt.optimizer.register_step_pre_hook(_record(log, "inner pre"))
+    opt.optimizer.register_step_post_hook(_record(log, "inner post"))
+    opt.step()
+    assert log == ["outer pre", "outer post"], "nothing to do"
+    log.clear()
+    one_step(opt, [p], [1.0])
+    assert log == ["outer pre", "inner pre", "inner post", "outer post"]
+    log.clear()
+    one_step(opt, [p], [INF])
+    assert log == ["outer pre", "outer post"], "skipped"
+
+
+def test_hooks_get_the_optimizer_they_were_registered_on() -> None:
+    p = ones()
+    seen: list[Any] = []
+    opt = MixedPrecisionOptimizer(SGD([p], lr=0.5), loss_scale=8.0)
+    opt.register_step_pre_hook(lambda o, a, k: seen.append(o))
+    opt.optimizer.register_step_pre_hook(lambda o, a, k: seen.append(o))
+    one_step(opt, [p], [1.0])
+    assert seen[0] is opt
+    assert seen[1] is opt.optimizer
+
+
+def test_post_hook_of_the_wrapper_sees_the_stepped_model() -> None:
+    p = ones()
+    seen: list[float] = []
+    opt = MixedPrecisionOptimizer(SGD([p], lr=0.5), loss_scale=8.0)
+    opt.register_step_post_hook(lambda o, a, k: seen.append(float(p.detach()[0])))
+    one_step(opt, [p], [1.0])
+    assert seen == [0.5]
+
+
+def test_pre_hook_of_the_wrapped_optimizer_sees_unscaled_master_gradients() -> None:
+    p = ones()
+    seen: list[float] = []
+    opt = MixedPrecisionOptimizer(SGD([p], lr=0.5), loss_scale=64.0)
+    opt.optimizer.register_step_pre_hook(
+        lambda o, a, k: seen.append(float(o.param_groups[0]["params"][0].grad[0]))
+    )
+    one_step(opt, [p], [0.5])
+    assert seen == [0.5]
+
+
+def test_pre_hook_of_the_wrapper_may_change_the_learning_rate() -> None:
+    p = ones()
+    opt = MixedPrecisionOptimizer(SGD([p], lr=0.5), loss_scale=8.0)
+    opt.register_step_pre_hook(lambda o, a, k: o.param_groups[0].update(lr=0.25))
+    one_step(opt, [p], [1.0])
+    assert_same_bits(p, array([0.75] * 4))
+
+
+def test_removed_hooks_no_longer_fire() -> None:
+    p = ones()
+    log: list[str] = []
+    opt = MixedPrecisionOptimizer(SGD([p], lr=0.5), loss_scale=8.0)
+    opt.register_step_pre_hook(_record(log, "x")).remove()
+    one_step(opt, [p], [1.0])
+    assert log == []
+
+
+def test_learning_rate_written_into_the_groups_is_used() -> None:
+    p = ones()
+    opt = MixedPrecisionOptimizer(SGD([p], lr=0.5), loss_scale=8.0)
+    for g in opt.param_groups:
+        g["lr"] = 0.125
+    opt.backward(linear_loss([p], [1.0]))
+    opt.step()
+    assert_same_bits(p, array([0.875] * 4))

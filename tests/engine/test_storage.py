@@ -1,0 +1,139 @@
+"""model.to(...), p.data = ..., replaced parameter objects: handled, or refused by name; never a dead copy
+trained."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from engine.checks import array, assert_model_is_rounded_masters, assert_same_bits, linear_loss, one_step
+from fp16opt import MixedPrecisionOptimizer
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(4, dtype=torch.float16))
+        self.second = nn.Parameter(torch.ones(2, 3, dtype=torch.float16))
+
+
+def _made() -> tuple[Net, MixedPrecisionOptimizer]:
+    net = Net()
+    opt = MixedPrecisionOptimizer(
+        SGD(net.parameters(), lr=0.5), loss_scale=4.0, named_parameters=net.named_parameters()
+    )
+    return net, opt
+
+
+def _step(net: Net, opt: MixedPrecisionOptimizer) -> None:
+    one_step(opt, list(net.parameters()), [1.0, 1.0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("when", ["fresh", "trained", "between_backward_and_step"])
+def test_model_moved_to_another_dtype_is_handled_or_refused_by_name(dtype: torch.dtype, when: str) -> None:
+    net, opt = _made()
+    if when == "trained":
+        _step(net, opt)
+    start = net.first.detach().float().clone()
+    if when == "between_backward_and_step":
+        opt.backward(linear_loss(net.parameters(), [1.0, 1.0]))
+    net.to(dtype)
+    try:
+        if when == "between_backward_and_step":
+            opt.step()
+        else:
+            _step(net, opt)
+    except (RuntimeError, ValueError, TypeError) as err:
+        assert "first" in str(err)  # noqa: PT017
+        assert str(dtype).removeprefix("torch.") in str(err)  # noqa: PT017
+        assert_same_bits(net.first, start.to(dtype))
+        return
+    assert_same_bits(net.first.detach().float(), start - 0.5)
+
+
+@pytest.mark.parametrize("call", ["step", "state_dict", "fp32_state_dict", "refresh_masters"])
+def test_param_data_of_another_shape_is_refused_by_name(call: str) -> None:
+    net, opt = _made()
+    net.second.data = torch.ones(3, 2, dtype=torch.float16)
+    calls = {
+        "step": lambda: _step(net, opt),
+        "state_dict": opt.state_dict,
+        "fp32_state_dict": lambda: opt.fp32_state_dict(net),
+        "refresh_masters": opt.refresh_masters,
+    }
+    with pytest.raises((RuntimeError, ValueError), match="second"):
+        calls[call]()
+    first, second = opt.master_params()
+    assert_same_bits(first, torch.ones(4))
+    assert_same_bits(second, torch.ones(2, 3))
+    assert_same_bits(net.first, array([1.0] * 4))
+
+
+@pytest.mark.parametrize("layout", ["same", "transposed", "offset", "strided"])
+def test_param_data_of_the_same_shape_in_other_memory_is_trained(layout: str) -> None:
+    net, opt = _made()
+    _step(net, opt)
+    new = {
+        "same": torch.full((2, 3), 2.0, dtype=torch.float16),
+        "transposed": torch.full((3, 2), 2.0, dtype=torch.float16).t(),
+        "offset": torch.full((7,), 2.0, dtype=torch.float16)[1:].view(2, 3),
+        "strided": torch.full((2, 6), 2.0, dtype=torch.float16)[:, ::2],
+    }[layout]
+    net.second.data = new
+    _step(net, opt)
+    assert_same_bits(net.second, torch.full((2, 3), 1.5).half())
+    assert net.second.data_ptr() == new.data_ptr()
+    assert_model_is_rounded_masters(opt)
+    _step(net, opt)
+    assert_same_bits(net.second, torch.full((2, 3), 1.0).half())
+
+
+def test_channels_last_conversion_after_construction_is_trained() -> None:
+    conv = nn.Conv2d(3, 4, 3, dtype=torch.float16)
+    with torch.no_grad():
+        for p in conv.parameters():
+            p.fill_(1.0)
+    opt = MixedPrecisionOptimizer(SGD(conv.parameters(), lr=0.5), loss_scale=4.0)
+    conv.to(memory_format=torch.channels_last)
+    one_step(opt, list(conv.parameters()), [torch.arange(108.0).reshape(4, 3, 3, 3) / 128, 1.0])
+    assert_same_bits(conv.weight, (1 - torch.arange(108.0).reshape(4, 3, 3, 3) / 256).half())
+
+
+def test_a_replaced_parameter_object_is_noticed_in_the_export() -> None:
+    """opt holds the old object, the model computes with a new one: saving must not pass the dead copy off
+    as it."""
+    net, opt = _made()
+    _step(net, opt)
+    net.first = nn.Parameter(torch.full((4,), 3.0, dtype=torch.float16))
+    try:
+        out = opt.fp32_state_dict(net)
+    except (RuntimeError, ValueError) as err:
+        assert "first" in str(err)  # noqa: PT017
+        return
+    assert_same_bits(out["first"].detach().float(), torch.full((4,), 3.0))
+
+
+def test_a_replaced_parameter_object_is_never_trained_silently(caplog: pytest.LogCaptureFixture) -> None:
+    """The dead copy gets no gradient. Where every param was replaced, step finds gradients nowhere and
+    says so, or
+    leaves all as it is; a dead copy must never move."""
+    net, opt = _made()
+    old = net.first
+    net.first = nn.Parameter(torch.full((4,), 3.0, dtype=torch.float16))
+    _step(net, opt)
+    assert_same_bits(old, array([1.0] * 4))
+    assert_same_bits(net.second, torch.full((2, 3), 0.5).half())
+    assert_same_bits(net.first, array([3.0] * 4))
+
+
+def test_model_deepcopied_alone_does_not_disturb_the_original() -> None:
+    import copy
+
+    net, opt = _made()
+    other = copy.deepcopy(net)
+    _step(net, opt)
+    assert_same_bits(net.first, array([0.5] * 4))
+    assert_same_bits(other.first, array([1.0] * 4))

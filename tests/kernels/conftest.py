@@ -1,0 +1,48 @@
+"""Backends to run the kernel tests on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fp16opt.kernels import native
+
+LEVELS = native._cpu.simd_levels() if native.available() else []
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Puts torch's number of threads back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def _use(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Make ``name`` ("reference", or SIMD level and thread count) what serves the CPU, for one test."""
+    if name == "reference":
+        monkeypatch.setattr(native, "_cpu", None)
+        yield name
+        return
+    level, _, count = name.partition("-")
+    before = native._cpu.simd_level()
+    native._cpu.use_simd_level(level)
+    torch.set_num_threads(int(count))
+    yield name
+    native._cpu.use_simd_level(before)
+
+
+@pytest.fixture(params=["reference", *[f"{level}-{n}" for level in LEVELS for n in (1, 2, 3)]])
+def implementation(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, threads: None
+) -> Iterator[str]:
+    """Plain torch, and each SIMD level with one, two and three threads."""
+    yield from _use(request.param, monkeypatch)
+
+
+@pytest.fixture(params=["reference", *[f"{level}-2" for level in LEVELS]])
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, threads: None) -> Iterator[str]:
+    """Plain torch, and each SIMD level: for what threads can't change."""
+    yield from _use(request.param, monkeypatch)

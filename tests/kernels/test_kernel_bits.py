@@ -1,0 +1,282 @@
+"""numpy oracle == reference.py == compiled kernels, at every SIMD level and thread count, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+import oracle_kernels as oracle
+import pytest
+import torch
+from kernel_cases import (
+    BORDERS,
+    KINDS,
+    LAYOUTS,
+    SIXTEEN,
+    UP_TO_SINGLE,
+    assert_same_number,
+    assert_same_values,
+    make,
+    raw,
+    shape_of,
+)
+from torch import Tensor
+
+from fp16opt.kernels import (
+    INF,
+    NAN,
+    CastStats,
+    GradStats,
+    PointerTables,
+    multi_tensor_axpby,
+    multi_tensor_cast,
+    multi_tensor_hash,
+    multi_tensor_l2norm,
+    multi_tensor_scale,
+    multi_tensor_unscale,
+)
+
+SEEDS = range(4)
+
+
+def random_rows(rng: np.random.Generator, dtypes: list[tuple[torch.dtype, ...]], special: float) -> list[list[Tensor | None]]:
+    """Lists of 30 tensors: a row of tensors of one shape has one of the given combinations of dtypes; some are None."""
+    rows: list[tuple[Tensor | None, ...]] = []
+    for _ in range(30):
+        shape, combination = shape_of(rng), dtypes[int(rng.integers(0, len(dtypes)))]
+        layout = str(rng.choice(LAYOUTS))
+        same = rng.random() < 0.6
+        row = [make(rng, shape, d, layout if same else str(rng.choice(LAYOUTS)), special) for d in combination]
+        rows.append(tuple(None if rng.random() < 0.05 else t for t in row))
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+UNSCALE_DTYPES = [*((d, torch.float32) for d in UP_TO_SINGLE), (torch.float64, torch.float64)]
+
+
+@functools.cache
+def unscale_case(seed: int, special: float) -> tuple[list[Tensor | None], list[Tensor | None], list[bool], np.float32]:
+    rng = np.random.default_rng(seed)
+    grads, outs = random_rows(rng, UNSCALE_DTYPES, special)
+    adds = [bool(add) for add in rng.random(len(grads)) < 0.5]
+    return grads, outs, adds, np.float32(rng.choice([2.0**-16, 0.3, 1.0, 3e5]))
+
+
+@functools.cache
+def unscale_wanted(seed: int, special: float, accumulate: bool) -> list[oracle.Unscaled | None]:
+    grads, outs, adds, inv_scale = unscale_case(seed, special)
+    wanted = []
+    for grad, out, add in zip(grads, outs, adds, strict=True):
+        if grad is None or out is None:
+            wanted.append(None)
+            continue
+        before = raw(out) if add and accumulate else None
+        wanted.append(oracle.unscale(raw(grad, out), KINDS[grad.dtype], inv_scale, before))
+    return wanted
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("special", [0.0, 0.001])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_unscale_of_random_lists(implementation: str, seed: int, special: float, accumulate: bool) -> None:
+    grads, firsts, adds, inv_scale = unscale_case(seed, special)
+    outs = [None if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t) for t in firsts]
+    stats = GradStats.allocate(len(grads), "cpu")
+    stats.nonfinite.fill_(4)
+    stats.sumsq.fill_(0.5)
+    tables = PointerTables()
+    multi_tensor_unscale(
+        grads, outs, torch.tensor(inv_scale), stats, accumulate=adds if accumulate else False, tables=tables
+    )
+    bits, sums = [], []
+    for i, wanted in enumerate(unscale_wanted(seed, special, accumulate)):
+        out = outs[i]
+        bits.append(4 if wanted is None else wanted.nonfinite)
+        sums.append(0.5 if wanted is None else wanted.sumsq)
+        if wanted is not None and out is not None:
+            assert_same_values(raw(out), wanted.out, KINDS[out.dtype], f"tensor {i}")
+        assert_same_number(stats.sumsq[i].item(), sums[-1], f"sumsq of tensor {i}")
+    assert stats.nonfinite.tolist() == bits
+    assert_same_number(stats.norm.item(), oracle.norm(sums), "norm")
+    assert stats.found_inf.item() == float(any(bits))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_l2norm_of_random_lists_and_of_what_unscale_wrote(implementation: str, seed: int) -> None:
+    rng = np.random.default_rng(100 + seed)
+    (tensors,) = random_rows(rng, [(d,) for d in KINDS], 0.0)
+    norm, norms = multi_tensor_l2norm(tensors)
+    sums = [0.0 if t is None else oracle.sum_of_squares(oracle.decode(raw(t), KINDS[t.dtype])) for t in tensors]
+    assert norms.tolist() == [math.sqrt(s) for s in sums]
+    assert norm.item() == oracle.norm(sums)
+    masters = [t for t in tensors if t is not None and t.dtype == torch.float32]
+    stats = GradStats.allocate(len(masters), "cpu")
+    multi_tensor_unscale(masters, masters, torch.tensor(0.7), stats)
+    assert multi_tensor_l2norm(masters)[0].item() == stats.norm.item()
+
+
+@pytest.mark.parametrize("factor", [0.3, 2.0**-20, math.inf])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_scale_of_random_lists(implementation: str, seed: int, factor: float) -> None:
+    (tensors,) = random_rows(np.random.default_rng(200 + seed), [(d,) for d in KINDS], 0.01)
+    wanted = [None if t is None else oracle.scale(raw(t), KINDS[t.dtype], np.float32(factor)) for t in tensors]
+    multi_tensor_scale(tensors, torch.tensor(factor))
+    for i, (tensor, values) in enumerate(zip(tensors, wanted, strict=True)):
+        if tensor is not None and values is not None:
+            assert_same_values(raw(tensor), values, KINDS[tensor.dtype], f"tensor {i}")
+
+
+@pytest.mark.parametrize("in_place", ["", "x", "y"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_axpby_of_random_lists(implementation: str, seed: int, in_place: str) -> None:
+    combinations = [(x, y, out) for x in UP_TO_SINGLE for y in UP_TO_SINGLE for out in UP_TO_SINGLE]
+    xs, ys, outs = random_rows(np.random.default_rng(300 + seed), combinations, 0.01)
+    outs = {"": outs, "x": xs, "y": ys}[in_place]
+    wanted = []
+    for x, y, out in zip(xs, ys, outs, strict=True):
+        if x is None or y is None or out is None:
+            wanted.append(None)
+            continue
+        u, v = oracle.decode(raw(x, out), KINDS[x.dtype]), oracle.decode(raw(y, out), KINDS[y.dtype])
+        wanted.append(oracle.axpby(0.1, u, -3.0, v, KINDS[out.dtype]))
+    multi_tensor_axpby(0.1, xs, -3.0, ys, outs)
+    for i, (out, values) in enumerate(zip(outs, wanted, strict=True)):
+        if out is not None and values is not None:
+            assert_same_values(raw(out), values, KINDS[out.dtype], f"tensor {i}")
+
+
+@pytest.mark.parametrize("special", [0.0, 0.001])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_cast_and_hash_of_random_lists(implementation: str, seed: int, special: float) -> None:
+    masters, params = random_rows(np.random.default_rng(400 + seed), [(torch.float32, d) for d in SIXTEEN], special)
+    stats, hashes = CastStats.allocate(len(masters), "cpu"), torch.full((len(masters),), 9)
+    stats.overflow.fill_(8)
+    stats.hashes.fill_(9)
+    multi_tensor_cast(masters, params, stats)
+    written = [p if m is not None else None for m, p in zip(masters, params, strict=True)]
+    multi_tensor_hash(written, hashes)
+    for i, (master, param) in enumerate(zip(masters, params, strict=True)):
+        if master is None or param is None:
+            assert (stats.overflow[i].item(), stats.hashes[i].item(), hashes[i].item()) == (8, 9, 9)
+            continue
+        wanted = oracle.cast(raw(master, param), KINDS[param.dtype])
+        assert_same_values(raw(param), wanted.out, KINDS[param.dtype], f"tensor {i}")
+        assert stats.overflow[i].item() == wanted.overflow
+        assert stats.hashes[i].item() == hashes[i].item() == oracle.content_hash(raw(param)), f"tensor {i}"
+
+
+@pytest.mark.parametrize("dtype", [*UP_TO_SINGLE, torch.float64], ids=str)
+@pytest.mark.parametrize("numel", BORDERS)
+def test_one_bad_element_is_found_wherever_it_is(level: str, numel: int, dtype: torch.dtype) -> None:
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    places = sorted({p for p in (0, 7, 8, 63, 64, 65535, 65536, numel // 2, numel - 1) if p < numel})
+    grads = [torch.ones(numel, dtype=dtype) for _ in range(2 * len(places) + 1)]
+    for i, place in enumerate(places):
+        grads[2 * i][place] = math.nan
+        grads[2 * i + 1][place] = -math.inf
+    stats = GradStats.allocate(len(grads), "cpu")
+    for accumulate in (False, True):
+        outs = [torch.zeros(numel, dtype=wide) for _ in grads]
+        multi_tensor_unscale(grads, outs, torch.tensor(0.5), stats, accumulate=accumulate)
+        assert stats.nonfinite.tolist() == [NAN, INF] * len(places) + [0]
+        assert stats.found_inf.item() == 1.0
+    both = torch.ones(numel, dtype=dtype)
+    both[0], both[numel - 1] = math.inf, math.nan
+    one = GradStats.allocate(1, "cpu")
+    multi_tensor_unscale([both], [torch.zeros(numel, dtype=wide)], torch.tensor(0.5), one)
+    assert one.nonfinite.item() == INF | NAN
+    clean = GradStats.allocate(1, "cpu")
+    clean.found_inf.fill_(1.0)
+    multi_tensor_unscale(grads[-1:], outs[-1:], torch.tensor(0.5), clean)
+    assert clean.found_inf.item() == 0.0
+
+
+def test_finite_is_judged_on_the_product_and_on_the_sum(level: str) -> None:
+    stats = GradStats.allocate(4, "cpu")
+    grads = [torch.tensor([3e38]), torch.tensor([3e38]), torch.tensor([3e38]), torch.tensor([1.0])]
+    outs = [torch.tensor([0.0]), torch.tensor([3e38]), torch.tensor([-3e38]), torch.tensor([math.inf])]
+    multi_tensor_unscale(grads, outs, torch.tensor(1.0), stats, accumulate=True)
+    assert stats.nonfinite.tolist() == [0, INF, 0, 0]  # the last was infinite before
+    multi_tensor_unscale(grads[:1], outs[:1], torch.tensor(2.0), stats := GradStats.allocate(1, "cpu"))
+    assert (stats.nonfinite.item(), stats.found_inf.item()) == (INF, 1.0)
+
+
+def test_padding_of_an_odd_length_is_never_flagged_or_summed(level: str) -> None:
+    stats = GradStats.allocate(1, "cpu")
+    out = torch.zeros(3)
+    multi_tensor_unscale([torch.ones(3)], [out], torch.tensor(math.inf), stats)
+    assert stats.nonfinite.item() == INF  # not nan, which 0 * inf in the padding would be
+    found_inf = torch.zeros(())
+    multi_tensor_axpby(math.inf, [torch.ones(3)], 1.0, [torch.ones(3)], [out], found_inf=found_inf)
+    assert found_inf.item() == 0.0  # the inputs are finite
+
+
+@pytest.mark.parametrize("check", ["both", "x", "y"])
+@pytest.mark.parametrize("bad", ["x", "y"])
+def test_axpby_checks_what_it_is_told(level: str, bad: str, check: str) -> None:
+    lists = {"x": [torch.ones(70).half()], "y": [torch.ones(70)]}
+    lists[bad][0][69] = math.nan
+    found_inf, outs = torch.zeros(()), [torch.zeros(70)]
+    multi_tensor_axpby(1.0, lists["x"], 1.0, lists["y"], outs, found_inf=found_inf, check=check)  # type: ignore[arg-type]
+    assert found_inf.item() == float(check in ("both", bad))
+    found_inf.fill_(1.0)
+    multi_tensor_axpby(1.0, outs, 0.0, [torch.zeros(70)], [torch.zeros(70)], found_inf=found_inf, check="y")
+    assert found_inf.item() == 1.0  # never cleared
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [(1e30, torch.float32), (1e-30, torch.float32), (1e-45, torch.float32), (3e38, torch.float32), (6e-8, torch.float16)],
+)
+def test_norm_has_the_range_of_float32(level: str, value: float, dtype: torch.dtype) -> None:
+    tensor = torch.full((4,), value, dtype=dtype)
+    assert multi_tensor_l2norm([tensor])[0].item() == 2.0 * tensor[0].item()
+
+
+@pytest.mark.parametrize("exponent", range(15))
+def test_true_norm_two_at_scale(level: str, exponent: int) -> None:
+    grads, outs = [torch.full((4,), 2.0**exponent).half()], [torch.zeros(4)]
+    stats = GradStats.allocate(1, "cpu")
+    multi_tensor_unscale(grads, outs, torch.tensor(2.0**-exponent), stats)
+    assert stats.norm.item() == 2.0
+
+
+def test_empty_and_absent_lists(level: str) -> None:
+    assert multi_tensor_l2norm([])[0].item() == 0.0
+    assert multi_tensor_l2norm([None, torch.zeros(0)])[1].tolist() == [0.0, 0.0]
+    stats = GradStats.allocate(2, "cpu")
+    stats.sumsq.fill_(8.0)
+    stats.nonfinite[1] = INF
+    multi_tensor_unscale([None, None], [None, None], torch.tensor(1.0), stats)
+    assert (stats.norm.item(), stats.found_inf.item()) == (4.0, 1.0)  # absent entries count with what they hold
+    hashes = torch.full((1,), 5)
+    multi_tensor_hash([torch.zeros(0).half()], hashes)
+    assert hashes.item() == 0
+    multi_tensor_scale([], torch.tensor(0.5))
+    multi_tensor_cast([], [], CastStats.allocate(0, "cpu"))
+    multi_tensor_axpby(1.0, [], 1.0, [], [])
+    stats.reset()
+    assert stats.sumsq.tolist() == [0.0, 0.0]
+    assert not stats.norm.item()
+    assert not stats.found_inf.item()
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN, ids=str)
+def test_hash_sees_every_bit_and_place(level: str, dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(7)
+    first = make(rng, (517,), dtype)
+    hashes = set()
+    for place in (None, 0, 1, 2, 3, 4, 63, 64, 511, 515, 516):
+        for bit in range(16):
+            changed = first.clone()
+            if place is not None:
+                changed.view(torch.int16)[place] ^= 1 << bit if bit < 15 else -(1 << 15)
+            found = torch.zeros(1, dtype=torch.int64)
+            multi_tensor_hash([changed], found)
+            hashes.add(found.item())
+    assert len(hashes) == 1 + 10 * 16
+    swapped = first[[1, 0, *range(2, 517)]]
+    found = torch.zeros(1, dtype=torch.int64)
+    multi_tensor_hash([swapped], found)
+    assert found.item() not in hashes

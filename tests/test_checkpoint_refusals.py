@@ -1,0 +1,294 @@
+"""State_dicts that do not fit: each is refused by a message that names the place, and changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from engine.checks import assert_same
+from hypothesis import given
+from hypothesis import strategies as st
+from rooms import (
+    ADAM,
+    BY_ID,
+    IDS,
+    LR,
+    STATE0,
+    Odd,
+    Room,
+    edit,
+    frozen,
+    odd_room,
+    refused,
+    shapes_of,
+)
+from specs import OptimizerCase, one_per_class, params_of
+from torch import Tensor
+from torch.nn import Parameter
+
+from fp16opt.scaling import StaticLossScaler
+
+PLACES: list[tuple[tuple[Any, ...], Any, type[Exception], str]] = [
+    (("version",), 2, ValueError, r"^version must be 1, got 2\. Load it with the fp16opt release that wrote"),
+    (("version",), True, TypeError, "^version must be an int, got bool"),
+    (("version",), "1", TypeError, "^version must be an int, got str"),
+    (("optimizer",), [], TypeError, "^optimizer must be a dict, got list"),
+    (("optimizer",), {}, ValueError, "^optimizer lacks 'state', 'param_groups'"),
+    (("optimizer", "state"), [], TypeError, "^optimizer: state must be a dict, got list"),
+    (("optimizer", "state", 6), {}, ValueError, "state has the key 6, but no parameter with that id"),
+    (("optimizer", "param_groups"), {}, TypeError, "^optimizer: param_groups must be a list, got dict"),
+    (("optimizer", "param_groups"), [], ValueError, "^optimizer must have 2 param_groups, got 0. Construct"),
+    (("optimizer", "param_groups", 1), 3, TypeError, "^optimizer, group 1 must be a dict, got int"),
+    (IDS, None, TypeError, "^optimizer, group 0: params must be a list of ids, got NoneType"),
+    (IDS, [0, 1], ValueError, "^optimizer, group 0 must have 3 params, got 2. Construct"),
+    (IDS, [0, 1, 1], ValueError, "^optimizer, group 0: params has the id 1 twice"),
+    (IDS, [0, 1, 3], ValueError, "^optimizer, group 1: params has the id 3 twice"),
+    (IDS, [0, 1, []], TypeError, "^optimizer, group 0: params must hold numbers or names, got list"),
+    (LR, "fast", ValueError, "^optimizer, group 0: lr must be of the kind of 0.01, got 'fast'"),
+    (LR, None, ValueError, "lr must be of the kind of 0.01, got None"),
+    (LR, float("nan"), ValueError, "lr must be of the kind of 0.01, got nan"),
+    (LR, torch.ones(2), ValueError, "lr must be of the kind of 0.01"),
+    ((*LR[:3], "betas"), (0.9,), ValueError, r"betas must be of the kind of \(0.9, 0.999\)"),
+    ((*LR[:3], "betas"), (0.9, "x"), ValueError, "betas must be of the kind of"),
+    ((*LR[:3], "betas"), 0.9, ValueError, "betas must be of the kind of"),
+    ((*LR[:3], "maximize"), "no", ValueError, "maximize must be of the kind of False"),
+    ((*LR[:3], "param_names"), ["a"], ValueError, "group 0: param_names must be a list of 3 names"),
+    (STATE0, [], TypeError, r"^group 0, param 0 \('layer0.weight'\): state must be a dict, got list"),
+    ((*STATE0, "exp_avg"), torch.ones(3), ValueError,
+     r"^group 0, param 0 \('layer0.weight'\): exp_avg must have shape \[70\], got \[3\]. Build the model"),
+    ((*STATE0, "exp_avg"), None, TypeError, "exp_avg must be a tensor, got NoneType"),
+    ((*STATE0, "exp_avg"), torch.ones(70, dtype=torch.int32), ValueError, "floating tensor, got torch.int32"),
+    ((*STATE0, "exp_avg"), torch.ones(70, device="meta"), ValueError, "exp_avg has a meta tensor, which"),
+    ((*STATE0, "step"), "two", ValueError, "step must be one number, got str"),
+    ((*STATE0, "step"), torch.ones(2), ValueError, r"step must be one number, got a tensor of shape \[2\]"),
+    ((*STATE0, "more"), [{"x": torch.ones(2, device="meta")}], ValueError, "more has a meta tensor"),
+    (("masters",), None, TypeError, "^masters must be a list, got NoneType"),
+    (("masters",), [None], ValueError, "^masters must have 6 entries, .*, got 1. Construct"),
+    (("masters", 0), None, ValueError, r"^group 0, param 0 \(.*\): masters has None, but .* 16-bit"),
+    (("masters", 1), torch.ones(8, 9), ValueError, r"^group 0, param 1 \(.*\): masters has a tensor, but"),
+    (("masters", 0), [1.0] * 70, TypeError, "master must be a tensor, got list"),
+    (("masters", 0), torch.ones(71), ValueError, r"must have shape \[70\], got \[71\]. Build the model"),
+    (("masters", 2), torch.ones(5, 3, 2), ValueError, r"must have shape \[3, 5, 2\], got \[5, 3, 2\]"),
+    (("masters", 0), torch.ones(70).double(), ValueError, "a dense float32 tensor, got torch.float64"),
+    (("masters", 0), torch.ones(70).to_sparse(), ValueError, "dense float32 tensor, got .*sparse"),
+    (("masters", 0), torch.ones(70, device="meta"), ValueError, "dense float32 tensor, got .* on meta"),
+    (("scaler",), None, TypeError, "^scaler state must be a dict, got NoneType"),
+    (("scaler", "hysteresis"), 0, ValueError, "^scaler state: hysteresis must be from 1"),
+    (("scaler",), StaticLossScaler(2.0).state_dict(), ValueError, "of a static scaler, but this"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "value", "error", "message"), PLACES)
+def test_one_damaged_place_is_refused(path: Any, value: Any, error: type[Exception], message: str) -> None:
+    room = Room(seed=2).train(1)
+    refused(room, edit(Room(seed=1).train(2).build(), *path, value=value), error, message)
+
+
+def test_what_is_lacking_is_named() -> None:
+    sd = Room(seed=1).train(2).build()
+    room = Room()
+    for key in ("version", "optimizer", "masters", "scaler"):
+        refused(room, edit(sd, key, drop=True), ValueError, f"^state_dict .* lacks '{key}'")
+    refused(room, edit(sd, *LR, drop=True), ValueError, "^optimizer, group 0 lacks 'lr'")
+    refused(room, edit(sd, "optimizer", "state", 1, "exp_avg_sq", drop=True), ValueError,
+            r"^group 0, param 1 \('layer1.weight'\): state lacks 'exp_avg_sq'")  # fmt: skip
+    refused(room, {}, ValueError, r"^state_dict \(with the keys none\) lacks 'version', 'optimizer'")
+    refused(room, {f"w{i}": i for i in range(20)}, ValueError, "'w15' and 12 more")
+    refused(room, [sd], TypeError, "^state_dict must be a dict, got list")
+    whole = {"model": {}, "optimizer": sd, "epoch": 3}
+    refused(room, whole, ValueError, "lacks 'version', 'masters', 'scaler'.*of a saved checkpoint, the entry")
+    unnamed = Room()
+    unnamed.names = [f"group {i // 3}, param {i % 3}" for i in range(6)]
+    refused(unnamed, edit(sd, "masters", 4, value=3), TypeError, "^group 1, param 1: master must be a tensor")
+
+
+def test_settings_of_older_torch_may_be_lacking() -> None:
+    sd = edit(Room().train(2).build(), *LR[:3], "decoupled_weight_decay", drop=True)
+    room = Room().load(edit(sd, *LR[:3], "fused", drop=True))
+    assert room.optimizer.param_groups[0]["decoupled_weight_decay"] is False
+    room.train(1)
+
+
+def test_state_of_one_group_must_be_alike() -> None:
+    class Mine(torch.optim.Adam):
+        """Another class may keep what it likes, but not for one matrix only."""
+
+    room = Room()
+    room.params = [Parameter(torch.ones(8, 9)), Parameter(torch.ones(4, 2)), Parameter(torch.ones(3))]
+    room.masters, room.names, room.optimizer = [None] * 3, ["a", "b", "c"], Mine(room.params, lr=0.1)
+    sd = room.train(1).build()
+    message = r"^group 0, param 1 \('b'\): state lacks 'exp_avg', which group 0, param 0 \('a'\) has"
+    refused(room, edit(sd, "optimizer", "state", 1, "exp_avg", drop=True), ValueError, message)
+    vector_only = edit(sd, "optimizer", "state", 2, "exp_avg", drop=True)
+    room.load(edit(edit(vector_only, *STATE0, value={}), "optimizer", "state", 1, drop=True))
+
+
+def test_another_class_may_use_a_known_name_for_a_shape_of_its_own() -> None:
+    def projected() -> Room:
+        made = Room()
+        made.params = [Parameter(torch.ones(8, 9))]
+        made.masters, made.names, made.optimizer = list(made.params), ["w"], Odd(made.params)
+        return made
+
+    source, room = projected(), projected()
+    source.optimizer.state[source.params[0]] = {"exp_avg": torch.ones(2, 9), "codes": torch.ones(3)}
+    room.load(source.build())
+    assert_same(room.build(), source.build())
+    damaged = edit(source.build(), *STATE0, "exp_avg", value=torch.ones(3, 9))
+    refused(room, damaged, ValueError, r"exp_avg must have shape \[2, 9\], got \[3, 9\]")
+
+
+@pytest.mark.parametrize("case", params_of(one_per_class()))
+def test_state_of_another_class_is_refused(case: OptimizerCase) -> None:
+    for other in one_per_class():
+        same_state = {"Adam", "AdamW", "RAdam", "NAdam"} if case.cls != "NAdam" else set()
+        if shapes_of(other) != shapes_of(case) or case.kind != other.kind or other.cls == "SGD":
+            continue
+        if other.cls == case.cls or {other.cls, case.cls} <= same_state:
+            continue
+        room, sd = Room(case), Room(other).train(1).build()
+        refused(room, sd, ValueError, "lacks|must be")
+
+
+def test_lbfgs_state_is_checked() -> None:
+    case = BY_ID["LBFGS-plain"]
+    sd = Room(case).train(3).build()
+    refused(
+        Room(case),
+        edit(sd, *STATE0, "d", value=torch.ones(3)),
+        ValueError,
+        r"d must have shape \[\d+\], got \[3\]",
+    )
+    refused(Room(case), edit(sd, *STATE0, "old_dirs", 0, value=None), TypeError, "old_dirs must be a tensor")
+    refused(
+        Room(case),
+        edit(sd, *STATE0, "ro", 0, drop=True),
+        ValueError,
+        "old_dirs, old_stps and ro must be lists",
+    )
+    refused(
+        Room(case), edit(sd, *STATE0, "al", value=[]), ValueError, "al must be a list with room for 3 numbers"
+    )
+    refused(Room(case), edit(sd, *STATE0, "ro", 0, value="x"), ValueError, "ro must be one number, got str")
+    few = edit(sd, *LR[:3], "history_size", value=1)
+    refused(Room(case), few, ValueError, "must be lists of one length, at most 1")
+    refused(Room(case), edit(sd, *STATE0, "t", drop=True), ValueError, "state lacks 't'")
+    refused(Room(case), edit(sd, *STATE0, "n_iter", value="x"), ValueError, "n_iter must be one number")
+    Room(case).load(edit(sd, *STATE0, value={"func_evals": 1, "n_iter": 0})).train(1)
+
+
+def test_adagrad_needs_state_for_every_parameter() -> None:
+    case = BY_ID["Adagrad-default-forloop"]
+    sd = edit(Room(case).build(), "optimizer", "state", 4, drop=True)
+    refused(Room(case), sd, ValueError, r"^group 1, param 1 \('layer4.weight'\): Adagrad has state for every")
+    sd = edit(Room(case).build(), "optimizer", "state", 4, value={})
+    refused(Room(case), sd, ValueError, "Adagrad has state for every")
+
+
+def test_sgd_takes_none_for_a_buffer_not_begun() -> None:
+    case = BY_ID["SGD-momentum-forloop"]
+    sd = edit(Room(case).train(1).build(), *STATE0, "momentum_buffer")
+    room = Room(case).load(sd).train(1)
+    assert isinstance(room.optimizer.state[room.params[0]]["momentum_buffer"], Tensor)
+
+
+def test_settings_that_need_more_state() -> None:
+    sd = Room(BY_ID["Adam-amsgrad-forloop"]).train(1).build()
+    refused(
+        Room(), edit(sd, *STATE0, "max_exp_avg_sq", drop=True), ValueError, "state lacks 'max_exp_avg_sq'"
+    )
+    sd = Room(BY_ID["RMSprop-centered-forloop"]).train(1).build()
+    room = Room(BY_ID["RMSprop-centered-forloop"])
+    refused(room, edit(sd, *STATE0, "grad_avg", drop=True), ValueError, "state lacks 'grad_avg'")
+
+
+def test_other_libraries_dicts_are_recognised() -> None:
+    room = Room()
+    grad_scaler = {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000,
+                   "_growth_tracker": 0}  # fmt: skip
+    refused(
+        room, grad_scaler, ValueError, r"is of a torch.amp.GradScaler.*opt.loss_scale = state_dict\['scale'\]"
+    )
+    fp16 = {"loss_scaler": None, "dynamic_loss_scale": True, "optimizer_state_dict": {}, "fp32_from_fp16": []}
+    refused(room, fp16, ValueError, "is of apex's FP16_Optimizer.*'optimizer_state_dict'")
+    refused(room, {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 1}}, ValueError, "is of apex.amp")
+
+
+def test_global_state_under_a_str_is_kept() -> None:
+    source, room = odd_room(1), odd_room(2)
+    for one in (source, room):
+        one.optimizer = Odd([{"params": one.params[:3]}, {"params": one.params[3:]}])
+    source.optimizer.state["shared"] = {"d": torch.ones(2)}  # type: ignore[index]
+    room.load(source.build())
+    assert_same(room.optimizer.state["shared"], {"d": torch.ones(2)})  # type: ignore[index]
+    sd = edit(source.build(), "optimizer", "param_groups", 0, "params", value=["a", "b", "c"])
+    refused(room, sd, ValueError, "state has the key 'shared', but no parameter")
+
+
+# -- damage at random ----------------------------------------------------------------------------------------
+
+JUNK: list[Any] = [
+    None, True, 0, -1, 10**30, 0.5, float("nan"), float("inf"), "", "lr", b"x", [], [None], {}, (), object(),
+    torch.tensor(1.0), torch.ones(70), torch.ones(8, 9), torch.zeros(0), torch.ones(2, dtype=torch.int64),
+    torch.ones(70, dtype=torch.float64), torch.ones(70, dtype=torch.complex64), torch.ones(70).to_sparse(),
+    torch.ones(70, device="meta"), Parameter(torch.ones(3)),
+]  # fmt: skip
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    items: Any = (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    )
+    return [path] * bool(path) + [at for key, item in items for at in places(item, (*path, key))]
+
+
+DAMAGED = [ADAM, BY_ID["SGD-momentum-forloop"], BY_ID["Adagrad-all-foreach"], BY_ID["LBFGS-plain"],
+           BY_ID["RMSprop-centered-foreach"], BY_ID["ASGD-averaging-forloop"]]  # fmt: skip
+
+
+# Asking for a kernel that the CPU lacks, or a search that LBFGS lacks, is no damage: torch says so itself.
+UNDAMAGED = ("capturable", "differentiable", "line_search_fn")
+
+
+@given(st.data())
+def test_damaged_checkpoint_is_refused_or_works(data: st.DataObject) -> None:
+    case = data.draw(st.sampled_from(DAMAGED))
+    sd, room = Room(case, seed=1).train(2).build(), Room(case, seed=2).train(1)
+    sd = copy.deepcopy(sd)
+    for _ in range(data.draw(st.integers(1, 3))):
+        path = data.draw(st.sampled_from([at for at in places(sd) if at[-1] not in UNDAMAGED]))
+        how = data.draw(st.sampled_from(["drop", "junk", "add", "swap"]))
+        if how == "drop":
+            sd = edit(sd, *path, drop=True)
+        elif how == "swap":
+            other = data.draw(st.sampled_from(places(sd)))
+            at: Any = sd
+            for key in other:
+                at = at[key]
+            sd = edit(sd, *path, value=copy.deepcopy(at))
+        else:
+            key = data.draw(st.sampled_from(["extra", 7, None])) if how == "add" else path[-1]
+            try:
+                sd = edit(sd, *path[:-1], key, value=data.draw(st.sampled_from(JUNK)))
+            except (IndexError, TypeError):
+                continue  # a list takes no such key
+        if not places(sd):
+            break
+    before, given = room.everything(), frozen(sd)
+    try:
+        plan = room.plan(sd)
+    except (TypeError, ValueError):
+        assert_same(room.everything(), before, "after a refused load")
+    else:
+        plan.apply()
+        assert all(g["params"] for g in room.optimizer.param_groups)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                room.train(1)
+            except Exception as error:
+                raise AssertionError(f"accepted, but cannot step: {error!r}") from error
+    assert_same(frozen(sd), given, "the caller's dict")

@@ -1,0 +1,376 @@
+"""The state_dict's schema: built, saved, loaded; on wrapped optimizers, without the engine."""
+
+from __future__ import annotations
+
+import copy
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+from engine.checks import assert_same, flatten
+from rooms import (
+    ADAM,
+    BY_ID,
+    Room,
+    odd_room,
+    refused,
+    tensors,
+    through_file,
+)
+from specs import CASES, OptimizerCase, one_per_class, params_of
+from torch import Tensor
+from torch.nn import Parameter
+
+from fp16opt import checkpoint
+from fp16opt.scaling import DynamicLossScaler
+
+# -- what is built, and back ---------------------------------------------------------------------------------
+
+
+def test_build_is_plain_and_complete() -> None:
+    room = Room().train(2)
+    sd = room.build()
+    assert list(sd) == ["version", "optimizer", "masters", "scaler"]
+    assert sd["version"] == checkpoint.VERSION == 1
+    assert [type(m) for m in sd["masters"]] == [Tensor, type(None)] * 3
+    assert not any(m.requires_grad for m in sd["masters"] if m is not None)
+    assert_same(through_file(sd), sd)
+
+
+@pytest.mark.parametrize("case", params_of(CASES))
+def test_resume_bit_exact(case: OptimizerCase) -> None:
+    own = torch.float32 if "fused" in case.id or case.kind == "sparse" else torch.float64
+    room = Room(case, seed=1, own=own).train(3)
+    for number, group in enumerate(room.optimizer.param_groups):
+        group["lr"] = group["lr"] * (0.5 + number / 4)
+        group["initial_lr"] = 0.25
+    sd = through_file(room.build())
+    fresh = Room(case, seed=2, own=own)
+    for mine, its, master in zip(fresh.params, room.params, room.masters, strict=True):
+        if master is None:
+            mine.data.copy_(its.data)
+    lists = [group["params"] for group in fresh.optimizer.param_groups]
+    fresh.scaler = DynamicLossScaler()
+    fresh.load(sd)
+    assert_same(fresh.build(), room.build(), "loaded")
+    assert all(g["params"] is kept for g, kept in zip(fresh.optimizer.param_groups, lists, strict=True))
+    room.train(3, first=3)
+    fresh.train(3, first=3)
+    assert_same(fresh.build(), room.build(), "three steps on")
+    assert_same([*fresh.params], [*room.params])
+
+
+@pytest.mark.parametrize("case", params_of(one_per_class()))
+@pytest.mark.parametrize("plain", [False, True])
+def test_training_never_edits_the_caller_s_dict(case: OptimizerCase, plain: bool) -> None:
+    source = Room(case, seed=1).train(3)
+    sd = copy.deepcopy(source.optimizer.state_dict() if plain else source.build())
+    room = Room(case, seed=2).load(sd)
+    ours = {
+        t.data_ptr() for t in tensors([room.params, dict(room.optimizer.state), room.scaler.state_dict()])
+    }
+    ours |= {t.data_ptr() for t in tensors(room.optimizer.param_groups)}
+    assert not {t.data_ptr() for t in tensors(sd) if t.numel()} & ours
+    before = flatten(sd)
+    room.train(3)
+    for group in room.optimizer.param_groups:
+        group["lr"] = 0.0
+        group["params"].pop()
+    assert_same(sd, before, "the caller's dict")
+
+
+@pytest.mark.parametrize("case", params_of(one_per_class()))
+def test_plain_torch_dict_keeps_masters_and_scaler(case: OptimizerCase) -> None:
+    source, room = Room(case, seed=1).train(2), Room(case, seed=2)
+    before, scaler = flatten(room.params), room.scaler.state_dict()
+    room.load(through_file(source.optimizer.state_dict()))
+    assert_same(room.optimizer.state_dict(), source.optimizer.state_dict())
+    assert_same(room.params, before)
+    assert_same(room.scaler.state_dict(), scaler)
+
+
+# -- dtypes, devices, strides --------------------------------------------------------------------------------
+
+
+def test_saved_dtypes_stay_and_halves_become_float32() -> None:
+    source, room = odd_room(1), odd_room(2)
+    source.optimizer.fill()
+    room.load(through_file(source.build()))
+    for p, q in zip(source.params, room.params, strict=True):
+        want = copy.deepcopy(source.optimizer.state[p])
+        want["half"] = want["half"].float()
+        want["nested"][1]["a"] = (want["nested"][1]["a"][0].float(), None)
+        assert_same(room.optimizer.state[q], want, "state")
+
+
+def test_16_bit_state_of_a_torch_class_becomes_float32() -> None:
+    params = [Parameter(torch.randn(s).bfloat16()) for s in ADAM.shapes]
+    half = ADAM.make([{"params": params[:3]}, {"params": params[3:]}])
+    for p in params:
+        p.grad = torch.randn(p.shape).bfloat16()
+    half.step()
+    room = Room().load(through_file(half.state_dict()))
+    for p, q in zip(params, room.params, strict=True):
+        assert_same(room.optimizer.state[q]["exp_avg"], half.state[p]["exp_avg"].float())
+        assert half.state[p]["exp_avg"].dtype == torch.bfloat16
+    room.train(1)
+
+
+@pytest.mark.parametrize("name", ["Adam-default-foreach", "AdamW-default-fused", "Adafactor-default-foreach"])
+def test_float64_state_of_a_torch_class_takes_the_parameter_s_dtype(name: str) -> None:
+    case = BY_ID[name]
+    if case.missing():
+        pytest.skip(case.missing() or "")
+    source = Room(case)
+    for group in source.optimizer.param_groups:
+        group["params"][:] = [Parameter(p.detach().double()) for p in group["params"]]
+    source.params = [p for g in source.optimizer.param_groups for p in g["params"]]
+    source.train(2)
+    room = Room(case).load(source.optimizer.state_dict())
+    for q in room.params:
+        for key, value in room.optimizer.state[q].items():
+            assert value.dtype == torch.float32 or key == "step"
+    room.train(1)
+
+
+def test_state_takes_the_parameter_s_strides() -> None:
+    def room(memory_format: torch.memory_format) -> Room:
+        made = Room()
+        weight = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+        made.params = [Parameter(weight.to(memory_format=memory_format))]
+        made.optimizer = torch.optim.AdamW(made.params, lr=0.1, fused=True)
+        made.masters, made.names = list(made.params), ["conv.weight"]
+        return made
+
+    source, other = room(torch.contiguous_format).train(2), room(torch.channels_last)
+    other.load(through_file(source.build()))
+    assert other.optimizer.state[other.params[0]]["exp_avg"].stride() == other.params[0].stride()
+    source.train(1)
+    other.params[0].grad = None
+    rng = torch.Generator().manual_seed(1000)
+    other.params[0].grad = torch.randn(2, 3, 4, 5, generator=rng).to(memory_format=torch.channels_last)
+    other.optimizer.step()
+    assert_same(other.params[0], source.params[0])
+
+
+def test_step_keeps_torch_s_rule() -> None:
+    source = Room(BY_ID["AdamW-default-forloop"]).train(2)
+    sd = copy.deepcopy(source.build())
+    entry = sd["optimizer"]["state"][0]
+    entry["step"] = torch.tensor(2, dtype=torch.int64)
+    room = Room(source.case).load(sd)
+    step = room.optimizer.state[room.params[0]]["step"]
+    assert step.dtype == torch.int64
+    assert step.data_ptr() != entry["step"].data_ptr()
+    for group in sd["optimizer"]["param_groups"]:
+        group["fused"], group["foreach"] = True, None
+    room.load(sd)
+    assert room.optimizer.state[room.params[0]]["step"].dtype == torch.float32
+    entry["step"] = 2  # as torch saved it once
+    room.load(sd)
+    assert room.optimizer.state[room.params[0]]["step"].item() == 2.0
+
+
+# -- hooks and overrides of the wrapped optimizer ------------------------------------------------------------
+
+
+def test_hooks_run_and_see_restored_state() -> None:
+    source, room = odd_room(1), odd_room(2)
+    source.optimizer.fill()
+    seen: list[Any] = []
+
+    def pre(opt: Any, sd: Any) -> Any:
+        seen.append("pre")
+        sd = dict(sd)
+        for entry in sd["state"].values():
+            entry["codes"] = entry["codes"] + 1  # must not reach the caller's dict
+        return sd
+
+    room.optimizer.register_load_state_dict_pre_hook(pre)
+    room.optimizer.register_load_state_dict_post_hook(
+        lambda opt: seen.append(opt.state[room.params[0]]["codes"].dtype)
+    )
+    sd = source.build()
+    before = flatten(sd)
+    room.load(sd)
+    assert seen == ["pre", torch.int16]
+    assert (room.optimizer.state[room.params[0]]["codes"] == 12346).all()
+    assert_same(sd, before, "the caller's dict")
+    assert len(room.optimizer._optimizer_load_state_dict_pre_hooks) == 1, "our own hooks are gone"
+    assert len(room.optimizer._optimizer_load_state_dict_post_hooks) == 1
+
+
+def test_pre_hook_may_adapt_a_dict_of_another_form() -> None:
+    source, room = Room(seed=1).train(2), Room(seed=2)
+    sd = source.optimizer.state_dict()
+    sd["param_groups"] = [dict(sd["param_groups"][0], params=[0, 1, 2, 3, 4, 5])]
+
+    def split(opt: Any, sd: Any) -> Any:
+        first = sd["param_groups"][0]
+        return {**sd, "param_groups": [{**first, "params": [0, 1, 2]}, {**first, "params": [3, 4, 5]}]}
+
+    refused(room, sd, ValueError, "must have 2 param_groups, got 1")
+    handle = room.optimizer.register_load_state_dict_pre_hook(split)
+    room.load(sd)
+    assert_same(room.optimizer.state_dict()["state"], sd["state"])
+    handle.remove()
+    kept = copy.deepcopy(sd["state"])  # a hook may hand out tensors that it needs again
+    handle = room.optimizer.register_load_state_dict_pre_hook(
+        lambda opt, given: {**split(opt, sd), "state": kept}
+    )
+    room.load(sd).train(1)
+    assert_same(kept, sd["state"])
+    handle.remove()
+    before = room.everything()
+    room.optimizer.register_load_state_dict_pre_hook(lambda opt, sd: {**sd, "state": {99: {}}})
+    with pytest.raises(ValueError, match="state has the key 99, but no parameter with that id"):
+        room.load(source.build())
+    assert_same(room.everything(), before)
+    with pytest.raises(TypeError, match=r"^optimizer must be a dict, got list"):
+        room.load({**source.build(), "optimizer": []})
+
+
+class Boom(Exception):
+    pass
+
+
+def spoil(room: Room) -> None:
+    """What a hook may do before it raises."""
+    for p in room.params:
+        p.data.add_(1)
+        room.optimizer.state[p]["exp_avg"].mul_(2)
+    room.optimizer.param_groups[0]["lr"] = 5.0
+    room.optimizer.param_groups[0]["params"].pop()
+    room.optimizer.defaults["lr"] = 7
+    room.optimizer.defaults = {"lr": 8}
+    room.optimizer.state.clear()
+
+
+@pytest.mark.parametrize("where", ["pre", "post", "instance", "override", "missing setting", "scaler"])
+@pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
+def test_error_while_loading_leaves_everything(where: str, error: type[BaseException]) -> None:
+    source, room = Room(seed=1).train(3), Room(seed=2).train(2)
+    state, groups, inner = (
+        room.optimizer.state,
+        room.optimizer.param_groups,
+        room.optimizer.state[room.params[0]],
+    )
+
+    def fail(*_: Any) -> None:
+        spoil(room)
+        raise error("from the hook")
+
+    class Overridden(torch.optim.Adam):
+        def load_state_dict(self, state_dict: Any) -> None:
+            super().load_state_dict(state_dict)
+            fail()
+
+    class Forgetful(torch.optim.Adam):
+        def load_state_dict(self, state_dict: Any) -> None:
+            super().load_state_dict(state_dict)
+            del self.param_groups[1]["eps"]
+
+    if where == "pre":
+        room.optimizer.register_load_state_dict_pre_hook(fail)
+    elif where == "post":
+        room.optimizer.register_load_state_dict_post_hook(fail)
+    elif where == "instance":
+        room.optimizer.load_state_dict = fail  # type: ignore[method-assign]
+    elif where == "override":
+        room.optimizer.__class__ = Overridden
+    elif where == "missing setting":
+        room.optimizer.__class__ = Forgetful
+    else:
+        room.optimizer.register_load_state_dict_post_hook(lambda opt: spoil(room))
+        room.scaler.__class__ = type("Picky", (DynamicLossScaler,), {"load_state_dict": _refuse_once(error)})
+    before, attributes = room.everything(), dict(vars(room.optimizer))
+    plan = room.plan(source.build())
+    with pytest.raises(ValueError if where == "missing setting" else error, match=r"lacks 'eps'|from the"):
+        plan.apply()
+    assert_same(room.everything(), before, f"after an error in {where}")
+    assert room.optimizer.state is state
+    assert room.optimizer.param_groups is groups
+    assert room.optimizer.state[room.params[0]] is inner
+    assert vars(room.optimizer).keys() == attributes.keys()
+    assert room.optimizer.param_groups[0]["params"][2] is room.params[2]
+    assert not [h for h in room.optimizer._optimizer_load_state_dict_pre_hooks.values() if h is not fail]
+
+
+def _refuse_once(error: type[BaseException]) -> Any:
+    calls: list[int] = []
+
+    def load_state_dict(self: DynamicLossScaler, state_dict: Any) -> None:
+        DynamicLossScaler.load_state_dict(self, state_dict)
+        calls.append(1)
+        if len(calls) == 1:
+            raise error("from the scaler")
+
+    return load_state_dict
+
+
+def test_override_with_a_form_of_its_own() -> None:
+    class Wrapping(torch.optim.Adam):
+        def state_dict(self) -> Any:
+            return {"fast": super().state_dict(), "k": 5}
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            super().load_state_dict(state_dict["fast"])
+            self.k = state_dict["k"]
+            for group in self.param_groups:
+                group["params"] = list(group["params"])
+
+    source, room = Room(seed=1).train(2), Room(seed=2)
+    for one in (source, room):
+        one.optimizer.__class__ = Wrapping
+    lists = [group["params"] for group in room.optimizer.param_groups]
+    room.load(through_file(source.build()))
+    assert_same(room.build(), source.build())
+    assert all(g["params"] is kept for g, kept in zip(room.optimizer.param_groups, lists, strict=True))
+    assert room.optimizer.k == 5  # type: ignore[attr-defined]
+
+
+# -- state of an optimizer that was used before --------------------------------------------------------------
+
+Pair = namedtuple("Pair", "a b")
+
+
+def test_carry_state_moves_copies_to_the_new_tensor() -> None:
+    old, new, marker = Parameter(torch.ones(2, 3).half()), Parameter(torch.ones(2, 3)), object()
+    optimizer = torch.optim.SGD([old], lr=0.1)
+    state = {
+        "buffer": torch.full((3, 2), 1.5, dtype=torch.float16).t(),
+        "codes": torch.ones(4, dtype=torch.int16),
+        "double": torch.ones(2, dtype=torch.float64),
+        "list": [torch.ones(2).bfloat16(), (torch.ones(1), None)],
+        "pair": Pair(torch.ones(1).half(), 3),
+        "dict": {"x": torch.zeros(2)},
+        "marker": marker,
+        "text": "abc",
+    }
+    kept = flatten(state)
+    optimizer.state[old] = state
+    checkpoint.carry_state(optimizer, old, new)
+    assert old not in optimizer.state
+    got = optimizer.state[new]
+    assert got["buffer"].dtype == torch.float32
+    assert got["buffer"].stride() == (1, 2)
+    assert (got["codes"].dtype, got["double"].dtype) == (torch.int16, torch.float64)
+    assert got["list"][0].dtype == torch.float32
+    assert isinstance(got["list"][1], tuple)
+    assert isinstance(got["pair"], Pair)
+    assert got["pair"].a.dtype == torch.float32
+    assert got["marker"] is marker
+    assert got["text"] == "abc"
+    assert not {t.data_ptr() for t in tensors(got)} & {t.data_ptr() for t in tensors(state)}
+    for t in tensors(got):
+        t.zero_()
+    got["dict"].clear()
+    assert_same(state, kept, "the old state")
+
+
+def test_carry_state_without_state_makes_none() -> None:
+    old, new = Parameter(torch.ones(2)), Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([old], lr=0.1)
+    checkpoint.carry_state(optimizer, old, new)
+    assert not optimizer.state

@@ -1,0 +1,169 @@
+"""What is logged about overflows and writes, at which level and how often."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import logging
+import pickle
+
+import pytest
+import torch
+
+from fp16opt import diagnostics, kernels
+from fp16opt.diagnostics import (
+    Overflow,
+    SkipLog,
+    describe,
+    overflows_from_flags,
+    warn_cast,
+    warn_model_write,
+)
+from fp16opt.scaling import DynamicLossScaler, LossScaler, StaticLossScaler
+
+BAD = [Overflow("fc.weight", 0, 3, True, False), Overflow("fc.bias", 1, 0, True, True)]
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.DEBUG, logger="fp16opt")
+    return caplog
+
+
+def records(log: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    assert all(record.name == "fp16opt" for record in log.records)
+    out = [(record.levelname, record.getMessage()) for record in log.records]
+    log.clear()
+    return out
+
+
+def skip(skips: SkipLog, scaler: LossScaler) -> None:
+    old = scaler.scale.item()
+    scaler.update(torch.tensor(1.0))
+    skips.skipped(scaler, old, BAD)
+
+
+def test_overflow_reads_well() -> None:
+    assert [str(o) for o in (*BAD, Overflow("group 0, param 3", 0, 3, False, True))] == [
+        "fc.weight (inf)", "fc.bias (inf and nan)", "group 0, param 3 (nan)",
+    ]  # fmt: skip
+    assert BAD[0] == ("fc.weight", 0, 3, True, False)
+    assert BAD[0].index == 3
+    assert f"{BAD[0]}" == "fc.weight (inf)"
+
+
+@pytest.mark.parametrize(("count", "want"), [
+    (0, "none"), (1, "a0"), (3, "a0, a1, a2"), (4, "a0, a1, a2 and 1 more"), (9, "a0, a1, a2 and 6 more"),
+])  # fmt: skip
+def test_describe(count: int, want: str) -> None:
+    assert describe([f"a{i}" for i in range(count)], limit=3) == want
+
+
+def test_describe_shows_five_unless_told() -> None:
+    assert describe("abcdefg") == "a, b, c, d, e and 2 more"
+    assert describe(BAD) == "fc.weight (inf), fc.bias (inf and nan)"
+
+
+def test_overflows_from_flags() -> None:
+    flags = [0, kernels.INF, kernels.NAN, kernels.INF | kernels.NAN]
+    places = [(0, 0), (0, 1), (1, 0), (2, 5)]
+    assert overflows_from_flags(flags, list("abcd"), places) == [
+        Overflow("b", 0, 1, True, False), Overflow("c", 1, 0, False, True), Overflow("d", 2, 5, True, True),
+    ]  # fmt: skip
+    assert overflows_from_flags([0, 0], ["a", "b"], places[:2]) == []
+    with pytest.raises(ValueError, match="argument 2"):
+        overflows_from_flags([0], ["a", "b"], places[:2])
+
+
+def test_first_skips_are_calibration(log: pytest.LogCaptureFixture) -> None:
+    skips, scaler = SkipLog(), DynamicLossScaler(init_scale=8.0)
+    skip(skips, scaler)
+    skip(skips, scaler)
+    got = records(log)
+    assert [level for level, _ in got] == ["INFO", "INFO"]
+    assert "calibrating the loss scale: step skipped, the scale is now 4." in got[0][1]
+    assert "expected" in got[0][1]
+    assert "now 2." in got[1][1]
+
+
+def test_later_skips_are_warnings_by_name(log: pytest.LogCaptureFixture) -> None:
+    skips, scaler = SkipLog(), DynamicLossScaler(init_scale=8.0, hysteresis=2)
+    skips.stepped()
+    assert records(log) == []
+    skip(skips, scaler)
+    skip(skips, scaler)
+    names = "non-finite gradients in fc.weight (inf), fc.bias (inf and nan)."
+    assert records(log) == [
+        ("WARNING", f"step skipped, loss scale stays at 8 (hysteresis): {names}"),
+        ("WARNING", f"step skipped, loss scale 8 -> 4: {names}"),
+    ]
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_at_the_floor_errors_get_rarer(log: pytest.LogCaptureFixture, stepped: bool) -> None:
+    skips, scaler = SkipLog(), DynamicLossScaler(init_scale=2.0, min_scale=1.0)
+    if stepped:
+        skips.stepped()
+    skip(skips, scaler)
+    assert records(log)[0][0] == ("WARNING" if stepped else "INFO"), "the step to the floor may have helped"
+    logged = []
+    for number in range(1, 70):
+        skip(skips, scaler)
+        got = records(log)
+        if got:
+            logged.append(number)
+            assert [level for level, _ in got] == ["ERROR"]
+            assert (
+                f"lowest loss scale, 1 ({number} so far): non-finite gradients in fc.weight (inf)"
+                in got[0][1]
+            )
+    assert logged == [1, 2, 4, 8, 16, 32, 64]
+
+
+def test_static_scale_warns_at_a_falling_rate(log: pytest.LogCaptureFixture) -> None:
+    skips, scaler = SkipLog(), StaticLossScaler(128.0)
+    for _ in range(20):
+        skip(skips, scaler)
+    got = records(log)
+    assert [level for level, _ in got] == ["WARNING"] * 5
+    assert "static loss scale 128 (16 so far): non-finite gradients in fc.weight (inf)" in got[-1][1]
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
+def test_skip_log_is_copied_with_its_counts(log: pytest.LogCaptureFixture, how: object) -> None:
+    skips, scaler = SkipLog(), StaticLossScaler()
+    for _ in range(3):
+        skip(skips, scaler)
+    records(log)
+    skip(how(skips), scaler)  # type: ignore[operator]
+    assert "(4 so far)" in records(log)[0][1]
+
+
+def test_cast_warnings_name_each_parameter_once(log: pytest.LogCaptureFixture) -> None:
+    warned = {"something else"}
+    warn_cast([("a", 0), ("b", kernels.TOO_LARGE), ("c", kernels.NOT_FINITE)], warned)
+    assert records(log) == [
+        ("WARNING", "FP32 masters hold inf or nan: c."),
+        ("WARNING", "FP32 masters are too large for their 16-bit parameters, which became inf: b."),
+    ]
+    warn_cast([("b", kernels.TOO_LARGE), ("c", kernels.NOT_FINITE)], warned)
+    assert records(log) == []
+    warn_cast(((n, kernels.TOO_LARGE | kernels.NOT_FINITE) for n in "bcd"), warned)
+    assert [text for _, text in records(log)] == [
+        "FP32 masters hold inf or nan: b, d.",
+        "FP32 masters are too large for their 16-bit parameters, which became inf: c, d.",
+    ]
+    assert "something else" in warned
+
+
+def test_model_write_warning(log: pytest.LogCaptureFixture) -> None:
+    warn_model_write(["fc.weight", "fc.bias"])
+    [(level, text)] = records(log)
+    assert level == "WARNING"
+    assert "masters take the values: fc.weight, fc.bias." in text
+    assert "refresh_masters()" in text
+    assert 'on_model_write="error"' in text
+
+
+def test_doctests() -> None:
+    assert doctest.testmod(diagnostics).failed == 0

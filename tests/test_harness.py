@@ -1,0 +1,384 @@
+"""The tests of the tests: each comparison of the suite must fail for an optimizer that is broken on
+purpose."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from engine import recipes
+from engine.checks import (
+    array,
+    assert_model_is_rounded_masters,
+    assert_same,
+    assert_same_bits,
+    flatten,
+    normal,
+    ones,
+    snapshot,
+)
+from specs import ALWAYS, CASES, LATER, OptimizerCase
+
+
+class Fake:
+    """A short mixed-precision optimizer, correct unless told which fault to have."""
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        fault: str | None = None,
+        loss_scale: float | None = None,
+        **dynamic: Any,
+    ) -> None:
+        self.fault, self.optimizer = fault, inner
+        self.scaler = _FakeScaler(loss_scale, dynamic)
+        self.models: list[torch.Tensor] = []
+        self.masters: list[torch.Tensor] = []
+        for group in inner.param_groups:
+            for i, p in enumerate(group["params"]):
+                wide = p.dtype in (torch.float32, torch.float64)
+                self.models.append(p)
+                self.masters.append(p if wide else torch.nn.Parameter(p.detach().float()))
+                group["params"][i] = self.masters[-1]
+        self.skipped_steps, self.step_was_skipped = 0, False
+        if fault == "phantom":
+            for m in self.masters:
+                m.grad = torch.zeros_like(m)
+            inner.step()
+
+    @property
+    def loss_scale(self) -> float:
+        return self.scaler.now.scale
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    def model_params(self) -> Iterator[torch.Tensor]:
+        return iter(self.models)
+
+    def master_params(self) -> Iterator[torch.Tensor]:
+        return iter(self.masters)
+
+    def zero_grad(self) -> None:
+        for p in (*self.models, *self.masters):
+            p.grad = None
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if self.fault == "no_accumulation":
+            self.zero_grad()
+        self.used = self.loss_scale
+        (loss.float() * self.loss_scale).backward()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        if self.fault == "noop":
+            return
+        grads = [
+            None if p.grad is None else p.grad.to(m.dtype)
+            for p, m in zip(self.models, self.masters, strict=True)
+        ]
+        bad = not all(torch.isfinite(g).all() for g in grads if g is not None)
+        if self.fault == "scale_first":
+            self.scaler.now.update(bad)
+            self.used = self.loss_scale
+        if self.fault == "check_first_only":
+            bad = grads[0] is not None and not torch.isfinite(grads[0].reshape(-1)[0])
+        for m, g in zip(self.masters, grads, strict=True):
+            if g is not None:
+                m.grad = g * (1.0 if self.fault == "not_unscaled" else 1.0 / self.used)
+        if not bad:
+            self._apply()
+        if self.fault != "scale_first":
+            self.scaler.now.update(bad)
+        self.step_was_skipped = bad
+        self.skipped_steps += bad
+
+    def _apply(self) -> None:
+        if self.fault == "decay_swapped":
+            for group in self.param_groups:
+                for m in group["params"]:
+                    m.grad = m.grad + group["weight_decay"] * m.detach()
+                group["weight_decay"] = 0.0
+        if self.fault == "step_in_16_bits":
+            with torch.no_grad():
+                for p, m in zip(self.models, self.masters, strict=True):
+                    m.copy_(p)
+        self.optimizer.step()
+        if self.fault == "stale_model":
+            return
+        with torch.no_grad():
+            for p, m in zip(self.models, self.masters, strict=True):
+                p.copy_(m)
+
+    def state_dict(self) -> dict[str, Any]:
+        inner = self.optimizer.state_dict()
+        if self.fault == "lost_state":
+            inner = {**inner, "state": {}}
+        return {
+            "optimizer": inner,
+            "masters": [m.detach().clone() for m in self.masters],
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        aliased = self.fault == "aliased_checkpoint"  # torch's own load_state_dict keeps the caller's tensors
+        self.optimizer.load_state_dict(sd["optimizer"] if aliased else copy.deepcopy(sd["optimizer"]))
+        if self.fault != "lost_scaler":
+            self.scaler.load_state_dict(sd["scaler"])
+        with torch.no_grad():
+            for p, m, value in zip(self.models, self.masters, sd["masters"], strict=True):
+                m.copy_(p if self.fault == "lost_masters" else value)
+                p.copy_(m)
+
+
+class _FakeScaler:
+    def __init__(self, loss_scale: float | None, dynamic: dict[str, Any]) -> None:
+        settings = {("scale" if k == "init_scale" else k): v for k, v in dynamic.items()}
+        self.now: Any = (
+            oracle.DynamicScaler(**settings) if dynamic else oracle.StaticScaler(loss_scale or 1.0)
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self.now))
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        vars(self.now).update(sd)
+
+
+def making(fault: str | None) -> recipes.Make:
+    return lambda inner, **kwargs: Fake(inner, fault, **kwargs)
+
+
+ADAMW = OptimizerCase("AdamW", "AdamW", {"lr": 0.01, "weight_decay": 0.1})
+MOMENTUM = OptimizerCase("SGD-momentum", "SGD", {"lr": 0.05, "momentum": 0.9})
+DYNAMIC = {"init_scale": 64.0, "growth_interval": 2}
+
+
+def check_twin(make: recipes.Make) -> None:
+    recipes.check_masters_equal_plain_fp32_stepping(make, ADAMW, 64.0)
+
+
+def check_resume(make: recipes.Make) -> None:
+    recipes.check_resume_bit_exact(make, MOMENTUM, DYNAMIC, model_first=True)
+
+
+CHECKS: list[tuple[Callable[[recipes.Make], None], list[str]]] = [
+    (
+        recipes.check_updates_exact_through_scale_growth,
+        ["noop", "scale_first", "not_unscaled", "stale_model"],
+    ),
+    (check_twin, ["noop", "decay_swapped", "not_unscaled", "step_in_16_bits", "stale_model", "phantom"]),
+    (check_resume, ["noop", "lost_state", "lost_masters", "lost_scaler", "aliased_checkpoint"]),
+    (recipes.check_weight_decay_is_decoupled, ["noop", "decay_swapped", "phantom"]),
+    (recipes.check_overflow_leaves_everything_untouched, ["noop", "check_first_only"]),
+    (recipes.check_accumulation, ["noop", "no_accumulation", "not_unscaled"]),
+]
+
+
+@pytest.mark.parametrize("check", [c for c, _ in CHECKS], ids=lambda c: c.__name__)
+def test_check_passes_for_a_correct_fake(check: Callable[[recipes.Make], None]) -> None:
+    made = []
+
+    def make(inner: torch.optim.Optimizer, **kwargs: Any) -> Fake:
+        made.append(Fake(inner, **kwargs))
+        return made[-1]
+
+    check(make)
+    assert made, "the check never made an optimizer"
+
+
+@pytest.mark.parametrize(
+    ("check", "fault"),
+    [pytest.param(c, f, id=f"{c.__name__}-{f}") for c, faults in CHECKS for f in faults],
+)
+def test_check_raises_for_a_broken_fake(check: Callable[[recipes.Make], None], fault: str) -> None:
+    with pytest.raises(AssertionError):
+        check(making(fault))
+
+
+@pytest.mark.parametrize(
+    ("got", "want"),
+    [
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0000002])),
+        (torch.tensor([0.0]), torch.tensor([-0.0])),
+        (torch.ones(2), torch.ones(2, dtype=torch.float64)),
+        (torch.ones(2), torch.ones(2, 1)),
+        (torch.ones(0), torch.ones(0, 1)),
+        (torch.tensor(1.0), torch.tensor([1.0])),
+    ],
+    ids=["one_ulp", "sign_of_zero", "dtype", "shape", "empty_shape", "zero_dim"],
+)
+def test_assert_same_bits_fails_for(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert_same_bits(got, got.clone())
+    with pytest.raises(AssertionError):
+        assert_same_bits(got, want)
+
+
+def test_assert_same_bits_ignores_strides_and_compares_nan_by_bits() -> None:
+    a = torch.arange(6.0).reshape(2, 3)
+    assert_same_bits(a.t().contiguous().t(), a)
+    assert_same_bits(torch.tensor([float("nan")]), torch.tensor([float("nan")]))
+    with pytest.raises(AssertionError):
+        assert_same_bits(torch.tensor([float("nan")]), torch.tensor([1.0]))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"a": [1, 2]}, {"a": [1], "b": 0}, {"a": (1,)}, {"a": [1.0]}, {"a": []}, {"a": [torch.tensor(1)]}, {}],
+    ids=str,
+)
+def test_assert_same_fails_for_other_structure(other: Any) -> None:
+    assert_same({"a": [1]}, {"a": [1]})
+    with pytest.raises(AssertionError):
+        assert_same({"a": [1]}, other)
+
+
+@pytest.mark.parametrize("place", ["weight", "master", "state", "group"])
+def test_snapshot_notices_a_change_of(place: str) -> None:
+    p = ones(3)
+    fake = Fake(torch.optim.SGD([p], lr=0.5, momentum=0.5))
+    recipes.one_step(fake, [p], [1.0])
+    before = snapshot(fake, [p], scaler=True)
+    assert_same(snapshot(fake, [p], scaler=True), before)
+    with torch.no_grad():
+        if place == "weight":
+            p[1] = 7
+        elif place == "master":
+            fake.masters[0][2] += 1e-6
+        elif place == "state":
+            fake.state[fake.masters[0]]["momentum_buffer"][0] += 1e-6
+        else:
+            fake.param_groups[0]["lr"] = 0.25
+    with pytest.raises(AssertionError):
+        assert_same(snapshot(fake, [p], scaler=True), before)
+
+
+def test_rounded_masters_check_fails_when_model_and_master_differ() -> None:
+    p = ones(3)
+    fake = Fake(torch.optim.SGD([p], lr=0.5))
+    assert_model_is_rounded_masters(fake)
+    with torch.no_grad():
+        fake.masters[0][1] = 1 + 2.0**-10
+    with pytest.raises(AssertionError):
+        assert_model_is_rounded_masters(fake)
+
+
+def test_flatten_copies_bits() -> None:
+    t = torch.zeros(2)
+    before = flatten({"t": t})
+    t += 1
+    assert before != flatten({"t": t})
+
+
+def test_no_optimizer_class_of_torch_is_without_a_case() -> None:
+    there = {
+        name
+        for name, cls in vars(torch.optim).items()
+        if isinstance(cls, type)
+        and issubclass(cls, torch.optim.Optimizer)
+        and cls is not torch.optim.Optimizer
+    }
+    assert there <= {c.cls for c in CASES}, "a torch.optim class has no case in specs.py"
+    runs = {c.cls for c in CASES if c.missing() is None}
+    version = tuple(int(x) for x in torch.__version__.split(".")[:2])
+    assert runs >= ALWAYS | {c for c, since in LATER.items() if version >= since}
+
+
+def test_every_loop_foreach_and_fused_case_runs_on_a_recent_torch() -> None:
+    version = tuple(int(x) for x in torch.__version__.split(".")[:2])
+    if version < (2, 13):
+        pytest.skip("older torch lacks some arguments")
+    lost = {c.id: c.missing() for c in CASES if c.missing() and not c.id.endswith("-capturable")}
+    assert lost == {}
+
+
+def test_case_ids_are_unique() -> None:
+    ids = [c.id for c in CASES]
+    assert len(ids) == len(set(ids))
+
+
+# ---- the oracle against independent facts
+
+
+def test_oracle_rounding_on_every_tie_of_the_halves() -> None:
+    codes = np.arange(0, 0x7BFF, dtype=np.uint16)
+    low, high = (
+        codes.view(np.float16).astype(np.float64),
+        (codes + np.uint16(1)).view(np.float16).astype(np.float64),
+    )
+    middle = ((low + high) / 2).astype(np.float32)
+    want = np.where(codes % 2 == 0, codes, codes + 1).astype(np.uint16)
+    np.testing.assert_array_equal(oracle.round_half(middle).view(np.uint16), want)
+    assert oracle.round_half(np.float32(65519.996)) == 65504
+    assert np.isinf(oracle.round_half(np.float32(65520)))
+
+
+def test_oracle_bfloat16_agrees_with_torch() -> None:
+    u = np.random.default_rng(3).integers(0, 2**32, 200_000, dtype=np.uint32)
+    x = u.view(np.float32)
+    x = x[~np.isnan(x)]
+    got = torch.from_numpy(oracle.round_bfloat16(x))
+    assert_same_bits(got, torch.from_numpy(x).bfloat16().float())
+
+
+def test_oracle_sgd_agrees_with_torch_where_constants_are_powers_of_two() -> None:
+    for nesterov in (False, True):
+        p = torch.nn.Parameter(normal((40,), torch.float32, 1))
+        mine = [p.detach().numpy().copy()]
+        ours = oracle.SGD(0.25, momentum=0.5, weight_decay=0.125, nesterov=nesterov)
+        theirs = torch.optim.SGD(
+            [p], lr=0.25, momentum=0.5, weight_decay=0.125, nesterov=nesterov, foreach=False
+        )
+        for k in range(5):
+            g = normal((40,), torch.float32, 50 + k)
+            p.grad = g.clone()
+            theirs.step()
+            ours.step(mine, [g.numpy()])
+        assert_same_bits(p, torch.from_numpy(mine[0]))
+
+
+def test_oracle_adam_agrees_with_torch_within_its_known_bound() -> None:
+    # numerics.md section 6: over 100 steps at lr 1e-3 torch's variants lie within 1.5e-5 * lr of the recipe.
+
+    p = torch.nn.Parameter(normal((500,), torch.float32, 1))
+    mine = [p.detach().numpy().copy()]
+    ours, theirs = oracle.Adam(1e-3), torch.optim.Adam([p], lr=1e-3, fused=True)
+    for k in range(100):
+        g = normal((500,), torch.float32, 50 + k)
+        p.grad = g.clone()
+        theirs.step()
+        ours.step(mine, [g.numpy()])
+    ulp = float(np.spacing(np.abs(mine[0]).max()))
+    assert float(np.abs(p.detach().numpy() - mine[0]).max()) <= max(2 * ulp, 1.5e-8)
+
+
+def test_oracle_scaler_follows_the_worded_rules() -> None:
+    s = oracle.DynamicScaler(scale=16.0, growth_interval=2, hysteresis=2, min_scale=4.0, max_scale=32.0)
+    trace: defaultdict[str, list[float]] = defaultdict(list)
+    for overflow in (True, True, True, True, False, True, False, False, False, False, False, False):
+        s.update(overflow)
+        trace["scale"].append(s.scale)
+    assert trace["scale"] == [16, 8, 4, 4, 4, 4, 4, 8, 8, 16, 16, 32]
+
+
+def test_oracle_clip_factor() -> None:
+    assert oracle.clip_factor(0.0, 1.0) == 1.0
+    assert oracle.clip_factor(2.0, 1.0) == np.float32(1.0 / 2.000001)
+    total, same = oracle.clip([np.array([1.0, np.inf], np.float32)], 1.0)
+    assert np.isinf(total)
+    assert np.isinf(same[0][1])
+    assert oracle.norm([np.full(4, 1e30, np.float32), None]) == pytest.approx(
+        2e30, rel=1e-7
+    )  # 1e30 rounded to float32
+    assert oracle.norm([array([3.0, -4.0]).numpy()], 1.0) == 7.0
+    assert oracle.norm([array([3.0, -4.0]).numpy()], float("inf")) == 4.0

@@ -1,0 +1,234 @@
+"""Loss scalers against a plain Python oracle."""
+
+from __future__ import annotations
+
+import doctest
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scalers import ODD, tell, trackers
+
+from fp16opt import scaling
+from fp16opt.scaling import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler
+
+
+class Oracle:
+    """The rule in plain Python; float32 products by numpy."""
+
+    def __init__(self, init: float, growth: float, backoff: float, interval: int, hysteresis: int,
+                 floor: float, ceiling: float) -> None:  # fmt: skip
+        f = np.float32
+        self.scale, self.growth, self.backoff = f(init), f(growth), f(backoff)
+        self.floor, self.ceiling = f(floor), f(ceiling)
+        self.interval, self.hysteresis = interval, hysteresis
+        self.clean = self.left = self.skips = 0
+        self.left = hysteresis
+
+    def update(self, overflow: bool) -> None:
+        if overflow:
+            self.clean = 0
+            self.skips += 1
+            if self.left > 1:
+                self.left -= 1
+            else:
+                self.scale = max(self.scale * self.backoff, self.floor)
+            return
+        self.skips = 0
+        self.left = self.hysteresis
+        self.clean += 1
+        if self.clean == self.interval:
+            self.clean = 0
+            with np.errstate(over="ignore"):
+                self.scale = min(self.scale * self.growth, self.ceiling)
+
+
+# -- the rule ------------------------------------------------------------------------------------------------
+
+POWERS = st.integers(-126, 127).map(lambda e: 2.0**e)
+SCALES = POWERS | st.floats(2.0**-126, 2.0**127, width=32)
+
+
+@st.composite
+def settings(draw: st.DrawFn) -> dict[str, Any]:
+    floor, init, ceiling = sorted(draw(st.tuples(SCALES, SCALES, SCALES)))
+    return {
+        "init_scale": init,
+        "growth_factor": draw(st.sampled_from([2.0, 4.0, 1.5, 1.0000002, 3e38])),
+        "backoff_factor": draw(st.sampled_from([0.5, 0.25, 0.7, 0.9999999, 1e-30])),
+        "growth_interval": draw(st.integers(1, 4)),
+        "hysteresis": draw(st.integers(1, 4)),
+        "min_scale": floor,
+        "max_scale": ceiling,
+    }
+
+
+@given(settings(), st.lists(st.booleans(), max_size=60))
+def test_update_is_the_oracle_s(chosen: dict[str, Any], overflows: list[bool]) -> None:
+    scaler, oracle = DynamicLossScaler(**chosen), Oracle(*chosen.values())
+    for overflow in overflows:
+        before = scaler.scale
+        kept = before.item()
+        tell(scaler, overflow)
+        oracle.update(overflow)
+        assert trackers(scaler) == (float(oracle.scale), oracle.clean, oracle.skips)
+        assert before.item() == kept, "a scale that was read must keep its value"
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2, 5])
+def test_hysteresis_honoured(hysteresis: int) -> None:
+    scaler = DynamicLossScaler(init_scale=1024.0, hysteresis=hysteresis)
+    tell(scaler, *[1] * (hysteresis - 1))
+    assert scaler.scale.item() == 1024.0
+    tell(scaler, 1)
+    assert scaler.scale.item() == 512.0, "the H-th overflow in a row backs off"
+    tell(scaler, 1)
+    assert scaler.scale.item() == 256.0, "and so does each one after it"
+    tell(scaler, 0, *[1] * (hysteresis - 1))
+    assert scaler.scale.item() == 256.0, "a clean step refills"
+    tell(scaler, 1)
+    assert scaler.scale.item() == 128.0
+
+
+@pytest.mark.parametrize("overflow", [0, 1])
+@pytest.mark.parametrize("limits", [(2.0**-126, 2.0**127), (2.0**-14, 2.0**24), (1.0, 1.0)])
+@pytest.mark.parametrize("factors", [(2.0, 0.5), (1.7, 0.3), (3e38, 1e-38)])
+def test_scale_never_zero_or_inf(
+    overflow: int, limits: tuple[float, float], factors: tuple[float, float]
+) -> None:
+    growth, backoff = factors
+    scaler = DynamicLossScaler(1.0, growth, backoff, 1, 1, *limits)
+    for _ in range(400):
+        tell(scaler, overflow)
+        assert limits[0] <= scaler.scale.item() <= limits[1]
+        assert math.isfinite(1.0 / scaler.scale)
+        assert 1.0 / scaler.scale.item() > 0
+    assert scaler.scale.item() == limits[overflow == 0]
+    tell(scaler, 1 - overflow, 1 - overflow)
+    assert (scaler.scale.item() != limits[overflow == 0]) == (limits[0] != limits[1]), "it comes back"
+
+
+def test_growth_past_the_ceiling_clamps_to_it() -> None:
+    scaler = DynamicLossScaler(init_scale=48.0, growth_interval=1, max_scale=50.0)
+    tell(scaler, 0)
+    assert scaler.scale.item() == 50.0
+
+
+def test_back_off_ignores_hysteresis_and_restarts_growth() -> None:
+    scaler = DynamicLossScaler(init_scale=2.0, hysteresis=5, growth_interval=3, min_scale=0.75)
+    tell(scaler, 0, 0)
+    assert scaler.back_off() is True
+    assert trackers(scaler) == (1.0, 0, 0)
+    assert not scaler.at_floor()
+    assert scaler.back_off() is True
+    assert scaler.scale.item() == 0.75, "clamped to the floor"
+    assert scaler.at_floor()
+    assert scaler.back_off() is False
+    assert scaler.scale.item() == 0.75
+
+
+def test_set_scale_restarts_growth() -> None:
+    scaler = DynamicLossScaler(growth_interval=3)
+    tell(scaler, 0, 0)
+    scaler.set_scale(8)
+    tell(scaler, 0, 0)
+    assert scaler.scale.item() == 8.0
+    tell(scaler, 0)
+    assert scaler.scale.item() == 16.0
+
+
+def test_static_scale_stays_and_counts() -> None:
+    scaler = StaticLossScaler(3.0)
+    tell(scaler, 0, 1, 1)
+    assert (scaler.scale.item(), int(scaler.consecutive_skips)) == (3.0, 2)
+    tell(scaler, 0)
+    assert int(scaler.consecutive_skips) == 0
+    assert scaler.back_off() is False
+    assert scaler.at_floor()
+    scaler.set_scale(5.0)
+    assert scaler.scale.item() == 5.0
+    assert (scaler.dynamic, scaler.max_consecutive_skips) == (False, None)
+    assert StaticLossScaler().scale.item() == 1.0
+
+
+@pytest.mark.parametrize("make", [StaticLossScaler, DynamicLossScaler])
+def test_every_change_raises_the_generation(make: type[LossScaler]) -> None:
+    scaler = make()
+    changes = [lambda: tell(scaler, 0), lambda: tell(scaler, 1), lambda: scaler.set_scale(4.0),
+               lambda: scaler.load_state_dict(make().state_dict())]  # fmt: skip
+    if scaler.dynamic:
+        changes.append(scaler.back_off)
+    for change in changes:
+        before = scaler.generation
+        change()
+        assert scaler.generation == before + 1
+
+
+def test_update_is_few_operations_and_does_not_wait() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[str] = []
+
+    class Spy(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    for scaler, most in ((DynamicLossScaler(), 12), (StaticLossScaler(), 12)):
+        seen.clear()
+        found = torch.tensor(1.0)
+        seen.clear()
+        with Spy():
+            scaler.update(found)
+        assert len(seen) <= most, seen
+        assert not [op for op in seen if "local_scalar" in op or "item" in op], "reads a value back"
+
+
+def test_tensors_are_what_the_interface_says() -> None:
+    with torch.device("meta"):  # a default device or dtype of the user's does not get in
+        scalers = [StaticLossScaler(), DynamicLossScaler()]
+    for scaler in scalers:
+        assert scaler.to("cpu") is scaler
+        tell(scaler, 1)
+        assert (scaler.scale.dtype, scaler.scale.shape, scaler.scale.device.type) == (
+            torch.float32,
+            (),
+            "cpu",
+        )
+        skips = scaler.consecutive_skips
+        assert (skips.dtype, skips.shape, int(skips)) == (torch.int32, (), 1)
+
+
+def test_graph_that_holds_an_old_scale_can_run_again() -> None:
+    scaler = DynamicLossScaler(init_scale=4.0, growth_interval=1)
+    x = torch.ones((), requires_grad=True)
+    loss = x * scaler.scale
+    loss.backward(retain_graph=True)
+    tell(scaler, 0)
+    loss.backward()
+    assert x.grad is not None
+    assert x.grad.item() == 8.0
+
+
+def test_other_scalers_may_be_made() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        LossScaler()  # type: ignore[abstract]
+    assert issubclass(LossScaleError, RuntimeError)
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_as_on_the_cpu() -> None:
+    cpu, gpu = DynamicLossScaler(**ODD), DynamicLossScaler(**ODD).to("cuda")
+    for overflow in [0, 0, 0, 0, 1, 1, 1, 1, 0, 1, 0, 0, 0, 0, 0]:
+        tell(cpu, overflow)
+        gpu.update(torch.tensor(float(overflow), device="cuda"))
+        assert gpu.scale.is_cuda
+        assert trackers(gpu) == trackers(cpu)
+
+
+def test_doctests() -> None:
+    assert doctest.testmod(scaling).failed == 0
