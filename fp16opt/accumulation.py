@@ -1,4 +1,4 @@
-"""Accumulation: the state machine of a step's gradients, and the scale that each backward's gradients were made with."""
+"""Accumulation: the state machine of a step's gradients, and the scale that each backward made them with."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class State(enum.Enum):
 
 @dataclass
 class Pending:
-    """The scale that the model's present gradients were made with. It stays theirs whatever the scaler does meanwhile."""
+    """The scale that the model's present gradients were made with. It stays theirs whatever the scaler does."""
 
     scaler: LossScaler
     generation: int

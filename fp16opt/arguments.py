@@ -28,11 +28,13 @@ def make_scaler(dynamic: bool, loss_scale: float | None, scaler: LossScaler | No
 
 
 def check_scaler(scaler: object) -> None:
+    """Raise ``TypeError`` for anything but a ``LossScaler`` or None."""
     if scaler is not None and not isinstance(scaler, LossScaler):
         raise TypeError(f"scaler: expected a fp16opt.LossScaler, got {type(scaler).__name__}.")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise ``ValueError`` where ``value`` is not among ``choices``."""
     if value not in choices:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}.")
 
@@ -69,7 +71,9 @@ def named(named_parameters: Iterable[tuple[str, Tensor]] | None) -> list[tuple[s
         )
     pairs = list(named_parameters or ())
     for pair in pairs:
-        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor)):
+        if not (
+            isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor)
+        ):
             raise TypeError(
                 f"named_parameters: expected (name, parameter) pairs, got an item of type {type(pair).__name__}. "
                 "Pass model.named_parameters()."
@@ -97,4 +101,3 @@ def require(value: Any) -> Any:
     if value is None:
         raise RuntimeError("internal error: no backward is pending. Please report this.")
     return value
-

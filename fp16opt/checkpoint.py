@@ -182,9 +182,7 @@ def _load_optimizer(optimizer: Optimizer, state_dict: Mapping[str, Any], labels:
 def _put_right(loaded: Any, saved: Any, param: Tensor, standard: bool, key: object = None) -> Any:
     """``loaded`` (after torch's casts) with the tensors of ``saved``; what is not a tensor in both stays."""
     if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
-        if (
-            key == "step"
-        ):  # torch's rule decides: on the host, or beside the parameter for fused and capturable
+        if key == "step":  # torch's rule holds: on the host, or beside the parameter if fused or capturable
             return loaded
         # torch's own classes need these in the parameter's dtype (FP64 state for an FP32 master, say)
         return _placed(saved, param, standard and (key in PER_ELEMENT or key in FACTORED))

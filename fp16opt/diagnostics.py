@@ -107,9 +107,7 @@ class SkipLog:
             )
         else:
             change = f"{old:g} -> {new:g}" if new != old else f"stays at {new:g} (hysteresis)"
-            logger.warning(
-                "step skipped, loss scale %s: non-finite gradients in %s.", change, describe(overflows)
-            )
+            logger.warning("step skipped, loss scale %s: non-finite gradients in %s.", change, describe(overflows))
 
     def _log_stuck(self, dynamic: bool, scale: float, overflows: Sequence[Overflow]) -> None:
         if dynamic:

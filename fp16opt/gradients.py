@@ -142,7 +142,7 @@ class MasterGrads:
     def _unusual(
         self, i: int, grad: Tensor, fold: bool, later: list[tuple[int, Tensor]]
     ) -> tuple[Tensor | None, Tensor | None, bool]:
-        """(what to read, where to write, whether to add there) for one gradient; ``later`` takes what torch must add."""
+        """(what to read, where to write, whether to add there) for one gradient; torch adds ``later``."""
         is_own = self.params.master[i] is self.params.model[i]
         if is_own and not self.own_is_fresh:
             return None, None, False
@@ -186,7 +186,8 @@ class MasterGrads:
         dtype = self.params.master[i].dtype
         if grad.layout is not torch.sparse_coo:
             raise TypeError(
-                f"parameter {self.params.names[i]!r}: expected a dense or a sparse COO gradient, got layout {grad.layout}."
+                f"parameter {self.params.names[i]!r}: expected a dense or a sparse COO gradient, got layout "
+                f"{grad.layout}. Convert it in a hook."
             )
         if not grad.is_coalesced():
             values = grad._values().to(dtype)
@@ -227,7 +228,7 @@ class MasterGrads:
             shard.stats.found_inf.copy_((shard.stats.nonfinite != 0).any())
 
     def start_folding(self) -> None:
-        """From now on :meth:`unscale` adds to the master gradients. What they hold counts, 16-bit gradients are freed."""
+        """From now on :meth:`unscale` adds to the master gradients. What they hold counts; 16-bit ones are freed."""
         if self.folded is None:
             unscaled = self._measured is not None
             for i in self.params.copied:
@@ -273,9 +274,13 @@ class MasterGrads:
 
     def _is_measured(self) -> bool:
         measured = self._measured
-        return measured is not None and self._measurable and all(
-            master.grad is grad and (grad is None or grad._version == version)
-            for master, (grad, version) in zip(self.params.master, measured, strict=True)
+        return (
+            measured is not None
+            and self._measurable
+            and all(
+                master.grad is grad and (grad is None or grad._version == version)
+                for master, (grad, version) in zip(self.params.master, measured, strict=True)
+            )
         )
 
     def values(self, shard: Shard) -> list[Tensor | None]:
@@ -343,6 +348,9 @@ class MasterGrads:
 
 
 def _vector_norm(value: Tensor, norm_type: float) -> Tensor:
+    norm: Tensor
     if math.isinf(norm_type):
-        return torch.linalg.vector_norm(value, norm_type).double()
-    return torch.linalg.vector_norm(value, norm_type, dtype=torch.float64)
+        norm = torch.linalg.vector_norm(value, norm_type).double()
+    else:
+        norm = torch.linalg.vector_norm(value, norm_type, dtype=torch.float64)
+    return norm

@@ -126,9 +126,7 @@ class MasterParams:
         for place, param in enumerate(params):
             self.model.append(param)
             self.master.append(param)
-            self.names.append(
-                name_of(group, place, param, names) or f"group {number}, param {place}"
-            )
+            self.names.append(name_of(group, place, param, names) or f"group {number}, param {place}")
             self.places.append((number, place))
             if param.dtype in HALF_DTYPES and param.requires_grad:
                 self._give_master(len(self.model) - 1, params, carry)
@@ -279,9 +277,7 @@ class MasterParams:
             if not shard.copied:
                 continue
             now = torch.empty_like(shard.cast.hashes)
-            kernels.multi_tensor_hash(
-                [self.model[i] for i in shard.copied], now, tables=shard.hash_tables
-            )
+            kernels.multi_tensor_hash([self.model[i] for i in shard.copied], now, tables=shard.hash_tables)
             if not torch.equal(now, shard.cast.hashes):
                 moved = (now != shard.cast.hashes).tolist()
                 written += [i for i, differs in zip(shard.copied, moved, strict=True) if differs]
@@ -319,8 +315,7 @@ class MasterParams:
     def saved(self) -> list[Tensor | None]:
         """FP32 masters in order, None where a parameter is its own: a value has one home in a checkpoint."""
         return [
-            None if master is model else master.detach()
-            for model, master in zip(self.model, self.master, strict=True)
+            None if master is model else master.detach() for model, master in zip(self.model, self.master, strict=True)
         ]
 
     def check_model(self, model: object) -> None:
@@ -369,4 +364,5 @@ def name_of(group: dict[str, Any], place: int, param: object, names: dict[int, s
 
 
 def quoted(name: str | None) -> str:
+    """A name in parentheses for a message, or nothing."""
     return f" ({name!r})" if name else ""

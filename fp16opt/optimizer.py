@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from . import checkpoint, closures, diagnostics, wrapped, writes
+from . import checkpoint, closures, diagnostics, driven, wrapped, writes
 from .accumulation import Accumulation, State
 from .arguments import check_choice, check_loss, check_number, check_scaler, make_scaler, named, open_group
 from .diagnostics import Overflow
@@ -19,14 +18,6 @@ from .masters import MasterParams
 from .outcomes import Outcomes, check_consecutive, warn_no_gradients
 from .scaling import LossScaler
 
-_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
 _ACCUMULATION = ("model", "fp32")
 
 
@@ -64,6 +55,10 @@ class MixedPrecisionOptimizer(Optimizer):
         (1.0, 0.9998779296875)
     """
 
+    # A GradScaler may drive it (see driven.py), and step honours grad_scale and found_inf where this is set to True. By
+    # itself it is not: Lightning then refuses to clip, and Accelerate does not see which steps were skipped.
+    _step_supports_amp_scaling = False
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -94,17 +89,13 @@ class MixedPrecisionOptimizer(Optimizer):
         self.scaler.to(self._device)
         self._outcomes = Outcomes()
         self._warned: set[str] = set()
-        self._make_hooks()
+        wrapped.make_hook_tables(self)
+        self._patch_step_function()
 
     def _make_gradients(self) -> None:
         self._grads = MasterGrads(self._params)
         self._steps = Accumulation(self._grads, self._device, folds=self.grad_accumulation == "fp32")
-
-    def _make_hooks(self) -> None:
-        for name in _HOOKS:
-            if name not in self.__dict__:
-                setattr(self, name, OrderedDict())
-        self._patch_step_function()
+        self._offers = driven.Offers()
 
     def _carry_state(self, param: Tensor, master: Tensor) -> None:
         checkpoint.carry_state(self.optimizer, param, master)
@@ -115,6 +106,7 @@ class MixedPrecisionOptimizer(Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The wrapped optimizer's param_groups: masters where there are masters, model parameters elsewhere."""
+        driven.offer(self)
         return self.optimizer.param_groups
 
     @property
@@ -137,7 +129,7 @@ class MixedPrecisionOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but hooks, a scheduler's patch of ``step``, and gradients (torch copies parameters without theirs)."""
-        left_out = (*_HOOKS, "step", "_grads", "_steps", "_names")
+        left_out = (*wrapped.HOOKS, "step", "_grads", "_steps", "_offers", "_names")
         kept = {name: value for name, value in self.__dict__.items() if name not in left_out}
         return {**kept, "_wrapped_extras": wrapped.extras(self.optimizer)}
 
@@ -149,7 +141,8 @@ class MixedPrecisionOptimizer(Optimizer):
         self._names = {}
         self._params.record_versions()  # copies of tensors count their versions anew
         self._make_gradients()
-        self._make_hooks()
+        wrapped.make_hook_tables(self)
+        self._patch_step_function()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, like ``torch.optim.Optimizer.add_param_group``; its 16-bit parameters get masters.
@@ -159,7 +152,7 @@ class MixedPrecisionOptimizer(Optimizer):
             ValueError: A parameter is here already, or has a dtype that can't be served. Nothing is changed then.
         """
         group, params, names = open_group(param_group)
-        number = len(self.param_groups)
+        number = len(self.optimizer.param_groups)
         self._params.check_group({**group, "params": params}, number, names)
         known = {id(param) for param in self._params.model}
         for place, param in enumerate(params):
@@ -169,7 +162,7 @@ class MixedPrecisionOptimizer(Optimizer):
                 )
             known.add(id(param))
         self.optimizer.add_param_group(group)
-        self._params.append_group(self.param_groups[-1], number, {**self._names, **names}, self._carry_state)
+        self._params.append_group(self.optimizer.param_groups[-1], number, {**self._names, **names}, self._carry_state)
         self._grads.grow()
 
     # -- gradients ---------------------------------------------------------------------------------------------------
@@ -225,7 +218,7 @@ class MixedPrecisionOptimizer(Optimizer):
         scaled = self.scale_loss(loss, scaler=scaler)
         present = self._grads.has_any()
         try:
-            scaled.backward(retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+            torch.autograd.backward(scaled, None, retain_graph, create_graph, inputs=inputs)
         except BaseException:
             self._steps.abandon(state, pending, present)
             raise
@@ -252,13 +245,11 @@ class MixedPrecisionOptimizer(Optimizer):
             self._steps.take_as_scaled(self.scaler)
         self._steps.unscale()
 
-    def clip_master_grads(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> Tensor:
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all master gradients so that their total norm is at most ``max_norm``.
 
         The factor is torch's, max_norm / (norm + 1e-6), at most 1; at 1 no gradient memory is touched. The 2-norm
-        comes from the pass that unscaled. Where an element is not finite all gradients stay as they are: ``step`` skips.
+        comes from the pass that unscaled. Where an element is not finite all gradients stay: ``step`` skips.
 
         Args:
             max_norm: Not negative.
@@ -279,7 +270,7 @@ class MixedPrecisionOptimizer(Optimizer):
         norm = self._grads.norm(norm_type, self._device)
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
-                f"the total norm of order {norm_type} of the master gradients is {norm.item()}, so it can't be clipped. "
+                f"the total norm of order {norm_type} of the master gradients is {norm.item()}: it can't be clipped. "
                 "Leave error_if_nonfinite=False to have step() skip, or see overflow_report() after it."
             )
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
@@ -292,12 +283,13 @@ class MixedPrecisionOptimizer(Optimizer):
         Args:
             set_to_none: Set ``.grad`` to None. The engine keeps the masters' gradient memory for the next step.
         """
+        driven.withdraw(self, set_to_none)
         self._grads.zero(set_to_none)
         self._steps.discard()
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the wrapped optimizer on the masters and copy them to the model, unless a gradient was not finite.
 
         A skipped step leaves parameters, optimizer state and step counts as they were. Then the loss scale is updated.
@@ -341,12 +333,7 @@ class MixedPrecisionOptimizer(Optimizer):
         if self._steps.state is State.READY:
             if not self._grads.has_unconsumed():
                 return False
-            static = not self.scaler.dynamic
-            if not (static and float(self.scaler.scale) == 1.0):
-                raise RuntimeError(
-                    f"gradients were found that neither opt.backward(loss) nor opt.scale_loss(loss) made, and the loss "
-                    f"scale is {self.loss_scale:g}: they would be unscaled wrongly. Use opt.backward(loss)."
-                )
+            driven.take(self)
         if self._steps.state is not State.UNSCALED:
             self.update_master_grads()
         return True
@@ -374,6 +361,7 @@ class MixedPrecisionOptimizer(Optimizer):
     def _finish(self, skipped: bool | Tensor) -> None:
         """After the decision: count, update the scalers (last, so that gradients met the scale of their backward)."""
         self._outcomes.record(skipped, self._grads)
+        self._offers.made = {}
         old = float(self.scaler.scale) if skipped is True else 0.0
         scalers = [scaler for scaler, _ in self._steps.verdicts.values()]
         for scaler, found in self._steps.verdicts.values():
@@ -405,15 +393,18 @@ class MixedPrecisionOptimizer(Optimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last ``step`` was skipped for non-finite gradients. Reading may sync with the device."""
+        driven.settle(self)
         return self._outcomes.last_was_skipped
 
     @property
     def skipped_steps(self) -> int:
         """Steps skipped since construction. Reading may sync with the device."""
+        driven.settle(self)
         return self._outcomes.skipped_steps
 
     def overflow_report(self) -> list[Overflow]:
         """Which parameters had non-finite gradients when the last step was skipped; empty when it was not. Syncs."""
+        driven.settle(self)
         return self._outcomes.report(self._grads)
 
     def master_params(self) -> Iterator[Tensor]:
@@ -491,7 +482,7 @@ class MixedPrecisionOptimizer(Optimizer):
 
     def _follow_changes(self) -> None:
         """Notice parameters that were changed, unfrozen, or added through the wrapped optimizer itself."""
-        if self._params.follow(self.param_groups, self._names, self._carry_state):
+        if self._params.follow(self.optimizer.param_groups, self._names, self._carry_state):
             self._grads.grow()
 
     def _skips_on_device(self) -> bool:

@@ -41,9 +41,7 @@ class Outcomes:
         self._flags = None if skipped is False else grads.device_flags()
         if isinstance(skipped, Tensor):
             count = skipped.long()
-            self._skipped_on_device = (
-                count if self._skipped_on_device is None else self._skipped_on_device + count
-            )
+            self._skipped_on_device = count if self._skipped_on_device is None else self._skipped_on_device + count
         elif skipped:
             self._skipped_here += 1
 

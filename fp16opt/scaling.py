@@ -371,9 +371,7 @@ def _number(name: str, value: object) -> float:
 def _scale_number(name: str, value: object) -> float:
     number = _number(name, value)
     if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
-        raise ValueError(
-            f"{name} must be over 0, from 2**-126 to 2**127 so that 1/scale is finite, got {value!r}."
-        )
+        raise ValueError(f"{name} must be over 0, from 2**-126 to 2**127 so that 1/scale is finite, got {value!r}.")
     return number
 
 

@@ -47,8 +47,7 @@ _NUMBERS = frozenset({"step", "eta", "mu", "mu_product", "func_evals", "n_iter"}
 _LBFGS_AFTER_A_STEP = ("d", "t", "old_dirs", "old_stps", "ro", "H_diag", "prev_flat_grad", "prev_loss")
 # Settings that torch.optim came to have over the years; its __setstate__ fills them in for older checkpoints.
 _LATE_SETTINGS = frozenset(
-    {"amsgrad", "capturable", "decoupled_weight_decay", "differentiable"}
-    | {"foreach", "fused", "maximize", "nesterov"}
+    {"amsgrad", "capturable", "decoupled_weight_decay", "differentiable"} | {"foreach", "fused", "maximize", "nesterov"}
 )
 
 HOW_SAVED = "Pass what state_dict() of this class returned (of a saved checkpoint, the entry that holds it)."
@@ -64,13 +63,9 @@ def is_torch_class(optimizer: Optimizer) -> bool:
 def labels_of(optimizer: Optimizer, names: Sequence[str]) -> list[str]:
     """How messages call each parameter: place, and name if it has one of its own."""
     places = [
-        f"group {g}, param {i}"
-        for g, group in enumerate(optimizer.param_groups)
-        for i in range(len(group["params"]))
+        f"group {g}, param {i}" for g, group in enumerate(optimizer.param_groups) for i in range(len(group["params"]))
     ]
-    return [
-        place if name == place else f"{place} ({name!r})" for place, name in zip(places, names, strict=True)
-    ]
+    return [place if name == place else f"{place} ({name!r})" for place, name in zip(places, names, strict=True)]
 
 
 def _type(value: object) -> str:
@@ -136,9 +131,7 @@ def check_masters(saved: object, masters: Sequence[Tensor | None], labels: Seque
         if not isinstance(value, Tensor):
             raise TypeError(f"{label}: master must be a tensor, got {_type(value)}. {HOW_SAVED}")
         if master is None:
-            raise ValueError(
-                f"{label}: masters has a tensor, but this parameter is its own master. {_SAME_MODEL}"
-            )
+            raise ValueError(f"{label}: masters has a tensor, but this parameter is its own master. {_SAME_MODEL}")
         if value.dtype != torch.float32 or value.layout != torch.strided or value.is_meta:
             kind = f"{value.dtype} on {value.device}, {value.layout}"
             raise ValueError(f"{label}: master must be a dense float32 tensor, got {kind}. {HOW_SAVED}")
@@ -166,9 +159,7 @@ def check_optimizer_state(sd: object, optimizer: Optimizer, labels: Sequence[str
     for key in sd["state"]:
         # torch copies state under other keys as it is, and a few optimizers keep global state under a str
         if key not in by_id and (named_by_str or not isinstance(key, str)):
-            raise ValueError(
-                f"optimizer: state has the key {key!r}, but no parameter with that id. {HOW_SAVED}"
-            )
+            raise ValueError(f"optimizer: state has the key {key!r}, but no parameter with that id. {HOW_SAVED}")
     params = [p for group in optimizer.param_groups for p in group["params"]]
     by_param = dict(zip(ids, params, strict=True))
     for group in groups:
@@ -196,9 +187,7 @@ def _check_groups(groups: object, optimizer: Optimizer) -> None:
         if not isinstance(group, Mapping):
             raise TypeError(f"{where} must be a dict, got {_type(group)}. {HOW_SAVED}")
         if not isinstance(group.get("params"), list | tuple):
-            raise TypeError(
-                f"{where}: params must be a list of ids, got {_type(group.get('params'))}. {HOW_SAVED}"
-            )
+            raise TypeError(f"{where}: params must be a list of ids, got {_type(group.get('params'))}. {HOW_SAVED}")
         ids = group["params"]
         if len(ids) != len(now["params"]):
             raise ValueError(f"{where} must have {len(now['params'])} params, got {len(ids)}. {_SAME_GROUPS}")
@@ -211,44 +200,44 @@ def _check_groups(groups: object, optimizer: Optimizer) -> None:
         _check_settings(group, now, where, optimizer)
 
 
-def _check_settings(
-    group: Mapping[str, Any], now: Mapping[str, Any], where: str, optimizer: Optimizer
-) -> None:
-    """Every setting is there, and of the kind it is now (one-element tensors count as numbers)."""
+def _check_settings(group: Mapping[str, Any], now: Mapping[str, Any], where: str, optimizer: Optimizer) -> None:
+    """Every setting is there, and of its default's kind (one-element tensors count as numbers)."""
     standard = is_torch_class(optimizer)
     if standard:
         lacking = sorted((set(optimizer.defaults) & set(now)) - set(group) - _LATE_SETTINGS)
         if lacking:
             raise lacks(where, lacking)
-    for key in optimizer.defaults:
-        if key in group and key in now and not _fits(now[key], group[key], not standard):
-            raise ValueError(
-                f"{where}: {key} must be of the kind of {now[key]!r}, got {group[key]!r}. {HOW_SAVED}"
-            )
+    for key, like in optimizer.defaults.items():  # what the group has now may be loaded, and of another kind
+        if key not in group or key not in now:
+            continue
+        if not _fits(like, group[key], lenient=not standard):
+            raise ValueError(f"{where}: {key} must be of the kind of {like!r}, got {group[key]!r}. {HOW_SAVED}")
     names = group.get("param_names")
     if names is not None and (not isinstance(names, list | tuple) or len(names) != len(group["params"])):
         raise ValueError(f"{where}: param_names must be a list of {len(group['params'])} names. {HOW_SAVED}")
 
 
-def _fits(now: object, saved: object, none_fits: bool) -> bool:
-    """Whether ``saved`` is the kind of value that ``now`` is. One that is None or a flag tells little."""
-    if now is None or isinstance(now, bool):
-        return (
-            saved is None or isinstance(saved, int | float) or (now is None and not isinstance(saved, Tensor))
-        )
+def _fits(like: object, saved: object, lenient: bool) -> bool:
+    """Whether ``saved`` is the kind of value that ``like`` is. One that is None or a flag tells little."""
+    if like is None:
+        return not isinstance(saved, Tensor)
+    if isinstance(like, bool):
+        return saved is None or isinstance(saved, int | float)
     if saved is None:
-        return none_fits
-    if isinstance(now, Real | Tensor):
+        return lenient
+    if isinstance(like, Real | Tensor):
         if isinstance(saved, Tensor):
             return saved.numel() == 1 and not saved.is_complex() and not saved.is_meta
+        if isinstance(saved, bool):  # torch takes weight_decay=False, and True for no number
+            return lenient or (saved is False and float(like) == 0.0)
         if isinstance(saved, int):
             return abs(saved) < 2**63  # torch takes no other
         return isinstance(saved, Real) and not math.isnan(saved)
-    if isinstance(now, list | tuple):
-        if not isinstance(saved, list | tuple) or len(saved) != len(now):
+    if isinstance(like, list | tuple):
+        if not isinstance(saved, list | tuple) or len(saved) != len(like):
             return False
-        return all(_fits(a, b, none_fits=True) for a, b in zip(now, saved, strict=True))
-    return not isinstance(now, str) or isinstance(saved, str)
+        return all(_fits(a, b, lenient=True) for a, b in zip(like, saved, strict=True))
+    return not isinstance(like, str) or isinstance(saved, str)
 
 
 def _check_entry(
@@ -275,9 +264,7 @@ def _check_entry(
         _check_lbfgs(entry, group["history_size"], optimizer, label)
 
 
-def _like(
-    key: object, value: object, param: Tensor, optimizer: Optimizer, standard: bool
-) -> tuple[int, ...] | None:
+def _like(key: object, value: object, param: Tensor, optimizer: Optimizer, standard: bool) -> tuple[int, ...] | None:
     """The shape that state ``key`` must have; None where nothing is known."""
     shape = tuple(param.shape)
     if not standard:

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
 
 
 class StepFailed(Exception):
@@ -19,6 +29,13 @@ class StepFailed(Exception):
         super().__init__(str(error))
         self.error = error
         self.completed = completed
+
+
+def make_hook_tables(optimizer: Optimizer) -> None:
+    """Give ``optimizer`` the tables of hooks that torch's own constructor would make, where it has none."""
+    for name in HOOKS:
+        if name not in optimizer.__dict__:
+            setattr(optimizer, name, OrderedDict())
 
 
 def supports_found_inf(optimizer: Optimizer) -> bool:
@@ -102,8 +119,8 @@ def _fused_steps_guarded(optimizer: Optimizer) -> Iterator[None]:
 def remake_first_state(optimizer: Optimizer, master: Tensor) -> None:
     """Give a master the FP32 state that its optimizer's constructor would have given it.
 
-    Of torch's optimizers Adagrad alone makes state when it is constructed, then in the 16-bit parameter's dtype, in which
-    ``initial_accumulator_value`` may not be exact.
+    Of torch's optimizers Adagrad alone makes state when it is constructed, then in the 16-bit parameter's dtype, in
+    which ``initial_accumulator_value`` may not be exact.
     """
     if isinstance(optimizer, torch.optim.Adagrad) and master in optimizer.state:
         state = optimizer.state[master]

@@ -48,6 +48,10 @@ PLACES: list[tuple[tuple[Any, ...], Any, type[Exception], str]] = [
     (IDS, [0, 1, 3], ValueError, "^optimizer, group 1: params has the id 3 twice"),
     (IDS, [0, 1, []], TypeError, "^optimizer, group 0: params must hold numbers or names, got list"),
     (LR, "fast", ValueError, "^optimizer, group 0: lr must be of the kind of 0.01, got 'fast'"),
+    (LR, True, ValueError, "lr must be of the kind of 0.01, got True"),
+    (LR, False, ValueError, "lr must be of the kind of 0.01, got False"),
+    (LR, 10**30, ValueError, "lr must be of the kind of 0.01, got 10000"),
+    ((*LR[:3], "foreach"), torch.ones(2), ValueError, "foreach must be of the kind of "),
     (LR, None, ValueError, "lr must be of the kind of 0.01, got None"),
     (LR, float("nan"), ValueError, "lr must be of the kind of 0.01, got nan"),
     (LR, torch.ones(2), ValueError, "lr must be of the kind of 0.01"),
@@ -105,10 +109,19 @@ def test_what_is_lacking_is_named() -> None:
     refused(unnamed, edit(sd, "masters", 4, value=3), TypeError, "^group 1, param 1: master must be a tensor")
 
 
+def test_what_was_loaded_before_does_not_matter() -> None:
+    room = Room()
+    sd = room.build()
+    for key, value in (("foreach", 0), ("lr", torch.tensor(0.5)), ("betas", [0.5, torch.tensor(0.7)])):
+        room.load(edit(sd, *LR[:3], key, value=value)).load(sd)
+        room.load(edit(sd, *LR[:3], "weight_decay", value=False)).load(sd)
+        assert_same(room.build(), sd)
+
+
 def test_settings_of_older_torch_may_be_lacking() -> None:
-    sd = edit(Room().train(2).build(), *LR[:3], "decoupled_weight_decay", drop=True)
+    sd = edit(Room().train(2).build(), *LR[:3], "amsgrad", drop=True)
     room = Room().load(edit(sd, *LR[:3], "fused", drop=True))
-    assert room.optimizer.param_groups[0]["decoupled_weight_decay"] is False
+    assert room.optimizer.param_groups[0]["amsgrad"] is False
     room.train(1)
 
 
@@ -169,9 +182,7 @@ def test_lbfgs_state_is_checked() -> None:
         ValueError,
         "old_dirs, old_stps and ro must be lists",
     )
-    refused(
-        Room(case), edit(sd, *STATE0, "al", value=[]), ValueError, "al must be a list with room for 3 numbers"
-    )
+    refused(Room(case), edit(sd, *STATE0, "al", value=[]), ValueError, "al must be a list with room for 3 numbers")
     refused(Room(case), edit(sd, *STATE0, "ro", 0, value="x"), ValueError, "ro must be one number, got str")
     few = edit(sd, *LR[:3], "history_size", value=1)
     refused(Room(case), few, ValueError, "must be lists of one length, at most 1")
@@ -197,9 +208,7 @@ def test_sgd_takes_none_for_a_buffer_not_begun() -> None:
 
 def test_settings_that_need_more_state() -> None:
     sd = Room(BY_ID["Adam-amsgrad-forloop"]).train(1).build()
-    refused(
-        Room(), edit(sd, *STATE0, "max_exp_avg_sq", drop=True), ValueError, "state lacks 'max_exp_avg_sq'"
-    )
+    refused(Room(), edit(sd, *STATE0, "max_exp_avg_sq", drop=True), ValueError, "state lacks 'max_exp_avg_sq'")
     sd = Room(BY_ID["RMSprop-centered-forloop"]).train(1).build()
     room = Room(BY_ID["RMSprop-centered-forloop"])
     refused(room, edit(sd, *STATE0, "grad_avg", drop=True), ValueError, "state lacks 'grad_avg'")
@@ -209,9 +218,7 @@ def test_other_libraries_dicts_are_recognised() -> None:
     room = Room()
     grad_scaler = {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000,
                    "_growth_tracker": 0}  # fmt: skip
-    refused(
-        room, grad_scaler, ValueError, r"is of a torch.amp.GradScaler.*opt.loss_scale = state_dict\['scale'\]"
-    )
+    refused(room, grad_scaler, ValueError, r"is of a torch.amp.GradScaler.*opt.loss_scale = state_dict\['scale'\]")
     fp16 = {"loss_scaler": None, "dynamic_loss_scale": True, "optimizer_state_dict": {}, "fp32_from_fp16": []}
     refused(room, fp16, ValueError, "is of apex's FP16_Optimizer.*'optimizer_state_dict'")
     refused(room, {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 1}}, ValueError, "is of apex.amp")
@@ -239,9 +246,7 @@ JUNK: list[Any] = [
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    items: Any = (
-        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    )
+    items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [path] * bool(path) + [at for key, item in items for at in places(item, (*path, key))]
 
 

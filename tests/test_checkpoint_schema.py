@@ -67,9 +67,7 @@ def test_training_never_edits_the_caller_s_dict(case: OptimizerCase, plain: bool
     source = Room(case, seed=1).train(3)
     sd = copy.deepcopy(source.optimizer.state_dict() if plain else source.build())
     room = Room(case, seed=2).load(sd)
-    ours = {
-        t.data_ptr() for t in tensors([room.params, dict(room.optimizer.state), room.scaler.state_dict()])
-    }
+    ours = {t.data_ptr() for t in tensors([room.params, dict(room.optimizer.state), room.scaler.state_dict()])}
     ours |= {t.data_ptr() for t in tensors(room.optimizer.param_groups)}
     assert not {t.data_ptr() for t in tensors(sd) if t.numel()} & ours
     before = flatten(sd)
@@ -188,9 +186,7 @@ def test_hooks_run_and_see_restored_state() -> None:
         return sd
 
     room.optimizer.register_load_state_dict_pre_hook(pre)
-    room.optimizer.register_load_state_dict_post_hook(
-        lambda opt: seen.append(opt.state[room.params[0]]["codes"].dtype)
-    )
+    room.optimizer.register_load_state_dict_post_hook(lambda opt: seen.append(opt.state[room.params[0]]["codes"].dtype))
     sd = source.build()
     before = flatten(sd)
     room.load(sd)
@@ -216,9 +212,7 @@ def test_pre_hook_may_adapt_a_dict_of_another_form() -> None:
     assert_same(room.optimizer.state_dict()["state"], sd["state"])
     handle.remove()
     kept = copy.deepcopy(sd["state"])  # a hook may hand out tensors that it needs again
-    handle = room.optimizer.register_load_state_dict_pre_hook(
-        lambda opt, given: {**split(opt, sd), "state": kept}
-    )
+    handle = room.optimizer.register_load_state_dict_pre_hook(lambda opt, given: {**split(opt, sd), "state": kept})
     room.load(sd).train(1)
     assert_same(kept, sd["state"])
     handle.remove()

@@ -113,10 +113,7 @@ def test_at_the_floor_errors_get_rarer(log: pytest.LogCaptureFixture, stepped: b
         if got:
             logged.append(number)
             assert [level for level, _ in got] == ["ERROR"]
-            assert (
-                f"lowest loss scale, 1 ({number} so far): non-finite gradients in fc.weight (inf)"
-                in got[0][1]
-            )
+            assert f"lowest loss scale, 1 ({number} so far): non-finite gradients in fc.weight (inf)" in got[0][1]
     assert logged == [1, 2, 4, 8, 16, 32, 64]
 
 

@@ -97,9 +97,7 @@ def test_hysteresis_honoured(hysteresis: int) -> None:
 @pytest.mark.parametrize("overflow", [0, 1])
 @pytest.mark.parametrize("limits", [(2.0**-126, 2.0**127), (2.0**-14, 2.0**24), (1.0, 1.0)])
 @pytest.mark.parametrize("factors", [(2.0, 0.5), (1.7, 0.3), (3e38, 1e-38)])
-def test_scale_never_zero_or_inf(
-    overflow: int, limits: tuple[float, float], factors: tuple[float, float]
-) -> None:
+def test_scale_never_zero_or_inf(overflow: int, limits: tuple[float, float], factors: tuple[float, float]) -> None:
     growth, backoff = factors
     scaler = DynamicLossScaler(1.0, growth, backoff, 1, 1, *limits)
     for _ in range(400):

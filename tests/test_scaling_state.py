@@ -45,20 +45,12 @@ NOT_A_COUNT = [
     (math.inf, TypeError, "must be an integer.*, got float"),
     ("2", TypeError, "must be an integer.*, got str"),
 ]
-NOT_A_FACTOR = [
-    case for case in NOT_A_SCALE if case[1] is TypeError or "finite" in case[2] or "bool" in case[2]
-]
+NOT_A_FACTOR = [case for case in NOT_A_SCALE if case[1] is TypeError or "finite" in case[2] or "bool" in case[2]]
 BAD = [
     *[(name, *case) for name in ("init_scale", "min_scale", "max_scale") for case in NOT_A_SCALE],
     *[(name, *case) for name in ("growth_factor", "backoff_factor") for case in NOT_A_FACTOR],
-    *[
-        ("growth_factor", v, ValueError, "must be over 1 and under inf")
-        for v in (0, -2.0, 0.5, 1.0, 1 + 1e-9, 1e39)
-    ],
-    *[
-        ("backoff_factor", v, ValueError, "must be over 0 and under 1")
-        for v in (0, -0.5, 1, 1 - 1e-9, 2.0, 1e-50)
-    ],
+    *[("growth_factor", v, ValueError, "must be over 1 and under inf") for v in (0, -2.0, 0.5, 1.0, 1 + 1e-9, 1e39)],
+    *[("backoff_factor", v, ValueError, "must be over 0 and under 1") for v in (0, -0.5, 1, 1 - 1e-9, 2.0, 1e-50)],
     *[(n, *c) for n in ("growth_interval", "hysteresis", "max_consecutive_skips") for c in NOT_A_COUNT],
     ("growth_interval", None, TypeError, "must be an integer, got NoneType"),
     ("hysteresis", None, TypeError, "must be an integer, got NoneType"),
@@ -99,9 +91,7 @@ def test_set_scale_stays_within_the_limits() -> None:
 
 
 def test_all_kinds_of_numbers_are_taken() -> None:
-    scaler = DynamicLossScaler(
-        np.float32(8), Fraction(3, 2), np.float64(0.5), np.int64(3), 2, Fraction(1, 2), 16
-    )
+    scaler = DynamicLossScaler(np.float32(8), Fraction(3, 2), np.float64(0.5), np.int64(3), 2, Fraction(1, 2), 16)
     assert [scaler.init_scale, scaler.growth_factor, scaler.growth_interval] == [8.0, 1.5, 3]
     assert type(scaler.init_scale) is float
     assert type(scaler.growth_interval) is int
@@ -241,9 +231,7 @@ def test_damaged_dynamic_state_is_refused() -> None:
         limited = name == "init_scale" and "from min_scale" in message  # the limits of ODD differ
         if not limited and not isinstance(value, torch.Tensor):  # a one-element tensor is a number here
             refused(odd_dynamic(), {**state, name: value}, error, f"^scaler state: {name} {message}")
-    refused(
-        odd_dynamic(), {**state, "scale": 2.0**20}, ValueError, "^scaler state: scale must be from min_scale"
-    )
+    refused(odd_dynamic(), {**state, "scale": 2.0**20}, ValueError, "^scaler state: scale must be from min_scale")
     refused(
         odd_dynamic(),
         {**state, "growth_tracker": 4},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -217,11 +218,23 @@ JUNK = st.sampled_from(
 )
 
 
+@functools.cache
+def _samples() -> tuple[Any, Any, Problem]:
+    """A good checkpoint, another one to damage, and the problem that they were trained on."""
+    params, opt = _made()
+    return (
+        copy.deepcopy(opt.state_dict()),
+        copy.deepcopy(_made(seed=3, steps=4)[1].state_dict()),
+        Problem(params),
+    )
+
+
 @given(data=st.data())
 def test_random_damage_either_loads_or_is_refused_whole(data: st.DataObject) -> None:
     params, opt = _made(steps=0)
-    opt.load_state_dict(copy.deepcopy(_GOOD))
-    bad = copy.deepcopy(_OTHER)
+    good, other, problem = _samples()
+    opt.load_state_dict(copy.deepcopy(good))
+    bad = copy.deepcopy(other)
     for _ in range(data.draw(st.integers(1, 3), label="damages")):
         path = data.draw(st.sampled_from(sorted(_paths(bad), key=str)), label="path")
         owner = bad
@@ -241,13 +254,7 @@ def test_random_damage_either_loads_or_is_refused_whole(data: st.DataObject) -> 
     except (ValueError, TypeError) as err:
         assert str(err), "an empty message"  # noqa: PT017
         assert_same(snapshot(opt, params, scaler=True), before)
-    opt.load_state_dict(copy.deepcopy(_GOOD))
-    assert_same(opt.state_dict(), _GOOD, "after a good load")
-    train(opt, params, _PROBLEM)
+    opt.load_state_dict(copy.deepcopy(good))
+    assert_same(opt.state_dict(), good, "after a good load")
+    train(opt, params, problem)
     assert not bool(opt.step_was_skipped)
-
-
-_PARAMS, _OPT = _made()
-_GOOD = copy.deepcopy(_OPT.state_dict())
-_OTHER = copy.deepcopy(_made(seed=3, steps=4)[1].state_dict())
-_PROBLEM = Problem(_PARAMS)

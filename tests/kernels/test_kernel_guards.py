@@ -1,0 +1,260 @@
+"""What is refused, with which words, and what the cache of a call site notices."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp16opt.kernels import (
+    CastStats,
+    GradStats,
+    PointerTables,
+    backend,
+    multi_tensor_axpby,
+    multi_tensor_cast,
+    multi_tensor_hash,
+    multi_tensor_l2norm,
+    multi_tensor_scale,
+    multi_tensor_unscale,
+    native,
+)
+
+ONE = torch.tensor(1.0)
+
+
+def unscale(grads: Any, outs: Any, inv: Any = ONE, n: int = 1, **more: Any) -> None:
+    multi_tensor_unscale(grads, outs, inv, GradStats.allocate(n, "cpu"), **more)
+
+
+def stats_with(name: str, tensor: Tensor) -> GradStats:
+    stats = GradStats.allocate(1, "cpu")
+    setattr(stats, name, tensor)
+    return stats
+
+
+HALF, SINGLE, DOUBLE, INTS = (torch.ones(3, dtype=d) for d in (torch.float16, torch.float32, torch.float64, torch.int32))
+SPARSE = torch.ones(3).to_sparse()
+META = torch.ones(3, device="meta")
+CASES: list[tuple[str, type[Exception], str, Callable[[], object]]] = [
+    ("length", ValueError, r"outs has 2 entries, grads has 1", lambda: unscale([HALF], [SINGLE, SINGLE])),
+    ("shape", ValueError, r"grads\[0\] has shape \(2,\), but outs\[0\] has \(3,\)", lambda: unscale([HALF[:2]], [SINGLE])),
+    ("dims", ValueError, r"has shape \(3, 1\)", lambda: unscale([HALF[:, None]], [SINGLE])),
+    ("dtype", TypeError, r"float16, bfloat16 or float32 into .* got grads\[0\] float16, outs\[0\] float64",
+     lambda: unscale([HALF], [DOUBLE])),
+    ("narrowing", TypeError, r"grads\[0\] float64, outs\[0\] float32", lambda: unscale([DOUBLE], [SINGLE])),
+    ("list in list", TypeError, r"grads\[0\] must be a tensor or None, got list", lambda: unscale([[1.0]], [SINGLE])),
+    ("sparse", TypeError, r"grads\[0\] must be a dense tensor, got layout torch.sparse_coo", lambda: unscale([SPARSE], [SINGLE])),
+    ("device", ValueError, r"outs\[0\] is on meta, the first tensor of the call on cpu", lambda: unscale([HALF], [META])),
+    ("two devices", ValueError, r"tensors\[1\] is on meta", lambda: multi_tensor_l2norm([SINGLE, META])),
+    ("inv_scale type", TypeError, r"inv_scale must be a tensor, got float", lambda: unscale([HALF], [SINGLE], 1.0)),
+    ("inv_scale dtype", TypeError, r"inv_scale must be float32, got float64", lambda: unscale([HALF], [SINGLE], ONE.double())),
+    ("inv_scale shape", ValueError, r"inv_scale must be contiguous with 1 element", lambda: unscale([HALF], [SINGLE], SINGLE)),
+    ("inv_scale device", ValueError, r"inv_scale must be on cpu", lambda: unscale([HALF], [SINGLE], ONE.to("meta"))),
+    ("stats length", ValueError, r"stats.nonfinite must be contiguous with 1 element", lambda: unscale([HALF], [SINGLE], n=2)),
+    ("stats dtype", TypeError, r"stats.sumsq must be float64, got float32",
+     lambda: multi_tensor_unscale([HALF], [SINGLE], ONE, stats_with("sumsq", torch.zeros(1)))),
+    ("stats strides", ValueError, r"stats.nonfinite must be contiguous",
+     lambda: multi_tensor_unscale([HALF] * 2, [SINGLE.clone(), SINGLE.clone()], ONE,
+                                  GradStats(torch.zeros(4, dtype=torch.int32)[::2], torch.zeros(2).double(),
+                                            torch.zeros(()).double(), torch.zeros(())))),
+    ("accumulate", ValueError, r"accumulate has 2 entries, grads has 1", lambda: unscale([HALF], [SINGLE], accumulate=[True] * 2)),
+    ("norm dtype", TypeError, r"multi_tensor_l2norm: wants float16, .* got tensors\[0\] int32", lambda: multi_tensor_l2norm([INTS])),
+    ("scale dtype", TypeError, r"multi_tensor_scale: wants", lambda: multi_tensor_scale([INTS], torch.tensor(0.5))),
+    ("factor", TypeError, r"factor must be a tensor, got float", lambda: multi_tensor_scale([SINGLE], 0.5)),  # type: ignore[arg-type]
+    ("factor dtype", TypeError, r"factor must be float32, got float64", lambda: multi_tensor_scale([SINGLE], ONE.double())),
+    ("factor device", ValueError, r"factor must be on cpu", lambda: multi_tensor_scale([SINGLE], ONE.to("meta"))),
+    ("check", ValueError, r"check must be 'both', 'x' or 'y', got 'z'",
+     lambda: multi_tensor_axpby(1.0, [], 1.0, [], [], check="z")),  # type: ignore[arg-type]
+    ("a", ValueError, r"a must fit into float32, got 1e\+39", lambda: multi_tensor_axpby(1e39, [], 1.0, [], [])),
+    ("b", TypeError, r"b must be a float, got bool", lambda: multi_tensor_axpby(1.0, [], True, [], [])),
+    ("axpby dtype", TypeError, r"got xs\[0\] float32, ys\[0\] float64, outs\[0\] float32",
+     lambda: multi_tensor_axpby(1.0, [SINGLE], 1.0, [DOUBLE], [SINGLE])),
+    ("axpby found_inf", TypeError, r"found_inf must be float32, got int32",
+     lambda: multi_tensor_axpby(1.0, [SINGLE], 1.0, [SINGLE], [SINGLE.clone()], found_inf=torch.zeros((), dtype=torch.int32))),
+    ("cast dtype", TypeError, r"float32 masters into float16 or bfloat16 params, got masters\[0\] float32, params\[0\] float32",
+     lambda: multi_tensor_cast([SINGLE], [SINGLE.clone()], CastStats.allocate(1, "cpu"))),
+    ("cast stats", ValueError, r"stats.overflow must be contiguous with 1 element",
+     lambda: multi_tensor_cast([SINGLE], [HALF], CastStats.allocate(3, "cpu"))),
+    ("hash dtype", TypeError, r"wants float16 or bfloat16, got tensors\[0\] float32",
+     lambda: multi_tensor_hash([SINGLE], torch.zeros(1, dtype=torch.int64))),
+    ("hashes dtype", TypeError, r"hashes must be int64, got int32",
+     lambda: multi_tensor_hash([HALF], torch.zeros(1, dtype=torch.int32))),
+]
+
+
+@pytest.mark.parametrize(("error", "match", "call"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_refused(level: str, error: type[Exception], match: str, call: Callable[[], object]) -> None:
+    values = [t.clone() for t in (HALF, SINGLE, DOUBLE)]
+    with pytest.raises(error, match=match):
+        call()
+    assert all(torch.equal(t, v) for t, v in zip((HALF, SINGLE, DOUBLE), values, strict=True))
+
+
+def test_the_position_named_counts_entries_that_are_none() -> None:
+    with pytest.raises(TypeError, match=r"tensors\[2\] int32"):
+        multi_tensor_l2norm([None, SINGLE, INTS])
+
+
+class Site:
+    """A call site: gradients, outputs and a cache, and what a call gives."""
+
+    def __init__(self) -> None:
+        self.grads: list[Tensor | None] = [torch.arange(12.0).reshape(3, 4).half() + i for i in range(3)]
+        self.outs = [torch.zeros(3, 4) for _ in range(3)]
+        self.tables = PointerTables()
+        self.stats = GradStats.allocate(3, "cpu")
+        self.check()
+
+    def check(self) -> int:
+        """Call, compare with plain torch, and return how many times the table was built so far."""
+        multi_tensor_unscale(self.grads, self.outs, torch.tensor(0.5), self.stats, tables=self.tables)
+        for grad, out in zip(self.grads, self.outs, strict=True):
+            if grad is not None:
+                assert torch.equal(out, grad.float() * 0.5)
+        return self.tables.rebuilds
+
+
+@pytest.fixture
+def without_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a torch that has no DLPack exchange table."""
+    monkeypatch.setattr(native, "_exchange", None)
+
+
+@pytest.fixture(params=["exchange", "attributes"])
+def site(request: pytest.FixtureRequest, level: str) -> Site:
+    if request.param == "attributes":
+        request.getfixturevalue("without_exchange")
+    return Site()
+
+
+def test_table_is_kept_while_nothing_but_addresses_changes(site: Site) -> None:
+    first = site.tables.rebuilds
+    assert site.check() == first
+    site.grads = [None if g is None else g.clone() + 1 for g in site.grads]
+    site.outs[1].data = torch.full((3, 4), 9.0)
+    assert site.check() == first
+    with torch.inference_mode():
+        assert multi_tensor_l2norm(site.outs)[0] > 0
+    assert site.check() == first
+
+
+def test_table_notices_data_of_another_place_shape_stride_or_dtype(site: Site) -> None:
+    built = site.tables.rebuilds
+    grad, out = site.grads[1], site.outs[1]
+    assert grad is not None
+    changes: list[Callable[[], None]] = [
+        lambda: setattr(grad, "data", grad.data.bfloat16()),
+        lambda: setattr(grad, "data", grad.data.view(torch.float16)),  # the same address, read as another type
+        lambda: setattr(out, "data", out.data.t().contiguous().t()),
+        lambda: setattr(grad, "data", grad.data.t().contiguous().t()),
+        lambda: (setattr(grad, "data", torch.ones(2, 6).half()), setattr(out, "data", torch.ones(2, 6)))[0],
+        lambda: (setattr(grad, "data", grad.data.view(6, 2)), setattr(out, "data", out.data.view(6, 2)))[0],
+    ]
+    for change in changes:
+        change()
+        found = site.check()
+        assert found > built
+        built = found
+
+
+def test_table_notices_what_became_none_or_sparse_or_strided(site: Site) -> None:
+    built = site.tables.rebuilds
+    site.grads[0] = None
+    assert site.check() == built + 1
+    site.grads[0] = torch.ones(3, 8).half()[:, ::2]
+    assert site.check() > built + 1
+    site.grads[0] = torch.ones(3, 1).half().expand(3, 4)
+    site.check()
+    site.grads[0] = torch.ones(3, 4).half()
+    site.check()
+    site.grads[0] = torch.ones(3, 4).half().to_sparse()
+    with pytest.raises(TypeError, match=r"grads\[0\] must be a dense tensor"):
+        site.check()
+    site.grads[0] = 3.0  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match=r"grads\[0\] must be a tensor or None, got float"):
+        site.check()
+
+
+def test_lazily_negated_values_are_read_with_their_sign(level: str) -> None:
+    table, stats, out = PointerTables(), GradStats.allocate(1, "cpu"), torch.zeros(1)
+    for number in (torch.tensor([2.0 + 3.0j]), torch.tensor([2.0 + 3.0j]).conj()):
+        multi_tensor_unscale([number.imag], [out], ONE, stats, tables=table)
+        assert out.item() == number.imag.item()
+
+
+def test_a_table_may_serve_another_operation_and_other_lists(level: str) -> None:
+    table = PointerTables()
+    assert multi_tensor_l2norm([torch.ones(4)], tables=table)[0].item() == 2.0
+    tensors = [torch.ones(9), torch.ones(7)]
+    multi_tensor_scale(tensors, torch.tensor(0.5), tables=table)
+    assert multi_tensor_l2norm(tensors, tables=table)[0].item() == 2.0
+
+
+def test_tables_copy_and_pickle_as_empty() -> None:
+    table = PointerTables()
+    multi_tensor_l2norm([torch.ones(4)], tables=table)
+    assert repr(table) == "PointerTables(multi_tensor_l2norm, 1 entries)"
+    for twin in (copy.deepcopy(table), copy.copy(table), pickle.loads(pickle.dumps(table))):
+        assert repr(twin) == "PointerTables(empty)"
+
+
+def test_backend_per_device(level: str) -> None:
+    assert backend("cpu") == ("reference" if level == "reference" else "cpu")
+    assert backend(torch.device("meta")) == "reference"
+
+
+@pytest.mark.skipif(not native.available(), reason="the compiled CPU module is not installed")
+class TestCompiledModule:
+    """The module's own checks, behind those of native.py."""
+
+    def test_level_must_exist(self) -> None:
+        with pytest.raises(ValueError, match="SIMD level 'sse9' is not one"):
+            native._cpu.use_simd_level("sse9")
+
+    def test_column_takes_tensors_only(self) -> None:
+        if native._exchange is None:
+            pytest.skip("this torch has no DLPack exchange table")
+        with pytest.raises(TypeError, match="not a tensor"):
+            native._cpu.Column(native._exchange, Tensor, [3])
+        assert native._cpu.Column(native._exchange, Tensor, [ONE]).match([3]) is None
+        with pytest.raises(ValueError, match="not a DLPack exchange table"):
+            native._cpu.Column(__import__("datetime").datetime_CAPI, Tensor, [])
+
+    @pytest.mark.parametrize(
+        ("table", "match"),
+        [
+            (([1], [], [[2]], [0]), "rows must have one entry"),
+            (([1], [0], [[]], [0]), "dtypes must have one entry"),
+            (([1], [0], [[7]], [0]), "unknown dtype code"),
+            (([1], [0], [[2]], [1]), "a place lies outside"),
+            (([-1], [0], [[2]], [0]), "negative"),
+        ],
+    )
+    def test_tables_that_do_not_fit_together(self, table: Any, match: str) -> None:
+        with pytest.raises(ValueError, match=match):
+            native._cpu.Table(*table)
+
+    def test_lists_that_do_not_fit_the_table(self) -> None:
+        table = native._cpu.Table([1], [3], [[2]], [0])
+        with pytest.raises(ValueError, match="another number of lists"):
+            native._cpu.cast(table, [0], [0], 0, 0, 1)
+        with pytest.raises(ValueError, match="the table's length"):
+            native._cpu.scale(table, [], 1.0, 1)
+        with pytest.raises(ValueError, match="outside the statistics"):
+            native._cpu.l2norm(table, [0], 0, 1, 0, 0, 1)
+        with pytest.raises(ValueError, match="16-bit"):
+            native._cpu.content_hash(table, [0], 0, 1)
+        wide = native._cpu.Table([1], [0], [[3]] * 3, [0])
+        with pytest.raises(ValueError, match="float64"):
+            native._cpu.axpby(wide, 1.0, [0], 1.0, [0], [0], 0, 1)
+        mixed = native._cpu.Table([1], [0], [[2], [3]], [0])
+        with pytest.raises(ValueError, match="outs must be float32"):
+            native._cpu.unscale(mixed, [0], [0], 1.0, False, 0, 0, 1, 0, 0, 1)
+        with pytest.raises(ValueError, match="masters must be float32"):
+            native._cpu.cast(mixed, [0], [0], 0, 0, 1)
