@@ -92,6 +92,7 @@ class MasterParams:
         self.places: list[tuple[int, int]] = []
         self.group_sizes: list[int] = []
         self.shards: list[Shard] = []
+        self._master_versions: list[int] = []
         for number, group in enumerate(groups):
             self.check_group(group, number, names)
         for number, group in enumerate(groups):
@@ -180,7 +181,8 @@ class MasterParams:
             self.rebuild()
 
     def rebuild(self) -> None:
-        """Sort the parameters by device, keeping the statistics of those that were there before."""
+        """Sort the parameters by device, keeping what is known of those that were there before."""
+        old_shards, old_versions = self.shards, self._master_versions
         old = {i: (shard, k) for shard in self.shards for k, i in enumerate(shard.index)}
         by_device: dict[torch.device, list[int]] = {}
         for i, master in enumerate(self.master):
@@ -202,6 +204,16 @@ class MasterParams:
         self._shapes = [param.shape for param in self.model]
         self._devices = [param.device for param in self.model]
         self.record_all()
+        self._keep_baseline(old_shards, old_versions)
+
+    def _keep_baseline(self, shards: list[Shard], versions: list[int]) -> None:
+        """Writes to older parameters that were not noticed yet must not pass for what their masters stand for."""
+        old = {i: shard.cast.hashes[k] for shard in shards for k, i in enumerate(shard.copied)}
+        for shard in self.shards:
+            for k, i in enumerate(shard.copied):
+                if i in old:
+                    shard.cast.hashes[k] = old[i]
+                    self._master_versions[i] = versions[i]
 
     def verify(self) -> None:
         """Raise ``RuntimeError`` naming the first parameter whose dtype, shape or device was changed since it came."""

@@ -151,6 +151,7 @@ class MixedPrecisionOptimizer(Optimizer):
             TypeError: It is no dict, or its params are no tensors, or a set.
             ValueError: A parameter is here already, or has a dtype that can't be served. Nothing is changed then.
         """
+        self._params.verify()
         group, params, names = open_group(param_group)
         number = len(self.optimizer.param_groups)
         self._params.check_group({**group, "params": params}, number, names)
