@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import subprocess
@@ -118,9 +117,12 @@ def test_language_model_short_mode_and_resume_bit_exact(tmp_path: Path) -> None:
         assert_same_bits(load(whole / f"{dtype}.pt"), load(parts / f"{dtype}.pt"))
 
 
-def test_a_checkpoint_made_with_other_settings_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    common = importlib.import_module("common")
+def test_a_checkpoint_made_with_other_settings_is_refused(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("examples_common", EXAMPLES / "common.py")
+    assert spec is not None
+    assert spec.loader is not None
+    common = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(common)
     common.save_checkpoint(tmp_path / "run.pt", {"settings": {"seed": 0}, "weight": torch.ones(2)})
     assert common.load_checkpoint(tmp_path / "run.pt", {"seed": 0})["weight"].equal(torch.ones(2))
     with pytest.raises(SystemExit, match=r"run\.pt was made with \{'seed': 0\}, not \{'seed': 1\}\. Use another"):
