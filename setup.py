@@ -1,7 +1,7 @@
 """Builds fp16opt and, where there is a C++ compiler, its compiled CPU module.
 
-The module needs pybind11 and ninja, both named in pyproject.toml, and neither torch nor its headers. It is optional: on a
-machine without a working compiler the package is installed all the same, and plain torch operations serve.
+The module needs pybind11 and ninja, both named in pyproject.toml, and neither torch nor its headers. It is optional: on
+a machine without a working compiler the package is installed all the same, and plain torch operations serve.
 
 Environment:
     CXX, CXXFLAGS, LDFLAGS: the compiler and more flags for it.
@@ -27,9 +27,12 @@ BUILD_INFO = "_build.json"
 FLAGS = ["-std=c++17", "-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
 X86_LEVELS = {
     "portable": [],
-    "avx2": ["-mavx2", "-mf16c"],
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
     # gcc 12 warns about its own AVX-512 headers without the last flag.
-    "avx512": ["-mavx2", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-Wno-maybe-uninitialized"],
+    "avx512": [
+        *["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"],
+        "-Wno-maybe-uninitialized",
+    ],
 }
 
 
@@ -124,6 +127,12 @@ class BuildModule(build_ext):
         self._write_info(Path(self.build_lib) / "fp16opt")
         if self.inplace or getattr(self, "editable_mode", False):
             self._write_info(ROOT / "fp16opt")
+            if self.outcome != "built":
+                (ROOT / self._module_file()).unlink(missing_ok=True)
+
+    def _module_file(self) -> str:
+        """The module's file, relative to the folder that holds the package."""
+        return str(self.get_ext_filename("fp16opt._cpu"))
 
     def _write_info(self, folder: Path) -> None:
         """Leave the outcome where `python -m fp16opt` reads it."""
@@ -132,6 +141,8 @@ class BuildModule(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         wish = os.environ.get("FP16OPT_CPU", "")
+        # A module that an earlier build left there must not be taken for this one's.
+        (Path(self.build_lib) / self._module_file()).unlink(missing_ok=True)
         if wish == "0":
             self.outcome = "skipped, because FP16OPT_CPU=0 was set when fp16opt was installed"
             return
@@ -144,8 +155,8 @@ class BuildModule(build_ext):
             self.outcome = f"could not be built when fp16opt was installed: {failure}"
             print(
                 f"\nWARNING: fp16opt is installed without its compiled CPU module: {failure}.\n"
-                "It works all the same, slower, in plain torch operations. To get the module, install a C++17 compiler\n"
-                "and reinstall fp16opt. `python -m fp16opt` shows what is in use.\n",
+                "It works all the same, slower, in plain torch operations. To get the module, install a C++17\n"
+                "compiler and reinstall fp16opt. `python -m fp16opt` shows what is in use.\n",
                 file=sys.stderr,
             )
 

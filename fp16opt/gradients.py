@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 
 import torch
 from torch import Tensor
@@ -30,7 +31,8 @@ class MasterGrads:
         self.held: dict[int, Tensor] = {}
         self.own_is_fresh = False
         self.folded: list[Tensor] | None = None
-        self._measured: list[tuple[Tensor | None, int]] | None = None
+        self._measured: list[Tensor | None] | None = None
+        self._versions: list[int] = []
         self._measurable = True
         self._has_sparse = False
 
@@ -72,8 +74,7 @@ class MasterGrads:
 
     def mark_consumed(self) -> None:
         """Remember that a step has used the gradients as they are now."""
-        for param in self.params.model:
-            grad = param.grad
+        for grad in [param.grad for param in self.params.model]:
             if grad is not None:
                 grad._fp16opt_consumed = grad._version  # type: ignore[attr-defined]
 
@@ -96,16 +97,20 @@ class MasterGrads:
         fold = self.folded is not None
         carries = fold or bool(self.params.own)  # master gradients that this call does not make anew
         self._measurable = not carries or self._measured is None or self._is_measured()
-        with torch.no_grad():
-            for number, shard in enumerate(self.params.shards):
-                self._unscale_shard(number, shard, inv_scale.to(shard.device), fold)
+        try:
+            with torch.no_grad():
+                for number, shard in enumerate(self.params.shards):
+                    self._unscale_shard(number, shard, inv_scale.to(shard.device), fold)
+        except (TypeError, ValueError, RuntimeError):
+            self.params.verify()  # if a parameter was changed, this says which
+            raise
         if fold:
             for i in self.params.copied:
                 self.params.model[i].grad = None
         self.own_is_fresh = False
         self.held = {}
-        grads = [master.grad for master in self.params.master]
-        self._measured = [(g, 0 if g is None else g._version) for g in grads]
+        self._measured = [master.grad for master in self.params.master]
+        self._versions = _versions(self._measured)
 
     def _unscale_shard(self, number: int, shard: Shard, inv_scale: Tensor, fold: bool) -> None:
         """One kernel call for the parameters of one device."""
@@ -113,17 +118,18 @@ class MasterGrads:
         outs: list[Tensor | None] = []
         adds: list[bool] = []
         later: list[tuple[int, Tensor]] = []
+        models, masters, buffers = self.params.model, self.params.master, self.buffers
         for i in shard.index:
-            grad = self.params.model[i].grad
+            grad = models[i].grad
             add = False
             if grad is None:
                 self._without_grad(i, fold)
                 source, out = None, None
-            elif not fold and i in self.buffers and grad.layout is torch.strided and not grad.requires_grad:
+            elif not fold and i in buffers and grad.layout is torch.strided and not grad.requires_grad:
                 # The usual case, a 16-bit gradient that goes to its buffer, without a call per parameter.
-                source, out = grad, self.buffers[i]
-                if self.params.master[i].grad is not out:
-                    self.params.master[i].grad = out
+                source, out = grad, buffers[i]
+                if masters[i].grad is not out:
+                    masters[i].grad = out
             else:
                 source, out, add = self._unusual(i, grad, fold, later)
             sources.append(source)
@@ -273,21 +279,16 @@ class MasterGrads:
     # -- norm and clipping -------------------------------------------------------------------------------------------
 
     def _is_measured(self) -> bool:
-        measured = self._measured
-        return (
-            measured is not None
-            and self._measurable
-            and all(
-                master.grad is grad and (grad is None or grad._version == version)
-                for master, (grad, version) in zip(self.params.master, measured, strict=True)
-            )
-        )
+        if self._measured is None or not self._measurable or len(self._measured) != len(self.params):
+            return False
+        grads = [master.grad for master in self.params.master]
+        return all(map(operator.is_, grads, self._measured)) and _versions(grads) == self._versions
 
     def values(self, shard: Shard) -> list[Tensor | None]:
         """The dense tensors that hold the master gradients' elements."""
         masters = self.params.master
         grads = [masters[i].grad for i in shard.index]
-        self._has_sparse = any(grad is not None and grad.layout is not torch.strided for grad in grads)
+        self._has_sparse = bool({grad.layout for grad in grads if grad is not None} - {torch.strided})
         if self._has_sparse:
             return [self._dense_values(i) for i in shard.index]
         return grads
@@ -345,6 +346,10 @@ class MasterGrads:
                     tensor.grad.zero_()
         if not set_to_none:
             self.mark_consumed()
+
+
+def _versions(grads: list[Tensor | None]) -> list[int]:
+    return [0 if grad is None else grad._version for grad in grads]
 
 
 def _vector_norm(value: Tensor, norm_type: float) -> Tensor:

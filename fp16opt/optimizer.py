@@ -477,6 +477,7 @@ class MixedPrecisionOptimizer(Optimizer):
     def refresh_masters(self) -> None:
         """Masters take the model parameters' values, for code that wrote the model in place. No host sync."""
         self._follow_changes()
+        self._params.verify()
         self._params.refresh()
 
     # -- the state machine -------------------------------------------------------------------------------------------

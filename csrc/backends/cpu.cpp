@@ -8,9 +8,9 @@ namespace {
 
 template <class From>
 UnscaleResult unscale_as(const void* grad, void* out, int64_t n, float inv_scale, bool add, bool stream) {
-    UnscaleLoop<From> loop{splat(inv_scale), add, stream, Lanes(n)};
-    loop.run(static_cast<const From*>(grad), static_cast<float*>(out), n);
-    return {loop.lanes.total(), loop.flags};
+    UnscaleLoop<From> loop{splat_for_sum(inv_scale), add, stream, Lanes(n)};
+    const double sumsq = loop.run(static_cast<const From*>(grad), static_cast<float*>(out), n);
+    return {sumsq, loop.flags};
 }
 
 // Streaming stores need their own alignment, and pay only where nothing of the line is needed again.

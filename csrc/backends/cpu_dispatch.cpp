@@ -50,11 +50,12 @@ const CpuLevel* const* supported_levels() {
         int count = 0;
 #if defined(FP16OPT_X86)
         __builtin_cpu_init();
-        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma");
+        if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
             levels[count++] = &avx512::level;
         }
-        if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) levels[count++] = &avx2::level;
+        if (avx2) levels[count++] = &avx2::level;
 #endif
         levels[count] = &FP16OPT_BASELINE::level;
         return levels;

@@ -11,7 +11,9 @@
 
 FP16OPT_BEGIN
 
+typedef decltype(splat_for_sum(0.0f)) SumFloats;
 constexpr int kVectors = int(sizeof(Block) / sizeof(Floats));
+constexpr int kSumVectors = int(sizeof(SumBlock) / sizeof(SumFloats));
 constexpr uint32_t kInfinity = 0x7f800000u;
 
 // The running sums of a chunk.
@@ -25,7 +27,7 @@ struct Lanes {
         used = reached < kLanes ? int(reached) : kLanes;
         memset(sums, 0, size_t(used) * sizeof(double));
     }
-    FP16OPT_HD void add(const Block& b) {
+    FP16OPT_HD void add(const SumBlock& b) {
         add_groups(b, sums + at);
         at = (at + kBlock / kGroup) % kLanes;
     }
@@ -49,57 +51,55 @@ struct Lanes {
 };
 
 // A block with what lies behind `valid` elements set to zero: padding must neither be flagged nor summed.
-FP16OPT_HD void clear_from(Block& b, int valid) {
+FP16OPT_HD void clear_from(SumBlock& b, int valid) {
     alignas(64) float values[kBlock];
     store(values, b, false);
     for (int i = valid; i < kBlock; ++i) values[i] = 0.0f;
     load(values, b);
 }
 
-// The slow path, for a block that holds something not finite.
-FP16OPT_NOINLINE static uint32_t flags_of(const Block& unscaled, const Block* before, const Block* after) {
+// The slow paths, for memory that holds something not finite.
+FP16OPT_NOINLINE static uint32_t flags_of_sum(const SumBlock& unscaled, const SumBlock& before, const SumBlock& after) {
     float u[kBlock], s[kBlock], t[kBlock];
     store(u, unscaled, false);
+    store(s, before, false);
+    store(t, after, false);
     uint32_t flags = 0;
-    if (before == nullptr) {
-        for (int i = 0; i < kBlock; ++i) flags |= grad_flags(u[i]);
-        return flags;
-    }
-    store(s, *before, false);
-    store(t, *after, false);
     for (int i = 0; i < kBlock; ++i) flags |= grad_flags(u[i], s[i], t[i]);
+    return flags;
+}
+FP16OPT_NOINLINE static uint32_t flags_of_values(const float* unscaled, int64_t n) {
+    uint32_t flags = 0;
+    for (int64_t i = 0; i < n; ++i) flags |= grad_flags(unscaled[i]);
     return flags;
 }
 
 template <class From>
 struct UnscaleLoop {
-    Floats factor;
+    SumFloats factor;
     bool add, stream;
     Lanes lanes;
     uint32_t flags = 0;
 
     // `valid` < kBlock only for the padded copy of a tail.
     FP16OPT_HD void block(const From* grad, float* out, int valid) {
-        Block product;
+        SumBlock product;
         load(grad, product);
-        for (int i = 0; i < kVectors; ++i) product.v[i] = unscale(product.v[i], factor);
+        for (int i = 0; i < kSumVectors; ++i) product.v[i] = unscale(product.v[i], factor);
         if (valid < kBlock) clear_from(product, valid);
         if (add) {
-            Block before, after;
+            SumBlock before, after;
             load(out, before);
-            for (int i = 0; i < kVectors; ++i) after.v[i] = accumulate(before.v[i], product.v[i]);
-            if (FP16OPT_UNLIKELY(any_from(product, kInfinity) || any_from(after, kInfinity))) {
-                flags |= flags_of(product, &before, &after);
-            }
+            for (int i = 0; i < kSumVectors; ++i) after.v[i] = accumulate(before.v[i], product.v[i]);
+            // Whatever is not finite in the product is not finite in the sum.
+            if (FP16OPT_UNLIKELY(any_from(after, kInfinity))) flags |= flags_of_sum(product, before, after);
             product = after;
-        } else if (FP16OPT_UNLIKELY(any_from(product, kInfinity))) {
-            flags |= flags_of(product, nullptr, nullptr);
         }
         store(out, product, stream);
         lanes.add(product);
     }
 
-    FP16OPT_HD void run(const From* grad, float* out, int64_t n) {
+    FP16OPT_HD double run(const From* grad, float* out, int64_t n) {
         int64_t i = 0;
         for (; i + kBlock <= n; i += kBlock) block(grad + i, out + i, kBlock);
         if (stream) finish_streaming();
@@ -112,6 +112,11 @@ struct UnscaleLoop {
             block(padded, result, rest);
             memcpy(out + i, result, size_t(rest) * sizeof(float));
         }
+        // The squares of finite float32 stay finite in a double, and so does their sum over a chunk. So a finite sum
+        // proves that all that was written is finite, and only otherwise is the chunk read again.
+        const double sumsq = lanes.total();
+        if (FP16OPT_UNLIKELY(!is_finite(sumsq) && !add)) flags = flags_of_values(out, n);
+        return sumsq;
     }
 };
 
@@ -142,7 +147,7 @@ template <class From>
 FP16OPT_HD double sum_of_squares(const From* values, int64_t n) {
     Lanes lanes(n);
     int64_t i = 0;
-    Block b;
+    SumBlock b;
     for (; i + kBlock <= n; i += kBlock) {
         load(values + i, b);
         lanes.add(b);
@@ -167,7 +172,7 @@ FP16OPT_HD double sum_of_squares(const double* values, int64_t n) {
 }
 
 // Stores a block in the type of the memory.
-FP16OPT_HD void put(float* to, const Block& b) { store(to, b, false); }
+FP16OPT_HD void put(float* to, const Block& b) { store(to, b); }
 template <class To>
 FP16OPT_HD void put(To* to, const Block& b) {
     Narrow n;

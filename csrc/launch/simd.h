@@ -10,7 +10,7 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define FP16OPT_AVX512 1
 #include <immintrin.h>
-#elif defined(__AVX2__) && defined(__F16C__)
+#elif defined(__AVX2__) && defined(__F16C__) && defined(__FMA__)
 #define FP16OPT_AVX2 1
 #include <immintrin.h>
 #elif defined(__aarch64__) && defined(__ARM_NEON)
@@ -25,17 +25,95 @@ constexpr int kBlockWords = kBlock / 4;  // 64-bit words of 16-bit elements
 constexpr int kGroup = 8;              // elements added in a small tree
 constexpr int kLanes = 256;            // running sums of a chunk
 
+#if defined(FP16OPT_AVX512) || defined(FP16OPT_AVX2)
+
+// 64 elements in 256-bit vectors, with which every x86 level sums squares: with 512-bit vectors that takes 15% longer on
+// Zen 4, where lane moves and conversions compete for the same two ports.
+struct Block256 {
+    __m256 v[8];
+};
+
+FP16OPT_HD void load(const float* from, Block256& b) {
+    for (int i = 0; i < 8; ++i) b.v[i] = _mm256_loadu_ps(from + 8 * i);
+}
+FP16OPT_HD void load(const Half* from, Block256& b) {
+    for (int i = 0; i < 8; ++i) {
+        b.v[i] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 8 * i)));
+    }
+}
+FP16OPT_HD void load(const BFloat16* from, Block256& b) {
+    for (int i = 0; i < 8; ++i) {
+        const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 8 * i));
+        b.v[i] = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+    }
+}
+
+FP16OPT_HD void store(float* to, const Block256& b, bool stream) {
+    if (stream) {
+        for (int i = 0; i < 8; ++i) _mm256_stream_ps(to + 8 * i, b.v[i]);
+    } else {
+        for (int i = 0; i < 8; ++i) _mm256_storeu_ps(to + 8 * i, b.v[i]);
+    }
+}
+
+// Whether the magnitude of an element, as bits, is `limit` or more: 0x7f800000 finds infinities and nans.
+FP16OPT_HD bool any_from(const Block256& b, uint32_t limit) {
+    const __m256i mask = _mm256_set1_epi32(0x7fffffff);
+    __m256i largest = _mm256_and_si256(_mm256_castps_si256(b.v[0]), mask);
+    for (int i = 1; i < 8; ++i) {
+        largest = _mm256_max_epu32(largest, _mm256_and_si256(_mm256_castps_si256(b.v[i]), mask));
+    }
+    // Magnitudes have no sign bit, so the signed comparison orders them.
+    const __m256i below = _mm256_cmpgt_epi32(_mm256_set1_epi32(int(limit)), largest);
+    return _mm256_movemask_epi8(below) != -1;
+}
+
+// a*a + b*b with the bits of two multiplications and an addition: the square of a float32 is exact in a double, so the
+// fused operation rounds what the addition alone would round.
+FP16OPT_HD __m256d pair_sum(__m128 a, __m128 b) {
+    const __m256d wide = _mm256_cvtps_pd(b);
+    return _mm256_fmadd_pd(wide, wide, square(_mm256_cvtps_pd(a)));
+}
+
+// Of pairs 0+1 2+3 of groups 0 and 2, and of groups 1 and 3, the four sums in the order of the groups. A blend costs less
+// than a second shuffle would, and the order of two summands does not matter.
+FP16OPT_HD __m256d add_pairs(__m256d p02, __m256d p13) {
+    return _mm256_blend_pd(p02, p13, 0xa) + _mm256_shuffle_pd(p02, p13, 0x5);
+}
+
+// Adds the sums of the eight groups of a block to eight consecutive lanes. The additions are group_sum's, with four
+// groups side by side; between them lanes move, and no addition is reordered.
+FP16OPT_HD void add_groups(const Block256& b, double* lanes) {
+    for (int half = 0; half < 2; ++half) {
+        const __m256* g = b.v + 4 * half;
+        const __m256 even02 = _mm256_shuffle_ps(g[0], g[2], 0x88), odd02 = _mm256_shuffle_ps(g[0], g[2], 0xdd);
+        const __m256 even13 = _mm256_shuffle_ps(g[1], g[3], 0x88), odd13 = _mm256_shuffle_ps(g[1], g[3], 0xdd);
+        const __m256d front = add_pairs(pair_sum(_mm256_castps256_ps128(even02), _mm256_castps256_ps128(odd02)),
+                                        pair_sum(_mm256_castps256_ps128(even13), _mm256_castps256_ps128(odd13)));
+        const __m256d back = add_pairs(pair_sum(_mm256_extractf128_ps(even02, 1), _mm256_extractf128_ps(odd02, 1)),
+                                       pair_sum(_mm256_extractf128_ps(even13, 1), _mm256_extractf128_ps(odd13, 1)));
+        double* at = lanes + 4 * half;
+        _mm256_store_pd(at, _mm256_load_pd(at) + (front + back));
+    }
+}
+
+typedef Block256 SumBlock;
+FP16OPT_HD __m256 splat_for_sum(float x) { return _mm256_set1_ps(x); }
+FP16OPT_HD void finish_streaming() { _mm_sfence(); }
+constexpr bool kCanStream = true;
+
+#endif
+
 #if defined(FP16OPT_AVX512)
 
 typedef __m512 Floats;
+FP16OPT_HD Floats splat(float x) { return _mm512_set1_ps(x); }
 struct Block {
     Floats v[4];
 };
 struct Narrow {  // 64 elements of 16 bits
     __m512i v[2];
 };
-
-FP16OPT_HD Floats splat(float x) { return _mm512_set1_ps(x); }
 
 FP16OPT_HD void load(const float* from, Block& b) {
     for (int i = 0; i < 4; ++i) b.v[i] = _mm512_loadu_ps(from + 16 * i);
@@ -52,12 +130,8 @@ FP16OPT_HD void load(const BFloat16* from, Block& b) {
     }
 }
 
-FP16OPT_HD void store(float* to, const Block& b, bool stream) {
-    if (stream) {
-        for (int i = 0; i < 4; ++i) _mm512_stream_ps(to + 16 * i, b.v[i]);
-    } else {
-        for (int i = 0; i < 4; ++i) _mm512_storeu_ps(to + 16 * i, b.v[i]);
-    }
+FP16OPT_HD void store(float* to, const Block& b) {
+    for (int i = 0; i < 4; ++i) _mm512_storeu_ps(to + 16 * i, b.v[i]);
 }
 FP16OPT_HD void store(void* to, const Narrow& n, bool stream) {
     __m512i* at = static_cast<__m512i*>(to);
@@ -93,7 +167,6 @@ FP16OPT_HD void narrow_to(BFloat16, const Block& b, Narrow& n) {
     }
 }
 
-// Whether the magnitude of an element, as bits, is `limit` or more: 0x7f800000 finds infinities and nans.
 FP16OPT_HD bool any_from(const Block& b, uint32_t limit) {
     const __m512i mask = _mm512_set1_epi32(0x7fffffff);
     __m512i largest = _mm512_and_si512(_mm512_castps_si512(b.v[0]), mask);
@@ -101,26 +174,6 @@ FP16OPT_HD bool any_from(const Block& b, uint32_t limit) {
         largest = _mm512_max_epu32(largest, _mm512_and_si512(_mm512_castps_si512(b.v[i]), mask));
     }
     return _mm512_cmpge_epu32_mask(largest, _mm512_set1_epi32(int(limit))) != 0;
-}
-
-// Adds the sums of the eight groups of a block to eight consecutive lanes. The additions are group_sum's, with the
-// groups side by side: lane moves stand between them, and no addition is reordered.
-FP16OPT_HD void add_groups(const Block& b, double* lanes) {
-    const __m512i front = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13);
-    const __m512i back = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
-    __m512d fours[2];
-    for (int half = 0; half < 2; ++half) {
-        __m512d pairs[2];
-        for (int i = 0; i < 2; ++i) {
-            const Floats two = b.v[2 * half + i];
-            const __m512d g = square(_mm512_cvtps_pd(_mm512_castps512_ps256(two)));
-            const __m512d h = square(_mm512_cvtps_pd(_mm512_extractf32x8_ps(two, 1)));
-            pairs[i] = _mm512_unpacklo_pd(g, h) + _mm512_unpackhi_pd(g, h);
-        }
-        fours[half] = _mm512_permutex2var_pd(pairs[0], front, pairs[1]) + _mm512_permutex2var_pd(pairs[0], back, pairs[1]);
-    }
-    const __m512d sums = _mm512_shuffle_f64x2(fours[0], fours[1], 0x44) + _mm512_shuffle_f64x2(fours[0], fours[1], 0xee);
-    _mm512_store_pd(lanes, _mm512_load_pd(lanes) + sums);
 }
 
 // The hash of consecutive blocks. `first` is the place of the first word in the tensor.
@@ -139,46 +192,23 @@ struct BlockHash {
             key = _mm512_add_epi64(key, step);
         }
     }
-    FP16OPT_HD uint64_t total() const { return uint64_t(_mm512_reduce_add_epi64(sum)); }
+    FP16OPT_HD uint64_t total() const {  // unsigned: _mm512_reduce_add_epi64 adds signed numbers, which may overflow
+        alignas(64) uint64_t parts[8];
+        _mm512_store_si512(parts, sum);
+        return ((parts[0] + parts[1]) + (parts[2] + parts[3])) + ((parts[4] + parts[5]) + (parts[6] + parts[7]));
+    }
 };
-
-FP16OPT_HD void finish_streaming() { _mm_sfence(); }
-constexpr bool kCanStream = true;
 
 #elif defined(FP16OPT_AVX2)
 
 typedef __m256 Floats;
-struct Block {
-    Floats v[8];
-};
+FP16OPT_HD Floats splat(float x) { return _mm256_set1_ps(x); }
+typedef Block256 Block;
 struct Narrow {
     __m256i v[4];
 };
 
-FP16OPT_HD Floats splat(float x) { return _mm256_set1_ps(x); }
-
-FP16OPT_HD void load(const float* from, Block& b) {
-    for (int i = 0; i < 8; ++i) b.v[i] = _mm256_loadu_ps(from + 8 * i);
-}
-FP16OPT_HD void load(const Half* from, Block& b) {
-    for (int i = 0; i < 8; ++i) {
-        b.v[i] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 8 * i)));
-    }
-}
-FP16OPT_HD void load(const BFloat16* from, Block& b) {
-    for (int i = 0; i < 8; ++i) {
-        const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 8 * i));
-        b.v[i] = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
-    }
-}
-
-FP16OPT_HD void store(float* to, const Block& b, bool stream) {
-    if (stream) {
-        for (int i = 0; i < 8; ++i) _mm256_stream_ps(to + 8 * i, b.v[i]);
-    } else {
-        for (int i = 0; i < 8; ++i) _mm256_storeu_ps(to + 8 * i, b.v[i]);
-    }
-}
+FP16OPT_HD void store(float* to, const Block& b) { store(to, b, false); }
 FP16OPT_HD void store(void* to, const Narrow& n, bool stream) {
     __m256i* at = static_cast<__m256i*>(to);
     if (stream) {
@@ -214,35 +244,6 @@ FP16OPT_HD void narrow_to(BFloat16, const Block& b, Narrow& n) {
     }
 }
 
-FP16OPT_HD bool any_from(const Block& b, uint32_t limit) {
-    const __m256i mask = _mm256_set1_epi32(0x7fffffff);
-    __m256i largest = _mm256_and_si256(_mm256_castps_si256(b.v[0]), mask);
-    for (int i = 1; i < 8; ++i) {
-        largest = _mm256_max_epu32(largest, _mm256_and_si256(_mm256_castps_si256(b.v[i]), mask));
-    }
-    // Magnitudes have no sign bit, so the signed comparison orders them.
-    const __m256i below = _mm256_cmpgt_epi32(_mm256_set1_epi32(int(limit)), largest);
-    return _mm256_movemask_epi8(below) != -1;
-}
-
-// The sums of four groups: as in the AVX-512 version, with the low and high four elements of a group apart.
-FP16OPT_HD void add_groups(const Block& b, double* lanes) {
-    for (int half = 0; half < 2; ++half) {
-        __m256d fours[2];
-        for (int part = 0; part < 2; ++part) {
-            __m256d e[4];
-            for (int g = 0; g < 4; ++g) {
-                const Floats group = b.v[4 * half + g];
-                e[g] = square(_mm256_cvtps_pd(part == 0 ? _mm256_castps256_ps128(group) : _mm256_extractf128_ps(group, 1)));
-            }
-            const __m256d first = _mm256_hadd_pd(e[0], e[1]), second = _mm256_hadd_pd(e[2], e[3]);
-            fours[part] = _mm256_permute2f128_pd(first, second, 0x20) + _mm256_permute2f128_pd(first, second, 0x31);
-        }
-        double* at = lanes + 4 * half;
-        _mm256_store_pd(at, _mm256_load_pd(at) + (fours[0] + fours[1]));
-    }
-}
-
 struct BlockHash {
     __m256i key, sum;
     explicit FP16OPT_HD BlockHash(int64_t first) : sum(_mm256_setzero_si256()) {
@@ -265,12 +266,11 @@ struct BlockHash {
     }
 };
 
-FP16OPT_HD void finish_streaming() { _mm_sfence(); }
-constexpr bool kCanStream = true;
-
 #else  // plain C++, which the compiler vectorises for the baseline; on ARM with NEON's float16 converters
 
 typedef float Floats;
+FP16OPT_HD Floats splat(float x) { return x; }
+FP16OPT_HD Floats splat_for_sum(float x) { return x; }
 struct Block {
     Floats v[kBlock];
 };
@@ -278,15 +278,13 @@ struct Narrow {
     uint16_t v[kBlock];
 };
 
-FP16OPT_HD Floats splat(float x) { return x; }
-
 template <class From>
 FP16OPT_HD void load(const From* from, Block& b) {
     From values[kBlock];
     memcpy(values, from, sizeof(values));
     for (int i = 0; i < kBlock; ++i) b.v[i] = widen(values[i]);
 }
-FP16OPT_HD void store(float* to, const Block& b, bool) { memcpy(to, b.v, sizeof(b.v)); }
+FP16OPT_HD void store(float* to, const Block& b, bool = false) { memcpy(to, b.v, sizeof(b.v)); }
 FP16OPT_HD void store(void* to, const Narrow& n, bool) { memcpy(to, n.v, sizeof(n.v)); }
 FP16OPT_HD void load(const void* from, Narrow& n) { memcpy(n.v, from, sizeof(n.v)); }
 
@@ -337,6 +335,7 @@ struct BlockHash {
     FP16OPT_HD uint64_t total() const { return sum; }
 };
 
+typedef Block SumBlock;
 FP16OPT_HD void finish_streaming() {}
 constexpr bool kCanStream = false;
 

@@ -105,7 +105,8 @@ def multi_tensor_unscale(
     """``outs[i] = grads[i] * inv_scale``, with non-finite flags and the norm of what was written, in one pass.
 
     One rounding for each multiplication and one for each addition. A tensor is flagged where a *product* is infinite
-    (``INF``) or not a number (``NAN``) and, when accumulating, where a sum is not finite although the value before it was.
+    (``INF``) or not a number (``NAN``) and, when accumulating, where a sum is not finite although the value before it
+    was.
 
     Args:
         grads: n tensors: float16, bfloat16 or float32; float64 with a float64 ``out``.
@@ -211,7 +212,7 @@ def _single(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{AXPBY.name}: {name} must be a float, got {type(value).__name__}.")
     try:
-        return float(struct.unpack("f", struct.pack("f", value))[0])
+        return float(struct.unpack("<f", struct.pack("<f", value))[0])
     except OverflowError:
         raise ValueError(f"{AXPBY.name}: {name} must fit into float32, got {value!r}.") from None
 

@@ -56,12 +56,17 @@ def available() -> bool:
     return _cpu is not None
 
 
+def simd_level() -> str:
+    """The SIMD level that the compiled CPU module uses, or "" where there is no module."""
+    return "" if _cpu is None else str(_cpu.simd_level())
+
+
 def status() -> dict[str, str]:
     """State of each compiled module, in words, for ``python -m fp16opt``."""
     if _cpu is None:
         cpu = f"missing: {_cpu_missing}"
     else:
-        cpu = f"loaded, SIMD level {_cpu.simd_level()} of {', '.join(_cpu.simd_levels())}"
+        cpu = f"loaded; this machine runs its SIMD levels {', '.join(_cpu.simd_levels())}"
     return {"_cpu": cpu, "_cuda": "missing: this version of fp16opt has no CUDA module; torch operations serve"}
 
 
@@ -115,8 +120,10 @@ def _bump(tensors: list[Tensor]) -> None:
     """One more version for each tensor, as torch's own in-place operations count them."""
     try:
         torch.autograd.graph.increment_version(tensors)
-    except RuntimeError:  # tensors made in inference mode count no versions
-        torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+    except RuntimeError:  # torch 2.4 takes no lists, and tensors made in inference mode count no versions
+        for tensor in tensors:
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
 
 
 def unscale(call: Call, inv_scale: Tensor, accumulate: bool | list[bool], stats: GradStats) -> None:
@@ -188,7 +195,5 @@ def cast(call: Call, stats: CastStats) -> None:
 def content_hash(call: Call, hashes: Tensor) -> None:
     """:func:`fp16opt.kernels.multi_tensor_hash` for the direct entries."""
     (tensors,) = _addresses(call)
-    _cpu.content_hash(
-        _table(call.plan, call.columns), tensors, hashes.data_ptr(), torch.get_num_threads()
-    )
+    _cpu.content_hash(_table(call.plan, call.columns), tensors, hashes.data_ptr(), torch.get_num_threads())
     _bump([hashes])

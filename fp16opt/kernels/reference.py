@@ -122,9 +122,7 @@ def _nonfinite_bits(product: Tensor) -> Tensor:
     return inf * INF + nan * NAN
 
 
-def unscale(
-    i: int, grad: Tensor, out: Tensor, inv_scale: Tensor, accumulate: bool, stats: GradStats
-) -> None:
+def unscale(i: int, grad: Tensor, out: Tensor, inv_scale: Tensor, accumulate: bool, stats: GradStats) -> None:
     """``out = grad * inv_scale``, or ``out += grad * inv_scale``; write flags and sum of squares to row ``i``.
 
     Args:
@@ -204,9 +202,7 @@ def scale(tensor: Tensor, factor: Tensor) -> None:
         tensor.copy_(tensor.float() * factor)
 
 
-def axpby(
-    a: float, x: Tensor, b: float, y: Tensor, out: Tensor, found_inf: Tensor | None, check: str
-) -> None:
+def axpby(a: float, x: Tensor, b: float, y: Tensor, out: Tensor, found_inf: Tensor | None, check: str) -> None:
     """``out = a*x + b*y`` in float32, rounded to the dtype of ``out``.
 
     Args:

@@ -35,9 +35,7 @@ def _use(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.fixture(params=["reference", *[f"{level}-{n}" for level in LEVELS for n in (1, 2, 3)]])
-def implementation(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, threads: None
-) -> Iterator[str]:
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, threads: None) -> Iterator[str]:
     """Plain torch, and each SIMD level with one, two and three threads."""
     yield from _use(request.param, monkeypatch)
 

@@ -1,7 +1,7 @@
 """The multi-tensor operations in numpy, one tensor at a time: what every backend must give, bit for bit.
 
-Written from the definitions in the documentation of fp16opt.kernels and not from its code. Tensors come as one-dimensional
-numpy arrays in memory order; 16-bit ones as uint16 with the name of their type.
+Written from the definitions in the documentation of fp16opt.kernels and not from its code. Tensors come as
+one-dimensional numpy arrays in memory order; 16-bit ones as uint16 with the name of their type.
 """
 
 from __future__ import annotations

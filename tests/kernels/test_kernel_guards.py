@@ -38,53 +38,150 @@ def stats_with(name: str, tensor: Tensor) -> GradStats:
     return stats
 
 
-HALF, SINGLE, DOUBLE, INTS = (torch.ones(3, dtype=d) for d in (torch.float16, torch.float32, torch.float64, torch.int32))
+HALF, SINGLE, DOUBLE, INTS = (
+    torch.ones(3, dtype=d) for d in (torch.float16, torch.float32, torch.float64, torch.int32)
+)
 SPARSE = torch.ones(3).to_sparse()
 META = torch.ones(3, device="meta")
 CASES: list[tuple[str, type[Exception], str, Callable[[], object]]] = [
     ("length", ValueError, r"outs has 2 entries, grads has 1", lambda: unscale([HALF], [SINGLE, SINGLE])),
-    ("shape", ValueError, r"grads\[0\] has shape \(2,\), but outs\[0\] has \(3,\)", lambda: unscale([HALF[:2]], [SINGLE])),
+    (
+        "shape",
+        ValueError,
+        r"grads\[0\] has shape \(2,\), but outs\[0\] has \(3,\)",
+        lambda: unscale([HALF[:2]], [SINGLE]),
+    ),
     ("dims", ValueError, r"has shape \(3, 1\)", lambda: unscale([HALF[:, None]], [SINGLE])),
-    ("dtype", TypeError, r"float16, bfloat16 or float32 into .* got grads\[0\] float16, outs\[0\] float64",
-     lambda: unscale([HALF], [DOUBLE])),
+    (
+        "dtype",
+        TypeError,
+        r"float16, bfloat16 or float32 into .* got grads\[0\] float16, outs\[0\] float64",
+        lambda: unscale([HALF], [DOUBLE]),
+    ),
     ("narrowing", TypeError, r"grads\[0\] float64, outs\[0\] float32", lambda: unscale([DOUBLE], [SINGLE])),
     ("list in list", TypeError, r"grads\[0\] must be a tensor or None, got list", lambda: unscale([[1.0]], [SINGLE])),
-    ("sparse", TypeError, r"grads\[0\] must be a dense tensor, got layout torch.sparse_coo", lambda: unscale([SPARSE], [SINGLE])),
-    ("device", ValueError, r"outs\[0\] is on meta, the first tensor of the call on cpu", lambda: unscale([HALF], [META])),
+    (
+        "sparse",
+        TypeError,
+        r"grads\[0\] must be a dense tensor, got layout torch.sparse_coo",
+        lambda: unscale([SPARSE], [SINGLE]),
+    ),
+    (
+        "device",
+        ValueError,
+        r"outs\[0\] is on meta, the first tensor of the call on cpu",
+        lambda: unscale([HALF], [META]),
+    ),
     ("two devices", ValueError, r"tensors\[1\] is on meta", lambda: multi_tensor_l2norm([SINGLE, META])),
     ("inv_scale type", TypeError, r"inv_scale must be a tensor, got float", lambda: unscale([HALF], [SINGLE], 1.0)),
-    ("inv_scale dtype", TypeError, r"inv_scale must be float32, got float64", lambda: unscale([HALF], [SINGLE], ONE.double())),
-    ("inv_scale shape", ValueError, r"inv_scale must be contiguous with 1 element", lambda: unscale([HALF], [SINGLE], SINGLE)),
+    (
+        "inv_scale dtype",
+        TypeError,
+        r"inv_scale must be float32, got float64",
+        lambda: unscale([HALF], [SINGLE], ONE.double()),
+    ),
+    (
+        "inv_scale shape",
+        ValueError,
+        r"inv_scale must be contiguous with 1 element",
+        lambda: unscale([HALF], [SINGLE], SINGLE),
+    ),
     ("inv_scale device", ValueError, r"inv_scale must be on cpu", lambda: unscale([HALF], [SINGLE], ONE.to("meta"))),
-    ("stats length", ValueError, r"stats.nonfinite must be contiguous with 1 element", lambda: unscale([HALF], [SINGLE], n=2)),
-    ("stats dtype", TypeError, r"stats.sumsq must be float64, got float32",
-     lambda: multi_tensor_unscale([HALF], [SINGLE], ONE, stats_with("sumsq", torch.zeros(1)))),
-    ("stats strides", ValueError, r"stats.nonfinite must be contiguous",
-     lambda: multi_tensor_unscale([HALF] * 2, [SINGLE.clone(), SINGLE.clone()], ONE,
-                                  GradStats(torch.zeros(4, dtype=torch.int32)[::2], torch.zeros(2).double(),
-                                            torch.zeros(()).double(), torch.zeros(())))),
-    ("accumulate", ValueError, r"accumulate has 2 entries, grads has 1", lambda: unscale([HALF], [SINGLE], accumulate=[True] * 2)),
-    ("norm dtype", TypeError, r"multi_tensor_l2norm: wants float16, .* got tensors\[0\] int32", lambda: multi_tensor_l2norm([INTS])),
+    (
+        "stats length",
+        ValueError,
+        r"stats.nonfinite must be contiguous with 1 element",
+        lambda: unscale([HALF], [SINGLE], n=2),
+    ),
+    (
+        "stats dtype",
+        TypeError,
+        r"stats.sumsq must be float64, got float32",
+        lambda: multi_tensor_unscale([HALF], [SINGLE], ONE, stats_with("sumsq", torch.zeros(1))),
+    ),
+    (
+        "stats strides",
+        ValueError,
+        r"stats.nonfinite must be contiguous",
+        lambda: multi_tensor_unscale(
+            [HALF] * 2,
+            [SINGLE.clone(), SINGLE.clone()],
+            ONE,
+            GradStats(
+                torch.zeros(4, dtype=torch.int32)[::2],
+                torch.zeros(2).double(),
+                torch.zeros(()).double(),
+                torch.zeros(()),
+            ),
+        ),
+    ),
+    (
+        "accumulate",
+        ValueError,
+        r"accumulate has 2 entries, grads has 1",
+        lambda: unscale([HALF], [SINGLE], accumulate=[True] * 2),
+    ),
+    (
+        "norm dtype",
+        TypeError,
+        r"multi_tensor_l2norm: wants float16, .* got tensors\[0\] int32",
+        lambda: multi_tensor_l2norm([INTS]),
+    ),
     ("scale dtype", TypeError, r"multi_tensor_scale: wants", lambda: multi_tensor_scale([INTS], torch.tensor(0.5))),
     ("factor", TypeError, r"factor must be a tensor, got float", lambda: multi_tensor_scale([SINGLE], 0.5)),  # type: ignore[arg-type]
-    ("factor dtype", TypeError, r"factor must be float32, got float64", lambda: multi_tensor_scale([SINGLE], ONE.double())),
+    (
+        "factor dtype",
+        TypeError,
+        r"factor must be float32, got float64",
+        lambda: multi_tensor_scale([SINGLE], ONE.double()),
+    ),
     ("factor device", ValueError, r"factor must be on cpu", lambda: multi_tensor_scale([SINGLE], ONE.to("meta"))),
-    ("check", ValueError, r"check must be 'both', 'x' or 'y', got 'z'",
-     lambda: multi_tensor_axpby(1.0, [], 1.0, [], [], check="z")),  # type: ignore[arg-type]
+    (
+        "check",
+        ValueError,
+        r"check must be 'both', 'x' or 'y', got 'z'",
+        lambda: multi_tensor_axpby(1.0, [], 1.0, [], [], check="z"),
+    ),  # type: ignore[arg-type]
     ("a", ValueError, r"a must fit into float32, got 1e\+39", lambda: multi_tensor_axpby(1e39, [], 1.0, [], [])),
     ("b", TypeError, r"b must be a float, got bool", lambda: multi_tensor_axpby(1.0, [], True, [], [])),
-    ("axpby dtype", TypeError, r"got xs\[0\] float32, ys\[0\] float64, outs\[0\] float32",
-     lambda: multi_tensor_axpby(1.0, [SINGLE], 1.0, [DOUBLE], [SINGLE])),
-    ("axpby found_inf", TypeError, r"found_inf must be float32, got int32",
-     lambda: multi_tensor_axpby(1.0, [SINGLE], 1.0, [SINGLE], [SINGLE.clone()], found_inf=torch.zeros((), dtype=torch.int32))),
-    ("cast dtype", TypeError, r"float32 masters into float16 or bfloat16 params, got masters\[0\] float32, params\[0\] float32",
-     lambda: multi_tensor_cast([SINGLE], [SINGLE.clone()], CastStats.allocate(1, "cpu"))),
-    ("cast stats", ValueError, r"stats.overflow must be contiguous with 1 element",
-     lambda: multi_tensor_cast([SINGLE], [HALF], CastStats.allocate(3, "cpu"))),
-    ("hash dtype", TypeError, r"wants float16 or bfloat16, got tensors\[0\] float32",
-     lambda: multi_tensor_hash([SINGLE], torch.zeros(1, dtype=torch.int64))),
-    ("hashes dtype", TypeError, r"hashes must be int64, got int32",
-     lambda: multi_tensor_hash([HALF], torch.zeros(1, dtype=torch.int32))),
+    (
+        "axpby dtype",
+        TypeError,
+        r"got xs\[0\] float32, ys\[0\] float64, outs\[0\] float32",
+        lambda: multi_tensor_axpby(1.0, [SINGLE], 1.0, [DOUBLE], [SINGLE]),
+    ),
+    (
+        "axpby found_inf",
+        TypeError,
+        r"found_inf must be float32, got int32",
+        lambda: multi_tensor_axpby(
+            1.0, [SINGLE], 1.0, [SINGLE], [SINGLE.clone()], found_inf=torch.zeros((), dtype=torch.int32)
+        ),
+    ),
+    (
+        "cast dtype",
+        TypeError,
+        r"float32 masters into float16 or bfloat16 params, got masters\[0\] float32, params\[0\] float32",
+        lambda: multi_tensor_cast([SINGLE], [SINGLE.clone()], CastStats.allocate(1, "cpu")),
+    ),
+    (
+        "cast stats",
+        ValueError,
+        r"stats.overflow must be contiguous with 1 element",
+        lambda: multi_tensor_cast([SINGLE], [HALF], CastStats.allocate(3, "cpu")),
+    ),
+    (
+        "hash dtype",
+        TypeError,
+        r"wants float16 or bfloat16, got tensors\[0\] float32",
+        lambda: multi_tensor_hash([SINGLE], torch.zeros(1, dtype=torch.int64)),
+    ),
+    (
+        "hashes dtype",
+        TypeError,
+        r"hashes must be int64, got int32",
+        lambda: multi_tensor_hash([HALF], torch.zeros(1, dtype=torch.int32)),
+    ),
 ]
 
 

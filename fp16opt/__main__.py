@@ -1,0 +1,63 @@
+"""``python -m fp16opt``: what is installed, what serves which device, and why something is missing."""
+
+from __future__ import annotations
+
+import platform
+import sys
+
+import torch
+
+from fp16opt import __version__, kernels
+from fp16opt.kernels import native
+
+
+def _devices() -> list[str]:
+    """The kinds of device that this torch can use here."""
+    found = ["cpu"]
+    if torch.cuda.is_available():
+        found += [f"cuda:{index} ({torch.cuda.get_device_name(index)})" for index in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        found.append("mps")
+    return found
+
+
+def report() -> str:
+    """The report as text.
+
+    Returns:
+        One fact a line. Does not sync.
+
+    Example:
+        >>> report().splitlines()[0].startswith("fp16opt ")
+        True
+    """
+    cuda = torch.version.cuda or "none"
+    facts = [
+        ("fp16opt", __version__),
+        ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        ("torch", f"{torch.__version__} (built for CUDA: {cuda})"),
+        ("threads", f"{torch.get_num_threads()} (torch.get_num_threads)"),
+    ]
+    facts += [(f"module {name}", state) for name, state in native.status().items()]
+    if native.available():
+        facts.append(("SIMD level", f"{native.simd_level()} (FP16OPT_SIMD chooses another)"))
+    for device in _devices():
+        served_by = kernels.backend(device.split()[0])
+        words = {"reference": "torch operations (reference.py)", "cpu": "compiled kernels (_cpu)"}
+        facts.append((f"device {device}", words.get(served_by, served_by)))
+    width = max(len(name) for name, _ in facts)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in facts)
+
+
+def main() -> int:
+    """Print the report.
+
+    Returns:
+        The exit status, 0.
+    """
+    print(report())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

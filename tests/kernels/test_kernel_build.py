@@ -1,0 +1,146 @@
+"""The build of the compiled module, with and without a compiler, and what `python -m fp16opt` says about it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import fp16opt
+from fp16opt import __main__ as report_module
+from fp16opt import kernels
+from fp16opt.kernels import native
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_build_tools = pytest.mark.skipif(
+    not (ROOT / "setup.py").exists() or importlib.util.find_spec("setuptools") is None, reason="needs setuptools"
+)
+
+
+def build(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run setup.py's build of the module into ``folder``."""
+    command = [sys.executable, "setup.py", "build_ext", "--build-lib", str(folder / "lib")]
+    return subprocess.run(
+        [*command, "--build-temp", str(folder / "temp")],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def outcome(folder: Path) -> str:
+    return str(json.loads((folder / "lib" / "fp16opt" / "_build.json").read_text())["_cpu"])
+
+
+@needs_build_tools
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [("/bin/false", "the compiler '/bin/false' failed"), ("/no/such/compiler", "CXX is set to '/no/such/compiler'")],
+)
+def test_without_a_compiler_the_build_goes_on_and_says_so_once(tmp_path: Path, compiler: str, reason: str) -> None:
+    done = build(tmp_path, CXX=compiler)
+    assert done.returncode == 0
+    assert done.stderr.count("WARNING: fp16opt is installed without its compiled CPU module") == 1
+    assert reason in done.stderr
+    assert reason in outcome(tmp_path)
+    assert not list(tmp_path.rglob("*.so"))
+
+
+@needs_build_tools
+def test_the_module_can_be_demanded_or_skipped(tmp_path: Path) -> None:
+    demanded = build(tmp_path / "demanded", CXX="/bin/false", FP16OPT_CPU="1")
+    assert demanded.returncode != 0
+    assert "FP16OPT_CPU=1 is set, but" in demanded.stderr
+    assert build(tmp_path / "skipped", FP16OPT_CPU="0").returncode == 0
+    assert outcome(tmp_path / "skipped").startswith("skipped")
+
+
+@needs_build_tools
+def test_flags_never_allow_contraction_or_fast_math() -> None:
+    text = (ROOT / "setup.py").read_text()
+    assert "-ffp-contract=off" in text
+    assert "-ffast-math" not in text
+    assert "-Ofast" not in text
+
+
+def test_only_the_bindings_know_python_and_nothing_knows_torch() -> None:
+    sources = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp")]
+    assert sources
+    for path in sources:
+        includes = re.findall(r'#include [<"](.*)[>"]', path.read_text())
+        assert not [name for name in includes if "torch" in name or "ATen" in name or "c10" in name]
+        if path.name not in ("bindings_cpu.cpp", "dlpack_exchange.h"):
+            assert not [name for name in includes if "pybind" in name or "Python" in name]
+        if path.parent.name in ("core", "functors"):
+            allowed = ("cstdint", "cstring", *(other.name for other in sources))
+            assert all(name.rsplit("/", 1)[-1] in allowed for name in includes)
+
+
+@pytest.mark.parametrize(
+    "header", sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "csrc").glob("[cf][ou][rn]*/*.h"))
+)
+def test_core_and_functors_compile_alone(header: str, tmp_path: Path) -> None:
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    source = tmp_path / "alone.cpp"
+    source.write_text(f'#include "{ROOT / header}"\nint main() {{ return 0; }}\n')
+    subprocess.run([compiler, "-std=c++17", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", str(source)], check=True)
+
+
+def test_report_of_a_complete_install() -> None:
+    done = subprocess.run([sys.executable, "-m", "fp16opt"], capture_output=True, text=True, check=True)
+    facts = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in done.stdout.splitlines())
+    assert facts["fp16opt"] == fp16opt.__version__
+    assert facts["torch"].startswith(torch.__version__)
+    assert "module _cuda" in facts
+    assert facts["threads"].split()[0].isdigit()
+    if native.available():
+        assert facts["device cpu"] == "compiled kernels (_cpu)"
+        assert facts["SIMD level"].split()[0] in native._cpu.simd_levels()
+
+
+def test_report_says_why_the_module_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(native, "_cpu", None)
+    monkeypatch.setattr(native, "_cpu_missing", "could not be built: no C++ compiler was found")
+    text = report_module.report()
+    assert "missing: could not be built: no C++ compiler was found" in text
+    assert "torch operations (reference.py)" in text
+    assert kernels.backend("cpu") == "reference"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ('{"_cpu": "could not be built: x"}', "could not be built: x"),
+        ('{"_cpu": "built"}', "its file is missing"),
+        ("{", "this install was made without it"),
+        (None, "this install was made without it"),
+    ],
+)
+def test_the_build_leaves_its_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str | None, reason: str
+) -> None:
+    (tmp_path / "kernels").mkdir()
+    if content is not None:
+        (tmp_path / "_build.json").write_text(content)
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "kernels" / "native.py"))
+
+    def refuse(name: str) -> ModuleType:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(native.importlib, "import_module", refuse)
+    module, why = native._load("_cpu")
+    assert module is None
+    assert reason in why

@@ -1,0 +1,191 @@
+// Runs every list operation over random lists, at every SIMD level and several thread counts, for the sanitizers to
+// watch. It also compares the levels with each other: the first level's results are the expected ones. Every tensor is
+// a heap block of exactly its size, so that a read or write past an end is seen. No Python, no torch.
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "../../csrc/api.h"
+#include "../../csrc/launch/threads.h"
+
+using namespace fp16opt;
+
+namespace {
+
+using Bytes = std::vector<std::vector<unsigned char>>;
+
+std::mt19937_64 random_bits(20240101);
+
+int64_t below(int64_t n) { return int64_t(random_bits() % uint64_t(n)); }
+
+// Sizes at and beside the borders of groups, blocks, rows of lanes and chunks, and empty ones.
+int64_t random_numel() {
+    static const int64_t borders[] = {0, 1, 8, 64, 128, 2048, 65536, 131072};
+    const int64_t numel = borders[below(8)] + below(3) - 1;
+    return numel < 0 ? 0 : numel;
+}
+
+// Random bit patterns: all kinds of numbers, infinities and nans among them; or, for most tensors, without the highest
+// bit of the exponent, so that all are below 2 and sums can be compared.
+std::vector<unsigned char> random_block(int64_t numel, int64_t item) {
+    std::vector<unsigned char> block(static_cast<size_t>(numel * item));
+    for (auto& byte : block) byte = static_cast<unsigned char>(random_bits());
+    if (below(4) != 0) {
+        for (size_t top = size_t(item) - 1; top < block.size(); top += size_t(item)) block[top] &= 0xbf;
+    }
+    return block;
+}
+
+struct Lists {
+    std::vector<int64_t> numels, rows;
+    std::vector<int32_t> places;
+    std::vector<std::vector<DType>> dtypes;
+    std::vector<Bytes> memory;
+
+    // `choose` gives the dtypes of one row of tensors.
+    template <class Choose>
+    Lists(int count, int lists, Choose choose) : dtypes(size_t(lists)), memory(size_t(lists)) {
+        for (int i = 0; i < count; ++i) {
+            numels.push_back(random_numel());
+            rows.push_back(i);
+            if (below(8) != 0) places.push_back(i);
+            const std::vector<DType> row = choose();
+            for (size_t k = 0; k < size_t(lists); ++k) {
+                dtypes[k].push_back(row[k]);
+                memory[k].push_back(random_block(numels.back(), item_size(row[k])));
+            }
+        }
+    }
+
+    Table table() const { return Table(numels, rows, dtypes, places); }
+
+    Pointers pointers(size_t list) {
+        Pointers found;
+        for (auto& block : memory[list]) found.push_back(block.data());
+        return found;
+    }
+};
+
+DType any(int kinds) { return static_cast<DType>(below(kinds)); }
+
+struct Results {
+    std::vector<unsigned char> bytes;
+
+    template <class T>
+    void take(const std::vector<T>& values) {
+        const auto* from = reinterpret_cast<const unsigned char*>(values.data());
+        bytes.insert(bytes.end(), from, from + values.size() * sizeof(T));
+    }
+    void take(const Bytes& blocks) {
+        for (const auto& block : blocks) take(block);
+    }
+    // Sums that are nan have no bits to compare.
+    void take_sums(std::vector<double> sums) {
+        for (double& sum : sums) sum = sum == sum ? sum : -1.0;
+        take(sums);
+    }
+};
+
+constexpr int kCount = 12;
+
+void run_unscale(Lists lists, const std::vector<uint8_t>& add, int threads, Results& results) {
+    std::vector<int32_t> nonfinite(kCount, 0);
+    std::vector<double> sumsq(kCount, 0.0), norm(1, 0.0);
+    std::vector<float> found(1, 0.0f);
+    const GradRows rows{nonfinite.data(), sumsq.data(), kCount, norm.data(), found.data()};
+    unscale(lists.table(), lists.pointers(0), lists.pointers(1), 0.25f, add, rows, threads);
+    results.take(nonfinite);
+    results.take_sums(sumsq);
+    results.take_sums(norm);
+    results.take(found);
+}
+
+void run_others(Lists grads, Lists mixed, Lists weights, int threads, Results& results) {
+    std::vector<double> sumsq(kCount, 0.0), norm(1, 0.0), norms(kCount, 0.0);
+    const Table table(grads.numels, grads.rows, {grads.dtypes[0]}, grads.places);
+    l2norm(table, grads.pointers(0), sumsq.data(), kCount, norm.data(), norms.data(), threads);
+    results.take_sums(norms);
+    scale(table, grads.pointers(0), 0.5f, threads);
+    results.take_sums(sumsq);
+
+    const bool bad = axpby(mixed.table(), 0.5f, mixed.pointers(0), -2.0f, mixed.pointers(1), mixed.pointers(2),
+                           kCheckX | kCheckY, threads);
+    results.bytes.push_back(bad);
+
+    std::vector<int32_t> overflow(kCount, 0);
+    std::vector<int64_t> hashes(kCount, 0), again(kCount, 0);
+    cast(weights.table(), weights.pointers(0), weights.pointers(1), overflow.data(), hashes.data(), threads);
+    const Table written(weights.numels, weights.rows, {weights.dtypes[1]}, weights.places);
+    content_hash(written, weights.pointers(1), again.data(), threads);
+    if (hashes != again) throw std::runtime_error("the hash of a cast differs from the hash of its result");
+    results.take(overflow);
+    results.take(hashes);
+    results.take(weights.memory[1]);
+}
+
+// Of all results so far, to compare one machine with another. FNV-1a.
+uint64_t digest = 0xcbf29ce484222325ull;
+
+void compare_levels() {
+    const Lists grads(kCount, 2, [] {
+        const DType from = any(4);
+        return std::vector<DType>{from, from == DType::wide ? DType::wide : DType::single};
+    });
+    const Lists mixed(kCount, 3, [] { return std::vector<DType>{any(3), any(3), any(3)}; });
+    const Lists weights(kCount, 2, [] { return std::vector<DType>{DType::single, any(2)}; });
+    std::vector<uint8_t> add;
+    for (int i = 0; i < kCount; ++i) add.push_back(uint8_t(below(2)));
+    std::vector<unsigned char> first;
+    for (const CpuLevel* const* level = supported_levels(); *level != nullptr; ++level) {
+        use_level((*level)->name);
+        for (int threads = 1; threads <= 4; ++threads) {
+            Results results;
+            run_unscale(grads, add, threads, results);
+            run_others(grads, mixed, weights, threads, results);
+            if (first.empty()) first = results.bytes;
+            if (first != results.bytes) throw std::runtime_error(std::string((*level)->name) + " gives other bits");
+        }
+    }
+    for (unsigned char byte : first) digest = (digest ^ byte) * 0x100000001b3ull;
+}
+
+// Several threads call at once: one has the pool, the others work alone.
+void call_at_once() {
+    std::atomic<int64_t> total{0};
+    std::vector<std::thread> callers;
+    for (int k = 0; k < 4; ++k) {
+        callers.emplace_back([&total] {
+            for (int round = 0; round < 200; ++round) {
+                parallel_for(50, 3, [&total](int64_t item) { total += item; });
+            }
+        });
+    }
+    for (auto& caller : callers) caller.join();
+    if (total != 4 * 200 * 1225) throw std::runtime_error("items were lost or done twice");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    const int rounds = argc > 1 ? std::atoi(argv[1]) : 20;
+    try {
+        call_at_once();
+        for (int round = 0; round < rounds; ++round) compare_levels();
+        try {
+            use_level("no such level");
+            throw std::logic_error("a wrong level was taken");
+        } catch (const std::invalid_argument&) {
+        }
+    } catch (const std::exception& error) {
+        std::fprintf(stderr, "driver: %s\n", error.what());
+        return 1;
+    }
+    std::printf("driver: %d rounds, no difference between levels or thread counts, digest %016llx\n", rounds,
+                static_cast<unsigned long long>(digest));
+    return 0;
+}
