@@ -76,6 +76,11 @@ class Timing:
     def quartiles(self) -> tuple[float, float]:
         return quartiles(self.seconds)
 
+    @property
+    def cores(self) -> float:
+        """Processor time / time: how many cores the work had."""
+        return statistics.median(a / b for a, b in zip(self.processor, self.seconds, strict=True))
+
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
     """First and third quartile; the value itself where there is only one."""
@@ -196,9 +201,13 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 
 def print_timings(timings: Sequence[Timing], elements: int, moved: dict[str, float], bandwidth: float) -> None:
-    """Every contender's time, bytes moved per parameter (counted) and share of the copy bandwidth."""
+    """Every contender's time, bytes moved per parameter (counted) and share of the copy bandwidth.
+
+    "cores" is processor time / time. Far below the number of threads in large passes, it says that other processes
+    had the cores: repeat the run when the machine is quiet.
+    """
     width = max(len(timing.name) for timing in timings)
-    head = f"{'median ms':>10}  {'quartiles':>17}  {'bytes/param':>11}  {'of copy bandwidth':>17}"
+    head = f"{'median ms':>10}  {'quartiles':>17}  {'cores':>5}  {'bytes/param':>11}  {'of copy bandwidth':>17}"
     print(f"\n{'contender':<{width}}  {head}")
     for timing in timings:
         low, high = timing.quartiles
@@ -207,7 +216,8 @@ def print_timings(timings: Sequence[Timing], elements: int, moved: dict[str, flo
         if timing.name in moved:
             count = f"{moved[timing.name]:g}"
             share = f"{moved[timing.name] * elements / timing.median / bandwidth:.0%}"
-        print(f"{timing.name:<{width}}  {timing.median * 1e3:>10.2f}  {spread:>17}  {count:>11}  {share:>17}")
+        times = f"{timing.median * 1e3:>10.2f}  {spread:>17}  {timing.cores:>5.2f}"
+        print(f"{timing.name:<{width}}  {times}  {count:>11}  {share:>17}")
 
 
 def versions() -> dict[str, str]:

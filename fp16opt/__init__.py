@@ -1,6 +1,7 @@
 """FP32 masters, loss scaling and fused kernels for training 16-bit weights with any torch optimizer."""
 
 from .diagnostics import Overflow
+from .grad_scaler import GradScaler
 from .optimizer import MixedPrecisionOptimizer
 from .scaling import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler
 
@@ -8,6 +9,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DynamicLossScaler",
+    "GradScaler",
     "LossScaleError",
     "LossScaler",
     "MixedPrecisionOptimizer",
