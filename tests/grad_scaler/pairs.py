@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import SGD
 
 import fp16opt.grad_scaler
 
@@ -61,3 +62,19 @@ def exact_norm(grads: Sequence[Tensor | None]) -> Tensor:
             dense = grad.to_dense() if grad.layout is torch.sparse_coo else grad
             total += float((np.abs(dense.detach().to(torch.complex128).numpy()) ** 2).sum())
     return torch.tensor(np.sqrt(total), dtype=torch.float32)
+
+
+def one(grad: float = 1.0, scaler: Any = None, lr: float = 0.5, cls: Any = SGD, **kwargs: Any) -> tuple:
+    """One parameter with a scaled gradient, its optimizer and its scaler."""
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = cls([param], lr=lr, **kwargs)
+    scaler = scaler or Ours("cpu", init_scale=1024.0)
+    scaler.scale(linear_loss([param], [grad])).backward()
+    return param, optimizer, scaler
+
+
+def iteration(scaler: Any, optimizer: Any, param: torch.Tensor, grad: float = 1.0) -> None:
+    optimizer.zero_grad()
+    scaler.scale(linear_loss([param], [grad])).backward()
+    scaler.step(optimizer)
+    scaler.update()

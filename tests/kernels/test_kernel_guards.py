@@ -285,6 +285,36 @@ def test_lazily_negated_values_are_read_with_their_sign(level: str) -> None:
         assert out.item() == number.imag.item()
 
 
+def test_another_place_that_is_none_moves_the_statistics(level: str) -> None:
+    table = PointerTables()
+    assert multi_tensor_l2norm([None, torch.ones(4)], tables=table)[1].tolist() == [0.0, 2.0]
+    assert multi_tensor_l2norm([torch.ones(4), None], tables=table)[1].tolist() == [2.0, 0.0]
+
+
+class Wrapper(Tensor):
+    """A tensor without memory of its own, as DTensor and others are: operations go to the one inside."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapper:
+        made = Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype)
+        made.held = inner
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inside = [a.held if isinstance(a, Wrapper) else a for a in args]
+        return func(*inside, **(kwargs or {}))
+
+
+def test_tensors_without_memory_are_never_read_as_memory(level: str) -> None:
+    table, plain = PointerTables(), torch.full((4,), 3.0)
+    for tensor in (plain, Wrapper(plain + 1), plain, Wrapper(plain + 1)):
+        values = getattr(tensor, "held", tensor)
+        assert multi_tensor_l2norm([tensor], tables=table)[0].item() == 2 * values[0].item()
+
+
 def test_a_table_may_serve_another_operation_and_other_lists(level: str) -> None:
     table = PointerTables()
     assert multi_tensor_l2norm([torch.ones(4)], tables=table)[0].item() == 2.0

@@ -9,6 +9,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import torch
 from kernel_cases import make
 from torch import Tensor
 
+import fp16opt
 from fp16opt.kernels import (
     CastStats,
     GradStats,
@@ -212,11 +214,12 @@ def test_a_forked_child_of_a_busy_parent(threads: None) -> None:
 
 @compiled
 @pytest.mark.parametrize("name", native._cpu.simd_levels() if native.available() else [])
-def test_environment_chooses_the_level(name: str) -> None:
+def test_environment_chooses_the_level(name: str, tmp_path: Path) -> None:
     code = "from fp16opt.kernels import native; print(native._cpu.simd_level())"
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "FP16OPT_SIMD": name},
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(fp16opt.__file__).parents[1]), "FP16OPT_SIMD": name},
         capture_output=True,
         text=True,
         check=True,
@@ -225,11 +228,12 @@ def test_environment_chooses_the_level(name: str) -> None:
 
 
 @compiled
-def test_a_wrong_level_in_the_environment_is_reported() -> None:
+def test_a_wrong_level_in_the_environment_is_reported(tmp_path: Path) -> None:
     code = "from fp16opt import kernels; print(kernels.backend('cpu'))"
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "FP16OPT_SIMD": "mmx"},
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(fp16opt.__file__).parents[1]), "FP16OPT_SIMD": "mmx"},
         capture_output=True,
         text=True,
         check=True,
