@@ -13,10 +13,6 @@ if TYPE_CHECKING:
     from .optimizer import MixedPrecisionOptimizer
 
 
-class _GaveUp(Exception):
-    """An evaluation overflows and the scale can't go lower."""
-
-
 def step(engine: MixedPrecisionOptimizer, closure: Callable[[], Any]) -> Any:
     """What ``MixedPrecisionOptimizer.step(closure)`` does; its docstring says it.
 
@@ -31,7 +27,7 @@ def step(engine: MixedPrecisionOptimizer, closure: Callable[[], Any]) -> Any:
     evaluations = _Evaluations(engine, closure)
     try:
         loss = engine._run_wrapped(None, evaluations)
-    except _GaveUp:
+    except wrapped.GaveUp:
         _put_back(engine, before)
         engine._finish(skipped=True)
         engine.zero_grad()
@@ -66,7 +62,7 @@ class _Evaluations:
             if not engine._take_gradients() or not bool(engine._steps.found_inf()):
                 return self.last_loss
             if not self._back_off():
-                raise _GaveUp
+                raise wrapped.GaveUp
 
     def _back_off(self) -> bool:
         """Lower every scale whose backward overflowed; False where none of them can go lower."""

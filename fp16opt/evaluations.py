@@ -14,10 +14,6 @@ if TYPE_CHECKING:
     from .grad_scaler import GradScaler
 
 
-class _GaveUp(Exception):
-    """An evaluation overflows and the scale can't go lower."""
-
-
 def take_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """(the closure or None, the other args, the other kwargs) of a call of ``optimizer.step``."""
     if "closure" in kwargs:
@@ -39,7 +35,7 @@ def step(scaler: GradScaler, optimizer: Optimizer, closure: Callable[[], Any], *
     evaluations = _Evaluations(scaler, optimizer, closure)
     try:
         return optimizer.step(evaluations, *args, **kwargs), False
-    except _GaveUp:
+    except wrapped.GaveUp:
         before.restore()
         return evaluations.last_loss, True
     except BaseException:
@@ -65,4 +61,4 @@ class _Evaluations:
             if not self.scaler._overflowed(self.optimizer):
                 return self.last_loss
             if not self.scaler._back_off():
-                raise _GaveUp
+                raise wrapped.GaveUp

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 
 import torch
@@ -58,10 +57,6 @@ class MasterGrads:
             self.params.model[i].grad = grad
         self.held = {}
         self.own_is_fresh = False
-
-    def present(self) -> list[int]:
-        """Positions whose model parameter holds a gradient."""
-        return [i for i, param in enumerate(self.params.model) if param.grad is not None]
 
     def has_any(self) -> bool:
         """Whether some model parameter holds a gradient."""
@@ -311,12 +306,12 @@ class MasterGrads:
                 parts = self._norms_of_shards()
             else:
                 each = [value for shard in self.params.shards for value in self.values(shard) if value is not None]
-                parts = [_vector_norm(value, norm_type) for value in each if value.numel()]
+                parts = [vector_norm(value, norm_type) for value in each if value.numel()]
             if len(parts) == 1:
                 return parts[0].to(device)
             if not parts:
                 return torch.zeros((), dtype=torch.float64, device=device)
-            return _vector_norm(torch.stack([part.to(device) for part in parts]), norm_type)
+            return vector_norm(torch.stack([part.to(device) for part in parts]), norm_type)
 
     def _norms_of_shards(self) -> list[Tensor]:
         if self._is_measured():
@@ -352,10 +347,8 @@ def _versions(grads: list[Tensor | None]) -> list[int]:
     return [0 if grad is None else grad._version for grad in grads]
 
 
-def _vector_norm(value: Tensor, norm_type: float) -> Tensor:
-    norm: Tensor
-    if math.isinf(norm_type):
-        norm = torch.linalg.vector_norm(value, norm_type).double()
-    else:
-        norm = torch.linalg.vector_norm(value, norm_type, dtype=torch.float64)
+def vector_norm(value: Tensor, norm_type: float) -> Tensor:
+    """The norm of one dense tensor: float64, 0-dim. No host sync."""
+    dtype = torch.complex128 if value.is_complex() else torch.float64
+    norm: Tensor = torch.linalg.vector_norm(value, norm_type, dtype=dtype)
     return norm

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import kernels
 from .diagnostics import describe
+from .kernels.tables import is_dense
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 OWN_DTYPES = (torch.float32, torch.float64)
@@ -61,18 +62,6 @@ def make_master(param: Tensor) -> torch.nn.Parameter:
     return master
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one block of memory, each once (any order of dimensions)."""
-    expected = 1
-    for stride, size in sorted(
-        (stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1
-    ):
-        if stride != expected:
-            return tensor.numel() == 0
-        expected *= size
-    return True
-
-
 class MasterParams:
     """Model parameters and their masters, in the order of the wrapped optimizer's param_groups.
 
@@ -116,7 +105,7 @@ class MasterParams:
                     f"{where}: expected {wanted}, got {str(param.dtype).removeprefix('torch.')}. "
                     "Leave it out of the wrapped optimizer, or convert it first."
                 )
-            if group.get("fused") and param.dtype in OWN_DTYPES and not is_dense(param):
+            if group.get("fused") and param.dtype in OWN_DTYPES and param.numel() and not is_dense(param):
                 raise ValueError(
                     f"{where}: torch's fused steps are wrong on parameters whose memory is not dense, got strides "
                     f"{param.stride()} for shape {tuple(param.shape)}. Use fused=False, or make it contiguous."

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from . import kernels
 from .diagnostics import Overflow, overflows_from_flags
+from .gradients import vector_norm
 from .masters import HALF_DTYPES, OWN_DTYPES, name_of
 from .scaling import SMALLEST_SCALE
 
@@ -263,11 +264,11 @@ class Gradients:
             else:
                 grads = [place.grad for shard in self.shards for place in shard.places]
                 dense = [grad._values() if grad.layout is torch.sparse_coo else grad for grad in grads]
-                parts = [_vector_norm(grad, norm_type) for grad in dense if grad.numel()]
+                parts = [vector_norm(grad, norm_type) for grad in dense if grad.numel()]
             parts = [part.to(device) for part in parts]
             if len(parts) == 1:
                 return parts[0]
-            return _vector_norm(torch.stack(parts), norm_type) if parts else torch.zeros((), device=device)
+            return vector_norm(torch.stack(parts), norm_type) if parts else torch.zeros((), device=device)
 
     def _norms_of_shards(self) -> list[Tensor]:
         if self._is_measured():
@@ -361,9 +362,3 @@ def _coalesced_wide(grad: Tensor) -> Tensor:
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.dtype == b.dtype
-
-
-def _vector_norm(value: Tensor, norm_type: float) -> Tensor:
-    dtype = torch.complex128 if value.is_complex() else torch.float64
-    norm: Tensor = torch.linalg.vector_norm(value, norm_type, dtype=dtype)
-    return norm

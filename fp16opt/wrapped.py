@@ -22,6 +22,10 @@ HOOKS = (
 )
 
 
+class GaveUp(Exception):
+    """Raised out of a closure's evaluation that overflows while the scale can't go lower."""
+
+
 class StepFailed(Exception):
     """Carries an exception out of the wrapped optimizer's step, and whether the step itself had been done by then."""
 
