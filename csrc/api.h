@@ -34,9 +34,22 @@ struct GradRows {  // of n tensors
     float* found_inf;
 };
 
-// outs[i] = grads[i] * inv_scale, or += where add[place]; then norm and found_inf over all n rows.
+// 16-bit tensors to be hashed, of which those whose row another operation works on are read along with it.
+struct Watched {
+    const Table& table;  // one list
+    const Pointers& params;
+    int64_t* hashes;   // by row: of all bits
+    int64_t* samples;  // by row: of the bits that content_sample reads
+};
+
+// outs[i] = grads[i] * inv_scale, or += where add[place]; then norm and found_inf over all n rows. `watched` may be null.
+// With `writes` false the outs stay as they are, and the rest is as if they were written.
 void unscale(const Table& table, const Pointers& grads, const Pointers& outs, float inv_scale,
-             const std::vector<uint8_t>& add, const GradRows& rows, int threads);
+             const std::vector<uint8_t>& add, bool writes, const GradRows& rows, const Watched* watched, int threads);
+
+// outs[i] = (grads[i] * inv_scale) * factor.
+void unscale_clipped(const Table& table, const Pointers& grads, const Pointers& outs, float inv_scale, float factor,
+                     int threads);
 
 // sumsq rows of the table's tensors; then each norm, and the total over all n rows.
 void l2norm(const Table& table, const Pointers& tensors, double* sumsq, int64_t n, double* norm, double* norms,
@@ -50,6 +63,9 @@ bool axpby(const Table& table, float a, const Pointers& xs, float b, const Point
 
 void cast(const Table& table, const Pointers& masters, const Pointers& params, int32_t* overflow, int64_t* hashes,
           int threads);
+
+// A hash of a few elements from everywhere: 64 of every 8,192.
+void content_sample(const Table& table, const Pointers& tensors, int64_t* samples, int threads);
 
 void content_hash(const Table& table, const Pointers& tensors, int64_t* hashes, int threads);
 

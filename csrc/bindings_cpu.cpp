@@ -117,14 +117,24 @@ Table make_table(std::vector<int64_t> numels, std::vector<int64_t> rows, const s
 
 void bind_operations(py::module_& module) {
     module.def("unscale", [](const Table& table, const py::object& grads, const py::object& outs, float inv_scale,
-                             const py::object& accumulate, uintptr_t nonfinite, uintptr_t sumsq, int64_t n,
-                             uintptr_t norm, uintptr_t found_inf, int threads) {
+                             const py::object& accumulate, bool writes, uintptr_t nonfinite, uintptr_t sumsq,
+                             int64_t n, uintptr_t norm, uintptr_t found_inf, const Table* watched_table, const py::object& params,
+                             uintptr_t hashes, uintptr_t samples, int threads) {
         const Pointers from = pointers_of(grads), to = pointers_of(outs);
         const std::vector<uint8_t> add = flags_of(accumulate, from.size());
         const GradRows rows{address<int32_t>(nonfinite), address<double>(sumsq), n, address<double>(norm),
                             address<float>(found_inf)};
+        const Pointers watched_params = watched_table == nullptr ? Pointers() : pointers_of(params);
         py::gil_scoped_release release;
-        unscale(table, from, to, inv_scale, add, rows, threads);
+        if (watched_table == nullptr) return unscale(table, from, to, inv_scale, add, writes, rows, nullptr, threads);
+        const Watched watched{*watched_table, watched_params, address<int64_t>(hashes), address<int64_t>(samples)};
+        unscale(table, from, to, inv_scale, add, writes, rows, &watched, threads);
+    });
+    module.def("unscale_clipped", [](const Table& table, const py::object& grads, const py::object& outs, float inv_scale,
+                                     float factor, int threads) {
+        const Pointers from = pointers_of(grads), to = pointers_of(outs);
+        py::gil_scoped_release release;
+        unscale_clipped(table, from, to, inv_scale, factor, threads);
     });
     module.def("l2norm", [](const Table& table, const py::object& tensors, uintptr_t sumsq, int64_t n, uintptr_t norm,
                             uintptr_t norms, int threads) {
@@ -153,6 +163,11 @@ void bind_operations(py::module_& module) {
         const Pointers of = pointers_of(tensors);
         py::gil_scoped_release release;
         content_hash(table, of, address<int64_t>(hashes), threads);
+    });
+    module.def("content_sample", [](const Table& table, const py::object& tensors, uintptr_t samples, int threads) {
+        const Pointers of = pointers_of(tensors);
+        py::gil_scoped_release release;
+        content_sample(table, of, address<int64_t>(samples), threads);
     });
 }
 

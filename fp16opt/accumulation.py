@@ -147,6 +147,16 @@ class Accumulation:
         """Bring the master gradients up to date and take down the verdict. No host sync."""
         pending: Pending = require(self.pending)
         self.grads.unscale(pending.inv_scale)
+        self._take_verdict(pending)
+
+    def unscale_clipped(self, max_norm: float) -> Tensor:
+        """:meth:`unscale` and a clip of the 2-norm, with one write; float64, 0-dim: the norm before. No host sync."""
+        pending: Pending = require(self.pending)
+        norm = self.grads.unscale_clipped(pending.inv_scale, max_norm, self.device)
+        self._take_verdict(pending)
+        return norm
+
+    def _take_verdict(self, pending: Pending) -> None:
         found = self.grads.found_inf(self.device)
         key = id(pending.scaler)
         if self.grads.folded is not None:

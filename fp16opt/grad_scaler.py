@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 from . import evaluations, wrapped
 from .arguments import check_number
 from .diagnostics import Overflow, SkipLog, describe
+from .gradients import clip_factor
 from .outcomes import check_consecutive
 from .torch_scale import TorchScale, new_state
-from .unscaling import Gradients, clip_factor
+from .unscaling import Gradients
 
 
 class GradScaler(TorchScale):
@@ -158,7 +159,9 @@ class GradScaler(TorchScale):
         """
         max_norm = check_number("max_norm", max_norm)
         norm_type = check_number("norm_type", norm_type, above_zero=True)
-        at_once = self._unscale_and_clip(optimizer, max_norm) if norm_type == 2.0 else None
+        at_once = None
+        if norm_type == 2.0 and not error_if_nonfinite:
+            at_once = self._unscale_and_clip(optimizer, max_norm)
         if at_once is not None:
             return at_once
         found = self._found_for_clipping(optimizer)
@@ -185,11 +188,13 @@ class GradScaler(TorchScale):
             return None  # unscaled or stepped already
         gradients = self._of(optimizer)
         gradients.collect(optimizer)
-        norm = gradients.unscale_and_clip(self._rule.scale, max_norm)
-        if norm is not None:
-            state = self._per_optimizer_states[id(optimizer)]
-            state["stage"] = OptState.UNSCALED
-            state["found_inf_per_device"] = {norm.device: torch.zeros((), device=norm.device)}
+        clipped = gradients.unscale_and_clip(self._scale.double().reciprocal().float(), max_norm)
+        if clipped is None:
+            return None
+        norm, found = clipped
+        state = self._per_optimizer_states[id(optimizer)]
+        state["stage"] = OptState.UNSCALED
+        state["found_inf_per_device"] = {norm.device: found}
         return norm
 
     def _found_for_clipping(self, optimizer: Optimizer) -> Tensor | None:
@@ -423,6 +428,7 @@ class GradScaler(TorchScale):
                 return False
         scheduler.step(*args, **kwargs)
         return True
+
 
 def _any(flags: list[Tensor]) -> Tensor | None:
     """1.0 where one of the flags (float32, 0-dim, one device) is set; None for none. No sync."""

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import operator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import kernels
 from .masters import MasterParams, Shard
+
+
+class _Lists(NamedTuple):
+    """For one device's parameters: what to read, where to write, whether to add there, and what torch adds later."""
+
+    sources: list[Tensor | None]
+    outs: list[Tensor | None]
+    adds: list[bool]
+    later: list[tuple[int, Tensor]]
 
 
 class MasterGrads:
@@ -102,6 +112,9 @@ class MasterGrads:
         if fold:
             for i in self.params.copied:
                 self.params.model[i].grad = None
+        self._keep_measure()
+
+    def _keep_measure(self) -> None:
         self.own_is_fresh = False
         self.held = {}
         self._measured = [master.grad for master in self.params.master]
@@ -109,6 +122,63 @@ class MasterGrads:
 
     def _unscale_shard(self, number: int, shard: Shard, inv_scale: Tensor, fold: bool) -> None:
         """One kernel call for the parameters of one device."""
+        lists = self._lists(shard, fold)
+        keep = self._flags_to_keep(shard, fold)
+        self._pass(shard, lists, inv_scale, write=True)
+        self._merge_flags(number, shard, keep, fold)
+        for i, before in lists.later:
+            total = self.params.master[i].grad
+            self._set_grad(i, before if total is None else before + total)
+            self._measurable = False
+
+    def makes_all_anew(self) -> bool:
+        """Whether the next :meth:`unscale` adds to nothing that is there, so that it may as well clip."""
+        return self.folded is None and not self.held
+
+    def unscale_clipped(self, inv_scale: Tensor, max_norm: float, device: torch.device) -> Tensor:
+        """:meth:`unscale`, with the 2-norm clipped: one pass that reads and one that writes. No host sync.
+
+        Only where :meth:`makes_all_anew`. Gradients with an element that is not finite are not clipped.
+
+        Returns:
+            The norm before clipping: float64, 0-dim, on ``device``.
+        """
+        self._measurable = True
+        try:
+            with torch.no_grad():
+                listed = [(shard, self._lists(shard, fold=False)) for shard in self.params.shards]
+                for shard, lists in listed:
+                    self._pass(shard, lists, inv_scale.to(shard.device), write=False)
+                self._keep_measure()
+                norm = self.norm(2.0, device)
+                factor = torch.where(self.found_inf(device) > 0, 1.0, clip_factor(norm, max_norm))
+                for shard, lists in listed:
+                    scale, by = inv_scale.to(shard.device), factor.to(shard.device)
+                    tables = shard.unscale_tables
+                    kernels.multi_tensor_unscale_clipped(lists.sources, lists.outs, scale, by, tables=tables)
+        except (TypeError, ValueError, RuntimeError):
+            self.params.verify()
+            raise
+        self._measurable = not self._has_sparse  # a sparse tensor's version does not follow its values'
+        return norm
+
+    def _pass(self, shard: Shard, lists: _Lists, inv_scale: Tensor, write: bool) -> None:
+        """The kernel call; the model's own bits are hashed on the way where somebody wants to know of writes."""
+        watch = shard.watch if self.params.watches and shard.copied else None
+        kernels.multi_tensor_unscale(
+            lists.sources,
+            lists.outs,
+            inv_scale,
+            shard.stats,
+            accumulate=lists.adds if any(lists.adds) else False,
+            write=write,
+            watch=watch,
+            tables=shard.unscale_tables,
+        )
+        shard.passed = watch is not None
+
+    def _lists(self, shard: Shard, fold: bool) -> _Lists:
+        """What to read and where to write, and every ``.grad`` set to what will hold the result."""
         sources: list[Tensor | None] = []
         outs: list[Tensor | None] = []
         adds: list[bool] = []
@@ -130,15 +200,7 @@ class MasterGrads:
             sources.append(source)
             outs.append(out)
             adds.append(add)
-        keep = self._flags_to_keep(shard, fold)
-        kernels.multi_tensor_unscale(
-            sources, outs, inv_scale, shard.stats, accumulate=adds if any(adds) else False, tables=shard.unscale_tables
-        )
-        self._merge_flags(number, shard, keep, fold)
-        for i, before in later:
-            total = self.params.master[i].grad
-            self._set_grad(i, before if total is None else before + total)
-            self._measurable = False
+        return _Lists(sources, outs, adds, later)
 
     def _unusual(
         self, i: int, grad: Tensor, fold: bool, later: list[tuple[int, Tensor]]
@@ -352,3 +414,18 @@ def vector_norm(value: Tensor, norm_type: float) -> Tensor:
     dtype = torch.complex128 if value.is_complex() else torch.float64
     norm: Tensor = torch.linalg.vector_norm(value, norm_type, dtype=dtype)
     return norm
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What gradients of this norm (float64, 0-dim) are multiplied by: float32, at most 1. No host sync.
+
+    The formula and the bits of ``torch.nn.utils.clip_grad_norm_``, which works in the norm's float32. Where the norm is
+    finite but too large for float32 the factor is taken in float64.
+
+    Example:
+        >>> clip_factor(torch.tensor(4.0, dtype=torch.float64), 1.0)
+        tensor(0.2500)
+    """
+    single = norm.float()
+    factor = torch.where(single.isfinite(), max_norm / (single + 1e-6), (max_norm / norm).float())
+    return factor.clamp(max=1.0)

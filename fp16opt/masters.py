@@ -27,30 +27,54 @@ Carry = Callable[[Tensor, Tensor], None]
 class Shard:
     """The parameters of one device: positions in :class:`MasterParams`, and what kernel calls on them need.
 
-    ``copied`` are the positions whose parameter has a master apart from itself; ``cast`` and ``hashes`` have one entry
-    for each of them, in that order. ``stats`` has one entry for every position of the shard.
+    ``copied`` are the positions whose parameter has a master apart from itself; ``models``, ``masters`` and ``cast``
+    have one entry for each of them, in that order. ``stats`` and ``watch`` have one for every position of the shard.
+
+    Attributes:
+        watch: The hashes that the last unscaling pass found in the model. Old news once ``passed`` is False.
+        rows: Where the entries of ``copied`` are in ``index``; None where the two are the same.
     """
 
     device: torch.device
     index: list[int]
     copied: list[int]
+    models: list[Tensor]
+    masters: list[Tensor]
     stats: kernels.GradStats
     cast: kernels.CastStats
+    watch: kernels.Watch
+    sampled: Tensor
+    rows: Tensor | None
+    passed: bool = False
     unscale_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
     cast_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
     hash_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
+    sample_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
     scale_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
     norm_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
 
     @classmethod
-    def allocate(cls, device: torch.device, index: list[int], copied: list[int]) -> Shard:
+    def allocate(cls, device: torch.device, index: list[int], model: list[Tensor], master: list[Tensor]) -> Shard:
+        """For the positions ``index`` of ``model`` and ``master``."""
+        copied = [i for i in index if master[i] is not model[i]]
+        watched = [model[i] if master[i] is not model[i] else None for i in index]
+        places = [k for k, param in enumerate(watched) if param is not None]
         return cls(
             device,
             index,
             copied,
+            [model[i] for i in copied],
+            [master[i] for i in copied],
             kernels.GradStats.allocate(len(index), device),
             kernels.CastStats.allocate(len(copied), device),
+            kernels.Watch.allocate(watched, device),
+            torch.zeros(len(index), dtype=torch.int64, device=device),
+            None if len(copied) == len(index) else torch.tensor(places, dtype=torch.int64, device=device),
         )
+
+    def passing_hashes(self) -> Tensor:
+        """int64, one for each of ``copied``: the model's content hashes when the last unscaling pass went by."""
+        return self.watch.hashes if self.rows is None else self.watch.hashes[self.rows]
 
 
 def make_master(param: Tensor) -> torch.nn.Parameter:
@@ -81,7 +105,9 @@ class MasterParams:
         self.places: list[tuple[int, int]] = []
         self.group_sizes: list[int] = []
         self.shards: list[Shard] = []
+        self.watches = True
         self._master_versions: list[int] = []
+        self._model_versions: list[int] = []
         for number, group in enumerate(groups):
             self.check_group(group, number, names)
         for number, group in enumerate(groups):
@@ -177,8 +203,7 @@ class MasterParams:
             by_device.setdefault(master.device, []).append(i)
         self.shards = []
         for device, index in by_device.items():
-            copied = [i for i in index if self.master[i] is not self.model[i]]
-            shard = Shard.allocate(device, index, copied)
+            shard = Shard.allocate(device, index, self.model, self.master)
             for k, i in enumerate(index):
                 if i in old:
                     before, position = old[i]
@@ -233,12 +258,7 @@ class MasterParams:
         with torch.no_grad():
             for shard in self.shards:
                 if shard.copied:
-                    kernels.multi_tensor_cast(
-                        [self.master[i] for i in shard.copied],
-                        [self.model[i] for i in shard.copied],
-                        shard.cast,
-                        tables=shard.cast_tables,
-                    )
+                    kernels.multi_tensor_cast(shard.masters, shard.models, shard.cast, tables=shard.cast_tables)
         self.record_versions()
 
     def copy_down_flags(self) -> list[tuple[str, int]]:
@@ -256,7 +276,7 @@ class MasterParams:
         """Take the model's bits as they are for what the masters stand for (one read of the 16-bit parameters)."""
         for shard in self.shards:
             if shard.copied:
-                kernels.multi_tensor_hash([self.model[i] for i in shard.copied], shard.cast.hashes)
+                kernels.multi_tensor_hash(shard.models, shard.cast.hashes)
         self.record_versions()
 
     def versions(self) -> list[int]:
@@ -264,24 +284,45 @@ class MasterParams:
         return [master._version for master in self.master]
 
     def record_versions(self) -> None:
-        """Remember the masters' version counters: a higher one later means that the user wrote a master."""
+        """Remember the version counters: a higher one of a master later means that the user wrote it."""
         self._master_versions = self.versions()
+        self._model_versions = [param._version for param in self.model]
+        for shard in self.shards:
+            shard.passed = False
 
-    def written_models(self) -> list[int]:
+    def written_models(self, passed_by: bool = False) -> list[int]:
         """Positions whose 16-bit parameter holds other bits than the masters were last rounded to.
 
-        Reads 2 bytes a parameter. A parameter whose master was written by the user is left out: the master wins.
+        A parameter whose master was written by the user is left out: the master wins.
+
+        Args:
+            passed_by: Take the hashes of the last unscaling pass, unless a version counter or a sample of the bits says
+                that the model was written since. Else 2 bytes a parameter are read.
         """
         written: list[int] = []
+        passed_by = passed_by and self._model_versions == [param._version for param in self.model]
         for shard in self.shards:
             if not shard.copied:
                 continue
-            now = torch.empty_like(shard.cast.hashes)
-            kernels.multi_tensor_hash([self.model[i] for i in shard.copied], now, tables=shard.hash_tables)
+            now = shard.passing_hashes() if passed_by and self._passed(shard) else self._hashes(shard)
             if not torch.equal(now, shard.cast.hashes):
                 moved = (now != shard.cast.hashes).tolist()
                 written += [i for i, differs in zip(shard.copied, moved, strict=True) if differs]
         return [i for i in written if self.master[i]._version == self._master_versions[i] and self.differs(i)]
+
+    @staticmethod
+    def _hashes(shard: Shard) -> Tensor:
+        now = torch.empty_like(shard.cast.hashes)
+        kernels.multi_tensor_hash(shard.models, now, tables=shard.hash_tables)
+        return now
+
+    @staticmethod
+    def _passed(shard: Shard) -> bool:
+        """Whether an unscaling pass went by and a sample of the bits is now as it was then."""
+        if not shard.passed:
+            return False
+        kernels.multi_tensor_hash(shard.watch.params, shard.sampled, sample=True, tables=shard.sample_tables)
+        return torch.equal(shard.sampled, shard.watch.samples)
 
     def _rounded(self, i: int) -> Tensor:
         """Master ``i`` rounded by the kernel that :meth:`copy_down` uses."""

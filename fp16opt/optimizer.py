@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from . import checkpoint, closures, diagnostics, driven, wrapped, writes
+from . import checkpoint, clipping, closures, diagnostics, driven, wrapped, writes
 from .accumulation import Accumulation, State
-from .arguments import check_choice, check_loss, check_number, check_scaler, make_scaler, named, open_group
+from .arguments import check_choice, check_loss, check_scaler, make_scaler, named, open_group
 from .diagnostics import Overflow
 from .gradients import MasterGrads
 from .masters import MasterParams
@@ -82,6 +82,7 @@ class MixedPrecisionOptimizer(Optimizer):
         self.on_model_write = on_model_write
         self._names = {id(param): name for name, param in named(named_parameters)}
         self._params = MasterParams(optimizer.param_groups, self._names, self._carry_state)
+        self._params.watches = on_model_write != "ignore"
         for i in self._params.own:
             self._carry_state(self._params.model[i], self._params.model[i])
         self._device = self._params.master[0].device if len(self._params) else torch.device("cpu")
@@ -250,7 +251,8 @@ class MixedPrecisionOptimizer(Optimizer):
         """Scale all master gradients so that their total norm is at most ``max_norm``.
 
         The factor is torch's, max_norm / (norm + 1e-6), at most 1; at 1 no gradient memory is touched. The 2-norm
-        comes from the pass that unscaled. Where an element is not finite all gradients stay: ``step`` skips.
+        comes from the pass that unscaled. Where an element is not finite all gradients stay: ``step`` skips. After
+        ``backward(loss, update_master_grads=False)`` gradients are unscaled and clipped in one write.
 
         Args:
             max_norm: Not negative.
@@ -264,21 +266,7 @@ class MixedPrecisionOptimizer(Optimizer):
             TypeError, ValueError: ``max_norm`` or ``norm_type`` is no number, negative or nan.
             RuntimeError: The norm is not finite and ``error_if_nonfinite``.
         """
-        max_norm = check_number("max_norm", max_norm)
-        norm_type = check_number("norm_type", norm_type, above_zero=True)
-        if not self._take_gradients():
-            return torch.zeros((), device=self._device)
-        norm = self._grads.norm(norm_type, self._device)
-        if error_if_nonfinite and not bool(norm.isfinite()):
-            raise RuntimeError(
-                f"the total norm of order {norm_type} of the master gradients is {norm.item()}: it can't be clipped. "
-                "Leave error_if_nonfinite=False to have step() skip, or see overflow_report() after it."
-            )
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
-        if self._device.type == "cpu" and float(factor) == 1.0:  # elsewhere the kernel looks, so that nobody waits
-            return norm.float()
-        self._grads.scale(torch.where(self._steps.found_inf() > 0, torch.ones_like(factor), factor))
-        return norm.float()
+        return clipping.clip(self, max_norm, norm_type, error_if_nonfinite)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the model's and the masters' gradients and forget what was found in them.
@@ -325,7 +313,7 @@ class MixedPrecisionOptimizer(Optimizer):
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else its scheduler warns of a wrong order
             self._finish(skipped=True)
             return None
-        writes.notice(self._params, self.on_model_write)
+        writes.notice(self._params, self.on_model_write, passed_by=True)
         loss = self._run_wrapped(found if on_device else None)
         self._finish(skipped=found.clone() if on_device else False)
         return loss

@@ -6,7 +6,6 @@ hold the model's parameters themselves, as they do under :class:`fp16opt.GradSca
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,9 +16,8 @@ from torch.optim import Optimizer
 
 from . import kernels
 from .diagnostics import Overflow, overflows_from_flags
-from .gradients import vector_norm
+from .gradients import clip_factor, vector_norm
 from .masters import HALF_DTYPES, OWN_DTYPES, name_of
-from .scaling import SMALLEST_SCALE
 
 _SERVED = (*HALF_DTYPES, *OWN_DTYPES)
 
@@ -195,31 +193,26 @@ class Gradients:
             stats.nonfinite[narrow] |= (cast.overflow & kernels.TOO_LARGE).ne(0) * kernels.INF
             stats.found_inf.copy_(stats.nonfinite.ne(0).any())
 
-    def unscale_and_clip(self, scale: Tensor, max_norm: float) -> Tensor | None:
-        """Unscale and clip in one pass that reads and one that writes, where this gives the same as two that write.
-
-        g * (1/scale * factor) has the bits of (g * 1/scale) * factor if the scale is a power of two and g/scale is no
-        subnormal number. Squares of float32 stay finite in float64, so a finite norm says that all elements are finite.
+    def unscale_and_clip(self, inv_scale: Tensor, max_norm: float) -> tuple[Tensor, Tensor] | None:
+        """Unscale and clip in one pass that reads and one that writes. No host sync.
 
         Returns:
-            The norm before clipping: float32, 0-dim. None where nothing was done: gradients are not all float32 and
-            dense on the CPU, the scale is no power of two from 1 on, or an element is not finite.
+            (norm before clipping, found_inf), each float32, 0-dim, as :meth:`unscale` would find them. None where
+            nothing was done: gradients are not all float32 and dense on one device.
         """
-        if self.foreign or len(self.shards) != 1 or self.shards[0].device.type != "cpu":
+        if self.foreign or len(self.shards) != 1:
             return None
         (shard,) = self.shards
-        plain = all(p.grad.dtype is torch.float32 and p.grad.layout is torch.strided for p in shard.places)
-        value = float(scale)
-        if not plain or value < 1.0 or math.frexp(value)[0] != 0.5:
+        if not all(p.grad.dtype is torch.float32 and p.grad.layout is torch.strided for p in shard.places):
             return None
-        scaled, _ = kernels.multi_tensor_l2norm(shard.values, tables=self._tables_of(shard).norm)
-        norm = scaled / value
-        factor = clip_factor(norm, max_norm).double() / value
-        if not bool(scaled.isfinite()) or float(factor) < SMALLEST_SCALE:
-            return None
-        self.scale(factor.float())
-        self._checked, self._measured = [], None
-        return norm.float()
+        stats, tables, values = self._stats_of(shard), self._tables_of(shard).unscale, shard.values
+        inv_scale = inv_scale.to(shard.device, non_blocking=True)
+        with torch.no_grad():
+            kernels.multi_tensor_unscale(values, values, inv_scale, stats, write=False, tables=tables)
+            factor = torch.where(stats.found_inf > 0, 1.0, clip_factor(stats.norm, max_norm))
+            kernels.multi_tensor_unscale_clipped(values, values, inv_scale, factor, tables=tables)
+        self._checked, self._measured = [(shard.places, stats)], None
+        return stats.norm.float(), stats.found_inf
 
     # -- what was found ----------------------------------------------------------------------------------------------
 
@@ -274,8 +267,7 @@ class Gradients:
         if self._is_measured():
             return [stats.norm for _, stats in self._checked]
         return [
-            kernels.multi_tensor_l2norm(shard.values, tables=self._tables_of(shard).norm)[0]
-            for shard in self.shards
+            kernels.multi_tensor_l2norm(shard.values, tables=self._tables_of(shard).norm)[0] for shard in self.shards
         ]
 
     def coalesce(self) -> None:
@@ -292,18 +284,6 @@ class Gradients:
         for shard in self.shards:
             tables = self._tables_of(shard).scale
             kernels.multi_tensor_scale(shard.values, factor.to(shard.device), tables=tables)
-
-
-def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients of this norm (float64, 0-dim) are multiplied by: float32, at most 1. torch's formula and bits.
-
-    Example:
-        >>> clip_factor(torch.tensor(4.0, dtype=torch.float64), 1.0)
-        tensor(0.2500)
-    """
-    single = norm.float()
-    factor = torch.where(single.isfinite(), max_norm / (single + 1e-6), (max_norm / norm).float())
-    return factor.clamp(max=1.0)
 
 
 def _is_foreign(grad: Tensor) -> bool:
@@ -355,9 +335,7 @@ def _coalesced_wide(grad: Tensor) -> Tensor:
     """A 16-bit sparse gradient with duplicates summed in FP32. What does not fit after that is inf, and is flagged."""
     wide = torch.complex64 if grad.is_complex() else torch.float32
     summed = torch.sparse_coo_tensor(grad._indices(), grad._values().to(wide), grad.shape).coalesce()
-    return torch.sparse_coo_tensor(
-        summed._indices(), summed._values().to(grad.dtype), grad.shape, is_coalesced=True
-    )
+    return torch.sparse_coo_tensor(summed._indices(), summed._values().to(grad.dtype), grad.shape, is_coalesced=True)
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

@@ -8,12 +8,18 @@ from .masters import MasterParams
 POLICIES = ("refresh", "error", "ignore")
 
 
-def notice(params: MasterParams, policy: str) -> None:
+def notice(params: MasterParams, policy: str, passed_by: bool = False) -> None:
     """Compare the model's bits with those that masters were last rounded to, and follow ``policy`` where they differ.
 
-    One read of 2 bytes a parameter for the content hash; model and masters are compared only where hashes differ.
-    Version counters alone would miss writes through ``.data``. Equal bits are no write. Where the user wrote the
-    master too, the master wins. Syncs with the device.
+    By a content hash, because version counters alone would miss writes through ``.data``; model and masters are
+    compared only where hashes differ. Equal bits are no write. Where the user wrote the master too, the master wins.
+    Syncs with the device.
+
+    Args:
+        params: Whose parameters.
+        policy: One of ``POLICIES``.
+        passed_by: Rely on the hashes that the unscaling pass took as it went by, and ask version counters and a sample
+            of the bits about the time since. Else one read of 2 bytes a parameter.
 
     Raises:
         RuntimeError: The policy is "error" and a parameter was written; or one changed its dtype, shape or device.
@@ -21,7 +27,7 @@ def notice(params: MasterParams, policy: str) -> None:
     params.verify()
     if policy == "ignore":
         return
-    written = params.written_models()
+    written = params.written_models(passed_by)
     if not written:
         return
     if policy == "error":

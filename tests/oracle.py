@@ -54,13 +54,15 @@ def norm(grads: list[NDArray[np.floating] | None], norm_type: float = 2.0) -> fl
 
 
 def clip_factor(total: float, max_norm: float) -> np.float32:
-    """torch's factor: max_norm / (norm + 1e-6), at most 1, rounded once to float32."""
-    return F32(min(1.0, max_norm / (total + 1e-6)))
+    """torch's factor, max_norm / (norm + 1e-6), at most 1, in float32 like ``torch.nn.utils.clip_grad_norm_``: a number
+    divided by a tensor is the tensor's reciprocal times the number there."""
+    single = F32(total)
+    if not np.isfinite(single):
+        return F32(min(1.0, max_norm / total))
+    return np.minimum(F32(1.0), F32(1.0) / (single + F32(1e-6)) * F32(max_norm))
 
 
-def clip(
-    grads: list[Array | None], max_norm: float, norm_type: float = 2.0
-) -> tuple[float, list[Array | None]]:
+def clip(grads: list[Array | None], max_norm: float, norm_type: float = 2.0) -> tuple[float, list[Array | None]]:
     """(norm before clipping, clipped gradients). Non-finite gradients come back as they are."""
     total = norm(grads, norm_type)
     if any(g is not None and not np.isfinite(g).all() for g in grads):

@@ -180,9 +180,7 @@ CASES: list[OptimizerCase] = [
     OptimizerCase("Adam-lr_tensor", "Adam", {"lr": _lr_tensor(0.01), "foreach": False}),
     OptimizerCase("AdamW-lr_tensor-fused", "AdamW", {"lr": _lr_tensor(0.01), "fused": True}),
     OptimizerCase("LBFGS-plain", "LBFGS", {"lr": 0.5, "max_iter": 4, "history_size": 3}, "closure"),
-    OptimizerCase(
-        "LBFGS-strong_wolfe", "LBFGS", {"max_iter": 4, "line_search_fn": "strong_wolfe"}, "closure"
-    ),
+    OptimizerCase("LBFGS-strong_wolfe", "LBFGS", {"max_iter": 4, "line_search_fn": "strong_wolfe"}, "closure"),
     OptimizerCase("Muon-default", "Muon", {"lr": 0.02}, "matrix"),
     OptimizerCase(
         "Muon-match_rms",

@@ -43,9 +43,7 @@ def test_recipe_trains(recipes: ModuleType, name: str, dtype: str, tmp_path: Pat
     assert recipes.RECIPES[name](setting) < 1.9, "an untrained network's loss is 2.3"
 
 
-def test_inspecting_names_what_overflowed(
-    recipes: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_inspecting_names_what_overflowed(recipes: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     recipes.main(["--recipe", "inspecting", "--epochs", "1", "--output", str(tmp_path)])
     printed = capsys.readouterr().out
     assert "skipped, the scale is" in printed

@@ -32,9 +32,7 @@ MODULES = _modules()
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples(name: str) -> None:
     result = doctest.testmod(importlib.import_module(name), optionflags=OPTIONS)
-    assert result.failed == 0, (
-        f"{result.failed} of {result.attempted} examples failed; run python -m doctest on it"
-    )
+    assert result.failed == 0, f"{result.failed} of {result.attempted} examples failed; run python -m doctest on it"
 
 
 def test_the_public_classes_show_examples() -> None:
@@ -56,25 +54,19 @@ PAGES = [p for p in [HERE / "README.md", *sorted((HERE / "docs").glob("*.md"))] 
 BLOCKS = [(p, line, code) for p in PAGES for line, code in _blocks(p)]
 
 
-@pytest.mark.skipif(
-    not (HERE / "README.md").exists(), reason="run from an installed package, without the repository"
-)
+@pytest.mark.skipif(not (HERE / "README.md").exists(), reason="run from an installed package, without the repository")
 def test_readme_has_an_example() -> None:
     assert any(p.name == "README.md" for p, _, _ in BLOCKS)
 
 
-@pytest.mark.parametrize(
-    ("path", "line", "code"), [pytest.param(*b, id=f"{b[0].name}:{b[1]}") for b in BLOCKS]
-)
+@pytest.mark.parametrize(("path", "line", "code"), [pytest.param(*b, id=f"{b[0].name}:{b[1]}") for b in BLOCKS])
 def test_python_block_of_the_documentation(
     path: Path, line: int, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # what a block saves is not left in the repository
     namespace = {"__name__": "__readme__"}
     if ">>>" in code:
-        test = doctest.DocTestParser().get_doctest(
-            code, dict(namespace), f"{path.name}:{line}", str(path), line
-        )
+        test = doctest.DocTestParser().get_doctest(code, dict(namespace), f"{path.name}:{line}", str(path), line)
         result = doctest.DocTestRunner(optionflags=OPTIONS).run(test)
         assert result.failed == 0
         return

@@ -83,10 +83,7 @@ class Fake:
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         if self.fault == "noop":
             return
-        grads = [
-            None if p.grad is None else p.grad.to(m.dtype)
-            for p, m in zip(self.models, self.masters, strict=True)
-        ]
+        grads = [None if p.grad is None else p.grad.to(m.dtype) for p, m in zip(self.models, self.masters, strict=True)]
         bad = not all(torch.isfinite(g).all() for g in grads if g is not None)
         if self.fault == "scale_first":
             self.scaler.now.update(bad)
@@ -144,9 +141,7 @@ class Fake:
 class _FakeScaler:
     def __init__(self, loss_scale: float | None, dynamic: dict[str, Any]) -> None:
         settings = {("scale" if k == "init_scale" else k): v for k, v in dynamic.items()}
-        self.now: Any = (
-            oracle.DynamicScaler(**settings) if dynamic else oracle.StaticScaler(loss_scale or 1.0)
-        )
+        self.now: Any = oracle.DynamicScaler(**settings) if dynamic else oracle.StaticScaler(loss_scale or 1.0)
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self.now))
@@ -284,9 +279,7 @@ def test_no_optimizer_class_of_torch_is_without_a_case() -> None:
     there = {
         name
         for name, cls in vars(torch.optim).items()
-        if isinstance(cls, type)
-        and issubclass(cls, torch.optim.Optimizer)
-        and cls is not torch.optim.Optimizer
+        if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
     }
     assert there <= {c.cls for c in CASES}, "a torch.optim class has no case in specs.py"
     runs = {c.cls for c in CASES if c.missing() is None}
@@ -336,9 +329,7 @@ def test_oracle_sgd_agrees_with_torch_where_constants_are_powers_of_two() -> Non
         p = torch.nn.Parameter(normal((40,), torch.float32, 1))
         mine = [p.detach().numpy().copy()]
         ours = oracle.SGD(0.25, momentum=0.5, weight_decay=0.125, nesterov=nesterov)
-        theirs = torch.optim.SGD(
-            [p], lr=0.25, momentum=0.5, weight_decay=0.125, nesterov=nesterov, foreach=False
-        )
+        theirs = torch.optim.SGD([p], lr=0.25, momentum=0.5, weight_decay=0.125, nesterov=nesterov, foreach=False)
         for k in range(5):
             g = normal((40,), torch.float32, 50 + k)
             p.grad = g.clone()
@@ -377,8 +368,6 @@ def test_oracle_clip_factor() -> None:
     total, same = oracle.clip([np.array([1.0, np.inf], np.float32)], 1.0)
     assert np.isinf(total)
     assert np.isinf(same[0][1])
-    assert oracle.norm([np.full(4, 1e30, np.float32), None]) == pytest.approx(
-        2e30, rel=1e-7
-    )  # 1e30 rounded to float32
+    assert oracle.norm([np.full(4, 1e30, np.float32), None]) == pytest.approx(2e30, rel=1e-7)  # 1e30 rounded to float32
     assert oracle.norm([array([3.0, -4.0]).numpy()], 1.0) == 7.0
     assert oracle.norm([array([3.0, -4.0]).numpy()], float("inf")) == 4.0

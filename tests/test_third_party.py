@@ -65,9 +65,7 @@ PACKAGES = [
         train_mode=True,
     ),
     Package("schedulefree-SGDScheduleFree", "schedulefree", "SGDScheduleFree", {"lr": 1e-2}, train_mode=True),
-    Package(
-        "schedulefree-RAdamScheduleFree", "schedulefree", "RAdamScheduleFree", {"lr": 1e-2}, train_mode=True
-    ),
+    Package("schedulefree-RAdamScheduleFree", "schedulefree", "RAdamScheduleFree", {"lr": 1e-2}, train_mode=True),
     Package("prodigyopt-Prodigy", "prodigyopt", "Prodigy", {"lr": 1.0}),
     Package("optimi-StableAdamW", "optimi", "StableAdamW", {"lr": 1e-2, "triton": False}),
     Package("optimi-Lion", "optimi", "Lion", {"lr": 1e-2, "triton": False}),

@@ -6,11 +6,28 @@
 FP16OPT_BEGIN
 namespace {
 
-template <class From>
-UnscaleResult unscale_as(const void* grad, void* out, int64_t n, float inv_scale, bool add, bool stream) {
-    UnscaleLoop<From> loop{splat_for_sum(inv_scale), add, stream, Lanes(n)};
+template <class From, bool kWatches, bool kWrites>
+UnscaleResult unscale_loop(const void* grad, void* out, int64_t n, float inv_scale, bool add, bool stream, const Watch& watch) {
+    UnscaleLoop<From, kWatches, kWrites> loop{splat_for_sum(inv_scale), add, stream, Lanes(n), watch};
     const double sumsq = loop.run(static_cast<const From*>(grad), static_cast<float*>(out), n);
-    return {sumsq, loop.flags};
+    return {sumsq, kWatches ? HashResult{loop.watch.total(), loop.watch.sample} : HashResult{}, loop.flags};
+}
+
+template <class From>
+UnscaleResult unscale_as(const void* grad, void* out, int64_t n, float inv_scale, bool add, bool stream, const Watch& watch) {
+    auto loop = unscale_loop<From, false, false>;
+    if (watch.values == nullptr) {
+        if (out != nullptr) loop = unscale_loop<From, false, true>;
+    } else {
+        loop = out == nullptr ? unscale_loop<From, true, false> : unscale_loop<From, true, true>;
+    }
+    return loop(grad, out, n, inv_scale, add, stream, watch);
+}
+
+template <class From>
+void unscale_clipped_as(const void* grad, void* out, int64_t n, float inv_scale, float factor, bool stream) {
+    UnscaleClippedLoop<From> loop{splat_for_sum(inv_scale), splat_for_sum(factor), stream};
+    loop.run(static_cast<const From*>(grad), static_cast<float*>(out), n);
 }
 
 // Streaming stores need their own alignment, and pay only where nothing of the line is needed again.
@@ -18,17 +35,33 @@ bool may_stream(const void* to, bool wanted) {
     return kCanStream && wanted && reinterpret_cast<uintptr_t>(to) % 64 == 0;
 }
 
-UnscaleResult unscale_chunk(DType from, const void* grad, void* out, int64_t n, float inv_scale, bool add, bool stream) {
+UnscaleResult unscale_chunk(DType from, const void* grad, void* out, int64_t n, float inv_scale, bool add, bool stream,
+                            const void* watched, int64_t first_word) {
+    const Watch watch(watched, n, first_word);
     stream = may_stream(out, stream) && !add && grad != out;
     switch (from) {
-        case DType::half: return unscale_as<Half>(grad, out, n, inv_scale, add, stream);
-        case DType::bfloat16: return unscale_as<BFloat16>(grad, out, n, inv_scale, add, stream);
-        case DType::single: return unscale_as<float>(grad, out, n, inv_scale, add, stream);
+        case DType::half: return unscale_as<Half>(grad, out, n, inv_scale, add, stream, watch);
+        case DType::bfloat16: return unscale_as<BFloat16>(grad, out, n, inv_scale, add, stream, watch);
+        case DType::single: return unscale_as<float>(grad, out, n, inv_scale, add, stream, watch);
         case DType::wide: break;
     }
     UnscaleWideLoop loop{double(inv_scale), add, Lanes(n)};
     loop.run(static_cast<const double*>(grad), static_cast<double*>(out), n);
-    return {loop.lanes.total(), loop.flags};
+    const HashResult hashes = watched == nullptr ? HashResult{} : hash_values(watched, n, first_word);
+    return {loop.lanes.total(), hashes, loop.flags};
+}
+
+void unscale_clipped_chunk(DType from, const void* grad, void* out, int64_t n, float inv_scale, float factor, bool stream) {
+    stream = may_stream(out, stream) && grad != out;
+    switch (from) {
+        case DType::half: return unscale_clipped_as<Half>(grad, out, n, inv_scale, factor, stream);
+        case DType::bfloat16: return unscale_clipped_as<BFloat16>(grad, out, n, inv_scale, factor, stream);
+        case DType::single: return unscale_clipped_as<float>(grad, out, n, inv_scale, factor, stream);
+        case DType::wide: break;
+    }
+    const double* of = static_cast<const double*>(grad);
+    double* to = static_cast<double*>(out);
+    for (int64_t i = 0; i < n; ++i) to[i] = scale(unscale(of[i], double(inv_scale)), double(factor));
 }
 
 double sum_of_squares_chunk(DType dtype, const void* values, int64_t n) {
@@ -113,10 +146,9 @@ CastResult cast_chunk(DType to, const float* master, void* param, int64_t n, int
     return cast_as<BFloat16>(master, param, n, first_word, stream);
 }
 
-// The hash sees bits, so one storage type serves for both.
-uint64_t hash_chunk(const void* values, int64_t n, int64_t first_word) {
-    return hash_values(static_cast<const Half*>(values), n, first_word);
-}
+HashResult hash_chunk(const void* values, int64_t n, int64_t first_word) { return hash_values(values, n, first_word); }
+
+uint64_t sample_chunk(const void* values, int64_t n, int64_t first_word) { return sample_values(values, n, first_word); }
 
 }  // namespace
 
@@ -124,7 +156,7 @@ uint64_t hash_chunk(const void* values, int64_t n, int64_t first_word) {
 #define FP16OPT_NAME(level) FP16OPT_NAME_OF(level)
 
 extern const CpuLevel level;
-const CpuLevel level = {FP16OPT_NAME(FP16OPT_LEVEL), unscale_chunk, sum_of_squares_chunk, scale_chunk,
-                        axpby_chunk, cast_chunk, hash_chunk};
+const CpuLevel level = {FP16OPT_NAME(FP16OPT_LEVEL), unscale_chunk, unscale_clipped_chunk, sum_of_squares_chunk, scale_chunk,
+                        axpby_chunk, cast_chunk, hash_chunk, sample_chunk};
 
 FP16OPT_END

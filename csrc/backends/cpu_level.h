@@ -11,8 +11,14 @@ FP16OPT_HD int64_t item_size(DType dtype) {
     return dtype == DType::wide ? 8 : dtype == DType::single ? 4 : 2;
 }
 
+struct HashResult {
+    uint64_t hash;
+    uint64_t sample;
+};
+
 struct UnscaleResult {
     double sumsq;
+    HashResult watched;
     uint32_t flags;
 };
 
@@ -27,13 +33,17 @@ enum CheckInputs : uint32_t { kCheckX = 1, kCheckY = 2 };
 // `stream`: write around the caches. `first_word`: place of the chunk's first 64-bit word in its tensor.
 struct CpuLevel {
     const char* name;
-    UnscaleResult (*unscale)(DType from, const void* grad, void* out, int64_t n, float inv_scale, bool add, bool stream);
+    // `out`: may be nullptr, where nothing is to be written. `watched`: as many 16-bit values, of which the result has the hashes; or nullptr.
+    UnscaleResult (*unscale)(DType from, const void* grad, void* out, int64_t n, float inv_scale, bool add, bool stream,
+                             const void* watched, int64_t first_word);
+    void (*unscale_clipped)(DType from, const void* grad, void* out, int64_t n, float inv_scale, float factor, bool stream);
     double (*sum_of_squares)(DType dtype, const void* values, int64_t n);
     void (*scale)(DType dtype, void* values, int64_t n, float factor);
     bool (*axpby)(const DType (&dtypes)[3], float a, const void* x, float b, const void* y, void* out, int64_t n,
                   uint32_t check);  // true: a checked input is not finite
     CastResult (*cast)(DType to, const float* master, void* param, int64_t n, int64_t first_word, bool stream);
-    uint64_t (*hash)(const void* values, int64_t n, int64_t first_word);
+    HashResult (*hash)(const void* values, int64_t n, int64_t first_word);
+    uint64_t (*sample)(const void* values, int64_t n, int64_t first_word);
 };
 
 // The levels that this build holds and this machine runs, the fastest first. Ends with nullptr.

@@ -1,4 +1,5 @@
 // The list operations on the CPU: chunks to threads, and the chunks' results to tensors, in order.
+#include <algorithm>
 #include <cmath>
 #include <stdexcept>
 #include <string>
@@ -41,11 +42,16 @@ T* at(const Pointers& pointers, const Table& table, size_t list, const Chunk& ch
 
 // Runs `chunk_result` on every chunk and calls `take(place, result)` for each, in the order of the chunks.
 template <class Result, class Compute, class Take>
+void for_chunks(const Table& table, const std::vector<Chunk>& chunks, int threads, Compute&& compute, Take&& take) {
+    std::vector<Result> results(chunks.size());
+    parallel_for(int64_t(chunks.size()), threads_for(table, threads),
+                 [&](int64_t i) { results[size_t(i)] = compute(chunks[size_t(i)]); });
+    for (size_t i = 0; i < results.size(); ++i) take(size_t(chunks[i].tensor), results[i]);
+}
+
+template <class Result, class Compute, class Take>
 void for_chunks(const Table& table, int threads, Compute&& compute, Take&& take) {
-    std::vector<Result> results(table.chunks.size());
-    parallel_for(int64_t(table.chunks.size()), threads_for(table, threads),
-                 [&](int64_t i) { results[size_t(i)] = compute(table.chunks[size_t(i)]); });
-    for (size_t i = 0; i < results.size(); ++i) take(size_t(table.chunks[i].tensor), results[i]);
+    for_chunks<Result>(table, table.chunks, threads, compute, take);
 }
 
 double total_norm(const double* sumsq, int64_t n) {
@@ -65,8 +71,66 @@ void require_pointers(const Table& table, std::initializer_list<const Pointers*>
     }
 }
 
+void require_grads(const Table& table, const Pointers& grads, const Pointers& outs) {
+    require_pointers(table, {&grads, &outs});
+    for (int32_t place : table.places) {
+        const bool wide = table.dtypes[1][size_t(place)] == DType::wide;
+        require(wide == (table.dtypes[0][size_t(place)] == DType::wide) &&
+                    (wide || table.dtypes[1][size_t(place)] == DType::single), "outs must be float32, or float64 for float64");
+    }
+}
+
 void require_rows(const Table& table, int64_t n) {
     for (int32_t place : table.places) require(table.rows[size_t(place)] < n, "a row lies outside the statistics");
+}
+
+// The hash is a sum of unsigned words; signed ones may not overflow.
+void add_hash(int64_t& hash, uint64_t part) { hash = int64_t(uint64_t(hash) + part); }
+
+void add_hashes(const Watched& watched, size_t row, const HashResult& found) {
+    add_hash(watched.hashes[row], found.hash);
+    if (watched.samples != nullptr) add_hash(watched.samples[row], found.sample);
+}
+
+void hash_chunks(const Watched& watched, const std::vector<Chunk>& chunks, int threads) {
+    const CpuLevel& level = current_level();
+    const Table& table = watched.table;
+    for_chunks<HashResult>(
+        table, chunks, threads,
+        [&](const Chunk& c) { return level.hash(at<void>(watched.params, table, 0, c), c.numel, c.start / 4); },
+        [&](size_t place, const HashResult& found) { add_hashes(watched, size_t(table.rows[place]), found); });
+}
+
+void clear_hashes(const Table& table, int64_t* hashes) {
+    for (int32_t place : table.places) {
+        require(item_size(table.dtypes[0][size_t(place)]) == 2, "a hash is of 16-bit tensors");
+        hashes[table.rows[size_t(place)]] = 0;
+    }
+}
+
+// The addresses to watch, by place of `table`; empty where nothing is watched. Tensors that no tensor of `table`
+// with as many elements shares its row with are hashed here and now.
+std::vector<const char*> watch_along(const Table& table, const Watched* watched, int64_t n, int threads) {
+    std::vector<const char*> along;
+    if (watched == nullptr) return along;
+    const Table& of = watched->table;
+    require_pointers(of, {&watched->params});
+    require_rows(of, n);
+    clear_hashes(of, watched->hashes);
+    clear_hashes(of, watched->samples);
+    std::vector<int32_t> place_of_row(size_t(n), -1), others;
+    for (int32_t place : table.places) place_of_row[size_t(table.rows[size_t(place)])] = place;
+    along.resize(table.numels.size(), nullptr);
+    for (int32_t from : of.places) {
+        const int32_t place = place_of_row[size_t(of.rows[size_t(from)])];
+        if (place < 0 || of.numels[size_t(from)] != table.numels[size_t(place)]) {
+            others.push_back(from);
+        } else {
+            along[size_t(place)] = static_cast<const char*>(watched->params[size_t(from)]);
+        }
+    }
+    hash_chunks(*watched, pack(of.numels, others), threads);
+    return along;
 }
 
 }  // namespace
@@ -88,14 +152,13 @@ Table::Table(std::vector<int64_t> numels_, std::vector<int64_t> rows_, std::vect
 }
 
 void unscale(const Table& table, const Pointers& grads, const Pointers& outs, float inv_scale,
-             const std::vector<uint8_t>& add, const GradRows& rows, int threads) {
-    require_pointers(table, {&grads, &outs});
+             const std::vector<uint8_t>& add, bool writes, const GradRows& rows, const Watched* watched, int threads) {
+    require_grads(table, grads, outs);
     require_rows(table, rows.n);
+    const std::vector<const char*> params = watch_along(table, watched, rows.n, threads);
     require(add.size() == table.numels.size(), "accumulate must have one entry for each tensor");
+    require(writes || std::find(add.begin(), add.end(), 1) == add.end(), "what is not written can't be added to");
     for (int32_t place : table.places) {
-        const bool wide = table.dtypes[1][size_t(place)] == DType::wide;
-        require(wide == (table.dtypes[0][size_t(place)] == DType::wide) &&
-                    (wide || table.dtypes[1][size_t(place)] == DType::single), "outs must be float32, or float64 for float64");
         rows.nonfinite[table.rows[size_t(place)]] = 0;
         rows.sumsq[table.rows[size_t(place)]] = 0.0;
     }
@@ -104,17 +167,33 @@ void unscale(const Table& table, const Pointers& grads, const Pointers& outs, fl
     for_chunks<UnscaleResult>(
         table, threads,
         [&](const Chunk& c) {
+            const char* param = params.empty() ? nullptr : params[size_t(c.tensor)];
             return level.unscale(table.dtypes[0][size_t(c.tensor)], at<void>(grads, table, 0, c),
-                                 at<void>(outs, table, 1, c), c.numel, inv_scale, add[size_t(c.tensor)] != 0, stream);
+                                 writes ? at<void>(outs, table, 1, c) : nullptr, c.numel, inv_scale, add[size_t(c.tensor)] != 0, stream,
+                                 param == nullptr ? nullptr : param + 2 * c.start, c.start / 4);
         },
         [&](size_t place, const UnscaleResult& result) {
-            rows.nonfinite[table.rows[place]] |= int32_t(result.flags);
-            rows.sumsq[table.rows[place]] += result.sumsq;
+            const size_t row = size_t(table.rows[place]);
+            if (!params.empty() && params[place] != nullptr) add_hashes(*watched, row, result.watched);
+            rows.nonfinite[row] |= int32_t(result.flags);
+            rows.sumsq[row] += result.sumsq;
         });
     *rows.norm = total_norm(rows.sumsq, rows.n);
     bool found = false;
     for (int64_t i = 0; i < rows.n; ++i) found |= rows.nonfinite[i] != 0;
     *rows.found_inf = found ? 1.0f : 0.0f;
+}
+
+void unscale_clipped(const Table& table, const Pointers& grads, const Pointers& outs, float inv_scale, float factor,
+                     int threads) {
+    require_grads(table, grads, outs);
+    const CpuLevel& level = current_level();
+    const bool stream = table.elements * 4 >= streaming_threshold();
+    parallel_for(int64_t(table.chunks.size()), threads_for(table, threads), [&](int64_t i) {
+        const Chunk& c = table.chunks[size_t(i)];
+        level.unscale_clipped(table.dtypes[0][size_t(c.tensor)], at<void>(grads, table, 0, c),
+                              at<void>(outs, table, 1, c), c.numel, inv_scale, factor, stream);
+    });
 }
 
 void l2norm(const Table& table, const Pointers& tensors, double* sumsq, int64_t n, double* norm, double* norms,
@@ -181,25 +260,24 @@ void cast(const Table& table, const Pointers& masters, const Pointers& params, i
         },
         [&](size_t place, const CastResult& result) {
             overflow[table.rows[place]] |= int32_t(result.flags);
-            int64_t& hash = hashes[table.rows[place]];
-            hash = int64_t(uint64_t(hash) + result.hash);
+            add_hash(hashes[table.rows[place]], result.hash);
         });
 }
 
 void content_hash(const Table& table, const Pointers& tensors, int64_t* hashes, int threads) {
     require_pointers(table, {&tensors});
-    for (int32_t place : table.places) {
-        require(item_size(table.dtypes[0][size_t(place)]) == 2, "a hash is of 16-bit tensors");
-        hashes[table.rows[size_t(place)]] = 0;
-    }
+    clear_hashes(table, hashes);
+    hash_chunks({table, tensors, hashes, nullptr}, table.chunks, threads);
+}
+
+void content_sample(const Table& table, const Pointers& tensors, int64_t* samples, int threads) {
+    require_pointers(table, {&tensors});
+    clear_hashes(table, samples);
     const CpuLevel& level = current_level();
     for_chunks<uint64_t>(
         table, threads,
-        [&](const Chunk& c) { return level.hash(at<void>(tensors, table, 0, c), c.numel, c.start / 4); },
-        [&](size_t place, uint64_t part) {
-            int64_t& hash = hashes[table.rows[place]];
-            hash = int64_t(uint64_t(hash) + part);
-        });
+        [&](const Chunk& c) { return level.sample(at<void>(tensors, table, 0, c), c.numel, c.start / 4); },
+        [&](size_t place, uint64_t part) { add_hash(samples[table.rows[place]], part); });
 }
 
 }  // namespace fp16opt

@@ -15,4 +15,7 @@ FP16OPT_HD uint64_t hash_word(uint64_t word, uint64_t key) {
     return (x & 0xffffffffull) * (x >> 32) + word;
 }
 
+// In the sample of a chunk of `numel` elements are the first 64 of every so many, or all where there are few.
+FP16OPT_HD int64_t sample_stride(int64_t numel) { return numel <= 8192 ? 64 : 8192; }
+
 FP16OPT_END

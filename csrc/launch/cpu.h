@@ -7,6 +7,7 @@
 #include "../functors/flags.h"
 #include "../functors/scale.h"
 #include "../functors/unscale.h"
+#include "../backends/cpu_level.h"
 #include "simd.h"
 
 FP16OPT_BEGIN
@@ -74,11 +75,51 @@ FP16OPT_NOINLINE static uint32_t flags_of_values(const float* unscaled, int64_t 
     return flags;
 }
 
-template <class From>
+// The words that hold the first `valid` of 64 elements, the others being zero.
+FP16OPT_HD uint64_t hash_tail(const void* values, int valid, int64_t word) {
+    uint64_t words[kBlockWords] = {};
+    memcpy(words, values, size_t(valid) * 2);
+    uint64_t sum = 0;
+    for (int i = 0; i < (valid + 3) / 4; ++i) sum += hash_word(words[i], hash_key(word + i));
+    return sum;
+}
+
+// The hashes of a chunk of 16-bit values that a loop passes by while it works on others: of all of them, and of a sample.
+struct Watch {
+    const char* values;  // nullptr: nothing to watch
+    int64_t first_word;
+    int64_t every;  // elements of which the first 64 are in the sample
+    BlockHash blocks;
+    uint64_t tail = 0, sample = 0;
+
+    FP16OPT_HD Watch(const void* of, int64_t n, int64_t first)
+        : values(static_cast<const char*>(of)), first_word(first), every(sample_stride(n)), blocks(first) {}
+
+    FP16OPT_HD void block(int64_t i) {
+        Narrow narrow;
+        load(static_cast<const void*>(values + 2 * i), narrow);
+        blocks.add(narrow);
+        if (i % every == 0) add_sample(i, narrow);
+    }
+    FP16OPT_HD void rest(int64_t i, int valid) {
+        tail = hash_tail(values + 2 * i, valid, first_word + i / 4);
+        if (i % every == 0) sample += tail;
+    }
+    FP16OPT_HD void add_sample(int64_t i, const Narrow& narrow) {
+        BlockHash one(first_word + i / 4);
+        one.add(narrow);
+        sample += one.total();
+    }
+    FP16OPT_HD uint64_t total() const { return blocks.total() + tail; }
+};
+
+// kWrites false: only looks at what it would write.
+template <class From, bool kWatches, bool kWrites>
 struct UnscaleLoop {
     SumFloats factor;
     bool add, stream;
     Lanes lanes;
+    Watch watch;
     uint32_t flags = 0;
 
     // `valid` < kBlock only for the padded copy of a tail.
@@ -95,28 +136,79 @@ struct UnscaleLoop {
             if (FP16OPT_UNLIKELY(any_from(after, kInfinity))) flags |= flags_of_sum(product, before, after);
             product = after;
         }
-        store(out, product, stream);
+        if (kWrites) store(out, product, stream);
         lanes.add(product);
     }
 
     FP16OPT_HD double run(const From* grad, float* out, int64_t n) {
         int64_t i = 0;
-        for (; i + kBlock <= n; i += kBlock) block(grad + i, out + i, kBlock);
+        for (; i + kBlock <= n; i += kBlock) {
+            if (kWatches) watch.block(i);
+            block(grad + i, kWrites ? out + i : nullptr, kBlock);
+        }
         if (stream) finish_streaming();
         stream = false;
         if (const int rest = int(n - i)) {
+            if (kWatches) watch.rest(i, rest);
             From padded[kBlock] = {};
             float result[kBlock] = {};
             memcpy(padded, grad + i, size_t(rest) * sizeof(From));
-            memcpy(result, out + i, size_t(rest) * sizeof(float));
+            if (kWrites) memcpy(result, out + i, size_t(rest) * sizeof(float));
             block(padded, result, rest);
-            memcpy(out + i, result, size_t(rest) * sizeof(float));
+            if (kWrites) memcpy(out + i, result, size_t(rest) * sizeof(float));
         }
         // The squares of finite float32 stay finite in a double, and so does their sum over a chunk. So a finite sum
         // proves that all that was written is finite, and only otherwise is the chunk read again.
         const double sumsq = lanes.total();
-        if (FP16OPT_UNLIKELY(!is_finite(sumsq) && !add)) flags = flags_of_values(out, n);
+        if (FP16OPT_UNLIKELY(!is_finite(sumsq) && !add)) find_flags(grad, out, n);
         return sumsq;
+    }
+
+    // `out` may be `grad`, which then holds products by now.
+    FP16OPT_NOINLINE void find_flags(const From* grad, const float* out, int64_t n) {
+        if (kWrites) {
+            flags = flags_of_values(out, n);
+            return;
+        }
+        for (int64_t i = 0; i < n; i += kBlock) {
+            From padded[kBlock] = {};
+            float products[kBlock];
+            const int valid = n - i < kBlock ? int(n - i) : kBlock;
+            memcpy(padded, grad + i, size_t(valid) * sizeof(From));
+            SumBlock product;
+            load(padded, product);
+            for (int k = 0; k < kSumVectors; ++k) product.v[k] = unscale(product.v[k], factor);
+            store(products, product, false);
+            flags |= flags_of_values(products, valid);
+        }
+    }
+};
+
+// Unscaled and clipped, in two roundings; nothing is looked for.
+template <class From>
+struct UnscaleClippedLoop {
+    SumFloats inv_scale, factor;
+    bool stream;
+
+    FP16OPT_HD void block(const From* grad, float* out) {
+        SumBlock b;
+        load(grad, b);
+        for (int i = 0; i < kSumVectors; ++i) b.v[i] = scale(unscale(b.v[i], inv_scale), factor);
+        store(out, b, stream);
+    }
+
+    FP16OPT_HD void run(const From* grad, float* out, int64_t n) {
+        int64_t i = 0;
+        for (; i + kBlock <= n; i += kBlock) block(grad + i, out + i);
+        if (stream) finish_streaming();
+        stream = false;
+        if (const int rest = int(n - i)) {
+            From padded[kBlock] = {};
+            float result[kBlock];
+            memcpy(padded, grad + i, size_t(rest) * sizeof(From));
+            block(padded, result);
+            memcpy(out + i, result, size_t(rest) * sizeof(float));
+        }
     }
 };
 
@@ -133,11 +225,11 @@ struct UnscaleWideLoop {
             const int valid = n - i < kBlock ? int(n - i) : kBlock;
             for (int j = 0; j < valid; ++j) {
                 const double product = unscale(grad[i + j], factor);
-                const double before = out[i + j];
+                const double before = add ? out[i + j] : 0.0;
                 block[j] = add ? accumulate(before, product) : product;
                 flags |= add ? grad_flags(product, before, block[j]) : grad_flags(product);
             }
-            memcpy(out + i, block, size_t(valid) * sizeof(double));
+            if (out != nullptr) memcpy(out + i, block, size_t(valid) * sizeof(double));
             lanes.add(block);
         }
     }
@@ -242,26 +334,29 @@ struct CastLoop {
             tail_hash = hash_tail(result, rest, first_word + i / 4);
         }
     }
-
-    // The words that hold the first `valid` of 64 elements, the others being zero.
-    static FP16OPT_HD uint64_t hash_tail(const To* values, int valid, int64_t word) {
-        uint64_t words[kBlockWords] = {};
-        memcpy(words, values, size_t(valid) * sizeof(To));
-        uint64_t sum = 0;
-        for (int i = 0; i < (valid + 3) / 4; ++i) sum += hash_word(words[i], hash_key(word + i));
-        return sum;
-    }
 };
 
-FP16OPT_HD uint64_t hash_values(const Half* values, int64_t n, int64_t first_word) {
-    BlockHash blocks(first_word);
+FP16OPT_HD HashResult hash_values(const void* values, int64_t n, int64_t first_word) {
+    Watch watch(values, n, first_word);
     int64_t i = 0;
-    Narrow narrow;
-    for (; i + kBlock <= n; i += kBlock) {
-        load(static_cast<const void*>(values + i), narrow);
-        blocks.add(narrow);
+    for (; i + kBlock <= n; i += kBlock) watch.block(i);
+    if (i < n) watch.rest(i, int(n - i));
+    return {watch.total(), watch.sample};
+}
+
+// Only what is in the sample is read.
+FP16OPT_HD uint64_t sample_values(const void* values, int64_t n, int64_t first_word) {
+    Watch watch(values, n, first_word);
+    for (int64_t i = 0; i < n; i += watch.every) {
+        if (i + kBlock <= n) {
+            Narrow narrow;
+            load(static_cast<const void*>(watch.values + 2 * i), narrow);
+            watch.add_sample(i, narrow);
+        } else {
+            watch.rest(i, int(n - i));
+        }
     }
-    return blocks.total() + CastLoop<Half>::hash_tail(values + i, int(n - i), first_word + i / 4);
+    return watch.sample;
 }
 
 FP16OPT_END

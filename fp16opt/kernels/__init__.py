@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import native, reference
 from .stats import INF, NAN, NOT_FINITE, TOO_LARGE, CastStats, GradStats, sum_dtype
-from .tables import AXPBY, CAST, HASH, L2NORM, SCALE, UNSCALE, Entries, PointerTables, call_for
+from .tables import AXPBY, CAST, HASH, L2NORM, SCALE, UNSCALE, Call, Entries, PointerTables, Watch, call_for
 
 __all__ = [
     "INF",
@@ -31,6 +31,7 @@ __all__ = [
     "CastStats",
     "GradStats",
     "PointerTables",
+    "Watch",
     "backend",
     "multi_tensor_axpby",
     "multi_tensor_cast",
@@ -38,6 +39,7 @@ __all__ = [
     "multi_tensor_l2norm",
     "multi_tensor_scale",
     "multi_tensor_unscale",
+    "multi_tensor_unscale_clipped",
 ]
 
 
@@ -93,6 +95,27 @@ def _accumulate_flags(accumulate: bool | Sequence[bool], rows: list[int], count:
     return [bool(accumulate[i]) for i in rows]
 
 
+def _watched_call(watch: Watch, count: int, device: torch.device) -> Call:
+    """The tensors to be hashed along with n = ``count`` gradients, checked."""
+    call = call_for(HASH, (watch.params,), watch.tables)
+    if call.plan.count != count:
+        raise ValueError(
+            f"{UNSCALE.name}: watch.params has {call.plan.count} entries, grads has {count}. Give None for what is not "
+            "to be watched."
+        )
+    if call.plan.device is not None and call.plan.device != device:
+        raise ValueError(f"{UNSCALE.name}: watch.params are on {call.plan.device}, the gradients on {device}.")
+    _check_result(UNSCALE.name, "watch.hashes", watch.hashes, count, torch.int64, device)
+    _check_result(UNSCALE.name, "watch.samples", watch.samples, count, torch.int64, device)
+    return call
+
+
+def _hash_indirect(call: Call, hashes: Tensor, sample: bool, compiled: bool) -> None:
+    operation = reference.content_sample if sample else reference.content_hash
+    for place, row in call.for_reference(compiled):
+        hashes[row] = operation(call.columns[0][place])
+
+
 def multi_tensor_unscale(
     grads: Entries,
     outs: Entries,
@@ -100,6 +123,8 @@ def multi_tensor_unscale(
     stats: GradStats,
     *,
     accumulate: bool | Sequence[bool] = False,
+    write: bool = True,
+    watch: Watch | None = None,
     tables: PointerTables | None = None,
 ) -> None:
     """``outs[i] = grads[i] * inv_scale``, with non-finite flags and the norm of what was written, in one pass.
@@ -115,6 +140,8 @@ def multi_tensor_unscale(
         stats: for n tensors. Rows of entries that are not None are overwritten, and so are ``norm`` and ``found_inf``,
             which are taken over all n rows.
         accumulate: ``outs[i] += ...`` instead; one bool, or n of them.
+        write: False leaves ``outs`` as they are, and the rest is as if they were written. Not with ``accumulate``.
+        watch: 16-bit tensors to be hashed in the same pass.
         tables: the cache of this call site.
 
     Raises:
@@ -133,15 +160,56 @@ def multi_tensor_unscale(
         _check_result(UNSCALE.name, "inv_scale", inv_scale, 1, torch.float32, device)
         _check_grad_stats(stats, call.plan.count, device)
         adds = _accumulate_flags(accumulate, call.plan.rows, call.plan.count)
+        if not write and accumulate is not False:
+            raise ValueError(f"{UNSCALE.name}: write=False goes with accumulate=False only.")
+        watched = None if watch is None else _watched_call(watch, call.plan.count, device)
         compiled = backend(device) == "cpu"
         for place, row in call.for_reference(compiled):
             grad, out = call.columns[0][place], call.columns[1][place]
             add = adds if isinstance(adds, bool) else adds[place]
-            reference.unscale(row, grad, out, inv_scale.view(()), add, stats)
+            reference.unscale(row, grad, out, inv_scale.view(()), add, write, stats)
+        if watch is not None and watched is not None:
+            _hash_indirect(watched, watch.hashes, False, compiled)
+            _hash_indirect(watched, watch.samples, True, compiled)
         if compiled:
-            native.unscale(call, inv_scale, adds, stats)
+            native.unscale(call, inv_scale, adds, write, stats, watched, watch)
         else:
             reference.finish(stats)
+
+
+def multi_tensor_unscale_clipped(
+    grads: Entries, outs: Entries, inv_scale: Tensor, factor: Tensor, *, tables: PointerTables | None = None
+) -> None:
+    """``outs[i] = (grads[i] * inv_scale) * factor``, each multiplication rounded: unscaling and clipping in one pass.
+
+    Args:
+        grads: n tensors: float16, bfloat16 or float32; float64 with a float64 ``out``.
+        outs: n tensors of the same shapes: float32, or float64. Written; ``outs[i]`` may be ``grads[i]``.
+        inv_scale: float32, shape [], on the device. 1 / loss scale.
+        factor: float32, shape [], on the device.
+        tables: the cache of this call site; one that serves :func:`multi_tensor_unscale` on the same lists serves here.
+
+    Raises:
+        TypeError, ValueError: as :func:`multi_tensor_unscale`.
+
+    Example:
+        >>> out = [torch.zeros(1)]
+        >>> multi_tensor_unscale_clipped([torch.tensor([8.0]).half()], out, torch.tensor(0.5), torch.tensor(0.25))
+        >>> out
+        [tensor([1.])]
+    """
+    with torch.no_grad():
+        call = call_for(UNSCALE, (grads, outs), tables)
+        device = call.plan.device or inv_scale.device
+        name = "multi_tensor_unscale_clipped"
+        _check_result(name, "inv_scale", inv_scale, 1, torch.float32, device)
+        _check_result(name, "factor", factor, 1, torch.float32, device)
+        compiled = backend(device) == "cpu"
+        for place, _ in call.for_reference(compiled):
+            grad, out = call.columns[0][place], call.columns[1][place]
+            reference.unscale_clipped(grad, out, inv_scale.view(()), factor.view(()))
+        if compiled:
+            native.unscale_clipped(call, inv_scale, factor)
 
 
 def multi_tensor_l2norm(tensors: Entries, *, tables: PointerTables | None = None) -> tuple[Tensor, Tensor]:
@@ -298,12 +366,16 @@ def multi_tensor_cast(
             native.cast(call, stats)
 
 
-def multi_tensor_hash(tensors: Entries, hashes: Tensor, *, tables: PointerTables | None = None) -> None:
+def multi_tensor_hash(
+    tensors: Entries, hashes: Tensor, *, sample: bool = False, tables: PointerTables | None = None
+) -> None:
     """A 64-bit hash of the bits of each 16-bit tensor: the one that :func:`multi_tensor_cast` gives for these bits.
 
     Args:
         tensors: n float16 or bfloat16 tensors.
         hashes: int64, shape [n]. Rows of entries that are not None are overwritten; an empty tensor gives 0.
+        sample: read only 64 of every 8,192 elements, which gives the hash of these. In chunks of 65,536 elements; of a
+            last one with at most 8,192 all are read.
         tables: the cache of this call site.
 
     Raises:
@@ -320,7 +392,6 @@ def multi_tensor_hash(tensors: Entries, hashes: Tensor, *, tables: PointerTables
         device = call.plan.device or getattr(hashes, "device", None)
         _check_result(HASH.name, "hashes", hashes, call.plan.count, torch.int64, device)
         compiled = backend(hashes.device) == "cpu"
-        for place, row in call.for_reference(compiled):
-            hashes[row] = reference.content_hash(call.columns[0][place])
+        _hash_indirect(call, hashes, sample, compiled)
         if compiled:
-            native.content_hash(call, hashes)
+            native.content_hash(call, hashes, sample)

@@ -20,7 +20,7 @@ from torch import Tensor
 from .stats import CastStats, GradStats
 
 if TYPE_CHECKING:
-    from .tables import Call, Plan
+    from .tables import Call, Plan, Watch
 
 _CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 _CHECKS = {"x": 1, "y": 2, "both": 3}
@@ -126,23 +126,51 @@ def _bump(tensors: list[Tensor]) -> None:
                 torch.autograd.graph.increment_version(tensor)
 
 
-def unscale(call: Call, inv_scale: Tensor, accumulate: bool | list[bool], stats: GradStats) -> None:
+def unscale(
+    call: Call,
+    inv_scale: Tensor,
+    accumulate: bool | list[bool],
+    write: bool,
+    stats: GradStats,
+    watched: Call | None,
+    watch: Watch | None,
+) -> None:
     """:func:`fp16opt.kernels.multi_tensor_unscale` for the direct entries, then the totals over all rows."""
     grads, outs = _addresses(call)
+    along: tuple[Any, ...] = (None, None, 0, 0)
+    found: tuple[Tensor, ...] = ()
+    if watched is not None and watch is not None:
+        found = (watch.hashes, watch.samples)
+        table = _table(watched.plan, watched.columns)
+        along = (table, _addresses(watched)[0], watch.hashes.data_ptr(), watch.samples.data_ptr())
     _cpu.unscale(
         _table(call.plan, call.columns),
         grads,
         outs,
         inv_scale.item(),
         accumulate,
+        write,
         stats.nonfinite.data_ptr(),
         stats.sumsq.data_ptr(),
         call.plan.count,
         stats.norm.data_ptr(),
         stats.found_inf.data_ptr(),
+        *along,
         torch.get_num_threads(),
     )
-    _written(call, 1, stats.nonfinite, stats.sumsq, stats.norm, stats.found_inf)
+    found = (stats.nonfinite, stats.sumsq, stats.norm, stats.found_inf, *found)
+    if write:
+        _written(call, 1, *found)
+    else:
+        _bump([*found])
+
+
+def unscale_clipped(call: Call, inv_scale: Tensor, factor: Tensor) -> None:
+    """:func:`fp16opt.kernels.multi_tensor_unscale_clipped` for the direct entries."""
+    grads, outs = _addresses(call)
+    threads = torch.get_num_threads()
+    _cpu.unscale_clipped(_table(call.plan, call.columns), grads, outs, inv_scale.item(), factor.item(), threads)
+    _written(call, 1)
 
 
 def l2norm(call: Call, sumsq: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,8 +220,9 @@ def cast(call: Call, stats: CastStats) -> None:
     _written(call, 1, stats.overflow, stats.hashes)
 
 
-def content_hash(call: Call, hashes: Tensor) -> None:
+def content_hash(call: Call, hashes: Tensor, sample: bool) -> None:
     """:func:`fp16opt.kernels.multi_tensor_hash` for the direct entries."""
     (tensors,) = _addresses(call)
-    _cpu.content_hash(_table(call.plan, call.columns), tensors, hashes.data_ptr(), torch.get_num_threads())
+    operation = _cpu.content_sample if sample else _cpu.content_hash
+    operation(_table(call.plan, call.columns), tensors, hashes.data_ptr(), torch.get_num_threads())
     _bump([hashes])

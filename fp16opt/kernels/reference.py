@@ -28,6 +28,7 @@ GROUP = 8
 SLAB = 64 * CHUNK
 _ROW = LANES * GROUP
 _WORD = 4  # 16-bit elements in a 64-bit word of the content hash
+_SAMPLE, _SAMPLE_EVERY = 64, 8192  # elements
 _KEY = 0x9E3779B97F4A7C15 - (1 << 64)  # the odd hash constant 0x9E37..7C15, as the int64 with the same bits
 
 
@@ -122,7 +123,9 @@ def _nonfinite_bits(product: Tensor) -> Tensor:
     return inf * INF + nan * NAN
 
 
-def unscale(i: int, grad: Tensor, out: Tensor, inv_scale: Tensor, accumulate: bool, stats: GradStats) -> None:
+def unscale(
+    i: int, grad: Tensor, out: Tensor, inv_scale: Tensor, accumulate: bool, write: bool, stats: GradStats
+) -> None:
     """``out = grad * inv_scale``, or ``out += grad * inv_scale``; write flags and sum of squares to row ``i``.
 
     Args:
@@ -131,6 +134,7 @@ def unscale(i: int, grad: Tensor, out: Tensor, inv_scale: Tensor, accumulate: bo
         out: float32 (float64 for a float64 ``grad``), shape of ``grad``. Written.
         inv_scale: float32, shape [].
         accumulate: add to ``out`` instead of overwriting it.
+        write: False leaves ``out`` as it is, and the rest is as if it were written.
         stats: ``nonfinite[i]`` and ``sumsq[i]`` are overwritten; call :func:`finish` after the last tensor.
     """
     order = memory_order(out)
@@ -145,13 +149,23 @@ def unscale(i: int, grad: Tensor, out: Tensor, inv_scale: Tensor, accumulate: bo
         if accumulate:
             total = written + product
             bits = bits | (torch.isinf(total) & torch.isfinite(written)).any().to(torch.int32) * INF
-            written.copy_(total)
-        else:
+            product = total
+        if write:
             written.copy_(product)
-        sums.append(_chunk_sums(written))
-    _write_back(target, out, order)
+        sums.append(_chunk_sums(product))
+    if write:
+        _write_back(target, out, order)
     stats.nonfinite[i] = bits
     stats.sumsq[i] = _in_order_sum(torch.cat(sums)) if sums else 0.0
+
+
+def unscale_clipped(grad: Tensor, out: Tensor, inv_scale: Tensor, factor: Tensor) -> None:
+    """``out = (grad * inv_scale) * factor`` in ``out``'s dtype, rounded twice. Arguments as for :func:`unscale`."""
+    order = memory_order(out)
+    source, target = _flat(grad, order).values, _flat(out, order)
+    for part in _slabs(source.numel()):
+        target.values[part].copy_(source[part].to(out.dtype) * inv_scale.to(out.dtype) * factor.to(out.dtype))
+    _write_back(target, out, order)
 
 
 def finish(stats: GradStats) -> None:
@@ -266,12 +280,42 @@ def content_hash(tensor: Tensor) -> Tensor:
         >>> content_hash(torch.empty(0, dtype=torch.float16)).item()
         0
     """
-    flat = _flat(tensor, memory_order(tensor)).values.view(torch.int16)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for _, terms in _hash_terms(tensor):
+        total = total + terms.sum()
+    return total
+
+
+def content_sample(tensor: Tensor) -> Tensor:
+    """:func:`content_hash` of a few elements: of each chunk the first 64 of every 8,192, or all where it has no more.
+
+    Args:
+        tensor: float16 or bfloat16.
+
+    Returns:
+        int64, shape []; 0 for an empty tensor. Does not sync.
+
+    Example:
+        >>> x = torch.zeros(8192, dtype=torch.float16)
+        >>> bool(content_sample(x) == content_hash(x))
+        True
+    """
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    last_chunk = tensor.numel() // CHUNK * CHUNK
+    few = tensor.numel() - last_chunk <= _SAMPLE_EVERY
+    for first, terms in _hash_terms(tensor):
+        element = (torch.arange(terms.numel(), device=tensor.device) + first) * _WORD
+        sampled = (element % _SAMPLE_EVERY < _SAMPLE) | ((element >= last_chunk) & few)
+        total = total + (terms * sampled).sum()
+    return total
+
+
+def _hash_terms(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """(number of the first word, a term of the hash for each word) of each slab."""
+    flat = _flat(tensor, memory_order(tensor)).values.view(torch.int16)
     for part in _slabs(flat.numel()):
         words = _padded(flat[part], _WORD).clone().view(torch.int64)
-        first = part.start // _WORD + 1
-        keys = torch.arange(first, first + words.numel(), dtype=torch.int64, device=tensor.device) * _KEY
+        first = part.start // _WORD
+        keys = torch.arange(first + 1, first + 1 + words.numel(), dtype=torch.int64, device=tensor.device) * _KEY
         x = words ^ keys
-        total = total + ((x & 0xFFFFFFFF) * ((x >> 32) & 0xFFFFFFFF) + words).sum()
-    return total
+        yield first, (x & 0xFFFFFFFF) * ((x >> 32) & 0xFFFFFFFF) + words

@@ -319,3 +319,32 @@ def call_for(operation: Operation, lists: Sequence[Entries], tables: PointerTabl
         return tables.call(operation, lists)
     count, rows, columns = _columns(operation, lists)
     return Call(check_lists(operation, count, rows, columns), columns, None)
+
+
+@dataclass(eq=False)
+class Watch:
+    """n 16-bit tensors to be hashed in the pass that unscales n gradients, so that it costs no pass of its own.
+
+    Attributes:
+        params: n float16 or bfloat16 tensors, or None, one for each gradient of the call. Those whose gradient is None
+            or has another size (a sparse one's values) are hashed too, on their own.
+        hashes: int64, shape [n], on the device. Rows of params that are not None are overwritten, as by
+            :func:`fp16opt.kernels.multi_tensor_hash`.
+        samples: the same with ``sample=True``.
+        tables: the cache of this list.
+
+    Example:
+        >>> Watch.allocate([None], "cpu").hashes
+        tensor([0])
+    """
+
+    params: Entries
+    hashes: Tensor
+    samples: Tensor
+    tables: PointerTables
+
+    @classmethod
+    def allocate(cls, params: Entries, device: torch.device | str) -> Watch:
+        """All zeros, for ``params`` on ``device``. Does not sync."""
+        hashes, samples = torch.zeros(2, len(params), dtype=torch.int64, device=device).unbind()
+        return cls(params, hashes, samples, PointerTables())

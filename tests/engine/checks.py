@@ -157,9 +157,7 @@ class Problem:
 
     def __init__(self, params: Sequence[Tensor], seed: int = 0, sparse: bool = False) -> None:
         self.sparse = sparse
-        self.curvature = [
-            normal(p.shape, torch.float32, 7000 + seed + i).abs() + 0.25 for i, p in enumerate(params)
-        ]
+        self.curvature = [normal(p.shape, torch.float32, 7000 + seed + i).abs() + 0.25 for i, p in enumerate(params)]
         self.target = [normal(p.shape, torch.float32, 9000 + seed + i) for i, p in enumerate(params)]
         self.rows = [torch.tensor([0, 2, 2, p.shape[0] - 1]) % p.shape[0] for p in params] if sparse else []
 
@@ -192,8 +190,7 @@ class Twin:
     ) -> None:
         self.dtypes = [p.dtype for p in params]
         self.masters = [
-            nn.Parameter(p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True))
-            for p in params
+            nn.Parameter(p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)) for p in params
         ]
         self.opt = make(self.masters)
         self.problem, self.scale = problem, scale
@@ -219,9 +216,7 @@ class Twin:
             self.opt.step(self.evaluate)
 
 
-def train(
-    opt: Any, params: Sequence[Tensor], problem: Problem, closure: bool = False, factor: float = 1.0
-) -> None:
+def train(opt: Any, params: Sequence[Tensor], problem: Problem, closure: bool = False, factor: float = 1.0) -> None:
     """One training step on the problem, through the closure form where asked."""
 
     def evaluate() -> Tensor:

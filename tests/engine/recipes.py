@@ -139,9 +139,7 @@ def check_resume_bit_exact(
         raise AssertionError(f"{case.id}: the weights never moved, nothing is compared")
     for i, (got, want) in enumerate(zip(fresh, params, strict=True)):
         assert_same_bits(got, want, f"{case.id} resumed param {i}")
-    assert_same(
-        snapshot(resumed, fresh, scaler=True), snapshot(opt, params, scaler=True), f"{case.id} resumed "
-    )
+    assert_same(snapshot(resumed, fresh, scaler=True), snapshot(opt, params, scaler=True), f"{case.id} resumed ")
     assert_same(saved, before, "the loaded checkpoint was edited by training")
 
 

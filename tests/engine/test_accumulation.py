@@ -39,9 +39,7 @@ def test_accumulation_in_the_model_sums_in_the_models_dtype(update: str) -> None
     want = [np.zeros(tuple(p.shape), np.float16) for p in params]
     for k in range(3):
         grads = _grads(k, params)
-        opt.backward(
-            linear_loss(params, grads), update_master_grads=update == "each" or (update == "last" and k == 2)
-        )
+        opt.backward(linear_loss(params, grads), update_master_grads=update == "each" or (update == "last" and k == 2))
         want = [w + oracle.round_half(g.numpy() * np.float32(4.0)) for w, g in zip(want, grads, strict=True)]
     if update == "explicit":
         opt.update_master_grads()

@@ -20,7 +20,7 @@ from engine.checks import (
     ones,
     parameters,
 )
-from fp16opt import MixedPrecisionOptimizer
+from fp16opt import MixedPrecisionOptimizer, kernels
 
 INF, NAN = float("inf"), float("nan")
 SHAPES = [(70,), (8, 9), (), (0,), (3, 5, 2)]
@@ -43,9 +43,7 @@ def _prepared(scale: float = 16.0) -> tuple[MixedPrecisionOptimizer, list[np.nda
 
 @pytest.mark.parametrize("max_norm", [0.5, 3.0, 1e-3, 0.0], ids=str)
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, INF, 2, 3.0], ids=str)
-def test_norm_before_clipping_and_clipped_gradients_follow_torchs_rule(
-    norm_type: float, max_norm: float
-) -> None:
+def test_norm_before_clipping_and_clipped_gradients_follow_torchs_rule(norm_type: float, max_norm: float) -> None:
     opt, grads = _prepared()
     got = opt.clip_master_grads(max_norm, norm_type)
     total, clipped = oracle.clip(list(grads), max_norm, norm_type)
@@ -108,12 +106,66 @@ def test_clipping_moves_the_version_counter_of_what_it_writes() -> None:
     assert first.grad._version > version
 
 
-def test_the_1e_6_of_torchs_factor_is_there() -> None:
-    p = ones(1, torch.float32)
+@pytest.mark.parametrize("max_norm", [1.0, 0.3, 1e-30, 7.0], ids=str)
+@pytest.mark.parametrize("norm", [1.0, 3.0, 2.0**-14, 2.0**14], ids=str)
+def test_the_factor_has_torchs_bits(norm: float, max_norm: float) -> None:
+    p, theirs = ones(1, torch.float32), ones(1, torch.float32)
     opt = MixedPrecisionOptimizer(SGD([p], lr=1.0))
-    opt.backward(linear_loss([p], [1.0]))
-    assert float(opt.clip_master_grads(1.0)) == 1.0
-    assert float(p.grad) == float(np.float32(1.0 / 1.000001))
+    opt.backward(linear_loss([p], [norm]))
+    theirs.grad = torch.full((1,), norm)
+    assert float(opt.clip_master_grads(max_norm)) == norm
+    torch.nn.utils.clip_grad_norm_([theirs], max_norm)
+    assert_same_bits(p.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("bad", [None, INF, NAN], ids=str)
+@pytest.mark.parametrize("max_norm", [0.5, 1e6, 0.0], ids=str)
+@pytest.mark.parametrize("scale", [16.0, 3.0], ids=str)
+def test_a_clip_before_unscaling_gives_the_bits_of_one_after(scale: float, max_norm: float, bad: float | None) -> None:
+    results = []
+    for update in (True, False):
+        params = parameters(SHAPES, KINDS)
+        opt = MixedPrecisionOptimizer(SGD(params, lr=1.0), loss_scale=scale)
+        grads = [_grid(s, i) for i, s in enumerate(SHAPES)]
+        if bad is not None:
+            grads[1][7, 8] = bad
+        opt.backward(linear_loss(params, grads), update_master_grads=update)
+        norm = opt.clip_master_grads(max_norm)
+        clipped = [m.grad.clone() for m in opt.master_params()]
+        again = opt.clip_master_grads(1e6)
+        report = [(o.name, o.has_inf, o.has_nan) for o in opt.overflow_report()]
+        opt.step()
+        results.append([norm, again, *clipped, *params, *opt.master_params(), opt.step_was_skipped, report])
+    assert_same(results[1], results[0])
+
+
+def test_a_clip_before_unscaling_writes_once_and_update_undoes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[str] = []
+    for name in ("multi_tensor_unscale", "multi_tensor_unscale_clipped", "multi_tensor_scale", "multi_tensor_l2norm"):
+        real = getattr(kernels, name)
+        monkeypatch.setattr(
+            kernels, name, lambda *a, _n=name, _r=real, **k: (passes.append((_n, k.get("write"))), _r(*a, **k))[1]
+        )
+    p = ones(4)
+    opt = MixedPrecisionOptimizer(SGD([p], lr=1.0), loss_scale=8.0)
+    opt.backward(linear_loss([p], [1.0]), update_master_grads=False)
+    assert float(opt.clip_master_grads(1.0)) == 2.0
+    assert passes == [("multi_tensor_unscale", False), ("multi_tensor_unscale_clipped", None)]
+    (m,) = opt.master_params()
+    assert float(m.grad[0]) == float(oracle.clip_factor(2.0, 1.0))
+    opt.update_master_grads()
+    assert_same_bits(m.grad, torch.ones(4))
+
+
+def test_a_clip_before_unscaling_adds_to_what_was_folded() -> None:
+    for update in (True, False):
+        p = ones(4)
+        opt = MixedPrecisionOptimizer(SGD([p], lr=1.0), loss_scale=8.0, grad_accumulation="fp32")
+        opt.backward(linear_loss([p], [1.0]))
+        opt.backward(linear_loss([p], [2.0]), update_master_grads=update)
+        assert float(opt.clip_master_grads(1e6)) == 6.0
+        (m,) = opt.master_params()
+        assert_same_bits(m.grad, torch.full((4,), 3.0))
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**14], ids=str)
@@ -190,9 +242,7 @@ def test_error_if_nonfinite_raises_and_leaves_the_gradients(bad: float) -> None:
 
 def test_error_if_nonfinite_says_nothing_about_finite_gradients() -> None:
     opt, grads = _prepared()
-    assert float(opt.clip_master_grads(0.5, error_if_nonfinite=True)) == float(
-        np.float32(oracle.norm(list(grads)))
-    )
+    assert float(opt.clip_master_grads(0.5, error_if_nonfinite=True)) == float(np.float32(oracle.norm(list(grads))))
 
 
 def test_zero_gradients_stay_zero() -> None:

@@ -27,9 +27,7 @@ from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
 INF = float("inf")
 
 
-def _closure(
-    opt: MixedPrecisionOptimizer, loss: Callable[[int], Tensor]
-) -> tuple[Callable[[], Tensor], list[float]]:
+def _closure(opt: MixedPrecisionOptimizer, loss: Callable[[int], Tensor]) -> tuple[Callable[[], Tensor], list[float]]:
     """A closure as the contract words it; `loss` gets the number of the evaluation. Also the scales it
     saw."""
     scales: list[float] = []
@@ -229,9 +227,7 @@ def test_every_evaluation_sees_the_masters_current_values() -> None:
 @pytest.mark.parametrize("optimizer", ["SGD", "LBFGS"])
 @pytest.mark.parametrize("at", [0, 1, 3], ids=["first", "second", "fourth"])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt], ids=lambda e: e.__name__)
-def test_closure_that_raises_leaves_everything_as_it_was(
-    optimizer: str, at: int, error: type[BaseException]
-) -> None:
+def test_closure_that_raises_leaves_everything_as_it_was(optimizer: str, at: int, error: type[BaseException]) -> None:
     if optimizer == "SGD" and at:
         pytest.skip("SGD evaluates once")
     params = parameters([(20,), (3,)], (torch.float16, torch.float32))

@@ -47,9 +47,7 @@ def test_groups_state_and_defaults_are_the_wrapped_optimizers_own() -> None:
     assert opt.param_groups is inner.param_groups
     assert opt.state is inner.state
     assert opt.defaults is inner.defaults
-    assert all(g["params"] is kept for g, kept in zip(inner.param_groups, lists, strict=True)), (
-        "lists replaced"
-    )
+    assert all(g["params"] is kept for g, kept in zip(inner.param_groups, lists, strict=True)), "lists replaced"
     inner.load_state_dict(copy.deepcopy(inner.state_dict()))
     assert opt.param_groups is inner.param_groups
     assert opt.state is inner.state
@@ -120,9 +118,7 @@ def test_two_of_three_scaler_arguments_are_refused_and_both_are_named(pair: str)
     assert all(n in str(err.value) for n in names)
 
 
-@pytest.mark.parametrize(
-    "wrong", [None, 3, [ones()], nn.Linear(1, 1)], ids=["none", "int", "params", "module"]
-)
+@pytest.mark.parametrize("wrong", [None, 3, [ones()], nn.Linear(1, 1)], ids=["none", "int", "params", "module"])
 def test_wrapping_something_that_is_no_optimizer_is_a_type_error(wrong: object) -> None:
     with pytest.raises(TypeError, match=r"(?i)optimizer"):
         MixedPrecisionOptimizer(wrong)
@@ -182,10 +178,7 @@ def test_state_of_a_used_optimizer_is_carried_over_in_fp32(case: OptimizerCase) 
             g = normal(p.shape, torch.bfloat16, 10 * k + i)
             p.grad = g.to_sparse(1) if case.kind == "sparse" else g
         inner.step()
-    was = [
-        {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in inner.state[p].items()}
-        for p in params
-    ]
+    was = [{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in inner.state[p].items()} for p in params]
     opt = MixedPrecisionOptimizer(inner, loss_scale=4.0)
     assert not any(p in opt.state for p in params), "state is still kept for the 16-bit params"
     for m, old in zip(opt.master_params(), was, strict=True):
@@ -248,9 +241,7 @@ def test_construction_copies_state_so_that_training_never_edits_a_loaded_checkpo
                 }
             }
         before = flatten(loaded)
-        inner.load_state_dict(
-            loaded
-        )  # torch keeps tensors whose dtype already fits: they alias the checkpoint
+        inner.load_state_dict(loaded)  # torch keeps tensors whose dtype already fits: they alias the checkpoint
         opt = MixedPrecisionOptimizer(inner, loss_scale=8.0)
         one_step(opt, [q], [0.5])
         assert_same(loaded, before, f"checkpoint of a {kind} model")

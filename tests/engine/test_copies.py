@@ -46,9 +46,7 @@ HELD = nn.ParameterList
 
 @by_copy
 @pytest.mark.parametrize("case", params_of(one_per_class()))
-def test_copies_of_model_and_optimizer_continue_alike_and_apart(
-    case: OptimizerCase, copying: Callable
-) -> None:
+def test_copies_of_model_and_optimizer_continue_alike_and_apart(case: OptimizerCase, copying: Callable) -> None:
     model = HELD(parameters(case.shapes, recipes.MIXED))
     problem = Problem(list(model), sparse=case.kind == "sparse")
     closure = case.kind == "closure"
@@ -203,9 +201,7 @@ def test_fp32_state_dict_has_masters_under_every_tied_name_and_buffers_as_they_a
 
 
 def test_fp32_state_dict_of_params_that_are_not_in_the_optimizer() -> None:
-    model = nn.ModuleDict(
-        {"in": nn.Linear(2, 1, dtype=torch.float16), "out": nn.Linear(2, 1, dtype=torch.float16)}
-    )
+    model = nn.ModuleDict({"in": nn.Linear(2, 1, dtype=torch.float16), "out": nn.Linear(2, 1, dtype=torch.float16)})
     opt = MixedPrecisionOptimizer(SGD(model["in"].parameters(), lr=0.5))
     out = opt.fp32_state_dict(model)
     assert out["in.weight"].dtype == torch.float32

@@ -56,9 +56,7 @@ def _trap_loss(p: Tensor, q: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("mode", ["model", "fp32"])
 @pytest.mark.parametrize("error", ERRORS, ids=lambda e: e.__name__)
-def test_interrupted_backward_changes_nothing_and_zero_grad_recovers(
-    error: type[BaseException], mode: str
-) -> None:
+def test_interrupted_backward_changes_nothing_and_zero_grad_recovers(error: type[BaseException], mode: str) -> None:
     p, q = ones(), ones(2, torch.float32)
     opt = recipes.engine(SGD([p, q], lr=0.5, momentum=0.5), init_scale=8.0, grad_accumulation=mode)
     one_step(opt, [p, q], [0.25, 0.25])

@@ -20,7 +20,7 @@ from engine.checks import (
     one_step,
     snapshot,
 )
-from fp16opt import MixedPrecisionOptimizer
+from fp16opt import MixedPrecisionOptimizer, kernels
 
 LOW = 2.0**-13  # a part of the master that the 16-bit weight cannot hold
 CHANGED = (0, 5)
@@ -163,9 +163,7 @@ def test_model_write_not_reverted_with_fp32_accumulation(place: str) -> None:
 
 
 @by_writer
-def test_write_of_equal_bits_is_no_write(
-    write: Callable[[Net], None], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_write_of_equal_bits_is_no_write(write: Callable[[Net], None], caplog: pytest.LogCaptureFixture) -> None:
     net, opt = _make()
     with torch.no_grad():
         net.weight[list(CHANGED)] = NEW
@@ -202,9 +200,7 @@ def test_error_mode_raises_by_name_and_changes_nothing(call: str, write: Callabl
 
 
 @by_writer
-def test_ignore_mode_lets_the_masters_win(
-    write: Callable[[Net], None], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ignore_mode_lets_the_masters_win(write: Callable[[Net], None], caplog: pytest.LogCaptureFixture) -> None:
     net, opt = _make(on_model_write="ignore")
     one_step(opt, [net.weight, net.other], [LOW, LOW])
     with caplog.at_level(logging.WARNING, logger="fp16opt"):
@@ -216,9 +212,7 @@ def test_ignore_mode_lets_the_masters_win(
 
 
 @pytest.mark.parametrize("mode", ["refresh", "error", "ignore"])
-def test_a_master_written_by_the_user_wins_and_is_copied_down(
-    mode: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_master_written_by_the_user_wins_and_is_copied_down(mode: str, caplog: pytest.LogCaptureFixture) -> None:
     net, opt = _make(on_model_write=mode)
     one_step(opt, [net.weight, net.other], [LOW, LOW])
     m = next(iter(opt.master_params()))
@@ -345,3 +339,51 @@ def test_refresh_masters_logs_nothing_and_keeps_optimizer_state(caplog: pytest.L
         one_step(opt, list(net.parameters()), [1.0, 1.0])
     assert not caplog.records
     assert_same_bits(net.weight, array([4.0 - 0.5 * 1.5] * 6))
+
+
+def test_looking_costs_no_pass_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[bool] = []
+    real = kernels.multi_tensor_hash
+    net, opt = _make()
+    monkeypatch.setattr(
+        kernels, "multi_tensor_hash", lambda *a, **k: (hashed.append(k.get("sample")), real(*a, **k))[1]
+    )
+    for _ in range(3):
+        one_step(opt, [net.weight, net.other], [LOW, LOW])
+    assert hashed == [True] * 3, "only the sample is read in a step"
+    opt.backward(_loss(net, LOW))
+    _no_grad_copy(net)
+    opt.step()
+    assert hashed == [True] * 3 + [None] * 2, "a counted write: all is read, and once more what the masters took"
+
+
+@pytest.mark.parametrize("place", [0, 64, 4000, 70000])
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_single_element_of_a_large_parameter_is_noticed(place: int, counted: bool) -> None:
+    p = nn.Parameter(torch.ones(70001, dtype=torch.float16))
+    opt = MixedPrecisionOptimizer(SGD([p], lr=1.0))
+    one_step(opt, [p], [LOW])
+    opt.zero_grad()
+    if counted:
+        opt.backward(linear_loss([p], [LOW]))
+        with torch.no_grad():
+            p[place] = NEW
+    else:
+        p.data[place] = NEW
+        opt.backward(linear_loss([p], [LOW]))
+    opt.step()
+    (m,) = opt.master_params()
+    assert float(m[place]) == NEW - LOW
+    assert float(m[place - 1]) == 1.0 - 2 * LOW
+
+
+def test_a_write_through_data_between_backward_and_step_is_noticed_in_the_sample() -> None:
+    p = nn.Parameter(torch.ones(70001, dtype=torch.float16))
+    opt = MixedPrecisionOptimizer(SGD([p], lr=1.0))
+    one_step(opt, [p], [LOW])
+    opt.zero_grad()
+    opt.backward(linear_loss([p], [LOW]))
+    p.data.mul_(2.0)
+    opt.step()
+    (m,) = opt.master_params()
+    assert_same_bits(m, torch.full((70001,), 2.0 - LOW))

@@ -244,9 +244,7 @@ def test_a_scaler_subclass_of_the_user_is_obeyed() -> None:
         """Starts at 64 and grows by four: any subclass must be driven through the interface."""
 
     p = ones()
-    opt = MixedPrecisionOptimizer(
-        SGD([p], lr=1.0), scaler=Halving(64.0, growth_factor=4.0, growth_interval=1)
-    )
+    opt = MixedPrecisionOptimizer(SGD([p], lr=1.0), scaler=Halving(64.0, growth_factor=4.0, growth_interval=1))
     one_step(opt, [p], [1.0])
     assert float(opt.loss_scale) == 256.0
     assert_same_bits(p, array([0.0] * 4))

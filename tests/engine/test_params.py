@@ -45,9 +45,7 @@ def test_grad_none_untouched_under_weight_decay(case: OptimizerCase) -> None:
     assert master.grad is None
     assert unused.grad is None
     assert_same(dict(opt.state.get(master, {})), state, "state of the unused param")
-    assert any(
-        not torch.equal(p, q) for p, q in zip(params, parameters(case.shapes, torch.float16), strict=True)
-    )
+    assert any(not torch.equal(p, q) for p, q in zip(params, parameters(case.shapes, torch.float16), strict=True))
 
 
 def test_grad_none_after_being_used_leaves_state_and_momentum_alone() -> None:
@@ -103,9 +101,7 @@ def test_tied_weights_have_one_master_and_get_both_gradients() -> None:
 def test_frozen_params_are_left_alone_and_can_be_unfrozen_later(mode: str) -> None:
     p, frozen = ones(), ones()
     frozen.requires_grad_(False)
-    opt = MixedPrecisionOptimizer(
-        SGD([p, frozen], lr=0.5, weight_decay=0.5), loss_scale=8.0, grad_accumulation=mode
-    )
+    opt = MixedPrecisionOptimizer(SGD([p, frozen], lr=0.5, weight_decay=0.5), loss_scale=8.0, grad_accumulation=mode)
     one_step(opt, [p, frozen], [1.0, 0.0])
     assert_same_bits(frozen, array([1.0] * 4))
     frozen.requires_grad_(True)
@@ -244,9 +240,7 @@ def test_sparse_sums_are_not_rounded_to_16_bits() -> None:
     """4,097 times the same row with gradient 1: a float16 sum stops at 2048."""
     table = nn.Parameter(torch.zeros(2, 1, dtype=torch.float16))
     opt = MixedPrecisionOptimizer(SGD([table], lr=1.0), loss_scale=1.0)
-    opt.backward(
-        nn.functional.embedding(torch.zeros(4097, dtype=torch.long), table, sparse=True).float().sum()
-    )
+    opt.backward(nn.functional.embedding(torch.zeros(4097, dtype=torch.long), table, sparse=True).float().sum())
     opt.update_master_grads()
     (m,) = opt.master_params()
     assert_same_bits(m.grad.to_dense(), torch.tensor([[4097.0], [0.0]]))
@@ -289,9 +283,7 @@ def test_mixed_dtypes_in_one_group_overflow_together() -> None:
 def test_many_groups_with_their_own_options() -> None:
     params = parameters([(3,)] * 5)
     start = [p.detach().float() for p in params]
-    opt = MixedPrecisionOptimizer(
-        SGD([{"params": [p], "lr": 2.0**-i} for i, p in enumerate(params)]), loss_scale=8.0
-    )
+    opt = MixedPrecisionOptimizer(SGD([{"params": [p], "lr": 2.0**-i} for i, p in enumerate(params)]), loss_scale=8.0)
     one_step(opt, params, [0.5] * 5)
     for i, (m, was) in enumerate(zip(opt.master_params(), start, strict=True)):
         assert_same_bits(m, was - 0.5 * 2.0**-i)

@@ -101,9 +101,7 @@ class Calls(RuleBasedStateMachine):
                 base = self.sums[i] if self.clipped is None or not self.folding else self.clipped[i]
                 self.sums[i] = part if base is None else (base + part).astype(part.dtype)
         if self.folding and self.clipped is not None:
-            self.sums = [
-                s if g is not None else c for s, g, c in zip(self.sums, grads, self.clipped, strict=True)
-            ]
+            self.sums = [s if g is not None else c for s, g, c in zip(self.sums, grads, self.clipped, strict=True)]
         self.clipped, self.pending = None, True
 
     @rule()
@@ -218,9 +216,7 @@ class Calls(RuleBasedStateMachine):
             assert_same(snapshot(self.opt, self.params, scaler=True), before)
 
     @rule()
-    @precondition(
-        lambda self: not any(self.written)
-    )  # a refused call may notice a write, and that is no harm
+    @precondition(lambda self: not any(self.written))  # a refused call may notice a write, and that is no harm
     def failing_calls(self) -> None:
         before = snapshot(self.opt, self.params, scaler=True)
         for call in (

@@ -98,9 +98,7 @@ DAMAGES: list[tuple[str, Callable[[Any], None], str]] = [
 
 
 @pytest.mark.parametrize(("damage", "match"), [pytest.param(d, m, id=i) for i, d, m in DAMAGES])
-def test_damaged_checkpoint_is_refused_and_nothing_is_changed(
-    damage: Callable[[Any], None], match: str
-) -> None:
+def test_damaged_checkpoint_is_refused_and_nothing_is_changed(damage: Callable[[Any], None], match: str) -> None:
     params, opt = _made()
     good = copy.deepcopy(opt.state_dict())
     bad = copy.deepcopy(_made(seed=3, steps=4)[1].state_dict())

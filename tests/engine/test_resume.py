@@ -144,9 +144,7 @@ def test_load_keeps_the_state_on_the_masters_not_on_the_model() -> None:
     _, resumed = _fresh()
     resumed.load_state_dict(opt.state_dict())
     assert {id(k) for k in resumed.state} <= {id(m) for m in resumed.master_params()}
-    assert [id(p) for g in resumed.param_groups for p in g["params"]] == [
-        id(m) for m in resumed.master_params()
-    ]
+    assert [id(p) for g in resumed.param_groups for p in g["params"]] == [id(m) for m in resumed.master_params()]
 
 
 def test_load_discards_gradients_and_flags_of_before() -> None:
@@ -295,9 +293,7 @@ def test_state_dict_and_load_hooks_fire() -> None:
         "list_into_tuple",
     ],
 )
-def test_options_given_in_another_way_load_as_torch_loads_them(
-    saved: dict[str, Any], now: dict[str, Any]
-) -> None:
+def test_options_given_in_another_way_load_as_torch_loads_them(saved: dict[str, Any], now: dict[str, Any]) -> None:
     p, q = ones(), ones()
     opt = MixedPrecisionOptimizer(AdamW([p], **saved), loss_scale=8.0)
     one_step(opt, [p], [0.5])

@@ -156,9 +156,7 @@ def test_pre_hook_of_the_wrapped_optimizer_sees_unscaled_master_gradients() -> N
     p = ones()
     seen: list[float] = []
     opt = MixedPrecisionOptimizer(SGD([p], lr=0.5), loss_scale=64.0)
-    opt.optimizer.register_step_pre_hook(
-        lambda o, a, k: seen.append(float(o.param_groups[0]["params"][0].grad[0]))
-    )
+    opt.optimizer.register_step_pre_hook(lambda o, a, k: seen.append(float(o.param_groups[0]["params"][0].grad[0])))
     one_step(opt, [p], [0.5])
     assert seen == [0.5]
 

@@ -168,9 +168,7 @@ def test_a_norm_beyond_fp32_with_finite_gradients_is_no_overflow() -> None:
 
 
 def test_overflow_report_names_params_and_tells_inf_from_nan() -> None:
-    model = nn.ModuleDict(
-        {"a": nn.Linear(2, 2, dtype=torch.float16), "b": nn.Linear(2, 2, dtype=torch.float16)}
-    )
+    model = nn.ModuleDict({"a": nn.Linear(2, 2, dtype=torch.float16), "b": nn.Linear(2, 2, dtype=torch.float16)})
     groups = [{"params": list(model["a"].parameters())}, {"params": list(model["b"].parameters())}]
     opt = MixedPrecisionOptimizer(SGD(groups, lr=0.1), named_parameters=model.named_parameters())
     params = list(opt.model_params())

@@ -62,6 +62,12 @@ struct Lists {
         }
     }
 
+    // Another size for one row, with new content.
+    void resize(size_t i, int64_t numel) {
+        numels[i] = numel;
+        for (size_t k = 0; k < memory.size(); ++k) memory[k][i] = random_block(numel, item_size(dtypes[k][i]));
+    }
+
     Table table() const { return Table(numels, rows, dtypes, places); }
 
     Pointers pointers(size_t list) {
@@ -93,12 +99,36 @@ struct Results {
 
 constexpr int kCount = 12;
 
-void run_unscale(Lists lists, const std::vector<uint8_t>& add, int threads, Results& results) {
+// Looks at the gradients, writes them unscaled and clipped.
+void run_clip(Lists lists, int threads, Results& results) {
     std::vector<int32_t> nonfinite(kCount, 0);
     std::vector<double> sumsq(kCount, 0.0), norm(1, 0.0);
     std::vector<float> found(1, 0.0f);
     const GradRows rows{nonfinite.data(), sumsq.data(), kCount, norm.data(), found.data()};
-    unscale(lists.table(), lists.pointers(0), lists.pointers(1), 0.25f, add, rows, threads);
+    const std::vector<uint8_t> add(kCount, 0);
+    const Bytes before = lists.memory[1];
+    unscale(lists.table(), lists.pointers(0), lists.pointers(1), 0.25f, add, false, rows, nullptr, threads);
+    if (lists.memory[1] != before) throw std::runtime_error("a pass that only looks has written");
+    unscale_clipped(lists.table(), lists.pointers(0), lists.pointers(1), 0.25f, 0.7f, threads);
+    results.take(nonfinite);
+    results.take_sums(sumsq);
+}
+
+void run_unscale(Lists lists, Lists params, const std::vector<uint8_t>& add, int threads, Results& results) {
+    std::vector<int32_t> nonfinite(kCount, 0);
+    std::vector<double> sumsq(kCount, 0.0), norm(1, 0.0);
+    std::vector<float> found(1, 0.0f);
+    const GradRows rows{nonfinite.data(), sumsq.data(), kCount, norm.data(), found.data()};
+    std::vector<int64_t> hashes(kCount, 0), samples(kCount, 0), whole(kCount, 0), part(kCount, 0);
+    const Table watched_table = params.table();
+    const Pointers watched_params = params.pointers(0);
+    const Watched watched{watched_table, watched_params, hashes.data(), samples.data()};
+    unscale(lists.table(), lists.pointers(0), lists.pointers(1), 0.25f, add, true, rows, &watched, threads);
+    content_hash(watched_table, watched_params, whole.data(), threads);
+    content_sample(watched_table, watched_params, part.data(), threads);
+    if (hashes != whole || samples != part) throw std::runtime_error("what is watched is not hashed like on its own");
+    results.take(hashes);
+    results.take(samples);
     results.take(nonfinite);
     results.take_sums(sumsq);
     results.take_sums(norm);
@@ -138,6 +168,8 @@ void compare_levels() {
     });
     const Lists mixed(kCount, 3, [] { return std::vector<DType>{any(3), any(3), any(3)}; });
     const Lists weights(kCount, 2, [] { return std::vector<DType>{DType::single, any(2)}; });
+    Lists params(kCount, 1, [] { return std::vector<DType>{any(2)}; });
+    for (int i = 0; i < kCount; i += 2) params.resize(size_t(i), grads.numels[size_t(i)]);
     std::vector<uint8_t> add;
     for (int i = 0; i < kCount; ++i) add.push_back(uint8_t(below(2)));
     std::vector<unsigned char> first;
@@ -145,7 +177,8 @@ void compare_levels() {
         use_level((*level)->name);
         for (int threads = 1; threads <= 4; ++threads) {
             Results results;
-            run_unscale(grads, add, threads, results);
+            run_unscale(grads, params, add, threads, results);
+            run_clip(grads, threads, results);
             run_others(grads, mixed, weights, threads, results);
             if (first.empty()) first = results.bytes;
             if (first != results.bytes) throw std::runtime_error(std::string((*level)->name) + " gives other bits");
