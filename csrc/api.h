@@ -47,9 +47,9 @@ struct Watched {
 void unscale(const Table& table, const Pointers& grads, const Pointers& outs, float inv_scale,
              const std::vector<uint8_t>& add, bool writes, const GradRows& rows, const Watched* watched, int threads);
 
-// outs[i] = (grads[i] * inv_scale) * factor.
+// outs[i] = (grads[i] * inv_scale) * factor. `watched` may be null.
 void unscale_clipped(const Table& table, const Pointers& grads, const Pointers& outs, float inv_scale, float factor,
-                     int threads);
+                     const Watched* watched, int threads);
 
 // sumsq rows of the table's tensors; then each norm, and the total over all n rows.
 void l2norm(const Table& table, const Pointers& tensors, double* sumsq, int64_t n, double* norm, double* norms,

@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <string>
 
 #include "api.h"
@@ -105,6 +106,24 @@ T* address(uintptr_t at) {
     return reinterpret_cast<T*>(at);
 }
 
+// (table, addresses, where hashes are written, where samples are written), or None.
+class WatchedLists {
+public:
+    explicit WatchedLists(const py::object& source) {
+        if (source.is_none()) return;
+        const auto parts = source.cast<py::tuple>();
+        params_ = pointers_of(parts[1]);
+        watched_.emplace(Watched{parts[0].cast<const Table&>(), params_, address<int64_t>(parts[2].cast<uintptr_t>()),
+                                 address<int64_t>(parts[3].cast<uintptr_t>())});
+    }
+    WatchedLists(const WatchedLists&) = delete;
+    const Watched* get() const { return watched_ ? &*watched_ : nullptr; }
+
+private:
+    Pointers params_;
+    std::optional<Watched> watched_;
+};
+
 Table make_table(std::vector<int64_t> numels, std::vector<int64_t> rows, const std::vector<std::vector<int32_t>>& codes,
                  std::vector<int32_t> places) {
     std::vector<std::vector<DType>> dtypes;
@@ -118,23 +137,21 @@ Table make_table(std::vector<int64_t> numels, std::vector<int64_t> rows, const s
 void bind_operations(py::module_& module) {
     module.def("unscale", [](const Table& table, const py::object& grads, const py::object& outs, float inv_scale,
                              const py::object& accumulate, bool writes, uintptr_t nonfinite, uintptr_t sumsq,
-                             int64_t n, uintptr_t norm, uintptr_t found_inf, const Table* watched_table, const py::object& params,
-                             uintptr_t hashes, uintptr_t samples, int threads) {
+                             int64_t n, uintptr_t norm, uintptr_t found_inf, const py::object& watched, int threads) {
         const Pointers from = pointers_of(grads), to = pointers_of(outs);
         const std::vector<uint8_t> add = flags_of(accumulate, from.size());
         const GradRows rows{address<int32_t>(nonfinite), address<double>(sumsq), n, address<double>(norm),
                             address<float>(found_inf)};
-        const Pointers watched_params = watched_table == nullptr ? Pointers() : pointers_of(params);
+        const WatchedLists lists(watched);
         py::gil_scoped_release release;
-        if (watched_table == nullptr) return unscale(table, from, to, inv_scale, add, writes, rows, nullptr, threads);
-        const Watched watched{*watched_table, watched_params, address<int64_t>(hashes), address<int64_t>(samples)};
-        unscale(table, from, to, inv_scale, add, writes, rows, &watched, threads);
+        unscale(table, from, to, inv_scale, add, writes, rows, lists.get(), threads);
     });
     module.def("unscale_clipped", [](const Table& table, const py::object& grads, const py::object& outs, float inv_scale,
-                                     float factor, int threads) {
+                                     float factor, const py::object& watched, int threads) {
         const Pointers from = pointers_of(grads), to = pointers_of(outs);
+        const WatchedLists lists(watched);
         py::gil_scoped_release release;
-        unscale_clipped(table, from, to, inv_scale, factor, threads);
+        unscale_clipped(table, from, to, inv_scale, factor, lists.get(), threads);
     });
     module.def("l2norm", [](const Table& table, const py::object& tensors, uintptr_t sumsq, int64_t n, uintptr_t norm,
                             uintptr_t norms, int threads) {

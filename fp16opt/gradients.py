@@ -112,9 +112,6 @@ class MasterGrads:
         if fold:
             for i in self.params.copied:
                 self.params.model[i].grad = None
-        self._keep_measure()
-
-    def _keep_measure(self) -> None:
         self.own_is_fresh = False
         self.held = {}
         self._measured = [master.grad for master in self.params.master]
@@ -124,7 +121,7 @@ class MasterGrads:
         """One kernel call for the parameters of one device."""
         lists = self._lists(shard, fold)
         keep = self._flags_to_keep(shard, fold)
-        self._pass(shard, lists, inv_scale, write=True)
+        self._pass(shard, lists, inv_scale)
         self._merge_flags(number, shard, keep, fold)
         for i, before in lists.later:
             total = self.params.master[i].grad
@@ -143,35 +140,45 @@ class MasterGrads:
         Returns:
             The norm before clipping: float64, 0-dim, on ``device``.
         """
-        self._measurable = True
         try:
             with torch.no_grad():
                 listed = [(shard, self._lists(shard, fold=False)) for shard in self.params.shards]
                 for shard, lists in listed:
-                    self._pass(shard, lists, inv_scale.to(shard.device), write=False)
-                self._keep_measure()
-                norm = self.norm(2.0, device)
+                    kernels.multi_tensor_unscale(
+                        lists.sources,
+                        lists.outs,
+                        inv_scale.to(shard.device),
+                        shard.stats,
+                        write=False,
+                        tables=shard.unscale_tables,
+                    )
+                norm = _total([shard.stats.norm for shard in self.params.shards], 2.0, device)
                 factor = torch.where(self.found_inf(device) > 0, 1.0, clip_factor(norm, max_norm))
                 for shard, lists in listed:
-                    scale, by = inv_scale.to(shard.device), factor.to(shard.device)
-                    tables = shard.unscale_tables
-                    kernels.multi_tensor_unscale_clipped(lists.sources, lists.outs, scale, by, tables=tables)
+                    self._clipped_pass(shard, lists, inv_scale.to(shard.device), factor.to(shard.device))
         except (TypeError, ValueError, RuntimeError):
             self.params.verify()
             raise
-        self._measurable = not self._has_sparse  # a sparse tensor's version does not follow its values'
+        self.own_is_fresh = False
+        self._measured, self._measurable = [], False
         return norm
 
-    def _pass(self, shard: Shard, lists: _Lists, inv_scale: Tensor, write: bool) -> None:
-        """The kernel call; the model's own bits are hashed on the way where somebody wants to know of writes."""
-        watch = shard.watch if self.params.watches and shard.copied else None
+    def _clipped_pass(self, shard: Shard, lists: _Lists, inv_scale: Tensor, factor: Tensor) -> None:
+        watch = self.params.watch(shard)
+        kernels.multi_tensor_unscale_clipped(
+            lists.sources, lists.outs, inv_scale, factor, watch=watch, tables=shard.unscale_tables
+        )
+        shard.passed = watch is not None
+
+    def _pass(self, shard: Shard, lists: _Lists, inv_scale: Tensor) -> None:
+        """The kernel call that unscales; the model is hashed on the way where somebody wants to know of writes."""
+        watch = self.params.watch(shard)
         kernels.multi_tensor_unscale(
             lists.sources,
             lists.outs,
             inv_scale,
             shard.stats,
             accumulate=lists.adds if any(lists.adds) else False,
-            write=write,
             watch=watch,
             tables=shard.unscale_tables,
         )
@@ -179,6 +186,9 @@ class MasterGrads:
 
     def _lists(self, shard: Shard, fold: bool) -> _Lists:
         """What to read and where to write, and every ``.grad`` set to what will hold the result."""
+        usual = None if fold else self._usual_lists(shard)
+        if usual is not None:
+            return usual
         sources: list[Tensor | None] = []
         outs: list[Tensor | None] = []
         adds: list[bool] = []
@@ -201,6 +211,21 @@ class MasterGrads:
             outs.append(out)
             adds.append(add)
         return _Lists(sources, outs, adds, later)
+
+    def _usual_lists(self, shard: Shard) -> _Lists | None:
+        """The same where every parameter has a dense 16-bit gradient and a buffer: few operations for each."""
+        if shard.rows is not None or any(i not in self.buffers for i in shard.index):
+            return None
+        grads = [param.grad for param in shard.models]
+        sources = [grad for grad in grads if grad is not None]
+        if len(sources) != len(shard.index) or any([grad.requires_grad for grad in sources]):  # noqa: C419
+            return None
+        if {grad.layout for grad in sources} != {torch.strided}:
+            return None
+        outs = [self.buffers[i] for i in shard.index]
+        for master, out in zip(shard.masters, outs, strict=True):
+            master.grad = out
+        return _Lists(grads, list[Tensor | None](outs), [], [])
 
     def _unusual(
         self, i: int, grad: Tensor, fold: bool, later: list[tuple[int, Tensor]]
@@ -369,11 +394,7 @@ class MasterGrads:
             else:
                 each = [value for shard in self.params.shards for value in self.values(shard) if value is not None]
                 parts = [vector_norm(value, norm_type) for value in each if value.numel()]
-            if len(parts) == 1:
-                return parts[0].to(device)
-            if not parts:
-                return torch.zeros((), dtype=torch.float64, device=device)
-            return vector_norm(torch.stack([part.to(device) for part in parts]), norm_type)
+            return _total(parts, norm_type, device)
 
     def _norms_of_shards(self) -> list[Tensor]:
         if self._is_measured():
@@ -407,6 +428,15 @@ class MasterGrads:
 
 def _versions(grads: list[Tensor | None]) -> list[int]:
     return [0 if grad is None else grad._version for grad in grads]
+
+
+def _total(parts: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """The norm over tensors whose norms are ``parts``: float64, 0-dim, on ``device``."""
+    if len(parts) == 1:
+        return parts[0].to(device)
+    if not parts:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return vector_norm(torch.stack([part.to(device) for part in parts]), norm_type)
 
 
 def vector_norm(value: Tensor, norm_type: float) -> Tensor:

@@ -216,6 +216,7 @@ class MasterParams:
         self._dtypes = [param.dtype for param in self.model]
         self._shapes = [param.shape for param in self.model]
         self._devices = [param.device for param in self.model]
+        self._seen = kernels.Seen(self.model)
         self.record_all()
         self._keep_baseline(old_shards, old_versions)
 
@@ -230,6 +231,12 @@ class MasterParams:
 
     def verify(self) -> None:
         """Raise ``RuntimeError`` naming the first parameter whose dtype, shape or device was changed since it came."""
+        if self._seen.again(self.model):
+            return
+        self._verify_each()
+        self._seen = kernels.Seen(self.model)
+
+    def _verify_each(self) -> None:
         if (
             [param.dtype for param in self.model] == self._dtypes
             and [param.shape for param in self.model] == self._shapes
@@ -280,8 +287,12 @@ class MasterParams:
         self.record_versions()
 
     def versions(self) -> list[int]:
-        """The masters' version counters. torch's fused steps leave them as they are."""
+        """The masters' version counters."""
         return [master._version for master in self.master]
+
+    def counted_versions(self, groups: list[dict[str, Any]]) -> list[int]:
+        """The version counters of those masters whose steps are counted: torch's fused steps leave them as they are."""
+        return [param._version for group in groups if not group.get("fused") for param in group["params"]]
 
     def record_versions(self) -> None:
         """Remember the version counters: a higher one of a master later means that the user wrote it."""
@@ -289,6 +300,10 @@ class MasterParams:
         self._model_versions = [param._version for param in self.model]
         for shard in self.shards:
             shard.passed = False
+
+    def watch(self, shard: Shard) -> kernels.Watch | None:
+        """The model's parameters, for an unscaling pass to hash as it goes by; None where nobody wants to know."""
+        return shard.watch if self.watches and shard.copied else None
 
     def written_models(self, passed_by: bool = False) -> list[int]:
         """Positions whose 16-bit parameter holds other bits than the masters were last rounded to.

@@ -331,11 +331,13 @@ class MixedPrecisionOptimizer(Optimizer):
 
     def _run_wrapped(self, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
         """Step the masters and copy them down. If the step was done before something raised, finish it all the same."""
-        before = self._params.versions()
+        before = self._params.counted_versions(self.optimizer.param_groups)
         try:
             loss = wrapped.run_step(self.optimizer, found_inf, closure)
         except wrapped.StepFailed as failed:
-            if closure is None and (failed.completed or self._params.versions() != before):
+            if closure is None and (
+                failed.completed or self._params.counted_versions(self.optimizer.param_groups) != before
+            ):
                 self._copy_down()
                 self._finish(skipped=False)
             raise failed.error from None

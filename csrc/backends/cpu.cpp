@@ -10,7 +10,7 @@ template <class From, bool kWatches, bool kWrites>
 UnscaleResult unscale_loop(const void* grad, void* out, int64_t n, float inv_scale, bool add, bool stream, const Watch& watch) {
     UnscaleLoop<From, kWatches, kWrites> loop{splat_for_sum(inv_scale), add, stream, Lanes(n), watch};
     const double sumsq = loop.run(static_cast<const From*>(grad), static_cast<float*>(out), n);
-    return {sumsq, kWatches ? HashResult{loop.watch.total(), loop.watch.sample} : HashResult{}, loop.flags};
+    return {sumsq, kWatches ? loop.watch.result() : HashResult{}, loop.flags};
 }
 
 template <class From>
@@ -24,10 +24,19 @@ UnscaleResult unscale_as(const void* grad, void* out, int64_t n, float inv_scale
     return loop(grad, out, n, inv_scale, add, stream, watch);
 }
 
-template <class From>
-void unscale_clipped_as(const void* grad, void* out, int64_t n, float inv_scale, float factor, bool stream) {
-    UnscaleClippedLoop<From> loop{splat_for_sum(inv_scale), splat_for_sum(factor), stream};
+template <class From, bool kWatches>
+HashResult unscale_clipped_loop(const void* grad, void* out, int64_t n, float inv_scale, float factor, bool stream,
+                                const Watch& watch) {
+    UnscaleClippedLoop<From, kWatches> loop{splat_for_sum(inv_scale), splat_for_sum(factor), stream, watch};
     loop.run(static_cast<const From*>(grad), static_cast<float*>(out), n);
+    return kWatches ? loop.watch.result() : HashResult{};
+}
+
+template <class From>
+HashResult unscale_clipped_as(const void* grad, void* out, int64_t n, float inv_scale, float factor, bool stream,
+                              const Watch& watch) {
+    auto loop = watch.values == nullptr ? unscale_clipped_loop<From, false> : unscale_clipped_loop<From, true>;
+    return loop(grad, out, n, inv_scale, factor, stream, watch);
 }
 
 // Streaming stores need their own alignment, and pay only where nothing of the line is needed again.
@@ -51,17 +60,20 @@ UnscaleResult unscale_chunk(DType from, const void* grad, void* out, int64_t n, 
     return {loop.lanes.total(), hashes, loop.flags};
 }
 
-void unscale_clipped_chunk(DType from, const void* grad, void* out, int64_t n, float inv_scale, float factor, bool stream) {
+HashResult unscale_clipped_chunk(DType from, const void* grad, void* out, int64_t n, float inv_scale, float factor,
+                                 bool stream, const void* watched, int64_t first_word) {
+    const Watch watch(watched, n, first_word);
     stream = may_stream(out, stream) && grad != out;
     switch (from) {
-        case DType::half: return unscale_clipped_as<Half>(grad, out, n, inv_scale, factor, stream);
-        case DType::bfloat16: return unscale_clipped_as<BFloat16>(grad, out, n, inv_scale, factor, stream);
-        case DType::single: return unscale_clipped_as<float>(grad, out, n, inv_scale, factor, stream);
+        case DType::half: return unscale_clipped_as<Half>(grad, out, n, inv_scale, factor, stream, watch);
+        case DType::bfloat16: return unscale_clipped_as<BFloat16>(grad, out, n, inv_scale, factor, stream, watch);
+        case DType::single: return unscale_clipped_as<float>(grad, out, n, inv_scale, factor, stream, watch);
         case DType::wide: break;
     }
     const double* of = static_cast<const double*>(grad);
     double* to = static_cast<double*>(out);
     for (int64_t i = 0; i < n; ++i) to[i] = scale(unscale(of[i], double(inv_scale)), double(factor));
+    return watched == nullptr ? HashResult{} : hash_values(watched, n, first_word);
 }
 
 double sum_of_squares_chunk(DType dtype, const void* values, int64_t n) {

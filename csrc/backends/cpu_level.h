@@ -36,7 +36,8 @@ struct CpuLevel {
     // `out`: may be nullptr, where nothing is to be written. `watched`: as many 16-bit values, of which the result has the hashes; or nullptr.
     UnscaleResult (*unscale)(DType from, const void* grad, void* out, int64_t n, float inv_scale, bool add, bool stream,
                              const void* watched, int64_t first_word);
-    void (*unscale_clipped)(DType from, const void* grad, void* out, int64_t n, float inv_scale, float factor, bool stream);
+    HashResult (*unscale_clipped)(DType from, const void* grad, void* out, int64_t n, float inv_scale, float factor,
+                                  bool stream, const void* watched, int64_t first_word);
     double (*sum_of_squares)(DType dtype, const void* values, int64_t n);
     void (*scale)(DType dtype, void* values, int64_t n, float factor);
     bool (*axpby)(const DType (&dtypes)[3], float a, const void* x, float b, const void* y, void* out, int64_t n,

@@ -108,30 +108,45 @@ void clear_hashes(const Table& table, int64_t* hashes) {
     }
 }
 
-// The addresses to watch, by place of `table`; empty where nothing is watched. Tensors that no tensor of `table`
-// with as many elements shares its row with are hashed here and now.
-std::vector<const char*> watch_along(const Table& table, const Watched* watched, int64_t n, int threads) {
-    std::vector<const char*> along;
-    if (watched == nullptr) return along;
-    const Table& of = watched->table;
-    require_pointers(of, {&watched->params});
-    require_rows(of, n);
-    clear_hashes(of, watched->hashes);
-    clear_hashes(of, watched->samples);
-    std::vector<int32_t> place_of_row(size_t(n), -1), others;
-    for (int32_t place : table.places) place_of_row[size_t(table.rows[size_t(place)])] = place;
-    along.resize(table.numels.size(), nullptr);
-    for (int32_t from : of.places) {
-        const int32_t place = place_of_row[size_t(of.rows[size_t(from)])];
-        if (place < 0 || of.numels[size_t(from)] != table.numels[size_t(place)]) {
-            others.push_back(from);
-        } else {
-            along[size_t(place)] = static_cast<const char*>(watched->params[size_t(from)]);
+// The 16-bit tensors that an operation's chunks pass by. Tensors that no tensor of `table` with as many elements shares
+// its row with are hashed here and now.
+class Along {
+public:
+    Along(const Table& table, const Watched* watched, int threads) : table_(table), watched_(watched) {
+        if (watched == nullptr) return;
+        const Table& of = watched->table;
+        require_pointers(of, {&watched->params});
+        clear_hashes(of, watched->hashes);
+        clear_hashes(of, watched->samples);
+        int64_t rows = 0;
+        for (int32_t place : table.places) rows = std::max(rows, table.rows[size_t(place)] + 1);
+        std::vector<int32_t> place_of_row(size_t(rows), -1), others;
+        for (int32_t place : table.places) place_of_row[size_t(table.rows[size_t(place)])] = place;
+        params_.resize(table.numels.size(), nullptr);
+        for (int32_t from : of.places) {
+            const int64_t row = of.rows[size_t(from)];
+            const int32_t place = row < rows ? place_of_row[size_t(row)] : -1;
+            if (place < 0 || of.numels[size_t(from)] != table.numels[size_t(place)]) {
+                others.push_back(from);
+            } else {
+                params_[size_t(place)] = static_cast<const char*>(watched->params[size_t(from)]);
+            }
         }
+        hash_chunks(*watched, pack(of.numels, others), threads);
     }
-    hash_chunks(*watched, pack(of.numels, others), threads);
-    return along;
-}
+    const void* at(const Chunk& c) const {
+        const char* param = params_.empty() ? nullptr : params_[size_t(c.tensor)];
+        return param == nullptr ? nullptr : param + 2 * c.start;
+    }
+    void take(size_t place, const HashResult& found) const {
+        if (!params_.empty() && params_[place] != nullptr) add_hashes(*watched_, size_t(table_.rows[place]), found);
+    }
+
+private:
+    const Table& table_;
+    const Watched* watched_;
+    std::vector<const char*> params_;  // by place of the table
+};
 
 }  // namespace
 
@@ -155,7 +170,7 @@ void unscale(const Table& table, const Pointers& grads, const Pointers& outs, fl
              const std::vector<uint8_t>& add, bool writes, const GradRows& rows, const Watched* watched, int threads) {
     require_grads(table, grads, outs);
     require_rows(table, rows.n);
-    const std::vector<const char*> params = watch_along(table, watched, rows.n, threads);
+    const Along along(table, watched, threads);
     require(add.size() == table.numels.size(), "accumulate must have one entry for each tensor");
     require(writes || std::find(add.begin(), add.end(), 1) == add.end(), "what is not written can't be added to");
     for (int32_t place : table.places) {
@@ -167,14 +182,13 @@ void unscale(const Table& table, const Pointers& grads, const Pointers& outs, fl
     for_chunks<UnscaleResult>(
         table, threads,
         [&](const Chunk& c) {
-            const char* param = params.empty() ? nullptr : params[size_t(c.tensor)];
             return level.unscale(table.dtypes[0][size_t(c.tensor)], at<void>(grads, table, 0, c),
                                  writes ? at<void>(outs, table, 1, c) : nullptr, c.numel, inv_scale, add[size_t(c.tensor)] != 0, stream,
-                                 param == nullptr ? nullptr : param + 2 * c.start, c.start / 4);
+                                 along.at(c), c.start / 4);
         },
         [&](size_t place, const UnscaleResult& result) {
             const size_t row = size_t(table.rows[place]);
-            if (!params.empty() && params[place] != nullptr) add_hashes(*watched, row, result.watched);
+            along.take(place, result.watched);
             rows.nonfinite[row] |= int32_t(result.flags);
             rows.sumsq[row] += result.sumsq;
         });
@@ -185,15 +199,19 @@ void unscale(const Table& table, const Pointers& grads, const Pointers& outs, fl
 }
 
 void unscale_clipped(const Table& table, const Pointers& grads, const Pointers& outs, float inv_scale, float factor,
-                     int threads) {
+                     const Watched* watched, int threads) {
     require_grads(table, grads, outs);
     const CpuLevel& level = current_level();
     const bool stream = table.elements * 4 >= streaming_threshold();
-    parallel_for(int64_t(table.chunks.size()), threads_for(table, threads), [&](int64_t i) {
-        const Chunk& c = table.chunks[size_t(i)];
-        level.unscale_clipped(table.dtypes[0][size_t(c.tensor)], at<void>(grads, table, 0, c),
-                              at<void>(outs, table, 1, c), c.numel, inv_scale, factor, stream);
-    });
+    const Along along(table, watched, threads);
+    for_chunks<HashResult>(
+        table, threads,
+        [&](const Chunk& c) {
+            return level.unscale_clipped(table.dtypes[0][size_t(c.tensor)], at<void>(grads, table, 0, c),
+                                         at<void>(outs, table, 1, c), c.numel, inv_scale, factor, stream, along.at(c),
+                                         c.start / 4);
+        },
+        [&](size_t place, const HashResult& found) { along.take(place, found); });
 }
 
 void l2norm(const Table& table, const Pointers& tensors, double* sumsq, int64_t n, double* norm, double* norms,

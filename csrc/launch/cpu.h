@@ -111,6 +111,7 @@ struct Watch {
         sample += one.total();
     }
     FP16OPT_HD uint64_t total() const { return blocks.total() + tail; }
+    FP16OPT_HD HashResult result() const { return {total(), sample}; }
 };
 
 // kWrites false: only looks at what it would write.
@@ -185,10 +186,11 @@ struct UnscaleLoop {
 };
 
 // Unscaled and clipped, in two roundings; nothing is looked for.
-template <class From>
+template <class From, bool kWatches>
 struct UnscaleClippedLoop {
     SumFloats inv_scale, factor;
     bool stream;
+    Watch watch;
 
     FP16OPT_HD void block(const From* grad, float* out) {
         SumBlock b;
@@ -199,10 +201,14 @@ struct UnscaleClippedLoop {
 
     FP16OPT_HD void run(const From* grad, float* out, int64_t n) {
         int64_t i = 0;
-        for (; i + kBlock <= n; i += kBlock) block(grad + i, out + i);
+        for (; i + kBlock <= n; i += kBlock) {
+            if (kWatches) watch.block(i);
+            block(grad + i, out + i);
+        }
         if (stream) finish_streaming();
         stream = false;
         if (const int rest = int(n - i)) {
+            if (kWatches) watch.rest(i, rest);
             From padded[kBlock] = {};
             float result[kBlock];
             memcpy(padded, grad + i, size_t(rest) * sizeof(From));
@@ -341,7 +347,7 @@ FP16OPT_HD HashResult hash_values(const void* values, int64_t n, int64_t first_w
     int64_t i = 0;
     for (; i + kBlock <= n; i += kBlock) watch.block(i);
     if (i < n) watch.rest(i, int(n - i));
-    return {watch.total(), watch.sample};
+    return watch.result();
 }
 
 // Only what is in the sample is read.

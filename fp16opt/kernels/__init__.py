@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import native, reference
 from .stats import INF, NAN, NOT_FINITE, TOO_LARGE, CastStats, GradStats, sum_dtype
-from .tables import AXPBY, CAST, HASH, L2NORM, SCALE, UNSCALE, Call, Entries, PointerTables, Watch, call_for
+from .tables import AXPBY, CAST, HASH, L2NORM, SCALE, UNSCALE, Call, Entries, PointerTables, Seen, Watch, call_for
 
 __all__ = [
     "INF",
@@ -31,6 +31,7 @@ __all__ = [
     "CastStats",
     "GradStats",
     "PointerTables",
+    "Seen",
     "Watch",
     "backend",
     "multi_tensor_axpby",
@@ -95,18 +96,22 @@ def _accumulate_flags(accumulate: bool | Sequence[bool], rows: list[int], count:
     return [bool(accumulate[i]) for i in rows]
 
 
-def _watched_call(watch: Watch, count: int, device: torch.device) -> Call:
-    """The tensors to be hashed along with n = ``count`` gradients, checked."""
+def _watched_call(name: str, watch: Watch | None, count: int, device: torch.device, compiled: bool) -> Call | None:
+    """The tensors to be hashed along with n = ``count`` gradients, checked; those of odd layout hashed already."""
+    if watch is None:
+        return None
     call = call_for(HASH, (watch.params,), watch.tables)
     if call.plan.count != count:
         raise ValueError(
-            f"{UNSCALE.name}: watch.params has {call.plan.count} entries, grads has {count}. Give None for what is not "
-            "to be watched."
+            f"{name}: watch.params has {call.plan.count} entries, grads has {count}. Give None for what is not to be "
+            "watched."
         )
     if call.plan.device is not None and call.plan.device != device:
-        raise ValueError(f"{UNSCALE.name}: watch.params are on {call.plan.device}, the gradients on {device}.")
-    _check_result(UNSCALE.name, "watch.hashes", watch.hashes, count, torch.int64, device)
-    _check_result(UNSCALE.name, "watch.samples", watch.samples, count, torch.int64, device)
+        raise ValueError(f"{name}: watch.params are on {call.plan.device}, the gradients on {device}.")
+    _check_result(name, "watch.hashes", watch.hashes, count, torch.int64, device)
+    _check_result(name, "watch.samples", watch.samples, count, torch.int64, device)
+    _hash_indirect(call, watch.hashes, False, compiled)
+    _hash_indirect(call, watch.samples, True, compiled)
     return call
 
 
@@ -162,15 +167,12 @@ def multi_tensor_unscale(
         adds = _accumulate_flags(accumulate, call.plan.rows, call.plan.count)
         if not write and accumulate is not False:
             raise ValueError(f"{UNSCALE.name}: write=False goes with accumulate=False only.")
-        watched = None if watch is None else _watched_call(watch, call.plan.count, device)
         compiled = backend(device) == "cpu"
+        watched = _watched_call(UNSCALE.name, watch, call.plan.count, device, compiled)
         for place, row in call.for_reference(compiled):
             grad, out = call.columns[0][place], call.columns[1][place]
             add = adds if isinstance(adds, bool) else adds[place]
             reference.unscale(row, grad, out, inv_scale.view(()), add, write, stats)
-        if watch is not None and watched is not None:
-            _hash_indirect(watched, watch.hashes, False, compiled)
-            _hash_indirect(watched, watch.samples, True, compiled)
         if compiled:
             native.unscale(call, inv_scale, adds, write, stats, watched, watch)
         else:
@@ -178,7 +180,13 @@ def multi_tensor_unscale(
 
 
 def multi_tensor_unscale_clipped(
-    grads: Entries, outs: Entries, inv_scale: Tensor, factor: Tensor, *, tables: PointerTables | None = None
+    grads: Entries,
+    outs: Entries,
+    inv_scale: Tensor,
+    factor: Tensor,
+    *,
+    watch: Watch | None = None,
+    tables: PointerTables | None = None,
 ) -> None:
     """``outs[i] = (grads[i] * inv_scale) * factor``, each multiplication rounded: unscaling and clipping in one pass.
 
@@ -187,6 +195,7 @@ def multi_tensor_unscale_clipped(
         outs: n tensors of the same shapes: float32, or float64. Written; ``outs[i]`` may be ``grads[i]``.
         inv_scale: float32, shape [], on the device. 1 / loss scale.
         factor: float32, shape [], on the device.
+        watch: 16-bit tensors to be hashed in the same pass.
         tables: the cache of this call site; one that serves :func:`multi_tensor_unscale` on the same lists serves here.
 
     Raises:
@@ -205,11 +214,12 @@ def multi_tensor_unscale_clipped(
         _check_result(name, "inv_scale", inv_scale, 1, torch.float32, device)
         _check_result(name, "factor", factor, 1, torch.float32, device)
         compiled = backend(device) == "cpu"
+        watched = _watched_call(name, watch, call.plan.count, device, compiled)
         for place, _ in call.for_reference(compiled):
             grad, out = call.columns[0][place], call.columns[1][place]
             reference.unscale_clipped(grad, out, inv_scale.view(()), factor.view(()))
         if compiled:
-            native.unscale_clipped(call, inv_scale, factor)
+            native.unscale_clipped(call, inv_scale, factor, watched, watch)
 
 
 def multi_tensor_l2norm(tensors: Entries, *, tables: PointerTables | None = None) -> tuple[Tensor, Tensor]:

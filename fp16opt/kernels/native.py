@@ -126,6 +126,17 @@ def _bump(tensors: list[Tensor]) -> None:
                 torch.autograd.graph.increment_version(tensor)
 
 
+def _along(watched: Call | None, watch: Watch | None) -> tuple[Any, tuple[Tensor, ...]]:
+    """What the compiled module wants to know of tensors to be hashed in passing, and the tensors it writes."""
+    if watched is None or watch is None:
+        return None, ()
+    table = _table(watched.plan, watched.columns)
+    return (table, _addresses(watched)[0], watch.hashes.data_ptr(), watch.samples.data_ptr()), (
+        watch.hashes,
+        watch.samples,
+    )
+
+
 def unscale(
     call: Call,
     inv_scale: Tensor,
@@ -137,12 +148,7 @@ def unscale(
 ) -> None:
     """:func:`fp16opt.kernels.multi_tensor_unscale` for the direct entries, then the totals over all rows."""
     grads, outs = _addresses(call)
-    along: tuple[Any, ...] = (None, None, 0, 0)
-    found: tuple[Tensor, ...] = ()
-    if watched is not None and watch is not None:
-        found = (watch.hashes, watch.samples)
-        table = _table(watched.plan, watched.columns)
-        along = (table, _addresses(watched)[0], watch.hashes.data_ptr(), watch.samples.data_ptr())
+    along, found = _along(watched, watch)
     _cpu.unscale(
         _table(call.plan, call.columns),
         grads,
@@ -155,7 +161,7 @@ def unscale(
         call.plan.count,
         stats.norm.data_ptr(),
         stats.found_inf.data_ptr(),
-        *along,
+        along,
         torch.get_num_threads(),
     )
     found = (stats.nonfinite, stats.sumsq, stats.norm, stats.found_inf, *found)
@@ -165,12 +171,13 @@ def unscale(
         _bump([*found])
 
 
-def unscale_clipped(call: Call, inv_scale: Tensor, factor: Tensor) -> None:
+def unscale_clipped(call: Call, inv_scale: Tensor, factor: Tensor, watched: Call | None, watch: Watch | None) -> None:
     """:func:`fp16opt.kernels.multi_tensor_unscale_clipped` for the direct entries."""
     grads, outs = _addresses(call)
-    threads = torch.get_num_threads()
-    _cpu.unscale_clipped(_table(call.plan, call.columns), grads, outs, inv_scale.item(), factor.item(), threads)
-    _written(call, 1)
+    along, found = _along(watched, watch)
+    table, threads = _table(call.plan, call.columns), torch.get_num_threads()
+    _cpu.unscale_clipped(table, grads, outs, inv_scale.item(), factor.item(), along, threads)
+    _written(call, 1, *found)
 
 
 def l2norm(call: Call, sumsq: Tensor) -> tuple[Tensor, Tensor]:

@@ -382,11 +382,11 @@ class TestCompiledModule:
             native._cpu.axpby(wide, 1.0, [0], 1.0, [0], [0], 0, 1)
         mixed = native._cpu.Table([1], [0], [[2], [3]], [0])
         with pytest.raises(ValueError, match="outs must be float32"):
-            native._cpu.unscale(mixed, [0], [0], 1.0, False, True, 0, 0, 1, 0, 0, None, [], 0, 0, 1)
+            native._cpu.unscale(mixed, [0], [0], 1.0, False, True, 0, 0, 1, 0, 0, None, 1)
         with pytest.raises(ValueError, match="outs must be float32"):
-            native._cpu.unscale_clipped(mixed, [0], [0], 1.0, 1.0, 1)
+            native._cpu.unscale_clipped(mixed, [0], [0], 1.0, 1.0, None, 1)
         single = native._cpu.Table([0], [0], [[2], [2]], [0])
         with pytest.raises(ValueError, match="not written can't be added to"):
-            native._cpu.unscale(single, [0], [0], 1.0, True, False, 0, 0, 1, 0, 0, None, [], 0, 0, 1)
+            native._cpu.unscale(single, [0], [0], 1.0, True, False, 0, 0, 1, 0, 0, None, 1)
         with pytest.raises(ValueError, match="masters must be float32"):
             native._cpu.cast(mixed, [0], [0], 0, 0, 1)

@@ -46,6 +46,12 @@ def test_watched_params_are_hashed_whatever_their_gradient_is(implementation: st
     multi_tensor_unscale(grads, copies(outs), ONE, along, watch=watch)
     for name in ("nonfinite", "sumsq", "norm", "found_inf"):
         assert torch.equal(getattr(alone, name), getattr(along, name)), name
+    clipped = Watch.allocate(params, "cpu")
+    clipped.hashes.fill_(7)
+    clipped.samples.fill_(8)
+    multi_tensor_unscale_clipped(grads, copies(outs), ONE, ONE, watch=clipped)
+    assert torch.equal(clipped.hashes, watch.hashes)
+    assert torch.equal(clipped.samples, watch.samples)
     samples = torch.full_like(watch.samples, 8)
     multi_tensor_hash(params, samples, sample=True)
     for i, param in enumerate(params):

@@ -109,7 +109,7 @@ void run_clip(Lists lists, int threads, Results& results) {
     const Bytes before = lists.memory[1];
     unscale(lists.table(), lists.pointers(0), lists.pointers(1), 0.25f, add, false, rows, nullptr, threads);
     if (lists.memory[1] != before) throw std::runtime_error("a pass that only looks has written");
-    unscale_clipped(lists.table(), lists.pointers(0), lists.pointers(1), 0.25f, 0.7f, threads);
+    unscale_clipped(lists.table(), lists.pointers(0), lists.pointers(1), 0.25f, 0.7f, nullptr, threads);
     results.take(nonfinite);
     results.take_sums(sumsq);
 }
