@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import common  # first: it quiets the worker threads before torch is loaded
 import torch
@@ -28,6 +29,9 @@ BYTES = {  # read and written per parameter, counted
     "unscale": 2 + 4,
     "unscale, bfloat16": 2 + 4,
     "unscale, accumulating": 2 + 4 + 4,
+    "unscale, hashing the model": 2 + 4 + 2,
+    "look without writing": 2,
+    "unscale and clip": 2 + 4,
     "unscale, three torch calls": 2 + 4 + 4 + 4 + 4,
     "cast": 4 + 2,
     "_foreach_copy_": 4 + 2,
@@ -78,6 +82,7 @@ class Lists:
         self.stats = kernels.GradStats.allocate(len(wide), "cpu")
         self.cast_stats = kernels.CastStats.allocate(len(wide), "cpu")
         self.hashes = torch.zeros(len(wide), dtype=torch.int64)
+        self.watch = kernels.Watch.allocate(self.params, "cpu")
         self.found_inf = torch.zeros(())
         self.elements = sum(t.numel() for t in wide)
         self.tables: dict[str, kernels.PointerTables] = {}
@@ -85,10 +90,13 @@ class Lists:
     def _cache(self, name: str) -> kernels.PointerTables:
         return self.tables.setdefault(name, kernels.PointerTables())
 
-    def unscale(self, grads: list[Tensor], name: str, accumulate: bool = False) -> None:
-        kernels.multi_tensor_unscale(
-            grads, self.outs, self.inv_scale, self.stats, accumulate=accumulate, tables=self._cache(name)
-        )
+    def unscale(self, grads: list[Tensor], name: str, **options: Any) -> None:
+        tables = self._cache(name)
+        kernels.multi_tensor_unscale(grads, self.outs, self.inv_scale, self.stats, tables=tables, **options)
+
+    def unscale_clipped(self) -> None:
+        factor, tables = torch.tensor(0.5), self._cache("half")
+        kernels.multi_tensor_unscale_clipped(self.halves, self.outs, self.inv_scale, factor, tables=tables)
 
     def unscale_torch(self) -> None:
         torch._foreach_copy_(self.outs, self.halves)
@@ -139,8 +147,15 @@ def check(lists: Lists) -> None:
         sums.append(wanted.sumsq)
     if lists.stats.norm.item() != oracle.norm(sums) or lists.stats.found_inf.item() != 0.0:
         sys.exit("the norm or found_inf is wrong")
+    written = [out.clone() for out in lists.outs]
+    lists.unscale_clipped()
+    if any(not torch.equal(out, 0.5 * before) for out, before in zip(lists.outs, written, strict=True)):
+        sys.exit("unscaled and clipped is not half of unscaled")
     lists.cast()
     lists.hash()
+    lists.unscale(lists.halves, "check", watch=lists.watch)
+    if not torch.equal(lists.watch.hashes, lists.hashes):
+        sys.exit("hashed in passing is not what is hashed alone")
     for i, (master, param) in enumerate(zip(lists.masters, lists.params, strict=True)):
         wanted_cast = oracle.cast(master.numpy().reshape(-1), "half")
         bits = param.view(torch.int16).numpy().view("u2").reshape(-1)
@@ -154,6 +169,9 @@ def contenders(lists: Lists, copy: PlainCopy) -> list[common.Contender]:
     norm_table = kernels.PointerTables()
     return [
         Job("unscale", lambda: lists.unscale(lists.halves, "half")),
+        Job("unscale, hashing the model", lambda: lists.unscale(lists.halves, "half", watch=lists.watch)),
+        Job("look without writing", lambda: lists.unscale(lists.halves, "half", write=False)),
+        Job("unscale and clip", lists.unscale_clipped),
         Job("unscale, three torch calls", lists.unscale_torch),
         Job("copy of the bytes of unscale", copy.by_memmove),
         Job("torch copy of the bytes of unscale", copy.by_torch),
@@ -190,6 +208,7 @@ def main() -> None:
         common.ratio_row(f"{best_copy.name} / unscale + check + norm", 0.90, best_copy, unscale),
         common.ratio_row("masters to FP16 / _foreach_copy_", 0.95, timings["cast"], timings["_foreach_copy_"]),
         common.ratio_row("clip with nothing to clip / clip", 0.05, timings["scale by 1"], timings["scale by 0.5"]),
+        common.ratio_row("unscale, hashing the model / unscale", None, timings["unscale, hashing the model"], unscale),
     ]
     rows[1].at_least = True
     if arguments.quick:
