@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -113,13 +113,17 @@ class ApexFinder:
         """
         if fullname.partition(".")[0] not in ROOTS:
             return None
-        if not self._is_ours_to_serve(fullname) and PathFinder.find_spec(fullname, path) is not None:
+        if not self._is_ours_to_serve(fullname) and self._others_find(fullname, path):
             return None
         if entries_of(fullname) is not None:
             return ModuleSpec(fullname, self, is_package=True)  # type: ignore[arg-type]
         if not self._is_ours_to_serve(fullname):
             return None
         raise ImportError(not_provided(fullname), name=fullname)
+
+    def _others_find(self, fullname: str, path: Sequence[str] | None) -> bool:
+        others = [finder for finder in sys.meta_path if finder is not self]
+        return any(finder.find_spec(fullname, path) is not None for finder in others)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """An empty alias."""
