@@ -41,7 +41,7 @@ def adam_update(
         bias_correction: Divide the moments by ``1 - beta**step``.
     """
     counted = steps if bias_correction else [torch.full_like(step, _WITHOUT_CORRECTION) for step in steps]
-    fused = values[0].device.type in ("cpu", "cuda") and all(map(is_dense, values))
+    fused = values[0].device.type in ("cpu", "cuda") and all(is_dense(value) or not value.numel() for value in values)
     (adamw if decoupled else adam)(
         values,
         grads,
