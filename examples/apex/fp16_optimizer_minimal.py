@@ -6,7 +6,8 @@
     python -m fp16opt.apex script.py                                                 # for a script that says `apex`
 
 A layer in FP16 learns the weights of another one. The learning rate is so small in the end that most updates are below
-half the distance between an FP16 weight and its neighbour: without FP32 masters (``--no-masters``) the loss stays higher.
+half the distance between an FP16 weight and its neighbour: without FP32 masters (``--no-masters``) the loss stays
+higher.
 """
 
 from __future__ import annotations

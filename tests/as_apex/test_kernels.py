@@ -71,7 +71,7 @@ def test_scale_finds_planted_values_and_writes_anyway(
 
 def test_scale_looks_at_the_input_and_only_raises_the_flag() -> None:
     found = flag()
-    amp_C.multi_tensor_scale(1, found, [[torch.tensor([60000.0]).half()], [torch.zeros(1).half()]], 8.0)
+    amp_C.multi_tensor_scale(1, found, [[torch.tensor([3e38])], [torch.zeros(1)]], 8.0)
     assert found.item() == 0, "the product overflows, the input is finite"
     amp_C.multi_tensor_scale(1, found, [[torch.tensor([math.inf])], [torch.zeros(1)]], 0.0)
     assert found.item() == 1, "inf * 0 is nan, and the input is not finite"

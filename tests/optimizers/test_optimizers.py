@@ -151,8 +151,9 @@ def test_the_same_bits_as_torchs_own(ours: Make, theirs: Make) -> None:
             p.grad, q.grad = (None, None) if late else (g.clone(), g.clone())
         a.step()
         b.step()
-        for p, q in zip(mine, twins, strict=True):
+        for p, q, g in zip(mine, twins, grads, strict=True):
             assert_same_bits(p, q.detach(), f"step {step}")
+            assert p.grad is None or torch.equal(p.grad, g), "torch's foreach form writes the gradients of nesterov SGD"
 
 
 def test_adagrad_is_torchs() -> None:
