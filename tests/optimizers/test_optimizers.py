@@ -14,7 +14,7 @@ import torch
 from engine.checks import Problem, assert_same, assert_same_bits, parameters, snapshot, train
 from torch import Tensor, nn
 
-from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
+from fp16opt import DynamicLossScaler, GradScaler, MixedPrecisionOptimizer
 from fp16opt.optimizers import (
     LARC,
     FusedAdagrad,
@@ -288,6 +288,25 @@ def test_a_grad_scaler_drives_mixed_precision_lamb() -> None:
         torch.testing.assert_close(optimizer.state[p]["master_param"], q.detach(), rtol=1e-6, atol=1e-6)
     assert scaler.get_scale() == 512.0
     assert optimizer.state[p]["step"] == 5
+
+
+@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, GradScaler], ids=["torch", "fp16opt"])
+def test_fused_adam_under_a_grad_scaler(scaler_class: Any) -> None:
+    """FP32 weights, a scaled loss, one overflow: the bits of torch's own fused AdamW."""
+    runs = []
+    for make in (lambda p: FusedAdam(p, lr=0.1), lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.0, fused=True)):
+        params = parameters([(7, 5), (70,)], torch.float32)
+        optimizer, scaler, problem = make(params), scaler_class("cpu", init_scale=64.0), Problem(params)
+        for step in range(5):
+            optimizer.zero_grad()
+            scaler.scale(problem.loss(params, float("inf") if step == 2 else 1.0)).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 32.0
+        runs.append(params)
+    for p, q in zip(*runs, strict=True):
+        assert_same_bits(p, q.detach(), "weight")
 
 
 def test_apexs_own_checkpoints_load() -> None:
