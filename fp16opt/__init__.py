@@ -1,5 +1,6 @@
 """FP32 masters, loss scaling and fused kernels for training 16-bit weights with any torch optimizer."""
 
+from .apex import install_as_apex
 from .diagnostics import Overflow
 from .grad_scaler import GradScaler
 from .optimizer import MixedPrecisionOptimizer
@@ -16,4 +17,5 @@ __all__ = [
     "Overflow",
     "StaticLossScaler",
     "__version__",
+    "install_as_apex",
 ]

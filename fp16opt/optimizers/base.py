@@ -1,0 +1,179 @@
+"""What the optimizers of this room share: FP32 arithmetic and FP32 state for parameters of any floating dtype."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .. import kernels
+
+WIDE = (torch.float32, torch.float64)
+
+
+@dataclass
+class Batch:
+    """The parameters of one group that have gradients.
+
+    ``values`` are what an update steps: the parameters themselves, or FP32 stand-ins for 16-bit ones. ``grads`` have
+    the dtype and the strides of ``values``, and are the parameters' own where those fit: they are not to be written.
+    """
+
+    group: dict[str, Any]
+    params: list[Tensor]
+    values: list[Tensor]
+    grads: list[Tensor]
+    states: list[dict[str, Any]]
+
+    def write_back(self) -> None:
+        """Round the stand-ins into their parameters."""
+        for param, value in zip(self.params, self.values, strict=True):
+            if param is not value:
+                param.copy_(value)
+
+    def count_steps(self) -> list[int]:
+        """Count this step for each parameter; returns the new counts."""
+        for state in self.states:
+            state["step"] = int(state["step"]) + 1
+        return [state["step"] for state in self.states]
+
+
+class FP32StateOptimizer(Optimizer):
+    """An optimizer whose state stays FP32 when a checkpoint is loaded for 16-bit parameters.
+
+    Args:
+        params: As for ``torch.optim.Optimizer``.
+        defaults: Of the groups. ``lr``, ``eps``, ``weight_decay`` and ``betas`` are checked where they are given.
+        set_grad_none: What ``zero_grad`` does when not told.
+
+    Raises:
+        ValueError: A setting is negative or not finite, or a beta is not from 0 to under 1.
+    """
+
+    KEEPS_MASTERS = False
+
+    def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool) -> None:
+        check_settings(defaults)
+        super().__init__(params, defaults)
+        self.set_grad_none = set_grad_none
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear gradients: to None where ``set_to_none``, or where the constructor said so."""
+        super().zero_grad(set_to_none=self.set_grad_none if set_to_none is None else set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all parameters that have gradients.
+
+        Args:
+            closure: Evaluates the model again and returns the loss.
+
+        Returns:
+            The closure's loss, or None. No host sync.
+
+        Raises:
+            RuntimeError: A gradient is sparse. Nothing has been changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_dense()
+        batches = [batch for batch in map(self._gather, self.param_groups) if batch.params]
+        if batches:
+            self._update(batches)
+        for batch in batches:
+            batch.write_back()
+        return loss
+
+    def _update(self, batches: list[Batch]) -> None:
+        """Step ``values`` and states of all groups; a subclass's formula."""
+        raise NotImplementedError(f"{type(self).__name__} defines no _update.")
+
+    def _new_state(self, value: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """The state of a parameter before its first step; a subclass's."""
+        raise NotImplementedError(f"{type(self).__name__} defines no _new_state.")
+
+    def _check_dense(self) -> None:
+        for number, group in enumerate(self.param_groups):
+            for place, param in enumerate(group["params"]):
+                if param.grad is not None and param.grad.layout is not torch.strided:
+                    raise RuntimeError(
+                        f"group {number}, param {place}: {type(self).__name__} takes dense gradients, got layout "
+                        f"{param.grad.layout}. Use torch.optim.SparseAdam for this parameter."
+                    )
+
+    def _gather(self, group: dict[str, Any]) -> Batch:
+        batch = Batch(group, [], [], [], [])
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            state = self.state[param]
+            value = self._value(param, state)
+            if not any(key != "master_param" for key in state):
+                state.update(self._new_state(value, group))
+            elif "step" not in state and "step" in group:
+                state["step"] = group["step"]  # apex counted steps by group
+            grad = param.grad.to(value.dtype)
+            if grad.stride() != value.stride():  # torch's fused steps are wrong on these
+                grad = torch.empty_like(value).copy_(grad)
+            batch.params.append(param)
+            batch.values.append(value)
+            batch.grads.append(grad)
+            batch.states.append(state)
+        return batch
+
+    def _value(self, param: Tensor, state: dict[str, Any]) -> Tensor:
+        if param.dtype in WIDE:
+            return param
+        if not self.KEEPS_MASTERS:
+            return param.float()
+        if "master_param" not in state:
+            state["master_param"] = param.detach().to(torch.float32, copy=True)
+        master: Tensor = state["master_param"]
+        return master
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, and state of 16-bit parameters stays FP32 (torch rounds it to their dtype)."""
+        super().load_state_dict(state_dict)
+        saved = dict(state_dict["state"])
+        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for i, param in zip(ids, params, strict=True):
+            for key, value in saved.get(i, {}).items():
+                if param.dtype not in WIDE and isinstance(value, Tensor) and value.is_floating_point():
+                    self.state[param][key] = value.detach().to(param.device, torch.float32, copy=True)
+
+
+def check_settings(settings: dict[str, Any]) -> None:
+    """Raise ``ValueError`` for a learning rate, eps, momentum or weight decay under 0, or betas outside [0, 1)."""
+    for name in ("lr", "eps", "weight_decay", "momentum"):
+        if name in settings and not 0.0 <= float(settings[name]) < math.inf:
+            raise ValueError(f"{name}: expected a finite number that is not negative, got {settings[name]!r}.")
+    for place, beta in enumerate(settings.get("betas", ())):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"betas[{place}]: expected a number from 0 to under 1, got {beta!r}.")
+
+
+def refuse_amsgrad(name: str, amsgrad: bool) -> None:
+    """apex's fused optimizers have the argument and refuse it."""
+    if amsgrad:
+        raise RuntimeError(f"{name} has no AMSGrad variant. Use torch.optim.AdamW(..., amsgrad=True).")
+
+
+def norms(tensors: list[Tensor]) -> Tensor:
+    """The 2-norm of each tensor: float64, shape [n], on the first one's device. No host sync where all are on one."""
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) == 1:
+        return kernels.multi_tensor_l2norm(tensors)[1]
+    return torch.stack([kernels.multi_tensor_l2norm([tensor])[1][0].to(tensors[0].device) for tensor in tensors])
+
+
+def total_norm(each: Tensor) -> Tensor:
+    """The 2-norm over all, from the norms of each: float64, shape []."""
+    return each.square().sum().sqrt()

@@ -1,0 +1,466 @@
+"""FP16_Optimizer: apex's calls give what plain FP32 stepping gives, and apex's faults are gone."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine.checks import assert_same, assert_same_bits, snapshot
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from fp16opt import MixedPrecisionOptimizer
+from fp16opt.fp16_utils import FP16_Optimizer
+
+from .runs import by_hand, loss_of, network
+
+
+def sgd(params: Any) -> SGD:
+    return SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def adamw(params: Any) -> AdamW:
+    return AdamW(params, lr=0.01, foreach=False)
+
+
+def halves(*values: float) -> nn.Parameter:
+    return nn.Parameter(torch.tensor(values).half())
+
+
+# -- the same bits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [sgd, adamw])
+def test_same_bits_as_the_engine_and_as_stepping_by_hand(make: Any) -> None:
+    """An O2-like run: half network, FP32 batch norms, a scale, clipping. One step overflows in both wrapped runs."""
+    face_net, engine_net, hand_net = network(), network(), network()
+    face = FP16_Optimizer(make(face_net.parameters()), dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 1024})
+    engine = MixedPrecisionOptimizer(make(engine_net.parameters()), dynamic=True)
+    engine.loss_scale = 1024.0
+    before = [p.detach().clone() for p in face_net.parameters()]
+    for step in range(12):
+        poison = float("inf") if step == 5 else 1.0
+        face.zero_grad()
+        face.backward(loss_of(face_net, step, poison))
+        clipped = face.clip_master_grads(0.5)
+        face.step()
+        engine.zero_grad()
+        engine.backward(loss_of(engine_net, step, poison))
+        norm = engine.clip_master_grads(0.5)
+        engine.step()
+        assert face.overflow is engine.step_was_skipped is (step == 5)
+        if step == 5:
+            assert clipped == -1
+            # by hand that step is left out altogether, its batch's running statistics included
+        else:
+            assert_same_bits(clipped, norm, f"norm in step {step}")
+    for ours, theirs in zip(face.master_params(), engine.master_params(), strict=True):
+        assert_same_bits(ours, theirs, "master")
+    assert_same(face.optimizer.state_dict(), engine.optimizer.state_dict(), "optimizer state ")
+    for (name, ours), theirs in zip(face_net.state_dict().items(), engine_net.state_dict().values(), strict=True):
+        assert_same_bits(ours, theirs, name)
+    assert face.loss_scale == engine.loss_scale == 512.0
+    assert any(not torch.equal(a, b) for a, b in zip(before, face_net.parameters(), strict=True))
+    masters = by_hand(hand_net, make, [s for s in range(12) if s != 5], 1024.0, max_norm=0.5)
+    for ours, theirs in zip(face.master_params(), masters, strict=True):
+        # The engine's norm is summed in another order, so the clip's factor may differ in its last bit.
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-7)
+
+
+def test_static_scale_without_clipping_is_stepping_by_hand_bit_for_bit() -> None:
+    net, other = network(), network()
+    optimizer = FP16_Optimizer(sgd(net.parameters()), static_loss_scale=128.0)
+    for step in range(8):
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(net, step))
+        optimizer.step()
+    for ours, theirs in zip(optimizer.master_params(), by_hand(other, sgd, range(8), 128.0), strict=True):
+        assert_same_bits(ours, theirs, "master")
+    assert optimizer.loss_scale == 128.0
+
+
+def test_several_losses_update_master_grads_once() -> None:
+    """backward(..., update_master_grads=False) for each, then update_master_grads(): apex's way."""
+    weight, own = halves(1.0, 2.0), nn.Parameter(torch.ones(2))
+    optimizer = FP16_Optimizer(SGD([weight, own], lr=1.0), static_loss_scale=64.0)
+    optimizer.zero_grad()
+    loss = (weight.float() * own).sum()
+    optimizer.backward(loss, update_master_grads=False, retain_graph=True)
+    optimizer.backward(loss * 2, False)
+    optimizer.update_master_grads()
+    data = optimizer.inspect_master_grad_data()
+    assert data is not None
+    assert [[g.tolist() for g in group] for group in data] == [[[3.0, 3.0], [3.0, 6.0]]]
+    assert all(g.dtype == torch.float32 for group in data for g in group)
+    optimizer.step()
+    assert weight.tolist() == [-2.0, -1.0]
+    assert own.tolist() == [-2.0, -5.0]
+
+
+# -- overflows -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("poison", [float("inf"), float("nan")])
+@pytest.mark.parametrize("place", ["half", "float"])
+@pytest.mark.parametrize("at", range(4))
+def test_a_poisoned_step_is_left_out_and_nothing_else(at: int, place: str, poison: float) -> None:
+    """inf at every iteration and in FP16 or FP32 gradients: the run is the clean run without that step."""
+
+    def run(skip: bool) -> tuple[list[torch.Tensor], float]:
+        weight, own = halves(1.0, -2.0, 0.5), nn.Parameter(torch.tensor([0.5, 1.0, -1.0]))
+        optimizer = FP16_Optimizer(
+            SGD([weight, own], lr=0.125, momentum=0.5), dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 256.0}
+        )
+        for step in range(4):
+            if skip and step == at:
+                continue
+            optimizer.zero_grad()
+            loss = (weight.float() * own).square().sum()
+            if step != at or skip:
+                optimizer.backward(loss)
+                optimizer.step()
+                continue
+            target = weight if place == "half" else own
+            optimizer.backward(loss + (target.float() * torch.tensor([0.0, poison, 0.0])).sum())
+            assert optimizer.overflow
+            before = snapshot(optimizer)
+            assert optimizer.step() is None
+            assert_same(snapshot(optimizer), before, "after the skipped step ")
+        return [weight.detach(), own.detach()], optimizer.loss_scale
+
+    (got, scale), (want, clean_scale) = run(skip=False), run(skip=True)
+    for a, b in zip(got, want, strict=True):
+        assert_same_bits(a, b, "weight")
+    assert (scale, clean_scale) == (128.0, 256.0)
+
+
+def test_static_scale_skips_too() -> None:
+    """apex never looked under a static scale: one inf ruined the weights (its quirk 15)."""
+    weight = halves(1.0)
+    optimizer = FP16_Optimizer(SGD([weight], lr=1.0), static_loss_scale=8.0)
+    optimizer.backward(weight.float().sum() * float("inf"))
+    optimizer.step()
+    assert optimizer.overflow
+    assert weight.item() == 1.0
+
+
+def test_large_finite_gradients_are_no_overflow() -> None:
+    """apex judged by sum(): large finite FP16 gradients were a false alarm (quirk 41)."""
+    weight = nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    optimizer = FP16_Optimizer(SGD([weight], lr=2.0**-15), static_loss_scale=1.0)
+    optimizer.backward((weight.float() * 60000.0).sum())
+    assert not optimizer.overflow
+    optimizer.step()
+    assert weight.tolist() == [-60000.0 * 2.0**-15] * 4
+    opposite = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    optimizer = FP16_Optimizer(SGD([opposite], lr=1.0))
+    optimizer.backward((opposite.float() * torch.tensor([float("inf"), -float("inf")])).sum())
+    assert optimizer.overflow
+
+
+@pytest.mark.parametrize("clear", ["optimizer", "optimizer-none", "model"])
+def test_an_overflow_that_the_script_skips_by_itself_lowers_the_scale(clear: str) -> None:
+    """`if optimizer.overflow: zero_grad(); continue` was a way to skip: the scale must go down all the same."""
+    model = nn.Linear(2, 1).half()
+    optimizer = FP16_Optimizer(SGD(model.parameters(), lr=0.1), dynamic_loss_scale=True)
+    for times in range(1, 4):
+        optimizer.backward(model(torch.ones(1, 2).half()).float().sum() * float("inf"))
+        assert optimizer.overflow
+        if clear == "model":
+            model.zero_grad()
+        else:
+            optimizer.zero_grad(set_grads_to_None=clear == "optimizer-none")
+            assert optimizer.loss_scale == 2.0 ** (16 - times)
+    optimizer.backward(model(torch.ones(1, 2).half()).float().sum() * 2.0**-4)
+    assert optimizer.loss_scale == 2.0**13
+    optimizer.step()
+    assert optimizer.skipped_steps == 3
+    assert not optimizer.overflow
+
+
+def test_a_clean_step_that_is_never_taken_counts_nothing() -> None:
+    weight = halves(1.0)
+    optimizer = FP16_Optimizer(SGD([weight], lr=1.0), dynamic_loss_scale=True)
+    optimizer.backward(weight.float().sum() / 4)
+    optimizer.zero_grad()
+    assert (optimizer.skipped_steps, optimizer.loss_scale, optimizer.overflow) == (0, 65536.0, False)
+
+
+def test_clip_returns_minus_one_after_an_overflow_and_leaves_gradients() -> None:
+    weight = halves(3.0, 4.0)
+    optimizer = FP16_Optimizer(SGD([weight], lr=1.0))
+    assert optimizer.clip_master_grads(1.0) == 0.0  # no gradients yet
+    optimizer.backward((weight.float() ** 2).sum() / 2)
+    assert optimizer.clip_master_grads(1.0) == 5.0
+    optimizer.update_master_grads()
+    assert optimizer.clip_master_grads(1.0, norm_type=float("inf")) == 4.0
+    optimizer.zero_grad()
+    optimizer.backward(weight.float().sum() * float("nan"))
+    norm = optimizer.clip_master_grads(1.0)
+    assert norm == -1
+    assert norm.item() == -1.0
+    assert optimizer.inspect_master_grad_data() is None
+    optimizer.step()
+    assert weight.tolist() == [3.0, 4.0]
+
+
+def test_scale_grows_after_the_window_up_to_the_limit() -> None:
+    weight = halves(0.0)
+    args = {"init_scale": 8.0, "scale_factor": 4.0, "scale_window": 3, "max_loss_scale": 64.0, "min_loss_scale": 2.0}
+    optimizer = FP16_Optimizer(SGD([weight], lr=0.0), dynamic_loss_scale=True, dynamic_loss_args=args)
+    seen = []
+    for step in range(12):
+        optimizer.zero_grad()
+        optimizer.backward(weight.float().sum() * (float("inf") if step in (7, 8, 9, 10) else 1.0))
+        optimizer.step()
+        seen.append(optimizer.loss_scale)
+    assert seen == [8, 8, 32, 32, 32, 64, 64, 16, 4, 2, 2, 2]
+
+
+# -- the optimizer's face --------------------------------------------------------------------------------------------
+
+
+def test_it_is_a_torch_optimizer_and_schedulers_take_it() -> None:
+    """apex's was none, and schedulers refused it (quirk 36)."""
+    weight = halves(1.0)
+    inner = SGD([weight], lr=0.5)
+    optimizer = FP16_Optimizer(inner)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    optimizer.backward(weight.float().sum())
+    optimizer.step()
+    scheduler.step()
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert isinstance(optimizer, MixedPrecisionOptimizer)
+    assert inner.param_groups[0]["lr"] == 0.25
+    assert optimizer.optimizer is inner
+    assert copy.deepcopy(optimizer).loss_scale == 1.0
+
+
+def test_two_backwards_unscale_fp32_params_once() -> None:
+    """apex gave 2.5 where 4 is right (quirk 37)."""
+    own = nn.Parameter(torch.zeros(1))
+    optimizer = FP16_Optimizer(SGD([own], lr=1.0), static_loss_scale=4.0)
+    optimizer.zero_grad()
+    optimizer.backward(own.sum() * 2)
+    optimizer.backward(own.sum() * 2)
+    optimizer.step()
+    assert own.item() == -4.0
+
+
+def test_a_param_without_gradient_keeps_no_stale_master_gradient() -> None:
+    """apex applied the last one again (quirk 38)."""
+    used, sometimes = halves(0.0), halves(0.0)
+    optimizer = FP16_Optimizer(SGD([used, sometimes], lr=1.0))
+    optimizer.backward(used.float().sum() + sometimes.float().sum())
+    optimizer.step()
+    optimizer.zero_grad(set_grads_to_None=True)
+    optimizer.backward(used.float().sum())
+    optimizer.step()
+    assert (used.item(), sometimes.item()) == (-2.0, -1.0)
+
+
+def test_param_unfrozen_later_gets_a_master_and_true_gradients() -> None:
+    """apex stepped it in half on scaled gradients (quirk 12)."""
+    weight, frozen = halves(0.0), halves(0.0)
+    frozen.requires_grad_(False)
+    optimizer = FP16_Optimizer(SGD([weight, frozen], lr=1.0), static_loss_scale=128.0)
+    frozen.requires_grad_(True)
+    optimizer.backward(weight.float().sum() + frozen.float().sum())
+    optimizer.step()
+    assert frozen.item() == -1.0
+    assert all(m.dtype == torch.float32 for m in optimizer.master_params())
+
+
+def test_model_weights_loaded_later_are_not_undone() -> None:
+    """apex's next step wrote its masters over them (quirk 10)."""
+    model = nn.Linear(1, 1, bias=False).half()
+    optimizer = FP16_Optimizer(SGD(model.parameters(), lr=0.5))
+    model.load_state_dict({"weight": torch.full((1, 1), 8.0)})
+    optimizer.backward(model(torch.ones(1, 1).half()).float().sum())
+    optimizer.step()
+    assert model.weight.item() == 7.5
+
+
+def test_groups_of_halves_masters_and_floats() -> None:
+    weight, own, frozen = halves(1.0), nn.Parameter(torch.ones(1)), halves(1.0)
+    frozen.requires_grad_(False)
+    second = halves(2.0)
+    optimizer = FP16_Optimizer(SGD([{"params": [weight, own]}, {"params": [second, frozen]}], lr=1.0))
+    assert [[p is q for p, q in zip(g, w, strict=True)] for g, w in
+            zip(optimizer.fp16_groups, [[weight], [second]], strict=True)] == [[True], [True]]  # fmt: skip
+    assert [[m.item() for m in g] for g in optimizer.fp32_from_fp16_groups] == [[1.0], [2.0]]
+    assert [len(g) for g in optimizer.fp32_from_fp32_groups] == [1, 1]
+    assert optimizer.fp32_from_fp32_groups[0][0] is own
+
+
+def test_param_groups_and_state_can_be_set() -> None:
+    weight = halves(1.0)
+    optimizer = FP16_Optimizer(SGD([weight], lr=1.0, momentum=0.5))
+    groups = [{**group, "lr": 0.25} for group in optimizer.param_groups]
+    optimizer.param_groups = groups
+    assert optimizer.optimizer.param_groups[0]["lr"] == 0.25
+    optimizer.backward(weight.float().sum())
+    optimizer.step()
+    assert weight.item() == 0.75
+    with pytest.raises(
+        ValueError, match=r"param_groups: expected groups with the same parameters.*Use add_param_group"
+    ):
+        optimizer.param_groups = [{"params": [weight], "lr": 1.0}]
+    state = optimizer.state
+    optimizer.state = state
+    assert optimizer.optimizer.state is state
+
+
+def test_loss_scale_and_loss_scaler_under_the_old_names() -> None:
+    weight = halves(1.0)
+    optimizer = FP16_Optimizer(SGD([weight], lr=1.0), dynamic_loss_scale=True)
+    scaler = optimizer.loss_scaler
+    assert (scaler.cur_scale, scaler.loss_scale, scaler.loss_scale(), scaler._loss_scale) == (65536.0,) * 4
+    assert scaler.dynamic
+    assert optimizer.dynamic_loss_scale
+    scaler.cur_scale = 512.0
+    assert optimizer.loss_scale == 512.0
+    optimizer.loss_scale = 64.0
+    assert scaler.loss_scale == 64.0
+    for _ in range(3):
+        optimizer.zero_grad()
+        optimizer.backward(weight.float().sum())
+        optimizer.step()
+    assert optimizer.loss_scaler._unskipped == 3
+    optimizer.backward(weight.float().sum())
+    with pytest.raises(RuntimeError, match="loss_scale was set between backward and step"):
+        optimizer.loss_scale = 2.0
+
+
+def test_verbose_false_is_silent(caplog: pytest.LogCaptureFixture) -> None:
+    for verbose in (False, True):
+        weight = halves(1.0)
+        optimizer = FP16_Optimizer(SGD([weight], lr=1.0), static_loss_scale=2.0, verbose=verbose)
+        with caplog.at_level(logging.INFO, "fp16opt"):
+            optimizer.backward(weight.float().sum() * float("inf"))
+            optimizer.step()
+        assert bool(caplog.records) is verbose
+
+
+# -- closures --------------------------------------------------------------------------------------------------------
+
+
+def test_closure_is_evaluated_again_while_it_overflows() -> None:
+    weight = halves(1.0)
+    optimizer = FP16_Optimizer(
+        SGD([weight], lr=0.5), dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 2.0**18}
+    )
+    calls = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = weight.float().sum()
+        optimizer.backward(loss)
+        calls.append(optimizer.loss_scale)
+        return loss
+
+    loss = optimizer.step(closure)
+    assert calls == [2.0**18, 2.0**17, 2.0**16, 2.0**15]
+    assert loss.item() == 1.0
+    assert weight.item() == 0.5
+    assert optimizer.skipped_steps == 0
+    assert not optimizer.overflow
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_closure_that_always_overflows_ends(dynamic: bool) -> None:
+    """apex evaluated it for ever (quirk 40)."""
+    weight = halves(1.0)
+    optimizer = FP16_Optimizer(SGD([weight], lr=0.5), dynamic_loss_scale=dynamic)
+    calls = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = weight.float().sum() * float("inf")
+        optimizer.backward(loss)
+        calls.append(optimizer.loss_scale)
+        return loss
+
+    optimizer.step(closure)
+    assert len(calls) == (31 if dynamic else 1)  # 2**16 down to 2**-14
+    assert calls == sorted(set(calls), reverse=True), "each evaluation lowered the scale once"
+    assert weight.item() == 1.0
+    assert optimizer.overflow
+    assert optimizer.skipped_steps == 1
+
+
+def test_lbfgs_sees_fresh_weights_in_each_evaluation() -> None:
+    weight = halves(3.0, -2.0)
+    optimizer = FP16_Optimizer(torch.optim.LBFGS([weight], lr=0.5, max_iter=6), static_loss_scale=16.0)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (weight.float() - 1).square().sum()
+        optimizer.backward(loss)
+        return loss
+
+    for _ in range(8):
+        optimizer.step(closure)
+    torch.testing.assert_close(weight.detach().float(), torch.ones(2), atol=2e-3, rtol=0)
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"static_loss_scale": 0.0}, ValueError, "scale must be over 0"),
+        ({"static_loss_scale": "dynamic"}, TypeError, "scale must be a number, got str"),
+        (
+            {"dynamic_loss_scale": True, "dynamic_loss_args": {"scale": 2}},
+            ValueError,
+            r"dynamic_loss_args: expected keys among init_scale, .* got scale\. Leave it out",
+        ),
+        (
+            {"dynamic_loss_scale": True, "dynamic_loss_args": [1]},
+            TypeError,
+            "dynamic_loss_args: expected a dict or None, got list",
+        ),
+        (
+            {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": "big"}},
+            TypeError,
+            "init_scale: expected a number, got str",
+        ),
+        (
+            {"dynamic_loss_scale": True, "dynamic_loss_args": {"scale_factor": 0}},
+            ValueError,
+            "scale_factor: expected a number over 0, got 0",
+        ),
+        ({"dynamic_loss_scale": True, "dynamic_loss_args": {"scale_window": 0}}, ValueError, "growth_interval"),
+    ],
+)
+def test_bad_arguments_are_refused_and_change_nothing(kwargs: Any, error: type[Exception], message: str) -> None:
+    weight = halves(1.0)
+    inner = SGD([weight], lr=1.0)
+    with pytest.raises(error, match=message):
+        FP16_Optimizer(inner, **kwargs)
+    assert inner.param_groups[0]["params"][0] is weight
+
+
+def test_dynamic_args_limits_of_none_mean_none() -> None:
+    """apex raised a TypeError for max_loss_scale=None (quirk 23)."""
+    args = {"init_scale": 2.0**40, "max_loss_scale": None, "min_loss_scale": None}
+    optimizer = FP16_Optimizer(SGD([halves(1.0)], lr=1.0), dynamic_loss_scale=True, dynamic_loss_args=args)
+    assert optimizer.loss_scale == 2.0**40
+    capped = FP16_Optimizer(
+        SGD([halves(1.0)], lr=1.0), dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 2**32}
+    )
+    assert capped.loss_scale == 2.0**24
+    assert np.isfinite(capped.loss_scale)
+
+
+def test_wrapping_what_is_no_optimizer_or_wrapped() -> None:
+    with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, got list"):
+        FP16_Optimizer([])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="not wrapped yet"):
+        FP16_Optimizer(FP16_Optimizer(SGD([halves(1.0)], lr=1.0)))
