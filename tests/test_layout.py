@@ -179,8 +179,8 @@ def test_modules_and_public_definitions_have_docstrings(path: Path) -> None:
 def test_public_methods_have_docstrings() -> None:
     missing = []
     rooms = (fp16opt, importlib.import_module("fp16opt.fp16_utils"), importlib.import_module("fp16opt.optimizers"))
-    for home, name in [(room, name) for room in rooms for name in room.__all__]:
-        obj = getattr(room, name)
+    for module, name in ((home, name) for home in rooms for name in home.__all__):
+        obj = getattr(module, name)
         if not inspect.isclass(obj):
             continue
         if not inspect.getdoc(obj):
