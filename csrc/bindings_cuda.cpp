@@ -75,9 +75,9 @@ struct Where {
 void bind_finding(py::module_& module) {
     module.def("unscale", [](const Table& table, const Where& where, uintptr_t inv_scale, uintptr_t nonfinite,
                              uintptr_t sumsq, int64_t n, uintptr_t norm, uintptr_t found_inf, uintptr_t hashes,
-                             uintptr_t samples) {
+                             uintptr_t samples, bool write) {
         const CudaGradRows rows{address<int32_t>(nonfinite), address<double>(sumsq), n, address<double>(norm),
-                                address<float>(found_inf), address<int64_t>(hashes), address<int64_t>(samples)};
+                                address<float>(found_inf), address<int64_t>(hashes), address<int64_t>(samples), write};
         cuda_unscale(table.at(where.memory, where.device, where.stream), address<const float>(inv_scale), rows);
     });
     module.def("l2norm", [](const Table& table, const Where& where, uintptr_t sumsq, int64_t n, uintptr_t norm,
@@ -100,6 +100,10 @@ void bind_finding(py::module_& module) {
 void bind_mapping(py::module_& module) {
     module.def("scale", [](const Table& table, const Where& where, uintptr_t factor) {
         cuda_scale(table.at(where.memory, where.device, where.stream), address<const float>(factor));
+    });
+    module.def("unscale_clipped", [](const Table& table, const Where& where, uintptr_t inv_scale, uintptr_t factor) {
+        cuda_unscale_clipped(table.at(where.memory, where.device, where.stream), address<const float>(inv_scale),
+                             address<const float>(factor));
     });
     module.def("axpby", [](const Table& table, const Where& where, float a, float b, uint32_t check, uintptr_t found_inf) {
         cuda_axpby(table.at(where.memory, where.device, where.stream), a, b, (check & 1) != 0, (check & 2) != 0,

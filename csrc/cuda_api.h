@@ -28,7 +28,8 @@ public:
     // of its size, else by itself. To be called once.
     void watch(const std::vector<int64_t>& numels, const std::vector<int64_t>& rows, const std::vector<int32_t>& places);
 
-    // Takes in addresses, by list and place, and flags, by place or none. True where they are not those it had.
+    // Takes in addresses, by list and place, and flags, by place or none. The watched list may be left out, and stays as
+    // it was then. True where something is not as it was.
     bool point(const std::vector<Pointers>& lists, const std::vector<uint8_t>& add);
 
     int64_t changing_bytes() const;  // the first part
@@ -40,8 +41,10 @@ public:
     int64_t chunk_count() const { return int64_t(chunks_.size()); }
     int32_t entries() const { return int32_t(entries_.size()); }
     int32_t filled() const;  // entries that have elements
-    // Throws std::invalid_argument: the table has other lists, or a row outside of n.
-    void require(int lists, bool watched, int64_t n) const;
+    int lists() const { return lists_; }
+    bool watches() const { return watches_; }
+    // Throws std::invalid_argument: the table was made for more or fewer lists, or has a row outside of n.
+    void require(int lists, int64_t n) const;
     // Throws std::invalid_argument where a tensor of the list has none of these types.
     void require_dtypes(int list, std::initializer_list<DType> allowed) const;
 
@@ -79,11 +82,13 @@ struct CudaGradRows {  // of n tensors
     float* found_inf;
     int64_t* hashes;  // null where nothing is watched
     int64_t* samples;
+    bool write;  // false: outs stay as they are
 };
 
 // All of these throw std::runtime_error with CUDA's own words where a launch fails, and std::invalid_argument for a table
 // that was made for something else. What is read besides the lists, a factor too, is in the GPU's memory.
 void cuda_unscale(const Launch& launch, const float* inv_scale, const CudaGradRows& rows);
+void cuda_unscale_clipped(const Launch& launch, const float* inv_scale, const float* factor);
 void cuda_l2norm(const Launch& launch, double* sumsq, int64_t n, double* norm, double* norms);
 void cuda_scale(const Launch& launch, const float* factor);
 void cuda_axpby(const Launch& launch, float a, float b, bool check_x, bool check_y, float* found_inf);

@@ -4,24 +4,24 @@
 namespace fp16opt {
 
 void cuda_scale(const Launch& launch, const float* factor) {
-    launch.table.require(1, false, INT64_MAX);
-    launch_mapping("multi_tensor_scale", launch, Scale{factor}, 1);
+    launch.table.require(1, INT64_MAX);
+    launch_mapping("multi_tensor_scale", launch, Scale{factor});
 }
 
 void cuda_axpby(const Launch& launch, float a, float b, bool check_x, bool check_y, float* found_inf) {
-    launch.table.require(3, false, INT64_MAX);
+    launch.table.require(3, INT64_MAX);
     for (int list = 0; list < 3; ++list) {
         launch.table.require_dtypes(list, {DType::half, DType::bfloat16, DType::single});
     }
-    launch_mapping("multi_tensor_axpby", launch, Axpby{a, b, check_x, check_y, found_inf}, 3);
+    launch_mapping("multi_tensor_axpby", launch, Axpby{a, b, check_x, check_y, found_inf});
 }
 
 void cuda_take(const Launch& launch, const int64_t* now, const int64_t* then, const int64_t* now_sample,
                const int64_t* then_sample, int32_t* taken, int64_t n) {
-    launch.table.require(2, false, n);
+    launch.table.require(2, n);
     launch.table.require_dtypes(0, {DType::single});
     launch.table.require_dtypes(1, {DType::half, DType::bfloat16});
-    launch_mapping("multi_tensor_take", launch, Take{now, then, now_sample, then_sample, taken}, 2);
+    launch_mapping("multi_tensor_take", launch, Take{now, then, now_sample, then_sample, taken});
 }
 
 #if defined(__CUDACC__)

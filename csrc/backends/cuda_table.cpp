@@ -84,7 +84,8 @@ int32_t CudaTable::filled() const {
 }
 
 bool CudaTable::point(const std::vector<Pointers>& lists, const std::vector<uint8_t>& add) {
-    demand(lists.size() == size_t(lists_), "the table was made for another number of lists");
+    const bool as_before = watches_ && lists.size() + 1 == size_t(lists_) && !pointers_.empty();
+    demand(as_before || lists.size() == size_t(lists_), "the table was made for another number of lists");
     for (size_t list = 0; list < lists.size(); ++list) {
         demand(lists[list].size() == lengths_[list], "the list does not have the table's length");
     }
@@ -98,6 +99,7 @@ bool CudaTable::point(const std::vector<Pointers>& lists, const std::vector<uint
             pointers.push_back(place < 0 ? nullptr : lists[list][size_t(place)]);
         }
     }
+    if (as_before) pointers.insert(pointers.end(), pointers_.end() - int64_t(entries_.size()), pointers_.end());
     std::vector<uint8_t> flags;
     for (const Item& item : entries_) flags.push_back(!add.empty() && item.place >= 0 ? add[size_t(item.place)] : 0);
     if (pointers == pointers_ && flags == add_) return false;
@@ -132,8 +134,8 @@ void CudaTable::fill(void* host, bool both) const {
     }
 }
 
-void CudaTable::require(int lists, bool watched, int64_t n) const {
-    demand(lists_ == lists + int(watched) && watches_ == watched, "the table was made for another number of lists");
+void CudaTable::require(int lists, int64_t n) const {
+    demand(lists_ == lists + int(watches_), "the table was made for another number of lists");
     for (const Item& item : entries_) demand(item.row < n, "a row lies outside the statistics");
 }
 

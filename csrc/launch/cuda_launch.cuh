@@ -46,7 +46,7 @@ private:
 };
 
 template <class Operation>
-__global__ void __launch_bounds__(kThreads, 4) finding_kernel(const Operation operation, const Lists lists) {
+__global__ void __launch_bounds__(kThreads, 3) finding_kernel(const Operation operation, const Lists lists) {
     __shared__ Shared shared;
     run_finding(operation, lists, int64_t(blockIdx.x), shared);
 }
@@ -70,8 +70,8 @@ void launch_blocks(void (*kernel)(Operation, Lists), const char* name, const Lau
 #endif
 
 template <class Operation>
-void launch_finding(const char* name, const Launch& launch, const Operation& operation, int lists) {
-    const Lists view = lists_of(launch.table, launch.memory, lists);
+void launch_finding(const char* name, const Launch& launch, const Operation& operation) {
+    const Lists view = lists_of(launch.table, launch.memory);
     const int64_t blocks = view.chunk_count > 0 ? view.chunk_count : 1;  // empty tensors have statistics too
 #if defined(__CUDACC__)
     launch_blocks(finding_kernel<Operation>, name, launch, operation, view, blocks);
@@ -83,8 +83,8 @@ void launch_finding(const char* name, const Launch& launch, const Operation& ope
 }
 
 template <class Operation>
-void launch_mapping(const char* name, const Launch& launch, const Operation& operation, int lists) {
-    const Lists view = lists_of(launch.table, launch.memory, lists);
+void launch_mapping(const char* name, const Launch& launch, const Operation& operation) {
+    const Lists view = lists_of(launch.table, launch.memory);
     const int64_t blocks = view.chunk_count < kMostMappingBlocks ? view.chunk_count : kMostMappingBlocks;
     if (blocks == 0) return;
 #if defined(__CUDACC__)

@@ -25,8 +25,8 @@ struct Layout {
 };
 
 // The table as kernels see it.
-inline Lists lists_of(const CudaTable& table, void* memory, int lists) {
-    const Layout at(lists, table.entries(), table.chunk_count());
+inline Lists lists_of(const CudaTable& table, void* memory) {
+    const Layout at(table.lists(), table.entries(), table.chunk_count());
     char* base = static_cast<char*>(memory);
     return Lists{reinterpret_cast<void* const*>(base + at.pointers),
                  reinterpret_cast<const uint8_t*>(base + at.add),

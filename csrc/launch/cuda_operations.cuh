@@ -55,7 +55,8 @@ FP16OPT_HD Found hash_chunk(const Half* values, const Chunk& chunk, int thread) 
 }
 
 // outs = grads * inv_scale, or outs += where lists.add; then norm and found_inf over all n rows. Lists: grads, outs, and
-// 16-bit tensors that are hashed in passing. Any of the three may be null: an entry may have nothing but such a tensor.
+// 16-bit tensors that are hashed in passing; an entry may have nothing but such a tensor. Without `write` outs stay as
+// they are, and all else is as if they were written.
 struct Unscale {
     const float* inv_scale;
     int32_t* nonfinite;
@@ -64,6 +65,7 @@ struct Unscale {
     double* norm;
     float* found_inf;
     int64_t *hashes, *samples;
+    bool write;
     static constexpr int finds = kSumsq | kHash | kSample | kFlags;
 
     template <class From, bool kWatched>
@@ -88,7 +90,7 @@ struct Unscale {
 
     // Whatever is not finite in the product is not finite in the sum.
     template <class From, bool kAdd>
-    static FP16OPT_HD void group(const Eight<From>& grad, float* out, bool aligned, int valid, float factor, Found& found) {
+    FP16OPT_HD void group(const Eight<From>& grad, float* out, bool aligned, int valid, float factor, Found& found) const {
         Eight<float> product, result;
         widen_to(grad, product);
         FP16OPT_UNROLL
@@ -105,7 +107,7 @@ struct Unscale {
         } else if (FP16OPT_UNLIKELY(any_not_finite(result))) {
             found.flags |= flags_of(product, product, result, false);
         }
-        store(result, out, aligned, valid);
+        if (write) store(result, out, aligned, valid);
         found.sumsq += group_of(result);
     }
 
@@ -162,7 +164,7 @@ struct Unscale {
                     value.v[j] = add ? accumulate(before.v[j], product) : product;
                     found.flags |= add ? grad_flags(product, before.v[j], value.v[j]) : grad_flags(product);
                 }
-                value.store(out + first, out_aligned, left);
+                if (write) value.store(out + first, out_aligned, left);
                 pairs[k] = square(value.v[0]) + square(value.v[1]);
             }
             found.sumsq += (pairs[0] + pairs[1]) + (pairs[2] + pairs[3]);
@@ -198,6 +200,40 @@ struct Unscale {
             *norm = square_root(s.total.sumsq);
             *found_inf = s.total.flags != 0 ? 1.0f : 0.0f;
         });
+    }
+};
+
+// outs = (grads * inv_scale) * factor, in two roundings; nothing is looked for. Lists: grads, outs.
+struct UnscaleClipped {
+    const float *inv_scale, *factor;
+
+    FP16OPT_HD bool is_needed() const { return true; }
+
+    template <class From, class Out>
+    FP16OPT_HD void work_as(const Lists& lists, const Chunk& chunk, int thread) const {
+        const From* grad = lists.at<const From>(0, chunk);
+        Out* out = lists.at<Out>(1, chunk);
+        const bool aligned = is_aligned(grad), out_aligned = is_aligned(out);
+        const Out first = Out(*inv_scale), second = Out(*factor);
+        for_groups<Eight<From>, rows_ahead<From>()>(
+            chunk.numel, thread, [&](int i, Eight<From>& raw, int valid) { load(raw, grad + i, aligned, valid); },
+            [&](int i, const Eight<From>& raw, int valid) {
+                Eight<Out> e;
+                widen_to(raw, e);
+                FP16OPT_UNROLL
+                for (int k = 0; k < kGroup; ++k) e.v[k] = scale(unscale(e.v[k], first), second);
+                store(e, out + i, out_aligned, valid);
+            });
+    }
+
+    FP16OPT_HD void work(const Lists& lists, const Chunk& chunk, int thread) const {
+        if (!lists.table[chunk.tensor].served) return;
+        switch (lists.dtype(0, chunk)) {
+            case DType::half: return work_as<Half, float>(lists, chunk, thread);
+            case DType::bfloat16: return work_as<BFloat16, float>(lists, chunk, thread);
+            case DType::single: return work_as<float, float>(lists, chunk, thread);
+            default: return work_as<double, double>(lists, chunk, thread);
+        }
     }
 };
 

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from . import native, reference
+from . import cuda, native, reference
 from .stats import INF, NAN, NOT_FINITE, TOO_LARGE, CastStats, GradStats, sum_dtype
 from .tables import AXPBY, CAST, HASH, L2NORM, SCALE, UNSCALE, Call, Entries, PointerTables, Seen, Watch, call_for
 
@@ -51,13 +52,21 @@ def backend(device: torch.device | str) -> str:
         device: a torch device or its name.
 
     Returns:
-        "cpu" for the compiled CPU kernels, "reference" for plain torch operations.
+        "cpu" and "cuda" for the compiled kernels, "reference" for plain torch operations.
 
     Example:
         >>> backend("meta")
         'reference'
     """
-    return "cpu" if torch.device(device).type == "cpu" and native.available() else "reference"
+    served_by = _compiled(torch.device(device))
+    return "reference" if served_by is None else "cpu" if served_by is native else "cuda"
+
+
+def _compiled(device: torch.device) -> ModuleType | None:
+    """The room that calls the compiled kernels for a device; None where torch operations serve."""
+    if device.type == "cpu":
+        return native if native.available() else None
+    return cuda if cuda.serves(device) else None
 
 
 def _check_result(
@@ -96,7 +105,9 @@ def _accumulate_flags(accumulate: bool | Sequence[bool], rows: list[int], count:
     return [bool(accumulate[i]) for i in rows]
 
 
-def _watched_call(name: str, watch: Watch | None, count: int, device: torch.device, compiled: bool) -> Call | None:
+def _watched_call(
+    name: str, watch: Watch | None, count: int, device: torch.device, compiled: ModuleType | None
+) -> Call | None:
     """The tensors to be hashed along with n = ``count`` gradients, checked; those of odd layout hashed already."""
     if watch is None:
         return None
@@ -115,9 +126,9 @@ def _watched_call(name: str, watch: Watch | None, count: int, device: torch.devi
     return call
 
 
-def _hash_indirect(call: Call, hashes: Tensor, sample: bool, compiled: bool) -> None:
+def _hash_indirect(call: Call, hashes: Tensor, sample: bool, compiled: ModuleType | None) -> None:
     operation = reference.content_sample if sample else reference.content_hash
-    for place, row in call.for_reference(compiled):
+    for place, row in call.for_reference(compiled is not None):
         hashes[row] = operation(call.columns[0][place])
 
 
@@ -167,14 +178,14 @@ def multi_tensor_unscale(
         adds = _accumulate_flags(accumulate, call.plan.rows, call.plan.count)
         if not write and accumulate is not False:
             raise ValueError(f"{UNSCALE.name}: write=False goes with accumulate=False only.")
-        compiled = backend(device) == "cpu"
+        compiled = _compiled(device)
         watched = _watched_call(UNSCALE.name, watch, call.plan.count, device, compiled)
-        for place, row in call.for_reference(compiled):
+        for place, row in call.for_reference(compiled is not None):
             grad, out = call.columns[0][place], call.columns[1][place]
             add = adds if isinstance(adds, bool) else adds[place]
             reference.unscale(row, grad, out, inv_scale.view(()), add, write, stats)
-        if compiled:
-            native.unscale(call, inv_scale, adds, write, stats, watched, watch)
+        if compiled is not None:
+            compiled.unscale(call, inv_scale, adds, write, stats, watched, watch)
         else:
             reference.finish(stats)
 
@@ -213,13 +224,13 @@ def multi_tensor_unscale_clipped(
         name = "multi_tensor_unscale_clipped"
         _check_result(name, "inv_scale", inv_scale, 1, torch.float32, device)
         _check_result(name, "factor", factor, 1, torch.float32, device)
-        compiled = backend(device) == "cpu"
+        compiled = _compiled(device)
         watched = _watched_call(name, watch, call.plan.count, device, compiled)
-        for place, _ in call.for_reference(compiled):
+        for place, _ in call.for_reference(compiled is not None):
             grad, out = call.columns[0][place], call.columns[1][place]
             reference.unscale_clipped(grad, out, inv_scale.view(()), factor.view(()))
-        if compiled:
-            native.unscale_clipped(call, inv_scale, factor, watched, watch)
+        if compiled is not None:
+            compiled.unscale_clipped(call, inv_scale, factor, watched, watch)
 
 
 def multi_tensor_l2norm(tensors: Entries, *, tables: PointerTables | None = None) -> tuple[Tensor, Tensor]:
@@ -246,11 +257,11 @@ def multi_tensor_l2norm(tensors: Entries, *, tables: PointerTables | None = None
         call = call_for(L2NORM, (tensors,), tables)
         device = call.plan.device or torch.device("cpu")
         sumsq = torch.zeros(call.plan.count, dtype=sum_dtype(device), device=device)
-        compiled = backend(device) == "cpu"
-        for place, row in call.for_reference(compiled):
+        compiled = _compiled(device)
+        for place, row in call.for_reference(compiled is not None):
             sumsq[row] = reference.sum_of_squares(call.columns[0][place])
-        if compiled:
-            return native.l2norm(call, sumsq)
+        if compiled is not None:
+            return compiled.l2norm(call, sumsq)
         return reference.norms(sumsq)
 
 
@@ -278,11 +289,11 @@ def multi_tensor_scale(tensors: Entries, factor: Tensor, *, tables: PointerTable
             return
         call = call_for(SCALE, (tensors,), tables)
         _check_result(SCALE.name, "factor", factor, 1, torch.float32, call.plan.device or factor.device)
-        compiled = backend(factor.device) == "cpu"
-        for place, _ in call.for_reference(compiled):
+        compiled = _compiled(factor.device)
+        for place, _ in call.for_reference(compiled is not None):
             reference.scale(call.columns[0][place], factor.view(()))
-        if compiled:
-            native.scale(call, factor)
+        if compiled is not None:
+            compiled.scale(call, factor)
 
 
 def _single(name: str, value: float) -> float:
@@ -335,12 +346,12 @@ def multi_tensor_axpby(
         if found_inf is not None:
             device = call.plan.device or getattr(found_inf, "device", None)
             _check_result(AXPBY.name, "found_inf", found_inf, 1, torch.float32, device)
-        compiled = backend(call.plan.device or "cpu") == "cpu"
-        for place, _ in call.for_reference(compiled):
+        compiled = _compiled(call.plan.device or torch.device("cpu"))
+        for place, _ in call.for_reference(compiled is not None):
             x, y, out = (column[place] for column in call.columns)
             reference.axpby(a, x, b, y, out, found_inf, check)
-        if compiled:
-            native.axpby(call, a, b, found_inf, check)
+        if compiled is not None:
+            compiled.axpby(call, a, b, found_inf, check)
 
 
 def multi_tensor_cast(
@@ -369,11 +380,11 @@ def multi_tensor_cast(
         device, count = call.plan.device or stats.hashes.device, call.plan.count
         _check_result(CAST.name, "stats.overflow", stats.overflow, count, torch.int32, device)
         _check_result(CAST.name, "stats.hashes", stats.hashes, count, torch.int64, device)
-        compiled = backend(device) == "cpu"
-        for place, row in call.for_reference(compiled):
+        compiled = _compiled(device)
+        for place, row in call.for_reference(compiled is not None):
             reference.cast(row, call.columns[0][place], call.columns[1][place], stats)
-        if compiled:
-            native.cast(call, stats)
+        if compiled is not None:
+            compiled.cast(call, stats)
 
 
 def multi_tensor_hash(
@@ -401,7 +412,7 @@ def multi_tensor_hash(
         call = call_for(HASH, (tensors,), tables)
         device = call.plan.device or getattr(hashes, "device", None)
         _check_result(HASH.name, "hashes", hashes, call.plan.count, torch.int64, device)
-        compiled = backend(hashes.device) == "cpu"
+        compiled = _compiled(hashes.device)
         _hash_indirect(call, hashes, sample, compiled)
-        if compiled:
-            native.content_hash(call, hashes, sample)
+        if compiled is not None:
+            compiled.content_hash(call, hashes, sample)

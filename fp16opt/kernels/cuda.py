@@ -1,9 +1,9 @@
 """The calls into the compiled CUDA module: where its pointer tables lie, and on which stream it works.
 
-A kernel reads the addresses of its tensors from a table in the GPU's memory. The table stays there between calls; where
-an address changed, one copy that waits for nothing brings it up to date. Nothing in this file waits for the GPU, but for
-one short copy of its own where a CUDA graph is captured: a graph is replayed with the addresses of its capture, so it
-gets a table that nothing changes any more.
+A kernel reads the addresses of its tensors from a table in the GPU's memory. The table stays there between calls;
+where an address changed, one copy that waits for nothing brings it up to date. Nothing in this file waits for the GPU,
+but for one short copy of its own where a CUDA graph is captured: a graph is replayed with the addresses of its capture,
+so it gets a table that nothing changes any more.
 """
 
 from __future__ import annotations
@@ -126,10 +126,23 @@ class Site:
 
 
 class Queued:
-    """A call ready to be launched: its table, where that is, and what to do once it is in the stream."""
+    """A call ready to be launched: its table, where that is, and what to do once it is in the stream.
 
-    def __init__(self, call: Call, add: bool | list[bool] | None = None, watched: Call | None = None) -> None:
-        self._call, self._watched = call, watched
+    Args:
+        call: the lists.
+        add: which of them are added to.
+        watched: tensors to be hashed in passing.
+        any_watched: a table that was made with such tensors for another operation on the same lists will do.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        add: bool | list[bool] | None = None,
+        watched: Call | None = None,
+        any_watched: bool = False,
+    ) -> None:
+        self._call, self._watched, self._any_watched = call, watched, any_watched
         device = _device(call, watched)
         self._stream = Stream(device)
         lists = list(native._addresses(call))
@@ -150,12 +163,12 @@ class Queued:
     def _site(self) -> Site:
         site = self._call.plan.compiled
         watched = None if self._watched is None else self._watched.plan
-        if not isinstance(site, Site) or site.watched is not watched:
+        if not isinstance(site, Site) or (site.watched is not watched and not self._any_watched):
             site = self._call.plan.compiled = Site(self._call, self._watched)
         return site
 
     def done(self, written: int | None, *results: Tensor) -> None:
-        """After the launch: hold the tensors for a side stream, and tell autograd which list, and what else, was written."""
+        """After the launch: hold the tensors for a side stream, and tell autograd which list and what else was written."""
         for call in (self._call, self._watched):
             if call is not None:
                 for column in call.columns:
@@ -179,6 +192,7 @@ def unscale(
     call: Call,
     inv_scale: Tensor,
     accumulate: bool | list[bool],
+    write: bool,
     stats: GradStats,
     watched: Call | None,
     watch: Watch | None,
@@ -196,8 +210,16 @@ def unscale(
         stats.norm.data_ptr(),
         stats.found_inf.data_ptr(),
         *((0, 0) if not found else (tensor.data_ptr() for tensor in found)),
+        write,
     )
-    queued.done(1, stats.nonfinite, stats.sumsq, stats.norm, stats.found_inf, *found)
+    queued.done(1 if write else None, stats.nonfinite, stats.sumsq, stats.norm, stats.found_inf, *found)
+
+
+def unscale_clipped(call: Call, inv_scale: Tensor, factor: Tensor) -> None:
+    """:func:`fp16opt.kernels.multi_tensor_unscale_clipped` for the direct entries."""
+    queued = Queued(call, False, any_watched=True)
+    native.cuda_module().unscale_clipped(queued.table, queued.where, inv_scale.data_ptr(), factor.data_ptr())
+    queued.done(1)
 
 
 def l2norm(call: Call, sumsq: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,9 +227,7 @@ def l2norm(call: Call, sumsq: Tensor) -> tuple[Tensor, Tensor]:
     norm, norms = sumsq.new_empty(()), torch.empty_like(sumsq)
     queued = Queued(call)
     count = call.plan.count
-    native.cuda_module().l2norm(
-        queued.table, queued.where, sumsq.data_ptr(), count, norm.data_ptr(), norms.data_ptr()
-    )
+    native.cuda_module().l2norm(queued.table, queued.where, sumsq.data_ptr(), count, norm.data_ptr(), norms.data_ptr())
     queued.done(None, sumsq)
     return norm, norms
 
