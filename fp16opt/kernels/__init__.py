@@ -22,7 +22,8 @@ from torch import Tensor
 
 from . import cuda, native, reference
 from .stats import INF, NAN, NOT_FINITE, TOO_LARGE, CastStats, GradStats, sum_dtype
-from .tables import AXPBY, CAST, HASH, L2NORM, SCALE, UNSCALE, Call, Entries, PointerTables, Seen, Watch, call_for
+from .tables import AXPBY, CAST, HASH, L2NORM, SCALE, TAKE, UNSCALE
+from .tables import Call, Entries, PointerTables, Seen, Watch, call_for
 
 __all__ = [
     "INF",
@@ -40,6 +41,7 @@ __all__ = [
     "multi_tensor_hash",
     "multi_tensor_l2norm",
     "multi_tensor_scale",
+    "multi_tensor_take",
     "multi_tensor_unscale",
     "multi_tensor_unscale_clipped",
 ]
@@ -261,7 +263,8 @@ def multi_tensor_l2norm(tensors: Entries, *, tables: PointerTables | None = None
         for place, row in call.for_reference(compiled is not None):
             sumsq[row] = reference.sum_of_squares(call.columns[0][place])
         if compiled is not None:
-            return compiled.l2norm(call, sumsq)
+            found: tuple[Tensor, Tensor] = compiled.l2norm(call, sumsq)
+            return found
         return reference.norms(sumsq)
 
 
@@ -416,3 +419,51 @@ def multi_tensor_hash(
         _hash_indirect(call, hashes, sample, compiled)
         if compiled is not None:
             compiled.content_hash(call, hashes, sample)
+
+
+def multi_tensor_take(
+    masters: Entries,
+    params: Entries,
+    now: Tensor,
+    then: Tensor,
+    taken: Tensor,
+    *,
+    samples: tuple[Tensor, Tensor] | None = None,
+    tables: PointerTables | None = None,
+) -> None:
+    """Masters take the values of params that were written since a hash was taken, and nobody waits to know whether.
+
+    Where ``now[i]`` is not ``then[i]``, ``masters[i]`` takes the elements of ``params[i]`` whose bits are not those of
+    the rounded master; the other elements keep their low bits. Other masters are not read.
+
+    Args:
+        masters: n float32 tensors. Written.
+        params: n float16 or bfloat16 tensors of the same shapes.
+        now, then: int64, shape [n]. Hashes of the params, as :func:`multi_tensor_hash` gives them.
+        taken: int32, shape [n]. Set to 1 where an element was taken; never cleared.
+        samples: a second pair of hashes, of which a difference counts too.
+        tables: the cache of this call site.
+
+    Raises:
+        TypeError, ValueError: as :func:`multi_tensor_unscale`.
+
+    Example:
+        >>> masters, hashes = [torch.tensor([1.0001, 2.0])], torch.zeros(2, 1, dtype=torch.int64)
+        >>> hashes[0] = 1
+        >>> multi_tensor_take(masters, [torch.tensor([1.0, 3.0]).half()], *hashes, torch.zeros(1, dtype=torch.int32))
+        >>> masters[0]
+        tensor([1.0001, 3.0000])
+    """
+    with torch.no_grad():
+        call = call_for(TAKE, (masters, params), tables)
+        device, count = call.plan.device or now.device, call.plan.count
+        for name, hashes in (("now", now), ("then", then), *(("samples", each) for each in samples or ())):
+            _check_result(TAKE.name, name, hashes, count, torch.int64, device)
+        _check_result(TAKE.name, "taken", taken, count, torch.int32, device)
+        compiled = cuda if _compiled(device) is cuda else None  # on the CPU, where looking costs nothing, nobody asks
+        for place, row in call.for_reference(compiled is not None):
+            pairs = [(now, then)] if samples is None else [(now, then), samples]
+            moved = torch.stack([a[row] != b[row] for a, b in pairs]).any()
+            reference.take(call.columns[0][place], call.columns[1][place], moved, taken[row])
+        if compiled is not None:
+            compiled.take(call, now, then, samples, taken)
