@@ -288,7 +288,8 @@ def multi_tensor_scale(tensors: Entries, factor: Tensor, *, tables: PointerTable
     """
     with torch.no_grad():
         _check_result(SCALE.name, "factor", factor, 1, torch.float32, getattr(factor, "device", None))
-        if factor.device.type == "cpu" and factor.item() == 1.0:  # before the tables: nothing to clip costs nothing
+        on_host = factor.device.type == "cpu" and _compiled(factor.device) is not cuda
+        if on_host and factor.item() == 1.0:  # before the tables: nothing to clip costs nothing
             return
         call = call_for(SCALE, (tensors,), tables)
         _check_result(SCALE.name, "factor", factor, 1, torch.float32, call.plan.device or factor.device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import ModuleType
 
 import emulated
 import pytest
@@ -20,12 +19,6 @@ def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
-def emulated_cuda(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    """The CUDA kernels' source, running on the CPU."""
-    return emulated.build(tmp_path_factory.mktemp("emulated"))
 
 
 def _use(name: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[str]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from fp16opt import kernels
 from fp16opt.kernels import cuda, native
 
-CSRC = Path(__file__).resolve().parents[2] / "csrc"
+CSRC = Path(__file__).resolve().parents[1] / "csrc"
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
 
 
