@@ -31,6 +31,15 @@ FP16OPT_HD void for_threads(Phase&& phase) {
 #endif
 }
 
+// Tells the compiler what it can't see of an address that comes out of a table.
+template <class T>
+FP16OPT_HD T* in_global_memory(T* at) {
+#if defined(__CUDA_ARCH__)
+    __builtin_assume(__isGlobal(at));
+#endif
+    return at;
+}
+
 // What a chunk, or a tensor, was found to hold.
 struct Found {
     double sumsq;
@@ -58,14 +67,14 @@ struct Lists {
     int32_t entries;
     int32_t filled;  // entries that have elements
 
+    // Where the chunk begins in a list that its tensor takes part in.
     template <class T>
     FP16OPT_HD T* at(int list, const Chunk& chunk) const {
-        T* first = static_cast<T*>(pointers[int64_t(list) * entries + chunk.tensor]);
-        return first == nullptr ? nullptr : first + chunk.start;
+        return in_global_memory(static_cast<T*>(pointers[int64_t(list) * entries + chunk.tensor])) + chunk.start;
     }
     FP16OPT_HD char* bytes_at(int list, const Chunk& chunk) const {
         char* first = static_cast<char*>(pointers[int64_t(list) * entries + chunk.tensor]);
-        return first == nullptr ? nullptr : first + chunk.start * item_size(dtype(list, chunk));
+        return in_global_memory(first) + chunk.start * item_size(dtype(list, chunk));
     }
     FP16OPT_HD DType dtype(int list, const Chunk& chunk) const { return DType(table[chunk.tensor].dtypes[list]); }
 };

@@ -45,8 +45,15 @@ private:
     bool changed_ = false;
 };
 
+// As many blocks at a time on a multiprocessor as registers allow without spilling.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
+#define FP16OPT_BLOCKS 2
+#else
+#define FP16OPT_BLOCKS 3
+#endif
+
 template <class Operation>
-__global__ void __launch_bounds__(kThreads, 3) finding_kernel(const Operation operation, const Lists lists) {
+__global__ void __launch_bounds__(kThreads, FP16OPT_BLOCKS) finding_kernel(const Operation operation, const Lists lists) {
     __shared__ Shared shared;
     run_finding(operation, lists, int64_t(blockIdx.x), shared);
 }
