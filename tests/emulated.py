@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -58,8 +58,8 @@ class HostStream:
 
     capturing = False
     current = 0
-    waits: list[tuple[int, int]] = []
-    copies: list[int] = []
+    waits: ClassVar[list[tuple[int, int]]] = []
+    copies: ClassVar[list[int]] = []
 
     def __init__(self, device: torch.device) -> None:
         self.handle, self.index, self.captures = type(self).current, 0, type(self).capturing
@@ -79,8 +79,8 @@ def use(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> type[HostStream]
     """Have the emulated kernels serve CPU tensors for one test. Returns the class that stands for streams."""
 
     class Noting(HostStream):
-        waits: list[tuple[int, int]] = []
-        copies: list[int] = []
+        waits: ClassVar[list[tuple[int, int]]] = []
+        copies: ClassVar[list[int]] = []
 
     def compiled(device: torch.device) -> Any:
         return cuda if device.type == "cpu" else None

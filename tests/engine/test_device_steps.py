@@ -1,4 +1,4 @@
-"""Steps on a device that nobody waits for, pretended on the CPU: what is looked at, what is counted, what is told later."""
+"""Steps on a device that nobody waits for, pretended on the CPU: what is looked at, counted, and told later."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ FUSED: dict[str, Callable[..., torch.optim.Optimizer]] = {
 class Run:
     """A small training run whose overflows are planned."""
 
-    def __init__(self, make: Callable[..., torch.optim.Optimizer], dtypes: Any = torch.float16, **settings: Any) -> None:
+    def __init__(
+        self, make: Callable[..., torch.optim.Optimizer], dtypes: Any = torch.float16, **settings: Any
+    ) -> None:
         self.params = parameters(SHAPES, dtypes)
         self.problem = Problem(self.params)
         self.scaler = DynamicLossScaler(init_scale=2.0**10, growth_interval=3, hysteresis=2)

@@ -112,4 +112,6 @@ def test_nothing_is_spilled_and_no_atomic_adds_numbers(compiled: Compiled) -> No
 
 def test_flags_of_the_build_are_those_that_keep_the_bits() -> None:
     assert "-fmad=false" in flags()
-    assert not [flag for flag in flags() if "fast" in flag or "ftz=true" in flag or "=false" in flag[6:] and "prec" in flag]
+    assert not [
+        flag for flag in flags() if "fast" in flag or "ftz=true" in flag or ("=false" in flag[6:] and "prec" in flag)
+    ]

@@ -185,11 +185,11 @@ def test_operations_refuse_tables_made_for_others(emulated_cuda: ModuleType) -> 
         emulated_cuda.l2norm(table, where, 0, 3, 0, 0)
     with pytest.raises(ValueError, match="a dtype that the operation does not take"):
         emulated_cuda.content_hash(table, where, 0, 4)
+    grads = emulated_cuda.Table([1], [0], [[0], [2]], [0])
     with pytest.raises(ValueError, match="go together"):
-        grads = emulated_cuda.Table([1], [0], [[0], [2]], [0])
         emulated_cuda.unscale(grads, where, 0, 0, 0, 1, 0, 0, 1, 1, True)
+    grads.watch([1], [0], [0])
     with pytest.raises(ValueError, match="watches tensors already, or has no room"):
-        grads.watch([1], [0], [0])
         grads.watch([1], [0], [0])
 
 
@@ -198,7 +198,9 @@ def test_operations_refuse_tables_made_for_others(emulated_cuda: ModuleType) -> 
 
 @pytest.mark.skipif(native.cuda_module() is None, reason="the compiled CUDA module is not installed")
 def test_the_module_imports_without_a_gpu_and_says_what_it_holds(tmp_path: Path) -> None:
-    code = "import fp16opt.kernels.native as n; m = n.cuda_module(); print(m.architectures, m.runs_on(0), m.runs_on(-1))"
+    code = (
+        "import fp16opt.kernels.native as n; m = n.cuda_module(); print(m.architectures, m.runs_on(0), m.runs_on(-1))"
+    )
     environment = {
         **os.environ,
         "PYTHONPATH": str(Path(fp16opt.__file__).parents[1]),
