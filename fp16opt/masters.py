@@ -358,8 +358,8 @@ class MasterParams:
     def take_written(self) -> None:
         """Masters take what something else wrote into their parameters, as far as hashes tell. No host sync.
 
-        As :meth:`written_models` with ``passed_by`` and :meth:`take_from_model` do it, but nobody looks whether there was
-        anything to take: ``Shard.taken`` says it. Call :meth:`copy_down` next.
+        As :meth:`written_models` with ``passed_by`` and :meth:`take_from_model` do it, but nobody looks whether there
+        was anything to take: ``Shard.taken`` says it. Call :meth:`copy_down` next.
         """
         passed_by = self._model_versions == [param._version for param in self.model]
         for shard in self.shards:

@@ -51,8 +51,8 @@ class LossScaler(abc.ABC):
     def scale(self) -> Tensor:
         """The loss scale: float32, shape []. Reading it does not sync.
 
-        A copy: what is read keeps its value (autograd graphs hold it). The scaler's own tensors are written in place, so
-        that a CUDA graph that is replayed reads and writes the present ones.
+        A copy: what is read keeps its value (autograd graphs hold it). The scaler's own tensors are written in place,
+        so that a CUDA graph that is replayed reads and writes the present ones.
         """
         return self._scale.clone()
 

@@ -168,7 +168,7 @@ class Queued:
         return site
 
     def done(self, written: int | None, *results: Tensor) -> None:
-        """After the launch: hold the tensors for a side stream, and tell autograd which list and what else was written."""
+        """After the launch: hold the tensors for a side stream, and tell autograd which list and ``results`` it wrote."""
         for call in (self._call, self._watched):
             if call is not None:
                 for column in call.columns:

@@ -94,7 +94,8 @@ class GradStats:
 
     def reset(self) -> None:
         """Set everything to zero, as after :meth:`allocate`. Does not sync."""
-        for tensor in (self.nonfinite, self.sumsq, self.norm, self.found_inf) if self.memory is None else (self.memory,):
+        parts = (self.nonfinite, self.sumsq, self.norm, self.found_inf)
+        for tensor in parts if self.memory is None else (self.memory,):
             tensor.zero_()
 
 

@@ -25,7 +25,7 @@ def to(device: torch.device, lists: Lists) -> Lists:
     def moved(tensor: Tensor | None) -> Tensor | None:
         if tensor is None:
             return None
-        base = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).to(device)
+        base = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).to(device, copy=True)
         return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     return [[moved(tensor) for tensor in entries] for entries in lists]
