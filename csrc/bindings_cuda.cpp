@@ -101,9 +101,10 @@ void bind_mapping(py::module_& module) {
     module.def("scale", [](const Table& table, const Where& where, uintptr_t factor) {
         cuda_scale(table.at(where.memory, where.device, where.stream), address<const float>(factor));
     });
-    module.def("unscale_clipped", [](const Table& table, const Where& where, uintptr_t inv_scale, uintptr_t factor) {
+    module.def("unscale_clipped", [](const Table& table, const Where& where, uintptr_t inv_scale, uintptr_t factor,
+                                     uintptr_t hashes, uintptr_t samples, int64_t n) {
         cuda_unscale_clipped(table.at(where.memory, where.device, where.stream), address<const float>(inv_scale),
-                             address<const float>(factor));
+                             address<const float>(factor), address<int64_t>(hashes), address<int64_t>(samples), n);
     });
     module.def("axpby", [](const Table& table, const Where& where, float a, float b, uint32_t check, uintptr_t found_inf) {
         cuda_axpby(table.at(where.memory, where.device, where.stream), a, b, (check & 1) != 0, (check & 2) != 0,

@@ -88,7 +88,8 @@ struct CudaGradRows {  // of n tensors
 // All of these throw std::runtime_error with CUDA's own words where a launch fails, and std::invalid_argument for a table
 // that was made for something else. What is read besides the lists, a factor too, is in the GPU's memory.
 void cuda_unscale(const Launch& launch, const float* inv_scale, const CudaGradRows& rows);
-void cuda_unscale_clipped(const Launch& launch, const float* inv_scale, const float* factor);
+void cuda_unscale_clipped(const Launch& launch, const float* inv_scale, const float* factor, int64_t* hashes,
+                          int64_t* samples, int64_t n);
 void cuda_l2norm(const Launch& launch, double* sumsq, int64_t n, double* norm, double* norms);
 void cuda_scale(const Launch& launch, const float* factor);
 void cuda_axpby(const Launch& launch, float a, float b, bool check_x, bool check_y, float* found_inf);

@@ -64,7 +64,7 @@ struct Unscale {
     int64_t n;
     double* norm;
     float* found_inf;
-    int64_t *hashes, *samples;
+    int64_t *hashes, *samples;  // null where nothing is hashed
     bool write;
     static constexpr int finds = kSumsq | kHash | kSample | kFlags;
 
@@ -137,7 +137,7 @@ struct Unscale {
 
     template <class From>
     FP16OPT_HD Found work_of(const Lists& lists, const Chunk& chunk, int thread) const {
-        const bool watched = lists.table[chunk.tensor].watched;
+        const bool watched = hashes != nullptr && lists.table[chunk.tensor].watched;
         if (lists.add[chunk.tensor] == 0) {
             return watched ? work_as<From, true, false>(lists, chunk, thread)
                            : work_as<From, false, false>(lists, chunk, thread);
@@ -173,7 +173,10 @@ struct Unscale {
     }
 
     FP16OPT_HD Found work(const Lists& lists, const Chunk& chunk, int thread) const {
-        if (!lists.table[chunk.tensor].served) return hash_chunk(lists.at<const Half>(2, chunk), chunk, thread);
+        if (!lists.table[chunk.tensor].served) {
+            if (hashes == nullptr) return Found{0.0, 0, 0, 0};
+            return hash_chunk(lists.at<const Half>(2, chunk), chunk, thread);
+        }
         switch (lists.dtype(0, chunk)) {
             case DType::half: return work_of<Half>(lists, chunk, thread);
             case DType::bfloat16: return work_of<BFloat16>(lists, chunk, thread);
@@ -187,7 +190,7 @@ struct Unscale {
             nonfinite[entry.row] = int32_t(found.flags);
             sumsq[entry.row] = found.sumsq;
         }
-        if (entry.watched) {
+        if (hashes != nullptr && entry.watched) {
             hashes[entry.row] = int64_t(found.hash);
             samples[entry.row] = int64_t(found.sample);
         }
@@ -203,14 +206,14 @@ struct Unscale {
     }
 };
 
-// outs = (grads * inv_scale) * factor, in two roundings; nothing is looked for. Lists: grads, outs.
+// outs = (grads * inv_scale) * factor, in two roundings; of these nothing is found. Lists: as for Unscale.
 struct UnscaleClipped {
     const float *inv_scale, *factor;
-
-    FP16OPT_HD bool is_needed() const { return true; }
+    int64_t *hashes, *samples;  // null where nothing is hashed
+    static constexpr int finds = kHash | kSample;
 
     template <class From, class Out>
-    FP16OPT_HD void work_as(const Lists& lists, const Chunk& chunk, int thread) const {
+    FP16OPT_HD void write(const Lists& lists, const Chunk& chunk, int thread) const {
         const From* grad = lists.at<const From>(0, chunk);
         Out* out = lists.at<Out>(1, chunk);
         const bool aligned = is_aligned(grad), out_aligned = is_aligned(out);
@@ -226,15 +229,26 @@ struct UnscaleClipped {
             });
     }
 
-    FP16OPT_HD void work(const Lists& lists, const Chunk& chunk, int thread) const {
-        if (!lists.table[chunk.tensor].served) return;
-        switch (lists.dtype(0, chunk)) {
-            case DType::half: return work_as<Half, float>(lists, chunk, thread);
-            case DType::bfloat16: return work_as<BFloat16, float>(lists, chunk, thread);
-            case DType::single: return work_as<float, float>(lists, chunk, thread);
-            default: return work_as<double, double>(lists, chunk, thread);
+    FP16OPT_HD Found work(const Lists& lists, const Chunk& chunk, int thread) const {
+        if (lists.table[chunk.tensor].served) {
+            switch (lists.dtype(0, chunk)) {
+                case DType::half: write<Half, float>(lists, chunk, thread); break;
+                case DType::bfloat16: write<BFloat16, float>(lists, chunk, thread); break;
+                case DType::single: write<float, float>(lists, chunk, thread); break;
+                default: write<double, double>(lists, chunk, thread);
+            }
         }
+        if (hashes == nullptr || !lists.table[chunk.tensor].watched) return Found{0.0, 0, 0, 0};
+        return hash_chunk(lists.at<const Half>(2, chunk), chunk, thread);
     }
+
+    FP16OPT_HD void report(const Entry& entry, const Found& found) const {
+        if (hashes == nullptr || !entry.watched) return;
+        hashes[entry.row] = int64_t(found.hash);
+        samples[entry.row] = int64_t(found.sample);
+    }
+
+    FP16OPT_HD void finish(Shared&) const {}
 };
 
 // Sums of squares, each norm, and the total over all n rows.

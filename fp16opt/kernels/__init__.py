@@ -22,8 +22,7 @@ from torch import Tensor
 
 from . import cuda, native, reference
 from .stats import INF, NAN, NOT_FINITE, TOO_LARGE, CastStats, GradStats, sum_dtype
-from .tables import AXPBY, CAST, HASH, L2NORM, SCALE, TAKE, UNSCALE
-from .tables import Call, Entries, PointerTables, Seen, Watch, call_for
+from .tables import AXPBY, CAST, HASH, L2NORM, SCALE, TAKE, UNSCALE, Call, Entries, PointerTables, Seen, Watch, call_for
 
 __all__ = [
     "INF",

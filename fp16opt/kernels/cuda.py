@@ -132,7 +132,6 @@ class Queued:
         call: the lists.
         add: which of them are added to.
         watched: tensors to be hashed in passing.
-        any_watched: a table that was made with such tensors for another operation on the same lists will do.
     """
 
     def __init__(
@@ -140,9 +139,8 @@ class Queued:
         call: Call,
         add: bool | list[bool] | None = None,
         watched: Call | None = None,
-        any_watched: bool = False,
     ) -> None:
-        self._call, self._watched, self._any_watched = call, watched, any_watched
+        self._call, self._watched = call, watched
         device = _device(call, watched)
         self._stream = Stream(device)
         lists = list(native._addresses(call))
@@ -163,12 +161,13 @@ class Queued:
     def _site(self) -> Site:
         site = self._call.plan.compiled
         watched = None if self._watched is None else self._watched.plan
-        if not isinstance(site, Site) or (site.watched is not watched and not self._any_watched):
+        # One that was made with watched tensors for another operation on the same lists will do without them too.
+        if not isinstance(site, Site) or (watched is not None and site.watched is not watched):
             site = self._call.plan.compiled = Site(self._call, self._watched)
         return site
 
     def done(self, written: int | None, *results: Tensor) -> None:
-        """After the launch: hold the tensors for a side stream, and tell autograd which list and ``results`` it wrote."""
+        """After the launch: hold tensors for a side stream, tell autograd that a list and ``results`` were written."""
         for call in (self._call, self._watched):
             if call is not None:
                 for column in call.columns:
@@ -215,11 +214,19 @@ def unscale(
     queued.done(1 if write else None, stats.nonfinite, stats.sumsq, stats.norm, stats.found_inf, *found)
 
 
-def unscale_clipped(call: Call, inv_scale: Tensor, factor: Tensor) -> None:
+def unscale_clipped(call: Call, inv_scale: Tensor, factor: Tensor, watched: Call | None, watch: Watch | None) -> None:
     """:func:`fp16opt.kernels.multi_tensor_unscale_clipped` for the direct entries."""
-    queued = Queued(call, False, any_watched=True)
-    native.cuda_module().unscale_clipped(queued.table, queued.where, inv_scale.data_ptr(), factor.data_ptr())
-    queued.done(1)
+    queued = Queued(call, False, watched)
+    found = () if watch is None or watched is None else (watch.hashes, watch.samples)
+    native.cuda_module().unscale_clipped(
+        queued.table,
+        queued.where,
+        inv_scale.data_ptr(),
+        factor.data_ptr(),
+        *((0, 0) if not found else (tensor.data_ptr() for tensor in found)),
+        call.plan.count,
+    )
+    queued.done(1, *found)
 
 
 def l2norm(call: Call, sumsq: Tensor) -> tuple[Tensor, Tensor]:

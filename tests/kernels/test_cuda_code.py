@@ -13,8 +13,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NVCC = shutil.which("nvcc")
-FINDING = {"Unscale": (True, True), "Norm": (True, False), "Cast": (True, True), "Hash": (True, False)}
-MAPPING = {"Scale": (True, True), "Axpby": (True, True), "Take": (True, True), "UnscaleClipped": (True, True)}
+FINDING = {
+    "Unscale": (True, True),
+    "UnscaleClipped": (True, True),
+    "Norm": (True, False),
+    "Cast": (True, True),
+    "Hash": (True, False),
+}
+MAPPING = {"Scale": (True, True), "Axpby": (True, True), "Take": (True, True)}
 
 pytestmark = pytest.mark.skipif(
     NVCC is None or not (ROOT / "csrc").is_dir(), reason="needs nvcc, CUDA's compiler, and the sources"

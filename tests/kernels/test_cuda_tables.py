@@ -118,9 +118,9 @@ def test_clipping_uses_the_table_of_the_pass_before(host: Any) -> None:
     stats, half = GradStats.allocate(4, "cpu"), torch.tensor(0.5)
     watch = kernels.Watch.allocate([grad.half() for grad in grads], "cpu")
     for _ in range(2):
-        multi_tensor_unscale(grads, outs, half, stats, write=False, watch=watch, tables=tables)
-        kernels.multi_tensor_unscale_clipped(grads, outs, half, half, tables=tables)
-    assert len(host.copies) == 1
+        multi_tensor_unscale(grads, outs, half, stats, write=False, tables=tables)
+        kernels.multi_tensor_unscale_clipped(grads, outs, half, half, watch=watch, tables=tables)
+    assert len(host.copies) == 2, "the second operation brings tensors to watch, and both then use its table"
     assert all(torch.equal(out, grad * 0.25) for out, grad in zip(outs, grads, strict=True))
 
 
@@ -186,7 +186,7 @@ def test_operations_refuse_tables_made_for_others(emulated_cuda: ModuleType) -> 
     with pytest.raises(ValueError, match="a dtype that the operation does not take"):
         emulated_cuda.content_hash(table, where, 0, 4)
     grads = emulated_cuda.Table([1], [0], [[0], [2]], [0])
-    with pytest.raises(ValueError, match="go together"):
+    with pytest.raises(ValueError, match="memory for hashes, and the table watches no tensors"):
         emulated_cuda.unscale(grads, where, 0, 0, 0, 1, 0, 0, 1, 1, True)
     grads.watch([1], [0], [0])
     with pytest.raises(ValueError, match="watches tensors already, or has no room"):
