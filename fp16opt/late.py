@@ -34,7 +34,7 @@ def begin_copy(flags: Tensor) -> tuple[Tensor, Any] | None:
     with torch.cuda.device(flags.device):
         host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
         host.copy_(flags, non_blocking=True)
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call,unused-ignore]
         event.record()
     return host, event
 
