@@ -44,6 +44,7 @@ def report() -> str:
     for device in _devices():
         served_by = kernels.backend(device.split()[0])
         words = {"reference": "torch operations (reference.py)", "cpu": "compiled kernels (_cpu)"}
+        words["cuda"] = "compiled kernels (_cuda)"
         facts.append((f"device {device}", words.get(served_by, served_by)))
     width = max(len(name) for name, _ in facts)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in facts)

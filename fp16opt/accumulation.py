@@ -32,7 +32,7 @@ class Pending:
 
     @classmethod
     def capture(cls, scaler: LossScaler) -> Pending:
-        scale = scaler.scale.clone()
+        scale = scaler.scale  # a copy
         return cls(scaler, scaler.generation, scale, 1.0 / scale)
 
     def is_current(self, scaler: LossScaler) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from . import late
 from .accumulation import State
 from .arguments import check_number
 from .gradients import clip_factor
@@ -33,7 +34,7 @@ def clip(engine: MixedPrecisionOptimizer, max_norm: float, norm_type: float, err
             "Leave error_if_nonfinite=False to have step() skip, or see overflow_report() after it."
         )
     factor = clip_factor(norm, max_norm)
-    if device.type == "cpu" and float(factor) == 1.0:  # elsewhere the kernel looks, so that nobody waits
+    if late.is_host(device) and float(factor) == 1.0:  # elsewhere the kernel looks, so that nobody waits
         return norm.float()
     grads.scale(torch.where(steps.found_inf() > 0, 1.0, factor))
     return norm.float()

@@ -31,6 +31,7 @@ class MasterGrads:
     def __init__(self, params: MasterParams) -> None:
         self.params = params
         self.buffers: dict[int, Tensor] = {}
+        self._masks: dict[tuple[int, tuple[int, ...]], Tensor] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -120,7 +121,7 @@ class MasterGrads:
     def _unscale_shard(self, number: int, shard: Shard, inv_scale: Tensor, fold: bool) -> None:
         """One kernel call for the parameters of one device."""
         lists = self._lists(shard, fold)
-        keep = self._flags_to_keep(shard, fold)
+        keep = self._flags_to_keep(number, shard, fold)
         self._pass(shard, lists, inv_scale)
         self._merge_flags(number, shard, keep, fold)
         for i, before in lists.later:
@@ -298,15 +299,17 @@ class MasterGrads:
 
     # -- what was found ----------------------------------------------------------------------------------------------
 
-    def _flags_to_keep(self, shard: Shard, fold: bool) -> Tensor | None:
+    def _flags_to_keep(self, number: int, shard: Shard, fold: bool) -> Tensor | None:
         """Flags of earlier backwards that the call overwrites although their gradients are still in the sums."""
         if fold:
             shard.stats.nonfinite.zero_()
             return None
         if not self.held:
             return None
-        mask = torch.tensor([i in self.held for i in shard.index], device=shard.device)
-        return shard.stats.nonfinite * mask
+        key = (number, tuple(self.held))
+        if key not in self._masks:  # made once: bringing it to a device waits
+            self._masks[key] = torch.tensor([i in self.held for i in shard.index], device=shard.device)
+        return shard.stats.nonfinite * self._masks[key]
 
     def _merge_flags(self, number: int, shard: Shard, keep: Tensor | None, fold: bool) -> None:
         if fold and self.folded is not None:
@@ -351,6 +354,7 @@ class MasterGrads:
     def grow(self) -> None:
         """Follow parameters that came, or got masters, in the middle of a step."""
         self._measurable = False
+        self._masks = {}
         if self.folded is not None:
             for number, shard in enumerate(self.params.shards):
                 grown = torch.zeros_like(shard.stats.nonfinite)

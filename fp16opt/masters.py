@@ -33,6 +33,7 @@ class Shard:
     Attributes:
         watch: The hashes that the last unscaling pass found in the model. Old news once ``passed`` is False.
         rows: Where the entries of ``copied`` are in ``index``; None where the two are the same.
+        found: int32, [2, copied]: ``cast.overflow`` and ``taken``, together so that one copy reads both.
     """
 
     device: torch.device
@@ -45,12 +46,14 @@ class Shard:
     watch: kernels.Watch
     sampled: Tensor
     rows: Tensor | None
+    found: Tensor
     passed: bool = False
     unscale_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
     cast_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
     hash_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
     sample_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
     scale_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
+    take_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
     norm_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
 
     @classmethod
@@ -59,6 +62,8 @@ class Shard:
         copied = [i for i in index if master[i] is not model[i]]
         watched = [model[i] if master[i] is not model[i] else None for i in index]
         places = [k for k, param in enumerate(watched) if param is not None]
+        found = torch.zeros(2, len(copied), dtype=torch.int32, device=device)
+        hashes = torch.zeros(len(copied), dtype=torch.int64, device=device)
         return cls(
             device,
             index,
@@ -66,11 +71,22 @@ class Shard:
             [model[i] for i in copied],
             [master[i] for i in copied],
             kernels.GradStats.allocate(len(index), device),
-            kernels.CastStats.allocate(len(copied), device),
+            kernels.CastStats(found[0], hashes),
             kernels.Watch.allocate(watched, device),
             torch.zeros(len(index), dtype=torch.int64, device=device),
             None if len(copied) == len(index) else torch.tensor(places, dtype=torch.int64, device=device),
+            found,
         )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Pickle made two memories of ``found`` and ``cast.overflow``; make them one again."""
+        self.__dict__.update(state)
+        self.cast = kernels.CastStats(self.found[0], self.cast.hashes)
+
+    @property
+    def taken(self) -> Tensor:
+        """int32, one for each of ``copied``: 1 where a master took values of the model, until somebody clears it."""
+        return self.found[1]
 
     def passing_hashes(self) -> Tensor:
         """int64, one for each of ``copied``: the model's content hashes when the last unscaling pass went by."""
@@ -338,6 +354,31 @@ class MasterParams:
             return False
         kernels.multi_tensor_hash(shard.watch.params, shard.sampled, sample=True, tables=shard.sample_tables)
         return torch.equal(shard.sampled, shard.watch.samples)
+
+    def take_written(self) -> None:
+        """Masters take what something else wrote into their parameters, as far as hashes tell. No host sync.
+
+        As :meth:`written_models` with ``passed_by`` and :meth:`take_from_model` do it, but nobody looks whether there
+        was anything to take: ``Shard.taken`` says it. Call :meth:`copy_down` next.
+        """
+        passed_by = self._model_versions == [param._version for param in self.model]
+        for shard in self.shards:
+            if not shard.copied:
+                continue
+            samples = None
+            if passed_by and shard.passed:
+                now = shard.passing_hashes()
+                kernels.multi_tensor_hash(shard.watch.params, shard.sampled, sample=True, tables=shard.sample_tables)
+                pair = (shard.sampled, shard.watch.samples)
+                samples = pair if shard.rows is None else (pair[0][shard.rows], pair[1][shard.rows])
+            else:
+                now = self._hashes(shard)
+            known = [self.master[i]._version == self._master_versions[i] for i in shard.copied]
+            masters = [master if mine else None for master, mine in zip(shard.masters, known, strict=True)]
+            then = shard.cast.hashes
+            kernels.multi_tensor_take(
+                masters, shard.models, now, then, shard.taken, samples=samples, tables=shard.take_tables
+            )
 
     def _rounded(self, i: int) -> Tensor:
         """Master ``i`` rounded by the kernel that :meth:`copy_down` uses."""

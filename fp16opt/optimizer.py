@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from . import checkpoint, clipping, closures, diagnostics, driven, wrapped, writes
+from . import checkpoint, clipping, closures, diagnostics, driven, late, wrapped, writes
 from .accumulation import Accumulation, State
 from .arguments import check_choice, check_loss, check_scaler, make_scaler, named, open_group
 from .diagnostics import Overflow
@@ -97,6 +97,7 @@ class MixedPrecisionOptimizer(Optimizer):
         self._grads = MasterGrads(self._params)
         self._steps = Accumulation(self._grads, self._device, folds=self.grad_accumulation == "fp32")
         self._offers = driven.Offers()
+        self._late = late.Late()
 
     def _carry_state(self, param: Tensor, master: Tensor) -> None:
         checkpoint.carry_state(self.optimizer, param, master)
@@ -130,7 +131,7 @@ class MixedPrecisionOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but hooks, a scheduler's patch of ``step``, and gradients (torch copies parameters without theirs)."""
-        left_out = (*wrapped.HOOKS, "step", "_grads", "_steps", "_offers", "_names")
+        left_out = (*wrapped.HOOKS, "step", "_grads", "_steps", "_offers", "_late", "_names")
         kept = {name: value for name, value in self.__dict__.items() if name not in left_out}
         return {**kept, "_wrapped_extras": wrapped.extras(self.optimizer)}
 
@@ -313,7 +314,7 @@ class MixedPrecisionOptimizer(Optimizer):
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else its scheduler warns of a wrong order
             self._finish(skipped=True)
             return None
-        writes.notice(self._params, self.on_model_write, passed_by=True)
+        writes.notice(self._params, self.on_model_write, passed_by=True, waits=late.is_host(self._device))
         loss = self._run_wrapped(found if on_device else None)
         self._finish(skipped=found.clone() if on_device else False)
         return loss
@@ -346,10 +347,11 @@ class MixedPrecisionOptimizer(Optimizer):
 
     def _copy_down(self) -> None:
         self._params.copy_down()
-        if self._device.type == "cpu":  # elsewhere looking would wait for the device
-            flags = self._params.copy_down_flags()
-            if flags:
-                diagnostics.warn_cast(flags, self._warned)
+        if not late.is_host(self._device):  # looking would wait for the device
+            self._late.tell(self._warned)
+            self._late.ask(self._params)
+        elif flags := self._params.copy_down_flags():
+            diagnostics.warn_cast(flags, self._warned)
 
     def _finish(self, skipped: bool | Tensor) -> None:
         """After the decision: count, update the scalers (last, so that gradients met the scale of their backward)."""
@@ -482,7 +484,7 @@ class MixedPrecisionOptimizer(Optimizer):
     def _skips_on_device(self) -> bool:
         """Whether the decision can stay on the device: elsewhere than on the CPU a look at it would wait."""
         return (
-            self._device.type != "cpu"
+            not late.is_host(self._device)
             and wrapped.supports_found_inf(self.optimizer)
             and all(scaler.max_consecutive_skips is None for scaler, _ in self._steps.verdicts.values())
         )

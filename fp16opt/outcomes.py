@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from . import diagnostics
+from . import diagnostics, kernels
 from .diagnostics import Overflow
 from .gradients import MasterGrads
 from .scaling import LossScaleError, LossScaler
@@ -40,8 +41,10 @@ class Outcomes:
         self._last = skipped
         self._flags = None if skipped is False else grads.device_flags()
         if isinstance(skipped, Tensor):
-            count = skipped.long()
-            self._skipped_on_device = count if self._skipped_on_device is None else self._skipped_on_device + count
+            if self._skipped_on_device is None:
+                dtype = kernels.stats.sum_dtype(skipped.device)  # whole numbers up to 2**53
+                self._skipped_on_device = torch.zeros((), dtype=dtype, device=skipped.device)
+            self._skipped_on_device.add_(skipped)  # in place: a CUDA graph that is replayed goes on counting here
         elif skipped:
             self._skipped_here += 1
 

@@ -51,9 +51,10 @@ class LossScaler(abc.ABC):
     def scale(self) -> Tensor:
         """The loss scale: float32, shape []. Reading it does not sync.
 
-        A change makes a new tensor, so one that was read earlier keeps its value (autograd graphs hold it).
+        A copy: what is read keeps its value (autograd graphs hold it). The scaler's own tensors are written in place,
+        so that a CUDA graph that is replayed reads and writes the present ones.
         """
-        return self._scale
+        return self._scale.clone()
 
     @property
     @abc.abstractmethod
@@ -130,13 +131,13 @@ class StaticLossScaler(LossScaler):
 
     def set_scale(self, value: float) -> None:
         """Set the scale. Raises ValueError where it is out of range. Does not sync."""
-        self._scale = torch.full_like(self._scale, _scale_number("scale", value))
+        self._scale.fill_(_scale_number("scale", value))
         self.generation += 1
 
     def update(self, found_inf: Tensor) -> None:
         """Count skips in a row; the scale stays. ``found_inf``: float32 [], 0.0 or 1.0. No sync."""
         bad = found_inf.to(device=self._skips.device, dtype=torch.int32, non_blocking=True)
-        self._skips = (self._skips + 1) * bad
+        self._skips.add_(1).mul_(bad)
         self.generation += 1
 
     def back_off(self) -> bool:
@@ -162,8 +163,8 @@ class StaticLossScaler(LossScaler):
             TypeError, ValueError: a field is missing or wrong, or it is a dynamic scaler's. Nothing changed.
         """
         scale, skips = _read_static(state_dict)
-        self._scale = torch.full_like(self._scale, scale)
-        self._skips = torch.full_like(self._skips, skips)
+        self._scale.fill_(scale)
+        self._skips.fill_(skips)
         self.generation += 1
 
     def __repr__(self) -> str:
@@ -282,7 +283,7 @@ class DynamicLossScaler(LossScaler):
             TypeError: ``value`` is not a number.
             ValueError: ``value`` is outside [min_scale, max_scale].
         """
-        self._scale = torch.full_like(self._scale, self._inside("scale", value))
+        self._scale.fill_(self._inside("scale", value))
         self._trackers[0] = 0
         self.generation += 1
 
@@ -297,7 +298,7 @@ class DynamicLossScaler(LossScaler):
         self._trackers.add_(1).mul_(happened)
         factors = torch.where(self._trackers.ge(self._limits), self._factors, 1.0)
         self._trackers.remainder_(self._wrap)  # growth_interval clean steps count as 0 again
-        self._scale = (self._scale * factors.prod()).clamp_(self.min_scale, self.max_scale)
+        self._scale.copy_(self._scale * factors.prod()).clamp_(self.min_scale, self.max_scale)
         self.generation += 1
 
     def back_off(self) -> bool:
@@ -306,8 +307,8 @@ class DynamicLossScaler(LossScaler):
         Returns:
             Whether the scale changed: False at the floor.
         """
-        before = self._scale
-        self._scale = (before * self._factors[1]).clamp_(self.min_scale, self.max_scale)
+        before = self._scale.clone()
+        self._scale.copy_(before * self._factors[1]).clamp_(self.min_scale, self.max_scale)
         self._trackers[0] = 0
         self.generation += 1
         return bool(self._scale < before)
@@ -343,8 +344,8 @@ class DynamicLossScaler(LossScaler):
         loaded = _read_dynamic(state_dict)
         for name in _SETTINGS:
             setattr(self, name, getattr(loaded, name))
-        device = self._trackers.device
-        self._scale, self._trackers = loaded._scale.to(device), loaded._trackers.to(device)
+        self._scale.copy_(loaded._scale)
+        self._trackers.copy_(loaded._trackers)
         self._set_constants()
         self.generation += 1
 

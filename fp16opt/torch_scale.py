@@ -20,7 +20,10 @@ _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_
 
 
 class _Rule(DynamicLossScaler):
-    """DynamicLossScaler with factors in float64, in which torch.amp multiplies: 1.1 is no float32."""
+    """DynamicLossScaler with factors in float64, in which torch.amp multiplies: 1.1 is no float32.
+
+    The product is rounded to float32 where it is written to the scale.
+    """
 
     def set_factors(self, growth_factor: float, backoff_factor: float) -> None:
         self.growth_factor, self.backoff_factor = float(growth_factor), float(backoff_factor)
@@ -37,15 +40,6 @@ class _Rule(DynamicLossScaler):
         super().to(device)
         self._set_constants()
         return self
-
-    def update(self, found_inf: Tensor) -> None:
-        super().update(found_inf)
-        self._scale = self._scale.float()
-
-    def back_off(self) -> bool:
-        lowered = super().back_off()
-        self._scale = self._scale.float()
-        return lowered
 
 
 def new_state() -> dict[str, Any]:

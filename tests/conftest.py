@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -36,3 +37,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def emulated_cuda(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    """The CUDA kernels' source, running on the CPU."""
+    import emulated
+
+    return emulated.build(tmp_path_factory.mktemp("emulated"))

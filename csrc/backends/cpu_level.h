@@ -1,15 +1,9 @@
 // What one SIMD level offers: every operation on one chunk. The list operations call it through this table.
 #pragma once
 
-#include "../core/macros.h"
+#include "../core/dtype.h"
 
 namespace fp16opt {
-
-enum class DType : int32_t { half = 0, bfloat16 = 1, single = 2, wide = 3 };
-
-FP16OPT_HD int64_t item_size(DType dtype) {
-    return dtype == DType::wide ? 8 : dtype == DType::single ? 4 : 2;
-}
 
 struct HashResult {
     uint64_t hash;

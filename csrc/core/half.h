@@ -1,4 +1,5 @@
-// float16 <-> float32 by integer arithmetic: nearest, ties to even, subnormals kept, whatever the FPU's flush mode.
+// float16 <-> float32: nearest, ties to even, subnormals kept. By integer arithmetic, whatever the FPU's flush mode, or by
+// the GPU's converters, which PTX defines to do the same (payloads of nans aside).
 #pragma once
 
 #include "macros.h"
@@ -6,6 +7,11 @@
 FP16OPT_BEGIN
 
 FP16OPT_HD float half_to_float(uint16_t half) {
+#if defined(__CUDA_ARCH__)
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
+    return value;
+#else
     const uint32_t sign = uint32_t(half & 0x8000u) << 16;
     const uint32_t magnitude = uint32_t(half & 0x7fffu) << 13;
     // Normal: rebias the exponent by 112. Inf and nan: lift the exponent to 255, and make nan quiet as converters do.
@@ -16,9 +22,15 @@ FP16OPT_HD float half_to_float(uint16_t half) {
     const uint32_t shifted = bit_cast<uint32_t>(bit_cast<float>(magnitude + 0x38800000u) - bit_cast<float>(0x38800000u));
     bits = magnitude < 0x00800000u ? shifted : bits;
     return bit_cast<float>(sign | bits);
+#endif
 }
 
 FP16OPT_HD uint16_t float_to_half(float value) {
+#if defined(__CUDA_ARCH__)
+    uint16_t half;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(value));
+    return half;
+#else
     const uint32_t bits = bit_cast<uint32_t>(value);
     const uint32_t magnitude = bits & 0x7fffffffu;
     // Normal result: rebias, then round by adding half an ulp less one, plus the last kept bit. A carry out of the
@@ -33,6 +45,7 @@ FP16OPT_HD uint16_t float_to_half(float value) {
     result = magnitude >= 0x477ff000u ? 0x7c00u : result;  // from 65520 on: infinite
     result = magnitude > 0x7f800000u ? 0x7e00u | ((magnitude >> 13) & 0x3ffu) : result;
     return uint16_t(result | ((bits >> 16) & 0x8000u));
+#endif
 }
 
 FP16OPT_END

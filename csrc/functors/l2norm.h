@@ -5,6 +5,9 @@
 
 FP16OPT_BEGIN
 
+constexpr int kGroup = 8;    // consecutive elements, added in the tree below
+constexpr int kLanes = 256;  // running sums of a chunk: a group goes to the lane of its number modulo this
+
 // T is double or a vector of doubles: the square of any finite float32 is exact and in range.
 template <class T>
 FP16OPT_HD T square(T value) {

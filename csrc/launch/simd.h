@@ -22,8 +22,6 @@ FP16OPT_BEGIN
 
 constexpr int kBlock = 64;             // elements
 constexpr int kBlockWords = kBlock / 4;  // 64-bit words of 16-bit elements
-constexpr int kGroup = 8;              // elements added in a small tree
-constexpr int kLanes = 256;            // running sums of a chunk
 
 #if defined(FP16OPT_AVX512) || defined(FP16OPT_AVX2)
 

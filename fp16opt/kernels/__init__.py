@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from . import native, reference
+from . import cuda, native, reference
 from .stats import INF, NAN, NOT_FINITE, TOO_LARGE, CastStats, GradStats, sum_dtype
-from .tables import AXPBY, CAST, HASH, L2NORM, SCALE, UNSCALE, Call, Entries, PointerTables, Seen, Watch, call_for
+from .tables import AXPBY, CAST, HASH, L2NORM, SCALE, TAKE, UNSCALE, Call, Entries, PointerTables, Seen, Watch, call_for
 
 __all__ = [
     "INF",
@@ -39,6 +40,7 @@ __all__ = [
     "multi_tensor_hash",
     "multi_tensor_l2norm",
     "multi_tensor_scale",
+    "multi_tensor_take",
     "multi_tensor_unscale",
     "multi_tensor_unscale_clipped",
 ]
@@ -51,13 +53,21 @@ def backend(device: torch.device | str) -> str:
         device: a torch device or its name.
 
     Returns:
-        "cpu" for the compiled CPU kernels, "reference" for plain torch operations.
+        "cpu" and "cuda" for the compiled kernels, "reference" for plain torch operations.
 
     Example:
         >>> backend("meta")
         'reference'
     """
-    return "cpu" if torch.device(device).type == "cpu" and native.available() else "reference"
+    served_by = _compiled(torch.device(device))
+    return "reference" if served_by is None else "cpu" if served_by is native else "cuda"
+
+
+def _compiled(device: torch.device) -> ModuleType | None:
+    """The room that calls the compiled kernels for a device; None where torch operations serve."""
+    if device.type == "cpu":
+        return native if native.available() else None
+    return cuda if cuda.serves(device) else None
 
 
 def _check_result(
@@ -96,7 +106,9 @@ def _accumulate_flags(accumulate: bool | Sequence[bool], rows: list[int], count:
     return [bool(accumulate[i]) for i in rows]
 
 
-def _watched_call(name: str, watch: Watch | None, count: int, device: torch.device, compiled: bool) -> Call | None:
+def _watched_call(
+    name: str, watch: Watch | None, count: int, device: torch.device, compiled: ModuleType | None
+) -> Call | None:
     """The tensors to be hashed along with n = ``count`` gradients, checked; those of odd layout hashed already."""
     if watch is None:
         return None
@@ -115,9 +127,9 @@ def _watched_call(name: str, watch: Watch | None, count: int, device: torch.devi
     return call
 
 
-def _hash_indirect(call: Call, hashes: Tensor, sample: bool, compiled: bool) -> None:
+def _hash_indirect(call: Call, hashes: Tensor, sample: bool, compiled: ModuleType | None) -> None:
     operation = reference.content_sample if sample else reference.content_hash
-    for place, row in call.for_reference(compiled):
+    for place, row in call.for_reference(compiled is not None):
         hashes[row] = operation(call.columns[0][place])
 
 
@@ -167,14 +179,14 @@ def multi_tensor_unscale(
         adds = _accumulate_flags(accumulate, call.plan.rows, call.plan.count)
         if not write and accumulate is not False:
             raise ValueError(f"{UNSCALE.name}: write=False goes with accumulate=False only.")
-        compiled = backend(device) == "cpu"
+        compiled = _compiled(device)
         watched = _watched_call(UNSCALE.name, watch, call.plan.count, device, compiled)
-        for place, row in call.for_reference(compiled):
+        for place, row in call.for_reference(compiled is not None):
             grad, out = call.columns[0][place], call.columns[1][place]
             add = adds if isinstance(adds, bool) else adds[place]
             reference.unscale(row, grad, out, inv_scale.view(()), add, write, stats)
-        if compiled:
-            native.unscale(call, inv_scale, adds, write, stats, watched, watch)
+        if compiled is not None:
+            compiled.unscale(call, inv_scale, adds, write, stats, watched, watch)
         else:
             reference.finish(stats)
 
@@ -213,13 +225,13 @@ def multi_tensor_unscale_clipped(
         name = "multi_tensor_unscale_clipped"
         _check_result(name, "inv_scale", inv_scale, 1, torch.float32, device)
         _check_result(name, "factor", factor, 1, torch.float32, device)
-        compiled = backend(device) == "cpu"
+        compiled = _compiled(device)
         watched = _watched_call(name, watch, call.plan.count, device, compiled)
-        for place, _ in call.for_reference(compiled):
+        for place, _ in call.for_reference(compiled is not None):
             grad, out = call.columns[0][place], call.columns[1][place]
             reference.unscale_clipped(grad, out, inv_scale.view(()), factor.view(()))
-        if compiled:
-            native.unscale_clipped(call, inv_scale, factor, watched, watch)
+        if compiled is not None:
+            compiled.unscale_clipped(call, inv_scale, factor, watched, watch)
 
 
 def multi_tensor_l2norm(tensors: Entries, *, tables: PointerTables | None = None) -> tuple[Tensor, Tensor]:
@@ -246,11 +258,12 @@ def multi_tensor_l2norm(tensors: Entries, *, tables: PointerTables | None = None
         call = call_for(L2NORM, (tensors,), tables)
         device = call.plan.device or torch.device("cpu")
         sumsq = torch.zeros(call.plan.count, dtype=sum_dtype(device), device=device)
-        compiled = backend(device) == "cpu"
-        for place, row in call.for_reference(compiled):
+        compiled = _compiled(device)
+        for place, row in call.for_reference(compiled is not None):
             sumsq[row] = reference.sum_of_squares(call.columns[0][place])
-        if compiled:
-            return native.l2norm(call, sumsq)
+        if compiled is not None:
+            found: tuple[Tensor, Tensor] = compiled.l2norm(call, sumsq)
+            return found
         return reference.norms(sumsq)
 
 
@@ -274,15 +287,16 @@ def multi_tensor_scale(tensors: Entries, factor: Tensor, *, tables: PointerTable
     """
     with torch.no_grad():
         _check_result(SCALE.name, "factor", factor, 1, torch.float32, getattr(factor, "device", None))
-        if factor.device.type == "cpu" and factor.item() == 1.0:  # before the tables: nothing to clip costs nothing
+        on_host = factor.device.type == "cpu" and _compiled(factor.device) is not cuda
+        if on_host and factor.item() == 1.0:  # before the tables: nothing to clip costs nothing
             return
         call = call_for(SCALE, (tensors,), tables)
         _check_result(SCALE.name, "factor", factor, 1, torch.float32, call.plan.device or factor.device)
-        compiled = backend(factor.device) == "cpu"
-        for place, _ in call.for_reference(compiled):
+        compiled = _compiled(factor.device)
+        for place, _ in call.for_reference(compiled is not None):
             reference.scale(call.columns[0][place], factor.view(()))
-        if compiled:
-            native.scale(call, factor)
+        if compiled is not None:
+            compiled.scale(call, factor)
 
 
 def _single(name: str, value: float) -> float:
@@ -335,12 +349,12 @@ def multi_tensor_axpby(
         if found_inf is not None:
             device = call.plan.device or getattr(found_inf, "device", None)
             _check_result(AXPBY.name, "found_inf", found_inf, 1, torch.float32, device)
-        compiled = backend(call.plan.device or "cpu") == "cpu"
-        for place, _ in call.for_reference(compiled):
+        compiled = _compiled(call.plan.device or torch.device("cpu"))
+        for place, _ in call.for_reference(compiled is not None):
             x, y, out = (column[place] for column in call.columns)
             reference.axpby(a, x, b, y, out, found_inf, check)
-        if compiled:
-            native.axpby(call, a, b, found_inf, check)
+        if compiled is not None:
+            compiled.axpby(call, a, b, found_inf, check)
 
 
 def multi_tensor_cast(
@@ -369,11 +383,11 @@ def multi_tensor_cast(
         device, count = call.plan.device or stats.hashes.device, call.plan.count
         _check_result(CAST.name, "stats.overflow", stats.overflow, count, torch.int32, device)
         _check_result(CAST.name, "stats.hashes", stats.hashes, count, torch.int64, device)
-        compiled = backend(device) == "cpu"
-        for place, row in call.for_reference(compiled):
+        compiled = _compiled(device)
+        for place, row in call.for_reference(compiled is not None):
             reference.cast(row, call.columns[0][place], call.columns[1][place], stats)
-        if compiled:
-            native.cast(call, stats)
+        if compiled is not None:
+            compiled.cast(call, stats)
 
 
 def multi_tensor_hash(
@@ -401,7 +415,55 @@ def multi_tensor_hash(
         call = call_for(HASH, (tensors,), tables)
         device = call.plan.device or getattr(hashes, "device", None)
         _check_result(HASH.name, "hashes", hashes, call.plan.count, torch.int64, device)
-        compiled = backend(hashes.device) == "cpu"
+        compiled = _compiled(hashes.device)
         _hash_indirect(call, hashes, sample, compiled)
-        if compiled:
-            native.content_hash(call, hashes, sample)
+        if compiled is not None:
+            compiled.content_hash(call, hashes, sample)
+
+
+def multi_tensor_take(
+    masters: Entries,
+    params: Entries,
+    now: Tensor,
+    then: Tensor,
+    taken: Tensor,
+    *,
+    samples: tuple[Tensor, Tensor] | None = None,
+    tables: PointerTables | None = None,
+) -> None:
+    """Masters take the values of params that were written since a hash was taken, and nobody waits to know whether.
+
+    Where ``now[i]`` is not ``then[i]``, ``masters[i]`` takes the elements of ``params[i]`` whose bits are not those of
+    the rounded master; the other elements keep their low bits. Other masters are not read.
+
+    Args:
+        masters: n float32 tensors. Written.
+        params: n float16 or bfloat16 tensors of the same shapes.
+        now, then: int64, shape [n]. Hashes of the params, as :func:`multi_tensor_hash` gives them.
+        taken: int32, shape [n]. Set to 1 where an element was taken; never cleared.
+        samples: a second pair of hashes, of which a difference counts too.
+        tables: the cache of this call site.
+
+    Raises:
+        TypeError, ValueError: as :func:`multi_tensor_unscale`.
+
+    Example:
+        >>> masters, hashes = [torch.tensor([1.0001, 2.0])], torch.zeros(2, 1, dtype=torch.int64)
+        >>> hashes[0] = 1
+        >>> multi_tensor_take(masters, [torch.tensor([1.0, 3.0]).half()], *hashes, torch.zeros(1, dtype=torch.int32))
+        >>> masters[0]
+        tensor([1.0001, 3.0000])
+    """
+    with torch.no_grad():
+        call = call_for(TAKE, (masters, params), tables)
+        device, count = call.plan.device or now.device, call.plan.count
+        for name, hashes in (("now", now), ("then", then), *(("samples", each) for each in samples or ())):
+            _check_result(TAKE.name, name, hashes, count, torch.int64, device)
+        _check_result(TAKE.name, "taken", taken, count, torch.int32, device)
+        compiled = cuda if _compiled(device) is cuda else None  # on the CPU, where looking costs nothing, nobody asks
+        for place, row in call.for_reference(compiled is not None):
+            pairs = [(now, then)] if samples is None else [(now, then), samples]
+            moved = torch.stack([a[row] != b[row] for a, b in pairs]).any()
+            reference.take(call.columns[0][place], call.columns[1][place], moved, taken[row])
+        if compiled is not None:
+            compiled.take(call, now, then, samples, taken)

@@ -48,6 +48,7 @@ def _load(name: str) -> tuple[Any, str]:
 
 
 _cpu, _cpu_missing = _load("_cpu")
+_cuda, _cuda_missing = _load("_cuda")
 _exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
 
@@ -67,7 +68,21 @@ def status() -> dict[str, str]:
         cpu = f"missing: {_cpu_missing}"
     else:
         cpu = f"loaded; this machine runs its SIMD levels {', '.join(_cpu.simd_levels())}"
-    return {"_cpu": cpu, "_cuda": "missing: this version of fp16opt has no CUDA module; torch operations serve"}
+    return {"_cpu": cpu, "_cuda": _cuda_status()}
+
+
+def _cuda_status() -> str:
+    if _cuda is None:
+        return f"missing: {_cuda_missing}"
+    held = f"loaded; it holds code for {_cuda.architectures}"
+    if torch.cuda.is_available():
+        return held
+    return f"{held}; torch finds no CUDA device here"
+
+
+def cuda_module() -> Any:
+    """The compiled CUDA module, or None."""
+    return _cuda
 
 
 def read_column(tensors: list[Tensor]) -> Any:
@@ -75,10 +90,12 @@ def read_column(tensors: list[Tensor]) -> Any:
 
     It needs DLPack's exchange table, which torch offers from version 2.10 on.
     """
-    if _cpu is None or _exchange is None:
+    # Addresses are of the type of the module that read them, and that module is to use them.
+    module = _cuda if _cuda is not None and tensors and tensors[0].device.type == "cuda" else _cpu
+    if module is None or _exchange is None:
         return None
     try:
-        return _cpu.Column(_exchange, Tensor, tensors)
+        return module.Column(_exchange, Tensor, tensors)
     except (BufferError, RuntimeError, TypeError, ValueError):
         return None  # a tensor that DLPack can't describe; the caller compares attributes instead
 

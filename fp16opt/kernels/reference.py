@@ -319,3 +319,18 @@ def _hash_terms(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
         keys = torch.arange(first + 1, first + 1 + words.numel(), dtype=torch.int64, device=tensor.device) * _KEY
         x = words ^ keys
         yield first, (x & 0xFFFFFFFF) * ((x >> 32) & 0xFFFFFFFF) + words
+
+
+def take(master: Tensor, param: Tensor, moved: Tensor, taken: Tensor) -> None:
+    """``master`` takes the value of ``param`` where its rounded self has other bits, if ``moved``.
+
+    Args:
+        master: float32. Written.
+        param: float16 or bfloat16, shape of ``master``.
+        moved: bool, shape []. Where it is False nothing changes.
+        taken: int32, shape []. Set to 1 where an element was taken, else left.
+    """
+    rounded = master.to(param.dtype).contiguous().view(torch.int16)
+    differs = (rounded != param.contiguous().view(torch.int16)) & moved
+    master.copy_(torch.where(differs, param.float(), master))
+    taken.masked_fill_(differs.any(), 1)

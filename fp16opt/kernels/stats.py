@@ -46,6 +46,7 @@ class GradStats:
         sumsq: float64, shape [n]. Sum of squares of what was written for tensor i.
         norm: float64, shape []. Square root of the sum of all n ``sumsq``.
         found_inf: float32, shape []. Exactly 1.0 if any of the n ``nonfinite`` is set, else exactly 0.0.
+        memory: uint8. What the four lie in together, to be cleared at once; None where they do not.
 
     Example:
         >>> stats = GradStats.allocate(2, "cpu")
@@ -57,6 +58,7 @@ class GradStats:
     sumsq: Tensor
     norm: Tensor
     found_inf: Tensor
+    memory: Tensor | None = None
 
     @classmethod
     def allocate(cls, n: int, device: torch.device | str) -> GradStats:
@@ -70,16 +72,30 @@ class GradStats:
             A new GradStats. Does not sync.
         """
         wide = sum_dtype(torch.device(device))
+        memory = torch.zeros(wide.itemsize * (n + 1) + 4 * (n + 1), dtype=torch.uint8, device=device)
+        sums, flags = memory[: wide.itemsize * (n + 1)].view(wide), memory[wide.itemsize * (n + 1) :]
         return cls(
-            nonfinite=torch.zeros(n, dtype=torch.int32, device=device),
-            sumsq=torch.zeros(n, dtype=wide, device=device),
-            norm=torch.zeros((), dtype=wide, device=device),
-            found_inf=torch.zeros((), dtype=torch.float32, device=device),
+            nonfinite=flags[: 4 * n].view(torch.int32),
+            sumsq=sums[:n],
+            norm=sums[n],
+            found_inf=flags[4 * n :].view(torch.float32)[0],
+            memory=memory,
         )
+
+    def __getstate__(self) -> dict[str, Tensor]:
+        """Copies of the four: torch.save refuses views of one memory as several dtypes."""
+        return {name: getattr(self, name).clone() for name in ("nonfinite", "sumsq", "norm", "found_inf")}
+
+    def __setstate__(self, state: dict[str, Tensor]) -> None:
+        fresh = GradStats.allocate(len(state["nonfinite"]), state["nonfinite"].device)
+        self.memory = fresh.memory
+        for name, value in state.items():
+            setattr(self, name, getattr(fresh, name).copy_(value))
 
     def reset(self) -> None:
         """Set everything to zero, as after :meth:`allocate`. Does not sync."""
-        for tensor in (self.nonfinite, self.sumsq, self.norm, self.found_inf):
+        parts = (self.nonfinite, self.sumsq, self.norm, self.found_inf)
+        for tensor in parts if self.memory is None else (self.memory,):
             tensor.zero_()
 
 

@@ -65,6 +65,9 @@ AXPBY = Operation("multi_tensor_axpby", ("xs", "ys", "outs"), _up_to_single, "fl
 CAST = Operation(
     "multi_tensor_cast", ("masters", "params"), _cast_accepts, "float32 masters into float16 or bfloat16 params", 1
 )
+TAKE = Operation(
+    "multi_tensor_take", ("masters", "params"), _cast_accepts, "float32 masters and float16 or bfloat16 params"
+)
 HASH = Operation("multi_tensor_hash", ("tensors",), _sixteen_bits, "float16 or bfloat16")
 
 

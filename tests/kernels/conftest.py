@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import emulated
 import pytest
 import torch
 
@@ -20,8 +21,12 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def _use(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Make ``name`` ("reference", or SIMD level and thread count) what serves the CPU, for one test."""
+def _use(name: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[str]:
+    """Make ``name`` ("reference", "emulated", or SIMD level and thread count) what serves the CPU, for one test."""
+    if name == "emulated":
+        emulated.use(request.getfixturevalue("emulated_cuda"), monkeypatch)
+        yield name
+        return
     if name == "reference":
         monkeypatch.setattr(native, "_cpu", None)
         yield name
@@ -34,13 +39,13 @@ def _use(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     native._cpu.use_simd_level(before)
 
 
-@pytest.fixture(params=["reference", *[f"{level}-{n}" for level in LEVELS for n in (1, 2, 3)]])
+@pytest.fixture(params=["reference", "emulated", *[f"{level}-{n}" for level in LEVELS for n in (1, 2, 3)]])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, threads: None) -> Iterator[str]:
     """Plain torch, and each SIMD level with one, two and three threads."""
-    yield from _use(request.param, monkeypatch)
+    yield from _use(request.param, monkeypatch, request)
 
 
-@pytest.fixture(params=["reference", *[f"{level}-2" for level in LEVELS]])
+@pytest.fixture(params=["reference", "emulated", *[f"{level}-2" for level in LEVELS]])
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, threads: None) -> Iterator[str]:
     """Plain torch, and each SIMD level: for what threads can't change."""
-    yield from _use(request.param, monkeypatch)
+    yield from _use(request.param, monkeypatch, request)

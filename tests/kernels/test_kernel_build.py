@@ -44,7 +44,7 @@ def build(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*command, "--build-temp", str(folder / "temp")],
         cwd=ROOT,
-        env={**os.environ, **environment},
+        env={**os.environ, "FP16OPT_CUDA": "0", **environment},
         capture_output=True,
         text=True,
         check=False,
@@ -79,6 +79,59 @@ def test_the_module_can_be_demanded_or_skipped(tmp_path: Path) -> None:
 
 
 @needs_build_tools
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (
+            {"FP16OPT_CUDA": "1", "CUDA_HOME": "", "CUDA_PATH": "", "PATH": "{python}"},
+            "nvcc, CUDA's compiler, was not found",
+        ),
+        ({"FP16OPT_CUDA": "1", "FP16OPT_CUDA_ARCHS": "ampere"}, "FP16OPT_CUDA_ARCHS is 'ampere'; give numbers"),
+    ],
+)
+def test_the_cuda_module_can_be_demanded(tmp_path: Path, environment: dict[str, str], message: str) -> None:
+    if "PATH" in environment:
+        if shutil.which("nvcc", path="/usr/local/cuda/bin"):
+            pytest.skip("this machine has CUDA where every build finds it")
+        environment["PATH"] = str(Path(sys.executable).parent)
+    done = build(tmp_path, FP16OPT_CPU="0", **environment)
+    assert done.returncode != 0
+    assert f"FP16OPT_CUDA=1 is set, but {message}" in done.stderr
+
+
+@needs_build_tools
+def test_the_cuda_module_is_skipped_or_silently_left_out(tmp_path: Path) -> None:
+    assert build(tmp_path / "skipped", FP16OPT_CPU="0").returncode == 0
+    noted = json.loads((tmp_path / "skipped" / "lib" / "fp16opt" / "_build.json").read_text())
+    assert noted["_cuda"] == "skipped, because FP16OPT_CUDA=0 was set when fp16opt was installed"
+
+
+@needs_build_tools
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc, CUDA's compiler")
+def test_the_build_reads_its_architectures_from_nvcc() -> None:
+    code = "import setuptools; setuptools.setup = lambda **k: None; import setup; print(setup.cuda_architectures())"
+    environment = {key: value for key, value in os.environ.items() if key != "FP16OPT_CUDA_ARCHS"}
+
+    def archs(**more: str) -> list[int]:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env={**environment, **more},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return [int(number) for number in done.stdout.strip("[]\n").split(",")]
+
+    listed = subprocess.run(["nvcc", "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout.split()
+    found = archs()
+    assert {75, 80, 86, 89, 90} <= set(found)
+    assert {f"compute_{arch}" for arch in found} <= set(listed)
+    assert ("compute_70" in listed) == (70 in found)
+    assert archs(FP16OPT_CUDA_ARCHS="9.0 sm_80;75") == [75, 80, 90]
+
+
+@needs_build_tools
 def test_flags_never_allow_contraction_or_fast_math() -> None:
     text = (ROOT / "setup.py").read_text()
     assert "-ffp-contract=off" in text
@@ -87,12 +140,12 @@ def test_flags_never_allow_contraction_or_fast_math() -> None:
 
 
 def test_only_the_bindings_know_python_and_nothing_knows_torch() -> None:
-    sources = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp")]
+    sources = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp", ".cu", ".cuh")]
     assert sources
     for path in sources:
         includes = re.findall(r'#include [<"](.*)[>"]', path.read_text())
         assert not [name for name in includes if "torch" in name or "ATen" in name or "c10" in name]
-        if path.name not in ("bindings_cpu.cpp", "dlpack_exchange.h"):
+        if path.name not in ("bindings_cpu.cpp", "bindings_cuda.cpp", "columns.h", "dlpack_exchange.h"):
             assert not [name for name in includes if "pybind" in name or "Python" in name]
         if path.parent.name in ("core", "functors"):
             allowed = ("cstdint", "cstring", *(other.name for other in sources))

@@ -1,0 +1,256 @@
+"""How fast are the CUDA kernels, and whole steps with them, on the card at hand?
+
+    python benchmarks/cuda.py [--quick] [--json PATH] [--rounds N] [--models 350M 1.3B small]
+
+Rows: unscale with check and norm, and masters to FP16, as shares of the card's own copy bandwidth; a whole step
+(unscale, clip, torch's fused AdamW, copy down) against GradScaler with clip_grad_norm_(foreach=True) and fused AdamW on
+FP32 parameters; kernels launched in a step besides the wrapped optimizer's; host time of a step with 1,000 tensors.
+Results are checked before they are timed. Times are those of CUDA events, host times those of the call alone;
+contenders take turns, ratios are taken within a round. Without a CUDA device it says so and does nothing.
+"""
+
+from __future__ import annotations
+
+import common  # first: it quiets the worker threads before torch is loaded
+
+# isort: split
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import routes
+import torch
+from torch import Tensor
+
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, kernels
+from fp16opt.kernels import CastStats, GradStats, PointerTables
+
+MODELS = {
+    "350M": routes.gpt_shapes(24, 1024, 50257, 1024),
+    "1.3B": routes.gpt_shapes(24, 2048, 50257, 1024),
+    "small": [(64,)] * 1000,
+}
+QUICK = {"350M": routes.gpt_shapes(2, 64, 500, 64), "small": [(64,)] * 50}
+DEVICE = torch.device("cuda")
+
+
+class Problem:
+    """FP16 weights and scaled gradients, made on the device."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        self.elements = sum(torch.Size(shape).numel() for shape in shapes)
+        spread = 8.0 * routes.MAX_NORM / self.elements**0.5 * routes.SCALE
+
+        def normal(shape: tuple[int, ...], by: float) -> Tensor:
+            return (torch.randn(shape, device=DEVICE, generator=generator) * by).half()
+
+        self.weights = [normal(shape, 0.02) for shape in shapes]
+        self.scaled = [normal(shape, spread) for shape in shapes]
+
+
+class Engine:
+    """FP16 weights with masters."""
+
+    name = "fp16opt"
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.model = [torch.nn.Parameter(weight.clone()) for weight in problem.weights]
+        self.inner = routes.adamw(self.model)
+        self.opt = MixedPrecisionOptimizer(self.inner, scaler=DynamicLossScaler(init_scale=routes.SCALE))
+        self.loss = torch.zeros((), device=DEVICE)
+        self.norm = self.loss
+
+    def prepare(self) -> None:
+        self.opt.zero_grad()
+        self.opt.scale_loss(self.loss)
+        for param, grad in zip(self.model, self.problem.scaled, strict=True):
+            param.grad = grad
+
+    def run(self) -> None:
+        self.norm = self.opt.clip_master_grads(routes.MAX_NORM)
+        self.opt.step()
+
+    def weights(self) -> list[Tensor]:
+        return list(self.opt.master_params())
+
+
+class Scaler:
+    """FP32 weights, torch.amp.GradScaler."""
+
+    name = "GradScaler"
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.params = [torch.nn.Parameter(weight.float()) for weight in problem.weights]
+        self.grads = [torch.empty_like(param) for param in self.params]
+        self.opt = routes.adamw(self.params)
+        self.scaler = torch.amp.GradScaler("cuda", init_scale=routes.SCALE)
+        self.loss = torch.zeros((), device=DEVICE)
+        self.norm = self.loss
+
+    def prepare(self) -> None:
+        self.opt.zero_grad()
+        self.scaler.scale(self.loss)
+        torch._foreach_copy_(self.grads, self.problem.scaled)
+        for param, grad in zip(self.params, self.grads, strict=True):
+            param.grad = grad
+
+    def run(self) -> None:
+        self.scaler.unscale_(self.opt)
+        self.norm = torch.nn.utils.clip_grad_norm_(self.params, routes.MAX_NORM, foreach=True)
+        self.scaler.step(self.opt)
+        self.scaler.update()
+
+    def weights(self) -> list[Tensor]:
+        return list(self.params)
+
+
+class Call:
+    """A contender made of one function."""
+
+    def __init__(self, name: str, run: Callable[[], object]) -> None:
+        self.name, self.run = name, run
+
+    def prepare(self) -> None:
+        """Nothing to bring back."""
+
+
+def on_device(contenders: Sequence[Any], rounds: int, warmup: int = 5) -> dict[str, tuple[list[float], list[float]]]:
+    """(seconds on the device, seconds of the host's call) of each contender, by round."""
+    times: dict[str, tuple[list[float], list[float]]] = {c.name: ([], []) for c in contenders}
+    for number in range(warmup + rounds):
+        first = number % len(contenders)
+        for contender in [*contenders[first:], *contenders[:first]]:
+            contender.prepare()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            begin.record()
+            start = time.perf_counter()
+            contender.run()
+            host = time.perf_counter() - start
+            end.record()
+            torch.cuda.synchronize()
+            if number >= warmup:
+                times[contender.name][0].append(begin.elapsed_time(end) / 1e3)
+                times[contender.name][1].append(host)
+    return times
+
+
+def row(what: str, bound: float, values: Sequence[float], at_least: bool = False) -> common.Row:
+    """The median over rounds, and the quartiles."""
+    return common.Row(what, bound, statistics.median(values), *common.quartiles(values), at_least=at_least)
+
+
+def check_kernels(problem: Problem, outs: list[Tensor], stats: GradStats, params: list[Tensor]) -> None:
+    """Exits unless the kernels gave what torch's operations give."""
+    exact = all(torch.equal(o, g.float() / routes.SCALE) for o, g in zip(outs, problem.scaled, strict=True))
+    square = sum(out.double().square().sum() for out in outs)
+    near = abs(float(stats.norm) ** 2 / float(square) - 1.0) < 1e-12
+    rounded = all(torch.equal(p, o.half()) for p, o in zip(params, outs, strict=True))
+    if not (exact and near and rounded and float(stats.found_inf) == 0.0):
+        raise SystemExit(f"the kernels are wrong: exact {exact}, norm {near}, rounded {rounded}")
+
+
+def kernel_rows(name: str, problem: Problem, rounds: int) -> list[common.Row]:
+    """Both passes as shares of the speed at which the card copies as many bytes."""
+    outs = [torch.empty_like(grad, dtype=torch.float32) for grad in problem.scaled]
+    params = [torch.empty_like(grad) for grad in problem.scaled]
+    stats = GradStats.allocate(len(outs), DEVICE)
+    cast = CastStats.allocate(len(outs), DEVICE)
+    up, down = PointerTables(), PointerTables()
+    inverse = torch.tensor(1.0 / routes.SCALE, device=DEVICE)
+    copied = torch.empty(2, 3 * problem.elements, dtype=torch.uint8, device=DEVICE)  # 3 read, 3 written
+    contenders = [
+        Call("copy", lambda: copied[1].copy_(copied[0])),
+        Call("unscale", lambda: kernels.multi_tensor_unscale(problem.scaled, outs, inverse, stats, tables=up)),
+        Call("cast", lambda: kernels.multi_tensor_cast(outs, params, cast, tables=down)),
+    ]
+    for contender in contenders:
+        contender.run()
+    check_kernels(problem, outs, stats, params)
+    times = on_device(contenders, rounds)
+    rows = []
+    for what, words in (("unscale", "unscale, check and norm"), ("cast", "masters to FP16")):
+        shares = [a / b for a, b in zip(times["copy"][0], times[what][0], strict=True)]
+        rows.append(row(f"{name}: {words}, share of copy bandwidth", 0.9, shares, at_least=True))
+    return rows
+
+
+def launched(run: Callable[[], object]) -> int:
+    """Kernels that ``run`` puts on the device; copies and fills by the driver are not kernels."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(not name.startswith(("Memcpy", "Memset")) for name in names)
+
+
+def step_rows(name: str, problem: Problem, rounds: int) -> list[common.Row]:
+    """Whole steps: time on the device, and for many small tensors the host's time and the launches."""
+    engine, scaler = Engine(problem), Scaler(problem)
+    for contender, _ in itertools.product((engine, scaler), range(3)):
+        contender.prepare()
+        contender.run()
+    pairs = zip(engine.weights(), scaler.weights(), strict=True)
+    apart = max(float((ours - theirs).detach().abs().max()) for ours, theirs in pairs)
+    if apart > 0.01 * routes.LR or abs(float(engine.norm) / float(scaler.norm) - 1) > 1e-3 or engine.opt.skipped_steps:
+        raise SystemExit(f"the two routes part: weights by {apart:g}, norms {float(engine.norm)}, {float(scaler.norm)}")
+    times = on_device([engine, scaler], rounds)
+    which, bound, words = (1, 1.0, "host time of a step") if name == "small" else (0, 0.85, "whole step")
+    ratios = [a / b for a, b in zip(times[engine.name][which], times[scaler.name][which], strict=True)]
+    rows = [row(f"{name}: {words} / GradScaler, clip, fused AdamW", bound, ratios)]
+    engine.prepare()
+    all_of_it = launched(engine.run)
+    inner = launched(engine.inner.step)
+    return [*rows, row(f"{name}: kernels in a step besides AdamW's", 8, [float(all_of_it - inner)])]
+
+
+def card() -> dict[str, str]:
+    """What the figures depend on besides the versions."""
+    properties = torch.cuda.get_device_properties(DEVICE)
+    return {
+        "card": properties.name,
+        "compute capability": f"{properties.major}.{properties.minor}",
+        "memory, GiB": f"{properties.total_memory / 2**30:.1f}",
+        "CUDA of torch": str(torch.version.cuda),
+        "kernels": kernels.backend(DEVICE),
+    }
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="sizes (default: all)")
+
+
+def main() -> None:
+    """Check, measure, print."""
+    arguments = common.parse_arguments(__doc__ or "", add_options)
+    if not torch.cuda.is_available():
+        print("no CUDA device: nothing to measure")
+        return
+    if kernels.backend(DEVICE) != "cuda":
+        raise SystemExit("the compiled CUDA kernels do not serve this device: see python -m fp16opt")
+    rows = []
+    for name in arguments.models:
+        shapes = QUICK.get(name) if arguments.quick else MODELS[name]
+        if shapes is None:
+            continue
+        problem = Problem(shapes)
+        if name != "small":
+            rows += kernel_rows(name, problem, arguments.rounds)
+        rows += step_rows(name, problem, arguments.rounds)
+        del problem
+        torch.cuda.empty_cache()
+    print("  ".join(f"{key} {value}" for key, value in card().items()))
+    common.print_versions()
+    common.print_rows(rows)
+    common.write_json(arguments.json, card=card(), rows=rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+// The Python face of the CUDA operations. It knows no torch: tensors, statistics and the memory that a table lies in come
+// as addresses. Compiled by the host compiler, without CUDA's headers.
+#include <string>
+
+#include "columns.h"
+#include "cuda_api.h"
+
+using namespace fp16opt;
+
+namespace {
+
+// A table with the addresses that were last written for the GPU.
+class Table {
+public:
+    Table(const std::vector<int64_t>& numels, const std::vector<int64_t>& rows,
+          const std::vector<std::vector<int32_t>>& codes, const std::vector<int32_t>& places)
+        : table_(numels, rows, dtypes_of(codes), places) {}
+
+    void watch(const std::vector<int64_t>& numels, const std::vector<int64_t>& rows, const std::vector<int32_t>& places) {
+        table_.watch(numels, rows, places);
+    }
+
+    // How many bytes of the memory must be written anew for these addresses: 0 where they are those it has.
+    int64_t point(const py::list& lists, const py::object& add) {
+        std::vector<Pointers> addresses;
+        for (py::handle list : lists) addresses.push_back(pointers_of(py::reinterpret_borrow<py::object>(list)));
+        std::vector<uint8_t> flags;
+        if (!add.is_none() && !addresses.empty()) flags = flags_of(add, addresses[0].size());
+        const bool moved = table_.point(addresses, flags);
+        if (!written_) return table_.copied_bytes();
+        return moved ? table_.changing_bytes() : 0;
+    }
+
+    // Writes the bytes that the last point() asked for to host memory, and counts them as written.
+    void fill(uintptr_t host) {
+        table_.fill(address<void>(host), !written_);
+        written_ = true;
+    }
+
+    // The table at a place of its own, for a graph that is being captured; what was written before stays as it is.
+    uintptr_t keep_forever(int device) const {
+        std::vector<char> host(static_cast<size_t>(table_.copied_bytes()));
+        table_.fill(host.data(), true);
+        return reinterpret_cast<uintptr_t>(cuda_keep_forever(host.data(), table_.copied_bytes(), table_.all_bytes(), device));
+    }
+
+    int64_t all_bytes() const { return table_.all_bytes(); }
+    int64_t chunks() const { return table_.chunk_count(); }
+
+    Launch at(uintptr_t memory, int device, uintptr_t stream) const {
+        return {table_, address<void>(memory), device, address<void>(stream)};
+    }
+
+private:
+    static std::vector<std::vector<DType>> dtypes_of(const std::vector<std::vector<int32_t>>& codes) {
+        std::vector<std::vector<DType>> dtypes;
+        for (const auto& list : codes) {
+            dtypes.emplace_back();
+            for (int32_t code : list) dtypes.back().push_back(static_cast<DType>(code));
+        }
+        return dtypes;
+    }
+
+    CudaTable table_;
+    bool written_ = false;
+};
+
+// Where an operation runs, as Python says it: the memory of the table, the device's number, the stream.
+struct Where {
+    uintptr_t memory;
+    int device;
+    uintptr_t stream;
+};
+
+void bind_finding(py::module_& module) {
+    module.def("unscale", [](const Table& table, const Where& where, uintptr_t inv_scale, uintptr_t nonfinite,
+                             uintptr_t sumsq, int64_t n, uintptr_t norm, uintptr_t found_inf, uintptr_t hashes,
+                             uintptr_t samples, bool write) {
+        const CudaGradRows rows{address<int32_t>(nonfinite), address<double>(sumsq), n, address<double>(norm),
+                                address<float>(found_inf), address<int64_t>(hashes), address<int64_t>(samples), write};
+        cuda_unscale(table.at(where.memory, where.device, where.stream), address<const float>(inv_scale), rows);
+    });
+    module.def("l2norm", [](const Table& table, const Where& where, uintptr_t sumsq, int64_t n, uintptr_t norm,
+                            uintptr_t norms) {
+        cuda_l2norm(table.at(where.memory, where.device, where.stream), address<double>(sumsq), n, address<double>(norm),
+                    address<double>(norms));
+    });
+    module.def("cast", [](const Table& table, const Where& where, uintptr_t overflow, uintptr_t hashes, int64_t n) {
+        cuda_cast(table.at(where.memory, where.device, where.stream), address<int32_t>(overflow),
+                  address<int64_t>(hashes), n);
+    });
+    module.def("content_hash", [](const Table& table, const Where& where, uintptr_t hashes, int64_t n) {
+        cuda_hash(table.at(where.memory, where.device, where.stream), address<int64_t>(hashes), n);
+    });
+    module.def("content_sample", [](const Table& table, const Where& where, uintptr_t samples, int64_t n) {
+        cuda_sample(table.at(where.memory, where.device, where.stream), address<int64_t>(samples), n);
+    });
+}
+
+void bind_mapping(py::module_& module) {
+    module.def("scale", [](const Table& table, const Where& where, uintptr_t factor) {
+        cuda_scale(table.at(where.memory, where.device, where.stream), address<const float>(factor));
+    });
+    module.def("unscale_clipped", [](const Table& table, const Where& where, uintptr_t inv_scale, uintptr_t factor,
+                                     uintptr_t hashes, uintptr_t samples, int64_t n) {
+        cuda_unscale_clipped(table.at(where.memory, where.device, where.stream), address<const float>(inv_scale),
+                             address<const float>(factor), address<int64_t>(hashes), address<int64_t>(samples), n);
+    });
+    module.def("axpby", [](const Table& table, const Where& where, float a, float b, uint32_t check, uintptr_t found_inf) {
+        cuda_axpby(table.at(where.memory, where.device, where.stream), a, b, (check & 1) != 0, (check & 2) != 0,
+                   address<float>(found_inf));
+    });
+    module.def("take", [](const Table& table, const Where& where, uintptr_t now, uintptr_t then, uintptr_t now_sample,
+                          uintptr_t then_sample, uintptr_t taken, int64_t n) {
+        cuda_take(table.at(where.memory, where.device, where.stream), address<const int64_t>(now),
+                  address<const int64_t>(then), address<const int64_t>(now_sample), address<const int64_t>(then_sample),
+                  address<int32_t>(taken), n);
+    });
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_cuda, module) {
+    module.doc() = "Multi-tensor operations on CUDA memory. fp16opt.kernels.cuda is the guard: call nothing here directly.";
+    py::class_<Table>(module, "Table", py::module_local())
+        .def(py::init<const std::vector<int64_t>&, const std::vector<int64_t>&, const std::vector<std::vector<int32_t>>&,
+                      const std::vector<int32_t>&>())
+        .def("watch", &Table::watch)
+        .def("point", &Table::point)
+        .def("fill", &Table::fill)
+        .def("keep_forever", &Table::keep_forever)
+        .def("all_bytes", &Table::all_bytes)
+        .def("chunks", &Table::chunks);
+    py::class_<Where>(module, "Where", py::module_local()).def(py::init<uintptr_t, int, uintptr_t>());
+    bind_columns(module);
+    bind_finding(module);
+    bind_mapping(module);
+    module.def("runs_on", &cuda_runs_on);
+    module.attr("architectures") = FP16OPT_CUDA_NAMES;
+}

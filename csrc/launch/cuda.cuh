@@ -1,0 +1,261 @@
+// How 256 threads work on a chunk, and chunks become tensors. Every program is a sequence of phases: a GPU runs a phase on
+// all threads of a block at once, with a barrier behind it; compiled as plain C++ the same source runs it on one thread
+// after the other, so that programs can be tested, bit for bit, on a machine without a GPU.
+#pragma once
+
+#include "eight.h"
+#include "pack.h"
+
+FP16OPT_BEGIN
+
+constexpr int kThreads = kLanes;         // of a block: thread t owns lane t
+constexpr int kRow = kThreads * kGroup;  // elements that a block passes over at a time
+
+// Reads what other blocks wrote: past the first-level cache, which does not see their writes.
+template <class T>
+FP16OPT_HD T read_fresh(const T* at) {
+#if defined(__CUDA_ARCH__)
+    return __ldcg(at);
+#else
+    return *at;
+#endif
+}
+
+template <class Phase>
+FP16OPT_HD void for_threads(Phase&& phase) {
+#if defined(__CUDA_ARCH__)
+    phase(int(threadIdx.x));
+    __syncthreads();
+#else
+    for (int t = 0; t < kThreads; ++t) phase(t);
+#endif
+}
+
+// Tells the compiler what it can't see of an address that comes out of a table.
+template <class T>
+FP16OPT_HD T* in_global_memory(T* at) {
+#if defined(__CUDA_ARCH__)
+    __builtin_assume(__isGlobal(at));
+#endif
+    return at;
+}
+
+// What a chunk, or a tensor, was found to hold.
+struct Found {
+    double sumsq;
+    uint64_t hash, sample;
+    uint32_t flags;
+};
+
+struct Entry {  // one tensor
+    int64_t row;          // of its statistics
+    int64_t first_chunk;  // the next entry's first is one behind its last
+    int8_t dtypes[4];     // by list
+    bool served;          // it takes part in the operation
+    bool watched;         // it is hashed in passing
+};
+
+// Lists of tensors in device memory. `pointers` and `add` change from call to call, the others do not.
+struct Lists {
+    void* const* pointers;  // [list * entries + entry]; null where an entry takes no part in a list
+    const uint8_t* add;     // [entry]
+    const Chunk* chunks;
+    const Entry* table;  // entries + 1
+    Found* partial;      // [chunk]
+    uint32_t* counters;  // entries + 1, all 0 between launches
+    int64_t chunk_count;
+    int32_t entries;
+    int32_t filled;  // entries that have elements
+
+    // Where the chunk begins in a list that its tensor takes part in.
+    template <class T>
+    FP16OPT_HD T* at(int list, const Chunk& chunk) const {
+        return in_global_memory(static_cast<T*>(pointers[int64_t(list) * entries + chunk.tensor])) + chunk.start;
+    }
+    FP16OPT_HD char* bytes_at(int list, const Chunk& chunk) const {
+        char* first = static_cast<char*>(pointers[int64_t(list) * entries + chunk.tensor]);
+        return in_global_memory(first) + chunk.start * item_size(dtype(list, chunk));
+    }
+    FP16OPT_HD DType dtype(int list, const Chunk& chunk) const { return DType(table[chunk.tensor].dtypes[list]); }
+};
+
+// Calls load(i, raw, valid) and use(i, raw, valid) for each of a thread's groups: the `valid` elements from the chunk's
+// i-th on. The loads of `kAhead` rows are in flight together.
+template <class Raw, int kAhead, class Load, class Use>
+FP16OPT_HD void for_groups(int n, int thread, Load&& load, Use&& use) {
+    int i = thread * kGroup;
+    for (; i + (kAhead - 1) * kRow + kGroup <= n; i += kAhead * kRow) {
+        Raw raw[kAhead];
+        FP16OPT_UNROLL
+        for (int k = 0; k < kAhead; ++k) load(i + k * kRow, raw[k], kGroup);
+        FP16OPT_UNROLL
+        for (int k = 0; k < kAhead; ++k) use(i + k * kRow, raw[k], kGroup);
+    }
+    for (; i < n; i += kRow) {
+        const int valid = n - i < kGroup ? n - i : kGroup;
+        Raw raw;
+        load(i, raw, valid);
+        use(i, raw, valid);
+    }
+}
+
+// The memory that the threads of a block share.
+struct Shared {
+    double sums[kThreads];
+    uint64_t hashes[kThreads], samples[kThreads];
+    uint32_t flags[kThreads];
+    Found total;
+    bool tensor_done, all_done;
+};
+
+// Counts a block in. True for the last of `expected` ones, which finds the counter at 0 again, and sees what all the
+// others wrote before they came here. It decides who adds up, never in which order.
+FP16OPT_HD bool is_last(uint32_t* counter, uint32_t expected) {
+#if defined(__CUDA_ARCH__)
+    __threadfence();
+    const bool last = atomicAdd(counter, 1u) + 1 == expected;
+    __threadfence();
+#else
+    const bool last = ++*counter == expected;
+#endif
+    if (last) *counter = 0;
+    return last;
+}
+
+// Which parts of Found an operation fills.
+enum Finds : int { kSumsq = 1, kHash = 2, kSample = 4, kFlags = 8 };
+
+// The fixed tree over the lanes; all of it ends up in entry 0.
+template <int finds>
+FP16OPT_HD void reduce(Shared& s) {
+    FP16OPT_UNROLL
+    for (int width = kThreads / 2; width > 0; width /= 2) {
+        for_threads([&](int t) {
+            if (t >= width) return;
+            if (finds & kSumsq) s.sums[t] += s.sums[t + width];
+            if (finds & kHash) s.hashes[t] += s.hashes[t + width];
+            if (finds & kSample) s.samples[t] += s.samples[t + width];
+            if (finds & kFlags) s.flags[t] |= s.flags[t + width];
+        });
+    }
+}
+
+template <int finds>
+FP16OPT_HD void put_thread(Shared& s, int t, const Found& found) {
+    if (finds & kSumsq) s.sums[t] = found.sumsq;
+    if (finds & kHash) s.hashes[t] = found.hash;
+    if (finds & kSample) s.samples[t] = found.sample;
+    if (finds & kFlags) s.flags[t] = found.flags;
+}
+
+// Adds the chunks of one tensor, in order, to s.total.
+template <int finds>
+FP16OPT_HD void add_chunks(const Lists& lists, int64_t first, int64_t end, Shared& s) {
+    for_threads([&](int t) {
+        if (t == 0) s.total = Found{0.0, 0, 0, 0};
+    });
+    for (int64_t base = first; base < end; base += kThreads) {
+        const int count = end - base < kThreads ? int(end - base) : kThreads;
+        for_threads([&](int t) {
+            if (t >= count) return;
+            const Found* part = lists.partial + base + t;
+            if (finds & kSumsq) s.sums[t] = read_fresh(&part->sumsq);
+            if (finds & kHash) s.hashes[t] = read_fresh(&part->hash);
+            if (finds & kSample) s.samples[t] = read_fresh(&part->sample);
+            if (finds & kFlags) s.flags[t] = read_fresh(&part->flags);
+        });
+        for_threads([&](int t) {
+            if (t != 0) return;
+            for (int k = 0; k < count; ++k) {
+                if (finds & kSumsq) s.total.sumsq += s.sums[k];
+                if (finds & kHash) s.total.hash += s.hashes[k];
+                if (finds & kSample) s.total.sample += s.samples[k];
+                if (finds & kFlags) s.total.flags |= s.flags[k];
+            }
+        });
+    }
+}
+
+// A block's part of an operation that reports something for each tensor. `Operation` has:
+//   finds                                    parts of Found
+//   Found work(lists, chunk, thread)         one thread's part of a chunk
+//   void report(entry, found)                one thread: a tensor is complete
+//   void finish(shared)                      all threads of the very last block: all tensors are
+template <class Operation>
+FP16OPT_HD void run_finding(const Operation& operation, const Lists& lists, int64_t block, Shared& s) {
+    constexpr int finds = Operation::finds;
+    if (block < lists.chunk_count) {
+        const Chunk chunk = lists.chunks[block];
+        const int64_t first = lists.table[chunk.tensor].first_chunk, end = lists.table[chunk.tensor + 1].first_chunk;
+        for_threads([&](int t) { put_thread<finds>(s, t, operation.work(lists, chunk, t)); });
+        reduce<finds>(s);
+        for_threads([&](int t) {
+            if (t != 0) return;
+            s.total = Found{s.sums[0], s.hashes[0], s.samples[0], s.flags[0]};
+            s.tensor_done = true;
+            if (end - first == 1) return;
+            lists.partial[block] = s.total;
+            s.tensor_done = is_last(lists.counters + chunk.tensor, uint32_t(end - first));
+        });
+        if (!s.tensor_done) return;
+        if (end - first > 1) add_chunks<finds>(lists, first, end, s);
+        for_threads([&](int t) {
+            if (t != 0) return;
+            operation.report(lists.table[chunk.tensor], s.total);
+            s.all_done = is_last(lists.counters + lists.entries, uint32_t(lists.filled));
+        });
+        if (!s.all_done) return;
+    }
+    for_threads([&](int t) {
+        for (int32_t i = t; i < lists.entries; i += kThreads) {
+            if (lists.table[i].first_chunk == lists.table[i + 1].first_chunk) {
+                operation.report(lists.table[i], Found{0.0, 0, 0, 0});
+            }
+        }
+    });
+    operation.finish(s);
+}
+
+// The sum of n numbers, one by one from the first, and whether any flag is set; in s.total.
+FP16OPT_HD void total_of_rows(const double* sumsq, const int32_t* flags, int64_t n, Shared& s) {
+    for_threads([&](int t) {
+        if (t == 0) s.total = Found{0.0, 0, 0, 0};
+    });
+    for (int64_t base = 0; base < n; base += kThreads) {
+        const int count = n - base < kThreads ? int(n - base) : kThreads;
+        for_threads([&](int t) {
+            if (t >= count) return;
+            s.sums[t] = read_fresh(sumsq + base + t);
+            s.flags[t] = flags == nullptr ? 0u : uint32_t(read_fresh(flags + base + t));
+        });
+        for_threads([&](int t) {
+            if (t != 0) return;
+            for (int k = 0; k < count; ++k) {
+                s.total.sumsq += s.sums[k];
+                s.total.flags |= s.flags[k];
+            }
+        });
+    }
+}
+
+// Both are rounded correctly on a GPU and on a host.
+FP16OPT_HD double square_root(double x) {
+#if defined(__CUDA_ARCH__)
+    return __dsqrt_rn(x);
+#else
+    return __builtin_sqrt(x);
+#endif
+}
+
+// A block's part of an operation that reports nothing: `Operation` has work(lists, chunk, thread), and is_needed(), the
+// same for all blocks.
+template <class Operation>
+FP16OPT_HD void run_mapping(const Operation& operation, const Lists& lists, int64_t block, int64_t blocks) {
+    if (!operation.is_needed()) return;
+    for (; block < lists.chunk_count; block += blocks) {
+        const Chunk chunk = lists.chunks[block];
+        for_threads([&](int t) { operation.work(lists, chunk, t); });
+    }
+}
+
+FP16OPT_END

@@ -1,0 +1,201 @@
+// Eight consecutive elements in registers, as they are stored: what one GPU thread loads and stores at a time. Sixteen
+// bytes an access where the address allows it, element by element elsewhere and at the end of a chunk.
+#pragma once
+
+#include "../core/dtype.h"
+#include "../functors/cast.h"
+#include "../functors/hash.h"
+#include "../functors/l2norm.h"
+
+#if defined(__CUDACC__)
+#define FP16OPT_UNROLL _Pragma("unroll")
+#else
+#define FP16OPT_UNROLL
+#endif
+
+FP16OPT_BEGIN
+
+static_assert(kGroup == 8, "a thread works on one group of a sum of squares at a time");
+
+FP16OPT_HD bool is_aligned(const void* at) { return reinterpret_cast<uintptr_t>(at) % 16 == 0; }
+
+struct alignas(16) Bytes16 {
+    uint32_t word[4];
+};
+
+FP16OPT_HD Bytes16 load16(const void* from) {
+#if defined(__CUDA_ARCH__)
+    const uint4 v = *static_cast<const uint4*>(from);
+    return Bytes16{{v.x, v.y, v.z, v.w}};
+#else
+    Bytes16 bytes;
+    memcpy(&bytes, from, sizeof(bytes));
+    return bytes;
+#endif
+}
+
+FP16OPT_HD void store16(void* to, const Bytes16& b) {
+#if defined(__CUDA_ARCH__)
+    *static_cast<uint4*>(to) = make_uint4(b.word[0], b.word[1], b.word[2], b.word[3]);
+#else
+    memcpy(to, &b, sizeof(b));
+#endif
+}
+
+// T is Half or BFloat16.
+template <class T>
+struct Eight {
+    Bytes16 bytes;
+
+    FP16OPT_HD void load(const T* from) { bytes = load16(from); }
+    FP16OPT_HD void store(T* to) const { store16(to, bytes); }
+    FP16OPT_HD T get(int i) const { return T{uint16_t(bytes.word[i / 2] >> (i % 2 * 16))}; }
+    FP16OPT_HD void clear() { bytes = Bytes16{{0, 0, 0, 0}}; }
+    FP16OPT_HD void set(int i, T value) {  // of a place that is clear
+        bytes.word[i / 2] |= uint32_t(value.bits) << (i % 2 * 16);
+    }
+    // The content hash's terms of the first `valid` elements; the others must be clear.
+    FP16OPT_HD uint64_t hash(int64_t first_word, int valid) const {
+        const uint64_t low = bytes.word[0] | uint64_t(bytes.word[1]) << 32;
+        const uint64_t high = bytes.word[2] | uint64_t(bytes.word[3]) << 32;
+        const uint64_t sum = hash_word(low, hash_key(first_word));
+        return valid <= 4 ? sum : sum + hash_word(high, hash_key(first_word + 1));
+    }
+};
+
+template <>
+struct Eight<float> {
+    float v[8];
+
+    FP16OPT_HD void load(const float* from) {
+        FP16OPT_UNROLL
+        for (int k = 0; k < 2; ++k) {
+            const Bytes16 b = load16(from + 4 * k);
+            FP16OPT_UNROLL
+            for (int i = 0; i < 4; ++i) v[4 * k + i] = bit_cast<float>(b.word[i]);
+        }
+    }
+    FP16OPT_HD void store(float* to) const {
+        FP16OPT_UNROLL
+        for (int k = 0; k < 2; ++k) {
+            Bytes16 b;
+            FP16OPT_UNROLL
+            for (int i = 0; i < 4; ++i) b.word[i] = bit_cast<uint32_t>(v[4 * k + i]);
+            store16(to + 4 * k, b);
+        }
+    }
+    FP16OPT_HD float get(int i) const { return v[i]; }
+    FP16OPT_HD void clear() {
+        FP16OPT_UNROLL
+        for (int i = 0; i < 8; ++i) v[i] = 0.0f;
+    }
+    FP16OPT_HD void set(int i, float value) { v[i] = value; }
+};
+
+// Two doubles, of which the first `left` are there, and zeros behind them.
+struct Two {
+    double v[2];
+
+    Two() = default;
+    FP16OPT_HD Two(const double* from, bool aligned, int left) : v{0.0, 0.0} {
+        if (aligned && left >= 2) {
+            const Bytes16 b = load16(from);
+            v[0] = bit_cast<double>(b.word[0] | uint64_t(b.word[1]) << 32);
+            v[1] = bit_cast<double>(b.word[2] | uint64_t(b.word[3]) << 32);
+        } else {
+            if (left >= 1) v[0] = from[0];
+            if (left >= 2) v[1] = from[1];
+        }
+    }
+    FP16OPT_HD void store(double* to, bool aligned, int left) const {
+        if (aligned && left >= 2) {
+            const uint64_t low = bit_cast<uint64_t>(v[0]), high = bit_cast<uint64_t>(v[1]);
+            store16(to, Bytes16{{uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32)}});
+        } else {
+            if (left >= 1) to[0] = v[0];
+            if (left >= 2) to[1] = v[1];
+        }
+    }
+};
+
+template <>
+struct Eight<double> {
+    double v[8];
+
+    FP16OPT_HD void load(const double* from) {
+        FP16OPT_UNROLL
+        for (int k = 0; k < 4; ++k) {
+            const Two two(from + 2 * k, true, 2);
+            v[2 * k] = two.v[0];
+            v[2 * k + 1] = two.v[1];
+        }
+    }
+    FP16OPT_HD void store(double* to) const {
+        FP16OPT_UNROLL
+        for (int k = 0; k < 4; ++k) {
+            Two two;
+            two.v[0] = v[2 * k];
+            two.v[1] = v[2 * k + 1];
+            two.store(to + 2 * k, true, 2);
+        }
+    }
+    FP16OPT_HD double get(int i) const { return v[i]; }
+    FP16OPT_HD void clear() {
+        FP16OPT_UNROLL
+        for (int i = 0; i < 8; ++i) v[i] = 0.0;
+    }
+    FP16OPT_HD void set(int i, double value) { v[i] = value; }
+};
+
+FP16OPT_HD double widen(double value) { return value; }
+
+// The elements from `from` on: the first `valid`, and zeros behind them.
+template <class T>
+FP16OPT_HD void load(Eight<T>& to, const T* from, bool aligned, int valid) {
+    if (aligned && valid == kGroup) return to.load(from);
+    to.clear();
+    FP16OPT_UNROLL
+    for (int i = 0; i < kGroup; ++i) {
+        if (i < valid) to.set(i, from[i]);
+    }
+}
+
+template <class T>
+FP16OPT_HD void store(const Eight<T>& from, T* to, bool aligned, int valid) {
+    if (aligned && valid == kGroup) return from.store(to);
+    FP16OPT_UNROLL
+    for (int i = 0; i < kGroup; ++i) {
+        if (i < valid) to[i] = from.get(i);
+    }
+}
+
+// Rounds eight float32 to the type of the memory.
+template <class T>
+FP16OPT_HD Eight<T> narrow_eight(const Eight<float>& from) {
+    Eight<T> result;
+    result.clear();
+    FP16OPT_UNROLL
+    for (int i = 0; i < kGroup; ++i) result.set(i, narrow<T>(from.v[i]));
+    return result;
+}
+
+// a*a + b*b. The square of a float32 is exact in a double, so the fused operation rounds what the addition alone would.
+FP16OPT_HD double square_sum(float a, float b) {
+#if defined(__CUDA_ARCH__)
+    return __fma_rn(double(b), double(b), square(double(a)));
+#else
+    return square(double(a)) + square(double(b));
+#endif
+}
+
+// The term that a group adds to its lane.
+FP16OPT_HD double group_of(const Eight<float>& e) {
+    return (square_sum(e.v[0], e.v[1]) + square_sum(e.v[2], e.v[3])) +
+           (square_sum(e.v[4], e.v[5]) + square_sum(e.v[6], e.v[7]));
+}
+FP16OPT_HD double group_of(const Eight<double>& e) {
+    return group_sum(square(e.v[0]), square(e.v[1]), square(e.v[2]), square(e.v[3]), square(e.v[4]), square(e.v[5]),
+                     square(e.v[6]), square(e.v[7]));
+}
+
+FP16OPT_END

@@ -1,0 +1,224 @@
+"""Whole steps on the GPU: nothing waits, graphs replay them, several devices agree, the CPU gives the same."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.checks import assert_same_bits, normal
+from torch import Tensor, nn
+
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, late
+
+pytestmark = pytest.mark.gpu
+FUSED: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.02, fused=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.02, fused=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.02, fused=True),
+}
+OTHERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "foreach SGD": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, foreach=True),
+    "plain RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.02, foreach=False),
+}
+SHAPES = ((), (70,), (3, 0), (33, 65), (300, 500))
+
+
+def linear_problem(params: list[nn.Parameter], factors: Tensor) -> Tensor:
+    """Gradients that are the same bits on every device: no sums of products."""
+    total = torch.zeros((), device=factors.device)
+    for k, param in enumerate(params):
+        target = normal(param.shape, torch.float32, 40 + k).to(param.device)
+        total = total + (param.float() * target).flatten().mul(factors).sum().to(factors.device)
+    return total
+
+
+def train(device: torch.device, make: Any, steps: int = 6, bad: tuple[int, ...] = (2, 3), **settings: Any) -> Any:
+    params = [nn.Parameter(normal(shape, torch.float16, k).to(device)) for k, shape in enumerate(SHAPES)]
+    scaler = DynamicLossScaler(init_scale=2.0**10, growth_interval=2)
+    opt = MixedPrecisionOptimizer(make(params), scaler=scaler, **settings)
+    for k in range(steps):
+        opt.zero_grad()
+        factor = torch.tensor(float("inf") if k in bad else 1.0 / (k + 1), device=device)
+        opt.backward(linear_problem(params, factor))
+        opt.clip_master_grads(0.5)
+        opt.step()
+    return params, opt
+
+
+@pytest.mark.parametrize("make", [*FUSED.values(), *OTHERS.values()], ids=[*FUSED, *OTHERS])
+def test_gradients_scale_and_skips_are_those_of_the_cpu(device: torch.device, make: Any) -> None:
+    params, opt = train(device, make)
+    _, there = train(torch.device("cpu"), make)
+    assert opt.skipped_steps == there.skipped_steps == 2
+    assert opt.loss_scale == there.loss_scale
+    for k, (a, b) in enumerate(zip(opt.master_params(), there.master_params(), strict=True)):
+        # torch's own steps use other formulas on the two; gradients, which are ours, are equal in bits.
+        torch.testing.assert_close(a.detach().cpu(), b.detach(), rtol=1e-5, atol=1e-6)
+        if b.grad is not None:
+            assert_same_bits(a.grad.cpu(), b.grad, f"master gradient {k}")
+    for param, master in zip(params, opt.master_params(), strict=True):
+        assert torch.equal(param, master.half())
+
+
+@pytest.mark.parametrize("accumulation", ["model", "fp32"])
+@pytest.mark.parametrize("make", list(FUSED.values()), ids=list(FUSED))
+def test_nothing_waits(device: torch.device, make: Any, accumulation: str) -> None:
+    params = [nn.Parameter(normal(shape, torch.float16, k).to(device)) for k, shape in enumerate(SHAPES)]
+    opt = MixedPrecisionOptimizer(make(params), dynamic=True, grad_accumulation=accumulation)
+    weights = [torch.full((), value, device=device) for value in (1.0, float("inf"), 0.5, 1.0, 2.0)]
+    for k, weight in enumerate(weights):
+        opt.zero_grad()
+        loss = linear_problem(params, weight)
+        torch.cuda.set_sync_debug_mode("error" if k else "default")
+        try:
+            opt.scale_loss(loss).backward()
+            opt.update_master_grads()
+            opt.clip_master_grads(0.1)
+            opt.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert opt.skipped_steps == 1
+
+
+@pytest.mark.parametrize("make", list(OTHERS.values()), ids=list(OTHERS))
+def test_one_wait_where_the_optimizer_cannot_skip(device: torch.device, make: Any) -> None:
+    params = [nn.Parameter(normal(shape, torch.float16, k).to(device)) for k, shape in enumerate(SHAPES)]
+    opt = MixedPrecisionOptimizer(make(params), dynamic=True)
+    one = torch.ones((), device=device)
+    for k in range(3):
+        opt.zero_grad()
+        opt.backward(linear_problem(params, one))
+        opt.clip_master_grads(0.1)
+        torch.cuda.set_sync_debug_mode("warn" if k else "default")
+        try:
+            with warnings.catch_warnings(record=True) as noted:
+                warnings.simplefilter("always")
+                opt.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        if k:
+            assert len([w for w in noted if "synchronizing" in str(w.message)]) == 1
+
+
+class Loop:
+    """One training step over static inputs, as CUDA graphs want it."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.params = [nn.Parameter(normal(shape, torch.float16, k).to(device)) for k, shape in enumerate(SHAPES)]
+        inner = torch.optim.AdamW(self.params, lr=torch.tensor(0.02), fused=True, capturable=True)
+        self.scaler = DynamicLossScaler(init_scale=2.0**10, growth_interval=2, hysteresis=1)
+        self.opt = MixedPrecisionOptimizer(inner, scaler=self.scaler)
+        self.factor = torch.ones((), device=device)
+
+    def step(self) -> None:
+        self.opt.zero_grad(set_to_none=True)
+        self.opt.scale_loss(linear_problem(self.params, self.factor)).backward()
+        self.opt.update_master_grads()
+        self.opt.clip_master_grads(0.5)
+        self.opt.step()
+
+    def state(self) -> list[Tensor]:
+        inner = [value for state in self.opt.state.values() for value in state.values() if isinstance(value, Tensor)]
+        tensors = [*self.params, *self.opt.master_params(), *inner, self.scaler.scale, self.scaler.growth_tracker]
+        return [tensor.detach().clone() for tensor in tensors]
+
+
+def test_a_captured_step_replays_what_eager_steps_do(device: torch.device) -> None:
+    eager, captured = Loop(device), Loop(device)
+    plan = [1.0, 0.5, float("inf"), 0.25, 1.0, float("nan"), float("inf"), 2.0, 1.0]
+    for _ in range(3):
+        eager.step()
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            captured.step()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured.step()
+    for k, factor in enumerate(plan):
+        eager.factor.fill_(factor)
+        captured.factor.fill_(factor)
+        eager.step()
+        graph.replay()
+        for n, (a, b) in enumerate(zip(captured.state(), eager.state(), strict=True)):
+            assert_same_bits(a.cpu(), b.cpu(), f"step {k}, tensor {n}")
+        assert captured.opt.step_was_skipped is eager.opt.step_was_skipped
+    assert captured.opt.skipped_steps == eager.opt.skipped_steps == 3
+
+
+def test_eager_steps_go_on_after_a_capture(device: torch.device) -> None:
+    eager, captured = Loop(device), Loop(device)
+    for loop in (eager, captured):
+        for _ in range(3):
+            loop.step()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured.step()
+    for _ in range(4):
+        graph.replay()
+        eager.step()
+        captured.step()
+        eager.step()
+    for n, (a, b) in enumerate(zip(captured.state(), eager.state(), strict=True)):
+        assert_same_bits(a.cpu(), b.cpu(), f"tensor {n}")
+
+
+def test_a_written_model_is_taken_and_told_later(device: torch.device, caplog: Any) -> None:
+    params = [nn.Parameter(torch.ones(1000, device=device).half()) for _ in range(3)]
+    opt = MixedPrecisionOptimizer(torch.optim.SGD(params, lr=0.0, fused=True), loss_scale=8.0)
+    zero = torch.zeros((), device=device)
+    for k in range(4):
+        opt.zero_grad()
+        if k == 1:
+            params[1].data[5] = 3.0
+        opt.backward(linear_problem(params, zero))
+        opt.step()
+        torch.cuda.synchronize(device)
+    assert params[1][5].item() == 3.0
+    assert [r for r in caplog.records if "written" in r.message and "param 1" in r.message]
+
+
+def test_flags_arrive(device: torch.device) -> None:
+    started = late.begin_copy(torch.tensor([[1, 2], [3, 4]], dtype=torch.int32, device=device))
+    assert started is not None
+    host, event = started
+    event.synchronize()
+    assert host.is_pinned()
+    assert host.tolist() == [[1, 2], [3, 4]]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("overflowing", [0, 1])
+def test_devices_agree(overflowing: int) -> None:
+    params = [nn.Parameter(torch.ones(300, device=f"cuda:{k}").half()) for k in range(2)]
+    opt = MixedPrecisionOptimizer(torch.optim.AdamW(params, lr=0.1, fused=True), dynamic=True)
+    before = [copy.deepcopy(param.detach()) for param in params]
+    opt.zero_grad()
+    losses = [(p.float() * (float("inf") if k == overflowing else 1.0)).sum() for k, p in enumerate(params)]
+    opt.backward(losses[0] + losses[1].to("cuda:0"))
+    opt.step()
+    assert opt.step_was_skipped
+    assert all(torch.equal(param, old) for param, old in zip(params, before, strict=True))
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not installed")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+def test_under_the_sanitizer(tool: str) -> None:
+    here = Path(__file__).parent
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "pytest", "-q"]
+    command += ["-p", "no:cacheprovider", str(here / "test_gpu_kernels.py"), "-k", "same_bits and (1- or 2-)"]
+    done = subprocess.run(command, cwd=here.parents[1], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

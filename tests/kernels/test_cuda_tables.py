@@ -1,0 +1,241 @@
+"""The CUDA kernels' tables: what is copied and when, streams, captured graphs, chunks; and the import without a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import emulated
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fp16opt
+from fp16opt import kernels
+from fp16opt.kernels import GradStats, PointerTables, cuda, multi_tensor_l2norm, multi_tensor_unscale, native
+
+CHUNK = 65536
+
+
+@pytest.fixture
+def host(emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
+    return emulated.use(emulated_cuda, monkeypatch)
+
+
+def tensors(n: int, seed: int = 0) -> list[torch.Tensor]:
+    rng = np.random.default_rng(seed)
+    return [torch.from_numpy(rng.standard_normal(300 + k).astype(np.float32)) for k in range(n)]
+
+
+def test_the_table_is_copied_where_an_address_changed_and_only_there(host: Any) -> None:
+    tables, values = PointerTables(), tensors(20)
+    norms = [multi_tensor_l2norm(values, tables=tables)[0].item() for _ in range(3)]
+    assert len(host.copies) == 1, "the first call copies everything"
+    values[7] = values[7].clone()
+    norms.append(multi_tensor_l2norm(values, tables=tables)[0].item())
+    assert len(host.copies) == 2
+    assert host.copies[1] < host.copies[0] / 2, "later calls copy addresses alone"
+    norms.append(multi_tensor_l2norm(values, tables=tables)[0].item())
+    assert len(host.copies) == 2
+    assert len(set(norms)) == 1
+
+
+def test_a_flag_that_changed_is_copied_too(host: Any) -> None:
+    tables, grads, outs = PointerTables(), tensors(3), tensors(3, 1)
+    stats, one = GradStats.allocate(3, "cpu"), torch.tensor(1.0)
+    wanted = [out + grad if k == 1 else grad for k, (out, grad) in enumerate(zip(outs, grads, strict=True))]
+    multi_tensor_unscale(grads, [out.clone() for out in outs], one, stats, tables=tables)
+    multi_tensor_unscale(grads, outs, one, stats, accumulate=[False, True, False], tables=tables)
+    assert all(torch.equal(out, want) for out, want in zip(outs, wanted, strict=True))
+
+
+def test_another_stream_waits_for_the_one_before(host: Any) -> None:
+    tables, values = PointerTables(), tensors(2)
+    for stream in (0, 0, 7, 7, 0):
+        host.current = stream
+        multi_tensor_l2norm(values, tables=tables)
+    assert host.waits == [(7, 0), (0, 7)]
+
+
+def test_a_captured_call_has_a_table_of_its_own(
+    host: Any, emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replays run with the addresses of the capture, whatever came between, and later calls with theirs."""
+    launched: list[tuple[Any, ...]] = []
+
+    class Recorded:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(emulated_cuda, name)
+
+        def unscale(self, *arguments: Any) -> None:
+            launched.append(arguments)
+            emulated_cuda.unscale(*arguments)
+
+    tables, half, stats = PointerTables(), torch.tensor(0.5), GradStats.allocate(3, "cpu")
+    first, second = tensors(3), [2 * value for value in tensors(3)]
+    outs, others = tensors(3, 1), tensors(3, 2)
+    multi_tensor_unscale(first, outs, half, stats, tables=tables)
+    eager = stats.norm.item()
+    monkeypatch.setattr(native, "_cuda", Recorded())
+    monkeypatch.setattr(host, "capturing", True)
+    copies = len(host.copies)
+    multi_tensor_unscale(second, others, half, stats, tables=tables)
+    assert len(host.copies) == copies, "nothing that a replay would repeat"
+    monkeypatch.setattr(host, "capturing", False)
+    for lists in ((first, outs), (second, others)):
+        multi_tensor_unscale(*lists, half, stats, tables=tables)
+        assert stats.norm.item() == (eager if lists[0] is first else 2 * eager)
+    for out in (*outs, *others):
+        out.zero_()
+    emulated_cuda.unscale(*launched[0])  # what a replay does
+    assert stats.norm.item() == 2 * eager
+    assert not any(out.any() for out in outs)
+    assert all(torch.equal(out, value * 0.5) for out, value in zip(others, second, strict=True))
+
+
+def test_a_failed_copy_leaves_no_table_behind(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables, values = PointerTables(), tensors(2)
+    wanted = multi_tensor_l2norm(values)[0].item()
+
+    def refuse(self: Any, size: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no host memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "staging", refuse)
+        with pytest.raises(torch.OutOfMemoryError, match="no host memory"):
+            multi_tensor_l2norm(values, tables=tables)
+    assert multi_tensor_l2norm(values, tables=tables)[0].item() == wanted
+
+
+def test_clipping_uses_the_table_of_the_pass_before(host: Any) -> None:
+    tables, grads, outs = PointerTables(), tensors(4), tensors(4, 1)
+    stats, half = GradStats.allocate(4, "cpu"), torch.tensor(0.5)
+    watch = kernels.Watch.allocate([grad.half() for grad in grads], "cpu")
+    for _ in range(2):
+        multi_tensor_unscale(grads, outs, half, stats, write=False, tables=tables)
+        kernels.multi_tensor_unscale_clipped(grads, outs, half, half, watch=watch, tables=tables)
+    assert len(host.copies) == 2, "the second operation brings tensors to watch, and both then use its table"
+    assert all(torch.equal(out, grad * 0.25) for out, grad in zip(outs, grads, strict=True))
+
+
+@given(
+    st.lists(st.sampled_from([0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 5]), max_size=9),
+    st.randoms(use_true_random=False),
+)
+def test_chunks_cover_each_element_once(emulated_cuda: ModuleType, sizes: list[int], random: Any) -> None:
+    """The shared packing (launch/pack.h), read back from what is written for the GPU."""
+    places = sorted(random.sample(range(len(sizes)), random.randint(0, len(sizes))))
+    table = emulated_cuda.Table(sizes, list(range(len(sizes))), [[2] * len(sizes)], places)
+    size = table.point([[k + 1 for k in range(len(sizes))]], None)
+    memory = torch.zeros(size, dtype=torch.uint8)
+    table.fill(memory.data_ptr())
+    raw = memory.numpy().tobytes()
+    start = (8 * len(places) + 15) // 16 * 16
+    start = (start + len(places) + 15) // 16 * 16
+    chunks = np.frombuffer(raw, dtype=[("start", "<i8"), ("tensor", "<i4"), ("numel", "<i4")], offset=start)
+    chunks = chunks[: table.chunks()]
+    seen = [np.zeros(sizes[place], dtype=np.int8) for place in places]
+    for chunk in chunks:
+        assert 1 <= chunk["numel"] <= CHUNK
+        assert chunk["start"] % CHUNK == 0
+        seen[chunk["tensor"]][chunk["start"] : chunk["start"] + chunk["numel"]] += 1
+    assert all((covered == 1).all() for covered in seen)
+    assert list(chunks["tensor"]) == sorted(chunks["tensor"])
+
+
+def test_tensors_of_more_than_2_to_the_31_elements_are_packed(emulated_cuda: ModuleType) -> None:
+    numel = 2**31 + 3 * CHUNK + 5
+    table = emulated_cuda.Table([7, numel, 9], [0, 1, 2], [[0] * 3], [0, 1, 2])
+    assert table.chunks() == 2**15 + 4 + 2
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments"),
+    [
+        ("rows must have one entry", ([1], [], [[2]], [0])),
+        ("a place lies outside", ([1], [0], [[2]], [1])),
+        ("a size or row is negative", ([-1], [0], [[2]], [0])),
+        ("dtypes must have one entry", ([1], [0], [[]], [0])),
+        ("unknown dtype code", ([1], [0], [[9]], [0])),
+        ("one to three lists", ([1], [0], [], [0])),
+    ],
+)
+def test_tables_that_do_not_fit_are_refused(emulated_cuda: ModuleType, message: str, arguments: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        emulated_cuda.Table(*arguments)
+
+
+def test_operations_refuse_tables_made_for_others(emulated_cuda: ModuleType) -> None:
+    table, where = emulated_cuda.Table([1], [3], [[2]], [0]), emulated_cuda.Where(0, 0, 0)
+    with pytest.raises(ValueError, match="another number of lists"):
+        table.point([[0], [0]], None)
+    with pytest.raises(ValueError, match="does not have the table's length"):
+        table.point([[0, 0]], None)
+    with pytest.raises(ValueError, match="one flag for each"):
+        table.point([[0]], [True, False])
+    with pytest.raises(ValueError, match="another number of lists"):
+        emulated_cuda.axpby(table, where, 1.0, 1.0, 0, 0)
+    with pytest.raises(ValueError, match="a row lies outside the statistics"):
+        emulated_cuda.l2norm(table, where, 0, 3, 0, 0)
+    with pytest.raises(ValueError, match="a dtype that the operation does not take"):
+        emulated_cuda.content_hash(table, where, 0, 4)
+    grads = emulated_cuda.Table([1], [0], [[0], [2]], [0])
+    with pytest.raises(ValueError, match="memory for hashes, and the table watches no tensors"):
+        emulated_cuda.unscale(grads, where, 0, 0, 0, 1, 0, 0, 1, 1, True)
+    grads.watch([1], [0], [0])
+    with pytest.raises(ValueError, match="watches tensors already, or has no room"):
+        grads.watch([1], [0], [0])
+
+
+# -- the real module, without a GPU ------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(native.cuda_module() is None, reason="the compiled CUDA module is not installed")
+def test_the_module_imports_without_a_gpu_and_says_what_it_holds(tmp_path: Path) -> None:
+    code = (
+        "import fp16opt.kernels.native as n; m = n.cuda_module(); print(m.architectures, m.runs_on(0), m.runs_on(-1))"
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(fp16opt.__file__).parents[1]),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    *names, first, second = done.stdout.split()
+    assert (first, second) == ("False", "False")
+    assert any(name.startswith("sm_") for name in names)
+    assert names[-1].startswith("compute_")
+    assert f"loaded; it holds code for {' '.join(names)}" in native.status()["_cuda"]
+
+
+def test_without_the_module_a_gpu_takes_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_cuda", None)
+    assert not cuda.serves(torch.device("cuda:0"))
+    assert kernels.backend("cuda:0") == "reference"
+    assert kernels.backend("mps") == "reference"
+    assert native.status()["_cuda"].startswith("missing: ")
+
+
+class OnlyOld:
+    """A module without code for the device."""
+
+    @staticmethod
+    def runs_on(index: int) -> bool:
+        return index == 1
+
+
+def test_a_device_that_the_module_has_no_code_for_takes_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_cuda", OnlyOld())
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert kernels.backend("cuda:0") == "reference"
+    assert kernels.backend("cuda:1") == "cuda"
+    monkeypatch.setattr(torch.version, "cuda", None)  # ROCm calls its devices cuda too
+    assert kernels.backend("cuda:1") == "reference"

@@ -1,0 +1,110 @@
+"""A pretended device: CPU tensors that nobody may look at, served by the emulated CUDA kernels."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import emulated
+import pytest
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fp16opt import late
+from fp16opt.kernels import native
+
+LOOKS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero", "unique", "masked_select", "lift_fresh")
+NO_KERNEL = (
+    *("empty", "empty_like", "empty_strided", "new_empty", "view", "_unsafe_view", "detach", "alias", "as_strided"),
+    *("select", "slice", "unbind", "split", "split_with_sizes", "t", "transpose", "permute", "expand", "unsqueeze"),
+    *("squeeze", "lift_fresh", "_record_function_enter_new", "_record_function_exit"),
+)
+
+
+class Watching(TorchDispatchMode):
+    """Notes every torch operation: those that would wait for a device, and those that would launch a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks: list[str] = []
+        self.launches: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).split(".")[1]
+        if name in LOOKS:
+            self.looks.append(name)
+        if name not in NO_KERNEL:
+            self.launches[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def watching(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watching]:
+    """Notes what happens in the block. Reading a tensor on the host by another way counts as a look too."""
+    mode = Watching()
+
+    def note(name: str) -> None:
+        original = getattr(Tensor, name)
+
+        def noted(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+            mode.looks.append(name)
+            return original(self, *args, **kwargs)
+
+        patch.setattr(Tensor, name, noted)
+
+    with monkeypatch.context() as patch, mode:
+        for name in ("tolist", "numpy", "cpu"):
+            note(name)
+        yield mode
+
+
+class Copies:
+    """Copies to the host that arrive when the test says so."""
+
+    def __init__(self) -> None:
+        self.arrived = False
+        self.begun = 0
+
+    def begin(self, flags: Tensor) -> tuple[Tensor, Any]:
+        self.begun += 1
+        return flags.clone(), self
+
+    def query(self) -> bool:
+        return self.arrived
+
+
+def pretend(module: Any, monkeypatch: pytest.MonkeyPatch) -> Copies:
+    """Have the engine take the CPU for a device of another kind, for one test."""
+    emulated.use(module, monkeypatch)
+    copies = Copies()
+    monkeypatch.setattr(late, "is_host", lambda device: False)
+    monkeypatch.setattr(late, "begin_copy", copies.begin)
+    return copies
+
+
+class Counting:
+    """The compiled module, counting what would be launched."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self.launches: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        if name in ("Table", "Where", "Column", "runs_on", "architectures") or not callable(value):
+            return value
+
+        def counted(*args: Any) -> Any:
+            self.launches[name] += 1
+            return value(*args)
+
+        return counted
+
+
+def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
+    """Count the emulated kernels' launches from now on."""
+    module = Counting(native._cuda)
+    monkeypatch.setattr(native, "_cuda", module)
+    return module
