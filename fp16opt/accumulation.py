@@ -165,6 +165,12 @@ class Accumulation:
         self.verdicts[key] = (pending.scaler, found)
         self.state = State.UNSCALED
 
+    def blame(self, scaler: LossScaler, found: Tensor) -> None:
+        """Count ``found`` (float32, 0-dim) into what ``scaler``'s backwards gave: it was found in another optimizer."""
+        earlier = self.verdicts.get(id(scaler))
+        found = found.to(self.device)
+        self.verdicts[id(scaler)] = (scaler, found if earlier is None else torch.maximum(earlier[1], found))
+
     def _start_folding(self) -> None:
         self.grads.start_folding()
         # The verdict so far is the kernel's own buffer, which the next pass overwrites.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .masters import MasterParams, Shard
+from .masters import HALF_DTYPES, MasterParams, Shard
 
 
 class _Lists(NamedTuple):
@@ -122,6 +122,8 @@ class MasterGrads:
         lists = self._lists(shard, fold)
         keep = self._flags_to_keep(shard, fold)
         self._pass(shard, lists, inv_scale)
+        if self.params.own_halves:
+            self._narrow(shard, lists.sources, lists.outs)
         self._merge_flags(number, shard, keep, fold)
         for i, before in lists.later:
             total = self.params.master[i].grad
@@ -130,7 +132,7 @@ class MasterGrads:
 
     def makes_all_anew(self) -> bool:
         """Whether the next :meth:`unscale` adds to nothing that is there, so that it may as well clip."""
-        return self.folded is None and not self.held
+        return self.folded is None and not self.held and not self.params.own_halves
 
     def unscale_clipped(self, inv_scale: Tensor, max_norm: float, device: torch.device) -> Tensor:
         """:meth:`unscale`, with the 2-norm clipped: one pass that reads and one that writes. No host sync.
@@ -227,6 +229,22 @@ class MasterGrads:
             master.grad = out
         return _Lists(grads, list[Tensor | None](outs), [], [])
 
+    def _narrow(self, shard: Shard, sources: list[Tensor | None], outs: list[Tensor | None]) -> None:
+        """Bring FP32 gradients of 16-bit parameters without masters down into their own; one that is too large is inf.
+
+        The sum of squares is that of the wide ones, so the norm is read again.
+        """
+        wide, places = [], []
+        for k, (source, out) in enumerate(zip(sources, outs, strict=True)):
+            if source is not None and out is not None and self.params.master[shard.index[k]].dtype in HALF_DTYPES:
+                wide.append(out)
+                places.append(k)
+        cast = kernels.CastStats.allocate(len(places), shard.device)
+        kernels.multi_tensor_cast(wide, [sources[k] for k in places], cast)
+        shard.stats.nonfinite[places] |= (cast.overflow & kernels.TOO_LARGE).ne(0) * kernels.INF
+        shard.stats.found_inf.copy_((shard.stats.nonfinite != 0).any())
+        self._measurable = False
+
     def _unusual(
         self, i: int, grad: Tensor, fold: bool, later: list[tuple[int, Tensor]]
     ) -> tuple[Tensor | None, Tensor | None, bool]:
@@ -255,6 +273,9 @@ class MasterGrads:
         param, master = self.params.model[i], self.params.master[i]
         if grad.layout is not torch.strided:
             return self._sparse_pair(i, grad)
+        if master.dtype in HALF_DTYPES:
+            self._set_grad(i, grad)
+            return grad, torch.empty_like(grad, dtype=torch.float32), False
         if before is not None and before.layout is torch.strided:
             self._set_grad(i, before)
             return grad, before, True

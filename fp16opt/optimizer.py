@@ -18,7 +18,7 @@ from .masters import MasterParams
 from .outcomes import Outcomes, check_consecutive, warn_no_gradients
 from .scaling import LossScaler
 
-_ACCUMULATION = ("model", "fp32")
+_ACCUMULATION, _MASTER_WEIGHTS = ("model", "fp32"), ("full", "none")
 
 
 class MixedPrecisionOptimizer(Optimizer):
@@ -38,8 +38,9 @@ class MixedPrecisionOptimizer(Optimizer):
         grad_accumulation: "model": micro-batches add up in the model's 16-bit gradients. "fp32": every ``backward``
             folds its gradients into FP32 and frees the 16-bit ones (4 more bytes a parameter between backwards).
         on_model_write: What to do when the model's weights were written by something else than this optimizer, noticed
-            in ``step``, ``state_dict`` and ``fp32_state_dict``: "refresh" takes the new values into the masters in the
-            elements that differ and logs a warning, "error" raises, "ignore" does not look.
+            in ``step``, ``state_dict`` and ``fp32_state_dict``: "refresh" takes the elements that differ into the
+            masters and logs a warning, "error" raises, "ignore" does not look.
+        master_weights: "full": FP32 masters. "none": the optimizer steps 16-bit parameters, and loses small updates.
 
     Raises:
         TypeError: ``optimizer`` is no torch Optimizer, or wrapped already.
@@ -69,6 +70,7 @@ class MixedPrecisionOptimizer(Optimizer):
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         grad_accumulation: str = "model",
         on_model_write: str = "refresh",
+        master_weights: str = "full",
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
@@ -76,14 +78,16 @@ class MixedPrecisionOptimizer(Optimizer):
             raise TypeError("optimizer: expected an optimizer that is not wrapped yet, got a MixedPrecisionOptimizer.")
         check_choice("grad_accumulation", grad_accumulation, _ACCUMULATION)
         check_choice("on_model_write", on_model_write, writes.POLICIES)
+        check_choice("master_weights", master_weights, _MASTER_WEIGHTS)
         self.scaler = make_scaler(dynamic, loss_scale, scaler)
         self.optimizer = optimizer
         self.grad_accumulation = grad_accumulation
         self.on_model_write = on_model_write
         self._names = {id(param): name for name, param in named(named_parameters)}
-        self._params = MasterParams(optimizer.param_groups, self._names, self._carry_state)
+        makes_masters = master_weights == "full"
+        self._params = MasterParams(optimizer.param_groups, self._names, self._carry_state, makes_masters)
         self._params.watches = on_model_write != "ignore"
-        for i in self._params.own:
+        for i in self._params.own if makes_masters else ():
             self._carry_state(self._params.model[i], self._params.model[i])
         self._device = self._params.master[0].device if len(self._params) else torch.device("cpu")
         self._make_gradients()
