@@ -29,23 +29,21 @@ class MixedPrecisionOptimizer(Optimizer):
     ``defaults`` are the wrapped optimizer's own; groups hold what it steps.
 
     Args:
-        optimizer: The optimizer to wrap; its param_groups then hold masters. State that it has already is kept, in
-            FP32. Parameters may mix float16, bfloat16, float32 and float64 and lie on any device.
+        optimizer: The optimizer to wrap; its param_groups then hold masters. Its state is kept, in FP32. Parameters may
+            mix float16, bfloat16, float32 and float64 and lie on any device.
         dynamic: Use ``DynamicLossScaler()``.
         loss_scale: A static scale, 1.0 when nothing else is given. Powers of two unscale exactly.
         scaler: A ``LossScaler`` of your own; one may serve several optimizers. Give one of these three at most.
         named_parameters: ``model.named_parameters()``, for names in messages. torch's own named param groups serve too.
         grad_accumulation: "model": micro-batches add up in the model's 16-bit gradients. "fp32": every ``backward``
             folds its gradients into FP32 and frees the 16-bit ones (4 more bytes a parameter between backwards).
-        on_model_write: What to do when the model's weights were written by something else than this optimizer, noticed
-            in ``step``, ``state_dict`` and ``fp32_state_dict``: "refresh" takes the elements that differ into the
-            masters and logs a warning, "error" raises, "ignore" does not look.
+        on_model_write: What to do where something else wrote the model's weights, noticed in ``step``, ``state_dict`` and
+            ``fp32_state_dict``: "refresh" takes what differs into the masters and warns, "error" raises, "ignore".
         master_weights: "full": FP32 masters. "none": the optimizer steps 16-bit parameters, and loses small updates.
 
     Raises:
         TypeError: ``optimizer`` is no torch Optimizer, or wrapped already.
-        ValueError: Two of dynamic, loss_scale and scaler are given; a value is out of range; a parameter has a dtype
-            that can't be served. The wrapped optimizer is unchanged then.
+        ValueError: Two of dynamic, loss_scale and scaler are given; a value or a parameter's dtype can't be served.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
@@ -451,6 +449,8 @@ class MixedPrecisionOptimizer(Optimizer):
             names=self._params.names,
             scaler=self.scaler,
         )
+        if not plan.has_masters:  # else weights that were loaded just before would be undone below
+            writes.notice(self._params, self.on_model_write)
         plan.apply()
         self._steps.discard()
         self._copy_down()

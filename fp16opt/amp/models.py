@@ -72,9 +72,9 @@ class AmpModule(Reducible):
 
 def check_model(model: nn.Module, number: int, allow_half: bool) -> None:
     """Raise :class:`AmpError` or ``TypeError`` where ``model`` can't be initialised."""
-    where = f"models: model {number} ({type(model).__name__})"
     if not isinstance(model, nn.Module):
         raise TypeError(f"models: expected a torch.nn.Module or a list of them, got {type(model).__name__}.")
+    where = f"models: model {number} ({type(model).__name__})"
     if isinstance(model, AmpModule) and "_amp_forward" in model.__dict__:
         raise AmpError(f"{where} was passed to amp.initialize before. Initialize it once.")
     if isinstance(model, _WRAPPERS) or type(model).__module__.startswith(_WRAPPER_NAMES):

@@ -91,9 +91,9 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
         return getattr(inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        inner = self.__dict__.get("optimizer")
-        if inner is not None and name not in self.__dict__ and name in inner.__dict__ and name not in _OWN:
-            setattr(inner, name, value)
+        mine = self.__dict__
+        if "amp" in mine and name not in mine and name not in _OWN and name in mine["optimizer"].__dict__:
+            setattr(mine["optimizer"], name, value)  # a setting of the user's optimizer
         else:
             super().__setattr__(name, value)
 
@@ -239,7 +239,8 @@ def wrapped_in(optimizer: Any) -> Any:
     for _ in range(4):
         if isinstance(optimizer, Optimizer):
             return optimizer
-        inner = optimizer.__dict__.get("optim", optimizer.__dict__.get("optimizer"))
+        content = getattr(optimizer, "__dict__", {})
+        inner = content.get("optim", content.get("optimizer"))
         if inner is None:
             return None
         optimizer = inner

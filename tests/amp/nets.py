@@ -41,7 +41,7 @@ def train(model: Any, optimizer: Any, steps: int, zero: Callable[[Any, Any], Non
         with amp.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses
 
 
