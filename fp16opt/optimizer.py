@@ -37,8 +37,9 @@ class MixedPrecisionOptimizer(Optimizer):
         named_parameters: ``model.named_parameters()``, for names in messages. torch's own named param groups serve too.
         grad_accumulation: "model": micro-batches add up in the model's 16-bit gradients. "fp32": every ``backward``
             folds its gradients into FP32 and frees the 16-bit ones (4 more bytes a parameter between backwards).
-        on_model_write: What to do where something else wrote the model's weights, noticed in ``step``, ``state_dict`` and
-            ``fp32_state_dict``: "refresh" takes what differs into the masters and warns, "error" raises, "ignore".
+        on_model_write: What to do where something else wrote the model's weights, noticed in ``step``, ``state_dict``
+            and ``fp32_state_dict``: "refresh" takes what differs into the masters and logs a warning, "error" raises,
+            "ignore" does not look.
         master_weights: "full": FP32 masters. "none": the optimizer steps 16-bit parameters, and loses small updates.
 
     Raises:

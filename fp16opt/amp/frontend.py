@@ -39,26 +39,17 @@ def initialize(
 ) -> Any:
     """Prepare models and optimizers for training at an opt level. They are changed in place, and returned.
 
-    ==========================  ========  =========  =========  =========
-    property                    O0        O1         O2         O3
-    ==========================  ========  =========  =========  =========
-    cast_model_type             float32   None       float16    float16
-    patch_torch_functions       False     True       False      False
-    keep_batchnorm_fp32         None      None       True       False
-    master_weights              False     None       True       False
-    loss_scale                  1.0       "dynamic"  "dynamic"  1.0
-    ==========================  ========  =========  =========  =========
-
     Args:
         models: A module or a list of them, in FP32. Wrap them for parallel training afterwards.
         optimizers: An optimizer or a list of them, of the models' parameters. What each has learnt is kept.
         enabled: False: everything is returned as it came.
-        opt_level: "O0" to "O3": where the properties start from.
+        opt_level: Where the properties start from: "O0" plain FP32; "O1" functions cast their inputs; "O2" an FP16
+            model with FP32 batch norm and master weights; "O3" FP16 throughout. See ``policy`` for the table.
         cast_model_type: dtype of weights and inputs; False: no cast.
         patch_torch_functions: Whether functions cast their inputs; O1's own.
         keep_batchnorm_fp32: Whether affine batch norms, and classes in ``_amp_state.fp32_modules``, stay FP32.
         master_weights: Whether 16-bit parameters get FP32 masters.
-        loss_scale: A number, or "dynamic".
+        loss_scale: A number, or "dynamic" (the default of O1 and O2).
         cast_model_outputs: dtype of what models return; the default is float32 where the model was cast.
         num_losses: How many scalers ``scale_loss(loss_id=...)`` chooses from.
         verbosity: 0: silent. 1: a line here, and skipped steps. 2: O1's casts.
@@ -91,20 +82,31 @@ def initialize(
     forgive = (lambda refused: warn_or_err(str(refused))) if _amp_state.hard_override else None
     properties = resolve(opt_level, overrides, forgive)
     model_list, optimizer_list = _as_list(models, "models", nn.Module), _as_list(optimizers, "optimizers", object)
-    _check(model_list, optimizer_list)
+    _check(model_list, optimizer_list, cast_model_outputs)
     scalers = _make_scalers(properties.loss_scale, num_losses, min_loss_scale, max_loss_scale, optimizer_list)
-    setup = Setup(scalers, bool(properties.master_weights), bool(properties.patch_torch_functions), verbosity)
-
-    for model in model_list:
-        prepare_model(model, properties, cast_model_outputs, _amp_state.fp32_modules)
-    names = [pair for number, model in enumerate(model_list) for pair in _names(model, number, len(model_list))]
-    for optimizer in optimizer_list:
-        adopt(wrapped_in(optimizer), setup, names)
+    _prepare(model_list, optimizer_list, properties, cast_model_outputs, scalers, verbosity)
     _begin_session(properties, scalers, verbosity, min_loss_scale, max_loss_scale)
-    if setup.function_casts:
+    if properties.patch_torch_functions:
         _amp_state.casts.activate(verbose=verbosity > 1)
         _amp_state.handle.watch(model_list)
     return _returned(models, optimizers)
+
+
+def _prepare(
+    models: list[nn.Module],
+    optimizers: list[Any],
+    properties: Properties,
+    outputs: torch.dtype | None,
+    scalers: list[LossScaler],
+    verbosity: int,
+) -> None:
+    """Change models and optimizers that were found good."""
+    setup = Setup(scalers, bool(properties.master_weights), bool(properties.patch_torch_functions), verbosity)
+    for model in models:
+        prepare_model(model, properties, outputs, _amp_state.fp32_modules)
+    names = [pair for number, model in enumerate(models) for pair in _names(model, number, len(models))]
+    for optimizer in optimizers:
+        adopt(wrapped_in(optimizer), setup, names)
 
 
 def _disabled(models: Any, optimizers: Any) -> Any:
@@ -134,7 +136,9 @@ def _as_list(given: Any, what: str, kind: type) -> list[Any]:
     raise TypeError(f"{what}: expected {wanted} or a list of them, got {type(given).__name__}.")
 
 
-def _check(models: list[nn.Module], optimizers: list[Any]) -> None:
+def _check(models: list[nn.Module], optimizers: list[Any], outputs: Any) -> None:
+    if outputs is not None and not (isinstance(outputs, torch.dtype) and outputs.is_floating_point):
+        raise TypeError(f"cast_model_outputs: expected a floating torch.dtype or None, got {outputs!r}.")
     for number, model in enumerate(models):
         _allowing(check_model, model, number, _amp_state.allow_incoming_model_not_fp32)
         if any(model is other for other in models[:number]):

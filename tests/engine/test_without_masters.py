@@ -36,7 +36,7 @@ def test_it_trains_like_the_plain_optimizer_on_16_bit_weights(dtype: torch.dtype
         plain.zero_grad()
         assert torch.equal(half, plain_half)
         assert torch.equal(full, plain_full)
-    assert list(optimizer.master_params())[0] is half
+    assert next(iter(optimizer.master_params())) is half
     assert optimizer.state[half]["momentum_buffer"].dtype == dtype
     assert "without masters" in repr(optimizer)
     assert optimizer.state_dict()["masters"] == [None, None]

@@ -18,6 +18,8 @@ FP32_FUNCS = [
     *("triplet_margin_loss", "ctc_loss"),
 ]
 
+CASTS = ["bilinear"]
+
 BANNED_FUNCS = [
     (
         "binary_cross_entropy",
