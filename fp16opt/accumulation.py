@@ -33,7 +33,7 @@ class Pending:
     @classmethod
     def capture(cls, scaler: LossScaler) -> Pending:
         scale = scaler.scale.clone()
-        return cls(scaler, scaler.generation, scale, 1.0 / scale)
+        return cls(scaler, scaler.generation, scale, scale.reciprocal())
 
     def is_current(self, scaler: LossScaler) -> bool:
         return self.scaler is scaler and self.generation == scaler.generation

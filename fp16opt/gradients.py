@@ -196,6 +196,7 @@ class MasterGrads:
         adds: list[bool] = []
         later: list[tuple[int, Tensor]] = []
         models, masters, buffers = self.params.model, self.params.master, self.buffers
+        fresh = self.own_is_fresh and not self.params.own_halves
         for i in shard.index:
             grad = models[i].grad
             add = False
@@ -207,6 +208,8 @@ class MasterGrads:
                 source, out = grad, buffers[i]
                 if masters[i].grad is not out:
                     masters[i].grad = out
+            elif fresh and i not in self.held and masters[i] is models[i] and _lies_like(grad, models[i]):
+                source, out = grad, grad  # as usual: an FP32 parameter's own gradient, unscaled in place
             else:
                 source, out, add = self._unusual(i, grad, fold, later)
             sources.append(source)
@@ -445,6 +448,11 @@ class MasterGrads:
                     tensor.grad.zero_()
         if not set_to_none:
             self.mark_consumed()
+
+
+def _lies_like(grad: Tensor, param: Tensor) -> bool:
+    """Whether a gradient can stay where it is: dense, detached, and with its parameter's strides."""
+    return grad.layout is torch.strided and not grad.requires_grad and grad.stride() == param.stride()
 
 
 def _versions(grads: list[Tensor | None]) -> list[int]:

@@ -179,7 +179,7 @@ class Casts:
 
     def on(self) -> bool:
         """Whether any function casts in this thread now."""
-        return self.in_backward or any(autocast_state())
+        return self.in_backward or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
     def narrowed(self, tensor: Tensor) -> Tensor:
         """An FP32 tensor in FP16; a parameter's is kept until weights may have changed. Others stay."""
@@ -211,18 +211,7 @@ class Casts:
 
     def float(self, function: Callable[..., Any], off_inside: bool = False) -> Callable[..., Any]:
         """``function`` with 16-bit tensors cast to FP32."""
-        cast = self._casting(function, lambda args, kwargs: _both(args, kwargs, self.widened), off_inside)
-        if off_inside:
-            return cast
-
-        @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            for arg in args:  # the usual case needs no walk through containers: all is FP32
-                if not (isinstance(arg, Tensor) and arg.dtype is torch.float32):
-                    return cast(*args, **kwargs)
-            return function(*args, **kwargs) if not kwargs else cast(*args, **kwargs)
-
-        return wrapper
+        return self._casting(function, lambda args, kwargs: _both(args, kwargs, self.widened), off_inside)
 
     def promote(self, function: Callable[..., Any], off_inside: bool = False) -> Callable[..., Any]:
         """``function`` with FP16 tensors cast to the widest floating dtype among its inputs."""
@@ -355,8 +344,15 @@ def _is_torch(owner: Any) -> bool:
 
 
 def _both(args: Any, kwargs: Any, cast: Callable[[Tensor], Any]) -> tuple[Any, Any]:
-    cast_kwargs = {name: map_tensors(value, cast) for name, value in kwargs.items()} if kwargs else kwargs
-    return tuple([map_tensors(arg, cast) for arg in args]), cast_kwargs
+    cast_kwargs = {name: _cast_one(value, cast) for name, value in kwargs.items()} if kwargs else kwargs
+    return tuple([_cast_one(arg, cast) for arg in args]), cast_kwargs
+
+
+def _cast_one(value: Any, cast: Callable[[Tensor], Any]) -> Any:
+    """`map_tensors`, with short ways for what most arguments are."""
+    if isinstance(value, Tensor):
+        return cast(value)
+    return value if value is None or isinstance(value, (int, float, str)) else map_tensors(value, cast)
 
 
 def _tensors(values: Any) -> list[Tensor]:

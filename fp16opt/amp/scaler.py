@@ -109,7 +109,9 @@ class LossScaler(scaling.LossScaler):
             self._unsettled = None
         self.before = self.rule.scale
         self._found = found_inf
-        self.rule.update(found_inf)
+        rule = self.rule
+        if found_inf.device.type != "cpu" or not isinstance(rule, DynamicLossScaler) or not rule.count_clean(found_inf):
+            rule.update(found_inf)
 
     def postpone(self, found_inf: Tensor) -> None:
         """As :meth:`settle`, but the scale follows at the next one, or in ``step`` (``delay_overflow_check``)."""
