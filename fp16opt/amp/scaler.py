@@ -108,7 +108,7 @@ class LossScaler(scaling.LossScaler):
             found_inf = torch.maximum(self._unsettled.to(found_inf.device), found_inf)
             self._unsettled = None
         self.before = self.rule.scale
-        self._found = found_inf
+        self._found = found_inf.clone()  # it may be a buffer of the kernels, which the next backward overwrites
         rule = self.rule
         if found_inf.device.type != "cpu" or not isinstance(rule, DynamicLossScaler) or not rule.count_clean(found_inf):
             rule.update(found_inf)

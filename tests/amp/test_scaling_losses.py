@@ -449,3 +449,22 @@ def test_weights_loaded_after_initialize_stay() -> None:
         group["lr"] = 0.0
     train(model, optimizer, 1)
     assert torch.equal(model[0].weight, other[0].weight.half())
+
+
+def test_the_notice_names_the_loss_that_overflowed(caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    optimizer = sgd(model)
+    amp.initialize(model, optimizer, opt_level="O1", num_losses=2)
+    train(model, optimizer, 1)
+    for bad in (0, 1):
+        caplog.clear()
+        for loss_id in (0, 1):
+            with amp.scale_loss(F.cross_entropy(model(X), Y), optimizer, loss_id=loss_id) as scaled:
+                scaled.backward()
+                if loss_id == bad:
+                    model[3].bias.grad[0] = float("inf")
+        with caplog.at_level(logging.INFO):
+            optimizer.step()
+        optimizer.zero_grad()
+        assert f"gradient overflow in loss {bad}" in caplog.text
+        assert "loss scale 65536 -> 32768" in caplog.text
