@@ -124,6 +124,17 @@ def _parallel() -> Any:
     return nn.DataParallel(net()), None
 
 
+def _parallel_of_apex() -> Any:
+    wrapper = type("DistributedDataParallel", (nn.Sequential,), {"__module__": "apex.parallel.distributed"})
+    return wrapper(net()), None
+
+
+def _named_like_the_old_one() -> Any:
+    model = net()
+    kind = type("FP16_Optimizer", (torch.optim.SGD,), {})
+    return model, kind(model.parameters(), lr=0.1)
+
+
 def _foreign_optimizer() -> Any:
     return net(), sgd(net(1))
 
@@ -158,6 +169,8 @@ def _models_twice() -> Any:
     [
         (_half_model, r"parameter '0.weight' is float16, expected float32.*no \.half\(\) needed"),
         (_half_buffer, "buffer '1.running_mean' is float16"),
+        (_parallel_of_apex, "wrapped for parallel training already"),
+        (_named_like_the_old_one, "keeps masters of its own"),
         (_parallel, "wrapped for parallel training already"),
         (_foreign_optimizer, "none of its 6 parameters belongs to the models"),
         (_already, "passed to amp.initialize before"),
