@@ -180,7 +180,7 @@ def test_public_methods_have_docstrings() -> None:
     missing = []
     rooms = (fp16opt, importlib.import_module("fp16opt.fp16_utils"), importlib.import_module("fp16opt.optimizers"))
     for home, name in [(room, name) for room in rooms for name in room.__all__]:
-        obj = getattr(room, name)
+        obj = getattr(home, name)
         if not inspect.isclass(obj):
             continue
         if not inspect.getdoc(obj):

@@ -465,7 +465,8 @@ def namespaces() -> dict[str, dict[str, Any]]:
     for held in found.values():
         held.pop("__warningregistry__", None)
     state = (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
-    found["autocast"] = {"enabled": state, "dtypes": [torch.get_autocast_dtype(d) for d in ("cpu", "cuda")]}  # fmt: skip
+    dtypes = [torch.get_autocast_dtype(device) for device in ("cpu", "cuda")]
+    found["autocast"] = {"enabled": state, "dtypes": dtypes}
     return found
 
 

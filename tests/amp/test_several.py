@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -44,11 +45,13 @@ def used_by(layout: Any, loss: int) -> list[int]:
     return [i for i, models in enumerate(owners) if set(models) & set(losses[loss])]
 
 
-def run_amp(layout: Any, scalers: int, place: Any, master: bool, order: int) -> tuple[list[Tensor], Any, Any]:
+def run_amp(
+    layout: Any, scalers: int, place: Any, master: bool, order: int, make: Any = torch.optim.SGD
+) -> tuple[list[Tensor], Any, Any]:
     count, losses, owners = layout
     models = [Mixed(1.0 + i) for i in range(count)]
     optimizers: Any = [
-        torch.optim.SGD([p for m in members for p in models[m].parameters()], lr=LR * (1 + i), momentum=0.5 * (i + 1))
+        make([p for m in members for p in models[m].parameters()], lr=LR * (1 + i), momentum=0.5 * (i + 1))
         for i, members in enumerate(owners)
     ]
     _amp_state.allow_incoming_model_not_fp32 = True
@@ -132,6 +135,48 @@ def test_weights_masters_and_scales(name: str, scalers: int, place: Any) -> None
     half = [p for p in expected if p.dtype == torch.float16]
     assert half
     assert all(bool(p.isfinite().all()) for p in expected)
+
+
+@pytest.mark.parametrize("materialize", [True, False])
+@pytest.mark.parametrize("place", [None, (1, 0, "w16"), (1, 1, "w32"), (0, 1, "w16"), (2, 0, "w32")], ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_fused_sgd_of_the_aliases(name: str, place: Any, materialize: bool) -> None:
+    from fp16opt.optimizers import FusedSGD
+
+    layout = LAYOUTS[name]
+    make = functools.partial(FusedSGD, materialize_master_grads=materialize)
+    expected, scales = run_reference(layout, 2, place)
+    got, state, _ = run_amp(layout, 2, place, True, 0, make)
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert [state[f"loss_scaler{k}"]["loss_scale"] for k in range(2)] == scales
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_larc_and_the_fused_optimizers_of_the_aliases(level: str) -> None:
+    from fp16opt.optimizers.larc import LARC
+    from fp16opt.optimizers import FusedAdam, FusedLAMB, FusedSGD
+
+    from .nets import net, train
+
+    kinds = (
+        lambda m: LARC(torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9)),
+        lambda m: FusedSGD(m.parameters(), lr=0.05, momentum=0.9),
+        lambda m: FusedAdam(m.parameters(), lr=0.01),
+        lambda m: FusedLAMB(m.parameters(), lr=0.01),
+    )
+    for make in kinds:
+        model = net()
+        optimizer = make(model)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        losses = train(model, optimizer, 8)
+        assert all(b < a for a, b in itertools.pairwise(losses))
+        weights = [p.detach().clone() for p in model.parameters()]
+        with amp.scale_loss(sum(p.float().sum() for p in model.parameters()), optimizer) as scaled:
+            scaled.backward()
+            model[0].weight.grad[0, 0] = float("inf")
+        optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights, strict=True))
+        _amp_state.casts.deactivate()
 
 
 def test_the_reference_notices_a_step_that_is_not_skipped() -> None:
