@@ -33,7 +33,7 @@ class Pending:
     @classmethod
     def capture(cls, scaler: LossScaler) -> Pending:
         scale = scaler.scale  # a copy
-        return cls(scaler, scaler.generation, scale, 1.0 / scale)
+        return cls(scaler, scaler.generation, scale, scale.reciprocal())
 
     def is_current(self, scaler: LossScaler) -> bool:
         return self.scaler is scaler and self.generation == scaler.generation
@@ -164,6 +164,12 @@ class Accumulation:
             found = found.clone() if earlier is None else torch.maximum(earlier[1], found)
         self.verdicts[key] = (pending.scaler, found)
         self.state = State.UNSCALED
+
+    def blame(self, scaler: LossScaler, found: Tensor) -> None:
+        """Count ``found`` (float32, 0-dim) into what ``scaler``'s backwards gave: it was found in another optimizer."""
+        earlier = self.verdicts.get(id(scaler))
+        found = found.to(self.device)
+        self.verdicts[id(scaler)] = (scaler, found if earlier is None else torch.maximum(earlier[1], found))
 
     def _start_folding(self) -> None:
         self.grads.start_folding()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .masters import MasterParams, Shard
+from .masters import HALF_DTYPES, MasterParams, Shard
 
 
 class _Lists(NamedTuple):
@@ -123,6 +123,8 @@ class MasterGrads:
         lists = self._lists(shard, fold)
         keep = self._flags_to_keep(number, shard, fold)
         self._pass(shard, lists, inv_scale)
+        if self.params.own_halves:
+            self._narrow(shard, lists.sources, lists.outs)
         self._merge_flags(number, shard, keep, fold)
         for i, before in lists.later:
             total = self.params.master[i].grad
@@ -131,7 +133,7 @@ class MasterGrads:
 
     def makes_all_anew(self) -> bool:
         """Whether the next :meth:`unscale` adds to nothing that is there, so that it may as well clip."""
-        return self.folded is None and not self.held
+        return self.folded is None and not self.held and not self.params.own_halves
 
     def unscale_clipped(self, inv_scale: Tensor, max_norm: float, device: torch.device) -> Tensor:
         """:meth:`unscale`, with the 2-norm clipped: one pass that reads and one that writes. No host sync.
@@ -195,6 +197,7 @@ class MasterGrads:
         adds: list[bool] = []
         later: list[tuple[int, Tensor]] = []
         models, masters, buffers = self.params.model, self.params.master, self.buffers
+        fresh = self.own_is_fresh and not self.params.own_halves
         for i in shard.index:
             grad = models[i].grad
             add = False
@@ -206,6 +209,8 @@ class MasterGrads:
                 source, out = grad, buffers[i]
                 if masters[i].grad is not out:
                     masters[i].grad = out
+            elif fresh and i not in self.held and masters[i] is models[i] and _lies_like(grad, models[i]):
+                source, out = grad, grad  # as usual: an FP32 parameter's own gradient, unscaled in place
             else:
                 source, out, add = self._unusual(i, grad, fold, later)
             sources.append(source)
@@ -227,6 +232,22 @@ class MasterGrads:
         for master, out in zip(shard.masters, outs, strict=True):
             master.grad = out
         return _Lists(grads, list[Tensor | None](outs), [], [])
+
+    def _narrow(self, shard: Shard, sources: list[Tensor | None], outs: list[Tensor | None]) -> None:
+        """Bring FP32 gradients of 16-bit parameters without masters down into their own; one that is too large is inf.
+
+        The sum of squares is that of the wide ones, so the norm is read again.
+        """
+        wide, places = [], []
+        for k, (source, out) in enumerate(zip(sources, outs, strict=True)):
+            if source is not None and out is not None and self.params.master[shard.index[k]].dtype in HALF_DTYPES:
+                wide.append(out)
+                places.append(k)
+        cast = kernels.CastStats.allocate(len(places), shard.device)
+        kernels.multi_tensor_cast(wide, [sources[k] for k in places], cast)
+        shard.stats.nonfinite[places] |= (cast.overflow & kernels.TOO_LARGE).ne(0) * kernels.INF
+        shard.stats.found_inf.copy_((shard.stats.nonfinite != 0).any())
+        self._measurable = False
 
     def _unusual(
         self, i: int, grad: Tensor, fold: bool, later: list[tuple[int, Tensor]]
@@ -256,6 +277,9 @@ class MasterGrads:
         param, master = self.params.model[i], self.params.master[i]
         if grad.layout is not torch.strided:
             return self._sparse_pair(i, grad)
+        if master.dtype in HALF_DTYPES:
+            self._set_grad(i, grad)
+            return grad, torch.empty_like(grad, dtype=torch.float32), False
         if before is not None and before.layout is torch.strided:
             self._set_grad(i, before)
             return grad, before, True
@@ -428,6 +452,11 @@ class MasterGrads:
                     tensor.grad.zero_()
         if not set_to_none:
             self.mark_consumed()
+
+
+def _lies_like(grad: Tensor, param: Tensor) -> bool:
+    """Whether a gradient can stay where it is: dense, detached, and with its parameter's strides."""
+    return grad.layout is torch.strided and not grad.requires_grad and grad.stride() == param.stride()
 
 
 def _versions(grads: list[Tensor | None]) -> list[int]:

@@ -109,12 +109,16 @@ class MasterParams:
         groups: The wrapped optimizer's ``param_groups``. Their ``params`` lists are changed in place.
         names: From ``id(parameter)`` to its name; may be empty.
         carry: Called with (model parameter, master) for each new master, to move optimizer state along.
+        makes_masters: Whether 16-bit parameters get masters at all. False: they are their own.
 
     Raises:
         ValueError: A parameter has a dtype that can't be served; nothing has been changed then.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], names: dict[int, str], carry: Carry) -> None:
+    def __init__(
+        self, groups: list[dict[str, Any]], names: dict[int, str], carry: Carry, makes_masters: bool = True
+    ) -> None:
+        self.makes_masters = makes_masters
         self.model: list[Tensor] = []
         self.master: list[Tensor] = []
         self.names: list[str] = []
@@ -160,7 +164,7 @@ class MasterParams:
             self.master.append(param)
             self.names.append(name_of(group, place, param, names) or f"group {number}, param {place}")
             self.places.append((number, place))
-            if param.dtype in HALF_DTYPES and param.requires_grad:
+            if self.makes_masters and param.dtype in HALF_DTYPES and param.requires_grad:
                 self._give_master(len(self.model) - 1, params, carry)
         self.group_sizes.append(len(params))
 
@@ -228,7 +232,8 @@ class MasterParams:
             self.shards.append(shard)
         self.copied = [i for shard in self.shards for i in shard.copied]
         self.own = [i for i in range(len(self)) if self.master[i] is self.model[i]]
-        self.frozen_halves = [i for i in self.own if self.model[i].dtype in HALF_DTYPES]
+        self.own_halves = [i for i in self.own if self.model[i].dtype in HALF_DTYPES]
+        self.frozen_halves = self.own_halves if self.makes_masters else []
         self._dtypes = [param.dtype for param in self.model]
         self._shapes = [param.shape for param in self.model]
         self._devices = [param.device for param in self.model]
@@ -439,7 +444,7 @@ class MasterParams:
             if self.master[i] is not model:
                 kind += " with FP32 masters"
             elif model.dtype in HALF_DTYPES:
-                kind += " frozen"
+                kind += " frozen" if self.makes_masters else " without masters"
             counts[kind] = counts.get(kind, 0) + 1
         return ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "none"
 

@@ -18,7 +18,7 @@ from .masters import MasterParams
 from .outcomes import Outcomes, check_consecutive, warn_no_gradients
 from .scaling import LossScaler
 
-_ACCUMULATION = ("model", "fp32")
+_ACCUMULATION, _MASTER_WEIGHTS = ("model", "fp32"), ("full", "none")
 
 
 class MixedPrecisionOptimizer(Optimizer):
@@ -29,22 +29,22 @@ class MixedPrecisionOptimizer(Optimizer):
     ``defaults`` are the wrapped optimizer's own; groups hold what it steps.
 
     Args:
-        optimizer: The optimizer to wrap; its param_groups then hold masters. State that it has already is kept, in
-            FP32. Parameters may mix float16, bfloat16, float32 and float64 and lie on any device.
+        optimizer: The optimizer to wrap; its param_groups then hold masters. Its state is kept, in FP32. Parameters may
+            mix float16, bfloat16, float32 and float64 and lie on any device.
         dynamic: Use ``DynamicLossScaler()``.
         loss_scale: A static scale, 1.0 when nothing else is given. Powers of two unscale exactly.
         scaler: A ``LossScaler`` of your own; one may serve several optimizers. Give one of these three at most.
         named_parameters: ``model.named_parameters()``, for names in messages. torch's own named param groups serve too.
         grad_accumulation: "model": micro-batches add up in the model's 16-bit gradients. "fp32": every ``backward``
             folds its gradients into FP32 and frees the 16-bit ones (4 more bytes a parameter between backwards).
-        on_model_write: What to do when the model's weights were written by something else than this optimizer, noticed
-            in ``step``, ``state_dict`` and ``fp32_state_dict``: "refresh" takes the new values into the masters in the
-            elements that differ and logs a warning, "error" raises, "ignore" does not look.
+        on_model_write: What to do where something else wrote the model's weights, noticed in ``step``, ``state_dict``
+            and ``fp32_state_dict``: "refresh" takes what differs into the masters and logs a warning, "error" raises,
+            "ignore" does not look.
+        master_weights: "full": FP32 masters. "none": the optimizer steps 16-bit parameters, and loses small updates.
 
     Raises:
         TypeError: ``optimizer`` is no torch Optimizer, or wrapped already.
-        ValueError: Two of dynamic, loss_scale and scaler are given; a value is out of range; a parameter has a dtype
-            that can't be served. The wrapped optimizer is unchanged then.
+        ValueError: Two of dynamic, loss_scale and scaler are given; a value or a parameter's dtype can't be served.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
@@ -69,6 +69,7 @@ class MixedPrecisionOptimizer(Optimizer):
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         grad_accumulation: str = "model",
         on_model_write: str = "refresh",
+        master_weights: str = "full",
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
@@ -76,14 +77,16 @@ class MixedPrecisionOptimizer(Optimizer):
             raise TypeError("optimizer: expected an optimizer that is not wrapped yet, got a MixedPrecisionOptimizer.")
         check_choice("grad_accumulation", grad_accumulation, _ACCUMULATION)
         check_choice("on_model_write", on_model_write, writes.POLICIES)
+        check_choice("master_weights", master_weights, _MASTER_WEIGHTS)
         self.scaler = make_scaler(dynamic, loss_scale, scaler)
         self.optimizer = optimizer
         self.grad_accumulation = grad_accumulation
         self.on_model_write = on_model_write
         self._names = {id(param): name for name, param in named(named_parameters)}
-        self._params = MasterParams(optimizer.param_groups, self._names, self._carry_state)
+        makes_masters = master_weights == "full"
+        self._params = MasterParams(optimizer.param_groups, self._names, self._carry_state, makes_masters)
         self._params.watches = on_model_write != "ignore"
-        for i in self._params.own:
+        for i in self._params.own if makes_masters else ():
             self._carry_state(self._params.model[i], self._params.model[i])
         self._device = self._params.master[0].device if len(self._params) else torch.device("cpu")
         self._make_gradients()
@@ -449,6 +452,8 @@ class MixedPrecisionOptimizer(Optimizer):
             names=self._params.names,
             scaler=self.scaler,
         )
+        if not plan.has_masters:  # else weights that were loaded just before would be undone below
+            writes.notice(self._params, self.on_model_write)
         plan.apply()
         self._steps.discard()
         self._copy_down()

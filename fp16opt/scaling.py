@@ -301,6 +301,19 @@ class DynamicLossScaler(LossScaler):
         self._scale.copy_(self._scale * factors.prod()).clamp_(self.min_scale, self.max_scale)
         self.generation += 1
 
+    def count_clean(self, found_inf: Tensor) -> bool:
+        """:meth:`update`, if that does no more than to count one more clean step. For the CPU, where looking is cheap.
+
+        Returns:
+            Whether it was so, and was done. Syncs.
+        """
+        clean, skips = self._trackers.tolist()
+        if skips or clean + 1 >= self.growth_interval or found_inf.item():
+            return False
+        self._trackers[0] += 1
+        self.generation += 1
+        return True
+
     def back_off(self) -> bool:
         """Lower the scale now, whatever hysteresis says; clean steps count from zero. Syncs.
 

@@ -230,3 +230,21 @@ def test_on_the_gpu_as_on_the_cpu() -> None:
 
 def test_doctests() -> None:
     assert doctest.testmod(scaling).failed == 0
+
+
+def test_counting_a_clean_step_is_what_update_does() -> None:
+    """`count_clean` against `update`, over a stream with overflows, growth and hysteresis."""
+    mine, theirs = (DynamicLossScaler(init_scale=64.0, growth_interval=3, hysteresis=2) for _ in range(2))
+    counted = 0
+    for found in [0, 0, 0, 0, 1, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0]:
+        flag = torch.tensor(float(found))
+        done = mine.count_clean(flag)
+        if not done:
+            mine.update(flag)
+        theirs.update(flag)
+        counted += done
+        assert {k: float(v) for k, v in mine.state_dict().items() if isinstance(v, torch.Tensor)} == {
+            k: float(v) for k, v in theirs.state_dict().items() if isinstance(v, torch.Tensor)
+        }
+        assert mine.generation == theirs.generation
+    assert counted == 7

@@ -387,3 +387,14 @@ def test_a_write_through_data_between_backward_and_step_is_noticed_in_the_sample
     opt.step()
     (m,) = opt.master_params()
     assert_same_bits(m, torch.full((70001,), 2.0 - LOW))
+
+
+def test_weights_loaded_before_a_plain_optimizer_checkpoint_stay() -> None:
+    """A checkpoint without masters does not bring the model back to what the masters held before it was loaded."""
+    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
+    plain = torch.optim.SGD([weight], lr=0.5, momentum=0.5).state_dict()
+    optimizer = MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=0.5, momentum=0.5))
+    weight.data.fill_(3.0)
+    optimizer.load_state_dict(plain)
+    assert weight.tolist() == [3.0] * 4
+    assert next(optimizer.master_params()).tolist() == [3.0] * 4

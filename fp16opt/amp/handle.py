@@ -1,0 +1,258 @@
+"""``scale_loss`` and ``disable_casts``, and the handles of the older interface."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._amp_state import _amp_state
+from .casting import Casts
+from .opt import OptimWrapper
+from .optimizers import AmpOptimizer, is_initialised, wrapped_in
+from .policy import AmpError
+from .scaler import LossScaler
+
+__all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
+
+
+@contextmanager
+def scale_loss(
+    loss: Any,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: nn.Module | None = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[Any]:
+    """Run ``backward`` on the scaled loss inside; on the way out its gradients are unscaled and checked.
+
+    They are added to what the optimizers' parameters held, in FP32 where there are masters. Where one is not finite the
+    next ``step`` of every optimizer passed is skipped. Afterwards clip ``amp.master_params(optimizer)``.
+
+    Args:
+        loss: Floating, any shape.
+        optimizers: One, or a list of all whose parameters get gradients here.
+        loss_id: Which of the ``num_losses`` scalers to use.
+        model: Not used.
+        delay_unscale: Leave gradients as they are; a later one without it, or ``step``, unscales the sum.
+        delay_overflow_check: Unscale; the loss scale follows at the next ``scale_loss`` of this id.
+
+    Yields:
+        ``loss.float()`` times the scale, and ``loss`` itself where amp is disabled.
+
+    Raises:
+        AmpError: ``initialize`` was not called, ``loss_id`` is out of range, or an optimizer was not passed to it.
+        TypeError: The loss is not a floating tensor.
+
+    Syncs: with verbosity 1 or more, where a step is skipped, in ``step``.
+    """
+    engines = _engines(optimizers)
+    if engines is None:
+        yield loss
+        return
+    scaler = _scaler(engines, loss_id)
+    entered: list[tuple[AmpOptimizer, Any]] = []
+    leave_backward = _amp_state.casts.enter_backward()
+    try:
+        scaled = loss
+        for engine in engines:
+            scaled, before = engine.enter(loss, scaler)
+            entered.append((engine, before))
+        yield scaled
+    except BaseException:
+        for engine, before in entered:
+            engine.abandon(before)
+        raise
+    finally:
+        leave_backward()
+        if _amp_state.casts.active:
+            _amp_state.casts.clear_cache()
+    if not delay_unscale:
+        _settle(engines, scaler, delay_overflow_check)
+
+
+def _engines(optimizers: Any) -> list[AmpOptimizer] | None:
+    """The engines behind ``optimizers``, each once; None where amp is disabled for them."""
+    given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    found: list[AmpOptimizer] = []
+    for number, optimizer in enumerate(given):
+        inner = wrapped_in(optimizer)
+        if inner is not None and inner.__dict__.get("_amp_disabled"):
+            continue
+        if not is_initialised(inner):
+            _not_initialised(number, optimizer)
+        if not any(inner is engine for engine in found):
+            found.append(inner)
+    return found or None
+
+
+def _not_initialised(number: int, optimizer: object) -> None:
+    if not _amp_state.loss_scalers and _amp_state.handle is None:
+        raise AmpError(
+            "scale_loss was called before amp.initialize. Call model, optimizer = amp.initialize(model, optimizer, "
+            "opt_level=...) first."
+        )
+    raise AmpError(
+        f"optimizers: optimizer {number} ({type(optimizer).__name__}) was not passed to amp.initialize. Pass it there, "
+        "and use it here."
+    )
+
+
+def _scaler(engines: Sequence[AmpOptimizer], loss_id: Any) -> LossScaler:
+    scalers = engines[0].amp.scalers
+    if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < len(scalers):
+        raise AmpError(
+            f"loss_id: expected a whole number from 0 to {len(scalers) - 1}, got {loss_id!r}. "
+            "Call amp.initialize with num_losses=... to have more."
+        )
+    return scalers[loss_id]
+
+
+def _settle(engines: Sequence[AmpOptimizer], scaler: LossScaler, postpone: bool) -> None:
+    """Unscale in every optimizer; an overflow in one is an overflow in all. No host sync."""
+    found: Tensor = engines[0].settle_gradients(scaler)
+    if len(engines) > 1:
+        each = [found, *(engine.settle_gradients(scaler) for engine in engines[1:])]
+        found = torch.stack([flag.to(found.device) for flag in each]).amax()
+        for engine in engines:
+            engine._steps.blame(scaler, found)
+    if postpone:
+        scaler.postpone(found)
+    else:
+        scaler.settle(found)
+
+
+@contextmanager
+def disable_casts() -> Iterator[None]:
+    """Functions don't cast inside. May be nested; an exception leaves them as they were."""
+    with _amp_state.casts.disabled():
+        yield
+
+
+class AmpHandle:
+    """What ``amp.init()`` returns, and ``amp._amp_state.handle``.
+
+    Args:
+        casts: The function casts that this handle takes out.
+    """
+
+    def __init__(self, casts: Casts) -> None:
+        self._casts = casts
+        self._alive: set[int] = set()
+
+    def watch(self, models: Sequence[nn.Module]) -> None:
+        """Take the casts out when the last of the models is gone."""
+        for model in models:
+            self._alive.add(id(model))
+            weakref.finalize(model, _forget, weakref.ref(self), id(model)).atexit = False
+
+    def is_active(self) -> bool:
+        """Whether functions cast their inputs."""
+        return self._casts.active
+
+    @property
+    def _is_active(self) -> bool:
+        return self._casts.active
+
+    def _deactivate(self) -> None:
+        """Put back everything that was put in: after this torch is as it was."""
+        self._alive.clear()
+        self._casts.deactivate()
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether FP16 copies of weights are kept within an iteration."""
+        return self._casts.caching
+
+    @property
+    def cache(self) -> dict[Any, Any]:
+        """Those of them that were made here; autocast keeps its own."""
+        return {entry[0]: entry[3] for entry in self._casts.cache.values()}
+
+    def remove_cache(self, param: Tensor) -> None:
+        """Forget the copy of one weight."""
+        self._casts.cache.pop(id(param), None)
+        torch.clear_autocast_cache()
+
+    def _clear_cache(self) -> None:
+        self._casts.clear_cache()
+
+    @property
+    def verbose(self) -> bool:
+        """Whether each cast is logged."""
+        return self._casts.verbose
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
+        """The older interface: an optimizer whose ``scale_loss(loss)`` is called ``num_loss`` times a step."""
+        return OptimWrapper(optimizer, num_loss, self._casts)
+
+    def disable_casts(self) -> Any:
+        """As ``amp.disable_casts()``."""
+        return disable_casts()
+
+    def scale_loss(self, loss: Any, optimizer: Any) -> Any:
+        """The oldest interface, gone since 2019.
+
+        Raises:
+            AmpError: Always; it says what to call.
+        """
+        raise AmpError(
+            "handle.scale_loss is gone: use amp.scale_loss(loss, optimizer) after amp.initialize, or "
+            "handle.wrap_optimizer(optimizer).scale_loss(loss)."
+        )
+
+
+def _forget(reference: Callable[[], AmpHandle | None], model_id: int) -> None:
+    handle = reference()
+    if handle is not None and model_id in handle._alive:
+        handle._alive.discard(model_id)
+        if not handle._alive:
+            handle._deactivate()
+
+
+class NoOpHandle:
+    """What ``amp.init(enabled=False)`` returns: everything stays as it is."""
+
+    has_cache = False
+    verbose = False
+    _is_active = False
+
+    @property
+    def cache(self) -> dict[Any, Any]:
+        """Nothing is kept."""
+        return {}
+
+    def is_active(self) -> bool:
+        """Never."""
+        return False
+
+    @contextmanager
+    def _disable_casts(self) -> Iterator[None]:
+        yield
+
+    def disable_casts(self) -> Any:
+        """There are no casts."""
+        return self._disable_casts()
+
+    @contextmanager
+    def scale_loss(self, loss: Any, optimizer: Any) -> Iterator[Any]:
+        """Yields the loss itself."""
+        yield loss
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
+        """A wrapper that neither scales nor skips."""
+        return OptimWrapper(optimizer, num_loss, None)
+
+    def remove_cache(self, param: Tensor) -> None:
+        """Nothing is kept."""
+
+    def _clear_cache(self) -> None:
+        """Nothing is kept."""
+
+    def _deactivate(self) -> None:
+        """There is nothing to take out."""

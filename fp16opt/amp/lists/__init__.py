@@ -1,0 +1,1 @@
+"""Which functions cast their inputs under O1, and to what. Lists may be added to before ``initialize``."""

@@ -1,0 +1,320 @@
+"""Optimizers in place: the user's object becomes the engine's wrapper of a fresh object with its content."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..accumulation import State
+from ..diagnostics import Overflow, SkipLog, describe
+from ..optimizer import MixedPrecisionOptimizer
+from ..scaling import LossScaler as EngineScaler
+from ..wrapped import HOOKS
+from ._amp_state import _amp_state, logger
+from .policy import AmpError
+from .scaler import LossScaler
+from .subclassing import Reducible, combined, parts_of
+
+if TYPE_CHECKING:
+    from .stash import Stash
+
+MASTERS = "fp16opt_masters"  # the key of an optimizer's state_dict that torch's own loader does not look at
+
+
+@dataclass
+class Setup:
+    """What one call of ``amp.initialize`` decided; its optimizers hold on to it whatever later calls do.
+
+    Attributes:
+        scalers: One a loss id.
+        master_weights: Whether 16-bit parameters get masters.
+        function_casts: Whether functions cast their inputs (O1).
+        verbosity: 0: silent.
+    """
+
+    scalers: list[LossScaler]
+    master_weights: bool
+    function_casts: bool
+    verbosity: int
+
+
+class AmpLog(SkipLog):
+    """What the engine logs of skipped steps, with loss ids and the scalers of the losses."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__()
+        self.setup = setup
+
+    def skipped(self, scaler: EngineScaler, old: float, overflows: Sequence[Overflow]) -> None:
+        """A step was skipped; ``scaler`` is the engine's, which never changes."""
+        if self.setup.verbosity == 0:
+            return
+        for loss_id, mine in enumerate(self.setup.scalers):
+            if mine._has_overflow:
+                logger.info("gradient overflow in loss %d: skipping the step.", loss_id)
+                super().skipped(mine.rule, float(mine.before), overflows)
+                return
+        logger.warning("step skipped: non-finite gradients in %s.", describe(overflows))
+
+
+class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
+    """What ``amp.initialize`` makes of an optimizer: the engine's wrapper, under the identity and class of the user's.
+
+    ``isinstance`` with the user's class holds, and attributes of the user's own are found.
+    """
+
+    amp: Setup
+
+    def adopt(self, inner: Optimizer, setup: Setup, names: Iterable[tuple[str, Tensor]]) -> None:
+        """Become the wrapper of ``inner``."""
+        MixedPrecisionOptimizer.__init__(
+            self, inner, named_parameters=names, master_weights="full" if setup.master_weights else "none"
+        )
+        self.amp = setup
+        self._attach()
+
+    def _attach(self) -> None:
+        self._delayed: set[int] = set()  # ids of scalers whose last backward was left as it is
+        self._outcomes.log = AmpLog(self.amp)
+        self.register_step_pre_hook(_refuse_closure)
+
+    def __getattr__(self, name: str) -> Any:
+        inner = self.__dict__.get("optimizer")
+        if inner is None or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        mine = self.__dict__
+        if "amp" in mine and name not in mine and name not in _OWN and name in mine["optimizer"].__dict__:
+            setattr(mine["optimizer"], name, value)  # a setting of the user's optimizer
+        else:
+            super().__setattr__(name, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "amp" in self.__dict__:
+            self._attach()
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def enter(self, loss: Tensor, scaler: LossScaler) -> tuple[Tensor, Any]:
+        """``loss`` scaled, and what :meth:`leave` needs to undo this call where the backward fails."""
+        steps = self._steps
+        if steps.state is State.READY:
+            if self._grads.has_model_grads() and self._grads.has_unconsumed():
+                self.update_master_grads()  # made by a plain backward, at scale 1
+        elif steps.state is State.UNSCALED and steps.grads.folded is None and self._was_cleared():
+            self.zero_grad()  # by model.zero_grad(), and never stepped: what was found in them goes as well
+        before = (steps.state, steps.pending)
+        scaled = self.scale_loss(loss, scaler=scaler)
+        self._delayed.add(id(scaler))
+        return scaled, (*before, self._grads.has_any())
+
+    def _was_cleared(self) -> bool:
+        """Whether gradients that a backward made are gone, or were not finite and are now."""
+        if not self._grads.has_any():
+            return True
+        if not bool(self._steps.found_inf()):
+            return False
+        grads = [param.grad for param in self._params.model if param.grad is not None]
+        return all(bool(grad.isfinite().all()) for grad in grads)
+
+    def abandon(self, before: Any) -> None:
+        """The backward raised: what was accumulated before stays."""
+        self._steps.abandon(*before)
+
+    def settle_gradients(self, scaler: LossScaler) -> Tensor:
+        """Unscale what the last backward left. Returns whether *its* gradients overflowed: float32, 0-dim."""
+        self._delayed.discard(id(scaler))
+        if self._steps.state is State.SCALED:
+            self.update_master_grads()
+        return self._grads.found_inf(self._device)
+
+    def zero_grad(self, set_to_none: bool = True, **kwargs: Any) -> None:
+        """Clear the model's and the masters' gradients and forget what was found in them."""
+        set_to_none = kwargs.pop("set_grads_to_None", set_to_none)
+        super().zero_grad(set_to_none, **kwargs)
+        self._delayed.clear()
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    def _run_wrapped(self, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is not None or not self.amp.function_casts:
+            return super()._run_wrapped(found_inf, closure)
+        with _amp_state.casts.disabled():
+            return super()._run_wrapped(found_inf)
+
+    def _finish(self, skipped: bool | Tensor) -> None:
+        for key, (scaler, found) in self._steps.verdicts.items():
+            if key in self._delayed and isinstance(scaler, LossScaler):
+                scaler.settle(found)  # no scale_loss of this step came to it
+        self._delayed.clear()
+        super()._finish(skipped)
+        self._opt_called = True  # what LR schedulers look for
+        if self.amp.function_casts:
+            _amp_state.casts.clear_cache()
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's own, and the FP32 masters under a key that torch's loader ignores."""
+        built = super().state_dict()
+        state: dict[str, Any] = dict(built["optimizer"])
+        if self._params.copied:
+            state[MASTERS] = built["masters"]
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave, or a state_dict of the plain optimizer (apex saved those).
+
+        Without masters in it they take the model's values as they are at the next step.
+
+        Raises:
+            TypeError, ValueError: Something does not fit; the optimizer is as it was.
+        """
+        if isinstance(state_dict, dict) and MASTERS in state_dict and "version" not in state_dict:
+            inner = {key: value for key, value in state_dict.items() if key != MASTERS}
+            if self._params.copied:
+                whole = {"version": 1, "optimizer": inner, "masters": state_dict[MASTERS]}
+                state_dict = {**whole, "scaler": self.scaler.state_dict()}
+            else:
+                state_dict = inner
+        super().load_state_dict(state_dict)
+
+    # -- what scripts of old reach for -------------------------------------------------------------------------------
+
+    @property
+    def _amp_stash(self) -> Stash:
+        from .stash import Stash
+
+        return Stash(self)
+
+    def _lazy_init_maybe_master_weights(self) -> None:
+        """Masters are made by ``initialize``: nothing to do."""
+
+    def _amp_lazy_init(self) -> None:
+        """Masters are made by ``initialize``: nothing to do."""
+
+    def _master_params_to_model_params(self) -> None:
+        """Write every master, rounded, into its model parameter."""
+        self._copy_down()
+
+    def _prepare_amp_backward(self) -> None:
+        """What ``scale_loss`` does before a backward it does itself: nothing to do."""
+
+    def _post_amp_backward(self, scaler: LossScaler) -> None:
+        """Unscale the gradients of a backward whose loss the caller multiplied by the scale of ``scaler``."""
+        if self._steps.state is State.READY and self._grads.has_any():
+            self._steps.take_as_scaled(scaler)
+            self._steps.state = State.SCALED
+        scaler.settle(self.settle_gradients(scaler))
+
+
+_OWN = frozenset({*HOOKS, "param_groups", "state", "defaults", "step", "_opt_called"})
+
+
+def _refuse_closure(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")  # torch puts the optimizer first
+    if closure is not None and optimizer._params.copied:
+        raise AmpError(
+            "step(closure) does not go with master weights under amp. Call step() without a closure, or use "
+            "fp16opt.MixedPrecisionOptimizer, whose step takes closures."
+        )
+
+
+def is_initialised(optimizer: object) -> bool:
+    """Whether ``amp.initialize`` was given this optimizer."""
+    return isinstance(optimizer, AmpOptimizer) and "amp" in optimizer.__dict__
+
+
+def wrapped_in(optimizer: Any) -> Any:
+    """The torch optimizer that is stepped by ``optimizer``: itself, or what a wrapper like LARC holds."""
+    for _ in range(4):
+        if isinstance(optimizer, Optimizer):
+            return optimizer
+        content = getattr(optimizer, "__dict__", {})
+        inner = content.get("optim", content.get("optimizer"))
+        if inner is None:
+            return None
+        optimizer = inner
+    return None
+
+
+def adopt(optimizer: Optimizer, setup: Setup, names: Iterable[tuple[str, Tensor]]) -> None:
+    """Turn ``optimizer`` into the engine's wrapper of an object that has its class and content.
+
+    Where the engine refuses, everything is as it was.
+    """
+    cls = type(optimizer)
+    content = dict(optimizer.__dict__)
+    inner = object.__new__(cls)
+    inner.__dict__.update(content)
+    scheduled = inner.__dict__.pop("step", None)
+    if scheduled is not None and not hasattr(scheduled, "_wrapped_by_lr_sched"):
+        inner.__dict__["step"] = scheduled
+        scheduled = None
+    try:
+        optimizer.__dict__.clear()
+        base: Any = cls
+        mixed: Any = combined(AmpOptimizer, base)
+        optimizer.__class__ = mixed
+        optimizer.adopt(inner, setup, names)  # type: ignore[attr-defined]
+    except BaseException:
+        optimizer.__dict__.clear()
+        optimizer.__class__ = cls
+        optimizer.__dict__.update(content)
+        raise
+    if scheduled is not None:
+        _track_step(optimizer)
+
+
+def _track_step(optimizer: Optimizer) -> None:
+    """An LR scheduler that was made before looks for its mark on ``step`` and for ``_opt_called``."""
+    reference = weakref.ref(optimizer)
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        itself: Any = reference()
+        itself._opt_called = True
+        return type(itself).step(itself, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.__dict__["step"] = step
+
+
+def check_optimizer(optimizer: Any, number: int, known: set[int]) -> None:
+    """Raise where ``optimizer`` can't be initialised. ``known``: ids of the models' parameters."""
+    where = f"optimizers: optimizer {number} ({type(optimizer).__name__})"
+    inner = wrapped_in(optimizer)
+    if type(optimizer).__name__ == "FP16_Optimizer" or (
+        isinstance(inner, MixedPrecisionOptimizer) and not isinstance(inner, AmpOptimizer)
+    ):
+        raise AmpError(
+            f"{where} keeps masters of its own. Pass the torch optimizer inside it: amp makes the masters, or don't "
+            "use amp with it."
+        )
+    if inner is None:
+        raise TypeError(f"{where}: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+    if is_initialised(inner):
+        raise AmpError(f"{where} was passed to amp.initialize before. Initialize it once.")
+    params = [param for group in inner.param_groups for param in group["params"]]
+    if known and not any(id(param) in known for param in params):
+        raise AmpError(
+            f"{where}: none of its {len(params)} parameters belongs to the models. Make the optimizer of the "
+            "parameters of the models that you pass."
+        )
+    for place, param in enumerate(params):
+        if param.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise TypeError(
+                f"{where}, param {place}: expected float16, bfloat16, float32 or float64, got "
+                f"{str(param.dtype).removeprefix('torch.')}. Leave it out of the optimizer."
+            )
+
+
+__all__ = ["AmpOptimizer", "Setup", "adopt", "check_optimizer", "is_initialised", "parts_of", "wrapped_in"]

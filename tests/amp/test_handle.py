@@ -1,0 +1,251 @@
+"""The older interface, and what scripts read and write of the internals."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fp16opt import amp
+from fp16opt.amp import _amp_state
+from fp16opt.amp._amp_state import _amp_state as from_module
+from fp16opt.amp._amp_state import master_params, maybe_print, warn_or_err
+
+from .nets import LEVELS, X, Y, made, net, same, sgd, train
+
+
+def test_the_state_object_and_the_module_of_the_same_name() -> None:
+    assert amp._amp_state is from_module is _amp_state
+    module = importlib.import_module("fp16opt.amp._amp_state")
+    assert module._amp_state is _amp_state
+    assert amp.master_params is master_params
+    assert "state_dict" in amp.__dict__
+    for name in ("frontend", "handle", "opt", "scaler", "lists.functional_overrides", "amp"):
+        importlib.import_module(f"fp16opt.amp.{name}")
+    from fp16opt.amp.frontend import O2, Properties
+    from fp16opt.amp.handle import AmpHandle, NoOpHandle
+    from fp16opt.amp.scaler import LossScaler
+
+    assert O2(Properties()).opt_level == "O2"
+    assert all((AmpHandle, NoOpHandle, LossScaler))
+
+
+def test_messages(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+    with caplog.at_level("INFO", logger="fp16opt.amp"):
+        maybe_print("shown", True)
+        _amp_state.verbosity = 0
+        maybe_print("hidden")
+    assert caplog.messages == ["shown"]
+    assert capsys.readouterr().out == ""
+    with pytest.raises(RuntimeError, match=r"wrong .*hard_override"):
+        warn_or_err("wrong")
+    _amp_state.hard_override = True
+    warn_or_err("wrong")
+    assert caplog.messages[-1] == "wrong"
+
+
+def test_properties_of_the_session() -> None:
+    made("O2", min_loss_scale=2.0, max_loss_scale=2.0**20, num_losses=2)
+    assert _amp_state.opt_properties.enabled
+    assert _amp_state.opt_properties.options["cast_model_type"] is torch.float16
+    assert (_amp_state.min_loss_scale, _amp_state.max_loss_scale) == (2.0, 2.0**20)
+    assert [s.dynamic for s in _amp_state.loss_scalers] == [True, True]
+    assert not _amp_state.handle.is_active()
+    _model, _ = made("O1")
+    assert _amp_state.handle.is_active()
+    assert _amp_state.handle._is_active
+    with _amp_state.handle.disable_casts():
+        assert torch.mm(X, X.t()).dtype == torch.float32
+
+
+def test_the_stash() -> None:
+    model = net()
+    model[0].weight.requires_grad_(False)
+    optimizer = sgd(model)
+    assert not hasattr(optimizer, "_amp_stash")
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    stash = optimizer._amp_stash  # type: ignore[attr-defined]
+    optimizer._lazy_init_maybe_master_weights()  # type: ignore[attr-defined]
+    optimizer._amp_lazy_init()  # type: ignore[attr-defined]
+    stash.lazy_init_called = True
+    assert stash.lazy_init_called
+    bn, last = model[1], model[3]
+    halves = [model[0].weight, model[0].bias, last.weight, last.bias]
+    assert [id(p) for p in stash.all_fp16_params] == [id(p) for p in halves]
+    masters = [p for p in amp.master_params(optimizer) if p.dtype == torch.float32]
+    assert [id(p) for p in stash.all_fp32_from_fp16_params] == [id(masters[i]) for i in (0, 3, 4)]
+    assert [id(p) for p in stash.all_fp32_from_fp32_params] == [id(bn.weight), id(bn.bias)]
+    assert stash.all_fp32_params == stash.fp32_from_fp32_groups[0]
+    assert [len(g) for g in (stash.fp16_groups[0], stash.fp32_from_fp16_groups[0])] == [4, 3]
+
+
+def test_the_resume_recipe_that_copies_masters() -> None:
+    model, optimizer = made("O2")
+    train(model, optimizer, 3)
+    masters = [p.detach().clone() for p in optimizer._amp_stash.all_fp32_from_fp16_params]
+    other, fresh = made("O2")
+    fresh._lazy_init_maybe_master_weights()
+    fresh._amp_stash.lazy_init_called = True
+    other.load_state_dict(model.state_dict())
+    fresh.load_state_dict({k: v for k, v in optimizer.state_dict().items() if k != "fp16opt_masters"})
+    for p, saved in zip(fresh._amp_stash.all_fp32_from_fp16_params, masters, strict=True):
+        p.data.copy_(saved)
+    fresh._master_params_to_model_params()
+    train(model, optimizer, 2)
+    train(other, fresh, 2)
+    assert same([*model.parameters()], [*other.parameters()])
+
+
+def test_a_backward_by_hand() -> None:
+    model, optimizer = made("O2")
+    reference_model, reference = made("O2")
+    train(reference_model, reference, 1)
+    scaler = _amp_state.loss_scalers[0]
+    optimizer._prepare_amp_backward()
+    (F.cross_entropy(model(X).float(), Y).float() * scaler.loss_scale()).backward()
+    optimizer._post_amp_backward(scaler)
+    optimizer.step()
+    assert same([*model.parameters()], [*reference_model.parameters()])
+
+
+def test_init_and_wrap_optimizer() -> None:
+    handle = amp.init()
+    assert handle.is_active()
+    assert handle.has_cache
+    assert not handle.verbose
+    model = nn.Linear(8, 3)
+    plain = torch.optim.SGD(model.parameters(), lr=0.25)
+    optimizer = handle.wrap_optimizer(plain, num_loss=2)
+    assert optimizer.loss_scale == 2.0**16
+    assert optimizer.param_groups is plain.param_groups
+    assert optimizer.optimizer is plain
+    assert optimizer.engine is plain
+    for overflow in (None, 0, 1, None):
+        before = model.weight.detach().clone()
+        optimizer.zero_grad()
+        for k in range(2):
+            with optimizer.scale_loss(F.cross_entropy(model(X), Y)) as scaled:
+                scaled.backward()
+                if overflow == k:
+                    model.bias.grad[0] = float("inf")
+        with pytest.raises(RuntimeError, match="expected 2 losses before step"), optimizer.scale_loss(scaled):
+            pass
+        optimizer.step()
+        assert torch.equal(model.weight, before) == (overflow is not None)
+    assert [s.loss_scale() for s in optimizer._loss_scaler] == [2.0**15, 2.0**15]
+    with pytest.raises(NotImplementedError, match=r"step\(closure\) does not go with wrap_optimizer"):
+        optimizer.step(lambda: 0.0)
+    with pytest.raises(RuntimeError, match=r"handle\.scale_loss is gone: use amp\.scale_loss"):
+        handle.scale_loss(scaled, plain)
+    with pytest.raises(TypeError, match=r"optimizer: expected a torch\.optim\.Optimizer, got int"):
+        handle.wrap_optimizer(3)
+    with pytest.raises(RuntimeError, match="num_loss: expected a whole number"):
+        handle.wrap_optimizer(plain, 0)
+    with pytest.raises(AttributeError):
+        _ = optimizer.nothing
+
+
+def test_wrap_optimizer_trains_like_plain_sgd() -> None:
+    handle = amp.init()
+    model, plain = net(), net()
+    optimizer = handle.wrap_optimizer(sgd(model), num_loss=1)
+    reference = sgd(plain)
+    with handle.disable_casts():
+        for _ in range(4):
+            optimizer.zero_grad()
+            with optimizer.scale_loss(F.cross_entropy(model(X), Y)) as scaled:
+                scaled.backward()
+            optimizer.step()
+            reference.zero_grad()
+            F.cross_entropy(plain(X), Y).backward()
+            reference.step()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_disabled_handle() -> None:
+    handle = amp.init(enabled=False)
+    assert not handle.is_active()
+    assert not handle._is_active
+    assert (handle.cache, handle.has_cache, handle.verbose) == ({}, False, False)
+    loss = torch.ones((), requires_grad=True)
+    with handle.scale_loss(loss, None) as scaled:
+        assert scaled is loss
+    with handle.disable_casts():
+        pass
+    handle._clear_cache()
+    handle.remove_cache(loss)
+    handle._deactivate()
+    model = net()
+    optimizer = handle.wrap_optimizer(sgd(model), num_loss=2)
+    with optimizer.scale_loss(loss) as scaled:
+        assert scaled is loss
+    assert optimizer.loss_scale == 1.0
+    assert optimizer.engine is None
+    optimizer.step()
+
+
+# -- add_param_group -------------------------------------------------------------------------------------------------
+
+
+def _none(model: Any, optimizer: Any) -> None:
+    for p in model.parameters():
+        p.grad = None
+
+
+ZEROINGS = [lambda m, o: o.zero_grad(), lambda m, o: m.zero_grad(set_to_none=False), _none]
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.arange(1, 3, dtype=torch.float32) / 4)
+        self.b = nn.Parameter(torch.arange(1, 3, dtype=torch.float32) / 8)
+
+    def forward(self, x: Any) -> Any:
+        return (x * self.a * self.b).sum()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("zeroing", range(len(ZEROINGS)))
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_group_added_later_trains_like_plain_sgd(level: str, mixed: bool, zeroing: int, accumulate: int) -> None:
+    """With momentum; grads are there or not when the group comes; ``_loss_scale`` is written."""
+    model, plain = Two(), Two()
+    kwargs: dict[str, Any] = {}
+    if mixed:
+        model.b.data = model.b.data.half()
+        _amp_state.allow_incoming_model_not_fp32 = True
+        kwargs = {"cast_model_type": False} if level != "O1" else {}
+    optimizer: Any = torch.optim.SGD([model.a], lr=0.25, momentum=0.5)
+    reference = torch.optim.SGD([plain.a], lr=0.25, momentum=0.5)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **kwargs)
+    _amp_state.loss_scalers[0]._loss_scale = 4.0 if level in ("O1", "O2") else 1.0
+    x = torch.ones(2)
+    for i in range(6):
+        ZEROINGS[zeroing](model, optimizer)
+        for p in plain.parameters():
+            p.grad = None
+        for _ in range(accumulate):
+            with amp.scale_loss(model(x), optimizer) as scaled:
+                scaled.backward()
+            plain(x).backward()
+        if i == 2:
+            optimizer.add_param_group({"params": [model.b], "lr": 0.125})
+            reference.add_param_group({"params": [plain.b], "lr": 0.125})
+            ZEROINGS[zeroing](model, optimizer)
+            optimizer.zero_grad()
+            continue
+        optimizer.step()
+        reference.step()
+    assert isinstance(optimizer.param_groups[1]["params"][0], torch.Tensor)
+    exact = level == "O0" and not mixed
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(p.float(), q, rtol=0 if exact else 2e-2, atol=0 if exact else 4e-3), (p, q)
+    with pytest.raises(TypeError, match="got a set"):
+        optimizer.add_param_group({"params": {nn.Parameter(torch.ones(1))}})

@@ -1,0 +1,251 @@
+"""Several models, losses, optimizers and scalers, inf at each place: against plain FP32 SGD that skips such a step."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp16opt import amp
+from fp16opt.amp import _amp_state
+
+ITERATIONS = 4
+
+
+class Mixed(nn.Module):
+    """One FP32 and one FP16 weight. Values are such that scaled FP16 gradients neither overflow nor underflow."""
+
+    def __init__(self, unique: float) -> None:
+        super().__init__()
+        self.w32 = nn.Parameter(torch.arange(1, 3, dtype=torch.float32) * unique / 4)
+        self.w16 = nn.Parameter((torch.arange(1, 3, dtype=torch.float32) * unique / 8).half())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x * self.w32) * self.w16.float()).sum()
+
+
+# (models, which of them each loss uses, which parameters (by model) each optimizer has)
+LAYOUTS = {
+    "2 models, 1 optimizer": (2, ((0,), (1,)), ((0, 1),)),
+    "2 models, 2 optimizers": (2, ((0,), (1,)), ((0,), (1,))),
+    "3 models, 1 optimizer, shared": (3, ((0, 2), (1, 2)), ((0, 1, 2),)),
+    "3 models, 2 optimizers, shared": (3, ((0, 2), (1, 2)), ((0, 2), (1,))),
+}
+PLACES = [None, *itertools.product(range(ITERATIONS - 1), range(2), ("w32", "w16"))]
+LR = 0.25
+
+
+def used_by(layout: Any, loss: int) -> list[int]:
+    """Optimizers that own a parameter of a loss's models."""
+    _, losses, owners = layout
+    return [i for i, models in enumerate(owners) if set(models) & set(losses[loss])]
+
+
+def run_amp(
+    layout: Any, scalers: int, place: Any, master: bool, order: int, make: Any = torch.optim.SGD
+) -> tuple[list[Tensor], Any, Any]:
+    count, losses, owners = layout
+    models = [Mixed(1.0 + i) for i in range(count)]
+    optimizers: Any = [
+        make([p for m in members for p in models[m].parameters()], lr=LR * (1 + i), momentum=0.5 * (i + 1))
+        for i, members in enumerate(owners)
+    ]
+    _amp_state.allow_incoming_model_not_fp32 = True
+    models, optimizers = amp.initialize(
+        models, optimizers, opt_level="O2", cast_model_type=False, keep_batchnorm_fp32=False, num_losses=scalers,
+        master_weights=master, verbosity=0,
+    )  # fmt: skip
+    for scaler in _amp_state.loss_scalers:
+        scaler._loss_scale = 8.0
+    x = torch.ones(2)
+    zeroing = (
+        lambda: [o.zero_grad() for o in optimizers],
+        lambda: [m.zero_grad(set_to_none=False) for m in models],
+        lambda: [setattr(p, "grad", None) for m in models for p in m.parameters()],
+    )[order]
+    for i in range(ITERATIONS):
+        zeroing()
+        for k, members in enumerate(losses):
+            loss = sum(models[m](x) for m in members)
+            involved = [optimizers[o] for o in used_by(layout, k)]
+            with amp.scale_loss(loss, involved if len(involved) > 1 else involved[0], loss_id=k % scalers) as scaled:
+                scaled.backward()
+                if place is not None and (i, k) == place[:2]:
+                    getattr(models[members[0]], place[2]).grad[0] = float("inf")
+        for optimizer in optimizers:
+            optimizer.step()
+    state = amp.state_dict()
+    params = [p.detach().clone() for m in models for p in m.parameters()]
+    by_model = {id(p): q for o in optimizers for p, q in zip(o.model_params(), o.master_params(), strict=True)}
+    masters = [by_model[id(p)].detach().clone() for m in models for p in m.parameters()]
+    return params + masters, state, optimizers
+
+
+def run_reference(layout: Any, scalers: int, place: Any) -> tuple[list[Tensor], list[float]]:
+    """FP32 weights under torch's SGD; FP16 gradients are rounded once, summed in FP32; bad steps don't happen."""
+    count, losses, owners = layout
+    models = [Mixed(1.0 + i) for i in range(count)]
+    masters = {id(p): nn.Parameter(p.detach().float()) for m in models for p in m.parameters()}
+    optimizers = [
+        torch.optim.SGD(
+            [masters[id(p)] for m in members for p in models[m].parameters()], lr=LR * (1 + i), momentum=0.5 * (i + 1)
+        )
+        for i, members in enumerate(owners)
+    ]
+    scales = [8.0] * scalers
+    for i in range(ITERATIONS):
+        skip: set[int] = set()
+        for master in masters.values():
+            master.grad = None
+        for k, members in enumerate(losses):
+            params = [p for m in members for p in models[m].parameters()]
+            grads = torch.autograd.grad(sum(models[m](torch.ones(2)) for m in members), params)
+            for p, g in zip(params, grads, strict=True):
+                master = masters[id(p)]
+                master.grad = g.float() if master.grad is None else master.grad + g.float()
+            if place is not None and (i, k) == place[:2]:
+                skip |= set(used_by(layout, k))
+                scales[k % scalers] /= 2
+        for o, optimizer in enumerate(optimizers):
+            if o not in skip:
+                optimizer.step()
+        for m in models:
+            for p in m.parameters():
+                p.data.copy_(masters[id(p)].data)
+    params = [p.detach().clone() for m in models for p in m.parameters()]
+    return params + [masters[id(p)].detach().clone() for m in models for p in m.parameters()], scales
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("scalers", [1, 2])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_weights_masters_and_scales(name: str, scalers: int, place: Any) -> None:
+    layout = LAYOUTS[name]
+    expected, scales = run_reference(layout, scalers, place)
+    for order in range(3):
+        got, state, _ = run_amp(layout, scalers, place, True, order)
+        for a, b in zip(got, expected, strict=True):
+            assert a.dtype == b.dtype
+            assert torch.equal(a, b), (order, a, b)
+        assert [state[f"loss_scaler{k}"]["loss_scale"] for k in range(scalers)] == scales
+    half = [p for p in expected if p.dtype == torch.float16]
+    assert half
+    assert all(bool(p.isfinite().all()) for p in expected)
+
+
+@pytest.mark.parametrize("materialize", [True, False])
+@pytest.mark.parametrize("place", [None, (1, 0, "w16"), (1, 1, "w32"), (0, 1, "w16"), (2, 0, "w32")], ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_fused_sgd_of_the_aliases(name: str, place: Any, materialize: bool) -> None:
+    from fp16opt.optimizers import FusedSGD
+
+    layout = LAYOUTS[name]
+    make = functools.partial(FusedSGD, materialize_master_grads=materialize)
+    expected, scales = run_reference(layout, 2, place)
+    got, state, _ = run_amp(layout, 2, place, True, 0, make)
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert [state[f"loss_scaler{k}"]["loss_scale"] for k in range(2)] == scales
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_larc_and_the_fused_optimizers_of_the_aliases(level: str) -> None:
+    from fp16opt.optimizers.larc import LARC
+    from fp16opt.optimizers import FusedAdam, FusedLAMB, FusedSGD
+
+    from .nets import net, train
+
+    kinds = (
+        lambda m: LARC(torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9)),
+        lambda m: FusedSGD(m.parameters(), lr=0.05, momentum=0.9),
+        lambda m: FusedAdam(m.parameters(), lr=0.01),
+        lambda m: FusedLAMB(m.parameters(), lr=0.01),
+    )
+    for make in kinds:
+        model = net()
+        optimizer = make(model)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        losses = train(model, optimizer, 8)
+        assert all(b < a for a, b in itertools.pairwise(losses))
+        weights = [p.detach().clone() for p in model.parameters()]
+        with amp.scale_loss(sum(p.float().sum() for p in model.parameters()), optimizer) as scaled:
+            scaled.backward()
+            model[0].weight.grad[0, 0] = float("inf")
+        optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights, strict=True))
+        _amp_state.casts.deactivate()
+
+
+def test_the_reference_notices_a_step_that_is_not_skipped() -> None:
+    layout = LAYOUTS["2 models, 2 optimizers"]
+    clean, _ = run_reference(layout, 1, None)
+    skipped, _ = run_reference(layout, 1, (1, 0, "w16"))
+    assert not torch.equal(clean[0], skipped[0])
+    assert torch.equal(clean[2], skipped[2])  # the other optimizer's
+
+
+def test_an_overflow_skips_every_optimizer_that_was_passed_and_no_other() -> None:
+    models = [Mixed(1.0), Mixed(2.0), Mixed(3.0)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in models]
+    _amp_state.allow_incoming_model_not_fp32 = True
+    amp.initialize(models, optimizers, opt_level="O2", cast_model_type=False, verbosity=0, num_losses=2)
+    for scaler in _amp_state.loss_scalers:
+        scaler._loss_scale = 8.0
+    before = [m.w32.detach().clone() for m in models]
+    with amp.scale_loss(models[0](torch.ones(2)) + models[1](torch.ones(2)), optimizers[:2]) as scaled:
+        scaled.backward()
+        models[0].w32.grad[1] = float("nan")
+    with amp.scale_loss(models[2](torch.ones(2)), (optimizers[2],), loss_id=1) as scaled:
+        scaled.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [torch.equal(m.w32, b) for m, b in zip(models, before, strict=True)] == [True, True, False]
+    assert [s.loss_scale() for s in _amp_state.loss_scalers] == [4.0, 8.0]
+    assert [s._unskipped for s in _amp_state.loss_scalers] == [0, 1]
+    assert [o.step_was_skipped for o in optimizers] == [True, True, False]
+
+
+@pytest.mark.parametrize("delayed", [0, 1, 2])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_delay_unscale_sums_the_backwards(level: str, delayed: int) -> None:
+    def weights(delays: int, with_amp: bool) -> Tensor:
+        model = nn.Linear(2, 1, bias=False)
+        model.weight.data.fill_(0.5)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
+        if with_amp:
+            amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+            for scaler in _amp_state.loss_scalers:
+                scaler._loss_scale = 1.0 if level in ("O0", "O3") else 16.0
+        for _ in range(3):
+            for k in range(delays + 1):
+                loss = (model(torch.ones(4, 2)) * 0.125).sum()
+                if with_amp:
+                    with amp.scale_loss(loss, optimizer, delay_unscale=k < delays) as scaled:
+                        scaled.backward()
+                else:
+                    loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        _amp_state.casts.deactivate()
+        return model.weight.detach().float()
+
+    assert torch.equal(weights(delayed, True), weights(delayed, False))
+
+
+def test_delayed_backwards_with_no_last_one_are_unscaled_by_step() -> None:
+    model = Mixed(1.0)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
+    _amp_state.allow_incoming_model_not_fp32 = True
+    amp.initialize(model, optimizer, opt_level="O2", cast_model_type=False, verbosity=0, num_losses=2)
+    expected = [p.detach().float() - 0.5 * 2 * q.detach().float() for p, q in
+                ((model.w32, model.w16), (model.w16, model.w32))]  # fmt: skip
+    for loss_id, scale in ((0, 8.0), (1, 32.0)):  # two scales, neither lost
+        _amp_state.loss_scalers[loss_id]._loss_scale = scale
+        with amp.scale_loss(model(torch.ones(2)), optimizer, loss_id=loss_id, delay_unscale=True) as scaled:
+            scaled.backward()
+    optimizer.step()
+    assert torch.equal(model.w32, expected[0])
+    assert torch.equal(model.w16, expected[1].half())

@@ -1,0 +1,95 @@
+"""master_weights="none": 16-bit parameters are stepped themselves, scaled, checked and skipped like any other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp16opt import MixedPrecisionOptimizer
+
+DTYPES = [torch.float16, torch.bfloat16]
+
+
+def wrapped(dtype: torch.dtype, **kwargs: Any) -> tuple[Tensor, Tensor, MixedPrecisionOptimizer]:
+    half, full = torch.nn.Parameter(torch.ones(4, dtype=dtype)), torch.nn.Parameter(torch.ones(4))
+    inner = torch.optim.SGD([half, full], lr=0.5, momentum=0.5)
+    return half, full, MixedPrecisionOptimizer(inner, master_weights="none", **kwargs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_trains_like_the_plain_optimizer_on_16_bit_weights(dtype: torch.dtype) -> None:
+    half, full, optimizer = wrapped(dtype, loss_scale=128.0)
+    plain_half, plain_full = torch.nn.Parameter(torch.ones(4, dtype=dtype)), torch.nn.Parameter(torch.ones(4))
+    plain = torch.optim.SGD([plain_half, plain_full], lr=0.5, momentum=0.5)
+    factor = torch.tensor([0.25, 1.0, -3.0, 8.0])
+    for _ in range(4):
+        for _ in range(2):  # the second is added to what the first one left, unscaled
+            optimizer.backward((half.float() * factor).sum() + (full * factor).sum())
+            ((plain_half.float() * factor).sum() + (plain_full * factor).sum()).backward()
+        assert torch.equal(half.grad, plain_half.grad)
+        optimizer.step()
+        plain.step()
+        optimizer.zero_grad()
+        plain.zero_grad()
+        assert torch.equal(half, plain_half)
+        assert torch.equal(full, plain_full)
+    assert next(iter(optimizer.master_params())) is half
+    assert optimizer.state[half]["momentum_buffer"].dtype == dtype
+    assert "without masters" in repr(optimizer)
+    assert optimizer.state_dict()["masters"] == [None, None]
+
+
+def test_an_overflow_skips_and_is_named() -> None:
+    half, full, optimizer = wrapped(torch.float16, dynamic=True)
+    optimizer.backward((half.float() * torch.tensor([1.0, float("inf"), 1.0, 1.0])).sum() + full.sum())
+    optimizer.step()
+    assert (optimizer.step_was_skipped, optimizer.loss_scale) == (True, 2.0**15)
+    assert [str(found) for found in optimizer.overflow_report()] == ["group 0, param 0 (inf)"]
+    assert half.tolist() == full.tolist() == [1.0] * 4
+
+
+def test_a_gradient_that_does_not_fit_after_unscaling_is_an_overflow() -> None:
+    half, _, optimizer = wrapped(torch.float16, loss_scale=2.0**-4)
+    optimizer.backward((half.float() * 2.0**13).sum() * 2.0**3 + 0.0)  # 2**16 is no half
+    optimizer.step()
+    assert optimizer.step_was_skipped
+
+
+def test_clip_and_two_scalers() -> None:
+    from fp16opt import StaticLossScaler
+
+    half, full, optimizer = wrapped(torch.float16, loss_scale=8.0)
+    optimizer.backward((half.float() * 3.0).sum())
+    optimizer.backward((half.float() * 1.0).sum() + (full * 0.0).sum(), scaler=StaticLossScaler(64.0))
+    assert half.grad.tolist() == [4.0] * 4
+    assert float(optimizer.clip_master_grads(4.0)) == 8.0
+    assert half.grad.tolist() == [2.0] * 4
+
+
+def test_it_is_checked() -> None:
+    with pytest.raises(ValueError, match="master_weights: expected one of 'full', 'none', got 'split'"):
+        MixedPrecisionOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), master_weights="split")
+
+
+def test_resume() -> None:
+    half, full, optimizer = wrapped(torch.float16, dynamic=True)
+
+    def steps(params: tuple[Tensor, Tensor], engine: MixedPrecisionOptimizer) -> None:
+        for _ in range(3):
+            engine.zero_grad()
+            engine.backward(sum((p.float() - 0.3).square().sum() for p in params) * 2.0**-4)
+            engine.step()
+
+    steps((half, full), optimizer)
+    other = wrapped(torch.float16, dynamic=True)
+    other[2].load_state_dict(optimizer.state_dict())
+    with torch.no_grad():
+        for mine, theirs in zip(other[:2], (half, full), strict=True):
+            mine.copy_(theirs)
+    steps((half, full), optimizer)
+    steps(other[:2], other[2])
+    assert torch.equal(half, other[0])
+    assert torch.equal(optimizer.state[half]["momentum_buffer"], other[2].state[other[0]]["momentum_buffer"])
