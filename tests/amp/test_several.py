@@ -153,8 +153,8 @@ def test_fused_sgd_of_the_aliases(name: str, place: Any, materialize: bool) -> N
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_larc_and_the_fused_optimizers_of_the_aliases(level: str) -> None:
-    from fp16opt.optimizers.larc import LARC
     from fp16opt.optimizers import FusedAdam, FusedLAMB, FusedSGD
+    from fp16opt.optimizers.larc import LARC
 
     from .nets import net, train
 
