@@ -83,12 +83,17 @@ def objects() -> list[tuple[str, str, list[str]]]:
     import pybind11
 
     bindings = [f"-I{shlex.quote(sysconfig.get_paths()['include'])}", f"-I{shlex.quote(pybind11.get_include())}"]
-    units = [(f"cpu_{name}.o", "backends/cpu.cpp", [f"-DFP16OPT_LEVEL={name}", *f]) for name, f in found.items()]
+    units = [
+        (f"{source}_{name}.o", f"backends/{source}.cpp", [f"-DFP16OPT_LEVEL={name}", *f])
+        for name, f in found.items()
+        for source in ("cpu", "cpu_steps")
+    ]
     return [
         ("bindings_cpu.o", "bindings_cpu.cpp", bindings),
         *units,
         ("cpu_dispatch.o", "backends/cpu_dispatch.cpp", dispatch),
         ("cpu_operations.o", "backends/cpu_operations.cpp", []),
+        ("step_operations.o", "backends/step_operations.cpp", []),
         ("threads.o", "backends/threads.cpp", []),
     ]
 
