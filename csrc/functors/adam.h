@@ -11,7 +11,7 @@ FP16OPT_BEGIN
 // The numbers of a step as T, which is float or a vector of floats.
 template <class T>
 struct AdamTerms {
-    T inv_scale, coefficient, decay, l2, weight, rest, beta2, square, step_size, root, eps;
+    T inv_scale, coefficient, decay, l2, weight, rest, beta2, square, step_size, root, inverse, eps;
     bool adds_l2;  // adding 0 * p is not nothing: it turns -0 into 0 and infinities into nan
     bool near;     // which of the two lerp formulas torch takes
 
@@ -19,7 +19,7 @@ struct AdamTerms {
     FP16OPT_HD AdamTerms(const GradFactors& g, const AdamScalars& s, Splat splat)
         : inv_scale(splat(g.inv_scale)), coefficient(splat(g.coefficient)), decay(splat(s.decay)), l2(splat(s.l2)),
           weight(splat(s.weight)), rest(splat(1.0f - s.weight)), beta2(splat(s.beta2)), square(splat(s.square)),
-          step_size(splat(s.step_size)), root(splat(s.root)), eps(splat(s.eps)), adds_l2(s.l2 != 0.0f),
+          step_size(splat(s.step_size)), root(splat(s.root)), inverse(splat(1.0f / s.root)), eps(splat(s.eps)), adds_l2(s.l2 != 0.0f),
           near(s.weight < 0.5f) {}
 };
 
@@ -33,7 +33,7 @@ FP16OPT_HD void adam(const AdamTerms<T>& s, T grad, T& p, T& m, T& v, T* largest
     v = v * s.beta2 + (s.square * g) * g;
     T second = v;
     if (largest != nullptr) second = *largest = maximum(*largest, v);
-    p = p + (s.step_size * m) / (root(second) / s.root + s.eps);
+    p = p + (s.step_size * m) / (quotient(root(second), s.root, s.inverse) + s.eps);
 }
 
 FP16OPT_END

@@ -12,7 +12,9 @@
 
 FP16OPT_BEGIN
 
-// For vectors what functors/elementary.h has for one float. The functors below must see these: no lookup by argument finds
+// For vectors what functors/elementary.h has for one float. A quotient is the product with the inverse, put right by its
+// exact remainder (Markstein: correctly rounded where nothing over- or underflows, and a root of a float32 stays within
+// 2^-75 .. 2^64); infinity alone has no remainder. The functors below must see these: no lookup by argument finds
 // a function of a vector later.
 #if defined(FP16OPT_AVX512)
 FP16OPT_HD Floats root(Floats x) { return _mm512_sqrt_ps(x); }
@@ -20,11 +22,21 @@ FP16OPT_HD Floats maximum(Floats a, Floats b) {
     const __mmask16 keeps = _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) | _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
     return _mm512_mask_mov_ps(b, keeps, a);
 }
+FP16OPT_HD Floats quotient(Floats x, Floats by, Floats inverse) {
+    const Floats near = x * inverse;
+    const __mmask16 finite = _mm512_cmp_ps_mask(x, _mm512_set1_ps(bit_cast<float>(kInfinity)), _CMP_NEQ_UQ);
+    return _mm512_mask3_fmadd_ps(_mm512_fnmadd_ps(near, by, x), inverse, near, finite);
+}
 #elif defined(FP16OPT_AVX2)
 FP16OPT_HD Floats root(Floats x) { return _mm256_sqrt_ps(x); }
 FP16OPT_HD Floats maximum(Floats a, Floats b) {
     const __m256 keeps = _mm256_or_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ), _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
     return _mm256_blendv_ps(b, a, keeps);
+}
+FP16OPT_HD Floats quotient(Floats x, Floats by, Floats inverse) {
+    const Floats near = x * inverse;
+    const __m256 infinite = _mm256_cmp_ps(x, _mm256_set1_ps(bit_cast<float>(kInfinity)), _CMP_EQ_OQ);
+    return _mm256_blendv_ps(_mm256_fmadd_ps(_mm256_fnmadd_ps(near, by, x), inverse, near), near, infinite);
 }
 #endif
 
