@@ -37,7 +37,4 @@ void adam(const StepLists& lists, const Pointers& steps, const std::vector<AdamO
 void sgd(const StepLists& lists, const std::vector<uint8_t>& first, const std::vector<SgdOptions>& groups, float inv_scale,
          float coefficient, int threads);
 
-// As `unscale`, without writing what it unscales.
-void check(const Table& table, const Pointers& grads, float inv_scale, const GradRows& rows, int threads);
-
 }  // namespace fp16opt

@@ -240,14 +240,6 @@ void bind_steps(py::module_& module) {
         py::gil_scoped_release release;
         sgd(lists, fresh, groups, inv_scale, coefficient, threads);
     });
-    module.def("check", [](const Table& table, const py::object& grads, float inv_scale, uintptr_t nonfinite,
-                           uintptr_t sumsq, int64_t n, uintptr_t norm, uintptr_t found_inf, int threads) {
-        const Pointers from = pointers_of(grads);
-        const GradRows rows{address<int32_t>(nonfinite), address<double>(sumsq), n, address<double>(norm),
-                            address<float>(found_inf)};
-        py::gil_scoped_release release;
-        check(table, from, inv_scale, rows, threads);
-    });
 }
 
 }  // namespace

@@ -54,26 +54,9 @@ CastResult sgd_chunk(const StepChunk& c, const GradFactors& factors, const SgdSc
     return wide ? sgd_as<float>(c, full<BFloat16>(c), terms) : sgd_as<BFloat16>(c, full<BFloat16>(c), terms);
 }
 
-template <class From>
-UnscaleResult check_as(const void* grad, int64_t n, float inv_scale) {
-    CheckLoop<From> loop{splat_for_sum(inv_scale), Lanes(n)};
-    const From* values = static_cast<const From*>(grad);
-    UnscaleResult result{};
-    result.sumsq = loop.run(values, n);
-    // As in UnscaleLoop: a finite sum of squares proves that all products are finite.
-    result.flags = FP16OPT_UNLIKELY(!is_finite(result.sumsq)) ? loop.flags(values, n, inv_scale) : 0u;
-    return result;
-}
-
-UnscaleResult check_chunk(DType from, const void* grad, int64_t n, float inv_scale) {
-    if (from == DType::half) return check_as<Half>(grad, n, inv_scale);
-    if (from == DType::bfloat16) return check_as<BFloat16>(grad, n, inv_scale);
-    return check_as<float>(grad, n, inv_scale);
-}
-
 }  // namespace
 
 extern const StepLevel step_level;
-const StepLevel step_level = {adam_chunk, sgd_chunk, check_chunk};
+const StepLevel step_level = {adam_chunk, sgd_chunk};
 
 FP16OPT_END

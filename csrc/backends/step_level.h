@@ -24,7 +24,6 @@ struct StepChunk {
 struct StepLevel {
     CastResult (*adam)(const StepChunk& chunk, const GradFactors& factors, const AdamScalars& scalars);
     CastResult (*sgd)(const StepChunk& chunk, const GradFactors& factors, const SgdScalars& scalars);
-    UnscaleResult (*check)(DType from, const void* grad, int64_t n, float inv_scale);
 };
 
 }  // namespace fp16opt

@@ -130,32 +130,4 @@ void sgd(const StepLists& lists, const std::vector<uint8_t>& first, const std::v
     });
 }
 
-void check(const Table& table, const Pointers& grads, float inv_scale, const GradRows& rows, int threads) {
-    require(table.dtypes.size() == 1 && grads.size() == table.numels.size(), "the list does not have the table's length");
-    for (int32_t place : table.places) {
-        require(table.rows[size_t(place)] < rows.n, "a row lies outside the statistics");
-        require(table.dtypes[0][size_t(place)] != DType::wide, "check does not take float64");
-        rows.nonfinite[table.rows[size_t(place)]] = 0;
-        rows.sumsq[table.rows[size_t(place)]] = 0.0;
-    }
-    const auto* level = current_level().steps;
-    for_chunks<UnscaleResult>(
-        table, threads,
-        [&](const Chunk& c) {
-            return level->check(table.dtypes[0][size_t(c.tensor)], at<void>(grads, table, 0, c), c.numel, inv_scale);
-        },
-        [&](size_t place, const UnscaleResult& result) {
-            rows.nonfinite[table.rows[place]] |= int32_t(result.flags);
-            rows.sumsq[table.rows[place]] += result.sumsq;
-        });
-    double total = 0.0;
-    bool found = false;
-    for (int64_t i = 0; i < rows.n; ++i) {
-        total += rows.sumsq[i];
-        found |= rows.nonfinite[i] != 0;
-    }
-    *rows.norm = std::sqrt(total);
-    *rows.found_inf = found ? 1.0f : 0.0f;
-}
-
 }  // namespace fp16opt

@@ -196,35 +196,4 @@ FP16OPT_HD void sgd_loop(const SgdTerms<Floats>& terms, const Grad* grad, Master
     master.finish();
 }
 
-// Scaled gradients that stay as they are: what an unscaling pass would flag and sum, without what it would write.
-template <class From>
-struct CheckLoop {
-    SumFloats factor;
-    Lanes lanes;
-
-    FP16OPT_HD uint32_t flags(const From* grad, int64_t n, float inv_scale) const {
-        uint32_t found = 0;
-        for (int64_t i = 0; i < n; ++i) found |= grad_flags(unscale(widen(grad[i]), inv_scale));
-        return found;
-    }
-
-    FP16OPT_HD double run(const From* grad, int64_t n) {
-        for_blocks(n, [&](int64_t i, int valid) {
-            SumBlock b;
-            if (valid == kBlock) {
-                prefetch_block(grad + i);
-                load(grad + i, b);
-            } else {
-                From padded[kBlock] = {};
-                memcpy(padded, grad + i, size_t(valid) * sizeof(From));
-                load(static_cast<const From*>(padded), b);
-            }
-            for (int k = 0; k < kSumVectors; ++k) b.v[k] = unscale(b.v[k], factor);
-            if (valid < kBlock) clear_from(b, valid);
-            lanes.add(b);
-        });
-        return lanes.total();
-    }
-};
-
 FP16OPT_END

@@ -236,23 +236,6 @@ def content_hash(call: Call, hashes: Tensor, sample: bool) -> None:
     _bump([hashes])
 
 
-def check(call: Call, inv_scale: Tensor, stats: GradStats) -> None:
-    """:func:`fp16opt.kernels.steps.multi_tensor_check` for the direct entries, then the totals over all rows."""
-    (grads,) = _addresses(call)
-    _cpu.check(
-        _table(call.plan, call.columns),
-        grads,
-        inv_scale.item(),
-        stats.nonfinite.data_ptr(),
-        stats.sumsq.data_ptr(),
-        call.plan.count,
-        stats.norm.data_ptr(),
-        stats.found_inf.data_ptr(),
-        torch.get_num_threads(),
-    )
-    _bump([stats.nonfinite, stats.sumsq, stats.norm, stats.found_inf])
-
-
 def _split_lists(call: Call, stats: CastStats | None) -> tuple[Any, Any, list[Any], Any, int, int]:
     """Addresses of gradients, masters, state and models, and of the rows that models' statistics go to."""
     grads, masters, *state = _addresses(call)

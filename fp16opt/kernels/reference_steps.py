@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .stats import CastStats, GradStats
+from .stats import CastStats
 
 
 class AdamOptions(NamedTuple):
@@ -166,9 +166,3 @@ def narrow(row: int, master: Tensor, model: Tensor | None, stats: CastStats | No
     """Round a stepped master into its 16-bit parameter, where it has one."""
     if model is not None and stats is not None:
         reference.cast(row, master, model, stats)
-
-
-def check(row: int, grad: Tensor, inv_scale: Tensor, stats: GradStats) -> None:
-    """Flags and sum of squares of ``grad * inv_scale`` in row ``row``, without writing the product."""
-    product = torch.empty_like(grad, dtype=torch.float32)
-    reference.unscale(row, grad, product, inv_scale, False, stats)

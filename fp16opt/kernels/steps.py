@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from . import _check_result, backend, native, reference, reference_steps
+from . import _check_result, backend, native, reference_steps
 from .reference_steps import AdamOptions, Factors, SgdOptions
-from .stats import CastStats, GradStats, sum_dtype
+from .stats import CastStats
 from .tables import BFLOAT, HALF, SINGLE, Call, Entries, Operation, PointerTables, call_for
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "SgdOptions",
     "StepTables",
     "multi_tensor_adam",
-    "multi_tensor_check",
     "multi_tensor_sgd",
 ]
 
@@ -53,7 +52,6 @@ _AMSGRAD = _operation("multi_tensor_adam", "exp_avgs", "exp_avg_sqs", "max_exp_a
 _SGD = _operation("multi_tensor_sgd")
 _MOMENTUM = _operation("multi_tensor_sgd", "momentum_buffers")
 _COUNTS = Operation("multi_tensor_adam", ("steps",), lambda dtype: dtype == SINGLE, "float32")
-CHECK = Operation("multi_tensor_check", ("grads",), lambda dtype: dtype in (HALF, BFLOAT, SINGLE), "up to float32")
 
 
 @dataclass
@@ -62,46 +60,6 @@ class StepTables:
 
     lists: PointerTables = field(default_factory=PointerTables)
     counts: PointerTables = field(default_factory=PointerTables)
-
-
-def multi_tensor_check(
-    grads: Entries, inv_scale: Tensor, stats: GradStats, *, tables: PointerTables | None = None
-) -> None:
-    """What :func:`multi_tensor_unscale` would find in ``grads[i] * inv_scale``, without writing the products.
-
-    Args:
-        grads: n tensors: float16, bfloat16 or float32. Read only.
-        inv_scale: float32, shape [], on the device. 1 / loss scale.
-        stats: for n tensors, as for :func:`multi_tensor_unscale`; the same bits.
-        tables: the cache of this call site.
-
-    Raises:
-        TypeError: a wrong type or dtype. ValueError: devices or shapes that differ. Nothing is written then.
-
-    Example:
-        >>> stats = GradStats.allocate(1, "cpu")
-        >>> multi_tensor_check([torch.tensor([3.0, 4.0]).half()], torch.tensor(0.5), stats)
-        >>> stats.norm.item()
-        2.5
-    """
-    with torch.no_grad():
-        call = call_for(CHECK, (grads,), tables)
-        device = call.plan.device or stats.norm.device
-        _check_result(CHECK.name, "inv_scale", inv_scale, 1, torch.float32, device)
-        for name, of, numel, dtype in (
-            ("nonfinite", stats.nonfinite, call.plan.count, torch.int32),
-            ("sumsq", stats.sumsq, call.plan.count, sum_dtype(device)),
-            ("norm", stats.norm, 1, sum_dtype(device)),
-            ("found_inf", stats.found_inf, 1, torch.float32),
-        ):
-            _check_result(CHECK.name, f"stats.{name}", of, numel, dtype, device)
-        compiled = backend(device) == "cpu"
-        for place, row in call.for_reference(compiled):
-            reference_steps.check(row, call.columns[0][place], inv_scale.view(()), stats)
-        if compiled:
-            native.check(call, inv_scale, stats)
-        else:
-            reference.finish(stats)
 
 
 def _check_factors(name: str, factors: Factors, device: torch.device | None) -> None:
