@@ -13,6 +13,8 @@ from . import checkpoint, clipping, closures, diagnostics, driven, wrapped, writ
 from .accumulation import Accumulation, State
 from .arguments import check_choice, check_loss, check_scaler, make_scaler, named, open_group
 from .diagnostics import Overflow
+from .fused import FusedStep
+from .fused import check_choice as check_fused_step
 from .gradients import MasterGrads
 from .masters import MasterParams
 from .outcomes import Outcomes, check_consecutive, warn_no_gradients
@@ -40,6 +42,8 @@ class MixedPrecisionOptimizer(Optimizer):
         on_model_write: What to do when the model's weights were written by something else than this optimizer, noticed
             in ``step``, ``state_dict`` and ``fp32_state_dict``: "refresh" takes the new values into the masters in the
             elements that differ and logs a warning, "error" raises, "ignore" does not look.
+        fused_step: True steps SGD, Adam and AdamW by one kernel that unscales, clips, steps and rounds in one pass, in
+            the formulas of torch with every operation rounded; "auto" where that applies. See ``repr``.
 
     Raises:
         TypeError: ``optimizer`` is no torch Optimizer, or wrapped already.
@@ -69,6 +73,7 @@ class MixedPrecisionOptimizer(Optimizer):
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         grad_accumulation: str = "model",
         on_model_write: str = "refresh",
+        fused_step: bool | str = False,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
@@ -76,6 +81,7 @@ class MixedPrecisionOptimizer(Optimizer):
             raise TypeError("optimizer: expected an optimizer that is not wrapped yet, got a MixedPrecisionOptimizer.")
         check_choice("grad_accumulation", grad_accumulation, _ACCUMULATION)
         check_choice("on_model_write", on_model_write, writes.POLICIES)
+        check_fused_step(fused_step, optimizer)
         self.scaler = make_scaler(dynamic, loss_scale, scaler)
         self.optimizer = optimizer
         self.grad_accumulation = grad_accumulation
@@ -85,6 +91,7 @@ class MixedPrecisionOptimizer(Optimizer):
         self._params.watches = on_model_write != "ignore"
         for i in self._params.own:
             self._carry_state(self._params.model[i], self._params.model[i])
+        self._fused = FusedStep(fused_step, optimizer, self._params)
         self._device = self._params.master[0].device if len(self._params) else torch.device("cpu")
         self._make_gradients()
         self.scaler.to(self._device)
@@ -94,7 +101,7 @@ class MixedPrecisionOptimizer(Optimizer):
         self._patch_step_function()
 
     def _make_gradients(self) -> None:
-        self._grads = MasterGrads(self._params)
+        self._grads = MasterGrads(self._params, self._fused.serves if self._fused.wanted else None)
         self._steps = Accumulation(self._grads, self._device, folds=self.grad_accumulation == "fp32")
         self._offers = driven.Offers()
 
@@ -125,7 +132,7 @@ class MixedPrecisionOptimizer(Optimizer):
         return (
             f"{type(self).__name__}(\n  optimizer: {inner}\n  scaler: {self.scaler!r}\n"
             f"  parameters: {self._params.summary()}\n  grad_accumulation: {self.grad_accumulation!r}, "
-            f"on_model_write: {self.on_model_write!r}\n)"
+            f"on_model_write: {self.on_model_write!r}\n  step: {self._fused.describe()}\n)"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -327,13 +334,16 @@ class MixedPrecisionOptimizer(Optimizer):
             driven.take(self)
         if self._steps.state is not State.UNSCALED:
             self.update_master_grads()
+        elif self._grads.moved():
+            self._steps.unscale(again=True)
         return True
 
     def _run_wrapped(self, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
         """Step the masters and copy them down. If the step was done before something raised, finish it all the same."""
         before = self._params.counted_versions(self.optimizer.param_groups)
         try:
-            loss = wrapped.run_step(self.optimizer, found_inf, closure)
+            fused = self._fused.stand_in(self._grads.deferred, found_inf)
+            loss = wrapped.run_step(self.optimizer, found_inf, closure, fused)
         except wrapped.StepFailed as failed:
             if closure is None and (
                 failed.completed or self._params.counted_versions(self.optimizer.param_groups) != before
@@ -345,7 +355,10 @@ class MixedPrecisionOptimizer(Optimizer):
         return loss
 
     def _copy_down(self) -> None:
-        self._params.copy_down()
+        if self._fused.wrote_models():
+            self._params.record_versions()
+        else:
+            self._params.copy_down()
         if self._device.type == "cpu":  # elsewhere looking would wait for the device
             flags = self._params.copy_down_flags()
             if flags:

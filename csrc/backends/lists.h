@@ -39,12 +39,20 @@ T* at(const Pointers& pointers, const Table& table, size_t list, const Chunk& ch
 
 // Runs `compute` on every chunk and calls `take(place, result)` for each, in the order of the chunks.
 template <class Result, class Compute, class Take>
-void for_chunks(const Table& table, int threads, Compute&& compute, Take&& take) {
-    std::vector<Result> results(table.chunks.size());
-    parallel_for(int64_t(table.chunks.size()), threads_for(table, threads),
-                 [&](int64_t i) { results[size_t(i)] = compute(table.chunks[size_t(i)]); });
-    for (size_t i = 0; i < results.size(); ++i) take(size_t(table.chunks[i].tensor), results[i]);
+void for_chunks(const Table& table, const std::vector<Chunk>& chunks, int threads, Compute&& compute, Take&& take) {
+    std::vector<Result> results(chunks.size());
+    parallel_for(int64_t(chunks.size()), threads_for(table, threads),
+                 [&](int64_t i) { results[size_t(i)] = compute(chunks[size_t(i)]); });
+    for (size_t i = 0; i < results.size(); ++i) take(size_t(chunks[i].tensor), results[i]);
 }
+
+template <class Result, class Compute, class Take>
+void for_chunks(const Table& table, int threads, Compute&& compute, Take&& take) {
+    for_chunks<Result>(table, table.chunks, threads, compute, take);
+}
+
+// A hash is a sum of unsigned words; signed ones may not overflow.
+inline void add_hash(int64_t& hash, uint64_t part) { hash = int64_t(uint64_t(hash) + part); }
 
 inline void require(bool fits, const char* what) {
     if (!fits) throw std::invalid_argument(what);

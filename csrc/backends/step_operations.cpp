@@ -73,8 +73,7 @@ void run(const StepLists& lists, int threads, Step&& step) {
         [&](size_t place, const CastResult& result) {
             if (!narrows) return;
             lists.overflow[table.rows[place]] |= int32_t(result.flags);
-            int64_t& hash = lists.hashes[table.rows[place]];
-            hash = int64_t(uint64_t(hash) + result.hash);
+            add_hash(lists.hashes[table.rows[place]], result.hash);
         });
 }
 

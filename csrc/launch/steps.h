@@ -108,7 +108,7 @@ public:
             Model padded[kBlock];
             store(static_cast<void*>(padded), narrow, false);
             memcpy(model_ + i, padded, size_t(valid) * sizeof(Model));
-            tail_hash_ = CastLoop<Model>::hash_tail(padded, valid, first_word_ + i / 4);
+            tail_hash_ = hash_tail(padded, valid, first_word_ + i / 4);
         }
     }
 

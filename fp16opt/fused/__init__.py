@@ -1,6 +1,6 @@
-"""One-pass optimizer steps: the wrapped SGD, Adam or AdamW done by one kernel, from 16-bit gradient to 16-bit weight."""
+"""One-pass steps: what SGD, Adam or AdamW would do, by one kernel, from 16-bit gradient to 16-bit weight."""
 
-from .deferred import DeferredGrads
-from .step import CHOICES, FusedStep
+from .deferred import DeferredGrads, stored_grad
+from .step import FusedStep, check_choice
 
-__all__ = ["CHOICES", "DeferredGrads", "FusedStep"]
+__all__ = ["DeferredGrads", "FusedStep", "check_choice", "stored_grad"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,18 +17,17 @@ from .. import kernels
 from ..kernels.reference_steps import Factors
 
 if TYPE_CHECKING:
-    from ..masters import MasterParams, Shard
+    from ..masters import MasterParams
 
 _HALVES = (torch.float16, torch.bfloat16)
-_read = Tensor.grad.__get__  # type: ignore[attr-defined]
-_write = Tensor.grad.__set__  # type: ignore[attr-defined]
+_GRAD: Any = Tensor.grad  # torch's own descriptor, which the class below stands in front of
 
 Seen = tuple["weakref.ref[Tensor] | None", int]
 
 
 def stored_grad(master: Tensor) -> Tensor | None:
     """``master.grad`` as it is, without making one."""
-    grad: Tensor | None = _read(master)
+    grad: Tensor | None = _GRAD.__get__(master)
     return grad
 
 
@@ -48,6 +47,8 @@ class DeferredGrads:
     Args:
         params: the engine's parameters. Their masters become instances of a subclass of Parameter whose ``grad`` asks
             here; copies and pickles of them are plain parameters again.
+        defers: says whether a fused step will take gradients as they are.
+        made: called with (position, gradient) for each that is made for the step to come.
 
     Attributes:
         waiting: positions whose FP32 gradient does not exist.
@@ -55,11 +56,15 @@ class DeferredGrads:
         live: whether the gradients are those of a step that is still to come.
     """
 
-    def __init__(self, params: MasterParams) -> None:
+    def __init__(self, params: MasterParams, defers: Callable[[], bool], made: Callable[[int, Tensor], None]) -> None:
         self.params = params
+        self._defers = defers
+        self._made = made
         self.waiting: set[int] = set()
         self.clipped = False
         self.live = False
+        self._takes = False
+        self._kept: set[int] = set()
         self._seen: dict[int, Seen] = {}
         self._factors: dict[torch.device, Factors] = {}
         self._position: dict[int, int] = {}
@@ -74,19 +79,52 @@ class DeferredGrads:
 
     # -- while gradients are unscaled --------------------------------------------------------------------------------
 
-    def begin(self, inv_scale: Tensor, again: bool) -> None:
-        """A pass over the gradients begins. ``again``: the clip, and what waits, stay."""
-        if not again:
+    def begin(self, inv_scale: Tensor, allowed: bool, again: bool) -> None:
+        """A pass over the gradients begins.
+
+        Args:
+            inv_scale: float32, 0-dim: what it multiplies by.
+            allowed: whether gradients may wait at all.
+            again: of a second pass over the same gradients: a clip stays, and so does all that was not written since.
+        """
+        moved = set(self.moved()) if again else set()
+        if again:
+            self._kept = set(self.params.copied) - self.waiting - moved
+            self._clear_rows(moved)
+        else:
+            self._kept = set()
             self.drop()
             self.clipped = False
             one = torch.ones_like(inv_scale)
             self._factors = {
                 shard.device: Factors(inv_scale.to(shard.device), one.to(shard.device)) for shard in self.params.shards
             }
-        self.live = True
+        self.waiting -= moved
+        self._takes = allowed and self._defers()
+        self.live = self._takes or again
 
-    def accepts(self, i: int, grad: Tensor) -> bool:
-        """Whether the gradient of position ``i`` can wait as it is."""
+    def _clear_rows(self, positions: set[int]) -> None:
+        """What was found in gradients that may be gone does not count."""
+        for shard in self.params.shards:
+            for k, i in enumerate(shard.index):
+                if i in positions:
+                    shard.stats.nonfinite[k] = 0
+                    shard.stats.sumsq[k] = 0.0
+
+    def keeps(self, i: int) -> bool:
+        """Whether the FP32 gradient of position ``i`` stays as it is in this pass."""
+        return i in self._kept
+
+    def take(self, i: int, grad: Tensor | None) -> Tensor | None:
+        """``grad`` of position ``i``, where it is to wait as it is; else None."""
+        if not self._takes or grad is None or i in self._kept or not self._accepts(i, grad):
+            return None
+        if stored_grad(self.params.master[i]) is not None:
+            _GRAD.__set__(self.params.master[i], None)
+        self.waiting.add(i)
+        return grad.detach() if grad.requires_grad else grad
+
+    def _accepts(self, i: int, grad: Tensor) -> bool:
         master, model = self.params.master[i], self.params.model[i]
         return (
             master is not model
@@ -95,13 +133,6 @@ class DeferredGrads:
             and grad.stride() == master.stride()
             and type(grad).__torch_dispatch__ is Tensor.__torch_dispatch__
         )
-
-    def defer(self, i: int) -> None:
-        """Position ``i`` waits."""
-        master = self.params.master[i]
-        if stored_grad(master) is not None:
-            _write(master, None)
-        self.waiting.add(i)
 
     def end(self) -> None:
         """The pass is done: remember what it has seen."""
@@ -114,22 +145,22 @@ class DeferredGrads:
         model = self.params.model
         return [i for i, seen in self._seen.items() if not _is_as_seen(model[i].grad, seen)]
 
-    def check(self, shard: Shard, waiting: Iterable[int], inv_scale: Tensor) -> None:
-        """Flags and sums of squares of the gradients that wait, into the shard's statistics. No host sync."""
-        which = set(waiting)
-        grads = [self.params.model[i].grad if i in which else None for i in shard.index]
-        kernels.steps.multi_tensor_check(grads, inv_scale, shard.stats, tables=shard.check_tables)
-
     # -- what the step takes -----------------------------------------------------------------------------------------
 
-    def factors(self, device: torch.device) -> Factors:
-        """What gradients that wait are multiplied by, on ``device``."""
-        return self._factors[device]
+    def factors(self, device: torch.device, waiting: bool) -> Factors:
+        """What gradients that wait are multiplied by, on ``device``; or ones, for gradients that are made."""
+        if waiting:
+            return self._factors[device]
+        one = torch.ones((), device=device)
+        return Factors(one, one)
 
-    def clip(self, factor: Tensor) -> None:
-        """Multiply the gradients that wait by ``factor`` (float32, 0-dim), and all others stay. Once a pass."""
+    def clip(self, factor: Tensor) -> bool:
+        """Multiply the gradients that wait by ``factor`` (float32, 0-dim). False where they were clipped before."""
+        if self.clipped:
+            return False
         self._factors = {d: Factors(f.inv_scale, factor.to(d).reshape(())) for d, f in self._factors.items()}
         self.clipped = True
+        return True
 
     # -- reading them ------------------------------------------------------------------------------------------------
 
@@ -155,6 +186,8 @@ class DeferredGrads:
         """Make the FP32 gradients of ``positions``, or of all that wait, in the bits that the step would use."""
         wanted = set(self.waiting if positions is None else positions)
         self.waiting -= wanted
+        if not wanted:
+            return
         with torch.no_grad():
             for shard in self.params.shards:
                 grads = [self._source(i) if i in wanted else None for i in shard.index]
@@ -162,14 +195,12 @@ class DeferredGrads:
                     None if grad is None else torch.empty_like(self.params.master[i], requires_grad=False)
                     for i, grad in zip(shard.index, grads, strict=True)
                 ]
-                scratch = kernels.GradStats.allocate(len(outs), shard.device)
-                factors = self._factors[shard.device]
-                kernels.multi_tensor_unscale(grads, outs, factors.inv_scale, scratch)
-                if self.clipped:
-                    kernels.multi_tensor_scale(outs, factors.coefficient)
+                kernels.multi_tensor_unscale_clipped(grads, outs, *self._factors[shard.device])
                 for i, out in zip(shard.index, outs, strict=True):
                     if out is not None:
-                        _write(self.params.master[i], out)
+                        _GRAD.__set__(self.params.master[i], out)
+                        if self.live:
+                            self._made(i, out)
 
     def _source(self, i: int) -> Tensor | None:
         grad = self.params.model[i].grad
@@ -186,7 +217,7 @@ def _class_for(deferred: DeferredGrads) -> type[torch.nn.Parameter]:
         """An FP32 master whose gradient waits in the model's dtype until it is read."""
 
         @property
-        def grad(self) -> Tensor | None:  # type: ignore[override]
+        def grad(self) -> Tensor | None:
             found = owner()
             if found is not None and found.waiting:
                 found.ask(self)
@@ -197,7 +228,7 @@ def _class_for(deferred: DeferredGrads) -> type[torch.nn.Parameter]:
             found = owner()
             if found is not None:
                 found.forget(self)
-            _write(self, value)
+            _GRAD.__set__(self, value)
 
         @grad.deleter
         def grad(self) -> None:

@@ -24,7 +24,7 @@ def obstacle(optimizer: Optimizer, params: Sequence[Tensor], names: Sequence[str
 
     Args:
         optimizer: the wrapped optimizer.
-        params: what it steps, masters and parameters that are their own, in param_groups order.
+        params: the model's parameters, in param_groups order.
         names: of the parameters, for the message.
 
     Returns:
@@ -35,10 +35,10 @@ def obstacle(optimizer: Optimizer, params: Sequence[Tensor], names: Sequence[str
         return f"{cls.__name__} is not exactly SGD, Adam or AdamW of torch.optim"
     if "step" in optimizer.__dict__ and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         return f"the step of this {cls.__name__} was replaced"
-    return of_groups(optimizer) or _of_params(params, names)
+    return changing_obstacle(optimizer) or _of_params(params, names)
 
 
-def of_groups(optimizer: Optimizer) -> str:
+def changing_obstacle(optimizer: Optimizer) -> str:
     """The part of :func:`obstacle` that may change from one step to the next."""
     for number, group in enumerate(optimizer.param_groups):
         reason = _of_group(_NUMBERS[type(optimizer)], group)
@@ -64,9 +64,7 @@ def _of_group(numbers: tuple[str, ...], group: dict[str, Any]) -> str:
 
 def _of_params(params: Sequence[Tensor], names: Sequence[str]) -> str:
     for param, name in zip(params, names, strict=True):
-        if not param.requires_grad and param.dtype != torch.float32:
-            continue  # a frozen 16-bit parameter: never stepped
-        if param.dtype != torch.float32:
+        if param.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             return f"parameter {name!r} is {str(param.dtype).removeprefix('torch.')}"
         if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             return f"parameter {name!r} is a {type(param).__name__}"

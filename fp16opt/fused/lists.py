@@ -47,23 +47,21 @@ class Lists:
 
 def options_of(optimizer: Optimizer) -> list[Any]:
     """What each param_group says, as the kernels take it. An lr on another device than the CPU is waited for."""
-    return [_sgd_options(g) if type(optimizer) is SGD else _adam_options(g, type(optimizer)) for g in optimizer.param_groups]
+    return [
+        _sgd_options(g) if type(optimizer) is SGD else _adam_options(g, type(optimizer)) for g in optimizer.param_groups
+    ]
 
 
 def _sgd_options(group: dict[str, Any]) -> SgdOptions:
-    return SgdOptions(
-        *(float(group[name]) for name in ("lr", "momentum", "dampening", "weight_decay")),
-        *(bool(group[name]) for name in ("nesterov", "maximize")),
-    )
+    lr, momentum, dampening, weight_decay = (float(group[k]) for k in ("lr", "momentum", "dampening", "weight_decay"))
+    return SgdOptions(lr, momentum, dampening, weight_decay, bool(group["nesterov"]), bool(group["maximize"]))
 
 
 def _adam_options(group: dict[str, Any], cls: type[Optimizer]) -> AdamOptions:
     decoupled = group.get("decoupled_weight_decay", cls is AdamW)
     beta1, beta2 = group["betas"]
-    return AdamOptions(
-        *(float(group["lr"]), float(beta1), float(beta2), float(group["eps"]), float(group["weight_decay"])),
-        *(bool(decoupled), bool(group["maximize"])),
-    )
+    lr, eps, weight_decay = (float(group[k]) for k in ("lr", "eps", "weight_decay"))
+    return AdamOptions(lr, float(beta1), float(beta2), eps, weight_decay, bool(decoupled), bool(group["maximize"]))
 
 
 def state_of(optimizer: Optimizer, group: dict[str, Any], master: Tensor) -> tuple[dict[str, Tensor], bool]:
@@ -101,7 +99,9 @@ def _make_adam_state(state: dict[str, Any], group: dict[str, Any], master: Tenso
 def _checked(state: dict[str, Tensor], master: Tensor) -> dict[str, Tensor]:
     for name, tensor in state.items():
         if tensor.dtype != torch.float32 or (tensor.shape != master.shape and name != "step"):
-            raise CannotServe(f"state {name!r} is {str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}")
+            raise CannotServe(
+                f"state {name!r} is {str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+            )
         if tensor.layout is not torch.strided or tensor.device != master.device or tensor.requires_grad:
             raise CannotServe(f"state {name!r} is not a dense tensor on {master.device}")
     return state

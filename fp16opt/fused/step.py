@@ -12,7 +12,7 @@ from torch.optim import SGD, Optimizer
 
 from ..kernels import steps
 from .deferred import stored_grad
-from .eligibility import obstacle, of_groups
+from .eligibility import changing_obstacle, obstacle
 from .lists import CannotServe, Lists, options_of, state_of
 
 if TYPE_CHECKING:
@@ -22,46 +22,61 @@ if TYPE_CHECKING:
 CHOICES = (False, True, "auto")
 logger = logging.getLogger("fp16opt")
 
+Key = tuple[bool, bool, tuple[str, ...]]
+
+
+def check_choice(wanted: object, optimizer: Optimizer) -> None:
+    """Raise unless ``fused_step=wanted`` can be had for an optimizer that is about to be wrapped.
+
+    Args:
+        wanted: False, True or "auto".
+        optimizer: it still holds the model's parameters.
+
+    Raises:
+        ValueError: it is none of the three, or True and the optimizer can't be served; says why.
+    """
+    if not isinstance(wanted, (bool, str)) or wanted not in CHOICES:
+        raise ValueError(f"fused_step: expected one of {', '.join(map(repr, CHOICES))}, got {wanted!r}.")
+    if wanted is not True:
+        return
+    places = [(g, k, p) for g, group in enumerate(optimizer.param_groups) for k, p in enumerate(group["params"])]
+    names = [f"group {g}, param {k}" for g, k, _ in places]
+    reason = obstacle(optimizer, [param for _, _, param in places], names)
+    if reason:
+        raise ValueError(
+            f"fused_step=True can't be served: {reason}. Use fused_step=False, which steps the wrapped optimizer "
+            'itself, or "auto", which does so where a fused step does not apply.'
+        )
+
 
 class FusedStep:
     """Decides at every step whether a kernel takes it, and takes it.
 
     Args:
-        wanted: ``fused_step`` of the wrapper.
+        wanted: ``fused_step`` of the wrapper, checked.
         optimizer: the wrapped optimizer. Its state is used and filled under torch's names.
         params: the engine's parameters.
-
-    Raises:
-        ValueError: ``wanted`` is True and the optimizer can't be served; says why.
     """
 
     def __init__(self, wanted: bool | str, optimizer: Optimizer, params: MasterParams) -> None:
-        if not any(wanted is choice or wanted == choice and choice == "auto" for choice in CHOICES):
-            raise ValueError(f"fused_step: expected one of {', '.join(map(repr, CHOICES))}, got {wanted!r}.")
         self.wanted = wanted
         self.optimizer = optimizer
         self.params = params
-        self.rebuild()
-        if wanted is True and self._fixed:
-            raise ValueError(
-                f"fused_step=True can't be served: {self._fixed}. Use fused_step='auto' or False, which step this "
-                "optimizer itself."
-            )
-
-    def rebuild(self) -> None:
-        """Look at the parameters again; to be called when some came."""
-        self._fixed = "fused_step=False"
-        if self.wanted:
-            self._fixed = obstacle(self.optimizer, self.params.master, self.params.names)
+        self._fixed = ""
+        self._known: object = None
         self._warned = False
-        self._tables: dict[Any, steps.StepTables] = {}
+        self._served = False
+        self._tables: dict[tuple[torch.device, Key], steps.StepTables] = {}
         self._written: list[int] | None = None
 
     def reason(self) -> str:
         """Why the wrapped optimizer steps itself; "" where the kernel serves. No sync."""
-        if self._fixed and self.wanted:  # what stood in the way may be gone: an option, a replaced step
-            self._fixed = obstacle(self.optimizer, self.params.master, self.params.names)
-        return self._fixed or of_groups(self.optimizer)
+        if not self.wanted:
+            return "fused_step=False"
+        if self._fixed or self._known is not self.params.shards:  # parameters came, or what was in the way may be gone
+            self._fixed = obstacle(self.optimizer, self.params.model, self.params.names)
+            self._known = self.params.shards
+        return self._fixed or changing_obstacle(self.optimizer)
 
     def describe(self) -> str:
         """For the wrapper's repr."""
@@ -69,21 +84,35 @@ class FusedStep:
         return f"general ({reason})" if reason else "fused"
 
     def serves(self) -> bool:
-        """Whether the next step is fused. Where True was asked for, one warning says why it is not."""
+        """Whether the next step is fused. Where one was, a warning says once why it is not any more."""
         reason = self.reason()
         if reason:
             self._warn(reason)
+        else:
+            self._served = True
         return not reason
 
     def _warn(self, reason: str) -> None:
-        if self.wanted and not self._warned and not (self.wanted == "auto" and self._fixed):
+        if not self._warned and (self.wanted is True or (self.wanted and self._served)):
             self._warned = True
-            logger.warning("the optimizer steps itself from here on, not in the fused kernel: %s.", reason)
+            logger.warning("the wrapped optimizer steps itself from here on, and not in one pass: %s.", reason)
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
-    def hooked(self, grads: DeferredGrads, found_inf: Tensor | None) -> Callable[..., Any]:
-        """A stand-in for ``optimizer.step`` that fires the optimizer's hooks and takes a closure like it."""
+    def stand_in(self, grads: DeferredGrads | None, found_inf: Tensor | None) -> Callable[..., Any] | None:
+        """What to call in place of ``optimizer.step``, with a closure or without; None where it must step itself.
+
+        It fires the optimizer's step hooks. Gradients that wait are made where the optimizer steps itself.
+
+        Args:
+            grads: the engine's, None where ``fused_step=False``.
+            found_inf: float32, 0-dim: where it is not 0 the kernel writes nothing. None: decided already.
+        """
+        self._written = None
+        if grads is None or not self.serves():
+            if grads is not None:
+                grads.make()
+            return None
 
         def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             loss = None
@@ -91,8 +120,7 @@ class FusedStep:
                 with torch.enable_grad():
                     loss = closure()
             try:
-                with torch.no_grad():
-                    self._run(grads, found_inf)
+                self._run(grads, found_inf)
             except CannotServe as reason:
                 self._warn(str(reason))
                 grads.make()
@@ -100,43 +128,42 @@ class FusedStep:
                 unhooked(optimizer)
             return loss
 
-        self._written = None
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler's patch of step would set
-        run = Optimizer.profile_hook_step(step)
-        return lambda *closure: run(self.optimizer, *closure)
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as a scheduler's patch of step would set it
+        hooked = Optimizer.profile_hook_step(step)
+        return lambda *closure: hooked(self.optimizer, *closure)
 
     def wrote_models(self) -> bool:
-        """Whether every 16-bit parameter holds its rounded master since the last step, so that no copy is needed."""
-        return self._written is not None and self._written == self.params.versions()
+        """Whether every 16-bit parameter was left holding its rounded master by the last step. To be asked once."""
+        written, self._written = self._written, None
+        return written is not None and written == self.params.versions()
 
     def _run(self, grads: DeferredGrads, found_inf: Tensor | None) -> None:
         """All lists are made, and with them all that can't be served is found, before the first is stepped."""
-        reason = of_groups(self.optimizer)
+        reason = changing_obstacle(self.optimizer)
         if reason:
             raise CannotServe(reason)
         options = options_of(self.optimizer)
-        calls = [(shard, key, lists) for shard in self.params.shards for key, lists in self._collect(shard, grads).items()]
+        calls = [
+            (shard, key, lists) for shard in self.params.shards for key, lists in self._collect(shard, grads).items()
+        ]
         before = self.params.versions()
-        for shard, key, lists in calls:
-            factors = grads.factors(shard.device)
-            if not key[0]:
-                one = torch.ones_like(factors.inv_scale)
-                factors = steps.Factors(one, one)
-            self._call(shard, lists, options, factors, found_inf, self._tables.setdefault((shard.device, key), steps.StepTables()))
-        self._written = self._versions_if_clean(before, calls)
+        with torch.no_grad():
+            for shard, key, lists in calls:
+                factors = grads.factors(shard.device, waiting=key[0])
+                self._call(shard, key, lists, options, factors, found_inf)
+        self._written = self._versions_if_clean(before, [lists for _, _, lists in calls])
 
-    def _versions_if_clean(self, before: list[int], calls: list[Any]) -> list[int] | None:
+    def _versions_if_clean(self, before: list[int], stepped: list[Lists]) -> list[int] | None:
         """The masters' versions after the step, or None where one that was not stepped had been written by the user."""
-        stepped = {id(t) for _, _, lists in calls for t in lists.columns["masters"]}
-        recorded = self.params._master_versions
-        for i in self.params.copied:
-            if before[i] != recorded[i] and id(self.params.master[i]) not in stepped:
-                return None
+        done = {id(master) for lists in stepped for master in lists.columns["masters"]}
+        written = self.params.written_masters(before)
+        if any(id(self.params.master[i]) not in done for i in written):
+            return None
         return self.params.versions()
 
-    def _collect(self, shard: Shard, grads: DeferredGrads) -> dict[tuple[bool, bool, tuple[str, ...]], Lists]:
+    def _collect(self, shard: Shard, grads: DeferredGrads) -> dict[Key, Lists]:
         """By (gradient waits, is its own master, names of the state): the entries of one call."""
-        found: dict[tuple[bool, bool, tuple[str, ...]], Lists] = {}
+        found: dict[Key, Lists] = {}
         params, groups = self.params, self.optimizer.param_groups
         own = {i: k for k, i in enumerate(i for i in shard.index if params.master[i] is params.model[i])}
         places = {**own, **{i: k for k, i in enumerate(shard.copied)}}
@@ -161,11 +188,11 @@ class FusedStep:
     def _call(
         self,
         shard: Shard,
+        key: Key,
         lists: Lists,
         options: list[Any],
         factors: steps.Factors,
         found_inf: Tensor | None,
-        tables: steps.StepTables,
     ) -> None:
         """One kernel call."""
         c = lists.columns
@@ -174,17 +201,17 @@ class FusedStep:
             "models": models,
             "stats": None if models is None else shard.cast,
             "found_inf": None if found_inf is None else found_inf.to(shard.device),
-            "tables": tables,
+            "tables": self._tables.setdefault((shard.device, key), steps.StepTables()),
         }
         if type(self.optimizer) is not SGD:
-            lead = (c["grads"], c["masters"], c["exp_avg"], c["exp_avg_sq"], c["step"])
-            largest = c.get("max_exp_avg_sq")
-            steps.multi_tensor_adam(*lead, options, lists.group_of, factors, max_exp_avg_sqs=largest, **common)
+            state = (c["exp_avg"], c["exp_avg_sq"], c["step"])
+            common["max_exp_avg_sqs"] = c.get("max_exp_avg_sq")
+            steps.multi_tensor_adam(c["grads"], c["masters"], *state, options, lists.group_of, factors, **common)
             return
         buffers = c.get("momentum_buffer")
-        lead = (c["grads"], c["masters"])
-        first = lists.first if buffers is not None else None
-        steps.multi_tensor_sgd(*lead, options, lists.group_of, factors, momentum_buffers=buffers, first=first, **common)
+        if buffers is not None:
+            common.update(momentum_buffers=buffers, first=lists.first)
+        steps.multi_tensor_sgd(c["grads"], c["masters"], options, lists.group_of, factors, **common)
         for master, buffer, new in zip(c["masters"], buffers or [], lists.first, strict=False):
-            if new:
+            if new and master is not None:
                 self.optimizer.state[master]["momentum_buffer"] = buffer
