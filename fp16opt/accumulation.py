@@ -143,13 +143,10 @@ class Accumulation:
         if self.folds:
             self._start_folding()
 
-    def unscale(self, again: bool = False) -> None:
-        """Bring the master gradients up to date and take down the verdict. No host sync.
-
-        ``again``: only those whose model gradient was written since, with a clip left as it is.
-        """
+    def unscale(self) -> None:
+        """Bring the master gradients up to date and take down the verdict. No host sync."""
         pending: Pending = require(self.pending)
-        self.grads.unscale(pending.inv_scale, defer=True, again=again)
+        self.grads.unscale(pending.inv_scale)
         self._take_verdict(pending)
 
     def unscale_clipped(self, max_norm: float) -> Tensor:

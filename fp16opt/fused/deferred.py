@@ -48,6 +48,7 @@ class DeferredGrads:
         params: the engine's parameters. Their masters become instances of a subclass of Parameter whose ``grad`` asks
             here; copies and pickles of them are plain parameters again.
         defers: says whether a fused step will take gradients as they are.
+        buffer: gives the memory for the FP32 gradient of a position.
         made: called with (position, gradient) for each that is made for the step to come.
 
     Attributes:
@@ -56,15 +57,24 @@ class DeferredGrads:
         live: whether the gradients are those of a step that is still to come.
     """
 
-    def __init__(self, params: MasterParams, defers: Callable[[], bool], made: Callable[[int, Tensor], None]) -> None:
+    def __init__(
+        self,
+        params: MasterParams,
+        defers: Callable[[], bool],
+        buffer: Callable[[int], Tensor],
+        made: Callable[[int, Tensor], None],
+    ) -> None:
         self.params = params
         self._defers = defers
+        self._buffer = buffer
         self._made = made
         self.waiting: set[int] = set()
         self.clipped = False
         self.live = False
         self._takes = False
         self._kept: set[int] = set()
+        self._read: set[int] = set()
+        self._read_before: set[int] = set()
         self._seen: dict[int, Seen] = {}
         self._factors: dict[torch.device, Factors] = {}
         self._position: dict[int, int] = {}
@@ -114,6 +124,10 @@ class DeferredGrads:
     def keeps(self, i: int) -> bool:
         """Whether the FP32 gradient of position ``i`` stays as it is in this pass."""
         return i in self._kept
+
+    def was_read(self, i: int) -> bool:
+        """Whether the FP32 gradient of position ``i`` was made in the last step or this one: it keeps its memory."""
+        return i in self._read or i in self._read_before
 
     def take(self, i: int, grad: Tensor | None) -> Tensor | None:
         """``grad`` of position ``i``, where it is to wait as it is; else None."""
@@ -170,6 +184,8 @@ class DeferredGrads:
 
     def rest(self) -> None:
         """The step is over. What waits can still be read while the 16-bit gradients stay as they are."""
+        if self.live:
+            self._read, self._read_before = set(), self._read
         self.live = False
 
     def ask(self, master: Tensor) -> None:
@@ -186,15 +202,13 @@ class DeferredGrads:
         """Make the FP32 gradients of ``positions``, or of all that wait, in the bits that the step would use."""
         wanted = set(self.waiting if positions is None else positions)
         self.waiting -= wanted
+        self._read |= wanted
         if not wanted:
             return
         with torch.no_grad():
             for shard in self.params.shards:
                 grads = [self._source(i) if i in wanted else None for i in shard.index]
-                outs = [
-                    None if grad is None else torch.empty_like(self.params.master[i], requires_grad=False)
-                    for i, grad in zip(shard.index, grads, strict=True)
-                ]
+                outs = [None if g is None else self._buffer(i) for i, g in zip(shard.index, grads, strict=True)]
                 kernels.multi_tensor_unscale_clipped(grads, outs, *self._factors[shard.device])
                 for i, out in zip(shard.index, outs, strict=True):
                     if out is not None:
