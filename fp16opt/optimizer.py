@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from . import checkpoint, clipping, closures, diagnostics, driven, wrapped, writes
+from . import checkpoint, clipping, closures, diagnostics, driven, waiting, wrapped, writes
 from .accumulation import Accumulation, State
 from .arguments import check_choice, check_loss, check_scaler, make_scaler, named, open_group
 from .diagnostics import Overflow
-from .fused import FusedStep
-from .fused import check_choice as check_fused_step
-from .gradients import MasterGrads
+from .fused import FusedStep, check_fused_step
 from .masters import MasterParams
 from .outcomes import Outcomes, check_consecutive, warn_no_gradients
 from .scaling import LossScaler
@@ -101,7 +99,7 @@ class MixedPrecisionOptimizer(Optimizer):
         self._patch_step_function()
 
     def _make_gradients(self) -> None:
-        self._grads = MasterGrads(self._params, self._fused.serves if self._fused.wanted else None)
+        self._grads = waiting.make_grads(self._params, self._fused)
         self._steps = Accumulation(self._grads, self._device, folds=self.grad_accumulation == "fp32")
         self._offers = driven.Offers()
 
@@ -334,15 +332,14 @@ class MixedPrecisionOptimizer(Optimizer):
             driven.take(self)
         if self._steps.state is not State.UNSCALED:
             self.update_master_grads()
-        elif self._grads.moved():
-            self._steps.unscale(again=True)
+        waiting.look_again(self._grads, self._steps)
         return True
 
     def _run_wrapped(self, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
         """Step the masters and copy them down. If the step was done before something raised, finish it all the same."""
         before = self._params.counted_versions(self.optimizer.param_groups)
         try:
-            fused = self._fused.stand_in(self._grads.deferred, found_inf)
+            fused = waiting.fused_step(self._grads, self._fused, found_inf)
             loss = wrapped.run_step(self.optimizer, found_inf, closure, fused)
         except wrapped.StepFailed as failed:
             if closure is None and (

@@ -6,8 +6,9 @@ on it is an ordinary tensor, and what is written to it counts in the step.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +18,8 @@ from .. import kernels
 from ..kernels.reference_steps import Factors
 
 if TYPE_CHECKING:
-    from ..masters import MasterParams
+    from ..masters import MasterParams, Shard
 
-_HALVES = (torch.float16, torch.bfloat16)
 _GRAD: Any = Tensor.grad  # torch's own descriptor, which the class below stands in front of
 
 Seen = tuple["weakref.ref[Tensor] | None", int]
@@ -47,7 +47,6 @@ class DeferredGrads:
     Args:
         params: the engine's parameters. Their masters become instances of a subclass of Parameter whose ``grad`` asks
             here; copies and pickles of them are plain parameters again.
-        defers: says whether a fused step will take gradients as they are.
         buffer: gives the memory for the FP32 gradient of a position.
         made: called with (position, gradient) for each that is made for the step to come.
 
@@ -58,20 +57,16 @@ class DeferredGrads:
     """
 
     def __init__(
-        self,
-        params: MasterParams,
-        defers: Callable[[], bool],
-        buffer: Callable[[int], Tensor],
-        made: Callable[[int, Tensor], None],
+        self, params: MasterParams, buffer: Callable[[int], Tensor], made: Callable[[int, Tensor], None]
     ) -> None:
         self.params = params
-        self._defers = defers
         self._buffer = buffer
         self._made = made
         self.waiting: set[int] = set()
         self.clipped = False
         self.live = False
         self._takes = False
+        self._taken: dict[int, Tensor] = {}
         self._kept: set[int] = set()
         self._read: set[int] = set()
         self._read_before: set[int] = set()
@@ -109,9 +104,10 @@ class DeferredGrads:
             self._factors = {
                 shard.device: Factors(inv_scale.to(shard.device), one.to(shard.device)) for shard in self.params.shards
             }
-        self.waiting -= moved
-        self._takes = allowed and self._defers()
-        self.live = self._takes or again
+        self.waiting = set()  # so that nothing is made in the middle of the pass
+        self._taken = {}
+        self._takes = allowed
+        self.live = allowed or again
 
     def _clear_rows(self, positions: set[int]) -> None:
         """What was found in gradients that may be gone does not count."""
@@ -129,14 +125,18 @@ class DeferredGrads:
         """Whether the FP32 gradient of position ``i`` was made in the last step or this one: it keeps its memory."""
         return i in self._read or i in self._read_before
 
-    def take(self, i: int, grad: Tensor | None) -> Tensor | None:
-        """``grad`` of position ``i``, where it is to wait as it is; else None."""
+    def take(self, i: int, grad: Tensor | None) -> bool:
+        """Whether ``grad`` of position ``i`` is to wait as it is."""
         if not self._takes or grad is None or i in self._kept or not self._accepts(i, grad):
-            return None
-        if stored_grad(self.params.master[i]) is not None:
-            _GRAD.__set__(self.params.master[i], None)
-        self.waiting.add(i)
-        return grad.detach() if grad.requires_grad else grad
+            return False
+        _GRAD.__set__(self.params.master[i], None)
+        self._taken[i] = grad.detach() if grad.requires_grad else grad
+        return True
+
+    def taken(self, shard: Shard) -> list[Tensor | None] | None:
+        """For each position of the shard the gradient that is to wait; None where there is no such."""
+        grads = [self._taken.get(i) for i in shard.index]
+        return grads if any(grad is not None for grad in grads) else None
 
     def _accepts(self, i: int, grad: Tensor) -> bool:
         master, model = self.params.master[i], self.params.model[i]
@@ -150,7 +150,8 @@ class DeferredGrads:
 
     def end(self) -> None:
         """The pass is done: remember what it has seen."""
-        self._seen = {i: _seen(self.params.model[i].grad) for i in self.params.copied}
+        self.waiting, self._taken = set(self._taken), {}
+        self._seen = {i: _seen(self.params.model[i].grad) for i in self.params.copied} if self.live else {}
 
     def moved(self) -> list[int]:
         """Positions whose 16-bit gradient was written, replaced, set or removed since the pass."""
@@ -205,16 +206,28 @@ class DeferredGrads:
         self._read |= wanted
         if not wanted:
             return
+        by_device: dict[torch.device, list[int]] = {}
+        for i in sorted(wanted):
+            by_device.setdefault(self.params.master[i].device, []).append(i)
         with torch.no_grad():
-            for shard in self.params.shards:
-                grads = [self._source(i) if i in wanted else None for i in shard.index]
-                outs = [None if g is None else self._buffer(i) for i, g in zip(shard.index, grads, strict=True)]
-                kernels.multi_tensor_unscale_clipped(grads, outs, *self._factors[shard.device])
-                for i, out in zip(shard.index, outs, strict=True):
+            for device, index in by_device.items():
+                grads = [self._source(i) for i in index]
+                outs = [None if grad is None else self._buffer(i) for i, grad in zip(index, grads, strict=True)]
+                kernels.multi_tensor_unscale_clipped(grads, outs, *self._factors[device])
+                for i, out in zip(index, outs, strict=True):
                     if out is not None:
                         _GRAD.__set__(self.params.master[i], out)
                         if self.live:
                             self._made(i, out)
+
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """For as long as it lasts, gradients that wait are not made by reading them: they look like None."""
+        waiting, self.waiting = self.waiting, set()
+        try:
+            yield
+        finally:
+            self.waiting = waiting
 
     def _source(self, i: int) -> Tensor | None:
         grad = self.params.model[i].grad

@@ -25,7 +25,7 @@ logger = logging.getLogger("fp16opt")
 Key = tuple[bool, bool, tuple[str, ...]]
 
 
-def check_choice(wanted: object, optimizer: Optimizer) -> None:
+def check_fused_step(wanted: object, optimizer: Optimizer) -> None:
     """Raise unless ``fused_step=wanted`` can be had for an optimizer that is about to be wrapped.
 
     Args:
@@ -99,19 +99,18 @@ class FusedStep:
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
-    def stand_in(self, grads: DeferredGrads | None, found_inf: Tensor | None) -> Callable[..., Any] | None:
+    def stand_in(self, grads: DeferredGrads, found_inf: Tensor | None) -> Callable[..., Any] | None:
         """What to call in place of ``optimizer.step``, with a closure or without; None where it must step itself.
 
         It fires the optimizer's step hooks. Gradients that wait are made where the optimizer steps itself.
 
         Args:
-            grads: the engine's, None where ``fused_step=False``.
+            grads: the engine's.
             found_inf: float32, 0-dim: where it is not 0 the kernel writes nothing. None: decided already.
         """
         self._written = None
-        if grads is None or not self.serves():
-            if grads is not None:
-                grads.make()
+        if not self.serves():
+            grads.make()
             return None
 
         def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
