@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels.reference_steps import Factors
+from ..kernels.tables import same_walk
 
 if TYPE_CHECKING:
     from ..masters import MasterParams, Shard
@@ -144,7 +145,7 @@ class DeferredGrads:
             master is not model
             and grad.dtype == model.dtype
             and grad.layout is torch.strided
-            and grad.stride() == master.stride()
+            and same_walk(grad, master)
             and type(grad).__torch_dispatch__ is Tensor.__torch_dispatch__
         )
 

@@ -68,6 +68,6 @@ def _of_params(params: Sequence[Tensor], names: Sequence[str]) -> str:
             return f"parameter {name!r} is {str(param.dtype).removeprefix('torch.')}"
         if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             return f"parameter {name!r} is a {type(param).__name__}"
-        if param.layout is not torch.strided or not is_dense(param):
+        if param.layout is not torch.strided or (param.numel() and not is_dense(param)):
             return f"the memory of parameter {name!r} is not dense"
     return ""
