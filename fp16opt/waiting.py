@@ -64,6 +64,11 @@ class WaitingGrads(MasterGrads):
         """Never where gradients wait: a clip is a factor then, and not a pass."""
         return super().makes_all_anew() and not self._serves()
 
+    def unscale_clipped(self, inv_scale: Tensor, max_norm: float, device: torch.device) -> Tensor:
+        """As in :class:`MasterGrads`: only where nothing waits."""
+        self.deferred.begin(inv_scale, allowed=False, again=False)
+        return super().unscale_clipped(inv_scale, max_norm, device)
+
     def _lists(self, shard: Shard, fold: bool) -> _Lists:
         """Those that wait or stay are left out."""
         deferred, count = self.deferred, len(shard.index)

@@ -151,7 +151,7 @@ class DeferredGrads:
 
     def end(self) -> None:
         """The pass is done: remember what it has seen."""
-        self.waiting, self._taken = set(self._taken), {}
+        self.waiting, self._taken, self._takes = set(self._taken), {}, False
         self._seen = {i: _seen(self.params.model[i].grad) for i in self.params.copied} if self.live else {}
 
     def moved(self) -> list[int]:
