@@ -17,12 +17,14 @@ CastResult adam_as(const StepChunk& c, Master master, const AdamTerms<Floats>& t
 }
 
 template <class Grad, class Master>
-CastResult sgd_as(const StepChunk& c, Master master, const SgdTerms<Floats>& terms) {
+CastResult sgd_as(const StepChunk& c, Master master, const SgdTerms<Floats>& terms, bool first) {
     const Grad* grad = static_cast<const Grad*>(c.grad);
-    if (c.exp_avg != nullptr) {
-        sgd_loop<Grad, Master, true>(terms, grad, master, c.exp_avg, c.numel);
+    if (c.exp_avg == nullptr) {
+        sgd_loop<Grad, Master, Momentum::none>(terms, grad, master, nullptr, c.numel);
+    } else if (first) {
+        sgd_loop<Grad, Master, Momentum::first>(terms, grad, master, c.exp_avg, c.numel);
     } else {
-        sgd_loop<Grad, Master, false>(terms, grad, master, nullptr, c.numel);
+        sgd_loop<Grad, Master, Momentum::later>(terms, grad, master, c.exp_avg, c.numel);
     }
     return {master.hash(), master.flags()};
 }
@@ -46,12 +48,13 @@ CastResult adam_chunk(const StepChunk& c, const GradFactors& factors, const Adam
 
 CastResult sgd_chunk(const StepChunk& c, const GradFactors& factors, const SgdScalars& scalars) {
     const SgdTerms<Floats> terms(factors, scalars, SplatFloats{});
-    if (c.model == nullptr) return sgd_as<float>(c, OwnMaster(c.master), terms);
-    const bool wide = c.grad_dtype == DType::single;
+    const bool first = scalars.first != 0, wide = c.grad_dtype == DType::single;
+    if (c.model == nullptr) return sgd_as<float>(c, OwnMaster(c.master), terms, first);
     if (c.model_dtype == DType::half) {
-        return wide ? sgd_as<float>(c, full<Half>(c), terms) : sgd_as<Half>(c, full<Half>(c), terms);
+        return wide ? sgd_as<float>(c, full<Half>(c), terms, first) : sgd_as<Half>(c, full<Half>(c), terms, first);
     }
-    return wide ? sgd_as<float>(c, full<BFloat16>(c), terms) : sgd_as<BFloat16>(c, full<BFloat16>(c), terms);
+    return wide ? sgd_as<float>(c, full<BFloat16>(c), terms, first)
+                : sgd_as<BFloat16>(c, full<BFloat16>(c), terms, first);
 }
 
 }  // namespace

@@ -51,20 +51,6 @@ struct SplatFloats {
     FP16OPT_HD Floats operator()(float x) const { return splat(x); }
 };
 
-// How far ahead of the arithmetic memory is asked for, in bytes of each array. The processor's own prefetcher stops at
-// every page, and a step walks through five arrays at once.
-constexpr int64_t kAhead = 1024;
-
-template <class T>
-FP16OPT_HD void prefetch_block(const T* at) {
-#if defined(__GNUC__)
-    const char* from = reinterpret_cast<const char*>(at) + kAhead;
-    for (size_t line = 0; line < kBlock * sizeof(T); line += 64) __builtin_prefetch(from + line, 0, 3);
-#else
-    (void)at;
-#endif
-}
-
 // The first `valid` elements of a block; the others are zero. `valid` is kBlock but for a tail.
 template <class T>
 FP16OPT_HD void get(const T* from, int valid, Block& b) {
@@ -176,22 +162,21 @@ FP16OPT_HD void adam_loop(const AdamTerms<Floats>& terms, const Grad* grad, Mast
     master.finish();
 }
 
-template <class Grad, class Master, bool kMomentum>
+enum class Momentum { none, first, later };
+
+template <class Grad, class Master, Momentum kMomentum>
 FP16OPT_HD void sgd_loop(const SgdTerms<Floats>& terms, const Grad* grad, Master& master, float* buffer, int64_t n) {
     for_blocks(n, [&](int64_t i, int valid) {
         Block g, p, b;
         get(grad + i, valid, g);
         master.read(i, valid, p);
-        if (kMomentum) {
-            if (terms.first) {
-                memset(&b, 0, sizeof(b));
-            } else {
-                get(static_cast<const float*>(buffer + i), valid, b);
-            }
+        if constexpr (kMomentum == Momentum::later) get(static_cast<const float*>(buffer + i), valid, b);
+        for (int k = 0; k < kVectors; ++k) {
+            if constexpr (kMomentum == Momentum::first) b.v[k] = g.v[k];  // any value: it is not looked at
+            sgd<kMomentum == Momentum::first>(terms, g.v[k], p.v[k], kMomentum == Momentum::none ? nullptr : &b.v[k]);
         }
-        for (int k = 0; k < kVectors; ++k) sgd(terms, g.v[k], p.v[k], kMomentum ? &b.v[k] : nullptr);
         master.write(i, valid, p);
-        if (kMomentum) set(buffer + i, valid, b);
+        if constexpr (kMomentum != Momentum::none) set(buffer + i, valid, b);
     });
     master.finish();
 }
