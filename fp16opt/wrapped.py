@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .fused import has_grad
+
 HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
@@ -105,7 +107,7 @@ def _fused_momentum_groups(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any
             have = [
                 optimizer.state[p].get("momentum_buffer") is not None if p in optimizer.state else False
                 for p in group["params"]
-                if p.grad is not None
+                if has_grad(p)
             ]
             yield group, have.count(False), have.count(True)
 

@@ -32,6 +32,12 @@ def stored_grad(master: Tensor) -> Tensor | None:
     return grad
 
 
+def has_grad(master: Tensor) -> bool:
+    """Whether ``master.grad`` would not be None, without making it."""
+    waits = getattr(master, "_grad_waits", None)
+    return stored_grad(master) is not None or (waits is not None and bool(waits()))
+
+
 def _seen(grad: Tensor | None) -> Seen:
     return (None, 0) if grad is None else (weakref.ref(grad), grad._version)
 
@@ -196,6 +202,11 @@ class DeferredGrads:
         if i is not None and i in self.waiting:
             self.make([i])
 
+    def is_waiting(self, master: Tensor) -> bool:
+        """Whether ``master.grad`` would be made by reading it."""
+        i = self._position.get(id(master), -1)
+        return i in self.waiting and self._source(i) is not None
+
     def forget(self, master: Tensor) -> None:
         """``master.grad`` is about to be set."""
         self.waiting.discard(self._position.get(id(master), -1))
@@ -261,5 +272,9 @@ def _class_for(deferred: DeferredGrads) -> type[torch.nn.Parameter]:
         @grad.deleter
         def grad(self) -> None:
             self.grad = None
+
+        def _grad_waits(self) -> bool:
+            found = owner()
+            return found is not None and found.is_waiting(self)
 
     return MasterParameter

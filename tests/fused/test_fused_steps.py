@@ -29,6 +29,7 @@ MAKERS: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
     "adamw": (AdamW, {"lr": 0.01, "weight_decay": 0.1}),
     "adamw tensor lr": (AdamW, {"lr": torch.tensor(0.01)}),
     "adamw fused inside": (AdamW, {"lr": 0.01, "fused": True}),
+    "sgd fused inside": (SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
 }
 
 
@@ -142,14 +143,18 @@ def made(name: str = "adamw", fused: Any = True, **more: Any) -> tuple[list[Tens
     return params, wrap(name, params, fused, **more)
 
 
-def test_no_fp32_gradient_exists_unless_it_is_read() -> None:
-    params, opt = made()
+@pytest.mark.parametrize("name", ["adamw", "momentum", "adamw fused inside", "sgd fused inside"])
+def test_no_fp32_gradient_exists_unless_it_is_read(name: str) -> None:
+    params, opt = made(name)
+    opt._grads.deferred._made = lambda i, _: made_ones.append(i)  # type: ignore[attr-defined]
+    made_ones: list[int] = []
     for step in range(3):
         give_grads(opt, params, step)
         opt.clip_master_grads(0.5)
         opt.step()
         assert [stored_grad(m) for m in opt.master_params()] == [None] * len(params)
     assert opt._grads.buffers == {}
+    assert made_ones == [], "something read a gradient on the way"
     give_grads(opt, params, 3)
     opt.update_master_grads()
     masters = list(opt.master_params())
