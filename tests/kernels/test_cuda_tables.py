@@ -50,7 +50,10 @@ def test_a_flag_that_changed_is_copied_too(host: Any) -> None:
     tables, grads, outs = PointerTables(), tensors(3), tensors(3, 1)
     stats, one = GradStats.allocate(3, "cpu"), torch.tensor(1.0)
     wanted = [out + grad if k == 1 else grad for k, (out, grad) in enumerate(zip(outs, grads, strict=True))]
-    multi_tensor_unscale(grads, [out.clone() for out in outs], one, stats, tables=tables)
+    before = [out.clone() for out in outs]
+    multi_tensor_unscale(grads, outs, one, stats, tables=tables)
+    for out, value in zip(outs, before, strict=True):
+        out.copy_(value)  # the same addresses again
     multi_tensor_unscale(grads, outs, one, stats, accumulate=[False, True, False], tables=tables)
     assert all(torch.equal(out, want) for out, want in zip(outs, wanted, strict=True))
 
