@@ -88,8 +88,8 @@ def check_outside(sd: object) -> None:
         )
     if "optimizer_state_dict" in sd or "fp32_from_fp16" in sd:
         raise ValueError(
-            "state_dict is of apex's FP16_Optimizer. Load its entry 'optimizer_state_dict' here, and set the "
-            "scale with opt.loss_scale."
+            "state_dict is of an FP16_Optimizer. Load it into a fp16opt.fp16_utils.FP16_Optimizer, which takes its "
+            "masters and its scale; MixedPrecisionOptimizer.state_dict(that) is the same in the keys wanted here."
         )
     if any(isinstance(entry, Mapping) and {"loss_scale", "unskipped"} <= set(entry) for entry in sd.values()):
         raise ValueError(

@@ -220,7 +220,7 @@ def test_other_libraries_dicts_are_recognised() -> None:
                    "_growth_tracker": 0}  # fmt: skip
     refused(room, grad_scaler, ValueError, r"is of a torch.amp.GradScaler.*opt.loss_scale = state_dict\['scale'\]")
     fp16 = {"loss_scaler": None, "dynamic_loss_scale": True, "optimizer_state_dict": {}, "fp32_from_fp16": []}
-    refused(room, fp16, ValueError, "is of apex's FP16_Optimizer.*'optimizer_state_dict'")
+    refused(room, fp16, ValueError, r"is of an FP16_Optimizer\. Load it into a fp16opt\.fp16_utils\.FP16_Optimizer")
     refused(room, {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 1}}, ValueError, "is of apex.amp")
 
 
