@@ -316,9 +316,9 @@ class Casts:
 
     def enter_backward(self) -> Callable[[], None]:
         """Autocast is off from now on, and functions called from Python cast. Returns what undoes it."""
-        state, before = autocast_state(), self.in_backward
-        if not self.active or not any(state):
+        if not self.active or not self.on():
             return _nothing
+        state, before = autocast_state(), self.in_backward
         set_autocast_state((False,) * len(DEVICES))
         self.in_backward = True
 

@@ -152,12 +152,13 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
             return super()._run_wrapped(found_inf)
 
     def _finish(self, skipped: bool | Tensor) -> None:
-        for key, (scaler, found) in self._steps.verdicts.items():
-            if key in self._delayed and isinstance(scaler, LossScaler):
-                scaler.settle(found)  # no scale_loss of this step came to it
-        self._delayed.clear()
+        if self._delayed:
+            for key, (scaler, found) in self._steps.verdicts.items():
+                if key in self._delayed and isinstance(scaler, LossScaler):
+                    scaler.settle(found)  # no scale_loss of this step came to it
+            self._delayed.clear()
         super()._finish(skipped)
-        self._opt_called = True  # what LR schedulers look for
+        self.__dict__["_opt_called"] = True  # what LR schedulers look for
         if self.amp.function_casts:
             _amp_state.casts.clear_cache()
 
