@@ -111,11 +111,13 @@ def cpu_units() -> list[Unit]:
     return [
         Unit("bindings_cpu.o", "compile", "bindings_cpu.cpp", bindings_flags()),
         *[
-            Unit(f"cpu_{name}.o", "compile", "backends/cpu.cpp", [f"-DFP16OPT_LEVEL={name}", *f])
+            Unit(f"{source}_{name}.o", "compile", f"backends/{source}.cpp", [f"-DFP16OPT_LEVEL={name}", *f])
             for name, f in found.items()
+            for source in ("cpu", "cpu_steps")
         ],
         Unit("cpu_dispatch.o", "compile", "backends/cpu_dispatch.cpp", dispatch),
         Unit("cpu_operations.o", "compile", "backends/cpu_operations.cpp", []),
+        Unit("step_operations.o", "compile", "backends/step_operations.cpp", []),
         Unit("threads.o", "compile", "backends/threads.cpp", []),
     ]
 

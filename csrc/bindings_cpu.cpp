@@ -1,8 +1,10 @@
 // The Python face of the CPU operations. It knows no torch: tensors come in as addresses and sizes (see columns.h).
 #include <optional>
 #include <string>
+#include <tuple>
 
 #include "api.h"
+#include "api_steps.h"
 #include "columns.h"
 
 namespace py = pybind11;
@@ -92,6 +94,58 @@ void bind_operations(py::module_& module) {
     });
 }
 
+// What `cast` writes, and the lists of a step by place, kept alive for the call.
+struct StepArguments {
+    Pointers grads, masters, models;
+    std::vector<Pointers> state;
+    std::vector<int32_t> group_of;
+
+    StepArguments(const py::object& from, const py::object& to, const py::list& kept, const py::object& narrow,
+                  std::vector<int32_t> groups)
+        : grads(pointers_of(from)), masters(pointers_of(to)), group_of(std::move(groups)) {
+        for (py::handle list : kept) state.push_back(pointers_of(py::reinterpret_borrow<py::object>(list)));
+        if (!narrow.is_none()) models = pointers_of(narrow);
+    }
+
+    StepLists lists(const Table& table, bool has_models, uintptr_t overflow, uintptr_t hashes) const {
+        StepLists result{table, grads, masters, {}, has_models ? &models : nullptr, group_of, address<int32_t>(overflow),
+                         address<int64_t>(hashes)};
+        for (const Pointers& list : state) result.state.push_back(&list);
+        return result;
+    }
+};
+
+void bind_steps(py::module_& module) {
+    module.def("adam", [](const Table& table, const py::object& grads, const py::object& masters, const py::list& state,
+                          const py::object& models, const py::object& steps, std::vector<int32_t> group_of,
+                          const std::vector<std::tuple<double, double, double, double, double, bool, bool>>& options,
+                          float inv_scale, float coefficient, uintptr_t overflow, uintptr_t hashes, int threads) {
+        const StepArguments given(grads, masters, state, models, std::move(group_of));
+        const Pointers counts = pointers_of(steps);
+        std::vector<AdamOptions> groups;
+        for (const auto& o : options) {
+            groups.push_back(std::apply([](auto... values) { return AdamOptions{values...}; }, o));
+        }
+        const StepLists lists = given.lists(table, !models.is_none(), overflow, hashes);
+        py::gil_scoped_release release;
+        adam(lists, counts, groups, inv_scale, coefficient, threads);
+    });
+    module.def("sgd", [](const Table& table, const py::object& grads, const py::object& masters, const py::list& state,
+                         const py::object& models, const std::vector<bool>& first, std::vector<int32_t> group_of,
+                         const std::vector<std::tuple<double, double, double, double, bool, bool>>& options,
+                         float inv_scale, float coefficient, uintptr_t overflow, uintptr_t hashes, int threads) {
+        const StepArguments given(grads, masters, state, models, std::move(group_of));
+        std::vector<SgdOptions> groups;
+        for (const auto& o : options) {
+            groups.push_back(std::apply([](auto... values) { return SgdOptions{values...}; }, o));
+        }
+        const std::vector<uint8_t> fresh(first.begin(), first.end());
+        const StepLists lists = given.lists(table, !models.is_none(), overflow, hashes);
+        py::gil_scoped_release release;
+        sgd(lists, fresh, groups, inv_scale, coefficient, threads);
+    });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_cpu, module) {
@@ -99,6 +153,7 @@ PYBIND11_MODULE(_cpu, module) {
     py::class_<Table>(module, "Table").def(py::init(&make_table));
     bind_columns(module);
     bind_operations(module);
+    bind_steps(module);
     module.def("simd_level", [] { return current_level().name; });
     module.def("use_simd_level", &use_level);
     module.def("simd_levels", [] {

@@ -49,6 +49,7 @@ class Shard:
     found: Tensor
     passed: bool = False
     unscale_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
+    waiting_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
     cast_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
     hash_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
     sample_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
@@ -314,6 +315,10 @@ class MasterParams:
     def counted_versions(self, groups: list[dict[str, Any]]) -> list[int]:
         """The version counters of those masters whose steps are counted: torch's fused steps leave them as they are."""
         return [param._version for group in groups if not group.get("fused") for param in group["params"]]
+
+    def written_masters(self, versions: Sequence[int]) -> list[int]:
+        """Positions whose master the user had written when its version counter was as in ``versions``."""
+        return [i for i in self.copied if versions[i] != self._master_versions[i]]
 
     def record_versions(self) -> None:
         """Remember the version counters: a higher one of a master later means that the user wrote it."""

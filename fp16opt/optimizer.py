@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from . import checkpoint, clipping, closures, diagnostics, driven, late, wrapped, writes
+from . import checkpoint, clipping, closures, diagnostics, driven, late, waiting, wrapped, writes
 from .accumulation import Accumulation, State
 from .arguments import check_choice, check_loss, check_scaler, make_scaler, named, open_group
 from .diagnostics import Overflow
-from .gradients import MasterGrads
+from .fused import FusedStep, check_fused_step
 from .masters import MasterParams
 from .outcomes import Outcomes, check_consecutive, warn_no_gradients
 from .scaling import LossScaler
@@ -41,6 +41,7 @@ class MixedPrecisionOptimizer(Optimizer):
             and ``fp32_state_dict``: "refresh" takes what differs into the masters and logs a warning, "error" raises,
             "ignore" does not look.
         master_weights: "full": FP32 masters. "none": the optimizer steps 16-bit parameters, and loses small updates.
+        fused_step: True: one kernel steps SGD, Adam or AdamW in a single pass; "auto": where it can (see ``repr``).
 
     Raises:
         TypeError: ``optimizer`` is no torch Optimizer, or wrapped already.
@@ -70,6 +71,7 @@ class MixedPrecisionOptimizer(Optimizer):
         grad_accumulation: str = "model",
         on_model_write: str = "refresh",
         master_weights: str = "full",
+        fused_step: bool | str = False,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
@@ -78,6 +80,7 @@ class MixedPrecisionOptimizer(Optimizer):
         check_choice("grad_accumulation", grad_accumulation, _ACCUMULATION)
         check_choice("on_model_write", on_model_write, writes.POLICIES)
         check_choice("master_weights", master_weights, _MASTER_WEIGHTS)
+        check_fused_step(fused_step, optimizer, master_weights)
         self.scaler = make_scaler(dynamic, loss_scale, scaler)
         self.optimizer = optimizer
         self.grad_accumulation = grad_accumulation
@@ -88,6 +91,7 @@ class MixedPrecisionOptimizer(Optimizer):
         self._params.watches = on_model_write != "ignore"
         for i in self._params.own if makes_masters else ():
             self._carry_state(self._params.model[i], self._params.model[i])
+        self._fused = FusedStep(fused_step, optimizer, self._params)
         self._device = self._params.master[0].device if len(self._params) else torch.device("cpu")
         self._make_gradients()
         self.scaler.to(self._device)
@@ -97,7 +101,7 @@ class MixedPrecisionOptimizer(Optimizer):
         self._patch_step_function()
 
     def _make_gradients(self) -> None:
-        self._grads = MasterGrads(self._params)
+        self._grads = waiting.make_grads(self._params, self._fused)
         self._steps = Accumulation(self._grads, self._device, folds=self.grad_accumulation == "fp32")
         self._offers = driven.Offers()
         self._late = late.Late()
@@ -129,7 +133,7 @@ class MixedPrecisionOptimizer(Optimizer):
         return (
             f"{type(self).__name__}(\n  optimizer: {inner}\n  scaler: {self.scaler!r}\n"
             f"  parameters: {self._params.summary()}\n  grad_accumulation: {self.grad_accumulation!r}, "
-            f"on_model_write: {self.on_model_write!r}\n)"
+            f"on_model_write: {self.on_model_write!r}\n  step: {self._fused.describe()}\n)"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -331,13 +335,14 @@ class MixedPrecisionOptimizer(Optimizer):
             driven.take(self)
         if self._steps.state is not State.UNSCALED:
             self.update_master_grads()
+        waiting.look_again(self._grads, self._steps)
         return True
 
     def _run_wrapped(self, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
         """Step the masters and copy them down. If the step was done before something raised, finish it all the same."""
         before = self._params.counted_versions(self.optimizer.param_groups)
         try:
-            loss = wrapped.run_step(self.optimizer, found_inf, closure)
+            loss = wrapped.run_step(self.optimizer, found_inf, closure, waiting.fused_step(self, found_inf))
         except wrapped.StepFailed as failed:
             if closure is None and (
                 failed.completed or self._params.counted_versions(self.optimizer.param_groups) != before
@@ -349,7 +354,7 @@ class MixedPrecisionOptimizer(Optimizer):
         return loss
 
     def _copy_down(self) -> None:
-        self._params.copy_down()
+        self._fused.copy_down()
         if not late.is_host(self._device):  # looking would wait for the device
             self._late.tell(self._warned)
             self._late.ask(self._params)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .fused import has_grad
+
 HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
@@ -53,8 +55,13 @@ def supports_found_inf(optimizer: Optimizer) -> bool:
     )
 
 
-def run_step(optimizer: Optimizer, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
-    """Call ``optimizer.step``.
+def run_step(
+    optimizer: Optimizer,
+    found_inf: Tensor | None,
+    closure: Callable[[], Any] | None = None,
+    fused: Callable[..., Any] | None = None,
+) -> Any:
+    """Call ``optimizer.step``, or ``fused`` in its place.
 
     Args:
         optimizer: The wrapped optimizer; its param_groups hold masters with FP32 gradients.
@@ -70,8 +77,9 @@ def run_step(optimizer: Optimizer, found_inf: Tensor | None, closure: Callable[[
         if found_inf is not None:
             optimizer.grad_scale = None  # type: ignore[attr-defined]
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+        step: Callable[..., Any] = optimizer.step if fused is None else fused
         try:
-            return optimizer.step() if closure is None else optimizer.step(closure)
+            return step() if closure is None else step(closure)
         except BaseException as error:
             raise StepFailed(error, bool(completed)) from error
         finally:
@@ -99,7 +107,7 @@ def _fused_momentum_groups(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any
             have = [
                 optimizer.state[p].get("momentum_buffer") is not None if p in optimizer.state else False
                 for p in group["params"]
-                if p.grad is not None
+                if has_grad(p)
             ]
             yield group, have.count(False), have.count(True)
 

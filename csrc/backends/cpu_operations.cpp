@@ -5,63 +5,15 @@
 #include <string>
 #include <utility>
 
-#if !defined(_WIN32)
-#include <unistd.h>
-#endif
-
-#include "../api.h"
-#include "../launch/threads.h"
+#include "lists.h"
 
 namespace fp16opt {
 namespace {
-
-// Below this, waking a thread takes longer than it saves (about 20 microseconds of work).
-constexpr int64_t kSerialElements = 1 << 17;
-
-int threads_for(const Table& table, int threads) { return table.elements < kSerialElements ? 1 : threads; }
-
-// Written bytes from which on nothing written is left in the cache for the next reader anyway.
-int64_t streaming_threshold() {
-    static const int64_t threshold = [] {
-        int64_t cache = 0;
-#if defined(_SC_LEVEL3_CACHE_SIZE)
-        cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
-#endif
-        const int64_t least = int64_t(8) << 20, most = int64_t(64) << 20;
-        return cache < least ? least : cache > most ? most : cache;
-    }();
-    return threshold;
-}
-
-template <class T>
-T* at(const Pointers& pointers, const Table& table, size_t list, const Chunk& chunk) {
-    const size_t place = size_t(chunk.tensor);
-    return reinterpret_cast<T*>(static_cast<char*>(pointers[place]) +
-                                chunk.start * item_size(table.dtypes[list][place]));
-}
-
-// Runs `chunk_result` on every chunk and calls `take(place, result)` for each, in the order of the chunks.
-template <class Result, class Compute, class Take>
-void for_chunks(const Table& table, const std::vector<Chunk>& chunks, int threads, Compute&& compute, Take&& take) {
-    std::vector<Result> results(chunks.size());
-    parallel_for(int64_t(chunks.size()), threads_for(table, threads),
-                 [&](int64_t i) { results[size_t(i)] = compute(chunks[size_t(i)]); });
-    for (size_t i = 0; i < results.size(); ++i) take(size_t(chunks[i].tensor), results[i]);
-}
-
-template <class Result, class Compute, class Take>
-void for_chunks(const Table& table, int threads, Compute&& compute, Take&& take) {
-    for_chunks<Result>(table, table.chunks, threads, compute, take);
-}
 
 double total_norm(const double* sumsq, int64_t n) {
     double total = 0.0;
     for (int64_t i = 0; i < n; ++i) total += sumsq[i];
     return std::sqrt(total);
-}
-
-void require(bool fits, const char* what) {
-    if (!fits) throw std::invalid_argument(what);
 }
 
 void require_pointers(const Table& table, std::initializer_list<const Pointers*> lists) {
@@ -83,9 +35,6 @@ void require_grads(const Table& table, const Pointers& grads, const Pointers& ou
 void require_rows(const Table& table, int64_t n) {
     for (int32_t place : table.places) require(table.rows[size_t(place)] < n, "a row lies outside the statistics");
 }
-
-// The hash is a sum of unsigned words; signed ones may not overflow.
-void add_hash(int64_t& hash, uint64_t part) { hash = int64_t(uint64_t(hash) + part); }
 
 void add_hashes(const Watched& watched, size_t row, const HashResult& found) {
     add_hash(watched.hashes[row], found.hash);

@@ -20,6 +20,7 @@ from torch import Tensor
 from .stats import CastStats, GradStats
 
 if TYPE_CHECKING:
+    from .reference_steps import AdamOptions, Factors, SgdOptions
     from .tables import Call, Plan, Watch
 
 _CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
@@ -250,3 +251,57 @@ def content_hash(call: Call, hashes: Tensor, sample: bool) -> None:
     operation = _cpu.content_sample if sample else _cpu.content_hash
     operation(_table(call.plan, call.columns), tensors, hashes.data_ptr(), torch.get_num_threads())
     _bump([hashes])
+
+
+def _split_lists(call: Call, stats: CastStats | None) -> tuple[Any, Any, list[Any], Any, int, int]:
+    """Addresses of gradients, masters, state and models, and of the rows that models' statistics go to."""
+    grads, masters, *state = _addresses(call)
+    if stats is None:
+        return grads, masters, state, None, 0, 0
+    return grads, masters, state, state.pop(), stats.overflow.data_ptr(), stats.hashes.data_ptr()
+
+
+def _step_written(call: Call, stats: CastStats | None) -> None:
+    """Tell autograd that all lists but the first, the gradients, were written."""
+    results = [] if stats is None else [stats.overflow, stats.hashes]
+    for which in range(1, len(call.columns)):
+        _written(call, which, *results)
+        results = []
+
+
+def adam(
+    call: Call,
+    counts: Call,
+    options: Sequence[AdamOptions],
+    group_of: list[int],
+    factors: Factors,
+    stats: CastStats | None,
+) -> None:
+    """:func:`fp16opt.kernels.steps.multi_tensor_adam` for the direct entries."""
+    grads, masters, state, models, overflow, hashes = _split_lists(call, stats)
+    (steps,) = _addresses(counts)
+    _cpu.adam(
+        *(_table(call.plan, call.columns), grads, masters, state, models, steps, group_of),
+        [tuple(o) for o in options],
+        *(factors.inv_scale.item(), factors.coefficient.item(), overflow, hashes, torch.get_num_threads()),
+    )
+    _step_written(call, stats)
+    _bump([counts.columns[0][place] for place in call.plan.direct])
+
+
+def sgd(
+    call: Call,
+    first: list[bool],
+    options: Sequence[SgdOptions],
+    group_of: list[int],
+    factors: Factors,
+    stats: CastStats | None,
+) -> None:
+    """:func:`fp16opt.kernels.steps.multi_tensor_sgd` for the direct entries."""
+    grads, masters, state, models, overflow, hashes = _split_lists(call, stats)
+    _cpu.sgd(
+        *(_table(call.plan, call.columns), grads, masters, state, models, first, group_of),
+        [tuple(o) for o in options],
+        *(factors.inv_scale.item(), factors.coefficient.item(), overflow, hashes, torch.get_num_threads()),
+    )
+    _step_written(call, stats)

@@ -165,6 +165,22 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
+def same_walk(a: Tensor, b: Tensor) -> bool:
+    """Whether one index walks two tensors of the same shape through memory together.
+
+    Args:
+        a, b: any strided tensors.
+
+    Returns:
+        True where strides are equal but for dimensions of one element, and for empty tensors.
+
+    Example:
+        >>> same_walk(torch.zeros(1, 4), torch.zeros(4, 1).t()), same_walk(torch.zeros(2, 2), torch.zeros(2, 2).t())
+        (True, False)
+    """
+    return a.stride() == b.stride() or a.numel() == 0 or _walk(a) == _walk(b)
+
+
 def _is_plain(tensor: Tensor) -> bool:
     """Whether the address of the tensor is where its values are, as they are."""
     overridden = getattr(type(tensor), "__torch_dispatch__", None) is not Tensor.__torch_dispatch__

@@ -1,0 +1,40 @@
+// The one-pass steps over lists of tensors, free of Python and torch like api.h.
+#pragma once
+
+#include "api.h"
+
+namespace fp16opt {
+
+// Of one param_group, in double as torch.optim holds them.
+struct AdamOptions {
+    double lr, beta1, beta2, eps, weight_decay;
+    bool decoupled;  // AdamW's weight decay
+    bool maximize;
+};
+struct SgdOptions {
+    double lr, momentum, dampening, weight_decay;
+    bool nesterov, maximize;
+};
+
+// The lists of a step. The table's lists are grads, masters, those of `state` and, where it has them, `models`.
+struct StepLists {
+    const Table& table;
+    const Pointers& grads;
+    const Pointers& masters;
+    std::vector<const Pointers*> state;  // Adam: exp_avg, exp_avg_sq, perhaps max_exp_avg_sq. SGD: perhaps momentum_buffer
+    const Pointers* models;              // nullptr: parameters that are their own masters
+    std::vector<int32_t> group_of;       // by place
+    // By row of the table, written for tensors with a model: what `cast` writes.
+    int32_t* overflow;
+    int64_t* hashes;
+};
+
+// `steps`: by place, the float32 number of steps done, which is counted up.
+void adam(const StepLists& lists, const Pointers& steps, const std::vector<AdamOptions>& groups, float inv_scale,
+          float coefficient, int threads);
+
+// `first`: by place, whether the momentum buffer holds nothing yet.
+void sgd(const StepLists& lists, const std::vector<uint8_t>& first, const std::vector<SgdOptions>& groups, float inv_scale,
+         float coefficient, int threads);
+
+}  // namespace fp16opt

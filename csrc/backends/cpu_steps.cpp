@@ -1,0 +1,65 @@
+// The one-pass steps for every dtype, at one SIMD level. Compiled once for each level, like cpu.cpp.
+#include "../launch/steps.h"
+#include "step_level.h"
+
+FP16OPT_BEGIN
+namespace {
+
+template <class Grad, class Master>
+CastResult adam_as(const StepChunk& c, Master master, const AdamTerms<Floats>& terms) {
+    const Grad* grad = static_cast<const Grad*>(c.grad);
+    if (c.largest != nullptr) {
+        adam_loop<Grad, Master, true>(terms, grad, master, c.exp_avg, c.exp_avg_sq, c.largest, c.numel);
+    } else {
+        adam_loop<Grad, Master, false>(terms, grad, master, c.exp_avg, c.exp_avg_sq, nullptr, c.numel);
+    }
+    return {master.hash(), master.flags()};
+}
+
+template <class Grad, class Master>
+CastResult sgd_as(const StepChunk& c, Master master, const SgdTerms<Floats>& terms, bool first) {
+    const Grad* grad = static_cast<const Grad*>(c.grad);
+    if (c.exp_avg == nullptr) {
+        sgd_loop<Grad, Master, Momentum::none>(terms, grad, master, nullptr, c.numel);
+    } else if (first) {
+        sgd_loop<Grad, Master, Momentum::first>(terms, grad, master, c.exp_avg, c.numel);
+    } else {
+        sgd_loop<Grad, Master, Momentum::later>(terms, grad, master, c.exp_avg, c.numel);
+    }
+    return {master.hash(), master.flags()};
+}
+
+template <class Model>
+FullMaster<Model> full(const StepChunk& c) {
+    const bool aligned = reinterpret_cast<uintptr_t>(c.model) % 64 == 0;  // streaming stores need it
+    return FullMaster<Model>(c.master, c.model, c.first_word, kCanStream && c.stream && aligned);
+}
+
+// A 16-bit gradient has its parameter's dtype; an FP32 one is a gradient that was unscaled before.
+CastResult adam_chunk(const StepChunk& c, const GradFactors& factors, const AdamScalars& scalars) {
+    const AdamTerms<Floats> terms(factors, scalars, SplatFloats{});
+    if (c.model == nullptr) return adam_as<float>(c, OwnMaster(c.master), terms);
+    const bool wide = c.grad_dtype == DType::single;
+    if (c.model_dtype == DType::half) {
+        return wide ? adam_as<float>(c, full<Half>(c), terms) : adam_as<Half>(c, full<Half>(c), terms);
+    }
+    return wide ? adam_as<float>(c, full<BFloat16>(c), terms) : adam_as<BFloat16>(c, full<BFloat16>(c), terms);
+}
+
+CastResult sgd_chunk(const StepChunk& c, const GradFactors& factors, const SgdScalars& scalars) {
+    const SgdTerms<Floats> terms(factors, scalars, SplatFloats{});
+    const bool first = scalars.first != 0, wide = c.grad_dtype == DType::single;
+    if (c.model == nullptr) return sgd_as<float>(c, OwnMaster(c.master), terms, first);
+    if (c.model_dtype == DType::half) {
+        return wide ? sgd_as<float>(c, full<Half>(c), terms, first) : sgd_as<Half>(c, full<Half>(c), terms, first);
+    }
+    return wide ? sgd_as<float>(c, full<BFloat16>(c), terms, first)
+                : sgd_as<BFloat16>(c, full<BFloat16>(c), terms, first);
+}
+
+}  // namespace
+
+extern const StepLevel step_level;
+const StepLevel step_level = {adam_chunk, sgd_chunk};
+
+FP16OPT_END

@@ -1,0 +1,29 @@
+// What one SIMD level offers for the one-pass steps: each on one chunk.
+#pragma once
+
+#include "../functors/options.h"
+#include "cpu_level.h"
+
+namespace fp16opt {
+
+// The addresses of a chunk's first elements. `model` is null for parameters that are their own masters, `largest` without
+// amsgrad, and `exp_avg` holds SGD's momentum buffer, or is null without momentum.
+struct StepChunk {
+    DType grad_dtype, model_dtype;
+    const void* grad;
+    void* master;
+    float* exp_avg;
+    float* exp_avg_sq;
+    float* largest;
+    void* model;
+    int64_t numel;
+    int64_t first_word;
+    bool stream;  // write the 16-bit weights around the caches
+};
+
+struct StepLevel {
+    CastResult (*adam)(const StepChunk& chunk, const GradFactors& factors, const AdamScalars& scalars);
+    CastResult (*sgd)(const StepChunk& chunk, const GradFactors& factors, const SgdScalars& scalars);
+};
+
+}  // namespace fp16opt

@@ -1,0 +1,132 @@
+// The one-pass steps over lists of tensors on the CPU.
+#include "../api_steps.h"
+
+#include <cmath>
+
+#include "../functors/scalars.h"
+#include "lists.h"
+#include "step_level.h"
+
+namespace fp16opt {
+namespace {
+
+bool is_narrow(DType dtype) { return item_size(dtype) == 2; }
+
+void require_lists(const StepLists& lists, size_t groups) {
+    const Table& table = lists.table;
+    const size_t count = 2 + lists.state.size() + (lists.models != nullptr ? 1 : 0);
+    require(table.dtypes.size() == count, "the table was made for another number of lists");
+    std::vector<const Pointers*> all = lists.state;
+    all.insert(all.end(), {&lists.grads, &lists.masters});
+    if (lists.models != nullptr) all.push_back(lists.models);
+    for (const Pointers* list : all) require(list->size() == table.numels.size(), "a list does not have the table's length");
+    require(lists.group_of.size() == table.numels.size(), "group_of must have one entry for each tensor");
+    for (int32_t place : table.places) {
+        const size_t i = size_t(place);
+        require(lists.group_of[i] >= 0 && size_t(lists.group_of[i]) < groups, "a group lies outside the groups");
+        for (size_t list = 1; list < 2 + lists.state.size(); ++list) {
+            require(table.dtypes[list][i] == DType::single, "masters and state must be float32");
+        }
+        const DType grad = table.dtypes[0][i];
+        if (lists.models == nullptr) {
+            require(grad == DType::single, "the gradient of a parameter that is its own master must be float32");
+        } else {
+            const DType model = table.dtypes.back()[i];
+            require(is_narrow(model) && (grad == model || grad == DType::single),
+                    "models must be 16 bits wide, and gradients float32 or of the model's dtype");
+        }
+    }
+}
+
+StepChunk chunk_of(const StepLists& lists, const Chunk& c, bool stream) {
+    const Table& table = lists.table;
+    StepChunk chunk{};
+    chunk.grad_dtype = table.dtypes[0][size_t(c.tensor)];
+    chunk.grad = at<void>(lists.grads, table, 0, c);
+    chunk.master = at<void>(lists.masters, table, 1, c);
+    float** state[3] = {&chunk.exp_avg, &chunk.exp_avg_sq, &chunk.largest};
+    for (size_t k = 0; k < lists.state.size(); ++k) *state[k] = at<float>(*lists.state[k], table, 2 + k, c);
+    if (lists.models != nullptr) {
+        const size_t list = 2 + lists.state.size();
+        chunk.model_dtype = table.dtypes[list][size_t(c.tensor)];
+        chunk.model = at<void>(*lists.models, table, list, c);
+    }
+    chunk.numel = c.numel;
+    chunk.first_word = c.start / 4;
+    chunk.stream = stream;
+    return chunk;
+}
+
+// Runs `step(chunk, place)` on all chunks and keeps flags and hashes of what they wrote.
+template <class Step>
+void run(const StepLists& lists, int threads, Step&& step) {
+    const Table& table = lists.table;
+    const bool narrows = lists.models != nullptr;
+    for (int32_t place : table.places) {
+        if (!narrows) break;
+        lists.overflow[table.rows[size_t(place)]] = 0;
+        lists.hashes[table.rows[size_t(place)]] = 0;
+    }
+    const bool stream = table.elements * 2 >= streaming_threshold();
+    for_chunks<CastResult>(
+        table, threads, [&](const Chunk& c) { return step(chunk_of(lists, c, stream), size_t(c.tensor)); },
+        [&](size_t place, const CastResult& result) {
+            if (!narrows) return;
+            lists.overflow[table.rows[place]] |= int32_t(result.flags);
+            add_hash(lists.hashes[table.rows[place]], result.hash);
+        });
+}
+
+GradFactors factors_of(float inv_scale, float coefficient, bool maximize) {
+    return {inv_scale, maximize ? -coefficient : coefficient};
+}
+
+}  // namespace
+
+void adam(const StepLists& lists, const Pointers& steps, const std::vector<AdamOptions>& groups, float inv_scale,
+          float coefficient, int threads) {
+    require_lists(lists, groups.size());
+    require(steps.size() == lists.table.numels.size(), "steps must have one entry for each tensor");
+    require(lists.state.size() == 2 || lists.state.size() == 3, "Adam's state is two or three lists");
+    std::vector<AdamScalars> scalars(steps.size());
+    int32_t last_group = -1;
+    float last_step = 0.0f;
+    const AdamScalars* last = nullptr;
+    for (int32_t place : lists.table.places) {
+        const size_t i = size_t(place);
+        float* step = static_cast<float*>(steps[i]);
+        *step += 1.0f;
+        const AdamOptions& o = groups[size_t(lists.group_of[i])];
+        if (last != nullptr && last_group == lists.group_of[i] && last_step == *step) {
+            scalars[i] = *last;
+        } else {
+            const double t = double(*step);
+            scalars[i] = adam_scalars(o.lr, o.beta1, o.beta2, o.eps, o.weight_decay, o.decoupled, std::pow(o.beta1, t),
+                                      std::sqrt(1.0 - std::pow(o.beta2, t)));
+        }
+        last = &scalars[i];
+        last_group = lists.group_of[i];
+        last_step = *step;
+    }
+    const auto* level = current_level().steps;
+    run(lists, threads, [&](const StepChunk& chunk, size_t place) {
+        const AdamOptions& o = groups[size_t(lists.group_of[place])];
+        return level->adam(chunk, factors_of(inv_scale, coefficient, o.maximize), scalars[place]);
+    });
+}
+
+void sgd(const StepLists& lists, const std::vector<uint8_t>& first, const std::vector<SgdOptions>& groups, float inv_scale,
+         float coefficient, int threads) {
+    require_lists(lists, groups.size());
+    require(first.size() == lists.table.numels.size(), "first must have one entry for each tensor");
+    require(lists.state.size() <= 1, "SGD's state is one list at most");
+    const auto* level = current_level().steps;
+    run(lists, threads, [&](const StepChunk& chunk, size_t place) {
+        const SgdOptions& o = groups[size_t(lists.group_of[place])];
+        const SgdScalars scalars =
+            sgd_scalars(o.lr, o.momentum, o.dampening, o.weight_decay, o.nesterov, first[place] != 0);
+        return level->sgd(chunk, factors_of(inv_scale, coefficient, o.maximize), scalars);
+    });
+}
+
+}  // namespace fp16opt

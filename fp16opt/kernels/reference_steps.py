@@ -1,0 +1,168 @@
+"""The one-pass optimizer steps written plainly in torch, one tensor at a time: specification and fallback.
+
+As in :mod:`fp16opt.kernels.reference`: only operations that round once, in the order of the formulas, so that every
+backend gives the same bits. Numbers of a step are computed in double and rounded to float32 once.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .stats import CastStats
+
+
+class AdamOptions(NamedTuple):
+    """What a param_group of Adam or AdamW says, apart from ``amsgrad``, which shows in the lists.
+
+    Attributes:
+        lr, beta1, beta2, eps, weight_decay: as ``torch.optim.AdamW`` holds them.
+        decoupled: whether the weight decay is AdamW's.
+        maximize: as ``torch.optim.AdamW`` holds it.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    maximize: bool
+
+
+class SgdOptions(NamedTuple):
+    """What a param_group of SGD says.
+
+    Attributes:
+        lr, momentum, dampening, weight_decay, nesterov, maximize: as ``torch.optim.SGD`` holds them.
+    """
+
+    lr: float
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+    maximize: bool
+
+
+class Factors(NamedTuple):
+    """What stored gradients are multiplied by, one after the other: float32, shape [], on the device."""
+
+    inv_scale: Tensor
+    coefficient: Tensor
+
+
+def _single(value: float) -> float:
+    """``value`` rounded to float32; beyond its range, infinity."""
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", value))[0])
+    except OverflowError:
+        return math.copysign(math.inf, value)
+
+
+def _gradient(grad: Tensor, factors: Factors, maximize: bool) -> Tensor:
+    """The unscaled, clipped gradient in float32, with two roundings."""
+    unscaled = (grad.float() * factors.inv_scale) * factors.coefficient
+    return -unscaled if maximize else unscaled
+
+
+class _Views:
+    """Tensors of one shape, each flattened in the memory order of the first, to be written back when done."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.order = reference.memory_order(tensors[0])
+        self.tensors = tensors
+        self.flats = [reference._flat(tensor, self.order) for tensor in tensors]
+
+    def parts(self, part: slice) -> list[Tensor]:
+        return [flat.values[part] for flat in self.flats]
+
+    def write_back(self) -> None:
+        for flat, tensor in zip(self.flats, self.tensors, strict=True):
+            reference._write_back(flat, tensor, self.order)
+
+
+def adam(
+    grad: Tensor,
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    max_exp_avg_sq: Tensor | None,
+    t: float,
+    options: AdamOptions,
+    factors: Factors,
+) -> None:
+    """One Adam or AdamW step of one tensor.
+
+    Args:
+        grad: float16, bfloat16 or float32, as stored. Read only.
+        master: float32. Written, and so are exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq.
+        t: the number of this step, from 1.
+        options: of the tensor's param_group.
+        factors: what ``grad`` is multiplied by.
+    """
+    o = options
+    step_size = _single(-(o.lr / (1.0 - o.beta1**t)))
+    root = _single(math.sqrt(1.0 - o.beta2**t))
+    state = [master, exp_avg, exp_avg_sq, *([] if max_exp_avg_sq is None else [max_exp_avg_sq])]
+    views = _Views(*state)
+    source = reference._flat(grad, views.order).values
+    for part in reference._slabs(source.numel()):
+        p, m, v, *largest = views.parts(part)
+        g = _gradient(source[part], factors, o.maximize)
+        if o.weight_decay != 0.0 and not o.decoupled:
+            g = g + p * _single(o.weight_decay)
+        decayed = p * _single(1.0 - o.lr * o.weight_decay) if o.decoupled else p
+        m.copy_(_lerp(m, g, _single(1.0 - o.beta1)))
+        v.copy_(v * _single(o.beta2) + (g * _single(1.0 - o.beta2)) * g)
+        second = v
+        if largest:
+            second = largest[0].copy_(torch.where((largest[0] > v) | largest[0].isnan(), largest[0], v))
+        denominator = second.double().sqrt().float() / root + _single(o.eps)
+        p.copy_(decayed + (m * step_size) / denominator)
+    views.write_back()
+
+
+def _lerp(start: Tensor, end: Tensor, weight: float) -> Tensor:
+    """torch.lerp's two formulas, each operation rounded. ``weight`` fits float32."""
+    step = end - start
+    return start + step * weight if weight < 0.5 else end - step * _single(1.0 - weight)
+
+
+def sgd(
+    grad: Tensor, master: Tensor, momentum_buffer: Tensor | None, first: bool, options: SgdOptions, factors: Factors
+) -> None:
+    """One SGD step of one tensor.
+
+    Args:
+        grad: float16, bfloat16 or float32, as stored. Read only.
+        master: float32. Written, and so is momentum_buffer; None is a step without momentum.
+        first: whether the buffer holds nothing yet.
+        options: of the tensor's param_group.
+        factors: what ``grad`` is multiplied by.
+    """
+    o = options
+    views = _Views(master) if momentum_buffer is None else _Views(master, momentum_buffer)
+    source = reference._flat(grad, views.order).values
+    for part in reference._slabs(source.numel()):
+        p, *buffer = views.parts(part)
+        g = _gradient(source[part], factors, o.maximize)
+        if o.weight_decay != 0.0:
+            g = g + p * _single(o.weight_decay)
+        if buffer:
+            kept = g if first else buffer[0] * _single(o.momentum) + g * _single(1.0 - o.dampening)
+            buffer[0].copy_(kept)
+            g = g + buffer[0] * _single(o.momentum) if o.nesterov else buffer[0]
+        p.copy_(p + g * _single(-o.lr))
+    views.write_back()
+
+
+def narrow(row: int, master: Tensor, model: Tensor | None, stats: CastStats | None) -> None:
+    """Round a stepped master into its 16-bit parameter, where it has one."""
+    if model is not None and stats is not None:
+        reference.cast(row, master, model, stats)

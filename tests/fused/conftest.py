@@ -1,0 +1,28 @@
+"""Backends to run the tests of the one-pass steps on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fp16opt.kernels import native
+
+LEVELS = native._cpu.simd_levels() if native.available() else []
+
+
+@pytest.fixture(params=["reference", *[f"{level}-{n}" for level in LEVELS for n in (1, 2, 3)]])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Plain torch, and each SIMD level with one, two and three threads."""
+    if request.param == "reference":
+        monkeypatch.setattr(native, "_cpu", None)
+        yield request.param
+        return
+    level, _, count = request.param.partition("-")
+    before, threads = native._cpu.simd_level(), torch.get_num_threads()
+    native._cpu.use_simd_level(level)
+    torch.set_num_threads(int(count))
+    yield request.param
+    native._cpu.use_simd_level(before)
+    torch.set_num_threads(threads)

@@ -1,0 +1,254 @@
+"""multi_tensor_adam and multi_tensor_sgd against numpy, bit for bit, on every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fp16opt.kernels import CastStats, multi_tensor_cast
+from fp16opt.kernels.steps import AdamOptions, Factors, SgdOptions, StepTables, multi_tensor_adam, multi_tensor_sgd
+from fused import oracle_fused as oracle
+from fused.oracle_fused import Element
+
+SIZES = (0, 1, 3, 63, 64, 65, 1000, 65535, 65537, 140000)
+ADAM = {
+    "lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "maximize": False,
+    "decoupled": True,
+}  # fmt: skip
+ADAM_CASES: dict[str, dict[str, Any]] = {
+    "adamw": {"weight_decay": 0.1},
+    "adam": {"decoupled": False},
+    "l2": {"decoupled": False, "weight_decay": 0.1},
+    "amsgrad": {"amsgrad": True, "weight_decay": 0.01},
+    "maximize": {"maximize": True, "weight_decay": 0.01},
+    "beta1 0": {"betas": (0.0, 0.99)},
+    "beta1 0.3": {"betas": (0.3, 0.5), "amsgrad": True, "maximize": True},
+    "eps 0": {"eps": 0.0},
+}
+SGD = {
+    "lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False,
+}  # fmt: skip
+SGD_CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "decay": {"weight_decay": 0.1, "maximize": True},
+    "momentum": {"momentum": 0.9},
+    "dampening": {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01},
+    "nesterov": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+}
+KINDS = {"half": torch.float16, "bfloat16": torch.bfloat16, "own": None}
+
+
+def spread(rng: np.random.Generator, numel: int, low: float, high: float) -> oracle.Array:
+    """Values whose magnitudes are spread evenly over powers of ten, some zero and some subnormal."""
+    values = (rng.standard_normal(numel) * 10.0 ** rng.uniform(low, high, numel)).astype(np.float32)
+    values[rng.random(numel) < 0.02] = 0.0
+    values[rng.random(numel) < 0.02] = 1e-41
+    return values
+
+
+class Problem:
+    """Elements for the oracle, and the same as lists of tensors."""
+
+    def __init__(self, dtype: torch.dtype | None, state: int, seed: int = 0) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.dtype = dtype
+        self.elements = [Element(spread(self.rng, n, -6, 2)) for n in SIZES]
+        self.state = [[self._positive(n) if k else spread(self.rng, n, -9, 1) for n in SIZES] for k in range(state)]
+        self.masters = [torch.from_numpy(e.p.copy()) for e in self.elements]
+        self.kept = [[torch.from_numpy(a.copy()) for a in column] for column in self.state]
+        self.models = None if dtype is None else [torch.zeros(n, dtype=dtype) for n in SIZES]
+        self.stats = CastStats.allocate(len(SIZES), "cpu")
+
+    def _positive(self, numel: int) -> oracle.Array:
+        """Second moments over the whole range of float32: what roots and quotients can meet."""
+        values = np.abs(spread(self.rng, numel, -44, 38))
+        values[self.rng.random(numel) < 0.01] = np.inf
+        return values
+
+    def grads(self, waits: bool) -> list[Tensor]:
+        dtype = self.dtype if self.dtype is not None and waits else torch.float32
+        return [torch.from_numpy(spread(self.rng, n, -3, 3)).to(dtype) for n in SIZES]
+
+    def check(self, got: list[Tensor], want: list[oracle.Array], what: str) -> None:
+        for n, tensor, array in zip(SIZES, got, want, strict=True):
+            a, b = tensor.numpy(), array
+            same = (a.view(np.int32) == b.view(np.int32)) | (np.isnan(a) & np.isnan(b))
+            assert same.all(), f"{what} of {n}: {np.flatnonzero(~same)[:5]}, {a[~same][:3]} wanted {b[~same][:3]}"
+
+    def check_models(self) -> None:
+        """Weights, flags and hashes are those of the copy pass."""
+        if self.models is None:
+            return
+        want, stats = [torch.zeros_like(model) for model in self.models], CastStats.allocate(len(SIZES), "cpu")
+        multi_tensor_cast(self.masters, want, stats)
+        for n, a, b in zip(SIZES, self.models, want, strict=True):
+            nans = torch.isnan(b)
+            assert torch.equal(torch.isnan(a), nans), n
+            assert torch.equal(a.view(torch.int16)[~nans], b.view(torch.int16)[~nans]), n
+        assert torch.equal(stats.overflow, self.stats.overflow)
+        if not any(bool(torch.isnan(b).any()) for b in want):
+            assert torch.equal(stats.hashes, self.stats.hashes)
+
+
+FACTORS = (2.0**-9, 0.3721)
+
+
+def factors() -> Factors:
+    return Factors(torch.tensor(FACTORS[0]), torch.tensor(FACTORS[1]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ADAM_CASES)
+def test_adam_has_the_bits_of_the_recipe(case: str, kind: str, implementation: str) -> None:
+    o = {**ADAM, **ADAM_CASES[case]}
+    problem = Problem(KINDS[kind], 3 if o["amsgrad"] else 2)
+    options = [AdamOptions(o["lr"], *o["betas"], o["eps"], o["weight_decay"], o["decoupled"], o["maximize"])]
+    steps = [torch.tensor(float(k % 3)) for k in range(len(SIZES))]
+    for k, e in enumerate(problem.elements):
+        e.m, e.v, e.t = problem.state[0][k], problem.state[1][k], k % 3
+        e.largest = problem.state[2][k] if o["amsgrad"] else None
+    tables = StepTables()
+    for step in range(3):
+        grads = problem.grads(waits=step != 1)
+        multi_tensor_adam(
+            grads, problem.masters, problem.kept[0], problem.kept[1], steps, options, [0] * len(SIZES), factors(),
+            max_exp_avg_sqs=problem.kept[2] if o["amsgrad"] else None, models=problem.models, stats=problem.stats,
+            tables=tables,
+        )  # fmt: skip
+        for e, grad in zip(problem.elements, grads, strict=True):
+            oracle.adam(e, grad.float().numpy(), *FACTORS, **o)
+    problem.check(problem.masters, [e.p for e in problem.elements], "master")
+    problem.check(problem.kept[0], [e.m for e in problem.elements], "exp_avg")
+    problem.check(problem.kept[1], [e.v for e in problem.elements], "exp_avg_sq")
+    if o["amsgrad"]:
+        problem.check(problem.kept[2], [e.largest for e in problem.elements], "max_exp_avg_sq")
+    assert [float(s) for s in steps] == [k % 3 + 3.0 for k in range(len(SIZES))]
+    problem.check_models()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", SGD_CASES)
+def test_sgd_has_the_bits_of_the_recipe(case: str, kind: str, implementation: str) -> None:
+    o = {**SGD, **SGD_CASES[case]}
+    problem = Problem(KINDS[kind], 0)
+    buffers = [torch.full((n,), float("nan")) for n in SIZES] if o["momentum"] else None
+    options = [SgdOptions(**o)]
+    for step in range(3):
+        grads = problem.grads(waits=step != 1)
+        multi_tensor_sgd(
+            grads, problem.masters, options, [0] * len(SIZES), factors(), momentum_buffers=buffers,
+            first=[step == 0] * len(SIZES) if buffers else None, models=problem.models, stats=problem.stats,
+        )  # fmt: skip
+        for e, grad in zip(problem.elements, grads, strict=True):
+            oracle.sgd(e, grad.float().numpy(), *FACTORS, **o)
+    problem.check(problem.masters, [e.p for e in problem.elements], "master")
+    if buffers:
+        problem.check(buffers, [e.m for e in problem.elements], "momentum_buffer")
+    problem.check_models()
+
+
+def test_groups_and_absent_entries(implementation: str) -> None:
+    """Each tensor steps with its own group's numbers and its own step; None entries stay."""
+    masters = [torch.ones(5), torch.ones(5), torch.ones(5)]
+    m, v = [torch.zeros(5) for _ in range(3)], [torch.zeros(5) for _ in range(3)]
+    steps = [torch.tensor(0.0), torch.tensor(7.0), torch.tensor(3.0)]
+    options = [AdamOptions(lr, 0.9, 0.99, 1e-8, 0.0, True, False) for lr in (0.5, 0.25)]
+    one = torch.tensor(1.0)
+    grads = [torch.full((5,), 2.0), torch.full((5,), 2.0), None]
+    multi_tensor_adam(grads, masters, m, v, steps, options, [1, 0, 0], Factors(one, one))
+    for k, (lr, t) in enumerate([(0.25, 0), (0.5, 7)]):
+        e = Element(np.ones(5, np.float32), np.zeros(5, np.float32), np.zeros(5, np.float32), None, t)
+        oracle.adam(e, np.full(5, 2, np.float32), 1.0, 1.0, **{**ADAM, "lr": lr, "betas": (0.9, 0.99)})
+        assert np.array_equal(masters[k].numpy(), e.p)
+    assert bool((masters[2] == 1).all())
+    assert [float(s) for s in steps] == [1.0, 8.0, 3.0]
+
+
+@pytest.mark.parametrize("found", [0.0, 1.0])
+def test_nothing_is_written_where_found_inf_is_set(found: float, implementation: str) -> None:
+    one, flag = torch.tensor(1.0), torch.tensor(found)
+    lists = [[torch.full((70,), x)] for x in (2.0, 1.0, 0.5, 0.25)]
+    model, stats, step = [torch.zeros(70).half()], CastStats.allocate(1, "cpu"), [torch.tensor(4.0)]
+    options = [AdamOptions(0.1, 0.9, 0.99, 1e-8, 0.0, True, False)]
+    multi_tensor_adam(
+        *lists, step, options, [0], Factors(one, one), models=model, stats=stats, found_inf=flag
+    )  # fmt: skip
+    untouched = float(lists[1][0][0]) == 1.0 and float(step[0]) == 4.0 and not model[0].any() and not stats.hashes.any()
+    assert untouched == bool(found)
+    master, buffer = [torch.ones(3)], [torch.ones(3)]
+    o = [SgdOptions(0.1, 0.9, 0.0, 0.0, False, False)]
+    multi_tensor_sgd(
+        [torch.ones(3)], master, o, [0], Factors(one, one), momentum_buffers=buffer, found_inf=flag
+    )  # fmt: skip
+    assert (float(master[0][0]) == 1.0 and float(buffer[0][0]) == 1.0) == bool(found)
+
+
+def test_any_layout_gives_the_same_bits(implementation: str) -> None:
+    """Channels-last and transposed tensors are walked in memory order; slices go through torch operations."""
+    rng = np.random.default_rng(3)
+    base = torch.from_numpy(rng.standard_normal((4, 6, 5, 3)).astype(np.float32))
+    grad = torch.from_numpy(rng.standard_normal((4, 6, 5, 3)).astype(np.float32)).half()
+    one = torch.tensor(1.0)
+    results = []
+    for arrange in (
+        lambda t: t.clone(),
+        lambda t: t.contiguous(memory_format=torch.channels_last),
+        lambda t: t.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+        lambda t: torch.stack([t, t], -1)[..., 0],
+    ):
+        master, m, v = arrange(base), arrange(torch.zeros_like(base)), arrange(torch.zeros_like(base))
+        model, step = arrange(base.half()), torch.tensor(0.0)
+        options = [AdamOptions(0.1, 0.9, 0.99, 1e-8, 0.1, True, False)]
+        multi_tensor_adam(
+            [arrange(grad)], [master], [m], [v], [step], options, [0], Factors(one, one), models=[model],
+            stats=CastStats.allocate(1, "cpu"),
+        )  # fmt: skip
+        results.append((master.contiguous(), m.contiguous(), v.contiguous(), model.contiguous(), float(step)))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0][:4], other[:4], strict=True))
+        assert other[4] == 1.0
+
+
+ONE = torch.tensor(1.0)
+T, H = torch.ones(3), torch.ones(3).half()
+OPT = [AdamOptions(0.1, 0.9, 0.99, 1e-8, 0.0, True, False)]
+SOPT = [SgdOptions(0.1, 0.9, 0.0, 0.0, False, False)]
+
+
+def stepped(grad: Any = T, master: Any = T, m: Any = T, step: Any = ONE, group: Any = (0,), **more: Any) -> None:
+    given = more.pop("factors", Factors(ONE, ONE))
+    multi_tensor_adam([grad], [master], [m], [T], [step], OPT, list(group), given, **more)
+
+
+REFUSED: list[tuple[type[Exception], str, Callable[[], object]]] = [
+    (TypeError, r"multi_tensor_adam: wants float32 each, got grads\[0\] float16", lambda: stepped(H)),
+    (TypeError, r"masters\[0\] float64", lambda: stepped(master=T.double())),
+    (TypeError, r"gradients of float32 or the model's dtype.*grads\[0\] bfloat16",
+     lambda: stepped(T.bfloat16(), models=[H], stats=CastStats.allocate(1, "cpu"))),
+    (ValueError, r"exp_avgs\[0\] has shape \(2,\)", lambda: stepped(m=T[:2])),
+    (TypeError, r"wants float32, got steps\[0\] float64", lambda: stepped(step=torch.tensor(1.0).double())),
+    (ValueError, r"steps must have one element", lambda: stepped(step=T)),
+    (ValueError, r"group_of has 2 entries, grads has 1", lambda: stepped(group=(0, 0))),
+    (ValueError, r"group_of reaches from 1 to 1, there are 1 options", lambda: stepped(group=(1,))),
+    (ValueError, r"stats must be given along with models", lambda: stepped(models=[H])),
+    (ValueError, r"factors.inv_scale must be contiguous with 1 element", lambda: stepped(factors=Factors(T, ONE))),
+    (TypeError, r"factors.coefficient must be float32", lambda: stepped(factors=Factors(ONE, ONE.double()))),
+    (TypeError, r"found_inf must be float32", lambda: stepped(found_inf=torch.tensor(0))),
+    (ValueError, r"first has 2 entries, grads has 1",
+     lambda: multi_tensor_sgd([T], [T], SOPT, [0], Factors(ONE, ONE), momentum_buffers=[T], first=[True, True])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "message", "call"), REFUSED, ids=lambda x: x if isinstance(x, str) else None)
+def test_what_is_refused(error: type[Exception], message: str, call: Callable[[], object]) -> None:
+    before = T.clone(), H.clone(), ONE.clone()
+    with pytest.raises(error, match=message):
+        call()
+    assert torch.equal(before[0], T)
+    assert torch.equal(before[1], H)
+    assert torch.equal(before[2], ONE)

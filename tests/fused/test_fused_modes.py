@@ -1,0 +1,310 @@
+"""When a step is fused and when it is not: refusals, changes on the way, hooks, schedulers, copies, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine.checks import assert_same, assert_same_bits
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+import fp16opt
+from fp16opt import MixedPrecisionOptimizer
+from fused.test_fused_steps import MAKERS, give_grads, made, parameters, wrap
+
+
+class OurAdam(Adam):
+    """A subclass may step as it likes."""
+
+
+def half(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    return torch.nn.Parameter(torch.ones(shape, dtype=dtype))
+
+
+def replaced_step() -> Optimizer:
+    opt = SGD([half(2)], lr=0.1)
+    opt.step = lambda closure=None: None  # type: ignore[method-assign]
+    return opt
+
+
+CANNOT: dict[str, tuple[Callable[[], Optimizer], str]] = {
+    "class": (lambda: torch.optim.Adagrad([half(2)]), "Adagrad is not exactly SGD, Adam or AdamW of torch.optim"),
+    "subclass": (lambda: OurAdam([half(2)]), "OurAdam is not exactly SGD"),
+    "float64": (lambda: AdamW([half(2), half(2, dtype=torch.float64)]), "parameter 'group 0, param 1' is float64"),
+    "capturable": (lambda: AdamW([{"params": [half(2)]}, {"params": [half(2)], "capturable": True}]),
+                   "group 1 has capturable=True"),
+    "differentiable": (lambda: SGD([half(2)], lr=0.1, differentiable=True), "group 0 has differentiable=True"),
+    "lr": (lambda: AdamW([half(2)], lr=torch.tensor(0.1, requires_grad=True)), "group 0 has an lr that is a tensor"),
+    "not dense": (lambda: SGD([torch.nn.Parameter(torch.ones(4, 4).half()[:, :2])], lr=0.1),
+                  "the memory of parameter 'group 0, param 0' is not dense"),
+    "replaced step": (replaced_step, "the step of this SGD was replaced"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CANNOT)
+def test_true_refuses_what_it_cannot_serve_and_auto_steps_it_generally(case: str) -> None:
+    make, reason = CANNOT[case]
+    inner = make()
+    before = [id(p) for g in inner.param_groups for p in g["params"]]
+    with pytest.raises(ValueError, match=f"fused_step=True can't be served: {reason}.*'auto'|{reason}.*\"auto\""):
+        MixedPrecisionOptimizer(inner, fused_step=True)
+    assert [id(p) for g in inner.param_groups for p in g["params"]] == before
+    opt = MixedPrecisionOptimizer(inner, fused_step="auto")
+    assert f"step: general ({reason}" in repr(opt)
+
+
+@pytest.mark.parametrize("wanted", [1, 0, None, "yes", "True", 1.0])
+def test_other_values_are_refused(wanted: Any) -> None:
+    with pytest.raises(ValueError, match="fused_step: expected one of False, True, 'auto', got"):
+        MixedPrecisionOptimizer(SGD([half(2)], lr=0.1), fused_step=wanted)
+
+
+def test_without_masters_nothing_is_fused() -> None:
+    with pytest.raises(ValueError, match=r"fused_step=True can't be served: there are no FP32 masters"):
+        MixedPrecisionOptimizer(SGD([half(2)], lr=0.1), fused_step=True, master_weights="none")
+    opt = MixedPrecisionOptimizer(SGD([half(2)], lr=0.1), fused_step="auto", master_weights="none")
+    assert "step: general (there are no FP32 masters" in repr(opt)
+
+
+def test_the_default_steps_the_wrapped_optimizer() -> None:
+    opt = MixedPrecisionOptimizer(SGD([half(2)], lr=0.1))
+    assert "step: general (fused_step=False)" in repr(opt)
+    assert type(next(opt.master_params())) is torch.nn.Parameter
+
+
+def general_twin(name: str, opt: MixedPrecisionOptimizer) -> tuple[list[Tensor], MixedPrecisionOptimizer]:
+    params = parameters(dtypes=(torch.float16,))
+    twin = wrap(name, params, False)
+    twin.load_state_dict(copy.deepcopy(opt.state_dict()))
+    return params, twin
+
+
+def train(opt: MixedPrecisionOptimizer, params: list[Tensor], *steps: int) -> None:
+    for step in steps:
+        give_grads(opt, params, step)
+        opt.clip_master_grads(0.5)
+        opt.step()
+
+
+@pytest.mark.parametrize("fused", [True, "auto"])
+def test_an_option_that_appears_later_goes_the_general_way_with_one_warning(
+    fused: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    params, opt = made("sgd", fused)
+    for group in opt.param_groups:
+        group["momentum"] = 0.9
+    train(opt, params, 0, 1)
+    others, twin = general_twin("sgd", opt)
+    with caplog.at_level(logging.WARNING, logger="fp16opt"):
+        opt.param_groups[1]["differentiable"] = True
+        train(opt, params, 2, 3)
+    said = [r.getMessage() for r in caplog.records]
+    assert len(said) == 1
+    assert "the wrapped optimizer steps itself from here on" in said[0]
+    assert "group 1 has differentiable=True" in said[0]
+    assert "step: general (group 1 has differentiable=True)" in repr(opt)
+    for group, mine in zip(twin.param_groups, opt.param_groups, strict=True):
+        group.update({k: v for k, v in mine.items() if k != "params"})
+    train(twin, others, 2, 3)
+    assert_same(opt.state_dict(), twin.state_dict())
+    opt.param_groups[1]["differentiable"] = False
+    train(opt, params, 4)
+    assert "step: fused" in repr(opt)
+
+
+def test_an_option_that_a_pre_hook_sets_and_a_sparse_gradient_go_the_general_way() -> None:
+    table = torch.nn.Embedding(5, 3, sparse=True).half()
+    opt = MixedPrecisionOptimizer(SGD(table.parameters(), lr=0.5), fused_step=True, loss_scale=8.0)
+    before = next(opt.master_params()).detach().clone()
+    opt.backward(table(torch.tensor([1, 1])).float().sum())
+    opt.step()
+    assert_same_bits(next(opt.master_params()).detach()[1], before[1] - 1.0)
+    params, opt = made("sgd")
+    give_grads(opt, params, 0)
+    opt.optimizer.register_step_pre_hook(lambda o, *_: o.param_groups[0].update(differentiable=True))
+    want = [m.detach() - 0.0 for m in opt.master_params()]
+    opt.step()
+    assert not any(torch.equal(a, b) for a, b in zip(want, opt.master_params(), strict=True) if a.numel())
+
+
+def test_state_of_another_kind_goes_the_general_way(caplog: pytest.LogCaptureFixture) -> None:
+    params, opt = made("adamw")
+    train(opt, params, 0)
+    for state in opt.state.values():
+        state["step"] = state["step"].double()
+    with caplog.at_level(logging.WARNING, logger="fp16opt"):
+        train(opt, params, 1, 2)
+    assert [r for r in caplog.records if "state 'step' is float64" in r.getMessage()]
+    assert {float(s["step"]) for s in opt.state.values()} == {3.0}
+    params, opt = made("adamw")
+    train(opt, params, 0)
+    opt.param_groups[0]["amsgrad"] = True
+    with pytest.raises(KeyError, match="max_exp_avg_sq"):  # what torch says
+        train(opt, params, 1)
+
+
+def test_hooks_fire_once_a_step_and_their_edits_count() -> None:
+    params, opt = made("sgd")
+    order: list[str] = []
+    masters = list(opt.master_params())
+
+    def pre(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        assert optimizer is opt.optimizer
+        order.append("pre")
+        masters[0].grad.zero_()
+
+    def post(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        order.append("post")
+        with torch.no_grad():
+            masters[2].fill_(3.0)
+
+    opt.optimizer.register_step_pre_hook(pre)
+    opt.optimizer.register_step_post_hook(post)
+    opt.register_step_pre_hook(lambda *_: order.append("outer pre"))
+    opt.register_step_post_hook(lambda *_: order.append("outer post"))
+    kept = masters[0].detach().clone()
+    train(opt, params, 0)
+    assert order == ["outer pre", "pre", "post", "outer post"]
+    assert_same_bits(masters[0].detach(), kept)
+    assert bool((params[2] == 3).all()), "the model does not hold what the hook wrote"
+    params[0].grad[0, 0] = float("inf")
+    give_grads(opt, params, 1)
+    params[0].grad[0, 0] = float("inf")
+    opt.step()
+    assert order[4:] == ["outer pre", "outer post"], "a skipped step fires the wrapper's own hooks only"
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_scheduler_gives_no_warning(before: bool) -> None:
+    params = parameters(dtypes=(torch.float16,))
+    inner = AdamW(params, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5) if before else None
+    opt = MixedPrecisionOptimizer(inner, fused_step=True, loss_scale=8.0)
+    scheduler = scheduler or torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+    assert "step: fused" in repr(opt)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(2):
+            give_grads(opt, params, step)
+            opt.step()
+            scheduler.step()
+    assert opt.param_groups[0]["lr"] == 0.025
+
+
+def test_a_master_that_the_user_wrote_reaches_the_model_without_a_gradient() -> None:
+    params, opt = made("adamw")
+    masters = list(opt.master_params())
+    train(opt, params, 0)
+    give_grads(opt, params, 1)
+    params[2].grad = None
+    with torch.no_grad():
+        masters[2].fill_(5.0)
+    opt.step()
+    assert bool((params[2] == 5).all())
+
+
+def test_model_writes_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    params, opt = made("sgd")
+    train(opt, params, 0)
+    params[2].data.fill_(2.0)
+    with caplog.at_level(logging.WARNING, logger="fp16opt"):
+        give_grads(opt, params, 1)
+        opt.step()
+    assert len(caplog.records) == 1
+    wanted = 2.0 - 0.03 * params[2].grad.float() / 8
+    assert torch.allclose(list(opt.master_params())[2], wanted, rtol=1e-6)
+    train(opt, params, 2, 3)
+    assert len(caplog.records) == 1, "the hash that the kernel leaves is not the model's"
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_checkpoints_move_between_fused_general_and_torch(name: str) -> None:
+    """Saved by one and loaded by another, all is there bit for bit; and each goes on as it would have."""
+    params, opt = made(name)
+    train(opt, params, 0, 1)
+    others, general = general_twin(name, opt)
+    assert_same(opt.state_dict(), general.state_dict())
+    cls, options = MAKERS[name]
+    masters = [torch.nn.Parameter(m.detach().clone()) for m in opt.master_params()]
+    torch_opt = cls([{"params": masters[:2]}, {"params": masters[2:], "lr": 0.03}], **options)
+    torch_opt.load_state_dict(copy.deepcopy(opt.optimizer.state_dict()))
+    assert_same(torch_opt.state_dict()["state"], opt.optimizer.state_dict()["state"])
+    train(general, others, 2)
+    back_params, back = made(name)
+    file = io.BytesIO()
+    torch.save(general.state_dict(), file)
+    file.seek(0)
+    back.load_state_dict(torch.load(file, weights_only=True))
+    assert_same(back.state_dict(), general.state_dict())
+    train(opt, params, 2, 3)
+    again_params, again = made(name)
+    two_params, two = made(name)
+    train(two, two_params, 0, 1)
+    again.load_state_dict(copy.deepcopy(two.state_dict()))
+    train(again, again_params, 2, 3)
+    assert_same(again.state_dict(), opt.state_dict(), "fused, saved, loaded, fused")
+    train(back, back_params, 3)
+
+
+def test_copies_and_pickles_go_on_fused() -> None:
+    params, opt = made("adamw")
+    train(opt, params, 0)
+    give_grads(opt, params, 1)
+    copies = [copy.deepcopy((params, opt)), pickle.loads(pickle.dumps((params, opt)))]
+    train(opt, params, 1)
+    for other_params, other in copies:
+        assert "step: fused" in repr(other)
+        train(other, other_params, 1)
+        assert_same(other.state_dict(), opt.state_dict())
+        m = next(other.master_params())
+        assert m.grad is not None
+    file = io.BytesIO()
+    torch.save(list(opt.master_params()), file)
+    file.seek(0)
+    assert type(torch.load(file, weights_only=True)[0]) is torch.nn.Parameter
+
+
+def test_groups_and_parameters_that_come_later() -> None:
+    params, opt = made("adamw")
+    train(opt, params, 0)
+    late = half(70)
+    opt.add_param_group({"params": [late], "lr": 0.5})
+    train(opt, [*params, late], 1)
+    assert float(late.detach()[0]) != 1.0
+    assert {float(s["step"]) for s in opt.state.values()} == {1.0, 2.0}
+    opt.add_param_group({"params": [half(3, dtype=torch.float64)]})
+    assert "is float64" in repr(opt)
+
+
+def test_a_gradscaler_drives_it() -> None:
+    params, opt = made("adamw", loss_scale=None)
+    masters = [m.detach().clone() for m in opt.master_params()]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(2):
+        opt.zero_grad()
+        loss = sum((p.float() * (step + 1)).sum() for p in params)
+        scaler.scale(loss).backward()
+        scaler.unscale_(opt)
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        scaler.step(opt)
+        scaler.update()
+    assert opt.skipped_steps == 0
+    assert not any(torch.equal(a, b) for a, b in zip(masters, opt.master_params(), strict=True) if a.numel())
+    assert {float(s["step"]) for s in opt.state.values()} == {2.0}
+
+
+def test_without_the_compiled_module_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, opt = made("adamw")
+    train(opt, params, 0, 1)
+    monkeypatch.setattr(fp16opt.kernels.native, "_cpu", None)
+    others, plain = made("adamw")
+    train(plain, others, 0, 1)
+    assert_same(opt.state_dict(), plain.state_dict())

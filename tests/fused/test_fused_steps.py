@@ -1,0 +1,378 @@
+"""fused_step in the engine: the recipe's bits, gradients that exist when read, edits that count, skips."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine.checks import assert_same_bits, linear_loss
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
+from fp16opt.fused import stored_grad
+from fused import oracle_fused as oracle
+from fused.oracle_fused import Element
+from fused.test_fused_bits import ADAM
+from fused.test_fused_bits import SGD as SGD_DEFAULTS
+
+SHAPES = ((3, 4), (), (130,), (0,), (2, 3, 5, 7))
+MAKERS: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
+    "sgd": (SGD, {"lr": 0.1}),
+    "momentum": (SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.01}),
+    "nesterov": (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}),
+    "adam": (Adam, {"lr": 0.01, "weight_decay": 0.1}),
+    "amsgrad": (Adam, {"lr": 0.01, "betas": (0.8, 0.95), "amsgrad": True, "maximize": True}),
+    "adamw": (AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "adamw tensor lr": (AdamW, {"lr": torch.tensor(0.01)}),
+    "adamw fused inside": (AdamW, {"lr": 0.01, "fused": True}),
+    "sgd fused inside": (SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+}
+
+
+def parameters(seed: int = 0, dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)) -> list[Tensor]:
+    rng = np.random.default_rng(seed)
+    return [
+        torch.nn.Parameter(
+            torch.from_numpy(np.asarray(rng.standard_normal(shape), np.float32)).to(dtypes[k % len(dtypes)])
+        )
+        for k, shape in enumerate(SHAPES)
+    ]
+
+
+def give_grads(opt: MixedPrecisionOptimizer, params: list[Tensor], seed: int) -> None:
+    """What a backward leaves: scaled gradients in the parameters' dtypes."""
+    rng = np.random.default_rng(1000 + seed)
+    opt.zero_grad()
+    opt.scale_loss(torch.zeros(()))
+    for p in params:
+        values = torch.from_numpy(np.asarray(rng.standard_normal(p.shape), np.float32))
+        p.grad = (values * 8.0).to(p.dtype)
+
+
+def wrap(name: str, params: list[Tensor], fused: Any = True, **more: Any) -> MixedPrecisionOptimizer:
+    cls, options = MAKERS[name]
+    half = len(params) // 2
+    groups = [{"params": params[:half]}, {"params": params[half:], "lr": 0.03}]
+    more.setdefault("loss_scale", 8.0)
+    return MixedPrecisionOptimizer(cls(groups, **options), fused_step=fused, **more)
+
+
+def elements(opt: MixedPrecisionOptimizer, name: str) -> list[Element]:
+    made = []
+    for master in opt.master_params():
+        e = Element(master.detach().numpy().reshape(-1).copy())
+        if MAKERS[name][0] is not SGD:
+            e.m, e.v, e.largest = np.zeros_like(e.p), np.zeros_like(e.p), np.zeros_like(e.p)
+        made.append(e)
+    return made
+
+
+def recipe_step(name: str, all_elements: list[Element], params: list[Tensor], clip: float) -> None:
+    cls, options = MAKERS[name]
+    half = len(params) // 2
+    for k, (e, p) in enumerate(zip(all_elements, params, strict=True)):
+        o = {**(SGD_DEFAULTS if cls is SGD else ADAM), **options}
+        o["lr"] = float(o["lr"]) if k < half else 0.03
+        stored = p.grad.detach().float().numpy().reshape(-1)
+        if cls is SGD:
+            oracle.sgd(e, stored, 1 / 8.0, clip, **o)
+        else:
+            o["decoupled"] = cls is AdamW
+            if "weight_decay" not in options:
+                o["weight_decay"] = 0.01 if cls is AdamW else 0.0
+            oracle.adam(e, stored, 1 / 8.0, clip, **o)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_engine_gives_the_recipes_bits(name: str, max_norm: float | None) -> None:
+    params = parameters(dtypes=(torch.float16, torch.bfloat16, torch.float32))
+    opt = wrap(name, params)
+    want = elements(opt, name)
+    for step in range(4):
+        give_grads(opt, params, step)
+        recorded = [torch.nn.Parameter(p.detach().clone()) for p in params]
+        for r, p in zip(recorded, params, strict=True):
+            r.grad = p.grad.clone()
+        clip = 1.0
+        if max_norm is not None:
+            norm = opt.clip_master_grads(max_norm)
+            squares = sum(float((r.grad.double() / 8.0).square().sum()) for r in recorded)
+            assert float(norm) == pytest.approx(squares**0.5, rel=1e-6)
+            clip = float(np.float32(max_norm) / (np.float32(norm) + np.float32(1e-6)))
+        opt.step()
+        recipe_step(name, want, recorded, clip)
+    for e, master, model in zip(want, opt.master_params(), params, strict=True):
+        assert np.array_equal(master.detach().numpy().reshape(-1), e.p)
+        assert_same_bits(model, master.detach().to(model.dtype))
+        state = opt.state.get(master, {})
+        for key, array in (("exp_avg", e.m), ("exp_avg_sq", e.v), ("momentum_buffer", e.m)):
+            if key in state:
+                assert np.array_equal(state[key].numpy().reshape(-1), array), key
+    assert "step: fused" in repr(opt)
+
+
+@pytest.mark.parametrize("name", ["momentum", "nesterov", "adam", "amsgrad", "adamw"])
+def test_close_to_torchs_foreach_after_many_steps(name: str) -> None:
+    """Within 2k ulp of max|p| after k steps: each of the two rounds to the ulp of p, as large as p was, once a step."""
+    cls, options = MAKERS[name]
+    params, plain = parameters(seed=3, dtypes=(torch.float16,)), parameters(seed=3, dtypes=(torch.float16,))
+    plain = [torch.nn.Parameter(p.detach().float()) for p in plain]
+    opt = MixedPrecisionOptimizer(cls(params, **options), loss_scale=8.0, fused_step=True)
+    other = cls(plain, foreach=True, **options)
+    largest = [0.0] * len(plain)
+    for k in range(1, 51):
+        give_grads(opt, params, k)
+        for p, q in zip(params, plain, strict=True):
+            q.grad = p.grad.float() / 8.0
+        opt.step()
+        other.step()
+        for i, (master, q) in enumerate(zip(opt.master_params(), plain, strict=True)):
+            if q.numel():
+                largest[i] = max(largest[i], float(q.detach().abs().max()))
+                off = (master.detach() - q.detach()).abs().max()
+                assert float(off) <= 2 * k * float(np.spacing(np.float32(largest[i]))), k
+
+
+def made(name: str = "adamw", fused: Any = True, **more: Any) -> tuple[list[Tensor], MixedPrecisionOptimizer]:
+    params = parameters(dtypes=(torch.float16,))
+    return params, wrap(name, params, fused, **more)
+
+
+@pytest.mark.parametrize("name", ["adamw", "momentum", "adamw fused inside", "sgd fused inside"])
+def test_no_fp32_gradient_exists_unless_it_is_read(name: str) -> None:
+    params, opt = made(name)
+    opt._grads.deferred._made = lambda i, _: made_ones.append(i)  # type: ignore[attr-defined]
+    made_ones: list[int] = []
+    for step in range(3):
+        give_grads(opt, params, step)
+        opt.clip_master_grads(0.5)
+        opt.step()
+        assert [stored_grad(m) for m in opt.master_params()] == [None] * len(params)
+    assert opt._grads.buffers == {}
+    assert made_ones == [], "something read a gradient on the way"
+    give_grads(opt, params, 3)
+    opt.update_master_grads()
+    masters = list(opt.master_params())
+    grad = masters[2].grad
+    assert_same_bits(grad, params[2].grad.float() * 0.125)
+    assert [stored_grad(m) is not None for m in masters] == [False, False, True, False, False]
+    opt.zero_grad()
+    assert all(m.grad is None for m in masters)
+
+
+def test_a_read_gradient_has_the_bits_that_the_step_uses() -> None:
+    """Reading all, some or none of the gradients changes no bit of the step, clipped or not."""
+    results = []
+    for reads in ((), (2,), (0, 1, 2, 3, 4)):
+        params, opt = made()
+        for step in range(3):
+            give_grads(opt, params, step)
+            if step == 1:
+                opt.update_master_grads()
+                _ = [list(opt.master_params())[i].grad for i in reads]
+            opt.clip_master_grads(0.5)
+            masters = list(opt.master_params())
+            for i in reads:
+                norm = np.float32(np.sqrt(sum(float((p.grad.double() / 8).square().sum()) for p in params)))
+                factor = float(np.float32(0.5) / (norm + np.float32(1e-6)))
+                assert_same_bits(masters[i].grad, (params[i].grad.float() * 0.125) * factor)
+            opt.step()
+        results.append([m.detach().clone() for m in opt.master_params()])
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert_same_bits(a, b)
+
+
+def test_edits_of_a_read_gradient_count() -> None:
+    params, opt = made("sgd")
+    before = [m.detach().clone() for m in opt.master_params()]
+    give_grads(opt, params, 0)
+    opt.update_master_grads()
+    masters = list(opt.master_params())
+    masters[0].grad.mul_(0.0)
+    masters[2].grad = torch.full_like(masters[2], 2.0)
+    opt.step()
+    assert_same_bits(masters[0].detach(), before[0])
+    assert_same_bits(masters[2].detach(), before[2] + torch.full_like(before[2], 2.0) * np.float32(-0.03))
+    assert not torch.equal(masters[4], before[4])
+
+
+def test_edits_change_the_norm() -> None:
+    params, opt = made("sgd")
+    give_grads(opt, params, 0)
+    first = float(opt.clip_master_grads(1e9))
+    for master in opt.master_params():
+        master.grad.mul_(0.5)
+    assert float(opt.clip_master_grads(1e9)) == pytest.approx(first / 2, rel=1e-6)
+
+
+def test_a_model_gradient_written_between_update_and_step_counts() -> None:
+    params, opt = made("sgd")
+    before = [m.detach().clone() for m in opt.master_params()]
+    give_grads(opt, params, 0)
+    opt.update_master_grads()
+    masters = list(opt.master_params())
+    _ = masters[4].grad  # made before its 16-bit gradient is written
+    params[0].grad.zero_()
+    params[2].grad = torch.full_like(params[2], 16.0)
+    params[4].grad.fill_(8.0)
+    opt.step()
+    assert_same_bits(masters[0].detach(), before[0])
+    assert_same_bits(masters[2].detach(), before[2] + torch.full_like(before[2], 2.0) * np.float32(-0.03))
+    assert_same_bits(masters[4].detach(), before[4] + torch.ones_like(before[4]) * np.float32(-0.03))
+
+
+def test_an_overflow_written_after_the_update_skips_and_a_cure_steps() -> None:
+    params, opt = made()
+    before = [m.detach().clone() for m in opt.master_params()]
+    give_grads(opt, params, 0)
+    opt.update_master_grads()
+    params[2].grad[7] = float("inf")
+    opt.step()
+    assert opt.step_was_skipped
+    assert [o.name for o in opt.overflow_report()] == ["group 1, param 0"]
+    assert all(torch.equal(a, b) for a, b in zip(before, opt.master_params(), strict=True))
+    give_grads(opt, params, 1)
+    params[2].grad[7] = float("inf")
+    opt.update_master_grads()
+    params[2].grad[7] = 1.0
+    opt.step()
+    assert not opt.step_was_skipped
+
+
+def test_a_model_gradient_set_to_none_is_not_stepped() -> None:
+    params, opt = made()
+    masters = list(opt.master_params())
+    give_grads(opt, params, 0)
+    opt.update_master_grads()
+    kept = masters[2].detach().clone()
+    params[2].grad = None
+    opt.step()
+    assert torch.equal(masters[2], kept)
+    assert masters[2] not in opt.state
+    assert masters[0] in opt.state
+    assert masters[2].grad is None
+
+
+def test_two_clips_are_two_clips() -> None:
+    results = []
+    for fused in (True, False):
+        params, opt = made("sgd", fused)
+        give_grads(opt, params, 0)
+        norms = [float(opt.clip_master_grads(x)) for x in (0.5, 0.1, 10.0)]
+        results.append((norms, [m.grad.clone() for m in opt.master_params()]))
+    assert results[0][0] == results[1][0]
+    for a, b in zip(results[0][1], results[1][1], strict=True):
+        assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 3.0, float("inf")])
+def test_other_norms(norm_type: float) -> None:
+    results = []
+    for fused in (True, False):
+        params, opt = made("sgd", fused)
+        give_grads(opt, params, 0)
+        norm = float(opt.clip_master_grads(0.25, norm_type))
+        results.append((norm, [m.grad.clone() for m in opt.master_params()]))
+    assert results[0][0] == results[1][0]
+    for a, b in zip(results[0][1], results[1][1], strict=True):
+        assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("name", ["momentum", "adamw"])
+def test_overflows_leave_everything_and_the_scale_follows(name: str) -> None:
+    params = parameters(dtypes=(torch.float16,))
+    opt = wrap(name, params, loss_scale=None, scaler=DynamicLossScaler(init_scale=8.0, growth_interval=2))
+    scales = []
+    for step in range(6):
+        give_grads(opt, params, step)
+        bad = step in (0, 3)
+        if bad:
+            params[0].grad[0, 0] = float("nan")
+        before = [m.detach().clone() for m in opt.master_params()], str(opt.state_dict()["optimizer"]["state"])
+        opt.step()
+        after = [m.detach().clone() for m in opt.master_params()], str(opt.state_dict()["optimizer"]["state"])
+        same = all(torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True)) and before[1] == after[1]
+        assert same == bad
+        assert opt.step_was_skipped == bad
+        scales.append(opt.loss_scale)
+    assert scales == [4.0, 4.0, 8.0, 4.0, 4.0, 8.0]
+    assert opt.skipped_steps == 2
+    if name == "adamw":
+        assert {float(s["step"]) for s in opt.state.values()} == {4.0}
+
+
+@pytest.mark.parametrize("mode", ["fp32", "two scalers", "several backwards"])
+def test_gradients_that_were_added_up_are_stepped(mode: str) -> None:
+    """Folded gradients are FP32, so the kernel takes those; the recipe is the same."""
+    results = []
+    for fused in (True, False):
+        p = torch.nn.Parameter(torch.ones(70, dtype=torch.float16))
+        opt = MixedPrecisionOptimizer(
+            SGD([p], lr=0.5), loss_scale=8.0, fused_step=fused,
+            grad_accumulation="fp32" if mode == "fp32" else "model",
+        )  # fmt: skip
+        other = DynamicLossScaler(init_scale=32.0)
+        for _ in range(2):
+            opt.zero_grad()
+            opt.backward(linear_loss([p], [0.125]))
+            opt.backward(linear_loss([p], [0.5]), **({"scaler": other} if mode == "two scalers" else {}))
+            opt.step()
+        results.append(next(opt.master_params()).detach().clone())
+    assert float(results[0][0]) == 1.0 - 2 * 0.5 * 0.625
+    assert_same_bits(*results)
+
+
+def test_a_closure_steps_once_with_the_same_bits() -> None:
+    results = []
+    for closed in (False, True):
+        params, opt = made("nesterov")
+        for step in range(3):
+
+            def closure(step: int = step) -> float:
+                give_grads(opt, params, step)  # noqa: B023
+                return float(step)
+
+            if closed:
+                assert opt.step(closure) == float(step)
+            else:
+                closure()
+                assert opt.step() is None
+        results.append([m.detach().clone() for m in opt.master_params()])
+    for a, b in zip(*results, strict=True):
+        assert_same_bits(a, b)
+
+
+def test_unused_frozen_tied_and_channels_last_parameters() -> None:
+    used, unused = torch.nn.Parameter(torch.ones(4).half()), torch.nn.Parameter(torch.ones(4).half())
+    frozen = torch.nn.Parameter(torch.ones(4).half(), requires_grad=False)
+    image = torch.ones(2, 3, 4, 5).half().to(memory_format=torch.channels_last)
+    image = torch.nn.Parameter(image)
+    opt = MixedPrecisionOptimizer(AdamW([used, unused, frozen, image], lr=0.5), fused_step=True)
+    opt.backward(used.float().sum() + used.float().sum() + image.float().sum())
+    assert image.grad.is_contiguous(memory_format=torch.channels_last)
+    opt.step()
+    assert float(used.detach()[0]) < 1.0
+    assert float(image.detach()[0, 0, 0, 0]) < 1.0
+    assert torch.equal(unused, torch.ones(4).half())
+    assert torch.equal(frozen, torch.ones(4).half())
+    assert len(opt.state) == 2
+
+
+def test_memory_between_steps() -> None:
+    """At most 6.25 bytes a parameter after zero_grad, moments aside: weight and master."""
+    p = torch.nn.Parameter(torch.ones(100_000).half())
+    opt = MixedPrecisionOptimizer(AdamW([p]), fused_step=True)
+    opt.backward(p.float().sum())
+    opt.clip_master_grads(1.0)
+    opt.step()
+    opt.zero_grad()
+    (master,) = opt.master_params()
+    held = {t.data_ptr(): t.nbytes for t in (p, master, p.grad, master.grad) if t is not None}
+    held |= {t.data_ptr(): t.nbytes for t in opt._grads.buffers.values()}
+    assert sum(held.values()) <= 6.25 * p.numel()
