@@ -48,14 +48,6 @@ class Late:
     def __init__(self) -> None:
         self._waiting: list[_Waiting] = []
 
-    def look(self, params: MasterParams, device: torch.device, warned: set[str]) -> None:
-        """After masters were written to the model: warn of those that did not fit, or begin to find out. No sync."""
-        if not is_host(device):
-            self.tell(warned)
-            self.ask(params)
-        elif flags := params.copy_down_flags():
-            warn_cast(flags, warned)
-
     def ask(self, params: MasterParams) -> None:
         """Start reading what the last copy to the model, and the look for model writes before it, found. No sync."""
         asked = {id(waiting.shard) for waiting in self._waiting}
