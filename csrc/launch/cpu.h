@@ -17,20 +17,6 @@ constexpr int kVectors = int(sizeof(Block) / sizeof(Floats));
 constexpr int kSumVectors = int(sizeof(SumBlock) / sizeof(SumFloats));
 constexpr uint32_t kInfinity = 0x7f800000u;
 
-// How far ahead of the arithmetic memory is asked for, in bytes of each array. The processor's own prefetcher stops at
-// every page, and a step walks through five arrays at once.
-constexpr int64_t kAhead = 1024;
-
-template <class T>
-FP16OPT_HD void prefetch_block(const T* at) {
-#if defined(__GNUC__)
-    const char* from = reinterpret_cast<const char*>(at) + kAhead;
-    for (size_t line = 0; line < kBlock * sizeof(T); line += 64) __builtin_prefetch(from + line, 0, 3);
-#else
-    (void)at;
-#endif
-}
-
 // The running sums of a chunk.
 struct Lanes {
     alignas(64) double sums[kLanes];
@@ -111,7 +97,6 @@ struct Watch {
 
     FP16OPT_HD void block(int64_t i) {
         Narrow narrow;
-        prefetch_block(reinterpret_cast<const Half*>(values) + i);
         load(static_cast<const void*>(values + 2 * i), narrow);
         blocks.add(narrow);
         if (i % every == 0) add_sample(i, narrow);
@@ -159,7 +144,6 @@ struct UnscaleLoop {
     FP16OPT_HD double run(const From* grad, float* out, int64_t n) {
         int64_t i = 0;
         for (; i + kBlock <= n; i += kBlock) {
-            if (!kWrites) prefetch_block(grad + i);
             if (kWatches) watch.block(i);
             block(grad + i, kWrites ? out + i : nullptr, kBlock);
         }
