@@ -1,4 +1,7 @@
-"""``python -m fp16opt``: what is installed, what serves which device, and why something is missing."""
+"""``python -m fp16opt``: what is installed, what serves which device, and why something is missing.
+
+``python -m fp16opt plan``: what a training needs and sends (:mod:`fp16opt.plan`).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import sys
 
 import torch
 
-from fp16opt import __version__, kernels
+from fp16opt import __version__, kernels, plan
 from fp16opt.kernels import native
 
 
@@ -51,12 +54,13 @@ def report() -> str:
 
 
 def main() -> int:
-    """Print the report.
+    """Print the report, or the plan that is asked for.
 
     Returns:
         The exit status, 0.
     """
-    print(report())
+    arguments = sys.argv[1:]
+    print(plan.parse(arguments[1:]).report() if arguments[:1] == ["plan"] else report())
     return 0
 
 

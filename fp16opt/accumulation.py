@@ -10,6 +10,8 @@ from torch import Tensor
 
 from .arguments import require
 from .gradients import MasterGrads
+from .norms import power_sum
+from .ranks import Ranks, Replicas
 from .scaling import LossScaler
 
 
@@ -46,13 +48,17 @@ class Accumulation:
     each backward is folded into FP32 master gradients with its own scale.
 
     Attributes:
+        ranks: Where the masters' other parts are, if any.
+        replicas: Which ranks share gradients with this one, if any.
         verdicts: For each scaler that took part, by ``id``: (scaler, found_inf of its own backwards).
     """
 
-    def __init__(self, grads: MasterGrads, device: torch.device, folds: bool) -> None:
+    def __init__(self, grads: MasterGrads, device: torch.device, folds: bool, ranks: Ranks) -> None:
         self.grads = grads
         self.device = device
         self.folds = folds
+        self.ranks = ranks
+        self.replicas = Replicas()
         self.last: Pending | None = None
         self.begin()
 
@@ -63,6 +69,8 @@ class Accumulation:
         self.pending: Pending | None = None
         self.verdicts: dict[int, tuple[LossScaler, Tensor]] = {}
         self.interrupted = False
+        self._agreed = False
+        self._unreduced: set[int] = set()
 
     def finish(self) -> None:
         """READY after a step, which has used the gradients up."""
@@ -91,7 +99,7 @@ class Accumulation:
             self._enter_from_ready(scaler)
         elif require(self.pending).is_current(scaler):
             if self.state is State.UNSCALED:
-                self.grads.set_aside_own()
+                self.grads.set_aside_own(self.replicas.keeps)
         else:
             self._change_scale(scaler)
         self.state = State.SCALED
@@ -105,7 +113,7 @@ class Accumulation:
             self._start_folding()
         elif self.folds:
             self._start_folding()
-        self.grads.set_aside_own()
+        self.grads.set_aside_own(self.replicas.keeps)
         self.pending = Pending.capture(scaler)
 
     def _change_scale(self, scaler: LossScaler) -> None:
@@ -117,7 +125,7 @@ class Accumulation:
                 )
             self.unscale()
         self._start_folding()
-        self.grads.set_aside_own()
+        self.grads.set_aside_own(self.replicas.keeps)
         self.pending = Pending.capture(scaler)
 
     def abandon(self, state: State, pending: Pending | None, was_adding: bool) -> None:
@@ -143,26 +151,54 @@ class Accumulation:
         if self.folds:
             self._start_folding()
 
+    def waits(self) -> bool:
+        """Whether the model's gradients are not to be read yet: DDP reduces them at a later backward."""
+        return self.replicas.local and self.grads.folded is None and not self.folds
+
     def unscale(self) -> None:
-        """Bring the master gradients up to date and take down the verdict. No host sync."""
-        pending: Pending = require(self.pending)
-        self.grads.unscale(pending.inv_scale)
+        """Bring the master gradients up to date and take down the verdict. No host sync, no message but one: FP32 sums
+        that were folded under DDP's ``no_sync`` are averaged over the ranks before reduced gradients are added.
+        """
+        pending = self._begin_unscaling()
+        self.grads.unscale(pending.inv_scale, self.replicas.keeps)
         self._take_verdict(pending)
 
     def unscale_clipped(self, max_norm: float) -> Tensor:
         """:meth:`unscale` and a clip of the 2-norm, with one write; float64, 0-dim: the norm before. No host sync."""
+        pending = self._begin_unscaling()
+
+        def judge() -> tuple[Tensor, Tensor]:
+            self._take_verdict(pending)
+            return self.norm(2.0), self.found_inf()
+
+        return self.grads.unscale_clipped(pending.inv_scale, max_norm, judge)
+
+    def _begin_unscaling(self) -> Pending:
         pending: Pending = require(self.pending)
-        norm = self.grads.unscale_clipped(pending.inv_scale, max_norm, self.device)
-        self._take_verdict(pending)
-        return norm
+        if self.waits():
+            raise RuntimeError(
+                "the gradients were made under DDP's no_sync and are this rank's own. Run the last backward of a step "
+                'outside of no_sync, or use grad_accumulation="fp32", which averages what is left.'
+            )
+        if self.replicas.local and self.grads.params.elsewhere:
+            raise RuntimeError(
+                "FP32 sums under DDP's no_sync need every master on every rank; ZeroRedundancyOptimizer spreads them. "
+                'Use grad_accumulation="model", or leave no_sync.'
+            )
+        if not self.replicas.local:
+            self._reduce_folded()
+        return pending
 
     def _take_verdict(self, pending: Pending) -> None:
         found = self.grads.found_inf(self.device)
         key = id(pending.scaler)
+        if self.replicas.local:  # other ranks hear of it when the sums are averaged
+            self._unreduced.add(key)
         if self.grads.folded is not None:
             earlier = self.verdicts.get(key)
             found = found.clone() if earlier is None else torch.maximum(earlier[1], found)
         self.verdicts[key] = (pending.scaler, found)
+        self._agreed = False
         self.state = State.UNSCALED
 
     def blame(self, scaler: LossScaler, found: Tensor) -> None:
@@ -171,12 +207,46 @@ class Accumulation:
         found = found.to(self.device)
         self.verdicts[id(scaler)] = (scaler, found if earlier is None else torch.maximum(earlier[1], found))
 
+    def _reduce_folded(self) -> None:
+        """Average over the ranks what was folded under ``no_sync``."""
+        if self._unreduced:
+            found = self.replicas.reduce(self.grads)
+            for key in self._unreduced:
+                scaler, earlier = self.verdicts[key]
+                self.verdicts[key] = (scaler, torch.maximum(earlier, found.to(earlier.device)))
+            self._unreduced = set()
+
     def _start_folding(self) -> None:
+        if not self.grads.params.has_pieces:  # FSDP2 shows gradients only when they are reduced
+            self.replicas.check_folding()
         self.grads.start_folding()
         # The verdict so far is the kernel's own buffer, which the next pass overwrites.
         self.verdicts = {key: (scaler, found.clone()) for key, (scaler, found) in self.verdicts.items()}
 
+    # -- what was found ----------------------------------------------------------------------------------------------
+
     def found_inf(self) -> Tensor:
-        """float32, 0-dim: 1.0 where any backward of this step gave a non-finite gradient."""
+        """float32, 0-dim: 1.0 where any backward of this step gave a non-finite gradient, on any rank."""
+        self._agree(None)
         found = [verdict for _, verdict in self.verdicts.values()]
         return found[0] if len(found) == 1 else torch.stack(found).amax()
+
+    def norm(self, norm_type: float) -> Tensor:
+        """float64, 0-dim: the norm over all master gradients, on all ranks. No host sync."""
+        if self.ranks.alone:
+            self._reduce_folded()
+            return self.grads.norm(norm_type, self.device)
+        norm: Tensor = require(self._agree(norm_type))
+        return norm
+
+    def _agree(self, norm_type: float | None) -> Tensor | None:
+        """One message for verdicts and norm, at the first of clipping and stepping."""
+        self._reduce_folded()
+        if self.ranks.alone or (self._agreed and norm_type is None):
+            return None
+        power = None if norm_type is None else power_sum(self.grads, norm_type, self.device, self.ranks.counted)
+        found, norm = self.ranks.agree([verdict for _, verdict in self.verdicts.values()], norm_type, power)
+        for (key, (scaler, _)), verdict in zip(list(self.verdicts.items()), found, strict=True):
+            self.verdicts[key] = (scaler, verdict)
+        self._agreed = True
+        return norm

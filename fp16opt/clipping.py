@@ -10,7 +10,7 @@ from torch import Tensor
 from . import late
 from .accumulation import State
 from .arguments import check_number
-from .gradients import clip_factor
+from .norms import clip_factor
 
 if TYPE_CHECKING:
     from .optimizer import MixedPrecisionOptimizer
@@ -27,7 +27,7 @@ def clip(engine: MixedPrecisionOptimizer, max_norm: float, norm_type: float, err
         return steps.unscale_clipped(max_norm).float()
     if not engine._take_gradients():
         return torch.zeros((), device=device)
-    norm = grads.norm(norm_type, device)
+    norm = steps.norm(norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the master gradients is {norm.item()}: it can't be clipped. "

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import wrapped, writes
+from . import parallel, wrapped, writes
 
 if TYPE_CHECKING:
     from .optimizer import MixedPrecisionOptimizer
@@ -21,6 +21,7 @@ def step(engine: MixedPrecisionOptimizer, closure: Callable[[], Any]) -> Any:
     """
     if not callable(closure):
         raise TypeError(f"closure: expected a callable that returns the loss, got {type(closure).__name__}.")
+    parallel.refuse_on_zero(engine, "step(closure)", "Use an optimizer that steps without one, or FSDP2.")
     engine._follow_changes()
     writes.notice(engine._params, engine.on_model_write)
     before = wrapped.Snapshot(engine.optimizer)

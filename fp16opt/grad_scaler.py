@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from . import evaluations, wrapped
 from .arguments import check_number
 from .diagnostics import Overflow, SkipLog, describe
-from .gradients import clip_factor
+from .norms import clip_factor
 from .outcomes import check_consecutive
 from .torch_scale import TorchScale, new_state
 from .unscaling import Gradients

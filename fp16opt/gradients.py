@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import kernels
+from .local import aligned, drop_grad, locals_of, version
 from .masters import HALF_DTYPES, MasterParams, Shard
+from .norms import clip_factor, total_norm, vector_norm
 
 
 class _Lists(NamedTuple):
@@ -45,19 +48,21 @@ class MasterGrads:
         self._versions: list[int] = []
         self._measurable = True
         self._has_sparse = False
+        self._is_read = False
 
     # -- before a backward -------------------------------------------------------------------------------------------
 
-    def set_aside_own(self) -> None:
+    def set_aside_own(self, keep: bool = False) -> None:
         """Take ``.grad`` from parameters that are their own masters, to be added back after the next unscaling.
 
-        Otherwise autograd would add scaled gradients to unscaled ones.
+        Otherwise autograd would add scaled gradients to unscaled ones. With ``keep``, zeros stay in place of None.
         """
         for i in self.params.own:
             param = self.params.model[i]
             if param.grad is not None:
-                self.held[i] = param.grad
-                param.grad = None
+                # DDP writes the next gradient into the same memory, where gradients are views of its buckets.
+                self.held[i] = param.grad.clone() if keep or param.grad._is_view() else param.grad
+                drop_grad(param, keep)
         self.own_is_fresh = True
 
     def give_back_own(self) -> None:
@@ -71,7 +76,10 @@ class MasterGrads:
 
     def has_any(self) -> bool:
         """Whether some model parameter holds a gradient."""
-        return any(param.grad is not None for param in self.params.model)
+        return any(param.grad is not None for param in self._model())
+
+    def _model(self) -> list[Tensor]:
+        return self.params.model + self.params.elsewhere
 
     def has_model_grads(self) -> bool:
         """Whether a parameter that has a master holds a 16-bit gradient."""
@@ -80,18 +88,18 @@ class MasterGrads:
 
     def mark_consumed(self) -> None:
         """Remember that a step has used the gradients as they are now."""
-        for grad in [param.grad for param in self.params.model]:
+        for grad in [param.grad for param in self._model()]:
             if grad is not None:
-                grad._fp16opt_consumed = grad._version  # type: ignore[attr-defined]
+                grad._fp16opt_consumed = version(grad)  # type: ignore[attr-defined]
 
     def has_unconsumed(self) -> bool:
         """Whether a gradient came, or was added to, since :meth:`mark_consumed`."""
-        grads = [param.grad for param in self.params.model]
-        return any(g is not None and getattr(g, "_fp16opt_consumed", None) != g._version for g in grads)
+        grads = [param.grad for param in self._model()]
+        return any(g is not None and getattr(g, "_fp16opt_consumed", None) != version(g) for g in grads)
 
     # -- the pass ----------------------------------------------------------------------------------------------------
 
-    def unscale(self, inv_scale: Tensor) -> None:
+    def unscale(self, inv_scale: Tensor, keep: bool = False) -> None:
         """Multiply model gradients by ``inv_scale`` into FP32 master gradients, check and measure them. No host sync.
 
         Master gradients are made anew from the model's, or, after :meth:`start_folding`, added to; then the 16-bit
@@ -99,6 +107,7 @@ class MasterGrads:
 
         Args:
             inv_scale: float32, 0-dim: 1 / the scale of the backward that made the gradients.
+            keep: Leave zeros where folded gradients would be freed.
         """
         fold = self.folded is not None
         carries = fold or bool(self.params.own)  # master gradients that this call does not make anew
@@ -111,8 +120,8 @@ class MasterGrads:
             self.params.verify()  # if a parameter was changed, this says which
             raise
         if fold:
-            for i in self.params.copied:
-                self.params.model[i].grad = None
+            for param in [*(self.params.model[i] for i in self.params.copied), *self.params.elsewhere]:
+                drop_grad(param, keep)
         self.own_is_fresh = False
         self.held = {}
         self._measured = [master.grad for master in self.params.master]
@@ -135,13 +144,18 @@ class MasterGrads:
         """Whether the next :meth:`unscale` adds to nothing that is there, so that it may as well clip."""
         return self.folded is None and not self.held and not self.params.own_halves
 
-    def unscale_clipped(self, inv_scale: Tensor, max_norm: float, device: torch.device) -> Tensor:
+    def unscale_clipped(self, inv_scale: Tensor, max_norm: float, judge: Callable[[], tuple[Tensor, Tensor]]) -> Tensor:
         """:meth:`unscale`, with the 2-norm clipped: one pass that reads and one that writes. No host sync.
 
         Only where :meth:`makes_all_anew`. Gradients with an element that is not finite are not clipped.
 
+        Args:
+            inv_scale: As for :meth:`unscale`.
+            max_norm: To clip at.
+            judge: Called between reading and writing: (the norm over all ranks, the verdict of all ranks).
+
         Returns:
-            The norm before clipping: float64, 0-dim, on ``device``.
+            The norm before clipping: float64, 0-dim.
         """
         try:
             with torch.no_grad():
@@ -155,8 +169,8 @@ class MasterGrads:
                         write=False,
                         tables=shard.unscale_tables,
                     )
-                norm = _total([shard.stats.norm for shard in self.params.shards], 2.0, device)
-                factor = torch.where(self.found_inf(device) > 0, 1.0, clip_factor(norm, max_norm))
+                norm, found = self._judged(judge)
+                factor = torch.where(found > 0, 1.0, clip_factor(norm, max_norm))
                 for shard, lists in listed:
                     self._clipped_pass(shard, lists, inv_scale.to(shard.device), factor.to(shard.device))
         except (TypeError, ValueError, RuntimeError):
@@ -165,6 +179,14 @@ class MasterGrads:
         self.own_is_fresh = False
         self._measured, self._measurable = [], False
         return norm
+
+    def _judged(self, judge: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """The outcome of a pass that has read and measured gradients, and has not written them yet."""
+        self._is_read = True
+        try:
+            return judge()
+        finally:
+            self._is_read = False
 
     def _clipped_pass(self, shard: Shard, lists: _Lists, inv_scale: Tensor, factor: Tensor) -> None:
         watch = self.params.watch(shard)
@@ -189,7 +211,7 @@ class MasterGrads:
 
     def _lists(self, shard: Shard, fold: bool) -> _Lists:
         """What to read and where to write, and every ``.grad`` set to what will hold the result."""
-        usual = None if fold else self._usual_lists(shard)
+        usual = None if fold or self.params.has_pieces else self._usual_lists(shard)
         if usual is not None:
             return usual
         sources: list[Tensor | None] = []
@@ -198,8 +220,13 @@ class MasterGrads:
         later: list[tuple[int, Tensor]] = []
         models, masters, buffers = self.params.model, self.params.master, self.buffers
         fresh = self.own_is_fresh and not self.params.own_halves
+        pieces = self.params.has_pieces
+        if pieces:
+            shard.take_pieces(models, masters)
         for i in shard.index:
             grad = models[i].grad
+            if pieces and grad is not None:
+                grad = aligned(grad, models[i])
             add = False
             if grad is None:
                 self._without_grad(i, fold)
@@ -216,6 +243,8 @@ class MasterGrads:
             sources.append(source)
             outs.append(out)
             adds.append(add)
+        if pieces:
+            sources, outs = locals_of(sources), locals_of(outs)
         return _Lists(sources, outs, adds, later)
 
     def _usual_lists(self, shard: Shard) -> _Lists | None:
@@ -356,6 +385,8 @@ class MasterGrads:
     def found_inf(self, device: torch.device) -> Tensor:
         """float32, 0-dim: 1.0 where the last :meth:`unscale` met a non-finite gradient, else 0.0."""
         found = [shard.stats.found_inf.to(device) for shard in self.params.shards]
+        if not found:
+            return torch.zeros((), device=device)  # the masters are all on other ranks
         return found[0] if len(found) == 1 else torch.stack(found).amax()
 
     def flags(self) -> list[int]:
@@ -389,6 +420,8 @@ class MasterGrads:
     # -- norm and clipping -------------------------------------------------------------------------------------------
 
     def _is_measured(self) -> bool:
+        if self._is_read:
+            return True
         if self._measured is None or not self._measurable or len(self._measured) != len(self.params):
             return False
         grads = [master.grad for master in self.params.master]
@@ -401,7 +434,7 @@ class MasterGrads:
         self._has_sparse = bool({grad.layout for grad in grads if grad is not None} - {torch.strided})
         if self._has_sparse:
             return [self._dense_values(i) for i in shard.index]
-        return grads
+        return locals_of(grads) if self.params.has_pieces else grads
 
     def _dense_values(self, i: int) -> Tensor | None:
         grad = self.params.master[i].grad
@@ -422,7 +455,7 @@ class MasterGrads:
             else:
                 each = [value for shard in self.params.shards for value in self.values(shard) if value is not None]
                 parts = [vector_norm(value, norm_type) for value in each if value.numel()]
-            return _total(parts, norm_type, device)
+            return total_norm(parts, norm_type, device)
 
     def _norms_of_shards(self) -> list[Tensor]:
         if self._is_measured():
@@ -440,7 +473,7 @@ class MasterGrads:
 
     def zero(self, set_to_none: bool) -> None:
         """Clear the model's and the masters' gradients and forget what was found."""
-        for tensors in (self.params.model, self.params.master):
+        for tensors in (self._model(), self.params.master):
             for tensor in tensors:
                 grad = tensor.grad
                 if grad is None:
@@ -460,35 +493,4 @@ def _lies_like(grad: Tensor, param: Tensor) -> bool:
 
 
 def _versions(grads: list[Tensor | None]) -> list[int]:
-    return [0 if grad is None else grad._version for grad in grads]
-
-
-def _total(parts: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """The norm over tensors whose norms are ``parts``: float64, 0-dim, on ``device``."""
-    if len(parts) == 1:
-        return parts[0].to(device)
-    if not parts:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return vector_norm(torch.stack([part.to(device) for part in parts]), norm_type)
-
-
-def vector_norm(value: Tensor, norm_type: float) -> Tensor:
-    """The norm of one dense tensor: float64, 0-dim. No host sync."""
-    dtype = torch.complex128 if value.is_complex() else torch.float64
-    norm: Tensor = torch.linalg.vector_norm(value, norm_type, dtype=dtype)
-    return norm
-
-
-def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients of this norm (float64, 0-dim) are multiplied by: float32, at most 1. No host sync.
-
-    The formula and the bits of ``torch.nn.utils.clip_grad_norm_``, which works in the norm's float32. Where the norm is
-    finite but too large for float32 the factor is taken in float64.
-
-    Example:
-        >>> clip_factor(torch.tensor(4.0, dtype=torch.float64), 1.0)
-        tensor(0.2500)
-    """
-    single = norm.float()
-    factor = torch.where(single.isfinite(), max_norm / (single + 1e-6), (max_norm / norm).float())
-    return factor.clamp(max=1.0)
+    return [0 if grad is None else version(grad) for grad in grads]

@@ -16,6 +16,7 @@ from torch import Tensor
 from . import kernels
 from .diagnostics import describe
 from .kernels.tables import is_dense
+from .local import check_whole, different_bits, is_sharded, local, quoted, version
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 OWN_DTYPES = (torch.float32, torch.float64)
@@ -89,6 +90,12 @@ class Shard:
         """int32, one for each of ``copied``: 1 where a master took values of the model, until somebody clears it."""
         return self.found[1]
 
+    def take_pieces(self, model: list[Tensor], master: list[Tensor]) -> None:
+        """Give kernels this rank's pieces as they are now: FSDP2 makes new ones where a model is moved or loaded."""
+        self.models = [local(model[i]) for i in self.copied]
+        self.masters = [local(master[i]) for i in self.copied]
+        self.watch.params = [local(model[i]) if master[i] is not model[i] else None for i in self.index]
+
     def passing_hashes(self) -> Tensor:
         """int64, one for each of ``copied``: the model's content hashes when the last unscaling pass went by."""
         return self.watch.hashes if self.rows is None else self.watch.hashes[self.rows]
@@ -127,6 +134,7 @@ class MasterParams:
         self.group_sizes: list[int] = []
         self.shards: list[Shard] = []
         self.watches = True
+        self.elsewhere: list[Tensor] = []  # model parameters whose masters are on other ranks
         self._master_versions: list[int] = []
         self._model_versions: list[int] = []
         for number, group in enumerate(groups):
@@ -152,11 +160,23 @@ class MasterParams:
                     f"{where}: expected {wanted}, got {str(param.dtype).removeprefix('torch.')}. "
                     "Leave it out of the wrapped optimizer, or convert it first."
                 )
+            check_whole(param, where)
             if group.get("fused") and param.dtype in OWN_DTYPES and param.numel() and not is_dense(param):
                 raise ValueError(
                     f"{where}: torch's fused steps are wrong on parameters whose memory is not dense, got strides "
                     f"{param.stride()} for shape {tuple(param.shape)}. Use fused=False, or make it contiguous."
                 )
+
+    def check_new_group(self, group: dict[str, Any], number: int, names: dict[int, str]) -> None:
+        """:meth:`check_group`, and ``ValueError`` for a parameter that is here already."""
+        self.check_group(group, number, names)
+        known = {id(param) for param in self.model}
+        for place, param in enumerate(group["params"]):
+            if id(param) in known:
+                raise ValueError(
+                    f"group {number}, param {place}: this parameter is in the optimizer already. Leave it out."
+                )
+            known.add(id(param))
 
     def _append(self, group: dict[str, Any], number: int, names: dict[int, str], carry: Carry) -> None:
         params = group["params"]
@@ -233,12 +253,13 @@ class MasterParams:
             self.shards.append(shard)
         self.copied = [i for shard in self.shards for i in shard.copied]
         self.own = [i for i in range(len(self)) if self.master[i] is self.model[i]]
+        self.has_pieces = any(map(is_sharded, self.model))
         self.own_halves = [i for i in self.own if self.model[i].dtype in HALF_DTYPES]
         self.frozen_halves = self.own_halves if self.makes_masters else []
         self._dtypes = [param.dtype for param in self.model]
         self._shapes = [param.shape for param in self.model]
         self._devices = [param.device for param in self.model]
-        self._seen = kernels.Seen(self.model)
+        self._seen = kernels.Seen(None if self.has_pieces else self.model)
         self.record_all()
         self._keep_baseline(old_shards, old_versions)
 
@@ -256,7 +277,7 @@ class MasterParams:
         if self._seen.again(self.model):
             return
         self._verify_each()
-        self._seen = kernels.Seen(self.model)
+        self._seen = kernels.Seen(None if self.has_pieces else self.model)
 
     def _verify_each(self) -> None:
         if (
@@ -280,10 +301,17 @@ class MasterParams:
             "Convert or move the model first, then make the optimizer and wrap it."
         )
 
+    def take_pieces(self) -> None:
+        """To be called before kernels get the model or the masters: where these are DTensors, they get the pieces."""
+        if self.has_pieces:
+            for shard in self.shards:
+                shard.take_pieces(self.model, self.master)
+
     # -- model <- masters ------------------------------------------------------------------------------------------
 
     def copy_down(self) -> None:
         """Write every master, rounded to nearest even, into its model parameter. One pass; no host sync."""
+        self.take_pieces()
         with torch.no_grad():
             for shard in self.shards:
                 if shard.copied:
@@ -303,6 +331,7 @@ class MasterParams:
 
     def record_all(self) -> None:
         """Take the model's bits as they are for what the masters stand for (one read of the 16-bit parameters)."""
+        self.take_pieces()
         for shard in self.shards:
             if shard.copied:
                 kernels.multi_tensor_hash(shard.models, shard.cast.hashes)
@@ -310,7 +339,10 @@ class MasterParams:
 
     def versions(self) -> list[int]:
         """The masters' version counters."""
-        return [master._version for master in self.master]
+        return self._versions_of(self.master)
+
+    def _versions_of(self, tensors: list[Tensor]) -> list[int]:
+        return [version(tensor) for tensor in tensors] if self.has_pieces else [t._version for t in tensors]
 
     def counted_versions(self, groups: list[dict[str, Any]]) -> list[int]:
         """The version counters of those masters whose steps are counted: torch's fused steps leave them as they are."""
@@ -323,7 +355,7 @@ class MasterParams:
     def record_versions(self) -> None:
         """Remember the version counters: a higher one of a master later means that the user wrote it."""
         self._master_versions = self.versions()
-        self._model_versions = [param._version for param in self.model]
+        self._model_versions = self._versions_of(self.model)
         for shard in self.shards:
             shard.passed = False
 
@@ -340,8 +372,9 @@ class MasterParams:
             passed_by: Take the hashes of the last unscaling pass, unless a version counter or a sample of the bits says
                 that the model was written since. Else 2 bytes a parameter are read.
         """
+        self.take_pieces()
         written: list[int] = []
-        passed_by = passed_by and self._model_versions == [param._version for param in self.model]
+        passed_by = passed_by and self._model_versions == self._versions_of(self.model)
         for shard in self.shards:
             if not shard.copied:
                 continue
@@ -349,7 +382,7 @@ class MasterParams:
             if not torch.equal(now, shard.cast.hashes):
                 moved = (now != shard.cast.hashes).tolist()
                 written += [i for i, differs in zip(shard.copied, moved, strict=True) if differs]
-        return [i for i in written if self.master[i]._version == self._master_versions[i] and self.differs(i)]
+        return [i for i in written if version(self.master[i]) == self._master_versions[i] and self.differs(i)]
 
     @staticmethod
     def _hashes(shard: Shard) -> Tensor:
@@ -371,7 +404,8 @@ class MasterParams:
         As :meth:`written_models` with ``passed_by`` and :meth:`take_from_model` do it, but nobody looks whether there
         was anything to take: ``Shard.taken`` says it. Call :meth:`copy_down` next.
         """
-        passed_by = self._model_versions == [param._version for param in self.model]
+        self.take_pieces()
+        passed_by = self._model_versions == self._versions_of(self.model)
         for shard in self.shards:
             if not shard.copied:
                 continue
@@ -383,7 +417,7 @@ class MasterParams:
                 samples = pair if shard.rows is None else (pair[0][shard.rows], pair[1][shard.rows])
             else:
                 now = self._hashes(shard)
-            known = [self.master[i]._version == self._master_versions[i] for i in shard.copied]
+            known = [version(self.master[i]) == self._master_versions[i] for i in shard.copied]
             masters = [master if mine else None for master, mine in zip(shard.masters, known, strict=True)]
             then = shard.cast.hashes
             kernels.multi_tensor_take(
@@ -391,23 +425,24 @@ class MasterParams:
             )
 
     def _rounded(self, i: int) -> Tensor:
-        """Master ``i`` rounded by the kernel that :meth:`copy_down` uses."""
-        rounded = torch.empty_like(self.master[i], dtype=self.model[i].dtype)
+        """This rank's piece of master ``i``, rounded by the kernel that :meth:`copy_down` uses."""
+        master = local(self.master[i].detach())
+        rounded = torch.empty_like(master, dtype=self.model[i].dtype)
         scratch = kernels.CastStats.allocate(1, rounded.device)
-        kernels.multi_tensor_cast([self.master[i].detach()], [rounded], scratch)
+        kernels.multi_tensor_cast([master], [rounded], scratch)
         return rounded
 
     def differs(self, i: int) -> bool:
         """Whether any element of model parameter ``i`` has other bits than its rounded master."""
-        return bool(different_bits(self._rounded(i), self.model[i].detach()).any())
+        return bool(different_bits(self._rounded(i), local(self.model[i].detach())).any())
 
     def take_from_model(self, positions: Iterable[int]) -> None:
         """Masters take the model's values in the elements whose bits differ; the others keep their low bits."""
         with torch.no_grad():
             for i in positions:
-                model = self.model[i].detach()
+                model, master = local(self.model[i].detach()), local(self.master[i].detach())
                 where = different_bits(self._rounded(i), model)
-                self.master[i].copy_(torch.where(where, model.float(), self.master[i].detach()))
+                master.copy_(torch.where(where, model.float(), master))
         self.record_all()
 
     def refresh(self) -> None:
@@ -426,9 +461,13 @@ class MasterParams:
         ]
 
     def check_model(self, model: object) -> None:
-        """Raise where ``model`` is no module that these parameters are of."""
+        """Raise where ``model`` is no module that these parameters are of, or where not all masters are here."""
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
+        if self.elsewhere:
+            raise RuntimeError(
+                "fp32_state_dict: this rank has a part of the masters only. Use fp16opt.distributed.fp32_state_dict."
+            )
         mine = {id(param) for param in self.model}
         if not any(id(param) in mine for param in model.parameters()):
             raise ValueError("model: none of its parameters is in this optimizer. Pass the model that it trains.")
@@ -457,19 +496,9 @@ class MasterParams:
         return describe([self.names[i] for i in positions])
 
 
-def different_bits(a: Tensor, b: Tensor) -> Tensor:
-    """Element-wise: whether two 16-bit tensors of one dtype differ in their bits (so -0.0 differs from 0.0)."""
-    return a.contiguous().view(torch.int16) != b.contiguous().view(torch.int16)
-
-
 def name_of(group: dict[str, Any], place: int, param: object, names: dict[int, str]) -> str | None:
     """The name given by ``named_parameters``, else by torch's own named param groups, else None."""
     if id(param) in names:
         return names[id(param)]
     own = group.get("param_names")
     return str(own[place]) if own is not None and place < len(own) else None
-
-
-def quoted(name: str | None) -> str:
-    """A name in parentheses for a message, or nothing."""
-    return f" ({name!r})" if name else ""

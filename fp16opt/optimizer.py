@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from . import checkpoint, clipping, closures, diagnostics, driven, late, waiting, wrapped, writes
+from . import checkpoint, clipping, closures, diagnostics, driven, late, parallel, waiting, wrapped, writes
 from .accumulation import Accumulation, State
 from .arguments import check_choice, check_loss, check_scaler, make_scaler, named, open_group
 from .diagnostics import Overflow
@@ -21,7 +21,7 @@ from .scaling import LossScaler
 _ACCUMULATION, _MASTER_WEIGHTS = ("model", "fp32"), ("full", "none")
 
 
-class MixedPrecisionOptimizer(Optimizer):
+class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     """Any ``torch.optim.Optimizer``, stepping FP32 masters of a model with FP16 or BF16 weights.
 
     It keeps an FP32 master of every FP16 and BF16 parameter, owns the loss scale, and moves gradients up and weights
@@ -56,8 +56,7 @@ class MixedPrecisionOptimizer(Optimizer):
         (1.0, 0.9998779296875)
     """
 
-    # A GradScaler may drive it (see driven.py), and step honours grad_scale and found_inf where this is set to True. By
-    # itself it is not: Lightning then refuses to clip, and Accelerate does not see which steps were skipped.
+    # Set where a GradScaler drives it (driven.py). Else Lightning would refuse to clip, and Accelerate miss skips.
     _step_supports_amp_scaling = False
 
     def __init__(
@@ -86,13 +85,14 @@ class MixedPrecisionOptimizer(Optimizer):
         self.grad_accumulation = grad_accumulation
         self.on_model_write = on_model_write
         self._names = {id(param): name for name, param in named(named_parameters)}
+        self._holder = parallel.holder_of(optimizer)
         makes_masters = master_weights == "full"
-        self._params = MasterParams(optimizer.param_groups, self._names, self._carry_state, makes_masters)
+        self._params = MasterParams(self._holder.param_groups, self._names, self._carry_state, makes_masters)
         self._params.watches = on_model_write != "ignore"
         for i in self._params.own if makes_masters else ():
             self._carry_state(self._params.model[i], self._params.model[i])
         self._fused = FusedStep(fused_step, optimizer, self._params)
-        self._device = self._params.master[0].device if len(self._params) else torch.device("cpu")
+        self._device = parallel.device_of(self)
         self._make_gradients()
         self.scaler.to(self._device)
         self._outcomes = Outcomes()
@@ -102,13 +102,13 @@ class MixedPrecisionOptimizer(Optimizer):
 
     def _make_gradients(self) -> None:
         self._grads = waiting.make_grads(self._params, self._fused)
-        self._steps = Accumulation(self._grads, self._device, folds=self.grad_accumulation == "fp32")
+        self._steps = Accumulation(self._grads, self._device, self.grad_accumulation == "fp32", parallel.ranks_of(self))
         self._offers = driven.Offers()
         self._late = late.Late()
 
     def _carry_state(self, param: Tensor, master: Tensor) -> None:
-        checkpoint.carry_state(self.optimizer, param, master)
-        wrapped.remake_first_state(self.optimizer, master)
+        checkpoint.carry_state(self._holder, param, master)
+        wrapped.remake_first_state(self._holder, master)
 
     # -- what a torch optimizer shows --------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class MixedPrecisionOptimizer(Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         """The wrapped optimizer's state, keyed by master; FP32."""
-        return self.optimizer.state
+        return self._holder.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -160,17 +160,11 @@ class MixedPrecisionOptimizer(Optimizer):
             TypeError: It is no dict, or its params are no tensors, or a set.
             ValueError: A parameter is here already, or has a dtype that can't be served. Nothing is changed then.
         """
+        parallel.refuse_on_zero(self, "add_param_group", "Add groups to it before it is wrapped.")
         self._params.verify()
         group, params, names = open_group(param_group)
         number = len(self.optimizer.param_groups)
-        self._params.check_group({**group, "params": params}, number, names)
-        known = {id(param) for param in self._params.model}
-        for place, param in enumerate(params):
-            if id(param) in known:
-                raise ValueError(
-                    f"group {number}, param {place}: this parameter is in the optimizer already. Leave it out."
-                )
-            known.add(id(param))
+        self._params.check_new_group({**group, "params": params}, number, names)
         self.optimizer.add_param_group(group)
         self._params.append_group(self.optimizer.param_groups[-1], number, {**self._names, **names}, self._carry_state)
         self._grads.grow()
@@ -232,9 +226,9 @@ class MixedPrecisionOptimizer(Optimizer):
         except BaseException:
             self._steps.abandon(state, pending, present)
             raise
-        if not self._grads.has_any():
+        if not (self._grads.has_any() or self._params.has_pieces):  # FSDP2 may add up gradients of its own first
             warn_no_gradients(self._params.names, self._warned)
-        if update_master_grads:
+        if update_master_grads and not self._steps.waits():
             self.update_master_grads()
 
     def update_master_grads(self) -> None:
@@ -370,6 +364,7 @@ class MixedPrecisionOptimizer(Optimizer):
         for scaler, found in self._steps.verdicts.values():
             scaler.update(found)
         self._steps.finish()
+        self._steps.replicas.after_step(skipped, self)
         if skipped is True:
             report = self.overflow_report()
             self._outcomes.log.skipped(self.scaler, old, report)
@@ -426,6 +421,7 @@ class MixedPrecisionOptimizer(Optimizer):
         Keys: ``version``, ``optimizer`` (the wrapped optimizer's own), ``masters`` (FP32, in param_groups order, None
         where a parameter is its own master), ``scaler``. Tensors are references, as in torch.
         """
+        parallel.refuse_plain_state(self, "state_dict")
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         writes.notice(self._params, self.on_model_write)
@@ -444,6 +440,7 @@ class MixedPrecisionOptimizer(Optimizer):
         Raises:
             TypeError, ValueError: Something does not fit; the optimizer is as it was.
         """
+        parallel.refuse_plain_state(self, "load_state_dict")
         if isinstance(state_dict, dict):
             state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -488,7 +485,7 @@ class MixedPrecisionOptimizer(Optimizer):
 
     def _follow_changes(self) -> None:
         """Notice parameters that were changed, unfrozen, or added through the wrapped optimizer itself."""
-        if self._params.follow(self.optimizer.param_groups, self._names, self._carry_state):
+        if self._params.follow(self._holder.param_groups, self._names, self._carry_state):
             self._grads.grow()
 
     def _skips_on_device(self) -> bool:
@@ -496,5 +493,6 @@ class MixedPrecisionOptimizer(Optimizer):
         return (
             not late.is_host(self._device)
             and wrapped.supports_found_inf(self.optimizer)
+            and not self._steps.replicas.needs_decision
             and all(scaler.max_consecutive_skips is None for scaler, _ in self._steps.verdicts.values())
         )

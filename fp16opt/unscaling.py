@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from . import kernels
 from .diagnostics import Overflow, overflows_from_flags
-from .gradients import clip_factor, vector_norm
 from .masters import HALF_DTYPES, OWN_DTYPES, name_of
+from .norms import clip_factor, vector_norm
 
 _SERVED = (*HALF_DTYPES, *OWN_DTYPES)
 

@@ -1,0 +1,324 @@
+"""Checkpoints on disk: whole or not there, read on any number of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from .exchange import gather, together
+from .named import load_state_dict, names_of, state_dict, unwrapped
+
+if TYPE_CHECKING:
+    from ..optimizer import MixedPrecisionOptimizer
+
+MANIFEST = "fp16opt.json"
+_FORMAT = 1
+
+
+def save(path: str | os.PathLike[str], model: nn.Module, opt: MixedPrecisionOptimizer) -> None:
+    """Save model and optimizer into a new folder. Collective: returns when it is complete, else raises on all ranks.
+
+    What :func:`fp16opt.distributed.state_dict` gives, and the model's buffers and parameters that ``opt`` does not
+    have, are written by ``torch.distributed.checkpoint`` into a hidden folder beside ``path``, which is then renamed: a
+    folder named ``path`` is always whole.
+
+    Args:
+        path: a folder that does not exist, on a file system that all ranks see.
+        model: the module that ``opt`` trains, or DDP around it.
+        opt: the wrapper.
+
+    Raises:
+        FileExistsError: there is something at ``path``. Save every checkpoint under a name of its own.
+        RuntimeError: writing failed on some rank, or a rank is gone.
+
+    Syncs: yes.
+    """
+    payload = together("save", lambda: _payload(model, opt))
+    _write(Path(path), payload, None)
+
+
+def save_async(path: str | os.PathLike[str], model: nn.Module, opt: MixedPrecisionOptimizer) -> PendingSave:
+    """:func:`save`, while training goes on: copies everything first, then writes in a thread. Collective.
+
+    The thread talks through a process group of its own (gloo), which does not mix with training's messages. Memory: one
+    more copy of masters and state until it is done.
+
+    Args:
+        path, model, opt: as for :func:`save`.
+
+    Returns:
+        What to ask for the outcome. Training may go on at once.
+
+    Raises:
+        FileExistsError: there is something at ``path``.
+    """
+    where = Path(path)
+    payload = together("save_async", lambda: _copied(_payload(model, opt)))
+    together("save_async", lambda: _check_new(where))
+    group = dist.new_group(backend="gloo") if dist.is_available() and dist.is_initialized() else None
+    return PendingSave(where, payload, group)
+
+
+class PendingSave:
+    """A checkpoint that a thread is writing. Made by :func:`save_async`."""
+
+    def __init__(self, path: Path, payload: dict[str, Any], group: Any) -> None:
+        self.path = path
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, args=(payload, group), daemon=True)
+        self._thread.start()
+
+    def _work(self, payload: dict[str, Any], group: Any) -> None:
+        try:
+            _write(self.path, payload, group)
+        except BaseException as error:
+            self._error = error
+        if group is not None:
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group(group)
+
+    def done(self) -> bool:
+        """Whether writing is over, well or not. Does not wait."""
+        return not self._thread.is_alive()
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait until the checkpoint is complete.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            TimeoutError: it is not.
+            RuntimeError, FileExistsError: writing failed.
+        """
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(f"{self.path}: not complete after {timeout} s.")
+        if self._error is not None:
+            raise self._error
+
+
+def load(path: str | os.PathLike[str], model: nn.Module, opt: MixedPrecisionOptimizer) -> None:
+    """Load what :func:`save` wrote, on any number of ranks, sharded in any way. Collective.
+
+    Memory: one more copy of this rank's masters and state while it loads.
+
+    Args:
+        path: the folder.
+        model: the module that ``opt`` trains, or DDP around it; the same parameters as when it was saved.
+        opt: the wrapper, fresh or used.
+
+    Raises:
+        FileNotFoundError: there is no complete checkpoint at ``path``.
+        ValueError: parameters, shapes, groups or settings are others; model and optimizer are as they were.
+        RuntimeError: a file can't be read.
+
+    Syncs: yes.
+    """
+    where = Path(path)
+    template, rest = together("load", lambda: _template(where, model, opt))
+    with _checkpoint_errors(f"load {where}"):
+        dcp_load({**template, "model": rest}, checkpoint_id=str(where))
+    load_state_dict(model, opt, template)
+    unwrapped(model).load_state_dict(rest, strict=False)
+
+
+def latest(directory: str | os.PathLike[str]) -> Path | None:
+    """The newest complete checkpoint in a folder of checkpoints.
+
+    Args:
+        directory: of the folders that :func:`save` was given. It need not exist.
+
+    Returns:
+        Its path, or None. Half-written and damaged ones are passed over.
+
+    Example:
+        >>> latest("no such folder") is None
+        True
+    """
+    folder = Path(directory)
+    if not folder.is_dir():
+        return None
+    found = []
+    for path in sorted(folder.iterdir()):
+        with contextlib.suppress(FileNotFoundError):
+            found.append((check_complete(path)["saved_at_ns"], path))
+    return max(found)[1] if found else None
+
+
+def check_complete(path: Path) -> dict[str, Any]:
+    """The manifest of a complete checkpoint.
+
+    Raises:
+        FileNotFoundError: there is none, or a file is missing or has another size.
+    """
+    try:
+        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
+        sizes: dict[str, int] = manifest["files"]
+        if manifest["format"] != _FORMAT:
+            raise FileNotFoundError(
+                f"{path}: expected format {_FORMAT}, got {manifest['format']}. Use a newer fp16opt."
+            )
+        wrong = [name for name, size in sizes.items() if (path / name).stat().st_size != size]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FileNotFoundError(f"{path}: no complete checkpoint there ({error}). Load latest(directory).") from error
+    if wrong:
+        raise FileNotFoundError(
+            f"{path}: {wrong[0]} has another size than when it was saved. Load an older checkpoint."
+        )
+    return manifest
+
+
+# -- writing -----------------------------------------------------------------------------------------------------
+
+
+def _payload(model: nn.Module, opt: MixedPrecisionOptimizer) -> dict[str, Any]:
+    return {**state_dict(model, opt), "model": _rest(model, opt)}
+
+
+def _rest(model: nn.Module, opt: MixedPrecisionOptimizer) -> dict[str, Any]:
+    """What of the model the optimizer does not have: buffers, and parameters that were left out of it."""
+    mine = names_of(model, opt)
+    ours = {id(param) for param in [*opt._params.model, *opt._params.elsewhere]} & set(mine)
+    every = unwrapped(model).state_dict(keep_vars=True)
+    values = {name: value for name, value in every.items() if id(value) not in ours}
+    return {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value
+
+
+def _check_new(path: Path) -> None:
+    if path.exists():
+        raise FileExistsError(
+            f"{path} exists: a checkpoint is never written over another. Save under a name of its own."
+        )
+
+
+def _write(path: Path, payload: dict[str, Any], group: Any) -> None:
+    """Write into a hidden folder, then rename it."""
+    tag = gather(uuid.uuid4().hex, group)[0]
+    partial = path.parent / f".{path.name}.{tag}.partial"
+    together("save", lambda: _check_new(path), group)
+    first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank(group) == 0
+    try:
+        with _checkpoint_errors(f"save {path}"):
+            writer = FileSystemWriter(str(partial), overwrite=False)
+            dcp_save(payload, storage_writer=writer, process_group=group)
+        together("save", lambda: _complete(partial, path) if first else None, group)
+    except BaseException:
+        if first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _complete(partial: Path, path: Path) -> None:
+    """The manifest goes in last; the rename makes the checkpoint appear. Both reach the disk."""
+    sizes = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
+    manifest = {"format": _FORMAT, "saved_at_ns": time.time_ns(), "files": sizes}
+    with open(partial / MANIFEST, "w") as file:
+        json.dump(manifest, file)
+        file.flush()
+        os.fsync(file.fileno())
+    _check_new(path)
+    os.rename(partial, path)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _checkpoint_errors(what: str) -> Iterator[None]:
+    """torch's CheckpointException is no Exception: nobody expects that."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise RuntimeError(f"{what}: rank {rank} failed: {cause!r}.") from error
+
+
+# -- reading -----------------------------------------------------------------------------------------------------
+
+
+def _template(path: Path, model: nn.Module, opt: MixedPrecisionOptimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tensors of the right shapes for everything in the checkpoint that this rank needs.
+
+    Raises:
+        FileNotFoundError, ValueError: see :func:`load`.
+    """
+    check_complete(path)
+    names = names_of(model, opt)
+    stored: Any = FileSystemReader(str(path)).read_metadata()
+    paths: dict[str, tuple[Any, ...]] = stored.planner_data
+    params = opt._params
+    masters = {names[id(p)]: master for p, master in zip(params.model, params.master, strict=True)}
+    template: dict[str, Any] = {"masters": {}, "state": {}, "scaler": {}, "param_groups": []}
+    for flat, where in paths.items():
+        kind, name = where[0], where[1] if len(where) > 1 else None
+        if kind not in template or (kind in ("masters", "state") and name not in masters):
+            continue
+        _put(template, where, _blank(stored.state_dict_metadata[flat], masters.get(name) if name else None))
+    for name in masters:
+        if name not in template["masters"]:
+            raise ValueError(f"{path} has no parameter {name!r}. Build the model that it was saved from.")
+        size = stored.state_dict_metadata[f"masters.{name}"].size
+        if tuple(size) != tuple(masters[name].shape):
+            raise ValueError(f"{path}: {name!r} has shape {list(size)}, the model's has {list(masters[name].shape)}.")
+    rest = _copied(_rest(model, opt))
+    for name in rest:
+        if f"model.{name}" not in stored.state_dict_metadata:
+            raise ValueError(f"{path} has no buffer or parameter {name!r}. Build the model that it was saved from.")
+    return template, rest
+
+
+def _blank(stored: Any, master: Tensor | None) -> Any:
+    """Something for dcp.load to fill: like the master if it has its shape."""
+    size = getattr(stored, "size", None)
+    if size is None:
+        return None
+    dtype = stored.properties.dtype
+    if master is not None and tuple(size) == tuple(master.shape) and master.dim():
+        return torch.empty_like(master, dtype=dtype, requires_grad=False)
+    return torch.empty(size, dtype=dtype)
+
+
+def _put(root: Any, path: tuple[Any, ...], value: Any) -> None:
+    """``root[path[0]][path[1]]... = value``, with dicts and lists made on the way."""
+    for key, following in itertools.pairwise(path):
+        root = _entry(root, key, [] if isinstance(following, int) else {})
+    if isinstance(root, list):
+        root.extend([None] * (path[-1] + 1 - len(root)))
+    root[path[-1]] = value
+
+
+def _entry(root: Any, key: Any, empty: Any) -> Any:
+    if isinstance(root, list):
+        root.extend([None] * (key + 1 - len(root)))
+        if root[key] is None:
+            root[key] = empty
+        return root[key]
+    return root.setdefault(key, empty)

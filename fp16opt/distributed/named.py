@@ -1,0 +1,312 @@
+"""The optimizer's state by parameter name, in a form that torch.distributed.checkpoint saves, loads and reshards."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from .. import checkpoint, wrapped, writes
+from ..local import is_sharded
+from .attach import check_optimizer
+from .zero import owners
+
+if TYPE_CHECKING:
+    from ..optimizer import MixedPrecisionOptimizer
+
+KEYS = ("masters", "state", "scaler", "param_groups")
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+_HOW = "Pass what fp16opt.distributed.state_dict returned for the same model and optimizer."
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside of DDP."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def clean(name: str) -> str:
+    """A parameter's name without what torch.compile and activation checkpointing add to it."""
+    for part in _WRAPPERS:
+        name = name.replace(part, "")
+    return name
+
+
+def names_of(model: nn.Module, opt: MixedPrecisionOptimizer) -> dict[int, str]:
+    """From ``id(model parameter)`` to its name, for all parameters of the optimizer, on this rank and elsewhere.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: the optimizer has a parameter that the model lacks.
+    """
+    check_optimizer(opt)
+    names = {id(param): clean(name) for name, param in unwrapped(model).named_parameters()}
+    for i, param in enumerate([*opt._params.model, *opt._params.elsewhere]):
+        if id(param) not in names:
+            called = opt._params.names[i] if i < len(opt._params) else f"parameter {i}"
+            raise ValueError(f"model has no parameter {called!r} of the optimizer. Pass the model that it trains.")
+    return names
+
+
+def _model_groups(opt: MixedPrecisionOptimizer) -> list[list[Tensor]]:
+    """The model's parameters by group, those of other ranks included."""
+    if opt._holder is not opt.optimizer:
+        return [list(group["params"]) for group in opt.optimizer.param_groups]
+    groups: list[list[Tensor]] = [[] for _ in opt.optimizer.param_groups]
+    for (group, _), param in zip(opt._params.places, opt._params.model, strict=True):
+        groups[group].append(param)
+    return groups
+
+
+def state_dict(model: nn.Module, opt: MixedPrecisionOptimizer) -> dict[str, Any]:
+    """Masters, optimizer state, scaler and param_groups by parameter name; for ``torch.distributed.checkpoint``.
+
+    Tensors are references to the live ones: DTensors where the masters are, and under ZeRO this rank's part. Before the
+    first step the state is a template of zeros, so that ``dcp.load`` knows what to fill in; param_groups say so
+    (``fresh``), and :func:`load_state_dict` then leaves the state to the first step.
+
+    Args:
+        model: the module that ``opt`` trains, or DDP around it. Names are without ``module.``.
+        opt: the wrapper. It is not changed.
+
+    Returns:
+        ``{'masters': {name: FP32}, 'state': {name: {}}, 'scaler': {}, 'param_groups': [{'params': [name], ...}]}``.
+        Parameters that are their own masters are among the masters.
+
+    Raises:
+        TypeError, ValueError: see :func:`names_of`.
+
+    Syncs: yes. Sends nothing.
+    """
+    names = names_of(model, opt)
+    params = opt._params
+    writes.notice(params, opt.on_model_write)
+    fresh = bool(len(params)) and not opt._holder.state
+    masters, state = {}, {}
+    for i, (param, master) in enumerate(zip(params.model, params.master, strict=True)):
+        name = names[id(param)]
+        masters[name] = master.detach()
+        if fresh and master.requires_grad:
+            state[name] = _first_state(opt._holder, opt._holder.param_groups[params.places[i][0]], master)
+        elif master in opt._holder.state:
+            state[name] = dict(opt._holder.state[master])
+    groups = []
+    for group, members in zip(opt.optimizer.param_groups, _model_groups(opt), strict=True):
+        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        groups.append({**settings, "params": [names[id(param)] for param in members], "fresh": fresh})
+    return {"masters": masters, "state": state, "scaler": opt.scaler.state_dict(), "param_groups": groups}
+
+
+def _first_state(optimizer: Optimizer, group: dict[str, Any], master: Tensor) -> dict[str, Any]:
+    """The state that the first step gives ``master``, as zeros: a throwaway copy of the optimizer steps zeros."""
+    zeros = torch.zeros_like(master).requires_grad_()
+    zeros.grad = torch.zeros_like(master)
+    lr = group.get("lr")
+    throwaway = copy.copy(optimizer)
+    throwaway.__dict__ = {k: v for k, v in optimizer.__dict__.items() if k != "step"}  # a scheduler may have patched it
+    throwaway.__dict__.update({name: OrderedDict() for name in wrapped.HOOKS})
+    throwaway.param_groups = [
+        {**group, "params": [zeros], "lr": torch.zeros_like(lr) if isinstance(lr, Tensor) else 0.0}
+    ]
+    throwaway.state = defaultdict(dict)
+    with torch.no_grad():
+        try:
+            type(optimizer).step(throwaway)
+        except TypeError:  # a closure is required: such state has no form before the first step
+            return {}
+    return {
+        key: torch.zeros_like(value) if isinstance(value, Tensor) else value
+        for key, value in throwaway.state[zeros].items()
+    }
+
+
+def load_state_dict(model: nn.Module, opt: MixedPrecisionOptimizer, state_dict: Mapping[str, Any]) -> None:
+    """Load what :func:`state_dict` gave, here or on another number of ranks, and write the weights to the model.
+
+    Everything is validated first. Tensors are copied. DTensors and plain tensors go into each other; every rank must
+    call this where one of the two is sharded, and under ZeRO.
+
+    Args:
+        model: the module that ``opt`` trains, or DDP around it.
+        opt: the wrapper.
+        state_dict: under ZeRO this rank's part is enough.
+
+    Raises:
+        TypeError, ValueError: names what does not fit; the optimizer is as it was.
+
+    Syncs: yes.
+    """
+    names = names_of(model, opt)
+    _check_outside(state_dict)
+    _check_groups(state_dict["param_groups"], opt, names)
+    params = opt._params
+    saved = state_dict["masters"]
+    values = [_value(saved, names[id(p)], m) for p, m in zip(params.model, params.master, strict=True)]
+    positional = _positional(state_dict, opt, names, values)
+    plan = checkpoint.plan_load(
+        positional, optimizer=opt._holder, masters=params.saved(), names=params.names, scaler=opt.scaler
+    )
+    plan.apply()
+    with torch.no_grad():
+        for i in params.own:
+            params.master[i].copy_(values[i])
+    opt._steps.discard()
+    opt._copy_down()
+    if opt._holder is not opt.optimizer:
+        zero: Any = opt.optimizer
+        zero._sync_param_groups(opt._holder.param_groups, zero.param_groups)
+        zero._sync_params()
+        params.record_all()
+
+
+def _check_outside(sd: object) -> None:
+    if not isinstance(sd, Mapping):
+        raise TypeError(f"state_dict must be a dict, got {type(sd).__name__}. {_HOW}")
+    lacking = [key for key in KEYS if key not in sd]
+    if lacking:
+        raise ValueError(f"state_dict lacks {', '.join(map(repr, lacking))}. {_HOW}")
+    for key in ("masters", "state"):
+        if not isinstance(sd[key], Mapping):
+            raise TypeError(f"state_dict: {key} must be a dict, got {type(sd[key]).__name__}. {_HOW}")
+
+
+def _check_groups(groups: Any, opt: MixedPrecisionOptimizer, names: dict[int, str]) -> None:
+    wanted = _model_groups(opt)
+    if not isinstance(groups, list) or len(groups) != len(wanted):
+        found = len(groups) if isinstance(groups, list) else type(groups).__name__
+        raise ValueError(f"param_groups: expected a list of {len(wanted)} groups, got {found}. {_HOW}")
+    for number, (group, members) in enumerate(zip(groups, wanted, strict=True)):
+        mine = {names[id(param)] for param in members}
+        theirs = set(group.get("params", ())) if isinstance(group, Mapping) else set()
+        for name in sorted(mine ^ theirs):
+            has, lacks = ("the optimizer", "state_dict") if name in mine else ("state_dict", "the optimizer")
+            raise ValueError(
+                f"group {number}: {has} has the parameter {name!r} and {lacks} does not. Construct the optimizer over "
+                "the parameters and groups that it was saved with."
+            )
+
+
+def _value(saved: Mapping[str, Any], name: str, master: Tensor) -> Tensor:
+    """What to load into ``master``, laid out like it."""
+    if name not in saved:
+        raise ValueError(f"masters lacks {name!r}. {_HOW}")
+    value = saved[name]
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name!r}: master must be a tensor, got {type(value).__name__}. {_HOW}")
+    if value.shape != master.shape or not value.is_floating_point():
+        raise ValueError(
+            f"{name!r}: master must be floating with shape {list(master.shape)}, got {value.dtype} "
+            f"{list(value.shape)}. Build the model as it was when the checkpoint was saved."
+        )
+    return laid_out(value, master)
+
+
+def laid_out(value: Tensor, like: Tensor) -> Tensor:
+    """``value`` on the mesh and with the placements of ``like``, or plain like it."""
+    mesh: Any = getattr(like, "device_mesh", None)
+    if mesh is None:
+        return value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
+    placements = like.placements  # type: ignore[attr-defined]
+    if is_sharded(value):
+        if value.device_mesh == mesh and value.placements == placements:  # type: ignore[attr-defined]
+            return value
+        value = value.full_tensor()  # type: ignore[attr-defined]
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    whole = value.detach().to(like.device)
+    if any(type(p).__name__ == "_StridedShard" for p in placements):  # distribute_tensor knows no strided shards
+        return distribute_tensor(whole, mesh, [Replicate()] * mesh.ndim, src_data_rank=None).redistribute(
+            mesh, placements
+        )
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+
+def _positional(
+    sd: Mapping[str, Any], opt: MixedPrecisionOptimizer, names: dict[int, str], values: list[Tensor]
+) -> dict[str, Any]:
+    """The engine's own form of state_dict, for what this rank steps."""
+    params = opt._params
+    groups: list[dict[str, Any]] = []
+    for number, group in enumerate(opt._holder.param_groups):
+        settings = {key: value for key, value in sd["param_groups"][number].items() if key not in ("params", "fresh")}
+        kept = {"param_names": group["param_names"]} if "param_names" in group else {}
+        groups.append({**settings, **kept, "params": [i for i, p in enumerate(params.places) if p[0] == number]})
+    fresh = all(group.get("fresh") for group in sd["param_groups"])
+    state = {}
+    for i, (param, master) in enumerate(zip(params.model, params.master, strict=True)):
+        entry = sd["state"].get(names[id(param)])
+        if entry is not None and not fresh:
+            state[i] = {key: _like_master(value, master) for key, value in entry.items()}
+    masters = [None if i in set(params.own) else value.float() for i, value in enumerate(values)]
+    optimizer = {"state": state, "param_groups": groups}
+    return {"version": checkpoint.VERSION, "optimizer": optimizer, "masters": masters, "scaler": sd["scaler"]}
+
+
+def _like_master(value: Any, master: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape == master.shape and value.dim():
+        return laid_out(value, master)
+    return value
+
+
+def fp32_state_dict(model: nn.Module, opt: MixedPrecisionOptimizer) -> dict[str, Any]:
+    """``model.state_dict()`` with masters for 16-bit parameters, whole and plain, on rank 0. Collective.
+
+    Args:
+        model: the module that ``opt`` trains, or DDP around it.
+        opt: the wrapper.
+
+    Returns:
+        On rank 0 copies of everything, under all names (tied ones too); on other ranks an empty dict.
+
+    Raises:
+        TypeError, ValueError: see :func:`names_of`.
+
+    Syncs: yes. Sends every sharded tensor, one at a time.
+    """
+    names_of(model, opt)
+    writes.notice(opt._params, opt.on_model_write)
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    whole: dict[str, Any] = {}
+    done: dict[int, Tensor] = {}
+    find = _Finder(opt)
+    for name, value in unwrapped(model).state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            whole[clean(name)] = value
+            continue
+        if id(value) not in done:
+            found = find(value)
+            done[id(value)] = found.clone() if rank == 0 else found
+        whole[clean(name)] = done[id(value)]
+    return whole if rank == 0 else {}
+
+
+class _Finder:
+    """From a model's tensor to the whole master, wherever it is."""
+
+    def __init__(self, opt: MixedPrecisionOptimizer) -> None:
+        params = opt._params
+        self._masters = {id(params.model[i]): params.master[i] for i in params.copied}
+        self._elsewhere = {id(p) for p in params.elsewhere if p.dtype in (torch.float16, torch.bfloat16)}
+        self._owners = owners(opt.optimizer) if opt._holder is not opt.optimizer else {}
+        self._group = getattr(opt._steps.ranks, "group", None)
+
+    def __call__(self, value: Tensor) -> Tensor:
+        key = id(value)
+        found = self._masters.get(key, value).detach()
+        if key in self._owners and (key in self._masters or key in self._elsewhere):
+            if key not in self._masters:
+                found = torch.empty_like(found, dtype=torch.float32)
+            dist.broadcast(found, src=self._owners[key], group=self._group)
+        if is_sharded(found):
+            found = found.full_tensor()  # type: ignore[attr-defined]
+        return found

@@ -1,0 +1,54 @@
+"""ZeroRedundancyOptimizer inside the wrapper: masters and state of this rank's part of the parameters only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .exchange import message_device
+from .shards import GroupRanks
+
+
+def prepare(zero: Any) -> Optimizer:
+    """The optimizer of this rank's part, ready for masters.
+
+    ZeRO shares the dicts of its groups with its table of who owns what, by which it broadcasts: masters in there would
+    be sent in place of parameters. So the part gets dicts of its own.
+    """
+    if zero._overlap_with_ddp:
+        raise ValueError(
+            "optimizer: expected a ZeroRedundancyOptimizer that steps when it is told to, got overlap_with_ddp=True: "
+            "it would step before gradients are checked. Construct it without."
+        )
+    part: Optimizer = zero.optim
+    part.param_groups[:] = [{**group, "params": list(group["params"])} for group in part.param_groups]
+    return part
+
+
+def elsewhere(zero: Any, here: list[Tensor]) -> list[Tensor]:
+    """The model's parameters that other ranks step."""
+    mine = {id(param) for param in here}
+    return [param for group in zero.param_groups for param in group["params"] if id(param) not in mine]
+
+
+class ZeroRanks(GroupRanks):
+    """Every parameter is stepped by one rank, and counted there."""
+
+    def __init__(self, zero: Any, facts: Callable[[], list[str]]) -> None:
+        super().__init__(zero.process_group, message_device(zero.process_group, zero._default_device), facts)
+
+
+def copy_down_before_broadcast(zero: Any, copy_down: Callable[[], None]) -> None:
+    """Have this rank's masters written to the model after its part was stepped: ZeRO then broadcasts the model."""
+    hook = zero.optim.register_step_post_hook(lambda *_: copy_down())
+    zero.optim._optimizer_step_post_hooks.move_to_end(hook.id, last=False)
+
+
+def owners(zero: Any) -> dict[int, int]:
+    """From ``id(model parameter)`` to the global rank that steps it."""
+    ranks = torch.distributed.get_process_group_ranks(zero.process_group)
+    return {id(param): ranks[rank] for param, rank in zero._param_to_rank.items()}

@@ -1,0 +1,207 @@
+"""What a training needs and sends: memory a rank, bytes and messages a step, and a lower bound of the step's time.
+
+``python -m fp16opt plan --params 7e9 --ranks 64 --shard fsdp2`` prints it. docs/scale.md derives the formulas; tests
+compare them with the tensors and messages of real ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .arguments import check_choice
+
+SHARDS = ("none", "ddp", "zero", "fsdp2")
+OPTIMIZERS = {"sgd": 0, "sgd-momentum": 4, "adam": 8, "adamw": 8}  # bytes of FP32 state a parameter
+MASTERS = {"full": 4, "split": 2}  # bytes a parameter beside the 16-bit weight
+HALF = 2  # bytes of a weight or a gradient in FP16 or BF16
+SINGLE = 4
+BUCKET = 25 * 2**20  # bytes of gradients in one message of DDP
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One training.
+
+    Args:
+        params: parameters of the model.
+        ranks: processes that share it.
+        shard: "none" (one rank), "ddp", "zero" (ZeRO-1 around DDP) or "fsdp2".
+        optimizer: a key of ``OPTIMIZERS``.
+        masters: "full": FP32; "split": the 16 low bits beside the 16-bit weight.
+        layers: blocks that FSDP2 gathers one after the other; two are whole at a time.
+        clip: whether gradients are clipped, in the worst case with a factor below 1.
+        network: bytes/s that a rank sends, and receives.
+        memory: bytes/s that a rank reads and writes.
+        compute: seconds of forward and backward, which communication may overlap with.
+
+    Raises:
+        ValueError: a value is out of range.
+
+    Example:
+        >>> plan = Plan(params=7e9, ranks=64, shard="fsdp2")
+        >>> round(plan.memory_total() / 2**30, 1), round(plan.traffic() / 2**30, 1)
+        (3.7, 38.5)
+    """
+
+    params: float
+    ranks: int = 1
+    shard: str = "none"
+    optimizer: str = "adamw"
+    masters: str = "full"
+    layers: int = 32
+    clip: bool = True
+    network: float = 50e9
+    memory: float = 2e12
+    compute: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_choice("shard", self.shard, SHARDS)
+        check_choice("optimizer", self.optimizer, tuple(OPTIMIZERS))
+        check_choice("masters", self.masters, tuple(MASTERS))
+        for name in ("params", "ranks", "layers", "network", "memory"):
+            value = getattr(self, name)
+            if not (value >= 1 and math.isfinite(value)):
+                raise ValueError(f"{name}: expected a number of 1 or more, got {value}.")
+        if not (self.compute >= 0 and math.isfinite(self.compute)):
+            raise ValueError(f"compute: expected 0 seconds or more, got {self.compute}.")
+        if self.shard == "none" and self.ranks > 1:
+            raise ValueError(f"ranks: expected 1 where nothing is shared, got {self.ranks}. Choose shard='ddp'.")
+
+    @property
+    def _stepped(self) -> float:
+        """Parameters that one rank steps."""
+        return self.params / self.ranks if self.shard in ("zero", "fsdp2") else self.params
+
+    @property
+    def _held(self) -> float:
+        """Parameters whose 16-bit weight and gradient one rank keeps from step to step."""
+        return self.params / self.ranks if self.shard == "fsdp2" else self.params
+
+    def memory_parts(self) -> dict[str, float]:
+        """Bytes a rank, by what they hold; activations are the model's own business."""
+        parts = {
+            "16-bit weights": HALF * self._held,
+            "16-bit gradients": HALF * self._held,
+            "masters": MASTERS[self.masters] * self._stepped,
+            "FP32 master gradients": SINGLE * self._stepped,
+            "optimizer state": OPTIMIZERS[self.optimizer] * self._stepped,
+        }
+        if self.shard in ("ddp", "zero"):
+            parts["DDP's buckets (none with gradient_as_bucket_view)"] = HALF * self.params
+        if self.shard == "fsdp2":
+            parts["gathered weights and gradients of two layers"] = 2 * 2 * HALF * self.params / self.layers
+        return parts
+
+    def memory_total(self) -> float:
+        """Bytes a rank."""
+        return sum(self.memory_parts().values())
+
+    def payload(self) -> dict[str, float]:
+        """Bytes that go into the collectives of one step, by collective: the size of the whole tensor each time."""
+        weights = HALF * self.params
+        if self.ranks == 1 or self.shard == "none":
+            return {}
+        if self.shard == "fsdp2":
+            return {"all-gather, forward": weights, "all-gather, backward": weights, "reduce-scatter": weights}
+        parts = {"all-reduce": weights}
+        return {**parts, "broadcast": weights} if self.shard == "zero" else parts
+
+    def traffic(self) -> float:
+        """Bytes that a rank sends in one step, by rings: an all-reduce is a reduce-scatter and an all-gather."""
+        share = (self.ranks - 1) / self.ranks
+        passes = {"all-reduce": 2.0}
+        return sum(passes.get(name, 1.0) * share * size for name, size in self.payload().items())
+
+    def messages(self) -> dict[str, int]:
+        """Collectives in one step: for gradients and weights, and the optimizer's own of 16 bytes.
+
+        ZeRO's broadcasts of weights, one a tensor, come on top.
+        """
+        if not self.payload():
+            return {}
+        if self.shard == "fsdp2":
+            return {"gathers and scatters (3 a layer)": 3 * self.layers, "verdict and norm, 16 bytes": 1}
+        buckets = {"buckets of gradients": math.ceil(HALF * self.params / BUCKET)}
+        return {**buckets, "verdict and norm, 16 bytes": 1} if self.shard == "zero" else buckets
+
+    def step_bytes(self) -> float:
+        """Bytes that the optimizer's passes read and write on a rank."""
+        state = OPTIMIZERS[self.optimizer]
+        unscale = HALF + HALF + SINGLE  # read the gradient and, for its hash, the weight; write FP32
+        clip = 2 * SINGLE if self.clip else 0
+        step = SINGLE + 2 * SINGLE + 2 * state  # read the gradient; read and write master and state
+        copy = SINGLE + HALF if self.masters == "full" else 0  # split masters are stepped where the model is
+        return self._stepped * (unscale + clip + step + copy)
+
+    def shortest_step(self) -> float:
+        """Seconds: the passes of the optimizer after the longer of communication and computation."""
+        return self.step_bytes() / self.memory + max(self.traffic() / self.network, self.compute)
+
+    def report(self) -> str:
+        """All of it as text."""
+        shown = (
+            f"{self.params:.4g} parameters, {self.ranks} ranks, {self.shard}, {self.optimizer}, {self.masters} masters"
+        )
+        lines = [shown, "", f"{'memory a rank':<52}{size(self.memory_total()):>12}"]
+        lines += [f"  {name:<50}{size(value):>12}" for name, value in self.memory_parts().items()]
+        lines += ["", f"{'sent by a rank in a step':<52}{size(self.traffic()):>12}"]
+        lines += [f"  {name + ' of':<50}{size(value):>12}" for name, value in self.payload().items()]
+        lines += ["", f"{'messages in a step':<52}{sum(self.messages().values()):>12}"]
+        lines += [f"  {name:<50}{value:>12}" for name, value in self.messages().items()]
+        lines += ["", f"{'shortest step':<52}{seconds(self.shortest_step()):>12}"]
+        times = {
+            f"sending at {self.network / 1e9:g} GB/s": self.traffic() / self.network,
+            f"optimizer at {self.memory / 1e9:g} GB/s, {size(self.step_bytes())}": self.step_bytes() / self.memory,
+        }
+        times |= {"forward and backward, while sending": self.compute} if self.compute else {}
+        return "\n".join([*lines, *(f"  {name:<50}{seconds(value):>12}" for name, value in times.items())])
+
+
+def size(count: float) -> str:
+    """Bytes for reading.
+
+    Example:
+        >>> size(3 * 2**30), size(16)
+        ('3.0 GiB', '16 B')
+    """
+    for unit, factor in (("PiB", 2**50), ("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def seconds(value: float) -> str:
+    """Seconds for reading.
+
+    Example:
+        >>> seconds(0.0123), seconds(4.2e-5), seconds(75.0)
+        ('12.3 ms', '42 us', '75 s')
+    """
+    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
+        if value >= factor:
+            return f"{value / factor:.3g} {unit}"
+    return f"{value / 1e-6:.3g} us"
+
+
+def parse(arguments: Sequence[str]) -> Plan:
+    """The plan that a command line asks for."""
+    parser = argparse.ArgumentParser(prog="python -m fp16opt plan", description=__doc__, add_help=True)
+    parser.add_argument("--params", type=float, required=True, help="parameters, for instance 7e9")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--shard", choices=SHARDS, help="default: none for one rank, ddp for more")
+    parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw")
+    parser.add_argument("--masters", choices=tuple(MASTERS), default="full")
+    parser.add_argument("--layers", type=int, default=32, help="blocks that fully_shard is applied to")
+    parser.add_argument("--no-clip", dest="clip", action="store_false")
+    parser.add_argument("--network", type=float, default=50.0, help="GB/s that a rank sends")
+    parser.add_argument("--memory", type=float, default=2000.0, help="GB/s of a rank's memory")
+    parser.add_argument("--compute", type=float, default=0.0, help="seconds of forward and backward")
+    given = vars(parser.parse_args(arguments))
+    shard = given.pop("shard") or ("none" if given["ranks"] == 1 else "ddp")
+    try:
+        return Plan(**{**given, "shard": shard, "network": given["network"] * 1e9, "memory": given["memory"] * 1e9})
+    except ValueError as error:
+        parser.error(str(error))

@@ -1,0 +1,316 @@
+"""Checkpoints by name: saved on some ranks, loaded on others, whole or not there; refusals change nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import SGD, Adagrad, AdamW
+
+from distributed.models import Net, assert_alike, loss_of
+from distributed.world import World, raised
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed
+
+HOWS = ("fsdp2", "ddp", "zero", "none")
+LR = 1e-2
+
+
+class Noisy(Net):
+    """With a buffer, and a frozen parameter that the optimizer does not have."""
+
+    def __init__(self, norm: bool) -> None:
+        super().__init__(norm=norm)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.frozen = nn.Parameter(torch.full((5,), 2.0, dtype=torch.float16), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return super().forward(x)
+
+
+def make(how: str, inner: Any = AdamW, norm: bool = False, **settings: Any) -> tuple[nn.Module, Any]:
+    """(what to call, the wrapper)."""
+    net: nn.Module = Noisy(norm)
+    settings = settings or {"lr": LR}
+    if how == "fsdp2":
+        for layer in (net.a, net.b, net):
+            fully_shard(layer)
+    model = DDP(net) if how in ("ddp", "zero") else net
+    named = [(n, p) for n, p in net.named_parameters() if p.requires_grad]
+    params = [
+        {"params": [p for n, p in named if "bias" not in n], "weight_decay": 0.1},
+        {"params": [p for n, p in named if "bias" in n]},
+    ]
+    optimizer = ZeroRedundancyOptimizer(params, inner, **settings) if how == "zero" else inner(params, **settings)
+    scaler = DynamicLossScaler(init_scale=2.0**6, growth_interval=3)
+    opt = MixedPrecisionOptimizer(optimizer, scaler=scaler, named_parameters=net.named_parameters())
+    return model, opt
+
+
+def train(model: nn.Module, opt: Any, steps: range) -> None:
+    """The same batch on every rank: any number of ranks has the same gradients (halves add up exactly)."""
+    for step in steps:
+        opt.zero_grad()
+        opt.backward(loss_of(model, step, 0, poison=step == 1))
+        opt.step()
+
+
+def whole(model: nn.Module, opt: Any) -> dict[str, Tensor]:
+    """Masters, moments, weights and scale, by name, gathered on every rank."""
+    sd = distributed.state_dict(model, opt)
+    mine = {f"master {n}": v for n, v in sd["masters"].items()}
+    for name, entry in sd["state"].items():
+        mine |= {f"{key} {name}": value for key, value in entry.items() if isinstance(value, Tensor)}
+    mine["scale"] = opt.scaler.scale
+    mine |= {f"model {n}": v for n, v in distributed.named.unwrapped(model).state_dict().items()}
+    full = {k: (v.full_tensor() if isinstance(v, DTensor) else v).clone() for k, v in mine.items()}
+    everyone: list[Any] = [full]
+    if dist.is_initialized():
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, full)
+    return {key: value for part in everyone for key, value in part.items()}
+
+
+def differences(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
+    assert got.keys() == wanted.keys()
+    return [key for key in wanted if not torch.equal(got[key], wanted[key])]
+
+
+def save_four(rank: int, size: int, folder: str) -> None:
+    """Four ways to train, saved by four ranks, and where each of them stands two steps later."""
+    for how in HOWS:
+        model, opt = make(how)
+        train(model, opt, range(4))
+        distributed.save(Path(folder) / how, model, opt)
+        saved = whole(model, opt)
+        train(model, opt, range(4, 6))
+        later = whole(model, opt)
+        if rank == 0:
+            torch.save((saved, later), Path(folder) / f"{how}.pt")
+
+
+def load_any(rank: int, size: int, folder: str) -> None:
+    """Every way loads every way's checkpoint, bit for bit, and goes on as if nothing had happened."""
+    for how in HOWS:
+        saved, later = torch.load(Path(folder) / f"{how}.pt")
+        for other in HOWS:
+            model, opt = make(other, lr=1.0)
+            if other == how:
+                train(model, opt, range(7, 9))  # used ones are overwritten
+            distributed.load(Path(folder) / how, model, opt)
+            assert not differences(whole(model, opt), saved), (how, other)
+            assert opt.param_groups[0]["lr"] == LR
+            train(model, opt, range(4, 6))
+            assert not differences(whole(model, opt), later), (how, other)
+
+
+def test_four_ranks_save_and_four_two_and_one_load(four: World, two: World, tmp_path: Path) -> None:
+    four.run(save_four, str(tmp_path))
+    four.run(load_any, str(tmp_path))
+    two.run(load_any, str(tmp_path))
+    saved, later = torch.load(tmp_path / "fsdp2.pt")
+    model, opt = make("none")
+    distributed.load(tmp_path / "fsdp2", model, opt)
+    assert not differences(whole(model, opt), saved)
+    train(model, opt, range(4, 6))
+    assert not differences(whole(model, opt), later)
+
+
+def by_hand(rank: int, size: int, folder: str) -> None:
+    """The dict goes through torch.distributed.checkpoint itself; a fresh optimizer gives a template."""
+    for how in ("fsdp2", "none"):
+        for inner, settings in ((AdamW, {"lr": LR}), (SGD, {"lr": LR, "momentum": 0.9}), (Adagrad, {"lr": LR})):
+            path = f"{folder}/{how}-{inner.__name__}"
+            model, opt = make(how, inner, **settings)
+            before = [p.clone() for p in opt.master_params()]
+            template = distributed.state_dict(model, opt)
+            assert set(template) == {"masters", "state", "scaler", "param_groups"}
+            assert "a.weight" in template["masters"]
+            assert bool(opt.state) == (inner is Adagrad), "asking changes nothing"
+            assert all(torch.equal(a, b) for a, b in zip(opt.master_params(), before, strict=True))
+            train(model, opt, range(3))
+            distributed.load_state_dict(model, opt, template) if inner is not Adagrad else None
+            assert inner is Adagrad or not opt.state, "no step was made when that dict was made"
+            train(model, opt, range(3))
+            dcp.save(distributed.state_dict(model, opt), checkpoint_id=path)
+            saved = whole(model, opt)
+            other, fresh = make(how, inner, **settings)
+            sd = distributed.state_dict(other, fresh)
+            dcp.load(sd, checkpoint_id=path)
+            distributed.load_state_dict(other, fresh, sd)
+            got = whole(other, fresh)
+            count = [key for key in got if key.endswith(" count")]  # a buffer: not in this dict
+            assert set(differences(got, saved)) <= set(count), how
+            train(model, opt, range(3, 5))
+            train(other, fresh, range(3, 5))
+            assert set(differences(whole(other, fresh), whole(model, opt))) <= set(count)
+
+
+def test_the_dict_goes_through_torchs_own_functions(two: World, tmp_path: Path) -> None:
+    two.run(by_hand, str(tmp_path))
+
+
+def refused_loads(rank: int, size: int, folder: str) -> None:
+    model, opt = make("fsdp2")
+    train(model, opt, range(3))
+    path = Path(folder) / "good"
+    distributed.save(path, model, opt)
+    before = whole(model, opt)
+    for call in (distributed.save, distributed.save_async):
+        assert "never written over" in raised(FileExistsError, lambda c=call: c(path, model, opt))
+    cases: list[tuple[type[Exception], str, Any]] = [
+        (FileNotFoundError, "no complete checkpoint", lambda: distributed.load(f"{folder}/none", model, opt)),
+        (TypeError, "expected a torch.nn.Module", lambda: distributed.load(path, None, opt)),
+        (TypeError, "expected a fp16opt", lambda: distributed.load(path, model, opt.optimizer)),
+        (ValueError, "model has no parameter 'a.weight'", lambda: distributed.load(path, Net(), opt)),
+        (TypeError, "must be a dict", lambda: distributed.load_state_dict(model, opt, [])),
+        (ValueError, "lacks 'masters'", lambda: distributed.load_state_dict(model, opt, {})),
+    ]
+    sd = distributed.state_dict(model, opt)
+    short = {**sd, "masters": {k: v for k, v in sd["masters"].items() if k != "b.bias"}}
+    cases.append((ValueError, "masters lacks 'b.bias'", lambda: distributed.load_state_dict(model, opt, short)))
+    wrong = {**sd, "masters": {**sd["masters"], "b.bias": torch.zeros(4)}}
+    cases.append((ValueError, r"got torch.float32 [4]", lambda: distributed.load_state_dict(model, opt, wrong)))
+    text = {**sd, "masters": {**sd["masters"], "b.bias": "zero"}}
+    cases.append((TypeError, "must be a tensor, got str", lambda: distributed.load_state_dict(model, opt, text)))
+    flat = {**sd, "masters": []}
+    cases.append((TypeError, "masters must be a dict", lambda: distributed.load_state_dict(model, opt, flat)))
+    one = {**sd, "param_groups": sd["param_groups"][:1]}
+    cases.append((ValueError, "a list of 2 groups, got 1", lambda: distributed.load_state_dict(model, opt, one)))
+    swapped = {**sd, "param_groups": sd["param_groups"][::-1]}
+    message = "group 0: state_dict has the parameter 'a.bias'"
+    cases.append((ValueError, message, lambda: distributed.load_state_dict(model, opt, swapped)))
+    static = {**sd, "scaler": {"kind": "static"}}
+    cases.append((ValueError, "", lambda: distributed.load_state_dict(model, opt, static)))
+    for error, wanted, call in cases:
+        assert wanted in raised(error, call), wanted
+    assert not differences(whole(model, opt), before)
+    other, small = make("none", norm=True)
+    assert "has no parameter 'norm.weight'" in raised(ValueError, lambda: distributed.load(path, other, small))
+    # torch's own functions for optimizers can't hold masters.
+    for how in ("fsdp2", "none"):
+        model, opt = make(how)
+        for _ in range(2):
+            for call in (
+                lambda m=model, o=opt: get_optimizer_state_dict(m, o),
+                lambda m=model, o=opt: set_optimizer_state_dict(m, o, {"state": {}, "param_groups": []}),
+            ):
+                assert "fp16opt.distributed.state_dict" in raised(RuntimeError, call)
+            assert {group["lr"] for group in opt.param_groups} == {LR}
+            assert not opt.skipped_steps
+            train(model, opt, range(1))
+
+
+def test_refusals_leave_everything_as_it_was(two: World, tmp_path: Path) -> None:
+    two.run(refused_loads, str(tmp_path))
+
+
+def damaged(rank: int, size: int, folder: str) -> None:
+    """latest passes over what is not whole; load says so on every rank."""
+    model, opt = make("ddp")
+    train(model, opt, range(2))
+    paths = [Path(folder) / f"step{k}" for k in range(4)]
+    for path in paths:
+        distributed.save(path, model, opt)
+    assert distributed.latest(folder) == paths[3]
+    dist.barrier()
+    if rank == 0:
+        data = next(paths[3].glob("*.distcp"))
+        data.write_bytes(data.read_bytes()[:-1])
+        (paths[2] / "fp16opt.json").unlink()
+        manifest = json.loads((paths[1] / "fp16opt.json").read_text())
+        (paths[1] / "fp16opt.json").write_text(json.dumps({**manifest, "format": 99}))
+        (Path(folder) / "notes.txt").write_text("no checkpoint")
+    dist.barrier()
+    assert distributed.latest(folder) == paths[0]
+    for path, wanted in zip(
+        paths[1:], ("expected format 1, got 99", "no complete checkpoint", "another size"), strict=True
+    ):
+        assert wanted in raised(FileNotFoundError, lambda p=path: distributed.load(p, model, opt))
+    distributed.load(paths[0], model, opt)
+    # A file that can't be written on one rank: nobody says it was saved, and nothing is left.
+    target = Path(folder) / "blocked" / "step"
+    if rank == 0:
+        target.parent.write_text("a file where a folder should be")
+    dist.barrier()
+    raised(RuntimeError, lambda: distributed.save(target, model, opt))
+    if rank == 0:
+        (Path(folder) / "empty").mkdir()
+    dist.barrier()
+    assert distributed.latest(Path(folder) / "empty") is None
+    assert not [p for p in Path(folder).iterdir() if p.name.endswith(".partial")]
+
+
+def test_what_is_not_whole_is_passed_over(two: World, tmp_path: Path) -> None:
+    two.run(damaged, str(tmp_path))
+
+
+def overlapping(rank: int, size: int, folder: str) -> None:
+    """Training goes on while a thread writes what was there when save_async was called."""
+    model, opt = make("fsdp2")
+    train(model, opt, range(3))
+    saved = whole(model, opt)
+    pending = distributed.save_async(Path(folder) / "early", model, opt)
+    train(model, opt, range(3, 12))
+    pending.result(30)
+    assert pending.done()
+    assert distributed.latest(folder) == Path(folder) / "early"
+    assert differences(whole(model, opt), saved)
+    distributed.load(Path(folder) / "early", model, opt)
+    assert not differences(whole(model, opt), saved)
+
+
+def test_saving_while_training(two: World, tmp_path: Path) -> None:
+    two.run(overlapping, str(tmp_path))
+
+
+def full_weights(rank: int, size: int) -> None:
+    """On rank 0 whole FP32 weights under every name, whatever the sharding."""
+    found = []
+    for how in HOWS:
+        model, opt = make(how)
+        train(model, opt, range(3))
+        whole_masters = whole(model, opt)
+        sd = distributed.fp32_state_dict(model, opt)
+        assert bool(sd) == (rank == 0)
+        found.append(sd)
+        for name, value in sd.items():
+            assert not isinstance(value, DTensor)
+            if name not in ("frozen", "count"):
+                assert value.dtype == torch.float32
+                assert torch.equal(value, whole_masters[f"master {name}"])
+        if rank == 0:
+            assert set(sd) == {"a.weight", "a.bias", "b.weight", "b.bias", "frozen", "count"}
+            sd["a.weight"].zero_()
+    assert bool(next(iter(make("none")[1].master_params())).any())
+    assert_alike([torch.ones(1)])
+
+
+def test_full_fp32_weights_on_rank_0(two: World) -> None:
+    two.run(full_weights)
+
+
+def test_without_a_process_group(tmp_path: Path) -> None:
+    model, opt = make("none")
+    train(model, opt, range(3))
+    distributed.save(tmp_path / "a", model, opt)
+    other, fresh = make("none")
+    distributed.load(tmp_path / "a", other, fresh)
+    assert not differences(whole(other, fresh), whole(model, opt))
+    distributed.save_async(tmp_path / "b", model, opt).result(30)
+    assert distributed.latest(tmp_path) == tmp_path / "b"
+    assert distributed.latest(tmp_path / "missing") is None
+    assert set(distributed.fp32_state_dict(model, opt)) >= {"a.weight", "count"}
+    with pytest.raises(RuntimeError, match=r"torch\.distributed\.checkpoint\.state_dict has no place"):
+        get_optimizer_state_dict(model, opt)

@@ -1,0 +1,133 @@
+"""Ranks that die: the others hear of it in time, and what is on disk is whole."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.optim import AdamW
+
+import fp16opt
+from distributed.models import Net, loss_of
+from distributed.world import World
+from fp16opt import MixedPrecisionOptimizer, distributed
+
+SCRIPT = Path(__file__).with_name("failing.py")
+
+
+def torchrun(folder: Path, trouble: str, restarts: int, timeout: float = 100.0) -> subprocess.CompletedProcess[str]:
+    """The script on two ranks. A group of its own, so that a timeout ends all of it."""
+    folder.mkdir(exist_ok=True)
+    roots = [str(Path(fp16opt.__file__).parents[1]), *sys.path]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(roots), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [f"--max-restarts={restarts}", "--monitor-interval=0.2", str(SCRIPT), str(folder), trouble]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        cwd=folder,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, 9)
+            process.wait()
+    return subprocess.CompletedProcess(command, process.returncode, output, "")
+
+
+@pytest.mark.slow
+def test_elastic_restarts_go_on_bit_for_bit(tmp_path: Path) -> None:
+    """Killed in a step or in a save, restarted by torchrun: the end is that of a training without trouble."""
+    done = torchrun(tmp_path / "calm", "none", 0)
+    assert done.returncode == 0, done.stdout
+    first, wanted = torch.load(tmp_path / "calm" / "result.pt")
+    assert first == 0
+    for trouble in ("step", "save"):
+        done = torchrun(tmp_path / trouble, trouble, 1)
+        assert done.returncode == 0, done.stdout
+        first, weights = torch.load(tmp_path / trouble / "result.pt")
+        assert first == 3, "went on after the last complete checkpoint"
+        assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+        names = {path.name for path in (tmp_path / trouble / "checkpoints").iterdir() if not path.name.startswith(".")}
+        assert names == {f"step{k}" for k in range(6)}
+
+
+def dies(rank: int, size: int, folder: str, where: str) -> str:
+    """Rank 1 goes without a word; rank 0 tells what it got, and how long it took."""
+    net = Net(norm=False)
+    for layer in (net.a, net.b, net):
+        fully_shard(layer)
+    opt = MixedPrecisionOptimizer(AdamW(net.parameters(), lr=1e-2), dynamic=True)
+    opt.backward(loss_of(net, 0, rank))
+    opt.step()
+    distributed.save(Path(folder) / "good", net, opt)
+    opt.zero_grad()
+    opt.backward(loss_of(net, 1, rank))
+    if rank == 1 and where == "step":
+        os._exit(9)
+    before = [p._local_tensor.clone() for p in opt.master_params()]
+    began = time.monotonic()
+    try:
+        if where == "step":
+            opt.step()
+        else:
+            if rank == 1:
+                original: Any = distributed.files.FileSystemWriter.write_data
+                distributed.files.FileSystemWriter.write_data = lambda *a, **k: (original(*a, **k), os._exit(9))
+            distributed.save(Path(folder) / "half", net, opt)
+    except RuntimeError as error:
+        assert time.monotonic() - began < 25
+        assert all(torch.equal(a, b._local_tensor) for a, b in zip(before, opt.master_params(), strict=True))
+        return f"RuntimeError: {error}"
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("where", ["step", "save"])
+def test_survivors_hear_of_a_dead_rank_and_disk_holds_whole_checkpoints(tmp_path: Path, where: str) -> None:
+    world = World(2)
+    try:
+        with pytest.raises(AssertionError, match="rank 1: died") as failed:
+            world.run(dies, str(tmp_path), where)
+    finally:
+        world.stop(kill=True)
+    assert "rank 0" not in str(failed.value), "rank 0 raised what it should, and in time"
+    assert distributed.latest(tmp_path) == tmp_path / "good"
+    assert not (tmp_path / "half").exists()
+
+
+def silent(rank: int, size: int) -> str:
+    """A rank that does not come: the group's timeout ends the waiting."""
+    import datetime
+
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    if rank == 1:
+        time.sleep(5)
+        return ""
+    began = time.monotonic()
+    try:
+        distributed.exchange.gather("here", group)
+    except RuntimeError:
+        assert time.monotonic() - began < 10
+        return "timed out"
+    return "nothing was raised"
+
+
+def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
+    world = World(2)
+    try:
+        assert world.run(silent)[0] == "timed out"
+    finally:
+        world.stop(kill=True)

@@ -1,0 +1,155 @@
+"""The plan's formulas against arithmetic by hand, and against the tensors and messages of real ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import AdamW
+
+import fp16opt
+from distributed.models import HALF, messages
+from distributed.world import World
+from fp16opt import MixedPrecisionOptimizer, distributed
+from fp16opt.plan import Plan, parse
+
+LAYERS, WIDTH = 4, 64
+PARAMS = LAYERS * WIDTH * WIDTH
+
+
+def make(shard: str) -> tuple[nn.Module, MixedPrecisionOptimizer]:
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, dtype=HALF) for _ in range(LAYERS)))
+    if shard == "fsdp2":
+        for layer in net:
+            fully_shard(layer)
+        fully_shard(net)
+    model = DDP(net) if shard in ("ddp", "zero") else net
+    inner: Any = AdamW
+    params = list(net.parameters())
+    optimizer = ZeroRedundancyOptimizer(params, inner, lr=1e-3) if shard == "zero" else inner(params, lr=1e-3)
+    opt = MixedPrecisionOptimizer(optimizer, loss_scale=8.0)
+    if shard != "none":
+        distributed.attach(opt, model)
+    return model, opt
+
+
+def step(model: nn.Module, opt: MixedPrecisionOptimizer) -> None:
+    opt.zero_grad()
+    opt.backward(model(torch.ones(2, WIDTH, dtype=HALF)).float().square().mean())
+    opt.clip_master_grads(1.0)
+    opt.step()
+
+
+def held(tensors: Any) -> int:
+    locals_ = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if isinstance(t, Tensor)]
+    return sum(t.nbytes for t in locals_)
+
+
+def measured(model: nn.Module, opt: MixedPrecisionOptimizer) -> dict[str, int]:
+    masters = list(opt.master_params())
+    return {
+        "16-bit weights": held(model.parameters()),
+        "16-bit gradients": held(p.grad for p in model.parameters()),
+        "masters": held(masters),
+        "FP32 master gradients": held(p.grad for p in masters),
+        "optimizer state": held(v for entry in opt.state.values() for k, v in entry.items() if k != "step"),
+    }
+
+
+def compare(rank: int, size: int) -> None:
+    for shard in ("ddp", "zero", "fsdp2"):
+        plan = Plan(params=PARAMS, ranks=size, shard=shard, layers=LAYERS)
+        model, opt = make(shard)
+        for _ in range(3):
+            step(model, opt)
+        wanted = plan.memory_parts()
+        for name, size_here in measured(model, opt).items():
+            assert size_here == wanted[name], (shard, name, size_here, wanted[name])
+        with messages() as ours:
+            step(model, opt)
+        own = [n for name, n in ours if name == "all_reduce"]
+        assert own == ([] if shard == "ddp" else [16]), (shard, own)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            step(model, opt)
+        counts = [e.name for e in profile.events() or () if e.name.startswith("c10d::")]
+        expected = {"ddp": 1, "zero": 1 + 1 + LAYERS, "fsdp2": 3 * LAYERS + 1}[shard]
+        # FSDP2's last layer stays gathered between forward and backward: one gather less.
+        assert len(counts) in (expected, expected - 1), (shard, counts)
+
+
+def test_memory_and_messages_of_two_ranks(two: World) -> None:
+    two.run(compare)
+
+
+def test_memory_and_messages_of_four_ranks(four: World) -> None:
+    four.run(compare)
+
+
+def test_memory_of_one_process() -> None:
+    model, opt = make("none")
+    step(model, opt)
+    wanted = Plan(params=PARAMS).memory_parts()
+    assert measured(model, opt) == wanted
+    assert Plan(params=PARAMS).traffic() == 0.0
+
+
+def test_by_hand() -> None:
+    ddp = Plan(params=1e9, ranks=4, shard="ddp")
+    assert ddp.memory_total() == (2 + 2 + 4 + 4 + 8 + 2) * 1e9
+    assert ddp.traffic() == 2 * 3 / 4 * 2e9
+    assert ddp.messages() == {"buckets of gradients": 77}
+    zero = Plan(params=1e9, ranks=4, shard="zero", optimizer="sgd-momentum", clip=False)
+    assert zero.memory_total() == (2 + 2 + 2) * 1e9 + (4 + 4 + 4) * 0.25e9
+    assert zero.traffic() == 3 * 3 / 4 * 2e9
+    assert zero.messages()["verdict and norm, 16 bytes"] == 1
+    assert zero.step_bytes() == 0.25e9 * (8 + 20 + 6)
+    fsdp = Plan(params=1e12, ranks=4096, shard="fsdp2", masters="split", layers=100, network=1e11, memory=1e12)
+    assert fsdp.memory_total() == pytest.approx((2 + 2 + 2 + 4 + 8) * 1e12 / 4096 + 8e12 / 100)
+    assert fsdp.traffic() == pytest.approx(3 * 4095 / 4096 * 2e12)
+    assert fsdp.shortest_step() == pytest.approx(fsdp.traffic() / 1e11 + 1e12 / 4096 * (8 + 8 + 28) / 1e12)
+    slow = Plan(params=1e12, ranks=4096, shard="fsdp2", compute=1e4)
+    assert slow.shortest_step() > 1e4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"params": 0}, "params: expected a number of 1 or more, got 0"),
+        ({"params": float("nan")}, "params: expected"),
+        ({"params": 1e9, "ranks": 2}, "Choose shard='ddp'"),
+        ({"params": 1e9, "shard": "zero3"}, "shard: expected one of 'none', 'ddp', 'zero', 'fsdp2', got 'zero3'"),
+        ({"params": 1e9, "optimizer": "lamb"}, "optimizer: expected one of"),
+        ({"params": 1e9, "masters": "half"}, "masters: expected one of"),
+        ({"params": 1e9, "compute": -1.0}, "compute: expected 0 seconds or more"),
+    ],
+)
+def test_what_is_out_of_range_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Plan(**options)
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(fp16opt.__file__).parents[1]), *sys.path])}
+    line = "plan --params 7e9 --ranks 64 --shard fsdp2 --optimizer adamw --masters split --network 25 --memory 1000"
+    command = [sys.executable, "-m", "fp16opt", *line.split()]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=60)
+    assert done.returncode == 0, done.stderr
+    wanted = Plan(params=7e9, ranks=64, shard="fsdp2", masters="split", network=25e9, memory=1e12)
+    assert done.stdout.strip() == wanted.report()
+    assert "verdict and norm, 16 bytes" in done.stdout
+    assert parse(["--params", "1e6", "--ranks", "8"]).shard == "ddp"
+    assert parse(["--params", "1e6"]).shard == "none"
+    for wrong in (["--params", "0"], ["--params", "1e6", "--ranks", "2", "--shard", "none"], []):
+        with pytest.raises(SystemExit):
+            parse(wrong)
+    assert "expected a number of 1 or more" in capsys.readouterr().err

@@ -1,0 +1,346 @@
+"""FSDP2 and tensor parallelism: masters are DTensors, kernels see pieces, one message of 16 bytes a step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim import SGD, AdamW
+
+from distributed.models import HALF, Net, assert_alike, batch, loss_of, messages
+from distributed.world import World, raised
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, StaticLossScaler, distributed
+
+
+def sharded(net: nn.Module, **options: Any) -> nn.Module:
+    """Each layer on its own, then the rest."""
+    for layer in net.children():
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, **options)
+    return fully_shard(net, **options)
+
+
+def wrap(net: nn.Module, inner: Any = None, **options: Any) -> MixedPrecisionOptimizer:
+    options.setdefault("scaler", DynamicLossScaler(init_scale=2.0**8, growth_interval=3))
+    inner = inner or AdamW(net.parameters(), lr=1e-2)
+    return MixedPrecisionOptimizer(inner, named_parameters=net.named_parameters(), **options)
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def step(net: nn.Module, opt: MixedPrecisionOptimizer, number: int, rank: int, poison: bool = False) -> None:
+    opt.zero_grad()
+    opt.backward(loss_of(net, number, rank, poison))
+    opt.step()
+
+
+def like_unsharded(rank: int, size: int, dtype: torch.dtype, policy: dict[str, Any], accumulation: str) -> None:
+    """Every rank has the same batch: halves add up exactly, so all bits must be those of one process."""
+    plain, net = Net(dtype), Net(dtype)
+    if "param_dtype" in policy:
+        plain, net = plain.float(), net.float()
+    options = {"mp_policy": MixedPrecisionPolicy(**policy)} if policy else {}
+    net = sharded(net, **options)
+    one, many = (wrap(m, grad_accumulation=accumulation) for m in (plain, net))
+    distributed.attach(one, None)
+    if "param_dtype" not in policy:
+        for number in range(5):
+            step(plain, one, number, 0, poison=number == 2)
+            step(net, many, number, 0, poison=number == 2)
+            assert one.step_was_skipped == many.step_was_skipped == (number == 2)
+            for a, b in zip(one.master_params(), many.master_params(), strict=True):
+                assert isinstance(b, DTensor)
+                assert b.dtype == torch.float32
+                assert torch.equal(a, full(b)), (number, a.shape)
+            for a, b in zip(plain.parameters(), net.parameters(), strict=True):
+                assert torch.equal(a, full(b))
+                assert b.dtype == a.dtype
+            for a, b in zip(one.state.values(), many.state.values(), strict=True):
+                assert torch.equal(a["exp_avg_sq"], full(b["exp_avg_sq"]))
+    else:
+        for number in range(3):
+            step(net, many, number, rank)
+        assert {p.dtype for p in many.master_params()} == {torch.float32}
+    assert float(one.scaler.scale) == float(many.scaler.scale) or policy
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_fsdp2_trains_like_one_process_bit_for_bit(two: World, dtype: torch.dtype) -> None:
+    two.run(like_unsharded, dtype, {}, "model")
+
+
+def test_fsdp2_on_four_ranks_with_empty_pieces(four: World) -> None:
+    four.run(like_unsharded, torch.float16, {}, "fp32")
+
+
+@pytest.mark.parametrize("policy", [{"reduce_dtype": torch.float32}, {"param_dtype": HALF}])
+def test_fsdp2_with_a_mixed_precision_policy(two: World, policy: dict[str, Any]) -> None:
+    two.run(like_unsharded, torch.float16, policy, "model")
+
+
+def verdict(rank: int, size: int) -> None:
+    """An inf in one element of one piece skips on every rank; norms are those of the whole gradient."""
+    net = sharded(Net(norm=False))
+    opt = wrap(net, SGD(net.parameters(), lr=0.1), scaler=StaticLossScaler(64.0))
+    pieces = [p._local_tensor.shape for p in opt.master_params()]
+    assert size < 4 or torch.Size([0, 7]) in pieces or rank < 3, "a rank without elements of b.weight"
+    for number in range(4):
+        before = [full(p).clone() for p in opt.master_params()]
+        opt.zero_grad()
+        opt.backward(loss_of(net, number, rank))
+        if number == 2:
+            last = next(net.parameters()).grad._local_tensor
+            if rank == size - 1:
+                last.view(-1)[-1] = math.inf
+        opt.update_master_grads()
+        norm_type = (2.0, math.inf, 2.0, 3.0)[number]
+        wanted = torch.cat([full(p.grad).double().reshape(-1) for p in opt.master_params()])
+        got = opt.clip_master_grads(1e-2, norm_type)
+        opt.step()
+        if number == 2:
+            assert float(got) == math.inf
+            assert opt.step_was_skipped
+            assert all(torch.equal(a, full(b)) for a, b in zip(before, opt.master_params(), strict=True))
+            assert bool(opt.overflow_report()) == (rank == size - 1)
+        else:
+            exact = torch.linalg.vector_norm(wanted, norm_type)
+            torch.testing.assert_close(got.double(), exact, rtol=1e-6, atol=0.0)
+            clipped = torch.cat([full(p.grad).double().reshape(-1) for p in opt.master_params()])
+            torch.testing.assert_close(clipped, wanted * (1e-2 / (exact + 1e-6)), rtol=1e-6, atol=0.0)
+            assert not opt.step_was_skipped
+    opt.zero_grad()
+    opt.backward(loss_of(net, 8, rank))
+    norm = float(opt.clip_master_grads(1e9))
+    for master in opt.master_params():
+        master.grad._local_tensor.mul_(2.0)
+    assert float(opt.clip_master_grads(1e9)) == pytest.approx(2 * norm, rel=1e-6), "a write to a piece is noticed"
+    opt.zero_grad()
+    opt.backward(loss_of(net, 9, rank, poison=rank == 0))
+    message = raised(RuntimeError, lambda: opt.clip_master_grads(1.0, error_if_nonfinite=True))
+    assert "can't be clipped" in message
+
+
+def test_verdict_and_norm_over_pieces(two: World) -> None:
+    two.run(verdict)
+
+
+def test_verdict_and_norm_over_empty_pieces(four: World) -> None:
+    four.run(verdict)
+
+
+def one_message(rank: int, size: int) -> None:
+    net = sharded(Net())
+    opt = wrap(net)
+    step(net, opt, 0, rank)  # the first step compares the ranks
+    for number, clips in enumerate((0, 1, 2, 1), 1):
+        opt.zero_grad()
+        opt.backward(loss_of(net, number, rank, poison=number == 4))
+        with messages() as sent:
+            for _ in range(min(clips, 1)):
+                opt.clip_master_grads(1.0)
+            opt.step()
+        assert sent == [("all_reduce", 16)], (number, sent)
+    # Two scalers' verdicts share the first eight bytes.
+    other = DynamicLossScaler(init_scale=2.0**4)
+    for poison in (False, True):
+        opt.zero_grad()
+        with messages() as sent:
+            opt.backward(loss_of(net, 7, rank))
+            opt.backward(loss_of(net, 8, rank, poison=poison and rank == 1), scaler=other)
+            opt.clip_master_grads(1.0)
+            opt.step()
+        assert sent == [("all_reduce", 16)]
+        assert opt.step_was_skipped == poison
+    assert float(other.scale) == 2.0**3
+    assert float(opt.scaler.scale) >= 2.0**8
+    assert_alike([opt.scaler.scale, other.scale])
+
+
+def test_one_message_of_16_bytes_clip_or_not(two: World) -> None:
+    two.run(one_message)
+
+
+def written(rank: int, size: int) -> None:
+    """Writes to a piece, or through the DTensor, count as model writes on the rank that made them."""
+    net = sharded(Net(norm=False))
+    opt = wrap(net, SGD(net.parameters(), lr=0.0))
+    weight, master = next(net.parameters()), next(opt.master_params())
+    step(net, opt, 0, rank)
+    kept = master._local_tensor.clone()
+    with torch.no_grad():
+        if rank == 1:
+            weight._local_tensor[0, 0] = 3.0
+    step(net, opt, 1, rank)
+    assert float(master._local_tensor[0, 0]) == (3.0 if rank == 1 else float(kept[0, 0]))
+    assert torch.equal(master._local_tensor.view(-1)[1:], kept.view(-1)[1:])
+    with torch.no_grad():
+        weight.mul_(2.0)
+    step(net, opt, 2, rank)
+    assert torch.equal(master._local_tensor.half(), weight._local_tensor)
+    with torch.no_grad():  # both pieces: the master's wins and is copied down
+        weight._local_tensor.fill_(0.25)
+        master._local_tensor.fill_(0.5)
+    step(net, opt, 3, rank)
+    assert bool((weight._local_tensor == 0.5).all())
+    opt.refresh_masters()
+    with torch.no_grad():
+        weight._local_tensor.fill_(0.25)
+    opt.on_model_write = "error"
+    opt.zero_grad()
+    opt.backward(loss_of(net, 4, rank))
+    assert "a.weight" in raised(RuntimeError, opt.step)
+
+
+def test_writes_to_pieces_are_noticed(two: World) -> None:
+    two.run(written)
+
+
+def offloaded(rank: int, size: int) -> None:
+    net = sharded(Net(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    opt = wrap(net)
+    start = [full(p).clone() for p in opt.master_params()]
+    for number in range(3):
+        step(net, opt, number, rank, poison=(number, rank) == (1, 0))
+        assert opt.step_was_skipped == (number == 1)
+    assert all(p.device.type == "cpu" for p in opt.master_params())
+    assert not any(torch.equal(full(p), q) for p, q in zip(opt.master_params(), start, strict=True))
+
+
+def test_cpu_offload(two: World) -> None:
+    two.run(offloaded)
+
+
+class Mlp(nn.Module):
+    """What tensor parallelism splits: a column-wise and a row-wise linear, a layer norm that stays whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.norm = nn.LayerNorm(16, dtype=HALF)
+        self.up, self.down = nn.Linear(16, 24, dtype=HALF), nn.Linear(24, 16, dtype=HALF)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(self.norm(x.half())))).float()
+
+
+def tensor_parallel(rank: int, size: int, with_fsdp: bool) -> None:
+    """2 x 2: replicated and tensor-parallel parameters are counted once; the result is that of one process."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain, net = Mlp(), Mlp()
+    parallelize_module(net, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if with_fsdp:
+        for layer in net.children():
+            fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(net, mesh=mesh["dp"])
+    one, many = (wrap(m, scaler=StaticLossScaler(64.0)) for m in (plain, net))
+    kinds = {type(p) for p in many.master_params()}
+    assert kinds == ({DTensor} if with_fsdp else {DTensor, nn.Parameter})
+    for number in range(4):
+        losses = []
+        for m, opt in ((plain, one), (net, many)):
+            opt.zero_grad()
+            loss = (m(batch(number, 0)) - 1.0).square().mean()
+            opt.backward(loss * math.inf if number == 2 and (opt is one or rank == 3) else loss)
+            losses.append(float(opt.clip_master_grads(0.1)))
+            opt.step()
+        if number == 2 and not with_fsdp:
+            # Tensor parallelism alone has no reduction over dp: what only rank 3's row sees is still everybody's.
+            assert many.step_was_skipped
+        assert one.step_was_skipped == many.step_was_skipped == (number == 2)
+        if number != 2:
+            assert losses[0] == pytest.approx(losses[1], rel=2e-3)  # FP16 products, summed in another order
+            exact = torch.cat([full(p.grad).double().reshape(-1) for p in many.master_params()]).norm()
+            assert float(exact) == pytest.approx(0.1, rel=1e-4)  # the clipped gradient's norm, every element once
+    for a, b in zip(one.master_params(), many.master_params(), strict=True):
+        torch.testing.assert_close(a, full(b), rtol=0.0, atol=4 * 1e-2 * 0.2)  # AdamW moves 1e-2 a step at most
+    assert_alike([full(p) for p in many.master_params()])
+
+
+@pytest.mark.parametrize("with_fsdp", [False, True])
+def test_tensor_parallel_on_a_mesh_of_2_by_2(four: World, with_fsdp: bool) -> None:
+    four.run(tensor_parallel, with_fsdp)
+
+
+def replicated_shards(rank: int, size: int) -> None:
+    """HSDP: two copies of two shards."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    plain, net = Net(), Net()
+    for layer in (net.a, net.norm, net.b, net):
+        fully_shard(layer, mesh=mesh)
+    one, many = wrap(plain), wrap(net)
+    for number in range(4):
+        step(plain, one, number, 0, poison=number == 1)
+        step(net, many, number, 0, poison=number == 1 and rank == 2)
+        assert many.step_was_skipped == (number == 1)
+    assert all(torch.equal(a, full(b)) for a, b in zip(one.master_params(), many.master_params(), strict=True))
+    many.zero_grad()
+    many.backward(loss_of(net, 5, rank))
+    norm = many.clip_master_grads(1e9)
+    exact = torch.cat([full(p.grad).double().reshape(-1) for p in many.master_params()]).norm()
+    torch.testing.assert_close(norm.double(), exact, rtol=1e-6, atol=0.0)
+
+
+def test_replicated_shards_are_counted_once(four: World) -> None:
+    four.run(replicated_shards)
+
+
+def refusals(rank: int, size: int) -> None:
+    net = sharded(Net())
+    opt = wrap(net, SGD(list(net.parameters())[: 2 + rank], lr=0.1))
+    before = [full(p).clone() for p in list(opt.master_params())[:2]]
+    opt.backward(loss_of(net, 0, rank))
+    assert "2 parameters in group 0, rank 1 has 3 parameters" in raised(ValueError, opt.step)
+    assert all(torch.equal(a, full(b)) for a, b in zip(before, opt.master_params(), strict=False))
+    opt = wrap(net, scaler=DynamicLossScaler(backoff_factor=0.5 if rank else 0.25))
+    assert "backoff_factor=0.25, rank 1 has a scaler with backoff_factor=0.5" in raised(
+        ValueError, lambda: distributed.attach(opt, net)
+    )
+    for call in (opt.state_dict, lambda: opt.load_state_dict({})):
+        assert "fp16opt.distributed.state_dict" in raised(RuntimeError, call)
+    line = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    other = DeviceMesh("cpu", [1, 0], mesh_dim_names=("y",))
+    params = [nn.Parameter(distribute_tensor(torch.ones(4), m, [Shard(0)])) for m in (line, other)]
+    inner = SGD(params, lr=0.1)
+    assert "no parts of one mesh" in raised(ValueError, lambda: MixedPrecisionOptimizer(inner))
+    assert inner.param_groups[0]["params"][0] is params[0]
+    old = FullyShardedDataParallel(Net(norm=False), use_orig_params=True, device_id=torch.device("cpu"))
+    assert "FSDP1" in raised(ValueError, lambda: MixedPrecisionOptimizer(SGD(old.parameters(), lr=0.1)))
+    flat = FullyShardedDataParallel(Net(norm=False), device_id=torch.device("cpu"))
+    assert "FSDP1" in raised(ValueError, lambda: MixedPrecisionOptimizer(SGD(flat.parameters(), lr=0.1)))
+    dist.barrier()
+
+
+def test_refusals(two: World) -> None:
+    two.run(refusals)
+
+
+def unsynchronised(rank: int, size: int) -> None:
+    """FSDP2 adds gradients up itself while synchronisation is off; only the last backward shows them."""
+    made = []
+    for way in ("own", "fsdp"):
+        net = sharded(Net(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+        opt = wrap(net)
+        for number in range(3):
+            opt.zero_grad()
+            for k in range(2):
+                if way == "fsdp":
+                    net.set_requires_gradient_sync(k == 1)
+                opt.backward(loss_of(net, 10 * number + k, rank), update_master_grads=k == 1)
+            opt.step()
+        made.append([full(p) for p in opt.master_params()])
+    for a, b in zip(*made, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.0, atol=3e-3)
+
+
+def test_accumulation_by_fsdp2(two: World) -> None:
+    two.run(unsynchronised)

@@ -1,0 +1,122 @@
+"""Ranks for tests: real processes with gloo between them, started once and given one function after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib
+import multiprocessing
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+TIMEOUT = 60.0  # seconds for one function
+GLOO = datetime.timedelta(seconds=20)
+
+
+def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
+    """A rank: does what comes through the pipe until None comes."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=GLOO)
+    while (task := pipe.recv()) is not None:
+        module, name, args = task
+        torch.manual_seed(0)
+        try:
+            result = getattr(importlib.import_module(module), name)(rank, size, *args)
+            pipe.send(("done", result))
+        except BaseException:
+            pipe.send(("failed", traceback.format_exc()))
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
+
+
+class World:
+    """``size`` processes. A function that fails or hangs ends them; the next one gets new ones.
+
+    Args:
+        size: how many ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._ranks: list[tuple[Any, Connection]] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        for rank in range(self.size):
+            here, there = context.Pipe()
+            args = (rank, self.size, f"{self._folder.name}/store", there)
+            process = context.Process(target=_serve, args=args, daemon=True)
+            process.start()
+            there.close()
+            self._ranks.append((process, here))
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
+        """``function(rank, size, *args)`` on every rank.
+
+        Args:
+            function: at the top of a module of tests.
+            args: what pickle takes.
+            timeout: seconds.
+
+        Returns:
+            What each rank returned. Raises AssertionError with the tracebacks if one failed or took too long.
+        """
+        if not self._ranks:
+            self._start()
+        for _, pipe in self._ranks:
+            pipe.send((function.__module__, function.__name__, args))
+        deadline = time.monotonic() + timeout
+        results: list[Any] = []
+        errors: list[str] = []
+        for rank, (_, pipe) in enumerate(self._ranks):
+            state, value = "failed", "did not answer in time"
+            try:
+                if pipe.poll(max(0.0, deadline - time.monotonic())):
+                    state, value = pipe.recv()
+            except (EOFError, ConnectionError):
+                value = "died"
+            results.append(value)
+            if state == "failed":
+                errors.append(f"rank {rank}: {value}")
+        if errors:
+            self.stop(kill=True)
+            raise AssertionError("\n".join(errors))
+        return results
+
+    def stop(self, kill: bool = False) -> None:
+        """End the processes."""
+        for process, pipe in self._ranks:
+            if kill:
+                process.kill()
+            else:
+                with contextlib.suppress(OSError):
+                    pipe.send(None)
+        for process, pipe in self._ranks:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join(10)
+            pipe.close()
+        self._ranks = []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+def raised(error: type[BaseException], function: Callable[[], Any]) -> str:
+    """The message of the ``error`` that ``function`` raises."""
+    try:
+        function()
+    except error as caught:
+        return str(caught)
+    raise AssertionError(f"expected {error.__name__}, and nothing was raised", sys._getframe(1).f_lineno)
