@@ -1,4 +1,4 @@
-"""Which optimizers pass which of fp16opt.certify's checks: torch.optim and three other packages, as a Markdown table."""
+"""Which optimizers pass which checks of fp16opt.certify: torch.optim and other packages, as a Markdown table."""
 
 from __future__ import annotations
 
