@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from . import cuda, native, reference
+from .splitting import multi_tensor_join, multi_tensor_split
 from .stats import INF, NAN, NOT_FINITE, TOO_LARGE, CastStats, GradStats, sum_dtype
 from .tables import AXPBY, CAST, HASH, L2NORM, SCALE, TAKE, UNSCALE, Call, Entries, PointerTables, Seen, Watch, call_for
 
@@ -38,8 +39,10 @@ __all__ = [
     "multi_tensor_axpby",
     "multi_tensor_cast",
     "multi_tensor_hash",
+    "multi_tensor_join",
     "multi_tensor_l2norm",
     "multi_tensor_scale",
+    "multi_tensor_split",
     "multi_tensor_take",
     "multi_tensor_unscale",
     "multi_tensor_unscale_clipped",

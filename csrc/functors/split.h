@@ -1,0 +1,73 @@
+// A float32 master as the 16-bit weight of the model and a 16-bit remainder.
+//
+// bfloat16: the weight is the master rounded to nearest, ties away from zero, and the remainder its low 16 bits. Exact for
+// every float32, nan payloads aside. float16: the weight is rounded to nearest, ties to even, and the remainder counts
+// steps of 2^-16 of the weight's last place: exact for magnitudes from 2^-16 up to 65520, else within 2^-40. From 65520 on
+// the weight is infinite, and the remainder holds the upper bits of the magnitude.
+#pragma once
+
+#include "cast.h"
+
+FP16OPT_BEGIN
+
+constexpr uint32_t kCoarseFrom = 0x477ff000u;   // 65520
+constexpr int kCoarseShift = 14;                // bits of a magnitude that the coarse code drops
+constexpr uint16_t kCoarseInfinity = 0xffffu;
+constexpr float kRounder = 12582912.0f;         // 1.5 * 2^23: adding and subtracting it rounds to a whole number
+constexpr float kMostSteps = 32767.0f;
+
+FP16OPT_HD bool is_nan_bits(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000u; }
+
+// -- bfloat16 --------------------------------------------------------------------------------------------------------
+
+FP16OPT_HD uint16_t split_weight(BFloat16, float master) {
+    const uint32_t bits = bit_cast<uint32_t>(master);
+    return uint16_t(is_nan_bits(bits) ? (bits >> 16) | 0x0040u : (bits + 0x8000u) >> 16);
+}
+FP16OPT_HD uint16_t split_remainder(BFloat16, float master, float, uint16_t) {
+    const uint32_t bits = bit_cast<uint32_t>(master);
+    return uint16_t(is_nan_bits(bits) ? 0u : bits & 0xffffu);
+}
+// The remainder is a signed number: the weight may have been rounded up.
+FP16OPT_HD float join(BFloat16, float, uint16_t weight, uint16_t remainder) {
+    return bit_cast<float>((uint32_t(weight) << 16) + uint32_t(int32_t(int16_t(remainder))));
+}
+
+// -- float16 ---------------------------------------------------------------------------------------------------------
+
+FP16OPT_HD uint16_t split_weight(Half, float master) { return float_to_half(master); }
+
+// The weight's exponent, with subnormals counted as the smallest normal.
+FP16OPT_HD uint32_t half_exponent(uint16_t weight) {
+    const uint32_t exponent = (uint32_t(weight) >> 10) & 31u;
+    return exponent > 1u ? exponent : 1u;
+}
+
+// `wide` is the weight as float32 here and below.
+FP16OPT_HD uint16_t split_remainder(Half, float master, float wide, uint16_t weight) {
+    const uint32_t bits = bit_cast<uint32_t>(master), magnitude = bits & 0x7fffffffu;
+    const uint32_t exponent = half_exponent(weight);
+    const bool finite = exponent < 31u;
+    const float steps_in_one = bit_cast<float>((168u - exponent) << 23);
+    const float away = finite ? (master - wide) * steps_in_one : 0.0f;  // exact
+    const float whole = (away + kRounder) - kRounder;
+    const float low = whole < -kMostSteps ? -kMostSteps : whole;
+    const float steps = low > kMostSteps ? kMostSteps : low;
+    const uint32_t coarse = (magnitude - kCoarseFrom) >> kCoarseShift;
+    uint32_t beyond = magnitude == 0x7f800000u ? uint32_t(kCoarseInfinity) : coarse;
+    beyond = magnitude > 0x7f800000u ? 0u : beyond;
+    return uint16_t(finite ? uint32_t(int32_t(steps)) : beyond);
+}
+
+FP16OPT_HD float join(Half, float wide, uint16_t weight, uint16_t remainder) {
+    const uint32_t exponent = half_exponent(weight);
+    const float step = bit_cast<float>((exponent + 86u) << 23);
+    const float near = wide + float(int32_t(int16_t(remainder))) * step;
+    const float finite = remainder == 0 ? wide : near;  // -0 + 0 would lose the sign
+    const uint32_t sign = (uint32_t(weight) & 0x8000u) << 16;
+    const float beyond = bit_cast<float>(sign | (kCoarseFrom + (uint32_t(remainder) << kCoarseShift)));
+    const bool is_finite = remainder == kCoarseInfinity || (weight & 0x7fffu) != 0x7c00u;
+    return is_finite ? (exponent < 31u ? finite : wide) : beyond;
+}
+
+FP16OPT_END
