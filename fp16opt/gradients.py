@@ -318,7 +318,7 @@ class MasterGrads:
         master = self.params.master[i]
         buffer = self.buffers.get(i)
         if buffer is None or buffer.device != master.device:
-            buffer = self.buffers[i] = torch.empty_like(master, requires_grad=False)
+            buffer = self.buffers[i] = self.params.like(i)
         return buffer
 
     # -- what was found ----------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ wrapped optimizer's ``params`` lists hold the masters, in the places where the m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,7 +114,12 @@ class MasterParams:
 
     Raises:
         ValueError: A parameter has a dtype that can't be served; nothing has been changed then.
+
+    Attributes:
+        keeps_gradients: Whether the memory of FP32 gradients is kept from one step to the next.
     """
+
+    keeps_gradients = True
 
     def __init__(
         self, groups: list[dict[str, Any]], names: dict[int, str], carry: Carry, makes_masters: bool = True
@@ -399,14 +404,28 @@ class MasterParams:
 
     def differs(self, i: int) -> bool:
         """Whether any element of model parameter ``i`` has other bits than its rounded master."""
-        return bool(different_bits(self._rounded(i), self.model[i].detach()).any())
+        return bool(self._written(i).any())
+
+    def _written(self, i: int) -> Tensor:
+        """Element-wise: whether model parameter ``i`` has other bits than its rounded master.
+
+        A model that was trained with split masters rounds ties of bfloat16 away from zero: loading it is no write.
+        """
+        model = self.model[i].detach()
+        where = different_bits(self._rounded(i), model)
+        if model.dtype == torch.bfloat16 and bool(where.any()):
+            away, rest = torch.empty_like(model), torch.empty_like(model, dtype=torch.int16)
+            scratch = kernels.CastStats.allocate(1, model.device)
+            kernels.multi_tensor_split([self.master[i].detach()], [away], [rest], scratch)
+            where &= different_bits(away, model)
+        return where
 
     def take_from_model(self, positions: Iterable[int]) -> None:
         """Masters take the model's values in the elements whose bits differ; the others keep their low bits."""
         with torch.no_grad():
             for i in positions:
                 model = self.model[i].detach()
-                where = different_bits(self._rounded(i), model)
+                where = self._written(i)
                 self.master[i].copy_(torch.where(where, model.float(), self.master[i].detach()))
         self.record_all()
 
@@ -418,6 +437,24 @@ class MasterParams:
         self.record_all()
 
     # -- for users ---------------------------------------------------------------------------------------------------
+
+    def like(self, i: int) -> Tensor:
+        """New FP32 memory in the shape and strides of master ``i``."""
+        return torch.empty_like(self.master[i], requires_grad=False)
+
+    def operand(self, i: int) -> Tensor:
+        """What a fused step takes for master ``i``, beside the model's parameter."""
+        return self.master[i]
+
+    def stepped(self) -> None:
+        """A step wrote masters and model."""
+
+    def take_loaded(self, masters: Sequence[Tensor | None]) -> None:
+        """A checkpoint was loaded into what :meth:`saved` gave: here, into the masters themselves."""
+
+    def shown(self) -> Iterator[Tensor]:
+        """What users get for masters, in order."""
+        return iter(list(self.master))
 
     def saved(self) -> list[Tensor | None]:
         """FP32 masters in order, None where a parameter is its own: a value has one home in a checkpoint."""

@@ -17,6 +17,7 @@ from .masters import MasterParams, Shard
 if TYPE_CHECKING:
     from .accumulation import Accumulation
     from .optimizer import MixedPrecisionOptimizer
+    from .streaming import StreamedStep
 
 
 class WaitingGrads(MasterGrads):
@@ -94,9 +95,7 @@ class WaitingGrads(MasterGrads):
         if grads is None:
             return super()._pass(shard, lists, inv_scale)
         watch = self.params.watch(shard)
-        masters = [self.params.master[i] for i in shard.index]
-        tables = shard.waiting_tables
-        kernels.multi_tensor_unscale(grads, masters, inv_scale, shard.stats, write=False, watch=watch, tables=tables)
+        kernels.multi_tensor_check(grads, inv_scale, shard.stats, watch=watch, tables=shard.waiting_tables)
         shard.passed = watch is not None
         if any(source is not None for source in lists.sources):
             adds = lists.adds if any(lists.adds) else False
@@ -144,10 +143,14 @@ class WaitingGrads(MasterGrads):
         else:
             self.deferred.make()
         super().zero(set_to_none)
+        if set_to_none and not self.params.keeps_gradients:
+            self.buffers.clear()
 
 
-def make_grads(params: MasterParams, fused: FusedStep) -> MasterGrads:
-    """The gradients of ``params``: such as may wait, where fused steps are wanted."""
+def make_grads(params: MasterParams, fused: FusedStep, streamed: StreamedStep | None) -> MasterGrads:
+    """The gradients of ``params``: such as may wait, where fused steps are wanted, or steps of a bucket at a time."""
+    if streamed is not None:
+        return WaitingGrads(params, streamed.serves)
     return WaitingGrads(params, fused.serves) if fused.wanted else MasterGrads(params)
 
 

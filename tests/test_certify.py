@@ -114,6 +114,18 @@ class CountsInItself(Right):
         return super().step(closure)
 
 
+class KeepsItsGradient(Right):
+    """The state is the gradient's own memory."""
+
+    def begin(self, p: torch.Tensor) -> dict[str, Any]:
+        return {"last": p.grad}
+
+    def direction(self, p: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        assert p.grad is not None
+        last, state["last"] = state["last"], p.grad
+        return p.grad + last
+
+
 class CountsInGroup(Right):
     """As schedule-free optimizers do: each sub-group starts from the group's settings, so this is no fault."""
 
@@ -240,6 +252,7 @@ WRONG: list[tuple[type[Right], set[str], str]] = [
     (CountsWithoutGradient, {"none_grad", "bucket_invariant", "capturable"}, "state of a parameter"),
     (HalfState, {"fp32_state", "state_dict"}, "momentum_buffer is bfloat16"),
     (ClipsGlobally, {"bucket_invariant"}, "after step 1 parameter"),
+    (KeepsItsGradient, {"bucket_invariant"}, "after step 1 state of parameter 0"),
     (CountsInItself, {"bucket_invariant", "state_dict"}, "after step 1 parameter"),
     (Noisy, {"deterministic", "bucket_invariant", "state_dict"}, "other random states"),
     (NeedsClosure, {"closure", "bucket_invariant", "capturable"}, "does not step without a closure"),

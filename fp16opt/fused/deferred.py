@@ -151,7 +151,7 @@ class DeferredGrads:
             master is not model
             and grad.dtype == model.dtype
             and grad.layout is torch.strided
-            and same_walk(grad, master)
+            and same_walk(grad, model)
             and type(grad).__torch_dispatch__ is Tensor.__torch_dispatch__
         )
 

@@ -88,7 +88,8 @@ def multi_tensor_split(
         _check_row(stats, call)
         compiled = _is_compiled(call)
         for place, row in call.for_reference(compiled):
-            reference_split.split(row, *(column[place] for column in call.columns), stats)
+            master, param, remainder = (column[place] for column in call.columns)
+            reference_split.split(row, master, param, remainder, stats)
         if compiled:
             native.split(call, stats)
 
@@ -117,6 +118,7 @@ def multi_tensor_join(
         call = call_for(JOIN, (params, remainders, outs), tables)
         compiled = _is_compiled(call)
         for place, _ in call.for_reference(compiled):
-            reference_split.join(*(column[place] for column in call.columns))
+            param, remainder, out = (column[place] for column in call.columns)
+            reference_split.join(param, remainder, out)
         if compiled:
             native.join(call)
