@@ -12,7 +12,7 @@ FP16OPT_BEGIN
 
 constexpr uint32_t kCoarseFrom = 0x477ff000u;   // 65520
 constexpr int kCoarseShift = 14;                // bits of a magnitude that the coarse code drops
-constexpr uint16_t kCoarseInfinity = 0xffffu;
+constexpr uint32_t kCoarseInfinity = 0xffffu;
 constexpr float kRounder = 12582912.0f;         // 1.5 * 2^23: adding and subtracting it rounds to a whole number
 constexpr float kMostSteps = 32767.0f;
 
@@ -40,34 +40,35 @@ FP16OPT_HD uint16_t split_weight(Half, float master) { return float_to_half(mast
 // The weight's exponent, with subnormals counted as the smallest normal.
 FP16OPT_HD uint32_t half_exponent(uint16_t weight) {
     const uint32_t exponent = (uint32_t(weight) >> 10) & 31u;
-    return exponent > 1u ? exponent : 1u;
+    return exponent | uint32_t(exponent == 0u);
 }
 
-// `wide` is the weight as float32 here and below.
+// Below `wide` is the weight as float32. All is computed in 32 bits and chosen by masks: compilers vectorise that, and no
+// choice between floats, of which one might trap.
+FP16OPT_HD uint32_t mask_if(bool condition) { return 0u - uint32_t(condition); }
+
 FP16OPT_HD uint16_t split_remainder(Half, float master, float wide, uint16_t weight) {
-    const uint32_t bits = bit_cast<uint32_t>(master), magnitude = bits & 0x7fffffffu;
+    const uint32_t magnitude = bit_cast<uint32_t>(master) & 0x7fffffffu;
     const uint32_t exponent = half_exponent(weight);
-    const bool finite = exponent < 31u;
+    const uint32_t finite = mask_if(exponent < 31u);
     const float steps_in_one = bit_cast<float>((168u - exponent) << 23);
-    const float away = finite ? (master - wide) * steps_in_one : 0.0f;  // exact
+    const float away = bit_cast<float>(bit_cast<uint32_t>((master - wide) * steps_in_one) & finite);  // exact
     const float whole = (away + kRounder) - kRounder;
     const float low = whole < -kMostSteps ? -kMostSteps : whole;
     const float steps = low > kMostSteps ? kMostSteps : low;
-    const uint32_t coarse = (magnitude - kCoarseFrom) >> kCoarseShift;
-    uint32_t beyond = magnitude == 0x7f800000u ? uint32_t(kCoarseInfinity) : coarse;
-    beyond = magnitude > 0x7f800000u ? 0u : beyond;
-    return uint16_t(finite ? uint32_t(int32_t(steps)) : beyond);
+    const uint32_t infinite = mask_if(magnitude == 0x7f800000u), nan = mask_if(magnitude > 0x7f800000u);
+    const uint32_t beyond = (((magnitude - kCoarseFrom) >> kCoarseShift) | infinite) & ~nan;
+    return uint16_t((uint32_t(int32_t(steps)) & finite) | (beyond & ~finite));
 }
 
 FP16OPT_HD float join(Half, float wide, uint16_t weight, uint16_t remainder) {
-    const uint32_t exponent = half_exponent(weight);
-    const float step = bit_cast<float>((exponent + 86u) << 23);
-    const float near = wide + float(int32_t(int16_t(remainder))) * step;
-    const float finite = remainder == 0 ? wide : near;  // -0 + 0 would lose the sign
-    const uint32_t sign = (uint32_t(weight) & 0x8000u) << 16;
-    const float beyond = bit_cast<float>(sign | (kCoarseFrom + (uint32_t(remainder) << kCoarseShift)));
-    const bool is_finite = remainder == kCoarseInfinity || (weight & 0x7fffu) != 0x7c00u;
-    return is_finite ? (exponent < 31u ? finite : wide) : beyond;
+    const uint32_t code = remainder, sign = (uint32_t(weight) & 0x8000u) << 16;
+    const float step = bit_cast<float>((half_exponent(weight) + 86u) << 23);
+    // An infinite or nan weight stays what it is, and the sign is put back, which -0 + 0 would lose.
+    const uint32_t near = bit_cast<uint32_t>(wide + float(int32_t(int16_t(remainder))) * step) | sign;
+    const uint32_t beyond = sign | (kCoarseFrom + (code << kCoarseShift));
+    const uint32_t coarse = mask_if((uint32_t(weight) & 0x7fffu) == 0x7c00u) & mask_if(code != kCoarseInfinity);
+    return bit_cast<float>((beyond & coarse) | (near & ~coarse));
 }
 
 FP16OPT_END

@@ -12,8 +12,12 @@ struct Shorts {
 
     FP16OPT_HD Shorts() {}
     FP16OPT_HD Shorts(const void* from, int valid) {
-        if (valid < kBlock) memset(v, 0, sizeof(v));
-        memcpy(v, from, size_t(valid) * sizeof(uint16_t));
+        if (valid == kBlock) {
+            memcpy(v, from, sizeof(v));
+        } else {
+            memset(v, 0, sizeof(v));
+            memcpy(v, from, size_t(valid & (kBlock - 1)) * sizeof(uint16_t));
+        }
     }
     FP16OPT_HD void copy_to(void* to, int valid) const { memcpy(to, v, size_t(valid) * sizeof(uint16_t)); }
 };
