@@ -3,9 +3,9 @@
     python benchmarks/split.py [--quick] [--json PATH] [--rounds N] [--threads N]
 
 A step with a clip, as in step.py, of AdamW on 51 million float16 weights: full and split masters in one pass
-(``fused_step=True``), and full and split masters around torch's own fused AdamW, the split ones a bucket at a time.
-Results are first checked against the numpy oracle of the tests. Memory is the allocator's peak from the model's creation to the
-end of the second step: weights, gradients, masters, moments and whatever a step needs.
+(``fused_step=True``), and both around torch's own fused AdamW, the split ones a bucket at a time. Results are first
+checked against the numpy oracle of the tests. Memory is the allocator's peak from the model's creation to the end of
+the second step: weights, gradients, masters, moments and whatever a step needs.
 """
 
 from __future__ import annotations

@@ -20,6 +20,6 @@ __all__ = [
     "Report",
     "StaticLossScaler",
     "__version__",
-    "install_as_apex",
     "certify",
+    "install_as_apex",
 ]

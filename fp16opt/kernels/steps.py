@@ -116,8 +116,7 @@ def multi_tensor_adam(
 
     Args:
         grads: n tensors, still scaled: float32, or the dtype of ``models[i]``. Read only.
-        masters: n float32 tensors of the same shapes; with ``models``, the int16 remainders of split masters will do.
-            Written, and so are all the following.
+        masters: n float32 tensors of the same shapes, or int16 remainders to ``models``. Written, as all the following.
         exp_avgs, exp_avg_sqs: n float32 tensors of the same shapes.
         steps: n float32 tensors of one element: how many steps were taken. Counted up.
         options: of the param_groups.
@@ -187,8 +186,7 @@ def multi_tensor_sgd(
 
     Args:
         grads: n tensors, still scaled: float32, or the dtype of ``models[i]``. Read only.
-        masters: n float32 tensors of the same shapes; with ``models``, the int16 remainders of split masters will do.
-            Written, and so are all the following.
+        masters: n float32 tensors of the same shapes, or int16 remainders to ``models``. Written, as all the following.
         options: of the param_groups.
         group_of: for each of the n entries, its place in ``options``.
         factors: what gradients are multiplied by.
