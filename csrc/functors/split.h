@@ -47,12 +47,23 @@ FP16OPT_HD uint32_t half_exponent(uint16_t weight) {
 // choice between floats, of which one might trap.
 FP16OPT_HD uint32_t mask_if(bool condition) { return 0u - uint32_t(condition); }
 
+// T is float or a vector of floats. How far the master is from its weight, in steps, of which there are `per_one` in 1;
+// and the way back.
+template <class T>
+FP16OPT_HD T steps_away(T master, T wide, T per_one) {
+    return (master - wide) * per_one;  // exact
+}
+template <class T>
+FP16OPT_HD T steps_added(T wide, T steps, T step) {
+    return wide + steps * step;
+}
+
 FP16OPT_HD uint16_t split_remainder(Half, float master, float wide, uint16_t weight) {
     const uint32_t magnitude = bit_cast<uint32_t>(master) & 0x7fffffffu;
     const uint32_t exponent = half_exponent(weight);
     const uint32_t finite = mask_if(exponent < 31u);
     const float steps_in_one = bit_cast<float>((168u - exponent) << 23);
-    const float away = bit_cast<float>(bit_cast<uint32_t>((master - wide) * steps_in_one) & finite);  // exact
+    const float away = bit_cast<float>(bit_cast<uint32_t>(steps_away(master, wide, steps_in_one)) & finite);
     const float whole = (away + kRounder) - kRounder;
     const float low = whole < -kMostSteps ? -kMostSteps : whole;
     const float steps = low > kMostSteps ? kMostSteps : low;
@@ -65,7 +76,7 @@ FP16OPT_HD float join(Half, float wide, uint16_t weight, uint16_t remainder) {
     const uint32_t code = remainder, sign = (uint32_t(weight) & 0x8000u) << 16;
     const float step = bit_cast<float>((half_exponent(weight) + 86u) << 23);
     // An infinite or nan weight stays what it is, and the sign is put back, which -0 + 0 would lose.
-    const uint32_t near = bit_cast<uint32_t>(wide + float(int32_t(int16_t(remainder))) * step) | sign;
+    const uint32_t near = bit_cast<uint32_t>(steps_added(wide, float(int32_t(int16_t(remainder))), step)) | sign;
     const uint32_t beyond = sign | (kCoarseFrom + (code << kCoarseShift));
     const uint32_t coarse = mask_if((uint32_t(weight) & 0x7fffu) == 0x7c00u) & mask_if(code != kCoarseInfinity);
     return bit_cast<float>((beyond & coarse) | (near & ~coarse));
