@@ -113,10 +113,11 @@ def cpu_units() -> list[Unit]:
         *[
             Unit(f"{source}_{name}.o", "compile", f"backends/{source}.cpp", [f"-DFP16OPT_LEVEL={name}", *f])
             for name, f in found.items()
-            for source in ("cpu", "cpu_steps")
+            for source in ("cpu", "cpu_steps", "cpu_split")
         ],
         Unit("cpu_dispatch.o", "compile", "backends/cpu_dispatch.cpp", dispatch),
         Unit("cpu_operations.o", "compile", "backends/cpu_operations.cpp", []),
+        Unit("split_operations.o", "compile", "backends/split_operations.cpp", []),
         Unit("step_operations.o", "compile", "backends/step_operations.cpp", []),
         Unit("threads.o", "compile", "backends/threads.cpp", []),
     ]

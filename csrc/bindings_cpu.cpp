@@ -4,6 +4,7 @@
 #include <tuple>
 
 #include "api.h"
+#include "api_split.h"
 #include "api_steps.h"
 #include "columns.h"
 
@@ -146,6 +147,21 @@ void bind_steps(py::module_& module) {
     });
 }
 
+void bind_split(py::module_& module) {
+    module.def("split", [](const Table& table, const py::object& masters, const py::object& models,
+                           const py::object& remainders, uintptr_t overflow, uintptr_t hashes, int threads) {
+        const Pointers from = pointers_of(masters), to = pointers_of(models), rest = pointers_of(remainders);
+        py::gil_scoped_release release;
+        split(table, from, to, rest, address<int32_t>(overflow), address<int64_t>(hashes), threads);
+    });
+    module.def("join", [](const Table& table, const py::object& models, const py::object& remainders,
+                          const py::object& outs, int threads) {
+        const Pointers from = pointers_of(models), rest = pointers_of(remainders), to = pointers_of(outs);
+        py::gil_scoped_release release;
+        join(table, from, rest, to, threads);
+    });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_cpu, module) {
@@ -154,6 +170,7 @@ PYBIND11_MODULE(_cpu, module) {
     bind_columns(module);
     bind_operations(module);
     bind_steps(module);
+    bind_split(module);
     module.def("simd_level", [] { return current_level().name; });
     module.def("use_simd_level", &use_level);
     module.def("simd_levels", [] {

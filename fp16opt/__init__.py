@@ -1,6 +1,7 @@
 """FP32 masters, loss scaling and fused kernels for training 16-bit weights with any torch optimizer."""
 
 from .apex import install_as_apex
+from .certify import Check, Report, certify
 from .diagnostics import Overflow
 from .grad_scaler import GradScaler
 from .optimizer import MixedPrecisionOptimizer
@@ -9,13 +10,16 @@ from .scaling import DynamicLossScaler, LossScaleError, LossScaler, StaticLossSc
 __version__ = "0.1.0"
 
 __all__ = [
+    "Check",
     "DynamicLossScaler",
     "GradScaler",
     "LossScaleError",
     "LossScaler",
     "MixedPrecisionOptimizer",
     "Overflow",
+    "Report",
     "StaticLossScaler",
     "__version__",
+    "certify",
     "install_as_apex",
 ]

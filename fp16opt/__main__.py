@@ -1,16 +1,18 @@
 """``python -m fp16opt``: what is installed, what serves which device, and why something is missing.
 
 ``python -m fp16opt plan``: what a training needs and sends (:mod:`fp16opt.plan`).
+``python -m fp16opt certify package.module:Class [name=value ...]`` runs :func:`fp16opt.certify` on an optimizer class.
 """
 
 from __future__ import annotations
 
 import platform
 import sys
+from collections.abc import Sequence
 
 import torch
 
-from fp16opt import __version__, kernels, plan
+from fp16opt import __version__, certify, kernels, plan, targets
 from fp16opt.kernels import native
 
 
@@ -53,13 +55,33 @@ def report() -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in facts)
 
 
-def main() -> int:
-    """Print the report, or the plan that is asked for.
+def _certify(arguments: Sequence[str]) -> int:
+    """Print the report on one optimizer: 0 where it is ok, 1 where not, 2 where it can't be loaded or built."""
+    if not arguments:
+        print("usage: python -m fp16opt certify package.module:Class [name=value ...]", file=sys.stderr)
+        return 2
+    sys.path.insert(0, "")
+    try:
+        found = certify(targets.load(arguments[0], arguments[1:]))
+    except (TypeError, ValueError) as error:
+        print(" ".join(f"fp16opt certify: {error}".split()), file=sys.stderr)
+        return 2
+    print(found)
+    return 0 if found.ok else 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the report, or run a command.
+
+    Args:
+        arguments: Of the command line; those that Python was given where it is None.
 
     Returns:
-        The exit status, 0.
+        The exit status; 0 for the report.
     """
-    arguments = sys.argv[1:]
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] == "certify":
+        return _certify(arguments[1:])
     print(plan.parse(arguments[1:]).report() if arguments[:1] == ["plan"] else report())
     return 0
 

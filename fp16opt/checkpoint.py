@@ -251,6 +251,8 @@ class _Snapshot:
             _each_tensor([optimizer.state, list(optimizer.state), optimizer.param_groups], self._keep)
 
     def _keep(self, tensor: Tensor) -> None:
+        if tensor.layout is torch.strided and 0 in tensor.stride() and tensor.numel() > 1:
+            return  # nobody can write an expanded tensor
         self._values[tensor] = tensor.detach().clone()
 
     def restore(self) -> None:

@@ -24,8 +24,8 @@ def step(engine: MixedPrecisionOptimizer, closure: Callable[[], Any]) -> Any:
     parallel.refuse_on_zero(engine, "step(closure)", "Use an optimizer that steps without one, or FSDP2.")
     engine._follow_changes()
     writes.notice(engine._params, engine.on_model_write)
-    before = wrapped.Snapshot(engine.optimizer)
     evaluations = _Evaluations(engine, closure)
+    before = None if engine.master_weights == "split" else wrapped.Snapshot(engine.optimizer)
     try:
         loss = engine._run_wrapped(None, evaluations)
     except wrapped.GaveUp:
@@ -41,9 +41,10 @@ def step(engine: MixedPrecisionOptimizer, closure: Callable[[], Any]) -> Any:
     return loss
 
 
-def _put_back(engine: MixedPrecisionOptimizer, before: wrapped.Snapshot) -> None:
-    before.restore()
-    engine._copy_down()
+def _put_back(engine: MixedPrecisionOptimizer, before: wrapped.Snapshot | None) -> None:
+    if before is not None:  # split masters are stepped after the evaluation, which changes nothing
+        before.restore()
+        engine._copy_down()
 
 
 class _Evaluations:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from . import kernels
 from .local import aligned, drop_grad, locals_of, version
-from .masters import HALF_DTYPES, MasterParams, Shard
+from .masters import HALF_DTYPES, MasterParams
 from .norms import clip_factor, total_norm, vector_norm
+from .shard import Shard
 
 
 class _Lists(NamedTuple):
@@ -347,7 +348,7 @@ class MasterGrads:
         master = self.params.master[i]
         buffer = self.buffers.get(i)
         if buffer is None or buffer.device != master.device:
-            buffer = self.buffers[i] = torch.empty_like(master, requires_grad=False)
+            buffer = self.buffers[i] = self.params.like(i)
         return buffer
 
     # -- what was found ----------------------------------------------------------------------------------------------

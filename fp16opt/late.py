@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .diagnostics import warn_cast, warn_model_write
-from .masters import MasterParams, Shard
+from .masters import MasterParams
+from .shard import Shard
 
 
 def is_host(device: torch.device) -> bool:

@@ -6,8 +6,7 @@ wrapped optimizer's ``params`` lists hold the masters, in the places where the m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,88 +16,12 @@ from . import kernels
 from .diagnostics import describe
 from .kernels.tables import is_dense
 from .local import check_whole, different_bits, is_sharded, local, quoted, version
+from .shard import Shard
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 OWN_DTYPES = (torch.float32, torch.float64)
 
 Carry = Callable[[Tensor, Tensor], None]
-
-
-@dataclass
-class Shard:
-    """The parameters of one device: positions in :class:`MasterParams`, and what kernel calls on them need.
-
-    ``copied`` are the positions whose parameter has a master apart from itself; ``models``, ``masters`` and ``cast``
-    have one entry for each of them, in that order. ``stats`` and ``watch`` have one for every position of the shard.
-
-    Attributes:
-        watch: The hashes that the last unscaling pass found in the model. Old news once ``passed`` is False.
-        rows: Where the entries of ``copied`` are in ``index``; None where the two are the same.
-        found: int32, [2, copied]: ``cast.overflow`` and ``taken``, together so that one copy reads both.
-    """
-
-    device: torch.device
-    index: list[int]
-    copied: list[int]
-    models: list[Tensor]
-    masters: list[Tensor]
-    stats: kernels.GradStats
-    cast: kernels.CastStats
-    watch: kernels.Watch
-    sampled: Tensor
-    rows: Tensor | None
-    found: Tensor
-    passed: bool = False
-    unscale_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
-    waiting_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
-    cast_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
-    hash_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
-    sample_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
-    scale_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
-    take_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
-    norm_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
-
-    @classmethod
-    def allocate(cls, device: torch.device, index: list[int], model: list[Tensor], master: list[Tensor]) -> Shard:
-        """For the positions ``index`` of ``model`` and ``master``."""
-        copied = [i for i in index if master[i] is not model[i]]
-        watched = [model[i] if master[i] is not model[i] else None for i in index]
-        places = [k for k, param in enumerate(watched) if param is not None]
-        found = torch.zeros(2, len(copied), dtype=torch.int32, device=device)
-        hashes = torch.zeros(len(copied), dtype=torch.int64, device=device)
-        return cls(
-            device,
-            index,
-            copied,
-            [model[i] for i in copied],
-            [master[i] for i in copied],
-            kernels.GradStats.allocate(len(index), device),
-            kernels.CastStats(found[0], hashes),
-            kernels.Watch.allocate(watched, device),
-            torch.zeros(len(index), dtype=torch.int64, device=device),
-            None if len(copied) == len(index) else torch.tensor(places, dtype=torch.int64, device=device),
-            found,
-        )
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Pickle made two memories of ``found`` and ``cast.overflow``; make them one again."""
-        self.__dict__.update(state)
-        self.cast = kernels.CastStats(self.found[0], self.cast.hashes)
-
-    @property
-    def taken(self) -> Tensor:
-        """int32, one for each of ``copied``: 1 where a master took values of the model, until somebody clears it."""
-        return self.found[1]
-
-    def take_pieces(self, model: list[Tensor], master: list[Tensor]) -> None:
-        """Give kernels this rank's pieces as they are now: FSDP2 makes new ones where a model is moved or loaded."""
-        self.models = [local(model[i]) for i in self.copied]
-        self.masters = [local(master[i]) for i in self.copied]
-        self.watch.params = [local(model[i]) if master[i] is not model[i] else None for i in self.index]
-
-    def passing_hashes(self) -> Tensor:
-        """int64, one for each of ``copied``: the model's content hashes when the last unscaling pass went by."""
-        return self.watch.hashes if self.rows is None else self.watch.hashes[self.rows]
 
 
 def make_master(param: Tensor) -> torch.nn.Parameter:
@@ -121,7 +44,12 @@ class MasterParams:
 
     Raises:
         ValueError: A parameter has a dtype that can't be served; nothing has been changed then.
+
+    Attributes:
+        keeps_gradients: Whether the memory of FP32 gradients is kept from one step to the next.
     """
+
+    keeps_gradients = True
 
     def __init__(
         self, groups: list[dict[str, Any]], names: dict[int, str], carry: Carry, makes_masters: bool = True
@@ -434,14 +362,28 @@ class MasterParams:
 
     def differs(self, i: int) -> bool:
         """Whether any element of model parameter ``i`` has other bits than its rounded master."""
-        return bool(different_bits(self._rounded(i), local(self.model[i].detach())).any())
+        return bool(self._written(i).any())
+
+    def _written(self, i: int) -> Tensor:
+        """Element-wise: whether model parameter ``i`` has other bits than its rounded master.
+
+        A model that was trained with split masters rounds ties of bfloat16 away from zero: loading it is no write.
+        """
+        model = local(self.model[i].detach())
+        where = different_bits(self._rounded(i), model)
+        if model.dtype == torch.bfloat16 and bool(where.any()):
+            away, rest = torch.empty_like(model), torch.empty_like(model, dtype=torch.int16)
+            scratch = kernels.CastStats.allocate(1, model.device)
+            kernels.multi_tensor_split([local(self.master[i].detach())], [away], [rest], scratch)
+            where &= different_bits(away, model)
+        return where
 
     def take_from_model(self, positions: Iterable[int]) -> None:
         """Masters take the model's values in the elements whose bits differ; the others keep their low bits."""
         with torch.no_grad():
             for i in positions:
                 model, master = local(self.model[i].detach()), local(self.master[i].detach())
-                where = different_bits(self._rounded(i), model)
+                where = self._written(i)
                 master.copy_(torch.where(where, model.float(), master))
         self.record_all()
 
@@ -453,6 +395,24 @@ class MasterParams:
         self.record_all()
 
     # -- for users ---------------------------------------------------------------------------------------------------
+
+    def like(self, i: int) -> Tensor:
+        """New FP32 memory in the shape and strides of master ``i``."""
+        return torch.empty_like(self.master[i], requires_grad=False)
+
+    def operand(self, i: int) -> Tensor:
+        """What a fused step takes for master ``i``, beside the model's parameter."""
+        return self.master[i]
+
+    def stepped(self) -> None:
+        """A step wrote masters and model."""
+
+    def take_loaded(self, masters: Sequence[Tensor | None]) -> None:
+        """A checkpoint was loaded into what :meth:`saved` gave: here, into the masters themselves."""
+
+    def shown(self) -> Iterator[Tensor]:
+        """What users get for masters, in order."""
+        return iter(list(self.master))
 
     def saved(self) -> list[Tensor | None]:
         """FP32 masters in order, None where a parameter is its own: a value has one home in a checkpoint."""

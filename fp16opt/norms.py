@@ -13,7 +13,7 @@ from . import kernels
 
 if TYPE_CHECKING:
     from .gradients import MasterGrads
-    from .masters import Shard
+    from .shard import Shard
 
 
 def total_norm(parts: list[Tensor], norm_type: float, device: torch.device) -> Tensor:

@@ -9,7 +9,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from . import checkpoint, clipping, closures, diagnostics, driven, late, parallel, waiting, wrapped, writes
+from . import (
+    checkpoint,
+    clipping,
+    closures,
+    diagnostics,
+    driven,
+    late,
+    parallel,
+    saving,
+    streaming,
+    waiting,
+    wrapped,
+    writes,
+)
 from .accumulation import Accumulation, State
 from .arguments import check_choice, check_loss, check_scaler, make_scaler, named, open_group
 from .diagnostics import Overflow
@@ -17,8 +30,9 @@ from .fused import FusedStep, check_fused_step
 from .masters import MasterParams
 from .outcomes import Outcomes, check_consecutive, warn_no_gradients
 from .scaling import LossScaler
+from .split import SplitParams
 
-_ACCUMULATION, _MASTER_WEIGHTS = ("model", "fp32"), ("full", "none")
+_ACCUMULATION, _MASTER_WEIGHTS = ("model", "fp32"), ("full", "none", "split")
 
 
 class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
@@ -40,7 +54,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         on_model_write: What to do where something else wrote the model's weights, noticed in ``step``, ``state_dict``
             and ``fp32_state_dict``: "refresh" takes what differs into the masters and logs a warning, "error" raises,
             "ignore" does not look.
-        master_weights: "full": FP32 masters. "none": the optimizer steps 16-bit parameters, and loses small updates.
+        master_weights: "full": FP32 masters. "split": the 16-bit weight and a 16-bit remainder, 4 bytes in place of 6.
+            "none": the optimizer steps 16-bit parameters, and loses small updates.
         fused_step: True: one kernel steps SGD, Adam or AdamW in a single pass; "auto": where it can (see ``repr``).
 
     Raises:
@@ -69,8 +84,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         grad_accumulation: str = "model",
         on_model_write: str = "refresh",
-        master_weights: str = "full",
         fused_step: bool | str = False,
+        master_weights: str = "full",
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
@@ -80,18 +95,22 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         check_choice("on_model_write", on_model_write, writes.POLICIES)
         check_choice("master_weights", master_weights, _MASTER_WEIGHTS)
         check_fused_step(fused_step, optimizer, master_weights)
+        self._streamed = streaming.choose(master_weights, on_model_write, optimizer)
         self.scaler = make_scaler(dynamic, loss_scale, scaler)
         self.optimizer = optimizer
+        self.master_weights = master_weights
         self.grad_accumulation = grad_accumulation
         self.on_model_write = on_model_write
         self._names = {id(param): name for name, param in named(named_parameters)}
+        makes_masters = master_weights != "none"
+        params_class = MasterParams if self._streamed is None else SplitParams
         self._holder = parallel.holder_of(optimizer)
-        makes_masters = master_weights == "full"
-        self._params = MasterParams(self._holder.param_groups, self._names, self._carry_state, makes_masters)
+        self._params = params_class(self._holder.param_groups, self._names, self._carry_state, makes_masters)
         self._params.watches = on_model_write != "ignore"
         for i in self._params.own if makes_masters else ():
             self._carry_state(self._params.model[i], self._params.model[i])
         self._fused = FusedStep(fused_step, optimizer, self._params)
+        self._fused.fallback = None if self._streamed is None else self._streamed.fall_back
         self._device = parallel.device_of(self)
         self._make_gradients()
         self.scaler.to(self._device)
@@ -101,7 +120,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._patch_step_function()
 
     def _make_gradients(self) -> None:
-        self._grads = waiting.make_grads(self._params, self._fused)
+        self._grads = waiting.make_grads(self._params, self._fused, self._streamed)
         self._steps = Accumulation(self._grads, self._device, self.grad_accumulation == "fp32", parallel.ranks_of(self))
         self._offers = driven.Offers()
         self._late = late.Late()
@@ -133,7 +152,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         return (
             f"{type(self).__name__}(\n  optimizer: {inner}\n  scaler: {self.scaler!r}\n"
             f"  parameters: {self._params.summary()}\n  grad_accumulation: {self.grad_accumulation!r}, "
-            f"on_model_write: {self.on_model_write!r}\n  step: {self._fused.describe()}\n)"
+            f"on_model_write: {self.on_model_write!r}, master_weights: {self.master_weights!r}\n"
+            f"  step: {self._fused.describe()}\n)"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -334,6 +354,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _run_wrapped(self, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
         """Step the masters and copy them down. If the step was done before something raised, finish it all the same."""
+        if self._streamed is not None and not self._fused.serves():
+            return self._streamed.step(self, closure)
         before = self._params.counted_versions(self.optimizer.param_groups)
         try:
             loss = wrapped.run_step(self.optimizer, found_inf, closure, waiting.fused_step(self, found_inf))
@@ -407,7 +429,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def master_params(self) -> Iterator[Tensor]:
         """What the wrapped optimizer steps, in param_groups order: FP32 masters, and parameters that are their own."""
-        return iter(list(self._params.master))
+        return self._params.shown()
 
     def model_params(self) -> Iterator[Tensor]:
         """The model's parameters, in param_groups order; pairs with :meth:`master_params`."""
@@ -422,14 +444,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         where a parameter is its own master), ``scaler``. Tensors are references, as in torch.
         """
         parallel.refuse_plain_state(self, "state_dict")
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
-        writes.notice(self._params, self.on_model_write)
-        built = checkpoint.build(self.optimizer, self._params.saved(), self.scaler)
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            changed = post_hook(self, built)
-            built = built if changed is None else changed
-        return built
+        return saving.save(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave, or the wrapped class's own state_dict (from FP32 training).
@@ -441,26 +456,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             TypeError, ValueError: Something does not fit; the optimizer is as it was.
         """
         parallel.refuse_plain_state(self, "load_state_dict")
-        if isinstance(state_dict, dict):
-            state_dict = dict(state_dict)
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = pre_hook(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        self._follow_changes()
-        plan = checkpoint.plan_load(
-            state_dict,
-            optimizer=self.optimizer,
-            masters=self._params.saved(),
-            names=self._params.names,
-            scaler=self.scaler,
-        )
-        if not plan.has_masters:  # else weights that were loaded just before would be undone below
-            writes.notice(self._params, self.on_model_write)
-        plan.apply()
-        self._steps.discard()
-        self._copy_down()
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
+        saving.load(self, state_dict)
 
     def fp32_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """``model.state_dict()`` with FP32 masters in place of 16-bit parameters, under all their names.
@@ -492,6 +488,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """Whether the decision can stay on the device: elsewhere than on the CPU a look at it would wait."""
         return (
             not late.is_host(self._device)
+            and self._streamed is None
             and wrapped.supports_found_inf(self.optimizer)
             and not self._steps.replicas.needs_decision
             and all(scaler.max_consecutive_skips is None for scaler, _ in self._steps.verdicts.values())

@@ -12,11 +12,13 @@ from torch import Tensor
 from . import kernels
 from .fused import DeferredGrads, FusedStep
 from .gradients import MasterGrads, _Lists
-from .masters import MasterParams, Shard
+from .masters import MasterParams
+from .shard import Shard
 
 if TYPE_CHECKING:
     from .accumulation import Accumulation
     from .optimizer import MixedPrecisionOptimizer
+    from .streaming import StreamedStep
 
 
 class WaitingGrads(MasterGrads):
@@ -41,11 +43,11 @@ class WaitingGrads(MasterGrads):
 
     # -- the pass ----------------------------------------------------------------------------------------------------
 
-    def unscale(self, inv_scale: Tensor) -> None:
+    def unscale(self, inv_scale: Tensor, keep: bool = False) -> None:
         """As in :class:`MasterGrads`; gradients that may wait are checked and measured, and nothing is written."""
         allowed = self.folded is None and self._serves()
         self.deferred.begin(inv_scale, allowed, self._again)
-        super().unscale(inv_scale)
+        super().unscale(inv_scale, keep)
         self.deferred.end()
         self._measurable &= not self._again
 
@@ -65,10 +67,10 @@ class WaitingGrads(MasterGrads):
         """Never where gradients wait: a clip is a factor then, and not a pass."""
         return super().makes_all_anew() and not self._serves()
 
-    def unscale_clipped(self, inv_scale: Tensor, max_norm: float, device: torch.device) -> Tensor:
+    def unscale_clipped(self, inv_scale: Tensor, max_norm: float, judge: Callable[[], tuple[Tensor, Tensor]]) -> Tensor:
         """As in :class:`MasterGrads`: only where nothing waits."""
         self.deferred.begin(inv_scale, allowed=False, again=False)
-        return super().unscale_clipped(inv_scale, max_norm, device)
+        return super().unscale_clipped(inv_scale, max_norm, judge)
 
     def _lists(self, shard: Shard, fold: bool) -> _Lists:
         """Those that wait or stay are left out."""
@@ -94,9 +96,7 @@ class WaitingGrads(MasterGrads):
         if grads is None:
             return super()._pass(shard, lists, inv_scale)
         watch = self.params.watch(shard)
-        masters = [self.params.master[i] for i in shard.index]
-        tables = shard.waiting_tables
-        kernels.multi_tensor_unscale(grads, masters, inv_scale, shard.stats, write=False, watch=watch, tables=tables)
+        kernels.multi_tensor_check(grads, inv_scale, shard.stats, watch=watch, tables=shard.waiting_tables)
         shard.passed = watch is not None
         if any(source is not None for source in lists.sources):
             adds = lists.adds if any(lists.adds) else False
@@ -144,10 +144,14 @@ class WaitingGrads(MasterGrads):
         else:
             self.deferred.make()
         super().zero(set_to_none)
+        if set_to_none and not self.params.keeps_gradients:
+            self.buffers.clear()
 
 
-def make_grads(params: MasterParams, fused: FusedStep) -> MasterGrads:
-    """The gradients of ``params``: such as may wait, where fused steps are wanted."""
+def make_grads(params: MasterParams, fused: FusedStep, streamed: StreamedStep | None) -> MasterGrads:
+    """The gradients of ``params``: such as may wait, where fused steps are wanted, or steps of a bucket at a time."""
+    if streamed is not None:
+        return WaitingGrads(params, streamed.serves)
     return WaitingGrads(params, fused.serves) if fused.wanted else MasterGrads(params)
 
 

@@ -168,8 +168,9 @@ uint64_t sample_chunk(const void* values, int64_t n, int64_t first_word) { retur
 #define FP16OPT_NAME(level) FP16OPT_NAME_OF(level)
 
 extern const StepLevel step_level;  // cpu_steps.cpp
+extern const SplitLevel split_level;  // cpu_split.cpp
 extern const CpuLevel level;
 const CpuLevel level = {FP16OPT_NAME(FP16OPT_LEVEL), unscale_chunk, unscale_clipped_chunk, sum_of_squares_chunk, scale_chunk,
-                        axpby_chunk, cast_chunk, hash_chunk, sample_chunk, &step_level};
+                        axpby_chunk, cast_chunk, hash_chunk, sample_chunk, &step_level, &split_level};
 
 FP16OPT_END

@@ -24,6 +24,7 @@ struct CastResult {
 enum CheckInputs : uint32_t { kCheckX = 1, kCheckY = 2 };
 
 struct StepLevel;  // step_level.h
+struct SplitLevel;  // split_level.h
 
 // Pointers are to the chunk's first element and need no more than the element's own alignment.
 // `stream`: write around the caches. `first_word`: place of the chunk's first 64-bit word in its tensor.
@@ -42,6 +43,7 @@ struct CpuLevel {
     HashResult (*hash)(const void* values, int64_t n, int64_t first_word);
     uint64_t (*sample)(const void* values, int64_t n, int64_t first_word);
     const StepLevel* steps;
+    const SplitLevel* splits;
 };
 
 // The levels that this build holds and this machine runs, the fastest first. Ends with nullptr.

@@ -117,7 +117,8 @@ Table::Table(std::vector<int64_t> numels_, std::vector<int64_t> rows_, std::vect
 
 void unscale(const Table& table, const Pointers& grads, const Pointers& outs, float inv_scale,
              const std::vector<uint8_t>& add, bool writes, const GradRows& rows, const Watched* watched, int threads) {
-    require_grads(table, grads, outs);
+    require_pointers(table, {&grads, &outs});
+    if (writes) require_grads(table, grads, outs);
     require_rows(table, rows.n);
     const Along along(table, watched, threads);
     require(add.size() == table.numels.size(), "accumulate must have one entry for each tensor");

@@ -1,5 +1,5 @@
 // The one-pass steps for every dtype, at one SIMD level. Compiled once for each level, like cpu.cpp.
-#include "../launch/steps.h"
+#include "../launch/split.h"
 #include "step_level.h"
 
 FP16OPT_BEGIN
@@ -35,26 +35,35 @@ FullMaster<Model> full(const StepChunk& c) {
     return FullMaster<Model>(c.master, c.model, c.first_word, kCanStream && c.stream && aligned);
 }
 
-// A 16-bit gradient has its parameter's dtype; an FP32 one is a gradient that was unscaled before.
+template <class Model>
+SplitMaster<Model> split(const StepChunk& c) {
+    return SplitMaster<Model>(c.model, c.master, c.first_word);
+}
+
+// Calls step(gradient, master) with the types of this chunk. A 16-bit gradient has its parameter's dtype; an FP32 one is a
+// gradient that was unscaled before.
+template <class Model, class Step>
+CastResult step_as(const StepChunk& c, Step&& step) {
+    const bool wide = c.grad_dtype == DType::single;
+    if (c.split) return wide ? step(float(), split<Model>(c)) : step(Model(), split<Model>(c));
+    return wide ? step(float(), full<Model>(c)) : step(Model(), full<Model>(c));
+}
+
+template <class Step>
+CastResult step_any(const StepChunk& c, Step&& step) {
+    if (c.model == nullptr) return step(float(), OwnMaster(c.master));
+    return c.model_dtype == DType::half ? step_as<Half>(c, step) : step_as<BFloat16>(c, step);
+}
+
 CastResult adam_chunk(const StepChunk& c, const GradFactors& factors, const AdamScalars& scalars) {
     const AdamTerms<Floats> terms(factors, scalars, SplatFloats{});
-    if (c.model == nullptr) return adam_as<float>(c, OwnMaster(c.master), terms);
-    const bool wide = c.grad_dtype == DType::single;
-    if (c.model_dtype == DType::half) {
-        return wide ? adam_as<float>(c, full<Half>(c), terms) : adam_as<Half>(c, full<Half>(c), terms);
-    }
-    return wide ? adam_as<float>(c, full<BFloat16>(c), terms) : adam_as<BFloat16>(c, full<BFloat16>(c), terms);
+    return step_any(c, [&](auto grad, auto master) { return adam_as<decltype(grad)>(c, master, terms); });
 }
 
 CastResult sgd_chunk(const StepChunk& c, const GradFactors& factors, const SgdScalars& scalars) {
     const SgdTerms<Floats> terms(factors, scalars, SplatFloats{});
-    const bool first = scalars.first != 0, wide = c.grad_dtype == DType::single;
-    if (c.model == nullptr) return sgd_as<float>(c, OwnMaster(c.master), terms, first);
-    if (c.model_dtype == DType::half) {
-        return wide ? sgd_as<float>(c, full<Half>(c), terms, first) : sgd_as<Half>(c, full<Half>(c), terms, first);
-    }
-    return wide ? sgd_as<float>(c, full<BFloat16>(c), terms, first)
-                : sgd_as<BFloat16>(c, full<BFloat16>(c), terms, first);
+    const bool first = scalars.first != 0;
+    return step_any(c, [&](auto grad, auto master) { return sgd_as<decltype(grad)>(c, master, terms, first); });
 }
 
 }  // namespace

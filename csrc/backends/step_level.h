@@ -18,6 +18,7 @@ struct StepChunk {
     void* model;
     int64_t numel;
     int64_t first_word;
+    bool split;   // `master` holds the remainders of masters that are split
     bool stream;  // write the 16-bit weights around the caches
 };
 

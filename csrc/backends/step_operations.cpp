@@ -24,9 +24,12 @@ void require_lists(const StepLists& lists, size_t groups) {
     for (int32_t place : table.places) {
         const size_t i = size_t(place);
         require(lists.group_of[i] >= 0 && size_t(lists.group_of[i]) < groups, "a group lies outside the groups");
-        for (size_t list = 1; list < 2 + lists.state.size(); ++list) {
-            require(table.dtypes[list][i] == DType::single, "masters and state must be float32");
+        for (size_t list = 2; list < 2 + lists.state.size(); ++list) {
+            require(table.dtypes[list][i] == DType::single, "state must be float32");
         }
+        const DType master = table.dtypes[1][i];
+        require(master == DType::single || (lists.models != nullptr && is_narrow(master)),
+                "masters must be float32, or remainders beside models");
         const DType grad = table.dtypes[0][i];
         if (lists.models == nullptr) {
             require(grad == DType::single, "the gradient of a parameter that is its own master must be float32");
@@ -53,6 +56,7 @@ StepChunk chunk_of(const StepLists& lists, const Chunk& c, bool stream) {
     }
     chunk.numel = c.numel;
     chunk.first_word = c.start / 4;
+    chunk.split = is_narrow(table.dtypes[1][size_t(c.tensor)]);
     chunk.stream = stream;
     return chunk;
 }

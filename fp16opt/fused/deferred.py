@@ -19,7 +19,8 @@ from ..kernels.reference_steps import Factors
 from ..kernels.tables import same_walk
 
 if TYPE_CHECKING:
-    from ..masters import MasterParams, Shard
+    from ..masters import MasterParams
+    from ..shard import Shard
 
 _GRAD: Any = Tensor.grad  # torch's own descriptor, which the class below stands in front of
 
@@ -151,7 +152,7 @@ class DeferredGrads:
             master is not model
             and grad.dtype == model.dtype
             and grad.layout is torch.strided
-            and same_walk(grad, master)
+            and same_walk(grad, model)
             and type(grad).__torch_dispatch__ is Tensor.__torch_dispatch__
         )
 

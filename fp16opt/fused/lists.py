@@ -64,7 +64,9 @@ def _adam_options(group: dict[str, Any], cls: type[Optimizer]) -> AdamOptions:
     return AdamOptions(lr, float(beta1), float(beta2), eps, weight_decay, bool(decoupled), bool(group["maximize"]))
 
 
-def state_of(optimizer: Optimizer, group: dict[str, Any], master: Tensor) -> tuple[dict[str, Tensor], bool]:
+def state_of(
+    optimizer: Optimizer, group: dict[str, Any], master: Tensor, model: Tensor
+) -> tuple[dict[str, Tensor], bool]:
     """The tensors of a parameter's state that a step needs, made like torch makes them, and whether they are new.
 
     A new momentum buffer is not put into the state: it holds nothing before the step was done.
@@ -74,12 +76,12 @@ def state_of(optimizer: Optimizer, group: dict[str, Any], master: Tensor) -> tup
             return {}, False
         buffer = optimizer.state[master].get("momentum_buffer")
         if buffer is None:
-            return {"momentum_buffer": torch.empty_like(master, requires_grad=False)}, True
+            return {"momentum_buffer": torch.empty_like(model, dtype=torch.float32, requires_grad=False)}, True
         return _checked({"momentum_buffer": buffer}, master), False
     state = optimizer.state[master]
     new = not state
     if new:
-        _make_adam_state(state, group, master)
+        _make_adam_state(state, group, model)
     names = ["step", "exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
     missing = [name for name in names if not isinstance(state.get(name), Tensor)]
     if missing:
@@ -87,13 +89,13 @@ def state_of(optimizer: Optimizer, group: dict[str, Any], master: Tensor) -> tup
     return _checked({name: state[name] for name in names}, master), new
 
 
-def _make_adam_state(state: dict[str, Any], group: dict[str, Any], master: Tensor) -> None:
+def _make_adam_state(state: dict[str, Any], group: dict[str, Any], model: Tensor) -> None:
     """What torch's ``Adam._init_group`` makes."""
-    device = master.device if group["fused"] else "cpu"
+    device = model.device if group["fused"] else "cpu"
     state["step"] = torch.zeros((), dtype=torch.float32, device=device)
     names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
     for name in names:
-        state[name] = torch.zeros_like(master, memory_format=torch.preserve_format, requires_grad=False)
+        state[name] = torch.zeros_like(model, dtype=torch.float32, requires_grad=False)
 
 
 def _checked(state: dict[str, Tensor], master: Tensor) -> dict[str, Tensor]:

@@ -16,7 +16,8 @@ from .eligibility import changing_obstacle, obstacle
 from .lists import CannotServe, Lists, options_of, state_of
 
 if TYPE_CHECKING:
-    from ..masters import MasterParams, Shard
+    from ..masters import MasterParams
+    from ..shard import Shard
     from .deferred import DeferredGrads
 
 CHOICES = (False, True, "auto")
@@ -70,6 +71,7 @@ class FusedStep:
         self._known: object = None
         self._warned = False
         self._served = False
+        self.fallback: Callable[..., None] | None = None  # what steps masters that the optimizer can't step by itself
         self._tables: dict[tuple[torch.device, Key], steps.StepTables] = {}
         self._written: list[int] | None = None
 
@@ -128,6 +130,9 @@ class FusedStep:
                 self._run(grads, found_inf)
             except CannotServe as reason:
                 self._warn(str(reason))
+                if self.fallback is not None:
+                    self.fallback(optimizer, self.params, grads)
+                    return loss
                 grads.make()
                 unhooked = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
                 unhooked(optimizer)
@@ -160,6 +165,7 @@ class FusedStep:
                 factors = grads.factors(shard.device, waiting=key[0])
                 self._call(shard, key, lists, options, factors, found_inf)
         self._written = self._versions_if_clean(before, [lists for _, _, lists in calls])
+        self.params.stepped()
 
     def _versions_if_clean(self, before: list[int], stepped: list[Lists]) -> list[int] | None:
         """The masters' versions after the step, or None where one that was not stepped had been written by the user."""
@@ -183,10 +189,10 @@ class FusedStep:
             if grad.layout is not torch.strided:
                 raise CannotServe(f"the gradient of {params.names[i]!r} is sparse")
             group = params.places[i][0]
-            state, new = state_of(self.optimizer, groups[group], params.master[i])
+            state, new = state_of(self.optimizer, groups[group], params.master[i], params.model[i])
             key = (waits, i in own, tuple(state))
             lists = found.setdefault(key, Lists(len(own) if i in own else len(shard.copied)))
-            entries = {"grads": grad.detach(), "masters": params.master[i], **state}
+            entries = {"grads": grad.detach(), "masters": params.operand(i), **state}
             if i not in own:
                 entries["models"] = params.model[i]
             lists.put(places[i], group, entries)
@@ -220,6 +226,8 @@ class FusedStep:
         if buffers is not None:
             common.update(momentum_buffers=buffers, first=lists.first)
         steps.multi_tensor_sgd(c["grads"], c["masters"], options, lists.group_of, factors, **common)
-        for master, buffer, new in zip(c["masters"], buffers or [], lists.first, strict=False):
-            if new and master is not None:
-                self.optimizer.state[master]["momentum_buffer"] = buffer
+        copied = [i for i in shard.index if self.params.master[i] is not self.params.model[i]]
+        members = copied if models is not None else [i for i in shard.index if i not in set(copied)]
+        for i, buffer, new in zip(members, buffers or [], lists.first, strict=False):
+            if new and buffer is not None:
+                self.optimizer.state[self.params.master[i]]["momentum_buffer"] = buffer

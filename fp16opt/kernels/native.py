@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .tables import Call, Plan, Watch
 
 _CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
+_CODES[torch.int16] = 0  # remainders: 16 bits that only split masters look into
 _CHECKS = {"x": 1, "y": 2, "both": 3}
 
 
@@ -305,3 +306,18 @@ def sgd(
         *(factors.inv_scale.item(), factors.coefficient.item(), overflow, hashes, torch.get_num_threads()),
     )
     _step_written(call, stats)
+
+
+def split(call: Call, stats: CastStats) -> None:
+    """:func:`fp16opt.kernels.multi_tensor_split` for the direct entries."""
+    lists = _addresses(call)
+    rows = stats.overflow.data_ptr(), stats.hashes.data_ptr()
+    _cpu.split(_table(call.plan, call.columns), *lists, *rows, torch.get_num_threads())
+    _written(call, 1, stats.overflow, stats.hashes)
+    _written(call, 2)
+
+
+def join(call: Call) -> None:
+    """:func:`fp16opt.kernels.multi_tensor_join` for the direct entries."""
+    _cpu.join(_table(call.plan, call.columns), *_addresses(call), torch.get_num_threads())
+    _written(call, 2)

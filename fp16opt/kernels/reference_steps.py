@@ -6,14 +6,16 @@ backend gives the same bits. Numbers of a step are computed in double and rounde
 
 from __future__ import annotations
 
+import contextlib
 import math
 import struct
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import reference
+from . import reference, reference_split
 from .stats import CastStats
 
 
@@ -162,7 +164,23 @@ def sgd(
     views.write_back()
 
 
-def narrow(row: int, master: Tensor, model: Tensor | None, stats: CastStats | None) -> None:
-    """Round a stepped master into its 16-bit parameter, where it has one."""
-    if model is not None and stats is not None:
+@contextlib.contextmanager
+def whole(row: int, master: Tensor, model: Tensor | None, stats: CastStats | None) -> Iterator[Tensor]:
+    """A master in float32 to be stepped within, and then rounded into its 16-bit parameter, where it has one.
+
+    Args:
+        row: of ``stats``.
+        master: float32, or the int16 remainder of a split one.
+        model: float16 or bfloat16, or None.
+        stats: as for :func:`fp16opt.kernels.multi_tensor_cast`.
+    """
+    if model is None or stats is None:
+        yield master
+    elif master.dtype == torch.int16:
+        single = torch.empty_like(model, dtype=torch.float32)
+        reference_split.join(model, master, single)
+        yield single
+        reference_split.split(row, single, model, master, stats)
+    else:
+        yield master
         reference.cast(row, master, model, stats)

@@ -34,8 +34,9 @@ def _owned(grad: torch.dtype, *others: torch.dtype) -> bool:
 
 
 def _with_models(grad: torch.dtype, *others: torch.dtype) -> bool:
-    *singles, model = others
-    return model in (HALF, BFLOAT) and grad in (SINGLE, model) and all(dtype == SINGLE for dtype in singles)
+    master, *singles, model = others
+    fits = model in (HALF, BFLOAT) and grad in (SINGLE, model) and master in (SINGLE, torch.int16)
+    return fits and all(dtype == SINGLE for dtype in singles)
 
 
 def _operation(name: str, *state: str) -> dict[bool, Operation]:
@@ -115,7 +116,7 @@ def multi_tensor_adam(
 
     Args:
         grads: n tensors, still scaled: float32, or the dtype of ``models[i]``. Read only.
-        masters: n float32 tensors of the same shapes. Written, and so are all the following.
+        masters: n float32 tensors of the same shapes, or int16 remainders to ``models``. Written, as all the following.
         exp_avgs, exp_avg_sqs: n float32 tensors of the same shapes.
         steps: n float32 tensors of one element: how many steps were taken. Counted up.
         options: of the param_groups.
@@ -161,8 +162,8 @@ def multi_tensor_adam(
             count = counts.columns[0][place].add_(1.0)
             largest = kept[2] if max_exp_avg_sqs is not None else None
             o = options[used[place]]
-            reference_steps.adam(grad, master, kept[0], kept[1], largest, float(count), o, factors)
-            reference_steps.narrow(row, master, model, stats)
+            with reference_steps.whole(row, master, model, stats) as single:
+                reference_steps.adam(grad, single, kept[0], kept[1], largest, float(count), o, factors)
         if compiled:
             native.adam(call, counts, options, used, factors, stats if models is not None else None)
 
@@ -185,7 +186,7 @@ def multi_tensor_sgd(
 
     Args:
         grads: n tensors, still scaled: float32, or the dtype of ``models[i]``. Read only.
-        masters: n float32 tensors of the same shapes. Written, and so are all the following.
+        masters: n float32 tensors of the same shapes, or int16 remainders to ``models``. Written, as all the following.
         options: of the param_groups.
         group_of: for each of the n entries, its place in ``options``.
         factors: what gradients are multiplied by.
@@ -222,7 +223,7 @@ def multi_tensor_sgd(
             grad, master, *kept = (column[place] for column in call.columns)
             model = kept.pop() if models is not None else None
             buffer = kept[0] if kept else None
-            reference_steps.sgd(grad, master, buffer, fresh[place], options[used[place]], factors)
-            reference_steps.narrow(row, master, model, stats)
+            with reference_steps.whole(row, master, model, stats) as single:
+                reference_steps.sgd(grad, single, buffer, fresh[place], options[used[place]], factors)
         if compiled:
             native.sgd(call, fresh, options, used, factors, stats if models is not None else None)

@@ -59,6 +59,9 @@ UNSCALE = Operation(
     "float16, bfloat16 or float32 into float32, or float64 into float64",
     1,
 )
+CHECK = Operation(
+    "multi_tensor_check", ("grads", "grads"), lambda grad, _: grad in (HALF, BFLOAT, SINGLE), "float16 to float32"
+)
 L2NORM = Operation("multi_tensor_l2norm", ("tensors",), _any_float, "float16, bfloat16, float32 or float64")
 SCALE = Operation("multi_tensor_scale", ("tensors",), _any_float, "float16, bfloat16, float32 or float64")
 AXPBY = Operation("multi_tensor_axpby", ("xs", "ys", "outs"), _up_to_single, "float16, bfloat16 or float32 each", 2)

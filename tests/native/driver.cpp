@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "../../csrc/api.h"
+#include "../../csrc/api_split.h"
 #include "../../csrc/launch/threads.h"
 
 using namespace fp16opt;
@@ -158,6 +159,20 @@ void run_others(Lists grads, Lists mixed, Lists weights, int threads, Results& r
     results.take(weights.memory[1]);
 }
 
+// Masters to weights and remainders, and back.
+void run_split(Lists lists, int threads, Results& results) {
+    std::vector<int32_t> overflow(kCount, 0);
+    std::vector<int64_t> hashes(kCount, 0), again(kCount, 0);
+    split(lists.table(), lists.pointers(0), lists.pointers(1), lists.pointers(2), overflow.data(), hashes.data(), threads);
+    const Table written(lists.numels, lists.rows, {lists.dtypes[1]}, lists.places);
+    content_hash(written, lists.pointers(1), again.data(), threads);
+    if (hashes != again) throw std::runtime_error("the hash of a split differs from the hash of its weights");
+    const Table back(lists.numels, lists.rows, {lists.dtypes[1], lists.dtypes[2], lists.dtypes[0]}, lists.places);
+    join(back, lists.pointers(1), lists.pointers(2), lists.pointers(0), threads);
+    results.take(overflow);
+    for (const Bytes& memory : lists.memory) results.take(memory);
+}
+
 // Of all results so far, to compare one machine with another. FNV-1a.
 uint64_t digest = 0xcbf29ce484222325ull;
 
@@ -168,6 +183,7 @@ void compare_levels() {
     });
     const Lists mixed(kCount, 3, [] { return std::vector<DType>{any(3), any(3), any(3)}; });
     const Lists weights(kCount, 2, [] { return std::vector<DType>{DType::single, any(2)}; });
+    const Lists splits(kCount, 3, [] { return std::vector<DType>{DType::single, any(2), DType::half}; });
     Lists params(kCount, 1, [] { return std::vector<DType>{any(2)}; });
     for (int i = 0; i < kCount; i += 2) params.resize(size_t(i), grads.numels[size_t(i)]);
     std::vector<uint8_t> add;
@@ -180,6 +196,7 @@ void compare_levels() {
             run_unscale(grads, params, add, threads, results);
             run_clip(grads, threads, results);
             run_others(grads, mixed, weights, threads, results);
+            run_split(splits, threads, results);
             if (first.empty()) first = results.bytes;
             if (first != results.bytes) throw std::runtime_error(std::string((*level)->name) + " gives other bits");
         }

@@ -30,7 +30,7 @@ compile() {
             avx512) more=$avx512 ;;
             *) more="" ;;
         esac
-        for source in cpu cpu_steps; do
+        for source in cpu cpu_steps cpu_split; do
             object=$build/$1-$source-$level.o
             $cxx $flags "$2" $more "-DFP16OPT_LEVEL=$level" -c "$csrc/backends/$source.cpp" -o "$object" &
             jobs="$jobs $!"
@@ -39,7 +39,7 @@ compile() {
     done
     for job in $jobs; do wait "$job"; done
     $cxx $flags "$2" "-DFP16OPT_BASELINE=$baseline" $dispatch "$csrc/backends/cpu_dispatch.cpp" \
-        "$csrc/backends/cpu_operations.cpp" "$csrc/backends/step_operations.cpp" \
+        "$csrc/backends/cpu_operations.cpp" "$csrc/backends/step_operations.cpp" "$csrc/backends/split_operations.cpp" \
         "$csrc/backends/threads.cpp" "$here/driver.cpp" $objects -o "$build/$1"
 }
 

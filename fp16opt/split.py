@@ -1,0 +1,225 @@
+"""SplitParams: masters kept as the model's own 16-bit weights and 16-bit remainders, 4 bytes a parameter instead of 6.
+
+What the wrapped optimizer's groups hold are placeholders: FP32 parameters of the right shape, on the right device,
+under which the optimizer keeps its state. Their values exist while they are stepped; else they read as nan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import kernels
+from .local import different_bits, quoted
+from .masters import HALF_DTYPES, Carry, MasterParams, name_of
+
+CHOICES = ("full", "split")
+
+
+def placeholder(param: Tensor) -> Tensor:
+    """FP32 nan of ``param``'s shape, on its device, in 4 bytes."""
+    shape = param.shape if param.numel() <= 1 else (1,) * param.dim()  # one number must look contiguous
+    return torch.full(shape, float("nan"), dtype=torch.float32, device=param.device).expand(param.shape)
+
+
+def plain_remainder(weight: Tensor) -> Tensor:
+    """int16: what ``weight`` needs beside it to stand for itself."""
+    rest = torch.zeros_like(weight, dtype=torch.int16, requires_grad=False)
+    if weight.dtype == torch.float16:  # with a remainder of 0 an infinite weight would stand for 65520
+        rest.masked_fill_(torch.isinf(weight), -1)
+    return rest
+
+
+@dataclass
+class _Ties:
+    """A tensor whose weights differ from ``.bfloat16()`` of its masters: which, and the hash it would have without."""
+
+    where: tuple[Tensor, ...]
+    weights: Tensor
+    rounded: Tensor
+
+
+class SplitParams(MasterParams):
+    """Model parameters, and the remainders that make masters of those in 16 bits.
+
+    The weights are the model's own tensors, so a write to them is a refresh: it drops the remainders of the tensor.
+
+    Attributes:
+        remainders: int16, by position, in the shape and strides of the model's parameter.
+    """
+
+    keeps_gradients = False
+
+    def __init__(
+        self, groups: list[dict[str, Any]], names: dict[int, str], carry: Carry, makes_masters: bool = True
+    ) -> None:
+        self.remainders: dict[int, Tensor] = {}
+        self._ties: dict[int, _Ties] = {}
+        super().__init__(groups, names, carry, makes_masters)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for i in self.copied:  # copying gave the placeholders memory of their own
+            self.master[i].data = placeholder(self.model[i])
+
+    # -- which parameters ------------------------------------------------------------------------------------------
+
+    def check_group(self, group: dict[str, Any], number: int, names: dict[int, str]) -> None:
+        """As for full masters; tensors that are not plain memory are refused, too."""
+        super().check_group(group, number, names)
+        for place, param in enumerate(group["params"]):
+            if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__ and param.dtype in HALF_DTYPES:
+                where = f"group {number}, param {place}{quoted(name_of(group, place, param, names))}"
+                raise ValueError(
+                    f'{where}: master_weights="split" takes plain tensors, got {type(param).__name__}. '
+                    'Use master_weights="full".'
+                )
+
+    def _give_master(self, i: int, params: list[Tensor], carry: Carry) -> None:
+        model = self.model[i]
+        master = torch.nn.Parameter(placeholder(model), requires_grad=True)
+        master.__dict__.update(model.__dict__)
+        carry(model, master)
+        self.master[i] = master
+        self.remainders[i] = plain_remainder(model.detach())
+        params[self.places[i][1]] = master
+
+    # -- masters, and what they are made of ------------------------------------------------------------------------
+
+    def like(self, i: int) -> Tensor:
+        """New FP32 memory in the shape and strides that a full master would have."""
+        return torch.empty_like(self.model[i], dtype=torch.float32, requires_grad=False)
+
+    def operand(self, i: int) -> Tensor:
+        """The remainder, which with the weight is the master; or the parameter, where it is its own."""
+        return self.remainders.get(i, self.master[i])
+
+    def decoded(self, positions: Sequence[int]) -> list[Tensor]:
+        """New FP32 tensors with the masters' values, in the strides that full masters would have. One device."""
+        outs = [self.like(i) for i in positions]
+        models = [self.model[i].detach() for i in positions]
+        kernels.multi_tensor_join(models, [self.remainders[i] for i in positions], outs)
+        return outs
+
+    def saved(self) -> list[Tensor | None]:
+        """Canonical FP32 masters, made for this call; None where a parameter is its own."""
+        self.verify()
+        split = set(self.copied)
+        return [self.decoded([i])[0] if i in split else None for i in range(len(self))]
+
+    def take_loaded(self, masters: Sequence[Tensor | None]) -> None:
+        """Masters take the values of what :meth:`saved` gave, into which a checkpoint was loaded."""
+        with torch.no_grad():
+            for shard in self.shards:
+                values = [masters[i] for i in shard.copied]
+                rests = [self.remainders[i] for i in shard.copied]
+                if values:
+                    models = [self.model[i] for i in shard.copied]
+                    kernels.multi_tensor_split(values, models, rests, shard.cast)
+            self._ties = {i: ties for i in self.copied if (ties := self._find_ties(i, masters[i])) is not None}
+        self.record_versions()
+
+    def _find_ties(self, i: int, master: Tensor | None) -> _Ties | None:
+        model = self.model[i].detach()
+        if master is None or model.dtype != torch.bfloat16:
+            return None
+        rounded = torch.empty_like(model)
+        scratch = kernels.CastStats.allocate(1, model.device)
+        kernels.multi_tensor_cast([master], [rounded], scratch)
+        where = torch.nonzero(different_bits(rounded, model).view(model.shape), as_tuple=True)
+        return _Ties(where, model[where], scratch.hashes) if model.dim() and where[0].numel() else None
+
+    def copy_down(self) -> None:
+        """Nothing to do: the weights are part of the masters."""
+        self.record_versions()
+
+    def stepped(self) -> None:
+        """Weights and remainders were written by a step."""
+        self._ties = {}
+        self.record_versions()
+
+    def written_masters(self, versions: Sequence[int]) -> list[int]:
+        """None: users write the model instead."""
+        return []
+
+    # -- writes behind the wrapper's back ----------------------------------------------------------------------------
+
+    def differs(self, i: int) -> bool:
+        """Whether parameter ``i``, whose hash has changed, was written.
+
+        A checkpoint of full masters goes with a model rounded to even on ties: loading that model too is no write.
+        """
+        ties = self._ties.get(i)
+        if ties is None:
+            return True
+        now = torch.zeros_like(ties.rounded)
+        model = self.model[i].detach()
+        kernels.multi_tensor_hash([model], now)
+        if not torch.equal(now, ties.rounded):
+            return True
+        with torch.no_grad():
+            model[ties.where] = ties.weights
+        return False
+
+    def take_from_model(self, positions: Iterable[int]) -> None:
+        """Masters take the model's values, in all elements: what the weights were before is not known."""
+        for i in positions:
+            self.remainders[i].copy_(plain_remainder(self.model[i].detach()))
+            self._ties.pop(i, None)
+        self.record_all()
+
+    def refresh(self) -> None:
+        """Every master takes its model parameter's value."""
+        self.take_from_model(self.copied)
+
+    # -- for users ---------------------------------------------------------------------------------------------------
+
+    def shown(self) -> Iterator[Tensor]:
+        """Masters decoded as they are asked for, with their gradients; and parameters that are their own."""
+        self.verify()
+        split = set(self.copied)
+        for i, master in enumerate(self.master):
+            yield DecodedMaster.of(self.decoded([i])[0], master) if i in split else master
+
+    def fp32_state(self, model: torch.nn.Module) -> dict[str, Any]:
+        """``model.state_dict()`` with decoded masters for parameters that have one, under all their names."""
+        state: dict[str, Any] = model.state_dict(keep_vars=True)
+        position = {id(self.model[i]): i for i in self.copied}
+        made: dict[int, Tensor] = {}
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                i = position.get(id(value))
+                if i is not None and i not in made:
+                    made[i] = self.decoded([i])[0]
+                state[name] = value.detach() if i is None else made[i]
+        return state
+
+    def summary(self) -> str:
+        """Counts of the kinds of parameters, for ``repr``."""
+        return super().summary().replace("with FP32 masters", "with split masters")
+
+
+class DecodedMaster(torch.nn.Parameter):
+    """A split master's value at the time that it was asked for. Its gradient is the master's: edits to it count."""
+
+    _of: Tensor
+
+    @classmethod
+    def of(cls, value: Tensor, master: Tensor) -> DecodedMaster:
+        """``value`` with the gradient of ``master``."""
+        made = torch.Tensor._make_subclass(cls, value, True)
+        made._of = master
+        return made
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The master's gradient: float32, or None."""
+        return self._of.grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._of.grad = value

@@ -1,0 +1,488 @@
+"""certify: each check told apart by an optimizer that is wrong in exactly that, and by ones that are right."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from specs import CASES, params_of
+
+import fp16opt
+from fp16opt import Check, Report, certify, targets
+from fp16opt.certify import check_bucket_invariant
+from fp16opt.trials import same_bits
+
+CHECKS = [
+    *["none_grad", "fp32_state", "bucket_invariant", "deterministic"],
+    *["closure", "found_inf", "state_dict", "capturable"],
+]
+
+
+class Right(torch.optim.Optimizer):
+    """Momentum, with the step counted in a tensor: nothing is wrong with it. Subclasses break one thing each."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": 0.01})
+
+    def begin(self, p: torch.Tensor) -> dict[str, Any]:
+        return {"momentum_buffer": torch.zeros_like(p)}
+
+    def direction(self, p: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        assert p.grad is not None
+        state["momentum_buffer"].mul_(0.9).add_(p.grad)
+        return state["momentum_buffer"]
+
+    def parameters(self, group: dict[str, Any]) -> list[torch.Tensor]:
+        return [p for p in group["params"] if p.grad is not None]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            for p in self.parameters(group):
+                if p not in self.state:
+                    self.state[p] = self.begin(p)
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(group["lr"] * self.direction(p, self.state[p]))
+        return loss
+
+
+class DecaysAll(Right):
+    def parameters(self, group: dict[str, Any]) -> list[torch.Tensor]:
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        return list(group["params"])
+
+
+class MovesOnMomentum(Right):
+    """Right at first; moves a parameter that loses its gradient."""
+
+    def parameters(self, group: dict[str, Any]) -> list[torch.Tensor]:
+        return [p for p in group["params"] if p.grad is not None or p in self.state]
+
+    def direction(self, p: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        if p.grad is None:
+            return state["momentum_buffer"]
+        return super().direction(p, state)
+
+
+class CountsWithoutGradient(Right):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for state in self.state.values():
+            state["age"] = state.get("age", 0) + 1
+        return super().step(closure)
+
+
+class HalfState(Right):
+    def begin(self, p: torch.Tensor) -> dict[str, Any]:
+        return {"momentum_buffer": torch.zeros_like(p, dtype=torch.bfloat16)}
+
+
+class Quantised(Right):
+    def begin(self, p: torch.Tensor) -> dict[str, Any]:
+        return {**super().begin(p), "codes": torch.zeros(p.shape, dtype=torch.uint8)}
+
+
+class ClipsGlobally(Right):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        return super().step(closure)
+
+
+class CountsInItself(Right):
+    """The second sub-group of a step meets another count than the first."""
+
+    calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.calls
+        return super().step(closure)
+
+
+class KeepsItsGradient(Right):
+    """The state is the gradient's own memory."""
+
+    def begin(self, p: torch.Tensor) -> dict[str, Any]:
+        return {"last": p.grad}
+
+    def direction(self, p: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        assert p.grad is not None
+        last, state["last"] = state["last"], p.grad
+        return p.grad + last
+
+
+class CountsInGroup(Right):
+    """As schedule-free optimizers do: each sub-group starts from the group's settings, so this is no fault."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["counted"] = group.get("counted", torch.zeros(())).add_(1)
+            group["lr"] = 0.1 / group["k"] / float(group["counted"])
+        return super().step(closure)
+
+
+class Noisy(Right):
+    def direction(self, p: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        return super().direction(p, state) + 1e-3 * torch.rand_like(p)
+
+
+class NeedsClosure(Right):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            closure()
+        return super().step()
+
+
+class DoesNothing(Right):
+    def step(self, closure: Any = None) -> Any:
+        return None
+
+
+class IgnoresFlag(Right):
+    _step_supports_amp_scaling = True
+
+
+class HonoursFlag(Right):
+    _step_supports_amp_scaling = True
+    leaves_behind = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        skip, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if skip is not None and float(skip):
+            if self.leaves_behind:
+                for p in self.param_groups[0]["params"]:
+                    self.state[p] = {"momentum_buffer": torch.empty_like(p)}
+            return None
+        if scale is not None:
+            for p in self.param_groups[0]["params"]:
+                p.grad = p.grad / scale
+        return super().step(closure)
+
+
+class LeavesGarbage(HonoursFlag):
+    leaves_behind = True
+
+
+class IgnoresScale(HonoursFlag):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if hasattr(self, "grad_scale"):
+            self.grad_scale = None
+        return super().step(closure)
+
+
+class LosesMomentum(Right):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "state": {}}
+
+
+class ForgetsLr(Right):
+    """What a step needs is outside of state and groups."""
+
+    pace = 0.1
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.pace *= 0.5
+        for group in self.param_groups:
+            group["lr"] = self.pace
+        return super().step(closure)
+
+
+class ReadsOnHost(Right):
+    def direction(self, p: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        return super().direction(p, state) * min(1.0, p.abs().sum().item())
+
+
+class CountsInPython(Right):
+    def direction(self, p: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        state["step"] = state.get("step", 0) + 1
+        return super().direction(p, state)
+
+
+class Raises(Right):
+    def step(self, closure: Any = None) -> Any:
+        raise ArithmeticError("the 13th of the month")
+
+
+class RaisesOnNone(Right):
+    def parameters(self, group: dict[str, Any]) -> list[torch.Tensor]:
+        if any(p.grad is None for p in group["params"]):
+            raise KeyError("no gradient for you")
+        return list(group["params"])
+
+
+def failed(report: Report) -> set[str]:
+    return {name for name, check in report.checks.items() if check.passed is False}
+
+
+def test_nothing_is_wrong_with_the_right_one() -> None:
+    report = certify(Right)
+    assert failed(report) == set(), report
+    assert list(report.checks) == CHECKS
+    assert report.ok is True
+    assert report.checks["found_inf"].passed is None
+    if not torch.cuda.is_available():
+        assert report.checks["capturable"].passed is None
+        assert "no CUDA device" in report.checks["capturable"].detail
+
+
+WRONG: list[tuple[type[Right], set[str], str]] = [
+    (DecaysAll, {"none_grad"}, "never had a gradient was changed"),
+    (MovesOnMomentum, {"none_grad"}, "gradient is None after steps with one was changed"),
+    (CountsWithoutGradient, {"none_grad", "bucket_invariant", "capturable"}, "state of a parameter"),
+    (HalfState, {"fp32_state", "state_dict"}, "momentum_buffer is bfloat16"),
+    (ClipsGlobally, {"bucket_invariant"}, "after step 1 parameter"),
+    (KeepsItsGradient, {"bucket_invariant"}, "after step 1 state of parameter 0"),
+    (CountsInItself, {"bucket_invariant", "state_dict"}, "after step 1 parameter"),
+    (Noisy, {"deterministic", "bucket_invariant", "state_dict"}, "other random states"),
+    (NeedsClosure, {"closure", "bucket_invariant", "capturable"}, "does not step without a closure"),
+    (DoesNothing, {"closure"}, "moved no parameter"),
+    (IgnoresFlag, {"found_inf"}, "step 1 changed a parameter although found_inf was 1"),
+    (LeavesGarbage, {"found_inf"}, "left something behind"),
+    (IgnoresScale, {"found_inf"}, "grad_scale = 4"),
+    (LosesMomentum, {"state_dict"}, "goes on differently"),
+    (ForgetsLr, {"state_dict", "bucket_invariant"}, "goes on differently"),
+    (ReadsOnHost, {"capturable"}, "reads numbers"),
+    (CountsInPython, {"capturable"}, "Python numbers"),
+    (RaisesOnNone, {"none_grad"}, "KeyError: 'no gradient for you'"),
+]
+
+
+@pytest.mark.parametrize(("cls", "checks", "words"), WRONG, ids=lambda value: getattr(value, "__name__", ""))
+def test_each_fault_fails_its_check(cls: type[Right], checks: set[str], words: str) -> None:
+    report = certify(cls)
+    assert failed(report) == checks, report
+    assert any(words in check.detail for check in report.checks.values() if check.passed is False), report
+    assert report.ok is (not checks & {"none_grad", "fp32_state", "deterministic", "state_dict"})
+
+
+@pytest.mark.parametrize("cls", [HonoursFlag, CountsInGroup, Quantised])
+def test_no_fault_is_found_where_there_is_none(cls: type[Right]) -> None:
+    report = certify(cls)
+    # torch's load_state_dict gives integer state the parameter's dtype, so a plain round trip is not one.
+    expected = {CountsInGroup: {"capturable"}, Quantised: {"state_dict"}}.get(cls, set())
+    assert failed(report) == expected, report
+    assert report.checks["found_inf"].passed is (True if cls is HonoursFlag else None)
+
+
+def test_quantised_state_is_told() -> None:
+    assert "codes" in certify(Quantised).checks["fp32_state"].detail
+
+
+def test_a_step_that_always_raises_fails_all_and_is_quoted() -> None:
+    report = certify(Raises)
+    assert failed(report) == set(CHECKS)
+    assert all("ArithmeticError: the 13th of the month" in check.detail for check in report.checks.values())
+    assert not report.ok
+    assert "not ok" in str(report)
+
+
+def test_the_report_is_a_table() -> None:
+    report = certify(HalfState)
+    lines = str(report).splitlines()
+    assert "HalfState: not ok" in lines[0]
+    assert [line.split()[0] for line in lines[1:] if line.startswith("  ") and not line.startswith("   ")] == CHECKS
+    assert "FAIL" in next(line for line in lines if "fp32_state" in line)
+    assert max(map(len, lines)) <= 120
+
+
+def test_ok_looks_at_four_checks() -> None:
+    passed = {name: Check(True, "") for name in CHECKS}
+    for name in CHECKS:
+        report = Report("Some", "", {**passed, name: Check(False, "why")})
+        assert report.ok is (name not in ("none_grad", "fp32_state", "deterministic", "state_dict"))
+        assert Report("Some", "", {**passed, name: Check(None, "why")}).ok
+
+
+def test_random_state_settings_and_arguments_are_left_as_they_were() -> None:
+    torch.manual_seed(5)
+    random.seed(5)
+    before, other = torch.get_rng_state(), random.getstate()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    with torch.no_grad():
+        certify(Noisy)
+        certify(lambda params: (torch.manual_seed(1), HonoursFlag(params))[1])
+        assert not torch.is_grad_enabled()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert random.getstate() == other
+    assert torch.are_deterministic_algorithms_enabled() is deterministic
+    assert torch.utils.deterministic.fill_uninitialized_memory is fills
+
+
+def test_it_is_the_same_under_another_default_dtype() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        report = certify(lambda params: torch.optim.AdamW(params, lr=0.01))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert report.ok, report
+    assert report.checks["bucket_invariant"].passed, report
+
+
+@pytest.mark.parametrize("case", params_of(CASES))
+def test_every_torch_optimizer(case: Any) -> None:
+    began = time.monotonic()
+    report = certify(case.make)
+    assert time.monotonic() - began < 30
+    assert report.ok, report
+    expected: dict[str, bool | None] = {"found_inf": None, "bucket_invariant": case.kind != "closure"}
+    expected["closure"] = case.kind != "closure"
+    if case.kwargs.get("fused"):
+        faulty = case.cls == "SGD" and case.kwargs.get("momentum") and torch.__version__ >= "2.4"
+        expected["found_inf"] = not faulty
+    for name, passed in expected.items():
+        assert report.checks[name].passed is passed, report
+
+
+THIRD_PARTY: list[tuple[str, str, dict[str, Any], set[str]]] = [
+    ("lion_pytorch", "Lion", {}, set()),
+    ("schedulefree", "AdamWScheduleFree", {}, set()),
+    ("schedulefree", "RAdamScheduleFree", {}, set()),
+    ("pytorch_optimizer", "Lamb", {}, set()),
+    ("pytorch_optimizer", "AdaFactor", {}, {"fp32_state"}),
+    ("optimi", "StableAdamW", {"lr": 1e-2}, set()),
+    ("prodigyopt", "Prodigy", {}, {"bucket_invariant"}),
+]
+
+
+@pytest.mark.parametrize(("module", "cls", "kwargs", "wrong"), THIRD_PARTY, ids=lambda value: str(value))
+def test_third_party_packages(module: str, cls: str, kwargs: dict[str, Any], wrong: set[str]) -> None:
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not installed")
+    report = certify(lambda params: getattr(importlib.import_module(module), cls)(params, **kwargs))
+    assert failed(report) - {"capturable"} == wrong, report
+
+
+@pytest.mark.parametrize("package", ["bitsandbytes", "torchao"])
+def test_quantised_optimizers_of_packages(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    if package == "bitsandbytes":
+        from bitsandbytes.optim import AdamW8bit as Quantising
+    else:
+        from torchao.optim import AdamW8bit as Quantising
+    report = certify(Quantising)
+    assert report.checks["none_grad"].passed is not False, report
+
+
+def test_the_check_alone_says_the_same() -> None:
+    for factory in (Right, ClipsGlobally, Raises, lambda params: 3):
+        alone = check_bucket_invariant(factory)
+        if factory in (Right, ClipsGlobally, Raises):
+            assert alone == certify(factory).checks["bucket_invariant"]
+        else:
+            assert alone.passed is False
+            assert "expected it to return a torch.optim.Optimizer, got int" in alone.detail
+
+
+def _refuses(_: Any) -> torch.optim.Optimizer:
+    raise LookupError("not today")
+
+
+@pytest.mark.parametrize(
+    ("factory", "error", "match"),
+    [
+        (3, TypeError, r"optimizer_factory: expected a callable .* got int"),
+        (lambda params: "Adam", TypeError, r"expected it to return a torch.optim.Optimizer, got str"),
+        (_refuses, ValueError, r"could not make an optimizer: LookupError: not today"),
+    ],
+)
+def test_refusals(factory: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        certify(factory)
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "error", "match"),
+    [
+        ("torch.optim", [], ValueError, r"expected package.module:Class, got 'torch.optim'"),
+        ("no_such_package:SGD", [], ValueError, r"no_such_package can't be imported: ModuleNotFoundError"),
+        ("torch.optim:Sgd", [], ValueError, r"torch.optim has no Sgd"),
+        ("torch:__version__", [], TypeError, r"expected an optimizer class, got TorchVersion"),
+        ("torch.optim:SGD", ["fast"], ValueError, r"expected name=value, got 'fast'"),
+    ],
+)
+def test_targets_that_are_refused(target: str, options: list[str], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        targets.load(target, options)
+
+
+def test_targets_with_options() -> None:
+    made = targets.load("torch.optim:AdamW", ["betas=(0.5, 0.75)", "amsgrad=True"])([torch.ones(2)])
+    assert made.defaults["betas"] == (0.5, 0.75)
+    assert made.defaults["amsgrad"] is True
+
+    class NoDefault(Right):
+        def __init__(self, params: Any, lr: float, word: str = "") -> None:
+            super().__init__(params, lr)
+            self.word = word
+
+    module = type(sys)("certify_target_of_this_test")
+    module.NoDefault = NoDefault  # type: ignore[attr-defined]
+    sys.modules[module.__name__] = module
+    try:
+        made = targets.load(f"{module.__name__}:NoDefault", ["word=fast"])([torch.ones(2)])
+    finally:
+        del sys.modules[module.__name__]
+    assert (made.defaults["lr"], made.word) == (1e-3, "fast")  # type: ignore[attr-defined]
+
+
+def run_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(fp16opt.__file__).parent.parent)}
+    command = [sys.executable, "-m", "fp16opt", "certify", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "class Half(torch.optim.SGD):\n"
+        "    def step(self, closure=None):\n"
+        "        super().step(closure)\n"
+        "        for p in self.param_groups[0]['params']:\n"
+        "            self.state[p]['low'] = torch.zeros(3, dtype=torch.float16)\n"
+    )
+    good = run_command(tmp_path, "torch.optim:SGD", "momentum=0.9", "fused=True")
+    assert good.returncode == 0, good.stderr
+    assert "torch.optim.sgd.SGD: ok" in good.stdout
+    assert "FAIL" in good.stdout  # torch's fused momentum step, under found_inf: chooses a mode and no more
+    bad = run_command(tmp_path, "mine:Half")
+    assert bad.returncode == 1, bad.stderr
+    assert "low is float16" in bad.stdout
+    for arguments in (("mine:Nothing",), ("mine:Half", "lr=-1"), ()):
+        none = run_command(tmp_path, *arguments)
+        assert (none.returncode, none.stdout) == (2, "")
+        assert len(none.stderr.strip().splitlines()) == 1
+
+
+def test_the_harness_compares_bits() -> None:
+    """`same_bits` is what all checks rest on."""
+    same = same_bits
+    nan = float("nan")
+    tensor = torch.tensor([1.0, nan, -0.0])
+    for a in (tensor, {"a": [1, (tensor, None)]}, nan, [], "x", torch.eye(3).to_sparse()):
+        assert same(a, copy.deepcopy(a))
+    other = torch.tensor([1.0, nan, 0.0])
+    for a, b in ((tensor, other), (tensor, tensor[:2]), (1, 2), (1, 1.0), ([1], [1, 1]), ({"a": 1}, {"b": 1})):
+        assert not same(a, b)
