@@ -41,8 +41,7 @@ class MixedPrecisionOptimizer(Optimizer):
             and ``fp32_state_dict``: "refresh" takes what differs into the masters and logs a warning, "error" raises,
             "ignore" does not look.
         master_weights: "full": FP32 masters. "none": the optimizer steps 16-bit parameters, and loses small updates.
-        fused_step: True steps SGD, Adam and AdamW by one kernel that unscales, clips, steps and rounds in one pass, in
-            the formulas of torch with every operation rounded; "auto" where that applies. See ``repr``.
+        fused_step: True: one kernel steps SGD, Adam or AdamW in a single pass; "auto": where it can (see ``repr``).
 
     Raises:
         TypeError: ``optimizer`` is no torch Optimizer, or wrapped already.
@@ -80,8 +79,8 @@ class MixedPrecisionOptimizer(Optimizer):
             raise TypeError("optimizer: expected an optimizer that is not wrapped yet, got a MixedPrecisionOptimizer.")
         check_choice("grad_accumulation", grad_accumulation, _ACCUMULATION)
         check_choice("on_model_write", on_model_write, writes.POLICIES)
-        check_fused_step(fused_step, optimizer)
         check_choice("master_weights", master_weights, _MASTER_WEIGHTS)
+        check_fused_step(fused_step, optimizer, master_weights)
         self.scaler = make_scaler(dynamic, loss_scale, scaler)
         self.optimizer = optimizer
         self.grad_accumulation = grad_accumulation
@@ -344,8 +343,7 @@ class MixedPrecisionOptimizer(Optimizer):
         groups = self.optimizer.param_groups
         before = self._params.counted_versions(groups)
         try:
-            fused = waiting.fused_step(self._grads, self._fused, found_inf)
-            loss = wrapped.run_step(self.optimizer, found_inf, closure, fused)
+            loss = wrapped.run_step(self.optimizer, found_inf, closure, waiting.fused_step(self, found_inf))
         except wrapped.StepFailed as failed:
             if closure is None and (failed.completed or self._params.counted_versions(groups) != before):
                 self._copy_down()
@@ -355,10 +353,7 @@ class MixedPrecisionOptimizer(Optimizer):
         return loss
 
     def _copy_down(self) -> None:
-        if self._fused.wrote_models():
-            self._params.record_versions()
-        else:
-            self._params.copy_down()
+        self._fused.copy_down()
         self._late.look(self._params, self._device, self._warned)
 
     def _finish(self, skipped: bool | Tensor) -> None:

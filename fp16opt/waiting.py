@@ -16,6 +16,7 @@ from .masters import MasterParams, Shard
 
 if TYPE_CHECKING:
     from .accumulation import Accumulation
+    from .optimizer import MixedPrecisionOptimizer
 
 
 class WaitingGrads(MasterGrads):
@@ -156,6 +157,7 @@ def look_again(grads: MasterGrads, steps: Accumulation) -> None:
         grads.look_again(steps)
 
 
-def fused_step(grads: MasterGrads, fused: FusedStep, found_inf: Tensor | None) -> Callable[..., Any] | None:
+def fused_step(engine: MixedPrecisionOptimizer, found_inf: Tensor | None) -> Callable[..., Any] | None:
     """What steps in place of the wrapped optimizer, or None; see :meth:`FusedStep.stand_in`."""
-    return fused.stand_in(grads.deferred, found_inf) if isinstance(grads, WaitingGrads) else None
+    grads = engine._grads
+    return engine._fused.stand_in(grads.deferred, found_inf) if isinstance(grads, WaitingGrads) else None

@@ -111,7 +111,6 @@ struct Watch {
 
     FP16OPT_HD void block(int64_t i) {
         Narrow narrow;
-        prefetch_block(reinterpret_cast<const Half*>(values) + i);
         load(static_cast<const void*>(values + 2 * i), narrow);
         blocks.add(narrow);
         if (i % every == 0) add_sample(i, narrow);
@@ -159,7 +158,6 @@ struct UnscaleLoop {
     FP16OPT_HD double run(const From* grad, float* out, int64_t n) {
         int64_t i = 0;
         for (; i + kBlock <= n; i += kBlock) {
-            if (!kWrites) prefetch_block(grad + i);
             if (kWatches) watch.block(i);
             block(grad + i, kWrites ? out + i : nullptr, kBlock);
         }

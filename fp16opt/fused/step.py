@@ -22,15 +22,17 @@ if TYPE_CHECKING:
 CHOICES = (False, True, "auto")
 logger = logging.getLogger("fp16opt")
 
+_NO_MASTERS = "there are no FP32 masters (master_weights='none')"
 Key = tuple[bool, bool, tuple[str, ...]]
 
 
-def check_fused_step(wanted: object, optimizer: Optimizer) -> None:
+def check_fused_step(wanted: object, optimizer: Optimizer, master_weights: str = "full") -> None:
     """Raise unless ``fused_step=wanted`` can be had for an optimizer that is about to be wrapped.
 
     Args:
         wanted: False, True or "auto".
         optimizer: it still holds the model's parameters.
+        master_weights: of the wrapper.
 
     Raises:
         ValueError: it is none of the three, or True and the optimizer can't be served; says why.
@@ -42,6 +44,8 @@ def check_fused_step(wanted: object, optimizer: Optimizer) -> None:
     places = [(g, k, p) for g, group in enumerate(optimizer.param_groups) for k, p in enumerate(group["params"])]
     names = [f"group {g}, param {k}" for g, k, _ in places]
     reason = obstacle(optimizer, [param for _, _, param in places], names)
+    if master_weights == "none":
+        reason = reason or _NO_MASTERS
     if reason:
         raise ValueError(
             f"fused_step=True can't be served: {reason}. Use fused_step=False, which steps the wrapped optimizer "
@@ -76,6 +80,8 @@ class FusedStep:
         if self._fixed or self._known is not self.params.shards:  # parameters came, or what was in the way may be gone
             self._fixed = obstacle(self.optimizer, self.params.model, self.params.names)
             self._known = self.params.shards
+            if not self.params.makes_masters and self.params.own_halves:
+                self._fixed = _NO_MASTERS
         return self._fixed or changing_obstacle(self.optimizer)
 
     def describe(self) -> str:
@@ -131,10 +137,13 @@ class FusedStep:
         hooked = Optimizer.profile_hook_step(step)
         return lambda *closure: hooked(self.optimizer, *closure)
 
-    def wrote_models(self) -> bool:
-        """Whether every 16-bit parameter was left holding its rounded master by the last step. To be asked once."""
+    def copy_down(self) -> None:
+        """After a step: bring masters to the model, unless the kernel did and nobody wrote a master since."""
         written, self._written = self._written, None
-        return written is not None and written == self.params.versions()
+        if written is not None and written == self.params.versions():
+            self.params.record_versions()
+        else:
+            self.params.copy_down()
 
     def _run(self, grads: DeferredGrads, found_inf: Tensor | None) -> None:
         """All lists are made, and with them all that can't be served is found, before the first is stepped."""

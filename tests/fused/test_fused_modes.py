@@ -67,6 +67,13 @@ def test_other_values_are_refused(wanted: Any) -> None:
         MixedPrecisionOptimizer(SGD([half(2)], lr=0.1), fused_step=wanted)
 
 
+def test_without_masters_nothing_is_fused() -> None:
+    with pytest.raises(ValueError, match=r"fused_step=True can't be served: there are no FP32 masters"):
+        MixedPrecisionOptimizer(SGD([half(2)], lr=0.1), fused_step=True, master_weights="none")
+    opt = MixedPrecisionOptimizer(SGD([half(2)], lr=0.1), fused_step="auto", master_weights="none")
+    assert "step: general (there are no FP32 masters" in repr(opt)
+
+
 def test_the_default_steps_the_wrapped_optimizer() -> None:
     opt = MixedPrecisionOptimizer(SGD([half(2)], lr=0.1))
     assert "step: general (fused_step=False)" in repr(opt)

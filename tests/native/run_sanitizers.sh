@@ -30,14 +30,17 @@ compile() {
             avx512) more=$avx512 ;;
             *) more="" ;;
         esac
-        object=$build/$1-$level.o
-        $cxx $flags "$2" $more "-DFP16OPT_LEVEL=$level" -c "$csrc/backends/cpu.cpp" -o "$object" &
-        jobs="$jobs $!"
-        objects="$objects $object"
+        for source in cpu cpu_steps; do
+            object=$build/$1-$source-$level.o
+            $cxx $flags "$2" $more "-DFP16OPT_LEVEL=$level" -c "$csrc/backends/$source.cpp" -o "$object" &
+            jobs="$jobs $!"
+            objects="$objects $object"
+        done
     done
     for job in $jobs; do wait "$job"; done
     $cxx $flags "$2" "-DFP16OPT_BASELINE=$baseline" $dispatch "$csrc/backends/cpu_dispatch.cpp" \
-        "$csrc/backends/cpu_operations.cpp" "$csrc/backends/threads.cpp" "$here/driver.cpp" $objects -o "$build/$1"
+        "$csrc/backends/cpu_operations.cpp" "$csrc/backends/step_operations.cpp" \
+        "$csrc/backends/threads.cpp" "$here/driver.cpp" $objects -o "$build/$1"
 }
 
 echo "address and undefined behaviour:"
