@@ -17,8 +17,6 @@ from . import kernels
 from .local import different_bits, quoted
 from .masters import HALF_DTYPES, Carry, MasterParams, name_of
 
-CHOICES = ("full", "split")
-
 
 def placeholder(param: Tensor) -> Tensor:
     """FP32 nan of ``param``'s shape, on its device, in 4 bytes."""

@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import kernels, wrapped
-from .arguments import check_choice
 from .buckets import BucketSteps, settings_of
 from .certify import check_bucket_invariant
 from .fused.deferred import stored_grad
-from .split import CHOICES, SplitParams, placeholder
+from .split import SplitParams, placeholder
 
 if TYPE_CHECKING:
     from .fused.deferred import DeferredGrads
@@ -145,7 +144,6 @@ def choose(master_weights: str, on_model_write: str, optimizer: Optimizer) -> St
     Raises:
         ValueError: An unknown choice, or one that does not go with the others or with the optimizer.
     """
-    check_choice("master_weights", master_weights, CHOICES)
     if master_weights != "split":
         return None
     if on_model_write == "ignore":

@@ -12,7 +12,6 @@ before. Leaving it out changes nothing but the time.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Literal
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from . import cuda, native, reference
+from .checks import accumulate_flags, as_single, check_grad_stats, check_result
 from .splitting import multi_tensor_join, multi_tensor_split
 from .stats import INF, NAN, NOT_FINITE, TOO_LARGE, CastStats, GradStats, sum_dtype
 from .tables import (
@@ -89,42 +89,6 @@ def _compiled(device: torch.device) -> ModuleType | None:
     return cuda if cuda.serves(device) else None
 
 
-def _check_result(
-    operation: str, name: str, tensor: Tensor, numel: int, dtype: torch.dtype, device: torch.device | None
-) -> None:
-    """Raise unless ``tensor`` is contiguous with ``numel`` elements of ``dtype`` (None entries of a list count)."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{operation}: {name} must be a tensor, got {type(tensor).__name__}.")
-    if tensor.dtype != dtype:
-        raise TypeError(f"{operation}: {name} must be {str(dtype)[6:]}, got {str(tensor.dtype)[6:]}.")
-    if tensor.device != device:
-        raise ValueError(f"{operation}: {name} must be on {device} like the tensors of the call, got {tensor.device}.")
-    if tensor.numel() != numel or not tensor.is_contiguous():
-        raise ValueError(
-            f"{operation}: {name} must be contiguous with {numel} element(s), got shape {tuple(tensor.shape)} and "
-            f"strides {tensor.stride()}."
-        )
-
-
-def _check_grad_stats(stats: GradStats, count: int, device: torch.device) -> None:
-    wide, name = sum_dtype(device), UNSCALE.name
-    _check_result(name, "stats.nonfinite", stats.nonfinite, count, torch.int32, device)
-    _check_result(name, "stats.sumsq", stats.sumsq, count, wide, device)
-    _check_result(name, "stats.norm", stats.norm, 1, wide, device)
-    _check_result(name, "stats.found_inf", stats.found_inf, 1, torch.float32, device)
-
-
-def _accumulate_flags(accumulate: bool | Sequence[bool], rows: list[int], count: int) -> bool | list[bool]:
-    """One flag for all, or one for each row in use."""
-    if isinstance(accumulate, bool):
-        return accumulate
-    if len(accumulate) != count:
-        raise ValueError(
-            f"{UNSCALE.name}: accumulate has {len(accumulate)} entries, grads has {count}. Give one bool, or one each."
-        )
-    return [bool(accumulate[i]) for i in rows]
-
-
 def _watched_call(
     name: str, watch: Watch | None, count: int, device: torch.device, compiled: ModuleType | None
 ) -> Call | None:
@@ -139,8 +103,8 @@ def _watched_call(
         )
     if call.plan.device is not None and call.plan.device != device:
         raise ValueError(f"{name}: watch.params are on {call.plan.device}, the gradients on {device}.")
-    _check_result(name, "watch.hashes", watch.hashes, count, torch.int64, device)
-    _check_result(name, "watch.samples", watch.samples, count, torch.int64, device)
+    check_result(name, "watch.hashes", watch.hashes, count, torch.int64, device)
+    check_result(name, "watch.samples", watch.samples, count, torch.int64, device)
     _hash_indirect(call, watch.hashes, False, compiled)
     _hash_indirect(call, watch.samples, True, compiled)
     return call
@@ -193,9 +157,9 @@ def multi_tensor_unscale(
     with torch.no_grad():
         call = call_for(UNSCALE, (grads, outs), tables)
         device = call.plan.device or stats.norm.device
-        _check_result(UNSCALE.name, "inv_scale", inv_scale, 1, torch.float32, device)
-        _check_grad_stats(stats, call.plan.count, device)
-        adds = _accumulate_flags(accumulate, call.plan.rows, call.plan.count)
+        check_result(UNSCALE.name, "inv_scale", inv_scale, 1, torch.float32, device)
+        check_grad_stats(stats, call.plan.count, device)
+        adds = accumulate_flags(accumulate, call.plan.rows, call.plan.count)
         if not write and accumulate is not False:
             raise ValueError(f"{UNSCALE.name}: write=False goes with accumulate=False only.")
         compiled = _compiled(device)
@@ -236,8 +200,8 @@ def multi_tensor_check(
     with torch.no_grad():
         call = call_for(CHECK, (grads, grads), tables)
         device = call.plan.device or stats.norm.device
-        _check_result(CHECK.name, "inv_scale", inv_scale, 1, torch.float32, device)
-        _check_grad_stats(stats, call.plan.count, device)
+        check_result(CHECK.name, "inv_scale", inv_scale, 1, torch.float32, device)
+        check_grad_stats(stats, call.plan.count, device)
         compiled = _compiled(device) if backend(device) == "cpu" else None
         watched = _watched_call(CHECK.name, watch, call.plan.count, device, compiled)
         for place, row in call.for_reference(compiled is not None):
@@ -282,8 +246,8 @@ def multi_tensor_unscale_clipped(
         call = call_for(UNSCALE, (grads, outs), tables)
         device = call.plan.device or inv_scale.device
         name = "multi_tensor_unscale_clipped"
-        _check_result(name, "inv_scale", inv_scale, 1, torch.float32, device)
-        _check_result(name, "factor", factor, 1, torch.float32, device)
+        check_result(name, "inv_scale", inv_scale, 1, torch.float32, device)
+        check_result(name, "factor", factor, 1, torch.float32, device)
         compiled = _compiled(device)
         watched = _watched_call(name, watch, call.plan.count, device, compiled)
         for place, _ in call.for_reference(compiled is not None):
@@ -345,27 +309,17 @@ def multi_tensor_scale(tensors: Entries, factor: Tensor, *, tables: PointerTable
         [tensor([0.2500, 0.2500])]
     """
     with torch.no_grad():
-        _check_result(SCALE.name, "factor", factor, 1, torch.float32, getattr(factor, "device", None))
+        check_result(SCALE.name, "factor", factor, 1, torch.float32, getattr(factor, "device", None))
         on_host = factor.device.type == "cpu" and _compiled(factor.device) is not cuda
         if on_host and factor.item() == 1.0:  # before the tables: nothing to clip costs nothing
             return
         call = call_for(SCALE, (tensors,), tables)
-        _check_result(SCALE.name, "factor", factor, 1, torch.float32, call.plan.device or factor.device)
+        check_result(SCALE.name, "factor", factor, 1, torch.float32, call.plan.device or factor.device)
         compiled = _compiled(factor.device)
         for place, _ in call.for_reference(compiled is not None):
             reference.scale(call.columns[0][place], factor.view(()))
         if compiled is not None:
             compiled.scale(call, factor)
-
-
-def _single(name: str, value: float) -> float:
-    """``value`` rounded to float32."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{AXPBY.name}: {name} must be a float, got {type(value).__name__}.")
-    try:
-        return float(struct.unpack("<f", struct.pack("<f", value))[0])
-    except OverflowError:
-        raise ValueError(f"{AXPBY.name}: {name} must fit into float32, got {value!r}.") from None
 
 
 def multi_tensor_axpby(
@@ -402,12 +356,12 @@ def multi_tensor_axpby(
     """
     if check not in ("both", "x", "y"):
         raise ValueError(f"{AXPBY.name}: check must be 'both', 'x' or 'y', got {check!r}.")
-    a, b = _single("a", a), _single("b", b)
+    a, b = as_single("a", a), as_single("b", b)
     with torch.no_grad():
         call = call_for(AXPBY, (xs, ys, outs), tables)
         if found_inf is not None:
             device = call.plan.device or getattr(found_inf, "device", None)
-            _check_result(AXPBY.name, "found_inf", found_inf, 1, torch.float32, device)
+            check_result(AXPBY.name, "found_inf", found_inf, 1, torch.float32, device)
         compiled = _compiled(call.plan.device or torch.device("cpu"))
         for place, _ in call.for_reference(compiled is not None):
             x, y, out = (column[place] for column in call.columns)
@@ -440,8 +394,8 @@ def multi_tensor_cast(
     with torch.no_grad():
         call = call_for(CAST, (masters, params), tables)
         device, count = call.plan.device or stats.hashes.device, call.plan.count
-        _check_result(CAST.name, "stats.overflow", stats.overflow, count, torch.int32, device)
-        _check_result(CAST.name, "stats.hashes", stats.hashes, count, torch.int64, device)
+        check_result(CAST.name, "stats.overflow", stats.overflow, count, torch.int32, device)
+        check_result(CAST.name, "stats.hashes", stats.hashes, count, torch.int64, device)
         compiled = _compiled(device)
         for place, row in call.for_reference(compiled is not None):
             reference.cast(row, call.columns[0][place], call.columns[1][place], stats)
@@ -473,7 +427,7 @@ def multi_tensor_hash(
     with torch.no_grad():
         call = call_for(HASH, (tensors,), tables)
         device = call.plan.device or getattr(hashes, "device", None)
-        _check_result(HASH.name, "hashes", hashes, call.plan.count, torch.int64, device)
+        check_result(HASH.name, "hashes", hashes, call.plan.count, torch.int64, device)
         compiled = _compiled(hashes.device)
         _hash_indirect(call, hashes, sample, compiled)
         if compiled is not None:
@@ -517,8 +471,8 @@ def multi_tensor_take(
         call = call_for(TAKE, (masters, params), tables)
         device, count = call.plan.device or now.device, call.plan.count
         for name, hashes in (("now", now), ("then", then), *(("samples", each) for each in samples or ())):
-            _check_result(TAKE.name, name, hashes, count, torch.int64, device)
-        _check_result(TAKE.name, "taken", taken, count, torch.int32, device)
+            check_result(TAKE.name, name, hashes, count, torch.int64, device)
+        check_result(TAKE.name, "taken", taken, count, torch.int32, device)
         compiled = cuda if _compiled(device) is cuda else None  # on the CPU, where looking costs nothing, nobody asks
         for place, row in call.for_reference(compiled is not None):
             pairs = [(now, then)] if samples is None else [(now, then), samples]

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from . import _check_result, backend, native, reference_steps
+from . import backend, native, reference_steps
+from .checks import check_result
 from .reference_steps import AdamOptions, Factors, SgdOptions
 from .stats import CastStats
 from .tables import BFLOAT, HALF, SINGLE, Call, Entries, Operation, PointerTables, call_for
@@ -64,8 +65,8 @@ class StepTables:
 
 
 def _check_factors(name: str, factors: Factors, device: torch.device | None) -> None:
-    _check_result(name, "factors.inv_scale", factors.inv_scale, 1, torch.float32, device)
-    _check_result(name, "factors.coefficient", factors.coefficient, 1, torch.float32, device)
+    check_result(name, "factors.inv_scale", factors.inv_scale, 1, torch.float32, device)
+    check_result(name, "factors.coefficient", factors.coefficient, 1, torch.float32, device)
 
 
 def _check_stats(name: str, stats: CastStats | None, models: Entries | None, call: Call) -> None:
@@ -74,8 +75,8 @@ def _check_stats(name: str, stats: CastStats | None, models: Entries | None, cal
     if stats is None:
         raise ValueError(f"{name}: stats must be given along with models, got None. Use CastStats.allocate.")
     device, count = call.plan.device or stats.hashes.device, call.plan.count
-    _check_result(name, "stats.overflow", stats.overflow, count, torch.int32, device)
-    _check_result(name, "stats.hashes", stats.hashes, count, torch.int64, device)
+    check_result(name, "stats.overflow", stats.overflow, count, torch.int32, device)
+    check_result(name, "stats.hashes", stats.hashes, count, torch.int64, device)
 
 
 def _check_groups(name: str, group_of: Sequence[int], options: Sequence[object], call: Call) -> list[int]:
@@ -92,7 +93,7 @@ def _skips(found_inf: Tensor | None, name: str, device: torch.device | None) -> 
     """Whether the flag says that nothing may be written. Free on the CPU; elsewhere the reference version waits."""
     if found_inf is None:
         return False
-    _check_result(name, "found_inf", found_inf, 1, torch.float32, device)
+    check_result(name, "found_inf", found_inf, 1, torch.float32, device)
     return bool(found_inf.item())
 
 
