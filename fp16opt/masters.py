@@ -16,6 +16,7 @@ from torch import Tensor
 from . import kernels
 from .diagnostics import describe
 from .kernels.tables import is_dense
+from .ties import written_elements
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 OWN_DTYPES = (torch.float32, torch.float64)
@@ -407,18 +408,8 @@ class MasterParams:
         return bool(self._written(i).any())
 
     def _written(self, i: int) -> Tensor:
-        """Element-wise: whether model parameter ``i`` has other bits than its rounded master.
-
-        A model that was trained with split masters rounds ties of bfloat16 away from zero: loading it is no write.
-        """
-        model = self.model[i].detach()
-        where = different_bits(self._rounded(i), model)
-        if model.dtype == torch.bfloat16 and bool(where.any()):
-            away, rest = torch.empty_like(model), torch.empty_like(model, dtype=torch.int16)
-            scratch = kernels.CastStats.allocate(1, model.device)
-            kernels.multi_tensor_split([self.master[i].detach()], [away], [rest], scratch)
-            where &= different_bits(away, model)
-        return where
+        """Element-wise: whether model parameter ``i`` has other bits than its rounded master, ties apart."""
+        return written_elements(self.master[i].detach(), self._rounded(i), self.model[i].detach())
 
     def take_from_model(self, positions: Iterable[int]) -> None:
         """Masters take the model's values in the elements whose bits differ; the others keep their low bits."""
@@ -492,11 +483,6 @@ class MasterParams:
 
     def describe(self, positions: Iterable[int]) -> str:
         return describe([self.names[i] for i in positions])
-
-
-def different_bits(a: Tensor, b: Tensor) -> Tensor:
-    """Element-wise: whether two 16-bit tensors of one dtype differ in their bits (so -0.0 differs from 0.0)."""
-    return a.contiguous().view(torch.int16) != b.contiguous().view(torch.int16)
 
 
 def name_of(group: dict[str, Any], place: int, param: object, names: dict[int, str]) -> str | None:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .masters import HALF_DTYPES, Carry, MasterParams, different_bits, name_of, quoted
+from .masters import HALF_DTYPES, Carry, MasterParams, name_of, quoted
+from .ties import different_bits
 
 CHOICES = ("full", "split")
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from . import kernels
 from .fused import DeferredGrads, FusedStep
 from .gradients import MasterGrads, _Lists
+from .kernels.checking import multi_tensor_check
 from .masters import MasterParams, Shard
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class WaitingGrads(MasterGrads):
         if grads is None:
             return super()._pass(shard, lists, inv_scale)
         watch = self.params.watch(shard)
-        kernels.multi_tensor_check(grads, inv_scale, shard.stats, watch=watch, tables=shard.waiting_tables)
+        multi_tensor_check(grads, inv_scale, shard.stats, watch=watch, tables=shard.waiting_tables)
         shard.passed = watch is not None
         if any(source is not None for source in lists.sources):
             adds = lists.adds if any(lists.adds) else False
