@@ -17,8 +17,6 @@ from . import kernels
 from .masters import HALF_DTYPES, Carry, MasterParams, name_of, quoted
 from .ties import different_bits
 
-CHOICES = ("full", "split")
-
 
 def placeholder(param: Tensor) -> Tensor:
     """FP32 nan of ``param``'s shape, on its device, in 4 bytes."""

@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import kernels, wrapped
-from .arguments import check_choice
 from .buckets import BucketSteps, settings_of
 from .certify import check_bucket_invariant
 from .fused.deferred import stored_grad
-from .split import CHOICES, SplitParams, placeholder
+from .split import SplitParams, placeholder
 
 if TYPE_CHECKING:
     from .fused.deferred import DeferredGrads
@@ -143,9 +142,8 @@ def choose(master_weights: str, on_model_write: str, optimizer: Optimizer) -> St
     """What steps split masters; None for full ones.
 
     Raises:
-        ValueError: An unknown choice, or one that does not go with the others or with the optimizer.
+        ValueError: Split masters do not go with the other choice or with the optimizer.
     """
-    check_choice("master_weights", master_weights, CHOICES)
     if master_weights != "split":
         return None
     if on_model_write == "ignore":
