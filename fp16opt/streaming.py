@@ -142,7 +142,7 @@ def choose(master_weights: str, on_model_write: str, optimizer: Optimizer) -> St
     """What steps split masters; None for full ones.
 
     Raises:
-        ValueError: An unknown choice, or one that does not go with the others or with the optimizer.
+        ValueError: Split masters do not go with the other choice or with the optimizer.
     """
     if master_weights != "split":
         return None

@@ -36,7 +36,8 @@ JOIN = Operation(
 
 
 def _is_compiled(call: Call) -> bool:
-    return native.available() and call.plan.device is not None and call.plan.device.type == "cpu"
+    on_cpu = call.plan.device is not None and call.plan.device.type == "cpu"
+    return on_cpu and hasattr(native._cpu, SPLIT.name.removeprefix("multi_tensor_"))
 
 
 def _check_row(stats: CastStats, call: Call) -> None:
