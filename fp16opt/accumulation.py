@@ -23,12 +23,19 @@ class State(enum.Enum):
 
 @dataclass
 class Pending:
-    """The scale that the model's present gradients were made with. It stays theirs whatever the scaler does."""
+    """The scale that the model's present gradients were made with. It stays theirs whatever the scaler does.
+
+    Attributes:
+        driven: Whether gradients came without the engine (see driven.py), and none from its own backwards since.
+        settled: Whether the step was counted as skipped because nobody called it.
+    """
 
     scaler: LossScaler
     generation: int
     scale: Tensor
     inv_scale: Tensor
+    driven: bool = False
+    settled: bool = False
 
     @classmethod
     def capture(cls, scaler: LossScaler) -> Pending:
@@ -96,6 +103,7 @@ class Accumulation:
             self._change_scale(scaler)
         self.state = State.SCALED
         pending: Pending = require(self.pending)
+        pending.driven = False
         return pending
 
     def _enter_from_ready(self, scaler: LossScaler) -> None:
