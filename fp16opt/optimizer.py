@@ -284,7 +284,7 @@ class MixedPrecisionOptimizer(Optimizer):
         """
         driven.withdraw(self, set_to_none)
         self._grads.zero(set_to_none)
-        self._steps.discard()
+        self._steps.discard(zeroed=not set_to_none)
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
