@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from . import kept
 from .arguments import require
 from .gradients import MasterGrads
 from .norms import power_sum
@@ -25,12 +26,19 @@ class State(enum.Enum):
 
 @dataclass
 class Pending:
-    """The scale that the model's present gradients were made with. It stays theirs whatever the scaler does."""
+    """The scale that the model's present gradients were made with. It stays theirs whatever the scaler does.
+
+    Attributes:
+        driven: Whether gradients came without the engine (see driven.py), and none from its own backwards since.
+        settled: Whether the step was counted as skipped because nobody called it.
+    """
 
     scaler: LossScaler
     generation: int
     scale: Tensor
     inv_scale: Tensor
+    driven: bool = False
+    settled: bool = False
 
     @classmethod
     def capture(cls, scaler: LossScaler) -> Pending:
@@ -60,6 +68,7 @@ class Accumulation:
         self.ranks = ranks
         self.replicas = Replicas()
         self.last: Pending | None = None
+        self.kept = kept.Kept()
         self.begin()
 
     def begin(self) -> None:
@@ -73,14 +82,18 @@ class Accumulation:
         self._unreduced: set[int] = set()
 
     def finish(self) -> None:
-        """READY after a step, which has used the gradients up."""
+        """READY after a step, which has used the gradients up. Unless they are cleared the next ones are added."""
+        self.kept.drop()
+        if self.grads.folded is not None:
+            self.kept.leave(self.grads)
         self.grads.mark_consumed()
         self.last = self.pending
         self.begin()
 
-    def discard(self) -> None:
-        """READY after gradients were cleared."""
+    def discard(self, zeroed: bool = False) -> None:
+        """READY after gradients were cleared: set to None, or ``zeroed``."""
         self.last = None
+        self.kept.drop(zeroed and self.folds)
         self.begin()
 
     def check_complete(self) -> None:
@@ -104,15 +117,21 @@ class Accumulation:
             self._change_scale(scaler)
         self.state = State.SCALED
         pending: Pending = require(self.pending)
+        pending.driven = False
         return pending
 
     def _enter_from_ready(self, scaler: LossScaler) -> None:
-        if self.grads.has_model_grads() and self.last is not None and not self.last.is_current(scaler):
+        if self.kept.take():
+            kept.go_on_folding(self.grads)
+        elif self.grads.has_model_grads() and self.last is not None and not self.last.is_current(scaler):
             self.pending = self.last  # gradients that no zero_grad cleared, made at another scale
             self.unscale()
             self._start_folding()
         elif self.folds:
             self._start_folding()
+        found = kept.check(self.grads, self.device)
+        if found is not None and self.grads.folded is not None:
+            self.blame(scaler, found)
         self.grads.set_aside_own(self.replicas.keeps)
         self.pending = Pending.capture(scaler)
 
@@ -146,6 +165,7 @@ class Accumulation:
 
     def take_as_scaled(self, scaler: LossScaler) -> None:
         """Gradients came without :meth:`enter`; take them as made with ``scaler``'s present scale."""
+        self.kept.take()
         self.pending = Pending.capture(scaler)
         self.grads.own_is_fresh = True
         if self.folds:

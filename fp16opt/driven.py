@@ -25,15 +25,24 @@ CAN_SHARE = hasattr(Tensor, "grad_dtype")  # torch before 2.10 wants a parameter
 
 
 class Offers:
-    """Which gradients of the model were given to the masters, by position: the tensor, its version, the norm then."""
+    """Which gradients of the model were given to the masters, by position: the tensor, its version, the norm then.
+
+    Attributes:
+        taken: The same for the gradients that were unscaled into the step in hand before ``step`` was called.
+    """
 
     def __init__(self) -> None:
-        self.made: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self.made: _Seen = {}
+        self.taken: _Seen = {}
         self.norm: Tensor | None = None
 
-    def knows(self, i: int, grad: Tensor) -> bool:
-        known = self.made.get(i)
-        return known is not None and known[0]() is grad and known[1] == grad._version
+
+_Seen = dict[int, tuple[weakref.ref[Tensor], int]]
+
+
+def _is_among(seen: _Seen, i: int, grad: Tensor, any_version: bool = False) -> bool:
+    known = seen.get(i)
+    return known is not None and known[0]() is grad and (any_version or known[1] == grad._version)
 
 
 def offer(engine: MixedPrecisionOptimizer) -> None:
@@ -43,10 +52,15 @@ def offer(engine: MixedPrecisionOptimizer) -> None:
         RuntimeError: The model's gradients were changed after the masters' were unscaled, and the two can't be shared.
     """
     steps, grads, params, offers = engine._steps, engine._grads, engine._params, engine._offers
+    if _is_taken(engine) and (renewed := _renewed(engine)):
+        _close(engine, renewed)
     if steps.state is not State.READY or steps.interrupted:
         return
+    if not params.copied:
+        offers.made = _seen(engine, params.own) if grads.has_unconsumed() else {}
+        return
     pairs = [(i, params.model[i].grad, params.master[i].grad) for i in params.copied]
-    fresh = [(i, g) for i, g, master in pairs if g is not None and g is not master and not offers.knows(i, g)]
+    fresh = [(i, g) for i, g, master in pairs if g is not None and g is not master and not _is_among(offers.made, i, g)]
     if not fresh or not grads.has_unconsumed():
         return
     shares = CAN_SHARE and _is_neutral(engine)
@@ -55,14 +69,58 @@ def offer(engine: MixedPrecisionOptimizer) -> None:
     grads.unscale(torch.ones((), device=engine._device))
     offers.norm = None if shares else grads.norm(2.0, engine._device).clone()
     grads.reset()
-    offers.made = {}
-    for i in params.copied:
-        model, master = params.model[i], params.master[i]
-        if model.grad is not None and master.grad is not None:
-            if shares:
-                model.grad_dtype = None
-                model.grad = master.grad
-            offers.made[i] = (weakref.ref(model.grad), model.grad._version)
+    given = [i for i in params.copied if params.model[i].grad is not None and params.master[i].grad is not None]
+    for i in given if shares else ():
+        params.model[i].grad_dtype = None
+        params.model[i].grad = params.master[i].grad
+    offers.made = _seen(engine, given)
+
+
+def _seen(engine: MixedPrecisionOptimizer, index: list[int]) -> _Seen:
+    """The model's gradients as they are now."""
+    grads = [(i, engine._params.model[i].grad) for i in index]
+    return {i: (weakref.ref(grad), grad._version) for i, grad in grads if grad is not None}
+
+
+def _is_taken(engine: MixedPrecisionOptimizer) -> bool:
+    """Whether a clip, or somebody else, unscaled gradients that came without the engine, and no step followed yet.
+
+    A GradScaler does not call ``step`` where they are not finite.
+    """
+    steps = engine._steps
+    pending = steps.pending
+    return steps.state is State.UNSCALED and pending is not None and pending.driven and _is_neutral(engine)
+
+
+def _renewed(engine: MixedPrecisionOptimizer) -> list[Tensor]:
+    """Gradients of the model that came, or were added to, since others were taken.
+
+    A clip writes the gradients of parameters that are their own masters, so of these only another tensor counts; but
+    where there are no others nothing is lost by taking them once more.
+    """
+    params, taken, found = engine._params, engine._offers.taken, []
+    for i, (model, master) in enumerate(zip(params.model, params.master, strict=True)):
+        grad, is_own = model.grad, model is master
+        if grad is None or (grad is master.grad and not is_own):
+            continue
+        if not _is_among(taken, i, grad, any_version=is_own and bool(params.copied)):
+            found.append(grad)
+    return found
+
+
+def _close(engine: MixedPrecisionOptimizer, renewed: list[Tensor]) -> None:
+    """The step in hand was never called and other gradients are here: count it if it was skipped, and begin anew."""
+    if bool(engine._steps.found_inf()):
+        _count_skip(engine)
+    else:
+        engine._steps.begin()
+    for grad in renewed:
+        grad.__dict__.pop("_fp16opt_consumed", None)
+
+
+def _count_skip(engine: MixedPrecisionOptimizer) -> None:
+    require(engine._steps.pending).settled = True
+    engine._finish(skipped=True)
 
 
 def _check_untouched(engine: MixedPrecisionOptimizer) -> None:
@@ -100,18 +158,28 @@ def take(engine: MixedPrecisionOptimizer) -> None:
             "to do the scaling, construct MixedPrecisionOptimizer without dynamic, loss_scale and scaler."
         )
     steps = engine._steps
-    if engine._offers.made:
-        offer(engine)
     found, grad_scale = engine.__dict__.get("found_inf"), engine.__dict__.get("grad_scale")
-    _measure(engine, grad_scale)
+    measure(engine, grad_scale)
     if found is not None:
         ours = steps.found_inf()
         flag = found.to(ours.device).reshape(()).clamp(max=1.0)
         steps.verdicts[id(engine.scaler)] = (engine.scaler, torch.maximum(ours, flag))
 
 
+def measure(engine: MixedPrecisionOptimizer, grad_scale: Tensor | None = None) -> None:
+    """Take gradients that came without the engine as made with its present scale, and say so. No host sync.
+
+    Args:
+        grad_scale: What they are divided by, where the GradScaler did not.
+    """
+    if engine._offers.made:
+        offer(engine)
+    _measure(engine, grad_scale)
+    require(engine._steps.pending).driven = True
+    engine._offers.taken = _seen(engine, list(range(len(engine._params))))
+
+
 def _measure(engine: MixedPrecisionOptimizer, grad_scale: Tensor | None = None) -> None:
-    """Check the gradients that the masters were given, and divide by ``grad_scale`` where the GradScaler did not."""
     steps = engine._steps
     steps.take_as_scaled(engine.scaler)
     pending = require(steps.pending)
@@ -133,12 +201,16 @@ def settle(engine: MixedPrecisionOptimizer) -> None:
 
     It tells nobody, so this is noticed when the gradients are cleared, or when somebody asks. Syncs where it is so.
     """
+    if engine._offers.made and _is_taken(engine):
+        if bool(engine._steps.found_inf()):
+            _count_skip(engine)
+        return
     offered = bool(engine._offers.made) and engine._steps.state is State.READY and not engine._steps.interrupted
     if not offered or not engine._grads.has_unconsumed() or not _is_neutral(engine):
         return
     _measure(engine)
     if bool(engine._steps.found_inf()):
-        engine._finish(skipped=True)
+        _count_skip(engine)
     else:
         engine._steps.begin()
 

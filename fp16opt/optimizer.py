@@ -263,11 +263,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         self._steps.check_complete()
         self._follow_changes()
-        if self._steps.state is State.READY:
-            if not self._grads.has_unconsumed():
-                return
-            self._steps.take_as_scaled(self.scaler)
-        self._steps.unscale()
+        if self._steps.state is not State.READY:
+            self._steps.unscale()
+        elif self._grads.has_unconsumed():
+            driven.measure(self)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all master gradients so that their total norm is at most ``max_norm``.
@@ -298,7 +297,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         driven.withdraw(self, set_to_none)
         self._grads.zero(set_to_none)
-        self._steps.discard()
+        self._steps.discard(zeroed=not set_to_none)
 
     # -- the step ----------------------------------------------------------------------------------------------------
 

@@ -138,7 +138,6 @@ class StaticLossScaler(LossScaler):
         """Count skips in a row; the scale stays. ``found_inf``: float32 [], 0.0 or 1.0. No sync."""
         bad = found_inf.to(device=self._skips.device, dtype=torch.int32, non_blocking=True)
         self._skips.add_(1).mul_(bad)
-        self.generation += 1
 
     def back_off(self) -> bool:
         """A static scale never changes: returns False."""
