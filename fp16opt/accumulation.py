@@ -30,7 +30,6 @@ class Pending:
 
     Attributes:
         driven: Whether gradients came without the engine (see driven.py), and none from its own backwards since.
-        settled: Whether the step was counted as skipped because nobody called it.
     """
 
     scaler: LossScaler
@@ -38,7 +37,6 @@ class Pending:
     scale: Tensor
     inv_scale: Tensor
     driven: bool = False
-    settled: bool = False
 
     @classmethod
     def capture(cls, scaler: LossScaler) -> Pending:

@@ -42,12 +42,21 @@ def build(optimizer: Optimizer, masters: Sequence[Tensor | None], scaler: LossSc
     Returns:
         ``version`` (1), ``optimizer`` (the wrapped optimizer's own), ``masters`` and ``scaler``.
     """
+    _drop_empty_strangers(optimizer)
     return {
         "version": VERSION,
         "optimizer": optimizer.state_dict(),
         "masters": [None if master is None else master.detach() for master in masters],
         "scaler": scaler.state_dict(),
     }
+
+
+def _drop_empty_strangers(optimizer: Optimizer) -> None:
+    """Reading ``state[model_param]``, where the master is the key, leaves an empty entry that torch can't save."""
+    known = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for key in [key for key, value in optimizer.state.items() if isinstance(key, Tensor) and value == {}]:
+        if id(key) not in known:
+            del optimizer.state[key]
 
 
 def carry_state(optimizer: Optimizer, old: Tensor, new: Tensor) -> None:

@@ -76,9 +76,13 @@ class SkipLog:
     level as calibration; afterwards it is a WARNING with the parameters' names. Where the scale can't go
     lower, skips will go on: the 1st, 2nd, 4th, 8th ... of them is an ERROR (a WARNING with a static scaler),
     the others are silent.
+
+    Attributes:
+        elsewhere: Set while a skip is noted that a GradScaler decided: whether it logs that itself.
     """
 
     def __init__(self) -> None:
+        self.elsewhere: bool | None = None
         self._calibrating = True
         self._stuck = 0
 
@@ -93,6 +97,11 @@ class SkipLog:
             old: the loss scale that the step was made with.
             overflows: the parameters with non-finite gradients.
         """
+        if self.elsewhere is not None:
+            calm = logging.INFO if self._calibrating else logging.WARNING
+            level = logging.DEBUG if self.elsewhere else calm
+            logger.log(level, "step skipped by the GradScaler: non-finite gradients in %s.", describe(overflows))
+            return
         new = float(scaler.scale)
         stuck = not scaler.dynamic or (not new < old and scaler.at_floor())
         if stuck:

@@ -29,12 +29,14 @@ class Offers:
 
     Attributes:
         taken: The same for the gradients that were unscaled into the step in hand before ``step`` was called.
+        are_logged: Whether the GradScaler that drives is one that logs its skips.
     """
 
     def __init__(self) -> None:
         self.made: _Seen = {}
         self.taken: _Seen = {}
         self.norm: Tensor | None = None
+        self.are_logged = False
 
 
 _Seen = dict[int, tuple[weakref.ref[Tensor], int]]
@@ -119,8 +121,12 @@ def _close(engine: MixedPrecisionOptimizer, renewed: list[Tensor]) -> None:
 
 
 def _count_skip(engine: MixedPrecisionOptimizer) -> None:
-    require(engine._steps.pending).settled = True
-    engine._finish(skipped=True)
+    log = engine._outcomes.log
+    log.elsewhere = engine._offers.are_logged
+    try:
+        engine._finish(skipped=True)
+    finally:
+        log.elsewhere = None
 
 
 def _check_untouched(engine: MixedPrecisionOptimizer) -> None:

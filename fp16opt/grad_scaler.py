@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from . import evaluations, wrapped
 from .arguments import check_number
 from .diagnostics import Overflow, SkipLog, describe
+from .driven import Offers
 from .norms import clip_factor
 from .outcomes import check_consecutive
 from .torch_scale import TorchScale, new_state
@@ -164,6 +165,13 @@ class GradScaler(TorchScale):
             at_once = self._unscale_and_clip(optimizer, max_norm)
         if at_once is not None:
             return at_once
+        try:
+            return self._clip(optimizer, max_norm, norm_type, error_if_nonfinite)
+        finally:
+            if not self._enabled:  # no step and no update of this scaler will let go of them
+                self._of(optimizer).release()
+
+    def _clip(self, optimizer: Optimizer, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         found = self._found_for_clipping(optimizer)
         gradients = self._of(optimizer)
         gradients.collect(optimizer)
@@ -304,6 +312,9 @@ class GradScaler(TorchScale):
             self._skips = self._skips + skipped.long()
         elif skipped:
             self._skips = self._skips + 1
+        offers = getattr(optimizer, "_offers", None)
+        if isinstance(offers, Offers):
+            offers.are_logged = True  # update() logs what became of them
         if skipped is not False:
             # The scheduler of an optimizer that was not called would warn of a wrong order.
             optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from .scaling import LARGEST_SCALE, SMALLEST_SCALE, DynamicLossScaler
 
 _EXTRAS = "fp16opt"  # the key of state_dict that torch's loader does not look at
 _EXTRA_SETTINGS = ("min_scale", "max_scale", "hysteresis", "max_consecutive_skips")
+_HOW_SAVED = "Pass a GradScaler's state_dict()."
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
@@ -45,6 +47,13 @@ class _Rule(DynamicLossScaler):
 def new_state() -> dict[str, Any]:
     """What torch.amp keeps of an optimizer in one iteration, under torch's keys."""
     return {"stage": OptState.READY, "found_inf_per_device": {}}
+
+
+def _check_scale(scale: object) -> None:
+    if isinstance(scale, Tensor) and scale.numel() != 1:
+        raise ValueError(f"state_dict: 'scale' must be one number, got a tensor {list(scale.shape)}. {_HOW_SAVED}")
+    if not isinstance(scale, Real | Tensor):
+        raise TypeError(f"state_dict: 'scale' must be a number, got {type(scale).__name__}. {_HOW_SAVED}")
 
 
 class TorchScale(torch.amp.GradScaler):
@@ -95,7 +104,7 @@ class TorchScale(torch.amp.GradScaler):
         """Change settings or trackers, through the loss scaler's own checks. Syncs."""
         state = {**self._rule.state_dict(), **settings}
         clean, interval = state["growth_tracker"], state["growth_interval"]
-        if isinstance(interval, int) and interval > 0:
+        if isinstance(interval, int) and interval > 0 and isinstance(clean, int | Tensor):
             # torch never grows again where the interval is set below the steps counted already; here the next one does.
             state["growth_tracker"] = min(int(clean), interval - 1)
         self._rule.load_state_dict(state)
@@ -105,13 +114,20 @@ class TorchScale(torch.amp.GradScaler):
         else:
             self._show()
 
+    def _change(self, **settings: Any) -> None:
+        """:meth:`_set` for a call, not for a dict: the error names the setting alone. Syncs."""
+        try:
+            self._set(**settings)
+        except (TypeError, ValueError) as error:
+            raise type(error)(str(error).removeprefix("scaler state: ")) from None
+
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the growth factor, over 1. Syncs.
 
         Raises:
             TypeError, ValueError: It is no number, or not over 1.
         """
-        self._set(growth_factor=new_factor)
+        self._change(growth_factor=new_factor)
         super().set_growth_factor(new_factor)
 
     def set_backoff_factor(self, new_factor: float) -> None:
@@ -120,7 +136,7 @@ class TorchScale(torch.amp.GradScaler):
         Raises:
             TypeError, ValueError: It is no number, or out of range.
         """
-        self._set(backoff_factor=new_factor)
+        self._change(backoff_factor=new_factor)
         super().set_backoff_factor(new_factor)
 
     def set_growth_interval(self, new_interval: int) -> None:
@@ -131,7 +147,7 @@ class TorchScale(torch.amp.GradScaler):
         Raises:
             TypeError, ValueError: It is no integer, or out of range.
         """
-        self._set(growth_interval=new_interval)
+        self._change(growth_interval=new_interval)
         super().set_growth_interval(new_interval)
 
     def _set_scale(self, new_scale: float | Tensor) -> None:
@@ -182,10 +198,14 @@ class TorchScale(torch.amp.GradScaler):
             )
         missing = [key for key in _TORCH_KEYS if key not in state_dict]
         if missing:
-            raise KeyError(f"state_dict lacks {', '.join(map(repr, missing))}. Pass a GradScaler's state_dict().")
+            raise KeyError(f"state_dict lacks {', '.join(map(repr, missing))}. {_HOW_SAVED}")
         extras = state_dict.get(_EXTRAS, {"consecutive_skips": 0})
+        if not isinstance(extras, Mapping):
+            raise TypeError(f"state_dict: {_EXTRAS!r} must be a dict, got {type(extras).__name__}. {_HOW_SAVED}")
+        extras = {name: extras[name] for name in (*_EXTRA_SETTINGS, "consecutive_skips") if name in extras}
         low, high = (extras.get(name, getattr(self._rule, name)) for name in ("min_scale", "max_scale"))
         scale = state_dict["scale"]
+        _check_scale(scale)
         if _EXTRAS not in state_dict and scale > 0.0 and not low <= scale <= high:
             warnings.warn(
                 f"the loaded scale {scale:g} is outside [min_scale, max_scale] = [{low:g}, {high:g}]; the nearer of "

@@ -156,10 +156,14 @@ def test_static_scale_stays_and_counts() -> None:
 @pytest.mark.parametrize("make", [StaticLossScaler, DynamicLossScaler])
 def test_every_change_raises_the_generation(make: type[LossScaler]) -> None:
     scaler = make()
-    changes = [lambda: tell(scaler, 0), lambda: tell(scaler, 1), lambda: scaler.set_scale(4.0),
-               lambda: scaler.load_state_dict(make().state_dict())]  # fmt: skip
+    changes = [lambda: scaler.set_scale(4.0), lambda: scaler.load_state_dict(make().state_dict())]
+    updates = [lambda: tell(scaler, 0), lambda: tell(scaler, 1)]
     if scaler.dynamic:
-        changes.append(scaler.back_off)
+        changes += [*updates, scaler.back_off]
+    else:  # a static scale stays what it is
+        for update in updates:
+            update()
+            assert scaler.generation == 0
     for change in changes:
         before = scaler.generation
         change()

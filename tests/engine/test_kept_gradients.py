@@ -35,7 +35,10 @@ def _model(dtypes: tuple[torch.dtype, ...]) -> nn.ParameterList:
 
 
 def _wrap(model: nn.ParameterList, mode: str, scaling: str, **kwargs: Any) -> MixedPrecisionOptimizer:
-    return MixedPrecisionOptimizer(SGD(model.parameters(), **kwargs), grad_accumulation=mode, **SCALING[scaling]())
+    masters = kwargs.pop("master_weights", "full")
+    return MixedPrecisionOptimizer(
+        SGD(model.parameters(), **kwargs), grad_accumulation=mode, master_weights=masters, **SCALING[scaling]()
+    )
 
 
 def _clear(way: str, model: nn.ParameterList, opt: Any) -> None:
@@ -191,3 +194,17 @@ def test_several_scalers_go_on_adding_where_nobody_clears() -> None:
         opt.backward(linear_loss(model, [1.0, 1.0]), scaler=second)
         opt.step()
         assert _values(opt) == [-2.0 * (step + 1) * (step + 2) / 2] * 2
+
+
+@MODES
+@SCALED
+@pytest.mark.parametrize("clear", [True, False])
+def test_split_masters_keep_gradients_alike(mode: str, scaling: str, clear: bool) -> None:
+    model = _model(KINDS["mixed"])
+    opt = _wrap(model, mode, scaling, lr=1.0, master_weights="split")
+    for step in range(4):
+        if clear and step == 2:
+            model.zero_grad()
+        opt.backward(linear_loss(model, [1.0, 1.0]))
+        opt.step()
+    assert [p[0].item() for p in model] == [-6.0 if clear else -10.0] * 2
