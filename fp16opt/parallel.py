@@ -107,7 +107,7 @@ class AcrossRanks:
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], list):  # as ZeroRedundancyOptimizer calls its optimizer_class
             raise TypeError(
-                f"optimizer: expected a torch.optim.Optimizer, got a list. Make the optimizer first; around ZeRO "
+                "optimizer: expected a torch.optim.Optimizer, got list. Make the optimizer first; around ZeRO "
                 f"the right order is {cls.__name__}(ZeroRedundancyOptimizer(params, AdamW, ...))."
             )
         return super().__new__(cls)

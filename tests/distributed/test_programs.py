@@ -93,7 +93,7 @@ import fp16opt
 new = {name for name in set(sys.modules) - before if name.startswith("torch.distributed")}
 p = torch.nn.Parameter(torch.ones(3).half())
 opt = fp16opt.MixedPrecisionOptimizer(torch.optim.SGD([p], lr=0.5), dynamic=True)
-opt.backward(p.float().sum())
+opt.backward(p.float().sum() / 64)
 opt.clip_master_grads(1.0)
 opt.step()
 opt.state_dict()
