@@ -80,9 +80,10 @@ def _engines(optimizers: Any) -> list[AmpOptimizer] | None:
     """The engines behind ``optimizers``, each once; None where amp is disabled for them."""
     given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     found: list[AmpOptimizer] = []
+    disabled = isinstance(_amp_state.handle, NoOpHandle) and not _amp_state.loss_scalers
     for number, optimizer in enumerate(given):
         inner = wrapped_in(optimizer)
-        if inner is not None and inner.__dict__.get("_amp_disabled"):
+        if not is_initialised(inner) and (disabled or (inner is not None and inner.__dict__.get("_amp_disabled"))):
             continue
         if not is_initialised(inner):
             _not_initialised(number, optimizer)

@@ -50,14 +50,17 @@ class AmpLog(SkipLog):
     def __init__(self, setup: Setup) -> None:
         super().__init__()
         self.setup = setup
+        self.blamed: list[int] = []  # ids of the scalers whose backwards of this step overflowed
 
     def skipped(self, scaler: EngineScaler, old: float, overflows: Sequence[Overflow]) -> None:
         """A step was skipped; ``scaler`` is the engine's, which never changes."""
         if self.setup.verbosity == 0:
             return
-        for loss_id, mine in enumerate(self.setup.scalers):
-            if mine._has_overflow:
-                logger.info("gradient overflow in loss %d: skipping the step.", loss_id)
+        blamed = [(i, mine) for i, mine in enumerate(self.setup.scalers) if id(mine) in self.blamed]
+        if blamed:
+            logger.info("gradient overflow in loss %s: skipping the step.", ", ".join(str(i) for i, _ in blamed))
+        for _, mine in blamed:
+            if mine._has_overflow:  # not where a clean backward followed in the same step
                 super().skipped(mine.rule, float(mine.before), overflows)
                 return
         logger.warning("step skipped: non-finite gradients in %s.", describe(overflows))
@@ -157,6 +160,8 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
                 if key in self._delayed and isinstance(scaler, LossScaler):
                     scaler.settle(found)  # no scale_loss of this step came to it
             self._delayed.clear()
+        if skipped is True and isinstance(self._outcomes.log, AmpLog):
+            self._outcomes.log.blamed = [key for key, (_, found) in self._steps.verdicts.items() if bool(found)]
         super()._finish(skipped)
         self.__dict__["_opt_called"] = True  # what LR schedulers look for
         if self.amp.function_casts:
@@ -300,7 +305,7 @@ def check_optimizer(optimizer: Any, number: int, known: set[int]) -> None:
             f"{where} keeps masters of its own. Pass the torch optimizer inside it: amp makes the masters, or don't "
             "use amp with it."
         )
-    if inner is None:
+    if inner is None or not hasattr(optimizer, "param_groups"):  # LR schedulers hold an optimizer and are none
         raise TypeError(f"{where}: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
     if is_initialised(inner):
         raise AmpError(f"{where} was passed to amp.initialize before. Initialize it once.")

@@ -209,7 +209,7 @@ def resolve(opt_level: str, overrides: dict[str, Any], forgive: Callable[[AmpErr
     Raises:
         AmpError: The level is unknown, or an override makes no sense there.
     """
-    if opt_level not in opt_levels:
+    if not isinstance(opt_level, str) or opt_level not in opt_levels:
         raise AmpError(
             f"opt_level: expected one of 'O0', 'O1', 'O2', 'O3', got {opt_level!r}. "
             "The first character is the letter O, not the number zero."

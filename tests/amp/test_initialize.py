@@ -206,6 +206,14 @@ def test_types_are_refused() -> None:
     assert model[0].weight.dtype == torch.float32
     with pytest.raises(TypeError, match=r"cast_model_outputs: expected a floating torch\.dtype"):
         amp.initialize(model, cast_model_outputs=torch.int8)  # type: ignore[arg-type]
+    scheduler = torch.optim.lr_scheduler.StepLR(sgd(model), 1)
+    with pytest.raises(TypeError, match=r"optimizer 0 \(StepLR\): expected a torch.optim.Optimizer"):
+        amp.initialize(model, [scheduler])
+    with pytest.raises(TypeError, match="verbosity: expected 0, 1 or 2, got 'loud'"):
+        amp.initialize(model, sgd(model), verbosity="loud")  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"opt_level: expected one of .* got \['O2'\]"):
+        amp.initialize(model, sgd(model), opt_level=["O2"])  # type: ignore[arg-type]
+    assert type(model) is type(net())
     with pytest.raises(TypeError, match="half_function: expected a function, got int"):
         amp.half_function(3)  # type: ignore[type-var]
 
@@ -259,6 +267,16 @@ def test_disabled_leaves_the_script_as_it_was(level: str) -> None:
     assert losses[0] > losses[-1]
     assert amp.state_dict() == {}
     amp.load_state_dict({})
+
+
+@pytest.mark.parametrize("disable", [lambda m: amp.initialize(m, enabled=False), lambda m: amp.init(enabled=False)])
+def test_disabled_goes_for_optimizers_that_amp_never_saw(disable: Any) -> None:
+    model = net()
+    disable(model)
+    optimizer = sgd(model)
+    loss = model(X).sum()
+    with amp.scale_loss(loss, optimizer) as scaled:
+        assert scaled is loss
 
 
 def test_a_later_initialize_leaves_earlier_optimizers_alone() -> None:
