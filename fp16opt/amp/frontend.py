@@ -15,7 +15,7 @@ from ._amp_state import _amp_state, _rank, logger, warn_or_err
 from .handle import AmpHandle, NoOpHandle
 from .models import check_model, prepare_model
 from .optimizers import Setup, adopt, check_optimizer, wrapped_in
-from .policy import O0, O1, O2, O3, AmpError, Properties, opt_levels, resolve
+from .policy import O0, O1, O2, O3, AmpError, Properties, as_bool, opt_levels, resolve
 from .scaler import LossScaler
 
 __all__ = ["O0", "O1", "O2", "O3", "Properties", "initialize", "load_state_dict", "opt_levels", "state_dict"]
@@ -70,7 +70,7 @@ def initialize(
         >>> model.weight.dtype, optimizer.param_groups[0]["params"][0].dtype
         (torch.float16, torch.float32)
     """
-    if not enabled:
+    if not (as_bool("enabled", enabled) if isinstance(enabled, str) else enabled):
         return _disabled(models, optimizers)
     overrides = {
         "cast_model_type": cast_model_type,

@@ -79,6 +79,8 @@ def scale_loss(
 def _engines(optimizers: Any) -> list[AmpOptimizer] | None:
     """The engines behind ``optimizers``, each once; None where amp is disabled for them."""
     given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    if not given:
+        raise AmpError("optimizers: expected one or several, got an empty list. Pass those that the loss trains.")
     found: list[AmpOptimizer] = []
     disabled = isinstance(_amp_state.handle, NoOpHandle) and not _amp_state.loss_scalers
     for number, optimizer in enumerate(given):

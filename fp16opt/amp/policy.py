@@ -86,7 +86,7 @@ def _patch_torch_functions(properties: Properties, value: Any) -> bool:
 
 
 def _keep_batchnorm_fp32(properties: Properties, value: Any) -> bool | None:
-    given = _as_bool("keep_batchnorm_fp32", value)
+    given = as_bool("keep_batchnorm_fp32", value)
     if properties.opt_level == "O1" and given is not None:
         raise AmpError(
             "keep_batchnorm_fp32: under O1 all weights stay in FP32 and batch norm with them, "
@@ -96,7 +96,7 @@ def _keep_batchnorm_fp32(properties: Properties, value: Any) -> bool | None:
 
 
 def _master_weights(properties: Properties, value: Any) -> bool | None:
-    given = _as_bool("master_weights", value)
+    given = as_bool("master_weights", value)
     if properties.opt_level == "O1" and given is not None:
         raise AmpError(
             "master_weights: under O1 the model's own weights are FP32 and there is nothing to keep masters of, "
@@ -125,7 +125,8 @@ _CHECKS: dict[str, Callable[[Properties, Any], Any]] = {
 }
 
 
-def _as_bool(name: str, value: Any) -> bool | None:
+def as_bool(name: str, value: Any) -> bool | None:
+    """A bool, also from its name; None stays."""
     if value in ("True", "False"):
         return bool(value == "True")
     if value is None or isinstance(value, bool):

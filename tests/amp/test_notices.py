@@ -1,4 +1,4 @@
-"""Which losses the notice of a skipped step names."""
+"""Which losses the notice of a skipped step names, and arguments that would be misread in silence."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import pytest
+import torch
 from torch.nn import functional as F
 
 from fp16opt import amp
@@ -45,3 +46,26 @@ def test_the_notice_of_an_overflow_that_a_clean_backward_follows(caplog: pytest.
     with caplog.at_level(logging.INFO):
         optimizer.step()
     assert "gradient overflow in loss 0" in caplog.text
+
+
+def test_a_loss_for_no_optimizer_is_refused() -> None:
+    model = net()
+    optimizer = sgd(model)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    loss = F.cross_entropy(model(X), Y)
+    refused = pytest.raises(amp.AmpError, match="optimizers: expected one or several, got an empty list")
+    with refused, amp.scale_loss(loss, []):
+        pass
+
+
+@pytest.mark.parametrize(("enabled", "is_half"), [("False", False), ("True", True), (0, False), (1, True)])
+def test_enabled_may_come_from_a_command_line(enabled: Any, is_half: bool) -> None:
+    model = net()
+    amp.initialize(model, sgd(model), enabled=enabled, opt_level="O3", verbosity=0)
+    assert all((p.dtype == torch.float16) == is_half for p in model.parameters())
+
+
+def test_enabled_must_be_a_bool_if_it_is_a_string() -> None:
+    model = net()
+    with pytest.raises(amp.AmpError, match="enabled: expected True, False, 'True' or 'False', got 'no'"):
+        amp.initialize(model, sgd(model), enabled="no")  # type: ignore[arg-type]
