@@ -82,8 +82,7 @@ def initialize(
     forgive = (lambda refused: warn_or_err(str(refused))) if _amp_state.hard_override else None
     properties = resolve(opt_level, overrides, forgive)
     model_list, optimizer_list = _as_list(models, "models", nn.Module), _as_list(optimizers, "optimizers", object)
-    if not isinstance(verbosity, int):
-        raise TypeError(f"verbosity: expected 0, 1 or 2, got {verbosity!r}.")
+    _check_verbosity(verbosity)
     _check(model_list, optimizer_list, cast_model_outputs)
     scalers = _make_scalers(properties.loss_scale, num_losses, min_loss_scale, max_loss_scale, optimizer_list)
     _prepare(model_list, optimizer_list, properties, cast_model_outputs, scalers, verbosity)
@@ -92,6 +91,11 @@ def initialize(
         _amp_state.casts.activate(verbose=verbosity > 1)
         _amp_state.handle.watch(model_list)
     return _returned(models, optimizers)
+
+
+def _check_verbosity(verbosity: object) -> None:
+    if not isinstance(verbosity, int):
+        raise TypeError(f"verbosity: expected 0, 1 or 2, got {verbosity!r}.")
 
 
 def _prepare(
