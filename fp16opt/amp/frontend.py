@@ -24,7 +24,7 @@ __all__ = ["O0", "O1", "O2", "O3", "Properties", "initialize", "load_state_dict"
 def initialize(
     models: Any,
     optimizers: Any = None,
-    enabled: bool = True,
+    enabled: bool | str = True,
     opt_level: str = "O1",
     cast_model_type: torch.dtype | bool | None = None,
     patch_torch_functions: bool | None = None,
@@ -42,7 +42,7 @@ def initialize(
     Args:
         models: A module or a list of them, in FP32. Wrap them for parallel training afterwards.
         optimizers: An optimizer or a list of them, of the models' parameters. What each has learnt is kept.
-        enabled: False: everything is returned as it came.
+        enabled: False, or "False": everything is returned as it came.
         opt_level: Where the properties start from: "O0" plain FP32; "O1" functions cast their inputs; "O2" an FP16
             model with FP32 batch norm and master weights; "O3" FP16 throughout. See ``policy`` for the table.
         cast_model_type: dtype of weights and inputs; False: no cast.

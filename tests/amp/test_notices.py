@@ -68,4 +68,4 @@ def test_enabled_may_come_from_a_command_line(enabled: Any, is_half: bool) -> No
 def test_enabled_must_be_a_bool_if_it_is_a_string() -> None:
     model = net()
     with pytest.raises(amp.AmpError, match="enabled: expected True, False, 'True' or 'False', got 'no'"):
-        amp.initialize(model, sgd(model), enabled="no")  # type: ignore[arg-type]
+        amp.initialize(model, sgd(model), enabled="no")
