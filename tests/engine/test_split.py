@@ -846,7 +846,7 @@ def test_a_fused_step_that_can_not_serve_falls_back_to_buckets(caplog: pytest.Lo
         for opt in opts:
             opt.param_groups[0]["differentiable"] = True
             opt.param_groups[0]["differentiable"] = False
-            opt.param_groups[0]["lr"] = torch.tensor([0.02])
+            opt.param_groups[0]["lr"] = torch.tensor(0.02)
             for state in opt.state.values():
                 state["exp_avg"] = state["exp_avg"].double().float()
         step_both(opts, models, 1)
