@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .kernels import HALF_DTYPES
 from .scaling import LossScaler
 from .schema import (
     FACTORED,
@@ -30,8 +31,6 @@ from .schema import (
 )
 
 __all__ = ["VERSION", "LoadPlan", "build", "carry_state", "plan_load"]
-
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 def build(optimizer: Optimizer, masters: Sequence[Tensor | None], scaler: LossScaler) -> dict[str, Any]:
@@ -219,7 +218,7 @@ def _placed(value: Tensor, param: Tensor, as_param: bool) -> Tensor:
 def _own(value: Any) -> Any:
     """A copy that shares no container and no tensor with ``value``; FP16 and BF16 tensors become FP32."""
     if isinstance(value, Tensor):
-        return value.detach().to(torch.float32) if value.dtype in _HALVES else value.detach().clone()
+        return value.detach().to(torch.float32) if value.dtype in HALF_DTYPES else value.detach().clone()
     return _walk(value, _own)
 
 

@@ -18,7 +18,7 @@ from .kernels.tables import is_dense
 from .local import check_whole, different_bits, is_sharded, local, quoted, version
 from .shard import Shard
 
-HALF_DTYPES = (torch.float16, torch.bfloat16)
+HALF_DTYPES = kernels.HALF_DTYPES
 OWN_DTYPES = (torch.float32, torch.float64)
 
 Carry = Callable[[Tensor, Tensor], None]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import HALF_DTYPES
 from .lists import functional_overrides, tensor_overrides, torch_overrides
 from .nested import map_tensors
 from .policy import AmpError
@@ -24,7 +25,6 @@ logger = logging.getLogger("fp16opt.amp")
 
 DEVICES = ("cpu", "cuda")
 KINDS = ("half", "float", "promote")
-_HALVES = (torch.float16, torch.bfloat16)
 
 # autocast on the CPU and on CUDA casts these like apex did. Wrappers around them only keep BF16 as it is.
 _AUTOCAST_HALF = frozenset(
@@ -196,7 +196,7 @@ class Casts:
 
     def widened(self, tensor: Tensor) -> Tensor:
         """A 16-bit tensor in FP32; others stay."""
-        return tensor.float() if tensor.dtype in _HALVES and self.on_for(tensor) else tensor
+        return tensor.float() if tensor.dtype in HALF_DTYPES and self.on_for(tensor) else tensor
 
     def clear_cache(self) -> None:
         """Forget FP16 copies of weights: autocast's and those made here."""
@@ -253,7 +253,7 @@ class Casts:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if not self.active or not self.on():
                 return function(*args, **kwargs)
-            halves = [t for t in _tensors((*args, *kwargs.values())) if t.dtype in _HALVES and self.on_for(t)]
+            halves = [t for t in _tensors((*args, *kwargs.values())) if t.dtype in HALF_DTYPES and self.on_for(t)]
             if halves and not allowed:
                 raise NotImplementedError(reason)
             args, kwargs = _both(args, kwargs, self.widened)
@@ -276,7 +276,7 @@ class Casts:
     def _refuse_half(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def wrapper(itself: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if itself.dtype in _HALVES and self.active and self.on_for(itself):
+            if itself.dtype in HALF_DTYPES and self.active and self.on_for(itself):
                 name = getattr(function, "__name__", "this function")
                 raise NotImplementedError(
                     f"Tensor.{name} on a 16-bit tensor: it is computed in FP32 under O1 and can't be stored in place. "

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels import HALF_DTYPES
 from ._amp_state import _amp_state
 from .nested import cast_nested
 from .policy import AmpError, Properties
 from .subclassing import Reducible, combined, parts_of
 
-_HALVES = (torch.float16, torch.bfloat16)
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 _WRAPPER_NAMES = ("apex.parallel",)
 
@@ -86,7 +86,7 @@ def check_model(model: nn.Module, number: int, allow_half: bool) -> None:
         return
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
-            if tensor.dtype in _HALVES:
+            if tensor.dtype in HALF_DTYPES:
                 raise AmpError(
                     f"{where}: {kind} {name!r} is {str(tensor.dtype).removeprefix('torch.')}, expected float32. "
                     "Pass the model as it is, no .half() needed: amp casts what the opt_level asks for."
@@ -142,13 +142,13 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm: bool, kinds
 
 
 def _is_cast(tensor: Tensor, dtype: torch.dtype) -> bool:
-    return tensor.dtype != dtype and tensor.dtype in (torch.float32, *_HALVES)
+    return tensor.dtype != dtype and tensor.dtype in (torch.float32, *HALF_DTYPES)
 
 
 def fp32_state(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     """A state_dict hook: FP16 and BF16 tensors of ``module`` and what is below it leave as FP32 copies."""
     for name, value in state.items():
-        if name.startswith(prefix) and isinstance(value, Tensor) and value.dtype in _HALVES:
+        if name.startswith(prefix) and isinstance(value, Tensor) and value.dtype in HALF_DTYPES:
             if isinstance(value, nn.Parameter):
                 continue  # keep_vars=True asks for the parameters themselves
             state[name] = value.float()
@@ -159,7 +159,7 @@ def prepare_model(model: nn.Module, properties: Properties, outputs: torch.dtype
     dtype = properties.cast_model_type or None
     if dtype is not None:
         cast_model(model, dtype, bool(properties.keep_batchnorm_fp32), kinds)
-        if dtype in _HALVES:
+        if dtype in HALF_DTYPES:
             for module in model.modules():
                 module._register_state_dict_hook(fp32_state)  # type: ignore[no-untyped-call]
     wide = any(t.dtype == torch.float64 for t in (*model.parameters(), *model.buffers()))

@@ -27,6 +27,7 @@ from .tables import (
     AXPBY,
     CAST,
     CHECK,
+    HALF_DTYPES,
     HASH,
     L2NORM,
     SCALE,
@@ -41,6 +42,7 @@ from .tables import (
 )
 
 __all__ = [
+    "HALF_DTYPES",
     "INF",
     "NAN",
     "NOT_FINITE",
@@ -116,6 +118,30 @@ def _hash_indirect(call: Call, hashes: Tensor, sample: bool, compiled: ModuleTyp
         hashes[row] = operation(call.columns[0][place])
 
 
+def _unscale(
+    call: Call,
+    inv_scale: Tensor,
+    adds: bool | list[bool],
+    write: bool,
+    stats: GradStats,
+    watch: Watch | None,
+    compiled: ModuleType | None,
+) -> None:
+    """The pass of :func:`multi_tensor_unscale` and :func:`multi_tensor_check`, on lists that were checked."""
+    name, device = call.plan.operation.name, call.plan.device or stats.norm.device
+    watched = _watched_call(name, watch, call.plan.count, device, compiled)
+    for place, row in call.for_reference(compiled is not None):
+        grad, out = call.columns[0][place], call.columns[1][place]
+        if call.plan.operation is CHECK:  # which has no outs, and judges what float32 ones would hold
+            out = torch.empty_like(grad, dtype=torch.float32)
+        add = adds if isinstance(adds, bool) else adds[place]
+        reference.unscale(row, grad, out, inv_scale.view(()), add, write, stats)
+    if compiled is not None:
+        compiled.unscale(call, inv_scale, adds, write, stats, watched, watch)
+    else:
+        reference.finish(stats)
+
+
 def multi_tensor_unscale(
     grads: Entries,
     outs: Entries,
@@ -162,16 +188,7 @@ def multi_tensor_unscale(
         adds = accumulate_flags(accumulate, call.plan.rows, call.plan.count)
         if not write and accumulate is not False:
             raise ValueError(f"{UNSCALE.name}: write=False goes with accumulate=False only.")
-        compiled = _compiled(device)
-        watched = _watched_call(UNSCALE.name, watch, call.plan.count, device, compiled)
-        for place, row in call.for_reference(compiled is not None):
-            grad, out = call.columns[0][place], call.columns[1][place]
-            add = adds if isinstance(adds, bool) else adds[place]
-            reference.unscale(row, grad, out, inv_scale.view(()), add, write, stats)
-        if compiled is not None:
-            compiled.unscale(call, inv_scale, adds, write, stats, watched, watch)
-        else:
-            reference.finish(stats)
+        _unscale(call, inv_scale, adds, write, stats, watch, _compiled(device))
 
 
 def multi_tensor_check(
@@ -203,15 +220,7 @@ def multi_tensor_check(
         check_result(CHECK.name, "inv_scale", inv_scale, 1, torch.float32, device)
         check_grad_stats(stats, call.plan.count, device)
         compiled = _compiled(device) if backend(device) == "cpu" else None
-        watched = _watched_call(CHECK.name, watch, call.plan.count, device, compiled)
-        for place, row in call.for_reference(compiled is not None):
-            grad = call.columns[0][place]
-            out = torch.empty_like(grad, dtype=torch.float32)
-            reference.unscale(row, grad, out, inv_scale.view(()), False, False, stats)
-        if compiled is not None:
-            compiled.unscale(call, inv_scale, False, False, stats, watched, watch)
-        else:
-            reference.finish(stats)
+        _unscale(call, inv_scale, False, False, stats, watch, compiled)
 
 
 def multi_tensor_unscale_clipped(

@@ -20,6 +20,8 @@ from . import native
 Entries = Sequence["Tensor | None"]
 
 HALF, BFLOAT, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
+HALF_DTYPES = (HALF, BFLOAT)
+"""The dtypes of parameters that get masters."""
 
 
 class Operation(NamedTuple):

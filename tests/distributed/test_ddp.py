@@ -389,3 +389,17 @@ def test_attach_without_a_process_group() -> None:
     with pytest.raises(RuntimeError, match=r"torch\.distributed is not initialised.*init_process_group"):
         distributed.attach(opt, net)
     distributed.attach(opt, None)
+
+
+def fail_on_rank_1(rank: int, size: int) -> None:
+    assert rank != 1, "rank 1 found something"
+
+
+def test_what_a_rank_asserts_fails_the_test(two: World) -> None:
+    with pytest.raises(AssertionError, match="rank 1 found something"):
+        two.run(fail_on_rank_1)
+    assert two.run(count_ranks) == [2, 2]
+
+
+def count_ranks(rank: int, size: int) -> int:
+    return size
