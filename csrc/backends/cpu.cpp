@@ -8,7 +8,7 @@ namespace {
 
 template <class From, bool kWatches, bool kWrites>
 UnscaleResult unscale_loop(const void* grad, void* out, int64_t n, float inv_scale, bool add, bool stream, const Watch& watch) {
-    UnscaleLoop<From, kWatches, kWrites> loop{splat_for_sum(inv_scale), add, stream, Lanes(n), watch};
+    UnscaleLoop<From, kWatches, kWrites> loop{inv_scale, add, stream, Lanes(n), watch};
     const double sumsq = loop.run(static_cast<const From*>(grad), static_cast<float*>(out), n);
     return {sumsq, kWatches ? loop.watch.result() : HashResult{}, loop.flags};
 }

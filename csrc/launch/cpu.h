@@ -32,6 +32,18 @@ struct Lanes {
         add_groups(b, sums + at);
         at = (at + kBlock / kGroup) % kLanes;
     }
+    FP16OPT_HD void add_stored(const SumBlock& b) {
+        add_stored_groups(b, sums + at);
+        at = (at + kBlock / kGroup) % kLanes;
+    }
+    FP16OPT_HD void unscale_squares(float inv_scale) {
+        const double factor = square(double(inv_scale));
+        if (FP16OPT_UNLIKELY(!is_finite(factor))) {  // the zeros of the other lanes become nans
+            memset(sums + used, 0, size_t(kLanes - used) * sizeof(double));
+            used = kLanes;
+        }
+        for (int i = 0; i < used; ++i) sums[i] = unscale(sums[i], factor);
+    }
     FP16OPT_HD void add(const double (&b)[kBlock]) {
         for (int g = 0; g < kBlock / kGroup; ++g) {
             const double* e = b + g * kGroup;
@@ -88,22 +100,22 @@ FP16OPT_HD uint64_t hash_tail(const void* values, int valid, int64_t word) {
 struct Watch {
     const char* values;  // nullptr: nothing to watch
     int64_t first_word;
-    int64_t every;  // elements of which the first 64 are in the sample
+    int64_t mask;  // sample_stride, which is a power of two, less one: a division a block would cost as much as the hash
     BlockHash blocks;
     uint64_t tail = 0, sample = 0;
 
     FP16OPT_HD Watch(const void* of, int64_t n, int64_t first)
-        : values(static_cast<const char*>(of)), first_word(first), every(sample_stride(n)), blocks(first) {}
+        : values(static_cast<const char*>(of)), first_word(first), mask(sample_stride(n) - 1), blocks(first) {}
 
     FP16OPT_HD void block(int64_t i) {
         Narrow narrow;
         load(static_cast<const void*>(values + 2 * i), narrow);
         blocks.add(narrow);
-        if (i % every == 0) add_sample(i, narrow);
+        if ((i & mask) == 0) add_sample(i, narrow);
     }
     FP16OPT_HD void rest(int64_t i, int valid) {
         tail = hash_tail(values + 2 * i, valid, first_word + i / 4);
-        if (i % every == 0) sample += tail;
+        if ((i & mask) == 0) sample += tail;
     }
     FP16OPT_HD void add_sample(int64_t i, const Narrow& narrow) {
         BlockHash one(first_word + i / 4);
@@ -117,17 +129,27 @@ struct Watch {
 // kWrites false: only looks at what it would write.
 template <class From, bool kWatches, bool kWrites>
 struct UnscaleLoop {
-    SumFloats factor;
+    float inv_scale;
     bool add, stream;
     Lanes lanes;
     Watch watch;
     uint32_t flags = 0;
 
+    FP16OPT_HD void times_inv_scale(SumBlock& b) const {
+        const SumFloats factor = splat_for_sum(inv_scale);
+        for (int i = 0; i < kSumVectors; ++i) b.v[i] = unscale(b.v[i], factor);
+    }
+    FP16OPT_HD bool sums_stored() const { return kSumsStored<From> && !add; }
+
     // `valid` < kBlock only for the padded copy of a tail.
     FP16OPT_HD void block(const From* grad, float* out, int valid) {
         SumBlock product;
         load(grad, product);
-        for (int i = 0; i < kSumVectors; ++i) product.v[i] = unscale(product.v[i], factor);
+        if (sums_stored()) {
+            lanes.add_stored(product);
+            if (!kWrites) return;
+        }
+        times_inv_scale(product);
         if (valid < kBlock) clear_from(product, valid);
         if (add) {
             SumBlock before, after;
@@ -138,7 +160,7 @@ struct UnscaleLoop {
             product = after;
         }
         if (kWrites) store(out, product, stream);
-        lanes.add(product);
+        if (!sums_stored()) lanes.add(product);
     }
 
     FP16OPT_HD double run(const From* grad, float* out, int64_t n) {
@@ -158,10 +180,13 @@ struct UnscaleLoop {
             block(padded, result, rest);
             if (kWrites) memcpy(out + i, result, size_t(rest) * sizeof(float));
         }
+        if (sums_stored()) lanes.unscale_squares(inv_scale);
         // The squares of finite float32 stay finite in a double, and so does their sum over a chunk. So a finite sum
-        // proves that all that was written is finite, and only otherwise is the chunk read again.
+        // proves that all that was written is finite (of stored values: unless the factor is extreme), and only
+        // otherwise is the chunk read again.
         const double sumsq = lanes.total();
-        if (FP16OPT_UNLIKELY(!is_finite(sumsq) && !add)) find_flags(grad, out, n);
+        const bool proves = is_finite(sumsq) && !(sums_stored() && may_overflow_halves(inv_scale));
+        if (FP16OPT_UNLIKELY(!proves && !add)) find_flags(grad, out, n);
         return sumsq;
     }
 
@@ -178,7 +203,7 @@ struct UnscaleLoop {
             memcpy(padded, grad + i, size_t(valid) * sizeof(From));
             SumBlock product;
             load(padded, product);
-            for (int k = 0; k < kSumVectors; ++k) product.v[k] = unscale(product.v[k], factor);
+            times_inv_scale(product);
             store(products, product, false);
             flags |= flags_of_values(products, valid);
         }
@@ -248,13 +273,13 @@ FP16OPT_HD double sum_of_squares(const From* values, int64_t n) {
     SumBlock b;
     for (; i + kBlock <= n; i += kBlock) {
         load(values + i, b);
-        lanes.add(b);
+        kSumsStored<From> ? lanes.add_stored(b) : lanes.add(b);
     }
     if (const int rest = int(n - i)) {
         From padded[kBlock] = {};
         memcpy(padded, values + i, size_t(rest) * sizeof(From));
         load(padded, b);
-        lanes.add(b);
+        kSumsStored<From> ? lanes.add_stored(b) : lanes.add(b);
     }
     return lanes.total();
 }
@@ -353,7 +378,7 @@ FP16OPT_HD HashResult hash_values(const void* values, int64_t n, int64_t first_w
 // Only what is in the sample is read.
 FP16OPT_HD uint64_t sample_values(const void* values, int64_t n, int64_t first_word) {
     Watch watch(values, n, first_word);
-    for (int64_t i = 0; i < n; i += watch.every) {
+    for (int64_t i = 0; i < n; i += watch.mask + 1) {
         if (i + kBlock <= n) {
             Narrow narrow;
             load(static_cast<const void*>(watch.values + 2 * i), narrow);

@@ -93,6 +93,7 @@ struct Unscale {
     FP16OPT_HD void group(const Eight<From>& grad, float* out, bool aligned, int valid, float factor, Found& found) const {
         Eight<float> product, result;
         widen_to(grad, product);
+        if constexpr (kSumsStored<From> && !kAdd) found.sumsq += stored_group_of(product);
         FP16OPT_UNROLL
         for (int i = 0; i < kGroup; ++i) {  // padding stays 0, also where the factor is not finite
             product.v[i] = i < valid ? unscale(product.v[i], factor) : 0.0f;
@@ -108,7 +109,7 @@ struct Unscale {
             found.flags |= flags_of(product, product, result, false);
         }
         if (write) store(result, out, aligned, valid);
-        found.sumsq += group_of(result);
+        if constexpr (!kSumsStored<From> || kAdd) found.sumsq += group_of(result);
     }
 
     template <class From, bool kWatched, bool kAdd>
@@ -132,6 +133,7 @@ struct Unscale {
                 group<From, kAdd>(raw.grad, out + i, out_aligned, valid, factor, found);
                 if constexpr (kWatched) add_hash(raw.watched, chunk, i, valid, (i & mask) < 64, found);
             });
+        if constexpr (kSumsStored<From> && !kAdd) found.sumsq = unscale(found.sumsq, square(double(factor)));
         return found;
     }
 
@@ -269,7 +271,11 @@ struct Norm {
             [&](int, const Eight<From>& raw, int) {
                 Eight<Wide> wide;
                 widen_to(raw, wide);
-                found.sumsq += group_of(wide);
+                if constexpr (kSumsStored<From>) {
+                    found.sumsq += stored_group_of(wide);
+                } else {
+                    found.sumsq += group_of(wide);
+                }
             });
         return found;
     }

@@ -193,6 +193,11 @@ FP16OPT_HD double group_of(const Eight<float>& e) {
     return (square_sum(e.v[0], e.v[1]) + square_sum(e.v[2], e.v[3])) +
            (square_sum(e.v[4], e.v[5]) + square_sum(e.v[6], e.v[7]));
 }
+// The same of values that were FP16: see l2norm.h.
+FP16OPT_HD double stored_group_of(const Eight<float>& e) {
+    return double(group_sum(square(e.v[0]), square(e.v[1]), square(e.v[2]), square(e.v[3]), square(e.v[4]), square(e.v[5]),
+                            square(e.v[6]), square(e.v[7])));
+}
 FP16OPT_HD double group_of(const Eight<double>& e) {
     return group_sum(square(e.v[0]), square(e.v[1]), square(e.v[2]), square(e.v[3]), square(e.v[4]), square(e.v[5]),
                      square(e.v[6]), square(e.v[7]));

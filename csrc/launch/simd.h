@@ -95,6 +95,23 @@ FP16OPT_HD void add_groups(const Block256& b, double* lanes) {
     }
 }
 
+// The same for a block of values that were FP16. Their group sums are float32, four groups side by side in each half.
+FP16OPT_HD void add_stored_groups(const Block256& b, double* lanes) {
+    __m256 halves[2];  // of groups 0 to 3 and 4 to 7: the sums of their first four elements, then of their last four
+    for (int half = 0; half < 2; ++half) {
+        __m256 pairs[2];
+        for (int k = 0; k < 2; ++k) {
+            const __m256 low = b.v[4 * half + 2 * k], high = b.v[4 * half + 2 * k + 1];
+            const __m256 even = _mm256_shuffle_ps(low, high, 0x88), odd = _mm256_shuffle_ps(low, high, 0xdd);
+            pairs[k] = _mm256_fmadd_ps(even, even, square(odd));  // the squares are exact: see l2norm.h
+        }
+        halves[half] = _mm256_shuffle_ps(pairs[0], pairs[1], 0x88) + _mm256_shuffle_ps(pairs[0], pairs[1], 0xdd);
+    }
+    const __m256 sums = _mm256_permute2f128_ps(halves[0], halves[1], 0x20) + _mm256_permute2f128_ps(halves[0], halves[1], 0x31);
+    _mm256_store_pd(lanes, _mm256_load_pd(lanes) + _mm256_cvtps_pd(_mm256_castps256_ps128(sums)));
+    _mm256_store_pd(lanes + 4, _mm256_load_pd(lanes + 4) + _mm256_cvtps_pd(_mm256_extractf128_ps(sums, 1)));
+}
+
 typedef Block256 SumBlock;
 FP16OPT_HD __m256 splat_for_sum(float x) { return _mm256_set1_ps(x); }
 FP16OPT_HD void finish_streaming() { _mm_sfence(); }
@@ -317,6 +334,14 @@ FP16OPT_HD void add_groups(const Block& b, double* lanes) {
         double e[kGroup];
         for (int i = 0; i < kGroup; ++i) e[i] = square(double(b.v[g * kGroup + i]));
         lanes[g] += group_sum(e[0], e[1], e[2], e[3], e[4], e[5], e[6], e[7]);
+    }
+}
+
+FP16OPT_HD void add_stored_groups(const Block& b, double* lanes) {
+    for (int g = 0; g < kBlock / kGroup; ++g) {
+        float e[kGroup];
+        for (int i = 0; i < kGroup; ++i) e[i] = square(b.v[g * kGroup + i]);
+        lanes[g] += double(group_sum(e[0], e[1], e[2], e[3], e[4], e[5], e[6], e[7]));
     }
 }
 

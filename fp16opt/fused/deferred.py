@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +31,11 @@ def stored_grad(master: Tensor) -> Tensor | None:
     """``master.grad`` as it is, without making one."""
     grad: Tensor | None = _GRAD.__get__(master)
     return grad
+
+
+def stored_grads(masters: Sequence[Tensor]) -> list[Tensor | None]:
+    """:func:`stored_grad` of each."""
+    return list(map(_GRAD.__get__, masters))
 
 
 def has_grad(master: Tensor) -> bool:

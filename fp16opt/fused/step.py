@@ -14,6 +14,7 @@ from ..kernels import steps
 from .deferred import stored_grad
 from .eligibility import changing_obstacle, obstacle
 from .lists import CannotServe, Lists, options_of, state_of
+from .remembered import Key, Remembered
 
 if TYPE_CHECKING:
     from ..masters import MasterParams
@@ -24,7 +25,6 @@ CHOICES = (False, True, "auto")
 logger = logging.getLogger("fp16opt")
 
 _NO_MASTERS = "there are no FP32 masters (master_weights='none')"
-Key = tuple[bool, bool, tuple[str, ...]]
 
 
 def check_fused_step(wanted: object, optimizer: Optimizer, master_weights: str = "full") -> None:
@@ -74,6 +74,7 @@ class FusedStep:
         self.fallback: Callable[..., None] | None = None  # what steps masters that the optimizer can't step by itself
         self._tables: dict[tuple[torch.device, Key], steps.StepTables] = {}
         self._written: list[int] | None = None
+        self._remembered: dict[torch.device, Remembered] = {}
 
     def reason(self) -> str:
         """Why the wrapped optimizer steps itself; "" where the kernel serves. No sync."""
@@ -157,7 +158,7 @@ class FusedStep:
             raise CannotServe(reason)
         options = options_of(self.optimizer)
         calls = [
-            (shard, key, lists) for shard in self.params.shards for key, lists in self._collect(shard, grads).items()
+            (shard, key, lists) for shard in self.params.shards for key, lists in self._lists(shard, grads).items()
         ]
         before = self.params.versions()
         with torch.no_grad():
@@ -165,6 +166,8 @@ class FusedStep:
                 factors = grads.factors(shard.device, waiting=key[0])
                 self._call(shard, key, lists, options, factors, found_inf)
         self._written = self._versions_if_clean(before, [lists for _, _, lists in calls])
+        for remembered in self._remembered.values():
+            remembered.rest()
         self.params.stepped()
 
     def _versions_if_clean(self, before: list[int], stepped: list[Lists]) -> list[int] | None:
@@ -174,6 +177,17 @@ class FusedStep:
         if any(id(self.params.master[i]) not in done for i in written):
             return None
         return self.params.versions()
+
+    def _lists(self, shard: Shard, grads: DeferredGrads) -> dict[Key, Lists]:
+        """What :meth:`_collect` gives, as the last step had it where that is proved to hold."""
+        known = self._remembered.get(shard.device)
+        calls = None if known is None else known.again(shard, grads.waiting)
+        if calls is None:
+            calls = self._collect(shard, grads)
+            self._remembered.pop(shard.device, None)
+            if not any(any(lists.first) for lists in calls.values()):
+                self._remembered[shard.device] = Remembered(shard, self.optimizer, self.params, grads.waiting, calls)
+        return calls
 
     def _collect(self, shard: Shard, grads: DeferredGrads) -> dict[Key, Lists]:
         """By (gradient waits, is its own master, names of the state): the entries of one call."""

@@ -84,16 +84,23 @@ def _padded(flat: Tensor, multiple: int) -> Tensor:
     return torch.nn.functional.pad(flat, (0, missing)) if missing else flat
 
 
-def _chunk_sums(flat: Tensor) -> Tensor:
-    """Sum of squares of each chunk of ``flat`` (at most a slab), in the fixed order that every backend follows."""
+def _chunk_sums(flat: Tensor, factor: Tensor | None = None) -> Tensor:
+    """Sum of squares of each chunk of ``flat`` (at most a slab), in the fixed order that every backend follows.
+
+    The squares of FP16 values, and the sums of eight of them, are float32: the former are exact there. From there on,
+    and of other values from the beginning, all is float64. ``factor`` is squared and multiplied to what the lanes hold.
+    """
     rows_of = CHUNK if flat.numel() > CHUNK else _ROW  # whole rows of zeros change no bit of a sum of squares
-    wide = _padded(flat, rows_of).to(sum_dtype(flat.device))
+    sums = sum_dtype(flat.device)
+    wide = _padded(flat, rows_of).to(torch.float32 if flat.dtype == torch.float16 else sums)
     squares = (wide * wide).view(-1, rows_of // _ROW if flat.numel() > CHUNK else wide.numel() // _ROW, LANES, GROUP)
     e = squares.unbind(-1)
-    groups = ((e[0] + e[1]) + (e[2] + e[3])) + ((e[4] + e[5]) + (e[6] + e[7]))
+    groups = (((e[0] + e[1]) + (e[2] + e[3])) + ((e[4] + e[5]) + (e[6] + e[7]))).to(sums)
     lanes = groups[:, 0]
     for row in range(1, groups.shape[1]):
         lanes = lanes + groups[:, row]
+    if factor is not None:
+        lanes = lanes * factor.to(sums).square()
     width = LANES // 2
     while width:
         lanes = lanes[:, :width] + lanes[:, width : 2 * width]
@@ -152,7 +159,8 @@ def unscale(
             product = total
         if write:
             written.copy_(product)
-        sums.append(_chunk_sums(product))
+        stored = grad.dtype == torch.float16 and not accumulate  # squared as they are, or as they are written
+        sums.append(_chunk_sums(source[part], factor) if stored else _chunk_sums(product))
     if write:
         _write_back(target, out, order)
     stats.nonfinite[i] = bits

@@ -43,7 +43,8 @@ class GradStats:
 
     Attributes:
         nonfinite: int32, shape [n]. Bits ``INF | NAN`` of tensor i.
-        sumsq: float64, shape [n]. Sum of squares of what was written for tensor i.
+        sumsq: float64, shape [n]. Sum of squares of what was written for tensor i, to the precision of
+            :func:`fp16opt.kernels.multi_tensor_l2norm`.
         norm: float64, shape []. Square root of the sum of all n ``sumsq``.
         found_inf: float32, shape []. Exactly 1.0 if any of the n ``nonfinite`` is set, else exactly 0.0.
         memory: uint8. What the four lie in together, to be cleared at once; None where they do not.

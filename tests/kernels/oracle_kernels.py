@@ -39,13 +39,17 @@ def encode(values: Array, kind: str) -> Array:
     return values
 
 
-def sum_of_squares(values: Array) -> float:
-    """Chunks of 65536; groups of 8 in a tree; group g to lane g mod 256; a tree over the lanes; chunks in order."""
-    total = 0.0
+def sum_of_squares(values: Array, stored: str = "", factor: float = 1.0) -> float:
+    """Chunks of 65536; groups of 8 in a tree; group g to lane g mod 256; a tree over the lanes; chunks in order.
+
+    Squares and groups in float32 for values that are ``stored`` as "half", else in float64; then float64. Each lane is
+    multiplied by the square of ``factor``.
+    """
+    total, kind = 0.0, np.float32 if stored == "half" else np.float64
     with np.errstate(over="ignore", invalid="ignore"):
         for start in range(0, values.size, 65536):
-            chunk = np.zeros(65536)
-            part = values[start : start + 65536].astype(np.float64)
+            chunk = np.zeros(65536, dtype=kind)
+            part = values[start : start + 65536].astype(kind)
             chunk[: part.size] = part * part
             sums = chunk.reshape(-1, 8)
             while sums.shape[1] > 1:
@@ -53,6 +57,7 @@ def sum_of_squares(values: Array) -> float:
             lanes = np.zeros(256)
             for row in sums.reshape(32, 256):
                 lanes += row
+            lanes *= np.float64(factor) * np.float64(factor)
             while lanes.size > 1:
                 lanes = lanes[: lanes.size // 2] + lanes[lanes.size // 2 :]
             total += float(lanes[0])
@@ -82,6 +87,8 @@ def unscale(grad: Array, kind: str, inv_scale: np.float32, before: Array | None 
     bits = INF * bool(np.isinf(product).any()) | NAN * bool(np.isnan(product).any())
     if before is not None and bool((~np.isfinite(out) & np.isfinite(before) & np.isfinite(product)).any()):
         bits |= INF
+    if kind == "half" and before is None:
+        return Unscaled(out, bits, sum_of_squares(wide, kind, float(inv_scale)))
     return Unscaled(out, bits, sum_of_squares(out))
 
 

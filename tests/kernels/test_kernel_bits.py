@@ -108,7 +108,9 @@ def test_l2norm_of_random_lists_and_of_what_unscale_wrote(implementation: str, s
     rng = np.random.default_rng(100 + seed)
     (tensors,) = random_rows(rng, [(d,) for d in KINDS], 0.0)
     norm, norms = multi_tensor_l2norm(tensors)
-    sums = [0.0 if t is None else oracle.sum_of_squares(oracle.decode(raw(t), KINDS[t.dtype])) for t in tensors]
+    kinds = ["" if t is None else KINDS[t.dtype] for t in tensors]
+    values = [None if t is None else oracle.decode(raw(t), KINDS[t.dtype]) for t in tensors]
+    sums = [0.0 if v is None else oracle.sum_of_squares(v, kind) for v, kind in zip(values, kinds, strict=True)]
     assert norms.tolist() == [math.sqrt(s) for s in sums]
     assert norm.item() == oracle.norm(sums)
     masters = [t for t in tensors if t is not None and t.dtype == torch.float32]
@@ -240,6 +242,29 @@ def test_axpby_checks_what_it_is_told(level: str, bad: str, check: str) -> None:
 def test_norm_has_the_range_of_float32(level: str, value: float, dtype: torch.dtype) -> None:
     tensor = torch.full((4,), value, dtype=dtype)
     assert multi_tensor_l2norm([tensor])[0].item() == 2.0 * tensor[0].item()
+
+
+@pytest.mark.parametrize("write", [True, False])
+@pytest.mark.parametrize("inv_scale", [2.0**112, 2.0**113, -(2.0**127), math.inf, math.nan, 0.0])
+def test_halves_times_an_extreme_factor(implementation: str, inv_scale: float, write: bool) -> None:
+    """Their squares are summed as they are stored, so the sum alone does not say that all products are finite."""
+    for numel in (3, 4096 + 5):
+        grad = torch.full((numel,), 3.0).half()
+        grad[-1] = 65504.0
+        wanted = oracle.unscale(raw(grad), "half", np.float32(inv_scale))
+        out, stats = torch.zeros(numel), GradStats.allocate(1, "cpu")
+        multi_tensor_unscale([grad], [out], torch.tensor(inv_scale), stats, write=write)
+        assert stats.nonfinite.item() == wanted.nonfinite
+        assert stats.found_inf.item() == float(inv_scale not in (2.0**112, 0.0))
+        assert_same_number(stats.sumsq.item(), wanted.sumsq, "sumsq")
+
+
+def test_norm_of_halves_is_true_to_float32(level: str) -> None:
+    """Each square is exact, and a sum of eight is rounded three times: (1 + 2^-24)^3, of which a norm has the root."""
+    rng = np.random.default_rng(5)
+    values = torch.from_numpy((rng.standard_normal(200_003) * 2.0 ** rng.uniform(-20, 12, 200_003)).astype(np.float16))
+    true = math.sqrt(math.fsum((values.double() ** 2).tolist()))
+    assert abs(multi_tensor_l2norm([values])[0].item() / true - 1.0) < 1.5 * 2.0**-24
 
 
 @pytest.mark.parametrize("exponent", range(15))

@@ -1,0 +1,174 @@
+"""A fused step takes the lists of the step before only where nothing about them has changed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from fp16opt import MixedPrecisionOptimizer
+from fp16opt.fused.step import FusedStep
+
+Change = Callable[[MixedPrecisionOptimizer, list[nn.Parameter]], None]
+MAKERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
+    "AdamW": lambda params: AdamW(params, lr=0.01),
+    "SGD": lambda params: SGD(params, lr=0.01, momentum=0.9),
+}
+
+
+def make(kind: str, fused: bool) -> tuple[MixedPrecisionOptimizer, list[nn.Parameter]]:
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(5, 3, generator=generator).half()) for _ in range(4)]
+    params.append(nn.Parameter(torch.randn(7, generator=generator)))  # its own master
+    return MixedPrecisionOptimizer(MAKERS[kind](params), loss_scale=8.0, fused_step=fused), params
+
+
+def step(opt: MixedPrecisionOptimizer, params: list[nn.Parameter], number: int, without: int = -1) -> None:
+    generator = torch.Generator().manual_seed(100 + number)
+    opt.zero_grad()
+    for i, param in enumerate(params):
+        grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        param.grad = None if i == without else grad * 8.0
+    opt.scale_loss(torch.zeros(()))
+    opt.step()
+
+
+def replace_state(opt: MixedPrecisionOptimizer, params: list[nn.Parameter]) -> None:
+    for state in opt.state.values():
+        for name, value in state.items():
+            state[name] = value.clone() * 0.5 if name != "step" else value.clone()
+
+
+def reload(opt: MixedPrecisionOptimizer, params: list[nn.Parameter]) -> None:
+    opt.load_state_dict(opt.state_dict())
+
+
+def reload_inner(opt: MixedPrecisionOptimizer, params: list[nn.Parameter]) -> None:
+    opt.optimizer.load_state_dict(opt.optimizer.state_dict())
+
+
+def clear_state(opt: MixedPrecisionOptimizer, params: list[nn.Parameter]) -> None:
+    opt.state.clear()
+
+
+def reorder_state(opt: MixedPrecisionOptimizer, params: list[nn.Parameter]) -> None:
+    items = list(opt.state.items())[::-1]
+    opt.state.clear()
+    opt.state.update(items)
+
+
+def add_group(opt: MixedPrecisionOptimizer, params: list[nn.Parameter]) -> None:
+    params.append(nn.Parameter(torch.ones(3).half()))
+    opt.add_param_group({"params": [params[-1]]})
+
+
+def other_lr(opt: MixedPrecisionOptimizer, params: list[nn.Parameter]) -> None:
+    opt.param_groups[0]["lr"] = 0.3
+
+
+def amsgrad(opt: MixedPrecisionOptimizer, params: list[nn.Parameter]) -> None:
+    if "amsgrad" in opt.param_groups[0]:
+        for state in opt.state.values():
+            state["max_exp_avg_sq"] = torch.ones_like(state["exp_avg_sq"])
+        opt.param_groups[0]["amsgrad"] = True
+
+
+def no_momentum(opt: MixedPrecisionOptimizer, params: list[nn.Parameter]) -> None:
+    if "momentum" in opt.param_groups[0]:
+        opt.param_groups[0]["momentum"] = 0.0
+
+
+CHANGES: list[Change] = [
+    *(replace_state, reload, reload_inner, clear_state, reorder_state, add_group, other_lr, amsgrad, no_momentum)
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_change_between_steps_counts(kind: str, change: Change) -> None:
+    """Against a wrapper whose step makes its lists anew each time."""
+    results = []
+    for forgets in (False, True):
+        opt, params = make(kind, fused=True)
+        for number in range(6):
+            if number == 3:
+                change(opt, params)
+            if forgets:
+                opt._fused._remembered.clear()
+            step(opt, params, number)
+        results.append([*params, *opt.master_params(), *[v for s in opt.state.values() for v in s.values()]])
+    assert len(results[0]) == len(results[1])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_parameters_may_miss_gradients_in_some_steps(kind: str) -> None:
+    results = []
+    for forgets in (False, True):
+        opt, params = make(kind, fused=True)
+        for number, without in enumerate((-1, -1, 4, -1, 2, 2, -1, 0, -1)):
+            if forgets:
+                opt._fused._remembered.clear()
+            step(opt, params, number, without)
+        results.append([*params, *opt.master_params()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_parameter_that_comes_and_has_no_gradient(kind: str) -> None:
+    opt, params = make(kind, fused=True)
+    for number in range(3):
+        step(opt, params, number)
+    add_group(opt, params)
+    before = params[-1].detach().clone()
+    other, rest = make(kind, fused=True)
+    for number in range(5):
+        if number > 2:
+            step(opt, params, number, without=len(params) - 1)
+        step(other, rest, number)
+    assert torch.equal(params[-1], before)
+    assert all(torch.equal(a, b) for a, b in zip(params, rest, strict=False))
+
+
+def test_state_in_another_dtype_goes_to_the_general_step() -> None:
+    opt, params = make("AdamW", fused=True)
+    for number in range(3):
+        step(opt, params, number)
+    for state in opt.state.values():
+        state["exp_avg"] = state["exp_avg"].double()
+    with pytest.raises(Exception, match="dtype"):  # torch's own step refuses it
+        step(opt, params, 3)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_the_usual_step_collects_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    collected: list[int] = []
+    real = FusedStep._collect
+
+    def counting(self: FusedStep, *args: Any) -> Any:
+        collected.append(1)
+        return real(self, *args)
+
+    monkeypatch.setattr(FusedStep, "_collect", counting)
+    opt, params = make(kind, fused=True)
+    for number in range(6):
+        step(opt, params, number)
+    assert len(collected) == (2 if kind == "SGD" else 1)  # buffers of a first step are not in the state before it
+
+
+def test_nothing_that_is_remembered_keeps_gradients_or_state_alive() -> None:
+    opt, params = make("AdamW", fused=True)
+    for number in range(3):
+        step(opt, params, number)
+    gone: list[weakref.ref[Tensor]] = [weakref.ref(p.grad) for p in params if p.grad is not None]
+    gone += [weakref.ref(state["exp_avg"]) for state in opt.state.values()]
+    opt.zero_grad()
+    opt.optimizer.load_state_dict(Adam(params).state_dict() | {"state": {}})
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * len(gone)
