@@ -125,7 +125,7 @@ class MasterGrads:
                 drop_grad(param, keep)
         self.own_is_fresh = False
         self.held = {}
-        self._measured = [master.grad for master in self.params.master]
+        self._measured = self._stored()
         self._versions = _versions(self._measured)
 
     def _unscale_shard(self, number: int, shard: Shard, inv_scale: Tensor, fold: bool) -> None:
@@ -425,8 +425,11 @@ class MasterGrads:
             return True
         if self._measured is None or not self._measurable or len(self._measured) != len(self.params):
             return False
-        grads = [master.grad for master in self.params.master]
-        return all(map(operator.is_, grads, self._measured)) and _versions(grads) == self._versions
+        return all(map(operator.is_, grads := self._stored(), self._measured)) and _versions(grads) == self._versions
+
+    def _stored(self) -> list[Tensor | None]:
+        """Every ``.grad`` of the masters that is there."""
+        return [master.grad for master in self.params.master]
 
     def values(self, shard: Shard) -> list[Tensor | None]:
         """The dense tensors that hold the master gradients' elements."""

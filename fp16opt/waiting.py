@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import kernels
 from .fused import DeferredGrads, FusedStep
+from .fused.deferred import stored_grads
 from .gradients import MasterGrads, _Lists
 from .masters import MasterParams
 from .shard import Shard
@@ -75,12 +76,15 @@ class WaitingGrads(MasterGrads):
     def _lists(self, shard: Shard, fold: bool) -> _Lists:
         """Those that wait or stay are left out."""
         deferred, count = self.deferred, len(shard.index)
+        if deferred.take_usual(shard):
+            self._free_unread(shard.index)
+            return _Lists([None] * count, [None] * count, [False] * count, [])
         out = {i for i in shard.index if deferred.take(i, self.params.model[i].grad) or deferred.keeps(i)}
         if not out:
             return super()._lists(shard, fold)
-        for i in out:
-            if not deferred.was_read(i):
-                self.buffers.pop(i, None)
+        self._free_unread(out)
+        if len(out) == count:
+            deferred.note_usual(shard)
         left = [k for k, i in enumerate(shard.index) if i not in out]
         rows = torch.tensor(left, dtype=torch.int64)  # any: says that not every parameter takes part
         part = super()._lists(replace(shard, index=[shard.index[k] for k in left], rows=rows), fold)
@@ -89,6 +93,12 @@ class WaitingGrads(MasterGrads):
             lists.sources[place], lists.outs[place] = part.sources[k], part.outs[k]
             lists.adds[place] = bool(part.adds) and part.adds[k]
         return lists
+
+    def _free_unread(self, positions: Iterable[int]) -> None:
+        """The FP32 buffer of a gradient that is not read is given back."""
+        for i in positions if self.buffers else ():
+            if not self.deferred.was_read(i):
+                self.buffers.pop(i, None)
 
     def _pass(self, shard: Shard, lists: _Lists, inv_scale: Tensor) -> None:
         """One call that looks at what waits, and one for all else where there is any."""
@@ -113,9 +123,8 @@ class WaitingGrads(MasterGrads):
         if self._measured is not None and i < len(self._measured):
             self._measured[i], self._versions[i] = grad, grad._version
 
-    def _is_measured(self) -> bool:
-        with self.deferred.hidden():
-            return super()._is_measured()
+    def _stored(self) -> list[Tensor | None]:
+        return stored_grads(self.params.master)
 
     def values(self, shard: Shard) -> list[Tensor | None]:
         self.deferred.make()
@@ -127,8 +136,9 @@ class WaitingGrads(MasterGrads):
             self._measurable = False
             if not self.deferred.clip(factor):
                 self.deferred.make()
-        with self.deferred.hidden():
-            super().scale(factor)
+        if any(grad is not None for grad in self._stored()):
+            with self.deferred.hidden():
+                super().scale(factor)
 
     def start_folding(self) -> None:
         self.deferred.make()

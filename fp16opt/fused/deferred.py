@@ -7,6 +7,7 @@ on it is an ordinary tensor, and what is written to it counts in the step.
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,15 +17,13 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels.reference_steps import Factors
-from ..kernels.tables import same_walk
+from ..kernels.tables import Seen, same_walk
 
 if TYPE_CHECKING:
     from ..masters import MasterParams
     from ..shard import Shard
 
 _GRAD: Any = Tensor.grad  # torch's own descriptor, which the class below stands in front of
-
-Seen = tuple["weakref.ref[Tensor] | None", int]
 
 
 def stored_grad(master: Tensor) -> Tensor | None:
@@ -44,14 +43,42 @@ def has_grad(master: Tensor) -> bool:
     return stored_grad(master) is not None or (waits is not None and bool(waits()))
 
 
-def _seen(grad: Tensor | None) -> Seen:
-    return (None, 0) if grad is None else (weakref.ref(grad), grad._version)
+def _nothing() -> None:
+    """In place of a weak reference to a gradient that is not there."""
 
 
-def _is_as_seen(grad: Tensor | None, seen: Seen) -> bool:
-    if grad is None or seen[0] is None:
-        return grad is None and seen[0] is None
-    return seen[0]() is grad and seen[1] == grad._version
+class _Sight:
+    """Gradients as they were at one moment: which tensors, in which versions. Keeps none alive.
+
+    Args:
+        params: whose gradients they are.
+        index: the positions of ``params``.
+    """
+
+    def __init__(self, params: list[Tensor], index: list[int]) -> None:
+        grads = [param.grad for param in params]
+        self._params, self._index = params, index
+        self._refs: list[Callable[[], Tensor | None]] = [_nothing if g is None else weakref.ref(g) for g in grads]
+        self._versions = [0 if g is None else g._version for g in grads]
+        self._place: dict[int, int] | None = None
+
+    def moved(self) -> list[int]:
+        """Positions whose gradient is another one now, or was written."""
+        grads = [param.grad for param in self._params]
+        versions = [0 if g is None else g._version for g in grads]
+        if versions == self._versions and all(map(operator.is_, [ref() for ref in self._refs], grads)):
+            return []
+        same = map(operator.is_, [ref() for ref in self._refs], grads)
+        return [
+            i for i, is_it, a, b in zip(self._index, same, versions, self._versions, strict=True) if not is_it or a != b
+        ]
+
+    def is_as_seen(self, i: int, grad: Tensor) -> bool:
+        """Whether ``grad``, of position ``i``, is what was seen."""
+        if self._place is None:
+            self._place = {i: k for k, i in enumerate(self._index)}
+        k = self._place.get(i)
+        return k is not None and self._refs[k]() is grad and self._versions[k] == grad._version
 
 
 class DeferredGrads:
@@ -83,7 +110,8 @@ class DeferredGrads:
         self._kept: set[int] = set()
         self._read: set[int] = set()
         self._read_before: set[int] = set()
-        self._seen: dict[int, Seen] = {}
+        self._sight = _Sight([], [])
+        self._usual: dict[torch.device, tuple[Shard, Seen]] = {}
         self._factors: dict[torch.device, Factors] = {}
         self._position: dict[int, int] = {}
         self._class = _class_for(self)
@@ -146,6 +174,27 @@ class DeferredGrads:
         self._taken[i] = grad.detach() if grad.requires_grad else grad
         return True
 
+    def take_usual(self, shard: Shard) -> bool:
+        """Whether all gradients of the shard are to wait as all did in an earlier pass: then they are taken here."""
+        shard_then, seen = self._usual.get(shard.device, (None, None))
+        if shard_then is not shard or seen is None or not self._takes or self._kept:
+            return False
+        grads: list[Any] = [self.params.model[i].grad for i in shard.index]
+        if not seen.again(grads) or any([grad.requires_grad for grad in grads]):  # noqa: C419
+            return False
+        masters = [self.params.master[i] for i in shard.index]
+        for master, grad in zip(masters, stored_grads(masters), strict=True):
+            if grad is not None:
+                _GRAD.__set__(master, None)
+        self._taken.update(zip(shard.index, grads, strict=True))
+        return True
+
+    def note_usual(self, shard: Shard) -> None:
+        """Remember what the gradients of the shard look like, where all of them were taken."""
+        grads = [self._taken[i] for i in shard.index if i in self._taken]
+        if grads and len(grads) == len(shard.index):
+            self._usual[shard.device] = (shard, Seen(grads))
+
     def taken(self, shard: Shard) -> list[Tensor | None] | None:
         """For each position of the shard the gradient that is to wait; None where there is no such."""
         grads = [self._taken.get(i) for i in shard.index]
@@ -164,14 +213,12 @@ class DeferredGrads:
     def end(self) -> None:
         """The pass is done: remember what it has seen."""
         self.waiting, self._taken, self._takes = set(self._taken), {}, False
-        self._seen = {i: _seen(self.params.model[i].grad) for i in self.params.copied} if self.live else {}
+        copied = self.params.copied if self.live else []
+        self._sight = _Sight([self.params.model[i] for i in copied], list(copied))
 
     def moved(self) -> list[int]:
         """Positions whose 16-bit gradient was written, replaced, set or removed since the pass."""
-        if not self.live:
-            return []
-        model = self.params.model
-        return [i for i, seen in self._seen.items() if not _is_as_seen(model[i].grad, seen)]
+        return self._sight.moved() if self.live else []
 
     # -- what the step takes -----------------------------------------------------------------------------------------
 
@@ -249,7 +296,7 @@ class DeferredGrads:
 
     def _source(self, i: int) -> Tensor | None:
         grad = self.params.model[i].grad
-        if grad is None or not (self.live or _is_as_seen(grad, self._seen[i])):
+        if grad is None or not (self.live or self._sight.is_as_seen(i, grad)):
             return None  # of a step that is over, and overwritten since
         return grad.detach() if grad.requires_grad else grad
 
