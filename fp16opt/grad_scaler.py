@@ -18,7 +18,7 @@ from . import evaluations, wrapped
 from .arguments import check_number
 from .diagnostics import Overflow, SkipLog, describe
 from .driven import Offers
-from .norms import clip_factor
+from .kernels import decisions
 from .outcomes import check_consecutive
 from .torch_scale import TorchScale, new_state
 from .unscaling import Gradients
@@ -186,9 +186,10 @@ class GradScaler(TorchScale):
                 f"the total norm of order {norm_type} of the gradients is {wide.item()}, so it can't be clipped. Leave "
                 "error_if_nonfinite=False to have step() skip, or see overflow_report(optimizer) after it."
             )
-        bad = ~wide.isfinite() if found is None else (found.to(device) > 0) | ~wide.isfinite()
-        gradients.scale(torch.where(bad, 1.0, clip_factor(wide, max_norm)))
-        return wide.float()
+        found = None if found is None else found.to(device)
+        norm, factor = decisions.decide_clip(wide, found, max_norm, only_finite=True)
+        gradients.scale(factor)
+        return norm
 
     def _unscale_and_clip(self, optimizer: Optimizer, max_norm: float) -> Tensor | None:
         """What :meth:`unscale_` and a clip do, in one write; the norm, or None where it must be done one by one."""

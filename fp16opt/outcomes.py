@@ -23,7 +23,9 @@ class Outcomes:
         self.log = diagnostics.SkipLog()
         self._skipped_here = 0
         self._skipped_on_device: Tensor | None = None
+        self._last_on_device: Tensor | None = None
         self._last: bool | Tensor = False
+        self._kept: list[Tensor] = []
         self._flags: list[Tensor] | None = None
 
     @property
@@ -38,15 +40,38 @@ class Outcomes:
 
     def record(self, skipped: bool | Tensor, grads: MasterGrads) -> None:
         """Note a step. ``skipped``: decided, or the device's flag (float32, 0-dim) where nobody looked. No sync."""
+        self._flags = None if skipped is False else [flags.clone() for flags in grads.flags_on_devices()]
         self._last = skipped
-        self._flags = None if skipped is False else grads.device_flags()
         if isinstance(skipped, Tensor):
-            if self._skipped_on_device is None:
-                dtype = kernels.stats.sum_dtype(skipped.device)  # whole numbers up to 2**53
-                self._skipped_on_device = torch.zeros((), dtype=dtype, device=skipped.device)
-            self._skipped_on_device.add_(skipped)  # in place: a CUDA graph that is replayed goes on counting here
+            self._last, counted = self._counters(skipped.device)
+            self._last.copy_(skipped)
+            counted.add_(skipped)
         elif skipped:
             self._skipped_here += 1
+
+    def memory(self, flags: list[Tensor], device: torch.device) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
+        """What a kernel writes to in place of :meth:`record`.
+
+        Args:
+            flags: int32, those that it is to keep a copy of.
+            device: Where the decision is taken.
+
+        Returns:
+            (for each of ``flags`` the memory of its copy; (the flag of the last step, the number of skipped steps)).
+        """
+        if [(kept.shape, kept.device) for kept in self._kept] != [(one.shape, one.device) for one in flags]:
+            self._kept = [torch.empty_like(one) for one in flags]
+        self._flags = self._kept
+        self._last, counted = self._counters(device)
+        return self._kept, (self._last, counted)
+
+    def _counters(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Made once and written in place: a CUDA graph that is replayed goes on counting here."""
+        if self._skipped_on_device is None or self._last_on_device is None:
+            dtype = kernels.stats.sum_dtype(device)  # whole numbers up to 2**53
+            self._skipped_on_device = torch.zeros((), dtype=dtype, device=device)
+            self._last_on_device = torch.zeros((), device=device)
+        return self._last_on_device, self._skipped_on_device
 
     def report(self, grads: MasterGrads) -> list[Overflow]:
         """Which parameters had non-finite gradients if the last step was skipped. Syncs."""

@@ -27,21 +27,11 @@ class _Rule(DynamicLossScaler):
     The product is rounded to float32 where it is written to the scale.
     """
 
+    _wide_factors = True
+
     def set_factors(self, growth_factor: float, backoff_factor: float) -> None:
         self.growth_factor, self.backoff_factor = float(growth_factor), float(backoff_factor)
         self._set_constants()
-
-    def _set_constants(self) -> None:
-        super()._set_constants()
-        if self._trackers.device.type != "mps":  # which has no float64
-            factors = [self.growth_factor, self.backoff_factor]
-            self._factors = torch.tensor(factors, dtype=torch.float64, device=self._trackers.device)
-
-    def to(self, device: torch.device | str) -> _Rule:
-        self._factors = self._factors.float()
-        super().to(device)
-        self._set_constants()
-        return self
 
 
 def new_state() -> dict[str, Any]:

@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 
 from . import kernels
 from .diagnostics import Overflow, overflows_from_flags
+from .kernels import decisions
 from .masters import HALF_DTYPES, OWN_DTYPES, name_of
-from .norms import clip_factor, vector_norm
+from .norms import vector_norm
 
 _SERVED = (*HALF_DTYPES, *OWN_DTYPES)
 
@@ -209,10 +210,10 @@ class Gradients:
         inv_scale = inv_scale.to(shard.device, non_blocking=True)
         with torch.no_grad():
             kernels.multi_tensor_unscale(values, values, inv_scale, stats, write=False, tables=tables)
-            factor = torch.where(stats.found_inf > 0, 1.0, clip_factor(stats.norm, max_norm))
+            norm, factor = decisions.decide_clip(stats.norm, stats.found_inf, max_norm)
             kernels.multi_tensor_unscale_clipped(values, values, inv_scale, factor, tables=tables)
         self._checked, self._measured = [(shard.places, stats)], None
-        return stats.norm.float(), stats.found_inf
+        return norm, stats.found_inf
 
     # -- what was found ----------------------------------------------------------------------------------------------
 
