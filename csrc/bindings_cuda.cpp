@@ -1,5 +1,6 @@
 // The Python face of the CUDA operations. It knows no torch: tensors, statistics and the memory that a table lies in come
 // as addresses. Compiled by the host compiler, without CUDA's headers.
+#include <atomic>
 #include <memory>
 #include <string>
 
@@ -13,14 +14,17 @@ namespace {
 // A table in the GPU's memory, for as long as this is there.
 class Kept {
 public:
-    Kept(void* memory, int device) : memory_(memory), device_(device) {}
+    Kept(void* memory, int device) : memory_(memory), device_(device) { ++count; }
     ~Kept() {
-        if (memory_ != nullptr) cuda_give_back(memory_, device_);
+        if (memory_ == nullptr) return;
+        cuda_give_back(memory_, device_);
+        --count;
     }
     Kept(const Kept&) = delete;
     Kept& operator=(const Kept&) = delete;
     uintptr_t memory() const { return reinterpret_cast<uintptr_t>(memory_); }
     void forever() { memory_ = nullptr; }
+    static inline std::atomic<int> count{0};  // of tables that were not given back
 
 private:
     void* memory_;
@@ -172,6 +176,7 @@ PYBIND11_MODULE(_cuda, module) {
         .def("all_bytes", &Table::all_bytes)
         .def("chunks", &Table::chunks);
     py::class_<Kept>(module, "Kept", py::module_local()).def("memory", &Kept::memory).def("forever", &Kept::forever);
+    module.def("kept_tables", [] { return Kept::count.load(); });
     py::class_<Where>(module, "Where", py::module_local()).def(py::init<uintptr_t, int, uintptr_t>());
     bind_columns(module);
     bind_finding(module);

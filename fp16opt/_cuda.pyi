@@ -29,6 +29,7 @@ class Where:
 architectures: str
 
 def runs_on(device: int) -> bool: ...
+def kept_tables() -> int: ...
 def unscale(
     table: Table,
     where: Where,

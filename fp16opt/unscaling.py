@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from . import kernels
+from . import closing, kernels
 from .diagnostics import Overflow, overflows_from_flags
 from .kernels import decisions
 from .masters import HALF_DTYPES, OWN_DTYPES, name_of
 from .norms import vector_norm
+from .outcomes import room_for
 
 _SERVED = (*HALF_DTYPES, *OWN_DTYPES)
 
@@ -88,7 +89,9 @@ class Gradients:
         self.skipped: bool | Tensor | None = None
         self._tables: dict[torch.device, _Tables] = {}
         self._stats: dict[torch.device, kernels.GradStats] = {}
-        self._blamed: list[tuple[list[Label], Tensor]] = []
+        self._blamed: list[tuple[list[Place], Tensor]] = []
+        self._kept: list[Tensor] = []
+        self._last: Tensor | None = None
         self.release()
 
     def release(self) -> None:
@@ -217,21 +220,33 @@ class Gradients:
 
     # -- what was found ----------------------------------------------------------------------------------------------
 
-    def record(self, skipped: bool | Tensor | None) -> None:
-        """Note what became of the step, and who is to blame where it was, or may have been, skipped. No sync."""
+    def record(self, skipped: bool | None) -> None:
+        """Note what became of a step that was decided on the host, and who is to blame. No sync."""
         self.skipped = skipped
-        blames = skipped is not None and skipped is not False
-        checked = self._checked if blames else []
-        self._blamed = [([place.label() for place in places], stats.nonfinite.clone()) for places, stats in checked]
+        self._blamed = [(places, stats.nonfinite.clone()) for places, stats in self._checked] if skipped else []
+
+    def record_on_device(self, found_inf: Tensor, counted: Tensor) -> None:
+        """Note a step that nobody looked at, and count it if it was skipped. No sync.
+
+        What is noted stays in one place, so that a CUDA graph that is replayed goes on writing there.
+        """
+        flags = [stats.nonfinite for _, stats in self._checked]
+        self._kept = room_for(flags, self._kept)
+        if self._last is None or self._last.device != found_inf.device:
+            self._last = torch.zeros((), device=found_inf.device)
+        closing.note(found_inf, flags, self._kept, self._last, counted)
+        self.skipped = self._last
+        self._blamed = [(places, kept) for (places, _), kept in zip(self._checked, self._kept, strict=True)]
 
     def report(self) -> list[Overflow]:
         """Which parameters had non-finite gradients if the last step was skipped, in param_groups order. Syncs."""
         if not self.skipped:
             return []
         found = []
-        for labels, flags in self._blamed:
-            names, places = [label.name for label in labels], [label[1:] for label in labels]
-            found += overflows_from_flags(flags.tolist(), names, places)
+        for places, flags in self._blamed:
+            labels = [place.label() for place in places]
+            names, where = [label.name for label in labels], [label[1:] for label in labels]
+            found += overflows_from_flags(flags.tolist(), names, where)
         return sorted(found, key=lambda overflow: (overflow.group, overflow.index))
 
     # -- norm and clipping -------------------------------------------------------------------------------------------

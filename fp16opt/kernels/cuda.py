@@ -130,11 +130,12 @@ class Site:
         """
         self.table.point(list(lists), add)
         kept = self.table.keep(stream.index)
+        memory = kept.memory()
         if owner is None:
             kept.forever()
         else:
             owner.captured.append(kept)
-        return native.cuda_module().Where(kept.memory(), stream.index, stream.handle)
+        return native.cuda_module().Where(memory, stream.index, stream.handle)
 
 
 class Queued:
@@ -326,20 +327,25 @@ def decide_clip(norm: Tensor, found_inf: Tensor | None, max_norm: float, only_fi
 
 
 def close_step(
-    stats: GradStats, flags: Tensor, kept: Tensor, found_inf: Tensor | None, outcome: Outcome, scaler: ScaleMemory
+    device: torch.device,
+    memory: Tensor | None,
+    flags: Tensor | None,
+    kept: Tensor | None,
+    found_inf: Tensor | None,
+    outcome: Outcome,
+    scaler: ScaleMemory,
 ) -> None:
     """:func:`fp16opt.kernels.decisions.close_step`, with None in place of what is not asked for."""
-    last, skipped = outcome
-    scale, trackers, settings = scaler
-    tensors = [found_inf, last, skipped, scale, trackers, settings, flags, kept, stats.memory]
+    (last, skipped), (scale, trackers, settings) = outcome, scaler
+    if settings is None:
+        scale = None  # a static one
+    tensors = [found_inf, last, skipped, scale, trackers, settings, flags, kept, memory]
     at = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    is_static = settings is None
-    clean, skips = (0, at[4]) if is_static or not at[4] else (at[4], at[4] + 4)
-    memory = [] if stats.memory is None else [stats.memory]
+    clean, skips = (0, at[4]) if settings is None else (at[4], at[4] + 4)
     native.cuda_module().close_step(
-        _place(kept.device, *(tensor for tensor in tensors if tensor is not None)),
-        *(at[0], at[1], at[2], 0 if is_static else at[3], clean, skips, at[5], at[6], at[7], flags.numel()),
-        *(at[8], sum(tensor.numel() // 4 for tensor in memory)),
+        _place(device, *(tensor for tensor in tensors if tensor is not None)),
+        *(at[0], at[1], at[2], at[3], clean, skips, at[5], at[6], at[7], 0 if kept is None else kept.numel()),
+        *(at[8], 0 if memory is None else memory.numel() // 4),
     )
-    written = [last, skipped, trackers, kept, *memory, None if is_static else scale]
+    written = (last, skipped, scale, trackers, kept, memory)
     native._bump([tensor for tensor in written if tensor is not None])

@@ -95,10 +95,10 @@ def decide_clip(
 
 
 def close_step(
-    stats: GradStats,
-    flags: Tensor,
-    kept: Tensor,
     *,
+    stats: GradStats | None = None,
+    flags: Tensor | None = None,
+    kept: Tensor | None = None,
     found_inf: Tensor | None = None,
     outcome: Outcome = (None, None),
     scaler: ScaleMemory = (None, None, None),
@@ -106,7 +106,7 @@ def close_step(
     """The end of a step: the scale follows, the outcome is noted, flags are kept, and statistics are zero again.
 
     Only where decisions :func:`are_compiled`: elsewhere the callers' torch operations do the same, and they are the
-    specification (``LossScaler.update`` for the scale).
+    specification (``LossScaler.update`` for the scale). All tensors lie on one device; any may be left out.
 
     Args:
         stats: Cleared, after everything else was read.
@@ -120,13 +120,15 @@ def close_step(
     Raises:
         ValueError: No compiled kernel serves the device.
     """
-    if not are_compiled(kept.device):
+    of = [tensor for tensor in (kept, found_inf, None if stats is None else stats.found_inf) if tensor is not None]
+    if not of or not are_compiled(of[0].device):
+        where = of[0].device if of else "no tensors"
         raise ValueError(
-            f"close_step: the compiled CUDA kernels do not serve {kept.device}. Use LossScaler.update and "
-            "GradStats.reset there."
+            f"close_step: the compiled CUDA kernels do not serve {where}. Use LossScaler.update and GradStats.reset."
         )
+    memory = None if stats is None else stats.memory
     with torch.no_grad():
-        cuda.close_step(stats, flags, kept, found_inf, outcome, scaler)
-    if stats.memory is None:
+        cuda.close_step(of[0].device, memory, flags, kept, found_inf, outcome, scaler)
+    if stats is not None:
+        stats.touched = stats.memory is None
         stats.reset()
-    stats.touched = False

@@ -44,14 +44,17 @@ class Training:
 
     def __init__(self, make: Callable[..., torch.optim.Optimizer], dtypes: tuple[torch.dtype, ...], **settings: Any):
         self.params = [Parameter(torch.ones(shape, dtype=dtypes[k % len(dtypes)])) for k, shape in enumerate(SHAPES)]
+        self.grads: list[torch.Tensor] = []
         settings.setdefault("scaler", DynamicLossScaler(init_scale=2.0**10, growth_interval=2))
         self.opt = MixedPrecisionOptimizer(make(self.params), **settings)
 
     def prepare(self, value: float) -> None:
         self.opt.zero_grad()
         self.opt.scale_loss(torch.zeros(()))
-        for param in self.params:
-            param.grad = torch.full_like(param, value)
+        before, self.grads = self.grads, [torch.full_like(param, value) for param in self.params]
+        for param, grad in zip(self.params, self.grads, strict=True):
+            param.grad = grad
+        del before  # so that each step finds its gradients at other addresses
 
     def count(self, native: pretended.Counting, flow: Callable[..., None], value: float) -> Counter[str]:
         for _ in range(3):

@@ -34,7 +34,9 @@ def close(scaler: Any, found: float, counters: tuple[torch.Tensor, torch.Tensor]
     kept = torch.zeros(3, dtype=torch.int32)
     memory = scaler.memory()
     assert memory is not None
-    decisions.close_step(stats, flags, kept, found_inf=stats.found_inf, outcome=counters, scaler=memory)
+    decisions.close_step(
+        stats=stats, flags=flags, kept=kept, found_inf=stats.found_inf, outcome=counters, scaler=memory
+    )
     assert kept.tolist() == [0, 3, 1]
     assert stats.memory is not None
     assert not stats.memory.any()
@@ -159,7 +161,9 @@ def test_a_captured_scale_and_its_inverse(emulated_cuda: ModuleType, value: floa
 def test_other_devices_take_torchs_operations() -> None:
     stats, flags = GradStats.allocate(1, "cpu"), torch.zeros(1, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"close_step: the compiled CUDA kernels do not serve cpu\. Use LossScaler"):
-        decisions.close_step(stats, flags, flags.clone())
+        decisions.close_step(stats=stats, flags=flags, kept=flags.clone())
+    with pytest.raises(ValueError, match="do not serve no tensors"):
+        decisions.close_step()
     scale = torch.tensor(8.0)
     now, inverse = decisions.capture_scale(scale)
     scale.fill_(1.0)
