@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from . import closing, evaluations, wrapped
+from . import closing, evaluations, late, wrapped
 from .arguments import check_number
 from .diagnostics import Overflow, SkipLog, describe
 from .driven import Offers
@@ -286,7 +286,7 @@ class GradScaler(TorchScale):
     def _skips_on_device(self, optimizer: Optimizer, found: Tensor) -> bool:
         """Whether a look at the flag would wait for a device, and the optimizer can skip without one."""
         unlimited = self._rule.max_consecutive_skips is None
-        return found.device.type != "cpu" and unlimited and wrapped.supports_found_inf(optimizer)
+        return not late.is_host(found.device) and unlimited and wrapped.supports_found_inf(optimizer)
 
     def _start_over(self, optimizer: Optimizer) -> None:
         """As if nothing had been unscaled: a closure is about to make other gradients."""
