@@ -296,7 +296,8 @@ class BuildModule(build_ext):
         done = subprocess.run([ninja(), "-C", str(folder)], capture_output=True, text=True, check=False)
         if done.returncode != 0:
             print(done.stdout + done.stderr, file=sys.stderr)
-            raise BuildFailed(f"the compiler {shlex.join(compiler())!r} failed (its output is above)")
+            used = nvcc() if module.name == "_cuda" else shlex.join(compiler())
+            raise BuildFailed(f"the compiler {used!r} failed (its output is above)")
 
 
 # optional: setuptools must not miss the file when the build above was given up.
