@@ -32,7 +32,7 @@ BUILD_INFO = "_build.json"
 FLAGS = ["-std=c++17", "-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
 CUDA_FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off"]
 CUDA_ARCHS = [70, 75, 80, 86, 89, 90, 100, 120]  # of which a CUDA release knows some: 70 until CUDA 12
-CUDA_SOURCES = ["cuda_unscale", "cuda_norm", "cuda_map"]
+CUDA_SOURCES = ["cuda_unscale", "cuda_norm", "cuda_map", "cuda_decisions"]
 X86_LEVELS = {
     "portable": [],
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
@@ -296,7 +296,8 @@ class BuildModule(build_ext):
         done = subprocess.run([ninja(), "-C", str(folder)], capture_output=True, text=True, check=False)
         if done.returncode != 0:
             print(done.stdout + done.stderr, file=sys.stderr)
-            raise BuildFailed(f"the compiler {shlex.join(compiler())!r} failed (its output is above)")
+            used = nvcc() if module.name == "_cuda" else shlex.join(compiler())
+            raise BuildFailed(f"the compiler {used!r} failed (its output is above)")
 
 
 # optional: setuptools must not miss the file when the build above was given up.

@@ -1,5 +1,7 @@
 // The Python face of the CUDA operations. It knows no torch: tensors, statistics and the memory that a table lies in come
 // as addresses. Compiled by the host compiler, without CUDA's headers.
+#include <atomic>
+#include <memory>
 #include <string>
 
 #include "columns.h"
@@ -8,6 +10,26 @@
 using namespace fp16opt;
 
 namespace {
+
+// A table in the GPU's memory, for as long as this is there.
+class Kept {
+public:
+    Kept(void* memory, int device) : memory_(memory), device_(device) { ++count; }
+    ~Kept() {
+        if (memory_ == nullptr) return;
+        cuda_give_back(memory_, device_);
+        --count;
+    }
+    Kept(const Kept&) = delete;
+    Kept& operator=(const Kept&) = delete;
+    uintptr_t memory() const { return reinterpret_cast<uintptr_t>(memory_); }
+    void forever() { memory_ = nullptr; }
+    static inline std::atomic<int> count{0};  // of tables that were not given back
+
+private:
+    void* memory_;
+    int device_;
+};
 
 // A table with the addresses that were last written for the GPU.
 class Table {
@@ -38,10 +60,10 @@ public:
     }
 
     // The table at a place of its own, for a graph that is being captured; what was written before stays as it is.
-    uintptr_t keep_forever(int device) const {
+    std::unique_ptr<Kept> keep(int device) const {
         std::vector<char> host(static_cast<size_t>(table_.copied_bytes()));
         table_.fill(host.data(), true);
-        return reinterpret_cast<uintptr_t>(cuda_keep_forever(host.data(), table_.copied_bytes(), table_.all_bytes(), device));
+        return std::make_unique<Kept>(cuda_keep(host.data(), table_.copied_bytes(), table_.all_bytes(), device), device);
     }
 
     int64_t all_bytes() const { return table_.all_bytes(); }
@@ -111,10 +133,32 @@ void bind_mapping(py::module_& module) {
                    address<float>(found_inf));
     });
     module.def("take", [](const Table& table, const Where& where, uintptr_t now, uintptr_t then, uintptr_t now_sample,
-                          uintptr_t then_sample, uintptr_t taken, int64_t n) {
+                          uintptr_t then_sample, uintptr_t places, uintptr_t taken, int64_t n) {
         cuda_take(table.at(where.memory, where.device, where.stream), address<const int64_t>(now),
                   address<const int64_t>(then), address<const int64_t>(now_sample), address<const int64_t>(then_sample),
-                  address<int32_t>(taken), n);
+                  address<const int64_t>(places), address<int32_t>(taken), n);
+    });
+}
+
+// One block each, over single numbers: `where` says the device and the stream alone.
+void bind_decisions(py::module_& module) {
+    module.def("capture_scale", [](const Where& where, uintptr_t scale, uintptr_t pair) {
+        cuda_capture_scale({where.device, address<void>(where.stream)}, address<const float>(scale), address<float>(pair));
+    });
+    module.def("decide_clip", [](const Where& where, uintptr_t norm, uintptr_t found_inf, double max_norm,
+                                 bool only_finite, uintptr_t single, uintptr_t factor) {
+        cuda_decide_clip({where.device, address<void>(where.stream)}, address<const double>(norm),
+                         address<const float>(found_inf), max_norm, only_finite, address<float>(single),
+                         address<float>(factor));
+    });
+    module.def("close_step", [](const Where& where, uintptr_t found_inf, uintptr_t last, uintptr_t skipped, uintptr_t scale,
+                                uintptr_t clean, uintptr_t skips, uintptr_t settings, uintptr_t flags, uintptr_t kept,
+                                int64_t n, uintptr_t cleared, int64_t words) {
+        cuda_close_step({where.device, address<void>(where.stream)},
+                        {address<const float>(found_inf), address<float>(last), address<double>(skipped),
+                         address<float>(scale), address<int32_t>(clean), address<int32_t>(skips),
+                         address<const double>(settings), address<const int32_t>(flags), address<int32_t>(kept), n,
+                         address<uint32_t>(cleared), words});
     });
 }
 
@@ -128,13 +172,16 @@ PYBIND11_MODULE(_cuda, module) {
         .def("watch", &Table::watch)
         .def("point", &Table::point)
         .def("fill", &Table::fill)
-        .def("keep_forever", &Table::keep_forever)
+        .def("keep", &Table::keep)
         .def("all_bytes", &Table::all_bytes)
         .def("chunks", &Table::chunks);
+    py::class_<Kept>(module, "Kept", py::module_local()).def("memory", &Kept::memory).def("forever", &Kept::forever);
+    module.def("kept_tables", [] { return Kept::count.load(); });
     py::class_<Where>(module, "Where", py::module_local()).def(py::init<uintptr_t, int, uintptr_t>());
     bind_columns(module);
     bind_finding(module);
     bind_mapping(module);
+    bind_decisions(module);
     module.def("runs_on", &cuda_runs_on);
     module.attr("architectures") = FP16OPT_CUDA_NAMES;
 }

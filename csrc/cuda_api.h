@@ -96,15 +96,44 @@ void cuda_axpby(const Launch& launch, float a, float b, bool check_x, bool check
 void cuda_cast(const Launch& launch, int32_t* overflow, int64_t* hashes, int64_t n);
 void cuda_hash(const Launch& launch, int64_t* hashes, int64_t n);
 void cuda_sample(const Launch& launch, int64_t* samples, int64_t n);
-// Masters take the model's values where they differ, in tensors where a hash of `now` is not that of `then`.
+// Masters take the model's values where they differ, in tensors where a hash of `now` is not that of `then`. The former,
+// and both samples, are at places[row], where `places` is not null.
 void cuda_take(const Launch& launch, const int64_t* now, const int64_t* then, const int64_t* now_sample,
-               const int64_t* then_sample, int32_t* taken, int64_t n);
+               const int64_t* then_sample, const int64_t* places, int32_t* taken, int64_t n);
+
+// What a step decides, and its end: single numbers in the GPU's memory.
+struct CudaPlace {
+    int device;
+    Stream stream;
+};
+
+struct CudaClosing {
+    const float* found_inf;  // 0 or 1; null where nobody is told of an overflow here
+    float* last;             // becomes found_inf; or null
+    double* skipped;         // found_inf is added; or null
+    float* scale;            // follows, with `settings` and the two counts; null for a static scale
+    int32_t *clean, *skips;
+    const double* settings;  // a ScaleSettings
+    const int32_t* flags;    // n of them
+    int32_t* kept;           // take their values
+    int64_t n;
+    uint32_t* cleared;  // `words` of them become 0
+    int64_t words;
+};
+
+void cuda_capture_scale(const CudaPlace& place, const float* scale, float* pair);
+// `found_inf` may be null. With `only_finite` the factor is 1 also where the norm is not finite.
+void cuda_decide_clip(const CudaPlace& place, const double* norm, const float* found_inf, double max_norm,
+                      bool only_finite, float* single, float* factor);
+void cuda_close_step(const CudaPlace& place, const CudaClosing& closing);
 
 // Whether this module holds code that runs on the device. False, too, where there is no device or driver.
 bool cuda_runs_on(int device);
 
-// Memory of the device that begins with these bytes, for a graph that is being captured. Never given back: nothing tells
-// when a graph that reads it is gone. Waits for the copy, not for the stream that captures.
-void* cuda_keep_forever(const void* host, int64_t copied, int64_t all, int device);
+// Memory of the device that begins with these bytes, for a graph that is being captured. Waits for the copy, not for the
+// stream that captures. It is the caller's to give back, once no graph that reads it is replayed any more.
+void* cuda_keep(const void* host, int64_t copied, int64_t all, int device);
+// Waits for the device, and reports nothing: where it fails CUDA is at an end, and with it the memory.
+void cuda_give_back(void* memory, int device) noexcept;
 
 }  // namespace fp16opt

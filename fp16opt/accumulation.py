@@ -11,6 +11,7 @@ from torch import Tensor
 from . import kept
 from .arguments import require
 from .gradients import MasterGrads
+from .kernels import decisions
 from .norms import power_sum
 from .ranks import Ranks, Replicas
 from .scaling import LossScaler
@@ -40,8 +41,9 @@ class Pending:
 
     @classmethod
     def capture(cls, scaler: LossScaler) -> Pending:
-        scale = scaler.scale  # a copy
-        return cls(scaler, scaler.generation, scale, scale.reciprocal())
+        memory = scaler.memory()
+        scale, inv_scale = decisions.capture_scale(scaler.scale if memory is None else memory.scale)
+        return cls(scaler, scaler.generation, scale, inv_scale)
 
     def is_current(self, scaler: LossScaler) -> bool:
         return self.scaler is scaler and self.generation == scaler.generation
@@ -182,7 +184,7 @@ class Accumulation:
         self._take_verdict(pending)
 
     def unscale_clipped(self, max_norm: float) -> Tensor:
-        """:meth:`unscale` and a clip of the 2-norm, with one write; float64, 0-dim: the norm before. No host sync."""
+        """:meth:`unscale` and a clip of the 2-norm, with one write; float32, 0-dim: the norm before. No host sync."""
         pending = self._begin_unscaling()
 
         def judge() -> tuple[Tensor, Tensor]:

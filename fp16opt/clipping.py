@@ -10,7 +10,7 @@ from torch import Tensor
 from . import late
 from .accumulation import State
 from .arguments import check_number
-from .norms import clip_factor
+from .kernels import decisions
 
 if TYPE_CHECKING:
     from .optimizer import MixedPrecisionOptimizer
@@ -24,7 +24,7 @@ def clip(engine: MixedPrecisionOptimizer, max_norm: float, norm_type: float, err
     if steps.state is State.SCALED and norm_type == 2.0 and not error_if_nonfinite and grads.makes_all_anew():
         steps.check_complete()
         engine._follow_changes()
-        return steps.unscale_clipped(max_norm).float()
+        return steps.unscale_clipped(max_norm)
     if not engine._take_gradients():
         return torch.zeros((), device=device)
     norm = steps.norm(norm_type)
@@ -33,8 +33,8 @@ def clip(engine: MixedPrecisionOptimizer, max_norm: float, norm_type: float, err
             f"the total norm of order {norm_type} of the master gradients is {norm.item()}: it can't be clipped. "
             "Leave error_if_nonfinite=False to have step() skip, or see overflow_report() after it."
         )
-    factor = clip_factor(norm, max_norm)
-    if late.is_host(device) and float(factor) == 1.0:  # elsewhere the kernel looks, so that nobody waits
-        return norm.float()
-    grads.scale(torch.where(steps.found_inf() > 0, 1.0, factor))
-    return norm.float()
+    if late.is_host(device) and float(decisions.clip_factor(norm, max_norm)) == 1.0:
+        return norm.float()  # elsewhere the kernel looks at the factor, so that nobody waits
+    single, factor = decisions.decide_clip(norm, steps.found_inf(), max_norm)
+    grads.scale(factor)
+    return single

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from . import evaluations, wrapped
+from . import closing, evaluations, late, wrapped
 from .arguments import check_number
 from .diagnostics import Overflow, SkipLog, describe
 from .driven import Offers
-from .norms import clip_factor
-from .outcomes import check_consecutive
+from .kernels import decisions
+from .outcomes import check_consecutive, counters
 from .torch_scale import TorchScale, new_state
 from .unscaling import Gradients
 
@@ -67,7 +67,8 @@ class GradScaler(TorchScale):
         ([-0.5, -1.0], False)
     """
 
-    _skips: int | Tensor = 0
+    _skips: int = 0
+    _skips_counted: Tensor | None = None  # written in place, also by CUDA graphs that are replayed
 
     def _forget(self) -> None:
         self._gradients: WeakKeyDictionary[Any, Gradients] = WeakKeyDictionary()
@@ -77,8 +78,8 @@ class GradScaler(TorchScale):
     def __getstate__(self) -> dict[str, Any]:
         """As torch's: refuses in the middle of an iteration. What belongs to living optimizers stays behind."""
         state = super().__getstate__()
-        for name in ("_gradients", "_warned", "_log"):
-            del state[name]
+        for name in ("_gradients", "_warned", "_log", "_skips_counted"):
+            state.pop(name, None)
         return {**state, "_skips": self.skipped_steps}
 
     # -- unscaling and clipping ------------------------------------------------------------------------------------
@@ -186,9 +187,10 @@ class GradScaler(TorchScale):
                 f"the total norm of order {norm_type} of the gradients is {wide.item()}, so it can't be clipped. Leave "
                 "error_if_nonfinite=False to have step() skip, or see overflow_report(optimizer) after it."
             )
-        bad = ~wide.isfinite() if found is None else (found.to(device) > 0) | ~wide.isfinite()
-        gradients.scale(torch.where(bad, 1.0, clip_factor(wide, max_norm)))
-        return wide.float()
+        found = None if found is None else found.to(device)
+        norm, factor = decisions.decide_clip(wide, found, max_norm, only_finite=True)
+        gradients.scale(factor)
+        return norm
 
     def _unscale_and_clip(self, optimizer: Optimizer, max_norm: float) -> Tensor | None:
         """What :meth:`unscale_` and a clip do, in one write; the norm, or None where it must be done one by one."""
@@ -284,7 +286,7 @@ class GradScaler(TorchScale):
     def _skips_on_device(self, optimizer: Optimizer, found: Tensor) -> bool:
         """Whether a look at the flag would wait for a device, and the optimizer can skip without one."""
         unlimited = self._rule.max_consecutive_skips is None
-        return found.device.type != "cpu" and unlimited and wrapped.supports_found_inf(optimizer)
+        return not late.is_host(found.device) and unlimited and wrapped.supports_found_inf(optimizer)
 
     def _start_over(self, optimizer: Optimizer) -> None:
         """As if nothing had been unscaled: a closure is about to make other gradients."""
@@ -306,12 +308,14 @@ class GradScaler(TorchScale):
 
     def _record(self, optimizer: Optimizer, skipped: bool | Tensor | None) -> None:
         gradients = self._of(optimizer)
-        gradients.record(skipped.clone() if isinstance(skipped, Tensor) else skipped)
-        gradients.release()
         if isinstance(skipped, Tensor):
-            self._skips = self._skips + skipped.long()
-        elif skipped:
-            self._skips = self._skips + 1
+            if self._skips_counted is None:
+                self._skips_counted = counters(skipped.device)[1]
+            gradients.record_on_device(skipped, self._skips_counted)
+        else:
+            gradients.record(skipped)
+            self._skips += skipped is True
+        gradients.release()
         offers = getattr(optimizer, "_offers", None)
         if isinstance(offers, Offers):
             offers.are_logged = True  # update() logs what became of them
@@ -361,7 +365,7 @@ class GradScaler(TorchScale):
             return
         skipped = [gradients for gradients in stepped if gradients.skipped is True]
         old = float(self._rule.scale) if skipped else 0.0
-        self._rule.update(found)
+        closing.follow(self._rule, found)
         self._show()
         report = [overflow for gradients in skipped for overflow in gradients.report()]
         if skipped:
@@ -388,7 +392,7 @@ class GradScaler(TorchScale):
     @property
     def skipped_steps(self) -> int:
         """Steps of any optimizer skipped since construction. May sync."""
-        return int(self._skips)
+        return self._skips + (0 if self._skips_counted is None else int(self._skips_counted))
 
     def overflow_report(self, optimizer: Optimizer) -> list[Overflow]:
         """Which of the optimizer's parameters had non-finite gradients when its last step was skipped. Syncs.

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from . import kernels
+from .kernels import decisions
 from .local import aligned, drop_grad, locals_of, version
 from .masters import HALF_DTYPES, MasterParams
-from .norms import clip_factor, total_norm, vector_norm
+from .norms import total_norm, vector_norm
 from .shard import Shard
 
 
@@ -156,7 +157,7 @@ class MasterGrads:
             judge: Called between reading and writing: (the norm over all ranks, the verdict of all ranks).
 
         Returns:
-            The norm before clipping: float64, 0-dim.
+            The norm before clipping: float32, 0-dim.
         """
         try:
             with torch.no_grad():
@@ -171,7 +172,7 @@ class MasterGrads:
                         tables=shard.unscale_tables,
                     )
                 norm, found = self._judged(judge)
-                factor = torch.where(found > 0, 1.0, clip_factor(norm, max_norm))
+                norm, factor = decisions.decide_clip(norm, found, max_norm)
                 for shard, lists in listed:
                     self._clipped_pass(shard, lists, inv_scale.to(shard.device), factor.to(shard.device))
         except (TypeError, ValueError, RuntimeError):
@@ -392,15 +393,14 @@ class MasterGrads:
 
     def flags(self) -> list[int]:
         """Per parameter, bits ``kernels.INF | kernels.NAN`` of all that went into the masters. Syncs."""
-        return self.read_flags(self.device_flags())
+        return self.read_flags(self.flags_on_devices())
 
-    def device_flags(self) -> list[Tensor]:
-        """A copy of the flags, one tensor a shard, left on the devices. No sync."""
-        found = self.folded or [shard.stats.nonfinite for shard in self.params.shards]
-        return [flags.clone() for flags in found]
+    def flags_on_devices(self) -> list[Tensor]:
+        """The flags themselves, int32, one tensor a shard, which the next pass overwrites. No sync."""
+        return self.folded or [shard.stats.nonfinite for shard in self.params.shards]
 
     def read_flags(self, found: list[Tensor]) -> list[int]:
-        """:meth:`device_flags`, read and sorted by position. Syncs."""
+        """:meth:`flags_on_devices`, or a copy, read and sorted by position. Syncs."""
         bits = [0] * len(self.params)
         for shard, flags in zip(self.params.shards, found, strict=True):
             for i, flag in zip(shard.index, flags.tolist(), strict=False):

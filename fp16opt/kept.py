@@ -73,6 +73,7 @@ def check(grads: MasterGrads, device: torch.device) -> Tensor | None:
         with torch.no_grad():
             kernels.multi_tensor_unscale(values, outs, torch.ones((), device=shard.device), stats, write=False)
         shard.stats.nonfinite |= stats.nonfinite
+        shard.stats.touched = True
         if grads.folded is not None:
             grads.folded[number] |= stats.nonfinite
         found.append(stats.found_inf.to(device))

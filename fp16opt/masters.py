@@ -176,6 +176,7 @@ class MasterParams:
             for k, i in enumerate(index):
                 if i in old:
                     before, position = old[i]
+                    shard.stats.touched = True
                     shard.stats.nonfinite[k] = before.stats.nonfinite[position]
                     shard.stats.sumsq[k] = before.stats.sumsq[position]
             self.shards.append(shard)
@@ -337,19 +338,20 @@ class MasterParams:
         for shard in self.shards:
             if not shard.copied:
                 continue
-            samples = None
+            samples, places = None, None
             if passed_by and shard.passed:
-                now = shard.passing_hashes()
+                now, places = shard.watch.hashes, shard.rows
                 kernels.multi_tensor_hash(shard.watch.params, shard.sampled, sample=True, tables=shard.sample_tables)
-                pair = (shard.sampled, shard.watch.samples)
-                samples = pair if shard.rows is None else (pair[0][shard.rows], pair[1][shard.rows])
+                samples = shard.sampled, shard.watch.samples
             else:
                 now = self._hashes(shard)
             known = [version(self.master[i]) == self._master_versions[i] for i in shard.copied]
             masters = [master if mine else None for master, mine in zip(shard.masters, known, strict=True)]
-            then = shard.cast.hashes
             kernels.multi_tensor_take(
-                masters, shard.models, now, then, shard.taken, samples=samples, tables=shard.take_tables
+                *(masters, shard.models, now, shard.cast.hashes, shard.taken),
+                samples=samples,
+                places=places,
+                tables=shard.take_tables,
             )
 
     def _rounded(self, i: int) -> Tensor:

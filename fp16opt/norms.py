@@ -32,21 +32,6 @@ def vector_norm(value: Tensor, norm_type: float) -> Tensor:
     return norm
 
 
-def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients of this norm (float64, 0-dim) are multiplied by: float32, at most 1. No host sync.
-
-    The formula and the bits of ``torch.nn.utils.clip_grad_norm_``, which works in the norm's float32. Where the norm is
-    finite but too large for float32 the factor is taken in float64.
-
-    Example:
-        >>> clip_factor(torch.tensor(4.0, dtype=torch.float64), 1.0)
-        tensor(0.2500)
-    """
-    single = norm.float()
-    factor = torch.where(single.isfinite(), max_norm / (single + 1e-6), (max_norm / norm).float())
-    return factor.clamp(max=1.0)
-
-
 def power_sum(grads: MasterGrads, norm_type: float, device: torch.device, counted: Callable[[Tensor], bool]) -> Tensor:
     """float64, 0-dim: the sum of |g|**p over the elements that this rank counts (p = inf: the largest |g|)."""
     total = torch.zeros((), dtype=torch.float64, device=device)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from . import (
     checkpoint,
     clipping,
+    closing,
     closures,
     diagnostics,
     driven,
@@ -336,7 +337,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             return None
         writes.notice(self._params, self.on_model_write, passed_by=True, waits=late.is_host(self._device))
         loss = self._run_wrapped(found if on_device else None)
-        self._finish(skipped=found.clone() if on_device else False)
+        self._finish(skipped=found if on_device else False)
         return loss
 
     def _take_gradients(self) -> bool:
@@ -378,12 +379,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _finish(self, skipped: bool | Tensor) -> None:
         """After the decision: count, update the scalers (last, so that gradients met the scale of their backward)."""
-        self._outcomes.record(skipped, self._grads)
         self._offers.made = {}
         old = float(self.scaler.scale) if skipped is True else 0.0
         scalers = [scaler for scaler, _ in self._steps.verdicts.values()]
-        for scaler, found in self._steps.verdicts.values():
-            scaler.update(found)
+        skipped = closing.close(self, skipped)
         self._steps.finish()
         self._steps.replicas.after_step(skipped, self)
         if skipped is True:

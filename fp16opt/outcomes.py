@@ -23,7 +23,9 @@ class Outcomes:
         self.log = diagnostics.SkipLog()
         self._skipped_here = 0
         self._skipped_on_device: Tensor | None = None
+        self._last_on_device: Tensor | None = None
         self._last: bool | Tensor = False
+        self._kept: list[Tensor] = []
         self._flags: list[Tensor] | None = None
 
     @property
@@ -36,23 +38,47 @@ class Outcomes:
         """Syncs where decisions were taken on the device."""
         return self._skipped_here + (0 if self._skipped_on_device is None else int(self._skipped_on_device))
 
-    def record(self, skipped: bool | Tensor, grads: MasterGrads) -> None:
-        """Note a step. ``skipped``: decided, or the device's flag (float32, 0-dim) where nobody looked. No sync."""
+    def record(self, skipped: bool, grads: MasterGrads) -> None:
+        """Note a step that was decided on the host. No sync."""
+        self._flags = [flags.clone() for flags in grads.flags_on_devices()] if skipped else None
         self._last = skipped
-        self._flags = None if skipped is False else grads.device_flags()
-        if isinstance(skipped, Tensor):
-            if self._skipped_on_device is None:
-                dtype = kernels.stats.sum_dtype(skipped.device)  # whole numbers up to 2**53
-                self._skipped_on_device = torch.zeros((), dtype=dtype, device=skipped.device)
-            self._skipped_on_device.add_(skipped)  # in place: a CUDA graph that is replayed goes on counting here
-        elif skipped:
-            self._skipped_here += 1
+        self._skipped_here += skipped
+
+    def memory(self, flags: list[Tensor], device: torch.device) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Where a step is noted that nobody looked at. Made once, and written in place: a CUDA graph that is replayed
+        goes on counting here.
+
+        Args:
+            flags: int32, those that are to be kept.
+            device: Where the decision is taken.
+
+        Returns:
+            (for each of ``flags`` the memory of its copy; the flag of the last step; the number of skipped steps).
+        """
+        self._flags = self._kept = room_for(flags, self._kept)
+        if self._skipped_on_device is None or self._last_on_device is None:
+            self._last_on_device, self._skipped_on_device = counters(device)
+        self._last = self._last_on_device
+        return self._kept, self._last_on_device, self._skipped_on_device
 
     def report(self, grads: MasterGrads) -> list[Overflow]:
         """Which parameters had non-finite gradients if the last step was skipped. Syncs."""
         if self._flags is None or not self.last_was_skipped:
             return []
         return diagnostics.overflows_from_flags(grads.read_flags(self._flags), grads.params.names, grads.params.places)
+
+
+def room_for(flags: list[Tensor], known: list[Tensor]) -> list[Tensor]:
+    """``known``, if copies of ``flags`` fit there; else new memory."""
+    if [(one.shape, one.device) for one in flags] == [(one.shape, one.device) for one in known]:
+        return known
+    return [torch.empty_like(one) for one in flags]
+
+
+def counters(device: torch.device) -> tuple[Tensor, Tensor]:
+    """(float32: whether the last step was skipped; float64: how many were), 0-dim, zeros."""
+    wide = kernels.stats.sum_dtype(device)  # whole numbers up to 2**53
+    return torch.zeros((), device=device), torch.zeros((), dtype=wide, device=device)
 
 
 def check_consecutive(scalers: Sequence[LossScaler], report: list[Overflow]) -> None:

@@ -12,7 +12,7 @@ import ctypes
 import math
 from collections.abc import Mapping
 from numbers import Integral, Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,10 +27,19 @@ _SETTINGS = (
     *("init_scale", "growth_factor", "backoff_factor", "growth_interval"),
     *("hysteresis", "min_scale", "max_scale", "max_consecutive_skips"),
 )  # DynamicLossScaler's arguments, attributes and state_dict keys
+_RULE = ("growth_factor", "backoff_factor", "growth_interval", "hysteresis", "min_scale", "max_scale")
 
 
 class LossScaleError(RuntimeError):
     """Too many steps in a row had non-finite gradients: lowering the loss scale does not help."""
+
+
+class ScaleMemory(NamedTuple):
+    """The tensors that a scaler's `update` reads and writes, for a kernel that does the same in one launch."""
+
+    scale: Tensor  # float32, shape []
+    trackers: Tensor  # int32: clean steps and skips in a row, shape [2]; of a static scale the skips alone, shape []
+    settings: Tensor | None  # float64, shape [6], in the order of _RULE; None for a static scale
 
 
 class LossScaler(abc.ABC):
@@ -72,6 +81,10 @@ class LossScaler(abc.ABC):
     @abc.abstractmethod
     def update(self, found_inf: Tensor) -> None:
         """Take note of one step. ``found_inf``: float32 [], exactly 0.0 or 1.0, any device. No sync."""
+
+    def memory(self) -> ScaleMemory | None:
+        """What a kernel needs to do what `update` does, but for `generation`; None where only `update` can. No sync."""
+        return None
 
     @abc.abstractmethod
     def back_off(self) -> bool:
@@ -138,6 +151,11 @@ class StaticLossScaler(LossScaler):
         """Count skips in a row; the scale stays. ``found_inf``: float32 [], 0.0 or 1.0. No sync."""
         bad = found_inf.to(device=self._skips.device, dtype=torch.int32, non_blocking=True)
         self._skips.add_(1).mul_(bad)
+
+    def memory(self) -> ScaleMemory | None:
+        """The scale, which stays, and the skips in a row."""
+        is_ours = type(self).update is StaticLossScaler.update
+        return ScaleMemory(self._scale, self._skips, None) if is_ours else None
 
     def back_off(self) -> bool:
         """A static scale never changes: returns False."""
@@ -212,6 +230,12 @@ class DynamicLossScaler(LossScaler):
     """
 
     dynamic = True
+    _wide_factors = False
+    _other: Tensor
+    _limits: Tensor
+    _wrap: Tensor
+    _factors: Tensor
+    _settings: Tensor
 
     def __init__(
         self,
@@ -242,13 +266,22 @@ class DynamicLossScaler(LossScaler):
         self._set_constants()
 
     def _set_constants(self) -> None:
-        """The settings as tensors beside the trackers: [what clean steps do, what skips do]."""
-        device = self._trackers.device
-        self._other = torch.tensor([1.0, 0.0], device=device, dtype=torch.float32)
-        self._limits = torch.tensor([self.growth_interval, self.hysteresis], device=device, dtype=torch.int32)
-        self._wrap = torch.tensor([self.growth_interval, _INT32_MAX], device=device, dtype=torch.int32)
-        factors = [self.growth_factor, self.backoff_factor]
-        self._factors = torch.tensor(factors, device=device, dtype=torch.float32)
+        """The settings as tensors beside the trackers, most of them as [what clean steps do, what skips do]."""
+        wide = torch.float32 if self._trackers.device.type == "mps" else torch.float64
+        interval, factors = self.growth_interval, [self.growth_factor, self.backoff_factor]
+        self._set_constant("_other", [1.0, 0.0], torch.float32)
+        self._set_constant("_limits", [interval, self.hysteresis], torch.int32)
+        self._set_constant("_wrap", [interval, _INT32_MAX], torch.int32)
+        self._set_constant("_factors", factors, wide if self._wide_factors else torch.float32)
+        self._set_constant("_settings", [float(getattr(self, name)) for name in _RULE], wide)
+
+    def _set_constant(self, name: str, values: list[float], dtype: torch.dtype) -> None:
+        """In place where it is there: a CUDA graph that is replayed reads the present settings."""
+        made, known = torch.tensor(values, dtype=dtype, device="cpu"), getattr(self, name, None)
+        if known is not None and known.device == self._trackers.device and known.dtype == dtype:
+            known.copy_(made)
+        else:
+            setattr(self, name, made.to(self._trackers.device))
 
     def _inside(self, name: str, value: object) -> float:
         number = _scale_number(name, value)
@@ -271,8 +304,9 @@ class DynamicLossScaler(LossScaler):
 
     def to(self, device: torch.device | str) -> DynamicLossScaler:
         """Move the scaler's tensors to ``device``; returns the scaler itself."""
-        for name in ("_scale", "_trackers", "_other", "_limits", "_wrap", "_factors"):
-            setattr(self, name, getattr(self, name).to(device))
+        if self._trackers.device != torch.device(device):
+            self._scale, self._trackers = self._scale.to(device), self._trackers.to(device)
+            self._set_constants()
         return self
 
     def set_scale(self, value: float) -> None:
@@ -299,6 +333,11 @@ class DynamicLossScaler(LossScaler):
         self._trackers.remainder_(self._wrap)  # growth_interval clean steps count as 0 again
         self._scale.copy_(self._scale * factors.prod()).clamp_(self.min_scale, self.max_scale)
         self.generation += 1
+
+    def memory(self) -> ScaleMemory | None:
+        """What `update` reads and writes. The rule is written again, bit for bit, in csrc/functors/loss_scale.h."""
+        is_ours = type(self).update is DynamicLossScaler.update
+        return ScaleMemory(self._scale, self._trackers, self._settings) if is_ours else None
 
     def count_clean(self, found_inf: Tensor) -> bool:
         """:meth:`update`, if that does no more than to count one more clean step. For the CPU, where looking is cheap.

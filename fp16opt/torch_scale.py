@@ -27,21 +27,11 @@ class _Rule(DynamicLossScaler):
     The product is rounded to float32 where it is written to the scale.
     """
 
+    _wide_factors = True
+
     def set_factors(self, growth_factor: float, backoff_factor: float) -> None:
         self.growth_factor, self.backoff_factor = float(growth_factor), float(backoff_factor)
         self._set_constants()
-
-    def _set_constants(self) -> None:
-        super()._set_constants()
-        if self._trackers.device.type != "mps":  # which has no float64
-            factors = [self.growth_factor, self.backoff_factor]
-            self._factors = torch.tensor(factors, dtype=torch.float64, device=self._trackers.device)
-
-    def to(self, device: torch.device | str) -> _Rule:
-        self._factors = self._factors.float()
-        super().to(device)
-        self._set_constants()
-        return self
 
 
 def new_state() -> dict[str, Any]:
@@ -95,10 +85,32 @@ class TorchScale(torch.amp.GradScaler):
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         self._rule.to(dev)
         self._show()
+        self._scale = self._rule.scale  # for scale(), which asked
 
     def _show(self) -> None:
-        """Let torch's methods see the scaler's tensors. No sync."""
-        self._scale, self._growth_tracker = self._rule.scale, self._rule.growth_tracker
+        """Let torch's methods see the scaler's own tensors: a CUDA graph reads and writes the present ones. No sync."""
+        self._scale, self._growth_tracker = self._rule._scale, self._rule.growth_tracker
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply by the scale: a tensor, or an iterable of tensors and iterables.
+
+        The product keeps the scale of now: a graph that is retained past :meth:`update` runs backward with it.
+
+        Args:
+            outputs: On any devices.
+
+        Returns:
+            As ``outputs``; the same object where the scaler is disabled. Does not sync.
+        """
+        if not self._enabled:
+            return outputs
+        if self._scale is not None:
+            self._scale = self._rule.scale  # a copy
+        try:
+            return super().scale(outputs)
+        finally:
+            if self._scale is not None:
+                self._show()
 
     def _set(self, **settings: Any) -> None:
         """Change settings or trackers, through the loss scaler's own checks. Syncs."""

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from . import kernels
+from . import closing, kernels
 from .diagnostics import Overflow, overflows_from_flags
+from .kernels import decisions
 from .masters import HALF_DTYPES, OWN_DTYPES, name_of
-from .norms import clip_factor, vector_norm
+from .norms import vector_norm
+from .outcomes import room_for
 
 _SERVED = (*HALF_DTYPES, *OWN_DTYPES)
 
@@ -87,7 +89,9 @@ class Gradients:
         self.skipped: bool | Tensor | None = None
         self._tables: dict[torch.device, _Tables] = {}
         self._stats: dict[torch.device, kernels.GradStats] = {}
-        self._blamed: list[tuple[list[Label], Tensor]] = []
+        self._blamed: list[tuple[list[Place], Tensor]] = []
+        self._kept: list[Tensor] = []
+        self._last: Tensor | None = None
         self.release()
 
     def release(self) -> None:
@@ -209,28 +213,40 @@ class Gradients:
         inv_scale = inv_scale.to(shard.device, non_blocking=True)
         with torch.no_grad():
             kernels.multi_tensor_unscale(values, values, inv_scale, stats, write=False, tables=tables)
-            factor = torch.where(stats.found_inf > 0, 1.0, clip_factor(stats.norm, max_norm))
+            norm, factor = decisions.decide_clip(stats.norm, stats.found_inf, max_norm)
             kernels.multi_tensor_unscale_clipped(values, values, inv_scale, factor, tables=tables)
         self._checked, self._measured = [(shard.places, stats)], None
-        return stats.norm.float(), stats.found_inf
+        return norm, stats.found_inf
 
     # -- what was found ----------------------------------------------------------------------------------------------
 
-    def record(self, skipped: bool | Tensor | None) -> None:
-        """Note what became of the step, and who is to blame where it was, or may have been, skipped. No sync."""
+    def record(self, skipped: bool | None) -> None:
+        """Note what became of a step that was decided on the host, and who is to blame. No sync."""
         self.skipped = skipped
-        blames = skipped is not None and skipped is not False
-        checked = self._checked if blames else []
-        self._blamed = [([place.label() for place in places], stats.nonfinite.clone()) for places, stats in checked]
+        self._blamed = [(places, stats.nonfinite.clone()) for places, stats in self._checked] if skipped else []
+
+    def record_on_device(self, found_inf: Tensor, counted: Tensor) -> None:
+        """Note a step that nobody looked at, and count it if it was skipped. No sync.
+
+        What is noted stays in one place, so that a CUDA graph that is replayed goes on writing there.
+        """
+        flags = [stats.nonfinite for _, stats in self._checked]
+        self._kept = room_for(flags, self._kept)
+        if self._last is None or self._last.device != found_inf.device:
+            self._last = torch.zeros((), device=found_inf.device)
+        closing.note(found_inf, flags, self._kept, self._last, counted)
+        self.skipped = self._last
+        self._blamed = [(places, kept) for (places, _), kept in zip(self._checked, self._kept, strict=True)]
 
     def report(self) -> list[Overflow]:
         """Which parameters had non-finite gradients if the last step was skipped, in param_groups order. Syncs."""
         if not self.skipped:
             return []
         found = []
-        for labels, flags in self._blamed:
-            names, places = [label.name for label in labels], [label[1:] for label in labels]
-            found += overflows_from_flags(flags.tolist(), names, places)
+        for places, flags in self._blamed:
+            labels = [place.label() for place in places]
+            names, where = [label.name for label in labels], [label[1:] for label in labels]
+            found += overflows_from_flags(flags.tolist(), names, where)
         return sorted(found, key=lambda overflow: (overflow.group, overflow.index))
 
     # -- norm and clipping -------------------------------------------------------------------------------------------

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import emulated
 import pytest
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -69,7 +71,9 @@ class Copies:
 
     def begin(self, flags: Tensor) -> tuple[Tensor, Any]:
         self.begun += 1
-        return flags.clone(), self
+        host = torch.empty_like(flags)
+        ctypes.memmove(host.data_ptr(), flags.data_ptr(), flags.nbytes)  # a device does this without a kernel
+        return host, self
 
     def query(self) -> bool:
         return self.arrived
@@ -108,3 +112,32 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
     module = Counting(native._cuda)
     monkeypatch.setattr(native, "_cuda", module)
     return module
+
+
+def launched(optimizer: torch.optim.Optimizer, native: Counting, run: Callable[[], object]) -> Counter[str]:
+    """What ``run`` launches besides what ``optimizer``, the wrapped one, launches in its step.
+
+    "copy" are the copies that bring addresses to the device, which are no kernels.
+    """
+    theirs: Counter[str] = Counter()
+    seen = Watching()
+    before: Counter[str] = Counter()
+
+    def begin(*_: Any) -> None:
+        before.update(seen.launches)
+
+    def end(*_: Any) -> None:
+        theirs.update(seen.launches - before)
+        before.clear()
+
+    native.launches.clear()
+    hooks = optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(end)
+    try:
+        with seen:
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    ours = seen.launches - theirs + native.launches
+    ours["copy"] = ours.pop("copy_", 0)  # of torch's, all ours that is left is the table's copy
+    return ours

@@ -17,11 +17,11 @@ void cuda_axpby(const Launch& launch, float a, float b, bool check_x, bool check
 }
 
 void cuda_take(const Launch& launch, const int64_t* now, const int64_t* then, const int64_t* now_sample,
-               const int64_t* then_sample, int32_t* taken, int64_t n) {
+               const int64_t* then_sample, const int64_t* places, int32_t* taken, int64_t n) {
     launch.table.require(2, n);
     launch.table.require_dtypes(0, {DType::single});
     launch.table.require_dtypes(1, {DType::half, DType::bfloat16});
-    launch_mapping("multi_tensor_take", launch, Take{now, then, now_sample, then_sample, taken});
+    launch_mapping("multi_tensor_take", launch, Take{now, then, now_sample, then_sample, places, taken});
 }
 
 #if defined(__CUDACC__)
@@ -39,7 +39,7 @@ bool cuda_runs_on(int device) {
     return error == cudaSuccess;
 }
 
-void* cuda_keep_forever(const void* host, int64_t copied, int64_t all, int device) {
+void* cuda_keep(const void* host, int64_t copied, int64_t all, int device) {
     const char* name = "the pointer table of a captured graph";
     const OnDevice on_device(device, name);
     // Allocating and copying on another stream is no part of the graph, and is allowed while it is captured.
@@ -53,19 +53,34 @@ void* cuda_keep_forever(const void* host, int64_t copied, int64_t all, int devic
     if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
     if (stream != nullptr) cudaStreamDestroy(stream);
     cudaThreadExchangeStreamCaptureMode(&mode);
+    if (error != cudaSuccess && memory != nullptr) cuda_give_back(memory, device);
     check_cuda(error, name);
     return memory;
+}
+
+void cuda_give_back(void* memory, int device) noexcept {
+    int before = 0;
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // another graph may be captured meanwhile
+    if (cudaGetDevice(&before) == cudaSuccess && cudaSetDevice(device) == cudaSuccess &&
+        cudaThreadExchangeStreamCaptureMode(&mode) == cudaSuccess) {
+        cudaFree(memory);
+        cudaThreadExchangeStreamCaptureMode(&mode);
+        cudaSetDevice(before);
+    }
+    cudaGetLastError();
 }
 
 #else
 
 bool cuda_runs_on(int device) { return device == 0; }
 
-void* cuda_keep_forever(const void* host, int64_t copied, int64_t all, int) {
+void* cuda_keep(const void* host, int64_t copied, int64_t all, int) {
     char* memory = new char[size_t(all)];
     memcpy(memory, host, size_t(copied));
     return memory;
 }
+
+void cuda_give_back(void* memory, int) noexcept { delete[] static_cast<char*>(memory); }
 
 #endif
 

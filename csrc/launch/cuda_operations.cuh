@@ -484,14 +484,16 @@ struct Axpby {
 // Masters take the model's values in the elements whose bits are not those of the rounded master, in tensors of which one
 // of two pairs of hashes differs. Lists: masters, params.
 struct Take {
-    const int64_t *now, *then;                // hashes, by row
-    const int64_t *now_sample, *then_sample;  // the same of the samples, or null
+    const int64_t *now, *then;                // hashes: by place, and by row
+    const int64_t *now_sample, *then_sample;  // the same of the samples, both by place, or null
+    const int64_t* places;                    // by row; null where places are rows
     int32_t* taken;                           // by row: set to 1 where an element was taken, never cleared
 
     FP16OPT_HD bool is_needed() const { return true; }
 
     FP16OPT_HD bool moved(int64_t row) const {
-        return now[row] != then[row] || (now_sample != nullptr && now_sample[row] != then_sample[row]);
+        const int64_t place = places == nullptr ? row : places[row];
+        return now[place] != then[row] || (now_sample != nullptr && now_sample[place] != then_sample[place]);
     }
 
     template <class T>

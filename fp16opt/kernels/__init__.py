@@ -129,6 +129,7 @@ def _unscale(
 ) -> None:
     """The pass of :func:`multi_tensor_unscale` and :func:`multi_tensor_check`, on lists that were checked."""
     name, device = call.plan.operation.name, call.plan.device or stats.norm.device
+    stats.touched = True
     watched = _watched_call(name, watch, call.plan.count, device, compiled)
     for place, row in call.for_reference(compiled is not None):
         grad, out = call.columns[0][place], call.columns[1][place]
@@ -454,6 +455,7 @@ def multi_tensor_take(
     taken: Tensor,
     *,
     samples: tuple[Tensor, Tensor] | None = None,
+    places: Tensor | None = None,
     tables: PointerTables | None = None,
 ) -> None:
     """Masters take the values of params that were written since a hash was taken, and nobody waits to know whether.
@@ -467,6 +469,7 @@ def multi_tensor_take(
         now, then: int64, shape [n]. Hashes of the params, as :func:`multi_tensor_hash` gives them.
         taken: int32, shape [n]. Set to 1 where an element was taken; never cleared.
         samples: a second pair of hashes, of which a difference counts too.
+        places: int64, shape [n]. Entry i's hash is ``now[places[i]]``, also in both ``samples``; default: ``now[i]``.
         tables: the cache of this call site.
 
     Raises:
@@ -482,13 +485,17 @@ def multi_tensor_take(
     with torch.no_grad():
         call = call_for(TAKE, (masters, params), tables)
         device, count = call.plan.device or now.device, call.plan.count
-        for name, hashes in (("now", now), ("then", then), *(("samples", each) for each in samples or ())):
-            check_result(TAKE.name, name, hashes, count, torch.int64, device)
+        wide = count if places is None else now.numel()
+        check_result(TAKE.name, "then", then, count, torch.int64, device)
+        for name, hashes in (("now", now), *(("samples", each) for each in samples or ())):
+            check_result(TAKE.name, name, hashes, wide, torch.int64, device)
         check_result(TAKE.name, "taken", taken, count, torch.int32, device)
+        if places is not None:
+            check_result(TAKE.name, "places", places, count, torch.int64, device)
         compiled = cuda if _compiled(device) is cuda else None  # on the CPU, where looking costs nothing, nobody asks
         for place, row in call.for_reference(compiled is not None):
-            pairs = [(now, then)] if samples is None else [(now, then), samples]
-            moved = torch.stack([a[row] != b[row] for a, b in pairs]).any()
-            reference.take(call.columns[0][place], call.columns[1][place], moved, taken[row])
+            at = row if places is None else places[row]
+            pairs = [now[at] != then[row], *([] if samples is None else [samples[0][at] != samples[1][at]])]
+            reference.take(call.columns[0][place], call.columns[1][place], torch.stack(pairs).any(), taken[row])
         if compiled is not None:
-            compiled.take(call, now, then, samples, taken)
+            compiled.take(call, now, then, samples, places, taken)

@@ -19,7 +19,8 @@ from . import native
 from .stats import CastStats, GradStats
 
 if TYPE_CHECKING:
-    from .tables import Call, Watch
+    from .decisions import Outcome, ScaleMemory
+    from .tables import Call, PointerTables, Watch
 
 
 @functools.lru_cache(maxsize=64)
@@ -119,10 +120,22 @@ class Site:
                 self._memory[:size].copy_(staging, non_blocking=True)
         return native.cuda_module().Where(self._memory.data_ptr(), stream.index, stream.handle)
 
-    def place_for_good(self, lists: Sequence[Any], add: bool | list[bool] | None, stream: Stream) -> Any:
-        """Write the table to memory that is never written or given back, for a graph. Returns where it is."""
+    def place_for_graph(
+        self, lists: Sequence[Any], add: bool | list[bool] | None, stream: Stream, owner: PointerTables | None
+    ) -> Any:
+        """Write the table to memory of its own, for the graph that is being captured. Returns where it is.
+
+        It stays as long as ``owner``: replays need the tensors and buffers of whoever made the call, so they end with
+        it. Where a call has no owner nothing tells when the graph is gone, and the memory is never given back.
+        """
         self.table.point(list(lists), add)
-        return native.cuda_module().Where(self.table.keep_forever(stream.index), stream.index, stream.handle)
+        kept = self.table.keep(stream.index)
+        memory = kept.memory()
+        if owner is None:
+            kept.forever()
+        else:
+            owner.captured.append(kept)
+        return native.cuda_module().Where(memory, stream.index, stream.handle)
 
 
 class Queued:
@@ -148,7 +161,7 @@ class Queued:
             lists += native._addresses(watched)
         if self._stream.captures:
             site = Site(call, watched)
-            self.where = site.place_for_good(lists, add, self._stream)
+            self.where = site.place_for_graph(lists, add, self._stream, call.owner)
         else:
             site = self._site()
             try:
@@ -271,11 +284,68 @@ def content_hash(call: Call, hashes: Tensor, sample: bool) -> None:
     queued.done(None, hashes)
 
 
-def take(call: Call, now: Tensor, then: Tensor, samples: tuple[Tensor, Tensor] | None, taken: Tensor) -> None:
+def take(
+    call: Call,
+    now: Tensor,
+    then: Tensor,
+    samples: tuple[Tensor, Tensor] | None,
+    places: Tensor | None,
+    taken: Tensor,
+) -> None:
     """:func:`fp16opt.kernels.multi_tensor_take` for the direct entries."""
     queued = Queued(call)
     sampled = (0, 0) if samples is None else tuple(tensor.data_ptr() for tensor in samples)
     native.cuda_module().take(
-        *(queued.table, queued.where, now.data_ptr(), then.data_ptr()), *sampled, taken.data_ptr(), call.plan.count
+        *(queued.table, queued.where, now.data_ptr(), then.data_ptr()),
+        *sampled,
+        0 if places is None else places.data_ptr(),
+        *(taken.data_ptr(), call.plan.count),
     )
     queued.done(0, taken)
+
+
+# -- decisions ---------------------------------------------------------------------------------------------------------
+
+
+def _place(device: torch.device, *tensors: Tensor) -> Any:
+    """Where a kernel without tables runs; ``tensors``, which it uses, are held for a side stream."""
+    stream = Stream(device)
+    stream.hold(tensors)
+    return native.cuda_module().Where(0, stream.index, stream.handle)
+
+
+def capture_scale(scale: Tensor, pair: Tensor) -> None:
+    """:func:`fp16opt.kernels.decisions.capture_scale`."""
+    native.cuda_module().capture_scale(_place(scale.device, scale, pair), scale.data_ptr(), pair.data_ptr())
+
+
+def decide_clip(norm: Tensor, found_inf: Tensor | None, max_norm: float, only_finite: bool, results: Tensor) -> None:
+    """:func:`fp16opt.kernels.decisions.decide_clip`; ``results``: float32, [2]."""
+    where = _place(norm.device, norm, results, *([] if found_inf is None else [found_inf]))
+    flag, address = 0 if found_inf is None else found_inf.data_ptr(), results.data_ptr()
+    native.cuda_module().decide_clip(where, norm.data_ptr(), flag, max_norm, only_finite, address, address + 4)
+
+
+def close_step(
+    device: torch.device,
+    memory: Tensor | None,
+    flags: Tensor | None,
+    kept: Tensor | None,
+    found_inf: Tensor | None,
+    outcome: Outcome,
+    scaler: ScaleMemory,
+) -> None:
+    """:func:`fp16opt.kernels.decisions.close_step`, with None in place of what is not asked for."""
+    (last, skipped), (scale, trackers, settings) = outcome, scaler
+    if settings is None:
+        scale = None  # a static one
+    tensors = [found_inf, last, skipped, scale, trackers, settings, flags, kept, memory]
+    at = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    clean, skips = (0, at[4]) if settings is None else (at[4], at[4] + 4)
+    native.cuda_module().close_step(
+        _place(device, *(tensor for tensor in tensors if tensor is not None)),
+        *(at[0], at[1], at[2], at[3], clean, skips, at[5], at[6], at[7], 0 if kept is None else kept.numel()),
+        *(at[8], 0 if memory is None else memory.numel() // 4),
+    )
+    written = (last, skipped, scale, trackers, kept, memory)
+    native._bump([tensor for tensor in written if tensor is not None])

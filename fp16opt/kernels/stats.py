@@ -48,6 +48,7 @@ class GradStats:
         norm: float64, shape []. Square root of the sum of all n ``sumsq``.
         found_inf: float32, shape []. Exactly 1.0 if any of the n ``nonfinite`` is set, else exactly 0.0.
         memory: uint8. What the four lie in together, to be cleared at once; None where they do not.
+        touched: whether something was written since all was zero. Set it where you write to them yourself.
 
     Example:
         >>> stats = GradStats.allocate(2, "cpu")
@@ -60,6 +61,7 @@ class GradStats:
     norm: Tensor
     found_inf: Tensor
     memory: Tensor | None = None
+    touched: bool = True
 
     @classmethod
     def allocate(cls, n: int, device: torch.device | str) -> GradStats:
@@ -81,6 +83,7 @@ class GradStats:
             norm=sums[n],
             found_inf=flags[4 * n :].view(torch.float32)[0],
             memory=memory,
+            touched=False,
         )
 
     def __getstate__(self) -> dict[str, Tensor]:
@@ -89,12 +92,15 @@ class GradStats:
 
     def __setstate__(self, state: dict[str, Tensor]) -> None:
         fresh = GradStats.allocate(len(state["nonfinite"]), state["nonfinite"].device)
-        self.memory = fresh.memory
+        self.memory, self.touched = fresh.memory, True
         for name, value in state.items():
             setattr(self, name, getattr(fresh, name).copy_(value))
 
     def reset(self) -> None:
-        """Set everything to zero, as after :meth:`allocate`. Does not sync."""
+        """Set everything to zero, as after :meth:`allocate`, where it is not. Does not sync."""
+        if not self.touched:
+            return
+        self.touched = False
         parts = (self.nonfinite, self.sumsq, self.norm, self.found_inf)
         for tensor in parts if self.memory is None else (self.memory,):
             tensor.zero_()

@@ -238,11 +238,13 @@ class Call(NamedTuple):
         plan: what the checks found.
         columns: for each list, its tensors at ``plan.rows``.
         addresses: for each list, the addresses that were read along with the checks; None where they were not.
+        owner: the cache of the call site, if it has one.
     """
 
     plan: Plan
     columns: Columns
     addresses: list[Any] | None
+    owner: PointerTables | None = None
 
     def for_reference(self, compiled: bool) -> Iterator[tuple[int, int]]:
         """(place, row) of the entries that the reference version must serve: all where nothing is compiled."""
@@ -295,7 +297,7 @@ class PointerTables:
     """What one call site remembers between calls. Opaque: make one for each operation and list, and pass it along.
 
     It is a cache and nothing else: it holds no tensor, a call without it gives the same result, and copies and
-    pickles of it are empty.
+    pickles of it are empty. It must outlive the CUDA graphs that its calls are captured into.
 
     Example:
         >>> import pickle
@@ -303,12 +305,13 @@ class PointerTables:
         PointerTables(empty)
     """
 
-    __slots__ = ("_plan", "_rows", "_seen", "rebuilds")
+    __slots__ = ("_plan", "_rows", "_seen", "captured", "rebuilds")
 
     def __init__(self) -> None:
         self._plan: Plan | None = None
         self._rows: list[int] | None = None
         self._seen: list[Any] = []
+        self.captured: list[Any] = []  # tables that CUDA graphs read; memory that goes with this object
         self.rebuilds = 0
 
     def __reduce__(self) -> tuple[type[PointerTables], tuple[()]]:
@@ -351,14 +354,14 @@ class PointerTables:
         count, rows, columns = _columns(operation, lists)
         addresses = self._match(operation, count, rows, columns)
         if addresses is not None and self._plan is not None:
-            return Call(self._plan, columns, addresses)
+            return Call(self._plan, columns, addresses, self)
         self._plan = None
         plan = check_lists(operation, count, rows, columns)
         self._seen = [] if plan.indirect else [native.read_column(c) or _Attributes(c) for c in columns]
         if not plan.indirect:  # entries of odd layout are checked every time: their storage may be anything
             self._plan, self._rows = plan, rows
         self.rebuilds += 1
-        return Call(plan, columns, None)
+        return Call(plan, columns, None, self)
 
 
 def call_for(operation: Operation, lists: Sequence[Entries], tables: PointerTables | None) -> Call:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fp16opt
-from fp16opt import kernels
+from fp16opt import MixedPrecisionOptimizer, kernels
 from fp16opt.kernels import GradStats, PointerTables, cuda, multi_tensor_l2norm, multi_tensor_unscale, native
 
 CHUNK = 65536
@@ -100,6 +103,67 @@ def test_a_captured_call_has_a_table_of_its_own(
     assert stats.norm.item() == 2 * eager
     assert not any(out.any() for out in outs)
     assert all(torch.equal(out, value * 0.5) for out, value in zip(others, second, strict=True))
+
+
+def test_a_captured_calls_table_goes_with_the_call_site(
+    host: Any, emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = emulated_cuda.kept_tables()
+    monkeypatch.setattr(host, "capturing", True)
+    tables = PointerTables()
+    for seed in range(3):
+        multi_tensor_l2norm(tensors(2, seed), tables=tables)
+    assert emulated_cuda.kept_tables() == before + 3, "graphs read them, whatever the calls after them"
+    monkeypatch.setattr(host, "capturing", False)
+    multi_tensor_l2norm([t.double() for t in tensors(3)], tables=tables)  # other lists
+    assert emulated_cuda.kept_tables() == before + 3
+    assert pickle.loads(pickle.dumps(tables)).captured == []
+    assert copy.deepcopy(tables).captured == []
+    del tables
+    assert emulated_cuda.kept_tables() == before
+
+
+def test_a_wrapper_gives_back_what_its_captured_steps_were_given(
+    emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pretended
+
+    pretended.pretend(emulated_cuda, monkeypatch)
+    before = emulated_cuda.kept_tables()
+    params = [torch.nn.Parameter(torch.ones(5).half()) for _ in range(3)]
+
+    def step(opt: MixedPrecisionOptimizer) -> None:
+        opt.zero_grad()
+        opt.scale_loss(torch.zeros(()))
+        for param in params:
+            param.grad = torch.ones_like(param)
+        opt.update_master_grads()
+        opt.clip_master_grads(0.5)
+        opt.step()
+
+    wrapper = MixedPrecisionOptimizer(torch.optim.AdamW(params, fused=True), dynamic=True)
+    step(wrapper)
+    assert emulated_cuda.kept_tables() == before, "eager steps keep none"
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda.Stream, "capturing", True)
+        step(wrapper)
+    held = emulated_cuda.kept_tables() - before
+    assert held == 5, "unscale, scale, sample, take and cast"
+    step(wrapper)
+    assert emulated_cuda.kept_tables() - before == held
+    del wrapper
+    gc.collect()
+    assert emulated_cuda.kept_tables() == before
+
+
+def test_without_a_call_site_a_captured_table_stays(
+    host: Any, emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = emulated_cuda.kept_tables()
+    monkeypatch.setattr(host, "capturing", True)
+    multi_tensor_l2norm(tensors(2))
+    gc.collect()
+    assert emulated_cuda.kept_tables() == before + 1
 
 
 def test_a_failed_copy_leaves_no_table_behind(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:

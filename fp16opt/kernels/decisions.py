@@ -1,0 +1,134 @@
+"""What a step decides between its passes over tensors, and its end: single numbers that stay on their device.
+
+In torch operations each of these is a dozen launches that move a few bytes each; where the compiled CUDA kernels serve
+it is one. Nothing here waits for a device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import backend, cuda
+from .stats import GradStats
+
+Outcome = tuple[Tensor | None, Tensor | None]
+"""(float32 []: whether the last step was skipped; float64 []: how many were)."""
+ScaleMemory = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""(scale; trackers; settings): the tensors that a loss scaler's ``update`` reads and writes."""
+
+
+def are_compiled(device: torch.device) -> bool:
+    """Whether each decision on ``device`` is one launch. Does not sync.
+
+    Example:
+        >>> are_compiled(torch.device("cpu"))
+        False
+    """
+    return backend(device) == "cuda"
+
+
+def capture_scale(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The scale as it is now, and what gradients that were made with it are multiplied by.
+
+    Args:
+        scale: float32, shape []. A loss scaler's own, which changes in place.
+
+    Returns:
+        (scale, 1/scale): float32, shape [], in memory of their own. Does not sync.
+
+    Example:
+        >>> capture_scale(torch.tensor(1024.0))
+        (tensor(1024.), tensor(0.0010))
+    """
+    if not are_compiled(scale.device):
+        return scale.clone(), scale.reciprocal()
+    pair = torch.empty(2, dtype=torch.float32, device=scale.device)
+    cuda.capture_scale(scale, pair)
+    now, inverse = pair.unbind()
+    return now, inverse
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What gradients of this norm (float64, 0-dim) are multiplied by: float32, at most 1. No host sync.
+
+    The formula and the bits of ``torch.nn.utils.clip_grad_norm_``, which works in the norm's float32. Where the norm is
+    finite but too large for float32 the factor is taken in float64. Written again, bit for bit, in
+    ``csrc/functors/clip.h``.
+
+    Example:
+        >>> clip_factor(torch.tensor(4.0, dtype=torch.float64), 1.0)
+        tensor(0.2500)
+    """
+    single = norm.float()
+    factor = torch.where(single.isfinite(), max_norm / (single + 1e-6), (max_norm / norm).float())
+    return factor.clamp(max=1.0)
+
+
+def decide_clip(
+    norm: Tensor, found_inf: Tensor | None, max_norm: float, *, only_finite: bool = False
+) -> tuple[Tensor, Tensor]:
+    """A clip's outcome.
+
+    Args:
+        norm: float64, shape []. The total norm of the gradients.
+        found_inf: float32, shape [], on the same device. Where it is 1.0 gradients stay as they are.
+        max_norm: what to bring the norm down to.
+        only_finite: whether gradients stay as they are where the norm itself is not finite, too.
+
+    Returns:
+        (the norm, what to multiply gradients by): float32, shape [], in memory of their own. Does not sync.
+
+    Example:
+        >>> decide_clip(torch.tensor(4.0, dtype=torch.float64), torch.tensor(0.0), 1.0)
+        (tensor(4.), tensor(0.2500))
+    """
+    if norm.dtype == torch.float64 and are_compiled(norm.device):
+        results = torch.empty(2, dtype=torch.float32, device=norm.device)
+        cuda.decide_clip(norm, found_inf, max_norm, only_finite, results)
+        single, factor = results.unbind()
+        return single, factor
+    factor = clip_factor(norm, max_norm)
+    if found_inf is not None:
+        factor = torch.where(found_inf > 0, 1.0, factor)
+    return norm.float(), torch.where(norm.isfinite(), factor, 1.0) if only_finite else factor
+
+
+def close_step(
+    *,
+    stats: GradStats | None = None,
+    flags: Tensor | None = None,
+    kept: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    outcome: Outcome = (None, None),
+    scaler: ScaleMemory = (None, None, None),
+) -> None:
+    """The end of a step: the scale follows, the outcome is noted, flags are kept, and statistics are zero again.
+
+    Only where decisions :func:`are_compiled`: elsewhere the callers' torch operations do the same, and they are the
+    specification (``LossScaler.update`` for the scale). All tensors lie on one device; any may be left out.
+
+    Args:
+        stats: Cleared, after everything else was read.
+        flags: int32, shape [n], which may be those of ``stats``. Copied to ``kept``.
+        kept: int32, shape [n].
+        found_inf: float32, shape [], 0.0 or 1.0, which may be that of ``stats``. None: nothing but the above.
+        outcome: What it is written to and added to.
+        scaler: The scale, int32 trackers (clean steps and skips), and float64 settings in the order of
+            ``csrc/functors/loss_scale.h``. Without settings the scale stays, and trackers are one number, the skips.
+
+    Raises:
+        ValueError: No compiled kernel serves the device.
+    """
+    of = [tensor for tensor in (kept, found_inf, None if stats is None else stats.found_inf) if tensor is not None]
+    if not of or not are_compiled(of[0].device):
+        where = of[0].device if of else "no tensors"
+        raise ValueError(
+            f"close_step: the compiled CUDA kernels do not serve {where}. Use LossScaler.update and GradStats.reset."
+        )
+    memory = None if stats is None else stats.memory
+    with torch.no_grad():
+        cuda.close_step(of[0].device, memory, flags, kept, found_inf, outcome, scaler)
+    if stats is not None:
+        stats.touched = stats.memory is None
+        stats.reset()

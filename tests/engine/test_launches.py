@@ -1,0 +1,221 @@
+"""How many kernels a step launches on a device besides the wrapped optimizer's own; pretended on the CPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pretended
+import pytest
+import torch
+from torch.nn import Parameter
+
+from fp16opt import DynamicLossScaler, LossScaler, MixedPrecisionOptimizer, StaticLossScaler
+
+MOST = 8
+SHAPES = ((70,), (33, 65), (), (3, 0), (5,))
+INNER: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.02, fused=True),
+    "capturable AdamW": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.02), fused=True, capturable=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.02, fused=True),
+}
+
+
+def plain(opt: MixedPrecisionOptimizer) -> None:
+    opt.update_master_grads()
+    opt.step()
+
+
+def clipped(opt: MixedPrecisionOptimizer) -> None:
+    opt.update_master_grads()
+    opt.clip_master_grads(0.1)
+    opt.step()
+
+
+def at_once(opt: MixedPrecisionOptimizer) -> None:
+    opt.clip_master_grads(0.1)
+    opt.step()
+
+
+class Training:
+    """An engine in the middle of a run, whose gradients come without autograd."""
+
+    def __init__(self, make: Callable[..., torch.optim.Optimizer], dtypes: tuple[torch.dtype, ...], **settings: Any):
+        self.params = [Parameter(torch.ones(shape, dtype=dtypes[k % len(dtypes)])) for k, shape in enumerate(SHAPES)]
+        self.grads: list[torch.Tensor] = []
+        settings.setdefault("scaler", DynamicLossScaler(init_scale=2.0**10, growth_interval=2))
+        self.opt = MixedPrecisionOptimizer(make(self.params), **settings)
+
+    def prepare(self, value: float) -> None:
+        self.opt.zero_grad()
+        self.opt.scale_loss(torch.zeros(()))
+        before, self.grads = self.grads, [torch.full_like(param, value) for param in self.params]
+        for param, grad in zip(self.params, self.grads, strict=True):
+            param.grad = grad
+        del before  # so that each step finds its gradients at other addresses
+
+    def count(self, native: pretended.Counting, flow: Callable[..., None], value: float) -> Counter[str]:
+        for _ in range(3):
+            self.prepare(64.0)
+            flow(self.opt)
+        self.prepare(value)
+        return pretended.launched(self.opt.optimizer, native, lambda: flow(self.opt))
+
+
+@pytest.fixture
+def native(emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> pretended.Counting:
+    pretended.pretend(emulated_cuda, monkeypatch)
+    return pretended.counting(monkeypatch)
+
+
+@pytest.mark.parametrize("value", [64.0, float("inf")], ids=["step", "overflow"])
+@pytest.mark.parametrize("policy", ["refresh", "ignore"])
+@pytest.mark.parametrize("flow", [plain, clipped, at_once])
+@pytest.mark.parametrize("inner", list(INNER))
+def test_few_kernels_besides_the_optimizers(
+    native: pretended.Counting, inner: str, flow: Callable[..., None], policy: str, value: float
+) -> None:
+    training = Training(INNER[inner], (torch.float16,), on_model_write=policy)
+    ours = training.count(native, flow, value)
+    expected = {"unscale", "cast", "close_step"}
+    expected |= {"decide_clip", "scale" if flow is clipped else "unscale_clipped"} if flow is not plain else set()
+    expected |= {"content_sample", "take"} if policy == "refresh" else set()
+    assert ours == Counter(dict.fromkeys(expected, 1)) + Counter(copy=1), "one table's addresses changed"
+    assert ours.total() <= MOST, "the copy of addresses included"
+    assert training.opt.step_was_skipped is (value != 64.0)
+
+
+@pytest.mark.parametrize("value", [64.0, float("inf")], ids=["step", "overflow"])
+@pytest.mark.parametrize("scaler", [None, DynamicLossScaler(8.0), StaticLossScaler(8.0)], ids=["one", "own", "static"])
+def test_as_few_with_fp32_parameters_among_them(
+    native: pretended.Counting, scaler: LossScaler | None, value: float
+) -> None:
+    given = {} if scaler is None else {"scaler": scaler}
+    training = Training(INNER["AdamW"], (torch.float16, torch.float32, torch.bfloat16), **given)
+    ours = training.count(native, clipped, value)
+    assert ours.pop("copy") == 2, "FP32 parameters' own gradients are scaled where they came"
+    assert ours.total() <= MOST
+    assert set(ours.values()) == {1}
+
+
+def test_a_loss_is_scaled_and_gradients_cleared_with_two_more(native: pretended.Counting) -> None:
+    training = Training(INNER["AdamW"], (torch.float16,))
+    training.count(native, clipped, 64.0)
+    loss = torch.zeros(())
+
+    def begin() -> None:
+        training.opt.zero_grad()
+        training.opt.scale_loss(loss)
+
+    ours = +pretended.launched(training.opt.optimizer, native, begin)
+    assert ours == Counter(capture_scale=1, mul=1)
+
+
+def test_the_counter_sees_what_is_launched(native: pretended.Counting) -> None:
+    training = Training(INNER["AdamW"], (torch.float16,))
+    training.prepare(1.0)
+
+    def more() -> None:
+        torch.ones(2).add_(1)
+        plain(training.opt)
+
+    assert pretended.launched(training.opt.optimizer, native, more)["add_"] == 1
+
+
+class Squaring(LossScaler):
+    """A user's own: only its update knows what it does."""
+
+    dynamic = True
+
+    def __init__(self) -> None:
+        self._scale = torch.tensor(4.0)
+        self._skips = torch.zeros((), dtype=torch.int32)
+        self.generation = 0
+
+    consecutive_skips = property(lambda self: self._skips)  # type: ignore[assignment]
+
+    def to(self, device: Any) -> Squaring:
+        return self
+
+    def set_scale(self, value: float) -> None:
+        self._scale.fill_(value)
+
+    def update(self, found_inf: torch.Tensor) -> None:
+        self._scale.mul_(torch.where(found_inf > 0, 0.25, 4.0))
+        self.generation += 1
+
+    def back_off(self) -> bool:
+        return False
+
+    def at_floor(self) -> bool:
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def check_state_dict(self, state_dict: Any) -> None: ...
+
+    def load_state_dict(self, state_dict: Any) -> None: ...
+
+
+class Slower(DynamicLossScaler):
+    """A subclass that adds to the rule."""
+
+    def update(self, found_inf: torch.Tensor) -> None:
+        super().update(found_inf)
+        self._scale.mul_(0.5)
+
+
+@pytest.mark.parametrize("make", [Squaring, Slower])
+def test_a_scaler_with_a_rule_of_its_own_keeps_it(native: pretended.Counting, make: Any) -> None:
+    alone, scaler = make(), make()
+    training = Training(INNER["SGD"], (torch.float16,), scaler=scaler)
+    for value in (64.0, float("nan"), 64.0):
+        training.prepare(value)
+        plain(training.opt)
+        alone.update(torch.tensor(float(value != 64.0)))
+    assert scaler.scale.item() == alone.scale.item()
+    assert training.opt.skipped_steps == 1
+
+
+def test_two_scalers_and_folded_gradients_are_closed_as_on_the_host(
+    emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> tuple[Any, ...]:
+        params = [Parameter(torch.ones(4).half()), Parameter(torch.ones(3).half())]
+        first, second = DynamicLossScaler(64.0, growth_interval=1), DynamicLossScaler(16.0, growth_interval=1)
+        opt = MixedPrecisionOptimizer(INNER["AdamW"](params), scaler=first)
+        for bad in (0.0, float("inf"), 0.0):
+            opt.zero_grad()
+            opt.backward(params[0].float().sum())
+            opt.backward((params[1].float() * (1.0 + bad)).sum(), scaler=second)
+            opt.step()
+        report = opt.overflow_report()
+        return [p.detach().clone() for p in params], first.state_dict(), second.state_dict(), opt.skipped_steps, report
+
+    wanted = run()
+    pretended.pretend(emulated_cuda, monkeypatch)
+    got = run()
+    assert got[3:] == wanted[3:] == (1, [])
+    assert got[1:3] == wanted[1:3]
+    assert all(map(torch.equal, got[0], wanted[0]))
+
+
+def test_an_overflow_is_reported_after_statistics_were_cleared(native: pretended.Counting) -> None:
+    training = Training(INNER["AdamW"], (torch.float16,))
+    training.prepare(64.0)
+    plain(training.opt)
+    training.prepare(64.0)
+    grad = training.params[1].grad
+    assert grad is not None
+    grad[3, 3] = float("nan")
+    plain(training.opt)
+    shard = training.opt._params.shards[0]
+    assert not shard.stats.touched
+    assert not any(part.any() for part in (shard.stats.nonfinite, shard.stats.sumsq, shard.stats.found_inf))
+    assert [str(overflow) for overflow in training.opt.overflow_report()] == ["group 0, param 1 (nan)"]
+    training.prepare(64.0)
+    plain(training.opt)
+    assert training.opt.overflow_report() == []

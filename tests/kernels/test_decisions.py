@@ -1,0 +1,191 @@
+"""Decisions in one launch against torch operations and plain numbers, bit for bit."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import Any
+
+import emulated
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp16opt import DynamicLossScaler, StaticLossScaler
+from fp16opt.kernels import GradStats, decisions
+from fp16opt.torch_scale import _Rule
+
+SCALES = st.integers(-14, 24).map(lambda e: 2.0**e)
+FACTORS = st.floats(1.0 + 2.0**-10, 1e6, width=32) | st.sampled_from([2.0, 1.1, 3.0, 2.0**40])
+
+
+@pytest.fixture
+def compiled(emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
+    return emulated.use(emulated_cuda, monkeypatch)
+
+
+def close(scaler: Any, found: float, counters: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """A step's end, by the kernel."""
+    stats = GradStats.allocate(3, "cpu")
+    stats.found_inf.fill_(found)
+    flags = torch.tensor([0, 3, 1], dtype=torch.int32)
+    kept = torch.zeros(3, dtype=torch.int32)
+    memory = scaler.memory()
+    assert memory is not None
+    decisions.close_step(
+        stats=stats, flags=flags, kept=kept, found_inf=stats.found_inf, outcome=counters, scaler=memory
+    )
+    assert kept.tolist() == [0, 3, 1]
+    assert stats.memory is not None
+    assert not stats.memory.any()
+
+
+def bits(scaler: Any) -> tuple[int, ...]:
+    memory = scaler.memory()
+    return (int(memory.scale.view(torch.int32)), *memory.trackers.reshape(-1).tolist())
+
+
+@st.composite
+def dynamic_scalers(draw: Any) -> tuple[Any, Any]:
+    """The same scaler twice; of both kinds: factors in float32, and as torch.amp takes them."""
+    low, first, high = sorted(draw(st.lists(SCALES, min_size=3, max_size=3)))
+    arguments = {
+        "init_scale": first * draw(st.sampled_from([1.0, 1.0, 1.0 + 2.0**-20])) if first < high else first,
+        "growth_factor": draw(FACTORS),
+        "backoff_factor": 1.0 / draw(FACTORS),
+        "growth_interval": draw(st.integers(1, 4)),
+        "hysteresis": draw(st.integers(1, 3)),
+        "min_scale": low,
+        "max_scale": high,
+    }
+    if not draw(st.booleans()):
+        return DynamicLossScaler(**arguments), DynamicLossScaler(**arguments)
+    pair = _Rule(**arguments), _Rule(**arguments)
+    for rule in pair:
+        rule.set_factors(arguments["growth_factor"], arguments["backoff_factor"])
+    return pair
+
+
+@given(dynamic_scalers(), st.lists(st.booleans(), min_size=1, max_size=30))
+def test_the_scale_follows_as_update_says(compiled: Any, scalers: tuple[Any, Any], overflows: list[bool]) -> None:
+    ours, theirs = scalers
+    last, skipped = torch.full((), 7.0), torch.zeros((), dtype=torch.float64)
+    for k, overflow in enumerate(overflows):
+        close(ours, float(overflow), (last, skipped))
+        theirs.update(torch.tensor(float(overflow)))
+        assert bits(ours) == bits(theirs), f"step {k} of {overflows}"
+        assert last.item() == float(overflow)
+    assert skipped.item() == sum(overflows)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=30))
+def test_the_scale_follows_the_rule_in_plain_numbers(compiled: Any, overflows: list[bool]) -> None:
+    """By the words of DynamicLossScaler's docstring."""
+    scaler = DynamicLossScaler(2.0**8, growth_interval=3, hysteresis=2, min_scale=2.0**5, max_scale=2.0**9)
+    scale, clean, skips = 2.0**8, 0, 0
+    for overflow in overflows:
+        if overflow:
+            clean, skips = 0, skips + 1
+            scale = max(scale / 2, 2.0**5) if skips >= 2 else scale
+        else:
+            clean, skips = clean + 1, 0
+            if clean == 3:
+                scale, clean = min(scale * 2, 2.0**9), 0
+        close(scaler, float(overflow), (torch.zeros(()), torch.zeros((), dtype=torch.float64)))
+        assert (scaler.scale.item(), int(scaler.growth_tracker), int(scaler.consecutive_skips)) == (scale, clean, skips)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=10))
+def test_a_static_scale_stays_and_skips_are_counted(compiled: Any, overflows: list[bool]) -> None:
+    ours, theirs = StaticLossScaler(24.0), StaticLossScaler(24.0)
+    for overflow in overflows:
+        close(ours, float(overflow), (torch.zeros(()), torch.zeros((), dtype=torch.float64)))
+        theirs.update(torch.tensor(float(overflow)))
+        assert bits(ours) == bits(theirs)
+
+
+def test_counts_wrap_where_they_wrap_in_torch(compiled: Any) -> None:
+    pair = [DynamicLossScaler(2.0, hysteresis=2**31 - 1, growth_interval=2**31 - 1) for _ in range(2)]
+    for found in (1.0, 0.0):
+        for scaler in pair:
+            scaler._trackers.fill_(2**31 - 2)
+        close(pair[0], found, (torch.zeros(()), torch.zeros((), dtype=torch.float64)))
+        pair[1].update(torch.tensor(found))
+        assert bits(pair[0]) == bits(pair[1])
+
+
+NORMS = st.floats(0.0, math.inf) | st.sampled_from([math.nan, 1e-6, 3.5e38, 3.4e38, 1e300, 2.0**-149, 1.0])
+LIMITS = st.floats(0.0, math.inf) | st.sampled_from([1.0, 1e39, 1e300])
+
+
+@pytest.mark.parametrize("only_finite", [False, True])
+@given(norm=NORMS, max_norm=LIMITS, found=st.sampled_from([None, 0.0, 1.0]))
+def test_a_clip_is_decided_as_in_torch(
+    emulated_cuda: ModuleType, only_finite: bool, norm: float, max_norm: float, found: float | None
+) -> None:
+    given_norm = torch.tensor(norm, dtype=torch.float64)
+    flag = None if found is None else torch.tensor(found)
+    wanted = decisions.decide_clip(given_norm, flag, max_norm, only_finite=only_finite)
+    with pytest.MonkeyPatch.context() as patch:
+        emulated.use(emulated_cuda, patch)
+        got = decisions.decide_clip(given_norm, flag, max_norm, only_finite=only_finite)
+    for a, b, what in zip(got, wanted, ("norm", "factor"), strict=True):
+        assert a.dtype == b.dtype == torch.float32
+        assert (a.isnan() and b.isnan()) or a.view(torch.int32) == b.view(torch.int32), f"{what}: {a} is not {b}"
+
+
+@given(norm=st.floats(0.0, 1e30), max_norm=st.floats(0.0, 1e30))
+def test_the_factor_is_that_of_torchs_clip(norm: float, max_norm: float) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.tensor([norm])
+    single = parameter.grad.double().norm()
+    torch.nn.utils.clip_grad_norm_([parameter], max_norm)
+    factor = decisions.clip_factor(single, max_norm)
+    assert torch.equal(parameter.grad, torch.tensor([norm]) * factor)
+
+
+@given(st.floats(2.0**-126, 2.0**127, width=32))
+def test_a_captured_scale_and_its_inverse(emulated_cuda: ModuleType, value: float) -> None:
+    scale = torch.tensor(value)
+    with pytest.MonkeyPatch.context() as patch:
+        emulated.use(emulated_cuda, patch)
+        now, inverse = decisions.capture_scale(scale)
+    scale.fill_(0.0)
+    assert now.item() == value
+    assert inverse.numpy() == np.float32(1.0) / np.float32(value)
+    assert inverse.data_ptr() != now.data_ptr()
+
+
+def test_other_devices_take_torchs_operations() -> None:
+    stats, flags = GradStats.allocate(1, "cpu"), torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"close_step: the compiled CUDA kernels do not serve cpu\. Use LossScaler"):
+        decisions.close_step(stats=stats, flags=flags, kept=flags.clone())
+    with pytest.raises(ValueError, match="do not serve no tensors"):
+        decisions.close_step()
+    scale = torch.tensor(8.0)
+    now, inverse = decisions.capture_scale(scale)
+    scale.fill_(1.0)
+    assert (now.item(), inverse.item()) == (8.0, 0.125)
+
+
+def test_autograd_counts_what_is_written(compiled: Any) -> None:
+    scaler = DynamicLossScaler(8.0)
+    tensors = [scaler._scale, scaler._trackers, torch.zeros(()), torch.zeros((), dtype=torch.float64)]
+    before = [tensor._version for tensor in tensors]
+    close(scaler, 1.0, (tensors[2], tensors[3]))
+    assert [tensor._version for tensor in tensors] == [number + 1 for number in before]
+
+
+def test_settings_that_are_loaded_are_written_in_place() -> None:
+    """A CUDA graph that is replayed reads them."""
+    scaler, other = DynamicLossScaler(8.0), DynamicLossScaler(16.0, 3.0, 0.25, growth_interval=7, hysteresis=2)
+    memory = scaler.memory()
+    assert memory is not None
+    names = ("_scale", "_trackers", "_other", "_limits", "_wrap", "_factors", "_settings")
+    places = [getattr(scaler, name).data_ptr() for name in names]
+    scaler.load_state_dict(other.state_dict())
+    assert [getattr(scaler, name).data_ptr() for name in names] == places
+    assert memory.settings is not None
+    assert memory.settings.tolist() == [3.0, 0.25, 7.0, 2.0, 2.0**-14, 2.0**24]

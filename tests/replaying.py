@@ -1,0 +1,79 @@
+"""A CUDA graph, pretended on the CPU: everything that reaches the dispatcher or emulated kernels while it is recorded
+is done again at each replay, on the same memory, and nothing else is: no Python of the library runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from pretended import LOOKS, Counting
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fp16opt.kernels import cuda, native
+
+NEW = ("empty", "empty_like", "empty_strided", "new_empty")  # memory whose values nobody may rely on
+
+
+class _Launches(Counting):
+    """The emulated module, every launch of which goes into the recording."""
+
+    def __init__(self, module: Any, calls: list[Callable[[], None]]) -> None:
+        super().__init__(module)
+        self._calls = calls
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if name in ("Table", "Where", "Column", "runs_on", "architectures") or not callable(value):
+            return value
+
+        def recorded(*args: Any) -> Any:
+            self._calls.append(lambda: value(*args))
+            return value(*args)
+
+        return recorded
+
+
+class Graph(TorchDispatchMode):
+    """What was recorded. Looks at tensors are refused while it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Callable[[], None]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = str(func).split(".")[1], kwargs or {}
+        assert name not in LOOKS or name == "lift_fresh", f"{name} waits for the device"
+        result = func(*args, **kwargs)
+        in_place = func._schema.is_mutable or any(r.alias_info is not None for r in func._schema.returns)
+        if in_place:
+            self.calls.append(lambda: func(*args, **kwargs))
+        elif name not in NEW and not name.startswith("_record_function"):
+            self.calls.append(lambda: self._again(func, args, kwargs, result))
+        return result
+
+    @staticmethod
+    def _again(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        found = func(*args, **kwargs)
+        pairs = [(result, found)] if isinstance(result, Tensor) else zip(result, found, strict=True)
+        for there, now in pairs:
+            if isinstance(there, Tensor):
+                there.copy_(now)
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            for call in self.calls:
+                call()
+
+
+@contextlib.contextmanager
+def record(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graph]:
+    """Record what happens in the block, as a stream in capture would; it happens once, too, unlike there."""
+    graph = Graph()
+    with monkeypatch.context() as patch, graph:
+        patch.setattr(native, "_cuda", _Launches(native._cuda, graph.calls))
+        patch.setattr(cuda.Stream, "capturing", True)
+        yield graph
