@@ -33,8 +33,7 @@ def clip(engine: MixedPrecisionOptimizer, max_norm: float, norm_type: float, err
             f"the total norm of order {norm_type} of the master gradients is {norm.item()}: it can't be clipped. "
             "Leave error_if_nonfinite=False to have step() skip, or see overflow_report() after it."
         )
-    factor = clip_factor(norm, max_norm)
-    if late.is_host(device) and float(factor) == 1.0:  # elsewhere the kernel looks, so that nobody waits
-        return norm.float()
-    grads.scale(torch.where(steps.found_inf() > 0, 1.0, factor))
+    factor = clip_factor(norm, max_norm, steps.found_inf())
+    if not (late.is_host(device) and factor.item() == 1.0):  # elsewhere the kernel looks, so that nobody waits
+        grads.scale(factor)
     return norm.float()

@@ -171,7 +171,7 @@ class MasterGrads:
                         tables=shard.unscale_tables,
                     )
                 norm, found = self._judged(judge)
-                factor = torch.where(found > 0, 1.0, clip_factor(norm, max_norm))
+                factor = clip_factor(norm, max_norm, found)
                 for shard, lists in listed:
                     self._clipped_pass(shard, lists, inv_scale.to(shard.device), factor.to(shard.device))
         except (TypeError, ValueError, RuntimeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -32,19 +33,51 @@ def vector_norm(value: Tensor, norm_type: float) -> Tensor:
     return norm
 
 
-def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+def clip_factor(norm: Tensor, max_norm: float, found_inf: Tensor | None = None) -> Tensor:
     """What gradients of this norm (float64, 0-dim) are multiplied by: float32, at most 1. No host sync.
 
     The formula and the bits of ``torch.nn.utils.clip_grad_norm_``, which works in the norm's float32. Where the norm is
     finite but too large for float32 the factor is taken in float64.
 
+    Args:
+        norm: On any device.
+        max_norm: To clip at.
+        found_inf: float32, 0-dim: not zero where gradients are to stay as they are.
+
     Example:
         >>> clip_factor(torch.tensor(4.0, dtype=torch.float64), 1.0)
         tensor(0.2500)
     """
+    if norm.device.type == "cpu" and (found_inf is None or found_inf.device.type == "cpu"):
+        keeps = found_inf is not None and found_inf.item() > 0
+        return torch.full((), 1.0 if keeps else _host_factor(norm.item(), max_norm), dtype=torch.float32, device="cpu")
     single = norm.float()
-    factor = torch.where(single.isfinite(), max_norm / (single + 1e-6), (max_norm / norm).float())
-    return factor.clamp(max=1.0)
+    factor = torch.where(single.isfinite(), max_norm / (single + 1e-6), (max_norm / norm).float()).clamp(max=1.0)
+    return factor if found_inf is None else torch.where(found_inf.to(factor.device) > 0, 1.0, factor)
+
+
+def _host_factor(norm: float, max_norm: float) -> float:
+    """The same, one operation after the other: ten small torch calls wait for the memory that their code is in.
+
+    A sum, product or quotient of float32 numbers that is rounded to a double and then to float32 has the bits of one
+    rounding. A number divided by a tensor is the tensor's reciprocal times the number in torch.
+    """
+    single = as_float32(norm)
+    if math.isfinite(single):
+        factor = as_float32(as_float32(1.0 / as_float32(single + as_float32(1e-6))) * as_float32(max_norm))
+    else:
+        factor = as_float32(1.0 / norm * max_norm)
+    return 1.0 if factor > 1.0 else factor
+
+
+def as_float32(value: float) -> float:
+    """``value`` rounded to float32; infinite where it is too large.
+
+    Example:
+        >>> as_float32(0.1), as_float32(1e39)
+        (0.10000000149011612, inf)
+    """
+    return ctypes.c_float(value).value
 
 
 def power_sum(grads: MasterGrads, norm_type: float, device: torch.device, counted: Callable[[Tensor], bool]) -> Tensor:

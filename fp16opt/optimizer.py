@@ -29,7 +29,7 @@ from .diagnostics import Overflow
 from .fused import FusedStep, check_fused_step
 from .masters import MasterParams
 from .outcomes import Outcomes, check_consecutive, warn_no_gradients
-from .scaling import LossScaler
+from .scaling import LossScaler, take_note
 from .split import SplitParams
 
 _ACCUMULATION, _MASTER_WEIGHTS = ("model", "fp32"), ("full", "none", "split")
@@ -383,7 +383,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         old = float(self.scaler.scale) if skipped is True else 0.0
         scalers = [scaler for scaler, _ in self._steps.verdicts.values()]
         for scaler, found in self._steps.verdicts.values():
-            scaler.update(found)
+            take_note(scaler, found)
         self._steps.finish()
         self._steps.replicas.after_step(skipped, self)
         if skipped is True:

@@ -209,7 +209,7 @@ class Gradients:
         inv_scale = inv_scale.to(shard.device, non_blocking=True)
         with torch.no_grad():
             kernels.multi_tensor_unscale(values, values, inv_scale, stats, write=False, tables=tables)
-            factor = torch.where(stats.found_inf > 0, 1.0, clip_factor(stats.norm, max_norm))
+            factor = clip_factor(stats.norm, max_norm, stats.found_inf)
             kernels.multi_tensor_unscale_clipped(values, values, inv_scale, factor, tables=tables)
         self._checked, self._measured = [(shard.places, stats)], None
         return stats.norm.float(), stats.found_inf
