@@ -251,8 +251,8 @@ class MasterParams:
         """(name, bits) of the masters that did not fit at the last :meth:`copy_down`. Syncs with the device."""
         found = []
         for shard in self.shards:
-            if shard.copied and bool(shard.cast.overflow.any()):
-                flags = shard.cast.overflow.tolist()
+            flags = shard.cast.overflow.tolist() if shard.copied else []
+            if any(flags):
                 found += [(self.names[i], bits) for i, bits in zip(shard.copied, flags, strict=True) if bits]
         return found
 

@@ -252,3 +252,21 @@ def test_counting_a_clean_step_is_what_update_does() -> None:
         }
         assert mine.generation == theirs.generation
     assert counted == 7
+
+
+def test_taking_note_is_update_and_asks_a_scaler_of_the_users_own() -> None:
+    class Own(DynamicLossScaler):
+        def update(self, found_inf: torch.Tensor) -> None:
+            asked.append(found_inf.item())
+            super().update(found_inf)
+
+    asked: list[float] = []
+    scalers = Own(**ODD), DynamicLossScaler(**ODD), StaticLossScaler(2.0), StaticLossScaler(2.0)
+    stream = [0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    for found in stream:
+        for scaler in scalers[:-1]:
+            scaling.take_note(scaler, torch.tensor(found))
+        scalers[-1].update(torch.tensor(found))
+        assert trackers(scalers[0]) == trackers(scalers[1])
+        assert scalers[2].consecutive_skips == scalers[3].consecutive_skips
+    assert asked == stream

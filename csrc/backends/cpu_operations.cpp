@@ -128,7 +128,7 @@ void unscale(const Table& table, const Pointers& grads, const Pointers& outs, fl
         rows.sumsq[table.rows[size_t(place)]] = 0.0;
     }
     const CpuLevel& level = current_level();
-    const bool stream = table.elements * 4 >= streaming_threshold();
+    const bool stream = table.elements * 4 >= kStreamingThreshold;
     for_chunks<UnscaleResult>(
         table, threads,
         [&](const Chunk& c) {
@@ -152,7 +152,7 @@ void unscale_clipped(const Table& table, const Pointers& grads, const Pointers& 
                      const Watched* watched, int threads) {
     require_grads(table, grads, outs);
     const CpuLevel& level = current_level();
-    const bool stream = table.elements * 4 >= streaming_threshold();
+    const bool stream = table.elements * 4 >= kStreamingThreshold;
     const Along along(table, watched, threads);
     for_chunks<HashResult>(
         table, threads,
@@ -219,7 +219,7 @@ void cast(const Table& table, const Pointers& masters, const Pointers& params, i
         hashes[table.rows[size_t(place)]] = 0;
     }
     const CpuLevel& level = current_level();
-    const bool stream = table.elements * 2 >= streaming_threshold();
+    const bool stream = table.elements * 2 >= kStreamingThreshold;
     for_chunks<CastResult>(
         table, threads,
         [&](const Chunk& c) {

@@ -3,10 +3,6 @@
 
 #include <stdexcept>
 
-#if !defined(_WIN32)
-#include <unistd.h>
-#endif
-
 #include "../api.h"
 #include "../launch/threads.h"
 
@@ -17,18 +13,13 @@ constexpr int64_t kSerialElements = 1 << 17;
 
 inline int threads_for(const Table& table, int threads) { return table.elements < kSerialElements ? 1 : threads; }
 
-// Written bytes from which on nothing written is left in the cache for the next reader anyway.
-inline int64_t streaming_threshold() {
-    static const int64_t threshold = [] {
-        int64_t cache = 0;
-#if defined(_SC_LEVEL3_CACHE_SIZE)
-        cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
-#endif
-        const int64_t least = int64_t(8) << 20, most = int64_t(64) << 20;
-        return cache < least ? least : cache > most ? most : cache;
-    }();
-    return threshold;
-}
+// Written bytes from which on a pass stores around the cache: the step that it is part of moves some ten times as much,
+// so that nothing of them would be left there for the next reader, and storing to lines that are not in the cache reads
+// them first. A constant, because what systems tell of the cache may be of all cores of a socket together, and ranks on
+// one machine share it in any case.
+constexpr int64_t kStreamingThreshold = int64_t(8) << 20;
+// A one-pass step writes little beside what it reads and writes in place, and gains nothing from it earlier.
+constexpr int64_t kStepStreamingThreshold = int64_t(64) << 20;
 
 template <class T>
 T* at(const Pointers& pointers, const Table& table, size_t list, const Chunk& chunk) {

@@ -71,7 +71,7 @@ void run(const StepLists& lists, int threads, Step&& step) {
         lists.overflow[table.rows[size_t(place)]] = 0;
         lists.hashes[table.rows[size_t(place)]] = 0;
     }
-    const bool stream = table.elements * 2 >= streaming_threshold();
+    const bool stream = table.elements * 2 >= kStepStreamingThreshold;
     for_chunks<CastResult>(
         table, threads, [&](const Chunk& c) { return step(chunk_of(lists, c, stream), size_t(c.tensor)); },
         [&](size_t place, const CastResult& result) {

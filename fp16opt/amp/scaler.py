@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import scaling
-from ..scaling import LARGEST_SCALE, SMALLEST_SCALE, DynamicLossScaler, StaticLossScaler
+from ..scaling import LARGEST_SCALE, SMALLEST_SCALE, DynamicLossScaler, StaticLossScaler, take_note
 
 _INIT_SCALE = 2.0**16
 _WINDOW = 2000
@@ -109,9 +109,7 @@ class LossScaler(scaling.LossScaler):
             self._unsettled = None
         self.before = self.rule.scale
         self._found = found_inf.clone()  # it may be a buffer of the kernels, which the next backward overwrites
-        rule = self.rule
-        if found_inf.device.type != "cpu" or not isinstance(rule, DynamicLossScaler) or not rule.count_clean(found_inf):
-            rule.update(found_inf)
+        take_note(self.rule, found_inf)
 
     def postpone(self, found_inf: Tensor) -> None:
         """As :meth:`settle`, but the scale follows at the next one, or in ``step`` (``delay_overflow_check``)."""

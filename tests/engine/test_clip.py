@@ -21,6 +21,7 @@ from engine.checks import (
     parameters,
 )
 from fp16opt import MixedPrecisionOptimizer, kernels
+from fp16opt.norms import clip_factor
 
 INF, NAN = float("inf"), float("nan")
 SHAPES = [(70,), (8, 9), (), (0,), (3, 5, 2)]
@@ -116,6 +117,26 @@ def test_the_factor_has_torchs_bits(norm: float, max_norm: float) -> None:
     assert float(opt.clip_master_grads(max_norm)) == norm
     torch.nn.utils.clip_grad_norm_([theirs], max_norm)
     assert_same_bits(p.grad, theirs.grad)
+
+
+def test_the_factor_on_the_host_has_the_bits_of_torch_operations() -> None:
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.rand(4000, generator=generator, dtype=torch.float64) * 76 - 38
+    norms = [0.0, 1.0, 1e-6, 2.0**-149, 3.4e38, *(10.0**exponents).tolist()]
+    limits = [1.0, 0.1, 1e-3, 5.0, 1e30, 0.0, *(10.0 ** exponents[:50] / 7).tolist()]
+    for k, norm in enumerate(norms):
+        max_norm = limits[k % len(limits)]
+        wide = torch.tensor(norm, dtype=torch.float64)
+        torchs = (max_norm / (wide.float() + 1e-6)).clamp(max=1.0)
+        assert_same_bits(clip_factor(wide, max_norm), torchs)
+        assert_same_bits(clip_factor(wide, max_norm, torch.tensor(0.0)), torchs)
+        assert float(clip_factor(wide, max_norm, torch.tensor(1.0))) == 1.0
+
+
+@pytest.mark.parametrize(("norm", "factor"), [(NAN, NAN), (INF, 0.0), (1e39, 1e-39), (1e300, 1e-300)], ids=str)
+def test_the_factor_of_norms_beyond_float32(norm: float, factor: float) -> None:
+    found = clip_factor(torch.tensor(norm, dtype=torch.float64), 1.0)
+    assert_same_bits(found, torch.tensor(factor, dtype=torch.float64).float())
 
 
 @pytest.mark.parametrize("bad", [None, INF, NAN], ids=str)
