@@ -117,6 +117,7 @@ def cpu_units() -> list[Unit]:
         ],
         Unit("cpu_dispatch.o", "compile", "backends/cpu_dispatch.cpp", dispatch),
         Unit("cpu_operations.o", "compile", "backends/cpu_operations.cpp", []),
+        Unit("cpu_decisions.o", "compile", "backends/cpu_decisions.cpp", []),
         Unit("split_operations.o", "compile", "backends/split_operations.cpp", []),
         Unit("step_operations.o", "compile", "backends/step_operations.cpp", []),
         Unit("threads.o", "compile", "backends/threads.cpp", []),

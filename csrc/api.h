@@ -69,4 +69,8 @@ void content_sample(const Table& table, const Pointers& tensors, int64_t* sample
 
 void content_hash(const Table& table, const Pointers& tensors, int64_t* hashes, int threads);
 
+// What gradients of a norm are multiplied by (functors/clip.h), and how a scale follows a step (functors/loss_scale.h).
+float clip_decision(double norm, float found_inf, bool only_finite, double max_norm);
+void follow_scale(bool overflow, float* scale, int32_t* clean, int32_t* skips, const void* settings);
+
 }  // namespace fp16opt

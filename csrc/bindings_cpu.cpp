@@ -83,6 +83,11 @@ void bind_operations(py::module_& module) {
         py::gil_scoped_release release;
         cast(table, from, to, address<int32_t>(overflow), address<int64_t>(hashes), threads);
     });
+    module.def("clip_decision", &clip_decision);
+    module.def("follow_scale", [](bool overflow, uintptr_t scale, uintptr_t clean, uintptr_t skips, uintptr_t settings) {
+        follow_scale(overflow, address<float>(scale), address<int32_t>(clean), address<int32_t>(skips),
+                     address<const double>(settings));
+    });
     module.def("content_hash", [](const Table& table, const py::object& tensors, uintptr_t hashes, int threads) {
         const Pointers of = pointers_of(tensors);
         py::gil_scoped_release release;

@@ -33,8 +33,7 @@ def clip(engine: MixedPrecisionOptimizer, max_norm: float, norm_type: float, err
             f"the total norm of order {norm_type} of the master gradients is {norm.item()}: it can't be clipped. "
             "Leave error_if_nonfinite=False to have step() skip, or see overflow_report() after it."
         )
-    if late.is_host(device) and float(decisions.clip_factor(norm, max_norm)) == 1.0:
-        return norm.float()  # elsewhere the kernel looks at the factor, so that nobody waits
     single, factor = decisions.decide_clip(norm, steps.found_inf(), max_norm)
-    grads.scale(factor)
+    if not (late.is_host(device) and factor.item() == 1.0):  # elsewhere the kernel looks, so that nobody waits
+        grads.scale(factor)
     return single

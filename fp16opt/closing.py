@@ -14,13 +14,12 @@ if TYPE_CHECKING:
 
 
 def follow(scaler: LossScaler, found_inf: Tensor) -> None:
-    """``scaler.update(found_inf)``, in one launch where that can be. No host sync."""
+    """``scaler.update(found_inf)``, in one call of compiled code where that can be. No host sync."""
     memory = scaler.memory()
-    if memory is None or memory.trackers.device != found_inf.device or not decisions.are_compiled(found_inf.device):
+    if memory is not None and decisions.follow(found_inf, memory):
+        scaler.generation += memory.settings is not None  # a static scale stays what it was
+    else:
         scaler.update(found_inf)
-        return
-    decisions.close_step(found_inf=found_inf, scaler=memory)
-    scaler.generation += 1
 
 
 def note(found_inf: Tensor, flags: list[Tensor], kept: list[Tensor], last: Tensor, skipped: Tensor) -> None:
@@ -55,7 +54,7 @@ def close(engine: MixedPrecisionOptimizer, skipped: bool | Tensor) -> bool | Ten
     if isinstance(skipped, bool):
         outcomes.record(skipped, grads)
         for scaler, found in verdicts:
-            scaler.update(found)
+            follow(scaler, found)
         return skipped
     flags = grads.flags_on_devices()
     kept, last, counted = outcomes.memory(flags, skipped.device)
@@ -70,7 +69,7 @@ def close(engine: MixedPrecisionOptimizer, skipped: bool | Tensor) -> bool | Ten
         for scaler, found in verdicts:
             follow(scaler, found)
     else:
-        followed.generation += 1
+        followed.generation += memory.settings is not None
     settings = (None, None, None) if memory is None else memory
     for number, (shard, one, copy) in enumerate(zip(engine._params.shards, flags, kept, strict=True)):
         if number:

@@ -339,19 +339,6 @@ class DynamicLossScaler(LossScaler):
         is_ours = type(self).update is DynamicLossScaler.update
         return ScaleMemory(self._scale, self._trackers, self._settings) if is_ours else None
 
-    def count_clean(self, found_inf: Tensor) -> bool:
-        """:meth:`update`, if that does no more than to count one more clean step. For the CPU, where looking is cheap.
-
-        Returns:
-            Whether it was so, and was done. Syncs.
-        """
-        clean, skips = self._trackers.tolist()
-        if skips or clean + 1 >= self.growth_interval or found_inf.item():
-            return False
-        self._trackers[0] = clean + 1
-        self.generation += 1
-        return True
-
     def back_off(self) -> bool:
         """Lower the scale now, whatever hysteresis says; clean steps count from zero. Syncs.
 
@@ -496,19 +483,3 @@ def _read_dynamic(state_dict: Mapping[str, Any]) -> DynamicLossScaler:
     loaded.set_scale(loaded._inside("scaler state: scale", _field(state_dict, "scale")))
     loaded._trackers.copy_(torch.tensor([clean, skips], dtype=torch.int32))
     return loaded
-
-
-def take_note(scaler: LossScaler, found_inf: Tensor) -> None:
-    """``scaler.update(found_inf)``, which on the CPU mostly is to count. Syncs with no device.
-
-    Example:
-        >>> scaler = DynamicLossScaler()
-        >>> take_note(scaler, torch.tensor(0.0))
-        >>> int(scaler.growth_tracker)
-        1
-    """
-    if isinstance(scaler, DynamicLossScaler) and type(scaler).update is DynamicLossScaler.update:
-        on_host = scaler._trackers.device.type == found_inf.device.type == "cpu"
-        if on_host and scaler.count_clean(found_inf):
-            return
-    scaler.update(found_inf)

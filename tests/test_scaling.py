@@ -234,39 +234,3 @@ def test_on_the_gpu_as_on_the_cpu() -> None:
 
 def test_doctests() -> None:
     assert doctest.testmod(scaling).failed == 0
-
-
-def test_counting_a_clean_step_is_what_update_does() -> None:
-    """`count_clean` against `update`, over a stream with overflows, growth and hysteresis."""
-    mine, theirs = (DynamicLossScaler(init_scale=64.0, growth_interval=3, hysteresis=2) for _ in range(2))
-    counted = 0
-    for found in [0, 0, 0, 0, 1, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0]:
-        flag = torch.tensor(float(found))
-        done = mine.count_clean(flag)
-        if not done:
-            mine.update(flag)
-        theirs.update(flag)
-        counted += done
-        assert {k: float(v) for k, v in mine.state_dict().items() if isinstance(v, torch.Tensor)} == {
-            k: float(v) for k, v in theirs.state_dict().items() if isinstance(v, torch.Tensor)
-        }
-        assert mine.generation == theirs.generation
-    assert counted == 7
-
-
-def test_taking_note_is_update_and_asks_a_scaler_of_the_users_own() -> None:
-    class Own(DynamicLossScaler):
-        def update(self, found_inf: torch.Tensor) -> None:
-            asked.append(found_inf.item())
-            super().update(found_inf)
-
-    asked: list[float] = []
-    scalers = Own(**ODD), DynamicLossScaler(**ODD), StaticLossScaler(2.0), StaticLossScaler(2.0)
-    stream = [0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
-    for found in stream:
-        for scaler in scalers[:-1]:
-            scaling.take_note(scaler, torch.tensor(found))
-        scalers[-1].update(torch.tensor(found))
-        assert trackers(scalers[0]) == trackers(scalers[1])
-        assert scalers[2].consecutive_skips == scalers[3].consecutive_skips
-    assert asked == stream

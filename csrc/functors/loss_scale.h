@@ -33,4 +33,18 @@ FP16OPT_HD ScaleState follow(ScaleState before, bool overflow, const ScaleSettin
 // A static scale's part of it.
 FP16OPT_HD int32_t skips_in_a_row(int32_t before, bool overflow) { return overflow ? before + 1 : 0; }
 
+// Both, where they lie in memory: `settings` are those of a dynamic scale, and without them a scale is static.
+FP16OPT_HD void follow_overflow(bool overflow, float* scale, int32_t* clean, int32_t* skips, const void* settings) {
+    if (settings == nullptr) {
+        if (skips != nullptr) *skips = skips_in_a_row(*skips, overflow);
+        return;
+    }
+    ScaleSettings s;
+    memcpy(&s, settings, sizeof(s));
+    const ScaleState now = follow({*scale, *clean, *skips}, overflow, s);
+    *scale = now.scale;
+    *clean = now.clean;
+    *skips = now.skips;
+}
+
 FP16OPT_END

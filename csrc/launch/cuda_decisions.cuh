@@ -36,9 +36,8 @@ struct DecideClip {
         for_threads([&](int t) {
             if (t != 0) return;
             const double value = *norm;
-            const bool stays = (found_inf != nullptr && *found_inf > 0.0f) || (only_finite && !is_finite(value));
             *single = float(value);
-            *factor = stays ? 1.0f : clip_factor(value, max_norm);
+            *factor = decided_factor(value, found_inf == nullptr ? 0.0f : *found_inf, only_finite, max_norm);
         });
     }
 };
@@ -47,25 +46,12 @@ struct DecideClip {
 struct CloseStep {
     CudaClosing c;
 
-    FP16OPT_HD void follow_overflow(bool overflow) const {
-        if (c.scale == nullptr) {
-            if (c.skips != nullptr) *c.skips = skips_in_a_row(*c.skips, overflow);
-            return;
-        }
-        ScaleSettings settings;
-        memcpy(&settings, c.settings, sizeof(settings));
-        const ScaleState now = follow({*c.scale, *c.clean, *c.skips}, overflow, settings);
-        *c.scale = now.scale;
-        *c.clean = now.clean;
-        *c.skips = now.skips;
-    }
-
     FP16OPT_HD void run() const {
         for_threads([&](int t) {
             for (int64_t i = t; i < c.n; i += kThreads) c.kept[i] = c.flags[i];
             if (t != 0 || c.found_inf == nullptr) return;
             const float found = *c.found_inf;
-            follow_overflow(found != 0.0f);
+            follow_overflow(found != 0.0f, c.scale, c.clean, c.skips, c.settings);
             if (c.last != nullptr) *c.last = found;
             if (c.skipped != nullptr) *c.skipped += double(found);
         });

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import scaling
-from ..scaling import LARGEST_SCALE, SMALLEST_SCALE, DynamicLossScaler, StaticLossScaler, take_note
+from .. import closing, scaling
+from ..scaling import LARGEST_SCALE, SMALLEST_SCALE, DynamicLossScaler, StaticLossScaler
 
 _INIT_SCALE = 2.0**16
 _WINDOW = 2000
@@ -109,7 +109,7 @@ class LossScaler(scaling.LossScaler):
             self._unsettled = None
         self.before = self.rule.scale
         self._found = found_inf.clone()  # it may be a buffer of the kernels, which the next backward overwrites
-        take_note(self.rule, found_inf)
+        closing.follow(self.rule, found_inf)
 
     def postpone(self, found_inf: Tensor) -> None:
         """As :meth:`settle`, but the scale follows at the next one, or in ``step`` (``delay_overflow_check``)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import backend, cuda
+from . import backend, cuda, native
 from .stats import GradStats
 
 Outcome = tuple[Tensor | None, Tensor | None]
@@ -26,6 +26,11 @@ def are_compiled(device: torch.device) -> bool:
         False
     """
     return backend(device) == "cuda"
+
+
+def _on_host(*tensors: Tensor | None) -> bool:
+    """Whether compiled CPU code may look at all of them at once, None being none."""
+    return all(tensor is None or backend(tensor.device) == "cpu" for tensor in tensors)
 
 
 def capture_scale(scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,6 +88,10 @@ def decide_clip(
         >>> decide_clip(torch.tensor(4.0, dtype=torch.float64), torch.tensor(0.0), 1.0)
         (tensor(4.), tensor(0.2500))
     """
+    if norm.dtype == torch.float64 and _on_host(norm, found_inf):
+        found = 0.0 if found_inf is None else found_inf.item()
+        value = native.clip_decision(float(norm.item()), found, only_finite, max_norm)
+        return norm.float(), torch.full((), value, dtype=torch.float32, device="cpu")
     if norm.dtype == torch.float64 and are_compiled(norm.device):
         results = torch.empty(2, dtype=torch.float32, device=norm.device)
         cuda.decide_clip(norm, found_inf, max_norm, only_finite, results)
@@ -92,6 +101,29 @@ def decide_clip(
     if found_inf is not None:
         factor = torch.where(found_inf > 0, 1.0, factor)
     return norm.float(), torch.where(norm.isfinite(), factor, 1.0) if only_finite else factor
+
+
+def follow(found_inf: Tensor, scaler: ScaleMemory) -> bool:
+    """A loss scale follows one step, where compiled code does it by the rule of the scaler's ``update``.
+
+    Args:
+        found_inf: float32, shape [], 0.0 or 1.0.
+        scaler: The scale, int32 trackers (clean steps and skips), and float64 settings in the order of
+            ``csrc/functors/loss_scale.h``. Without settings the scale stays, and trackers are one number, the skips.
+
+    Returns:
+        Whether it was done. Does not sync.
+    """
+    scale, trackers, settings = scaler
+    if scale is None or trackers is None or trackers.device != found_inf.device:
+        return False
+    if are_compiled(found_inf.device):
+        close_step(found_inf=found_inf, scaler=scaler)
+        return True
+    if not _on_host(found_inf, scale, trackers):
+        return False
+    native.follow_scale(bool(found_inf.item()), scale, trackers, settings)
+    return True
 
 
 def close_step(
@@ -114,8 +146,7 @@ def close_step(
         kept: int32, shape [n].
         found_inf: float32, shape [], 0.0 or 1.0, which may be that of ``stats``. None: nothing but the above.
         outcome: What it is written to and added to.
-        scaler: The scale, int32 trackers (clean steps and skips), and float64 settings in the order of
-            ``csrc/functors/loss_scale.h``. Without settings the scale stays, and trackers are one number, the skips.
+        scaler: As for :func:`follow`.
 
     Raises:
         ValueError: No compiled kernel serves the device.

@@ -87,6 +87,22 @@ def cuda_module() -> Any:
     return _cuda
 
 
+def clip_decision(norm: float, found_inf: float, only_finite: bool, max_norm: float) -> float:
+    """What :func:`fp16opt.kernels.decisions.decide_clip` multiplies by."""
+    factor: float = _cpu.clip_decision(norm, found_inf, only_finite, max_norm)
+    return factor
+
+
+def follow_scale(overflow: bool, scale: Tensor, trackers: Tensor, settings: Tensor | None) -> None:
+    """:func:`fp16opt.kernels.decisions.follow`."""
+    first = trackers.data_ptr()
+    if settings is None:
+        _cpu.follow_scale(overflow, 0, 0, first, 0)
+    else:
+        _cpu.follow_scale(overflow, scale.data_ptr(), first, first + 4, settings.data_ptr())
+    _bump([trackers] if settings is None else [scale, trackers])
+
+
 def read_column(tensors: list[Tensor]) -> Any:
     """A compiled reader that proves a list unchanged and gives its addresses, or None where there is none.
 

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp16opt import DynamicLossScaler, StaticLossScaler
-from fp16opt.kernels import GradStats, decisions
+from fp16opt import DynamicLossScaler, StaticLossScaler, closing
+from fp16opt.kernels import GradStats, decisions, native
 from fp16opt.torch_scale import _Rule
 
 SCALES = st.integers(-14, 24).map(lambda e: 2.0**e)
@@ -80,6 +80,43 @@ def test_the_scale_follows_as_update_says(compiled: Any, scalers: tuple[Any, Any
     assert skipped.item() == sum(overflows)
 
 
+@given(dynamic_scalers(), st.lists(st.booleans(), min_size=1, max_size=30))
+def test_on_the_host_it_follows_alike(scalers: tuple[Any, Any], overflows: list[bool]) -> None:
+    ours, theirs = scalers
+    for k, overflow in enumerate(overflows):
+        found, memory = torch.tensor(float(overflow)), ours.memory()
+        version = memory.scale._version
+        assert decisions.follow(found, memory) == native.available()
+        if not native.available():
+            return
+        theirs.update(found)
+        assert bits(ours) == bits(theirs), f"step {k} of {overflows}"
+        assert memory.scale._version > version
+
+
+def test_closing_a_step_asks_a_scaler_of_the_users_own() -> None:
+    class Own(DynamicLossScaler):
+        def update(self, found_inf: torch.Tensor) -> None:
+            asked.append(found_inf.item())
+            super().update(found_inf)
+
+    asked: list[float] = []
+    of_ours = {"init_scale": 64.0, "growth_interval": 3, "hysteresis": 2}
+    scalers: list[Any] = [Own(**of_ours), DynamicLossScaler(**of_ours), StaticLossScaler(2.0), StaticLossScaler(2.0)]
+    stream = [0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    for found in stream:
+        for scaler in scalers[:-1]:
+            closing.follow(scaler, torch.tensor(found))
+        scalers[-1].update(torch.tensor(found))
+        assert bits_of(scalers[0]) == bits_of(scalers[1])
+        assert bits_of(scalers[2]) == bits_of(scalers[3])
+    assert asked == stream
+
+
+def bits_of(scaler: Any) -> tuple[float, ...]:
+    return float(scaler.scale), int(scaler.consecutive_skips), scaler.generation
+
+
 @given(st.lists(st.booleans(), min_size=1, max_size=30))
 def test_the_scale_follows_the_rule_in_plain_numbers(compiled: Any, overflows: list[bool]) -> None:
     """By the words of DynamicLossScaler's docstring."""
@@ -120,16 +157,20 @@ NORMS = st.floats(0.0, math.inf) | st.sampled_from([math.nan, 1e-6, 3.5e38, 3.4e
 LIMITS = st.floats(0.0, math.inf) | st.sampled_from([1.0, 1e39, 1e300])
 
 
+@pytest.mark.parametrize("by", ["cpu", "cuda"])
 @pytest.mark.parametrize("only_finite", [False, True])
 @given(norm=NORMS, max_norm=LIMITS, found=st.sampled_from([None, 0.0, 1.0]))
 def test_a_clip_is_decided_as_in_torch(
-    emulated_cuda: ModuleType, only_finite: bool, norm: float, max_norm: float, found: float | None
+    emulated_cuda: ModuleType, by: str, only_finite: bool, norm: float, max_norm: float, found: float | None
 ) -> None:
     given_norm = torch.tensor(norm, dtype=torch.float64)
     flag = None if found is None else torch.tensor(found)
-    wanted = decisions.decide_clip(given_norm, flag, max_norm, only_finite=only_finite)
     with pytest.MonkeyPatch.context() as patch:
-        emulated.use(emulated_cuda, patch)
+        patch.setattr(native, "_cpu", None)
+        wanted = decisions.decide_clip(given_norm, flag, max_norm, only_finite=only_finite)
+    with pytest.MonkeyPatch.context() as patch:
+        if by == "cuda":
+            emulated.use(emulated_cuda, patch)
         got = decisions.decide_clip(given_norm, flag, max_norm, only_finite=only_finite)
     for a, b, what in zip(got, wanted, ("norm", "factor"), strict=True):
         assert a.dtype == b.dtype == torch.float32
