@@ -21,7 +21,7 @@ from engine.checks import (
     parameters,
 )
 from fp16opt import MixedPrecisionOptimizer, kernels
-from fp16opt.norms import clip_factor
+from fp16opt.kernels.decisions import decide_clip
 
 INF, NAN = float("inf"), float("nan")
 SHAPES = [(70,), (8, 9), (), (0,), (3, 5, 2)]
@@ -128,14 +128,14 @@ def test_the_factor_on_the_host_has_the_bits_of_torch_operations() -> None:
         max_norm = limits[k % len(limits)]
         wide = torch.tensor(norm, dtype=torch.float64)
         torchs = (max_norm / (wide.float() + 1e-6)).clamp(max=1.0)
-        assert_same_bits(clip_factor(wide, max_norm), torchs)
-        assert_same_bits(clip_factor(wide, max_norm, torch.tensor(0.0)), torchs)
-        assert float(clip_factor(wide, max_norm, torch.tensor(1.0))) == 1.0
+        assert_same_bits(decide_clip(wide, None, max_norm)[1], torchs)
+        assert_same_bits(decide_clip(wide, torch.tensor(0.0), max_norm)[1], torchs)
+        assert float(decide_clip(wide, torch.tensor(1.0), max_norm)[1]) == 1.0
 
 
 @pytest.mark.parametrize(("norm", "factor"), [(NAN, NAN), (INF, 0.0), (1e39, 1e-39), (1e300, 1e-300)], ids=str)
 def test_the_factor_of_norms_beyond_float32(norm: float, factor: float) -> None:
-    found = clip_factor(torch.tensor(norm, dtype=torch.float64), 1.0)
+    _, found = decide_clip(torch.tensor(norm, dtype=torch.float64), None, 1.0)
     assert_same_bits(found, torch.tensor(factor, dtype=torch.float64).float())
 
 
