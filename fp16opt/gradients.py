@@ -90,9 +90,11 @@ class MasterGrads:
 
     def mark_consumed(self) -> None:
         """Remember that a step has used the gradients as they are now."""
-        for grad in [param.grad for param in self._model()]:
+        plain = not self.params.has_pieces
+        for param in self._model():
+            grad = param.grad
             if grad is not None:
-                grad._fp16opt_consumed = version(grad)  # type: ignore[attr-defined]
+                grad._fp16opt_consumed = grad._version if plain else version(grad)  # type: ignore[attr-defined]
 
     def has_unconsumed(self) -> bool:
         """Whether a gradient came, or was added to, since :meth:`mark_consumed`."""
@@ -127,7 +129,7 @@ class MasterGrads:
         self.own_is_fresh = False
         self.held = {}
         self._measured = self._stored()
-        self._versions = _versions(self._measured)
+        self._versions = _versions(self._measured, not self.params.has_pieces)
 
     def _unscale_shard(self, number: int, shard: Shard, inv_scale: Tensor, fold: bool) -> None:
         """One kernel call for the parameters of one device."""
@@ -251,7 +253,7 @@ class MasterGrads:
 
     def _usual_lists(self, shard: Shard) -> _Lists | None:
         """The same where every parameter has a dense 16-bit gradient and a buffer: few operations for each."""
-        if shard.rows is not None or any(i not in self.buffers for i in shard.index):
+        if shard.rows is not None or not self.buffers.keys() >= set(shard.index):
             return None
         grads = [param.grad for param in shard.models]
         sources = [grad for grad in grads if grad is not None]
@@ -425,7 +427,8 @@ class MasterGrads:
             return True
         if self._measured is None or not self._measurable or len(self._measured) != len(self.params):
             return False
-        return all(map(operator.is_, grads := self._stored(), self._measured)) and _versions(grads) == self._versions
+        same = all(map(operator.is_, grads := self._stored(), self._measured))
+        return same and _versions(grads, not self.params.has_pieces) == self._versions
 
     def _stored(self) -> list[Tensor | None]:
         """Every ``.grad`` of the masters that is there."""
@@ -477,16 +480,13 @@ class MasterGrads:
 
     def zero(self, set_to_none: bool) -> None:
         """Clear the model's and the masters' gradients and forget what was found."""
-        for tensors in (self._model(), self.params.master):
-            for tensor in tensors:
+        for tensor in [*self._model(), *self.params.master]:
+            if set_to_none:
+                tensor.grad = None
+            elif tensor.grad is not None:
                 grad = tensor.grad
-                if grad is None:
-                    continue
-                if set_to_none:
-                    tensor.grad = None
-                else:
-                    tensor.grad = grad.detach() if grad.requires_grad else grad
-                    tensor.grad.zero_()
+                tensor.grad = grad.detach() if grad.requires_grad else grad
+                tensor.grad.zero_()
         if not set_to_none:
             self.mark_consumed()
 
@@ -496,5 +496,8 @@ def _lies_like(grad: Tensor, param: Tensor) -> bool:
     return grad.layout is torch.strided and not grad.requires_grad and grad.stride() == param.stride()
 
 
-def _versions(grads: list[Tensor | None]) -> list[int]:
+def _versions(grads: list[Tensor | None], plain: bool) -> list[int]:
+    """Version counters; those of pieces too, unless all are ``plain``."""
+    if plain:
+        return [0 if grad is None else grad._version for grad in grads]
     return [0 if grad is None else version(grad) for grad in grads]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import kernels
 from .diagnostics import describe
-from .kernels.tables import is_dense
+from .kernels.tables import Entries, is_dense
 from .local import check_whole, different_bits, is_sharded, local, quoted, version
 from .shard import Shard
 
@@ -334,7 +334,7 @@ class MasterParams:
         was anything to take: ``Shard.taken`` says it. Call :meth:`copy_down` next.
         """
         self.take_pieces()
-        passed_by = self._model_versions == self._versions_of(self.model)
+        passed_by, versions = self._model_versions == self._versions_of(self.model), self.versions()
         for shard in self.shards:
             if not shard.copied:
                 continue
@@ -345,8 +345,10 @@ class MasterParams:
                 samples = shard.sampled, shard.watch.samples
             else:
                 now = self._hashes(shard)
-            known = [version(self.master[i]) == self._master_versions[i] for i in shard.copied]
-            masters = [master if mine else None for master, mine in zip(shard.masters, known, strict=True)]
+            masters: Entries = shard.masters
+            if versions != self._master_versions:  # a master that the user wrote wins
+                theirs = [versions[i] != self._master_versions[i] for i in shard.copied]
+                masters = [None if his else master for master, his in zip(shard.masters, theirs, strict=True)]
             kernels.multi_tensor_take(
                 *(masters, shard.models, now, shard.cast.hashes, shard.taken),
                 samples=samples,

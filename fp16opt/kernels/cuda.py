@@ -58,8 +58,11 @@ class Stream:
         self._device = device
         self.handle = int(self._stream.cuda_stream)
         self.index = int(self._stream.device_index)
-        with torch.cuda.device(self.index):
+        if self.index == torch.cuda.current_device():  # as a rule; the guard below costs more than the question
             self.captures = torch.cuda.is_current_stream_capturing()
+        else:
+            with torch.cuda.device(self.index):
+                self.captures = torch.cuda.is_current_stream_capturing()
 
     def wait_for(self, other: Stream) -> None:
         """Have later work here wait for what the other stream has been given until now. No sync."""
