@@ -91,8 +91,7 @@ class MasterGrads:
     def mark_consumed(self) -> None:
         """Remember that a step has used the gradients as they are now."""
         plain = not self.params.has_pieces
-        for param in self._model():
-            grad = param.grad
+        for grad in [param.grad for param in self._model()]:
             if grad is not None:
                 grad._fp16opt_consumed = grad._version if plain else version(grad)  # type: ignore[attr-defined]
 
@@ -427,8 +426,8 @@ class MasterGrads:
             return True
         if self._measured is None or not self._measurable or len(self._measured) != len(self.params):
             return False
-        same = all(map(operator.is_, grads := self._stored(), self._measured))
-        return same and _versions(grads, not self.params.has_pieces) == self._versions
+        same, plain = all(map(operator.is_, grads := self._stored(), self._measured)), not self.params.has_pieces
+        return same and _versions(grads, plain) == self._versions
 
     def _stored(self) -> list[Tensor | None]:
         """Every ``.grad`` of the masters that is there."""
@@ -498,6 +497,4 @@ def _lies_like(grad: Tensor, param: Tensor) -> bool:
 
 def _versions(grads: list[Tensor | None], plain: bool) -> list[int]:
     """Version counters; those of pieces too, unless all are ``plain``."""
-    if plain:
-        return [0 if grad is None else grad._version for grad in grads]
-    return [0 if grad is None else version(grad) for grad in grads]
+    return [0 if grad is None else grad._version if plain else version(grad) for grad in grads]

@@ -486,12 +486,11 @@ def multi_tensor_take(
         call = call_for(TAKE, (masters, params), tables)
         device, count = call.plan.device or now.device, call.plan.count
         wide = count if places is None else now.numel()
-        check_result(TAKE.name, "then", then, count, torch.int64, device)
         for name, hashes in (("now", now), *(("samples", each) for each in samples or ())):
             check_result(TAKE.name, name, hashes, wide, torch.int64, device)
+        for name, each in (("then", then), *([] if places is None else [("places", places)])):
+            check_result(TAKE.name, name, each, count, torch.int64, device)
         check_result(TAKE.name, "taken", taken, count, torch.int32, device)
-        if places is not None:
-            check_result(TAKE.name, "places", places, count, torch.int64, device)
         compiled = cuda if _compiled(device) is cuda else None  # on the CPU, where looking costs nothing, nobody asks
         for place, row in call.for_reference(compiled is not None):
             at = row if places is None else places[row]
