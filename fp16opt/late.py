@@ -18,6 +18,11 @@ def is_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured. Then no event may be asked: CUDA would give the capture up."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 @dataclass
 class _Waiting:
     """A copy on its way to the host: what it will hold, and an event behind it."""
@@ -30,7 +35,7 @@ class _Waiting:
 
 def begin_copy(flags: Tensor) -> tuple[Tensor, Any] | None:
     """Start a copy to the host and put an event behind it; None where that would wait, or end up in a CUDA graph."""
-    if flags.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if flags.device.type != "cuda" or is_capturing(flags.device):
         return None
     with torch.cuda.device(flags.device):
         host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
@@ -66,6 +71,8 @@ class Late:
         Args:
             warned: what was warned of; see :func:`fp16opt.diagnostics.warn_cast`.
         """
+        if any(is_capturing(waiting.shard.device) for waiting in self._waiting):
+            return
         for waiting in [waiting for waiting in self._waiting if waiting.event.query()]:
             self._waiting.remove(waiting)
             overflow, taken = waiting.host.tolist()
