@@ -10,6 +10,7 @@ Long tensors are worked through in slabs of whole chunks, so that temporaries st
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -112,6 +113,8 @@ def _in_order_sum(values: Tensor) -> Tensor:
     """The sum of a vector, added one by one from the first to the last on the CPU."""
     if values.numel() == 0:
         return values.new_zeros(())
+    if values.device.type != "cpu" and values.numel() <= 64:  # elsewhere cumsum adds in an order of its own
+        return functools.reduce(torch.add, values.unbind())
     return torch.cumsum(values, 0)[-1]  # torch's sum() adds in another order; cumsum on the CPU is sequential
 
 

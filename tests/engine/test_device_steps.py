@@ -10,10 +10,12 @@ from typing import Any
 import pretended
 import pytest
 import torch
+from scalers import trackers
 from torch.nn import Parameter
 
 from engine.checks import Problem, assert_same, assert_same_bits, parameters, snapshot
-from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, late
+from fp16opt.shard import Shard
 
 SHAPES = ((), (70,), (3, 0), (33, 65), (5,))
 FUSED: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -220,3 +222,71 @@ def test_scale_and_counts_stay_where_they_are(emulated_cuda: ModuleType, monkeyp
     opt.loss_scale = 64.0
     assert places() == before
     assert opt.skipped_steps == 3
+
+
+def test_no_event_is_asked_for_in_a_capture(emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA gives a capture up where an event is asked for in the middle of it."""
+    copies = pretended.pretend(emulated_cuda, monkeypatch)
+    run = Run(FUSED["AdamW"]).train(2, ())
+    asked = []
+
+    def query() -> bool:
+        asked.append(True)
+        return False
+
+    monkeypatch.setattr(copies, "query", query)
+    run.train(1, ())
+    assert asked == [True]
+    monkeypatch.setattr(late, "is_capturing", lambda device: True)
+    run.train(1, ())
+    assert asked == [True]
+
+
+class TwoDevices(Run):
+    """Parameters taken for those of two devices: each half has tables, statistics and launches of its own."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        params = self.opt._params
+        halves = [range(len(params) // 2), range(len(params) // 2, len(params))]
+        cpu = torch.device("cpu")
+        params.shards = [Shard.allocate(cpu, list(half), params.model, params.master) for half in halves]
+        params.record_all()
+        self.opt._grads.reset()
+
+
+@pytest.mark.parametrize("dtypes", [torch.float16, (torch.float16, torch.float32)])
+@pytest.mark.parametrize("overflowing", [(1,), (3,), (1, 3)], ids=str)
+def test_devices_agree(
+    emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch, overflowing: tuple[int, ...], dtypes: Any
+) -> None:
+    """An overflow on any of them skips the step on all, and the norm is that of all."""
+    pretended.pretend(emulated_cuda, monkeypatch)
+    runs = [kind(FUSED["AdamW"], dtypes) for kind in (Run, TwoDevices)]
+    for run in runs:
+        for k in range(5):
+            run.backward()
+            for i in overflowing if k == 2 else ():
+                grad = run.params[i].grad
+                assert grad is not None
+                grad.view(-1)[3] = float("nan")
+            run.finish(0.5)
+    one, two = runs
+    assert one.opt.skipped_steps == two.opt.skipped_steps == 1
+    assert [s.stats.touched for s in two.opt._params.shards] == [False, False], "both are cleared"
+    for k, (a, b) in enumerate(zip(one.norms, two.norms, strict=True)):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=0.0, equal_nan=True, msg=f"norm {k}")
+    assert trackers(one.scaler) == trackers(two.scaler)
+    for a, b in zip(one.opt.master_params(), two.opt.master_params(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # norms of two parts are added in another order
+
+
+def test_devices_agree_on_who_overflowed(emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretended.pretend(emulated_cuda, monkeypatch)
+    run = TwoDevices(FUSED["AdamW"]).train(2, ())
+    run.backward()
+    grad = run.params[4].grad
+    assert grad is not None
+    grad[1] = float("inf")
+    run.finish()
+    assert [str(overflow) for overflow in run.opt.overflow_report()] == ["group 0, param 4 (inf)"]

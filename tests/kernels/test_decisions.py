@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import emulated
@@ -230,3 +230,24 @@ def test_settings_that_are_loaded_are_written_in_place() -> None:
     assert [getattr(scaler, name).data_ptr() for name in names] == places
     assert memory.settings is not None
     assert memory.settings.tolist() == [3.0, 0.25, 7.0, 2.0, 2.0**-14, 2.0**24]
+
+
+def test_decisions_run_on_the_current_stream_and_hold_what_they_use(
+    compiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[int] = []
+    launched: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(compiled, "hold", lambda self, tensors: held.extend(t.data_ptr() for t in tensors))
+    monkeypatch.setattr(compiled, "current", 7)
+    module = native.cuda_module()
+    noted = SimpleNamespace(Where=lambda *where: launched.append(where) or module.Where(*where))
+    for name in ("decide_clip", "capture_scale", "close_step"):
+        setattr(noted, name, getattr(module, name))
+    monkeypatch.setattr(native, "_cuda", noted)
+    norm, found, scale = torch.tensor(2.0, dtype=torch.float64), torch.tensor(0.0), torch.tensor(8.0)
+    results = [*decisions.decide_clip(norm, found, 1.0), *decisions.capture_scale(scale)]
+    flags, kept, stats = *torch.zeros(2, 1, dtype=torch.int32), GradStats.allocate(1, "cpu")
+    decisions.close_step(stats=stats, flags=flags, kept=kept, found_inf=found)
+    assert launched == [(0, 0, 7)] * 3
+    used = [norm, found, scale, results[0], results[2], flags, kept, stats.memory]
+    assert {tensor.data_ptr() for tensor in used if tensor is not None} <= set(held)
