@@ -357,10 +357,9 @@ class MasterGrads:
 
     def _flags_to_keep(self, number: int, shard: Shard, fold: bool) -> Tensor | None:
         """Flags of earlier backwards that the call overwrites although their gradients are still in the sums."""
-        if fold:
+        if fold and shard.stats.touched:
             shard.stats.nonfinite.zero_()
-            return None
-        if not self.held:
+        if fold or not self.held:
             return None
         key = (number, tuple(self.held))
         if key not in self._masks:  # made once: bringing it to a device waits
