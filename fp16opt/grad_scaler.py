@@ -221,7 +221,7 @@ class GradScaler(TorchScale):
 
     def _found(self, optimizer: Optimizer) -> Tensor | None:
         """One flag for all of an optimizer's devices, on the scale's; None where it has no gradients. No sync."""
-        device = self._rule.scale.device
+        device = self._rule.growth_tracker.device
         flags = [
             flag.to(device, non_blocking=True)
             for flag in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
@@ -357,7 +357,7 @@ class GradScaler(TorchScale):
             raise AssertionError(
                 "No inf checks were recorded prior to update. Call step() for each optimizer before update()."
             )
-        device = self._rule.scale.device
+        device = self._rule.growth_tracker.device
         found = _any([flag.to(device) for s in states.values() for flag in s["found_inf_per_device"].values()])
         stepped = [g for o, g in self._gradients.items() if states.get(id(o), {}).get("stage") is OptState.STEPPED]
         self._next_iteration()
