@@ -240,6 +240,8 @@ class MasterGrads:
                     masters[i].grad = out
             elif fresh and i not in self.held and masters[i] is models[i] and _lies_like(grad, models[i]):
                 source, out = grad, grad  # as usual: an FP32 parameter's own gradient, unscaled in place
+                if pieces:
+                    self._set_grad(i, grad)  # it may have been laid out anew
             else:
                 source, out, add = self._unusual(i, grad, fold, later)
             sources.append(source)

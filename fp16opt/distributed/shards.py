@@ -97,20 +97,26 @@ class MeshRanks(GroupRanks):
 
     def __init__(self, params: Sequence[Tensor], facts: Callable[[], list[str]]) -> None:
         self.root = root_mesh(params)
-        self._coordinate = self.root.get_coordinate()
+        self._first = int(self.root.mesh.flatten()[0])
+        self._counted: dict[int, tuple[Tensor, bool]] = {}
         super().__init__(_group_of(self.root), _device_of(self.root), facts)
 
     def counted(self, param: Tensor) -> bool:
         """Once over all ranks: on the first rank of every dimension over which the piece is repeated."""
+        known = self._counted.get(id(param))
+        if known is None:
+            known = self._counted[id(param)] = (param, self._is_counted(param))
+        return known[1]
+
+    def _is_counted(self, param: Any) -> bool:
         mesh = getattr(param, "device_mesh", None)
-        here = dict(zip(_dim_names(self.root), self._coordinate or (), strict=False))
         if mesh is None:
-            return not any(here.values())
-        spread: set[Any] = set()
-        for name, placement in zip(_dim_names(mesh), param.placements, strict=True):  # type: ignore[attr-defined]
-            if not placement.is_replicate():
-                spread.add(name)
-        return not any(place for name, place in here.items() if name not in spread)
+            return dist.get_rank() == self._first
+        # The root's ranks fall into meshes like this one, with equal contents: the one with the first rank counts.
+        if not bool((mesh.mesh == self._first).any()):
+            return False
+        places = zip(mesh.get_coordinate(), param.placements, strict=True)
+        return all(place == 0 for place, placement in places if placement.is_replicate())
 
 
 def _dim_names(mesh: Any) -> tuple[Any, ...]:
