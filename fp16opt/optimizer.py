@@ -146,7 +146,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The wrapped optimizer's defaults."""
-        return self.optimizer.defaults
+        return self._holder.defaults
 
     def __repr__(self) -> str:
         inner = repr(self.optimizer).replace("\n", "\n  ")

@@ -26,6 +26,9 @@ class Ranks:
 
     alone = True
 
+    def check_norm_type(self, norm_type: float) -> None:
+        """Raise ``ValueError`` where such a norm can't be had."""
+
     def counted(self, param: Tensor) -> bool:
         """Whether this rank's piece of ``param`` enters the norm: a replicated piece is counted by one rank only."""
         return True

@@ -116,7 +116,7 @@ class DdpReplicas(Compared):
         Returns:
             The same over all ranks. Where only an average is not finite, all are 1.0.
         """
-        tally = torch.zeros(_VERDICTS)
+        tally = torch.zeros(_VERDICTS, dtype=torch.float32)
         for number, verdict in enumerate(verdicts):
             tally[min(number, _VERDICTS - 1)] += verdict.to(tally)
         found = torch.zeros(())

@@ -14,6 +14,7 @@ from ..ranks import Ranks
 from .exchange import compare, require_process_group
 
 _EXACT = 2**53  # float64 counts up to here without gaps
+_HIGHEST = 7  # (2**128) ** 7 is within float64, with room for a sum, and so are small gradients
 
 
 class GroupRanks(Ranks):
@@ -38,6 +39,14 @@ class GroupRanks(Ranks):
         if self._facts is not None:
             compare("the optimizer", self._facts(), self.group)
             self._facts = None
+
+    def check_norm_type(self, norm_type: float) -> None:
+        """Sums of higher powers of FP32 numbers leave float64, and one message has no room for their largest."""
+        if _HIGHEST < norm_type < math.inf:
+            raise ValueError(
+                f"norm_type: over ranks expected at most {_HIGHEST}, or inf, got {norm_type:g}: sums of such powers "
+                "don't fit into float64."
+            )
 
     def agree(
         self, found: Sequence[Tensor], norm_type: float | None, power_sum: Tensor | None
