@@ -221,8 +221,8 @@ class MasterGrads:
         adds: list[bool] = []
         later: list[tuple[int, Tensor]] = []
         models, masters, buffers = self.params.model, self.params.master, self.buffers
-        fresh = self.own_is_fresh and not self.params.own_halves
         pieces = self.params.has_pieces
+        fresh = self.own_is_fresh and not self.params.own_halves and not pieces  # which may be laid out anew
         if pieces:
             shard.take_pieces(models, masters)
         for i in shard.index:
@@ -240,8 +240,6 @@ class MasterGrads:
                     masters[i].grad = out
             elif fresh and i not in self.held and masters[i] is models[i] and _lies_like(grad, models[i]):
                 source, out = grad, grad  # as usual: an FP32 parameter's own gradient, unscaled in place
-                if pieces:
-                    self._set_grad(i, grad)  # it may have been laid out anew
             else:
                 source, out, add = self._unusual(i, grad, fold, later)
             sources.append(source)

@@ -28,6 +28,7 @@ def facts(engine: MixedPrecisionOptimizer) -> list[str]:
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         lines += [f"group {number} with {key}={_shown(value)}" for key, value in sorted(settings.items())]
     lines.append(f"grad_accumulation={engine.grad_accumulation!r}")
+    lines.append(f"master_weights={engine.master_weights!r}, fused_step={engine._fused.wanted!r}")
     scaler = engine.scaler.state_dict()
     return lines + [f"a scaler with {key}={_shown(value)}" for key, value in scaler.items()]
 

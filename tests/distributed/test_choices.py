@@ -40,7 +40,10 @@ def train(model: nn.Module, opt: Any, rank: int, poison: Any = (), micro: int = 
         for k in range(micro):
             waits = isinstance(model, DDP) and k < micro - 1
             with model.no_sync() if waits else contextlib.nullcontext():
-                opt.backward(loss_of(model, step + 100 * k, rank, (step, rank) in poison and k == 0))
+                # One look at all gradients, alone as under DDP: the norm's last bits depend on which pass measured it.
+                looks = k == micro - 1 or opt.grad_accumulation == "fp32"
+                loss = loss_of(model, step + 100 * k, rank, (step, rank) in poison and k == 0)
+                opt.backward(loss, update_master_grads=looks)
         if step % 2:
             opt.clip_master_grads(0.5)
         opt.step()

@@ -405,6 +405,9 @@ def refusals(rank: int, size: int) -> None:
     assert "growth_interval=100, rank 1 has a scaler with growth_interval=101" in raised(
         ValueError, lambda: attach(odd, ddp)
     )
+    masters = MixedPrecisionOptimizer(SGD(ddp.parameters(), lr=0.1), master_weights="split" if rank else "full")
+    message = raised(ValueError, lambda: attach(masters, ddp))
+    assert "master_weights='full', fused_step=False, rank 1 has master_weights='split'" in message
     strange = MixedPrecisionOptimizer(SGD((other if rank else ddp).parameters(), lr=0.1))
     assert "ddp_model has no parameter" in raised(ValueError, lambda: attach(strange, ddp))
     assert_alike(list(ddp.parameters()))
