@@ -163,6 +163,10 @@ def _group_of(root: Any) -> Any:
         return root.get_group()
     if root.size() == dist.get_world_size():
         return None
+    for dim in range(root.ndim):
+        if root.size(dim) == root.size():
+            return root.get_group(dim)
+    # A new group, which torch numbers on the ranks of the mesh alone: the others must make as many.
     return root._flatten("_".join(map(str, _dim_names(root)))).get_group()
 
 

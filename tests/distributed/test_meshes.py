@@ -62,6 +62,7 @@ def norms(rank: int, size: int, way: str) -> None:
     torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=0.0)
     opt.step()
     if way != "flattened":
+        assert opt._steps.ranks.group is mesh.get_group(), "no group of its own, of which other ranks would not know"
         dist.barrier()
 
 
