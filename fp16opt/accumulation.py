@@ -230,8 +230,9 @@ class Accumulation:
     def _reduce_folded(self) -> None:
         """Average over the ranks what was folded under ``no_sync``."""
         if self._unreduced:
-            found = self.replicas.reduce(self.grads)
-            for key in self._unreduced:
+            keys = [key for key in self.verdicts if key in self._unreduced]  # in one order on all ranks
+            verdicts = self.replicas.reduce(self.grads, [self.verdicts[key][1] for key in keys])
+            for key, found in zip(keys, verdicts, strict=True):
                 scaler, earlier = self.verdicts[key]
                 self.verdicts[key] = (scaler, torch.maximum(earlier, found.to(earlier.device)))
             self._unreduced = set()

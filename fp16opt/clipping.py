@@ -21,6 +21,7 @@ def clip(engine: MixedPrecisionOptimizer, max_norm: float, norm_type: float, err
     max_norm = check_number("max_norm", max_norm)
     norm_type = check_number("norm_type", norm_type, above_zero=True)
     steps, grads, device = engine._steps, engine._grads, engine._device
+    steps.ranks.check_norm_type(norm_type)
     if steps.state is State.SCALED and norm_type == 2.0 and not error_if_nonfinite and grads.makes_all_anew():
         steps.check_complete()
         engine._follow_changes()

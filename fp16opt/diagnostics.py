@@ -9,7 +9,7 @@ from typing import NamedTuple
 from . import kernels
 from .scaling import LossScaler
 
-__all__ = ["Overflow", "SkipLog", "describe", "overflows_from_flags", "warn_cast", "warn_model_write"]
+__all__ = ["Overflow", "SkipLog", "blamed", "describe", "overflows_from_flags", "warn_cast", "warn_model_write"]
 
 logger = logging.getLogger("fp16opt")
 
@@ -50,6 +50,16 @@ def describe(names: Iterable[object], limit: int = 5) -> str:
         return "none"
     more = len(listed) - limit
     return ", ".join(listed) if more <= 0 else f"{', '.join(listed[:limit])} and {more} more"
+
+
+def blamed(overflows: Sequence[object]) -> str:
+    """:func:`describe` for overflows. There may be none here: another rank, or a GradScaler, found them elsewhere.
+
+    Example:
+        >>> blamed([])
+        "none of this rank's parameters"
+    """
+    return describe(overflows) if overflows else "none of this rank's parameters"
 
 
 def overflows_from_flags(
@@ -100,7 +110,7 @@ class SkipLog:
         if self.elsewhere is not None:
             calm = logging.INFO if self._calibrating else logging.WARNING
             level = logging.DEBUG if self.elsewhere else calm
-            logger.log(level, "step skipped by the GradScaler: non-finite gradients in %s.", describe(overflows))
+            logger.log(level, "step skipped by the GradScaler: non-finite gradients in %s.", blamed(overflows))
             return
         new = float(scaler.scale)
         stuck = not scaler.dynamic or (not new < old and scaler.at_floor())
@@ -116,7 +126,7 @@ class SkipLog:
             )
         else:
             change = f"{old:g} -> {new:g}" if new != old else f"stays at {new:g} (hysteresis)"
-            logger.warning("step skipped, loss scale %s: non-finite gradients in %s.", change, describe(overflows))
+            logger.warning("step skipped, loss scale %s: non-finite gradients in %s.", change, blamed(overflows))
 
     def _log_stuck(self, dynamic: bool, scale: float, overflows: Sequence[Overflow]) -> None:
         if dynamic:
@@ -125,7 +135,7 @@ class SkipLog:
                 "inf or nan in the loss or the data, or give DynamicLossScaler a lower min_scale.",
                 scale,
                 self._stuck,
-                describe(overflows),
+                blamed(overflows),
             )
         else:
             logger.warning(
@@ -133,7 +143,7 @@ class SkipLog:
                 "scale or dynamic=True.",
                 scale,
                 self._stuck,
-                describe(overflows),
+                blamed(overflows),
             )
 
 

@@ -222,8 +222,8 @@ class MasterGrads:
         adds: list[bool] = []
         later: list[tuple[int, Tensor]] = []
         models, masters, buffers = self.params.model, self.params.master, self.buffers
-        fresh = self.own_is_fresh and not self.params.own_halves
         pieces = self.params.has_pieces
+        fresh = self.own_is_fresh and not self.params.own_halves and not pieces  # which may be laid out anew
         if pieces:
             shard.take_pieces(models, masters)
         for i in shard.index:

@@ -408,6 +408,10 @@ class MasterParams:
         """What a fused step takes for master ``i``, beside the model's parameter."""
         return self.master[i]
 
+    def value(self, i: int) -> Tensor:
+        """Master ``i``, with its values."""
+        return self.master[i].detach()
+
     def stepped(self) -> None:
         """A step wrote masters and model."""
 

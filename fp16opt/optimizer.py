@@ -146,7 +146,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The wrapped optimizer's defaults."""
-        return self.optimizer.defaults
+        return self._holder.defaults
 
     def __repr__(self) -> str:
         inner = repr(self.optimizer).replace("\n", "\n  ")
@@ -186,9 +186,11 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         group, params, names = open_group(param_group)
         number = len(self.optimizer.param_groups)
         self._params.check_new_group({**group, "params": params}, number, names)
+        parallel.check_new(self, params)
         self.optimizer.add_param_group(group)
         self._params.append_group(self.optimizer.param_groups[-1], number, {**self._names, **names}, self._carry_state)
         self._grads.grow()
+        parallel.regroup(self)
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
@@ -481,6 +483,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """Notice parameters that were changed, unfrozen, or added through the wrapped optimizer itself."""
         if self._params.follow(self._holder.param_groups, self._names, self._carry_state):
             self._grads.grow()
+            parallel.regroup(self)
 
     def _skips_on_device(self) -> bool:
         """Whether the decision can stay on the device: elsewhere than on the CPU a look at it would wait."""

@@ -86,7 +86,7 @@ def check_consecutive(scalers: Sequence[LossScaler], report: list[Overflow]) -> 
     for scaler in scalers:
         limit = scaler.max_consecutive_skips
         if limit is not None and int(scaler.consecutive_skips) >= limit:
-            names = diagnostics.describe([str(overflow) for overflow in report])
+            names = diagnostics.blamed([str(overflow) for overflow in report])
             raise LossScaleError(
                 f"{int(scaler.consecutive_skips)} steps in a row had non-finite gradients (max_consecutive_skips="
                 f"{limit}); the loss scale is {float(scaler.scale):g}. Last in: {names}. Lowering the scale did not "

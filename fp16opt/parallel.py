@@ -65,6 +65,21 @@ def ranks_of(engine: MixedPrecisionOptimizer) -> Ranks:
     return Ranks()
 
 
+def check_new(engine: MixedPrecisionOptimizer, params: list[Any]) -> None:
+    """Raise where ``params``, about to be added, can't share a verdict with those that are here."""
+    everyone = [*engine._params.model, *params]
+    if any(map(is_sharded, everyone)):
+        from .distributed import shards
+
+        shards.root_mesh(everyone)
+
+
+def regroup(engine: MixedPrecisionOptimizer) -> None:
+    """Parameters came: ask anew who must hear of verdicts and norms."""
+    if engine._params.has_pieces:
+        engine._steps.ranks = ranks_of(engine)
+
+
 def _weak(engine: MixedPrecisionOptimizer) -> Callable[[], None]:
     """The engine's copy of masters to the model, as a call that does not keep the engine alive."""
     known = weakref.ref(engine)

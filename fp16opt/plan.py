@@ -18,7 +18,7 @@ OPTIMIZERS = {"sgd": 0, "sgd-momentum": 4, "adam": 8, "adamw": 8}  # bytes of FP
 MASTERS = {"full": 4, "split": 2}  # bytes a parameter beside the 16-bit weight
 HALF = 2  # bytes of a weight or a gradient in FP16 or BF16
 SINGLE = 4
-BUCKET = 25 * 2**20  # bytes of gradients in one message of DDP
+FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes of gradients in DDP's first message, and in the others
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Plan:
         ranks: processes that share it.
         shard: "none" (one rank), "ddp", "zero" (ZeRO-1 around DDP) or "fsdp2".
         optimizer: a key of ``OPTIMIZERS``.
-        masters: "full": FP32; "split": the 16 low bits beside the 16-bit weight.
+        masters: "full": FP32, stepped by torch; "split": the 16 low bits beside the 16-bit weight, stepped by
+            ``fused_step=True``. Only where nothing is sharded: for "zero" and "fsdp2" it is what they would take.
         layers: blocks that FSDP2 gathers one after the other; two are whole at a time.
         clip: whether gradients are clipped, in the worst case with a factor below 1.
         network: bytes/s that a rank sends, and receives.
@@ -76,6 +77,10 @@ class Plan:
         return self.params / self.ranks if self.shard in ("zero", "fsdp2") else self.params
 
     @property
+    def _is_split(self) -> bool:
+        return self.masters == "split"
+
+    @property
     def _held(self) -> float:
         """Parameters whose 16-bit weight and gradient one rank keeps from step to step."""
         return self.params / self.ranks if self.shard == "fsdp2" else self.params
@@ -86,7 +91,7 @@ class Plan:
             "16-bit weights": HALF * self._held,
             "16-bit gradients": HALF * self._held,
             "masters": MASTERS[self.masters] * self._stepped,
-            "FP32 master gradients": SINGLE * self._stepped,
+            "FP32 master gradients": 0.0 if self._is_split else SINGLE * self._stepped,  # split: they wait in 16 bits
             "optimizer state": OPTIMIZERS[self.optimizer] * self._stepped,
         }
         if self.shard in ("ddp", "zero"):
@@ -124,28 +129,36 @@ class Plan:
             return {}
         if self.shard == "fsdp2":
             return {"gathers and scatters (3 a layer)": 3 * self.layers, "verdict and norm, 16 bytes": 1}
-        buckets = {"buckets of gradients": math.ceil(HALF * self.params / BUCKET)}
+        rest = max(0.0, HALF * self.params - FIRST_BUCKET)
+        buckets = {"buckets of gradients": 1 + math.ceil(rest / BUCKET)}
         return {**buckets, "verdict and norm, 16 bytes": 1} if self.shard == "zero" else buckets
 
     def step_bytes(self) -> float:
         """Bytes that the optimizer's passes read and write on a rank."""
         state = OPTIMIZERS[self.optimizer]
+        if self._is_split:  # look at gradient and weight; then read the gradient, read and write all else
+            return self._stepped * (2 * HALF + HALF + 2 * (2 * HALF) + 2 * state)
         unscale = HALF + HALF + SINGLE  # read the gradient and, for its hash, the weight; write FP32
         clip = 2 * SINGLE if self.clip else 0
         step = SINGLE + 2 * SINGLE + 2 * state  # read the gradient; read and write master and state
-        copy = SINGLE + HALF if self.masters == "full" else 0  # split masters are stepped where the model is
+        copy = SINGLE + HALF
         return self._stepped * (unscale + clip + step + copy)
 
     def shortest_step(self) -> float:
         """Seconds: the passes of the optimizer after the longer of communication and computation."""
         return self.step_bytes() / self.memory + max(self.traffic() / self.network, self.compute)
 
+    def _notes(self) -> list[str]:
+        if self._is_split and self.shard in ("zero", "fsdp2"):
+            return [f"With {self.shard}, split masters are refused so far: this is what they would take."]
+        return []
+
     def report(self) -> str:
         """All of it as text."""
         shown = (
             f"{self.params:.4g} parameters, {self.ranks} ranks, {self.shard}, {self.optimizer}, {self.masters} masters"
         )
-        lines = [shown, "", f"{'memory a rank':<52}{size(self.memory_total()):>12}"]
+        lines = [shown, *self._notes(), "", f"{'memory a rank':<52}{size(self.memory_total()):>12}"]
         lines += [f"  {name:<50}{size(value):>12}" for name, value in self.memory_parts().items()]
         lines += ["", f"{'sent by a rank in a step':<52}{size(self.traffic()):>12}"]
         lines += [f"  {name + ' of':<50}{size(value):>12}" for name, value in self.payload().items()]

@@ -26,6 +26,9 @@ class Ranks:
 
     alone = True
 
+    def check_norm_type(self, norm_type: float) -> None:
+        """Raise ``ValueError`` where such a norm can't be had."""
+
     def counted(self, param: Tensor) -> bool:
         """Whether this rank's piece of ``param`` enters the norm: a replicated piece is counted by one rank only."""
         return True
@@ -71,8 +74,8 @@ class Replicas:
             "fp16opt.distributed.attach(opt, ddp_model); or attach(opt, None), if ranks don't share gradients."
         )
 
-    def reduce(self, grads: MasterGrads) -> Tensor:
-        """Average FP32 sums that were made on this rank alone over the ranks; returns their verdict."""
+    def reduce(self, grads: MasterGrads, verdicts: list[Tensor]) -> list[Tensor]:
+        """Average FP32 sums that were made on this rank alone over the ranks; returns the verdicts of all ranks."""
         raise NotImplementedError
 
     def after_step(self, skipped: bool | Tensor, engine: MixedPrecisionOptimizer) -> None:

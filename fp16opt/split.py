@@ -96,6 +96,10 @@ class SplitParams(MasterParams):
         """The remainder, which with the weight is the master; or the parameter, where it is its own."""
         return self.remainders.get(i, self.master[i])
 
+    def value(self, i: int) -> Tensor:
+        """Master ``i``: made for this call where it is split."""
+        return self.decoded([i])[0] if i in self.remainders else self.master[i].detach()
+
     def decoded(self, positions: Sequence[int]) -> list[Tensor]:
         """New FP32 tensors with the masters' values, in the strides that full masters would have. One device."""
         outs = [self.like(i) for i in positions]

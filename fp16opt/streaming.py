@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from . import kernels, wrapped
+from . import kernels, parallel, wrapped
 from .buckets import BucketSteps, settings_of
 from .certify import check_bucket_invariant
 from .fused.deferred import stored_grad
@@ -150,6 +150,11 @@ def choose(master_weights: str, on_model_write: str, optimizer: Optimizer) -> St
         raise ValueError(
             'on_model_write="ignore" does not go with master_weights="split": the model\'s weights are part of the '
             'masters, so a write to them can\'t be ignored. Use "refresh" or "error".'
+        )
+    if parallel.is_zero(optimizer):
+        raise ValueError(
+            'master_weights="split" does not go with ZeroRedundancyOptimizer: it sends 16-bit weights and knows of no '
+            'remainders. Use master_weights="full", which ZeRO spreads over the ranks.'
         )
     check_optimizer(optimizer)
     return StreamedStep()

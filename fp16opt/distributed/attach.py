@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ..local import is_sharded
 from .exchange import compare, require_process_group, together
 from .facts import facts
+from .modules import uncompiled, with_pieces
 from .replicas import Compared, DdpReplicas, Independent
 
 if TYPE_CHECKING:
@@ -58,17 +59,18 @@ def attach(opt: MixedPrecisionOptimizer, ddp_model: nn.Module | None, *, verify_
         _replace(opt, Independent())
         return
     require_process_group("attach")
-    sharded = isinstance(ddp_model, nn.Module) and any(map(is_sharded, ddp_model.parameters()))
-    if not (sharded or isinstance(ddp_model, DistributedDataParallel)):
+    module = uncompiled(ddp_model)
+    sharded = isinstance(module, nn.Module) and any(map(is_sharded, module.parameters()))
+    if not (sharded or isinstance(module, DistributedDataParallel)):
         raise TypeError(
             "ddp_model: expected a DistributedDataParallel, a module with DTensor parameters, or None, got "
             f"{type(ddp_model).__name__}."
         )
-    group = getattr(ddp_model, "process_group", None) if not sharded else getattr(opt._steps.ranks, "group", None)
-    together("attach", lambda: _check_parameters(opt, ddp_model), group)
+    group = getattr(module, "process_group", None) if not sharded else getattr(opt._steps.ranks, "group", None)
+    together("attach", lambda: _check_parameters(opt, module), group)
     compare("the optimizer", facts(opt), group)
-    if isinstance(ddp_model, DistributedDataParallel):
-        _replace(opt, DdpReplicas(ddp_model, verify_ranks_every))
+    if isinstance(module, DistributedDataParallel):
+        _replace(opt, DdpReplicas(module, verify_ranks_every))
     else:
         _replace(opt, Compared(group, verify_ranks_every))
 
@@ -80,8 +82,8 @@ def _replace(opt: MixedPrecisionOptimizer, replicas: Any) -> None:
     opt._steps.replicas = replicas
 
 
-def _check_parameters(opt: MixedPrecisionOptimizer, model: nn.Module) -> None:
-    known = {id(param) for param in model.parameters()}
+def _check_parameters(opt: MixedPrecisionOptimizer, model: Any) -> None:
+    known = {id(param) for param in with_pieces(model).parameters()}
     strange = [name for name, p in zip(opt._params.names, opt._params.model, strict=True) if id(p) not in known]
     if strange:
         raise ValueError(

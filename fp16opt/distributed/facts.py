@@ -28,6 +28,7 @@ def facts(engine: MixedPrecisionOptimizer) -> list[str]:
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         lines += [f"group {number} with {key}={_shown(value)}" for key, value in sorted(settings.items())]
     lines.append(f"grad_accumulation={engine.grad_accumulation!r}")
+    lines.append(f"master_weights={engine.master_weights!r}, fused_step={engine._fused.wanted!r}")
     scaler = engine.scaler.state_dict()
     return lines + [f"a scaler with {key}={_shown(value)}" for key, value in scaler.items()]
 
@@ -39,8 +40,17 @@ def digest(engine: MixedPrecisionOptimizer) -> tuple[list[str], list[torch.Tenso
     if _is_zero(engine):
         models = [p for group in engine.optimizer.param_groups for p in group["params"]]
         return [f"parameter {i}" for i in range(len(models))], models, scaler
-    whole = [i for i in range(len(params)) if not is_sharded(params.model[i])]
-    return [f"the master of {params.names[i]!r}" for i in whole], [params.master[i] for i in whole], scaler
+    names: list[str] = []
+    values: list[torch.Tensor] = []
+    for i in range(len(params)):
+        if is_sharded(params.model[i]):
+            continue
+        operand = params.operand(i)
+        is_split = operand is not params.master[i]  # then weight and remainder are the master
+        parts = [params.model[i], operand] if is_split else [operand]
+        names += [f"the master of {params.names[i]!r}"] * len(parts)
+        values += parts
+    return names, values, scaler
 
 
 def _shown(value: object) -> str:

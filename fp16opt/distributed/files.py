@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -23,13 +24,15 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from .exchange import gather, together
-from .named import load_state_dict, names_of, state_dict, unwrapped
+from .modules import unwrapped
+from .named import clean, load_state_dict, names_of, state_dict
 
 if TYPE_CHECKING:
     from ..optimizer import MixedPrecisionOptimizer
 
 MANIFEST = "fp16opt.json"
 _FORMAT = 1
+_PARTIAL = re.compile(r"\..*\.partial")
 
 
 def save(path: str | os.PathLike[str], model: nn.Module, opt: MixedPrecisionOptimizer) -> None:
@@ -137,7 +140,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, opt: MixedPrecisionOpti
     with _checkpoint_errors(f"load {where}"):
         dcp_load({**template, "model": rest}, checkpoint_id=str(where))
     load_state_dict(model, opt, template)
-    unwrapped(model).load_state_dict(rest, strict=False)
+    _load_rest(model, rest)
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
@@ -158,6 +161,8 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
         return None
     found = []
     for path in sorted(folder.iterdir()):
+        if _PARTIAL.fullmatch(path.name):  # of a rank that died just before it gave the folder its name
+            continue
         with contextlib.suppress(FileNotFoundError):
             found.append((check_complete(path)["saved_at_ns"], path))
     return max(found)[1] if found else None
@@ -198,8 +203,14 @@ def _rest(model: nn.Module, opt: MixedPrecisionOptimizer) -> dict[str, Any]:
     mine = names_of(model, opt)
     ours = {id(param) for param in [*opt._params.model, *opt._params.elsewhere]} & set(mine)
     every = unwrapped(model).state_dict(keep_vars=True)
-    values = {name: value for name, value in every.items() if id(value) not in ours}
+    values = {clean(name): value for name, value in every.items() if id(value) not in ours}
     return {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
+
+
+def _load_rest(model: nn.Module, rest: dict[str, Any]) -> None:
+    module = unwrapped(model)
+    called = {clean(name): name for name in module.state_dict()}
+    module.load_state_dict({called[name]: value for name, value in rest.items()}, strict=False)
 
 
 def _copied(value: Any) -> Any:
@@ -220,7 +231,7 @@ def _check_new(path: Path) -> None:
 def _write(path: Path, payload: dict[str, Any], group: Any) -> None:
     """Write into a hidden folder, then rename it."""
     tag = gather(uuid.uuid4().hex, group)[0]
-    partial = path.parent / f".{path.name}.{tag}.partial"
+    partial = path.parent / f".{path.name}.{tag}.partial"  # see _PARTIAL
     together("save", lambda: _check_new(path), group)
     first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank(group) == 0
     try:
@@ -289,8 +300,9 @@ def _template(path: Path, model: nn.Module, opt: MixedPrecisionOptimizer) -> tup
         if tuple(size) != tuple(masters[name].shape):
             raise ValueError(f"{path}: {name!r} has shape {list(size)}, the model's has {list(masters[name].shape)}.")
     rest = _copied(_rest(model, opt))
+    there = {where[1] for where in paths.values() if where[0] == "model"}
     for name in rest:
-        if f"model.{name}" not in stored.state_dict_metadata:
+        if name not in there:
             raise ValueError(f"{path} has no buffer or parameter {name!r}. Build the model that it was saved from.")
     return template, rest
 

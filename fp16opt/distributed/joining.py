@@ -30,7 +30,7 @@ def hook(opt: Any) -> JoinHook:
 
     Raises:
         RuntimeError: the optimizer is attached to no DDP module; or it sends messages of its own, which a rank without
-            data could not answer.
+            data could not answer; or DDP has a PowerSGD hook.
     """
     process_group(opt)
     if not opt._steps.ranks.alone:
@@ -39,6 +39,11 @@ def hook(opt: Any) -> JoinHook:
         raise RuntimeError(
             "Join can't serve grad_accumulation=\"fp32\": a rank without data can't tell when FP32 sums are averaged. "
             'Use grad_accumulation="model", or even out the inputs.'
+        )
+    if opt._steps.replicas.needs_decision:
+        raise RuntimeError(
+            "Join can't serve PowerSGD: a rank without data goes on compressing, and does not hear of the skips after "
+            "which the hook's memory must be cleared. Even out the inputs, or use fp16_compress_hook."
         )
     return _Hook(opt)
 

@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .. import checkpoint, wrapped, writes
 from ..local import is_sharded
 from .attach import check_optimizer
+from .exchange import together
+from .modules import unwrapped, with_pieces
 from .zero import owners
 
 if TYPE_CHECKING:
     from ..optimizer import MixedPrecisionOptimizer
 
+T = TypeVar("T")
+
 KEYS = ("masters", "state", "scaler", "param_groups")
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _HOW = "Pass what fp16opt.distributed.state_dict returned for the same model and optimizer."
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside of DDP."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def clean(name: str) -> str:
@@ -48,7 +44,7 @@ def names_of(model: nn.Module, opt: MixedPrecisionOptimizer) -> dict[int, str]:
         ValueError: the optimizer has a parameter that the model lacks.
     """
     check_optimizer(opt)
-    names = {id(param): clean(name) for name, param in unwrapped(model).named_parameters()}
+    names = {id(param): clean(name) for name, param in with_pieces(model).named_parameters()}
     for i, param in enumerate([*opt._params.model, *opt._params.elsewhere]):
         if id(param) not in names:
             called = opt._params.names[i] if i < len(opt._params) else f"parameter {i}"
@@ -69,9 +65,10 @@ def _model_groups(opt: MixedPrecisionOptimizer) -> list[list[Tensor]]:
 def state_dict(model: nn.Module, opt: MixedPrecisionOptimizer) -> dict[str, Any]:
     """Masters, optimizer state, scaler and param_groups by parameter name; for ``torch.distributed.checkpoint``.
 
-    Tensors are references to the live ones: DTensors where the masters are, and under ZeRO this rank's part. Before the
-    first step the state is a template of zeros, so that ``dcp.load`` knows what to fill in; param_groups say so
-    (``fresh``), and :func:`load_state_dict` then leaves the state to the first step.
+    Tensors are references to the live ones: DTensors where the masters are, and under ZeRO this rank's part; split
+    masters are made for this call. Before the first step the state is a template of zeros, so that ``dcp.load`` knows
+    what to fill in; param_groups say so (``fresh``), and :func:`load_state_dict` then leaves the state to the first
+    step.
 
     Args:
         model: the module that ``opt`` trains, or DDP around it. Names are without ``module.``.
@@ -93,7 +90,7 @@ def state_dict(model: nn.Module, opt: MixedPrecisionOptimizer) -> dict[str, Any]
     masters, state = {}, {}
     for i, (param, master) in enumerate(zip(params.model, params.master, strict=True)):
         name = names[id(param)]
-        masters[name] = master.detach()
+        masters[name] = params.value(i)
         if fresh and master.requires_grad:
             state[name] = _first_state(opt._holder, opt._holder.param_groups[params.places[i][0]], master)
         elif master in opt._holder.state:
@@ -144,17 +141,20 @@ def load_state_dict(model: nn.Module, opt: MixedPrecisionOptimizer, state_dict: 
 
     Syncs: yes.
     """
-    names = names_of(model, opt)
-    _check_outside(state_dict)
-    _check_groups(state_dict["param_groups"], opt, names)
+    names = _everywhere(opt, lambda: _check(model, opt, state_dict))
     params = opt._params
     saved = state_dict["masters"]
-    values = [_value(saved, names[id(p)], m) for p, m in zip(params.model, params.master, strict=True)]
+    values = [laid_out(saved[names[id(p)]], m) for p, m in zip(params.model, params.master, strict=True)]
     positional = _positional(state_dict, opt, names, values)
-    plan = checkpoint.plan_load(
-        positional, optimizer=opt._holder, masters=params.saved(), names=params.names, scaler=opt.scaler
+    masters = params.saved()
+    plan = _everywhere(
+        opt,
+        lambda: checkpoint.plan_load(
+            positional, optimizer=opt._holder, masters=masters, names=params.names, scaler=opt.scaler
+        ),
     )
     plan.apply()
+    params.take_loaded(masters)
     with torch.no_grad():
         for i in params.own:
             params.master[i].copy_(values[i])
@@ -165,6 +165,22 @@ def load_state_dict(model: nn.Module, opt: MixedPrecisionOptimizer, state_dict: 
         zero._sync_param_groups(opt._holder.param_groups, zero.param_groups)
         zero._sync_params()
         params.record_all()
+
+
+def _everywhere(opt: MixedPrecisionOptimizer, check: Callable[[], T]) -> T:
+    """What ``check`` returns. Where ranks are about to send each other parts, what one of them refuses all do."""
+    ranks = opt._steps.ranks
+    return check() if ranks.alone else together("load_state_dict", check, getattr(ranks, "group", None))
+
+
+def _check(model: nn.Module, opt: MixedPrecisionOptimizer, sd: Any) -> dict[int, str]:
+    """Raise for what can be seen without sending anything; returns the parameters' names."""
+    names = names_of(model, opt)
+    _check_outside(sd)
+    _check_groups(sd["param_groups"], opt, names)
+    for param, master in zip(opt._params.model, opt._params.master, strict=True):
+        _check_value(sd["masters"], names[id(param)], master)
+    return names
 
 
 def _check_outside(sd: object) -> None:
@@ -194,8 +210,8 @@ def _check_groups(groups: Any, opt: MixedPrecisionOptimizer, names: dict[int, st
             )
 
 
-def _value(saved: Mapping[str, Any], name: str, master: Tensor) -> Tensor:
-    """What to load into ``master``, laid out like it."""
+def _check_value(saved: Mapping[str, Any], name: str, master: Tensor) -> None:
+    """Raise unless there is something to load into ``master``."""
     if name not in saved:
         raise ValueError(f"masters lacks {name!r}. {_HOW}")
     value = saved[name]
@@ -206,7 +222,6 @@ def _value(saved: Mapping[str, Any], name: str, master: Tensor) -> Tensor:
             f"{name!r}: master must be floating with shape {list(master.shape)}, got {value.dtype} "
             f"{list(value.shape)}. Build the model as it was when the checkpoint was saved."
         )
-    return laid_out(value, master)
 
 
 def laid_out(value: Tensor, like: Tensor) -> Tensor:
@@ -295,14 +310,15 @@ class _Finder:
 
     def __init__(self, opt: MixedPrecisionOptimizer) -> None:
         params = opt._params
-        self._masters = {id(params.model[i]): params.master[i] for i in params.copied}
+        self._params = params
+        self._masters = {id(params.model[i]): i for i in params.copied}
         self._elsewhere = {id(p) for p in params.elsewhere if p.dtype in (torch.float16, torch.bfloat16)}
         self._owners = owners(opt.optimizer) if opt._holder is not opt.optimizer else {}
         self._group = getattr(opt._steps.ranks, "group", None)
 
     def __call__(self, value: Tensor) -> Tensor:
         key = id(value)
-        found = self._masters.get(key, value).detach()
+        found = self._params.value(self._masters[key]) if key in self._masters else value.detach()
         if key in self._owners and (key in self._masters or key in self._elsewhere):
             if key not in self._masters:
                 found = torch.empty_like(found, dtype=torch.float32)

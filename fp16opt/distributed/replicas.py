@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..optimizer import MixedPrecisionOptimizer
 
 _CHUNK = 2**25  # bytes of FP32 sums that are sent at a time
+_VERDICTS = 8  # verdicts that travel with them; should more scalers have a part, the last one is theirs together
 
 
 class Independent(Replicas):
@@ -104,44 +105,62 @@ class DdpReplicas(Compared):
         if self.every and self._steps % self.every == 0:
             verify(self.group, None)
 
-    def reduce(self, grads: MasterGrads) -> Tensor:
+    def reduce(self, grads: MasterGrads, verdicts: list[Tensor]) -> list[Tensor]:
         """Average this rank's FP32 sums over the ranks, in place.
 
         A parameter without a sum here takes part with zeros, and gets one if another rank has one.
 
+        Args:
+            verdicts: float32, 0-dim: what this rank found, for each scaler that had a part in the sums.
+
         Returns:
-            float32, 0-dim: 1.0 where an average is not finite.
+            The same over all ranks. Where only an average is not finite, all are 1.0.
         """
+        tally = torch.zeros(_VERDICTS, dtype=torch.float32)
+        for number, verdict in enumerate(verdicts):
+            tally[min(number, _VERDICTS - 1)] += verdict.to(tally)
         found = torch.zeros(())
         with torch.no_grad():
             for number, shard in enumerate(grads.params.shards):
-                sums = _sums(grads, shard.index)
-                kept = self._sum_over_ranks(sums, shard.index, grads)
+                kept = self._sum_over_ranks(_sums(grads, shard.index), shard.index, grads, tally)
                 stats = kernels.GradStats.allocate(len(shard.index), shard.device)
                 share = torch.tensor(1.0 / dist.get_world_size(self.group), device=shard.device)
                 kernels.multi_tensor_unscale(kept, kept, share, stats)
+                for i, value in zip(shard.index, kept, strict=True):
+                    if value is not None and _is_half(grads, i):
+                        _put_sum(grads, i, value)
                 if grads.folded is not None:
                     grads.folded[number] |= stats.nonfinite
                 found = torch.maximum(found.to(stats.found_inf), stats.found_inf)
-        return found
+        if not tally.any():
+            return [found] * len(verdicts)
+        return [(tally[min(number, _VERDICTS - 1)] > 0).float() for number in range(len(verdicts))]
 
-    def _sum_over_ranks(self, sums: list[Tensor | None], index: list[int], grads: MasterGrads) -> list[Tensor | None]:
+    def _sum_over_ranks(
+        self, sums: list[Tensor | None], index: list[int], grads: MasterGrads, tally: Tensor
+    ) -> list[Tensor | None]:
+        """The sums over the ranks, where they are kept or, if that is in 16 bits, in new FP32 memory.
+
+        None where no rank has one. Whether some rank counted a verdict is put into ``tally`` on the way.
+        """
         kept: list[Tensor | None] = [None] * len(index)
         for places in _chunks([grads.params.master[i] for i in index]):
             first = grads.params.master[index[places[0]]]
+            dtype = torch.float32 if _is_half(grads, index[places[0]]) else first.dtype
             pieces = []
             for k in places:
                 master, value = grads.params.master[index[k]], sums[k]
                 pieces.append(torch.zeros_like(master).reshape(-1) if value is None else value.reshape(-1))
-            # Behind the sums, whether this rank has them: one message for both.
-            present = torch.tensor([float(sums[k] is not None) for k in places], dtype=first.dtype, device=first.device)
-            flat = torch.cat([*pieces, present])
+            # Behind the sums, whether this rank has them, and its verdicts: one message for all.
+            present = torch.tensor([float(sums[k] is not None) for k in places], device=first.device)
+            flat = torch.cat([part.to(dtype) for part in (*pieces, present, tally.to(first.device))])
             dist.all_reduce(flat, group=self.group)
-            there = flat[-len(places) :].tolist()
-            values = torch.split(flat, [*(piece.numel() for piece in pieces), len(places)])
-            for k, value, is_there in zip(places, values, there, strict=False):
+            *values, there, verdicts = torch.split(flat, [*(len(p) for p in pieces), len(places), len(tally)])
+            tally.copy_(verdicts > 0)
+            for k, value, is_there in zip(places, values, there.tolist(), strict=True):
                 if is_there:
-                    kept[k] = _put_sum(grads, index[k], value.view(grads.params.master[index[k]].shape))
+                    value = value.view(grads.params.master[index[k]].shape)
+                    kept[k] = value if _is_half(grads, index[k]) else _put_sum(grads, index[k], value)
         return kept
 
 
@@ -155,6 +174,11 @@ def _sums(grads: MasterGrads, index: list[int]) -> list[Tensor | None]:
                 "made under no_sync can't be averaged over ranks. Leave no_sync, or use sparse=False."
             )
     return sums
+
+
+def _is_half(grads: MasterGrads, i: int) -> bool:
+    """Whether sums of parameter ``i`` are kept in 16 bits, for want of a master."""
+    return grads.params.master[i].dtype in kernels.HALF_DTYPES
 
 
 def _put_sum(grads: MasterGrads, i: int, value: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from ..ranks import Ranks
 from .exchange import compare, require_process_group
 
 _EXACT = 2**53  # float64 counts up to here without gaps
+_HIGHEST = 7  # (2**128) ** 7 is within float64, with room for a sum, and so are small gradients
 
 
 class GroupRanks(Ranks):
@@ -38,6 +39,14 @@ class GroupRanks(Ranks):
         if self._facts is not None:
             compare("the optimizer", self._facts(), self.group)
             self._facts = None
+
+    def check_norm_type(self, norm_type: float) -> None:
+        """Sums of higher powers of FP32 numbers leave float64, and one message has no room for their largest."""
+        if _HIGHEST < norm_type < math.inf:
+            raise ValueError(
+                f"norm_type: over ranks expected at most {_HIGHEST}, or inf, got {norm_type:g}: sums of such powers "
+                "don't fit into float64."
+            )
 
     def agree(
         self, found: Sequence[Tensor], norm_type: float | None, power_sum: Tensor | None
@@ -97,20 +106,26 @@ class MeshRanks(GroupRanks):
 
     def __init__(self, params: Sequence[Tensor], facts: Callable[[], list[str]]) -> None:
         self.root = root_mesh(params)
-        self._coordinate = self.root.get_coordinate()
+        self._first = int(self.root.mesh.flatten()[0])
+        self._counted: dict[int, tuple[Tensor, bool]] = {}
         super().__init__(_group_of(self.root), _device_of(self.root), facts)
 
     def counted(self, param: Tensor) -> bool:
         """Once over all ranks: on the first rank of every dimension over which the piece is repeated."""
+        known = self._counted.get(id(param))
+        if known is None:
+            known = self._counted[id(param)] = (param, self._is_counted(param))
+        return known[1]
+
+    def _is_counted(self, param: Any) -> bool:
         mesh = getattr(param, "device_mesh", None)
-        here = dict(zip(_dim_names(self.root), self._coordinate or (), strict=False))
         if mesh is None:
-            return not any(here.values())
-        spread: set[Any] = set()
-        for name, placement in zip(_dim_names(mesh), param.placements, strict=True):  # type: ignore[attr-defined]
-            if not placement.is_replicate():
-                spread.add(name)
-        return not any(place for name, place in here.items() if name not in spread)
+            return dist.get_rank() == self._first
+        # The root's ranks fall into meshes like this one, with equal contents: the one with the first rank counts.
+        if not bool((mesh.mesh == self._first).any()):
+            return False
+        places = zip(mesh.get_coordinate(), param.placements, strict=True)
+        return all(place == 0 for place, placement in places if placement.is_replicate())
 
 
 def _dim_names(mesh: Any) -> tuple[Any, ...]:
@@ -148,6 +163,10 @@ def _group_of(root: Any) -> Any:
         return root.get_group()
     if root.size() == dist.get_world_size():
         return None
+    for dim in range(root.ndim):
+        if root.size(dim) == root.size():
+            return root.get_group(dim)
+    # A new group, which torch numbers on the ranks of the mesh alone: the others must make as many.
     return root._flatten("_".join(map(str, _dim_names(root)))).get_group()
 
 

@@ -120,7 +120,9 @@ class DeferredGrads:
     def promote(self) -> None:
         """Have every master ask here for its gradient; to be called when masters come."""
         for i in self.params.copied:
-            self.params.master[i].__class__ = self._class
+            master = self.params.master[i]
+            if type(master).__torch_dispatch__ is Tensor.__torch_dispatch__:  # a DTensor never waits
+                master.__class__ = self._class
         self._position = {id(self.params.master[i]): i for i in self.params.copied}
 
     # -- while gradients are unscaled --------------------------------------------------------------------------------

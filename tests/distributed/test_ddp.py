@@ -180,6 +180,53 @@ def test_gradients_made_under_no_sync_wait_for_their_reduction(two: World) -> No
     two.run(accumulate_in_model)
 
 
+def blame(rank: int, size: int) -> None:
+    """Of two scalers in one step only the one whose loss overflowed backs off, on every rank."""
+    _, ddp, opt = make(grad_accumulation="fp32", every=1)
+    other = DynamicLossScaler(init_scale=2.0**4)
+    for step in range(3):
+        opt.zero_grad()
+        with ddp.no_sync():
+            opt.backward(loss_of(ddp, step, rank))
+            opt.backward(loss_of(ddp, step + 50, rank, poison=(step, rank) == (1, 1)), scaler=other)
+        opt.backward(loss_of(ddp, step + 90, rank))
+        opt.step()
+        assert opt.step_was_skipped == (step == 1)
+    assert (opt.loss_scale, float(other.scale)) == (2.0**8, 2.0**3)
+    # A sum that is not finite although no gradient was: nobody knows whose it is.
+    _, ddp, opt = make(grad_accumulation="fp32", scaler=DynamicLossScaler(init_scale=2.0**8))
+    with ddp.no_sync():
+        opt.backward(loss_of(ddp, 0, rank))
+    next(opt.master_params()).grad[0, 0] = 3e38
+    opt.backward(loss_of(ddp, 1, rank))
+    opt.step()
+    assert opt.step_was_skipped
+    assert opt.loss_scale == 2.0**7
+
+
+def test_the_scaler_whose_loss_overflowed_backs_off(two: World) -> None:
+    two.run(blame)
+
+
+def compiled(rank: int, size: int) -> None:
+    """torch.compile around DDP: the same module to attach, and forward still says what is local."""
+    net, ddp, opt = make(attached=False, net=Net(norm=False), grad_accumulation="fp32")
+    model = torch.compile(ddp, backend="eager")
+    distributed.attach(opt, model, verify_ranks_every=1)
+    for step in range(2):
+        opt.zero_grad()
+        with ddp.no_sync():
+            opt.backward(loss_of(model, step, rank))
+        opt.backward(loss_of(model, step + 9, rank))
+        opt.step()
+    assert_alike(values(opt))
+    assert set(distributed.state_dict(model, opt)["masters"]) == {name for name, _ in net.named_parameters()}
+
+
+def test_a_compiled_module(two: World) -> None:
+    two.run(compiled)
+
+
 def overflow_while_folding(rank: int, size: int) -> None:
     """An inf under no_sync on one rank alone skips on both; so does one in the synced backward."""
     _, ddp, opt = make(grad_accumulation="fp32", every=1)
@@ -319,6 +366,9 @@ def uneven(rank: int, size: int) -> None:
     assert "DDP module first" in raised(RuntimeError, lambda: Join([opt, ddp]))
     _, folding_ddp, folding = make(grad_accumulation="fp32")
     assert "can't serve grad_accumulation" in raised(RuntimeError, lambda: Join([folding_ddp, folding]))
+    _, ddp, squeezed = make()
+    ddp.register_comm_hook(PowerSGDState(None), powerSGD_hook)
+    assert "Join can't serve PowerSGD" in raised(RuntimeError, lambda: Join([ddp, squeezed]))
     _, ddp, loose = make(attached=False)
     assert "attach(opt, ddp_model)" in raised(RuntimeError, lambda: Join([ddp, loose]))
 
@@ -355,6 +405,9 @@ def refusals(rank: int, size: int) -> None:
     assert "growth_interval=100, rank 1 has a scaler with growth_interval=101" in raised(
         ValueError, lambda: attach(odd, ddp)
     )
+    masters = MixedPrecisionOptimizer(SGD(ddp.parameters(), lr=0.1), master_weights="split" if rank else "full")
+    message = raised(ValueError, lambda: attach(masters, ddp))
+    assert "master_weights='full', fused_step=False, rank 1 has master_weights='split'" in message
     strange = MixedPrecisionOptimizer(SGD((other if rank else ddp).parameters(), lr=0.1))
     assert "ddp_model has no parameter" in raised(ValueError, lambda: attach(strange, ddp))
     assert_alike(list(ddp.parameters()))

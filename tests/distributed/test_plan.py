@@ -95,6 +95,54 @@ def test_memory_and_messages_of_four_ranks(four: World) -> None:
     four.run(compare)
 
 
+def with_split_masters(rank: int, size: int) -> None:
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, dtype=HALF) for _ in range(LAYERS)))
+    model = DDP(net, gradient_as_bucket_view=True)
+    optimizer = AdamW(net.parameters(), lr=1e-3)
+    opt = MixedPrecisionOptimizer(optimizer, loss_scale=8.0, master_weights="split", fused_step=True)
+    distributed.attach(opt, model)
+    for _ in range(2):
+        step(model, opt)
+    wanted = Plan(params=PARAMS, ranks=size, shard="ddp", masters="split").memory_parts()
+    assert held(opt._params.remainders.values()) == wanted["masters"]
+    assert held(opt._grads.buffers.values()) == wanted["FP32 master gradients"] == 0
+    state = [v for entry in opt.state.values() for k, v in entry.items() if k != "step"]
+    assert held(state) == wanted["optimizer state"]
+
+
+def test_memory_of_split_masters(two: World) -> None:
+    two.run(with_split_masters)
+
+
+class Tensors(nn.Module):
+    """``count`` parameters of half a MiB each."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(nn.Parameter(torch.zeros(2**18, dtype=HALF)) for _ in range(count))
+
+    def forward(self) -> Tensor:
+        return torch.stack([p.float().sum() for p in self.all]).sum()
+
+
+def buckets(rank: int, size: int) -> None:
+    for count in (1, 3, 60, 104):
+        ddp = DDP(Tensors(count))
+        for _ in range(2):  # DDP arranges its buckets anew in the second step
+            ddp.zero_grad()
+            ddp().backward()
+        ddp.zero_grad()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            ddp().backward()
+        found = sum(e.name.startswith("c10d::allreduce") for e in profile.events() or ())
+        wanted = Plan(params=count * 2**18, ranks=size, shard="ddp").messages()
+        assert {"buckets of gradients": found} == wanted, count
+
+
+def test_messages_of_larger_models(two: World) -> None:
+    two.run(buckets)
+
+
 def test_memory_of_one_process() -> None:
     model, opt = make("none")
     step(model, opt)
@@ -107,16 +155,20 @@ def test_by_hand() -> None:
     ddp = Plan(params=1e9, ranks=4, shard="ddp")
     assert ddp.memory_total() == (2 + 2 + 4 + 4 + 8 + 2) * 1e9
     assert ddp.traffic() == 2 * 3 / 4 * 2e9
-    assert ddp.messages() == {"buckets of gradients": 77}
+    assert ddp.messages() == {"buckets of gradients": 78}  # the first of 1 MiB, the others of 25
     zero = Plan(params=1e9, ranks=4, shard="zero", optimizer="sgd-momentum", clip=False)
     assert zero.memory_total() == (2 + 2 + 2) * 1e9 + (4 + 4 + 4) * 0.25e9
     assert zero.traffic() == 3 * 3 / 4 * 2e9
     assert zero.messages()["verdict and norm, 16 bytes"] == 1
     assert zero.step_bytes() == 0.25e9 * (8 + 20 + 6)
     fsdp = Plan(params=1e12, ranks=4096, shard="fsdp2", masters="split", layers=100, network=1e11, memory=1e12)
-    assert fsdp.memory_total() == pytest.approx((2 + 2 + 2 + 4 + 8) * 1e12 / 4096 + 8e12 / 100)
+    assert fsdp.memory_total() == pytest.approx((2 + 2 + 2 + 8) * 1e12 / 4096 + 8e12 / 100)
     assert fsdp.traffic() == pytest.approx(3 * 4095 / 4096 * 2e12)
-    assert fsdp.shortest_step() == pytest.approx(fsdp.traffic() / 1e11 + 1e12 / 4096 * (8 + 8 + 28) / 1e12)
+    assert fsdp.shortest_step() == pytest.approx(fsdp.traffic() / 1e11 + 1e12 / 4096 * (4 + 10 + 16) / 1e12)
+    for shard, refused in (("fsdp2", True), ("zero", True), ("ddp", False)):
+        report = Plan(params=1e9, ranks=2, shard=shard, masters="split").report()
+        assert ("split masters are refused so far" in report) == refused
+        assert "refused" not in Plan(params=1e9, ranks=2, shard=shard).report()
     slow = Plan(params=1e12, ranks=4096, shard="fsdp2", compute=1e4)
     assert slow.shortest_step() > 1e4
 

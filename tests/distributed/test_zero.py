@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from distributed.models import Net, assert_alike, loss_of, messages
 from distributed.world import World, raised
@@ -74,6 +74,23 @@ def like_ddp(rank: int, size: int, dtype: torch.dtype, options: dict[str, Any]) 
 @pytest.mark.parametrize("view", [False, True])
 def test_trains_like_whole_masters(two: World, dtype: torch.dtype, view: bool) -> None:
     two.run(like_ddp, dtype, {"parameters_as_bucket_view": view})
+
+
+def momentum_cycles(rank: int, size: int) -> None:
+    """A scheduler that looks for betas among the optimizer's defaults, and changes them."""
+    ends = []
+    for sharded in (True, False):
+        net = Net(norm=False)
+        opt = MixedPrecisionOptimizer(zero(net.parameters()) if sharded else AdamW(net.parameters(), lr=1e-2))
+        train(opt, DDP(net), rank, range(4), schedule=OneCycleLR(opt, 0.05, total_steps=6))
+        ends.append((list(net.parameters()), opt.param_groups[0]["betas"]))
+    (weights, betas), (wanted, same) = ends
+    assert betas == same != (0.9, 0.999)
+    assert all(torch.equal(a, b) for a, b in zip(weights, wanted, strict=True))
+
+
+def test_schedulers_that_cycle_momentum(two: World) -> None:
+    two.run(momentum_cycles)
 
 
 class One(nn.Module):

@@ -1,0 +1,155 @@
+"""fused_step and master_weights on several ranks: the bits of one process, or a refusal that says why."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import SGD, AdamW
+
+from distributed.models import Net, assert_alike, loss_of
+from distributed.world import World, raised
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed
+
+CHOICES: tuple[dict[str, Any], ...] = (
+    {"fused_step": True},
+    {"fused_step": "auto"},
+    {"master_weights": "split"},
+    {"master_weights": "split", "fused_step": True},
+)
+
+
+def wrap(net: nn.Module, inner: Any = AdamW, **options: Any) -> MixedPrecisionOptimizer:
+    scaler = DynamicLossScaler(init_scale=2.0**8, growth_interval=3)
+    optimizer = inner if isinstance(inner, torch.optim.Optimizer) else inner(net.parameters(), lr=1e-2)
+    return MixedPrecisionOptimizer(optimizer, scaler=scaler, named_parameters=net.named_parameters(), **options)
+
+
+def train(model: nn.Module, opt: Any, rank: int, poison: Any = (), micro: int = 1, steps: range = range(6)) -> None:
+    """Steps of ``micro`` backwards, all but the last under DDP's no_sync; every other one is clipped."""
+    for step in steps:
+        opt.zero_grad()
+        for k in range(micro):
+            waits = isinstance(model, DDP) and k < micro - 1
+            with model.no_sync() if waits else contextlib.nullcontext():
+                # One look at all gradients, alone as under DDP: the norm's last bits depend on which pass measured it.
+                looks = k == micro - 1 or opt.grad_accumulation == "fp32"
+                loss = loss_of(model, step + 100 * k, rank, (step, rank) in poison and k == 0)
+                opt.backward(loss, update_master_grads=looks)
+        if step % 2:
+            opt.clip_master_grads(0.5)
+        opt.step()
+        assert opt.step_was_skipped == any(step == at for at, _ in poison), step
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def values(net: nn.Module, opt: Any) -> list[Tensor]:
+    state = [v for entry in opt.state.values() for v in entry.values()]
+    return [whole(t) for t in (*opt.master_params(), *net.parameters(), *state, opt.scaler.scale)]
+
+
+def under_ddp(rank: int, size: int, dtype: torch.dtype, cls: Any) -> None:
+    """With one batch for both ranks halves add up exactly, so all bits must be those of one process."""
+    cases = itertools.product(CHOICES, (False, True), (("model", 1), ("model", 2), ("fp32", 2)))
+    for options, view, (accumulation, micro) in cases:
+        made = []
+        for shared in (True, False):
+            net = Net(dtype)
+            model = DDP(net, gradient_as_bucket_view=view) if shared else net
+            opt = wrap(net, cls, grad_accumulation=accumulation, **options)
+            distributed.attach(opt, model if shared else None, verify_ranks_every=1)
+            train(model, opt, 0, {(2, 0)}, micro)
+            made.append(values(net, opt))
+        assert all(torch.equal(a, b) for a, b in zip(*made, strict=True)), (options, view, accumulation, micro)
+        net = Net(dtype)
+        model, opt = DDP(net), wrap(net, cls, grad_accumulation=accumulation, **options)
+        distributed.attach(opt, model, verify_ranks_every=1)
+        train(model, opt, rank, {(1, 1), (4, 0)}, micro)
+        assert_alike(values(net, opt))
+
+
+@pytest.mark.parametrize(("dtype", "cls"), [(torch.float16, AdamW), (torch.bfloat16, SGD)])
+def test_fused_steps_and_split_masters_under_ddp(two: World, dtype: torch.dtype, cls: Any) -> None:
+    two.run(under_ddp, dtype, cls)
+
+
+def drift(rank: int, size: int) -> None:
+    """A split master is a weight and a remainder: either may differ."""
+    for where in ("weight", "remainder"):
+        net = Net()
+        model, opt = DDP(net), wrap(net, SGD, master_weights="split")
+        distributed.attach(opt, model, verify_ranks_every=1)
+        train(model, opt, rank, steps=range(2))
+        with torch.no_grad():
+            if where == "remainder":
+                opt._params.remainders[4][0, 0] += 1000 * rank
+            elif rank:
+                net.b.weight[0, 0] = 3.0
+        message = raised(RuntimeError, lambda m=model, o=opt: train(m, o, rank, steps=range(2, 3)))
+        assert "the master of 'b.weight' differs between rank 0 and rank 1 (1 differ in all)" in message, message
+
+
+def test_drifting_split_masters_are_named(two: World) -> None:
+    two.run(drift)
+
+
+def without_masters(rank: int, size: int) -> None:
+    """Sums that are kept in 16 bits are averaged too; the weights follow those with masters to a few roundings."""
+    ends = []
+    for masters in ("full", "none"):
+        net = Net()
+        model, opt = DDP(net), wrap(net, SGD, master_weights=masters, grad_accumulation="fp32")
+        distributed.attach(opt, model, verify_ranks_every=1)
+        train(model, opt, rank, {(2, 1)}, micro=3)
+        assert_alike(values(net, opt))
+        ends.append([p.detach().float() for p in net.parameters()])
+    for a, b in zip(*ends, strict=True):
+        # Five steps of at most 1e-2, each rounded to FP16 (weights below 1: half an ulp is 2**-12).
+        torch.testing.assert_close(a, b, rtol=0.0, atol=5 * 2.0**-12)
+
+
+def test_sums_without_masters_are_averaged(two: World) -> None:
+    two.run(without_masters)
+
+
+def under_sharding(rank: int, size: int) -> None:
+    """ "auto" steps as without; what can't be served is refused, and the optimizer is left as it was."""
+    made = []
+    for options in ({}, {"fused_step": "auto"}):
+        net = Net()
+        for layer in (net.a, net.norm, net.b, net):
+            fully_shard(layer)
+        opt = wrap(net, **options)
+        train(net, opt, rank, {(2, 1)}, micro=2)
+        zero_net = Net(norm=False)
+        zero = wrap(zero_net, ZeroRedundancyOptimizer(zero_net.parameters(), AdamW, lr=1e-2), **options)
+        train(DDP(zero_net), zero, rank, {(2, 1)})
+        made.append([*values(net, opt), *values(zero_net, zero)])
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+    inner = AdamW(net.parameters())
+    refused = {"fused_step=True can't be served: parameter 'group 0, param 0' is a DTensor": {"fused_step": True}}
+    refused |= {'master_weights="split" takes plain tensors, got DTensor': {"master_weights": "split"}}
+    for message, options in refused.items():
+        assert message in raised(ValueError, lambda o=options: MixedPrecisionOptimizer(inner, **o))
+    part = ZeroRedundancyOptimizer(zero_net.parameters(), AdamW, lr=1e-2)
+    refused = {"ZeroRedundancyOptimizer is not exactly SGD, Adam or AdamW": {"fused_step": True}}
+    refused |= {'"split" does not go with ZeroRedundancyOptimizer': {"master_weights": "split"}}
+    for message, options in refused.items():
+        assert message in raised(ValueError, lambda o=options: MixedPrecisionOptimizer(part, **o))
+    for optimizer, params in ((inner, list(net.parameters())), (part, list(zero_net.parameters()))):
+        assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], params, strict=True))
+
+
+def test_sharded_training_refuses_what_it_cannot_serve(two: World) -> None:
+    two.run(under_sharding)

@@ -1,0 +1,230 @@
+"""DTensors in the ways that users lay them out: flattened and small meshes, sequence parallelism, groups added late."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.optim import SGD, AdamW
+
+from distributed.models import HALF, Net, batch, loss_of, messages
+from distributed.test_choices import whole
+from distributed.world import World, raised
+from fp16opt import DynamicLossScaler, LossScaleError, MixedPrecisionOptimizer, distributed, late
+
+
+def sharded(net: nn.Module, **options: Any) -> nn.Module:
+    for layer in net.children():
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, **options)
+    return fully_shard(net, **options)
+
+
+def poisoned_step(net: Any, opt: Any, step: int, rank: int, poison: bool) -> None:
+    """One element of one piece is infinite on rank 1 where ``poison`` is set; then no rank may step."""
+    opt.zero_grad()
+    opt.backward(loss_of(net, step, rank), update_master_grads=False)
+    if poison and rank == 1:
+        net.a.weight.grad._local_tensor.view(-1)[0] = math.inf
+    opt.step()
+    assert opt.step_was_skipped == poison, step
+
+
+def norms(rank: int, size: int, way: str) -> None:
+    """A mesh of its own dimension names counts every element once, too."""
+    if way == "flattened":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))["dp", "cp"]._flatten("dp_cp")
+    else:  # two of four ranks, in two dimensions
+        mesh = DeviceMesh("cpu", [[0, 2]], mesh_dim_names=("outer", "inner"))
+        if rank in (1, 3):
+            dist.barrier()
+            return
+        mesh = mesh["inner"]
+    net = sharded(Net(norm=False), mesh=mesh)
+    opt = MixedPrecisionOptimizer(SGD(net.parameters(), lr=0.1), loss_scale=64.0)
+    opt.backward(loss_of(net, 0, rank))
+    got = opt.clip_master_grads(1e9)
+    wanted = torch.cat([whole(p.grad).double().reshape(-1) for p in opt.master_params()]).norm()
+    torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=0.0)
+    opt.step()
+    if way != "flattened":
+        assert opt._steps.ranks.group is mesh.get_group(), "no group of its own, of which other ranks would not know"
+        dist.barrier()
+
+
+@pytest.mark.parametrize("way", ["flattened", "small"])
+def test_norms_on_other_meshes(four: World, way: str) -> None:
+    four.run(norms, way)
+
+
+class Sequence(nn.Module):
+    """Layer norms that see a part of the sequence each: their gradients are parts of a sum."""
+
+    def __init__(self, norms: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.first, self.last = nn.LayerNorm(16, dtype=norms), nn.LayerNorm(16, dtype=norms)
+        self.up, self.down = nn.Linear(16, 24, dtype=HALF), nn.Linear(24, 16, dtype=HALF)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = self.first.weight.dtype
+        x = self.down(torch.relu(self.up(self.first(x.to(dtype)).half())))
+        return self.last(x.to(dtype))
+
+
+def sequence_parallel(rank: int, size: int, dtype: torch.dtype) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    whole_sequence = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
+    plan = {"first": SequenceParallel(), "last": SequenceParallel(), "": whole_sequence}
+    plan |= {"up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel(output_layouts=Shard(1))}
+    ends = []
+    for net in (Sequence(dtype), parallelize_module(Sequence(dtype), mesh, plan)):
+        opt = MixedPrecisionOptimizer(SGD(net.parameters(), lr=0.1), loss_scale=64.0)
+        found = []
+        for step in range(3):
+            opt.zero_grad()
+            x = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(step))
+            opt.scale_loss((net(x).float() - 1.0).square().mean()).backward()
+            if hasattr(net.first.weight, "placements"):
+                assert net.first.weight.grad.placements == (Partial("sum"),), "else this tests nothing"
+            found.append(float(opt.clip_master_grads(0.3)))
+            opt.step()
+        ends.append((found, [whole(p) for p in opt.master_params()]))
+    (wanted, masters), (got, others) = ends
+    assert got == pytest.approx(wanted, rel=2e-3)  # FP16 products, summed in another order
+    for a, b in zip(masters, others, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.0, atol=3 * 0.1 * 0.3 * 2e-3)  # of steps of 0.1 * 0.3 at most
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_gradients_that_are_parts_of_a_sum(two: World, dtype: torch.dtype) -> None:
+    two.run(sequence_parallel, dtype)
+
+
+def late_groups(rank: int, size: int) -> None:
+    """Sharded parameters that come later are everybody's business from then on."""
+    for inside in (False, True):
+        extra = nn.Parameter(torch.ones(3).half())
+        net = sharded(Net(norm=False))
+        opt = MixedPrecisionOptimizer(SGD([extra], lr=0.1), scaler=DynamicLossScaler(init_scale=2.0**8))
+        (opt.optimizer if inside else opt).add_param_group({"params": list(net.parameters())})
+        poisoned_step(net, opt, 0, rank, poison=False)  # compares the ranks
+        for step in range(1, 4):
+            with messages() as sent:
+                poisoned_step(net, opt, step, rank, poison=step == 2)
+            assert sent == [("all_reduce", 16)]
+    strange = DeviceMesh("cpu", [1, 0], mesh_dim_names=("y",))
+    param = nn.Parameter(distribute_tensor(torch.ones(4), strange, [Shard(0)]))
+    before = len(opt.param_groups)
+    message = raised(ValueError, lambda: opt.add_param_group({"params": [param]}))
+    assert "no parts of one mesh" in message
+    assert len(opt.param_groups) == before
+
+
+def test_groups_of_pieces_that_come_later(two: World) -> None:
+    two.run(late_groups)
+
+
+def unread(rank: int, size: int) -> None:
+    """Where nobody waits for the device (here: the host, treated as one) the bits are the same."""
+    ends = []
+    is_host = late.is_host
+    for waits in (True, False):
+        late.is_host = is_host if waits else lambda device: False
+        try:
+            for inner, settings in ((AdamW, {"fused": True}), (SGD, {"momentum": 0.9})):
+                net = sharded(Net())
+                optimizer = inner(net.parameters(), lr=1e-2, **settings)
+                opt = MixedPrecisionOptimizer(optimizer, scaler=DynamicLossScaler(init_scale=2.0**8))
+                for step in range(6):
+                    poisoned_step(net, opt, step, rank, poison=step == 2)
+                    if step == 3 and rank == 0:
+                        with torch.no_grad():
+                            net.a.weight._local_tensor[0, 0] = 3.0
+                assert opt.skipped_steps == 1
+                ends.append([whole(t) for t in (*opt.master_params(), *net.parameters())])
+        finally:
+            late.is_host = is_host
+    half = len(ends) // 2
+    for waited, went_on in zip(ends[:half], ends[half:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(waited, went_on, strict=True))
+
+
+def test_decisions_left_to_the_device(two: World) -> None:
+    two.run(unread)
+
+
+class Root(nn.Module):
+    """A layer of its own in the outermost module, which FSDP2 leaves gathered after a forward without backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(16, 16, dtype=HALF)
+        self.net = Net(norm=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.first(x.half()).float())
+
+
+def after_validation(rank: int, size: int, folder: str) -> None:
+    root = Root()
+    fully_shard(root.net)
+    fully_shard(root)
+    opt = MixedPrecisionOptimizer(AdamW(root.parameters(), lr=1e-2), loss_scale=64.0)
+
+    def validate() -> Tensor:
+        with torch.no_grad():
+            return root(batch(0, 0)).clone()
+
+    def train() -> None:
+        opt.zero_grad()
+        opt.backward(loss_of(root, 1, rank))
+        opt.step()
+
+    train()
+    saved = validate()
+    for call in (distributed.attach, distributed.state_dict, distributed.fp32_state_dict):
+        validate()
+        call(*((opt, root) if call is distributed.attach else (root, opt)))
+    validate()
+    distributed.save(f"{folder}/step", root, opt)
+    train()
+    assert not torch.equal(validate(), saved)
+    distributed.load(f"{folder}/step", root, opt)
+    assert torch.equal(validate(), saved), "weights gathered before the load are not used after it"
+
+
+def test_saving_and_loading_after_validation(two: World, tmp_path: Any) -> None:
+    two.run(after_validation, str(tmp_path))
+
+
+def wording(rank: int, size: int) -> None:
+    net = sharded(Net(norm=False))
+    scaler = DynamicLossScaler(init_scale=4.0, max_consecutive_skips=1)
+    opt = MixedPrecisionOptimizer(SGD(net.parameters(), lr=0.1), scaler=scaler, named_parameters=net.named_parameters())
+    message = raised(LossScaleError, lambda: poisoned_step(net, opt, 0, rank, poison=True))
+    assert ("Last in: a.weight (inf)" if rank == 1 else "Last in: none of this rank's parameters") in message, message
+    opt.zero_grad()
+    opt.backward(loss_of(net, 0, rank))
+    message = raised(ValueError, lambda: opt.clip_master_grads(1.0, 9.0))
+    assert "over ranks expected at most 7, or inf, got 9" in message
+    opt.clip_master_grads(1.0, 7.0)
+
+
+def test_what_other_ranks_found_and_norms_that_cannot_be_had(two: World) -> None:
+    two.run(wording)

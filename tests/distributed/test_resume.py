@@ -1,0 +1,177 @@
+"""Checkpoints of other choices: split and missing masters, compiled models, extra state; errors that all ranks hear."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import SGD, AdamW
+
+from distributed.models import Net, loss_of
+from distributed.world import World, raised
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed
+
+SPLIT = {"master_weights": "split"}
+FUSED = {"fused_step": True}
+NONE = {"master_weights": "none"}
+
+
+def make(how: str, net: nn.Module | None = None, inner: Any = AdamW, **options: Any) -> tuple[nn.Module, Any]:
+    """(what to call, the wrapper)."""
+    net = net or Net(torch.bfloat16 if how.endswith("bf16") else torch.float16)
+    if how.startswith("fsdp2"):
+        for layer in (net.a, net.norm, net.b, net):
+            fully_shard(layer)
+    scaler = DynamicLossScaler(init_scale=2.0**6, growth_interval=3)
+    optimizer = inner(net.parameters(), lr=1e-2)
+    opt = MixedPrecisionOptimizer(optimizer, scaler=scaler, named_parameters=net.named_parameters(), **options)
+    return (DDP(net) if how.startswith("ddp") else net), opt
+
+
+def train(model: nn.Module, opt: Any, steps: range) -> None:
+    """The same batch on every rank: halves add up exactly."""
+    for step in steps:
+        opt.zero_grad()
+        opt.backward(loss_of(model, step, 0, poison=step == 1))
+        opt.step()
+
+
+def masters(opt: Any) -> list[Tensor]:
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in opt.master_params()]
+
+
+def alike(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x.float(), y.float()) for x, y in zip(a, b, strict=True))
+
+
+def choices(rank: int, size: int, folder: str) -> None:
+    """Masters of any kind go into files as FP32 values, and come back as any other kind, bit for bit."""
+    hows: tuple[tuple[str, dict[str, Any]], ...] = (("ddp", {}), ("ddp", SPLIT), ("ddp", FUSED), ("fsdp2", {}))
+    for number, ((how, options), (other, choice)) in enumerate(itertools.product(hows, hows)):
+        if not (SPLIT in (options, choice) or FUSED in (options, choice)):
+            continue
+        for dtype in ("", " bf16"):
+            path = Path(folder) / f"{number}{dtype}"
+            model, opt = make(how + dtype, **options)
+            train(model, opt, range(4))
+            distributed.save(path, model, opt)
+            weights = distributed.fp32_state_dict(model, opt)
+            saved = masters(opt)
+            if rank == 0:
+                assert alike(list(weights.values()), saved), (how, options)
+            again, fresh = make(other + dtype, **choice)
+            train(again, fresh, range(7, 8))
+            distributed.load(path, again, fresh)
+            assert alike(masters(fresh), saved), (how, options, other, choice)
+            if FUSED in (options, choice) and options != choice:
+                continue  # a fused step has roundings of its own
+            train(model, opt, range(4, 6))
+            train(again, fresh, range(4, 6))
+            assert alike(masters(fresh), masters(opt)), (how, options, other, choice)
+
+
+def test_masters_of_any_kind_load_as_any_other(two: World, tmp_path: Path) -> None:
+    two.run(choices, str(tmp_path))
+
+
+def without(rank: int, size: int, folder: str) -> None:
+    for number, (how, other) in enumerate((("ddp", "fsdp2"), ("fsdp2", "ddp"))):
+        model, opt = make(how, inner=SGD, **NONE)
+        train(model, opt, range(4))
+        distributed.save(f"{folder}/{number}", model, opt)
+        again, fresh = make(other, inner=SGD, **NONE)
+        distributed.load(f"{folder}/{number}", again, fresh)
+        assert alike(masters(fresh), masters(opt))
+
+
+def test_16_bit_parameters_without_masters(two: World, tmp_path: Path) -> None:
+    two.run(without, str(tmp_path))
+
+
+class Extra(Net):
+    """A buffer, and state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(3))
+        self.words: dict[str, Any] = {"at": 0, "seen": torch.zeros(2)}
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return self.words
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.words = state
+
+
+def names(rank: int, size: int, folder: str) -> None:
+    """torch.compile adds to names; a checkpoint goes from a compiled model into a plain one, and back."""
+
+    def wrapped(number: int) -> tuple[Extra, Any, Any]:
+        net = Extra()
+        _, opt = make("none", net)
+        around = (torch.compile(net, backend="eager"), net, torch.compile(DDP(net), backend="eager"))
+        return net, around[number], opt
+
+    for number, following in ((0, 1), (1, 2), (2, 0)):
+        net, model, opt = wrapped(number)
+        net.count.fill_(5.0)
+        net.words = {"at": 7, "seen": torch.ones(2)}
+        distributed.save(f"{folder}/{number}", model, opt)
+        other, around, fresh = wrapped(following)
+        distributed.load(f"{folder}/{number}", around, fresh)
+        assert bool((other.count == 5.0).all())
+        assert other.words["at"] == 7
+        assert bool((other.words["seen"] == 1.0).all())
+
+
+def test_compiled_models_and_extra_state(two: World, tmp_path: Path) -> None:
+    two.run(names, str(tmp_path))
+
+
+def one_refuses(rank: int, size: int) -> None:
+    """What does not fit on one rank is refused on all, before anything is sent or changed."""
+    for how in ("zero", "fsdp2"):
+        net = Net(norm=False)
+        if how == "fsdp2":
+            for layer in (net.a, net.b, net):
+                fully_shard(layer)
+        zero = ZeroRedundancyOptimizer(net.parameters(), AdamW, lr=1e-2) if how == "zero" else None
+        opt = MixedPrecisionOptimizer(zero or AdamW(net.parameters(), lr=1e-2), loss_scale=8.0)
+        train(net, opt, range(2))
+        before = masters(opt)
+        good = distributed.state_dict(net, opt)
+        shorter = {name: value[:1] for name, value in good["masters"].items()}
+        for part, message in (({"masters": shorter}, "master must be floating"), ({"scaler": {}}, "scaler")):
+            sd = {**good, **part} if rank == 1 else good
+            text = raised(ValueError, lambda s=sd, n=net, o=opt: distributed.load_state_dict(n, o, s))
+            assert message in text
+            assert ("rank 1 failed" in text) == (rank == 0)
+        assert alike(masters(opt), before)
+        distributed.load_state_dict(net, opt, good)
+
+
+def test_what_one_rank_refuses_all_refuse(two: World) -> None:
+    two.run(one_refuses)
+
+
+def unnamed(rank: int, size: int, folder: str) -> None:
+    """A rank may die when the manifest is there and the folder has not got its name yet."""
+    model, opt = make("ddp")
+    for step in ("step1", "step2"):
+        distributed.save(Path(folder) / step, model, opt)
+    if rank == 0:
+        (Path(folder) / "step2").rename(Path(folder) / ".step2.0123abcd.partial")
+    dist.barrier()
+    assert distributed.latest(folder) == Path(folder) / "step1"
+
+
+def test_a_folder_without_its_name_is_passed_over(two: World, tmp_path: Path) -> None:
+    two.run(unnamed, str(tmp_path))
