@@ -346,13 +346,24 @@ class MasterParams:
             else:
                 now = self._hashes(shard)
             known = [version(self.master[i]) == self._master_versions[i] for i in shard.copied]
-            masters = [master if mine else None for master, mine in zip(shard.masters, known, strict=True)]
-            kernels.multi_tensor_take(
-                *(masters, shard.models, now, shard.cast.hashes, shard.taken),
-                samples=samples,
-                places=places,
-                tables=shard.take_tables,
-            )
+            self._take(shard, known, now, samples, places)
+
+    def _take(
+        self,
+        shard: Shard,
+        known: list[bool],
+        now: Tensor,
+        samples: tuple[Tensor, Tensor] | None,
+        places: Tensor | None,
+    ) -> None:
+        """``known``: whose masters are as the engine left them; the others as for ``multi_tensor_take``."""
+        masters = [master if mine else None for master, mine in zip(shard.masters, known, strict=True)]
+        kernels.multi_tensor_take(
+            *(masters, shard.models, now, shard.cast.hashes, shard.taken),
+            samples=samples,
+            places=places,
+            tables=shard.take_tables,
+        )
 
     def _rounded(self, i: int) -> Tensor:
         """This rank's piece of master ``i``, rounded by the kernel that :meth:`copy_down` uses."""
