@@ -6,6 +6,7 @@
 
 #include "columns.h"
 #include "cuda_api.h"
+#include "step_bindings.h"
 
 using namespace fp16opt;
 
@@ -182,6 +183,7 @@ PYBIND11_MODULE(_cuda, module) {
     bind_finding(module);
     bind_mapping(module);
     bind_decisions(module);
+    bind_stepping<Table, Where, Kept>(module);
     module.def("runs_on", &cuda_runs_on);
     module.attr("architectures") = FP16OPT_CUDA_NAMES;
 }

@@ -13,7 +13,7 @@ namespace fp16opt {
 using Pointers = std::vector<void*>;  // by place
 using Stream = void*;                 // a cudaStream_t
 
-constexpr int kMostLists = 3;
+constexpr int kMostLists = 6;
 
 // Lists of tensors, and how they are written down for the GPU: first what changes with the addresses, then what does not,
 // then memory that a kernel's blocks share. Python allocates that memory and copies into it what fill() wrote.

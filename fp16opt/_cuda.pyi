@@ -82,3 +82,44 @@ def close_step(
     cleared: int,
     words: int,
 ) -> None: ...
+
+class Numbers:
+    def __init__(self, places: list[int], is_adam: bool, groups: int) -> None: ...
+    def point(self, given: list[object], unused: None) -> int: ...
+    def fill(self, host: int) -> None: ...
+    def keep(self, device: int) -> Kept: ...
+    def all_bytes(self) -> int: ...
+
+def adam(
+    table: Table,
+    where: Where,
+    numbers: Numbers,
+    numbers_where: Where,
+    inv_scale: int,
+    coefficient: int,
+    found_inf: int,
+    has_models: bool,
+    overflow: int,
+    hashes: int,
+    n: int,
+    amsgrad: bool,
+) -> None: ...
+def sgd(
+    table: Table,
+    where: Where,
+    numbers: Numbers,
+    numbers_where: Where,
+    inv_scale: int,
+    coefficient: int,
+    found_inf: int,
+    has_models: bool,
+    overflow: int,
+    hashes: int,
+    n: int,
+    has_momentum: bool,
+) -> None: ...
+def split(table: Table, where: Where, overflow: int, hashes: int, n: int) -> None: ...
+def join(table: Table, where: Where) -> None: ...
+def renew(
+    table: Table, where: Where, now: int, then: int, now_sample: int, then_sample: int, taken: int, n: int
+) -> None: ...

@@ -349,12 +349,23 @@ class MasterParams:
             if versions != self._master_versions:  # a master that the user wrote wins
                 theirs = [versions[i] != self._master_versions[i] for i in shard.copied]
                 masters = [None if his else master for master, his in zip(shard.masters, theirs, strict=True)]
-            kernels.multi_tensor_take(
-                *(masters, shard.models, now, shard.cast.hashes, shard.taken),
-                samples=samples,
-                places=places,
-                tables=shard.take_tables,
-            )
+            self._take(shard, masters, now, samples, places)
+
+    def _take(
+        self,
+        shard: Shard,
+        masters: Entries,
+        now: Tensor,
+        samples: tuple[Tensor, Tensor] | None,
+        places: Tensor | None,
+    ) -> None:
+        """``masters``: those that are as the engine left them; the others as for ``multi_tensor_take``."""
+        kernels.multi_tensor_take(
+            *(masters, shard.models, now, shard.cast.hashes, shard.taken),
+            samples=samples,
+            places=places,
+            tables=shard.take_tables,
+        )
 
     def _rounded(self, i: int) -> Tensor:
         """This rank's piece of master ``i``, rounded by the kernel that :meth:`copy_down` uses."""

@@ -323,8 +323,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             RuntimeError: Gradients came by a plain ``loss.backward()`` while the scale is not 1; the model was written
                 and ``on_model_write="error"``; parameters changed dtype, shape or device.
 
-        Syncs: not on the CPU or where the wrapped optimizer skips on the device itself (torch's fused ones); once
-        elsewhere, where the decision is taken.
+        Syncs: not on the CPU or where the step skips on the device itself (torch's fused ones, and CUDA's
+        ``fused_step``); once elsewhere, where the decision is taken.
         """
         if closure is not None:
             return closures.step(self, closure)
@@ -489,8 +489,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """Whether the decision can stay on the device: elsewhere than on the CPU a look at it would wait."""
         return (
             not late.is_host(self._device)
-            and self._streamed is None
-            and wrapped.supports_found_inf(self.optimizer)
+            and (self._fused.skips_on_device() or (not self._streamed and wrapped.supports_found_inf(self.optimizer)))
             and not self._steps.replicas.needs_decision
             and all(scaler.max_consecutive_skips is None for scaler, _ in self._steps.verdicts.values())
         )

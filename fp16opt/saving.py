@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import checkpoint, writes
+from .fused import counters
 
 if TYPE_CHECKING:
     from .optimizer import MixedPrecisionOptimizer
@@ -16,6 +17,7 @@ def save(engine: MixedPrecisionOptimizer) -> dict[str, Any]:
         pre_hook(engine)
     writes.notice(engine._params, engine.on_model_write)
     built = checkpoint.build(engine.optimizer, engine._params.saved(), engine.scaler)
+    built["optimizer"] = counters.saved(built["optimizer"])
     for post_hook in engine._optimizer_state_dict_post_hooks.values():
         changed = post_hook(engine, built)
         built = built if changed is None else changed

@@ -16,6 +16,7 @@ from torch import Tensor
 from . import kernels
 from .local import different_bits, quoted
 from .masters import HALF_DTYPES, Carry, MasterParams, name_of
+from .shard import Shard
 
 
 def placeholder(param: Tensor) -> Tensor:
@@ -166,6 +167,30 @@ class SplitParams(MasterParams):
         with torch.no_grad():
             model[ties.where] = ties.weights
         return False
+
+    def take_written(self) -> None:
+        """As for full masters. Syncs where a checkpoint was loaded since the last step, for weights on ties."""
+        if self._ties:
+            self.take_from_model(self.written_models(passed_by=True))
+            return
+        super().take_written()
+
+    def _take(
+        self,
+        shard: Shard,
+        masters: Entries,
+        now: Tensor,
+        samples: tuple[Tensor, Tensor] | None,
+        places: Tensor | None,
+    ) -> None:
+        rests = [self.remainders[i] for i in shard.copied]
+        if places is not None:
+            now = now[places]
+            samples = None if samples is None else (samples[0][places], samples[1][places])
+        then = shard.cast.hashes
+        kernels.multi_tensor_renew(
+            shard.models, rests, now, then, shard.taken, samples=samples, tables=shard.take_tables
+        )
 
     def take_from_model(self, positions: Iterable[int]) -> None:
         """Masters take the model's values, in all elements: what the weights were before is not known."""

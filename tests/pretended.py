@@ -97,7 +97,7 @@ class Counting:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
-        if name in ("Table", "Where", "Column", "runs_on", "architectures") or not callable(value):
+        if name in ("Table", "Numbers", "Where", "Column", "runs_on", "architectures") or not callable(value):
             return value
 
         def counted(*args: Any) -> Any:

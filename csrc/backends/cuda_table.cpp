@@ -28,7 +28,7 @@ CudaTable::CudaTable(const std::vector<int64_t>& numels, const std::vector<int64
                      const std::vector<std::vector<DType>>& dtypes, const std::vector<int32_t>& places)
     : lists_(int(dtypes.size())), lengths_(dtypes.size(), numels.size()) {
     check_places(numels, rows, places);
-    demand(lists_ >= 1 && lists_ <= kMostLists, "an operation has one to three lists");
+    demand(lists_ >= 1 && lists_ <= kMostLists, "an operation has one to six lists");
     for (const auto& list : dtypes) demand(list.size() == numels.size(), "dtypes must have one entry for each tensor");
     for (int32_t place : places) {
         Item item{numels[size_t(place)], rows[size_t(place)], place, -1, {}};

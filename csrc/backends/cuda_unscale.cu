@@ -5,9 +5,9 @@ namespace fp16opt {
 
 namespace {
 
-void require_grads(const CudaTable& table) {
+void require_grads(const CudaTable& table, bool write = true) {
     table.require_dtypes(0, {DType::half, DType::bfloat16, DType::single, DType::wide});
-    table.require_dtypes(1, {DType::single, DType::wide});
+    if (write) table.require_dtypes(1, {DType::single, DType::wide});  // else they are not touched
 }
 
 void require_watched(const CudaTable& table, const int64_t* hashes) {
@@ -20,7 +20,7 @@ void require_watched(const CudaTable& table, const int64_t* hashes) {
 
 void cuda_unscale(const Launch& launch, const float* inv_scale, const CudaGradRows& rows) {
     launch.table.require(2, rows.n);
-    require_grads(launch.table);
+    require_grads(launch.table, rows.write);
     require_watched(launch.table, rows.hashes);
     launch_finding("multi_tensor_unscale", launch,
                    Unscale{inv_scale, rows.nonfinite, rows.sumsq, rows.n, rows.norm, rows.found_inf, rows.hashes,

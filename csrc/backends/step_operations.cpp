@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "../functors/power.h"
 #include "../functors/scalars.h"
 #include "lists.h"
 #include "step_level.h"
@@ -105,8 +106,8 @@ void adam(const StepLists& lists, const Pointers& steps, const std::vector<AdamO
             scalars[i] = *last;
         } else {
             const double t = double(*step);
-            scalars[i] = adam_scalars(o.lr, o.beta1, o.beta2, o.eps, o.weight_decay, o.decoupled, std::pow(o.beta1, t),
-                                      std::sqrt(1.0 - std::pow(o.beta2, t)));
+            scalars[i] = adam_scalars(o.lr, o.beta1, o.beta2, o.eps, o.weight_decay, o.decoupled, power(o.beta1, t),
+                                      std::sqrt(1.0 - power(o.beta2, t)));
         }
         last = &scalars[i];
         last_group = lists.group_of[i];

@@ -1,4 +1,5 @@
-// The numbers of a step, from a param_group's: in double, each rounded to float32 once. Powers come from the caller.
+// The numbers of a step, from a param_group's: in double, each rounded to float32 once. Powers (power.h) come from the
+// caller.
 #pragma once
 
 #include "../core/macros.h"

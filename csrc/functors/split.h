@@ -18,6 +18,11 @@ constexpr float kMostSteps = 32767.0f;
 
 FP16OPT_HD bool is_nan_bits(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000u; }
 
+// The remainder of a weight that stands for itself. A float16 infinity with a remainder of 0 would stand for 65520.
+FP16OPT_HD uint16_t plain_remainder(bool half, uint16_t weight) {
+    return half && (weight & 0x7fffu) == 0x7c00u ? uint16_t(kCoarseInfinity) : uint16_t(0);
+}
+
 // -- bfloat16 --------------------------------------------------------------------------------------------------------
 
 FP16OPT_HD uint16_t split_weight(BFloat16, float master) {

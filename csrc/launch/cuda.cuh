@@ -50,7 +50,7 @@ struct Found {
 struct Entry {  // one tensor
     int64_t row;          // of its statistics
     int64_t first_chunk;  // the next entry's first is one behind its last
-    int8_t dtypes[4];     // by list
+    int8_t dtypes[8];     // by list
     bool served;          // it takes part in the operation
     bool watched;         // it is hashed in passing
 };

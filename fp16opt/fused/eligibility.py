@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ..kernels.tables import is_dense
+from . import counters
 
 SERVED: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW)
 _NUMBERS = {
@@ -48,9 +49,10 @@ def changing_obstacle(optimizer: Optimizer) -> str:
 
 
 def _of_group(numbers: tuple[str, ...], group: dict[str, Any]) -> str:
-    for option in ("differentiable", "capturable"):
-        if group.get(option):
-            return f"{option}=True"
+    if group.get("differentiable"):
+        return "differentiable=True"
+    if group.get("capturable") and not all(map(counters.serves, {param.device for param in group["params"]})):
+        return "capturable=True"  # for a graph, which torch operations here could not be part of
     lr = group["lr"]
     if isinstance(lr, Tensor) and (lr.numel() != 1 or lr.requires_grad):
         return "an lr that is a tensor of several elements or requires grad"
@@ -59,6 +61,8 @@ def _of_group(numbers: tuple[str, ...], group: dict[str, Any]) -> str:
     for name, value in values:
         if not isinstance(value, (int, float)):
             return f"a {name} of type {type(value).__name__}"
+    if not all(0.0 <= beta < 1.0 for beta in group.get("betas", ())):
+        return f"betas of {group['betas']}"
     return ""
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from ..kernels.reference_steps import AdamOptions, SgdOptions
+from . import counters
 
 Column = list["Tensor | None"]
 
@@ -46,22 +47,29 @@ class Lists:
 
 
 def options_of(optimizer: Optimizer) -> list[Any]:
-    """What each param_group says, as the kernels take it. An lr on another device than the CPU is waited for."""
+    """What each param_group says, as the kernels take it. No sync: an lr that is a tensor stays one."""
     return [
         _sgd_options(g) if type(optimizer) is SGD else _adam_options(g, type(optimizer)) for g in optimizer.param_groups
     ]
 
 
+def _lr(group: dict[str, Any]) -> float | Tensor:
+    lr = group["lr"]
+    return lr if isinstance(lr, Tensor) else float(lr)
+
+
 def _sgd_options(group: dict[str, Any]) -> SgdOptions:
-    lr, momentum, dampening, weight_decay = (float(group[k]) for k in ("lr", "momentum", "dampening", "weight_decay"))
-    return SgdOptions(lr, momentum, dampening, weight_decay, bool(group["nesterov"]), bool(group["maximize"]))
+    momentum, dampening, weight_decay = (float(group[k]) for k in ("momentum", "dampening", "weight_decay"))
+    return SgdOptions(_lr(group), momentum, dampening, weight_decay, bool(group["nesterov"]), bool(group["maximize"]))
 
 
 def _adam_options(group: dict[str, Any], cls: type[Optimizer]) -> AdamOptions:
     decoupled = group.get("decoupled_weight_decay", cls is AdamW)
     beta1, beta2 = group["betas"]
-    lr, eps, weight_decay = (float(group[k]) for k in ("lr", "eps", "weight_decay"))
-    return AdamOptions(lr, float(beta1), float(beta2), eps, weight_decay, bool(decoupled), bool(group["maximize"]))
+    eps, weight_decay = float(group["eps"]), float(group["weight_decay"])
+    return AdamOptions(
+        _lr(group), float(beta1), float(beta2), eps, weight_decay, bool(decoupled), bool(group["maximize"])
+    )
 
 
 def state_of(
@@ -82,6 +90,7 @@ def state_of(
     new = not state
     if new:
         _make_adam_state(state, group, model)
+    counters.bring(state, master.device)
     names = ["step", "exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
     missing = [name for name in names if not isinstance(state.get(name), Tensor)]
     if missing:
@@ -90,8 +99,8 @@ def state_of(
 
 
 def _make_adam_state(state: dict[str, Any], group: dict[str, Any], model: Tensor) -> None:
-    """What torch's ``Adam._init_group`` makes."""
-    device = model.device if group["fused"] else "cpu"
+    """What torch's ``Adam._init_group`` makes, but for counters where kernels want them."""
+    device = counters.device_for(group, model.device)
     state["step"] = torch.zeros((), dtype=torch.float32, device=device)
     names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
     for name in names:
@@ -104,6 +113,7 @@ def _checked(state: dict[str, Tensor], master: Tensor) -> dict[str, Tensor]:
             raise CannotServe(
                 f"state {name!r} is {str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
             )
-        if tensor.layout is not torch.strided or tensor.device != master.device or tensor.requires_grad:
+        away = tensor.device != master.device and not (name == "step" and tensor.device.type == "cpu")
+        if tensor.layout is not torch.strided or away or tensor.requires_grad:
             raise CannotServe(f"state {name!r} is not a dense tensor on {master.device}")
     return state

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from ..kernels import steps
-from .deferred import stored_grad
+from . import counters
+from .deferred import has_grad, stored_grad
 from .eligibility import changing_obstacle, obstacle
 from .lists import CannotServe, Lists, options_of, state_of
 from .remembered import Key, Remembered
@@ -106,6 +107,18 @@ class FusedStep:
             self._warned = True
             logger.warning("the wrapped optimizer steps itself from here on, and not in one pass: %s.", reason)
 
+    def skips_on_device(self) -> bool:
+        """Whether the kernel itself can leave the next step out. No sync.
+
+        A momentum buffer that is new is none where the step was left out, which only the host can remember.
+        """
+        if self.reason() or not all(counters.serves(shard.device) for shard in self.params.shards):
+            return False
+        state = self.optimizer.state
+        groups = self.optimizer.param_groups if type(self.optimizer) is SGD else []
+        members = [param for group in groups if group["momentum"] for param in group["params"] if has_grad(param)]
+        return all(state.get(param, {}).get("momentum_buffer") is not None for param in members)
+
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def stand_in(self, grads: DeferredGrads, found_inf: Tensor | None) -> Callable[..., Any] | None:
@@ -120,6 +133,8 @@ class FusedStep:
         self._written = None
         if not self.serves():
             grads.make()
+            if self._served:
+                counters.to_host(self.optimizer)
             return None
 
         def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -131,6 +146,11 @@ class FusedStep:
                 self._run(grads, found_inf)
             except CannotServe as reason:
                 self._warn(str(reason))
+                if found_inf is not None:
+                    if bool(found_inf):
+                        return loss
+                    optimizer.found_inf = None  # type: ignore[attr-defined]  # decided; most steps want no flag at all
+                counters.to_host(optimizer)
                 if self.fallback is not None:
                     self.fallback(optimizer, self.params, grads)
                     return loss

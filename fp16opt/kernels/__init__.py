@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import cuda, native, reference
 from .checks import accumulate_flags, as_single, check_grad_stats, check_result
-from .splitting import multi_tensor_join, multi_tensor_split
+from .splitting import multi_tensor_join, multi_tensor_renew, multi_tensor_split
 from .stats import INF, NAN, NOT_FINITE, TOO_LARGE, CastStats, GradStats, sum_dtype
 from .tables import (
     AXPBY,
@@ -59,6 +59,7 @@ __all__ = [
     "multi_tensor_hash",
     "multi_tensor_join",
     "multi_tensor_l2norm",
+    "multi_tensor_renew",
     "multi_tensor_scale",
     "multi_tensor_split",
     "multi_tensor_take",
@@ -221,8 +222,7 @@ def multi_tensor_check(
         device = call.plan.device or stats.norm.device
         check_result(CHECK.name, "inv_scale", inv_scale, 1, torch.float32, device)
         check_grad_stats(stats, call.plan.count, device)
-        compiled = _compiled(device) if backend(device) == "cpu" else None
-        _unscale(call, inv_scale, False, False, stats, watch, compiled)
+        _unscale(call, inv_scale, False, False, stats, watch, _compiled(device))
 
 
 def multi_tensor_unscale_clipped(

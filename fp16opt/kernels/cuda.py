@@ -90,7 +90,10 @@ class Site:
 
     Attributes:
         watched: the plan of the tensors that are hashed in passing, which the table was made for too; or None.
+        numbers: the site of a step's numbers, or None.
     """
+
+    numbers: Site | None = None
 
     def __init__(self, call: Call, watched: Call | None) -> None:
         self.watched = None if watched is None else watched.plan

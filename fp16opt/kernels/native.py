@@ -299,7 +299,7 @@ def adam(
     (steps,) = _addresses(counts)
     _cpu.adam(
         *(_table(call.plan, call.columns), grads, masters, state, models, steps, group_of),
-        [tuple(o) for o in options],
+        [(float(o.lr), *o[1:]) for o in options],
         *(factors.inv_scale.item(), factors.coefficient.item(), overflow, hashes, torch.get_num_threads()),
     )
     _step_written(call, stats)
@@ -318,7 +318,7 @@ def sgd(
     grads, masters, state, models, overflow, hashes = _split_lists(call, stats)
     _cpu.sgd(
         *(_table(call.plan, call.columns), grads, masters, state, models, first, group_of),
-        [tuple(o) for o in options],
+        [(float(o.lr), *o[1:]) for o in options],
         *(factors.inv_scale.item(), factors.coefficient.item(), overflow, hashes, torch.get_num_threads()),
     )
     _step_written(call, stats)

@@ -114,3 +114,19 @@ def join(param: Tensor, remainder: Tensor, out: Tensor) -> None:
     for part in _slabs(weights.numel()):
         target.values[part].copy_(decode(weights[part].contiguous(), rest[part]))
     _write_back(target, out, order)
+
+
+def renew(param: Tensor, remainder: Tensor, moved: Tensor, taken: Tensor) -> None:
+    """``remainder`` becomes what ``param`` needs beside it to stand for itself, if ``moved``.
+
+    Args:
+        param: float16 or bfloat16.
+        remainder: int16, shape of ``param``. Written.
+        moved: bool, shape []. Where it is False nothing changes.
+        taken: int32, shape []. Set to 1 if ``moved``, else left.
+    """
+    plain = torch.zeros_like(remainder)
+    if param.dtype == torch.float16:  # with a remainder of 0 an infinite weight would stand for 65520
+        plain.masked_fill_(torch.isinf(param), -1)
+    remainder.copy_(torch.where(moved, plain, remainder))
+    taken.masked_fill_(moved & bool(param.numel()), 1)

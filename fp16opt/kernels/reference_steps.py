@@ -7,6 +7,7 @@ backend gives the same bits. Numbers of a step are computed in double and rounde
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import struct
 from collections.abc import Iterator
@@ -23,12 +24,13 @@ class AdamOptions(NamedTuple):
     """What a param_group of Adam or AdamW says, apart from ``amsgrad``, which shows in the lists.
 
     Attributes:
-        lr, beta1, beta2, eps, weight_decay: as ``torch.optim.AdamW`` holds them.
+        lr, beta1, beta2, eps, weight_decay: as ``torch.optim.AdamW`` holds them; an ``lr`` that is a tensor has one
+            element.
         decoupled: whether the weight decay is AdamW's.
         maximize: as ``torch.optim.AdamW`` holds it.
     """
 
-    lr: float
+    lr: float | Tensor
     beta1: float
     beta2: float
     eps: float
@@ -41,10 +43,11 @@ class SgdOptions(NamedTuple):
     """What a param_group of SGD says.
 
     Attributes:
-        lr, momentum, dampening, weight_decay, nesterov, maximize: as ``torch.optim.SGD`` holds them.
+        lr, momentum, dampening, weight_decay, nesterov, maximize: as ``torch.optim.SGD`` holds them; an ``lr`` that is
+            a tensor has one element.
     """
 
-    lr: float
+    lr: float | Tensor
     momentum: float
     dampening: float
     weight_decay: float
@@ -65,6 +68,35 @@ def _single(value: float) -> float:
         return float(struct.unpack("<f", struct.pack("<f", value))[0])
     except OverflowError:
         return math.copysign(math.inf, value)
+
+
+def _product(a: int, b: int) -> int:
+    """The product of two multiples of 2^-128, as csrc/functors/power.h truncates it."""
+    (a1, a0), (b1, b0) = divmod(a, 1 << 64), divmod(b, 1 << 64)
+    return a1 * b1 + (a1 * b0 >> 64) + (a0 * b1 >> 64)
+
+
+@functools.lru_cache(maxsize=1024)
+def power(base: float, count: float) -> float:
+    """``base`` to the ``count``, the same bits on every machine: what C libraries give differs in the last place.
+
+    Args:
+        base: at least 0, less than 1.
+        count: a number of steps; a fraction is dropped.
+
+    Example:
+        >>> power(0.5, 3.0), power(0.9, 0.0)
+        (0.125, 1.0)
+    """
+    left = int(min(count, 9e18)) if count >= 1.0 else 0
+    numerator, denominator = base.as_integer_ratio()
+    square, result = (numerator << 128) // denominator, 1 << 128
+    begun = False
+    while left:
+        if left & 1:
+            result, begun = (_product(result, square) if begun else square), True
+        square, left = _product(square, square), left >> 1
+    return result / (1 << 128)  # rounded correctly
 
 
 def _gradient(grad: Tensor, factors: Factors, maximize: bool) -> Tensor:
@@ -109,8 +141,9 @@ def adam(
         factors: what ``grad`` is multiplied by.
     """
     o = options
-    step_size = _single(-(o.lr / (1.0 - o.beta1**t)))
-    root = _single(math.sqrt(1.0 - o.beta2**t))
+    lr = float(o.lr)
+    step_size = _single(-(lr / (1.0 - power(o.beta1, t))))
+    root = _single(math.sqrt(1.0 - power(o.beta2, t)))
     state = [master, exp_avg, exp_avg_sq, *([] if max_exp_avg_sq is None else [max_exp_avg_sq])]
     views = _Views(*state)
     source = reference._flat(grad, views.order).values
@@ -119,7 +152,7 @@ def adam(
         g = _gradient(source[part], factors, o.maximize)
         if o.weight_decay != 0.0 and not o.decoupled:
             g = g + p * _single(o.weight_decay)
-        decayed = p * _single(1.0 - o.lr * o.weight_decay) if o.decoupled else p
+        decayed = p * _single(1.0 - lr * o.weight_decay) if o.decoupled else p
         m.copy_(_lerp(m, g, _single(1.0 - o.beta1)))
         v.copy_(v * _single(o.beta2) + (g * _single(1.0 - o.beta2)) * g)
         second = v
@@ -160,7 +193,7 @@ def sgd(
             kept = g if first else buffer[0] * _single(o.momentum) + g * _single(1.0 - o.dampening)
             buffer[0].copy_(kept)
             g = g + buffer[0] * _single(o.momentum) if o.nesterov else buffer[0]
-        p.copy_(p + g * _single(-o.lr))
+        p.copy_(p + g * _single(-float(o.lr)))
     views.write_back()
 
 

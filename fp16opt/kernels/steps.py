@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from . import backend, native, reference_steps
+from . import backend, cuda_steps, native, reference_steps
 from .checks import check_result
 from .reference_steps import AdamOptions, Factors, SgdOptions
 from .stats import CastStats
@@ -89,11 +89,31 @@ def _check_groups(name: str, group_of: Sequence[int], options: Sequence[object],
     return used
 
 
-def _skips(found_inf: Tensor | None, name: str, device: torch.device | None) -> bool:
-    """Whether the flag says that nothing may be written. Free on the CPU; elsewhere the reference version waits."""
-    if found_inf is None:
+def _check_betas(name: str, options: Sequence[AdamOptions]) -> None:
+    for k, o in enumerate(options):
+        for beta in ("beta1", "beta2"):
+            value = getattr(o, beta)
+            if not 0.0 <= value < 1.0:
+                raise ValueError(f"{name}: options[{k}].{beta} must be at least 0 and less than 1, got {value}.")
+
+
+def _check_flag(found_inf: Tensor | None, name: str, device: torch.device | None) -> None:
+    if found_inf is not None:
+        check_result(name, "found_inf", found_inf, 1, torch.float32, device)
+
+
+def _backend(call: Call, counts: Call | None = None) -> str:
+    """What serves the entries whose memory is walked linearly."""
+    if counts is not None and counts.plan.indirect:
+        return "reference"
+    return "reference" if call.plan.device is None else backend(call.plan.device)
+
+
+def _skips(found_inf: Tensor | None, call: Call, serving: str, counts: Call | None = None) -> bool:
+    """Whether the flag says that nothing may be written. Not asked where a kernel looks at it: that would wait."""
+    on_host = counts is not None and not cuda_steps.counts_on_device(call, counts)
+    if found_inf is None or (serving == "cuda" and not call.plan.indirect and not on_host):
         return False
-    check_result(name, "found_inf", found_inf, 1, torch.float32, device)
     return bool(found_inf.item())
 
 
@@ -119,15 +139,17 @@ def multi_tensor_adam(
         grads: n tensors, still scaled: float32, or the dtype of ``models[i]``. Read only.
         masters: n float32 tensors of the same shapes, or int16 remainders to ``models``. Written, as all the following.
         exp_avgs, exp_avg_sqs: n float32 tensors of the same shapes.
-        steps: n float32 tensors of one element: how many steps were taken. Counted up.
-        options: of the param_groups.
+        steps: n float32 tensors of one element, each its own: how many steps were taken. Counted up. Where they are not
+            on the device of the others, the step is decided on the host: one wait, if ``found_inf`` is given.
+        options: of the param_groups. An ``lr`` that is a tensor on the device is read there.
         group_of: for each of the n entries, its place in ``options``.
         factors: what gradients are multiplied by.
         max_exp_avg_sqs: n float32 tensors of the same shapes; given for amsgrad.
         models: n float16 or bfloat16 tensors of the same shapes, to which masters are rounded; None where masters are
             the parameters themselves.
         stats: for n tensors; written with ``models``, as by :func:`fp16opt.kernels.multi_tensor_cast`.
-        found_inf: float32, shape [], on the device: where it is not 0, nothing is written.
+        found_inf: float32, shape [], on the device: where it is not 0, nothing is written. Compiled kernels look at it
+            there; torch operations wait for it.
         tables: the cache of this call site.
 
     Raises:
@@ -152,12 +174,14 @@ def multi_tensor_adam(
         used = _check_groups(operation.name, group_of, options, call)
         _check_factors(operation.name, factors, call.plan.device)
         _check_stats(operation.name, stats, models, call)
+        _check_betas(operation.name, options)
+        _check_flag(found_inf, operation.name, call.plan.device)
         if counts.plan.rows != call.plan.rows or len(counts.plan.single) != len(call.plan.rows):
             raise ValueError(f"{operation.name}: steps must have one element for each entry that is stepped.")
-        if _skips(found_inf, operation.name, call.plan.device):
+        serving = _backend(call, counts)
+        if _skips(found_inf, call, serving, counts):
             return
-        compiled = backend(call.plan.device or "cpu") == "cpu"
-        for place, row in call.for_reference(compiled):
+        for place, row in call.for_reference(serving != "reference"):
             grad, master, *kept = (column[place] for column in call.columns)
             model = kept.pop() if models is not None else None
             count = counts.columns[0][place].add_(1.0)
@@ -165,8 +189,11 @@ def multi_tensor_adam(
             o = options[used[place]]
             with reference_steps.whole(row, master, model, stats) as single:
                 reference_steps.adam(grad, single, kept[0], kept[1], largest, float(count), o, factors)
-        if compiled:
-            native.adam(call, counts, options, used, factors, stats if models is not None else None)
+        found = stats if models is not None else None
+        if serving == "cpu":
+            native.adam(call, counts, options, used, factors, found)
+        elif serving == "cuda":
+            cuda_steps.adam(call, counts, options, used, factors, found, found_inf)
 
 
 def multi_tensor_sgd(
@@ -188,7 +215,7 @@ def multi_tensor_sgd(
     Args:
         grads: n tensors, still scaled: float32, or the dtype of ``models[i]``. Read only.
         masters: n float32 tensors of the same shapes, or int16 remainders to ``models``. Written, as all the following.
-        options: of the param_groups.
+        options: of the param_groups. An ``lr`` that is a tensor on the device is read there.
         group_of: for each of the n entries, its place in ``options``.
         factors: what gradients are multiplied by.
         momentum_buffers: n float32 tensors of the same shapes; None steps without momentum.
@@ -213,18 +240,22 @@ def multi_tensor_sgd(
         used = _check_groups(operation.name, group_of, options, call)
         _check_factors(operation.name, factors, call.plan.device)
         _check_stats(operation.name, stats, models, call)
+        _check_flag(found_inf, operation.name, call.plan.device)
         fresh = [False] * call.plan.count if first is None else list(first)
         if len(fresh) != call.plan.count:
             raise ValueError(f"{operation.name}: first has {len(fresh)} entries, grads has {call.plan.count}.")
-        if _skips(found_inf, operation.name, call.plan.device):
+        serving = _backend(call)
+        if _skips(found_inf, call, serving):
             return
         fresh = [fresh[i] for i in call.plan.rows]
-        compiled = backend(call.plan.device or "cpu") == "cpu"
-        for place, row in call.for_reference(compiled):
+        for place, row in call.for_reference(serving != "reference"):
             grad, master, *kept = (column[place] for column in call.columns)
             model = kept.pop() if models is not None else None
             buffer = kept[0] if kept else None
             with reference_steps.whole(row, master, model, stats) as single:
                 reference_steps.sgd(grad, single, buffer, fresh[place], options[used[place]], factors)
-        if compiled:
-            native.sgd(call, fresh, options, used, factors, stats if models is not None else None)
+        found = stats if models is not None else None
+        if serving == "cpu":
+            native.sgd(call, fresh, options, used, factors, found)
+        elif serving == "cuda":
+            cuda_steps.sgd(call, fresh, options, used, factors, found, found_inf)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import emulated
 import pytest
 import torch
 
@@ -12,9 +13,13 @@ from fp16opt.kernels import native
 LEVELS = native._cpu.simd_levels() if native.available() else []
 
 
-@pytest.fixture(params=["reference", *[f"{level}-{n}" for level in LEVELS for n in (1, 2, 3)]])
+@pytest.fixture(params=["reference", "emulated", *[f"{level}-{n}" for level in LEVELS for n in (1, 2, 3)]])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Plain torch, and each SIMD level with one, two and three threads."""
+    """Plain torch, the emulated CUDA kernels, and each SIMD level with one, two and three threads."""
+    if request.param == "emulated":
+        emulated.use(request.getfixturevalue("emulated_cuda"), monkeypatch)
+        yield request.param
+        return
     if request.param == "reference":
         monkeypatch.setattr(native, "_cpu", None)
         yield request.param

@@ -19,8 +19,18 @@ FINDING = {
     "Norm": (True, False),
     "Cast": (True, True),
     "Hash": (True, False),
+    "Split": (True, True),
 }
-MAPPING = {"Scale": (True, True), "Axpby": (True, True), "Take": (True, True)}
+MAPPING = {
+    "Scale": (True, True),
+    "Axpby": (True, True),
+    "Take": (True, True),
+    "Join": (True, True),
+    "Renew": (True, True),
+}
+STEPPING = {"AdamStep": (True, True), "SgdStep": (True, True)}
+WIDE = {**FINDING, **MAPPING, **STEPPING}
+REGISTERS = {"AdamStep": 128}  # two blocks of 256 threads fit on a multiprocessor; else 80, and three
 SINGLE = {"CaptureScale", "DecideClip", "CloseStep"}  # one block, over a few numbers
 
 pytestmark = pytest.mark.skipif(
@@ -55,7 +65,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
         said += done.stdout + done.stderr
         ptx = (folder / f"{source.stem}.ptx").read_text()
         for body in ptx.split(".visible .entry ")[1:]:
-            name = re.match(r"\S*?(?:finding|mapping|single)_kernelINS_6common\d+(\w+?)E", body)
+            name = re.match(r"\S*?(?:finding|mapping|stepping|single)_kernelINS_6common\d+(\w+?)E", body)
             assert name is not None, body[:200]
             kernels[name[1]] = body
     return Compiled(kernels, said)
@@ -71,7 +81,7 @@ def instructions(body: str) -> Counter[str]:
 
 
 def test_every_operation_is_one_kernel(compiled: Compiled) -> None:
-    assert set(compiled.kernels) == {*FINDING, *MAPPING, *SINGLE, "Sample"}
+    assert set(compiled.kernels) == {*WIDE, *SINGLE, "Sample"}
 
 
 def test_arithmetic_is_exact(compiled: Compiled) -> None:
@@ -93,11 +103,21 @@ def test_nothing_is_fused_but_pairs_of_squares(compiled: Compiled) -> None:
     assert instructions(compiled.kernels["Unscale"])["fma.rn.f64"] > 0
 
 
-@pytest.mark.parametrize("name", [*FINDING, *MAPPING])
+def test_steps_divide_and_take_roots_as_the_cpu_does(compiled: Compiled) -> None:
+    """A correctly rounded instruction each, for every one of a thread's eight elements, with and without amsgrad."""
+    used = instructions(compiled.kernels["AdamStep"])
+    assert used["sqrt.rn.f32"] == 16
+    assert used["div.rn.f32"] == 32
+    assert used["sqrt.rn.f64"] == 1, "of the bias correction, which one thread of a block computes"
+    assert used["cvt.rn.f16.f32"] > 0, "float16 weights are rounded in the pass"
+    assert not instructions(compiled.kernels["SgdStep"])["div.rn.f32"]
+
+
+@pytest.mark.parametrize("name", list(WIDE))
 def test_loads_and_stores_are_16_bytes_wide(compiled: Compiled, name: str) -> None:
     used = instructions(compiled.kernels[name])
     wide = [sum(n for op, n in used.items() if re.match(rf"{kind}\.global\.v4\.[fub]32", op)) for kind in ("ld", "st")]
-    loads, stores = {**FINDING, **MAPPING}[name]
+    loads, stores = WIDE[name]
     assert (wide[0] > 0) >= loads
     assert (wide[1] > 0) >= stores
     generic = [op for op in used if re.match(r"(ld|st)\.(v\d\.)?[fubs]\d+$", op)]
@@ -108,8 +128,11 @@ def test_nothing_is_spilled_and_no_atomic_adds_numbers(compiled: Compiled) -> No
     spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", compiled.ptxas)
     assert len(spills) == len(compiled.kernels)
     assert {number for spill in spills for number in spill} == {"0"}
-    registers = [int(number) for number in re.findall(r"Used (\d+) registers", compiled.ptxas)]
-    assert max(registers) <= 80, "three blocks of 256 threads fit on a multiprocessor"
+    reports = r"Compiling entry function '\S*?_kernelINS_6common\d+(\w+?)E.*?Used (\d+) registers"
+    used_by = re.findall(reports, compiled.ptxas, re.DOTALL)
+    assert {name for name, _ in used_by} == set(compiled.kernels)
+    crowded = {name: number for name, number in used_by if int(number) > REGISTERS.get(name, 80)}
+    assert not crowded, "fewer blocks fit on a multiprocessor than were reckoned with"
     for name, body in compiled.kernels.items():
         used = instructions(body)
         assert not [op for op in used if re.match(r"(ld|st)\.local", op)], name

@@ -230,7 +230,7 @@ def test_tensors_of_more_than_2_to_the_31_elements_are_packed(emulated_cuda: Mod
         ("a size or row is negative", ([-1], [0], [[2]], [0])),
         ("dtypes must have one entry", ([1], [0], [[]], [0])),
         ("unknown dtype code", ([1], [0], [[9]], [0])),
-        ("one to three lists", ([1], [0], [], [0])),
+        ("one to six lists", ([1], [0], [], [0])),
     ],
 )
 def test_tables_that_do_not_fit_are_refused(emulated_cuda: ModuleType, message: str, arguments: Any) -> None:

@@ -12,6 +12,7 @@
 
 #include "../../csrc/api.h"
 #include "../../csrc/api_split.h"
+#include "../../csrc/api_steps.h"
 #include "../../csrc/launch/threads.h"
 
 using namespace fp16opt;
@@ -173,6 +174,79 @@ void run_split(Lists lists, int threads, Results& results) {
     for (const Bytes& memory : lists.memory) results.take(memory);
 }
 
+// Nans have no bits to compare: arithmetic at another SIMD level makes others.
+void take_numbers(const Lists& lists, size_t list, Results& results) {
+    for (size_t i = 0; i < lists.numels.size(); ++i) {
+        std::vector<unsigned char> block = lists.memory[list][i];
+        const DType dtype = lists.dtypes[list][i];
+        const size_t item = size_t(item_size(dtype));
+        for (size_t at = 0; at < block.size(); at += item) {
+            uint32_t bits = 0;
+            std::memcpy(&bits, &block[at], item);
+            const uint32_t infinity = dtype == DType::half ? 0x7c00u : dtype == DType::bfloat16 ? 0x7f80u : 0x7f800000u;
+            if ((bits & (item == 2 ? 0x7fffu : 0x7fffffffu)) > infinity) std::memset(&block[at], 0xff, item);
+        }
+        results.take(block);
+    }
+}
+
+enum class Step { sgd, momentum, adam, amsgrad };
+
+// One step of lists that are gradients, masters or remainders, state, and models where there are any.
+void run_step(Lists lists, Step kind, bool has_models, int threads, Results& results) {
+    const size_t state = kind == Step::sgd ? 0 : size_t(kind), count = lists.memory.size();
+    std::vector<Pointers> pointers;
+    for (size_t k = 0; k < count; ++k) pointers.push_back(lists.pointers(k));
+    std::vector<int32_t> overflow(kCount, 0), group_of;
+    std::vector<int64_t> hashes(kCount, 0), again(kCount, 0);
+    std::vector<uint8_t> first;
+    for (int i = 0; i < kCount; ++i) {
+        group_of.push_back(i % 2);
+        first.push_back(uint8_t(i % 3 == 0));
+    }
+    const Table table = lists.table();
+    StepLists given{table, pointers[0], pointers[1], {}, has_models ? &pointers.back() : nullptr, group_of,
+                    overflow.data(), hashes.data()};
+    for (size_t k = 0; k < state; ++k) given.state.push_back(&pointers[2 + k]);
+    if (kind == Step::sgd || kind == Step::momentum) {
+        const std::vector<SgdOptions> groups{{0.1, 0.9, 0.1, 0.01, false, false}, {0.01, 0.9, 0.0, 0.0, true, true}};
+        sgd(given, first, groups, 0.25f, 0.5f, threads);
+    } else {
+        std::vector<std::vector<float>> counts(kCount, std::vector<float>(1, 3.0f));
+        Pointers steps;
+        for (auto& steps_of_one : counts) steps.push_back(steps_of_one.data());
+        const std::vector<AdamOptions> groups{{0.1, 0.9, 0.999, 1e-8, 0.01, true, false},
+                                              {0.01, 0.3, 0.99, 0.0, 0.1, false, true}};
+        adam(given, steps, groups, 0.25f, 0.5f, threads);
+        for (int32_t place : lists.places) {
+            if (counts[size_t(place)][0] != 4.0f) throw std::runtime_error("a step was not counted");
+        }
+    }
+    if (has_models) {
+        const Table written(lists.numels, lists.rows, {lists.dtypes.back()}, lists.places);
+        content_hash(written, pointers.back(), again.data(), threads);
+        if (hashes != again) throw std::runtime_error("the hash of a step differs from the hash of its weights");
+        results.take(overflow);
+    }
+    for (size_t k = 0; k + 1 < count; ++k) {
+        if (k == 1 && has_models) continue;  // remainders are no numbers, and masters are in the weights
+        take_numbers(lists, k, results);
+    }
+    take_numbers(lists, has_models ? count - 1 : 1, results);
+}
+
+// Lists for a step with `state` lists of state.
+Lists step_lists(size_t state, bool has_models) {
+    return Lists(kCount, int(2 + state + size_t(has_models)), [=] {
+        const DType model = any(2);
+        std::vector<DType> row{has_models && below(3) != 0 ? model : DType::single,
+                               has_models && below(2) != 0 ? DType::half : DType::single};
+        row.insert(row.end(), state, DType::single);
+        if (has_models) row.push_back(model);
+        return row;
+    });
+}
+
 // Of all results so far, to compare one machine with another. FNV-1a.
 uint64_t digest = 0xcbf29ce484222325ull;
 
@@ -188,6 +262,11 @@ void compare_levels() {
     for (int i = 0; i < kCount; i += 2) params.resize(size_t(i), grads.numels[size_t(i)]);
     std::vector<uint8_t> add;
     for (int i = 0; i < kCount; ++i) add.push_back(uint8_t(below(2)));
+    const Step kinds[] = {Step::sgd, Step::momentum, Step::adam, Step::amsgrad};
+    std::vector<Lists> step_ins;
+    for (Step kind : kinds) {
+        for (bool has_models : {false, true}) step_ins.push_back(step_lists(kind == Step::sgd ? 0 : size_t(kind), has_models));
+    }
     std::vector<unsigned char> first;
     for (const CpuLevel* const* level = supported_levels(); *level != nullptr; ++level) {
         use_level((*level)->name);
@@ -197,6 +276,7 @@ void compare_levels() {
             run_clip(grads, threads, results);
             run_others(grads, mixed, weights, threads, results);
             run_split(splits, threads, results);
+            for (size_t k = 0; k < step_ins.size(); ++k) run_step(step_ins[k], kinds[k / 2], k % 2 != 0, threads, results);
             if (first.empty()) first = results.bytes;
             if (first != results.bytes) throw std::runtime_error(std::string((*level)->name) + " gives other bits");
         }

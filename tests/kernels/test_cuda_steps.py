@@ -1,0 +1,340 @@
+"""The CUDA kernels of the one-pass steps and of split masters, emulated, against the CPU's and plain torch's."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from types import ModuleType
+from typing import Any
+
+import emulated
+import numpy as np
+import pretended
+import pytest
+import torch
+from kernel_cases import LAYOUTS, SIXTEEN, make, shape_of
+from step_cases import KINDS, StepCase, assert_same_results, place, random_case, split_and_join, unaligned
+from torch import Tensor
+
+from fp16opt.kernels import CastStats, GradStats, cuda_steps, multi_tensor_check, multi_tensor_renew, native
+from fp16opt.kernels.reference_steps import power
+from fp16opt.kernels.steps import AdamOptions, Factors, StepTables, multi_tensor_adam
+
+compiled = pytest.mark.skipif(not native.available(), reason="the compiled CPU module is not installed")
+
+
+@pytest.fixture
+def host(emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
+    return emulated.use(emulated_cuda, monkeypatch)
+
+
+def two_steps(case: StepCase, seed: int) -> StepCase:
+    """A step, and one with other gradients through the same tables."""
+    rng = np.random.default_rng(seed)
+    grads = [None if g is None else place(g, "cpu") for g in case.columns["grads"]]
+    for grad in grads:
+        if grad is not None and grad.numel():
+            grad.mul_(float(rng.choice([-0.5, 2.0])))
+    return case.run().again(grads)
+
+
+@pytest.mark.parametrize("special", [0.0, 0.05])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_have_the_bits_of_the_cpu_and_of_plain_torch(
+    emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: str, seed: int, special: float
+) -> None:
+    case = random_case(np.random.default_rng(seed), kind, special)
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "_cpu", None)
+        plain = two_steps(case.on("cpu"), seed)
+    with monkeypatch.context() as patch:
+        emulated.use(emulated_cuda, patch)
+        count = pretended.counting(patch)
+        got = two_steps(case.on("cpu"), seed)
+        assert count.launches == {"sgd" if "sgd" in kind or "momentum" in kind else "adam": 2}, "one launch a step"
+    assert_same_results(got, plain, f"{kind}, against plain torch")
+    if native.available():
+        assert_same_results(got, two_steps(case.on("cpu"), seed), f"{kind}, against the CPU's kernels")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_found_inf_leaves_everything_untouched(host: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    case = random_case(np.random.default_rng(5), kind, 0.1).on("cpu")
+    assert_same_results(case.on("cpu"), case, "the copy")
+    before = case.on("cpu")
+    before.stats = case.stats = CastStats.allocate(len(case.group_of), "cpu")  # type: ignore[attr-defined]
+    case.stats = CastStats(before.stats.overflow.clone(), before.stats.hashes.clone())  # type: ignore[attr-defined]
+    assert case.found_inf is not None
+    case.found_inf.fill_(1.0)
+    dense = {k: [t if t is None or t.is_contiguous() else None for t in c] for k, c in case.columns.items()}
+    assert any(t is not None for t in dense["grads"])
+    assert_same_results(case.run(), before, kind)
+    case.found_inf.zero_()
+    case.run()
+    with pytest.raises(AssertionError):
+        assert_same_results(case, before, kind)
+
+
+def plain_case(kind: str, count: int = 3) -> StepCase:
+    """Nothing that torch operations must serve, and numbers that are numbers."""
+    rng = np.random.default_rng(0)
+    case = random_case(rng, kind, 0.0, 2)
+    base = kind.removeprefix("own ")
+    own = kind.startswith("own ")
+    shapes = [(300 + k,) for k in range(count)]
+    case.columns = {name: [] for name in case.columns}
+    dtypes = {"grads": torch.float32 if own else torch.float16, "masters": torch.float32, "models": torch.float16}
+    for name, column in case.columns.items():
+        column += [make(rng, shape, dtypes[name]) for shape in shapes]
+    case.state = [[torch.zeros(shape) for shape in shapes] for _ in case.state]
+    case.steps = [torch.tensor(0.0) for _ in shapes]
+    case.group_of, case.first = [k % 2 for k in range(count)], [False] * count
+    lr = 0.125
+    case.options = [o._replace(lr=lr) for o in case.options[:2]]
+    assert base in ("adam", "amsgrad", "sgd", "momentum")
+    return case.on("cpu")
+
+
+def test_nobody_looks(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in KINDS:
+        case = plain_case(kind)
+        case.options = [o._replace(lr=torch.tensor(0.25)) for o in case.options]
+        case.run()
+        with pretended.watching(monkeypatch) as seen:
+            case.run()
+        assert seen.looks == []
+        assert not seen.launches, f"torch launches nothing beside the kernel: {seen.launches}"
+
+
+def test_numbers_are_copied_where_one_changed_and_only_there(host: Any) -> None:
+    case = plain_case("adam")
+    for _ in range(3):
+        case.run()
+    assert len(host.copies) == 2, "the first call copies addresses and numbers"
+    case.options[0] = case.options[0]._replace(lr=0.5)
+    case.run().run()
+    assert len(host.copies) == 3
+    assert host.copies[2] < 400
+    case.columns["grads"] = [place(g, "cpu") for g in case.columns["grads"] if g is not None]
+    case.run()
+    assert len(host.copies) == 4
+    case.options.append(case.options[0]._replace(lr=3.0))
+    case.group_of[0] = 2
+    before = case.on("cpu")
+    case.run()
+    assert len(host.copies) == 5, "a param_group that came later"
+    assert_same_results(case, before.run(), "three groups")
+
+
+def test_a_learning_rate_on_the_device_is_read_there(host: Any) -> None:
+    for dtype in (torch.float32, torch.float64):
+        case, plain = plain_case("momentum"), plain_case("momentum")
+        lr = torch.tensor(0.25, dtype=dtype)
+        case.options = [o._replace(lr=lr) for o in case.options]
+        for value in (0.25, 0.1, 1e-3):
+            lr.fill_(value)
+            plain.options = [o._replace(lr=float(lr)) for o in plain.options]
+            case.run()
+            plain.run()
+        assert_same_results(case, plain, str(dtype))
+        assert len(host.copies) == 2 + 4, "a number that the device holds is not copied"
+        host.copies.clear()
+
+
+@pytest.mark.parametrize("found", [0.0, 1.0])
+def test_counters_on_the_host_are_counted_there(host: Any, monkeypatch: pytest.MonkeyPatch, found: float) -> None:
+    case, there = plain_case("amsgrad"), plain_case("amsgrad")
+    for one in (case, there):
+        one.steps = [torch.tensor(float(k)) for k in (0, 4, 1000)]
+        one.found_inf = torch.tensor(found)
+    there.run().run()
+    versions = [step._version for step in case.steps if step is not None]
+    monkeypatch.setattr(cuda_steps, "counts_on_device", lambda call, counts: False)
+    case.run().run()
+    assert_same_results(case, there, "host")
+    assert [float(step) for step in case.steps if step is not None] == ([2, 6, 1002] if found == 0 else [0, 4, 1000])
+    moved = [step._version > old for step, old in zip(case.steps, versions, strict=True) if step is not None]
+    assert moved == [found == 0.0] * 3
+
+
+def test_captured_steps_keep_their_tables(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = plain_case("adam")
+    wanted = case.on("cpu").run().run().run()
+    case.run()
+    copies = len(host.copies)
+    monkeypatch.setattr(host, "capturing", True)
+    case.run()
+    assert len(host.copies) == copies, "a graph's tables are no copies in its stream"
+    monkeypatch.setattr(host, "capturing", False)
+    case.run()
+    assert len(host.copies) == copies, "eager steps have theirs still"
+    assert_same_results(case, wanted, "captured")
+
+
+def test_autograd_and_the_model_watch_see_the_writes(host: Any) -> None:
+    case = plain_case("adam")
+    written = [t for name, column in case.results().items() if name != "grads" for t in column if t is not None]
+    before = [t._version for t in written]
+    case.run()
+    assert all(t._version > old for t, old in zip(written, before, strict=True))
+    stats: CastStats = case.stats  # type: ignore[attr-defined]
+    assert stats.hashes.all()
+
+
+def test_wrong_tables_are_refused(host: Any) -> None:
+    module = native.cuda_module()
+    where = module.Where(0, 0, 0)
+
+    def call(name: str, dtypes: list[int], models: bool, more: bool, row: int = 0) -> None:
+        table = module.Table([4], [row], [[d] for d in dtypes], [0])
+        numbers = module.Numbers([0], name == "adam", 1)
+        getattr(module, name)(table, where, numbers, where, 0, 0, 0, models, 0, 0, 1, more)
+
+    for name, dtypes, models, more, message in (
+        ("adam", [2, 2, 2], False, False, "another number of lists"),
+        ("adam", [2, 2, 2, 2], False, True, "another number of lists"),
+        ("adam", [0, 2, 2, 2], False, False, "a dtype that the operation does not take"),
+        ("adam", [0, 2, 2, 0, 0], True, False, "a dtype that the operation does not take"),
+        ("adam", [0, 3, 2, 2, 0], True, False, "a dtype that the operation does not take"),
+        ("sgd", [0, 2, 2], True, False, "a dtype that the operation does not take"),
+        ("sgd", [2, 2], False, True, "another number of lists"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(name, dtypes, models, more)
+    with pytest.raises(ValueError, match="a row lies outside"):
+        call("sgd", [2, 2], False, False, row=1)
+    for name, dtypes in (("split", [2, 2, 0]), ("join", [0, 0, 0])):
+        table = module.Table([4], [0], [[d] for d in dtypes], [0])
+        with pytest.raises(ValueError, match="a dtype that the operation does not take"):
+            getattr(module, name)(table, where, *((0, 0, 1) if name == "split" else ()))
+
+
+def test_numbers_that_do_not_fit_are_refused(emulated_cuda: ModuleType) -> None:
+    numbers = emulated_cuda.Numbers([0], False, 2)
+    with pytest.raises(ValueError, match="there are more or fewer groups"):
+        numbers.point([[((0.1, 0, False), 0.9, 0.0, 0.0, False, False)], [0], None, []], None)
+    with pytest.raises(IndexError):
+        emulated_cuda.Numbers([3], False, 0).point([[], [0], None, []], None)
+
+
+# -- powers ------------------------------------------------------------------------------------------------------------
+
+
+def test_powers_are_rounded_correctly() -> None:
+    rng = np.random.default_rng(0)
+    bases = [0.9, 0.99, 0.999, 0.5, 0.0, 1 - 2.0**-53, *rng.random(20).tolist()]
+    for base in bases:
+        for count in (1, 2, 3, 10, 31, 100, 255, 1000):
+            exact = Fraction(base) ** count
+            if exact > Fraction(1, 2**60) or exact == 0:  # below, what matters is 1 minus it
+                assert power(base, float(count)) == float(exact), (base, count)
+            assert abs(Fraction(power(base, float(count))) - exact) <= exact / 2**53 + Fraction(1, 2**100)
+    assert power(0.9, 0.0) == 1.0
+    assert power(0.9, 7.5) == power(0.9, 7.0)
+
+
+def test_bias_corrections_are_those_of_the_c_library() -> None:
+    """Rounded to float32, over more steps than the corrections live."""
+    for base in (0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 0.9999):
+        for count in [*range(1, 2000), *range(2000, 200_000, 97)]:
+            ours, theirs = power(base, float(count)), math.pow(base, count)
+            assert np.float32(1e-3 / (1 - ours)) == np.float32(1e-3 / (1 - theirs)), (base, count)
+            assert np.float32(math.sqrt(1 - ours)) == np.float32(math.sqrt(1 - theirs)), (base, count)
+
+
+@pytest.mark.parametrize("beta", [1.0, -0.1, math.nan, math.inf])
+@pytest.mark.parametrize("which", ["beta1", "beta2"])
+def test_betas_that_are_none_are_refused(which: str, beta: float) -> None:
+    options = AdamOptions(0.1, 0.9, 0.99, 1e-8, 0.0, True, False)._replace(**{which: beta})
+    lists: list[list[Tensor | None]] = [[torch.ones(3)] for _ in range(4)]
+    one, step = torch.tensor(1.0), torch.tensor(0.0)
+    with pytest.raises(ValueError, match=rf"options\[0\].{which} must be at least 0 and less than 1, got {beta}"):
+        multi_tensor_adam(*lists, [step], [options], [0], Factors(one, one), tables=StepTables())
+    assert step == 0
+
+
+def test_gradients_are_checked_by_one_launch(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that wait for a step have no float32 tensors beside them."""
+    grads = [torch.full((70,), 6.0).half(), torch.full((3,), float("inf")).bfloat16(), torch.ones(9)]
+    stats, count = GradStats.allocate(3, "cpu"), pretended.counting(monkeypatch)
+    multi_tensor_check(grads, torch.tensor(0.5), stats)
+    assert count.launches == {"unscale": 1}
+    assert stats.nonfinite.tolist() == [0, 1, 0]
+    assert stats.sumsq[0].item() == 70 * 9.0
+    assert grads[0].eq(6.0).all()
+
+
+# -- split masters -----------------------------------------------------------------------------------------------------
+
+
+def random_split(rng: np.random.Generator, special: float) -> list[list[Tensor | None]]:
+    lists: list[list[Tensor | None]] = [[], [], []]
+    for _ in range(int(rng.integers(1, 25))):
+        shape, layout, missing = shape_of(rng), LAYOUTS[int(rng.integers(0, len(LAYOUTS)))], rng.random() < 0.1
+        dtypes = (torch.float32, SIXTEEN[int(rng.integers(0, 2))], torch.float16)
+        row = [unaligned(rng, make(rng, shape, dtype, layout, special)) for dtype in dtypes]
+        for column, tensor in zip(lists, (row[0], row[1], row[2].view(torch.int16)), strict=True):
+            column.append(None if missing else tensor)
+    return lists
+
+
+@compiled
+@pytest.mark.parametrize("special", [0.0, 0.1])
+@pytest.mark.parametrize("seed", range(5))
+def test_split_and_join_have_the_bits_of_the_cpu(
+    emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch, seed: int, special: float
+) -> None:
+    lists = random_split(np.random.default_rng(seed), special)
+    wanted = split_and_join(*lists, "cpu")
+    emulated.use(emulated_cuda, monkeypatch)
+    count = pretended.counting(monkeypatch)
+    got = split_and_join(*lists, "cpu")
+    assert count.launches == {"split": 2, "join": 2}
+    for name, ours, theirs in zip(("weights", "rests", "outs", "flags", "hashes"), got, wanted, strict=True):
+        for k, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            if a is not None and b is not None:
+                bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[b.element_size()]
+                same = a.contiguous().view(bits) == b.contiguous().view(bits)
+                same |= (a.isnan() & b.isnan()) if b.dtype.is_floating_point else False
+                assert same.all() or name == "hashes", f"{name}[{k}]"
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_weights_that_were_written_stand_for_themselves(
+    emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch, sampled: bool
+) -> None:
+    _, params, rests = random_split(np.random.default_rng(7), 0.1)
+    count = len(params)
+    moved = torch.tensor([k % 2 for k in range(count)])
+    then, samples = torch.zeros(count, dtype=torch.int64), torch.zeros(2, count, dtype=torch.int64)
+    now = then.clone() if sampled else then + moved
+    samples[0] = moved if sampled else 0
+    results = []
+    for backend in ("emulated", "reference"):
+        if backend == "emulated":
+            patch = pytest.MonkeyPatch()
+            emulated.use(emulated_cuda, patch)
+        mine, taken = [None if r is None else place(r, "cpu") for r in rests], torch.zeros(count, dtype=torch.int32)
+        multi_tensor_renew(params, mine, now, then, taken, samples=tuple(samples.unbind()) if sampled else None)
+        if backend == "emulated":
+            patch.undo()
+        results.append((mine, taken))
+    (mine, taken), (theirs, other) = results
+    assert torch.equal(taken, other)
+    for k, (a, b, before, param) in enumerate(zip(mine, theirs, rests, params, strict=True)):
+        if a is not None and b is not None and before is not None and param is not None:
+            assert torch.equal(a, b), k
+            infinite = param.isinf() if param.dtype == torch.float16 else torch.zeros_like(param, dtype=torch.bool)
+            assert torch.equal(a, -infinite.to(torch.int16) if k % 2 else before), k
+
+
+def test_what_renewing_refuses() -> None:
+    one = torch.zeros(1, dtype=torch.int64)
+    taken, rest = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int16)
+    with pytest.raises(TypeError, match="multi_tensor_renew: wants float16 or bfloat16 params and int16 remainders"):
+        multi_tensor_renew([torch.ones(2)], [rest], one, one, taken)
+    with pytest.raises(ValueError, match="multi_tensor_renew: now must be contiguous with 1 element"):
+        multi_tensor_renew([torch.ones(2).half()], [rest], torch.zeros(2, dtype=torch.int64), one, taken)
+    with pytest.raises(TypeError, match="multi_tensor_renew: taken must be int32"):
+        multi_tensor_renew([torch.ones(2).half()], [rest], one, one, one)
