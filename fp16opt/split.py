@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
+from .kernels.tables import Entries
 from .local import different_bits, quoted
 from .masters import HALF_DTYPES, Carry, MasterParams, name_of
 from .shard import Shard
