@@ -1,13 +1,15 @@
 """What does the wrapper cost on several ranks, and do messages and memory follow the plan?
 
-    python benchmarks/distributed.py            # about a minute on two quiet cores
+    python benchmarks/distributed.py            # about two minutes on two quiet cores; 5 GB of memory
     python benchmarks/distributed.py --quick    # checks only
 
-Processes on this machine, gloo between them, one thread each. Timed is what comes after backward, with a clip that
-scales: under DDP on two ranks, FP16 weights with the wrapper against FP32 weights with torch.amp.GradScaler,
-clip_grad_norm_ and torch's fused AdamW. Both are checked first: ranks agree bit for bit, and the wrapper's masters are
-those of plain FP32 AdamW on the same gradients. Then bytes and messages of one step are counted at 1, 2 and 4 ranks and
-held against ``fp16opt.plan``.
+Processes on this machine, gloo between them, one thread each. Timed is a step with a clip that scales, under DDP on two
+ranks and on one, 34 million parameters (--width): FP16 weights with the wrapper around torch's fused AdamW against FP32
+weights with torch.amp.GradScaler, clip_grad_norm_ and the same AdamW. The wrapper three times: after
+``backward(loss, update_master_grads=False)``, so that unscaling and clipping are one write; after a plain
+``backward(loss)``, whose own unscaling is then timed with it; and with ``fused_step=True``. All are checked first:
+ranks agree bit for bit, and the wrapper's masters are those of plain FP32 AdamW on the same gradients. Then bytes and
+messages of one step are counted at 1, 2 and 4 ranks and held against ``fp16opt.plan``.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from fp16opt import MixedPrecisionOptimizer, distributed
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed
+from fp16opt.distributed.replicas import verify
 from fp16opt.plan import Plan
 
 LAYERS = 8
 MAX_NORM = 1e-3
+SCALE = 2.0**10  # no step may overflow: a skipped one is no step
 CPU = [torch.profiler.ProfilerActivity.CPU]
 
 
@@ -69,11 +73,17 @@ class Route:
 
 
 class Ours(Route):
-    """FP16 weights, the wrapper."""
+    """FP16 weights, the wrapper.
 
-    def __init__(self, width: int) -> None:
-        super().__init__("fp16opt, FP16 weights", width, torch.float16)
-        self.opt = MixedPrecisionOptimizer(make_optimizer(self.model), dynamic=True)
+    With ``early`` what a plain ``backward(loss)`` does after autograd is timed too; ``fused`` is ``fused_step=True``.
+    """
+
+    def __init__(self, width: int, early: bool = False, fused: bool = False) -> None:
+        how = ", unscaled by backward" if early else ", fused_step=True" if fused else ""
+        super().__init__(f"fp16opt, FP16 weights{how}", width, torch.float16)
+        self.early = early
+        scaler = DynamicLossScaler(init_scale=SCALE)
+        self.opt = MixedPrecisionOptimizer(make_optimizer(self.model), scaler=scaler, fused_step=fused)
         distributed.attach(self.opt, self.model)
 
     def zero_grad(self) -> None:
@@ -83,8 +93,34 @@ class Ours(Route):
         self.opt.backward(self.loss(), update_master_grads=False)
 
     def run(self) -> None:
+        if self.early:
+            self.opt.update_master_grads()
         self.opt.clip_master_grads(MAX_NORM)
         self.opt.step()
+
+
+class Attach:
+    """``attach``, once a training."""
+
+    name = "attach"
+
+    def __init__(self, route: Ours) -> None:
+        self.route = route
+
+    def prepare(self) -> None:
+        dist.barrier()
+
+    def run(self) -> None:
+        distributed.attach(self.route.opt, self.route.model)
+
+
+class Verify(Attach):
+    """What ``verify_ranks_every`` adds to the steps after which ranks are compared."""
+
+    name = "verify"
+
+    def run(self) -> None:
+        verify(self.route.model.process_group, self.route.opt)
 
 
 class Theirs(Route):
@@ -93,7 +129,7 @@ class Theirs(Route):
     def __init__(self, width: int) -> None:
         super().__init__("GradScaler, FP32 weights", width, torch.float32)
         self.opt = make_optimizer(self.model)
-        self.scaler = torch.amp.GradScaler("cpu")
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
 
     def zero_grad(self) -> None:
         self.opt.zero_grad()
@@ -119,9 +155,8 @@ def check(route: Ours) -> None:
         for p, q in zip(plain, route.model.parameters(), strict=True):
             p.grad = q.grad.float() / scale
         route.run()
-        if not route.opt.step_was_skipped:
-            torch.nn.utils.clip_grad_norm_(plain, MAX_NORM)
-            reference.step()
+        torch.nn.utils.clip_grad_norm_(plain, MAX_NORM)
+        reference.step()
     # torch sums its norm in FP32, so that the factors differ by some 1e-6, and with them three steps of at most 1e-3.
     for ours, theirs in zip(masters, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=3e-8)
@@ -132,12 +167,34 @@ def check(route: Ours) -> None:
 
 
 def timed(arguments: argparse.Namespace) -> list[common.Timing]:
-    """Under DDP: ours and theirs in turns; the plan's counts come from :func:`counted`."""
-    width = 64 if arguments.quick else 1024
-    routes = [Ours(width), Theirs(width)]
-    check(routes[0])
-    timings = common.alternate(routes, 2 if arguments.quick else arguments.rounds, warmup=3)
-    return [timings[route.name] for route in routes]
+    """Under DDP: ours, early and fused, theirs, attaching and comparing, in turns."""
+    width = 64 if arguments.quick else arguments.width
+    ours = [Ours(width), Ours(width, early=True), Ours(width, fused=True)]
+    theirs = Theirs(width)
+    for route in ours:
+        check(route)
+    contenders = [*ours, theirs, Attach(ours[0]), Verify(ours[0])]
+    timings = common.alternate(contenders, 2 if arguments.quick else arguments.rounds, warmup=3)
+    if any(route.opt.skipped_steps for route in ours) or theirs.scaler.get_scale() != SCALE:
+        raise AssertionError("a step was skipped")
+    return [timings[contender.name] for contender in contenders]
+
+
+def rows_of(ranks: int, timings: list[common.Timing], bound: float | None) -> list[common.Row]:
+    """The bound of the project's plan, and the rest for information."""
+    ours, early, fused, theirs, attach, verified = timings
+    where, row = f"{ranks} rank{'s' if ranks > 1 else ''}, DDP: ", common.ratio_row
+    return [
+        row(f"{where}clip and step / GradScaler", bound, ours, theirs),
+        row(f"{where}unscaled by backward / GradScaler", None, early, theirs),
+        row(f"{where}fused_step=True / GradScaler", None, fused, theirs),
+        row(f"{where}attach, once / clip and step", None, attach, ours),
+        row(f"{where}comparing ranks / clip and step", None, verified, ours),
+    ]
+
+
+def more_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--width", type=int, default=2048, help="of the 8 square layers (default: %(default)s)")
 
 
 def counted(shard: str) -> dict[str, dict[str, float]]:
@@ -241,14 +298,11 @@ def print_counts(counts: dict[int, Any]) -> list[str]:
 
 def main() -> None:
     """Check, time, count, compare."""
-    arguments = common.parse_arguments(__doc__ or "")
+    arguments = common.parse_arguments(__doc__ or "", more_options)
     found = {ranks: run(ranks, arguments) for ranks in (1, 2, 4)}
     wrong = print_counts({ranks: counts for ranks, (_, counts) in found.items()})
     bound = None if arguments.quick else 1.0
-    rows = [
-        common.ratio_row("2 ranks, DDP: clip and step, against GradScaler", bound, *found[2][0]),
-        common.ratio_row("1 rank: the same", None, *found[1][0]),
-    ]
+    rows = [*rows_of(2, found[2][0], bound), *rows_of(1, found[1][0], None)]
     common.print_rows(rows)
     common.print_versions()
     counts = {str(ranks): counts for ranks, (_, counts) in found.items()}
