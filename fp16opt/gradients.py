@@ -274,6 +274,8 @@ class MasterGrads:
             if source is not None and out is not None and self.params.master[shard.index[k]].dtype in HALF_DTYPES:
                 wide.append(out)
                 places.append(k)
+        if not places:  # they are frozen
+            return
         cast = kernels.CastStats.allocate(len(places), shard.device)
         kernels.multi_tensor_cast(wide, [sources[k] for k in places], cast)
         shard.stats.nonfinite[places] |= (cast.overflow & kernels.TOO_LARGE).ne(0) * kernels.INF

@@ -71,6 +71,11 @@ def check_whole(param: object, where: str) -> None:
         )
 
 
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether elements of a tensor share memory, so that none can be written: placeholders of split masters."""
+    return tensor.layout is torch.strided and 0 in tensor.stride() and tensor.numel() > 1
+
+
 def different_bits(a: Tensor, b: Tensor) -> Tensor:
     """Element-wise: whether two 16-bit tensors of one dtype differ in their bits (so -0.0 differs from 0.0)."""
     return a.contiguous().view(torch.int16) != b.contiguous().view(torch.int16)

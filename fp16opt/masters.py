@@ -6,7 +6,7 @@ wrapped optimizer's ``params`` lists hold the masters, in the places where the m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -405,6 +405,9 @@ class MasterParams:
     def operand(self, i: int) -> Tensor:
         """What a fused step takes for master ``i``, beside the model's parameter."""
         return self.master[i]
+
+    def lay_out(self, state: Mapping[Any, Any]) -> None:
+        """State was loaded for masters that show the strides that it needs."""
 
     def stepped(self) -> None:
         """A step wrote masters and model."""

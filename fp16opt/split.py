@@ -6,7 +6,7 @@ under which the optimizer keeps its state. Their values exist while they are ste
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,7 +90,19 @@ class SplitParams(MasterParams):
 
     def like(self, i: int) -> Tensor:
         """New FP32 memory in the shape and strides that a full master would have."""
-        return torch.empty_like(self.model[i], dtype=torch.float32, requires_grad=False)
+        return torch.empty_like(self.remainders[i], dtype=torch.float32)
+
+    def lay_out(self, state: Mapping[Any, Any]) -> None:
+        """Give the tensors of optimizer state the masters' strides, which placeholders do not show.
+
+        torch's fused steps are silently wrong where a state's strides are not its parameter's.
+        """
+        for i in self.copied:
+            held, strides = state.get(self.master[i], {}), self.remainders[i].stride()
+            for key, value in held.items() if isinstance(held, dict) else ():
+                alike = isinstance(value, Tensor) and value.layout is torch.strided
+                if alike and value.shape == self.remainders[i].shape and value.stride() != strides:
+                    held[key] = torch.empty_like(self.remainders[i], dtype=value.dtype).copy_(value)
 
     def operand(self, i: int) -> Tensor:
         """The remainder, which with the weight is the master; or the parameter, where it is its own."""
@@ -128,8 +140,11 @@ class SplitParams(MasterParams):
         rounded = torch.empty_like(model)
         scratch = kernels.CastStats.allocate(1, model.device)
         kernels.multi_tensor_cast([master], [rounded], scratch)
-        where = torch.nonzero(different_bits(rounded, model).view(model.shape), as_tuple=True)
-        return _Ties(where, model[where], scratch.hashes) if model.dim() and where[0].numel() else None
+        differs = different_bits(rounded, model).view(model.shape)
+        if not differs.any():
+            return None
+        where = torch.nonzero(differs, as_tuple=True) if model.dim() else ()
+        return _Ties(where, model[where].clone(), scratch.hashes)
 
     def copy_down(self) -> None:
         """Nothing to do: the weights are part of the masters."""
@@ -149,19 +164,30 @@ class SplitParams(MasterParams):
     def differs(self, i: int) -> bool:
         """Whether parameter ``i``, whose hash has changed, was written.
 
-        A checkpoint of full masters goes with a model rounded to even on ties: loading that model too is no write.
+        A checkpoint of full masters goes with a model rounded to even on ties: loading that model too is no write. Nor
+        is laying it out in other strides, in whose order the hash goes.
         """
-        ties = self._ties.get(i)
-        if ties is None:
-            return True
-        now = torch.zeros_like(ties.rounded)
-        model = self.model[i].detach()
-        kernels.multi_tensor_hash([model], now)
-        if not torch.equal(now, ties.rounded):
+        model, ties = self.model[i].detach(), self._ties.get(i)
+        if torch.equal(self._hash_in_layout(i, model), self._known_hash(i)):
+            return False
+        if ties is None or not torch.equal(self._hash_in_layout(i, model), ties.rounded):
             return True
         with torch.no_grad():
             model[ties.where] = ties.weights
         return False
+
+    def _known_hash(self, i: int) -> Tensor:
+        """int64, one element: of parameter ``i`` when it was last written with its master."""
+        shard = next(shard for shard in self.shards if i in shard.copied)
+        return shard.cast.hashes[shard.copied.index(i)].reshape(1)
+
+    def _hash_in_layout(self, i: int, model: Tensor) -> Tensor:
+        """int64, one element: of the model's bits in the strides that it came in."""
+        now = torch.zeros(1, dtype=torch.int64, device=model.device)
+        if model.stride() != self.remainders[i].stride():
+            model = torch.empty_like(self.remainders[i], dtype=model.dtype).copy_(model)
+        kernels.multi_tensor_hash([model], now)
+        return now
 
     def take_from_model(self, positions: Iterable[int]) -> None:
         """Masters take the model's values, in all elements: what the weights were before is not known."""
@@ -221,3 +247,14 @@ class DecodedMaster(torch.nn.Parameter):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         self._of.grad = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        del self._of.grad
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+        """A copy has its value and, like copies of other parameters, no gradient."""
+        return torch.nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return torch.nn.Parameter(self.detach(), requires_grad=self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]

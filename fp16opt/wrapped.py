@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .fused import has_grad
+from .local import is_expanded
 
 HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -73,7 +74,7 @@ def run_step(
         StepFailed: Around whatever the step or one of its hooks raised.
     """
     completed = []
-    with _first_post_hook(optimizer, lambda *_: completed.append(True)), _fused_steps_guarded(optimizer):
+    with _first_post_hook(optimizer, lambda *_: completed.append(True)), fused_steps_guarded(optimizer):
         if found_inf is not None:
             optimizer.grad_scale = None  # type: ignore[attr-defined]
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
@@ -113,7 +114,7 @@ def _fused_momentum_groups(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any
 
 
 @contextlib.contextmanager
-def _fused_steps_guarded(optimizer: Optimizer) -> Iterator[None]:
+def fused_steps_guarded(optimizer: Optimizer) -> Iterator[None]:
     """Step a fused SGD group unfused for once where some momentum buffers exist and others don't.
 
     torch 2.13's fused step raises a TypeError there (a parameter whose first gradient comes later than the others').
@@ -154,13 +155,13 @@ class Snapshot:
     """A copy of what a step changes, to go back to: parameters, their state, and the groups' settings.
 
     Only steps with a closure take one, because such a step can fail half way through. Memory: as much as the masters
-    and the optimizer state together.
+    and the optimizer state together. Placeholders of split masters hold nothing.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        self.values = [(p, p.detach().clone()) for p in params]
+        self.values = [(p, p.detach().clone()) for p in params if not is_expanded(p)]
         itself = {id(p): p for p in params}
         self.state = {p: copy.deepcopy(state, dict(itself)) for p, state in optimizer.state.items()}
         self.settings = [

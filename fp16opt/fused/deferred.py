@@ -93,6 +93,7 @@ class DeferredGrads:
     Attributes:
         waiting: positions whose FP32 gradient does not exist.
         clipped: whether a clip was put into the factors.
+        dropped: whether a gradient that waited was set, unread, to something else since the pass that measured it.
         live: whether the gradients are those of a step that is still to come.
     """
 
@@ -104,8 +105,10 @@ class DeferredGrads:
         self._made = made
         self.waiting: set[int] = set()
         self.clipped = False
+        self.dropped = False
         self.live = False
         self._takes = False
+        self._plain = False
         self._taken: dict[int, Tensor] = {}
         self._kept: set[int] = set()
         self._read: set[int] = set()
@@ -140,14 +143,14 @@ class DeferredGrads:
         else:
             self._kept = set()
             self.drop()
-            self.clipped = False
+            self.clipped = self.dropped = False
             one = torch.ones_like(inv_scale)
             self._factors = {
                 shard.device: Factors(inv_scale.to(shard.device), one.to(shard.device)) for shard in self.params.shards
             }
         self.waiting = set()  # so that nothing is made in the middle of the pass
         self._taken = {}
-        self._takes = allowed
+        self._takes = allowed and not self._plain
         self.live = allowed or again
 
     def _clear_rows(self, positions: set[int]) -> None:
@@ -229,13 +232,16 @@ class DeferredGrads:
         one = torch.ones((), device=device)
         return Factors(one, one)
 
-    def clip(self, factor: Tensor) -> bool:
-        """Multiply the gradients that wait by ``factor`` (float32, 0-dim). False where they were clipped before."""
+    def clip(self, factor: Tensor) -> None:
+        """Multiply the gradients that wait by ``factor`` (float32, 0-dim), and those that are still to be looked at.
+
+        A second factor is a third rounding, so gradients that wait are made before one.
+        """
         if self.clipped:
-            return False
-        self._factors = {d: Factors(f.inv_scale, factor.to(d).reshape(())) for d, f in self._factors.items()}
+            self.make()
+        factor = factor.reshape(())
+        self._factors = {d: Factors(f.inv_scale, f.coefficient * factor.to(d)) for d, f in self._factors.items()}
         self.clipped = True
-        return True
 
     # -- reading them ------------------------------------------------------------------------------------------------
 
@@ -262,7 +268,10 @@ class DeferredGrads:
 
     def forget(self, master: Tensor) -> None:
         """``master.grad`` is about to be set."""
-        self.waiting.discard(self._position.get(id(master), -1))
+        i = self._position.get(id(master), -1)
+        if i in self.waiting:
+            self.waiting.discard(i)
+            self.dropped = True
 
     def make(self, positions: Iterable[int] | None = None) -> None:
         """Make the FP32 gradients of ``positions``, or of all that wait, in the bits that the step would use."""
@@ -284,6 +293,23 @@ class DeferredGrads:
                         _GRAD.__set__(self.params.master[i], out)
                         if self.live:
                             self._made(i, out)
+
+    @contextlib.contextmanager
+    def plain(self) -> Iterator[None]:
+        """For as long as it lasts, masters are ordinary parameters, for which torch chooses its faster loops.
+
+        None may wait when it begins, and none will meanwhile.
+        """
+        self._plain = True
+        masters = [self.params.master[i] for i in self.params.copied]
+        for master in masters:
+            master.__class__ = torch.nn.Parameter
+        try:
+            yield
+        finally:
+            for master in masters:
+                master.__class__ = self._class
+            self._plain = False
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:

@@ -23,24 +23,25 @@ class Lists:
     """Entries of one kernel call: all with the same state tensors, all with models or all without.
 
     Attributes:
+        positions: in the engine's parameters, of each entry.
         columns: by name: ``grads``, ``masters``, ``models``, and the names of torch's state.
         group_of: the group of each entry.
         first: entries whose momentum buffer holds nothing yet.
     """
 
-    count: int
+    positions: list[int]
     columns: dict[str, Column] = field(default_factory=dict)
     group_of: list[int] = field(default_factory=list)
     first: list[bool] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.group_of = [0] * self.count
-        self.first = [False] * self.count
+        self.group_of = [0] * len(self.positions)
+        self.first = [False] * len(self.positions)
 
     def put(self, place: int, group: int, entries: dict[str, Tensor]) -> None:
         for name, tensor in entries.items():
             if name not in self.columns:
-                self.columns[name] = [None] * self.count
+                self.columns[name] = [None] * len(self.positions)
             self.columns[name][place] = tensor
         self.group_of[place] = group
 
@@ -104,6 +105,7 @@ def _checked(state: dict[str, Tensor], master: Tensor) -> dict[str, Tensor]:
             raise CannotServe(
                 f"state {name!r} is {str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
             )
-        if tensor.layout is not torch.strided or tensor.device != master.device or tensor.requires_grad:
+        elsewhere = tensor.device != master.device and name != "step"  # which torch keeps on the host, unless fused
+        if tensor.layout is not torch.strided or elsewhere or tensor.requires_grad:
             raise CannotServe(f"state {name!r} is not a dense tensor on {master.device}")
     return state
