@@ -32,6 +32,15 @@ def plain_remainder(weight: Tensor) -> Tensor:
     return rest
 
 
+def _hash(weights: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """int64, one element: the content hash that ``weights`` would have if they were laid out in ``strides``."""
+    found = torch.zeros(1, dtype=torch.int64, device=weights.device)
+    if weights.stride() != strides:
+        weights = weights.new_empty_strided(weights.shape, strides).copy_(weights)
+    kernels.multi_tensor_hash([weights], found)
+    return found
+
+
 @dataclass
 class _Ties:
     """A tensor whose weights differ from ``.bfloat16()`` of its masters: which, and the hash it would have without."""
@@ -57,6 +66,7 @@ class SplitParams(MasterParams):
     ) -> None:
         self.remainders: dict[int, Tensor] = {}
         self._ties: dict[int, _Ties] = {}
+        self._layouts: dict[int, tuple[int, ...]] = {}
         super().__init__(groups, names, carry, makes_masters)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -131,6 +141,7 @@ class SplitParams(MasterParams):
                     models = [self.model[i] for i in shard.copied]
                     kernels.multi_tensor_split(values, models, rests, shard.cast)
             self._ties = {i: ties for i in self.copied if (ties := self._find_ties(i, masters[i])) is not None}
+        self._note_layouts()
         self.record_versions()
 
     def _find_ties(self, i: int, master: Tensor | None) -> _Ties | None:
@@ -167,27 +178,31 @@ class SplitParams(MasterParams):
         A checkpoint of full masters goes with a model rounded to even on ties: loading that model too is no write. Nor
         is laying it out in other strides, in whose order the hash goes.
         """
-        model, ties = self.model[i].detach(), self._ties.get(i)
-        if torch.equal(self._hash_in_layout(i, model), self._known_hash(i)):
+        model, ties, known = self.model[i].detach(), self._ties.get(i), self._known_hash(i)
+        now = _hash(model, self._layouts[i])
+        if torch.equal(now, known):
+            self._layouts[i] = model.stride()
+            known.copy_(_hash(model, model.stride()))
             return False
-        if ties is None or not torch.equal(self._hash_in_layout(i, model), ties.rounded):
+        if ties is None or not torch.equal(now, ties.rounded):
             return True
         with torch.no_grad():
             model[ties.where] = ties.weights
         return False
 
     def _known_hash(self, i: int) -> Tensor:
-        """int64, one element: of parameter ``i`` when it was last written with its master."""
+        """int64, one element: the hash of parameter ``i`` when it was last written with its master; to write to."""
         shard = next(shard for shard in self.shards if i in shard.copied)
-        return shard.cast.hashes[shard.copied.index(i)].reshape(1)
+        row = shard.copied.index(i)
+        return shard.cast.hashes[row : row + 1]
 
-    def _hash_in_layout(self, i: int, model: Tensor) -> Tensor:
-        """int64, one element: of the model's bits in the strides that it came in."""
-        now = torch.zeros(1, dtype=torch.int64, device=model.device)
-        if model.stride() != self.remainders[i].stride():
-            model = torch.empty_like(self.remainders[i], dtype=model.dtype).copy_(model)
-        kernels.multi_tensor_hash([model], now)
-        return now
+    def record_all(self) -> None:
+        super().record_all()
+        self._note_layouts()
+
+    def _note_layouts(self) -> None:
+        """The hashes were taken of weights in these strides."""
+        self._layouts = {i: self.model[i].stride() for i in self.copied}
 
     def take_from_model(self, positions: Iterable[int]) -> None:
         """Masters take the model's values, in all elements: what the weights were before is not known."""

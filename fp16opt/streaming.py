@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from . import kernels, wrapped
-from .buckets import BucketSteps, settings_of
+from .buckets import BucketSteps, hooks_muted, settings_of
 from .certify import check_bucket_invariant
 from .fused.deferred import stored_grad
-from .split import SplitParams, placeholder
+from .split import SplitParams
+from .trials import factory_like
 
 if TYPE_CHECKING:
     from .fused.deferred import DeferredGrads
@@ -51,10 +50,10 @@ class Certified:
 
     def check_settings(self, optimizer: Optimizer, settings: dict[str, Any]) -> None:
         """The same for a group that would have these settings."""
-        kind = repr({key: bool(value) if _is_size(key, value) else value for key, value in settings.items()})
+        kind = repr([(key, bool(value) if _is_size(key, value) else value) for key, value in sorted(settings.items())])
         if kind in self._kinds:
             return
-        check = check_bucket_invariant(_factory_like(optimizer, settings))
+        check = check_bucket_invariant(factory_like(optimizer, settings))
         if check.passed is False:
             raise ValueError(
                 f'master_weights="split": {_named(optimizer, settings)} can\'t be stepped a bucket at a time: '
@@ -77,21 +76,6 @@ def _named(optimizer: Optimizer, settings: dict[str, Any]) -> str:
         if name != "lr" and name in settings and repr(settings[name]) != repr(default)
     ]
     return f"{cls.__module__}.{cls.__qualname__}" + (f" with {', '.join(options)}" if options else "")
-
-
-def _factory_like(optimizer: Optimizer, settings: dict[str, Any]) -> Callable[[list[torch.nn.Parameter]], Optimizer]:
-    """Makes optimizers of the same class with the same settings."""
-    cls = type(optimizer)
-    known = inspect.signature(cls).parameters
-    given = {key: value for key, value in settings.items() if key in known}
-
-    def make(params: list[torch.nn.Parameter]) -> Optimizer:
-        made: Optimizer = cls(params, **copy.deepcopy(given))
-        for group in made.param_groups:
-            group.update(copy.deepcopy(settings))
-        return made
-
-    return make
 
 
 # -- buckets -----------------------------------------------------------------------------------------------------------
@@ -265,7 +249,7 @@ class StreamedStep:
 
     def _step_all(self, deferred: DeferredGrads) -> None:
         try:
-            with torch.no_grad(), _muted(self.optimizer):
+            with torch.no_grad(), hooks_muted(self.optimizer):
                 self._run(deferred)
         finally:
             self.params.stepped()
@@ -353,36 +337,22 @@ class _Memory:
 @contextlib.contextmanager
 def _filled(members: list[Tensor], values: list[Tensor], grads: list[Tensor | None]) -> Iterator[None]:
     """Within, the placeholders are ordinary parameters with values and gradients."""
-    kept = [(type(member), stored_grad(member)) for member in members]
+    kept: list[tuple[Tensor, type, Tensor, Tensor | None]] = []
     try:
         for member, value, grad in zip(members, values, grads, strict=True):
+            cls = type(member)
             member.__class__ = torch.nn.Parameter  # torch takes its faster loops for exactly this class
+            before = member.grad
+            kept.append((member, cls, member.data, before))
+            if before is not None:
+                member.grad = None  # of strides that the new values may not have
             member.data = value
             member.grad = grad
         yield
     finally:
-        for member, (cls, grad) in zip(members, kept, strict=True):
+        for member, cls, data, before in kept:
             member.grad = None
-            member.data = placeholder(member)
-            member.grad = grad
+            member.data = data
+            if before is not None:
+                member.grad = before
             member.__class__ = cls
-
-
-@contextlib.contextmanager
-def _muted(optimizer: Optimizer) -> Iterator[None]:
-    """Within, no step hook runs, the optimizer's own or those of all: they belong to a step, not to a bucket."""
-    tables: list[dict[Any, Any]] = [
-        torch_optimizer._global_optimizer_pre_hooks,
-        torch_optimizer._global_optimizer_post_hooks,
-    ]
-    tables += [optimizer.__dict__[name] for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")]
-    kept = [(table, dict(table)) for table in tables if table]
-    for table, _ in kept:
-        table.clear()
-    try:
-        yield
-    finally:
-        for table, hooks in kept:
-            hooks.update(table)
-            table.clear()
-            table.update(hooks)
