@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import kernels
 from .kernels import decisions
-from .local import aligned, drop_grad, locals_of, version
+from .local import aligned, drop_grad, lies_like, locals_of, version
 from .masters import HALF_DTYPES, MasterParams
 from .norms import total_norm, vector_norm
 from .shard import Shard
@@ -238,7 +238,7 @@ class MasterGrads:
                 source, out = grad, buffers[i]
                 if masters[i].grad is not out:
                     masters[i].grad = out
-            elif fresh and i not in self.held and masters[i] is models[i] and _lies_like(grad, models[i]):
+            elif fresh and i not in self.held and masters[i] is models[i] and lies_like(grad, models[i]):
                 source, out = grad, grad  # as usual: an FP32 parameter's own gradient, unscaled in place
             else:
                 source, out, add = self._unusual(i, grad, fold, later)
@@ -491,11 +491,6 @@ class MasterGrads:
                     tensor.grad.zero_()
         if not set_to_none:
             self.mark_consumed()
-
-
-def _lies_like(grad: Tensor, param: Tensor) -> bool:
-    """Whether a gradient can stay where it is: dense, detached, and with its parameter's strides."""
-    return grad.layout is torch.strided and not grad.requires_grad and grad.stride() == param.stride()
 
 
 def _versions(grads: list[Tensor | None]) -> list[int]:

@@ -54,6 +54,11 @@ def aligned(grad: Tensor, param: Tensor) -> Tensor:
     return moved
 
 
+def lies_like(grad: Tensor, param: Tensor) -> bool:
+    """Whether a gradient can stay where it is: dense, detached, and with its parameter's strides."""
+    return grad.layout is torch.strided and not grad.requires_grad and grad.stride() == param.stride()
+
+
 def drop_grad(param: Tensor, keep: bool) -> None:
     """Free a gradient, or leave zeros in its place."""
     if keep and param.grad is not None:

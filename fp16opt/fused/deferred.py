@@ -59,13 +59,15 @@ class _Sight:
         grads = [param.grad for param in params]
         self._params, self._index = params, index
         self._refs: list[Callable[[], Tensor | None]] = [_nothing if g is None else weakref.ref(g) for g in grads]
-        self._versions = [0 if g is None else g._version for g in grads]
+        self._versions = [
+            -1 if g is None else g._version for g in grads
+        ]  # a gradient that is gone was one all the same
         self._place: dict[int, int] | None = None
 
     def moved(self) -> list[int]:
         """Positions whose gradient is another one now, or was written."""
         grads = [param.grad for param in self._params]
-        versions = [0 if g is None else g._version for g in grads]
+        versions = [-1 if g is None else g._version for g in grads]
         if versions == self._versions and all(map(operator.is_, [ref() for ref in self._refs], grads)):
             return []
         same = map(operator.is_, [ref() for ref in self._refs], grads)
