@@ -59,9 +59,8 @@ class _Sight:
         grads = [param.grad for param in params]
         self._params, self._index = params, index
         self._refs: list[Callable[[], Tensor | None]] = [_nothing if g is None else weakref.ref(g) for g in grads]
-        self._versions = [
-            -1 if g is None else g._version for g in grads
-        ]  # a gradient that is gone was one all the same
+        # -1: a weak reference to a gradient that is gone looks like none, too.
+        self._versions = [-1 if g is None else g._version for g in grads]
         self._place: dict[int, int] | None = None
 
     def moved(self) -> list[int]:
