@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 T = TypeVar("T")
 
@@ -17,6 +19,24 @@ _NOT_SETTINGS = ("params", "param_names")
 def settings_of(group: dict[str, Any]) -> dict[str, Any]:
     """What a param group holds besides its parameters and their names."""
     return {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
+
+
+@contextlib.contextmanager
+def hooks_muted(optimizer: Optimizer | None = None) -> Iterator[None]:
+    """Within, no step hook runs, the optimizer's own or those of all: they belong to a step, not to a part of one."""
+    tables: list[dict[Any, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+    if optimizer is not None:
+        tables += [optimizer.__dict__[name] for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")]
+    kept = [(table, dict(table)) for table in tables if table]
+    for table, _ in kept:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in kept:
+            hooks.update(table)
+            table.clear()
+            table.update(hooks)
 
 
 class BucketSteps:

@@ -15,10 +15,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .buckets import BucketSteps
+from .buckets import BucketSteps, hooks_muted
 from .trials import Factory, Trial, difference, everything, quote, same_bits, setting_for, states_of, tensors_of
 
-__all__ = ["Check", "Report", "certify", "check_bucket_invariant"]
+__all__ = ["Check", "Report", "certify", "check_bucket_invariant", "check_found_inf"]
 
 _STEPS = 12  # rectified Adam moves nothing in its first five
 _NEEDED = ("none_grad", "fp32_state", "deterministic", "state_dict")
@@ -105,21 +105,42 @@ def certify(optimizer_factory: Factory) -> Report:
 
 def check_bucket_invariant(optimizer_factory: Factory) -> Check:
     """The check ``bucket_invariant`` alone, as :func:`certify` makes it. Does not raise what the optimizer raises."""
+    return _alone(_bucket_invariant, optimizer_factory)
+
+
+def check_found_inf(optimizer_factory: Factory) -> Check:
+    """The check ``found_inf`` alone, as :func:`certify` makes it. Does not raise what the optimizer raises."""
+    return _alone(_found_inf, optimizer_factory)
+
+
+def _alone(test: Callable[[Trial], Check], optimizer_factory: Factory) -> Check:
     with _undisturbed():
         try:
             setting, _ = setting_for(optimizer_factory)
         except (TypeError, ValueError) as error:
             return Check(False, str(error))
-        return _outcome(_bucket_invariant, Trial(optimizer_factory, setting))
+        return _outcome(test, Trial(optimizer_factory, setting))
 
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Random state, grad mode and warnings of the caller are none of the tests' business, and the other way round."""
+    """The tests leave random state, modes, defaults and warnings as they are, and depend on none of them."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices), torch.enable_grad(), warnings.catch_warnings():
+    dtype = torch.get_default_dtype()
+    with (
+        torch.random.fork_rng(devices=devices),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.device("cpu"),
+        hooks_muted(),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
-        yield
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
 
 
 # -- the checks ------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .kernels import HALF_DTYPES
+from .local import is_expanded
 from .scaling import LossScaler
 from .schema import (
     FACTORED,
@@ -259,8 +260,8 @@ class _Snapshot:
             _each_tensor([optimizer.state, list(optimizer.state), optimizer.param_groups], self._keep)
 
     def _keep(self, tensor: Tensor) -> None:
-        if tensor.layout is torch.strided and 0 in tensor.stride() and tensor.numel() > 1:
-            return  # nobody can write an expanded tensor
+        if is_expanded(tensor):
+            return
         self._values[tensor] = tensor.detach().clone()
 
     def restore(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import kernels
 from .kernels import decisions
-from .local import aligned, drop_grad, locals_of, version
+from .local import aligned, drop_grad, lies_like, locals_of, version
 from .masters import HALF_DTYPES, MasterParams
 from .norms import total_norm, vector_norm
 from .shard import Shard
@@ -239,7 +239,7 @@ class MasterGrads:
                 source, out = grad, buffers[i]
                 if masters[i].grad is not out:
                     masters[i].grad = out
-            elif fresh and i not in self.held and masters[i] is models[i] and _lies_like(grad, models[i]):
+            elif fresh and i not in self.held and masters[i] is models[i] and lies_like(grad, models[i]):
                 source, out = grad, grad  # as usual: an FP32 parameter's own gradient, unscaled in place
             else:
                 source, out, add = self._unusual(i, grad, fold, later)
@@ -275,6 +275,8 @@ class MasterGrads:
             if source is not None and out is not None and self.params.master[shard.index[k]].dtype in HALF_DTYPES:
                 wide.append(out)
                 places.append(k)
+        if not places:  # they are frozen
+            return
         cast = kernels.CastStats.allocate(len(places), shard.device)
         kernels.multi_tensor_cast(wide, [sources[k] for k in places], cast)
         shard.stats.nonfinite[places] |= (cast.overflow & kernels.TOO_LARGE).ne(0) * kernels.INF
@@ -487,11 +489,6 @@ class MasterGrads:
                 tensor.grad.zero_()
         if not set_to_none:
             self.mark_consumed()
-
-
-def _lies_like(grad: Tensor, param: Tensor) -> bool:
-    """Whether a gradient can stay where it is: dense, detached, and with its parameter's strides."""
-    return grad.layout is torch.strided and not grad.requires_grad and grad.stride() == param.stride()
 
 
 def _versions(grads: list[Tensor | None], plain: bool) -> list[int]:

@@ -54,6 +54,11 @@ def aligned(grad: Tensor, param: Tensor) -> Tensor:
     return moved
 
 
+def lies_like(grad: Tensor, param: Tensor) -> bool:
+    """Whether a gradient can stay where it is: dense, detached, and with its parameter's strides."""
+    return grad.layout is torch.strided and not grad.requires_grad and grad.stride() == param.stride()
+
+
 def drop_grad(param: Tensor, keep: bool) -> None:
     """Free a gradient, or leave zeros in its place."""
     if keep and param.grad is not None:
@@ -69,6 +74,11 @@ def check_whole(param: object, where: str) -> None:
             f"{where}: FullyShardedDataParallel (FSDP1) leaves pieces that don't tell which part of a weight "
             "they are, so a norm or a verdict over ranks can't be had. Use fully_shard (FSDP2)."
         )
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether elements of a tensor share memory, so that none can be written: placeholders of split masters."""
+    return tensor.layout is torch.strided and 0 in tensor.stride() and tensor.numel() > 1
 
 
 def different_bits(a: Tensor, b: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ wrapped optimizer's ``params`` lists hold the masters, in the places where the m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -422,6 +422,9 @@ class MasterParams:
     def value(self, i: int) -> Tensor:
         """Master ``i``, with its values."""
         return self.master[i].detach()
+
+    def lay_out(self, state: Mapping[Any, Any]) -> None:
+        """State was loaded for masters that show the strides that it needs."""
 
     def stepped(self) -> None:
         """A step wrote masters and model."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import (
+    buckets,
     checkpoint,
     clipping,
     closing,
@@ -187,6 +188,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         number = len(self.optimizer.param_groups)
         self._params.check_new_group({**group, "params": params}, number, names)
         parallel.check_new(self, params)
+        if self._streamed is not None:
+            self._streamed.certified.check_settings(self.optimizer, {**self.defaults, **buckets.settings_of(group)})
         self.optimizer.add_param_group(group)
         self._params.append_group(self.optimizer.param_groups[-1], number, {**self._names, **names}, self._carry_state)
         self._grads.grow()
@@ -481,6 +484,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _follow_changes(self) -> None:
         """Notice parameters that were changed, unfrozen, or added through the wrapped optimizer itself."""
+        if self._streamed is not None:
+            self._streamed.certified.check(self.optimizer)
         if self._params.follow(self._holder.param_groups, self._names, self._carry_state):
             self._grads.grow()
             parallel.regroup(self)

@@ -45,6 +45,7 @@ def load(engine: MixedPrecisionOptimizer, state_dict: dict[str, Any]) -> None:
         )
     plan.apply()
     params.take_loaded(masters)
+    params.lay_out(engine.state)
     engine._steps.discard()
     engine._copy_down()
     for post_hook in engine._optimizer_load_state_dict_post_hooks.values():

@@ -6,7 +6,7 @@ under which the optimizer keeps its state. Their values exist while they are ste
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,15 @@ def plain_remainder(weight: Tensor) -> Tensor:
     return rest
 
 
+def _hash(weights: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """int64, one element: the content hash that ``weights`` would have if they were laid out in ``strides``."""
+    found = torch.zeros(1, dtype=torch.int64, device=weights.device)
+    if weights.stride() != strides:
+        weights = weights.new_empty_strided(weights.shape, strides).copy_(weights)
+    kernels.multi_tensor_hash([weights], found)
+    return found
+
+
 @dataclass
 class _Ties:
     """A tensor whose weights differ from ``.bfloat16()`` of its masters: which, and the hash it would have without."""
@@ -59,6 +68,7 @@ class SplitParams(MasterParams):
     ) -> None:
         self.remainders: dict[int, Tensor] = {}
         self._ties: dict[int, _Ties] = {}
+        self._layouts: dict[int, tuple[int, ...]] = {}
         super().__init__(groups, names, carry, makes_masters)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -92,7 +102,19 @@ class SplitParams(MasterParams):
 
     def like(self, i: int) -> Tensor:
         """New FP32 memory in the shape and strides that a full master would have."""
-        return torch.empty_like(self.model[i], dtype=torch.float32, requires_grad=False)
+        return torch.empty_like(self.remainders[i], dtype=torch.float32)
+
+    def lay_out(self, state: Mapping[Any, Any]) -> None:
+        """Give the tensors of optimizer state the masters' strides, which placeholders do not show.
+
+        torch's fused steps are silently wrong where a state's strides are not its parameter's.
+        """
+        for i in self.copied:
+            held, strides = state.get(self.master[i], {}), self.remainders[i].stride()
+            for key, value in held.items() if isinstance(held, dict) else ():
+                alike = isinstance(value, Tensor) and value.layout is torch.strided
+                if alike and value.shape == self.remainders[i].shape and value.stride() != strides:
+                    held[key] = torch.empty_like(self.remainders[i], dtype=value.dtype).copy_(value)
 
     def operand(self, i: int) -> Tensor:
         """The remainder, which with the weight is the master; or the parameter, where it is its own."""
@@ -125,6 +147,7 @@ class SplitParams(MasterParams):
                     models = [self.model[i] for i in shard.copied]
                     kernels.multi_tensor_split(values, models, rests, shard.cast)
             self._ties = {i: ties for i in self.copied if (ties := self._find_ties(i, masters[i])) is not None}
+        self._note_layouts()
         self.record_versions()
 
     def _find_ties(self, i: int, master: Tensor | None) -> _Ties | None:
@@ -134,8 +157,11 @@ class SplitParams(MasterParams):
         rounded = torch.empty_like(model)
         scratch = kernels.CastStats.allocate(1, model.device)
         kernels.multi_tensor_cast([master], [rounded], scratch)
-        where = torch.nonzero(different_bits(rounded, model).view(model.shape), as_tuple=True)
-        return _Ties(where, model[where], scratch.hashes) if model.dim() and where[0].numel() else None
+        differs = different_bits(rounded, model).view(model.shape)
+        if not differs.any():
+            return None
+        where = torch.nonzero(differs, as_tuple=True) if model.dim() else ()
+        return _Ties(where, model[where].clone(), scratch.hashes)
 
     def copy_down(self) -> None:
         """Nothing to do: the weights are part of the masters."""
@@ -155,15 +181,16 @@ class SplitParams(MasterParams):
     def differs(self, i: int) -> bool:
         """Whether parameter ``i``, whose hash has changed, was written.
 
-        A checkpoint of full masters goes with a model rounded to even on ties: loading that model too is no write.
+        A checkpoint of full masters goes with a model rounded to even on ties: loading that model too is no write. Nor
+        is laying it out in other strides, in whose order the hash goes.
         """
-        ties = self._ties.get(i)
-        if ties is None:
-            return True
-        now = torch.zeros_like(ties.rounded)
-        model = self.model[i].detach()
-        kernels.multi_tensor_hash([model], now)
-        if not torch.equal(now, ties.rounded):
+        model, ties, known = self.model[i].detach(), self._ties.get(i), self._known_hash(i)
+        now = _hash(model, self._layouts[i])
+        if torch.equal(now, known):
+            self._layouts[i] = model.stride()
+            known.copy_(_hash(model, model.stride()))
+            return False
+        if ties is None or not torch.equal(now, ties.rounded):
             return True
         with torch.no_grad():
             model[ties.where] = ties.weights
@@ -192,6 +219,20 @@ class SplitParams(MasterParams):
         kernels.multi_tensor_renew(
             shard.models, rests, now, then, shard.taken, samples=samples, tables=shard.take_tables
         )
+
+    def _known_hash(self, i: int) -> Tensor:
+        """int64, one element: the hash of parameter ``i`` when it was last written with its master; to write to."""
+        shard = next(shard for shard in self.shards if i in shard.copied)
+        row = shard.copied.index(i)
+        return shard.cast.hashes[row : row + 1]
+
+    def record_all(self) -> None:
+        super().record_all()
+        self._note_layouts()
+
+    def _note_layouts(self) -> None:
+        """The hashes were taken of weights in these strides."""
+        self._layouts = {i: self.model[i].stride() for i in self.copied}
 
     def take_from_model(self, positions: Iterable[int]) -> None:
         """Masters take the model's values, in all elements: what the weights were before is not known."""
@@ -251,3 +292,14 @@ class DecodedMaster(torch.nn.Parameter):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         self._of.grad = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        del self._of.grad
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+        """A copy has its value and, like copies of other parameters, no gradient."""
+        return torch.nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return torch.nn.Parameter(self.detach(), requires_grad=self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]

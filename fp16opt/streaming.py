@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,14 +13,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import kernels, parallel, wrapped
-from .buckets import BucketSteps, settings_of
+from .buckets import BucketSteps, hooks_muted, settings_of
 from .certify import check_bucket_invariant
 from .fused.deferred import stored_grad
-from .split import SplitParams, placeholder
+from .split import SplitParams
+from .trials import factory_like
 
 if TYPE_CHECKING:
     from .fused.deferred import DeferredGrads
     from .optimizer import MixedPrecisionOptimizer
+    from .shard import Shard
 
 BUCKET = 1 << 20
 """Elements in a bucket, at most; a tensor with more is a bucket of its own."""
@@ -32,36 +32,50 @@ _ALIGNED = 16  # elements: tensors of a bucket begin at a cache line
 # -- whether it can be done --------------------------------------------------------------------------------------------
 
 
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Raise ``ValueError`` where stepping ``optimizer`` a bucket at a time is not one step."""
-    seen: list[str] = []
-    for group in optimizer.param_groups:
-        settings = settings_of(group)
-        if repr(settings) in seen:
-            continue
-        seen.append(repr(settings))
-        check = check_bucket_invariant(_factory_like(optimizer, settings))
+_ONLY_SIZES = ("lr", "initial_lr", "weight_decay")  # groups often differ in these, and step alike
+
+
+class Certified:
+    """Kinds of param groups that were found to be stepped a bucket at a time as in one step."""
+
+    def __init__(self) -> None:
+        self._kinds: set[str] = set()
+        self._groups = 0
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise ``ValueError`` where one of the groups that came since the last call is not. The first is named."""
+        for group in optimizer.param_groups[self._groups :]:
+            self.check_settings(optimizer, settings_of(group))
+        self._groups = len(optimizer.param_groups)
+
+    def check_settings(self, optimizer: Optimizer, settings: dict[str, Any]) -> None:
+        """The same for a group that would have these settings."""
+        kind = repr([(key, bool(value) if _is_size(key, value) else value) for key, value in sorted(settings.items())])
+        if kind in self._kinds:
+            return
+        check = check_bucket_invariant(factory_like(optimizer, settings))
         if check.passed is False:
-            cls = type(optimizer)
             raise ValueError(
-                f'master_weights="split": {cls.__module__}.{cls.__qualname__} can\'t be stepped a bucket at a time: '
+                f'master_weights="split": {_named(optimizer, settings)} can\'t be stepped a bucket at a time: '
                 f'{check.detail}. Use master_weights="full". (fp16opt.certify tests for it: bucket_invariant.)'
             )
+        self._kinds.add(kind)
 
 
-def _factory_like(optimizer: Optimizer, settings: dict[str, Any]) -> Callable[[list[torch.nn.Parameter]], Optimizer]:
-    """Makes optimizers of the same class with the same settings."""
+def _is_size(key: str, value: object) -> bool:
+    return key in _ONLY_SIZES and isinstance(value, (int, float))
+
+
+def _named(optimizer: Optimizer, settings: dict[str, Any]) -> str:
+    """The class, and the options by which the group differs from what it does when it is given none."""
     cls = type(optimizer)
-    known = inspect.signature(cls).parameters
-    given = {key: value for key, value in settings.items() if key in known}
-
-    def make(params: list[torch.nn.Parameter]) -> Optimizer:
-        made: Optimizer = cls(params, **copy.deepcopy(given))
-        for group in made.param_groups:
-            group.update(copy.deepcopy(settings))
-        return made
-
-    return make
+    usual = {name: parameter.default for name, parameter in inspect.signature(cls).parameters.items()}
+    options = [
+        f"{name}={settings[name]!r}"
+        for name, default in usual.items()
+        if name != "lr" and name in settings and repr(settings[name]) != repr(default)
+    ]
+    return f"{cls.__module__}.{cls.__qualname__}" + (f" with {', '.join(options)}" if options else "")
 
 
 # -- buckets -----------------------------------------------------------------------------------------------------------
@@ -156,23 +170,32 @@ def choose(master_weights: str, on_model_write: str, optimizer: Optimizer) -> St
             'master_weights="split" does not go with ZeroRedundancyOptimizer: it sends 16-bit weights and knows of no '
             'remainders. Use master_weights="full", which ZeRO spreads over the ranks.'
         )
-    check_optimizer(optimizer)
-    return StreamedStep()
+    streamed = StreamedStep()
+    streamed.certified.check(optimizer)
+    return streamed
 
 
 class StreamedStep:
-    """Steps the wrapped optimizer on split masters, a bucket at a time."""
+    """Steps the wrapped optimizer on split masters, a bucket at a time.
+
+    Attributes:
+        certified: The kinds of groups for which that is one step.
+    """
 
     def __init__(self) -> None:
-        self._planned: tuple[int, list[int], list[Bucket]] | None = None
+        self.certified = Certified()
+        self._planned: tuple[list[Shard], list[int], list[Bucket]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_planned": None}
+        return {"certified": self.certified, "_planned": None}
 
     def _buckets(self, stepped: list[int]) -> list[Bucket]:
-        groups = len(self.optimizer.param_groups)
-        if self._planned is None or self._planned[:2] != (len(self.params), stepped):
-            self._planned = (len(self.params), stepped, plan_buckets(self.params, groups, stepped))
+        groups, shards = (
+            len(self.optimizer.param_groups),
+            self.params.shards,
+        )  # new ones when parameters or masters come
+        if self._planned is None or self._planned[0] is not shards or self._planned[1] != stepped:
+            self._planned = (shards, stepped, plan_buckets(self.params, groups, stepped))
         return self._planned[2]
 
     def step(self, engine: MixedPrecisionOptimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -180,10 +203,9 @@ class StreamedStep:
 
         A closure is evaluated once, before the step: optimizers that evaluate it otherwise were refused.
         """
-        loss = None if closure is None else closure()
+        grads: Any = engine._grads
         try:
-            grads: Any = engine._grads
-            self.run(engine.optimizer, engine._params, grads.deferred)
+            loss = self.run(engine.optimizer, engine._params, grads.deferred, closure)
         except wrapped.StepFailed as failed:
             if failed.completed:
                 engine._finish(skipped=False)
@@ -198,32 +220,42 @@ class StreamedStep:
 
     def fall_back(self, optimizer: Optimizer, params: Any, deferred: Any) -> None:
         """A step that a fused kernel can't take after all, in the midst of the optimizer's hooks."""
-        try:
-            self.run(optimizer, params, deferred, hooks=False)
-        except wrapped.StepFailed as failed:
-            raise failed.error from None
+        self.optimizer, self.params = optimizer, params
+        self._step_all(deferred)
 
-    def run(self, optimizer: Optimizer, params: Any, deferred: Any, hooks: bool = True) -> None:
-        """One step. Gradients come from ``deferred``, or from the placeholders where they exist in FP32.
+    def run(self, optimizer: Optimizer, params: Any, deferred: Any, closure: Callable[[], Any] | None = None) -> Any:
+        """One step, with the optimizer's hooks. Gradients come from ``deferred``, or from placeholders that have them.
 
         Args:
             optimizer: The wrapped optimizer; its groups hold the placeholders of ``params``.
             params: The engine's :class:`SplitParams`.
             deferred: The engine's ``DeferredGrads``.
-            hooks: Fire the optimizer's own step hooks.
+            closure: Evaluated before the step, after the hooks that come before one.
+
+        Returns:
+            What the closure returned.
 
         Raises:
             StepFailed: Around what the optimizer or one of its hooks raised; ``completed`` where a bucket was stepped.
         """
         self.optimizer, self.params = optimizer, params
         self._done = False
+
+        def step(_: Optimizer, *closure: Callable[[], Any]) -> Any:
+            with torch.enable_grad():
+                loss = closure[0]() if closure else None
+            self._step_all(deferred)
+            return loss
+
         try:
-            with torch.no_grad(), _hooks_once(optimizer, hooks):
-                self._run(deferred)
-        except wrapped.StepFailed as failed:
-            raise wrapped.StepFailed(failed.error, self._done or failed.completed) from failed.error
+            return Optimizer.profile_hook_step(step)(optimizer, *(() if closure is None else (closure,)))
         except BaseException as error:
             raise wrapped.StepFailed(error, self._done) from error
+
+    def _step_all(self, deferred: DeferredGrads) -> None:
+        try:
+            with torch.no_grad(), hooks_muted(self.optimizer):
+                self._run(deferred)
         finally:
             self.params.stepped()
 
@@ -242,19 +274,23 @@ class StreamedStep:
         params = self.params
         models = [params.model[i] for i in bucket.split]
         rests = [params.remainders[i] for i in bucket.split]
-        values, room = memory.views(bucket, models)
+        values, room = memory.views(bucket, rests)
         kernels.multi_tensor_join(models, rests, values, tables=bucket.join_tables)
         grads = self._gradients(bucket, room, deferred)
         members = [params.master[i] for i in bucket.split]
         with _filled(members, values, grads):
             stepped = members + [params.master[i] for i in bucket.own]
-            parts.run(bucket.group, stepped, lambda: wrapped.run_step(self.optimizer, None))
+            parts.run(bucket.group, stepped, self._step_part)
         if bucket.split:
             stats = kernels.CastStats.allocate(len(models), bucket.device)
             kernels.multi_tensor_split(values, models, rests, stats, tables=bucket.split_tables)
             shard = next(shard for shard in params.shards if shard.device == bucket.device)
             shard.cast.overflow[bucket.rows] = stats.overflow
             shard.cast.hashes[bucket.rows] = stats.hashes
+
+    def _step_part(self) -> None:
+        with wrapped.fused_steps_guarded(self.optimizer):
+            self.optimizer.step()
 
     def _gradients(self, bucket: Bucket, room: list[Tensor], deferred: DeferredGrads) -> list[Tensor | None]:
         """The bucket's FP32 gradients: those that exist, and those that are made of 16-bit ones in ``room``."""
@@ -284,8 +320,11 @@ class _Memory:
             self._size[bucket.device] = max(self._size.get(bucket.device, 0), bucket.size)
         self._made: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
-    def views(self, bucket: Bucket, models: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """(masters, gradients): for each of ``models`` a part of the memory, in its shape and strides."""
+    def views(self, bucket: Bucket, rests: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """(masters, gradients): for each of ``rests``, which are dense, a part of the memory in its shape and strides.
+
+        The remainders keep their strides, and so does the state, if the model's weights are laid out anew.
+        """
         if bucket.device not in self._made:
             size = self._size[bucket.device]
             self._made[bucket.device] = tuple(  # type: ignore[assignment]
@@ -293,45 +332,32 @@ class _Memory:
             )
         at = 0
         views: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for model in models:
-            strides = torch.empty_like(model, device="meta").stride()
+        for rest in rests:
             for memory, made in zip(self._made[bucket.device], views, strict=True):
-                made.append(memory.as_strided(model.shape, strides, at))
-            at += _room_for(model)
+                made.append(memory.as_strided(rest.shape, rest.stride(), at))
+            at += _room_for(rest)
         return views
 
 
 @contextlib.contextmanager
 def _filled(members: list[Tensor], values: list[Tensor], grads: list[Tensor | None]) -> Iterator[None]:
     """Within, the placeholders are ordinary parameters with values and gradients."""
-    kept = [(type(member), stored_grad(member)) for member in members]
+    kept: list[tuple[Tensor, type, Tensor, Tensor | None]] = []
     try:
         for member, value, grad in zip(members, values, grads, strict=True):
+            cls = type(member)
             member.__class__ = torch.nn.Parameter  # torch takes its faster loops for exactly this class
+            before = member.grad
+            kept.append((member, cls, member.data, before))
+            if before is not None:
+                member.grad = None  # of strides that the new values may not have
             member.data = value
             member.grad = grad
         yield
     finally:
-        for member, (cls, grad) in zip(members, kept, strict=True):
+        for member, cls, data, before in kept:
             member.grad = None
-            member.data = placeholder(member)
-            member.grad = grad
+            member.data = data
+            if before is not None:
+                member.grad = before
             member.__class__ = cls
-
-
-@contextlib.contextmanager
-def _hooks_once(optimizer: Optimizer, fire: bool) -> Iterator[None]:
-    """The optimizer's own step hooks run once, and not for every bucket."""
-    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    pre, post = (optimizer.__dict__[name] for name in names)
-    for hook in list(pre.values()) if fire else []:
-        hook(optimizer, (), {})
-    try:
-        for name in names:
-            setattr(optimizer, name, OrderedDict())
-        yield
-    finally:
-        for name, hooks in zip(names, (pre, post), strict=True):
-            setattr(optimizer, name, hooks)
-    for hook in list(post.values()) if fire else []:
-        hook(optimizer, (), {})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -68,6 +70,21 @@ def setting_for(factory: Factory) -> tuple[Setting, str]:
     first = _SETTINGS[0]
     words = "not tested" if on_cuda_only else f"every step raised {quote(failed[0])}"
     return Setting(first.shapes, first.kind, words, failed[0], on_cuda_only), name
+
+
+def factory_like(optimizer: Optimizer, settings: dict[str, Any]) -> Factory:
+    """Makes optimizers of the same class with the same settings."""
+    cls = type(optimizer)
+    known = inspect.signature(cls).parameters
+    given = {key: value for key, value in settings.items() if key in known}
+
+    def make(params: list[Parameter]) -> Optimizer:
+        made: Optimizer = cls(params, **copy.deepcopy(given))
+        for group in made.param_groups:
+            group.update(copy.deepcopy(settings))
+        return made
+
+    return make
 
 
 class NoOptimizer(Exception):

@@ -126,6 +126,9 @@ class WaitingGrads(MasterGrads):
     def _stored(self) -> list[Tensor | None]:
         return stored_grads(self.params.master)
 
+    def _is_measured(self) -> bool:
+        return not self.deferred.dropped and super()._is_measured()
+
     def values(self, shard: Shard) -> list[Tensor | None]:
         self.deferred.make()
         return super().values(shard)
@@ -134,8 +137,7 @@ class WaitingGrads(MasterGrads):
         """Gradients that wait get a factor, once; what is there is multiplied."""
         if self.deferred.waiting:
             self._measurable = False
-            if not self.deferred.clip(factor):
-                self.deferred.make()
+        self.deferred.clip(factor)
         if any(grad is not None for grad in self._stored()):
             with self.deferred.hidden():
                 super().scale(factor)
@@ -162,7 +164,7 @@ def make_grads(params: MasterParams, fused: FusedStep, streamed: StreamedStep | 
     """The gradients of ``params``: such as may wait, where fused steps are wanted, or steps of a bucket at a time."""
     if streamed is not None:
         return WaitingGrads(params, streamed.serves)
-    return WaitingGrads(params, fused.serves) if fused.wanted else MasterGrads(params)
+    return WaitingGrads(params, fused.serves) if fused.may_serve() else MasterGrads(params)
 
 
 def look_again(grads: MasterGrads, steps: Accumulation) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .buckets import settings_of
+from .certify import check_found_inf
 from .fused import has_grad
+from .local import is_expanded
+from .schema import is_torch_class
+from .trials import factory_like
+
+logger = logging.getLogger("fp16opt")
 
 HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -48,11 +56,26 @@ def supports_found_inf(optimizer: Optimizer) -> bool:
     """Whether ``optimizer.step`` skips on the device when ``optimizer.found_inf`` is 1.0, and can be trusted to now.
 
     torch's fused steps do. torch 2.13's fused SGD leaves ``momentum_buffer`` uninitialised when the flag is set on the
-    step that makes it, so it must not be called with the flag until every gradient's buffer is there.
+    step that makes it, so it must not be called with the flag until every gradient's buffer is there. What other
+    classes say of themselves is tested, once, with small tensors on the CPU.
     """
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not any(
-        missing for _, missing, _ in _fused_momentum_groups(optimizer)
-    )
+    if not getattr(optimizer, "_step_supports_amp_scaling", False) or not _keeps_its_word(optimizer):
+        return False
+    return not any(missing for _, missing, _ in _fused_momentum_groups(optimizer))
+
+
+def _keeps_its_word(optimizer: Optimizer) -> bool:
+    """Whether an optimizer that takes ``found_inf`` honours it: torch's own, and others that pass certify's check."""
+    if is_torch_class(optimizer):
+        return True
+    known = optimizer.__dict__.get("_fp16opt_honours_found_inf")
+    if known is None:
+        check = check_found_inf(factory_like(optimizer, settings_of(optimizer.param_groups[0])))
+        known = optimizer._fp16opt_honours_found_inf = check.passed is True  # type: ignore[attr-defined]
+        if not known:
+            name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+            logger.info("%s: whether to skip a step is decided on the host: %s.", name, check.detail)
+    return bool(known)
 
 
 def run_step(
@@ -73,7 +96,7 @@ def run_step(
         StepFailed: Around whatever the step or one of its hooks raised.
     """
     completed = []
-    with _first_post_hook(optimizer, lambda *_: completed.append(True)), _fused_steps_guarded(optimizer):
+    with _first_post_hook(optimizer, lambda *_: completed.append(True)), fused_steps_guarded(optimizer):
         if found_inf is not None:
             optimizer.grad_scale = None  # type: ignore[attr-defined]
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
@@ -113,7 +136,7 @@ def _fused_momentum_groups(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any
 
 
 @contextlib.contextmanager
-def _fused_steps_guarded(optimizer: Optimizer) -> Iterator[None]:
+def fused_steps_guarded(optimizer: Optimizer) -> Iterator[None]:
     """Step a fused SGD group unfused for once where some momentum buffers exist and others don't.
 
     torch 2.13's fused step raises a TypeError there (a parameter whose first gradient comes later than the others').
@@ -154,13 +177,13 @@ class Snapshot:
     """A copy of what a step changes, to go back to: parameters, their state, and the groups' settings.
 
     Only steps with a closure take one, because such a step can fail half way through. Memory: as much as the masters
-    and the optimizer state together.
+    and the optimizer state together. Placeholders of split masters hold nothing.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        self.values = [(p, p.detach().clone()) for p in params]
+        self.values = [(p, p.detach().clone()) for p in params if not is_expanded(p)]
         itself = {id(p): p for p in params}
         self.state = {p: copy.deepcopy(state, dict(itself)) for p, state in optimizer.state.items()}
         self.settings = [

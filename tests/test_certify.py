@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 from specs import CASES, params_of
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import fp16opt
-from fp16opt import Check, Report, certify, targets
+from fp16opt import Check, Report, certify, targets, wrapped
 from fp16opt.certify import check_bucket_invariant
+from fp16opt.optimizers import FusedMixedPrecisionLamb
 from fp16opt.trials import same_bits
 
 CHECKS = [
@@ -285,6 +287,54 @@ def test_no_fault_is_found_where_there_is_none(cls: type[Right]) -> None:
     assert report.checks["found_inf"].passed is (True if cls is HonoursFlag else None)
 
 
+@pytest.mark.parametrize("cls", [torch.optim.LBFGS, HonoursFlag])
+def test_it_is_the_same_on_another_default_device_and_in_inference_mode(cls: Any) -> None:
+    wanted = certify(cls)
+    with torch.device("meta"):
+        assert certify(cls).checks == wanted.checks
+    with torch.inference_mode():
+        assert certify(cls).checks == wanted.checks
+
+
+def test_hooks_of_all_optimizers_do_not_hear_of_it() -> None:
+    heard: list[object] = []
+    handle = register_optimizer_step_pre_hook(lambda *args: heard.append(args))
+    try:
+        certify(Right)
+        assert heard == []
+        torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
+        assert len(heard) == 1
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("make", "trusted"),
+    [
+        (Right, False),
+        (HonoursFlag, True),
+        (IgnoresFlag, False),
+        (LeavesGarbage, False),
+        (lambda p: torch.optim.AdamW(p, fused=True), True),
+        (lambda p: torch.optim.AdamW(p), False),
+        (FusedMixedPrecisionLamb, True),
+    ],
+)
+def test_the_wrapper_trusts_a_skip_on_the_device_that_passed_the_check(
+    make: Any, trusted: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    optimizer = make([torch.nn.Parameter(torch.ones(3))])
+    with caplog.at_level("INFO", logger="fp16opt"):
+        assert wrapped.supports_found_inf(optimizer) is trusted
+        assert wrapped.supports_found_inf(optimizer) is trusted
+    said = [record.getMessage() for record in caplog.records]
+    if make in (IgnoresFlag, LeavesGarbage):
+        assert len(said) == 1
+        assert f"{make.__name__}: whether to skip a step is decided on the host: " in said[0]
+    else:
+        assert said == []
+
+
 def test_quantised_state_is_told() -> None:
     assert "codes" in certify(Quantised).checks["fp32_state"].detail
 
@@ -326,7 +376,7 @@ def test_random_state_settings_and_arguments_are_left_as_they_were() -> None:
         assert not torch.is_grad_enabled()
     assert torch.equal(torch.get_rng_state(), before)
     assert random.getstate() == other
-    assert torch.are_deterministic_algorithms_enabled() is deterministic
+    assert torch.are_deterministic_algorithms_enabled() is deterministic is False
     assert torch.utils.deterministic.fill_uninitialized_memory is fills
 
 
@@ -484,5 +534,15 @@ def test_the_harness_compares_bits() -> None:
     for a in (tensor, {"a": [1, (tensor, None)]}, nan, [], "x", torch.eye(3).to_sparse()):
         assert same(a, copy.deepcopy(a))
     other = torch.tensor([1.0, nan, 0.0])
-    for a, b in ((tensor, other), (tensor, tensor[:2]), (1, 2), (1, 1.0), ([1], [1, 1]), ({"a": 1}, {"b": 1})):
+    zeros = torch.zeros(2)
+    for a, b in (
+        (zeros, zeros.int()),
+        (zeros, zeros.half()),
+        (tensor, other),
+        (tensor, tensor[:2]),
+        (1, 2),
+        (1, 1.0),
+        ([1], [1, 1]),
+        ({"a": 1}, {"b": 1}),
+    ):
         assert not same(a, b)

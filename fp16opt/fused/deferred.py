@@ -59,13 +59,14 @@ class _Sight:
         grads = [param.grad for param in params]
         self._params, self._index = params, index
         self._refs: list[Callable[[], Tensor | None]] = [_nothing if g is None else weakref.ref(g) for g in grads]
-        self._versions = [0 if g is None else g._version for g in grads]
+        # -1: a weak reference to a gradient that is gone looks like none, too.
+        self._versions = [-1 if g is None else g._version for g in grads]
         self._place: dict[int, int] | None = None
 
     def moved(self) -> list[int]:
         """Positions whose gradient is another one now, or was written."""
         grads = [param.grad for param in self._params]
-        versions = [0 if g is None else g._version for g in grads]
+        versions = [-1 if g is None else g._version for g in grads]
         if versions == self._versions and all(map(operator.is_, [ref() for ref in self._refs], grads)):
             return []
         same = map(operator.is_, [ref() for ref in self._refs], grads)
@@ -93,6 +94,7 @@ class DeferredGrads:
     Attributes:
         waiting: positions whose FP32 gradient does not exist.
         clipped: whether a clip was put into the factors.
+        dropped: whether a gradient that waited was set, unread, to something else since the pass that measured it.
         live: whether the gradients are those of a step that is still to come.
     """
 
@@ -104,8 +106,10 @@ class DeferredGrads:
         self._made = made
         self.waiting: set[int] = set()
         self.clipped = False
+        self.dropped = False
         self.live = False
         self._takes = False
+        self._plain = False
         self._taken: dict[int, Tensor] = {}
         self._kept: set[int] = set()
         self._read: set[int] = set()
@@ -142,14 +146,14 @@ class DeferredGrads:
         else:
             self._kept = set()
             self.drop()
-            self.clipped = False
+            self.clipped = self.dropped = False
             one = torch.ones_like(inv_scale)
             self._factors = {
                 shard.device: Factors(inv_scale.to(shard.device), one.to(shard.device)) for shard in self.params.shards
             }
         self.waiting = set()  # so that nothing is made in the middle of the pass
         self._taken = {}
-        self._takes = allowed
+        self._takes = allowed and not self._plain
         self.live = allowed or again
 
     def _clear_rows(self, positions: set[int]) -> None:
@@ -231,13 +235,16 @@ class DeferredGrads:
         one = torch.ones((), device=device)
         return Factors(one, one)
 
-    def clip(self, factor: Tensor) -> bool:
-        """Multiply the gradients that wait by ``factor`` (float32, 0-dim). False where they were clipped before."""
+    def clip(self, factor: Tensor) -> None:
+        """Multiply the gradients that wait by ``factor`` (float32, 0-dim), and those that are still to be looked at.
+
+        A second factor is a third rounding, so gradients that wait are made before one.
+        """
         if self.clipped:
-            return False
-        self._factors = {d: Factors(f.inv_scale, factor.to(d).reshape(())) for d, f in self._factors.items()}
+            self.make()
+        factor = factor.reshape(())
+        self._factors = {d: Factors(f.inv_scale, f.coefficient * factor.to(d)) for d, f in self._factors.items()}
         self.clipped = True
-        return True
 
     # -- reading them ------------------------------------------------------------------------------------------------
 
@@ -264,7 +271,10 @@ class DeferredGrads:
 
     def forget(self, master: Tensor) -> None:
         """``master.grad`` is about to be set."""
-        self.waiting.discard(self._position.get(id(master), -1))
+        i = self._position.get(id(master), -1)
+        if i in self.waiting:
+            self.waiting.discard(i)
+            self.dropped = True
 
     def make(self, positions: Iterable[int] | None = None) -> None:
         """Make the FP32 gradients of ``positions``, or of all that wait, in the bits that the step would use."""
@@ -286,6 +296,23 @@ class DeferredGrads:
                         _GRAD.__set__(self.params.master[i], out)
                         if self.live:
                             self._made(i, out)
+
+    @contextlib.contextmanager
+    def plain(self) -> Iterator[None]:
+        """For as long as it lasts, masters are ordinary parameters, for which torch chooses its faster loops.
+
+        None may wait when it begins, and none will meanwhile.
+        """
+        self._plain = True
+        masters = [self.params.master[i] for i in self.params.copied]
+        for master in masters:
+            master.__class__ = torch.nn.Parameter
+        try:
+            yield
+        finally:
+            for master in masters:
+                master.__class__ = self._class
+            self._plain = False
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:

@@ -24,24 +24,25 @@ class Lists:
     """Entries of one kernel call: all with the same state tensors, all with models or all without.
 
     Attributes:
+        positions: in the engine's parameters, of each entry.
         columns: by name: ``grads``, ``masters``, ``models``, and the names of torch's state.
         group_of: the group of each entry.
         first: entries whose momentum buffer holds nothing yet.
     """
 
-    count: int
+    positions: list[int]
     columns: dict[str, Column] = field(default_factory=dict)
     group_of: list[int] = field(default_factory=list)
     first: list[bool] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.group_of = [0] * self.count
-        self.first = [False] * self.count
+        self.group_of = [0] * len(self.positions)
+        self.first = [False] * len(self.positions)
 
     def put(self, place: int, group: int, entries: dict[str, Tensor]) -> None:
         for name, tensor in entries.items():
             if name not in self.columns:
-                self.columns[name] = [None] * self.count
+                self.columns[name] = [None] * len(self.positions)
             self.columns[name][place] = tensor
         self.group_of[place] = group
 

@@ -118,7 +118,7 @@ class Remembered:
             if columns is None:
                 return None
             for name, column in columns.items():
-                entries.lists.columns[name] = _scattered(column, entries.places, entries.lists.count)
+                entries.lists.columns[name] = _scattered(column, entries.places, len(entries.lists.positions))
         return self.calls
 
     def rest(self) -> None:

@@ -13,7 +13,7 @@ from torch.optim import SGD, Optimizer
 from ..kernels import steps
 from . import counters
 from .deferred import has_grad, stored_grad
-from .eligibility import changing_obstacle, obstacle
+from .eligibility import SERVED, changing_obstacle, obstacle
 from .lists import CannotServe, Lists, options_of, state_of
 from .remembered import Key, Remembered
 
@@ -88,6 +88,10 @@ class FusedStep:
                 self._fixed = _NO_MASTERS
         return self._fixed or changing_obstacle(self.optimizer)
 
+    def may_serve(self) -> bool:
+        """Whether any step can be fused, whatever becomes of groups and parameters."""
+        return bool(self.wanted) and type(self.optimizer) in SERVED
+
     def describe(self) -> str:
         """For the wrapper's repr."""
         reason = self.reason()
@@ -121,8 +125,8 @@ class FusedStep:
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
-    def stand_in(self, grads: DeferredGrads, found_inf: Tensor | None) -> Callable[..., Any] | None:
-        """What to call in place of ``optimizer.step``, with a closure or without; None where it must step itself.
+    def stand_in(self, grads: DeferredGrads, found_inf: Tensor | None) -> Callable[..., Any]:
+        """What to call in place of ``optimizer.step``, with a closure or without.
 
         It fires the optimizer's step hooks. Gradients that wait are made where the optimizer steps itself.
 
@@ -135,7 +139,7 @@ class FusedStep:
             grads.make()
             if self._served:
                 counters.to_host(self.optimizer)
-            return None
+            return lambda *closure: self._by_itself(grads, self.optimizer.step, *closure)
 
         def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             loss = None
@@ -156,12 +160,18 @@ class FusedStep:
                     return loss
                 grads.make()
                 unhooked = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
-                unhooked(optimizer)
+                self._by_itself(grads, unhooked, optimizer)
             return loss
 
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as a scheduler's patch of step would set it
         hooked = Optimizer.profile_hook_step(step)
         return lambda *closure: hooked(self.optimizer, *closure)
+
+    @staticmethod
+    def _by_itself(grads: DeferredGrads, step: Callable[..., Any], *args: Any) -> Any:
+        """The wrapped optimizer's own step, of ordinary parameters."""
+        with grads.plain():
+            return step(*args)
 
     def copy_down(self) -> None:
         """After a step: bring masters to the model, unless the kernel did and nobody wrote a master since."""
@@ -225,7 +235,7 @@ class FusedStep:
             group = params.places[i][0]
             state, new = state_of(self.optimizer, groups[group], params.master[i], params.model[i])
             key = (waits, i in own, tuple(state))
-            lists = found.setdefault(key, Lists(len(own) if i in own else len(shard.copied)))
+            lists = found.setdefault(key, Lists(list(own) if i in own else shard.copied))
             entries = {"grads": grad.detach(), "masters": params.operand(i), **state}
             if i not in own:
                 entries["models"] = params.model[i]
@@ -260,8 +270,11 @@ class FusedStep:
         if buffers is not None:
             common.update(momentum_buffers=buffers, first=lists.first)
         steps.multi_tensor_sgd(c["grads"], c["masters"], options, lists.group_of, factors, **common)
-        copied = [i for i in shard.index if self.params.master[i] is not self.params.model[i]]
-        members = copied if models is not None else [i for i in shard.index if i not in set(copied)]
-        for i, buffer, new in zip(members, buffers or [], lists.first, strict=False):
+        if any(lists.first) and (found_inf is None or not bool(found_inf)):  # a step that skips leaves nothing in them
+            self._keep_buffers(lists)
+
+    def _keep_buffers(self, lists: Lists) -> None:
+        """Put momentum buffers that were filled for the first time into the state."""
+        for i, buffer, new in zip(lists.positions, lists.columns["momentum_buffer"], lists.first, strict=True):
             if new and buffer is not None:
                 self.optimizer.state[self.params.master[i]]["momentum_buffer"] = buffer

@@ -28,6 +28,7 @@ ADAM_CASES: dict[str, dict[str, Any]] = {
     "maximize": {"maximize": True, "weight_decay": 0.01},
     "beta1 0": {"betas": (0.0, 0.99)},
     "beta1 0.3": {"betas": (0.3, 0.5), "amsgrad": True, "maximize": True},
+    "beta1 0.5": {"betas": (0.5, 0.9)},
     "eps 0": {"eps": 0.0},
 }
 SGD = {
@@ -37,6 +38,7 @@ SGD_CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "decay": {"weight_decay": 0.1, "maximize": True},
     "momentum": {"momentum": 0.9},
+    "maximize": {"momentum": 0.9, "maximize": True},
     "dampening": {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01},
     "nesterov": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
 }
@@ -252,3 +254,17 @@ def test_what_is_refused(error: type[Exception], message: str, call: Callable[[]
     assert torch.equal(before[0], T)
     assert torch.equal(before[1], H)
     assert torch.equal(before[2], ONE)
+
+
+def test_absent_entries_before_new_momentum_buffers(implementation: str) -> None:
+    """What belongs to an entry is found by its place, whatever is left out."""
+    master = [torch.ones(70) for _ in range(3)]
+    buffers = [torch.full((70,), x) for x in (float("nan"), 1.0, float("nan"))]
+    options = [SgdOptions(lr, 0.5, 0.5, 0.0, False, False) for lr in (1.0, 0.25)]
+    one = torch.tensor(1.0)
+    multi_tensor_sgd(
+        [None, torch.ones(70), torch.ones(70)], master, options, [0, 1, 0], Factors(one, one),
+        momentum_buffers=buffers, first=[True, False, True],
+    )  # fmt: skip
+    assert [float(m[69]) for m in master] == [1.0, 0.75, 0.0]
+    assert [float(b[69]) for b in buffers[1:]] == [1.0, 1.0]

@@ -18,6 +18,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import fp16opt
 from fp16opt import MixedPrecisionOptimizer
+from fp16opt.fused import lists
 from fused.test_fused_steps import MAKERS, give_grads, made, parameters, wrap
 
 
@@ -309,3 +310,39 @@ def test_without_the_compiled_module_the_bits_are_the_same(monkeypatch: pytest.M
     others, plain = made("adamw")
     train(plain, others, 0, 1)
     assert_same(opt.state_dict(), plain.state_dict())
+
+
+def test_decoupled_weight_decay_as_an_option_of_adam() -> None:
+    if "decoupled_weight_decay" not in Adam([half(1)]).defaults:
+        pytest.skip("this torch has no such option")
+    results = []
+    for cls, more in ((AdamW, {}), (Adam, {"decoupled_weight_decay": True}), (Adam, {})):
+        params = parameters(dtypes=(torch.float16,))
+        opt = MixedPrecisionOptimizer(
+            cls(params, lr=0.1, weight_decay=0.1, **more), fused_step=True, loss_scale=8.0
+        )  # fmt: skip
+        train(opt, params, 0, 1)
+        results.append([m.detach().clone() for m in opt.master_params()])
+    assert_same(results[1], results[0])
+    assert not torch.equal(results[2][0], results[0][0])
+
+
+def test_a_buffer_that_was_not_filled_is_not_kept() -> None:
+    """Where the step is told on the device to skip, as on a GPU."""
+    params, opt = made("momentum")
+    give_grads(opt, params, 0)
+    opt.update_master_grads()
+    for found in (1.0, 0.0):
+        step = opt._fused.stand_in(opt._grads.deferred, torch.tensor(found))  # type: ignore[attr-defined]
+        step()
+        kept = ["momentum_buffer" in opt.state[m] for m in opt.master_params()]
+        assert kept == [found == 0.0] * len(params)
+
+
+def test_the_step_count_may_lie_on_the_host() -> None:
+    """torch keeps it there unless the optimizer is fused or capturable, wherever the parameters are."""
+    state = {"step": torch.ones(()), "exp_avg": torch.zeros(3, device="meta")}
+    master = torch.zeros(3, device="meta")
+    assert lists._checked(dict(state), master) == state
+    with pytest.raises(lists.CannotServe, match="state 'exp_avg' is not a dense tensor on meta"):
+        lists._checked({"exp_avg": torch.zeros(3)}, master)

@@ -83,6 +83,7 @@ def check(x: Array, dtype: torch.dtype) -> None:
     wanted = weights_wanted(np.where(number, x, 0), dtype)
     assert_same_values(np.where(number, raw(weight), 0).astype(np.uint16), np.where(number, wanted, 0), kind, "weight")
     assert np.isnan(oracle.decode(raw(weight), kind)[~number]).all()
+    assert not rest[torch.from_numpy(~number)].any(), "a nan has no remainder"
     assert_same_values(
         back.numpy(), np.where(number, masters_wanted(np.where(number, x, 0), dtype), x), "single", "back"
     )

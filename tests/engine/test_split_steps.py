@@ -1,0 +1,381 @@
+"""master_weights="split": skips, closures, hooks, buckets, memory, and who is refused."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import fp16opt
+from engine import recipes
+from engine.checks import (
+    groups_params,
+    linear_loss,
+    one_step,
+    ones,
+)
+from engine.split_cases import by_dtype, tensors_of, wrap
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, streaming
+
+
+def test_overflow_leaves_everything_untouched() -> None:
+    recipes.check_overflow_leaves_everything_untouched(
+        lambda inner, **kwargs: wrap(inner, scaler=DynamicLossScaler(**kwargs))
+    )
+
+
+def test_a_closure_is_evaluated_again_after_an_overflow() -> None:
+    p = ones(2)
+    opt = wrap(SGD([p], lr=0.5), scaler=DynamicLossScaler(2.0**18))
+    calls = []
+
+    def closure() -> torch.Tensor:
+        calls.append(p.tolist())
+        opt.zero_grad()
+        loss = linear_loss([p], [1.0])
+        opt.backward(loss)
+        return loss.detach()
+
+    assert float(opt.step(closure)) == 2.0
+    assert len(calls) > 1
+    assert {tuple(c) for c in calls} == {(1.0, 1.0)}
+    assert p.tolist() == [0.5, 0.5]
+    stuck = wrap(SGD([q := ones(2)], lr=0.5), loss_scale=2.0**18)
+
+    def overflowing() -> torch.Tensor:
+        stuck.zero_grad()
+        loss = linear_loss([q], [1.0])
+        stuck.backward(loss)
+        return loss.detach()
+
+    stuck.step(overflowing)
+    assert (q.tolist(), stuck.skipped_steps) == ([1.0, 1.0], 1)
+
+
+class Fails(SGD):
+    """Raises at its third call, when it is told to."""
+
+    armed = False
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += self.armed
+        if self.armed and self.calls == 3:
+            raise ArithmeticError("enough")
+        return super().step(closure)
+
+
+def test_a_step_that_fails_half_way_leaves_whole_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "BUCKET", 16)
+    params = [ones(10) for _ in range(4)]
+    opt = wrap(Fails(params, lr=0.5), scaler=DynamicLossScaler(8.0, growth_interval=1))
+    opt.optimizer.armed = True
+    opt.zero_grad()
+    opt.backward(linear_loss(params, [1.0] * 4))
+    with pytest.raises(ArithmeticError, match="enough"):
+        opt.step()
+    assert [p[0].item() for p in params] == [0.5, 0.5, 1.0, 1.0]
+    assert opt.loss_scale == 16.0  # two buckets were stepped, so the gradients are used up
+    assert all(torch.isnan(m).all() for m in groups_params(opt))
+    opt.optimizer.armed = False
+    one_step(opt, params, [1.0] * 4)
+    assert [p[0].item() for p in params] == [0.0, 0.0, 0.5, 0.5]
+
+
+def test_hooks_of_the_wrapped_optimizer_fire_once_and_see_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "BUCKET", 16)
+    params = [ones(10) for _ in range(4)]
+    inner = SGD(params, lr=0.5)
+    fired: list[str] = []
+    inner.register_step_pre_hook(lambda opt, args, kwargs: fired.append("pre"))
+    inner.register_step_post_hook(lambda opt, args, kwargs: fired.append("post"))
+
+    def halves(opt: Any, args: Any, kwargs: Any) -> None:
+        for group in opt.param_groups:
+            for m in group["params"]:
+                m.grad.mul_(0.5)
+
+    inner.register_step_pre_hook(halves)
+    opt = wrap(inner)
+    opt.register_step_post_hook(lambda opt, args, kwargs: fired.append("outer"))
+    one_step(opt, params, [1.0] * 4)
+    assert fired == ["pre", "post", "outer"]
+    assert [p[0].item() for p in params] == [0.75] * 4
+
+
+def test_a_scheduler_gives_no_warning_and_its_lr_is_used() -> None:
+    p = ones(2)
+    inner = SGD([p], lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
+    opt = wrap(inner)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            one_step(opt, [p], [1.0])
+            scheduler.step()
+    assert p.tolist() == [0.25, 0.25]
+    assert opt.param_groups[0]["lr"] == 0.125
+
+
+@by_dtype
+def test_masters_beyond_the_range_are_named_and_stay_finite(
+    dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    top = 65504.0 if dtype == torch.float16 else 3.3895e38
+    p = nn.Parameter(torch.tensor([top, 1.0]).to(dtype))
+    opt = wrap(SGD([p], lr=1.0), loss_scale=1.0, named_parameters=[("head.weight", p)])
+    update = -40000.0 if dtype == torch.float16 else -1e36
+    with caplog.at_level(logging.WARNING):
+        one_step(opt, [p], [torch.tensor([update, 0.0])])
+    assert "too large" in caplog.text
+    assert "head.weight" in caplog.text
+    assert torch.isinf(p[0])
+    master = next(opt.master_params())
+    assert torch.isfinite(master).all()
+    assert float(master[0]) == pytest.approx(float(np.float32(top)) - update, rel=2.0**-8)
+    one_step(opt, [p], [torch.tensor([-update, 0.0]) * 1.5])
+    assert torch.isfinite(p).all()
+
+
+def test_memory_kept_between_steps() -> None:
+    params = [nn.Parameter(torch.ones(300_000).half()) for _ in range(8)]
+    opt = wrap(AdamW(params, lr=0.1))
+    for _ in range(2):
+        one_step(opt, params, [1.0] * 8)
+        opt.clip_master_grads(1.0)
+    opt.zero_grad()
+    per_parameter = tensors_of(opt) / (8 * 300_000)
+    assert 4.0 <= per_parameter <= 4.25, per_parameter
+
+
+def test_only_one_bucket_exists_in_fp32_during_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "BUCKET", 4096)
+    params = [nn.Parameter(torch.ones(1000).half()) for _ in range(40)]
+    seen = []
+
+    class Looks(SGD):
+        def step(self, closure: Any = None) -> Any:
+            alive = [m for m in everything if m.untyped_storage().nbytes() > 4]
+            seen.append((sum(m.numel() for m in alive), len({m.untyped_storage().data_ptr() for m in alive})))
+            assert all(type(m) is nn.Parameter for m in self.param_groups[0]["params"])
+            return super().step(closure)
+
+    everything: list[Any] = []
+    opt = wrap(Looks(params, lr=0.5))
+    everything += groups_params(opt)
+    seen.clear()
+    one_step(opt, params, [1.0] * 40)
+    assert [count for _, count in seen] == [1] * len(seen)
+    assert len(seen) == 10
+    assert max(numel for numel, _ in seen) <= 4096
+
+
+def test_repr_says_it() -> None:
+    text = repr(wrap(SGD([ones(2)], lr=0.1)))
+    assert "master_weights: 'split'" in text
+    assert "1 float16 with split masters" in text
+
+
+class OneStepSize(SGD):
+    """Scales by the norm of all gradients, as some optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 0.5)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("make", "kwargs", "match"),
+    [
+        (lambda p: torch.optim.LBFGS(p), {}, r'master_weights="split": torch.optim.lbfgs.LBFGS .* needs a closure'),
+        (lambda p: OneStepSize(p, lr=0.1), {}, r"OneStepSize can't be stepped a bucket at a time: .*parameter"),
+        (lambda p: SGD(p, lr=0.1), {"on_model_write": "ignore"}, r'on_model_write="ignore" does not go with'),
+        (lambda p: SGD(p, lr=0.1), {"master_weights": "half"}, r"master_weights.*'half'"),
+    ],
+)
+def test_refusals(make: Any, kwargs: dict[str, Any], match: str) -> None:
+    p = ones(3)
+    inner = make([p])
+    with pytest.raises(ValueError, match=match):
+        MixedPrecisionOptimizer(inner, **{"master_weights": "split", **kwargs})
+    assert inner.param_groups[0]["params"][0] is p
+
+
+class Wrapped(torch.Tensor):
+    """A tensor whose memory is not its own business."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
+def test_tensor_subclasses_are_refused_by_name() -> None:
+    odd = torch.Tensor._make_wrapper_subclass(Wrapped, (3,), dtype=torch.float16, requires_grad=True)
+    inner = SGD([ones(2)], lr=0.1)
+    inner.param_groups[0]["params"].append(odd)
+    with pytest.raises(
+        ValueError, match=r'group 0, param 1.*: master_weights="split" takes plain tensors, got Wrapped'
+    ):
+        wrap(inner)
+
+
+def test_hooks_of_all_optimizers_fire_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "BUCKET", 16)
+    params = [ones(10) for _ in range(4)]
+    opt = wrap(SGD(params, lr=0.5), loss_scale=1.0)
+    fired: list[str] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda opt, args, kwargs: fired.append(f"pre {type(opt).__name__}")),
+        register_optimizer_step_post_hook(lambda opt, args, kwargs: fired.append(f"post {type(opt).__name__}")),
+    ]
+    outer = "MixedPrecisionOptimizer"
+    wanted = [f"pre {outer}", "pre SGD", "post SGD", f"post {outer}"]
+    try:
+        one_step(opt, params, [1.0] * 4)
+        assert fired == wanted
+        fired.clear()
+        fused = wrap(SGD(params, lr=0.5), fused_step=True)
+        fused.optimizer.register_step_pre_hook(lambda opt, *_: opt.param_groups[0].update(differentiable=True))
+        one_step(fused, params, [1.0] * 4)
+        assert fired == wanted, "a step that falls back to buckets"
+        fired.clear()
+        SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
+        assert fired == ["pre SGD", "post SGD"], "the tables are not what they were"
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("mode", ["full", "split"])
+def test_what_a_pre_hook_returns_is_looked_at(mode: str) -> None:
+    p = ones(2)
+    inner = SGD([p], lr=0.5)
+    handle = inner.register_step_pre_hook(lambda opt, args, kwargs: 3)
+    opt = wrap(inner, mode)
+    opt.backward(linear_loss([p], [1.0]))
+    with pytest.raises(RuntimeError, match="must return None or a tuple"):
+        opt.step()
+    assert p.tolist() == [1.0, 1.0]
+    handle.remove()
+    opt.step()
+    assert p.tolist() == [0.5, 0.5]
+
+
+def test_a_hook_that_a_step_removes_stays_removed() -> None:
+    p = ones(2)
+    inner = SGD([p], lr=0.5)
+    fired: list[int] = []
+
+    def once(*_: Any) -> None:
+        fired.append(1)
+        handle.remove()
+
+    handle = inner.register_step_pre_hook(once)
+    opt = wrap(inner)
+    for _ in range(2):
+        one_step(opt, [p], [1.0])
+    assert fired == [1]
+
+
+def test_a_closure_that_raises_under_a_grad_scaler_comes_through() -> None:
+    """A GradScaler keeps what a step may change; placeholders hold nothing to keep."""
+    p = ones(3)
+    opt = wrap(SGD([p], lr=0.5), loss_scale=1.0)
+    scaler = fp16opt.GradScaler("cpu", init_scale=8.0)
+
+    def raises() -> torch.Tensor:
+        raise LookupError("no batch")
+
+    with pytest.raises(LookupError, match="no batch"):
+        scaler.step(opt, raises)
+    opt.zero_grad()
+    scaler.scale(linear_loss([p], [1.0])).backward()
+    scaler.step(opt)
+    assert p.tolist() == [0.5] * 3
+
+
+class ClipsWhenTold(SGD):
+    """Scales by the norm of all gradients where a group says so."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, momentum: float = 0.0, together: bool = False) -> None:
+        super().__init__(params, lr=lr, momentum=momentum)
+        for group in self.param_groups:
+            group.setdefault("together", together)
+        self.defaults["together"] = together
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            if group["together"]:
+                nn.utils.clip_grad_norm_(group["params"], 0.5)
+        return super().step(closure)
+
+
+def test_groups_that_come_later_are_tested_too() -> None:
+    p, q = ones(3), ones(3)
+    opt = wrap(ClipsWhenTold([p], lr=0.5))
+    before = [dict(group) for group in opt.param_groups]
+    with pytest.raises(ValueError, match=r"ClipsWhenTold with together=True can't be stepped a bucket at a time"):
+        opt.add_param_group({"params": [q], "together": True})
+    assert [dict(group) for group in opt.param_groups] == before
+    opt.add_param_group({"params": [q], "lr": 0.25})
+    one_step(opt, [p, q], [1.0, 1.0])
+    assert (p.tolist(), q.tolist()) == ([0.5] * 3, [0.75] * 3)
+    opt.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2).half())], "together": True})
+    with pytest.raises(ValueError, match="together=True"):
+        one_step(opt, [p, q], [1.0, 1.0])
+
+
+def test_the_options_that_are_refused_are_named() -> None:
+    with pytest.raises(ValueError, match=r"ClipsWhenTold with momentum=0.5, together=True can't be stepped"):
+        wrap(ClipsWhenTold([ones(3)], lr=0.5, momentum=0.5, together=True))
+
+
+def test_groups_of_one_kind_are_tested_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tested: list[int] = []
+    test = streaming.check_bucket_invariant
+    monkeypatch.setattr(streaming, "check_bucket_invariant", lambda factory: (tested.append(1), test(factory))[1])
+    groups = [{"params": [ones(2)], "lr": 0.1 * 0.9**k, "weight_decay": 0.01 * k} for k in range(6)]
+    opt = wrap(AdamW(groups))
+    assert len(tested) == 2, "one without weight decay, and one with"
+    opt.add_param_group({"params": [ones(2)], "lr": 0.5})
+    one_step(opt, list(opt.model_params()), [1.0] * 7)
+    assert len(tested) == 2
+    opt.add_param_group({"params": [ones(2)], "amsgrad": True})
+    assert len(tested) == 3
+
+
+class CountsInGroup(SGD):
+    """As schedule-free optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group.setdefault("counted", torch.zeros(())).add_(1.0)
+        return super().step(closure)
+
+
+def test_what_a_step_writes_into_its_group_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "BUCKET", 16)
+    params = [ones(10) for _ in range(4)]
+    opt = wrap(CountsInGroup([{"params": params[:3]}, {"params": params[3:]}], lr=0.5))
+    for _ in range(3):
+        one_step(opt, params, [1.0] * 4)
+    assert [(group["k"], float(group["counted"])) for group in opt.param_groups] == [(3, 3.0)] * 2
+
+
+def test_a_gradient_that_was_read_is_there_after_the_step() -> None:
+    p = ones(2)
+    opt = wrap(SGD([p], lr=0.5), loss_scale=8.0)
+    opt.backward(linear_loss([p], [2.0]))
+    (master,) = groups_params(opt)
+    assert master.grad is not None
+    opt.step()
+    assert master.grad.tolist() == [2.0, 2.0]
+    assert type(master) is not nn.Parameter
