@@ -117,6 +117,11 @@ def _skips(found_inf: Tensor | None, call: Call, serving: str, counts: Call | No
     return bool(found_inf.item())
 
 
+def _check_counts(name: str, call: Call, counts: Call) -> None:
+    if counts.plan.rows != call.plan.rows or len(counts.plan.single) != len(call.plan.rows):
+        raise ValueError(f"{name}: steps must have one element for each entry that is stepped.")
+
+
 def _adam_by_torch(
     call: Call, place: int, row: int, count: Tensor, options: AdamOptions, factors: Factors, stats: CastStats | None
 ) -> None:
@@ -187,8 +192,7 @@ def multi_tensor_adam(
         _check_stats(operation.name, stats, models, call)
         _check_betas(operation.name, options)
         _check_flag(found_inf, operation.name, call.plan.device)
-        if counts.plan.rows != call.plan.rows or len(counts.plan.single) != len(call.plan.rows):
-            raise ValueError(f"{operation.name}: steps must have one element for each entry that is stepped.")
+        _check_counts(operation.name, call, counts)
         serving = _backend(call, counts)
         if _skips(found_inf, call, serving, counts):
             return
