@@ -6,8 +6,7 @@ nothing waits for the device. Tensors may have any strides; those that one index
 are served by a compiled kernel where there is one (:func:`backend`), all others by :mod:`fp16opt.kernels.reference`,
 with the same bits.
 
-Every function takes ``tables``, a :class:`PointerTables` that belongs to the call site, to skip checks that were made
-before. Leaving it out changes nothing but the time.
+Every function takes ``tables``, a :class:`PointerTables` of the call site, to save time by skipping checks made before.
 """
 
 from __future__ import annotations

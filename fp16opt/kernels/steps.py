@@ -117,6 +117,22 @@ def _skips(found_inf: Tensor | None, call: Call, serving: str, counts: Call | No
     return bool(found_inf.item())
 
 
+def _check_counts(name: str, call: Call, counts: Call) -> None:
+    if counts.plan.rows != call.plan.rows or len(counts.plan.single) != len(call.plan.rows):
+        raise ValueError(f"{name}: steps must have one element for each entry that is stepped.")
+
+
+def _adam_by_torch(
+    call: Call, place: int, row: int, count: Tensor, options: AdamOptions, factors: Factors, stats: CastStats | None
+) -> None:
+    """One entry's step. ``stats``: None where masters are the parameters themselves."""
+    grad, master, *kept = (column[place] for column in call.columns)
+    model = kept.pop() if stats is not None else None
+    largest = kept[2] if len(kept) == 3 else None
+    with reference_steps.whole(row, master, model, stats) as single:
+        reference_steps.adam(grad, single, kept[0], kept[1], largest, float(count), options, factors)
+
+
 def multi_tensor_adam(
     grads: Entries,
     masters: Entries,
@@ -176,20 +192,13 @@ def multi_tensor_adam(
         _check_stats(operation.name, stats, models, call)
         _check_betas(operation.name, options)
         _check_flag(found_inf, operation.name, call.plan.device)
-        if counts.plan.rows != call.plan.rows or len(counts.plan.single) != len(call.plan.rows):
-            raise ValueError(f"{operation.name}: steps must have one element for each entry that is stepped.")
+        _check_counts(operation.name, call, counts)
         serving = _backend(call, counts)
         if _skips(found_inf, call, serving, counts):
             return
-        for place, row in call.for_reference(serving != "reference"):
-            grad, master, *kept = (column[place] for column in call.columns)
-            model = kept.pop() if models is not None else None
-            count = counts.columns[0][place].add_(1.0)
-            largest = kept[2] if max_exp_avg_sqs is not None else None
-            o = options[used[place]]
-            with reference_steps.whole(row, master, model, stats) as single:
-                reference_steps.adam(grad, single, kept[0], kept[1], largest, float(count), o, factors)
         found = stats if models is not None else None
+        for place, row in call.for_reference(serving != "reference"):
+            _adam_by_torch(call, place, row, counts.columns[0][place].add_(1.0), options[used[place]], factors, found)
         if serving == "cpu":
             native.adam(call, counts, options, used, factors, found)
         elif serving == "cuda":
