@@ -304,7 +304,7 @@ class DeferredGrads:
         None may wait when it begins, and none will meanwhile.
         """
         self._plain = True
-        masters = [self.params.master[i] for i in self.params.copied]
+        masters = [master for i in self.params.copied if type(master := self.params.master[i]) is self._class]
         for master in masters:
             master.__class__ = torch.nn.Parameter
         try:
