@@ -157,3 +157,14 @@ def test_after_a_refresh_a_loaded_models_weights_are_a_write() -> None:
         param.copy_(weights)
     opt.state_dict()
     assert_same_bits(masters(opt)[0], weights.float())
+
+
+def test_another_layout_is_no_write_however_often_somebody_looks(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Conv2d(4, 8, 3, bias=False).bfloat16()
+    opt = wrap(SGD(model.parameters(), lr=2.0**-13))
+    one_step(opt, [model.weight], [1.0])
+    model.to(memory_format=torch.channels_last)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            opt.state_dict()
+    assert "written" not in caplog.text
