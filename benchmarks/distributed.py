@@ -181,6 +181,9 @@ def timed(arguments: argparse.Namespace) -> list[common.Timing]:
     theirs = Theirs(width)
     for route in ours:
         check(route)
+    for route in (*ours, theirs):
+        for group in route.opt.param_groups:
+            group["lr"] = 1e-7  # dozens of steps without a target would diverge, and overflow
     contenders = [*ours, theirs, Attach(ours[0]), Verify(ours[0])]
     timings = common.alternate(contenders, 2 if arguments.quick else arguments.rounds, warmup=3)
     if any(route.opt.skipped_steps for route in ours) or theirs.scaler.get_scale() != SCALE:
