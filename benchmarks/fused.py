@@ -70,11 +70,7 @@ class Fused:
         self.norm = torch.zeros(())
 
     def prepare(self) -> None:
-        self.opt.zero_grad()
-        self.opt.scale_loss(torch.zeros(()))
-        torch._foreach_copy_(self.grads, self.problem.scaled)
-        for param, grad in zip(self.model, self.grads, strict=True):
-            param.grad = grad
+        routes.leave_gradients(self.opt, self.model, self.grads, self.problem)
         if self.part == "steps":
             self.norm = self.opt.clip_master_grads(MAX_NORM)
 

@@ -63,6 +63,15 @@ class Problem:
         return sum(weight.numel() for weight in self.weights)
 
 
+def leave_gradients(opt: MixedPrecisionOptimizer, model: list[Tensor], grads: list[Tensor], problem: Problem) -> None:
+    """What a backward pass leaves to the wrapper: scaled 16-bit gradients, in the memory of ``grads``."""
+    opt.zero_grad()
+    opt.scale_loss(torch.zeros(()))
+    torch._foreach_copy_(grads, problem.scaled)
+    for param, grad in zip(model, grads, strict=True):
+        param.grad = grad
+
+
 def gpt_shapes(layers: int, width: int, vocabulary: int, context: int) -> list[tuple[int, ...]]:
     """Shapes of GPT-2's parameters: 12 tensors a layer, and embeddings and a last norm."""
     layer = [
@@ -109,11 +118,7 @@ class Engine:
         self.norm = torch.zeros(())
 
     def prepare(self) -> None:
-        self.opt.zero_grad()
-        self.opt.scale_loss(torch.zeros(()))
-        torch._foreach_copy_(self.grads, self.problem.scaled)
-        for param, grad in zip(self.model, self.grads, strict=True):
-            param.grad = grad
+        leave_gradients(self.opt, self.model, self.grads, self.problem)
 
     def run(self) -> None:
         if self.early:

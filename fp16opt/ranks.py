@@ -75,7 +75,10 @@ class Replicas:
         )
 
     def reduce(self, grads: MasterGrads, verdicts: list[Tensor]) -> list[Tensor]:
-        """Average FP32 sums that were made on this rank alone over the ranks; returns the verdicts of all ranks."""
+        """Average FP32 sums that were made on this rank alone over the ranks; returns the verdicts of all ranks.
+
+        Asked only of a class that sets ``local``.
+        """
         raise NotImplementedError
 
     def after_step(self, skipped: bool | Tensor, engine: MixedPrecisionOptimizer) -> None:

@@ -13,7 +13,7 @@ from engine.checks import assert_same_bits, normal
 from step_cases import KINDS, StepCase, assert_same_results, place, random_case, split_and_join
 from test_cuda_steps import random_split, two_steps
 from test_gpu_kernels import same
-from test_gpu_steps import SHAPES, linear_problem
+from test_gpu_steps import SHAPES, graph_of_a_step, linear_problem
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -246,15 +246,7 @@ def test_a_captured_step_replays_what_eager_steps_do(device: torch.device, kind:
     eager, captured = Loop(device, kind), Loop(device, kind)
     for _ in range(3):
         eager.step()
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            captured.step()
-    torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured.step()
+    graph = graph_of_a_step(device, captured)
     for k, factor in enumerate([1.0, 0.5, float("inf"), 0.25, 1.0, float("nan"), float("inf"), 2.0, 1.0]):
         for loop in (eager, captured):
             loop.factor.fill_(factor)

@@ -196,21 +196,27 @@ def test_no_step_waits(device: torch.device, kind: type[Loop]) -> None:
     assert loop.outcome()[:2] == (False, 1)
 
 
+def graph_of_a_step(device: torch.device, loop: Any) -> torch.cuda.CUDAGraph:
+    """After three steps on a side stream, as torch wants them before a capture, the graph of the fourth."""
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            loop.step()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loop.step()
+    return graph
+
+
 @pytest.mark.parametrize("kind", [Loop, Face])
 def test_a_captured_step_replays_what_eager_steps_do(device: torch.device, kind: type[Loop]) -> None:
     eager, captured = kind(device), kind(device)
     plan = [1.0, 0.5, float("inf"), 0.25, 1.0, float("nan"), float("inf"), 2.0, 1.0]
     for _ in range(3):
         eager.step()
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            captured.step()
-    torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured.step()
+    graph = graph_of_a_step(device, captured)
     for k, factor in enumerate(plan):
         eager.factor.fill_(factor)
         captured.factor.fill_(factor)
