@@ -87,7 +87,7 @@ class ByHand(Route):
         for module in self.model.modules():
             if not isinstance(module, nn.modules.batchnorm._BatchNorm) and not list(module.children()):
                 module.half()
-        self.optimizer = MixedPrecisionOptimizer(self.optimizer, dynamic=True)
+        self.optimizer = MixedPrecisionOptimizer(self.optimizer, dynamic=True, fused_step=False)
         self.optimizer.loss_scale = SCALE
 
     def step(self) -> None:

@@ -10,9 +10,11 @@ import sys
 
 if "torch" in sys.modules:
     raise ImportError("import benchmarks/common.py before torch: OpenMP reads GOMP_SPINCOUNT when it is loaded")
-# Worker threads that spin while they wait take the core from whoever is timed next.
-os.environ["GOMP_SPINCOUNT"] = "0"
-os.environ["KMP_BLOCKTIME"] = "0"
+# Worker threads that spin while they wait take the core from whoever is timed next. Where small tensors are timed it
+# is worse to wake them for each: small.py has one thread, says so before it imports this, and leaves OpenMP as it is.
+if os.environ.get("OMP_NUM_THREADS") != "1":
+    os.environ["GOMP_SPINCOUNT"] = "0"
+    os.environ["KMP_BLOCKTIME"] = "0"
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler writes lines of its own between the tables
 
 import argparse
@@ -231,7 +233,7 @@ def versions() -> dict[str, str]:
         "processor": _processor(),
         "cores": str(os.cpu_count()),
         "threads": str(torch.get_num_threads()),
-        "GOMP_SPINCOUNT": os.environ["GOMP_SPINCOUNT"],
+        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "-"),
     }
 
 
@@ -265,14 +267,14 @@ def _plain(value: Any) -> Any:
 
 
 def parse_arguments(
-    description: str, add: Callable[[argparse.ArgumentParser], None] | None = None
+    description: str, add: Callable[[argparse.ArgumentParser], None] | None = None, rounds: int = 15, threads: int = 2
 ) -> argparse.Namespace:
     """The options that all benchmark scripts have, and those of ``add``. Sets the number of threads."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes, checks only, no bounds: for CI")
     parser.add_argument("--json", metavar="PATH", help="write the figures there")
-    parser.add_argument("--rounds", type=int, default=15, help="timed rounds (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=2, help="torch threads (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=rounds, help="timed rounds (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=threads, help="torch threads (default: %(default)s)")
     if add is not None:
         add(parser)
     arguments = parser.parse_args()

@@ -30,7 +30,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed, parallel
 from fp16opt.distributed.replicas import verify
 from fp16opt.plan import Plan
 
@@ -120,7 +120,7 @@ class Verify(Attach):
     name = "verify"
 
     def run(self) -> None:
-        verify(self.route.model.process_group, self.route.opt)
+        verify(self.route.model.process_group, parallel.digest(self.route.opt.engine))
 
 
 class Theirs(Route):

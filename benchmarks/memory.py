@@ -15,6 +15,9 @@ AdamW's state (8, and one step counter a tensor) are subtracted from the most th
 between then and the end of the third step. Bookkeeping per tensor remains. Doing it for two sizes with
 equally many tensors tells it from memory that grows with the parameters: the slope between the two is the
 extra memory per parameter, and should be 0.
+
+A step with a closure should need no more than one without: the slope of the difference between their peaks, for
+torch's own step and for the one pass.
 """
 
 from __future__ import annotations
@@ -143,6 +146,17 @@ def measure(quick: bool) -> Peak:
     return Peak(len(large.weights), large.elements, beyond[1], step[1], python, process, slope)
 
 
+def closure_slope(quick: bool, fused_step: bool | str) -> float:
+    """Bytes a parameter that a step with a closure needs beyond one without, from two sizes."""
+    widths = (32, 64) if quick else (256, 512)
+    problems = [Problem.make(routes.gpt_shapes(12, width, 10000, 1024)) for width in widths]
+    more = []
+    for problem in problems:
+        with_closure = step_peak(Engine(problem, after="closure", fused_step=fused_step))
+        more.append(with_closure - step_peak(Engine(problem, after="backward", fused_step=fused_step)))
+    return (more[1] - more[0]) / (problems[1].elements - problems[0].elements)
+
+
 def print_peak(peak: Peak) -> None:
     """The figures in words, with the bookkeeping per tensor."""
     process = "not told by this system" if peak.process is None else f"{peak.process:,} bytes"
@@ -169,8 +183,15 @@ def main() -> None:
     for name, value in peaks.items():
         print(f"  {name}: {value:,} bytes ({value / problem.elements:.3f} a parameter)")
     row = common.Row("peak extra memory of a step, bytes per parameter", 0.0, peak.slope, peak.slope, peak.slope)
-    common.print_rows([row])
-    common.write_json(arguments.json, peak=vars(peak), others=peaks, rows=[row])
+    rows = [row]
+    for fused_step, words in ((False, "general step"), ("auto", "one-pass step")):
+        slope = closure_slope(arguments.quick, fused_step)
+        rows.append(common.Row(f"{words} with a closure, extra bytes per parameter", 0.001, slope, slope, slope))
+    if arguments.quick:
+        for row in rows:
+            row.bound = None
+    common.print_rows(rows)
+    common.write_json(arguments.json, peak=vars(peak), others=peaks, rows=rows)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 """The routes that the step and memory benchmarks compare, each with the same weights and scaled gradients.
 
-There is no forward and no backward pass: gradients are put in place by hand in ``prepare``, which is not
-timed. What is timed is what a training loop does between ``backward`` and ``zero_grad``: unscale, check,
-clip, step, copy down, update the scale.
+There is no forward pass, and autograd computes nothing: gradients lie ready and are put in place by hand in
+``prepare``, which is not timed, or by the backward pass of :func:`arriving`, where ``backward`` itself is timed. What
+is timed is what a training loop does between ``backward`` and ``zero_grad``: unscale, check, clip, step, copy down,
+update the scale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +24,10 @@ LR, BETAS, EPS, WEIGHT_DECAY = 1e-4, (0.9, 0.999), 1e-8, 0.01
 # Bytes read and written per parameter, counted for tensors larger than the caches: unscale, norm, clip, step,
 # copies. torch's fused AdamW moves 28 (weight 4+4, gradient 4, two moments 8+8), its foreach version 80.
 BYTES = {
-    "fp16opt": 2 + 6 + 28 + 6 + 2,  # look at gradients, up and clipped, step, weights down, look for foreign writes
+    "fp16opt": 2 + 6 + 28 + 6,  # look at gradients, up and clipped, step, weights down
     "fp16opt, writes ignored": 2 + 6 + 28 + 6,
-    "fp16opt, unscaled by backward": 6 + 8 + 28 + 6 + 2,
+    "fp16opt, after a plain backward": 2 + 6 + 28 + 6 + 2,
+    "fp16opt, with a closure": 2 + 6 + 28 + 6 + 2,
     "GradScaler, fused": 8 + 4 + 8 + 28,
     "GradScaler, foreach": 8 + 4 + 8 + 80,
     "three passes": 6 + 8 + 4 + 8 + 28 + 6,
@@ -42,21 +44,23 @@ class Problem:
     Attributes:
         weights: float16.
         scaled: float16; far from overflow, with an unscaled norm far above ``MAX_NORM``: a clip clips.
+        scale: the loss scale that they were made with.
     """
 
     weights: list[Tensor]
     scaled: list[Tensor]
+    scale: float = SCALE
 
     @classmethod
-    def make(cls, shapes: list[tuple[int, ...]], seed: int = 0) -> Problem:
+    def make(cls, shapes: list[tuple[int, ...]], seed: int = 0, scale: float = SCALE) -> Problem:
         generator = torch.Generator().manual_seed(seed)
         elements = sum(torch.Size(shape).numel() for shape in shapes)
-        spread = 8.0 * MAX_NORM / elements**0.5 * SCALE  # a total norm of about 8 times MAX_NORM
+        spread = 8.0 * MAX_NORM / elements**0.5 * scale  # a total norm of about 8 times MAX_NORM
         if spread * 8 > 65504:
             raise ValueError("so few elements that their scaled gradients would overflow float16")
         weights = [(torch.randn(shape, generator=generator) * 0.02).half() for shape in shapes]
         scaled = [(torch.randn(shape, generator=generator) * spread).half() for shape in shapes]
-        return cls(weights, scaled)
+        return cls(weights, scaled, scale)
 
     @property
     def elements(self) -> int:
@@ -64,12 +68,42 @@ class Problem:
 
 
 def leave_gradients(opt: MixedPrecisionOptimizer, model: list[Tensor], grads: list[Tensor], problem: Problem) -> None:
-    """What a backward pass leaves to the wrapper: scaled 16-bit gradients, in the memory of ``grads``."""
+    """What a backward pass leaves to the wrapper where the user still works on gradients: scaled 16-bit ones, in the
+    memory of ``grads``."""
     opt.zero_grad()
     opt.scale_loss(torch.zeros(()))
     torch._foreach_copy_(grads, problem.scaled)
     for param, grad in zip(model, grads, strict=True):
         param.grad = grad
+
+
+def prepare_backward(
+    opt: MixedPrecisionOptimizer, model: list[Tensor], grads: list[Tensor], problem: Problem
+) -> Tensor:
+    """A loss whose ``backward`` leaves what :func:`leave_gradients` leaves."""
+    opt.zero_grad()
+    torch._foreach_copy_(grads, problem.scaled)
+    return arriving(model, grads)
+
+
+class _Arriving(torch.autograd.Function):
+    """A loss whose backward pass puts gradients in place and computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, params: list[Tensor], grads: list[Tensor]) -> Tensor:
+        ctx.pairs = list(zip(params, grads, strict=True))
+        return leaf.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        for param, ready in ctx.pairs:
+            param.grad = ready
+        return None, None, None
+
+
+def arriving(params: list[Tensor], grads: list[Tensor]) -> Tensor:
+    """A loss, 0-dim float32, whose backward pass sets ``params[i].grad = grads[i]``: 0.1 us a parameter, any size."""
+    return _Arriving.apply(torch.zeros((), requires_grad=True), params, grads)
 
 
 def gpt_shapes(layers: int, width: int, vocabulary: int, context: int) -> list[tuple[int, ...]]:
@@ -96,35 +130,52 @@ def adamw(params: list[Tensor], variant: str = "fused") -> AdamW:
     )
 
 
-def _leaves(weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def leaves(weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [torch.nn.Parameter(weight.to(dtype, copy=True)) for weight in weights]
 
 
 class Engine:
-    """16-bit weights, ``fp16opt.MixedPrecisionOptimizer`` around torch's fused AdamW.
+    """16-bit weights, ``fp16opt.MixedPrecisionOptimizer`` around torch's fused AdamW, which does the step itself.
 
-    The step follows ``backward(loss, update_master_grads=False)``; with ``early`` the plain ``backward(loss)``, whose
-    own unscaling is then part of what is timed.
+    The step follows ``backward(loss, update_master_grads=False)``. ``after`` "backward" times the plain
+    ``backward(loss)`` with it, whatever that adds to autograd; "closure" calls it, and the clip, in the step's closure.
     """
 
-    def __init__(self, problem: Problem, on_model_write: str = "refresh", early: bool = False) -> None:
+    def __init__(
+        self, problem: Problem, on_model_write: str = "refresh", after: str = "", fused_step: bool | str = False
+    ) -> None:
         writes = "" if on_model_write == "refresh" else ", writes ignored"
-        self.name = f"fp16opt{writes}{', unscaled by backward' if early else ''}"
-        self.problem, self.max_norm, self.early = problem, MAX_NORM, early
-        self.model = _leaves(problem.weights, torch.float16)
+        words = {"": "", "backward": ", after a plain backward", "closure": ", with a closure"}[after]
+        self.name = f"fp16opt{writes}{words}"
+        self.problem, self.max_norm, self.after = problem, MAX_NORM, after
+        self.model = leaves(problem.weights, torch.float16)
         self.grads = [grad.clone() for grad in problem.scaled]
-        scaler = DynamicLossScaler(init_scale=SCALE)
-        self.opt = MixedPrecisionOptimizer(adamw(self.model), scaler=scaler, on_model_write=on_model_write)
-        self.norm = torch.zeros(())
+        self.opt = MixedPrecisionOptimizer(
+            adamw(self.model),
+            scaler=DynamicLossScaler(init_scale=problem.scale),
+            on_model_write=on_model_write,
+            fused_step=fused_step,
+        )
+        self.norm = self.loss = torch.zeros(())
 
     def prepare(self) -> None:
-        leave_gradients(self.opt, self.model, self.grads, self.problem)
+        if self.after:
+            self.loss = prepare_backward(self.opt, self.model, self.grads, self.problem)
+        else:
+            leave_gradients(self.opt, self.model, self.grads, self.problem)
 
     def run(self) -> None:
-        if self.early:
-            self.opt.update_master_grads()
+        if self.after == "closure":
+            self.opt.step(self._evaluate)
+        else:
+            self._evaluate()
+            self.opt.step()
+
+    def _evaluate(self) -> Tensor:
+        if self.after:
+            self.opt.backward(self.loss)
         self.norm = self.opt.clip_master_grads(self.max_norm)
-        self.opt.step()
+        return self.loss
 
     def masters(self) -> list[Tensor]:
         return list(self.opt.master_params())
@@ -136,10 +187,10 @@ class ScalerRoute:
     def __init__(self, problem: Problem, variant: str = "fused") -> None:
         self.name = f"GradScaler, {variant}"
         self.problem = problem
-        self.params = _leaves(problem.weights, torch.float32)
+        self.params = leaves(problem.weights, torch.float32)
         self.grads = [grad.float() for grad in problem.scaled]
         self.opt = adamw(self.params, variant)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=problem.scale)
         self.norm = torch.zeros(())
 
     def prepare(self) -> None:
@@ -166,14 +217,14 @@ class ThreePasses:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.model = _leaves(problem.weights, torch.float16)
-        self.params = _leaves(problem.weights, torch.float32)
+        self.model = leaves(problem.weights, torch.float16)
+        self.params = leaves(problem.weights, torch.float32)
         self.model_grads = [grad.clone() for grad in problem.scaled]
         self.grads = [torch.empty_like(param, requires_grad=False) for param in self.params]
         for param, grad in zip(self.params, self.grads, strict=True):
             param.grad = grad
         self.opt = adamw(self.params)
-        self.scale, self.growth = torch.tensor(SCALE), torch.zeros((), dtype=torch.int32)
+        self.scale, self.growth = torch.tensor(problem.scale), torch.zeros((), dtype=torch.int32)
         self.norm = torch.zeros(())
 
     def prepare(self) -> None:
@@ -200,15 +251,15 @@ class PlainStep:
     def __init__(self, problem: Problem, variant: str = "fused") -> None:
         self.name = f"plain FP32, {variant}"
         self.problem = problem
-        self.params = _leaves(problem.weights, torch.float32)
+        self.params = leaves(problem.weights, torch.float32)
         for param, grad in zip(self.params, problem.scaled, strict=True):
-            param.grad = grad.float() / SCALE
+            param.grad = grad.float() / problem.scale
         self.opt = adamw(self.params, variant)
 
     def prepare(self) -> None:
         for param, grad in zip(self.params, self.problem.scaled, strict=True):
             param.grad.copy_(grad)
-            param.grad.div_(SCALE)
+            param.grad.div_(self.problem.scale)
 
     def run(self) -> None:
         self.opt.step()
@@ -229,23 +280,3 @@ class Clip:
 
     def run(self) -> None:
         self.engine.opt.clip_master_grads(self.max_norm)
-
-
-class Whole:
-    """A route with what a loop does around it: scaling the loss, setting gradients and clearing them."""
-
-    def __init__(self, route: Engine | ScalerRoute, scale: Callable[[], object]) -> None:
-        self.name = f"{route.name}, with scale_loss and zero_grad"
-        self.route, self.scale = route, scale
-        self.params = route.model if isinstance(route, Engine) else route.params
-
-    def prepare(self) -> None:
-        self.route.prepare()
-        self.route.opt.zero_grad()
-
-    def run(self) -> None:
-        self.scale()
-        for param, grad in zip(self.params, self.route.grads, strict=True):
-            param.grad = grad
-        self.route.run()
-        self.route.opt.zero_grad()

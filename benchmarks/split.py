@@ -115,7 +115,7 @@ def kept(route: Route) -> float:
 
     def collect(value: Any) -> None:
         if isinstance(value, Tensor):
-            for tensor in (value, value.grad if value.is_leaf else None):
+            for tensor in (value, Tensor.grad.__get__(value) if value.is_leaf else None):  # type: ignore[attr-defined]
                 if tensor is not None:
                     found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         elif isinstance(value, (list, tuple)):
@@ -128,7 +128,8 @@ def kept(route: Route) -> float:
             collect(dict(vars(value)) if hasattr(value, "__dict__") else [])
 
     seen: set[int] = set()
-    for part in (route.opt._params, route.opt._grads, route.opt._steps):
+    engine = route.opt.engine
+    for part in (engine.pairs, engine.masters, engine.model_writes, engine.gradients, engine.accumulation):
         collect(part)
     return sum(found.values()) / route.problem.elements
 

@@ -1,12 +1,12 @@
 """How long does a whole optimizer step take, against torch's own ways to do the same?
 
-    python benchmarks/step.py [--quick] [--json PATH] [--rounds N] [--threads N] [--small-rounds N]
+    python benchmarks/step.py [--quick] [--json PATH] [--rounds N] [--threads N]
 
 A step is what a training loop does between ``backward`` and ``zero_grad``: unscale, check, clip (there is
-something to clip), AdamW, weights down, scale update. The contenders are in routes.py. Ours follows
-``backward(loss, update_master_grads=False)``, so that unscaling and clipping are one write; or a plain
-``backward(loss)``, whose own unscaling is then timed with it. 148 tensors shaped
-like a small GPT's with 51 million elements, and 1,000 tensors of 64 elements. Every contender's result is
+something to clip), AdamW, weights down, scale update. The contenders are in routes.py. Ours is the general step,
+``fused_step=False``, with torch's fused AdamW inside. It follows ``backward(loss, update_master_grads=False)``; or a
+plain ``backward(loss)``, and what that adds to autograd is then timed with it; or all of it is the closure's. 148
+tensors shaped like a small GPT's with 51 million elements; small tensors are in small.py. Every contender's result is
 first checked against the numpy oracle of the tests. Contenders take turns in one run; ratios are taken within
 a round; the figure is their median.
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 import common  # first: it quiets the worker threads before torch is loaded
 
 # isort: split
-import argparse
 import logging
 import sys
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ oracle = common.load_oracle()
 
 def expected(problem: Problem, steps: int, sample: Sequence[int], clips: bool) -> tuple[float, list[Any]]:
     """(norm before clipping, FP32 weights of the tensors ``sample`` after ``steps`` steps), by the oracle."""
-    grads = [oracle.unscale(grad.numpy(), routes.SCALE) for grad in problem.scaled]
+    grads = [oracle.unscale(grad.numpy(), problem.scale) for grad in problem.scaled]
     norm = float(np.sqrt(sum(float(np.square(grad, dtype=np.float64).sum()) for grad in grads)))
     factor = oracle.clip_factor(norm, routes.MAX_NORM) if clips else np.float32(1.0)
     if clips and not factor < 0.5:
@@ -72,7 +71,7 @@ def check(problem: Problem, contenders: Sequence[Any], steps: int = 3) -> None:
             sys.exit(f"{contender.name}: the norm is {float(contender.norm)}, expected {norm}")
         if isinstance(contender, (Engine, ThreePasses)):
             check_copied_down(contender.name, masters, contender.model)
-        if isinstance(contender, Engine):
+        if isinstance(contender, Engine) and contender.after != "closure":
             check_skip(problem, contender)
 
 
@@ -92,10 +91,10 @@ def check_skip(problem: Problem, engine: Engine) -> None:
     engine.grads[-1][-1] = float("inf")
     engine.run()
     same = all(torch.equal(a, b) for a, b in zip(before, engine.masters(), strict=True))
-    if not (same and engine.opt.step_was_skipped and engine.opt.loss_scale == routes.SCALE / 2):
+    if not (same and engine.opt.step_was_skipped and engine.opt.loss_scale == problem.scale / 2):
         sys.exit(f"{engine.name}: an overflow was not skipped")
     engine.opt.zero_grad()
-    engine.opt.loss_scale = routes.SCALE
+    engine.opt.loss_scale = problem.scale
 
 
 def check_scales(contenders: Sequence[Any]) -> None:
@@ -107,7 +106,7 @@ def check_scales(contenders: Sequence[Any]) -> None:
             sys.exit(f"{contender.name}: the loss scale moved to {contender.scaler.get_scale()}")
 
 
-EARLY = "fp16opt, unscaled by backward"
+BACKWARD, CLOSURE = "fp16opt, after a plain backward", "fp16opt, with a closure"
 
 Timings = dict[str, common.Timing]
 
@@ -117,7 +116,8 @@ def time_main(problem: Problem, rounds: int) -> Timings:
     contenders = [
         Engine(problem),
         Engine(problem, "ignore"),
-        Engine(problem, early=True),
+        Engine(problem, after="backward"),
+        Engine(problem, after="closure"),
         ScalerRoute(problem),
         ThreePasses(problem),
         PlainStep(problem),
@@ -152,105 +152,43 @@ def time_clip(problem: Problem, rounds: int) -> Timings:
     return common.alternate([nothing, clips], rounds)
 
 
-def time_small(problem: Problem, rounds: int) -> Timings:
-    """1,000 small tensors; also with the calls that surround a step in a loop."""
-    contenders = [
-        Engine(problem),
-        Engine(problem, "ignore"),
-        Engine(problem, early=True),
-        ScalerRoute(problem),
-        ThreePasses(problem),
-        PlainStep(problem),
-    ]
-    check(problem, contenders)
-    ours, theirs = Engine(problem), ScalerRoute(problem)
-    zero = torch.zeros(())
-    around = [
-        routes.Whole(ours, lambda: ours.opt.scale_loss(zero)),
-        routes.Whole(theirs, lambda: theirs.scaler.scale(zero)),
-    ]
-    timings = common.alternate([*contenders, *around], rounds, warmup=10)
-    check_scales([*contenders, ours, theirs])
-    return timings
-
-
-def rows_of(main: Timings, others: Timings, clip: Timings, small: Timings, peak: memory.Peak) -> list[common.Row]:
+def rows_of(main: Timings, others: Timings, clip: Timings, peak: memory.Peak) -> list[common.Row]:
     """The bounds of the project's plan, and ratios for information."""
     ours, row = main["fp16opt"], common.ratio_row
-    tiny, around = small["fp16opt"], ", with scale_loss and zero_grad"
+    scaler, three = main["GradScaler, fused"], main["three passes"]
+    plain = main["plain FP32, fused"]
+    nothing, clips = clip["clip with nothing to clip"], clip["clip that clips"]
     return [
-        row(
-            "step with clip / GradScaler + clip_grad_norm_ + fused AdamW",
-            0.95,
-            ours,
-            main["GradScaler, fused"],
-        ),
-        row("step with clip / three passes in torch calls", 0.70, ours, main["three passes"]),
-        row("1,000 tensors of 64: step / GradScaler route", 1.0, tiny, small["GradScaler, fused"]),
-        row(
-            "clip with nothing to clip / clip that clips",
-            0.05,
-            clip["clip with nothing to clip"],
-            clip["clip that clips"],
-        ),
+        row("step with clip / GradScaler + clip_grad_norm_ + fused AdamW", 0.95, ours, scaler),
+        row("after a plain backward, what it adds included / GradScaler route", 0.92, main[BACKWARD], scaler),
+        row("step with a closure / without", 1.02, main[CLOSURE], main[BACKWARD]),
+        row("step with clip / three passes in torch calls", 0.70, ours, three),
+        row("clip with nothing to clip / clip that clips", 0.05, nothing, clips),
         common.Row("peak extra memory of a step, bytes per parameter", 0.0, peak.slope, peak.slope, peak.slope),
-        row("looking for model writes adds to a step", 0.05, ours, main["fp16opt, writes ignored"], minus=1.0),
-        row("the same, unscaled by backward / GradScaler", None, main[EARLY], main["GradScaler, fused"]),
-        row("the same, unscaled by backward / three passes", None, main[EARLY], main["three passes"]),
-        row("1,000 of 64: unscaled by backward / GradScaler", None, small[EARLY], small["GradScaler, fused"]),
-        row("step / plain FP32 fused AdamW, nothing else", None, ours, main["plain FP32, fused"]),
-        row(
-            "GradScaler route / plain FP32 fused AdamW",
-            None,
-            main["GradScaler, fused"],
-            main["plain FP32, fused"],
-        ),
+        row("noticing model writes adds to a step", None, ours, main["fp16opt, writes ignored"], minus=1.0),
+        row("after a plain backward / three passes", None, main[BACKWARD], three),
+        row("step / plain FP32 fused AdamW, nothing else", None, ours, plain),
+        row("GradScaler route / plain FP32 fused AdamW", None, scaler, plain),
         row("step / GradScaler + foreach AdamW", None, others["fp16opt"], others["GradScaler, foreach"]),
         row("step / GradScaler + plain AdamW", None, others["fp16opt"], others["GradScaler, plain"]),
         row("step / plain FP32 foreach AdamW", None, others["fp16opt"], others["plain FP32, foreach"]),
         row("step / plain FP32 plain AdamW", None, others["fp16opt"], others["plain FP32, plain"]),
-        row("1,000 of 64: step / three passes", None, tiny, small["three passes"]),
-        row("1,000 of 64: step / plain FP32 fused AdamW", None, tiny, small["plain FP32, fused"]),
-        row(
-            "1,000 of 64: with scale_loss and zero_grad / GradScaler",
-            None,
-            small["fp16opt" + around],
-            small["GradScaler, fused" + around],
-        ),
-        row(
-            "1,000 of 64: looking for model writes adds",
-            None,
-            tiny,
-            small["fp16opt, writes ignored"],
-            minus=1.0,
-        ),
     ]
 
 
-def more_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--small-rounds",
-        type=int,
-        default=100,
-        help="rounds with the 1,000 small tensors (default: %(default)s)",
-    )
-
-
 def main() -> None:
-    arguments = common.parse_arguments(__doc__ or "", more_options)
+    arguments = common.parse_arguments(__doc__ or "")
     common.print_versions()
     quick = arguments.quick
     shapes = routes.gpt_shapes(2, 64, 500, 64) if quick else routes.gpt_shapes(12, 512, 24000, 1024)
-    rounds, small_rounds = (2, 2) if quick else (arguments.rounds, arguments.small_rounds)
+    rounds = 2 if quick else arguments.rounds
     problem = Problem.make(shapes)
-    small = Problem.make([(64,)] * (100 if quick else 1000))
     print(f"{len(shapes)} tensors, {problem.elements / 1e6:.1f} million parameters, {rounds} rounds")
     results = (
         time_main(problem, rounds),
         time_others(problem, max(2, rounds // 3)),
         time_clip(problem, rounds),
     )
-    small_timings = time_small(small, small_rounds)
     peak = memory.measure(quick)
     print("every contender's result was equal to the oracle's within rounding before it was timed")
 
@@ -263,15 +201,13 @@ def main() -> None:
         (results[2], 0),
     ]:
         common.print_timings(list(timings.values()), elements, routes.BYTES if elements else {}, bandwidth)
-    print(f"\n{len(small.weights)} tensors of 64 elements:", end="")
-    common.print_timings(list(small_timings.values()), 0, {}, bandwidth)
     memory.print_peak(peak)
-    rows = rows_of(*results, small_timings, peak)
+    rows = rows_of(*results, peak)
     if quick:
         for row in rows:
             row.bound = None
     common.print_rows(rows)
-    timings = {"main": results[0], "others": results[1], "clip": results[2], "small": small_timings}
+    timings = {"main": results[0], "others": results[1], "clip": results[2]}
     listed = {name: list(part.values()) for name, part in timings.items()}
     common.write_json(
         arguments.json,

@@ -34,22 +34,15 @@ struct GradRows {  // of n tensors
     float* found_inf;
 };
 
-// 16-bit tensors to be hashed, of which those whose row another operation works on are read along with it.
-struct Watched {
-    const Table& table;  // one list
-    const Pointers& params;
-    int64_t* hashes;   // by row: of all bits
-    int64_t* samples;  // by row: of the bits that content_sample reads
-};
-
-// outs[i] = grads[i] * inv_scale, or += where add[place]; then norm and found_inf over all n rows. `watched` may be null.
+// outs[i] = grads[i] * inv_scale, or += where add[place]; then norm and found_inf over all n rows.
 // With `writes` false the outs stay as they are, and the rest is as if they were written.
-void unscale(const Table& table, const Pointers& grads, const Pointers& outs, float inv_scale,
-             const std::vector<uint8_t>& add, bool writes, const GradRows& rows, const Watched* watched, int threads);
+// The lists are grads and outs; without `writes` there need be no outs.
+void unscale(const Table& table, const std::vector<Pointers>& lists, float inv_scale, const std::vector<uint8_t>& add,
+             bool writes, const GradRows& rows, int threads);
 
-// outs[i] = (grads[i] * inv_scale) * factor. `watched` may be null.
+// outs[i] = (grads[i] * inv_scale) * factor.
 void unscale_clipped(const Table& table, const Pointers& grads, const Pointers& outs, float inv_scale, float factor,
-                     const Watched* watched, int threads);
+                     int threads);
 
 // sumsq rows of the table's tensors; then each norm, and the total over all n rows.
 void l2norm(const Table& table, const Pointers& tensors, double* sumsq, int64_t n, double* norm, double* norms,
@@ -61,13 +54,10 @@ void scale(const Table& table, const Pointers& tensors, float factor, int thread
 bool axpby(const Table& table, float a, const Pointers& xs, float b, const Pointers& ys, const Pointers& outs,
            uint32_t check, int threads);
 
-void cast(const Table& table, const Pointers& masters, const Pointers& params, int32_t* overflow, int64_t* hashes,
-          int threads);
+void cast(const Table& table, const Pointers& masters, const Pointers& params, int32_t* overflow, int threads);
 
-// A hash of a few elements from everywhere: 64 of every 8,192.
-void content_sample(const Table& table, const Pointers& tensors, int64_t* samples, int threads);
-
-void content_hash(const Table& table, const Pointers& tensors, int64_t* hashes, int threads);
+// The digest of each 16-bit tensor's sample (functors/sample.h), by row.
+void sample(const Table& table, const Pointers& tensors, int64_t* samples, int threads);
 
 // What gradients of a norm are multiplied by (functors/clip.h), and how a scale follows a step (functors/loss_scale.h).
 float clip_decision(double norm, float found_inf, bool only_finite, double max_norm);

@@ -26,7 +26,6 @@ struct StepLists {
     std::vector<int32_t> group_of;       // by place
     // By row of the table, written for tensors with a model: what `cast` writes.
     int32_t* overflow;
-    int64_t* hashes;
 };
 
 // `steps`: by place, the float32 number of steps done, which is counted up.

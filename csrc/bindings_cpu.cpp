@@ -1,35 +1,17 @@
-// The Python face of the CPU operations. It knows no torch: tensors come in as addresses and sizes (see columns.h).
-#include <optional>
+// The Python face of the CPU operations. It knows no torch: tensors come in as addresses and sizes (see seen_lists.h). Every
+// operation is called with a table, the addresses of its lists, how many threads to use, and n, the length of the lists.
 #include <string>
 #include <tuple>
 
 #include "api.h"
 #include "api_split.h"
 #include "api_steps.h"
-#include "columns.h"
+#include "seen_lists.h"
 
 namespace py = pybind11;
 using namespace fp16opt;
 
 namespace {
-
-// (table, addresses, where hashes are written, where samples are written), or None.
-class WatchedLists {
-public:
-    explicit WatchedLists(const py::object& source) {
-        if (source.is_none()) return;
-        const auto parts = source.cast<py::tuple>();
-        params_ = pointers_of(parts[1]);
-        watched_.emplace(Watched{parts[0].cast<const Table&>(), params_, address<int64_t>(parts[2].cast<uintptr_t>()),
-                                 address<int64_t>(parts[3].cast<uintptr_t>())});
-    }
-    WatchedLists(const WatchedLists&) = delete;
-    const Watched* get() const { return watched_ ? &*watched_ : nullptr; }
-
-private:
-    Pointers params_;
-    std::optional<Watched> watched_;
-};
 
 Table make_table(std::vector<int64_t> numels, std::vector<int64_t> rows, const std::vector<std::vector<int32_t>>& codes,
                  std::vector<int32_t> places) {
@@ -41,129 +23,123 @@ Table make_table(std::vector<int64_t> numels, std::vector<int64_t> rows, const s
     return Table(std::move(numels), std::move(rows), std::move(dtypes), std::move(places));
 }
 
-void bind_operations(py::module_& module) {
-    module.def("unscale", [](const Table& table, const py::object& grads, const py::object& outs, float inv_scale,
-                             const py::object& accumulate, bool writes, uintptr_t nonfinite, uintptr_t sumsq,
-                             int64_t n, uintptr_t norm, uintptr_t found_inf, const py::object& watched, int threads) {
-        const Pointers from = pointers_of(grads), to = pointers_of(outs);
-        const std::vector<uint8_t> add = flags_of(accumulate, from.size());
+void require_rows(const Table& table, int64_t n) {
+    for (int32_t place : table.places) {
+        if (table.rows[size_t(place)] >= n) throw std::invalid_argument("a row lies outside the lists");
+    }
+}
+
+void bind_finding(py::module_& module) {
+    module.def("unscale", [](const Table& table, const py::object& addresses, int threads, int64_t n, uintptr_t inv_scale,
+                             uintptr_t nonfinite, uintptr_t sumsq, uintptr_t norm, uintptr_t found_inf, bool writes,
+                             const py::object& accumulate) {
+        const PointerLists lists(addresses);
+        const std::vector<uint8_t> add = flags_of(accumulate, table.rows);
         const GradRows rows{address<int32_t>(nonfinite), address<double>(sumsq), n, address<double>(norm),
                             address<float>(found_inf)};
-        const WatchedLists lists(watched);
         py::gil_scoped_release release;
-        unscale(table, from, to, inv_scale, add, writes, rows, lists.get(), threads);
+        unscale(table, lists.all(), *address<const float>(inv_scale), add, writes, rows, threads);
     });
-    module.def("unscale_clipped", [](const Table& table, const py::object& grads, const py::object& outs, float inv_scale,
-                                     float factor, const py::object& watched, int threads) {
-        const Pointers from = pointers_of(grads), to = pointers_of(outs);
-        const WatchedLists lists(watched);
+    module.def("l2norm", [](const Table& table, const py::object& addresses, int threads, int64_t n, uintptr_t sumsq,
+                            uintptr_t norm, uintptr_t norms) {
+        const PointerLists lists(addresses);
         py::gil_scoped_release release;
-        unscale_clipped(table, from, to, inv_scale, factor, lists.get(), threads);
+        l2norm(table, lists[0], address<double>(sumsq), n, address<double>(norm), address<double>(norms), threads);
     });
-    module.def("l2norm", [](const Table& table, const py::object& tensors, uintptr_t sumsq, int64_t n, uintptr_t norm,
-                            uintptr_t norms, int threads) {
-        const Pointers of = pointers_of(tensors);
+    module.def("sample", [](const Table& table, const py::object& addresses, int threads, int64_t n, uintptr_t samples) {
+        require_rows(table, n);
+        const PointerLists lists(addresses);
         py::gil_scoped_release release;
-        l2norm(table, of, address<double>(sumsq), n, address<double>(norm), address<double>(norms), threads);
-    });
-    module.def("scale", [](const Table& table, const py::object& tensors, float factor, int threads) {
-        const Pointers of = pointers_of(tensors);
-        py::gil_scoped_release release;
-        scale(table, of, factor, threads);
-    });
-    module.def("axpby", [](const Table& table, float a, const py::object& xs, float b, const py::object& ys,
-                           const py::object& outs, uint32_t check, int threads) {
-        const Pointers x = pointers_of(xs), y = pointers_of(ys), to = pointers_of(outs);
-        py::gil_scoped_release release;
-        return axpby(table, a, x, b, y, to, check, threads);
-    });
-    module.def("cast", [](const Table& table, const py::object& masters, const py::object& params, uintptr_t overflow,
-                          uintptr_t hashes, int threads) {
-        const Pointers from = pointers_of(masters), to = pointers_of(params);
-        py::gil_scoped_release release;
-        cast(table, from, to, address<int32_t>(overflow), address<int64_t>(hashes), threads);
-    });
-    module.def("clip_decision", &clip_decision);
-    module.def("follow_scale", [](bool overflow, uintptr_t scale, uintptr_t clean, uintptr_t skips, uintptr_t settings) {
-        follow_scale(overflow, address<float>(scale), address<int32_t>(clean), address<int32_t>(skips),
-                     address<const double>(settings));
-    });
-    module.def("content_hash", [](const Table& table, const py::object& tensors, uintptr_t hashes, int threads) {
-        const Pointers of = pointers_of(tensors);
-        py::gil_scoped_release release;
-        content_hash(table, of, address<int64_t>(hashes), threads);
-    });
-    module.def("content_sample", [](const Table& table, const py::object& tensors, uintptr_t samples, int threads) {
-        const Pointers of = pointers_of(tensors);
-        py::gil_scoped_release release;
-        content_sample(table, of, address<int64_t>(samples), threads);
+        sample(table, lists[0], address<int64_t>(samples), threads);
     });
 }
 
-// What `cast` writes, and the lists of a step by place, kept alive for the call.
-struct StepArguments {
-    Pointers grads, masters, models;
-    std::vector<Pointers> state;
-    std::vector<int32_t> group_of;
+void bind_writing(py::module_& module) {
+    module.def("unscale_clipped", [](const Table& table, const py::object& addresses, int threads, int64_t,
+                                     uintptr_t inv_scale, uintptr_t factor) {
+        const PointerLists lists(addresses);
+        py::gil_scoped_release release;
+        unscale_clipped(table, lists[0], lists[1], *address<const float>(inv_scale), *address<const float>(factor), threads);
+    });
+    module.def("scale", [](const Table& table, const py::object& addresses, int threads, int64_t, uintptr_t factor) {
+        const PointerLists lists(addresses);
+        py::gil_scoped_release release;
+        scale(table, lists[0], *address<const float>(factor), threads);
+    });
+    module.def("axpby", [](const Table& table, const py::object& addresses, int threads, int64_t, float a, float b,
+                           uint32_t check, uintptr_t found_inf) {
+        const PointerLists lists(addresses);
+        py::gil_scoped_release release;
+        const bool bad = axpby(table, a, lists[0], b, lists[1], lists[2], check, threads);
+        if (bad && found_inf != 0) *address<float>(found_inf) = 1.0f;
+    });
+    module.def("cast", [](const Table& table, const py::object& addresses, int threads, int64_t n, uintptr_t overflow) {
+        require_rows(table, n);
+        const PointerLists lists(addresses);
+        py::gil_scoped_release release;
+        cast(table, lists[0], lists[1], address<int32_t>(overflow), threads);
+    });
+    module.def("split", [](const Table& table, const py::object& addresses, int threads, int64_t n, uintptr_t overflow) {
+        require_rows(table, n);
+        const PointerLists lists(addresses);
+        py::gil_scoped_release release;
+        split(table, lists[0], lists[1], lists[2], address<int32_t>(overflow), threads);
+    });
+    module.def("join", [](const Table& table, const py::object& addresses, int threads, int64_t) {
+        const PointerLists lists(addresses);
+        py::gil_scoped_release release;
+        join(table, lists[0], lists[1], lists[2], threads);
+    });
+}
 
-    StepArguments(const py::object& from, const py::object& to, const py::list& kept, const py::object& narrow,
-                  std::vector<int32_t> groups)
-        : grads(pointers_of(from)), masters(pointers_of(to)), group_of(std::move(groups)) {
-        for (py::handle list : kept) state.push_back(pointers_of(py::reinterpret_borrow<py::object>(list)));
-        if (!narrow.is_none()) models = pointers_of(narrow);
+// The lists of a step, of which `others` follow those of the table. Groups come by row.
+StepLists step_lists(const Table& table, const PointerLists& given, size_t others, bool has_models, uintptr_t overflow,
+                     const py::sequence& group_of) {
+    const size_t lists = given.size() - others, state = 2 + (has_models ? 1 : 0);
+    if (given.size() < state + others) throw std::invalid_argument("there are fewer lists of addresses than a step has");
+    StepLists result{table, given[0], given[1], {}, has_models ? &given[lists - 1] : nullptr, {}, address<int32_t>(overflow)};
+    for (size_t k = 2; k < lists - (has_models ? 1 : 0); ++k) result.state.push_back(&given[k]);
+    result.group_of.reserve(table.rows.size());
+    const auto groups = py::reinterpret_steal<py::object>(PySequence_Fast(group_of.ptr(), "group_of must be a sequence"));
+    if (!groups) throw py::error_already_set();
+    for (int64_t row : table.rows) {
+        if (row >= PySequence_Fast_GET_SIZE(groups.ptr())) throw std::invalid_argument("group_of must have one entry for each row");
+        const long group = PyLong_AsLong(PySequence_Fast_GET_ITEM(groups.ptr(), row));
+        if (group == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+        result.group_of.push_back(int32_t(group));
     }
+    return result;
+}
 
-    StepLists lists(const Table& table, bool has_models, uintptr_t overflow, uintptr_t hashes) const {
-        StepLists result{table, grads, masters, {}, has_models ? &models : nullptr, group_of, address<int32_t>(overflow),
-                         address<int64_t>(hashes)};
-        for (const Pointers& list : state) result.state.push_back(&list);
-        return result;
-    }
-};
+template <class Options, class... Values>
+std::vector<Options> options_of(const std::vector<std::tuple<Values...>>& given) {
+    std::vector<Options> groups;
+    for (const auto& o : given) groups.push_back(std::apply([](auto... values) { return Options{values...}; }, o));
+    return groups;
+}
 
 void bind_steps(py::module_& module) {
-    module.def("adam", [](const Table& table, const py::object& grads, const py::object& masters, const py::list& state,
-                          const py::object& models, const py::object& steps, std::vector<int32_t> group_of,
-                          const std::vector<std::tuple<double, double, double, double, double, bool, bool>>& options,
-                          float inv_scale, float coefficient, uintptr_t overflow, uintptr_t hashes, int threads) {
-        const StepArguments given(grads, masters, state, models, std::move(group_of));
-        const Pointers counts = pointers_of(steps);
-        std::vector<AdamOptions> groups;
-        for (const auto& o : options) {
-            groups.push_back(std::apply([](auto... values) { return AdamOptions{values...}; }, o));
-        }
-        const StepLists lists = given.lists(table, !models.is_none(), overflow, hashes);
+    module.def("adam", [](const Table& table, const py::object& addresses, int threads, int64_t n, uintptr_t inv_scale,
+                          uintptr_t coefficient, uintptr_t overflow, bool has_models, const py::sequence& group_of,
+                          const std::vector<std::tuple<double, double, double, double, double, bool, bool>>& options) {
+        require_rows(table, n);
+        const PointerLists given(addresses);
+        const auto groups = options_of<AdamOptions>(options);
+        const StepLists lists = step_lists(table, given, 1, has_models, overflow, group_of);
         py::gil_scoped_release release;
-        adam(lists, counts, groups, inv_scale, coefficient, threads);
+        adam(lists, given.all().back(), groups, *address<const float>(inv_scale), *address<const float>(coefficient), threads);
     });
-    module.def("sgd", [](const Table& table, const py::object& grads, const py::object& masters, const py::list& state,
-                         const py::object& models, const std::vector<bool>& first, std::vector<int32_t> group_of,
+    module.def("sgd", [](const Table& table, const py::object& addresses, int threads, int64_t n, uintptr_t inv_scale,
+                         uintptr_t coefficient, uintptr_t overflow, bool has_models, const py::sequence& group_of,
                          const std::vector<std::tuple<double, double, double, double, bool, bool>>& options,
-                         float inv_scale, float coefficient, uintptr_t overflow, uintptr_t hashes, int threads) {
-        const StepArguments given(grads, masters, state, models, std::move(group_of));
-        std::vector<SgdOptions> groups;
-        for (const auto& o : options) {
-            groups.push_back(std::apply([](auto... values) { return SgdOptions{values...}; }, o));
-        }
-        const std::vector<uint8_t> fresh(first.begin(), first.end());
-        const StepLists lists = given.lists(table, !models.is_none(), overflow, hashes);
+                         const py::object& first) {
+        require_rows(table, n);
+        const PointerLists given(addresses);
+        const auto groups = options_of<SgdOptions>(options);
+        const std::vector<uint8_t> fresh = flags_of(first, table.rows);
+        const StepLists lists = step_lists(table, given, 0, has_models, overflow, group_of);
         py::gil_scoped_release release;
-        sgd(lists, fresh, groups, inv_scale, coefficient, threads);
-    });
-}
-
-void bind_split(py::module_& module) {
-    module.def("split", [](const Table& table, const py::object& masters, const py::object& models,
-                           const py::object& remainders, uintptr_t overflow, uintptr_t hashes, int threads) {
-        const Pointers from = pointers_of(masters), to = pointers_of(models), rest = pointers_of(remainders);
-        py::gil_scoped_release release;
-        split(table, from, to, rest, address<int32_t>(overflow), address<int64_t>(hashes), threads);
-    });
-    module.def("join", [](const Table& table, const py::object& models, const py::object& remainders,
-                          const py::object& outs, int threads) {
-        const Pointers from = pointers_of(models), rest = pointers_of(remainders), to = pointers_of(outs);
-        py::gil_scoped_release release;
-        join(table, from, rest, to, threads);
+        sgd(lists, fresh, groups, *address<const float>(inv_scale), *address<const float>(coefficient), threads);
     });
 }
 
@@ -172,10 +148,15 @@ void bind_split(py::module_& module) {
 PYBIND11_MODULE(_cpu, module) {
     module.doc() = "Multi-tensor operations on CPU memory. fp16opt.kernels.native is the guard: call nothing here directly.";
     py::class_<Table>(module, "Table").def(py::init(&make_table));
-    bind_columns(module);
-    bind_operations(module);
+    bind_seen_lists(module);
+    bind_finding(module);
+    bind_writing(module);
     bind_steps(module);
-    bind_split(module);
+    module.def("clip_decision", &clip_decision);
+    module.def("follow_scale", [](bool overflow, uintptr_t scale, uintptr_t clean, uintptr_t skips, uintptr_t settings) {
+        follow_scale(overflow, address<float>(scale), address<int32_t>(clean), address<int32_t>(skips),
+                     address<const double>(settings));
+    });
     module.def("simd_level", [] { return current_level().name; });
     module.def("use_simd_level", &use_level);
     module.def("simd_levels", [] {

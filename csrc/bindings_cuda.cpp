@@ -4,7 +4,7 @@
 #include <memory>
 #include <string>
 
-#include "columns.h"
+#include "seen_lists.h"
 #include "cuda_api.h"
 #include "step_bindings.h"
 
@@ -37,19 +37,16 @@ class Table {
 public:
     Table(const std::vector<int64_t>& numels, const std::vector<int64_t>& rows,
           const std::vector<std::vector<int32_t>>& codes, const std::vector<int32_t>& places)
-        : table_(numels, rows, dtypes_of(codes), places) {}
-
-    void watch(const std::vector<int64_t>& numels, const std::vector<int64_t>& rows, const std::vector<int32_t>& places) {
-        table_.watch(numels, rows, places);
-    }
+        : table_(numels, rows, dtypes_of(codes), places), rows_(rows) {}
 
     // How many bytes of the memory must be written anew for these addresses: 0 where they are those it has.
-    int64_t point(const py::list& lists, const py::object& add) {
-        std::vector<Pointers> addresses;
-        for (py::handle list : lists) addresses.push_back(pointers_of(py::reinterpret_borrow<py::object>(list)));
+    int64_t point(const py::object& addresses, const py::object& add) {
+        const PointerLists given(addresses);
+        std::vector<Pointers> lists = given.all();
+        if (lists.size() > size_t(table_.lists())) lists.resize(size_t(table_.lists()));  // those behind are no table's
         std::vector<uint8_t> flags;
-        if (!add.is_none() && !addresses.empty()) flags = flags_of(add, addresses[0].size());
-        const bool moved = table_.point(addresses, flags);
+        if (!add.is_none()) flags = flags_of(add, rows_);
+        const bool moved = table_.point(lists, flags);
         if (!written_) return table_.copied_bytes();
         return moved ? table_.changing_bytes() : 0;
     }
@@ -85,6 +82,7 @@ private:
     }
 
     CudaTable table_;
+    std::vector<int64_t> rows_;
     bool written_ = false;
 };
 
@@ -96,48 +94,43 @@ struct Where {
 };
 
 void bind_finding(py::module_& module) {
-    module.def("unscale", [](const Table& table, const Where& where, uintptr_t inv_scale, uintptr_t nonfinite,
-                             uintptr_t sumsq, int64_t n, uintptr_t norm, uintptr_t found_inf, uintptr_t hashes,
-                             uintptr_t samples, bool write) {
+    module.def("unscale", [](const Table& table, const Where& where, int64_t n, uintptr_t inv_scale, uintptr_t
+                        nonfinite, uintptr_t sumsq, uintptr_t norm, uintptr_t found_inf, bool write) {
         const CudaGradRows rows{address<int32_t>(nonfinite), address<double>(sumsq), n, address<double>(norm),
-                                address<float>(found_inf), address<int64_t>(hashes), address<int64_t>(samples), write};
+                                address<float>(found_inf), write};
         cuda_unscale(table.at(where.memory, where.device, where.stream), address<const float>(inv_scale), rows);
     });
-    module.def("l2norm", [](const Table& table, const Where& where, uintptr_t sumsq, int64_t n, uintptr_t norm,
-                            uintptr_t norms) {
+    module.def("l2norm", [](const Table& table, const Where& where, int64_t n, uintptr_t sumsq, uintptr_t norm,
+                        uintptr_t norms) {
         cuda_l2norm(table.at(where.memory, where.device, where.stream), address<double>(sumsq), n, address<double>(norm),
                     address<double>(norms));
     });
-    module.def("cast", [](const Table& table, const Where& where, uintptr_t overflow, uintptr_t hashes, int64_t n) {
-        cuda_cast(table.at(where.memory, where.device, where.stream), address<int32_t>(overflow),
-                  address<int64_t>(hashes), n);
+    module.def("cast", [](const Table& table, const Where& where, int64_t n, uintptr_t overflow) {
+        cuda_cast(table.at(where.memory, where.device, where.stream), address<int32_t>(overflow), n);
     });
-    module.def("content_hash", [](const Table& table, const Where& where, uintptr_t hashes, int64_t n) {
-        cuda_hash(table.at(where.memory, where.device, where.stream), address<int64_t>(hashes), n);
-    });
-    module.def("content_sample", [](const Table& table, const Where& where, uintptr_t samples, int64_t n) {
+    module.def("sample", [](const Table& table, const Where& where, int64_t n, uintptr_t samples) {
         cuda_sample(table.at(where.memory, where.device, where.stream), address<int64_t>(samples), n);
     });
 }
 
 void bind_mapping(py::module_& module) {
-    module.def("scale", [](const Table& table, const Where& where, uintptr_t factor) {
+    module.def("scale", [](const Table& table, const Where& where, int64_t, uintptr_t factor) {
         cuda_scale(table.at(where.memory, where.device, where.stream), address<const float>(factor));
     });
-    module.def("unscale_clipped", [](const Table& table, const Where& where, uintptr_t inv_scale, uintptr_t factor,
-                                     uintptr_t hashes, uintptr_t samples, int64_t n) {
+    module.def("unscale_clipped", [](const Table& table, const Where& where, int64_t, uintptr_t inv_scale,
+                        uintptr_t factor) {
         cuda_unscale_clipped(table.at(where.memory, where.device, where.stream), address<const float>(inv_scale),
-                             address<const float>(factor), address<int64_t>(hashes), address<int64_t>(samples), n);
+                             address<const float>(factor));
     });
-    module.def("axpby", [](const Table& table, const Where& where, float a, float b, uint32_t check, uintptr_t found_inf) {
+    module.def("axpby", [](const Table& table, const Where& where, int64_t, float a, float b, uint32_t check,
+                        uintptr_t found_inf) {
         cuda_axpby(table.at(where.memory, where.device, where.stream), a, b, (check & 1) != 0, (check & 2) != 0,
                    address<float>(found_inf));
     });
-    module.def("take", [](const Table& table, const Where& where, uintptr_t now, uintptr_t then, uintptr_t now_sample,
-                          uintptr_t then_sample, uintptr_t places, uintptr_t taken, int64_t n) {
+    module.def("take", [](const Table& table, const Where& where, int64_t n, uintptr_t now, uintptr_t then,
+                        uintptr_t taken) {
         cuda_take(table.at(where.memory, where.device, where.stream), address<const int64_t>(now),
-                  address<const int64_t>(then), address<const int64_t>(now_sample), address<const int64_t>(then_sample),
-                  address<const int64_t>(places), address<int32_t>(taken), n);
+                  address<const int64_t>(then), address<int32_t>(taken), n);
     });
 }
 
@@ -170,7 +163,6 @@ PYBIND11_MODULE(_cuda, module) {
     py::class_<Table>(module, "Table", py::module_local())
         .def(py::init<const std::vector<int64_t>&, const std::vector<int64_t>&, const std::vector<std::vector<int32_t>>&,
                       const std::vector<int32_t>&>())
-        .def("watch", &Table::watch)
         .def("point", &Table::point)
         .def("fill", &Table::fill)
         .def("keep", &Table::keep)
@@ -179,7 +171,7 @@ PYBIND11_MODULE(_cuda, module) {
     py::class_<Kept>(module, "Kept", py::module_local()).def("memory", &Kept::memory).def("forever", &Kept::forever);
     module.def("kept_tables", [] { return Kept::count.load(); });
     py::class_<Where>(module, "Where", py::module_local()).def(py::init<uintptr_t, int, uintptr_t>());
-    bind_columns(module);
+    bind_seen_lists(module);
     bind_finding(module);
     bind_mapping(module);
     bind_decisions(module);

@@ -24,12 +24,7 @@ public:
     CudaTable(const std::vector<int64_t>& numels, const std::vector<int64_t>& rows,
               const std::vector<std::vector<DType>>& dtypes, const std::vector<int32_t>& places);
 
-    // Adds a list of 16-bit tensors that are hashed in passing: each goes with the tensor of its row, where there is one
-    // of its size, else by itself. To be called once.
-    void watch(const std::vector<int64_t>& numels, const std::vector<int64_t>& rows, const std::vector<int32_t>& places);
-
-    // Takes in addresses, by list and place, and flags, by place or none. The watched list may be left out, and stays as
-    // it was then. True where something is not as it was.
+    // Takes in addresses, by list and place, and flags, by place or none. True where something is not as it was.
     bool point(const std::vector<Pointers>& lists, const std::vector<uint8_t>& add);
 
     int64_t changing_bytes() const;  // the first part
@@ -42,7 +37,6 @@ public:
     int32_t entries() const { return int32_t(entries_.size()); }
     int32_t filled() const;  // entries that have elements
     int lists() const { return lists_; }
-    bool watches() const { return watches_; }
     // Throws std::invalid_argument: the table was made for more or fewer lists, or has a row outside of n.
     void require(int lists, int64_t n) const;
     // Throws std::invalid_argument where a tensor of the list has none of these types.
@@ -51,14 +45,12 @@ public:
 private:
     struct Item {
         int64_t numel, row;
-        int32_t place, watched_place;  // -1: not served, not watched
+        int32_t place;
         int8_t dtypes[kMostLists];
     };
-    void pack_entries();
 
     int lists_;
-    bool watches_ = false;
-    std::vector<size_t> lengths_;  // of the lists
+    size_t length_;  // of the lists
     std::vector<Item> entries_;
     std::vector<Chunk> chunks_;
     std::vector<int64_t> first_chunk_;
@@ -80,26 +72,20 @@ struct CudaGradRows {  // of n tensors
     int64_t n;
     double* norm;
     float* found_inf;
-    int64_t* hashes;  // null where nothing is watched
-    int64_t* samples;
     bool write;  // false: outs stay as they are
 };
 
 // All of these throw std::runtime_error with CUDA's own words where a launch fails, and std::invalid_argument for a table
 // that was made for something else. What is read besides the lists, a factor too, is in the GPU's memory.
 void cuda_unscale(const Launch& launch, const float* inv_scale, const CudaGradRows& rows);
-void cuda_unscale_clipped(const Launch& launch, const float* inv_scale, const float* factor, int64_t* hashes,
-                          int64_t* samples, int64_t n);
+void cuda_unscale_clipped(const Launch& launch, const float* inv_scale, const float* factor);
 void cuda_l2norm(const Launch& launch, double* sumsq, int64_t n, double* norm, double* norms);
 void cuda_scale(const Launch& launch, const float* factor);
 void cuda_axpby(const Launch& launch, float a, float b, bool check_x, bool check_y, float* found_inf);
-void cuda_cast(const Launch& launch, int32_t* overflow, int64_t* hashes, int64_t n);
-void cuda_hash(const Launch& launch, int64_t* hashes, int64_t n);
+void cuda_cast(const Launch& launch, int32_t* overflow, int64_t n);
 void cuda_sample(const Launch& launch, int64_t* samples, int64_t n);
-// Masters take the model's values where they differ, in tensors where a hash of `now` is not that of `then`. The former,
-// and both samples, are at places[row], where `places` is not null.
-void cuda_take(const Launch& launch, const int64_t* now, const int64_t* then, const int64_t* now_sample,
-               const int64_t* then_sample, const int64_t* places, int32_t* taken, int64_t n);
+// Masters take the model's values where they differ, in tensors where a digest of `now` is not that of `then`.
+void cuda_take(const Launch& launch, const int64_t* now, const int64_t* then, int32_t* taken, int64_t n);
 
 // What a step decides, and its end: single numbers in the GPU's memory.
 struct CudaPlace {

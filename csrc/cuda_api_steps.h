@@ -15,7 +15,6 @@ struct CudaStep {
     const void* groups;      // AdamGroup or SgdGroup
     bool has_models;
     int32_t* overflow;  // by row, for tensors with a model: what cuda_cast writes
-    int64_t* hashes;
     int64_t n;
 };
 
@@ -25,12 +24,11 @@ void cuda_adam(const Launch& launch, const CudaStep& step, bool amsgrad);
 void cuda_sgd(const Launch& launch, const CudaStep& step, bool has_momentum);
 
 // The table's lists are masters, models and remainders.
-void cuda_split(const Launch& launch, int32_t* overflow, int64_t* hashes, int64_t n);
+void cuda_split(const Launch& launch, int32_t* overflow, int64_t n);
 // The table's lists are models, remainders and outs.
 void cuda_join(const Launch& launch);
-// The table's lists are models and remainders. Remainders are made anew in tensors where a hash of `now` is not that of
-// `then`; the samples may be null.
-void cuda_renew(const Launch& launch, const int64_t* now, const int64_t* then, const int64_t* now_sample,
-                const int64_t* then_sample, int32_t* taken, int64_t n);
+// The table's lists are models and remainders. Remainders are made anew in tensors where a digest of `now` is not that
+// of `then`.
+void cuda_renew(const Launch& launch, const int64_t* now, const int64_t* then, int32_t* taken, int64_t n);
 
 }  // namespace fp16opt

@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "columns.h"
+#include "seen_lists.h"
 #include "cuda_api_steps.h"
 
 namespace fp16opt {
@@ -22,8 +22,8 @@ public:
         : places_(std::move(places)), group_bytes_(groups * (is_adam ? sizeof(AdamGroup) : sizeof(SgdGroup))),
           is_adam_(is_adam) {}
 
-    // `given`: the groups, each as a tuple; the group of each place; the addresses of each place's counter, or None; the
-    // number of each place's step where there are no counters. How many bytes must be written anew.
+    // `given`: the groups, each as a tuple; the group of each place; addresses of which the last list are the places' counters,
+    // or None; the number of each place's step where there are no counters. How many bytes must be written anew.
     int64_t point(const py::list& given, const py::object&) {
         std::vector<char> bytes(static_cast<size_t>(all_bytes()));
         write_members(given, bytes.data());
@@ -51,7 +51,8 @@ private:
 
     void write_members(const py::list& given, char* to) const {
         const auto group_of = given[1].cast<std::vector<int32_t>>();
-        const Pointers steps = given[2].is_none() ? Pointers() : pointers_of(py::object(given[2]));
+        Pointers steps;
+        if (!given[2].is_none()) steps = PointerLists(py::object(given[2])).all().back();
         const auto numbers = given[3].cast<std::vector<float>>();
         for (size_t i = 0; i < places_.size(); ++i) {
             const size_t place = size_t(places_[i]);
@@ -92,9 +93,9 @@ private:
 // `Table`, `Where` and `Kept` are those of bindings_cuda.cpp.
 template <class Table, class Where, void (*operation)(const Launch&, const CudaStep&, bool)>
 void bind_step(py::module_& module, const char* name) {
-    module.def(name, [](const Table& table, const Where& where, const Numbers& numbers, const Where& numbers_where,
-                        uintptr_t inv_scale, uintptr_t coefficient, uintptr_t found_inf, bool has_models,
-                        uintptr_t overflow, uintptr_t hashes, int64_t n, bool more_state) {
+    module.def(name, [](const Table& table, const Where& where, int64_t n, const Numbers& numbers,
+                        const Where& numbers_where, uintptr_t inv_scale, uintptr_t coefficient, uintptr_t found_inf,
+                        bool has_models, uintptr_t overflow, bool more_state) {
         const CudaStep step{address<const float>(inv_scale),
                             address<const float>(coefficient),
                             address<const float>(found_inf),
@@ -102,7 +103,6 @@ void bind_step(py::module_& module, const char* name) {
                             numbers.groups(numbers_where.memory),
                             has_models,
                             address<int32_t>(overflow),
-                            address<int64_t>(hashes),
                             n};
         operation(table.at(where.memory, where.device, where.stream), step, more_state);
     });
@@ -118,17 +118,15 @@ void bind_stepping(py::module_& module) {
         .def("all_bytes", &Numbers::all_bytes);
     bind_step<Table, Where, cuda_adam>(module, "adam");
     bind_step<Table, Where, cuda_sgd>(module, "sgd");
-    module.def("split", [](const Table& table, const Where& where, uintptr_t overflow, uintptr_t hashes, int64_t n) {
-        cuda_split(table.at(where.memory, where.device, where.stream), address<int32_t>(overflow),
-                   address<int64_t>(hashes), n);
+    module.def("split", [](const Table& table, const Where& where, int64_t n, uintptr_t overflow) {
+        cuda_split(table.at(where.memory, where.device, where.stream), address<int32_t>(overflow), n);
     });
-    module.def("renew", [](const Table& table, const Where& where, uintptr_t now, uintptr_t then, uintptr_t now_sample,
-                           uintptr_t then_sample, uintptr_t taken, int64_t n) {
+    module.def("renew", [](const Table& table, const Where& where, int64_t n, uintptr_t now, uintptr_t then,
+                           uintptr_t taken) {
         cuda_renew(table.at(where.memory, where.device, where.stream), address<const int64_t>(now),
-                   address<const int64_t>(then), address<const int64_t>(now_sample), address<const int64_t>(then_sample),
-                   address<int32_t>(taken), n);
+                   address<const int64_t>(then), address<int32_t>(taken), n);
     });
-    module.def("join", [](const Table& table, const Where& where) {
+    module.def("join", [](const Table& table, const Where& where, int64_t) {
         cuda_join(table.at(where.memory, where.device, where.stream));
     });
 }

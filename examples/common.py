@@ -50,7 +50,9 @@ def bytes_per_parameter(model: nn.Module, optimizer: Optimizer) -> tuple[float, 
     """
     weights = list(model.parameters())
     stepped = [param for group in optimizer.param_groups for param in group["params"]]
-    gradients = [param.grad for param in weights + stepped if param.grad is not None]
+    # As they are: reading ``.grad`` of a master would make one.
+    stored = [Tensor.grad.__get__(param) for param in weights + stepped]
+    gradients = [grad for grad in stored if grad is not None]
     values = [value for entry in optimizer.state.values() for value in entry.values()]
     state = [value for value in values if isinstance(value, Tensor)]
     count = sum(weight.numel() for weight in weights)

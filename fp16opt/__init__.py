@@ -2,7 +2,8 @@
 
 from .apex import install_as_apex
 from .certify import Check, Report, certify
-from .diagnostics import Overflow
+from .engine.checkpoint import optimizer_state
+from .engine.diagnostics import Overflow
 from .grad_scaler import GradScaler
 from .optimizer import MixedPrecisionOptimizer
 from .scaling import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler
@@ -22,4 +23,5 @@ __all__ = [
     "__version__",
     "certify",
     "install_as_apex",
+    "optimizer_state",
 ]

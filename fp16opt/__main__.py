@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fp16opt import __version__, certify, kernels, plan, targets
+from fp16opt import __version__, certify, kernels, plan
+from fp16opt.certify import targets
 from fp16opt.kernels import native
 
 

@@ -1,40 +1,68 @@
-"""MixedPrecisionOptimizer: the engine's front door and its state machine."""
+"""MixedPrecisionOptimizer: composes the engine's components, and is what users call."""
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from . import (
-    buckets,
-    checkpoint,
-    clipping,
-    closing,
-    closures,
-    diagnostics,
-    driven,
-    late,
-    parallel,
-    saving,
-    streaming,
-    waiting,
-    wrapped,
-    writes,
+from . import kernels, parallel
+from .certify.buckets import settings_of
+from .engine import checkpoint, one_pass_step
+from .engine.accumulation import Accumulation, Stage, Verdict
+from .engine.arguments import (
+    check_choice,
+    check_loss,
+    check_number,
+    check_scaler,
+    make_scaler,
+    named,
+    open_group,
+    quoted,
 )
-from .accumulation import Accumulation, State
-from .arguments import check_choice, check_loss, check_scaler, make_scaler, named, open_group
-from .diagnostics import Overflow
-from .fused import FusedStep, check_fused_step
-from .masters import MasterParams
-from .outcomes import Outcomes, check_consecutive, warn_no_gradients
+from .engine.closures import ClosureHabits, Evaluations
+from .engine.diagnostics import Overflow
+from .engine.gradients import Gradients
+from .engine.master_classes import MasterClasses
+from .engine.masters import FullMasters, Masters, NoMasters
+from .engine.model_writes import POLICIES, ModelWrites
+from .engine.one_pass_rows import ROWS, counters_saved
+from .engine.one_pass_step import OnePassStep
+from .engine.outcome import Outcome, warn_no_gradients
+from .engine.pairs import HALF_DTYPES, Pairs, name_of
+from .engine.parts import Engine
+from .engine.ranks import Digest
+from .engine.sights import Sight
+from .engine.split import SplitMasters, check_plain
+from .engine.streamed_step import Certified, StreamedStep
+from .engine.under_grad_scaler import UnderGradScaler
+from .engine.wrapped_step import HOOKS, StepFailed, WrappedStep, extras, make_hook_tables, remake_first_state
+from .kernels import decisions
 from .scaling import LossScaler
-from .split import SplitParams
 
 _ACCUMULATION, _MASTER_WEIGHTS = ("model", "fp32"), ("full", "none", "split")
+_NOT_COPIED = (*HOOKS, "step", "_gradients", "_accumulation", "_classes", "_stepper", "_under", "_names")
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def outside_inference(method: Method) -> Method:
+    """What a method makes are ordinary tensors, also where it is called under ``torch.inference_mode``."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)
+        with torch.inference_mode(False):
+            return method(*args, **kwargs)
+
+    return cast(Method, call)
 
 
 class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
@@ -58,7 +86,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             "ignore" does not look.
         master_weights: "full": FP32 masters. "split": the 16-bit weight and a 16-bit remainder, 4 bytes in place of 6.
             "none": the optimizer steps 16-bit parameters, and loses small updates.
-        fused_step: True: one kernel steps SGD, Adam or AdamW in a single pass; "auto": where it can (see ``repr``).
+        fused_step: "auto": SGD, Adam and AdamW are stepped by one kernel in a single pass where a compiled one serves
+            the device and the step can be had (see ``repr``). True: by such a kernel or, without a compiler, by torch
+            operations with the same bits. False: the wrapped optimizer's own step, to the bit.
 
     Raises:
         TypeError: ``optimizer`` is no torch Optimizer, or wrapped already.
@@ -73,7 +103,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         (1.0, 0.9998779296875)
     """
 
-    # Set where a GradScaler drives it (driven.py). Else Lightning would refuse to clip, and Accelerate miss skips.
+    # A GradScaler must leave this alone; else Lightning would refuse to clip, and Accelerate miss skips.
     _step_supports_amp_scaling = False
 
     def __init__(
@@ -86,7 +116,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         grad_accumulation: str = "model",
         on_model_write: str = "refresh",
-        fused_step: bool | str = False,
+        fused_step: bool | str = "auto",
         master_weights: str = "full",
     ) -> None:
         if not isinstance(optimizer, Optimizer):
@@ -94,49 +124,107 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if isinstance(optimizer, MixedPrecisionOptimizer):
             raise TypeError("optimizer: expected an optimizer that is not wrapped yet, got a MixedPrecisionOptimizer.")
         check_choice("grad_accumulation", grad_accumulation, _ACCUMULATION)
-        check_choice("on_model_write", on_model_write, writes.POLICIES)
+        check_choice("on_model_write", on_model_write, POLICIES)
         check_choice("master_weights", master_weights, _MASTER_WEIGHTS)
-        check_fused_step(fused_step, optimizer, master_weights)
-        self._streamed = streaming.choose(master_weights, on_model_write, optimizer)
+        one_pass_step.check_choice(fused_step)
+        self._names = {id(param): name for name, param in named(named_parameters)}
+        if fused_step is True:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            one_pass_step.check_can_serve(optimizer, params, master_weights != "none")
+        self._certified = Certified()
+        if master_weights == "split":
+            self._check_split(optimizer, on_model_write)
         self.scaler = make_scaler(dynamic, loss_scale, scaler)
         self.optimizer = optimizer
         self.master_weights = master_weights
         self.grad_accumulation = grad_accumulation
         self.on_model_write = on_model_write
-        self._names = {id(param): name for name, param in named(named_parameters)}
-        makes_masters = master_weights != "none"
-        params_class = MasterParams if self._streamed is None else SplitParams
-        self._holder = parallel.holder_of(optimizer)
-        self._params = params_class(self._holder.param_groups, self._names, self._carry_state, makes_masters)
-        self._params.watches = on_model_write != "ignore"
-        for i in self._params.own if makes_masters else ():
-            self._carry_state(self._params.model[i], self._params.model[i])
-        self._fused = FusedStep(fused_step, optimizer, self._params)
-        self._fused.fallback = None if self._streamed is None else self._streamed.fall_back
-        self._device = parallel.device_of(self)
-        self._make_gradients()
-        self.scaler.to(self._device)
-        self._outcomes = Outcomes()
-        self._warned: set[str] = set()
-        wrapped.make_hook_tables(self)
+        self.fused_step = fused_step
+        with torch.inference_mode(False):
+            self._make(optimizer, master_weights, on_model_write)
+        make_hook_tables(self)
         self._patch_step_function()
 
-    def _make_gradients(self) -> None:
-        self._grads = waiting.make_grads(self._params, self._fused, self._streamed)
-        self._steps = Accumulation(self._grads, self._device, self.grad_accumulation == "fp32", parallel.ranks_of(self))
-        self._offers = driven.Offers()
-        self._late = late.Late()
+    def _make(self, optimizer: Optimizer, master_weights: str, on_model_write: str) -> None:
+        kinds: dict[str, Callable[[], Masters]] = {"full": FullMasters, "none": NoMasters, "split": SplitMasters}
+        self._masters = kinds[master_weights]()
+        self._holder = parallel.holder_of(optimizer)
+        self._pairs = Pairs(self._holder.param_groups, self._names, self._adopt)
+        for pair in self._pairs.all if master_weights != "none" else ():
+            if pair.master is pair.model:
+                self._carry_state(pair.model, pair.model)
+        self._device = parallel.device_of(optimizer, self._pairs.masters)
+        self.scaler.to(self._device)
+        self._model_writes = ModelWrites(self._pairs, self._masters, on_model_write)
+        self._outcome = Outcome()
+        self._habits = ClosureHabits()
+        self._warned: set[str] = set()
+        self._compose()
+
+    def _compose(self) -> None:
+        """The components that live with gradients, which no copy has."""
+        me = weakref.ref(self)
+        self._gradients = Gradients(self._pairs, self._masters)
+        facts = _quietly(me, MixedPrecisionOptimizer._facts, [])
+        round_down = _quietly(me, MixedPrecisionOptimizer.write_masters, None)
+        ranks = parallel.ranks_of(self.optimizer, self._pairs, facts, round_down)
+        self._accumulation = Accumulation(self._gradients, self._device, self.grad_accumulation == "fp32", ranks)
+        self._under = UnderGradScaler(self._pairs, self._gradients, self._accumulation)
+        self._classes = MasterClasses(
+            _quietly(me, MixedPrecisionOptimizer._make_gradients, None),
+            _quietly(me, MixedPrecisionOptimizer._prepare_edit, None),
+        )
+        self._classes.adopt(self._pairs)
+        self._stepper: Any = self._make_stepper()
+
+    def _make_stepper(self) -> Any:
+        parts = self.optimizer, self._pairs, self._masters, self._gradients
+        one_pass = bool(self.fused_step) and type(self.optimizer) in ROWS
+        name = type(self.optimizer).__name__
+        why = f"{name} is not exactly SGD, Adam or AdamW of torch.optim" if self.fused_step else "fused_step=False"
+        general: Any = WrappedStep(*parts, self._classes, why) if self._masters.are_whole else StreamedStep(*parts)
+        return OnePassStep(self.fused_step, *parts, general) if one_pass else general
+
+    def _check_split(self, optimizer: Optimizer, on_model_write: str) -> None:
+        if on_model_write == "ignore":
+            raise ValueError(
+                'on_model_write="ignore" does not go with master_weights="split": the model\'s weights are part of the '
+                'masters, so a write to them can\'t be ignored. Use "refresh" or "error".'
+            )
+        if parallel.is_zero(optimizer):
+            raise ValueError(
+                'master_weights="split" does not go with ZeroRedundancyOptimizer: it sends 16-bit weights and knows of '
+                'no remainders. Use master_weights="full", which ZeRO spreads over the ranks.'
+            )
+        self._certified.check(optimizer)
+        for number, group in enumerate(optimizer.param_groups):
+            self._check_plain(group, number)
+
+    def _check_plain(self, group: dict[str, Any], number: int) -> None:
+        for index, param in enumerate(group["params"]):
+            if isinstance(param, Tensor) and param.dtype in HALF_DTYPES:
+                where = f"group {number}, param {index}{quoted(name_of(group, index, param, self._names))}"
+                check_plain(where, param)
+
+    def _adopt(self, model: Tensor) -> Tensor | None:
+        """The master of a 16-bit parameter, with the optimizer state that the parameter had, in FP32."""
+        master = self._masters.make(model)
+        if master is not None:
+            self._carry_state(model, master)
+        return master
 
     def _carry_state(self, param: Tensor, master: Tensor) -> None:
         checkpoint.carry_state(self._holder, param, master)
-        wrapped.remake_first_state(self._holder, master)
+        remake_first_state(self._holder, master)
 
     # -- what a torch optimizer shows --------------------------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The wrapped optimizer's param_groups: masters where there are masters, model parameters elsewhere."""
-        driven.offer(self)
+        if self._under.serves(self.scaler):
+            self._close_left_out(self._under.renewed(self.scaler))
+            self._under.see()
         return self.optimizer.param_groups
 
     @property
@@ -149,32 +237,63 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """The wrapped optimizer's defaults."""
         return self._holder.defaults
 
+    @property
+    def engine(self) -> Engine:
+        """What it is composed of, for faces and distributed training. Not a stable interface."""
+        options = {"grad_accumulation": self.grad_accumulation, "master_weights": self.master_weights}
+        return Engine(
+            optimizer=self.optimizer,
+            holder=self._holder,
+            pairs=self._pairs,
+            masters=self._masters,
+            model_writes=self._model_writes,
+            gradients=self._gradients,
+            accumulation=self._accumulation,
+            outcome=self._outcome,
+            scaler=self.scaler,
+            device=self._device,
+            options={**options, "fused_step": self.fused_step},
+        )
+
     def __repr__(self) -> str:
         inner = repr(self.optimizer).replace("\n", "\n  ")
         return (
             f"{type(self).__name__}(\n  optimizer: {inner}\n  scaler: {self.scaler!r}\n"
-            f"  parameters: {self._params.summary()}\n  grad_accumulation: {self.grad_accumulation!r}, "
+            f"  parameters: {self._summary()}\n  grad_accumulation: {self.grad_accumulation!r}, "
             f"on_model_write: {self.on_model_write!r}, master_weights: {self.master_weights!r}\n"
-            f"  step: {self._fused.describe()}\n)"
+            f"  step: {self._stepper.describe()}\n)"
         )
+
+    def _summary(self) -> str:
+        """Counts of the kinds of parameters."""
+        counts: dict[str, int] = {}
+        for pair in self._pairs.all:
+            kind = str(pair.model.dtype).removeprefix("torch.")
+            if pair.master is not pair.model:
+                kind += f" {self._masters.words}"
+            elif pair.model.dtype in HALF_DTYPES:
+                kind += " without masters" if self.master_weights == "none" else " frozen"
+            counts[kind] = counts.get(kind, 0) + 1
+        return ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "none"
 
     def __getstate__(self) -> dict[str, Any]:
         """All but hooks, a scheduler's patch of ``step``, and gradients (torch copies parameters without theirs)."""
-        left_out = (*wrapped.HOOKS, "step", "_grads", "_steps", "_offers", "_late", "_names")
-        kept = {name: value for name, value in self.__dict__.items() if name not in left_out}
-        return {**kept, "_wrapped_extras": wrapped.extras(self.optimizer)}
+        self._model_writes.see_masters()
+        kept = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
+        return {**kept, "_wrapped_extras": extras(self.optimizer)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        extras = state.pop("_wrapped_extras")
+        left = state.pop("_wrapped_extras")
         self.__dict__.update(state)
-        for name, value in extras.items():
+        for name, value in left.items():
             self.optimizer.__dict__.setdefault(name, value)
         self._names = {}
-        self._params.record_versions()  # copies of tensors count their versions anew
-        self._make_gradients()
-        wrapped.make_hook_tables(self)
+        self._model_writes.count_anew()
+        self._compose()
+        make_hook_tables(self)
         self._patch_step_function()
 
+    @outside_inference
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, like ``torch.optim.Optimizer.add_param_group``; its 16-bit parameters get masters.
 
@@ -182,18 +301,52 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             TypeError: It is no dict, or its params are no tensors, or a set.
             ValueError: A parameter is here already, or has a dtype that can't be served. Nothing is changed then.
         """
-        parallel.refuse_on_zero(self, "add_param_group", "Add groups to it before it is wrapped.")
-        self._params.verify()
+        parallel.refuse_on_zero(self.optimizer, "add_param_group", "Add groups to it before it is wrapped.")
+        self._pairs.verify()
         group, params, names = open_group(param_group)
         number = len(self.optimizer.param_groups)
-        self._params.check_new_group({**group, "params": params}, number, names)
-        parallel.check_new(self, params)
-        if self._streamed is not None:
-            self._streamed.certified.check_settings(self.optimizer, {**self.defaults, **buckets.settings_of(group)})
+        names = {**self._names, **names}
+        self._pairs.check_new_group({**group, "params": params}, number, names)
+        parallel.check_meshes([*self._pairs.models, *params])
+        if self.master_weights == "split":
+            self._check_plain({**group, "params": params}, number)
+            self._certified.check_settings(self.optimizer, {**self.defaults, **settings_of(group)})
         self.optimizer.add_param_group(group)
-        self._params.append_group(self.optimizer.param_groups[-1], number, {**self._names, **names}, self._carry_state)
-        self._grads.grow()
-        parallel.regroup(self)
+        self._pairs.add_group(self.optimizer.param_groups[-1], number, names, self._adopt)
+        self._grow()
+
+    def _follow(self) -> None:
+        """Notice parameters that were changed, unfrozen, or added through the wrapped optimizer itself."""
+        if self.master_weights == "split":
+            self._certified.check(self.optimizer)
+        if self._pairs.follow(self._holder.param_groups, self._names, self._adopt):
+            self._grow()
+
+    def _grow(self) -> None:
+        """Parameters or masters came."""
+        self._model_writes.grown()
+        self._gradients.grow()
+        self._classes.adopt(self._pairs)
+        if self._pairs.has_pieces:  # ask anew who must hear of verdicts and norms
+            me = weakref.ref(self)
+            facts = _quietly(me, MixedPrecisionOptimizer._facts, [])
+            self._accumulation.ranks = parallel.ranks_of(self.optimizer, self._pairs, facts, lambda: None)
+
+    def train(self, mode: bool = True) -> None:
+        """Call ``train`` of the wrapped optimizer, where it has one (schedule-free ones), and let the model follow.
+
+        Args:
+            mode: False is :meth:`eval`.
+        """
+        switch = getattr(self.optimizer, "train" if mode else "eval", None)
+        if callable(switch):
+            self._model_writes.notice()
+            switch()
+            self.write_masters()
+
+    def eval(self) -> None:
+        """Call ``eval`` of the wrapped optimizer, where it has one (schedule-free ones), and let the model follow."""
+        self.train(False)
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
@@ -212,7 +365,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         check_loss(loss)
         check_scaler(scaler)
-        pending = self._steps.enter(self.scaler if scaler is None else scaler)
+        self._close_driven()
+        self._follow()
+        pending = self._accumulation.enter(self.scaler if scaler is None else scaler)
         return loss.float() * pending.scale.to(loss.device)
 
     def backward(
@@ -225,61 +380,64 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         inputs: Any = None,
         scaler: LossScaler | None = None,
     ) -> None:
-        """Scale the loss, run autograd, and bring the gradients up to the masters.
+        """Scale the loss and run autograd.
+
+        Gradients of FP32 and FP64 parameters are true when it returns: unscaled in place. Those of 16-bit parameters
+        are neither read nor written: FP32 ones are made of them when a clip, a step or a reader needs them.
 
         Args:
             loss: One floating element, any device. An FP16 loss limits the scale to 2**15: its own gradient, the scale,
                 enters the FP16 graph. End the model with ``.float()`` to lift that.
-            update_master_grads: Call :meth:`update_master_grads` at the end. Pass False on all but the last of several
-                backwards to save passes.
+            update_master_grads: False leaves all gradients, scaled, to the user until :meth:`update_master_grads`, a
+                clip or a step looks at them.
             retain_graph, create_graph, inputs: As for ``torch.Tensor.backward``.
-            scaler: Scale with this one instead. Each backward of such a step is folded into FP32 master gradients with
-                its own scale, each scaler is updated by what its own backwards gave, and any overflow skips the step.
+            scaler: Scale with this one instead. Each backward of such a step is added to FP32 sums with its own scale,
+                each scaler is updated by what its own backwards gave, and any overflow skips the step.
 
         Raises:
             TypeError, ValueError: The loss is not one floating element.
-            RuntimeError: An earlier backward was interrupted and its gradients are incomplete.
+            RuntimeError: An earlier backward was interrupted and its gradients are incomplete; gradients were edited
+                where that would be lost, or are there that this optimizer did not make.
 
         Syncs: never (parameters' gradients stay on their devices).
         """
         check_loss(loss, scalar=True)
         check_scaler(scaler)
-        state, pending = self._steps.state, self._steps.pending
         scaled = self.scale_loss(loss, scaler=scaler)
-        present = self._grads.has_any()
         try:
             torch.autograd.backward(scaled, None, retain_graph, create_graph, inputs=inputs)
         except BaseException:
-            self._steps.abandon(state, pending, present)
+            self._accumulation.interrupt()
             raise
-        if not (self._grads.has_any() or self._params.has_pieces):  # FSDP2 may add up gradients of its own first
-            warn_no_gradients(self._params.names, self._warned)
-        if update_master_grads and not self._steps.waits():
-            self.update_master_grads()
+        if update_master_grads:
+            self._accumulation.arrived()
+        if not (self._gradients.any_there() or self._pairs.has_pieces):  # FSDP2 may add up gradients of its own first
+            warn_no_gradients(self._pairs.names, self._warned)
 
+    @outside_inference
     def update_master_grads(self) -> None:
-        """Make master gradients anew from the model's: times 1/scale, in FP32, checked and measured in one pass.
+        """Make master gradients anew of the model's: times 1/scale, in FP32, checked and measured in one pass.
 
         Uses the scale of the backward that made them; called with no backward before it, the scaler's present scale.
         Called again on the same model gradients it gives the same bits, and undoes a clip; gradients of parameters
-        that are their own masters, and folded ones, are unscaled once and stay as they are. No host sync.
+        that are their own masters, and FP32 sums, are unscaled once and stay as they are. No host sync.
 
         Raises:
             RuntimeError: A parameter's dtype, shape or device was changed; or a backward was interrupted.
         """
-        self._steps.check_complete()
-        self._follow_changes()
-        if self._steps.state is not State.READY:
-            self._steps.unscale()
-        elif self._grads.has_unconsumed():
-            driven.measure(self)
+        self._accumulation.check_complete()
+        self._follow()
+        if self._accumulation.stage is Stage.READY and self._accumulation.has_strange():
+            self._accumulation.take_foreign(self.scaler)
+        self._accumulation.update()
 
+    @outside_inference
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all master gradients so that their total norm is at most ``max_norm``.
 
-        The factor is torch's, max_norm / (norm + 1e-6), at most 1; at 1 no gradient memory is touched. The 2-norm
-        comes from the pass that unscaled. Where an element is not finite all gradients stay: ``step`` skips. After
-        ``backward(loss, update_master_grads=False)`` gradients are unscaled and clipped in one write.
+        The factor is torch's, max_norm / (norm + 1e-6), at most 1; at 1 no gradient memory is touched. 16-bit gradients
+        are read once, for flags and norm, and meet the factor when FP32 ones are made of them, or in the step itself.
+        Where an element is not finite all gradients stay: ``step`` skips.
 
         Args:
             max_norm: Not negative.
@@ -293,20 +451,81 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             TypeError, ValueError: ``max_norm`` or ``norm_type`` is no number, negative or nan.
             RuntimeError: The norm is not finite and ``error_if_nonfinite``.
         """
-        return clipping.clip(self, max_norm, norm_type, error_if_nonfinite)
+        max_norm = check_number("max_norm", max_norm)
+        norm_type = check_number("norm_type", norm_type, above_zero=True)
+        self._accumulation.ranks.check_norm_type(norm_type)
+        self._follow()
+        verdict = self._settle(write=False, norm_type=norm_type)
+        norm = None if verdict is None else verdict.norm
+        if verdict is None or norm is None:
+            return torch.zeros((), dtype=torch.float32, device=self._device)
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(
+                f"the total norm of order {norm_type} of the master gradients is {norm.item()}: it can't be clipped. "
+                "Leave error_if_nonfinite=False to have step() skip, or see overflow_report() after it."
+            )
+        single, factor = decisions.decide_clip(norm, verdict.found_inf, max_norm)
+        if not (kernels.is_host(self._device) and factor.item() == 1.0):  # elsewhere the kernel looks: nobody waits
+            self._gradients.clip(factor)
+        return single
 
+    @outside_inference
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the model's and the masters' gradients and forget what was found in them.
 
         Args:
             set_to_none: Set ``.grad`` to None. The engine keeps the masters' gradient memory for the next step.
         """
-        driven.withdraw(self, set_to_none)
-        self._grads.zero(set_to_none)
-        self._steps.discard(zeroed=not set_to_none)
+        self._close_driven()
+        self._accumulation.clear(set_to_none)
+        self._under.withdraw(set_to_none)
+
+    def _settle(self, write: bool, norm_type: float | None = None) -> Verdict | None:
+        """The verdict on the gradients as they are now, whoever made them; None where there is nothing to step."""
+        self._accumulation.check_complete()
+        if self._accumulation.stage is Stage.READY:
+            if self._accumulation.has_strange():
+                self._take_foreign()
+            else:
+                self._accumulation.take_zeros(self.scaler)
+        elif self._is_foreign() and self.__dict__.get("grad_scale") is not None:
+            self._take_foreign()  # it has looked at them and left the unscaling to this step
+        verdict = self._accumulation.settle(write, norm_type)
+        flag = self.__dict__.get("found_inf")
+        if verdict is not None and flag is not None:  # torch's protocol: a GradScaler hands over its own verdict
+            found = torch.maximum(verdict.found_inf, flag.to(self._device).reshape(()).clamp(max=1.0))
+            verdict = Verdict(found, [(scaler, found) for scaler, _ in verdict.of], verdict.flags, verdict.norm)
+        return verdict
+
+    def _take_foreign(self) -> None:
+        """Gradients came without the engine, and are to be stepped as they are, or as a GradScaler says."""
+        if not self._under.serves(self.scaler):
+            raise RuntimeError(
+                "gradients were found that neither opt.backward(loss) nor opt.scale_loss(loss) made, and the loss "
+                f"scale is {self.loss_scale:g}: they would be unscaled wrongly. Use opt.backward(loss); or, for a "
+                "GradScaler to do the scaling, construct MixedPrecisionOptimizer without dynamic, loss_scale, scaler."
+            )
+        self._accumulation.take_foreign(self.scaler, self.__dict__.get("grad_scale"))
+
+    def _make_gradients(self) -> None:
+        """A master's gradient is read. Nothing is looked at while autograd runs."""
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if (self._accumulation.stage is Stage.READY or self._is_foreign()) and self._under.serves(self.scaler):
+            self._close_left_out(self._under.renewed(self.scaler))
+            if self._accumulation.stage is Stage.READY:
+                self._under.make(self.scaler)
+        if not self._gradients.made:
+            self._accumulation.read()
+
+    def _prepare_edit(self) -> None:
+        """A master's gradient is set: the others are made, so that the edit shows."""
+        if self._accumulation.stage is not Stage.READY and not self._gradients.made:
+            self._make_gradients()
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
+    @outside_inference
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the wrapped optimizer on the masters and copy them to the model, unless a gradient was not finite.
 
@@ -314,88 +533,154 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         Without a backward before it there is nothing to do.
 
         Args:
-            closure: Clears gradients, computes the loss, calls ``backward`` on this optimizer and returns the loss. The
-                model holds the masters' values before each evaluation. One that overflows lowers the scale and is
-                evaluated again; where the scale can't go lower everything is restored and one skip is counted.
+            closure: Clears gradients, computes the loss, calls ``backward`` on this optimizer and returns the loss. It
+                is evaluated once, before the step, and an overflow is one skip. Optimizers that evaluate more than once
+                (LBFGS, SAM) do so: the model holds the masters' values before each evaluation, one that overflows
+                lowers the scale and is evaluated again, and where the scale can't go lower, or the closure made no
+                gradients, everything is restored and one skip is counted.
 
         Returns:
-            What the wrapped optimizer's ``step`` returns (the closure's loss, or None).
+            The closure's loss, also where the step was skipped; what the wrapped optimizer's ``step`` returns without a
+            closure, and where it evaluates more than once (LBFGS: the first loss).
 
         Raises:
             LossScaleError: ``max_consecutive_skips`` steps in a row were not finite.
-            RuntimeError: Gradients came by a plain ``loss.backward()`` while the scale is not 1; the model was written
-                and ``on_model_write="error"``; parameters changed dtype, shape or device.
+            RuntimeError: Gradients came by a plain ``loss.backward()`` while the scale is not 1; they were written
+                where that can't count; the model was written and ``on_model_write="error"``; parameters changed dtype,
+                shape or device.
 
         Syncs: not on the CPU or where the step skips on the device itself (torch's fused ones, and CUDA's
-        ``fused_step``); once elsewhere, where the decision is taken.
+        one-pass steps); once elsewhere, where the decision is taken.
         """
         if closure is not None:
-            return closures.step(self, closure)
-        if not self._take_gradients():
-            self._outcomes.record(False, self._grads)
+            return self._step_with(closure)
+        return self._step_once(None)
+
+    def _step_once(self, closure: Callable[[], Any] | None) -> Any:
+        self._follow()
+        verdict = self._settle(write=not self._stepper.takes_waiting())
+        if verdict is None:
+            self._outcome.nothing()
             return None
-        found = self._steps.found_inf()
-        on_device = self._skips_on_device()
-        if not on_device and bool(found):
+        found_inf = verdict.found_inf
+        on_device = self._skips_on_device(verdict)
+        if not on_device and bool(found_inf):
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else its scheduler warns of a wrong order
-            self._finish(skipped=True)
+            self._close(verdict, skipped=True)
             return None
-        writes.notice(self._params, self.on_model_write, passed_by=True, waits=late.is_host(self._device))
-        loss = self._run_wrapped(found if on_device else None)
-        self._finish(skipped=found if on_device else False)
-        return loss
-
-    def _take_gradients(self) -> bool:
-        """Bring the master gradients up to date. False where no backward left anything to use."""
-        self._steps.check_complete()
-        if self._steps.state is State.READY:
-            if not self._grads.has_unconsumed():
-                return False
-            driven.take(self)
-        if self._steps.state is not State.UNSCALED:
-            self.update_master_grads()
-        waiting.look_again(self._grads, self._steps)
-        return True
-
-    def _run_wrapped(self, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the masters and copy them down. If the step was done before something raised, finish it all the same."""
-        if self._streamed is not None and not self._fused.serves():
-            return self._streamed.step(self, closure)
-        before = self._params.counted_versions(self.optimizer.param_groups)
+        self._model_writes.notice(waits=kernels.is_host(self._device))
         try:
-            loss = wrapped.run_step(self.optimizer, found_inf, closure, waiting.fused_step(self, found_inf))
-        except wrapped.StepFailed as failed:
-            if closure is None and (
-                failed.completed or self._params.counted_versions(self.optimizer.param_groups) != before
-            ):
-                self._copy_down()
-                self._finish(skipped=False)
+            loss = self._stepper.step(found_inf if on_device else None, closure)
+        except StepFailed as failed:
+            if failed.completed:
+                self._agree(self._stepper.rounded_all)
+                self._close(verdict, skipped=False)
             raise failed.error from None
-        self._copy_down()
+        self._agree(self._stepper.rounded_all)
+        self._close(verdict, skipped=found_inf if on_device else False)
         return loss
 
-    def _copy_down(self) -> None:
-        self._fused.copy_down()
-        if not late.is_host(self._device):  # looking would wait for the device
-            self._late.tell(self._warned)
-            self._late.ask(self._params)
-        elif flags := self._params.copy_down_flags():
-            diagnostics.warn_cast(flags, self._warned)
+    def _step_with(self, closure: Callable[[], Any]) -> Any:
+        if not callable(closure):
+            raise TypeError(f"closure: expected a callable that returns the loss, got {type(closure).__name__}.")
+        parallel.refuse_on_zero(self.optimizer, "step(closure)", "Use an optimizer that steps without one, or FSDP2.")
+        self._close_driven()
+        if self._evaluates_again():
+            if not self._masters.are_whole:
+                name = type(self.optimizer).__name__
+                raise RuntimeError(
+                    f"{name} evaluates its closure more than once in a step, or at a time of its own, "
+                    'which does not go with master_weights="split". Use master_weights="full".'
+                )
+            return self._step_evaluating(closure)
+        with self._under.evaluating(), torch.enable_grad():
+            loss = closure()
+        self._step_once(_Given(loss))
+        return loss
 
-    def _finish(self, skipped: bool | Tensor) -> None:
-        """After the decision: count, update the scalers (last, so that gradients met the scale of their backward)."""
-        self._offers.made = {}
+    def _evaluates_again(self) -> bool:
+        """Whether the wrapped optimizer evaluates its closure more than once, or at a time of its own."""
+        return self._habits.calls_again(self.optimizer)
+
+    def _step_evaluating(self, closure: Callable[[], Any]) -> Any:
+        self._follow()
+        self._model_writes.notice()
+        evaluations = Evaluations(closure, self.write_masters, self._accumulation)
+        try:
+            with self._under.evaluating():
+                stepped = evaluations.step(self.optimizer, copies=self._masters.are_whole)
+        except BaseException:
+            self.zero_grad()
+            raise
+        if evaluations.verdict is None:
+            self._outcome.nothing()
+        else:
+            self._close(evaluations.verdict, skipped=not stepped)
+        if not stepped:
+            self.zero_grad()
+        return evaluations.returned if stepped else evaluations.loss
+
+    def _skips_on_device(self, verdict: Verdict) -> bool:
+        """Whether the decision can stay on the device: elsewhere than on the CPU a look at it would wait."""
+        return (
+            not kernels.is_host(self._device)
+            and self._stepper.skips_on_device()
+            and not self._accumulation.replicas.needs_decision
+            and all(scaler.max_consecutive_skips is None for scaler, _ in verdict.of)
+        )
+
+    def _agree(self, rounded_all: bool) -> None:
+        """After a step masters and model agree; so they do after hooks that wrote masters."""
+        if not rounded_all:
+            self._model_writes.round_written()
+        self._model_writes.record(masters_seen=not rounded_all)
+        if kernels.is_host(self._device):
+            self._model_writes.tell()
+        else:
+            self._model_writes.tell_later()
+
+    def _close(self, verdict: Verdict, skipped: bool | Tensor, used: Sight | None = None) -> None:
+        """The one end of every step: count, update the scalers (so that gradients met the scale of their backward).
+
+        Args:
+            used: The model's gradients that it was about, where others may be there by now.
+        """
         old = float(self.scaler.scale) if skipped is True else 0.0
-        scalers = [scaler for scaler, _ in self._steps.verdicts.values()]
-        skipped = closing.close(self, skipped)
-        self._steps.finish()
-        self._steps.replicas.after_step(skipped, self)
-        if skipped is True:
-            report = self.overflow_report()
-            self._outcomes.log.skipped(self.scaler, old, report)
-            check_consecutive(scalers, report)
-        elif skipped is False:
-            self._outcomes.log.stepped()
+        skipped = self._outcome.close(verdict, skipped, self._gradients.stats())
+        self._accumulation.finish(used)
+        self._under.stepped()
+        self._accumulation.replicas.after_step(skipped, self._digest)
+        self._outcome.tell(skipped, self.scaler, old, verdict, self._pairs)
+
+    # -- under a GradScaler ------------------------------------------------------------------------------------------
+
+    def _is_foreign(self) -> bool:
+        pending = self._accumulation.pending
+        return pending is not None and pending.foreign
+
+    def note_left_out(self, is_logged: bool = True) -> None:
+        """A GradScaler did not call :meth:`step` because it found gradients that are not finite: count the skip.
+
+        torch's own tells nobody; then it is counted when other gradients come, or when somebody asks.
+
+        Args:
+            is_logged: Whether the GradScaler logs it.
+        """
+        self._close_driven(is_logged)
+
+    def _close_driven(self, is_logged: bool = False) -> None:
+        """Count the step that a GradScaler did not call because of what it found. Syncs where one drives."""
+        if self._under.serves(self.scaler):
+            self._close_left_out(self._under.left_out(self.scaler), is_logged)
+
+    def _close_left_out(self, verdict: Verdict | None, is_logged: bool = False) -> None:
+        if verdict is None:
+            return
+        self._outcome.log.elsewhere = is_logged
+        try:
+            self._close(verdict, skipped=True, used=self._under.used())
+        finally:
+            self._outcome.log.elsewhere = None
 
     # -- state to read -----------------------------------------------------------------------------------------------
 
@@ -406,7 +691,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
-        if self._steps.state is not State.READY:
+        if self._accumulation.stage is not Stage.READY:
             raise RuntimeError(
                 "loss_scale was set between backward and step: gradients made with the old scale would be unscaled "
                 "wrongly. Set it after step() or zero_grad()."
@@ -416,27 +701,33 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last ``step`` was skipped for non-finite gradients. Reading may sync with the device."""
-        driven.settle(self)
-        return self._outcomes.last_was_skipped
+        self._look_back()
+        return self._outcome.last_was_skipped
 
     @property
     def skipped_steps(self) -> int:
         """Steps skipped since construction. Reading may sync with the device."""
-        driven.settle(self)
-        return self._outcomes.skipped_steps
+        self._look_back()
+        return self._outcome.skipped_steps
 
     def overflow_report(self) -> list[Overflow]:
         """Which parameters had non-finite gradients when the last step was skipped; empty when it was not. Syncs."""
-        driven.settle(self)
-        return self._outcomes.report(self._grads)
+        self._look_back()
+        return self._outcome.report(self._pairs)
+
+    def _look_back(self) -> None:
+        """Somebody asks what became of steps: count and tell what was not yet. May sync."""
+        self._close_driven()
+        self._model_writes.tell_if_due()
 
     def master_params(self) -> Iterator[Tensor]:
         """What the wrapped optimizer steps, in param_groups order: FP32 masters, and parameters that are their own."""
-        return self._params.shown()
+        self._pairs.verify()
+        return self._masters.shown(self._pairs.all)
 
     def model_params(self) -> Iterator[Tensor]:
         """The model's parameters, in param_groups order; pairs with :meth:`master_params`."""
-        return iter(list(self._params.model))
+        return iter(list(self._pairs.models))
 
     # -- checkpoints and the model's own weights ---------------------------------------------------------------------
 
@@ -446,9 +737,25 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         Keys: ``version``, ``optimizer`` (the wrapped optimizer's own), ``masters`` (FP32, in param_groups order, None
         where a parameter is its own master), ``scaler``. Tensors are references, as in torch.
         """
-        parallel.refuse_plain_state(self, "state_dict")
-        return saving.save(self)
+        parallel.refuse_plain_state(self._accumulation.ranks.alone, "state_dict")
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        self._follow()
+        self._model_writes.notice()
+        self._model_writes.tell_if_due()
+        built = checkpoint.build(self.optimizer, self._saved_masters(), self.scaler)
+        if type(self.optimizer) in ROWS:
+            built["optimizer"] = counters_saved(built["optimizer"])
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, built)
+            built = built if changed is None else changed
+        return built
 
+    def _saved_masters(self) -> list[Tensor | None]:
+        """FP32 masters in order, None where a parameter is its own: a value has one home in a checkpoint."""
+        return [None if pair.master is pair.model else self._masters.read([pair])[0] for pair in self._pairs.all]
+
+    @outside_inference
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave, or the wrapped class's own state_dict (from FP32 training).
 
@@ -458,8 +765,63 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         Raises:
             TypeError, ValueError: Something does not fit; the optimizer is as it was.
         """
-        parallel.refuse_plain_state(self, "load_state_dict")
-        saving.load(self, state_dict)
+        parallel.refuse_plain_state(self._accumulation.ranks.alone, "load_state_dict")
+        if isinstance(state_dict, dict):
+            state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        self._follow()
+        self.load_checked(state_dict)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def load_checked(self, state_dict: dict[str, Any], everywhere: Callable[..., Any] | None = None) -> None:
+        """Check ``state_dict`` and load it, without hooks: for those who come with a form of their own.
+
+        Args:
+            everywhere: Calls what it is given, and refuses on all ranks what one of them refuses.
+
+        Raises:
+            TypeError, ValueError: Something does not fit; the optimizer is as it was.
+        """
+        check = everywhere or (lambda work: work())
+        thawed = self._to_thaw(state_dict)
+        masters = self._saved_masters()
+        for position in thawed:  # they get a master if all fits
+            masters[position] = self._pairs.models[position].detach().float()
+        plan = check(lambda: self._plan(state_dict, masters))
+        if thawed:
+            self._pairs.give_masters([self._pairs.all[i] for i in thawed], self._holder.param_groups, self._adopt)
+            self._grow()
+        if not plan.has_masters:  # else weights that were loaded just before would be undone below
+            self._model_writes.notice()
+        masters = self._saved_masters()
+        self._plan(state_dict, masters).apply()
+        self._take_loaded(masters)
+
+    def _to_thaw(self, state_dict: Any) -> list[int]:
+        """Where a checkpoint has a master, and the parameter is frozen here: the checkpoint decides."""
+        saved = state_dict.get("masters") if isinstance(state_dict, dict) else None
+        if not isinstance(saved, (list, tuple)) or len(saved) != len(self._pairs) or self.master_weights == "none":
+            return []
+        frozen = {id(pair) for pair in self._pairs.own_halves}
+        return [i for i, pair in enumerate(self._pairs.all) if id(pair) in frozen and isinstance(saved[i], Tensor)]
+
+    def _plan(self, state_dict: Any, masters: list[Tensor | None]) -> checkpoint.LoadPlan:
+        return checkpoint.plan_load(
+            state_dict, optimizer=self._holder, masters=masters, names=self._pairs.names, scaler=self.scaler
+        )
+
+    def _take_loaded(self, masters: list[Tensor | None]) -> None:
+        """Masters take the values into which a checkpoint was loaded; the model and the state follow."""
+        for pair, value in zip(self._pairs.all, masters, strict=True):
+            if value is not None and not self._masters.are_whole:
+                self._masters.write([pair], [value])
+        self._masters.lay_out(self._pairs.all, self.state)
+        self._pairs.changed()
+        self._accumulation.abandon()
+        self.write_masters()
 
     def fp32_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """``model.state_dict()`` with FP32 masters in place of 16-bit parameters, under all their names.
@@ -470,31 +832,72 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             TypeError: ``model`` is no Module.
             ValueError: None of its parameters is in this optimizer.
         """
-        self._params.check_model(model)
-        writes.notice(self._params, self.on_model_write)
-        return self._params.fp32_state(model)
+        self._pairs.check_model(model)
+        self._follow()
+        self._model_writes.notice()
+        self._model_writes.tell_if_due()
+        apart = {id(pair.model): pair for pair in self._pairs.all if pair.master is not pair.model}
+        state: dict[str, Any] = model.state_dict(keep_vars=True)
+        made: dict[int, Tensor] = {}
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                if id(value) not in made:
+                    pair = apart.get(id(value))
+                    made[id(value)] = value.detach() if pair is None else self._masters.read([pair])[0].detach()
+                state[name] = made[id(value)]
+        return state
 
+    @outside_inference
     def refresh_masters(self) -> None:
         """Masters take the model parameters' values, for code that wrote the model in place. No host sync."""
-        self._follow_changes()
-        self._params.verify()
-        self._params.refresh()
+        self._follow()
+        for pair in self._pairs.all:
+            if pair.master is not pair.model:
+                self._masters.refresh(pair)
+        self._model_writes.record()
 
-    # -- the state machine -------------------------------------------------------------------------------------------
+    def write_masters(self) -> None:
+        """The model takes the masters' values, rounded, for code that wrote the masters in place. No host sync."""
+        if self._pairs.has_pieces:
+            self._pairs.take_pieces()
+        with torch.no_grad():
+            for group in self._pairs.devices:
+                self._masters.round_down(group)
+        self._agree(rounded_all=True)
 
-    def _follow_changes(self) -> None:
-        """Notice parameters that were changed, unfrozen, or added through the wrapped optimizer itself."""
-        if self._streamed is not None:
-            self._streamed.certified.check(self.optimizer)
-        if self._params.follow(self._holder.param_groups, self._names, self._carry_state):
-            self._grads.grow()
-            parallel.regroup(self)
+    # -- on several ranks --------------------------------------------------------------------------------------------
 
-    def _skips_on_device(self) -> bool:
-        """Whether the decision can stay on the device: elsewhere than on the CPU a look at it would wait."""
-        return (
-            not late.is_host(self._device)
-            and (self._fused.skips_on_device() or (not self._streamed and wrapped.supports_found_inf(self.optimizer)))
-            and not self._steps.replicas.needs_decision
-            and all(scaler.max_consecutive_skips is None for scaler, _ in self._steps.verdicts.values())
-        )
+    def _facts(self) -> list[str]:
+        """What must be the same on every rank, in lines."""
+        return parallel.facts(self.engine)
+
+    def _digest(self) -> Digest:
+        """What ranks that share gradients hold alike."""
+        return parallel.digest(self.engine)
+
+
+class _Given:
+    """A closure that was evaluated already. An optimizer that calls it twice in a step is one that was misjudged."""
+
+    def __init__(self, loss: Any) -> None:
+        self._loss = loss
+        self._called = False
+
+    def __call__(self) -> Any:
+        if self._called:
+            raise RuntimeError(
+                "the wrapped optimizer evaluated its closure a second time in one step, and on small tensors it did "
+                "not. Evaluate the loss yourself, call backward(loss), then step() without a closure."
+            )
+        self._called = True
+        return self._loss
+
+
+def _quietly(me: weakref.ref[Any], method: Callable[[Any], Any], without: Any) -> Callable[[], Any]:
+    """A call of a method that does not keep the optimizer alive; ``without`` once it is gone."""
+
+    def call() -> Any:
+        there = me()
+        return without if there is None else method(there)
+
+    return call

@@ -1,4 +1,4 @@
-"""The engine's side of training on several ranks: it looks for signs of it, and calls fp16opt.distributed on the first.
+"""The optimizer's side of training on several ranks: it looks for signs of it, and calls fp16opt.distributed on them.
 
 Nothing here imports torch.distributed unless parameters or the wrapped optimizer are its own already.
 """
@@ -6,18 +6,17 @@ Nothing here imports torch.distributed unless parameters or the wrapped optimize
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from .local import is_sharded
-from .ranks import Ranks
-
-if TYPE_CHECKING:
-    from .optimizer import MixedPrecisionOptimizer
+from .engine.dtensors import is_sharded
+from .engine.pairs import Pairs
+from .engine.parts import Engine
+from .engine.ranks import Digest, Ranks
 
 _ELSEWHERE = "fp16opt.distributed.state_dict and load_state_dict, or save and load,"
 
@@ -34,67 +33,64 @@ def holder_of(optimizer: Optimizer) -> Optimizer:
         from .distributed import zero
 
         return zero.prepare(optimizer)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if any(map(is_sharded, params)):
-        from .distributed import shards
-
-        shards.root_mesh(params)  # raises before anything is changed
+    check_meshes([param for group in optimizer.param_groups for param in group["params"]])
     return optimizer
 
 
-def device_of(engine: MixedPrecisionOptimizer) -> torch.device:
+def check_meshes(params: list[Any]) -> None:
+    """Raise where DTensors among ``params`` can't share a verdict."""
+    if any(map(is_sharded, params)):
+        from .distributed import shards
+
+        shards.root_mesh(params)
+
+
+def device_of(optimizer: Optimizer, masters: list[Tensor]) -> torch.device:
     """Where verdicts are kept: the first parameter's device, be it on this rank or on another."""
-    params = [*engine._params.master, *(p for group in engine.optimizer.param_groups for p in group["params"])]
+    params = [*masters, *(p for group in optimizer.param_groups for p in group["params"])]
     device: torch.device = params[0].device if params else torch.device("cpu")
     return device
 
 
-def ranks_of(engine: MixedPrecisionOptimizer) -> Ranks:
-    """Who must hear of verdicts and norms."""
-    params = engine._params
-    if is_zero(engine.optimizer):
-        from .distributed import facts, zero
+def ranks_of(
+    optimizer: Optimizer, pairs: Pairs, facts: Callable[[], list[str]], round_down: Callable[[], None]
+) -> Ranks:
+    """Who must hear of verdicts and norms.
 
-        params.elsewhere = zero.elsewhere(engine.optimizer, params.model)
-        zero.copy_down_before_broadcast(engine.optimizer, _weak(engine))
-        return zero.ZeroRanks(engine.optimizer, lambda: facts.facts(engine))
-    if params.has_pieces:
-        from .distributed import facts, shards
+    Args:
+        facts: what must be the same on every rank. It must not keep the wrapper alive, and neither must ``round_down``.
+        round_down: writes this rank's masters into the model.
+    """
+    if is_zero(optimizer):
+        from .distributed import zero
 
-        return shards.MeshRanks(params.model, lambda: facts.facts(engine))
+        pairs.elsewhere = zero.elsewhere(optimizer, pairs.models)
+        zero.copy_down_before_broadcast(optimizer, round_down)
+        return zero.ZeroRanks(optimizer, facts)
+    if pairs.has_pieces:
+        from .distributed import shards
+
+        return shards.MeshRanks(pairs.models, facts)
     return Ranks()
 
 
-def check_new(engine: MixedPrecisionOptimizer, params: list[Any]) -> None:
-    """Raise where ``params``, about to be added, can't share a verdict with those that are here."""
-    everyone = [*engine._params.model, *params]
-    if any(map(is_sharded, everyone)):
-        from .distributed import shards
+def facts(engine: Engine) -> list[str]:
+    """What must be the same on every rank, in lines."""
+    from .distributed import facts
 
-        shards.root_mesh(everyone)
+    return facts.facts(engine)
 
 
-def regroup(engine: MixedPrecisionOptimizer) -> None:
-    """Parameters came: ask anew who must hear of verdicts and norms."""
-    if engine._params.has_pieces:
-        engine._steps.ranks = ranks_of(engine)
+def digest(engine: Engine) -> Digest:
+    """What ranks that share gradients hold alike."""
+    from .distributed import facts
+
+    return facts.digest(engine)
 
 
-def _weak(engine: MixedPrecisionOptimizer) -> Callable[[], None]:
-    """The engine's copy of masters to the model, as a call that does not keep the engine alive."""
-    known = weakref.ref(engine)
-
-    def copy_down() -> None:
-        there = known()
-        if there is not None:
-            there._copy_down()
-
-    return copy_down
-
-
-def refuse_plain_state(engine: MixedPrecisionOptimizer, what: str) -> None:
+def refuse_plain_state(alone: bool, what: str) -> None:
     """Raise where masters are spread over ranks, or where torch's checkpointing asks: it can't hold masters."""
-    if not engine._steps.ranks.alone:
+    if not alone:
         raise RuntimeError(
             f"{what}: masters and optimizer state are spread over ranks. Use {_ELSEWHERE} which go by parameter name."
         )
@@ -110,9 +106,9 @@ def refuse_plain_state(engine: MixedPrecisionOptimizer, what: str) -> None:
         frame = frame.f_back
 
 
-def refuse_on_zero(engine: MixedPrecisionOptimizer, what: str, instead: str) -> None:
+def refuse_on_zero(optimizer: Optimizer, what: str, instead: str) -> None:
     """Raise where the wrapped optimizer is a ZeroRedundancyOptimizer."""
-    if is_zero(engine.optimizer):
+    if is_zero(optimizer):
         raise RuntimeError(f"{what} can't be done around a ZeroRedundancyOptimizer. {instead}")
 
 
@@ -148,7 +144,8 @@ class AcrossRanks:
     @property
     def join_device(self) -> torch.device:
         """See ``torch.distributed.algorithms.join.Joinable``."""
-        device: torch.device = self._device  # type: ignore[attr-defined]
+        engine: Any = self.engine  # type: ignore[attr-defined]
+        device: torch.device = engine.device
         return device
 
     @property

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .arguments import check_choice
+from .engine.arguments import check_choice
 
 SHARDS = ("none", "ddp", "zero", "fsdp2")
 OPTIMIZERS = {"sgd": 0, "sgd-momentum": 4, "adam": 8, "adamw": 8}  # bytes of FP32 state a parameter
@@ -136,10 +136,10 @@ class Plan:
     def step_bytes(self) -> float:
         """Bytes that the optimizer's passes read and write on a rank."""
         state = OPTIMIZERS[self.optimizer]
-        if self._is_split:  # look at gradient and weight; then read the gradient, read and write all else
-            return self._stepped * (2 * HALF + HALF + 2 * (2 * HALF) + 2 * state)
-        unscale = HALF + HALF + SINGLE  # read the gradient and, for its hash, the weight; write FP32
-        clip = 2 * SINGLE if self.clip else 0
+        if self._is_split:  # look at the gradient; then read it again, read and write all else
+            return self._stepped * (HALF + HALF + 2 * (2 * HALF) + 2 * state)
+        unscale = HALF + SINGLE  # read the gradient, write FP32, clipped on the way
+        clip = HALF if self.clip else 0  # the norm is needed before: one look at the gradient
         step = SINGLE + 2 * SINGLE + 2 * state  # read the gradient; read and write master and state
         copy = SINGLE + HALF
         return self._stepped * (unscale + clip + step + copy)

@@ -39,6 +39,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+@pytest.fixture(autouse=True)
+def stepping(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> object:
+    """What an optimizer gets that is made without ``fused_step``, where a test asks for it; see `checks.by_step`."""
+    mode = getattr(request, "param", "as it is")
+    if mode != "as it is":
+        from fp16opt import MixedPrecisionOptimizer
+
+        defaults = MixedPrecisionOptimizer.__init__.__kwdefaults__
+        assert defaults is not None
+        monkeypatch.setitem(defaults, "fused_step", mode)
+    return mode
+
+
 @pytest.fixture(scope="session")
 def emulated_cuda(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     """The CUDA kernels' source, running on the CPU."""

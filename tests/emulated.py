@@ -21,8 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp16opt import kernels
-from fp16opt.kernels import cuda, native
+from fp16opt.kernels import backends, cuda, native
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
@@ -88,9 +87,8 @@ def use(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> type[HostStream]
     def compiled(device: torch.device) -> Any:
         return cuda if device.type == "cpu" else None
 
-    monkeypatch.setattr(native, "_cpu", module)  # whose columns read addresses for it
+    monkeypatch.setattr(native, "_cpu", module)  # which reads addresses for it
     monkeypatch.setattr(native, "_cuda", module)
     monkeypatch.setattr(cuda, "Stream", Noting)
-    monkeypatch.setattr(cuda, "_device", lambda call, watched: torch.device("cpu"))
-    monkeypatch.setattr(kernels, "_compiled", compiled)
+    monkeypatch.setattr(backends, "compiled_for", compiled)
     return Noting

@@ -13,7 +13,7 @@ from specs import CASES, OptimizerCase
 from torch import Tensor
 from torch.nn import Parameter
 
-from fp16opt import checkpoint
+from fp16opt.engine import checkpoint
 from fp16opt.scaling import DynamicLossScaler
 
 BY_ID = {case.id: case for case in CASES}

@@ -18,10 +18,10 @@ from specs import CASES, params_of
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import fp16opt
-from fp16opt import Check, Report, certify, targets, wrapped
-from fp16opt.certify import check_bucket_invariant
-from fp16opt.optimizers import FusedMixedPrecisionLamb
-from fp16opt.trials import same_bits
+from fp16opt import Check, Report, certify
+from fp16opt.certify import check_bucket_invariant, closure_calls, factory_like, targets
+from fp16opt.certify.buckets import settings_of
+from fp16opt.certify.comparing import same_bits
 
 CHECKS = [
     *["none_grad", "fp32_state", "bucket_invariant", "deterministic"],
@@ -308,33 +308,6 @@ def test_hooks_of_all_optimizers_do_not_hear_of_it() -> None:
         handle.remove()
 
 
-@pytest.mark.parametrize(
-    ("make", "trusted"),
-    [
-        (Right, False),
-        (HonoursFlag, True),
-        (IgnoresFlag, False),
-        (LeavesGarbage, False),
-        (lambda p: torch.optim.AdamW(p, fused=True), True),
-        (lambda p: torch.optim.AdamW(p), False),
-        (FusedMixedPrecisionLamb, True),
-    ],
-)
-def test_the_wrapper_trusts_a_skip_on_the_device_that_passed_the_check(
-    make: Any, trusted: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    optimizer = make([torch.nn.Parameter(torch.ones(3))])
-    with caplog.at_level("INFO", logger="fp16opt"):
-        assert wrapped.supports_found_inf(optimizer) is trusted
-        assert wrapped.supports_found_inf(optimizer) is trusted
-    said = [record.getMessage() for record in caplog.records]
-    if make in (IgnoresFlag, LeavesGarbage):
-        assert len(said) == 1
-        assert f"{make.__name__}: whether to skip a step is decided on the host: " in said[0]
-    else:
-        assert said == []
-
-
 def test_quantised_state_is_told() -> None:
     assert "codes" in certify(Quantised).checks["fp32_state"].detail
 
@@ -446,6 +419,300 @@ def test_the_check_alone_says_the_same() -> None:
             assert "expected it to return a torch.optim.Optimizer, got int" in alone.detail
 
 
+# -- closures --------------------------------------------------------------------------------------------------------
+
+
+class IgnoresClosure(Right):
+    def step(self, closure: Any = None) -> Any:
+        return super().step()
+
+
+class Sam(Right):
+    """Two evaluations a step: at the parameters, and where the loss rises."""
+
+    evaluations = 2
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        closure = torch.enable_grad()(closure)
+        loss = closure() if self.evaluations == 2 else None
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        climbs = [1e-2 * p.grad for p in params]
+        torch._foreach_add_(params, climbs)
+        loss = closure() if loss is None else (loss, closure())[0]
+        torch._foreach_sub_(params, climbs)
+        super().step()
+        return loss
+
+
+class SamAfterBackward(Sam):
+    """As the first implementation for torch has it: the first gradients come from a backward before the step."""
+
+    evaluations = 1
+
+
+class LazySam(Right):
+    """A second evaluation in every tenth step."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        loss = super().step(closure)
+        return closure() if self.calls % 10 == 0 else loss
+
+
+class ClearsFirst(Right):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.zero_grad()
+        return super().step(closure)
+
+
+class DecaysFirst(Right):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        torch._foreach_mul_(self.param_groups[0]["params"], 0.9)
+        return super().step(closure)
+
+
+class EverySecond(Right):
+    """Evaluates in every second step, and steps on the gradients that it finds in the others."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        return super().step(closure if self.calls % 2 else None)
+
+
+class ReturnsItsOwn(Right):
+    """Returns what is not the loss, but needs no more than it."""
+
+    def step(self, closure: Any = None) -> Any:
+        return 2 * super().step(closure)
+
+
+class ReturnsTheLossAfter(Right):
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        return closure()
+
+
+class KeepsTrying(Right):
+    """Takes whatever its closure raises for a reason to call it again."""
+
+    def step(self, closure: Any = None) -> Any:
+        for _ in range(3):
+            try:
+                super().step(closure)
+                closure()
+            except BaseException:
+                continue
+        return None
+
+
+class PutsItInItsOwnWords(Right):
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        try:
+            closure()
+        except BaseException as error:
+            raise RuntimeError("no luck") from error
+
+
+class RaisesAfterTheFirst(Right):
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        raise ArithmeticError("the 13th of the month")
+
+
+class TakesNoClosure(Right):
+    def step(self) -> Any:  # type: ignore[override]
+        return super().step()
+
+
+class MatricesOnly(Right):
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        if any(p.dim() != 2 for p in params):
+            raise ValueError("matrices, please")
+        super().__init__(params)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Around another optimizer, whose groups and state are its own: each fifth step goes half of the way."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, k: int = 5, alpha: float = 0.5) -> None:
+        self.optimizer, self.k, self.alpha, self.count = optimizer, k, alpha, 0
+        super().__init__([p for group in optimizer.param_groups for p in group["params"]], {})
+        self.param_groups = optimizer.param_groups
+        self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = self.optimizer.step(closure)
+        self.count += 1
+        params = [p for group in self.param_groups for p in group["params"]]
+        for p, slow in zip(params, self.slow, strict=True):
+            if self.count % self.k == 0:
+                p.copy_(slow.lerp_(p, self.alpha))
+        return loss
+
+
+CLOSURES: list[tuple[Any, str]] = [
+    (Right, "once"),
+    (NeedsClosure, "once"),
+    (Noisy, "once"),  # draws the same numbers again
+    (MatricesOnly, "once"),
+    (ReturnsItsOwn, "once"),
+    (DoesNothing, "never"),
+    (IgnoresClosure, "never"),
+    (SamAfterBackward, "elsewhere"),
+    (ClearsFirst, "elsewhere"),
+    (DecaysFirst, "elsewhere"),
+    (EverySecond, "elsewhere"),
+    (ReturnsTheLossAfter, "elsewhere"),
+    (Sam, "several"),
+    (LazySam, "several"),
+    (KeepsTrying, "several"),
+    (PutsItInItsOwnWords, "several"),
+    (Raises, "untested"),
+    (RaisesAfterTheFirst, "untested"),
+    (TakesNoClosure, "untested"),
+    (lambda params: Lookahead(Right(params)), "once"),
+    (lambda params: Lookahead(Sam(params)), "several"),
+    (lambda params: torch.optim.LBFGS(params, max_iter=1), "once"),
+    (lambda params: torch.optim.LBFGS(params, max_iter=2), "several"),
+    (lambda params: torch.optim.LBFGS(params, max_iter=1, line_search_fn="strong_wolfe"), "several"),
+    (lambda params: torch.optim.Adam(params, capturable=True), "once"),
+]
+
+
+@pytest.mark.parametrize(("factory", "wanted"), CLOSURES, ids=lambda value: getattr(value, "__name__", value))
+def test_how_often_a_class_calls_its_closure(factory: Any, wanted: str) -> None:
+    assert closure_calls(factory) == wanted
+
+
+@pytest.mark.parametrize("case", params_of(CASES))
+def test_how_often_classes_of_torch_call_their_closure(case: Any) -> None:
+    assert closure_calls(case.make) == ("several" if case.cls == "LBFGS" else "once")
+
+
+@pytest.mark.parametrize(("cls", "wanted"), [("AdamWScheduleFree", "once"), ("AdamWScheduleFreeClosure", "elsewhere")])
+def test_how_often_schedule_free_optimizers_call_their_closure(cls: str, wanted: str) -> None:
+    schedulefree = pytest.importorskip("schedulefree", reason="schedulefree is not installed")
+    assert closure_calls(getattr(schedulefree, cls)) == wanted
+
+
+CLOSURE_WORDS: list[tuple[Any, bool, str]] = [
+    (Right, True, "steps without a closure; calls one once, before anything else"),
+    (IgnoresClosure, True, "steps without a closure; ignores one that it is given"),
+    (ClearsFirst, False, "moved no parameter; calls one once, but not in every step, or not before"),
+    (Sam, False, "does not step without a closure; calls one more than once in a step"),
+    (torch.optim.LBFGS, False, "does not step without a closure; calls one more than once in a step"),
+    (TakesNoClosure, True, "steps without a closure; how often it calls one can't be tested here"),
+]
+
+
+@pytest.mark.parametrize(
+    ("factory", "passed", "words"), CLOSURE_WORDS, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_the_report_says_how_often(factory: Any, passed: bool, words: str) -> None:
+    check = certify(factory).checks["closure"]
+    assert check.passed is passed, check
+    assert words in check.detail
+
+
+@pytest.mark.parametrize("factory", [Noisy, Sam, Raises, lambda params: (torch.manual_seed(1), Right(params))[1]])
+def test_trying_closures_leaves_everything_as_it_was(factory: Any) -> None:
+    heard: list[object] = []
+    handle = register_optimizer_step_pre_hook(lambda *args: heard.append(args))
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    wanted = closure_calls(factory)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            assert closure_calls(factory) == wanted
+            assert torch.is_inference_mode_enabled()
+            assert torch.empty(()).device.type == "meta"
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            assert closure_calls(factory) == wanted
+            assert torch.is_autocast_enabled("cpu")
+            assert not torch.is_grad_enabled()
+        assert torch.get_default_dtype() is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+        handle.remove()
+    assert heard == []
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_interrupt_while_closures_are_tried_comes_through() -> None:
+    class Interrupted(Right):
+        def step(self, closure: Any = None) -> Any:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        closure_calls(Interrupted)
+
+
+# -- others like one -------------------------------------------------------------------------------------------------
+
+
+class NeedsMore(Right):
+    """A required argument that is no setting of groups."""
+
+    def __init__(self, params: Any, pace: float, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.pace = pace
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("may be as large as the model")
+
+
+def test_another_optimizer_like_one() -> None:
+    one = NeedsMore([torch.nn.Parameter(torch.ones(3))], pace=2.0, lr=torch.tensor(0.25))  # type: ignore[arg-type]
+    one.param_groups[0]["weight_decay"] = 0.5
+    make = factory_like(one, settings_of(one.param_groups[0]))
+    params = [torch.nn.Parameter(torch.ones(2))]
+    made = make(params)
+    assert type(made) is NeedsMore
+    assert made.pace == 2.0
+    assert made.param_groups[0]["params"] == params
+    assert made.param_groups[0]["weight_decay"] == 0.5
+    assert made.param_groups[0]["lr"] == 0.25
+    assert made.param_groups[0]["lr"] is not one.param_groups[0]["lr"]
+    assert closure_calls(make) == "once"
+    assert one.state == {}
+
+
+@pytest.mark.parametrize(("inner", "wanted"), [(Right, "once"), (Sam, "several")])
+def test_another_optimizer_like_one_around_another(inner: type[Right], wanted: str) -> None:
+    one = Lookahead(inner([torch.nn.Parameter(torch.ones(3))], lr=0.25), k=3)
+    make = factory_like(one, settings_of(one.param_groups[0]))
+    made = make([torch.nn.Parameter(torch.ones(2))])
+    assert isinstance(made, Lookahead)
+    assert made.k == 3
+    assert type(made.optimizer) is inner
+    assert made.optimizer is not one.optimizer
+    assert made.param_groups[0]["lr"] == 0.25
+    assert closure_calls(make) == wanted
+
+
+def test_an_optimizer_that_can_not_be_made_again_is_untested() -> None:
+    class Made(Right):
+        def __init__(self, params: Any, secret: Any) -> None:
+            super().__init__(params)
+
+    one = Made([torch.nn.Parameter(torch.ones(3))], object())
+    assert closure_calls(factory_like(one, settings_of(one.param_groups[0]))) == "untested"
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
 def _refuses(_: Any) -> torch.optim.Optimizer:
     raise LookupError("not today")
 
@@ -461,6 +728,11 @@ def _refuses(_: Any) -> torch.optim.Optimizer:
 def test_refusals(factory: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         certify(factory)
+    if error is TypeError:
+        with pytest.raises(error, match=match):
+            closure_calls(factory)
+    else:
+        assert closure_calls(factory) == "untested"
 
 
 @pytest.mark.parametrize(

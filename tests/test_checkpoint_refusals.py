@@ -6,6 +6,7 @@ import copy
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engine.checks import assert_same
@@ -59,6 +60,33 @@ PLACES: list[tuple[tuple[Any, ...], Any, type[Exception], str]] = [
     ((*LR[:3], "betas"), (0.9, "x"), ValueError, "betas must be of the kind of"),
     ((*LR[:3], "betas"), 0.9, ValueError, "betas must be of the kind of"),
     ((*LR[:3], "maximize"), "no", ValueError, "maximize must be of the kind of False"),
+    (LR, float("inf"), ValueError, "lr must be of the kind of 0.01, got inf"),
+    (LR, torch.tensor(float("nan")), ValueError, r"lr must be of the kind of 0.01, got tensor\(nan\)"),
+    (LR, torch.tensor(float("inf")), ValueError, r"lr must be of the kind of 0.01, got tensor\(inf\)"),
+    (LR, torch.tensor(True), ValueError, r"lr must be of the kind of 0.01, got tensor\(True\)"),
+    (LR, torch.tensor(1j), ValueError, "lr must be of the kind of 0.01"),
+    (LR, torch.ones(1).to_sparse(), ValueError, "lr must be of the kind of 0.01"),
+    (LR, -1.0, ValueError, "^optimizer, group 0: lr is -1.0, which Adam refuses: Invalid learning rate"),
+    (LR, torch.tensor(-1.0), ValueError, r"^optimizer, group 0: lr is tensor\(-1.\), which Adam refuses"),
+    ((*LR[:3], "betas"), [1, 2], ValueError, r"^optimizer, group 0: betas is \[1, 2\], which Adam refuses"),
+    ((*LR[:3], "betas"), (0.9, torch.tensor(1.0)), ValueError, "betas is .*which Adam refuses: Invalid beta"),
+    ((*LR[:3], "betas"), (0.9, float("nan")), ValueError, "betas must be of the kind of"),
+    ((*LR[:3], "betas"), (torch.tensor(float("nan")), 0.9), ValueError, "betas must be of the kind of"),
+    ((*LR[:3], "betas"), (None, 0.9), ValueError, "betas must be of the kind of"),
+    ((*LR[:3], "eps"), -1e-8, ValueError, "eps must be of the kind of 1e-08, got -1e-08"),
+    ((*LR[:3], "eps"), torch.tensor(float("nan")), ValueError, "eps must be of the kind of"),
+    ((*LR[:3], "weight_decay"), -0.1, ValueError, "weight_decay is -0.1, which Adam refuses"),
+    ((*LR[:3], "weight_decay"), torch.tensor(float("inf")), ValueError, "weight_decay must be of the kind of"),
+    ((*LR[:3], "capturable"), float("inf"), ValueError, "capturable must be of the kind of False, got inf"),
+    ((*LR[:3], "capturable"), None, ValueError, "capturable must be of the kind of False, got None"),
+    ((*LR[:3], "amsgrad"), 2, ValueError, "amsgrad must be of the kind of False, got 2"),
+    ((*LR[:3], "fused"), 0.5, ValueError, "fused must be of the kind of .*, got 0.5"),
+    ((*LR[:3], "decoupled_weight_decay"), "x", ValueError, "decoupled_weight_decay must be of the kind of"),
+    ((*STATE0, "step"), -1, ValueError, "step must be a finite number from 0, got -1.0"),
+    ((*STATE0, "step"), torch.tensor(float("nan")), ValueError, "step must be a finite number from 0, got nan"),
+    ((*STATE0, "step"), torch.tensor(True), ValueError, "step must be one number"),
+    ((*STATE0, "step"), 2**70, ValueError, "step must be one number, got int"),
+    ((*STATE0, "step"), float("inf"), ValueError, "step must be a finite number from 0, got inf"),
     ((*LR[:3], "param_names"), ["a"], ValueError, "group 0: param_names must be a list of 3 names"),
     (STATE0, [], TypeError, r"^group 0, param 0 \('layer0.weight'\): state must be a dict, got list"),
     ((*STATE0, "exp_avg"), torch.ones(3), ValueError,
@@ -125,33 +153,117 @@ def test_settings_of_older_torch_may_be_lacking() -> None:
     room.train(1)
 
 
-def test_state_of_one_group_must_be_alike() -> None:
-    class Mine(torch.optim.Adam):
-        """Another class may keep what it likes, but not for one matrix only."""
+SETTINGS: list[tuple[str, str, Any, str]] = [
+    ("SGD-momentum-forloop", "momentum", -0.1, "momentum is -0.1, which SGD refuses: Invalid momentum"),
+    ("SGD-momentum-forloop", "momentum", torch.tensor(float("nan")), "momentum must be"),
+    ("SGD-momentum-forloop", "nesterov", float("nan"), "nesterov must be"),
+    ("SGD-momentum-forloop", "dampening", float("inf"), "dampening must be"),
+    ("RMSprop-centered-forloop", "centered", 3, "centered must be"),
+    ("RMSprop-centered-forloop", "alpha", float("nan"), "alpha must be"),
+    ("Adafactor-default-foreach", "eps", (None, None), "eps must be"),
+    ("Adafactor-default-foreach", "d", 0.5, "d is 0.5, which Adafactor refuses"),
+    ("Adafactor-default-foreach", "d", float("nan"), "d must be"),
+    ("LBFGS-plain", "history_size", 0.5, "history_size must be"),
+    ("LBFGS-plain", "max_eval", None, "max_eval must be"),
+    ("LBFGS-plain", "max_iter", torch.tensor(3), "max_iter must be"),
+]
 
+
+@pytest.mark.parametrize(("case", "key", "value", "message"), SETTINGS)
+def test_settings_out_of_their_range_are_refused(case: str, key: str, value: Any, message: str) -> None:
+    room = Room(BY_ID[case], seed=2)
+    sd = edit(Room(BY_ID[case], seed=1).train(1).build(), *LR[:3], key, value=value)
+    refused(room, sd, ValueError, f"^optimizer, group 0: {message}")
+    refused(room, sd["optimizer"], ValueError, f"^optimizer, group 0: {message}")
+
+
+LEGAL: list[tuple[str, str, Any]] = [
+    ("Adam-default-forloop", "lr", torch.tensor(0.5)),
+    ("Adam-default-forloop", "lr", torch.tensor([0.5], dtype=torch.float64)),
+    ("Adam-default-forloop", "lr", 0),
+    ("Adam-default-forloop", "betas", [0.0, 0.99]),
+    ("Adam-default-forloop", "betas", (torch.tensor(0.5), torch.tensor(0.75))),
+    ("Adam-default-forloop", "betas", [0.5, torch.tensor(0.75)]),
+    ("Adam-default-forloop", "foreach", None),
+    ("Adam-default-forloop", "fused", None),
+    ("Adam-default-forloop", "maximize", True),
+    ("Adam-default-forloop", "weight_decay", False),
+    ("Adam-default-forloop", "weight_decay", np.float64(0.25)),
+    ("Adam-default-forloop", "a_setting_of_the_user", float("nan")),
+    ("SGD-momentum-forloop", "nesterov", 1),
+    ("SGD-momentum-forloop", "dampening", -0.5),
+    ("Adafactor-default-foreach", "eps", [None, 1e-3]),
+    ("Adafactor-default-foreach", "eps", (1e-30, 1e-3)),
+    ("Adafactor-default-foreach", "d", float("inf")),
+    ("ASGD-averaging-forloop", "t0", float("inf")),
+    ("LBFGS-plain", "line_search_fn", "strong_wolfe"),
+    ("LBFGS-plain", "tolerance_grad", -1.0),
+]
+
+
+@pytest.mark.parametrize(("case", "key", "value"), LEGAL)
+def test_settings_that_torch_steps_with_load(case: str, key: str, value: Any) -> None:
+    room = Room(BY_ID[case], seed=2)
+    sd = edit(Room(BY_ID[case], seed=1).train(1).build(), *LR[:3], key, value=value)
+    room.load(sd)
+    assert_same(room.optimizer.param_groups[0][key], value)
+    room.train(1)
+
+
+def test_every_case_loads_its_own_defaults() -> None:
+    for case in BY_ID.values():
+        if not case.missing():
+            Room(case, seed=2).load(Room(case, seed=1).build())
+
+
+class Mine(torch.optim.Adam):
+    """Not torch's own class: what it loads is its own affair."""
+
+
+def mine() -> Room:
     room = Room()
     room.params = [Parameter(torch.ones(8, 9)), Parameter(torch.ones(4, 2)), Parameter(torch.ones(3))]
-    room.masters, room.names, room.optimizer = [None] * 3, ["a", "b", "c"], Mine(room.params, lr=0.1)
-    sd = room.train(1).build()
-    message = r"^group 0, param 1 \('b'\): state lacks 'exp_avg', which group 0, param 0 \('a'\) has"
-    refused(room, edit(sd, "optimizer", "state", 1, "exp_avg", drop=True), ValueError, message)
-    vector_only = edit(sd, "optimizer", "state", 2, "exp_avg", drop=True)
-    room.load(edit(edit(vector_only, *STATE0, value={}), "optimizer", "state", 1, drop=True))
+    room.masters, room.names = [None, room.params[1], None], ["a", "b", "c"]
+    room.optimizer = Mine(room.params, lr=0.1)
+    return room
+
+
+def test_another_class_may_keep_what_it_likes() -> None:
+    room = mine()
+    sd = mine().train(1).build()
+    for key, value in (("exp_avg", torch.ones(2, 9)), ("exp_avg", None), ("codes", torch.ones(3))):
+        room.load(edit(sd, *STATE0, key, value=value))
+        assert_same(room.optimizer.state[room.params[0]][key], value)
+    room.load(edit(sd, "optimizer", "state", 1, "exp_avg", drop=True))
+    for key, value in (("lr", float("inf")), ("betas", None), ("capturable", "x"), ("more", 1j)):
+        room.load(edit(sd, *LR[:3], key, value=value))
+        assert room.optimizer.param_groups[0][key] == value
+    room.load(edit(sd, *LR[:3], "eps", drop=True))
+    assert "eps" not in room.optimizer.param_groups[0]
+
+
+def test_what_the_engine_needs_is_asked_of_every_class() -> None:
+    sd = mine().train(1).build()
+    for path, value, message in (
+        (("masters",), [None] * 3, "group 0, param 1 .* masters has None"),
+        (("masters", 1), torch.ones(2, 4), r"must have shape \[4, 2\]"),
+        (("scaler", "hysteresis"), 0, "hysteresis must be"),
+        (IDS, [0, 1], "must have 3 params, got 2"),
+        (("optimizer", "param_groups"), [], "must have 1 param_groups, got 0"),
+        (("version",), 7, "version must be 1, got 7"),
+    ):
+        refused(mine().train(2), edit(sd, *path, value=value), ValueError, message)
+    for key in ("version", "optimizer", "masters", "scaler"):
+        refused(mine(), edit(sd, key, drop=True), ValueError, f"lacks '{key}'")
+    refused(mine(), {"model": {}}, ValueError, "lacks 'version'")
 
 
 def test_another_class_may_use_a_known_name_for_a_shape_of_its_own() -> None:
-    def projected() -> Room:
-        made = Room()
-        made.params = [Parameter(torch.ones(8, 9))]
-        made.masters, made.names, made.optimizer = list(made.params), ["w"], Odd(made.params)
-        return made
-
-    source, room = projected(), projected()
-    source.optimizer.state[source.params[0]] = {"exp_avg": torch.ones(2, 9), "codes": torch.ones(3)}
+    source, room = mine(), mine()
+    for one, rank in ((source, 2), (room, 4)):  # a projected moment, say, whose rank has changed meanwhile
+        one.optimizer.state[one.params[0]] = {"step": torch.tensor(1.0), "exp_avg": torch.ones(rank, 9)}
     room.load(source.build())
     assert_same(room.build(), source.build())
-    damaged = edit(source.build(), *STATE0, "exp_avg", value=torch.ones(3, 9))
-    refused(room, damaged, ValueError, r"exp_avg must have shape \[2, 9\], got \[3, 9\]")
 
 
 @pytest.mark.parametrize("case", params_of(one_per_class()))
@@ -231,8 +343,11 @@ def test_global_state_under_a_str_is_kept() -> None:
     source.optimizer.state["shared"] = {"d": torch.ones(2)}  # type: ignore[index]
     room.load(source.build())
     assert_same(room.optimizer.state["shared"], {"d": torch.ones(2)})  # type: ignore[index]
-    sd = edit(source.build(), "optimizer", "param_groups", 0, "params", value=["a", "b", "c"])
-    refused(room, sd, ValueError, "state has the key 'shared', but no parameter")
+    standard, named = Room(), Room().build()
+    named["optimizer"]["state"]["shared"] = {}
+    standard.load(named)
+    sd = edit(named, "optimizer", "param_groups", 0, "params", value=["a", "b", "c"])
+    refused(standard, sd, ValueError, "state has the key 'shared', but no parameter")
 
 
 # -- damage at random ----------------------------------------------------------------------------------------
@@ -242,6 +357,8 @@ JUNK: list[Any] = [
     torch.tensor(1.0), torch.ones(70), torch.ones(8, 9), torch.zeros(0), torch.ones(2, dtype=torch.int64),
     torch.ones(70, dtype=torch.float64), torch.ones(70, dtype=torch.complex64), torch.ones(70).to_sparse(),
     torch.ones(70, device="meta"), Parameter(torch.ones(3)),
+    *(torch.tensor(value) for value in (-1.0, 0.5, float("nan"), float("inf"), True, 1j)),
+    (0.5, torch.tensor(0.75)), [torch.tensor(0.5), float("nan")], (1, 2),
 ]  # fmt: skip
 
 

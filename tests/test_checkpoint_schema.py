@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import namedtuple
+from collections import deque, namedtuple
 from typing import Any
 
 import pytest
@@ -22,7 +22,8 @@ from specs import CASES, OptimizerCase, one_per_class, params_of
 from torch import Tensor
 from torch.nn import Parameter
 
-from fp16opt import checkpoint
+import fp16opt
+from fp16opt.engine import checkpoint
 from fp16opt.scaling import DynamicLossScaler
 
 # -- what is built, and back ---------------------------------------------------------------------------------
@@ -260,10 +261,9 @@ def test_error_while_loading_leaves_everything(where: str, error: type[BaseExcep
             super().load_state_dict(state_dict)
             fail()
 
-    class Forgetful(torch.optim.Adam):
-        def load_state_dict(self, state_dict: Any) -> None:
-            super().load_state_dict(state_dict)
-            del self.param_groups[1]["eps"]
+    def forget(state_dict: Any) -> None:
+        torch.optim.Adam.load_state_dict(room.optimizer, state_dict)
+        del room.optimizer.param_groups[1]["eps"]
 
     if where == "pre":
         room.optimizer.register_load_state_dict_pre_hook(fail)
@@ -274,7 +274,7 @@ def test_error_while_loading_leaves_everything(where: str, error: type[BaseExcep
     elif where == "override":
         room.optimizer.__class__ = Overridden
     elif where == "missing setting":
-        room.optimizer.__class__ = Forgetful
+        room.optimizer.load_state_dict = forget  # type: ignore[method-assign]
     else:
         room.optimizer.register_load_state_dict_post_hook(lambda opt: spoil(room))
         room.scaler.__class__ = type("Picky", (DynamicLossScaler,), {"load_state_dict": _refuse_once(error)})
@@ -289,6 +289,123 @@ def test_error_while_loading_leaves_everything(where: str, error: type[BaseExcep
     assert vars(room.optimizer).keys() == attributes.keys()
     assert room.optimizer.param_groups[0]["params"][2] is room.params[2]
     assert not [h for h in room.optimizer._optimizer_load_state_dict_pre_hooks.values() if h is not fail]
+
+
+class Nested(torch.optim.Optimizer):
+    """An optimizer around another, as Lookahead is, that loads half and then raises."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base = base
+        self.defaults = base.defaults
+        self.state = {p: {"slow": p.detach().clone()} for group in base.param_groups for p in group["params"]}
+        self.history = [deque([1.0, 2.0], maxlen=4), {"seen": {1, 2}}, (torch.ones(3), [4])]
+        self.calls = 0
+
+    @property
+    def param_groups(self) -> Any:
+        return self.base.param_groups
+
+    def state_dict(self) -> Any:
+        return {"slow_state": [entry["slow"] for entry in self.state.values()], "fast_state": self.base.state_dict()}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.base.load_state_dict(state_dict["fast_state"])
+        for entry, saved in zip(self.state.values(), state_dict["slow_state"], strict=False):
+            entry["slow"].copy_(saved)
+            entry["more"] = 1
+        first, second = list(self.state)[:2]
+        first.data = torch.zeros(3)
+        second.data.add_(1)
+        self.history[0].append(3.0)
+        self.history[1]["seen"].add(3)
+        self.history[2][0].zero_()
+        self.history[2][1].append(5)
+        self.base.defaults["lr"] = 7.0
+        self.history = []
+        self.calls += 1
+        self.new = {}
+        raise Boom("half-way")
+
+
+def test_a_nested_optimizer_that_raises_half_way_is_as_it_was() -> None:
+    source, room = Room(seed=1).train(2), Room(seed=2).train(1)
+    for one in (source, room):
+        one.optimizer = Nested(one.optimizer)
+    inner, state = room.optimizer.base, room.optimizer.base.state[room.params[0]]
+    attributes = dict(vars(room.optimizer))
+    everything = [room.optimizer.history, dict(room.optimizer.state), inner.defaults]
+    before = flatten([room.everything(), everything])
+    memory = [p.data_ptr() for p in room.params]
+    for sd in (source.build(), source.optimizer.state_dict()):
+        given = flatten(sd)
+        plan = room.plan(sd)
+        with pytest.raises(Boom, match="half-way"):
+            plan.apply()
+        assert_same(flatten([room.everything(), everything]), before)
+        assert vars(room.optimizer).keys() == attributes.keys()
+        assert all(vars(room.optimizer)[key] is value for key, value in attributes.items())
+        assert room.optimizer.base is inner
+        assert inner.state[room.params[0]] is state
+        assert [p.data_ptr() for p in room.params] == memory
+        assert_same(sd, given, "the caller's dict")
+
+
+def test_a_class_that_loses_parameters_is_refused() -> None:
+    class Losing(torch.optim.Adam):
+        def load_state_dict(self, state_dict: Any) -> None:
+            super().load_state_dict(state_dict)
+            self.param_groups.pop()
+
+    source, room = Room(seed=1).train(2), Room(seed=2).train(1)
+    room.optimizer.__class__ = Losing
+    before = room.everything()
+    plan = room.plan(source.build())
+    message = r"Losing\.load_state_dict left groups of \[3\] params where \[3, 3\] were"
+    with pytest.raises(ValueError, match=message):
+        plan.apply()
+    assert_same(room.everything(), before)
+
+
+# -- for a plain optimizer -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", params_of(one_per_class()))
+def test_optimizer_state_goes_on_in_a_plain_optimizer(case: OptimizerCase) -> None:
+    source = Room(case, seed=1).train(2)
+    plain = Room(case, seed=2)
+    sd = through_file(source.build())
+    plain.optimizer.load_state_dict(fp16opt.optimizer_state(sd))
+    with torch.no_grad():
+        for mine, its in zip(plain.params, source.params, strict=True):
+            mine.copy_(its)
+    assert_same(plain.optimizer.state_dict(), source.optimizer.state_dict())
+    assert_same(plain.train(2, first=2).params, source.train(2, first=2).params)
+
+
+def test_optimizer_state_takes_ours_and_plain_ones_only() -> None:
+    sd = Room().train(1).build()
+    assert fp16opt.optimizer_state(sd) is sd["optimizer"]
+    assert fp16opt.optimizer_state(sd["optimizer"]) is sd["optimizer"]
+    own_form = {**sd, "optimizer": {"slow_state": [], "fast_state": {}}}
+    assert fp16opt.optimizer_state(own_form) is own_form["optimizer"]
+    wrong: list[tuple[Any, type[Exception], str]] = [
+        (None, TypeError, "^state_dict must be a dict, got NoneType"),
+        ([sd], TypeError, "^state_dict must be a dict, got list"),
+        ({}, ValueError, "lacks 'version', 'optimizer', 'masters', 'scaler'"),
+        ({"model": {}, "optimizer": sd, "epoch": 3}, ValueError, "of a saved checkpoint, the entry that holds it"),
+        ({**sd, "version": 2}, ValueError, "version must be 1, got 2"),
+        ({**sd, "version": "1"}, TypeError, "version must be an int, got str"),
+        ({key: sd[key] for key in sd if key != "masters"}, ValueError, "lacks 'masters'"),
+        ({**sd, "optimizer": []}, TypeError, "^optimizer must be a dict, got list"),
+        ({**sd, "optimizer": {}}, ValueError, "^optimizer lacks 'state', 'param_groups'"),
+        ({**sd, "optimizer": {"state": {}}}, ValueError, "^optimizer lacks 'param_groups'"),
+        ({"state": {}, "param_groups": {}}, TypeError, "param_groups must be a list, got dict"),
+        ({"state": {}, "param_groups": [{"lr": 1.0}]}, TypeError, "group 0: params must be a list of ids"),
+        ({"scale": 1.0, "growth_factor": 2.0, "_growth_tracker": 0}, ValueError, "torch.amp.GradScaler"),
+    ]
+    for value, error, message in wrong:
+        with pytest.raises(error, match=message):
+            fp16opt.optimizer_state(value)
 
 
 def _refuse_once(error: type[BaseException]) -> Any:

@@ -10,8 +10,9 @@ import pickle
 import pytest
 import torch
 
-from fp16opt import diagnostics, kernels
-from fp16opt.diagnostics import (
+from fp16opt import kernels
+from fp16opt.engine import diagnostics
+from fp16opt.engine.diagnostics import (
     Overflow,
     SkipLog,
     describe,

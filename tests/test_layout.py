@@ -1,236 +1,753 @@
-"""The house's rules, read from the source with ast: import direction, sizes, docstrings, no assert."""
+"""The house's rules, read from the source: who may import whom, who may reach into whom, what every file has.
+
+Every check is a function from sources to a list of complaints, "file:line: what". The first half of this file is these
+functions, the second half runs them on the package, and on small sources in which each must find something.
+"""
 
 from __future__ import annotations
 
 import ast
-import importlib
-import inspect
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import fp16opt
 
 ROOT = Path(fp16opt.__file__).parent
-FILES = sorted(p for p in ROOT.rglob("*.py"))
-MAX_FUNCTION, MAX_FILE = 70, 500
+Files = dict[str, ast.Module]  # by path inside the package: "engine/pairs.py"
 
-# Rooms from the top down: a file may import from its own room and from rooms below it, never upwards.
-FACES = {"amp", "grad_scaler", "fp16_utils", "apex"}
-ENGINE = {"optimizer"}
-MIDDLE = {"masters", "checkpoint", "distributed", "diagnostics", "optimizers"}
-KERNELS = {"kernels", "fused"}
-ALONE = {"scaling"}
+# The engine's files in the order in which a gradient walks through them: each may import those before it.
+ENGINE = [
+    "dtensors",
+    "schema",
+    "snapshot",
+    "arguments",
+    "diagnostics",
+    "ranks",
+    "pairs",
+    "masters",
+    "split",
+    "model_writes",
+    "sights",
+    "sweep",
+    "gradient_rows",
+    "gradients",
+    "master_classes",
+    "accumulation",
+    "wrapped_step",
+    "one_pass_rows",
+    "one_pass_step",
+    "streamed_step",
+    "outcome",
+    "closures",
+    "under_grad_scaler",
+    "checkpoint",
+    "parts",
+]
+
+# Rooms below the faces, and the other rooms that each may import. Rooms that are not listed are faces and
+# integrations: they may import any of these, and each other as long as no circle comes of it. parallel.py is the door
+# between the optimizer and fp16opt.distributed.
+ROOMS = {
+    "scaling": set[str](),
+    "kernels": set[str](),
+    "certify": {"kernels", "scaling"},
+    "engine": {"kernels", "scaling", "certify"},
+    "optimizer": {"kernels", "scaling", "certify", "engine", "parallel"},
+}
+
+# Private names that are not ours, and why nothing public serves. A name may be read on any object; our files may
+# define none of them but those in REDEFINED.
+FOREIGN = {
+    # torch.Tensor
+    "_version": "the version counter: nothing public tells of an in-place write",
+    "_values": "of a sparse gradient: values() refuses one that is not coalesced",
+    "_indices": "of a sparse gradient: indices() refuses one that is not coalesced",
+    "_is_view": "a gradient that is a view may not be kept",
+    "_make_subclass": "how a Parameter subclass is made",
+    "_local_tensor": "of a DTensor: to_local() goes through autograd",
+    "_foreach_add": "torch's multi-tensor calls are private only by name",
+    "_foreach_add_": "as above",
+    "_foreach_sub_": "as above",
+    "_foreach_mul": "as above",
+    "_foreach_mul_": "as above",
+    "_foreach_div": "as above",
+    "_foreach_sqrt": "as above",
+    "_utils": "torch._utils: flattening, as torch.nn.parallel does it",
+    "_flatten_dense_tensors": "as above",
+    "_unflatten_dense_tensors": "as above",
+    "_python_dispatch": "TorchDispatchMode has no public place",
+    "_local_scalar_dense": "the operation of Tensor.item, by which a look of the host is seen",
+    "_C": "torch._C: where the next name is",
+    "_current_graph_task_id": "nothing public tells whether autograd runs in this thread",
+    "_VF": "where torch.nn's RNNs find the functions that autocast",
+    # torch.optim
+    "_opt_called": "a scheduler warns where it is not set",
+    "_wrapped_by_lr_sched": "tells a scheduler's patch of step from a user's",
+    "_step_supports_amp_scaling": "torch.amp.GradScaler's protocol for found_inf",
+    "_optimizer_step_pre_hooks": "hooks are kept in the Optimizer, and nothing public lists them",
+    "_optimizer_step_post_hooks": "as above",
+    "_optimizer_state_dict_pre_hooks": "as above",
+    "_optimizer_state_dict_post_hooks": "as above",
+    "_optimizer_load_state_dict_pre_hooks": "as above",
+    "_optimizer_load_state_dict_post_hooks": "as above",
+    "_global_optimizer_pre_hooks": "as above, of all optimizers",
+    "_global_optimizer_post_hooks": "as above, of all optimizers",
+    "_unscale_grads_": "what torch.amp.GradScaler says a subclass overrides",
+    # torch.nn and torch.distributed
+    "_buffers": "of a Module: what is replaced there needs no setattr, which a subclass may forbid",
+    "_parameters": "of a Module: its own alone, tied ones each time",
+    "_BatchNorm": "the base of all batch norms",
+    "_register_state_dict_hook": "before torch 2.5 there is no public one that runs after state_dict",
+    "_orig_mod": "of torch.compile: the module inside",
+    "_comm_hooks": "of DistributedDataParallel: the states of hooks that were registered",
+    "_fsdp_flattened": "a parameter of FSDP1",
+    "_get_root_mesh": "of a DeviceMesh, whose flattened form serves all of its dimensions",
+    "_flatten": "as above",
+    "_mesh_resources": "as above, before torch 2.10",
+    "_overlap_with_ddp": "of ZeroRedundancyOptimizer, which shows none of its parts",
+    "_default_device": "as above",
+    "_param_to_rank": "as above",
+    "_sync_param_groups": "as above",
+    "_sync_params": "as above",
+    # Python
+    "_fields": "of a namedtuple: public, for all its underscore",
+    "_getframe": "sys._getframe: who called",
+    # apex
+    "_amp_state": "the module's name in apex, which scripts import",
+}
+REDEFINED = {"_step_supports_amp_scaling", "_unscale_grads_", "_amp_state"}  # meant by torch and apex to be
+
+# How our code names the wrapper, and what a torch optimizer may be asked for: its public interface, train
+# and eval of schedule-free ones, and what torch.amp.GradScaler hands to those that skip by themselves.
+OPTIMIZERS = {"engine", "opt", "optimizer", "wrapper"}
+ON_OPTIMIZERS = {
+    *dir(torch.optim.Optimizer),
+    *("param_groups", "state", "defaults", "train", "eval", "found_inf", "grad_scale"),
+}
+PRINTS = {"__main__.py", "apex/__main__.py"}  # programs
 
 
-def room(path: Path) -> str:
-    relative = path.relative_to(ROOT)
-    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
-
-
-def level(name: str) -> int:
-    """Higher may import lower. Other modules of the package serve the engine: below it, above the kernels."""
-    if name in FACES | {"__init__", "__main__"}:
-        return 4
-    if name in ENGINE:
-        return 3
-    if name in KERNELS:
-        return 1
-    if name in ALONE:
-        return 0
-    return 2
-
-
-def imported_rooms(path: Path) -> set[str]:
-    """The package's own rooms that a file imports, at module level or inside functions; not under
-    TYPE_CHECKING."""
-    tree = ast.parse(path.read_text())
-    package = ["fp16opt", *path.relative_to(ROOT).parts[:-1]]
-    skipped: set[ast.AST] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            skipped.update(inner for stmt in node.body for inner in ast.walk(stmt))
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if node in skipped:
-            continue
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            names |= {f"{module}.{alias.name}" for alias in node.names}
-    ours = {n.split(".")[1] for n in names if n.startswith("fp16opt.")}
-    return {n for n in ours if (ROOT / n).is_dir() or (ROOT / f"{n}.py").exists()}
-
-
-by_file = pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-
-
-def test_the_rooms_of_the_design_are_there() -> None:
-    there = {room(p) for p in FILES}
-    assert there >= {
-        "__init__",
-        "__main__",
-        "optimizer",
-        "scaling",
-        "masters",
-        "checkpoint",
-        "kernels",
-        "diagnostics",
-        "apex",
-        "fp16_utils",
-        "optimizers",
+def read(root: Path) -> Files:
+    return {
+        path.relative_to(root).as_posix(): ast.parse(path.read_text("utf-8")) for path in sorted(root.rglob("*.py"))
     }
-    assert {"reference.py", "native.py"} <= {p.name for p in FILES if room(p) == "kernels"}
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__")) and name != "_"
+
+
+def room(path: str) -> str:
+    return path.split("/")[0].removesuffix(".py")
+
+
+# -- imports ----------------------------------------------------------------------------------------------------------
+
+
+def file_of(files: Files, module: list[str]) -> str | None:
+    """The file of a module of the package, given as its names below ``fp16opt``."""
+    for path in ("/".join(module) + ".py", "/".join([*module, "__init__.py"])):
+        if path in files:
+            return path
+    return None
+
+
+def called_imports(node: ast.Call) -> list[str]:
+    """Modules that ``importlib.import_module("...")`` and ``__import__("...")`` name."""
+    if ast.unparse(node.func).split(".")[-1] not in ("import_module", "__import__"):
+        return []
+    return [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+
+
+def imported_modules(files: Files, path: str) -> Iterator[tuple[list[str], int]]:
+    """(names below ``fp16opt``, line) of everything of the package that a file imports, wherever in the file.
+
+    ``from .a import b`` gives ``a.b``, which may be a module or a name in ``a``.
+    """
+    package = path.split("/")[:-1]
+    for node in ast.walk(files[path]):
+        found: list[list[str]] = []
+        if isinstance(node, ast.Import):
+            found = [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = ["fp16opt", *package][: len(package) + 2 - node.level] if node.level else []
+            base += node.module.split(".") if node.module else []
+            found = [[*base, alias.name] for alias in node.names]
+        elif isinstance(node, ast.Call):
+            for name in called_imports(node):
+                up = len(name) - len(name.lstrip("."))
+                start = ["fp16opt", *package][: len(package) + 2 - up] if up else []
+                found.append([*start, *filter(None, name.lstrip(".").split("."))])
+        yield from ((names[1:], node.lineno) for names in found if names[0] == "fp16opt")
+
+
+def annotations(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """(name, line) of every name in an annotation, strings inside of it parsed."""
+    for node in ast.walk(tree):
+        marks = [getattr(node, "annotation", None), getattr(node, "returns", None)]
+        for mark in filter(None, marks):
+            yield from ((name, mark.lineno) for name in names_in(mark))
+
+
+def names_in(annotation: ast.expr) -> Iterator[str]:
+    for node in ast.walk(annotation):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            try:
+                yield from names_in(ast.parse(node.value, mode="eval").body)
+            except SyntaxError:
+                continue  # a string in a Literal
+
+
+def bound(tree: ast.Module) -> set[str]:
+    """Names that a file imports or defines."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
+
+
+def homes_of_classes(files: Files) -> dict[str, str]:
+    """The file of each class whose name is there once: what an annotation with that name means."""
+    homes: dict[str, list[str]] = {}
+    for path, tree in files.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(path)
+    return {name: paths[0] for name, paths in homes.items() if len(paths) == 1}
+
+
+def imports(files: Files) -> dict[str, dict[str, int]]:
+    """For each file, the files of the package that it needs, with a line: imports under ``TYPE_CHECKING`` and inside of
+    functions count, and so does a class that is only named in an annotation."""
+    homes = homes_of_classes(files)
+    found: dict[str, dict[str, int]] = {path: {} for path in files}
+    for path, tree in files.items():
+        for names, line in imported_modules(files, path):
+            target = file_of(files, names) or file_of(files, names[:-1])
+            if target is not None and names[-1:] not in (["_cpu"], ["_cuda"]):  # compiled_code looks after these
+                found[path].setdefault(target, line)
+        ours = bound(tree)
+        for name, line in annotations(tree):
+            if name not in ours and name in homes:
+                found[path].setdefault(homes[name], line)
+        found[path].pop(path, None)
+    return found
+
+
+def circles(files: Files) -> list[str]:
+    """Groups of files that import each other, by the shortest circle through the first of each."""
+    edges = imports(files)
+    reached = {path: reachable(edges, path) for path in files}
+    complaints, done = [], set()
+    for path in sorted(files):
+        group = {other for other in reached[path] if path in reached[other]}
+        if path in group and path not in done:
+            done |= group
+            way = " -> ".join(shortest_circle(edges, path))
+            complaints.append(f"{path}:1: {len(group)} files import each other, as in {way}; all: {sorted(group)}")
+    return complaints
+
+
+def reachable(edges: dict[str, dict[str, int]], start: str) -> set[str]:
+    found: set[str] = set()
+    waiting = list(edges[start])
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found.add(path)
+            waiting += edges[path]
+    return found
+
+
+def shortest_circle(edges: dict[str, dict[str, int]], start: str) -> list[str]:
+    ways = [[start]]
+    seen = set()
+    for way in ways:
+        for following in edges[way[-1]]:
+            if following == start:
+                return [*way, start]
+            if following not in seen:
+                seen.add(following)
+                ways.append([*way, following])
+    return []
+
+
+def rooms_entered_wrongly(files: Files) -> list[str]:
+    complaints = []
+    for path, targets in imports(files).items():
+        mine = room(path)
+        for target, line in targets.items():
+            if mine in ROOMS and room(target) not in ROOMS[mine] | {mine}:
+                may = sorted(ROOMS[mine]) or "nothing of ours"
+                complaints.append(f"{path}:{line}: imports {target}; {mine} may import {may}")
+    return complaints
+
+
+def engine_out_of_order(files: Files, order: list[str]) -> list[str]:
+    """Files of engine/ that are not in the list, are missing, or import one that comes later."""
+    there = {path.split("/")[1].removesuffix(".py") for path in files if path.startswith("engine/")} - {"__init__"}
+    complaints = [
+        f"engine/{name}.py:1: is not in the list ENGINE of {Path(__file__).name}" for name in there - {*order}
+    ]
+    complaints += [f"engine/{name}.py:1: is in the list ENGINE and not there" for name in order if name not in there]
+    place = {f"engine/{name}.py": number for number, name in enumerate(order)}
+    for path, targets in imports(files).items():
+        for target, line in targets.items():
+            if path in place and target in place and place[target] > place[path]:
+                complaints.append(f"{path}:{line}: imports {target}, which comes later")
+            if path.startswith("engine/") and target == "engine/__init__.py":
+                complaints.append(f"{path}:{line}: imports from engine/__init__.py; name the file")
+    return complaints
+
+
+def compiled_code(files: Files) -> list[str]:
+    """Importers of the compiled modules, where there is more than one, or outside of kernels/."""
+    importers: dict[str, int] = {}
+    for path, tree in files.items():
+        for node in ast.walk(tree):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [f"{node.module or ''}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+                names = [ast.unparse(arg).strip("'\"") for arg in node.args]
+            if any(re.search(r"(^|\.)_(cpu|cuda)\b", name) for name in names):
+                importers.setdefault(path, node.lineno)
+    wrong = [path for path in importers if room(path) != "kernels"] or list(importers)[1:]
+    return [f"{path}:{importers[path]}: imports compiled code, and {next(iter(importers))} does too" for path in wrong]
+
+
+# -- privacy ----------------------------------------------------------------------------------------------------------
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """Private names that a file defines: functions, classes, variables, fields, attributes of self and cls."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node.value):
+            found.add(node.attr)
+        elif isinstance(node, ast.Assign) and any(ast.unparse(t) == "__slots__" for t in node.targets):
+            found |= {n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    return {name for name in found if private(name)}
+
+
+def is_own(node: ast.expr) -> bool:
+    """Whether it is ``self``, ``cls`` or ``super()``."""
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id == "super"
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def reaching_in(files: Files, foreign: Container[str]) -> list[str]:
+    """``x._name``, ``getattr(x, "_name")`` and imports of ``_name`` where another file of ours defines the name.
+
+    A file may use what it defines itself on another object, as in ``other._value`` of a comparison, but not on an
+    optimizer or on what an attribute holds, which is most likely another file's. torch's own names are in ``foreign``.
+    """
+    complaints = []
+    for path, tree in files.items():
+        own = defined(tree)
+        for line, name, base, text in private_uses(tree):
+            excused = name in own and "." not in base and base not in OPTIMIZERS
+            if not excused and name not in foreign:
+                complaints.append(f"{path}:{line}: {text}")
+    return complaints
+
+
+def private_uses(tree: ast.Module) -> Iterator[tuple[int, str, str, str]]:
+    """(line, private name, what it is asked of, what is written) of each use on something that is not self."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and private(node.attr) and not is_own(node.value):
+            yield node.lineno, node.attr, ast.unparse(node.value), ast.unparse(node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
+            name = node.args[1].value if len(node.args) > 1 and isinstance(node.args[1], ast.Constant) else ""
+            if isinstance(name, str) and private(name) and not is_own(node.args[0]):
+                yield node.lineno, name, ast.unparse(node.args[0]), ast.unparse(node)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            module = (getattr(node, "module", None) or "").split(".")
+            for name in [*module, *(part for alias in node.names for part in alias.name.split("."))]:
+                if private(name) and name not in ("_cpu", "_cuda"):
+                    yield node.lineno, name, ".".join(module), ast.unparse(node)
+
+
+def not_used(files: Files, foreign: Iterable[str]) -> list[str]:
+    used = {name for tree in files.values() for _, name, _, _ in private_uses(tree)}
+    # a hook table or protocol flag of our own is set on self or as a class's field
+    used |= {name for tree in files.values() for name in defined(tree)}
+    used |= {n.value for tree in files.values() for n in ast.walk(tree) if isinstance(n, ast.Constant) and n.value}
+    return [f"FOREIGN[{name!r}]: no file uses it" for name in foreign if name not in used]
+
+
+def ours_too(files: Files, foreign: Iterable[str], redefined: Iterable[str]) -> list[str]:
+    """Names that are torch's by the list and that a file of ours defines: such a use could not be told from ours."""
+    doubtful = {*foreign} - {*redefined}
+    return [f"{path}:1: defines {n}, torch's name" for path, tree in files.items() for n in defined(tree) & doubtful]
+
+
+def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> list[ast.arg]:
+    a = node.args
+    return [*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, [a.vararg, a.kwarg])]
+
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def takes_the_optimizer(files: Files, rooms: Iterable[str]) -> list[str]:
+    """Functions of these rooms with a parameter that is the MixedPrecisionOptimizer: by its annotation, by the name
+    ``engine``, or named like an optimizer and asked for what no torch optimizer has."""
+    complaints = []
+    for path, tree in files.items():
+        if room(path) not in rooms:
+            continue
+        complaints += [
+            f"{path}:{line}: an annotation names MixedPrecisionOptimizer"
+            for name, line in annotations(tree)
+            if name == "MixedPrecisionOptimizer"
+        ]
+        for function in (node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)):
+            names = {arg.arg for arg in parameters(function)} & OPTIMIZERS
+            if "engine" in names:
+                complaints.append(f"{path}:{function.lineno}: {function.name} takes the engine")
+            for node in (n for n in ast.walk(function) if isinstance(n, ast.Attribute)):
+                asked = isinstance(node.value, ast.Name) and node.value.id in names
+                if asked and node.attr not in ON_OPTIMIZERS | {*FOREIGN}:
+                    complaints.append(
+                        f"{path}:{node.lineno}: {function.name} asks for {ast.unparse(node)}, not torch's"
+                    )
+    return complaints
+
+
+# -- what every file has, and has not ---------------------------------------------------------------------------------
+
+
+def unwanted(files: Files) -> list[str]:
+    """assert, which vanishes under -O; print; global and nonlocal state of modules; unfinished marks."""
+    complaints = []
+    for path, tree in files.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assert):
+                complaints.append(f"{path}:{node.lineno}: assert; raise instead")
+            elif isinstance(node, ast.Global):
+                complaints.append(f"{path}:{node.lineno}: global {', '.join(node.names)}")
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and path not in PRINTS:
+                complaints.append(f"{path}:{node.lineno}: print; use logging")
+    return complaints
+
+
+def without_words(files: Files) -> list[str]:
+    """Files whose first line doesn't say what they are for, and public functions, classes and methods without a
+    docstring. Setters and overloads are described where their getters and implementations are."""
+    complaints = []
+    for path, tree in files.items():
+        first = (ast.get_docstring(tree, clean=False) or "").split("\n")[0].strip()
+        if len(first.split()) < 3 or tree.body[0].lineno != 1:
+            complaints.append(f"{path}:1: the first line is no docstring that says what the file is for")
+        for owner, node in public_definitions(tree):
+            marks = {ast.unparse(mark).split(".")[-1] for mark in getattr(node, "decorator_list", [])}
+            if not ast.get_docstring(node) and not marks & {"setter", "deleter", "overload", "override"}:
+                complaints.append(f"{path}:{node.lineno}: {owner}{node.name} has no docstring")
+    return complaints
+
+
+def public_definitions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]]:
+    for node in tree.body:
+        if not isinstance(node, (*FUNCTIONS, ast.ClassDef)) or node.name.startswith("_"):
+            continue
+        yield "", node
+        if isinstance(node, ast.ClassDef):
+            for inner in node.body:
+                if isinstance(inner, FUNCTIONS) and not inner.name.startswith("_"):
+                    yield f"{node.name}.", inner
+
+
+def not_annotated(files: Files) -> list[str]:
+    """Functions with a parameter or a result that has no annotation."""
+    complaints = []
+    for path, tree in files.items():
+        methods = {
+            id(inner)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ClassDef)
+            for inner in node.body
+            if isinstance(inner, FUNCTIONS) and "staticmethod" not in {ast.unparse(d) for d in inner.decorator_list}
+        }
+        for node in ast.walk(tree):
+            if not isinstance(node, FUNCTIONS):
+                continue
+            needed = parameters(node)[1 if id(node) in methods else 0 :]
+            missing = [arg.arg for arg in needed if arg.annotation is None] + ["return"] * (node.returns is None)
+            if missing:
+                complaints.append(f"{path}:{node.lineno}: {node.name}: no annotation of {', '.join(missing)}")
+    return complaints
+
+
+# -- the package ------------------------------------------------------------------------------------------------------
+
+FILES = read(ROOT)
+
+
+def report(complaints: list[str]) -> None:
+    if complaints:
+        places = sorted({*complaints})
+        pytest.fail("\n".join([f"{len(places)} places:", *places]), pytrace=False)
+
+
+def test_engine_files_import_only_earlier_ones() -> None:
+    report(engine_out_of_order(FILES, ENGINE))
+
+
+def test_rooms_import_only_what_stands_below() -> None:
+    report(rooms_entered_wrongly(FILES))
+
+
+def test_no_files_import_each_other() -> None:
+    report(circles(FILES))
+
+
+def test_one_file_imports_compiled_code() -> None:
+    report(compiled_code(FILES))
+    assert any("_cpu" in ast.unparse(tree) for path, tree in FILES.items() if room(path) == "kernels")
+
+
+def test_no_file_reaches_into_another() -> None:
+    report(reaching_in(FILES, FOREIGN))
+
+
+def test_the_list_of_foreign_names_is_exact() -> None:
+    report(not_used(FILES, FOREIGN) + ours_too(FILES, FOREIGN, REDEFINED))
+
+
+def test_nothing_below_takes_the_optimizer() -> None:
+    report(takes_the_optimizer(FILES, {*ROOMS} - {"optimizer"}))
+
+
+def test_no_assert_print_or_global() -> None:
+    report(unwanted(FILES))
+
+
+def test_no_unfinished_marks() -> None:
+    marks = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
+    lines = [(p, n, line) for p in FILES for n, line in enumerate((ROOT / p).read_text("utf-8").splitlines(), 1)]
+    report([f"{p}:{n}: {line.strip()}" for p, n, line in lines if marks.search(re.sub(r">>> .*", "", line))])
+
+
+def test_files_and_public_functions_say_what_they_are_for() -> None:
+    report(without_words(FILES))
+
+
+def test_annotations_are_complete() -> None:
+    report(not_annotated(FILES))
     assert (ROOT / "py.typed").exists()
 
 
-def test_the_import_reader_sees_imports(tmp_path: Path) -> None:
-    """The checks below mean something: these files are known to import what they are known to import."""
-    assert "optimizer" in imported_rooms(ROOT / "__init__.py")
-    assert imported_rooms(ROOT / "optimizer.py") & {"masters", "checkpoint", "scaling"}
-    assert level("amp") > level("optimizer") > level("masters") > level("kernels") > level("scaling")
-
-
-@by_file
-def test_imports_run_one_way(path: Path) -> None:
-    mine = room(path)
-    upwards = {
-        other
-        for other in imported_rooms(path)
-        if (other != mine and level(other) > level(mine))
-        or (level(mine) == 4 and other in FACES and mine in FACES - {other})
-    }
-    upwards -= {"optimizer"} if mine in FACES else set()
-    assert not upwards, f"{path.name} ({mine}) imports {sorted(upwards)}, which stand above it"
-
-
-@by_file
-def test_kernels_import_nothing_of_the_engine_and_scaling_stands_alone(path: Path) -> None:
-    others = imported_rooms(path) - {room(path)}
-    if room(path) == "kernels":
-        assert not others
-    if room(path) == "scaling":
-        assert not others
-
-
-@by_file
-def test_only_native_imports_the_compiled_modules(path: Path) -> None:
-    if path.relative_to(ROOT).as_posix() == "kernels/native.py":
-        assert re.search(r"_cpu", path.read_text())
-        return
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [f"{node.module or ''}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            names = [ast.unparse(arg) for arg in node.args]
-        for name in names:
-            assert not re.search(r"(^|\.)_(cpu|cuda)\b", name), f"line {node.lineno} imports {name}"
-
-
-def test_the_package_itself_imports_without_a_cycle_of_rooms() -> None:
-    graph = {p: imported_rooms(p) - {room(p)} for p in FILES}
-    rooms: dict[str, set[str]] = {}
-    for path, others in graph.items():
-        rooms.setdefault(room(path), set()).update(others)
-    rooms.pop("__init__", None)
-    done: set[str] = set()
-    while len(done) < len(rooms):
-        free = {r for r in rooms if r not in done and rooms[r] & set(rooms) <= done}
-        assert free, f"rooms that import each other: {sorted(set(rooms) - done)}"
-        done |= free
-
-
-@by_file
-def test_no_assert_statements(path: Path) -> None:
-    lines = [n.lineno for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Assert)]
-    assert not lines, f"assert at lines {lines}: it vanishes under -O; raise instead"
-
-
-@by_file
-def test_functions_and_files_fit_the_limits(path: Path) -> None:
-    text = path.read_text()
-    assert len(text.splitlines()) <= MAX_FILE
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            first = min([node.lineno, *[d.lineno for d in node.decorator_list]])
-            length = (node.end_lineno or first) - first + 1
-            assert length <= MAX_FUNCTION, f"{node.name} has {length} lines"
-
-
-@by_file
-def test_modules_and_public_definitions_have_docstrings(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    assert ast.get_docstring(tree), "the module has no docstring"
-    for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
-            assert ast.get_docstring(node), f"{node.name} has no docstring"
-
-
-def test_public_methods_have_docstrings() -> None:
-    missing = []
-    rooms = (fp16opt, importlib.import_module("fp16opt.fp16_utils"), importlib.import_module("fp16opt.optimizers"))
-    for module, name in ((home, name) for home in rooms for name in home.__all__):
-        obj = getattr(module, name)
-        if not inspect.isclass(obj):
-            continue
-        if not inspect.getdoc(obj):
-            missing.append(name)
-        for attribute, member in vars(obj).items():
-            target = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-            if attribute.startswith("_") or not inspect.isfunction(target):
-                continue
-            if not inspect.getdoc(getattr(obj, attribute)) and not target.__doc__:
-                missing.append(f"{name}.{attribute}")
-    assert not missing
-
-
-@by_file
-def test_no_print_and_no_unfinished_marks(path: Path) -> None:
-    text = path.read_text()
-    if room(path) != "__main__":
-        calls = [
-            n.lineno
-            for n in ast.walk(ast.parse(text))
-            if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "print"
-        ]
-        assert not calls, f"print at lines {calls}: use logging"
-    code = re.sub(r">>> .*", "", text)
-    assert not re.search(r"\b(TODO|FIXME|XXX|HACK)\b", code)
-
-
-@by_file
-def test_no_module_level_state(path: Path) -> None:
-    """Module-level names are constants, functions, classes or loggers: no lists, dicts or sets that code
-    fills."""
-    if room(path) == "amp":
-        return  # the one session object lives there
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        assert not isinstance(node, ast.Global), f"global at line {node.lineno}"
-
-
-def test_importing_has_no_side_effects_on_torch_and_no_output() -> None:
-    code = """
+SIDE_EFFECTS = """
+import logging, os, sys, threading, warnings
 import torch
+
 def look():
-    return (torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled(),
-            torch.optim.Optimizer.step, torch.optim.SGD.step, torch.Tensor.backward, torch.nn.Module.to)
+    loggers = [logging.getLogger(name) for name in (None, "torch", "fp16opt")]
+    return {
+        "torch": (torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled(), torch.Tensor.backward,
+                  torch.optim.Optimizer.step, torch.optim.SGD.step, torch.nn.Module.to),
+        "random numbers": torch.get_rng_state().tolist(),
+        "torch.distributed": sorted(name for name in sys.modules if name.startswith("torch.distributed")),
+        "CUDA": torch.cuda.is_initialized(),
+        "threads": (threading.active_count(), len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self") else 0),
+        "log handlers": [type(handler).__name__ for one in loggers for handler in one.handlers],
+        "log levels": [one.level for one in loggers],
+        "environment": dict(os.environ),
+        "warning filters": list(warnings.filters),
+    }
+
+warnings.simplefilter("error")
 before = look()
 import fp16opt
-if look() != before:
-    raise SystemExit("importing fp16opt changed torch")
+changed = [name for name, value in look().items() if value != before[name]]
+if changed:
+    raise SystemExit("importing fp16opt changed " + ", ".join(changed))
 """
+
+
+def test_importing_has_no_side_effects() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT.parent), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == ""
+    done = subprocess.run([sys.executable, "-c", SIDE_EFFECTS], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+# -- the checks themselves --------------------------------------------------------------------------------------------
+
+
+def sources(**texts: str) -> Files:
+    """Files by path, with "__" for "/"; an ``__init__`` is ``init``."""
+    return {
+        name.replace("__", "/").replace("init", "__init__") + ".py": ast.parse(text) for name, text in texts.items()
+    }
+
+
+HOUSE = {
+    "init": "'''The house.'''\nfrom .optimizer import MixedPrecisionOptimizer",
+    "optimizer": "from .engine.later import Later\nclass MixedPrecisionOptimizer: ...",
+    "engine__earlier": "class Earlier: ...",
+    "engine__later": "from .earlier import Earlier\nclass Later: ...",
+    "kernels__init": "from . import native",
+    "kernels__native": "import importlib\nimportlib.import_module('fp16opt._cpu')",
+    "face": "from .optimizer import MixedPrecisionOptimizer",
+}
+ORDER = ["earlier", "later"]
+
+
+def in_order(files: Files) -> list[str]:
+    return engine_out_of_order(files, ORDER)
+
+
+def privacy(files: Files) -> list[str]:
+    return reaching_in(files, {"_version"})
+
+
+def below(files: Files) -> list[str]:
+    return takes_the_optimizer(files, {"engine"})
+
+
+CHECKS: list[Callable[[Files], list[str]]] = [
+    in_order,
+    rooms_entered_wrongly,
+    circles,
+    compiled_code,
+    privacy,
+    below,
+    unwanted,
+    not_annotated,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_nothing_is_found_in_a_good_house(check: Callable[[Files], list[str]]) -> None:
+    assert check(sources(**HOUSE)) == []
+
+
+BAD: list[tuple[Callable[[Files], list[str]], str, str, str]] = [
+    # (check, file, its source, what is said)
+    (in_order, "engine__earlier", "from .later import Later", "engine/earlier.py:1: imports engine/later.py"),
+    (in_order, "engine__earlier", "from . import later", "engine/earlier.py:1: imports engine/later.py"),
+    (in_order, "engine__earlier", "import fp16opt.engine.later", "engine/earlier.py:1: imports engine/later.py"),
+    (in_order, "engine__earlier", "from ..engine.later import Later", "engine/earlier.py:1: imports engine/later.py"),
+    (in_order, "engine__earlier", "if TYPE_CHECKING:\n    from .later import Later", "engine/earlier.py:2: imports"),
+    (in_order, "engine__earlier", "def f():\n    from .later import Later", "engine/earlier.py:2: imports"),
+    (in_order, "engine__earlier", "def f(x: 'Later'): ...", "engine/earlier.py:1: imports engine/later.py"),
+    (in_order, "engine__earlier", "x: list[Later | None]", "engine/earlier.py:1: imports engine/later.py"),
+    (in_order, "engine__earlier", "import_module('.later', 'fp16opt.engine')", "engine/earlier.py:1: imports"),
+    (in_order, "engine__new", "", "engine/new.py:1: is not in the list"),
+    (
+        rooms_entered_wrongly,
+        "engine__earlier",
+        "from ..optimizer import MixedPrecisionOptimizer",
+        "imports optimizer.py",
+    ),
+    (rooms_entered_wrongly, "engine__earlier", "def f(x: 'MixedPrecisionOptimizer'): ...", "imports optimizer.py"),
+    (rooms_entered_wrongly, "engine__earlier", "from .. import face", "imports face.py"),
+    (rooms_entered_wrongly, "kernels__native", "from ..engine import earlier", "kernels may import nothing of ours"),
+    (
+        rooms_entered_wrongly,
+        "scaling",
+        "def f():\n    from . import kernels",
+        "scaling.py:2: imports kernels/__init__.py",
+    ),
+    (rooms_entered_wrongly, "certify__init", "from ..engine.earlier import Earlier", "certify may import ['kernels'"),
+    (circles, "engine__earlier", "from .later import Later", "2 files import each other"),
+    (circles, "engine__earlier", "x: Later", "engine/earlier.py -> engine/later.py -> engine/earlier.py"),
+    (circles, "engine__earlier", "from ..face import x", "4 files import each other"),
+    (circles, "engine__earlier", "from fp16opt import MixedPrecisionOptimizer", "files import each other"),
+    (compiled_code, "engine__earlier", "from fp16opt import _cpu", "engine/earlier.py:1: imports compiled code"),
+    (compiled_code, "kernels__other", "import fp16opt._cuda", "kernels/other.py:1: imports compiled code"),
+    (privacy, "face", "def f(opt): return opt._pairs", "face.py:1: opt._pairs"),
+    (privacy, "face", "class A:\n    def f(self): return self.opt._pairs", "face.py:2: self.opt._pairs"),
+    (privacy, "face", "def f(opt): opt._pairs = 1", "face.py:1: opt._pairs"),
+    (privacy, "face", "class A:\n    def f(self, opt): self._x = opt._x", "face.py:2: opt._x"),
+    (privacy, "face", "class A:\n    def f(self): self._x = self.a._x", "face.py:2: self.a._x"),
+    (privacy, "face", "def f(opt): return getattr(opt, '_pairs', None)", "face.py:1: getattr(opt, '_pairs', None)"),
+    (privacy, "face", "from .kernels.native import _bump", "face.py:1: from .kernels.native import _bump"),
+    (privacy, "face", "from torch._new import thing", "face.py:1: from torch._new import thing"),
+    (privacy, "face", "def f(t): return t._versions", "face.py:1: t._versions"),
+    (below, "engine__earlier", "def f(x: MixedPrecisionOptimizer): ...", "engine/earlier.py:1: an annotation names"),
+    (below, "engine__earlier", "def f(x: 'list[MixedPrecisionOptimizer]'): ...", "engine/earlier.py:1: an annotation"),
+    (below, "engine__earlier", "def f(x: fp16opt.MixedPrecisionOptimizer): ...", "engine/earlier.py:1: an annotation"),
+    (below, "engine__earlier", "def f(engine): ...", "f takes the engine"),
+    (below, "engine__earlier", "def f(optimizer): return optimizer.scaler", "f asks for optimizer.scaler"),
+    (unwanted, "face", "def f():\n    assert 1", "face.py:2: assert"),
+    (unwanted, "face", "print(1)", "face.py:1: print"),
+    (unwanted, "face", "def f():\n    global x", "face.py:2: global x"),
+    (without_words, "face", "def f():\n    '''Words.'''", "face.py:1: the first line is no docstring"),
+    (without_words, "face", "import os\n'''What it is for.'''", "face.py:1: the first line is no docstring"),
+    (without_words, "face", "'''What it is for.'''\ndef f(): ...", "face.py:2: f has no docstring"),
+    (
+        without_words,
+        "face",
+        "'''What it is for.'''\nclass A:\n    '''A.'''\n    def f(self): ...",
+        "face.py:4: A.f has no",
+    ),
+    (not_annotated, "face", "def f(x) -> None: ...", "face.py:1: f: no annotation of x"),
+    (not_annotated, "face", "def f(x: int): ...", "face.py:1: f: no annotation of return"),
+    (not_annotated, "face", "class A:\n    @staticmethod\n    def f(x) -> None: ...", "no annotation of x"),
+    (not_annotated, "face", "def f(*a, **k) -> None: ...", "face.py:1: f: no annotation of a, k"),
+]
+
+
+@pytest.mark.parametrize(("check", "file", "source", "said"), BAD)
+def test_each_check_finds_what_it_is_for(
+    check: Callable[[Files], list[str]], file: str, source: str, said: str
+) -> None:
+    found = check(sources(**{**HOUSE, file: source}))
+    assert any(said in complaint for complaint in found), found
+
+
+GOOD: list[tuple[Callable[[Files], list[str]], str, str]] = [
+    (
+        privacy,
+        "face",
+        "class A:\n    def __eq__(self, other): return self._x == other._x\n    def g(self): self._x = 1",
+    ),
+    (privacy, "face", "def f(t): return t._version, t.__dict__"),
+    (privacy, "face", "class A(B):\n    def _f(self): return super()._f()"),
+    (privacy, "face", "class A(B):\n    def f(self): return super()._inherited(), self._inherited"),
+    (below, "engine__earlier", "def f(optimizer): return optimizer.param_groups, optimizer.step, optimizer.train"),
+    (below, "face", "def f(engine, x: MixedPrecisionOptimizer): return engine.pairs"),
+    (circles, "face", "from .kernels import native\nfrom . import kernels"),
+    (rooms_entered_wrongly, "engine__later", "from .. import kernels\nimport torch\nfrom .earlier import Earlier"),
+    (without_words, "face", "'''What it is for.'''\ndef _f(): ...\nclass _A: ..."),
+]
+
+
+@pytest.mark.parametrize(("check", "file", "source"), GOOD)
+def test_checks_leave_good_sources_alone(check: Callable[[Files], list[str]], file: str, source: str) -> None:
+    house = {**HOUSE, file: source}
+    if check is without_words:
+        house = {file: source}
+    assert check(sources(**house)) == []
+
+
+def test_a_list_that_is_not_exact_is_told() -> None:
+    files = sources(face="def f(t): return t._version\ndef _values(): ...")
+    assert not_used(files, ["_version", "_gone"]) == ["FOREIGN['_gone']: no file uses it"]
+    assert ours_too(files, ["_version", "_values"], []) == ["face.py:1: defines _values, torch's name"]
+    assert ours_too(files, ["_values"], ["_values"]) == []

@@ -6,37 +6,23 @@
 FP16OPT_BEGIN
 namespace {
 
-template <class From, bool kWatches, bool kWrites>
-UnscaleResult unscale_loop(const void* grad, void* out, int64_t n, float inv_scale, bool add, bool stream, const Watch& watch) {
-    UnscaleLoop<From, kWatches, kWrites> loop{inv_scale, add, stream, Lanes(n), watch};
+template <class From, bool kWrites>
+UnscaleResult unscale_loop(const void* grad, void* out, int64_t n, float inv_scale, bool add, bool stream) {
+    UnscaleLoop<From, kWrites> loop{inv_scale, add, stream, Lanes(n)};
     const double sumsq = loop.run(static_cast<const From*>(grad), static_cast<float*>(out), n);
-    return {sumsq, kWatches ? loop.watch.result() : HashResult{}, loop.flags};
+    return {sumsq, loop.flags};
 }
 
 template <class From>
-UnscaleResult unscale_as(const void* grad, void* out, int64_t n, float inv_scale, bool add, bool stream, const Watch& watch) {
-    auto loop = unscale_loop<From, false, false>;
-    if (watch.values == nullptr) {
-        if (out != nullptr) loop = unscale_loop<From, false, true>;
-    } else {
-        loop = out == nullptr ? unscale_loop<From, true, false> : unscale_loop<From, true, true>;
-    }
-    return loop(grad, out, n, inv_scale, add, stream, watch);
+UnscaleResult unscale_as(const void* grad, void* out, int64_t n, float inv_scale, bool add, bool stream) {
+    if (out == nullptr) return unscale_loop<From, false>(grad, out, n, inv_scale, add, stream);
+    return unscale_loop<From, true>(grad, out, n, inv_scale, add, stream);
 }
 
-template <class From, bool kWatches>
-HashResult unscale_clipped_loop(const void* grad, void* out, int64_t n, float inv_scale, float factor, bool stream,
-                                const Watch& watch) {
-    UnscaleClippedLoop<From, kWatches> loop{splat_for_sum(inv_scale), splat_for_sum(factor), stream, watch};
+template <class From>
+void unscale_clipped_as(const void* grad, void* out, int64_t n, float inv_scale, float factor, bool stream) {
+    UnscaleClippedLoop<From> loop{splat_for_sum(inv_scale), splat_for_sum(factor), stream};
     loop.run(static_cast<const From*>(grad), static_cast<float*>(out), n);
-    return kWatches ? loop.watch.result() : HashResult{};
-}
-
-template <class From>
-HashResult unscale_clipped_as(const void* grad, void* out, int64_t n, float inv_scale, float factor, bool stream,
-                              const Watch& watch) {
-    auto loop = watch.values == nullptr ? unscale_clipped_loop<From, false> : unscale_clipped_loop<From, true>;
-    return loop(grad, out, n, inv_scale, factor, stream, watch);
 }
 
 // Streaming stores need their own alignment, and pay only where nothing of the line is needed again.
@@ -44,36 +30,30 @@ bool may_stream(const void* to, bool wanted) {
     return kCanStream && wanted && reinterpret_cast<uintptr_t>(to) % 64 == 0;
 }
 
-UnscaleResult unscale_chunk(DType from, const void* grad, void* out, int64_t n, float inv_scale, bool add, bool stream,
-                            const void* watched, int64_t first_word) {
-    const Watch watch(watched, n, first_word);
+UnscaleResult unscale_chunk(DType from, const void* grad, void* out, int64_t n, float inv_scale, bool add, bool stream) {
     stream = may_stream(out, stream) && !add && grad != out;
     switch (from) {
-        case DType::half: return unscale_as<Half>(grad, out, n, inv_scale, add, stream, watch);
-        case DType::bfloat16: return unscale_as<BFloat16>(grad, out, n, inv_scale, add, stream, watch);
-        case DType::single: return unscale_as<float>(grad, out, n, inv_scale, add, stream, watch);
+        case DType::half: return unscale_as<Half>(grad, out, n, inv_scale, add, stream);
+        case DType::bfloat16: return unscale_as<BFloat16>(grad, out, n, inv_scale, add, stream);
+        case DType::single: return unscale_as<float>(grad, out, n, inv_scale, add, stream);
         case DType::wide: break;
     }
     UnscaleWideLoop loop{double(inv_scale), add, Lanes(n)};
     loop.run(static_cast<const double*>(grad), static_cast<double*>(out), n);
-    const HashResult hashes = watched == nullptr ? HashResult{} : hash_values(watched, n, first_word);
-    return {loop.lanes.total(), hashes, loop.flags};
+    return {loop.lanes.total(), loop.flags};
 }
 
-HashResult unscale_clipped_chunk(DType from, const void* grad, void* out, int64_t n, float inv_scale, float factor,
-                                 bool stream, const void* watched, int64_t first_word) {
-    const Watch watch(watched, n, first_word);
+void unscale_clipped_chunk(DType from, const void* grad, void* out, int64_t n, float inv_scale, float factor, bool stream) {
     stream = may_stream(out, stream) && grad != out;
     switch (from) {
-        case DType::half: return unscale_clipped_as<Half>(grad, out, n, inv_scale, factor, stream, watch);
-        case DType::bfloat16: return unscale_clipped_as<BFloat16>(grad, out, n, inv_scale, factor, stream, watch);
-        case DType::single: return unscale_clipped_as<float>(grad, out, n, inv_scale, factor, stream, watch);
+        case DType::half: return unscale_clipped_as<Half>(grad, out, n, inv_scale, factor, stream);
+        case DType::bfloat16: return unscale_clipped_as<BFloat16>(grad, out, n, inv_scale, factor, stream);
+        case DType::single: return unscale_clipped_as<float>(grad, out, n, inv_scale, factor, stream);
         case DType::wide: break;
     }
     const double* of = static_cast<const double*>(grad);
     double* to = static_cast<double*>(out);
     for (int64_t i = 0; i < n; ++i) to[i] = scale(unscale(of[i], double(inv_scale)), double(factor));
-    return watched == nullptr ? HashResult{} : hash_values(watched, n, first_word);
 }
 
 double sum_of_squares_chunk(DType dtype, const void* values, int64_t n) {
@@ -146,21 +126,17 @@ bool axpby_chunk(const DType (&dtypes)[3], float a, const void* x, float b, cons
 }
 
 template <class To>
-CastResult cast_as(const float* master, void* param, int64_t n, int64_t first_word, bool stream) {
-    CastLoop<To> loop(first_word, stream);
+uint32_t cast_as(const float* master, void* param, int64_t n, bool stream) {
+    CastLoop<To> loop{stream};
     loop.run(master, static_cast<To*>(param), n);
-    return {loop.blocks.total() + loop.tail_hash, loop.flags};
+    return loop.flags;
 }
 
-CastResult cast_chunk(DType to, const float* master, void* param, int64_t n, int64_t first_word, bool stream) {
+uint32_t cast_chunk(DType to, const float* master, void* param, int64_t n, bool stream) {
     stream = may_stream(param, stream);
-    if (to == DType::half) return cast_as<Half>(master, param, n, first_word, stream);
-    return cast_as<BFloat16>(master, param, n, first_word, stream);
+    if (to == DType::half) return cast_as<Half>(master, param, n, stream);
+    return cast_as<BFloat16>(master, param, n, stream);
 }
-
-HashResult hash_chunk(const void* values, int64_t n, int64_t first_word) { return hash_values(values, n, first_word); }
-
-uint64_t sample_chunk(const void* values, int64_t n, int64_t first_word) { return sample_values(values, n, first_word); }
 
 }  // namespace
 
@@ -171,6 +147,6 @@ extern const StepLevel step_level;  // cpu_steps.cpp
 extern const SplitLevel split_level;  // cpu_split.cpp
 extern const CpuLevel level;
 const CpuLevel level = {FP16OPT_NAME(FP16OPT_LEVEL), unscale_chunk, unscale_clipped_chunk, sum_of_squares_chunk, scale_chunk,
-                        axpby_chunk, cast_chunk, hash_chunk, sample_chunk, &step_level, &split_level};
+                        axpby_chunk, cast_chunk, &step_level, &split_level};
 
 FP16OPT_END

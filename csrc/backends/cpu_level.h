@@ -5,19 +5,8 @@
 
 namespace fp16opt {
 
-struct HashResult {
-    uint64_t hash;
-    uint64_t sample;
-};
-
 struct UnscaleResult {
     double sumsq;
-    HashResult watched;
-    uint32_t flags;
-};
-
-struct CastResult {
-    uint64_t hash;
     uint32_t flags;
 };
 
@@ -27,21 +16,17 @@ struct StepLevel;  // step_level.h
 struct SplitLevel;  // split_level.h
 
 // Pointers are to the chunk's first element and need no more than the element's own alignment.
-// `stream`: write around the caches. `first_word`: place of the chunk's first 64-bit word in its tensor.
+// `stream`: write around the caches. What rounds to 16 bits returns flags.
 struct CpuLevel {
     const char* name;
-    // `out`: may be nullptr, where nothing is to be written. `watched`: as many 16-bit values, of which the result has the hashes; or nullptr.
-    UnscaleResult (*unscale)(DType from, const void* grad, void* out, int64_t n, float inv_scale, bool add, bool stream,
-                             const void* watched, int64_t first_word);
-    HashResult (*unscale_clipped)(DType from, const void* grad, void* out, int64_t n, float inv_scale, float factor,
-                                  bool stream, const void* watched, int64_t first_word);
+    // `out`: may be nullptr, where nothing is to be written.
+    UnscaleResult (*unscale)(DType from, const void* grad, void* out, int64_t n, float inv_scale, bool add, bool stream);
+    void (*unscale_clipped)(DType from, const void* grad, void* out, int64_t n, float inv_scale, float factor, bool stream);
     double (*sum_of_squares)(DType dtype, const void* values, int64_t n);
     void (*scale)(DType dtype, void* values, int64_t n, float factor);
     bool (*axpby)(const DType (&dtypes)[3], float a, const void* x, float b, const void* y, void* out, int64_t n,
                   uint32_t check);  // true: a checked input is not finite
-    CastResult (*cast)(DType to, const float* master, void* param, int64_t n, int64_t first_word, bool stream);
-    HashResult (*hash)(const void* values, int64_t n, int64_t first_word);
-    uint64_t (*sample)(const void* values, int64_t n, int64_t first_word);
+    uint32_t (*cast)(DType to, const float* master, void* param, int64_t n, bool stream);
     const StepLevel* steps;
     const SplitLevel* splits;
 };

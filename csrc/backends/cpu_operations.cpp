@@ -1,10 +1,12 @@
 // The list operations on the CPU: chunks to threads, and the chunks' results to tensors, in order.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
+#include "../functors/sample.h"
 #include "lists.h"
 
 namespace fp16opt {
@@ -36,67 +38,6 @@ void require_rows(const Table& table, int64_t n) {
     for (int32_t place : table.places) require(table.rows[size_t(place)] < n, "a row lies outside the statistics");
 }
 
-void add_hashes(const Watched& watched, size_t row, const HashResult& found) {
-    add_hash(watched.hashes[row], found.hash);
-    if (watched.samples != nullptr) add_hash(watched.samples[row], found.sample);
-}
-
-void hash_chunks(const Watched& watched, const std::vector<Chunk>& chunks, int threads) {
-    const CpuLevel& level = current_level();
-    const Table& table = watched.table;
-    for_chunks<HashResult>(
-        table, chunks, threads,
-        [&](const Chunk& c) { return level.hash(at<void>(watched.params, table, 0, c), c.numel, c.start / 4); },
-        [&](size_t place, const HashResult& found) { add_hashes(watched, size_t(table.rows[place]), found); });
-}
-
-void clear_hashes(const Table& table, int64_t* hashes) {
-    for (int32_t place : table.places) {
-        require(item_size(table.dtypes[0][size_t(place)]) == 2, "a hash is of 16-bit tensors");
-        hashes[table.rows[size_t(place)]] = 0;
-    }
-}
-
-// The 16-bit tensors that an operation's chunks pass by. Tensors that no tensor of `table` with as many elements shares
-// its row with are hashed here and now.
-class Along {
-public:
-    Along(const Table& table, const Watched* watched, int threads) : table_(table), watched_(watched) {
-        if (watched == nullptr) return;
-        const Table& of = watched->table;
-        require_pointers(of, {&watched->params});
-        clear_hashes(of, watched->hashes);
-        clear_hashes(of, watched->samples);
-        int64_t rows = 0;
-        for (int32_t place : table.places) rows = std::max(rows, table.rows[size_t(place)] + 1);
-        std::vector<int32_t> place_of_row(size_t(rows), -1), others;
-        for (int32_t place : table.places) place_of_row[size_t(table.rows[size_t(place)])] = place;
-        params_.resize(table.numels.size(), nullptr);
-        for (int32_t from : of.places) {
-            const int64_t row = of.rows[size_t(from)];
-            const int32_t place = row < rows ? place_of_row[size_t(row)] : -1;
-            if (place < 0 || of.numels[size_t(from)] != table.numels[size_t(place)]) {
-                others.push_back(from);
-            } else {
-                params_[size_t(place)] = static_cast<const char*>(watched->params[size_t(from)]);
-            }
-        }
-        hash_chunks(*watched, pack(of.numels, others), threads);
-    }
-    const void* at(const Chunk& c) const {
-        const char* param = params_.empty() ? nullptr : params_[size_t(c.tensor)];
-        return param == nullptr ? nullptr : param + 2 * c.start;
-    }
-    void take(size_t place, const HashResult& found) const {
-        if (!params_.empty() && params_[place] != nullptr) add_hashes(*watched_, size_t(table_.rows[place]), found);
-    }
-
-private:
-    const Table& table_;
-    const Watched* watched_;
-    std::vector<const char*> params_;  // by place of the table
-};
-
 }  // namespace
 
 Table::Table(std::vector<int64_t> numels_, std::vector<int64_t> rows_, std::vector<std::vector<DType>> dtypes_,
@@ -115,12 +56,13 @@ Table::Table(std::vector<int64_t> numels_, std::vector<int64_t> rows_, std::vect
     chunks = pack(numels, places);
 }
 
-void unscale(const Table& table, const Pointers& grads, const Pointers& outs, float inv_scale,
-             const std::vector<uint8_t>& add, bool writes, const GradRows& rows, const Watched* watched, int threads) {
-    require_pointers(table, {&grads, &outs});
+void unscale(const Table& table, const std::vector<Pointers>& lists, float inv_scale, const std::vector<uint8_t>& add,
+             bool writes, const GradRows& rows, int threads) {
+    require(!lists.empty() && lists.size() == table.dtypes.size(), "the table was made for another number of lists");
+    const Pointers &grads = lists.front(), &outs = lists.back();
+    require(grads.size() == table.numels.size(), "the list does not have the table's length");
     if (writes) require_grads(table, grads, outs);
     require_rows(table, rows.n);
-    const Along along(table, watched, threads);
     require(add.size() == table.numels.size(), "accumulate must have one entry for each tensor");
     require(writes || std::find(add.begin(), add.end(), 1) == add.end(), "what is not written can't be added to");
     for (int32_t place : table.places) {
@@ -132,13 +74,12 @@ void unscale(const Table& table, const Pointers& grads, const Pointers& outs, fl
     for_chunks<UnscaleResult>(
         table, threads,
         [&](const Chunk& c) {
+            prefetch_next(table, c, {&grads, writes ? &outs : nullptr});
             return level.unscale(table.dtypes[0][size_t(c.tensor)], at<void>(grads, table, 0, c),
-                                 writes ? at<void>(outs, table, 1, c) : nullptr, c.numel, inv_scale, add[size_t(c.tensor)] != 0, stream,
-                                 along.at(c), c.start / 4);
+                                 writes ? at<void>(outs, table, 1, c) : nullptr, c.numel, inv_scale, add[size_t(c.tensor)] != 0, stream);
         },
         [&](size_t place, const UnscaleResult& result) {
             const size_t row = size_t(table.rows[place]);
-            along.take(place, result.watched);
             rows.nonfinite[row] |= int32_t(result.flags);
             rows.sumsq[row] += result.sumsq;
         });
@@ -149,19 +90,16 @@ void unscale(const Table& table, const Pointers& grads, const Pointers& outs, fl
 }
 
 void unscale_clipped(const Table& table, const Pointers& grads, const Pointers& outs, float inv_scale, float factor,
-                     const Watched* watched, int threads) {
+                     int threads) {
     require_grads(table, grads, outs);
     const CpuLevel& level = current_level();
     const bool stream = table.elements * 4 >= kStreamingThreshold;
-    const Along along(table, watched, threads);
-    for_chunks<HashResult>(
-        table, threads,
-        [&](const Chunk& c) {
-            return level.unscale_clipped(table.dtypes[0][size_t(c.tensor)], at<void>(grads, table, 0, c),
-                                         at<void>(outs, table, 1, c), c.numel, inv_scale, factor, stream, along.at(c),
-                                         c.start / 4);
-        },
-        [&](size_t place, const HashResult& found) { along.take(place, found); });
+    parallel_for(int64_t(table.chunks.size()), threads_for(table, threads), [&](int64_t i) {
+        const Chunk& c = table.chunks[size_t(i)];
+        prefetch_next(table, c, {&grads, &outs});
+        level.unscale_clipped(table.dtypes[0][size_t(c.tensor)], at<void>(grads, table, 0, c),
+                              at<void>(outs, table, 1, c), c.numel, inv_scale, factor, stream);
+    });
 }
 
 void l2norm(const Table& table, const Pointers& tensors, double* sumsq, int64_t n, double* norm, double* norms,
@@ -209,43 +147,73 @@ bool axpby(const Table& table, float a, const Pointers& xs, float b, const Point
     return bad;
 }
 
-void cast(const Table& table, const Pointers& masters, const Pointers& params, int32_t* overflow, int64_t* hashes,
-          int threads) {
+void cast(const Table& table, const Pointers& masters, const Pointers& params, int32_t* overflow, int threads) {
     require_pointers(table, {&masters, &params});
     for (int32_t place : table.places) {
         require(table.dtypes[0][size_t(place)] == DType::single && item_size(table.dtypes[1][size_t(place)]) == 2,
                 "masters must be float32 and params 16 bits wide");
         overflow[table.rows[size_t(place)]] = 0;
-        hashes[table.rows[size_t(place)]] = 0;
     }
     const CpuLevel& level = current_level();
     const bool stream = table.elements * 2 >= kStreamingThreshold;
-    for_chunks<CastResult>(
+    for_chunks<uint32_t>(
         table, threads,
         [&](const Chunk& c) {
+            prefetch_next(table, c, {&masters, &params});
             return level.cast(table.dtypes[1][size_t(c.tensor)], at<float>(masters, table, 0, c),
-                              at<void>(params, table, 1, c), c.numel, c.start / 4, stream);
+                              at<void>(params, table, 1, c), c.numel, stream);
         },
-        [&](size_t place, const CastResult& result) {
-            overflow[table.rows[place]] |= int32_t(result.flags);
-            add_hash(hashes[table.rows[place]], result.hash);
-        });
+        [&](size_t place, uint32_t flags) { overflow[table.rows[place]] |= int32_t(flags); });
 }
 
-void content_hash(const Table& table, const Pointers& tensors, int64_t* hashes, int threads) {
-    require_pointers(table, {&tensors});
-    clear_hashes(table, hashes);
-    hash_chunks({table, tensors, hashes, nullptr}, table.chunks, threads);
+namespace {
+
+constexpr int64_t kSerialWords = 1 << 15;  // as kSerialElements, where a word is one multiplication
+
+// A chunk's part of the digest. Nothing depends on what was loaded before, so that the misses of a lattice overlap.
+uint64_t sampled(const char* values, const Chunk& c, int64_t stride) {
+    uint64_t sum = 0;
+    if (stride == 0) {
+        const int64_t words = (c.numel + 3) / 4;
+        for (int64_t i = 0; i < words; ++i) {
+            const int64_t left = c.numel - 4 * i;
+            uint64_t word = 0;
+            std::memcpy(&word, values + 8 * i, left < 4 ? size_t(2 * left) : sizeof(word));
+            sum += sample_term(word, i);
+        }
+        return sum;
+    }
+    for (int64_t i = (c.start + stride - 1) / stride * stride; i < c.start + c.numel; i += stride) {
+        uint16_t bits;
+        std::memcpy(&bits, values + 2 * i, sizeof(bits));
+        sum += sample_term(bits, i);
+    }
+    return sum;
 }
 
-void content_sample(const Table& table, const Pointers& tensors, int64_t* samples, int threads) {
+}  // namespace
+
+void sample(const Table& table, const Pointers& tensors, int64_t* samples, int threads) {
     require_pointers(table, {&tensors});
-    clear_hashes(table, samples);
-    const CpuLevel& level = current_level();
+    int64_t cost = 0;  // in words from consecutive memory; another element of a lattice is a cache miss
+    for (int32_t place : table.places) {
+        require(item_size(table.dtypes[0][size_t(place)]) == 2, "a sample is of 16-bit tensors");
+        samples[table.rows[size_t(place)]] = 0;
+        const int64_t numel = table.numels[size_t(place)];
+        cost += numel <= kSampledWhole ? numel / 4 : 8 * (numel / kLeastStride);
+    }
     for_chunks<uint64_t>(
-        table, threads,
-        [&](const Chunk& c) { return level.sample(at<void>(tensors, table, 0, c), c.numel, c.start / 4); },
-        [&](size_t place, uint64_t part) { add_hash(samples[table.rows[place]], part); });
+        table, cost < kSerialWords ? 1 : threads,
+        [&](const Chunk& c) {
+            prefetch_next(table, c, {&tensors});
+            const int64_t numel = table.numels[size_t(c.tensor)];
+            const int64_t stride = numel <= kSampledWhole ? 0 : sample_stride(numel);
+            return sampled(static_cast<const char*>(tensors[size_t(c.tensor)]), c, stride);
+        },
+        [&](size_t place, uint64_t part) {  // unsigned: signed numbers may not overflow
+            int64_t& row = samples[table.rows[place]];
+            row = int64_t(uint64_t(row) + part);
+        });
 }
 
 }  // namespace fp16opt

@@ -6,20 +6,20 @@ FP16OPT_BEGIN
 namespace {
 
 template <class Model>
-CastResult split_as(const float* master, void* model, void* remainder, int64_t n, int64_t first_word) {
-    SplitMaster<Model> to(model, remainder, first_word);
+uint32_t split_as(const float* master, void* model, void* remainder, int64_t n) {
+    SplitMaster<Model> to(model, remainder);
     split_loop(master, to, n);
-    return {to.hash(), to.flags()};
+    return to.flags();
 }
 
-CastResult split_chunk(DType to, const float* master, void* model, void* remainder, int64_t n, int64_t first_word) {
-    if (to == DType::half) return split_as<Half>(master, model, remainder, n, first_word);
-    return split_as<BFloat16>(master, model, remainder, n, first_word);
+uint32_t split_chunk(DType to, const float* master, void* model, void* remainder, int64_t n) {
+    if (to == DType::half) return split_as<Half>(master, model, remainder, n);
+    return split_as<BFloat16>(master, model, remainder, n);
 }
 
 void join_chunk(DType from, void* model, void* remainder, float* out, int64_t n) {
-    if (from == DType::half) return join_loop(SplitMaster<Half>(model, remainder, 0), out, n);
-    return join_loop(SplitMaster<BFloat16>(model, remainder, 0), out, n);
+    if (from == DType::half) return join_loop(SplitMaster<Half>(model, remainder), out, n);
+    return join_loop(SplitMaster<BFloat16>(model, remainder), out, n);
 }
 
 }  // namespace

@@ -16,12 +16,17 @@ void cuda_axpby(const Launch& launch, float a, float b, bool check_x, bool check
     launch_mapping("multi_tensor_axpby", launch, Axpby{a, b, check_x, check_y, found_inf});
 }
 
-void cuda_take(const Launch& launch, const int64_t* now, const int64_t* then, const int64_t* now_sample,
-               const int64_t* then_sample, const int64_t* places, int32_t* taken, int64_t n) {
+void cuda_unscale_clipped(const Launch& launch, const float* inv_scale, const float* factor) {
+    launch.table.require(2, INT64_MAX);
+    launch.table.require_dtypes(1, {DType::single, DType::wide});
+    launch_mapping("multi_tensor_unscale_clipped", launch, UnscaleClipped{inv_scale, factor});
+}
+
+void cuda_take(const Launch& launch, const int64_t* now, const int64_t* then, int32_t* taken, int64_t n) {
     launch.table.require(2, n);
     launch.table.require_dtypes(0, {DType::single});
     launch.table.require_dtypes(1, {DType::half, DType::bfloat16});
-    launch_mapping("multi_tensor_take", launch, Take{now, then, now_sample, then_sample, places, taken});
+    launch_mapping("multi_tensor_take", launch, Take{now, then, taken});
 }
 
 #if defined(__CUDACC__)

@@ -16,17 +16,16 @@ void require_split(const CudaTable& table, int64_t n, int master, int model, int
 
 }  // namespace
 
-void cuda_split(const Launch& launch, int32_t* overflow, int64_t* hashes, int64_t n) {
+void cuda_split(const Launch& launch, int32_t* overflow, int64_t n) {
     require_split(launch.table, n, 0, 1, 2);
-    launch_finding("multi_tensor_split", launch, Split{overflow, hashes});
+    launch_finding("multi_tensor_split", launch, Split{overflow});
 }
 
-void cuda_renew(const Launch& launch, const int64_t* now, const int64_t* then, const int64_t* now_sample,
-                const int64_t* then_sample, int32_t* taken, int64_t n) {
+void cuda_renew(const Launch& launch, const int64_t* now, const int64_t* then, int32_t* taken, int64_t n) {
     launch.table.require(2, n);
     launch.table.require_dtypes(0, {DType::half, DType::bfloat16});
     launch.table.require_dtypes(1, {DType::half});
-    launch_mapping("multi_tensor_renew", launch, Renew{now, then, now_sample, then_sample, taken});
+    launch_mapping("multi_tensor_renew", launch, Renew{now, then, taken});
 }
 
 void cuda_join(const Launch& launch) {

@@ -1,6 +1,7 @@
 // What every list operation on the CPU does: chunks to threads, and the chunks' results to tensors, in order.
 #pragma once
 
+#include <initializer_list>
 #include <stdexcept>
 
 #include "../api.h"
@@ -28,22 +29,35 @@ T* at(const Pointers& pointers, const Table& table, size_t list, const Chunk& ch
                                 chunk.start * item_size(table.dtypes[list][place]));
 }
 
+// Asks for the beginnings of the next chunk's memory while this one is worked on. Of long tensors the loops and the
+// processor itself see to that; short ones lie anywhere, and would be waited for one after the other.
+inline void prefetch_next(const Table& table, const Chunk& chunk, std::initializer_list<const Pointers*> lists) {
+#if defined(__GNUC__)
+    const Chunk* next = &chunk + 1;
+    if (next == table.chunks.data() + table.chunks.size() || next->numel > 1024) return;
+    size_t k = 0;
+    for (const Pointers* list : lists) {
+        if (list == nullptr) continue;
+        const char* from = at<const char>(*list, table, k, *next);
+        int64_t bytes = next->numel * item_size(table.dtypes[k][size_t(next->tensor)]);
+        if (bytes > 512) bytes = 512;
+        for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(from + line, 1);
+        ++k;
+    }
+#else
+    (void)table, (void)chunk, (void)lists;
+#endif
+}
+
 // Runs `compute` on every chunk and calls `take(place, result)` for each, in the order of the chunks.
 template <class Result, class Compute, class Take>
-void for_chunks(const Table& table, const std::vector<Chunk>& chunks, int threads, Compute&& compute, Take&& take) {
+void for_chunks(const Table& table, int threads, Compute&& compute, Take&& take) {
+    const std::vector<Chunk>& chunks = table.chunks;
     std::vector<Result> results(chunks.size());
     parallel_for(int64_t(chunks.size()), threads_for(table, threads),
                  [&](int64_t i) { results[size_t(i)] = compute(chunks[size_t(i)]); });
     for (size_t i = 0; i < results.size(); ++i) take(size_t(chunks[i].tensor), results[i]);
 }
-
-template <class Result, class Compute, class Take>
-void for_chunks(const Table& table, int threads, Compute&& compute, Take&& take) {
-    for_chunks<Result>(table, table.chunks, threads, compute, take);
-}
-
-// A hash is a sum of unsigned words; signed ones may not overflow.
-inline void add_hash(int64_t& hash, uint64_t part) { hash = int64_t(uint64_t(hash) + part); }
 
 inline void require(bool fits, const char* what) {
     if (!fits) throw std::invalid_argument(what);

@@ -7,7 +7,7 @@ namespace fp16opt {
 
 struct SplitLevel {
     // Rounds masters to weights and writes what is left into remainders.
-    CastResult (*split)(DType to, const float* master, void* model, void* remainder, int64_t n, int64_t first_word);
+    uint32_t (*split)(DType to, const float* master, void* model, void* remainder, int64_t n);
     void (*join)(DType from, void* model, void* remainder, float* out, int64_t n);
 };
 

@@ -24,24 +24,17 @@ void require_split(const Table& table, std::initializer_list<const Pointers*> li
 }  // namespace
 
 void split(const Table& table, const Pointers& masters, const Pointers& models, const Pointers& remainders,
-           int32_t* overflow, int64_t* hashes, int threads) {
+           int32_t* overflow, int threads) {
     require_split(table, {&masters, &models, &remainders}, 0);
-    for (int32_t place : table.places) {
-        overflow[table.rows[size_t(place)]] = 0;
-        hashes[table.rows[size_t(place)]] = 0;
-    }
+    for (int32_t place : table.places) overflow[table.rows[size_t(place)]] = 0;
     const SplitLevel* level = current_level().splits;
-    for_chunks<CastResult>(
+    for_chunks<uint32_t>(
         table, threads,
         [&](const Chunk& c) {
             return level->split(table.dtypes[1][size_t(c.tensor)], at<float>(masters, table, 0, c),
-                                at<void>(models, table, 1, c), at<void>(remainders, table, 2, c), c.numel, c.start / 4);
+                                at<void>(models, table, 1, c), at<void>(remainders, table, 2, c), c.numel);
         },
-        [&](size_t place, const CastResult& result) {
-            overflow[table.rows[place]] |= int32_t(result.flags);
-            int64_t& hash = hashes[table.rows[place]];
-            hash = int64_t(uint64_t(hash) + result.hash);
-        });
+        [&](size_t place, uint32_t flags) { overflow[table.rows[place]] |= int32_t(flags); });
 }
 
 void join(const Table& table, const Pointers& models, const Pointers& remainders, const Pointers& outs, int threads) {

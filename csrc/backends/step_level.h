@@ -17,14 +17,13 @@ struct StepChunk {
     float* largest;
     void* model;
     int64_t numel;
-    int64_t first_word;
     bool split;   // `master` holds the remainders of masters that are split
     bool stream;  // write the 16-bit weights around the caches
 };
 
 struct StepLevel {
-    CastResult (*adam)(const StepChunk& chunk, const GradFactors& factors, const AdamScalars& scalars);
-    CastResult (*sgd)(const StepChunk& chunk, const GradFactors& factors, const SgdScalars& scalars);
+    uint32_t (*adam)(const StepChunk& chunk, const GradFactors& factors, const AdamScalars& scalars);
+    uint32_t (*sgd)(const StepChunk& chunk, const GradFactors& factors, const SgdScalars& scalars);
 };
 
 }  // namespace fp16opt

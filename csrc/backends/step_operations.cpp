@@ -56,13 +56,12 @@ StepChunk chunk_of(const StepLists& lists, const Chunk& c, bool stream) {
         chunk.model = at<void>(*lists.models, table, list, c);
     }
     chunk.numel = c.numel;
-    chunk.first_word = c.start / 4;
     chunk.split = is_narrow(table.dtypes[1][size_t(c.tensor)]);
     chunk.stream = stream;
     return chunk;
 }
 
-// Runs `step(chunk, place)` on all chunks and keeps flags and hashes of what they wrote.
+// Runs `step(chunk, place)` on all chunks and keeps the flags of what they wrote.
 template <class Step>
 void run(const StepLists& lists, int threads, Step&& step) {
     const Table& table = lists.table;
@@ -70,15 +69,17 @@ void run(const StepLists& lists, int threads, Step&& step) {
     for (int32_t place : table.places) {
         if (!narrows) break;
         lists.overflow[table.rows[size_t(place)]] = 0;
-        lists.hashes[table.rows[size_t(place)]] = 0;
     }
     const bool stream = table.elements * 2 >= kStepStreamingThreshold;
-    for_chunks<CastResult>(
-        table, threads, [&](const Chunk& c) { return step(chunk_of(lists, c, stream), size_t(c.tensor)); },
-        [&](size_t place, const CastResult& result) {
-            if (!narrows) return;
-            lists.overflow[table.rows[place]] |= int32_t(result.flags);
-            add_hash(lists.hashes[table.rows[place]], result.hash);
+    for_chunks<uint32_t>(
+        table, threads,
+        [&](const Chunk& c) {
+            const auto state = [&](size_t k) { return k < lists.state.size() ? lists.state[k] : nullptr; };
+            prefetch_next(table, c, {&lists.grads, &lists.masters, state(0), state(1), state(2), lists.models});
+            return step(chunk_of(lists, c, stream), size_t(c.tensor));
+        },
+        [&](size_t place, uint32_t flags) {
+            if (narrows) lists.overflow[table.rows[place]] |= int32_t(flags);
         });
 }
 

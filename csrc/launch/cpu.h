@@ -87,52 +87,12 @@ FP16OPT_NOINLINE static uint32_t flags_of_values(const float* unscaled, int64_t 
     return flags;
 }
 
-// The words that hold the first `valid` of 64 elements, the others being zero.
-FP16OPT_HD uint64_t hash_tail(const void* values, int valid, int64_t word) {
-    uint64_t words[kBlockWords] = {};
-    memcpy(words, values, size_t(valid) * 2);
-    uint64_t sum = 0;
-    for (int i = 0; i < (valid + 3) / 4; ++i) sum += hash_word(words[i], hash_key(word + i));
-    return sum;
-}
-
-// The hashes of a chunk of 16-bit values that a loop passes by while it works on others: of all of them, and of a sample.
-struct Watch {
-    const char* values;  // nullptr: nothing to watch
-    int64_t first_word;
-    int64_t mask;  // sample_stride, which is a power of two, less one: a division a block would cost as much as the hash
-    BlockHash blocks;
-    uint64_t tail = 0, sample = 0;
-
-    FP16OPT_HD Watch(const void* of, int64_t n, int64_t first)
-        : values(static_cast<const char*>(of)), first_word(first), mask(sample_stride(n) - 1), blocks(first) {}
-
-    FP16OPT_HD void block(int64_t i) {
-        Narrow narrow;
-        load(static_cast<const void*>(values + 2 * i), narrow);
-        blocks.add(narrow);
-        if ((i & mask) == 0) add_sample(i, narrow);
-    }
-    FP16OPT_HD void rest(int64_t i, int valid) {
-        tail = hash_tail(values + 2 * i, valid, first_word + i / 4);
-        if ((i & mask) == 0) sample += tail;
-    }
-    FP16OPT_HD void add_sample(int64_t i, const Narrow& narrow) {
-        BlockHash one(first_word + i / 4);
-        one.add(narrow);
-        sample += one.total();
-    }
-    FP16OPT_HD uint64_t total() const { return blocks.total() + tail; }
-    FP16OPT_HD HashResult result() const { return {total(), sample}; }
-};
-
 // kWrites false: only looks at what it would write.
-template <class From, bool kWatches, bool kWrites>
+template <class From, bool kWrites>
 struct UnscaleLoop {
     float inv_scale;
     bool add, stream;
     Lanes lanes;
-    Watch watch;
     uint32_t flags = 0;
 
     FP16OPT_HD void times_inv_scale(SumBlock& b) const {
@@ -165,14 +125,10 @@ struct UnscaleLoop {
 
     FP16OPT_HD double run(const From* grad, float* out, int64_t n) {
         int64_t i = 0;
-        for (; i + kBlock <= n; i += kBlock) {
-            if (kWatches) watch.block(i);
-            block(grad + i, kWrites ? out + i : nullptr, kBlock);
-        }
+        for (; i + kBlock <= n; i += kBlock) block(grad + i, kWrites ? out + i : nullptr, kBlock);
         if (stream) finish_streaming();
         stream = false;
         if (const int rest = int(n - i)) {
-            if (kWatches) watch.rest(i, rest);
             From padded[kBlock] = {};
             float result[kBlock] = {};
             memcpy(padded, grad + i, size_t(rest) * sizeof(From));
@@ -211,11 +167,10 @@ struct UnscaleLoop {
 };
 
 // Unscaled and clipped, in two roundings; nothing is looked for.
-template <class From, bool kWatches>
+template <class From>
 struct UnscaleClippedLoop {
     SumFloats inv_scale, factor;
     bool stream;
-    Watch watch;
 
     FP16OPT_HD void block(const From* grad, float* out) {
         SumBlock b;
@@ -226,14 +181,10 @@ struct UnscaleClippedLoop {
 
     FP16OPT_HD void run(const From* grad, float* out, int64_t n) {
         int64_t i = 0;
-        for (; i + kBlock <= n; i += kBlock) {
-            if (kWatches) watch.block(i);
-            block(grad + i, out + i);
-        }
+        for (; i + kBlock <= n; i += kBlock) block(grad + i, out + i);
         if (stream) finish_streaming();
         stream = false;
         if (const int rest = int(n - i)) {
-            if (kWatches) watch.rest(i, rest);
             From padded[kBlock] = {};
             float result[kBlock];
             memcpy(padded, grad + i, size_t(rest) * sizeof(From));
@@ -329,12 +280,7 @@ FP16OPT_HD void scale_values(double* values, int64_t n, float factor) {
 template <class To>
 struct CastLoop {
     bool stream;
-    int64_t first_word;
-    BlockHash blocks;
-    uint64_t tail_hash = 0;
     uint32_t flags = 0;
-
-    FP16OPT_HD CastLoop(int64_t first, bool around_cache) : stream(around_cache), first_word(first), blocks(first) {}
 
     FP16OPT_HD void round(const float* master, Narrow& narrow) {
         Block b;
@@ -352,7 +298,6 @@ struct CastLoop {
         for (; i + kBlock <= n; i += kBlock) {
             round(master + i, narrow);
             store(static_cast<void*>(param + i), narrow, stream);
-            blocks.add(narrow);
         }
         if (stream) finish_streaming();
         if (const int rest = int(n - i)) {
@@ -362,32 +307,8 @@ struct CastLoop {
             round(padded, narrow);
             store(static_cast<void*>(result), narrow, false);
             memcpy(param + i, result, size_t(rest) * sizeof(To));
-            tail_hash = hash_tail(result, rest, first_word + i / 4);
         }
     }
 };
-
-FP16OPT_HD HashResult hash_values(const void* values, int64_t n, int64_t first_word) {
-    Watch watch(values, n, first_word);
-    int64_t i = 0;
-    for (; i + kBlock <= n; i += kBlock) watch.block(i);
-    if (i < n) watch.rest(i, int(n - i));
-    return watch.result();
-}
-
-// Only what is in the sample is read.
-FP16OPT_HD uint64_t sample_values(const void* values, int64_t n, int64_t first_word) {
-    Watch watch(values, n, first_word);
-    for (int64_t i = 0; i < n; i += watch.mask + 1) {
-        if (i + kBlock <= n) {
-            Narrow narrow;
-            load(static_cast<const void*>(watch.values + 2 * i), narrow);
-            watch.add_sample(i, narrow);
-        } else {
-            watch.rest(i, int(n - i));
-        }
-    }
-    return watch.sample;
-}
 
 FP16OPT_END

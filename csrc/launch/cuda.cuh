@@ -43,21 +43,20 @@ FP16OPT_HD T* in_global_memory(T* at) {
 // What a chunk, or a tensor, was found to hold.
 struct Found {
     double sumsq;
-    uint64_t hash, sample;
+    uint64_t digest;
     uint32_t flags;
 };
 
 struct Entry {  // one tensor
     int64_t row;          // of its statistics
     int64_t first_chunk;  // the next entry's first is one behind its last
+    int64_t stride;       // of the lattice in its sample; 0: it is looked at whole
     int8_t dtypes[8];     // by list
-    bool served;          // it takes part in the operation
-    bool watched;         // it is hashed in passing
 };
 
 // Lists of tensors in device memory. `pointers` and `add` change from call to call, the others do not.
 struct Lists {
-    void* const* pointers;  // [list * entries + entry]; null where an entry takes no part in a list
+    void* const* pointers;  // [list * entries + entry]
     const uint8_t* add;     // [entry]
     const Chunk* chunks;
     const Entry* table;  // entries + 1
@@ -67,7 +66,7 @@ struct Lists {
     int32_t entries;
     int32_t filled;  // entries that have elements
 
-    // Where the chunk begins in a list that its tensor takes part in.
+    // Where the chunk begins in a list.
     template <class T>
     FP16OPT_HD T* at(int list, const Chunk& chunk) const {
         return in_global_memory(static_cast<T*>(pointers[int64_t(list) * entries + chunk.tensor])) + chunk.start;
@@ -102,7 +101,7 @@ FP16OPT_HD void for_groups(int n, int thread, Load&& load, Use&& use) {
 // The memory that the threads of a block share.
 struct Shared {
     double sums[kThreads];
-    uint64_t hashes[kThreads], samples[kThreads];
+    uint64_t digests[kThreads];
     uint32_t flags[kThreads];
     Found total;
     bool tensor_done, all_done;
@@ -123,7 +122,7 @@ FP16OPT_HD bool is_last(uint32_t* counter, uint32_t expected) {
 }
 
 // Which parts of Found an operation fills.
-enum Finds : int { kSumsq = 1, kHash = 2, kSample = 4, kFlags = 8 };
+enum Finds : int { kSumsq = 1, kDigest = 2, kFlags = 4 };
 
 // The fixed tree over the lanes; all of it ends up in entry 0.
 template <int finds>
@@ -133,8 +132,7 @@ FP16OPT_HD void reduce(Shared& s) {
         for_threads([&](int t) {
             if (t >= width) return;
             if (finds & kSumsq) s.sums[t] += s.sums[t + width];
-            if (finds & kHash) s.hashes[t] += s.hashes[t + width];
-            if (finds & kSample) s.samples[t] += s.samples[t + width];
+            if (finds & kDigest) s.digests[t] += s.digests[t + width];
             if (finds & kFlags) s.flags[t] |= s.flags[t + width];
         });
     }
@@ -143,8 +141,7 @@ FP16OPT_HD void reduce(Shared& s) {
 template <int finds>
 FP16OPT_HD void put_thread(Shared& s, int t, const Found& found) {
     if (finds & kSumsq) s.sums[t] = found.sumsq;
-    if (finds & kHash) s.hashes[t] = found.hash;
-    if (finds & kSample) s.samples[t] = found.sample;
+    if (finds & kDigest) s.digests[t] = found.digest;
     if (finds & kFlags) s.flags[t] = found.flags;
 }
 
@@ -152,7 +149,7 @@ FP16OPT_HD void put_thread(Shared& s, int t, const Found& found) {
 template <int finds>
 FP16OPT_HD void add_chunks(const Lists& lists, int64_t first, int64_t end, Shared& s) {
     for_threads([&](int t) {
-        if (t == 0) s.total = Found{0.0, 0, 0, 0};
+        if (t == 0) s.total = Found{0.0, 0, 0};
     });
     for (int64_t base = first; base < end; base += kThreads) {
         const int count = end - base < kThreads ? int(end - base) : kThreads;
@@ -160,16 +157,14 @@ FP16OPT_HD void add_chunks(const Lists& lists, int64_t first, int64_t end, Share
             if (t >= count) return;
             const Found* part = lists.partial + base + t;
             if (finds & kSumsq) s.sums[t] = read_fresh(&part->sumsq);
-            if (finds & kHash) s.hashes[t] = read_fresh(&part->hash);
-            if (finds & kSample) s.samples[t] = read_fresh(&part->sample);
+            if (finds & kDigest) s.digests[t] = read_fresh(&part->digest);
             if (finds & kFlags) s.flags[t] = read_fresh(&part->flags);
         });
         for_threads([&](int t) {
             if (t != 0) return;
             for (int k = 0; k < count; ++k) {
                 if (finds & kSumsq) s.total.sumsq += s.sums[k];
-                if (finds & kHash) s.total.hash += s.hashes[k];
-                if (finds & kSample) s.total.sample += s.samples[k];
+                if (finds & kDigest) s.total.digest += s.digests[k];
                 if (finds & kFlags) s.total.flags |= s.flags[k];
             }
         });
@@ -191,7 +186,7 @@ FP16OPT_HD void run_finding(const Operation& operation, const Lists& lists, int6
         reduce<finds>(s);
         for_threads([&](int t) {
             if (t != 0) return;
-            s.total = Found{s.sums[0], s.hashes[0], s.samples[0], s.flags[0]};
+            s.total = Found{s.sums[0], s.digests[0], s.flags[0]};
             s.tensor_done = true;
             if (end - first == 1) return;
             lists.partial[block] = s.total;
@@ -209,7 +204,7 @@ FP16OPT_HD void run_finding(const Operation& operation, const Lists& lists, int6
     for_threads([&](int t) {
         for (int32_t i = t; i < lists.entries; i += kThreads) {
             if (lists.table[i].first_chunk == lists.table[i + 1].first_chunk) {
-                operation.report(lists.table[i], Found{0.0, 0, 0, 0});
+                operation.report(lists.table[i], Found{0.0, 0, 0});
             }
         }
     });
@@ -219,7 +214,7 @@ FP16OPT_HD void run_finding(const Operation& operation, const Lists& lists, int6
 // The sum of n numbers, one by one from the first, and whether any flag is set; in s.total.
 FP16OPT_HD void total_of_rows(const double* sumsq, const int32_t* flags, int64_t n, Shared& s) {
     for_threads([&](int t) {
-        if (t == 0) s.total = Found{0.0, 0, 0, 0};
+        if (t == 0) s.total = Found{0.0, 0, 0};
     });
     for (int64_t base = 0; base < n; base += kThreads) {
         const int count = n - base < kThreads ? int(n - base) : kThreads;

@@ -66,7 +66,7 @@ class Masters {
 public:
     // The models' list is -1 where there are none.
     FP16OPT_HD Masters(const Lists& lists, const Chunk& chunk, int master_list, int model_list)
-        : first_(lists.bytes_at(master_list, chunk)), models_(nullptr), first_word_(chunk.start / 4),
+        : first_(lists.bytes_at(master_list, chunk)), models_(nullptr),
           split_(lists.dtype(master_list, chunk) != DType::single), half_(false), aligned_(is_aligned(first_)),
           models_aligned_(false) {
         if (model_list < 0) return;
@@ -143,12 +143,10 @@ private:
             FP16OPT_UNROLL
             for (int k = 0; k < kGroup; ++k) found.flags |= cast_flags(p.v[k], first_infinite<Model>());
         }
-        found.hash += weights.hash(first_word_ + i / 4, valid);
     }
 
     char* first_;
     Half* models_;
-    int64_t first_word_;
     bool split_, half_, aligned_, models_aligned_;
 };
 

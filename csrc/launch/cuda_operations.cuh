@@ -36,27 +36,8 @@ FP16OPT_HD void widen_to(const Eight<T>& from, Eight<float>& to) {
 }
 FP16OPT_HD void widen_to(const Eight<double>& from, Eight<double>& to) { to = from; }
 
-// A group's terms in the content hash, and in the sample of it.
-FP16OPT_HD void add_hash(const Eight<Half>& e, const Chunk& chunk, int i, int valid, bool in_sample, Found& found) {
-    const uint64_t terms = e.hash((chunk.start + i) / 4, valid);
-    found.hash += terms;
-    if (in_sample) found.sample += terms;
-}
-
-// One thread's part of the hash and of the sample of a chunk. They see bits, so one storage type serves for both.
-FP16OPT_HD Found hash_chunk(const Half* values, const Chunk& chunk, int thread) {
-    const bool aligned = is_aligned(values);
-    const int mask = int(sample_stride(chunk.numel)) - 1;  // a power of two, less one
-    Found found{0.0, 0, 0, 0};
-    for_groups<Eight<Half>, rows_ahead<Half>()>(
-        chunk.numel, thread, [&](int i, Eight<Half>& raw, int valid) { load(raw, values + i, aligned, valid); },
-        [&](int i, const Eight<Half>& raw, int valid) { add_hash(raw, chunk, i, valid, (i & mask) < 64, found); });
-    return found;
-}
-
-// outs = grads * inv_scale, or outs += where lists.add; then norm and found_inf over all n rows. Lists: grads, outs, and
-// 16-bit tensors that are hashed in passing; an entry may have nothing but such a tensor. Without `write` outs stay as
-// they are, and all else is as if they were written.
+// outs = grads * inv_scale, or outs += where lists.add; then norm and found_inf over all n rows. Lists: grads, outs.
+// Without `write` there need be no outs, and all else is as if they were written.
 struct Unscale {
     const float* inv_scale;
     int32_t* nonfinite;
@@ -64,19 +45,8 @@ struct Unscale {
     int64_t n;
     double* norm;
     float* found_inf;
-    int64_t *hashes, *samples;  // null where nothing is hashed
     bool write;
-    static constexpr int finds = kSumsq | kHash | kSample | kFlags;
-
-    template <class From, bool kWatched>
-    struct Raw {
-        Eight<From> grad;
-        Eight<Half> watched;
-    };
-    template <class From>
-    struct Raw<From, false> {
-        Eight<From> grad;
-    };
+    static constexpr int finds = kSumsq | kFlags;
 
     static FP16OPT_HD uint32_t flags_of(const Eight<float>& product, const Eight<float>& before, const Eight<float>& after,
                                         bool add) {
@@ -112,26 +82,19 @@ struct Unscale {
         if constexpr (!kSumsStored<From> || kAdd) found.sumsq += group_of(result);
     }
 
-    template <class From, bool kWatched, bool kAdd>
+    template <class From, bool kAdd>
     FP16OPT_HD Found work_as(const Lists& lists, const Chunk& chunk, int thread) const {
         const From* grad = lists.at<const From>(0, chunk);
-        float* out = lists.at<float>(1, chunk);
-        const Half* watched = kWatched ? lists.at<const Half>(2, chunk) : nullptr;
-        const bool aligned = is_aligned(grad), out_aligned = is_aligned(out), watched_aligned = is_aligned(watched);
+        float* out = lists.at<float>(write ? 1 : 0, chunk);  // never null: a choice hides that it is global memory
+        const bool aligned = is_aligned(grad), out_aligned = is_aligned(out);
         const float factor = *inv_scale;
-        const int mask = int(sample_stride(chunk.numel)) - 1;  // a power of two, less one
-        Found found{0.0, 0, 0, 0};
+        Found found{0.0, 0, 0};
         // The rarer kinds of work load less ahead: registers that they need would be missing in all.
-        constexpr int ahead = kAdd || sizeof(From) != 2 ? 1 : kWatched ? 2 : 4;
-        for_groups<Raw<From, kWatched>, ahead>(
-            chunk.numel, thread,
-            [&](int i, Raw<From, kWatched>& raw, int valid) {
-                load(raw.grad, grad + i, aligned, valid);
-                if constexpr (kWatched) load(raw.watched, watched + i, watched_aligned, valid);
-            },
-            [&](int i, const Raw<From, kWatched>& raw, int valid) {
-                group<From, kAdd>(raw.grad, out + i, out_aligned, valid, factor, found);
-                if constexpr (kWatched) add_hash(raw.watched, chunk, i, valid, (i & mask) < 64, found);
+        constexpr int ahead = kAdd || sizeof(From) != 2 ? 1 : 4;
+        for_groups<Eight<From>, ahead>(
+            chunk.numel, thread, [&](int i, Eight<From>& raw, int valid) { load(raw, grad + i, aligned, valid); },
+            [&](int i, const Eight<From>& raw, int valid) {
+                group<From, kAdd>(raw, out + i, out_aligned, valid, factor, found);
             });
         if constexpr (kSumsStored<From> && !kAdd) found.sumsq = unscale(found.sumsq, square(double(factor)));
         return found;
@@ -139,22 +102,17 @@ struct Unscale {
 
     template <class From>
     FP16OPT_HD Found work_of(const Lists& lists, const Chunk& chunk, int thread) const {
-        const bool watched = hashes != nullptr && lists.table[chunk.tensor].watched;
-        if (lists.add[chunk.tensor] == 0) {
-            return watched ? work_as<From, true, false>(lists, chunk, thread)
-                           : work_as<From, false, false>(lists, chunk, thread);
-        }
-        return watched ? work_as<From, true, true>(lists, chunk, thread)
-                       : work_as<From, false, true>(lists, chunk, thread);
+        if (lists.add[chunk.tensor] == 0) return work_as<From, false>(lists, chunk, thread);
+        return work_as<From, true>(lists, chunk, thread);
     }
 
     // Two elements at a time: eight doubles and what becomes of them would take more registers than all else here.
     FP16OPT_HD Found work_wide(const Lists& lists, const Chunk& chunk, int thread) const {
         const double* grad = lists.at<const double>(0, chunk);
-        double* out = lists.at<double>(1, chunk);
+        double* out = lists.at<double>(write ? 1 : 0, chunk);
         const bool aligned = is_aligned(grad), out_aligned = is_aligned(out), add = lists.add[chunk.tensor] != 0;
         const double factor = double(*inv_scale);
-        Found found{0.0, 0, 0, 0};
+        Found found{0.0, 0, 0};
         for (int i = thread * kGroup; i < chunk.numel; i += kRow) {
             double pairs[kGroup / 2];
             FP16OPT_UNROLL
@@ -175,10 +133,6 @@ struct Unscale {
     }
 
     FP16OPT_HD Found work(const Lists& lists, const Chunk& chunk, int thread) const {
-        if (!lists.table[chunk.tensor].served) {
-            if (hashes == nullptr) return Found{0.0, 0, 0, 0};
-            return hash_chunk(lists.at<const Half>(2, chunk), chunk, thread);
-        }
         switch (lists.dtype(0, chunk)) {
             case DType::half: return work_of<Half>(lists, chunk, thread);
             case DType::bfloat16: return work_of<BFloat16>(lists, chunk, thread);
@@ -188,14 +142,8 @@ struct Unscale {
     }
 
     FP16OPT_HD void report(const Entry& entry, const Found& found) const {
-        if (entry.served) {
-            nonfinite[entry.row] = int32_t(found.flags);
-            sumsq[entry.row] = found.sumsq;
-        }
-        if (hashes != nullptr && entry.watched) {
-            hashes[entry.row] = int64_t(found.hash);
-            samples[entry.row] = int64_t(found.sample);
-        }
+        nonfinite[entry.row] = int32_t(found.flags);
+        sumsq[entry.row] = found.sumsq;
     }
 
     FP16OPT_HD void finish(Shared& s) const {
@@ -208,11 +156,11 @@ struct Unscale {
     }
 };
 
-// outs = (grads * inv_scale) * factor, in two roundings; of these nothing is found. Lists: as for Unscale.
+// outs = (grads * inv_scale) * factor, in two roundings. Lists: as for Unscale.
 struct UnscaleClipped {
     const float *inv_scale, *factor;
-    int64_t *hashes, *samples;  // null where nothing is hashed
-    static constexpr int finds = kHash | kSample;
+
+    FP16OPT_HD bool is_needed() const { return true; }
 
     template <class From, class Out>
     FP16OPT_HD void write(const Lists& lists, const Chunk& chunk, int thread) const {
@@ -231,26 +179,14 @@ struct UnscaleClipped {
             });
     }
 
-    FP16OPT_HD Found work(const Lists& lists, const Chunk& chunk, int thread) const {
-        if (lists.table[chunk.tensor].served) {
-            switch (lists.dtype(0, chunk)) {
-                case DType::half: write<Half, float>(lists, chunk, thread); break;
-                case DType::bfloat16: write<BFloat16, float>(lists, chunk, thread); break;
-                case DType::single: write<float, float>(lists, chunk, thread); break;
-                default: write<double, double>(lists, chunk, thread);
-            }
+    FP16OPT_HD void work(const Lists& lists, const Chunk& chunk, int thread) const {
+        switch (lists.dtype(0, chunk)) {
+            case DType::half: return write<Half, float>(lists, chunk, thread);
+            case DType::bfloat16: return write<BFloat16, float>(lists, chunk, thread);
+            case DType::single: return write<float, float>(lists, chunk, thread);
+            default: return write<double, double>(lists, chunk, thread);
         }
-        if (hashes == nullptr || !lists.table[chunk.tensor].watched) return Found{0.0, 0, 0, 0};
-        return hash_chunk(lists.at<const Half>(2, chunk), chunk, thread);
     }
-
-    FP16OPT_HD void report(const Entry& entry, const Found& found) const {
-        if (hashes == nullptr || !entry.watched) return;
-        hashes[entry.row] = int64_t(found.hash);
-        samples[entry.row] = int64_t(found.sample);
-    }
-
-    FP16OPT_HD void finish(Shared&) const {}
 };
 
 // Sums of squares, each norm, and the total over all n rows.
@@ -264,7 +200,7 @@ struct Norm {
     static FP16OPT_HD Found work_as(const Lists& lists, const Chunk& chunk, int thread) {
         const From* values = lists.at<const From>(0, chunk);
         const bool aligned = is_aligned(values);
-        Found found{0.0, 0, 0, 0};
+        Found found{0.0, 0, 0};
         for_groups<Eight<From>, rows_ahead<From>()>(
             chunk.numel, thread,
             [&](int i, Eight<From>& raw, int valid) { load(raw, values + i, aligned, valid); },
@@ -303,15 +239,14 @@ struct Norm {
 // Rounds masters to 16 bits. Lists: masters, params.
 struct Cast {
     int32_t* overflow;
-    int64_t* hashes;
-    static constexpr int finds = kHash | kFlags;
+    static constexpr int finds = kFlags;
 
     template <class To>
     static FP16OPT_HD Found work_as(const Lists& lists, const Chunk& chunk, int thread) {
         const float* master = lists.at<const float>(0, chunk);
         To* param = lists.at<To>(1, chunk);
         const bool aligned = is_aligned(master), param_aligned = is_aligned(param);
-        Found found{0.0, 0, 0, 0};
+        Found found{0.0, 0, 0};
         for_groups<Eight<float>, rows_ahead<float>()>(
             chunk.numel, thread,
             [&](int i, Eight<float>& raw, int valid) { load(raw, master + i, aligned, valid); },
@@ -322,7 +257,6 @@ struct Cast {
                 }
                 const Eight<To> rounded = narrow_eight<To>(raw);
                 store(rounded, param + i, param_aligned, valid);
-                found.hash += rounded.hash((chunk.start + i) / 4, valid);
             });
         return found;
     }
@@ -334,44 +268,35 @@ struct Cast {
 
     FP16OPT_HD void report(const Entry& entry, const Found& found) const {
         overflow[entry.row] = int32_t(found.flags);
-        hashes[entry.row] = int64_t(found.hash);
     }
 
     FP16OPT_HD void finish(Shared&) const {}
 };
 
-// The content hash of 16-bit tensors. It sees bits, so one storage type serves for both.
-struct Hash {
-    int64_t* hashes;
-    static constexpr int finds = kHash;
-
-    FP16OPT_HD Found work(const Lists& lists, const Chunk& chunk, int thread) const {
-        return hash_chunk(lists.at<const Half>(0, chunk), chunk, thread);
-    }
-    FP16OPT_HD void report(const Entry& entry, const Found& found) const { hashes[entry.row] = int64_t(found.hash); }
-    FP16OPT_HD void finish(Shared&) const {}
-};
-
-// The hash of a few elements from everywhere: eight threads take the 64 of every 8,192.
+// The digest of each 16-bit tensor's sample. It sees bits, so one storage type serves for both.
 struct Sample {
     int64_t* samples;
-    static constexpr int finds = kSample;
+    static constexpr int finds = kDigest;
 
     FP16OPT_HD Found work(const Lists& lists, const Chunk& chunk, int thread) const {
         const Half* values = lists.at<const Half>(0, chunk);
-        const bool aligned = is_aligned(values);
-        const int every = int(sample_stride(chunk.numel)), width = kThreads / 8 * every;
-        Found found{0.0, 0, 0, 0};
-        for (int i = thread / 8 * every + thread % 8 * kGroup; i < chunk.numel; i += width) {
-            Eight<Half> raw;
-            const int valid = chunk.numel - i < kGroup ? chunk.numel - i : kGroup;
-            load(raw, values + i, aligned, valid);
-            add_hash(raw, chunk, i, valid, true, found);
+        const int64_t stride = lists.table[chunk.tensor].stride;
+        Found found{0.0, 0, 0};
+        if (stride == 0) {
+            const bool aligned = is_aligned(values);
+            for_groups<Eight<Half>, rows_ahead<Half>()>(
+                chunk.numel, thread, [&](int i, Eight<Half>& raw, int valid) { load(raw, values + i, aligned, valid); },
+                [&](int i, const Eight<Half>& raw, int valid) { found.digest += raw.sample_terms(i / 4, valid); });
+            return found;
+        }
+        const int64_t first = (chunk.start + stride - 1) / stride;
+        for (int64_t i = (first + thread) * stride; i < chunk.start + chunk.numel; i += kThreads * stride) {
+            found.digest += sample_term(values[i - chunk.start].bits, i);
         }
         return found;
     }
     FP16OPT_HD void report(const Entry& entry, const Found& found) const {
-        samples[entry.row] = int64_t(found.sample);
+        samples[entry.row] = int64_t(found.digest);
     }
     FP16OPT_HD void finish(Shared&) const {}
 };
@@ -481,20 +406,13 @@ struct Axpby {
     }
 };
 
-// Masters take the model's values in the elements whose bits are not those of the rounded master, in tensors of which one
-// of two pairs of hashes differs. Lists: masters, params.
+// Masters take the model's values in the elements whose bits are not those of the rounded master, in tensors whose
+// digests differ. Lists: masters, params.
 struct Take {
-    const int64_t *now, *then;                // hashes: by place, and by row
-    const int64_t *now_sample, *then_sample;  // the same of the samples, both by place, or null
-    const int64_t* places;                    // by row; null where places are rows
-    int32_t* taken;                           // by row: set to 1 where an element was taken, never cleared
+    const int64_t *now, *then;  // digests, by row
+    int32_t* taken;             // by row: set to 1 where an element was taken, never cleared
 
     FP16OPT_HD bool is_needed() const { return true; }
-
-    FP16OPT_HD bool moved(int64_t row) const {
-        const int64_t place = places == nullptr ? row : places[row];
-        return now[place] != then[row] || (now_sample != nullptr && now_sample[place] != then_sample[place]);
-    }
 
     template <class T>
     static FP16OPT_HD bool group(float* master, const T* param, bool aligned, bool param_aligned, int valid) {
@@ -527,7 +445,8 @@ struct Take {
     }
 
     FP16OPT_HD void work(const Lists& lists, const Chunk& chunk, int thread) const {
-        if (!moved(lists.table[chunk.tensor].row)) return;
+        const int64_t row = lists.table[chunk.tensor].row;
+        if (now[row] == then[row]) return;
         if (lists.dtype(1, chunk) == DType::half) return work_as<Half>(lists, chunk, thread);
         work_as<BFloat16>(lists, chunk, thread);
     }

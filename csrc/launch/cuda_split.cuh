@@ -8,13 +8,12 @@ FP16OPT_BEGIN
 // Lists: masters, models, remainders.
 struct Split {
     int32_t* overflow;
-    int64_t* hashes;
-    static constexpr int finds = kHash | kFlags;
+    static constexpr int finds = kFlags;
 
     FP16OPT_HD Found work(const Lists& lists, const Chunk& chunk, int thread) const {
         const Singles masters(lists, 0, chunk);
         const Masters to(lists, chunk, 2, 1);
-        Found found{0.0, 0, 0, 0};
+        Found found{0.0, 0, 0};
         for_each_group(chunk.numel, thread, [&](int i, int valid) {
             Eight<float> p;
             masters.get(i, p, valid);
@@ -25,7 +24,6 @@ struct Split {
 
     FP16OPT_HD void report(const Entry& entry, const Found& found) const {
         overflow[entry.row] = int32_t(found.flags);
-        hashes[entry.row] = int64_t(found.hash);
     }
     FP16OPT_HD void finish(Shared&) const {}
 };
@@ -47,18 +45,17 @@ struct Join {
     }
 };
 
-// Weights that something else wrote stand for themselves: remainders are made anew in tensors of which one of two pairs of
-// hashes differs. Lists: models, remainders.
+// Weights that something else wrote stand for themselves: remainders are made anew in tensors whose digests differ.
+// Lists: models, remainders.
 struct Renew {
-    const int64_t *now, *then;                // hashes, by row
-    const int64_t *now_sample, *then_sample;  // the same of the samples, or null
-    int32_t* taken;                           // by row: set to 1 where remainders were made anew, never cleared
+    const int64_t *now, *then;  // digests, by row
+    int32_t* taken;             // by row: set to 1 where remainders were made anew, never cleared
 
     FP16OPT_HD bool is_needed() const { return true; }
 
     FP16OPT_HD void work(const Lists& lists, const Chunk& chunk, int thread) const {
         const int64_t row = lists.table[chunk.tensor].row;
-        if (now[row] == then[row] && (now_sample == nullptr || now_sample[row] == then_sample[row])) return;
+        if (now[row] == then[row]) return;
         const Half* models = lists.at<const Half>(0, chunk);
         Half* remainders = lists.at<Half>(1, chunk);
         const bool half = lists.dtype(0, chunk) == DType::half, aligned = is_aligned(models);

@@ -52,8 +52,8 @@ inline StepCommon common_of(const Launch& launch, const CudaStep& step, int stat
         table.require_dtypes(1, {DType::single});
     }
     const Entry* entries = lists_of(table, launch.memory).table;
-    return {step.inv_scale, step.coefficient, step.found_inf, step.members,
-            entries,        step.overflow,    step.hashes,    step.has_models ? lists - 1 : -1};
+    return {step.inv_scale, step.coefficient, step.found_inf,
+            step.members,   entries,          step.overflow,  step.has_models ? lists - 1 : -1};
 }
 
 }  // namespace fp16opt

@@ -28,9 +28,8 @@ struct StepCommon {
     const Member* members;   // by entry
     const Entry* table;
     int32_t* overflow;
-    int64_t* hashes;
     int32_t model_list;  // -1: parameters that are their own masters
-    static constexpr int finds = kHash | kFlags;
+    static constexpr int finds = kFlags;
 
     FP16OPT_HD bool is_needed() const { return found_inf == nullptr || *found_inf == 0.0f; }
     FP16OPT_HD GradFactors factors(bool maximize) const { return {*inv_scale, maximize ? -*coefficient : *coefficient}; }
@@ -43,9 +42,7 @@ struct StepCommon {
     FP16OPT_HD void report(const Entry& entry, const Found& found) const {
         const Member& member = members[&entry - table];
         if (member.step != nullptr) *in_global_memory(member.step) += 1.0f;
-        if (model_list < 0) return;
-        overflow[entry.row] = int32_t(found.flags);
-        hashes[entry.row] = int64_t(found.hash);
+        if (model_list >= 0) overflow[entry.row] = int32_t(found.flags);
     }
     FP16OPT_HD void finish(Shared&) const {}
 };
@@ -72,7 +69,7 @@ struct AdamStep : StepCommon {
         const Grads grads(lists, chunk);
         const Masters masters(lists, chunk, 1, model_list);
         const Singles exp_avg(lists, 2, chunk), exp_avg_sq(lists, 3, chunk), largest(lists, kAmsgrad ? 4 : 3, chunk);
-        Found found{0.0, 0, 0, 0};
+        Found found{0.0, 0, 0};
         for_each_group(chunk.numel, thread, [&](int i, int valid) {
             Words raw_grad, raw_master;
             Eight<float> g, p, m, v, top;
@@ -121,7 +118,7 @@ struct SgdStep : StepCommon {
         const Grads grads(lists, chunk);
         const Masters masters(lists, chunk, 1, model_list);
         const Singles buffers(lists, kBuffer == kNone ? 1 : 2, chunk);
-        Found found{0.0, 0, 0, 0};
+        Found found{0.0, 0, 0};
         for_each_group(chunk.numel, thread, [&](int i, int valid) {
             Words raw_grad, raw_master;
             Eight<float> g, p, b;

@@ -4,8 +4,8 @@
 
 #include "../core/dtype.h"
 #include "../functors/cast.h"
-#include "../functors/hash.h"
 #include "../functors/l2norm.h"
+#include "../functors/sample.h"
 
 #if defined(__CUDACC__)
 #define FP16OPT_UNROLL _Pragma("unroll")
@@ -54,12 +54,12 @@ struct Eight {
     FP16OPT_HD void set(int i, T value) {  // of a place that is clear
         bytes.word[i / 2] |= uint32_t(value.bits) << (i % 2 * 16);
     }
-    // The content hash's terms of the first `valid` elements; the others must be clear.
-    FP16OPT_HD uint64_t hash(int64_t first_word, int valid) const {
+    // A digest's terms of the first `valid` elements; the others must be clear.
+    FP16OPT_HD uint64_t sample_terms(int64_t first_word, int valid) const {
         const uint64_t low = bytes.word[0] | uint64_t(bytes.word[1]) << 32;
         const uint64_t high = bytes.word[2] | uint64_t(bytes.word[3]) << 32;
-        const uint64_t sum = hash_word(low, hash_key(first_word));
-        return valid <= 4 ? sum : sum + hash_word(high, hash_key(first_word + 1));
+        const uint64_t sum = sample_term(low, first_word);
+        return valid <= 4 ? sum : sum + sample_term(high, first_word + 1);
     }
 };
 

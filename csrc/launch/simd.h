@@ -4,7 +4,6 @@
 #pragma once
 
 #include "../functors/cast.h"
-#include "../functors/hash.h"
 #include "../functors/l2norm.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
@@ -20,8 +19,7 @@
 
 FP16OPT_BEGIN
 
-constexpr int kBlock = 64;             // elements
-constexpr int kBlockWords = kBlock / 4;  // 64-bit words of 16-bit elements
+constexpr int kBlock = 64;  // elements
 
 #if defined(FP16OPT_AVX512) || defined(FP16OPT_AVX2)
 
@@ -191,29 +189,6 @@ FP16OPT_HD bool any_from(const Block& b, uint32_t limit) {
     return _mm512_cmpge_epu32_mask(largest, _mm512_set1_epi32(int(limit))) != 0;
 }
 
-// The hash of consecutive blocks. `first` is the place of the first word in the tensor.
-struct BlockHash {
-    __m512i key, sum;
-    explicit FP16OPT_HD BlockHash(int64_t first) : sum(_mm512_setzero_si512()) {
-        alignas(64) uint64_t keys[8];
-        for (int i = 0; i < 8; ++i) keys[i] = hash_key(first + i);
-        key = _mm512_load_si512(keys);
-    }
-    FP16OPT_HD void add(const Narrow& n) {
-        const __m512i step = _mm512_set1_epi64(int64_t(8 * kHashKey));
-        for (int i = 0; i < 2; ++i) {
-            const __m512i x = _mm512_xor_si512(n.v[i], key);
-            sum = _mm512_add_epi64(sum, _mm512_add_epi64(_mm512_mul_epu32(x, _mm512_srli_epi64(x, 32)), n.v[i]));
-            key = _mm512_add_epi64(key, step);
-        }
-    }
-    FP16OPT_HD uint64_t total() const {  // unsigned: _mm512_reduce_add_epi64 adds signed numbers, which may overflow
-        alignas(64) uint64_t parts[8];
-        _mm512_store_si512(parts, sum);
-        return ((parts[0] + parts[1]) + (parts[2] + parts[3])) + ((parts[4] + parts[5]) + (parts[6] + parts[7]));
-    }
-};
-
 #elif defined(FP16OPT_AVX2)
 
 typedef __m256 Floats;
@@ -258,28 +233,6 @@ FP16OPT_HD void narrow_to(BFloat16, const Block& b, Narrow& n) {
         n.v[i] = _mm256_permute4x64_epi64(packed, 0xd8);
     }
 }
-
-struct BlockHash {
-    __m256i key, sum;
-    explicit FP16OPT_HD BlockHash(int64_t first) : sum(_mm256_setzero_si256()) {
-        alignas(32) uint64_t keys[4];
-        for (int i = 0; i < 4; ++i) keys[i] = hash_key(first + i);
-        key = _mm256_load_si256(reinterpret_cast<const __m256i*>(keys));
-    }
-    FP16OPT_HD void add(const Narrow& n) {
-        const __m256i step = _mm256_set1_epi64x(int64_t(4 * kHashKey));
-        for (int i = 0; i < 4; ++i) {
-            const __m256i x = _mm256_xor_si256(n.v[i], key);
-            sum = _mm256_add_epi64(sum, _mm256_add_epi64(_mm256_mul_epu32(x, _mm256_srli_epi64(x, 32)), n.v[i]));
-            key = _mm256_add_epi64(key, step);
-        }
-    }
-    FP16OPT_HD uint64_t total() const {
-        alignas(32) uint64_t parts[4];
-        _mm256_store_si256(reinterpret_cast<__m256i*>(parts), sum);
-        return (parts[0] + parts[1]) + (parts[2] + parts[3]);
-    }
-};
 
 #else  // plain C++, which the compiler vectorises for the baseline; on ARM with NEON's float16 converters
 
@@ -344,19 +297,6 @@ FP16OPT_HD void add_stored_groups(const Block& b, double* lanes) {
         lanes[g] += double(group_sum(e[0], e[1], e[2], e[3], e[4], e[5], e[6], e[7]));
     }
 }
-
-struct BlockHash {
-    int64_t word;
-    uint64_t sum = 0;
-    explicit FP16OPT_HD BlockHash(int64_t first) : word(first) {}
-    FP16OPT_HD void add(const Narrow& n) {
-        uint64_t words[kBlockWords];
-        memcpy(words, n.v, sizeof(words));
-        for (int i = 0; i < kBlockWords; ++i) sum += hash_word(words[i], hash_key(word + i));
-        word += kBlockWords;
-    }
-    FP16OPT_HD uint64_t total() const { return sum; }
-};
 
 typedef Block SumBlock;
 FP16OPT_HD void finish_streaming() {}

@@ -124,9 +124,8 @@ FP16OPT_HD void remainders_of_finite(const Block&, const Block&, uint16_t*) {}
 template <class Model>
 class SplitMaster {
 public:
-    FP16OPT_HD SplitMaster(void* model, void* remainder, int64_t first_word)
-        : model_(static_cast<Model*>(model)), remainder_(static_cast<uint16_t*>(remainder)), first_word_(first_word),
-          blocks_(first_word) {}
+    FP16OPT_HD SplitMaster(void* model, void* remainder)
+        : model_(static_cast<Model*>(model)), remainder_(static_cast<uint16_t*>(remainder)) {}
 
     FP16OPT_HD void read(int64_t i, int valid, Block& p) const {
         if (valid == kBlock) {
@@ -155,7 +154,7 @@ public:
             store(to, narrow, false);
             widen_weights(Model{}, to, wide);
             remainders_of_finite(p, wide, valid == kBlock ? remainder_ + i : remainders.v);
-            if (valid == kBlock) return blocks_.add(narrow);
+            if (valid == kBlock) return;
         } else {
             const Singles master(p);
             if (FP16OPT_UNLIKELY(any_from(p, first_infinite<Model>()))) note(master, valid);
@@ -168,17 +167,9 @@ public:
         }
         weights.copy_to(model_ + i, valid);
         remainders.copy_to(remainder_ + i, valid);
-        if (valid == kBlock) {
-            Narrow narrow;
-            load(static_cast<const void*>(weights.v), narrow);
-            blocks_.add(narrow);
-        } else {
-            tail_hash_ = hash_tail(weights.v, valid, first_word_ + i / 4);
-        }
     }
 
     FP16OPT_HD void finish() const {}
-    FP16OPT_HD uint64_t hash() const { return blocks_.total() + tail_hash_; }
     FP16OPT_HD uint32_t flags() const { return flags_; }
 
 private:
@@ -188,9 +179,6 @@ private:
 
     Model* model_;
     uint16_t* remainder_;
-    int64_t first_word_;
-    BlockHash blocks_;
-    uint64_t tail_hash_ = 0;
     uint32_t flags_ = 0;
 };
 

@@ -85,14 +85,13 @@ FP16OPT_HD void set(float* to, int valid, const Block& b) {
 
 // Where masters live. A step reads and writes them through such a type and knows nothing else of how they are stored:
 // `read` and `write` take the place in the chunk and how many elements of the block are valid; `finish` comes after the last
-// block, then `hash` and `flags` tell of all that was written. This one is FP32 masters beside the 16-bit weights that they
+// block, then `flags` tells of all that was written. This one is FP32 masters beside the 16-bit weights that they
 // are rounded to.
 template <class Model>
 class FullMaster {
 public:
-    FP16OPT_HD FullMaster(void* master, void* model, int64_t first_word, bool stream)
-        : master_(static_cast<float*>(master)), model_(static_cast<Model*>(model)), first_word_(first_word),
-          stream_(stream), blocks_(first_word) {}
+    FP16OPT_HD FullMaster(void* master, void* model, bool stream)
+        : master_(static_cast<float*>(master)), model_(static_cast<Model*>(model)), stream_(stream) {}
 
     FP16OPT_HD void read(int64_t i, int valid, Block& p) { get(static_cast<const float*>(master_ + i), valid, p); }
 
@@ -103,19 +102,16 @@ public:
         narrow_to(Model{}, p, narrow);
         if (valid == kBlock) {
             store(static_cast<void*>(model_ + i), narrow, stream_);
-            blocks_.add(narrow);
         } else {
             Model padded[kBlock];
             store(static_cast<void*>(padded), narrow, false);
             memcpy(model_ + i, padded, size_t(valid) * sizeof(Model));
-            tail_hash_ = hash_tail(padded, valid, first_word_ + i / 4);
         }
     }
 
     FP16OPT_HD void finish() const {
         if (stream_) finish_streaming();
     }
-    FP16OPT_HD uint64_t hash() const { return blocks_.total() + tail_hash_; }
     FP16OPT_HD uint32_t flags() const { return flags_; }
 
 private:
@@ -125,10 +121,7 @@ private:
 
     float* master_;
     Model* model_;
-    int64_t first_word_;
     bool stream_;
-    BlockHash blocks_;
-    uint64_t tail_hash_ = 0;
     uint32_t flags_ = 0;
 };
 
@@ -139,7 +132,6 @@ public:
     FP16OPT_HD void read(int64_t i, int valid, Block& p) { get(static_cast<const float*>(master_ + i), valid, p); }
     FP16OPT_HD void write(int64_t i, int valid, const Block& p) { set(master_ + i, valid, p); }
     FP16OPT_HD void finish() const {}
-    FP16OPT_HD uint64_t hash() const { return 0; }
     FP16OPT_HD uint32_t flags() const { return 0; }
 
 private:

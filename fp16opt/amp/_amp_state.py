@@ -15,7 +15,7 @@ from .policy import AmpError, Properties
 if TYPE_CHECKING:
     from .scaler import LossScaler
 
-__all__ = ["AmpState", "_amp_state", "master_params", "maybe_print", "warn_or_err"]
+__all__ = ["AmpState", "_amp_state", "master_params", "maybe_print", "rank", "warn_or_err"]
 
 logger = logging.getLogger("fp16opt.amp")
 
@@ -28,7 +28,7 @@ class AmpState:
         hard_override: Refusals only warn.
         allow_incoming_model_not_fp32: Models with 16-bit parameters are let in.
         opt_properties: What the last ``initialize`` resolved.
-        loss_scalers: One a loss id, of the last ``initialize``.
+        loss_scalers: One a loss id, of the last ``initialize``: those that all optimizers use. Always the same list.
         handle: Its ``_deactivate()`` takes the O1 casts out.
         min_loss_scale, max_loss_scale: Of the last ``initialize``.
         fp32_modules: Module classes that stay in FP32 wherever batch norm does. Add your own norms.
@@ -53,11 +53,12 @@ _amp_state = AmpState()
 
 def maybe_print(msg: object, rank0: bool = False) -> None:
     """Log ``msg`` unless verbosity is 0; with ``rank0`` only on rank 0 of a distributed run."""
-    if _amp_state.verbosity > 0 and not (rank0 and _rank() != 0):
+    if _amp_state.verbosity > 0 and not (rank0 and rank() != 0):
         logger.info("%s", msg)
 
 
-def _rank() -> int:
+def rank() -> int:
+    """This process's rank in a distributed run, else 0."""
     distributed = torch.distributed
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from ._amp_state import _amp_state, _rank, logger, warn_or_err
+from ._amp_state import _amp_state, logger, rank, warn_or_err
 from .handle import AmpHandle, NoOpHandle
 from .models import check_model, prepare_model
 from .optimizers import Setup, adopt, check_optimizer, wrapped_in
@@ -51,10 +50,10 @@ def initialize(
         master_weights: Whether 16-bit parameters get FP32 masters.
         loss_scale: A number, or "dynamic" (the default of O1 and O2).
         cast_model_outputs: dtype of what models return; the default is float32 where the model was cast.
-        num_losses: How many scalers ``scale_loss(loss_id=...)`` chooses from.
+        num_losses: How many scalers ``scale_loss(loss_id=...)`` chooses from. They are the process's, as in apex:
+            optimizers of earlier calls use the new ones from now on.
         verbosity: 0: silent. 1: a line here, and skipped steps. 2: O1's casts.
-        min_loss_scale: The floor of dynamic scales; None: 2**-14.
-        max_loss_scale: Their ceiling; None: none.
+        min_loss_scale, max_loss_scale: The limits of dynamic scales; None: 2**-14, and no ceiling.
 
     Returns:
         The same objects in the same form: a list for a list, one for one, the models alone without optimizers.
@@ -85,7 +84,7 @@ def initialize(
     _check_verbosity(verbosity)
     _check(model_list, optimizer_list, cast_model_outputs)
     scalers = _make_scalers(properties.loss_scale, num_losses, min_loss_scale, max_loss_scale, optimizer_list)
-    _prepare(model_list, optimizer_list, properties, cast_model_outputs, scalers, verbosity)
+    _prepare(model_list, optimizer_list, properties, cast_model_outputs, verbosity)
     _begin_session(properties, scalers, verbosity, min_loss_scale, max_loss_scale)
     if properties.patch_torch_functions:
         _amp_state.casts.activate(verbose=verbosity > 1)
@@ -103,11 +102,11 @@ def _prepare(
     optimizers: list[Any],
     properties: Properties,
     outputs: torch.dtype | None,
-    scalers: list[LossScaler],
     verbosity: int,
 ) -> None:
     """Change models and optimizers that were found good."""
-    setup = Setup(scalers, bool(properties.master_weights), bool(properties.patch_torch_functions), verbosity)
+    casts = bool(properties.patch_torch_functions)
+    setup = Setup(_amp_state.loss_scalers, bool(properties.master_weights), casts, verbosity)
     for model in models:
         prepare_model(model, properties, outputs, _amp_state.fp32_modules)
     names = [pair for number, model in enumerate(models) for pair in _names(model, number, len(models))]
@@ -198,18 +197,18 @@ def _begin_session(
     properties: Properties, scalers: list[LossScaler], verbosity: int, floor: float | None, ceiling: float | None
 ) -> None:
     _amp_state.opt_properties = properties
-    _amp_state.loss_scalers = scalers
+    _amp_state.loss_scalers[:] = scalers  # in place: optimizers of earlier calls hold this list
     _amp_state.verbosity = verbosity
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = floor, ceiling
     if not isinstance(_amp_state.handle, AmpHandle):
         _amp_state.handle = AmpHandle(_amp_state.casts)
-    if verbosity > 0 and _rank() == 0:
+    if verbosity > 0 and rank() == 0:
         settings = ", ".join(f"{name}={value}" for name, value in properties.options.items() if name != "enabled")
         logger.info("%s %s", opt_levels[properties.opt_level].brief, settings)
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The loss scalers of the last ``initialize``: ``{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}``.
+    """The loss scalers in use: ``{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}``.
 
     Masters and optimizer state are in the optimizers' own. Empty where amp is not enabled. Syncs.
 
@@ -260,9 +259,3 @@ def _check_entry(key: object, entry: Any) -> None:
         raise AmpError(
             f"state_dict: entry {key!r}: expected {{'loss_scale': positive number, 'unskipped': count}}, got {entry!r}."
         )
-
-
-def optimizers_of(optimizers: Any) -> list[Optimizer]:
-    """The torch optimizers behind what ``scale_loss`` was given."""
-    many = isinstance(optimizers, (list, tuple))
-    return [wrapped_in(optimizer) for optimizer in (optimizers if many else [optimizers])]

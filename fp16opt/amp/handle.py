@@ -56,17 +56,17 @@ def scale_loss(
         yield loss
         return
     scaler = _scaler(engines, loss_id)
-    entered: list[tuple[AmpOptimizer, Any]] = []
+    entered: list[AmpOptimizer] = []
     leave_backward = _amp_state.casts.enter_backward()
     try:
         scaled = loss
         for engine in engines:
-            scaled, before = engine.enter(loss, scaler)
-            entered.append((engine, before))
+            scaled = engine.enter(loss, scaler)
+            entered.append(engine)
         yield scaled
     except BaseException:
-        for engine, before in entered:
-            engine.abandon(before)
+        for engine in entered:
+            engine.abandon()
         raise
     finally:
         leave_backward()
@@ -123,7 +123,7 @@ def _settle(engines: Sequence[AmpOptimizer], scaler: LossScaler, postpone: bool)
         each = [found, *(engine.settle_gradients(scaler) for engine in engines[1:])]
         found = torch.stack([flag.to(found.device) for flag in each]).amax()
         for engine in engines:
-            engine._steps.blame(scaler, found)
+            engine.blame(scaler, found)
     if postpone:
         scaler.postpone(found)
     else:
@@ -153,6 +153,13 @@ class AmpHandle:
         for model in models:
             self._alive.add(id(model))
             weakref.finalize(model, _forget, weakref.ref(self), id(model)).atexit = False
+
+    def forget(self, model_id: int) -> None:
+        """A model that was watched is gone."""
+        if model_id in self._alive:
+            self._alive.discard(model_id)
+            if not self._alive:
+                self._deactivate()
 
     def is_active(self) -> bool:
         """Whether functions cast their inputs."""
@@ -192,7 +199,7 @@ class AmpHandle:
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
         """The older interface: an optimizer whose ``scale_loss(loss)`` is called ``num_loss`` times a step."""
-        return OptimWrapper(optimizer, num_loss, self._casts)
+        return OptimWrapper(optimizer, num_loss, self._casts, scale_loss)
 
     def disable_casts(self) -> Any:
         """As ``amp.disable_casts()``."""
@@ -212,10 +219,8 @@ class AmpHandle:
 
 def _forget(reference: Callable[[], AmpHandle | None], model_id: int) -> None:
     handle = reference()
-    if handle is not None and model_id in handle._alive:
-        handle._alive.discard(model_id)
-        if not handle._alive:
-            handle._deactivate()
+    if handle is not None:
+        handle.forget(model_id)
 
 
 class NoOpHandle:
@@ -249,7 +254,7 @@ class NoOpHandle:
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
         """A wrapper that neither scales nor skips."""
-        return OptimWrapper(optimizer, num_loss, None)
+        return OptimWrapper(optimizer, num_loss, None, scale_loss)
 
     def remove_cache(self, param: Tensor) -> None:
         """Nothing is kept."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch.optim import Optimizer
@@ -16,6 +16,8 @@ from .scaler import LossScaler
 
 __all__ = ["OptimWrapper"]
 
+Scaling = Callable[..., AbstractContextManager[Any]]
+
 
 class OptimWrapper:
     """``opt.scale_loss(loss)`` is called ``num_loss`` times a step, in the same order; ``step`` skips on overflow.
@@ -24,13 +26,14 @@ class OptimWrapper:
         optimizer: Of FP32 parameters. Attributes that are not here are its own.
         num_loss: Losses a step; each has a dynamic scaler.
         casts: The function casts of the handle; None: neither scale nor skip.
+        scale: ``amp.scale_loss``.
 
     Raises:
         TypeError: ``optimizer`` is no torch optimizer.
         AmpError: ``num_loss`` is not a positive whole number.
     """
 
-    def __init__(self, optimizer: Any, num_loss: int, casts: Casts | None) -> None:
+    def __init__(self, optimizer: Any, num_loss: int, casts: Casts | None, scale: Scaling) -> None:
         inner = wrapped_in(optimizer)
         if inner is None:
             raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
@@ -38,6 +41,7 @@ class OptimWrapper:
             raise AmpError(f"num_loss: expected a whole number from 1 on, got {num_loss!r}.")
         self._optimizer = optimizer
         self._casts = casts
+        self._scale = scale
         self._num_loss = num_loss
         self._loss_idx = 0
         self._loss_scaler: list[LossScaler] = []
@@ -61,9 +65,7 @@ class OptimWrapper:
                 f"scale_loss: expected {self._num_loss} losses before step(), this is one more. Give wrap_optimizer "
                 "the right num_loss."
             )
-        from .handle import scale_loss
-
-        with scale_loss(loss, self._optimizer, loss_id=self._loss_idx) as scaled:
+        with self._scale(loss, self._optimizer, loss_id=self._loss_idx) as scaled:
             yield scaled
         self._loss_idx += 1
 

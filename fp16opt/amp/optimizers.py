@@ -5,34 +5,34 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..accumulation import State
-from ..diagnostics import Overflow, SkipLog, describe
+from ..engine.accumulation import Stage, Verdict
+from ..engine.diagnostics import Overflow, SkipLog, describe
+from ..engine.sights import Sight
+from ..engine.wrapped_step import HOOKS, Stepper
 from ..optimizer import MixedPrecisionOptimizer
 from ..scaling import LossScaler as EngineScaler
-from ..wrapped import HOOKS
 from ._amp_state import _amp_state, logger
 from .policy import AmpError
 from .scaler import LossScaler
+from .stash import Stash
 from .subclassing import Reducible, combined, parts_of
-
-if TYPE_CHECKING:
-    from .stash import Stash
 
 MASTERS = "fp16opt_masters"  # the key of an optimizer's state_dict that torch's own loader does not look at
 
 
 @dataclass
 class Setup:
-    """What one call of ``amp.initialize`` decided; its optimizers hold on to it whatever later calls do.
+    """What one call of ``amp.initialize`` decided. Later calls change the scalers for all optimizers, and nothing else.
 
     Attributes:
-        scalers: One a loss id.
+        scalers: One a loss id. The session's own list, which every ``initialize`` fills anew; a copy or a pickle has a
+            list of its own.
         master_weights: Whether 16-bit parameters get masters.
         function_casts: Whether functions cast their inputs (O1).
         verbosity: 0: silent.
@@ -60,7 +60,7 @@ class AmpLog(SkipLog):
         if blamed:
             logger.info("gradient overflow in loss %s: skipping the step.", ", ".join(str(i) for i, _ in blamed))
         for _, mine in blamed:
-            if mine._has_overflow:  # not where a clean backward followed in the same step
+            if mine.overflowed:  # not where a clean backward followed in the same step
                 super().skipped(mine.rule, float(mine.before), overflows)
                 return
         logger.warning("step skipped: non-finite gradients in %s.", describe(overflows))
@@ -77,14 +77,20 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
     def adopt(self, inner: Optimizer, setup: Setup, names: Iterable[tuple[str, Tensor]]) -> None:
         """Become the wrapper of ``inner``."""
         MixedPrecisionOptimizer.__init__(
-            self, inner, named_parameters=names, master_weights="full" if setup.master_weights else "none"
+            self,
+            inner,
+            named_parameters=names,
+            master_weights="full" if setup.master_weights else "none",
+            fused_step=False,  # the user's own optimizer steps, to the bit
         )
         self.amp = setup
         self._attach()
 
     def _attach(self) -> None:
         self._delayed: set[int] = set()  # ids of scalers whose last backward was left as it is
-        self._outcomes.log = AmpLog(self.amp)
+        self._outcome.log = AmpLog(self.amp)
+        if self.amp.function_casts:
+            self._stepper = _WithoutCasts(self._stepper)
         self.register_step_pre_hook(_refuse_closure)
 
     def __getattr__(self, name: str) -> Any:
@@ -107,38 +113,36 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
-    def enter(self, loss: Tensor, scaler: LossScaler) -> tuple[Tensor, Any]:
-        """``loss`` scaled, and what :meth:`leave` needs to undo this call where the backward fails."""
-        steps = self._steps
-        if steps.state is State.READY:
-            if self._grads.has_model_grads() and self._grads.has_unconsumed():
-                self.update_master_grads()  # made by a plain backward, at scale 1
-        elif steps.state is State.UNSCALED and steps.grads.folded is None and self._was_cleared():
-            self.zero_grad()  # by model.zero_grad(), and never stepped: what was found in them goes as well
-        before = (steps.state, steps.pending)
+    def enter(self, loss: Tensor, scaler: LossScaler) -> Tensor:
+        """``loss`` scaled. A backward follows."""
+        stage = self._accumulation.stage
+        # READY: a plain backward may have left gradients, at scale 1. Else the model may have been cleared without a
+        # step, and what was found in its gradients goes as well.
+        if stage is Stage.READY or (stage is not Stage.SCALED and self._gradients.moved()):
+            self.update_master_grads()
         scaled = self.scale_loss(loss, scaler=scaler)
         self._delayed.add(id(scaler))
-        return scaled, (*before, self._grads.has_any())
+        return scaled
 
-    def _was_cleared(self) -> bool:
-        """Whether gradients that a backward made are gone, or were not finite and are now."""
-        if not self._grads.has_any():
-            return True
-        if not bool(self._steps.found_inf()):
-            return False
-        grads = [param.grad for param in self._params.model if param.grad is not None]
-        return all(bool(grad.isfinite().all()) for grad in grads)
-
-    def abandon(self, before: Any) -> None:
-        """The backward raised: what was accumulated before stays."""
-        self._steps.abandon(*before)
+    def abandon(self) -> None:
+        """The backward raised: gradients are incomplete until they are cleared."""
+        self._accumulation.interrupt()
 
     def settle_gradients(self, scaler: LossScaler) -> Tensor:
-        """Unscale what the last backward left. Returns whether *its* gradients overflowed: float32, 0-dim."""
+        """Write the master gradients of the last backward. Returns whether *its* overflowed: float32, 0-dim."""
         self._delayed.discard(id(scaler))
-        if self._steps.state is State.SCALED:
+        if self._accumulation.stage is Stage.SCALED:
             self.update_master_grads()
-        return self._grads.found_inf(self._device)
+        return self._gradients.found_inf(self._device)
+
+    def blame(self, scaler: LossScaler, found_inf: Tensor) -> None:
+        """Skip the next step where ``found_inf`` (float32, 0-dim): another optimizer of this backward overflowed."""
+        self._accumulation.blame(scaler, found_inf)
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether any parameter has a master beside it."""
+        return any(master is not model for model, master in zip(self.model_params(), self.master_params(), strict=True))
 
     def zero_grad(self, set_to_none: bool = True, **kwargs: Any) -> None:
         """Clear the model's and the masters' gradients and forget what was found in them."""
@@ -148,21 +152,14 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
-    def _run_wrapped(self, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
-        if closure is not None or not self.amp.function_casts:
-            return super()._run_wrapped(found_inf, closure)
-        with _amp_state.casts.disabled():
-            return super()._run_wrapped(found_inf)
-
-    def _finish(self, skipped: bool | Tensor) -> None:
-        if self._delayed:
-            for key, (scaler, found) in self._steps.verdicts.items():
-                if key in self._delayed and isinstance(scaler, LossScaler):
-                    scaler.settle(found)  # no scale_loss of this step came to it
-            self._delayed.clear()
-        if skipped is True and isinstance(self._outcomes.log, AmpLog):
-            self._outcomes.log.blamed = [key for key, (_, found) in self._steps.verdicts.items() if bool(found)]
-        super()._finish(skipped)
+    def _close(self, verdict: Verdict, skipped: bool | Tensor, used: Sight | None = None) -> None:
+        for scaler, found in verdict.of:
+            if id(scaler) in self._delayed and isinstance(scaler, LossScaler):
+                scaler.settle(found)  # no scale_loss of this step came to it
+        self._delayed.clear()
+        if skipped is True and isinstance(self._outcome.log, AmpLog):
+            self._outcome.log.blamed = [id(scaler) for scaler, found in verdict.of if bool(found)]
+        super()._close(verdict, skipped, used)
         self.__dict__["_opt_called"] = True  # what LR schedulers look for
         if self.amp.function_casts:
             _amp_state.casts.clear_cache()
@@ -173,7 +170,7 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
         """The wrapped optimizer's own, and the FP32 masters under a key that torch's loader ignores."""
         built = super().state_dict()
         state: dict[str, Any] = dict(built["optimizer"])
-        if self._params.copied:
+        if self.has_masters:
             state[MASTERS] = built["masters"]
         return state
 
@@ -187,7 +184,7 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
         """
         if isinstance(state_dict, dict) and MASTERS in state_dict and "version" not in state_dict:
             inner = {key: value for key, value in state_dict.items() if key != MASTERS}
-            if self._params.copied:
+            if self.has_masters:
                 whole = {"version": 1, "optimizer": inner, "masters": state_dict[MASTERS]}
                 state_dict = {**whole, "scaler": self.scaler.state_dict()}
             else:
@@ -198,8 +195,6 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
 
     @property
     def _amp_stash(self) -> Stash:
-        from .stash import Stash
-
         return Stash(self)
 
     def _lazy_init_maybe_master_weights(self) -> None:
@@ -210,17 +205,45 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
 
     def _master_params_to_model_params(self) -> None:
         """Write every master, rounded, into its model parameter."""
-        self._copy_down()
+        self.write_masters()
 
     def _prepare_amp_backward(self) -> None:
         """What ``scale_loss`` does before a backward it does itself: nothing to do."""
 
     def _post_amp_backward(self, scaler: LossScaler) -> None:
         """Unscale the gradients of a backward whose loss the caller multiplied by the scale of ``scaler``."""
-        if self._steps.state is State.READY and self._grads.has_any():
-            self._steps.take_as_scaled(scaler)
-            self._steps.state = State.SCALED
+        if self._accumulation.stage is Stage.READY and self._accumulation.strange():
+            self._accumulation.take_foreign(scaler)
         scaler.settle(self.settle_gradients(scaler))
+
+
+class _WithoutCasts:
+    """A step during which functions don't cast their inputs (O1). The closure it may get was evaluated already."""
+
+    def __init__(self, stepper: Stepper) -> None:
+        self.stepper = stepper
+
+    @property
+    def rounded_all(self) -> bool:
+        """As the stepper says."""
+        return self.stepper.rounded_all
+
+    def takes_waiting(self) -> bool:
+        """As the stepper says."""
+        return self.stepper.takes_waiting()
+
+    def skips_on_device(self) -> bool:
+        """As the stepper says."""
+        return self.stepper.skips_on_device()
+
+    def step(self, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
+        """See :class:`~fp16opt.engine.wrapped_step.Stepper`."""
+        with _amp_state.casts.disabled():
+            return self.stepper.step(found_inf, closure)
+
+    def describe(self) -> str:
+        """As the stepper says."""
+        return self.stepper.describe()
 
 
 _OWN = frozenset({*HOOKS, "param_groups", "state", "defaults", "step", "_opt_called"})
@@ -228,7 +251,7 @@ _OWN = frozenset({*HOOKS, "param_groups", "state", "defaults", "step", "_opt_cal
 
 def _refuse_closure(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # torch puts the optimizer first
-    if closure is not None and optimizer._params.copied:
+    if closure is not None and optimizer.has_masters:
         raise AmpError(
             "step(closure) does not go with master weights under amp. Call step() without a closure, or use "
             "fp16opt.MixedPrecisionOptimizer, whose step takes closures."

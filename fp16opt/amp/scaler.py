@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import closing, scaling
+from .. import scaling
+from ..engine.outcome import follow
 from ..scaling import LARGEST_SCALE, SMALLEST_SCALE, DynamicLossScaler, StaticLossScaler
 
 _INIT_SCALE = 2.0**16
@@ -109,7 +110,7 @@ class LossScaler(scaling.LossScaler):
             self._unsettled = None
         self.before = self.rule.scale
         self._found = found_inf.clone()  # it may be a buffer of the kernels, which the next backward overwrites
-        closing.follow(self.rule, found_inf)
+        follow(self.rule, found_inf)
 
     def postpone(self, found_inf: Tensor) -> None:
         """As :meth:`settle`, but the scale follows at the next one, or in ``step`` (``delay_overflow_check``)."""
@@ -186,13 +187,15 @@ class LossScaler(scaling.LossScaler):
         return self.rule.min_scale if isinstance(self.rule, DynamicLossScaler) else None
 
     @property
-    def _has_overflow(self) -> bool:
-        """Whether the last checked backward overflowed. Syncs."""
+    def overflowed(self) -> bool:
+        """Whether the last checked backward overflowed; ``_has_overflow`` is apex's name for it. Syncs."""
         return self._found is not None and bool(self._found)
 
-    @_has_overflow.setter
-    def _has_overflow(self, value: bool) -> None:
+    @overflowed.setter
+    def overflowed(self, value: bool) -> None:
         self._found = torch.tensor(float(value))
+
+    _has_overflow = overflowed
 
     def clear_overflow_state(self) -> None:
         """Forget whether the last backward overflowed."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import itertools
 
 from torch import Tensor
 
-from ..masters import HALF_DTYPES
-
-if TYPE_CHECKING:
-    from .optimizers import AmpOptimizer
+from ..kernels import HALF_DTYPES
+from ..optimizer import MixedPrecisionOptimizer
 
 
 class Stash:
@@ -19,8 +17,8 @@ class Stash:
         optimizer: One that went through ``initialize``.
     """
 
-    def __init__(self, optimizer: AmpOptimizer) -> None:
-        self._params = optimizer._params
+    def __init__(self, optimizer: MixedPrecisionOptimizer) -> None:
+        self._optimizer = optimizer
 
     @property
     def lazy_init_called(self) -> bool:
@@ -31,35 +29,25 @@ class Stash:
     def lazy_init_called(self, value: bool) -> None:
         """Scripts set it after they called ``_lazy_init_maybe_master_weights``."""
 
-    def _groups(self, wanted: str) -> list[list[Tensor]]:
-        params = self._params
-        groups: list[list[Tensor]] = [[] for _ in params.group_sizes]
-        for i, (group, _) in enumerate(params.places):
-            model, master = params.model[i], params.master[i]
-            if master is not model:
-                if wanted != "own":
-                    groups[group].append(model if wanted == "model" else master)
-            elif model.dtype in HALF_DTYPES:
-                if wanted == "model":
-                    groups[group].append(model)
-            elif wanted == "own":
-                groups[group].append(model)
-        return groups
+    def _grouped(self) -> list[list[tuple[Tensor, Tensor]]]:
+        """Per group, each (model parameter, master); the same one twice where it has none."""
+        pairs = zip(self._optimizer.model_params(), self._optimizer.master_params(), strict=True)
+        return [list(itertools.islice(pairs, len(group["params"]))) for group in self._optimizer.param_groups]
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
         """16-bit model parameters, by param group."""
-        return self._groups("model")
+        return [[model for model, _ in group if model.dtype in HALF_DTYPES] for group in self._grouped()]
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
         """Their FP32 masters, by param group."""
-        return self._groups("master")
+        return [[master for model, master in group if master is not model] for group in self._grouped()]
 
     @property
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
-        """Parameters that are their own masters, by param group."""
-        return self._groups("own")
+        """Parameters of other dtypes, which are their own masters, by param group."""
+        return [[model for model, _ in group if model.dtype not in HALF_DTYPES] for group in self._grouped()]
 
     @property
     def all_fp16_params(self) -> list[Tensor]:

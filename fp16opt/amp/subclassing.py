@@ -17,12 +17,12 @@ T = TypeVar("T")
 def combined(mixin: type[T], base: Any) -> type[T]:
     """The class of ``mixin`` before ``base``, under the name of ``base``; always the same one for the same two."""
     namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (mixin, base), {**namespace, "_amp_parts": (mixin, base)})
+    return type(base.__name__, (mixin, base), {**namespace, "__amp_parts__": (mixin, base)})
 
 
 def parts_of(instance: object) -> tuple[type, type] | None:
     """(mixin, own class) of an object that was given a mixin, else None."""
-    parts: tuple[type, type] | None = getattr(type(instance), "_amp_parts", None)
+    parts: tuple[type, type] | None = getattr(type(instance), "__amp_parts__", None)
     return parts
 
 

@@ -1,61 +1,70 @@
-"""What must be the same on every rank: as lines to compare before the first message, and as values to hash later."""
+"""What must be the same on every rank: as lines to compare before the first message, and as values to compare later."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
-import torch
+from torch import Tensor
 
-from ..local import is_sharded
+from ..engine.dtensors import is_sharded
+from ..engine.parts import Engine
+from ..engine.ranks import Digest
 
-if TYPE_CHECKING:
-    from ..optimizer import MixedPrecisionOptimizer
 
-
-def facts(engine: MixedPrecisionOptimizer) -> list[str]:
+def facts(engine: Engine) -> list[str]:
     """What must be the same on every rank, one line each, in an order in which the first difference tells most."""
-    params = engine._params
     groups = engine.optimizer.param_groups
     lines = [f"the wrapped optimizer {type(engine.optimizer).__name__}", f"{len(groups)} param_groups"]
     lines += [f"{len(group['params'])} parameters in group {number}" for number, group in enumerate(groups)]
-    everywhere = _is_zero(engine)
-    models = [p for group in groups for p in group["params"]] if everywhere else params.model
-    for i, param in enumerate(models):
-        name = f"parameter {i}" if everywhere else repr(params.names[i])
+    for name, param in _everywhere(engine) if is_zero(engine) else _here(engine):
         layout = f" {getattr(param, 'placements', '')}".rstrip()
         lines.append(f"{name} as {param.dtype} {list(param.shape)}{layout}, requires_grad={param.requires_grad}")
     for number, group in enumerate(groups):
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         lines += [f"group {number} with {key}={_shown(value)}" for key, value in sorted(settings.items())]
-    lines.append(f"grad_accumulation={engine.grad_accumulation!r}")
-    lines.append(f"master_weights={engine.master_weights!r}, fused_step={engine._fused.wanted!r}")
+    lines += [f"{option}={value!r}" for option, value in engine.options.items()]
     scaler = engine.scaler.state_dict()
     return lines + [f"a scaler with {key}={_shown(value)}" for key, value in scaler.items()]
 
 
-def digest(engine: MixedPrecisionOptimizer) -> tuple[list[str], list[torch.Tensor], str]:
-    """Names and values of what ranks that share gradients hold alike, and the scaler."""
-    params = engine._params
+def digest(engine: Engine) -> Digest:
+    """What ranks that share gradients hold alike: masters, as far as they are whole, and the scaler."""
     scaler = repr({key: _shown(value) for key, value in engine.scaler.state_dict().items()})
-    if _is_zero(engine):
-        models = [p for group in engine.optimizer.param_groups for p in group["params"]]
-        return [f"parameter {i}" for i in range(len(models))], models, scaler
+    if is_zero(engine):
+        labelled = _everywhere(engine)
+        return Digest([name for name, _ in labelled], [param for _, param in labelled], scaler)
     names: list[str] = []
-    values: list[torch.Tensor] = []
-    for i in range(len(params)):
-        if is_sharded(params.model[i]):
+    values: list[Tensor] = []
+    for pair in engine.pairs.all:
+        if is_sharded(pair.model):
             continue
-        operand = params.operand(i)
-        is_split = operand is not params.master[i]  # then weight and remainder are the master
-        parts = [params.model[i], operand] if is_split else [operand]
-        names += [f"the master of {params.names[i]!r}"] * len(parts)
+        operand = engine.masters.operand(pair)
+        is_split = operand is not pair.master  # then weight and remainder are the master
+        parts = [pair.model, operand] if is_split else [operand]
+        names += [f"the master of {pair.name!r}"] * len(parts)
         values += parts
-    return names, values, scaler
+    return Digest(names, values, scaler)
 
 
-def _shown(value: object) -> str:
-    return str(value.tolist()) if isinstance(value, torch.Tensor) else repr(value)
+def is_zero(engine: Engine) -> bool:
+    """Whether the wrapped optimizer is a ZeroRedundancyOptimizer, which holds another one."""
+    return engine.holder is not engine.optimizer
 
 
-def _is_zero(engine: MixedPrecisionOptimizer) -> bool:
-    return engine._holder is not engine.optimizer
+def _here(engine: Engine) -> list[tuple[str, Tensor]]:
+    return [(repr(pair.name), pair.model) for pair in engine.pairs.all]
+
+
+def _everywhere(engine: Engine) -> list[tuple[str, Tensor]]:
+    """The model's parameters on all ranks, by names that are the same on all of them."""
+    pairs = engine.pairs
+    names: dict[int, str] = {}
+    if pairs.names_elsewhere is not None:  # else ranks have numbered theirs, each for itself
+        names = {id(pair.model): repr(pair.name) for pair in pairs.all}
+        names |= {id(p): repr(n) for p, n in zip(pairs.elsewhere, pairs.names_elsewhere, strict=True)}
+    params = [param for group in engine.optimizer.param_groups for param in group["params"]]
+    return [(names.get(id(param), f"parameter {i}"), param) for i, param in enumerate(params)]
+
+
+def _shown(value: Any) -> str:
+    return str(value.tolist()) if isinstance(value, Tensor) else repr(value)

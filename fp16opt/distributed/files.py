@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 import os
@@ -13,7 +14,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,20 +23,21 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.optim import Optimizer
 
 from .exchange import gather, together
-from .modules import unwrapped
-from .named import clean, load_state_dict, names_of, state_dict
-
-if TYPE_CHECKING:
-    from ..optimizer import MixedPrecisionOptimizer
+from .modules import clean, engine_of, unwrapped
+from .named import load_state_dict, names_of, state_dict
 
 MANIFEST = "fp16opt.json"
 _FORMAT = 1
+_KEYS = {"format", "saved_at_ns", "files"}
+_CHECKED_KEYS = _KEYS | {"blake2b", "manifest_blake2b"}  # manifests of before had no checksums
+_BLOCK = 1 << 20  # bytes read at a time
 _PARTIAL = re.compile(r"\..*\.partial")
 
 
-def save(path: str | os.PathLike[str], model: nn.Module, opt: MixedPrecisionOptimizer) -> None:
+def save(path: str | os.PathLike[str], model: nn.Module, opt: Optimizer) -> None:
     """Save model and optimizer into a new folder. Collective: returns when it is complete, else raises on all ranks.
 
     What :func:`fp16opt.distributed.state_dict` gives, and the model's buffers and parameters that ``opt`` does not
@@ -57,7 +59,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, opt: MixedPrecisionOpti
     _write(Path(path), payload, None)
 
 
-def save_async(path: str | os.PathLike[str], model: nn.Module, opt: MixedPrecisionOptimizer) -> PendingSave:
+def save_async(path: str | os.PathLike[str], model: nn.Module, opt: Optimizer) -> PendingSave:
     """:func:`save`, while training goes on: copies everything first, then writes in a thread. Collective.
 
     The thread talks through a process group of its own (gloo), which does not mix with training's messages. Memory: one
@@ -118,9 +120,10 @@ class PendingSave:
             raise self._error
 
 
-def load(path: str | os.PathLike[str], model: nn.Module, opt: MixedPrecisionOptimizer) -> None:
+def load(path: str | os.PathLike[str], model: nn.Module, opt: Optimizer) -> None:
     """Load what :func:`save` wrote, on any number of ranks, sharded in any way. Collective.
 
+    Every file is read once more first, by one of the ranks, and compared with the checksum that was written with it.
     Memory: one more copy of this rank's masters and state while it loads.
 
     Args:
@@ -130,12 +133,15 @@ def load(path: str | os.PathLike[str], model: nn.Module, opt: MixedPrecisionOpti
 
     Raises:
         FileNotFoundError: there is no complete checkpoint at ``path``.
-        ValueError: parameters, shapes, groups or settings are others; model and optimizer are as they were.
+        ValueError: a file has other bytes than when it was saved; or parameters, shapes, groups or settings are others.
+            Model and optimizer are as they were.
         RuntimeError: a file can't be read.
 
     Syncs: yes.
     """
     where = Path(path)
+    manifest = together("load", lambda: check_complete(where))
+    together("load", lambda: _check_sums(where, manifest))  # before torch unpickles anything
     template, rest = together("load", lambda: _template(where, model, opt))
     with _checkpoint_errors(f"load {where}"):
         dcp_load({**template, "model": rest}, checkpoint_id=str(where))
@@ -150,7 +156,8 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
         directory: of the folders that :func:`save` was given. It need not exist.
 
     Returns:
-        Its path, or None. Half-written and damaged ones are passed over.
+        Its path, or None. Half-written ones, and those where a file has another size, are passed over; checksums are
+        for :func:`load`.
 
     Example:
         >>> latest("no such folder") is None
@@ -169,10 +176,10 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
 
 
 def check_complete(path: Path) -> dict[str, Any]:
-    """The manifest of a complete checkpoint.
+    """The manifest of a complete checkpoint. Reads no other file.
 
     Raises:
-        FileNotFoundError: there is none, or a file is missing or has another size.
+        FileNotFoundError: there is none, it is damaged, or a file is missing or has another size.
     """
     try:
         manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
@@ -181,6 +188,9 @@ def check_complete(path: Path) -> dict[str, Any]:
             raise FileNotFoundError(
                 f"{path}: expected format {_FORMAT}, got {manifest['format']}. Use a newer fp16opt."
             )
+        keys = set(manifest)
+        if keys != _KEYS and (keys != _CHECKED_KEYS or manifest["manifest_blake2b"] != _own_sum(manifest)):
+            raise FileNotFoundError(f"{path}: {MANIFEST} is damaged. Load an older checkpoint.")
         wrong = [name for name, size in sizes.items() if (path / name).stat().st_size != size]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FileNotFoundError(f"{path}: no complete checkpoint there ({error}). Load latest(directory).") from error
@@ -194,14 +204,14 @@ def check_complete(path: Path) -> dict[str, Any]:
 # -- writing -----------------------------------------------------------------------------------------------------
 
 
-def _payload(model: nn.Module, opt: MixedPrecisionOptimizer) -> dict[str, Any]:
+def _payload(model: nn.Module, opt: Optimizer) -> dict[str, Any]:
     return {**state_dict(model, opt), "model": _rest(model, opt)}
 
 
-def _rest(model: nn.Module, opt: MixedPrecisionOptimizer) -> dict[str, Any]:
+def _rest(model: nn.Module, opt: Optimizer) -> dict[str, Any]:
     """What of the model the optimizer does not have: buffers, and parameters that were left out of it."""
-    mine = names_of(model, opt)
-    ours = {id(param) for param in [*opt._params.model, *opt._params.elsewhere]} & set(mine)
+    mine, pairs = names_of(model, opt), engine_of(opt).pairs
+    ours = {id(param) for param in [*pairs.models, *pairs.elsewhere]} & set(mine)
     every = unwrapped(model).state_dict(keep_vars=True)
     values = {clean(name): value for name, value in every.items() if id(value) not in ours}
     return {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
@@ -238,19 +248,21 @@ def _write(path: Path, payload: dict[str, Any], group: Any) -> None:
         with _checkpoint_errors(f"save {path}"):
             writer = FileSystemWriter(str(partial), overwrite=False)
             dcp_save(payload, storage_writer=writer, process_group=group)
-        together("save", lambda: _complete(partial, path) if first else None, group)
+        sums = _sums_together(partial, group)
+        together("save", lambda: _complete(partial, path, sums) if first else None, group)
     except BaseException:
         if first:
             shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def _complete(partial: Path, path: Path) -> None:
+def _complete(partial: Path, path: Path, sums: dict[str, str]) -> None:
     """The manifest goes in last; the rename makes the checkpoint appear. Both reach the disk."""
-    sizes = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
-    manifest = {"format": _FORMAT, "saved_at_ns": time.time_ns(), "files": sizes}
+    sizes = {name: (partial / name).stat().st_size for name in sums}
+    manifest: dict[str, Any] = {"format": _FORMAT, "saved_at_ns": time.time_ns(), "files": sizes, "blake2b": sums}
+    manifest["manifest_blake2b"] = _own_sum(manifest)
     with open(partial / MANIFEST, "w") as file:
-        json.dump(manifest, file)
+        json.dump(manifest, file, separators=(",", ":"))  # every byte counts: none can be flipped unseen
         file.flush()
         os.fsync(file.fileno())
     _check_new(path)
@@ -260,6 +272,54 @@ def _complete(partial: Path, path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# -- checksums ---------------------------------------------------------------------------------------------------
+
+
+def _sums_together(folder: Path, group: Any) -> dict[str, str]:
+    """The checksum of every file in ``folder``, on every rank; each file is read by one of them. Collective."""
+    listed = together("save", lambda: _by_size({file.name: file.stat().st_size for file in folder.iterdir()}), group)
+    names = gather(listed, group)[0]  # another rank's file system may list late
+    mine = together("save", lambda: {name: _sum(folder / name) for name in _share(names, group)}, group)
+    found = {name: total for part in gather(mine, group) for name, total in part.items()}
+    return {name: found[name] for name in sorted(found)}
+
+
+def _check_sums(path: Path, manifest: dict[str, Any]) -> None:
+    """Raise ``ValueError`` where this rank's share of the files has other bytes than when it was saved."""
+    sums: dict[str, str] = manifest.get("blake2b", {})
+    for name in _share(_by_size({name: manifest["files"][name] for name in sums}), None):
+        if _sum(path / name) != sums[name]:
+            raise ValueError(
+                f"{path}: {name} has other bytes than when it was saved (blake2b). Load an older checkpoint."
+            )
+
+
+def _by_size(sizes: dict[str, int]) -> list[str]:
+    return sorted(sizes, key=lambda name: (-sizes[name], name))
+
+
+def _share(names: list[str], group: Any) -> list[str]:
+    """This rank's part of the work on ``names``."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return names
+    return names[dist.get_rank(group) :: dist.get_world_size(group)]
+
+
+def _sum(file: Path) -> str:
+    total = hashlib.blake2b(digest_size=32)
+    block = memoryview(bytearray(_BLOCK))
+    with open(file, "rb", buffering=0) as opened:
+        while count := opened.readinto(block):
+            total.update(block[:count])
+    return total.hexdigest()
+
+
+def _own_sum(manifest: dict[str, Any]) -> str:
+    """The checksum of a manifest, without the entry that holds it."""
+    rest = {key: value for key, value in manifest.items() if key != "manifest_blake2b"}
+    return hashlib.blake2b(json.dumps(rest, sort_keys=True).encode(), digest_size=32).hexdigest()
 
 
 @contextlib.contextmanager
@@ -275,18 +335,16 @@ def _checkpoint_errors(what: str) -> Iterator[None]:
 # -- reading -----------------------------------------------------------------------------------------------------
 
 
-def _template(path: Path, model: nn.Module, opt: MixedPrecisionOptimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+def _template(path: Path, model: nn.Module, opt: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
     """Tensors of the right shapes for everything in the checkpoint that this rank needs.
 
     Raises:
-        FileNotFoundError, ValueError: see :func:`load`.
+        ValueError: see :func:`load`.
     """
-    check_complete(path)
     names = names_of(model, opt)
     stored: Any = FileSystemReader(str(path)).read_metadata()
     paths: dict[str, tuple[Any, ...]] = stored.planner_data
-    params = opt._params
-    masters = {names[id(p)]: master for p, master in zip(params.model, params.master, strict=True)}
+    masters = {names[id(pair.model)]: pair.master for pair in engine_of(opt).pairs.all}
     template: dict[str, Any] = {"masters": {}, "state": {}, "scaler": {}, "param_groups": []}
     for flat, where in paths.items():
         kind, name = where[0], where[1] if len(where) > 1 else None

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
+from .modules import engine_of
 from .replicas import DdpReplicas
 
 
@@ -17,7 +18,7 @@ def process_group(opt: Any) -> Any:
     Raises:
         RuntimeError: it is attached to none.
     """
-    replicas = opt._steps.replicas
+    replicas = engine_of(opt).accumulation.replicas
     if not isinstance(replicas, DdpReplicas):
         raise RuntimeError(
             "Join needs to know whose gradients are shared: call fp16opt.distributed.attach(opt, ddp_model) first."
@@ -33,14 +34,15 @@ def hook(opt: Any) -> JoinHook:
             data could not answer; or DDP has a PowerSGD hook.
     """
     process_group(opt)
-    if not opt._steps.ranks.alone:
+    engine = engine_of(opt)
+    if not engine.accumulation.ranks.alone:
         raise RuntimeError("Join can't serve masters that are spread over ranks (ZeRO, FSDP2). Even out the inputs.")
-    if opt.grad_accumulation == "fp32":
+    if engine.options["grad_accumulation"] == "fp32":
         raise RuntimeError(
             "Join can't serve grad_accumulation=\"fp32\": a rank without data can't tell when FP32 sums are averaged. "
             'Use grad_accumulation="model", or even out the inputs.'
         )
-    if opt._steps.replicas.needs_decision:
+    if engine.accumulation.replicas.needs_decision:
         raise RuntimeError(
             "Join can't serve PowerSGD: a rank without data goes on compressing, and does not hear of the skips after "
             "which the hook's memory must be cleared. Even out the inputs, or use fp16_compress_hook."
@@ -54,7 +56,9 @@ class _Hook(JoinHook):
 
     def main_hook(self) -> None:
         """The others step. Their gradients need no message of ours; their comparison of the ranks may."""
-        self.opt._steps.replicas.shadow_step()
+        replicas = engine_of(self.opt).accumulation.replicas
+        if isinstance(replicas, DdpReplicas):
+            replicas.shadow_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Everybody gets masters, optimizer state and scaler of a rank that trained to the end."""

@@ -1,14 +1,33 @@
-"""The module that holds the parameters, inside of what it was wrapped in."""
+"""What users hand over, opened: the module inside of its wrappings, the engine inside of the optimizer."""
 
 from __future__ import annotations
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ..engine.parts import Engine
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def engine_of(opt: object) -> Engine:
+    """The components of a wrapper.
+
+    Raises:
+        TypeError: it is anything else.
+    """
+    engine = getattr(opt, "engine", None)
+    if not (isinstance(opt, Optimizer) and isinstance(engine, Engine)):
+        raise TypeError(
+            f"opt: expected a fp16opt.MixedPrecisionOptimizer, got {type(opt).__name__}. Wrap the optimizer first."
+        )
+    return engine
 
 
 def uncompiled(model: object) -> object:
     """The module inside of ``torch.compile``."""
-    return getattr(model, "_orig_mod", model)
+    return getattr(model, "_orig_mod", model)  # torch's name for it, which has no public one
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -30,3 +49,20 @@ def with_pieces(model: nn.Module) -> nn.Module:
         if any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__):
             module.reshard()  # type: ignore[operator]
     return inner
+
+
+def clean(name: str) -> str:
+    """A parameter's name without what torch.compile and activation checkpointing add to it.
+
+    Example:
+        >>> clean("_orig_mod.fc.weight")
+        'fc.weight'
+    """
+    for part in _WRAPPERS:
+        name = name.replace(part, "")
+    return name
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """From ``id(parameter)`` to its name, for a module or DDP around it."""
+    return {id(param): clean(name) for name, param in with_pieces(model).named_parameters()}

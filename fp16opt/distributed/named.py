@@ -5,64 +5,54 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .. import checkpoint, wrapped, writes
-from ..local import is_sharded
-from .attach import check_optimizer
+from ..engine import checkpoint
+from ..engine.dtensors import is_sharded
+from ..engine.pairs import HALF_DTYPES
+from ..engine.parts import Engine
+from ..engine.wrapped_step import HOOKS
 from .exchange import together
-from .modules import unwrapped, with_pieces
-from .zero import owners
-
-if TYPE_CHECKING:
-    from ..optimizer import MixedPrecisionOptimizer
-
-T = TypeVar("T")
+from .facts import is_zero
+from .modules import clean, engine_of, parameter_names, unwrapped
+from .zero import owners, sync
 
 KEYS = ("masters", "state", "scaler", "param_groups")
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _HOW = "Pass what fp16opt.distributed.state_dict returned for the same model and optimizer."
 
 
-def clean(name: str) -> str:
-    """A parameter's name without what torch.compile and activation checkpointing add to it."""
-    for part in _WRAPPERS:
-        name = name.replace(part, "")
-    return name
-
-
-def names_of(model: nn.Module, opt: MixedPrecisionOptimizer) -> dict[int, str]:
+def names_of(model: nn.Module, opt: Optimizer) -> dict[int, str]:
     """From ``id(model parameter)`` to its name, for all parameters of the optimizer, on this rank and elsewhere.
 
     Raises:
         TypeError: an argument is of another type.
         ValueError: the optimizer has a parameter that the model lacks.
     """
-    check_optimizer(opt)
-    names = {id(param): clean(name) for name, param in with_pieces(model).named_parameters()}
-    for i, param in enumerate([*opt._params.model, *opt._params.elsewhere]):
+    pairs = engine_of(opt).pairs
+    names = parameter_names(model)
+    for i, param in enumerate([*pairs.models, *pairs.elsewhere]):
         if id(param) not in names:
-            called = opt._params.names[i] if i < len(opt._params) else f"parameter {i}"
+            called = pairs.names[i] if i < len(pairs) else f"parameter {i}"
             raise ValueError(f"model has no parameter {called!r} of the optimizer. Pass the model that it trains.")
     return names
 
 
-def _model_groups(opt: MixedPrecisionOptimizer) -> list[list[Tensor]]:
+def _model_groups(engine: Engine) -> list[list[Tensor]]:
     """The model's parameters by group, those of other ranks included."""
-    if opt._holder is not opt.optimizer:
-        return [list(group["params"]) for group in opt.optimizer.param_groups]
-    groups: list[list[Tensor]] = [[] for _ in opt.optimizer.param_groups]
-    for (group, _), param in zip(opt._params.places, opt._params.model, strict=True):
-        groups[group].append(param)
+    if is_zero(engine):
+        return [list(group["params"]) for group in engine.optimizer.param_groups]
+    groups: list[list[Tensor]] = [[] for _ in engine.optimizer.param_groups]
+    for pair in engine.pairs.all:
+        groups[pair.group].append(pair.model)
     return groups
 
 
-def state_dict(model: nn.Module, opt: MixedPrecisionOptimizer) -> dict[str, Any]:
+def state_dict(model: nn.Module, opt: Optimizer) -> dict[str, Any]:
     """Masters, optimizer state, scaler and param_groups by parameter name; for ``torch.distributed.checkpoint``.
 
     Tensors are references to the live ones: DTensors where the masters are, and under ZeRO this rank's part; split
@@ -83,23 +73,23 @@ def state_dict(model: nn.Module, opt: MixedPrecisionOptimizer) -> dict[str, Any]
 
     Syncs: yes. Sends nothing.
     """
-    names = names_of(model, opt)
-    params = opt._params
-    writes.notice(params, opt.on_model_write)
-    fresh = bool(len(params)) and not opt._holder.state
+    names, engine = names_of(model, opt), engine_of(opt)
+    engine.model_writes.notice()
+    holder = engine.holder
+    fresh = bool(len(engine.pairs)) and not holder.state
     masters, state = {}, {}
-    for i, (param, master) in enumerate(zip(params.model, params.master, strict=True)):
-        name = names[id(param)]
-        masters[name] = params.value(i)
+    for pair in engine.pairs.all:
+        name, master = names[id(pair.model)], pair.master
+        masters[name] = engine.masters.read([pair])[0]
         if fresh and master.requires_grad:
-            state[name] = _first_state(opt._holder, opt._holder.param_groups[params.places[i][0]], master)
-        elif master in opt._holder.state:
-            state[name] = dict(opt._holder.state[master])
+            state[name] = _first_state(holder, holder.param_groups[pair.group], master)
+        elif master in holder.state:
+            state[name] = dict(holder.state[master])
     groups = []
-    for group, members in zip(opt.optimizer.param_groups, _model_groups(opt), strict=True):
+    for group, members in zip(engine.optimizer.param_groups, _model_groups(engine), strict=True):
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         groups.append({**settings, "params": [names[id(param)] for param in members], "fresh": fresh})
-    return {"masters": masters, "state": state, "scaler": opt.scaler.state_dict(), "param_groups": groups}
+    return {"masters": masters, "state": state, "scaler": engine.scaler.state_dict(), "param_groups": groups}
 
 
 def _first_state(optimizer: Optimizer, group: dict[str, Any], master: Tensor) -> dict[str, Any]:
@@ -109,7 +99,7 @@ def _first_state(optimizer: Optimizer, group: dict[str, Any], master: Tensor) ->
     lr = group.get("lr")
     throwaway = copy.copy(optimizer)
     throwaway.__dict__ = {k: v for k, v in optimizer.__dict__.items() if k != "step"}  # a scheduler may have patched it
-    throwaway.__dict__.update({name: OrderedDict() for name in wrapped.HOOKS})
+    throwaway.__dict__.update({name: OrderedDict() for name in HOOKS})
     throwaway.param_groups = [
         {**group, "params": [zeros], "lr": torch.zeros_like(lr) if isinstance(lr, Tensor) else 0.0}
     ]
@@ -125,7 +115,7 @@ def _first_state(optimizer: Optimizer, group: dict[str, Any], master: Tensor) ->
     }
 
 
-def load_state_dict(model: nn.Module, opt: MixedPrecisionOptimizer, state_dict: Mapping[str, Any]) -> None:
+def load_state_dict(model: nn.Module, opt: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Load what :func:`state_dict` gave, here or on another number of ranks, and write the weights to the model.
 
     Everything is validated first. Tensors are copied. DTensors and plain tensors go into each other; every rank must
@@ -141,45 +131,34 @@ def load_state_dict(model: nn.Module, opt: MixedPrecisionOptimizer, state_dict: 
 
     Syncs: yes.
     """
-    names = _everywhere(opt, lambda: _check(model, opt, state_dict))
-    params = opt._params
+    engine = engine_of(opt)
+    ranks = engine.accumulation.ranks
+
+    def everywhere(check: Callable[[], Any]) -> Any:
+        """Where ranks are about to send each other parts, what one of them refuses all do."""
+        return check() if ranks.alone else together("load_state_dict", check, ranks.group)
+
+    names: dict[int, str] = everywhere(lambda: _check(model, opt, engine, state_dict))
     saved = state_dict["masters"]
-    values = [laid_out(saved[names[id(p)]], m) for p, m in zip(params.model, params.master, strict=True)]
-    positional = _positional(state_dict, opt, names, values)
-    masters = params.saved()
-    plan = _everywhere(
-        opt,
-        lambda: checkpoint.plan_load(
-            positional, optimizer=opt._holder, masters=masters, names=params.names, scaler=opt.scaler
-        ),
-    )
-    plan.apply()
-    params.take_loaded(masters)
+    values = [laid_out(saved[names[id(pair.model)]], pair.master) for pair in engine.pairs.all]
+    load_checked: Any = opt.load_checked  # type: ignore[attr-defined]
+    load_checked(_positional(state_dict, engine, names, values), everywhere)
     with torch.no_grad():
-        for i in params.own:
-            params.master[i].copy_(values[i])
-    opt._steps.discard()
-    opt._copy_down()
-    if opt._holder is not opt.optimizer:
-        zero: Any = opt.optimizer
-        zero._sync_param_groups(opt._holder.param_groups, zero.param_groups)
-        zero._sync_params()
-        params.record_all()
+        for pair, value in zip(engine.pairs.all, values, strict=True):
+            if pair.master is pair.model:
+                pair.model.copy_(value)
+    if is_zero(engine):
+        sync(engine.optimizer, engine.holder)
+        engine.model_writes.record()
 
 
-def _everywhere(opt: MixedPrecisionOptimizer, check: Callable[[], T]) -> T:
-    """What ``check`` returns. Where ranks are about to send each other parts, what one of them refuses all do."""
-    ranks = opt._steps.ranks
-    return check() if ranks.alone else together("load_state_dict", check, getattr(ranks, "group", None))
-
-
-def _check(model: nn.Module, opt: MixedPrecisionOptimizer, sd: Any) -> dict[int, str]:
+def _check(model: nn.Module, opt: Optimizer, engine: Engine, sd: Any) -> dict[int, str]:
     """Raise for what can be seen without sending anything; returns the parameters' names."""
     names = names_of(model, opt)
     _check_outside(sd)
-    _check_groups(sd["param_groups"], opt, names)
-    for param, master in zip(opt._params.model, opt._params.master, strict=True):
-        _check_value(sd["masters"], names[id(param)], master)
+    _check_groups(sd["param_groups"], engine, names)
+    for pair in engine.pairs.all:
+        _check_value(sd["masters"], names[id(pair.model)], pair.master)
     return names
 
 
@@ -194,8 +173,8 @@ def _check_outside(sd: object) -> None:
             raise TypeError(f"state_dict: {key} must be a dict, got {type(sd[key]).__name__}. {_HOW}")
 
 
-def _check_groups(groups: Any, opt: MixedPrecisionOptimizer, names: dict[int, str]) -> None:
-    wanted = _model_groups(opt)
+def _check_groups(groups: Any, engine: Engine, names: dict[int, str]) -> None:
+    wanted = _model_groups(engine)
     if not isinstance(groups, list) or len(groups) != len(wanted):
         found = len(groups) if isinstance(groups, list) else type(groups).__name__
         raise ValueError(f"param_groups: expected a list of {len(wanted)} groups, got {found}. {_HOW}")
@@ -244,23 +223,21 @@ def laid_out(value: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(whole, mesh, placements, src_data_rank=None)
 
 
-def _positional(
-    sd: Mapping[str, Any], opt: MixedPrecisionOptimizer, names: dict[int, str], values: list[Tensor]
-) -> dict[str, Any]:
+def _positional(sd: Mapping[str, Any], engine: Engine, names: dict[int, str], values: list[Tensor]) -> dict[str, Any]:
     """The engine's own form of state_dict, for what this rank steps."""
-    params = opt._params
+    pairs = engine.pairs.all
     groups: list[dict[str, Any]] = []
-    for number, group in enumerate(opt._holder.param_groups):
+    for number, group in enumerate(engine.holder.param_groups):
         settings = {key: value for key, value in sd["param_groups"][number].items() if key not in ("params", "fresh")}
         kept = {"param_names": group["param_names"]} if "param_names" in group else {}
-        groups.append({**settings, **kept, "params": [i for i, p in enumerate(params.places) if p[0] == number]})
+        groups.append({**settings, **kept, "params": [i for i, p in enumerate(pairs) if p.group == number]})
     fresh = all(group.get("fresh") for group in sd["param_groups"])
     state = {}
-    for i, (param, master) in enumerate(zip(params.model, params.master, strict=True)):
-        entry = sd["state"].get(names[id(param)])
+    for i, pair in enumerate(pairs):
+        entry = sd["state"].get(names[id(pair.model)])
         if entry is not None and not fresh:
-            state[i] = {key: _like_master(value, master) for key, value in entry.items()}
-    masters = [None if i in set(params.own) else value.float() for i, value in enumerate(values)]
+            state[i] = {key: _like_master(value, pair.master) for key, value in entry.items()}
+    masters = [None if pair.master is pair.model else value.float() for pair, value in zip(pairs, values, strict=True)]
     optimizer = {"state": state, "param_groups": groups}
     return {"version": checkpoint.VERSION, "optimizer": optimizer, "masters": masters, "scaler": sd["scaler"]}
 
@@ -273,7 +250,7 @@ def _like_master(value: Any, master: Tensor) -> Any:
     return value
 
 
-def fp32_state_dict(model: nn.Module, opt: MixedPrecisionOptimizer) -> dict[str, Any]:
+def fp32_state_dict(model: nn.Module, opt: Optimizer) -> dict[str, Any]:
     """``model.state_dict()`` with masters for 16-bit parameters, whole and plain, on rank 0. Collective.
 
     Args:
@@ -289,11 +266,12 @@ def fp32_state_dict(model: nn.Module, opt: MixedPrecisionOptimizer) -> dict[str,
     Syncs: yes. Sends every sharded tensor, one at a time.
     """
     names_of(model, opt)
-    writes.notice(opt._params, opt.on_model_write)
+    engine = engine_of(opt)
+    engine.model_writes.notice()
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     whole: dict[str, Any] = {}
     done: dict[int, Tensor] = {}
-    find = _Finder(opt)
+    find = _Finder(engine)
     for name, value in unwrapped(model).state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             whole[clean(name)] = value
@@ -308,19 +286,19 @@ def fp32_state_dict(model: nn.Module, opt: MixedPrecisionOptimizer) -> dict[str,
 class _Finder:
     """From a model's tensor to the whole master, wherever it is."""
 
-    def __init__(self, opt: MixedPrecisionOptimizer) -> None:
-        params = opt._params
-        self._params = params
-        self._masters = {id(params.model[i]): i for i in params.copied}
-        self._elsewhere = {id(p) for p in params.elsewhere if p.dtype in (torch.float16, torch.bfloat16)}
-        self._owners = owners(opt.optimizer) if opt._holder is not opt.optimizer else {}
-        self._group = getattr(opt._steps.ranks, "group", None)
+    def __init__(self, engine: Engine) -> None:
+        pairs = engine.pairs
+        self._masters = engine.masters
+        self._apart = {id(pair.model): pair for pair in pairs.all if pair.master is not pair.model}
+        self._elsewhere = {id(p) for p in pairs.elsewhere if p.dtype in HALF_DTYPES}
+        self._owners = owners(engine.optimizer) if is_zero(engine) else {}
+        self._group = engine.accumulation.ranks.group
 
     def __call__(self, value: Tensor) -> Tensor:
         key = id(value)
-        found = self._params.value(self._masters[key]) if key in self._masters else value.detach()
-        if key in self._owners and (key in self._masters or key in self._elsewhere):
-            if key not in self._masters:
+        found = self._masters.read([self._apart[key]])[0] if key in self._apart else value.detach()
+        if key in self._owners and (key in self._apart or key in self._elsewhere):
+            if key not in self._apart:
                 found = torch.empty_like(found, dtype=torch.float32)
             dist.broadcast(found, src=self._owners[key], group=self._group)
         if is_sharded(found):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ranks import Ranks
+from ..engine.ranks import Ranks
 from .exchange import compare, require_process_group
 
 _EXACT = 2**53  # float64 counts up to here without gaps
@@ -51,7 +51,7 @@ class GroupRanks(Ranks):
     def agree(
         self, found: Sequence[Tensor], norm_type: float | None, power_sum: Tensor | None
     ) -> tuple[list[Tensor], Tensor | None]:
-        """See :meth:`fp16opt.ranks.Ranks.agree`. Sends float64 [verdicts, sum]: 16 bytes."""
+        """See :meth:`fp16opt.engine.ranks.Ranks.agree`. Sends float64 [verdicts, sum]: 16 bytes."""
         self.check_alike()
         home = found[0].device
         flags = torch.stack([flag.double() for flag in found]).to(self.device)

@@ -52,3 +52,9 @@ def owners(zero: Any) -> dict[int, int]:
     """From ``id(model parameter)`` to the global rank that steps it."""
     ranks = torch.distributed.get_process_group_ranks(zero.process_group)
     return {id(param): ranks[rank] for param, rank in zero._param_to_rank.items()}
+
+
+def sync(zero: Any, part: Any) -> None:
+    """After this rank's part was loaded: its settings go to the groups that users see, and its weights to all ranks."""
+    zero._sync_param_groups(part.param_groups, zero.param_groups)  # torch has these two for its own loading only
+    zero._sync_params()

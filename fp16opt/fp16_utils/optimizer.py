@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -11,8 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import scaling
-from ..accumulation import State
-from ..diagnostics import Overflow, SkipLog
+from ..engine.diagnostics import Overflow, SkipLog
 from ..optimizer import MixedPrecisionOptimizer
 from .loss_scalers import LossScaler, make_scaler, view_of
 from .saved_files import engine_scaler, engine_state, face_state
@@ -27,7 +27,8 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
 
     It is a :class:`fp16opt.MixedPrecisionOptimizer`, with the old names beside that one's. Skipped steps are logged
     ("fp16opt" logger) and the loss scale changes in ``step``, not in ``backward``; an overflow that no ``step``
-    follows lowers it when gradients are next cleared.
+    follows lowers it when gradients are next cleared. ``step(closure)`` evaluates again, at a lower scale, while
+    gradients overflow; masters and their state are copied first.
 
     Args:
         init_optimizer: The optimizer to wrap, over the parameters of a model in FP16 (BF16, FP32, or mixed).
@@ -74,16 +75,18 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
             named_parameters=named_parameters,
             grad_accumulation=grad_accumulation,
             on_model_write=on_model_write,
+            fused_step=False,  # the wrapped optimizer's own step, to the bit
         )
         if not verbose:
-            self._outcomes.log = _Quiet()
+            self._outcome.log = _Quiet()
 
     # -- the old words -----------------------------------------------------------------------------------------------
 
     @property
     def overflow(self) -> bool:
         """Whether the last gradients that came up to the masters held inf or nan. Reading may sync with the device."""
-        return bool(self._steps.found_inf()) if self._steps.verdicts else self.step_was_skipped
+        verdict = self._accumulation.verdict()
+        return self.step_was_skipped if verdict is None else bool(verdict.found_inf)
 
     @property
     def loss_scaler(self) -> LossScaler:
@@ -123,27 +126,22 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
         """Per group, the model's 16-bit parameters that have masters."""
-        return self._by_group(lambda model, master: model if master is not model else None)
+        return [[model for model, master in group if master is not model] for group in self._grouped()]
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
         """Per group, the masters of :attr:`fp16_groups`."""
-        return self._by_group(lambda model, master: master if master is not model else None)
+        return [[master for model, master in group if master is not model] for group in self._grouped()]
 
     @property
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
         """Per group, the parameters that are their own masters."""
-        return self._by_group(lambda model, master: model if master is model else None)
+        return [[model for model, master in group if master is model] for group in self._grouped()]
 
-    def _by_group(self, choose: Any) -> list[list[Tensor]]:
-        groups: list[list[Tensor]] = [[] for _ in self._params.group_sizes]
-        for (number, _), model, master in zip(
-            self._params.places, self._params.model, self._params.master, strict=True
-        ):
-            chosen = choose(model, master)
-            if chosen is not None:
-                groups[number].append(chosen)
-        return groups
+    def _grouped(self) -> list[list[tuple[Tensor, Tensor]]]:
+        """Per group, each (model parameter, master); the same one twice where it is its own master."""
+        pairs = zip(self.model_params(), self.master_params(), strict=True)
+        return [list(itertools.islice(pairs, len(group["params"]))) for group in self._holder.param_groups]
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
@@ -157,24 +155,27 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
         inputs: Any = None,
         scaler: scaling.LossScaler | None = None,
     ) -> None:
-        """Scale the loss, run autograd, and bring the gradients up to the masters, as ``MixedPrecisionOptimizer`` does.
+        """Scale the loss, run autograd, and write the master gradients: as in apex they are there when it returns.
 
         Args:
             loss: One floating element.
-            update_master_grads: False for all but the last of several losses.
+            update_master_grads: False for all but the last of several losses. Under DDP's ``no_sync`` they wait for the
+                backward that reduces them in any case.
             retain_graph: As for ``torch.Tensor.backward``.
             create_graph, inputs, scaler: As for ``MixedPrecisionOptimizer.backward``.
         """
-        if not self._grads.has_any():
+        if not self._gradients.any_there():  # cleared by the model
             self._count_unstepped_overflow()
         super().backward(
             loss,
-            update_master_grads=update_master_grads,
+            update_master_grads=False,
             retain_graph=retain_graph or None,
             create_graph=create_graph,
             inputs=inputs,
             scaler=scaler,
         )
+        if update_master_grads and not self._accumulation.waits():
+            self.update_master_grads()
 
     def zero_grad(self, set_grads_to_None: bool = False, set_to_none: bool | None = None) -> None:  # type: ignore[override]
         """Clear the model's and the masters' gradients.
@@ -192,11 +193,13 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
         Otherwise the scale would never go down. An overflow for which a closure's evaluation lowered the scale already
         is not counted again.
         """
-        steps = self._steps
-        if steps.state is not State.UNSCALED or steps.pending is None:
-            return
-        if steps.pending.is_current(steps.pending.scaler) and bool(steps.found_inf()):
-            self._finish(skipped=True)
+        verdict = self._accumulation.verdict()
+        if verdict is not None and bool(verdict.found_inf):
+            self._close(verdict, skipped=True)
+
+    def _evaluates_again(self) -> bool:
+        """True: apex repeated the closure while it overflowed, whatever the wrapped class."""
+        return True
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2, error_if_nonfinite: bool = False) -> Tensor:
         """Clip the masters' gradients by their total norm, as ``MixedPrecisionOptimizer`` does.
@@ -205,9 +208,8 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
             The norm before clipping: float32, 0-dim, on the device. -1 after an overflow. No host sync.
         """
         norm = super().clip_master_grads(max_norm, norm_type, error_if_nonfinite)
-        if not self._steps.verdicts:
-            return norm
-        return torch.where(self._steps.found_inf() > 0, torch.full_like(norm, -1.0), norm)
+        verdict = self._accumulation.verdict()
+        return norm if verdict is None else torch.where(verdict.found_inf > 0, torch.full_like(norm, -1.0), norm)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """The masters' gradients, unscaled, in a list per group; None after an overflow. Syncs with the device."""
@@ -228,9 +230,8 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
         ``optimizer_state_dict`` (the wrapped optimizer's own) and ``fp32_from_fp16`` (masters, a list per group).
         Tensors are references, as in torch.
         """
-        state: dict[str, Any] = face_state(
-            super().state_dict(), self._params.group_sizes, self.scaler.dynamic, self.overflow
-        )
+        sizes = [len(group["params"]) for group in self._holder.param_groups]
+        state: dict[str, Any] = face_state(super().state_dict(), sizes, self.scaler.dynamic, self.overflow)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -245,9 +246,9 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
         scaler, present = self.scaler, self.scaler
         if isinstance(state_dict, Mapping) and not {"version", "state"} & set(state_dict):
             saved = state_dict.get("loss_scaler", present.state_dict())
-            scaler = engine_scaler(saved).to(self._device)
-            translated = engine_state(state_dict, self._params.saved(), self._params.group_sizes, scaler.state_dict())
-            state_dict = translated
+            scaler = engine_scaler(saved).to(present.scale.device)
+            copied = [[master is not model for model, master in group] for group in self._grouped()]
+            state_dict = engine_state(state_dict, copied, scaler.state_dict())
         if scaler.dynamic != present.dynamic:
             self.scaler = scaler
         try:

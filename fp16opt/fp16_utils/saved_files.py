@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .. import scaling
 
@@ -154,14 +153,13 @@ def face_state(engine_state: Mapping[str, Any], group_sizes: Sequence[int], dyna
 
 
 def engine_state(
-    state_dict: Mapping[str, Any], masters: Sequence[Tensor | None], group_sizes: Sequence[int], scaler: Any
+    state_dict: Mapping[str, Any], copied: Sequence[Sequence[bool]], scaler: Mapping[str, Any]
 ) -> dict[str, Any]:
     """A state_dict of FP16_Optimizer's, ours or apex's, in the engine's terms.
 
     Args:
         state_dict: With apex's keys.
-        masters: The optimizer's present ones in param_groups order, None where a parameter is its own.
-        group_sizes: How many parameters each group has.
+        copied: For each group, whether each of its parameters has a master beside it.
         scaler: The state of the scaler that is to be loaded.
 
     Raises:
@@ -179,8 +177,7 @@ def engine_state(
             "FP16_Optimizer.state_dict() gave."
         )
     saved = state_dict["fp32_from_fp16"]
-    rest = iter(masters)
-    wanted = [sum(next(rest) is not None for _ in range(size)) for size in group_sizes]
+    wanted = [sum(group) for group in copied]
     if [len(group) for group in saved] != wanted:
         raise ValueError(
             f"state_dict: expected FP32 masters for {wanted} parameters in the groups, got "
@@ -190,6 +187,6 @@ def engine_state(
     return {
         "version": 1,
         "optimizer": state_dict["optimizer_state_dict"],
-        "masters": [None if master is None else next(flat) for master in masters],
+        "masters": [next(flat) if here else None for group in copied for here in group],
         "scaler": scaler,
     }

@@ -6,39 +6,40 @@ nothing waits for the device. Tensors may have any strides; those that one index
 are served by a compiled kernel where there is one (:func:`backend`), all others by :mod:`fp16opt.kernels.reference`,
 with the same bits.
 
+Version counters move for the tensors that autograd or users see change: ``outs``, tensors scaled in place, 16-bit
+params, parameters that are their own masters, statistics; not for optimizer state, step counters and float32 masters
+where 16-bit models are stepped along with them, as in torch's own fused steps.
+
 Every function takes ``tables``, a :class:`PointerTables` of the call site, to save time by skipping checks made before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from . import cuda, native, reference
-from .checks import accumulate_flags, as_single, check_grad_stats, check_result
-from .splitting import multi_tensor_join, multi_tensor_renew, multi_tensor_split
+from . import backends, cuda, reference
+from .backends import backend
+from .calls import Entries, PointerTables
+from .checks import as_single, check_given, check_result
+from .splitting import multi_tensor_join, multi_tensor_split
 from .stats import INF, NAN, NOT_FINITE, TOO_LARGE, CastStats, GradStats, sum_dtype
 from .tables import (
     AXPBY,
     CAST,
     CHECK,
     HALF_DTYPES,
-    HASH,
     L2NORM,
+    SAMPLE,
     SCALE,
-    TAKE,
     UNSCALE,
-    Call,
-    Entries,
-    PointerTables,
     Seen,
-    Watch,
     call_for,
 )
+from .written import multi_tensor_renew, multi_tensor_take
 
 __all__ = [
     "HALF_DTYPES",
@@ -50,15 +51,15 @@ __all__ = [
     "GradStats",
     "PointerTables",
     "Seen",
-    "Watch",
     "backend",
+    "is_host",
     "multi_tensor_axpby",
     "multi_tensor_cast",
     "multi_tensor_check",
-    "multi_tensor_hash",
     "multi_tensor_join",
     "multi_tensor_l2norm",
     "multi_tensor_renew",
+    "multi_tensor_sample",
     "multi_tensor_scale",
     "multi_tensor_split",
     "multi_tensor_take",
@@ -66,81 +67,17 @@ __all__ = [
     "multi_tensor_unscale_clipped",
 ]
 
+_CHECKS = {"x": 1, "y": 2, "both": 3}
 
-def backend(device: torch.device | str) -> str:
-    """Which implementation serves tensors on ``device``.
 
-    Args:
-        device: a torch device or its name.
-
-    Returns:
-        "cpu" and "cuda" for the compiled kernels, "reference" for plain torch operations.
+def is_host(device: torch.device) -> bool:
+    """Whether tensors on ``device`` can be read at once, without waiting for work that was queued.
 
     Example:
-        >>> backend("meta")
-        'reference'
+        >>> is_host(torch.device("cpu")), is_host(torch.device("meta"))
+        (True, False)
     """
-    served_by = _compiled(torch.device(device))
-    return "reference" if served_by is None else "cpu" if served_by is native else "cuda"
-
-
-def _compiled(device: torch.device) -> ModuleType | None:
-    """The room that calls the compiled kernels for a device; None where torch operations serve."""
-    if device.type == "cpu":
-        return native if native.available() else None
-    return cuda if cuda.serves(device) else None
-
-
-def _watched_call(
-    name: str, watch: Watch | None, count: int, device: torch.device, compiled: ModuleType | None
-) -> Call | None:
-    """The tensors to be hashed along with n = ``count`` gradients, checked; those of odd layout hashed already."""
-    if watch is None:
-        return None
-    call = call_for(HASH, (watch.params,), watch.tables)
-    if call.plan.count != count:
-        raise ValueError(
-            f"{name}: watch.params has {call.plan.count} entries, grads has {count}. Give None for what is not to be "
-            "watched."
-        )
-    if call.plan.device is not None and call.plan.device != device:
-        raise ValueError(f"{name}: watch.params are on {call.plan.device}, the gradients on {device}.")
-    check_result(name, "watch.hashes", watch.hashes, count, torch.int64, device)
-    check_result(name, "watch.samples", watch.samples, count, torch.int64, device)
-    _hash_indirect(call, watch.hashes, False, compiled)
-    _hash_indirect(call, watch.samples, True, compiled)
-    return call
-
-
-def _hash_indirect(call: Call, hashes: Tensor, sample: bool, compiled: ModuleType | None) -> None:
-    operation = reference.content_sample if sample else reference.content_hash
-    for place, row in call.for_reference(compiled is not None):
-        hashes[row] = operation(call.columns[0][place])
-
-
-def _unscale(
-    call: Call,
-    inv_scale: Tensor,
-    adds: bool | list[bool],
-    write: bool,
-    stats: GradStats,
-    watch: Watch | None,
-    compiled: ModuleType | None,
-) -> None:
-    """The pass of :func:`multi_tensor_unscale` and :func:`multi_tensor_check`, on lists that were checked."""
-    name, device = call.plan.operation.name, call.plan.device or stats.norm.device
-    stats.touched = True
-    watched = _watched_call(name, watch, call.plan.count, device, compiled)
-    for place, row in call.for_reference(compiled is not None):
-        grad, out = call.columns[0][place], call.columns[1][place]
-        if call.plan.operation is CHECK:  # which has no outs, and judges what float32 ones would hold
-            out = torch.empty_like(grad, dtype=torch.float32)
-        add = adds if isinstance(adds, bool) else adds[place]
-        reference.unscale(row, grad, out, inv_scale.view(()), add, write, stats)
-    if compiled is not None:
-        compiled.unscale(call, inv_scale, adds, write, stats, watched, watch)
-    else:
-        reference.finish(stats)
+    return device.type == "cpu"
 
 
 def multi_tensor_unscale(
@@ -151,7 +88,6 @@ def multi_tensor_unscale(
     *,
     accumulate: bool | Sequence[bool] = False,
     write: bool = True,
-    watch: Watch | None = None,
     tables: PointerTables | None = None,
 ) -> None:
     """``outs[i] = grads[i] * inv_scale``, with non-finite flags and the norm of what was written, in one pass.
@@ -169,7 +105,6 @@ def multi_tensor_unscale(
             which are taken over all n rows.
         accumulate: ``outs[i] += ...`` instead; one bool, or n of them.
         write: False leaves ``outs`` as they are, and the rest is as if they were written. Not with ``accumulate``.
-        watch: 16-bit tensors to be hashed in the same pass.
         tables: the cache of this call site.
 
     Raises:
@@ -182,15 +117,22 @@ def multi_tensor_unscale(
         >>> outs[0], stats.norm.item()
         (tensor([4., 4.]), 5.656854249492381)
     """
+    if not write and accumulate is not False:
+        raise ValueError(f"{UNSCALE.name}: write=False goes with accumulate=False only.")
     with torch.no_grad():
-        call = call_for(UNSCALE, (grads, outs), tables)
-        device = call.plan.device or stats.norm.device
-        check_result(UNSCALE.name, "inv_scale", inv_scale, 1, torch.float32, device)
-        check_grad_stats(stats, call.plan.count, device)
-        adds = accumulate_flags(accumulate, call.plan.rows, call.plan.count)
-        if not write and accumulate is not False:
-            raise ValueError(f"{UNSCALE.name}: write=False goes with accumulate=False only.")
-        _unscale(call, inv_scale, adds, write, stats, watch, _compiled(device))
+        call = call_for(UNSCALE, (grads, outs), tables, stats.norm.device)
+        plan = call.plan
+        check_given(UNSCALE.name, plan, {"inv_scale": inv_scale}, stats, {"accumulate": accumulate})
+        stats.touched = True
+        for _, row in plan.by_reference:
+            grad, out = call.row(row)
+            add = accumulate if isinstance(accumulate, bool) else bool(accumulate[row])
+            reference.unscale(row, grad, out, inv_scale.view(()), add, write, stats)
+        if plan.serving is None:
+            return reference.finish(stats)
+        results = (stats.nonfinite, stats.sumsq, stats.norm, stats.found_inf)
+        arguments = (inv_scale, *results, write)
+        plan.serving.launch(call, "unscale", *arguments, results=results, flags=accumulate, writes=write)
 
 
 def multi_tensor_check(
@@ -198,14 +140,13 @@ def multi_tensor_check(
     inv_scale: Tensor,
     stats: GradStats,
     *,
-    watch: Watch | None = None,
     tables: PointerTables | None = None,
 ) -> None:
     """What :func:`multi_tensor_unscale` into float32 would find: flags and norm of ``grads[i] * inv_scale``.
 
     Args:
         grads: n tensors: float16, bfloat16 or float32. They stay as they are.
-        inv_scale, stats, watch, tables: as for :func:`multi_tensor_unscale`.
+        inv_scale, stats, tables: as for :func:`multi_tensor_unscale`.
 
     Raises:
         TypeError, ValueError: as :func:`multi_tensor_unscale`.
@@ -217,11 +158,18 @@ def multi_tensor_check(
         (18.0, 0.0)
     """
     with torch.no_grad():
-        call = call_for(CHECK, (grads, grads), tables)
-        device = call.plan.device or stats.norm.device
-        check_result(CHECK.name, "inv_scale", inv_scale, 1, torch.float32, device)
-        check_grad_stats(stats, call.plan.count, device)
-        _unscale(call, inv_scale, False, False, stats, watch, _compiled(device))
+        call = call_for(CHECK, (grads,), tables, stats.norm.device)
+        plan = call.plan
+        check_given(CHECK.name, plan, {"inv_scale": inv_scale}, stats)
+        stats.touched = True
+        for _, row in plan.by_reference:
+            (grad,) = call.row(row)
+            out = torch.empty_like(grad, dtype=torch.float32)  # judged is what float32 ones would hold
+            reference.unscale(row, grad, out, inv_scale.view(()), False, False, stats)
+        if plan.serving is None:
+            return reference.finish(stats)
+        results = (stats.nonfinite, stats.sumsq, stats.norm, stats.found_inf)
+        plan.serving.launch(call, "unscale", inv_scale, *results, False, results=results, flags=False)
 
 
 def multi_tensor_unscale_clipped(
@@ -230,7 +178,6 @@ def multi_tensor_unscale_clipped(
     inv_scale: Tensor,
     factor: Tensor,
     *,
-    watch: Watch | None = None,
     tables: PointerTables | None = None,
 ) -> None:
     """``outs[i] = (grads[i] * inv_scale) * factor``, each multiplication rounded: unscaling and clipping in one pass.
@@ -240,7 +187,6 @@ def multi_tensor_unscale_clipped(
         outs: n tensors of the same shapes: float32, or float64. Written; ``outs[i]`` may be ``grads[i]``.
         inv_scale: float32, shape [], on the device. 1 / loss scale.
         factor: float32, shape [], on the device.
-        watch: 16-bit tensors to be hashed in the same pass.
         tables: the cache of this call site; one that serves :func:`multi_tensor_unscale` on the same lists serves here.
 
     Raises:
@@ -253,18 +199,14 @@ def multi_tensor_unscale_clipped(
         [tensor([1.])]
     """
     with torch.no_grad():
-        call = call_for(UNSCALE, (grads, outs), tables)
-        device = call.plan.device or inv_scale.device
-        name = "multi_tensor_unscale_clipped"
-        check_result(name, "inv_scale", inv_scale, 1, torch.float32, device)
-        check_result(name, "factor", factor, 1, torch.float32, device)
-        compiled = _compiled(device)
-        watched = _watched_call(name, watch, call.plan.count, device, compiled)
-        for place, _ in call.for_reference(compiled is not None):
-            grad, out = call.columns[0][place], call.columns[1][place]
+        call = call_for(UNSCALE, (grads, outs), tables, getattr(inv_scale, "device", None))
+        plan = call.plan
+        check_given("multi_tensor_unscale_clipped", plan, {"inv_scale": inv_scale, "factor": factor})
+        for _, row in plan.by_reference:
+            grad, out = call.row(row)
             reference.unscale_clipped(grad, out, inv_scale.view(()), factor.view(()))
-        if compiled is not None:
-            compiled.unscale_clipped(call, inv_scale, factor, watched, watch)
+        if plan.serving is not None:
+            plan.serving.launch(call, "unscale_clipped", inv_scale, factor)
 
 
 def multi_tensor_l2norm(tensors: Entries, *, tables: PointerTables | None = None) -> tuple[Tensor, Tensor]:
@@ -290,16 +232,16 @@ def multi_tensor_l2norm(tensors: Entries, *, tables: PointerTables | None = None
         tensor([5.0000e+30, 0.0000e+00], dtype=torch.float64)
     """
     with torch.no_grad():
-        call = call_for(L2NORM, (tensors,), tables)
-        device = call.plan.device or torch.device("cpu")
-        sumsq = torch.zeros(call.plan.count, dtype=sum_dtype(device), device=device)
-        compiled = _compiled(device)
-        for place, row in call.for_reference(compiled is not None):
-            sumsq[row] = reference.sum_of_squares(call.columns[0][place])
-        if compiled is not None:
-            found: tuple[Tensor, Tensor] = compiled.l2norm(call, sumsq)
-            return found
-        return reference.norms(sumsq)
+        call = call_for(L2NORM, (tensors,), tables, None)
+        plan = call.plan
+        sumsq = torch.zeros(plan.count, dtype=sum_dtype(plan.device), device=plan.device)
+        for _, row in plan.by_reference:
+            sumsq[row] = reference.sum_of_squares(call.row(row)[0])
+        if plan.serving is None:
+            return reference.norms(sumsq)
+        norm, norms = sumsq.new_zeros(()), torch.zeros_like(sumsq)
+        plan.serving.launch(call, "l2norm", sumsq, norm, norms, results=(sumsq,))
+        return norm, norms
 
 
 def multi_tensor_scale(tensors: Entries, factor: Tensor, *, tables: PointerTables | None = None) -> None:
@@ -322,16 +264,16 @@ def multi_tensor_scale(tensors: Entries, factor: Tensor, *, tables: PointerTable
     """
     with torch.no_grad():
         check_result(SCALE.name, "factor", factor, 1, torch.float32, getattr(factor, "device", None))
-        on_host = factor.device.type == "cpu" and _compiled(factor.device) is not cuda
+        on_host = factor.device.type == "cpu" and backends.compiled_for(factor.device) is not cuda
         if on_host and factor.item() == 1.0:  # before the tables: nothing to clip costs nothing
             return
-        call = call_for(SCALE, (tensors,), tables)
-        check_result(SCALE.name, "factor", factor, 1, torch.float32, call.plan.device or factor.device)
-        compiled = _compiled(factor.device)
-        for place, _ in call.for_reference(compiled is not None):
-            reference.scale(call.columns[0][place], factor.view(()))
-        if compiled is not None:
-            compiled.scale(call, factor)
+        call = call_for(SCALE, (tensors,), tables, factor.device)
+        plan = call.plan
+        check_given(SCALE.name, plan, {"factor": factor})
+        for _, row in plan.by_reference:
+            reference.scale(call.row(row)[0], factor.view(()))
+        if plan.serving is not None:
+            plan.serving.launch(call, "scale", factor)
 
 
 def multi_tensor_axpby(
@@ -366,26 +308,25 @@ def multi_tensor_axpby(
         >>> out
         [tensor([1.])]
     """
-    if check not in ("both", "x", "y"):
+    if check not in _CHECKS:
         raise ValueError(f"{AXPBY.name}: check must be 'both', 'x' or 'y', got {check!r}.")
     a, b = as_single("a", a), as_single("b", b)
     with torch.no_grad():
-        call = call_for(AXPBY, (xs, ys, outs), tables)
-        if found_inf is not None:
-            device = call.plan.device or getattr(found_inf, "device", None)
-            check_result(AXPBY.name, "found_inf", found_inf, 1, torch.float32, device)
-        compiled = _compiled(call.plan.device or torch.device("cpu"))
-        for place, _ in call.for_reference(compiled is not None):
-            x, y, out = (column[place] for column in call.columns)
+        call = call_for(AXPBY, (xs, ys, outs), tables, getattr(found_inf, "device", None))
+        plan = call.plan
+        check_given(AXPBY.name, plan, {"found_inf": found_inf})
+        for _, row in plan.by_reference:
+            x, y, out = call.row(row)
             reference.axpby(a, x, b, y, out, found_inf, check)
-        if compiled is not None:
-            compiled.axpby(call, a, b, found_inf, check)
+        if plan.serving is not None:
+            checked, flag = (0, 0) if found_inf is None else (_CHECKS[check], found_inf)
+            plan.serving.launch(call, "axpby", a, b, checked, flag, results=(flag,))
 
 
 def multi_tensor_cast(
     masters: Entries, params: Entries, stats: CastStats, *, tables: PointerTables | None = None
 ) -> None:
-    """``params[i] = masters[i]`` rounded to nearest, ties to even, with flags and a hash of what was written.
+    """``params[i] = masters[i]`` rounded to nearest, ties to even, with flags.
 
     Args:
         masters: n float32 tensors.
@@ -404,96 +345,43 @@ def multi_tensor_cast(
         True
     """
     with torch.no_grad():
-        call = call_for(CAST, (masters, params), tables)
-        device, count = call.plan.device or stats.hashes.device, call.plan.count
-        check_result(CAST.name, "stats.overflow", stats.overflow, count, torch.int32, device)
-        check_result(CAST.name, "stats.hashes", stats.hashes, count, torch.int64, device)
-        compiled = _compiled(device)
-        for place, row in call.for_reference(compiled is not None):
-            reference.cast(row, call.columns[0][place], call.columns[1][place], stats)
-        if compiled is not None:
-            compiled.cast(call, stats)
+        call = call_for(CAST, (masters, params), tables, stats.overflow.device)
+        plan = call.plan
+        check_given(CAST.name, plan, {}, stats)
+        for _, row in plan.by_reference:
+            master, param = call.row(row)
+            reference.cast(row, master, param, stats)
+        if plan.serving is not None:
+            plan.serving.launch(call, "cast", stats.overflow, results=(stats.overflow,))
 
 
-def multi_tensor_hash(
-    tensors: Entries, hashes: Tensor, *, sample: bool = False, tables: PointerTables | None = None
-) -> None:
-    """A 64-bit hash of the bits of each 16-bit tensor: the one that :func:`multi_tensor_cast` gives for these bits.
+def multi_tensor_sample(tensors: Entries, samples: Tensor, *, tables: PointerTables | None = None) -> None:
+    """A 64-bit digest of sampled bits of each 16-bit tensor, by which a write to it is noticed.
+
+    Of a tensor with up to 16,384 elements all are looked at; of a larger one about one in a thousand, in a lattice
+    whose step has no divisor in common with the length of any dimension. So a change of most elements is seen, and so
+    is one of a whole column of a matrix with a thousand rows; one of few elements of a large tensor may not be.
 
     Args:
-        tensors: n float16 or bfloat16 tensors.
-        hashes: int64, shape [n]. Rows of entries that are not None are overwritten; an empty tensor gives 0.
-        sample: read only 64 of every 8,192 elements, which gives the hash of these. In chunks of 65,536 elements; of a
-            last one with at most 8,192 all are read.
+        tensors: n float16 or bfloat16 tensors. Two with the same values in the same memory order have one digest.
+        samples: int64, shape [n], on the device. Rows of entries that are not None are overwritten; an empty tensor
+            gives 0. The same bits on every device and for every number of threads.
         tables: the cache of this call site.
 
     Raises:
         TypeError, ValueError: as :func:`multi_tensor_unscale`.
 
     Example:
-        >>> hashes = torch.zeros(1, dtype=torch.int64)
-        >>> multi_tensor_hash([torch.ones(5).half()], hashes)
-        >>> hashes.item() != 0
+        >>> samples = torch.zeros(1, dtype=torch.int64)
+        >>> multi_tensor_sample([torch.ones(5).half()], samples)
+        >>> samples.item() != 0
         True
     """
     with torch.no_grad():
-        call = call_for(HASH, (tensors,), tables)
-        device = call.plan.device or getattr(hashes, "device", None)
-        check_result(HASH.name, "hashes", hashes, call.plan.count, torch.int64, device)
-        compiled = _compiled(hashes.device)
-        _hash_indirect(call, hashes, sample, compiled)
-        if compiled is not None:
-            compiled.content_hash(call, hashes, sample)
-
-
-def multi_tensor_take(
-    masters: Entries,
-    params: Entries,
-    now: Tensor,
-    then: Tensor,
-    taken: Tensor,
-    *,
-    samples: tuple[Tensor, Tensor] | None = None,
-    places: Tensor | None = None,
-    tables: PointerTables | None = None,
-) -> None:
-    """Masters take the values of params that were written since a hash was taken, and nobody waits to know whether.
-
-    Where ``now[i]`` is not ``then[i]``, ``masters[i]`` takes the elements of ``params[i]`` whose bits are not those of
-    the rounded master; the other elements keep their low bits. Other masters are not read.
-
-    Args:
-        masters: n float32 tensors. Written.
-        params: n float16 or bfloat16 tensors of the same shapes.
-        now, then: int64, shape [n]. Hashes of the params, as :func:`multi_tensor_hash` gives them.
-        taken: int32, shape [n]. Set to 1 where an element was taken; never cleared.
-        samples: a second pair of hashes, of which a difference counts too.
-        places: int64, shape [n]. Entry i's hash is ``now[places[i]]``, also in both ``samples``; default: ``now[i]``.
-        tables: the cache of this call site.
-
-    Raises:
-        TypeError, ValueError: as :func:`multi_tensor_unscale`.
-
-    Example:
-        >>> masters, hashes = [torch.tensor([1.0001, 2.0])], torch.zeros(2, 1, dtype=torch.int64)
-        >>> hashes[0] = 1
-        >>> multi_tensor_take(masters, [torch.tensor([1.0, 3.0]).half()], *hashes, torch.zeros(1, dtype=torch.int32))
-        >>> masters[0]
-        tensor([1.0001, 3.0000])
-    """
-    with torch.no_grad():
-        call = call_for(TAKE, (masters, params), tables)
-        device, count = call.plan.device or now.device, call.plan.count
-        wide = count if places is None else now.numel()
-        for name, hashes in (("now", now), *(("samples", each) for each in samples or ())):
-            check_result(TAKE.name, name, hashes, wide, torch.int64, device)
-        for name, each in (("then", then), *([] if places is None else [("places", places)])):
-            check_result(TAKE.name, name, each, count, torch.int64, device)
-        check_result(TAKE.name, "taken", taken, count, torch.int32, device)
-        compiled = cuda if _compiled(device) is cuda else None  # on the CPU, where looking costs nothing, nobody asks
-        for place, row in call.for_reference(compiled is not None):
-            at = row if places is None else places[row]
-            pairs = [now[at] != then[row], *([] if samples is None else [samples[0][at] != samples[1][at]])]
-            reference.take(call.columns[0][place], call.columns[1][place], torch.stack(pairs).any(), taken[row])
-        if compiled is not None:
-            compiled.take(call, now, then, samples, places, taken)
+        call = call_for(SAMPLE, (tensors,), tables, getattr(samples, "device", None))
+        plan = call.plan
+        check_result(SAMPLE.name, "samples", samples, plan.count, torch.int64, plan.device)
+        for _, row in plan.by_reference:
+            samples[row] = reference.sample(call.row(row)[0])
+        if plan.serving is not None:
+            plan.serving.launch(call, "sample", samples, results=(samples,))

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .stats import GradStats, sum_dtype
-from .tables import AXPBY, UNSCALE
+from .calls import Plan
+from .stats import CastStats, GradStats
+from .tables import AXPBY
 
 
 def check_result(
@@ -29,24 +30,45 @@ def check_result(
         )
 
 
-def check_grad_stats(stats: GradStats, count: int, device: torch.device) -> None:
-    """Raise unless ``stats`` is for lists of ``count`` tensors on ``device``."""
-    wide, name = sum_dtype(device), UNSCALE.name
-    check_result(name, "stats.nonfinite", stats.nonfinite, count, torch.int32, device)
-    check_result(name, "stats.sumsq", stats.sumsq, count, wide, device)
-    check_result(name, "stats.norm", stats.norm, 1, wide, device)
-    check_result(name, "stats.found_inf", stats.found_inf, 1, torch.float32, device)
+def check_given(
+    name: str,
+    plan: Plan,
+    numbers: dict[str, Tensor | None],
+    stats: GradStats | CastStats | None = None,
+    each: dict[str, bool | Sequence[int] | None] | None = None,
+    groups: int | None = None,
+) -> None:
+    """Raise unless what is given beside the lists of a call fits to them.
 
-
-def accumulate_flags(accumulate: bool | Sequence[bool], rows: list[int], count: int) -> bool | list[bool]:
-    """One flag for all, or one for each row in use."""
-    if isinstance(accumulate, bool):
-        return accumulate
-    if len(accumulate) != count:
-        raise ValueError(
-            f"{UNSCALE.name}: accumulate has {len(accumulate)} entries, grads has {count}. Give one bool, or one each."
-        )
-    return [bool(accumulate[i]) for i in rows]
+    Args:
+        name: of the operation.
+        numbers: by name: float32, one element, on the device of the call. None is passed over.
+        stats: for as many tensors, on that device. What else must hold they check themselves, when they are made.
+        each: by name: one value for each entry. One for all, and None, are passed over.
+        groups: how many groups there are for ``group_of`` in ``each``.
+    """
+    for key, number in numbers.items():
+        if number is not None and (
+            not isinstance(number, Tensor)
+            or number.dtype != torch.float32
+            or number.device != plan.device
+            or number.numel() != 1
+        ):
+            check_result(name, key, number, 1, torch.float32, plan.device)
+    if stats is not None:
+        which = "overflow" if isinstance(stats, CastStats) else "nonfinite"
+        rows: Tensor = getattr(stats, which)
+        if rows.numel() != plan.count or rows.device != plan.device:
+            check_result(name, f"stats.{which}", rows, plan.count, torch.int32, plan.device)
+    for key, values in (each or {}).items():
+        if values is None or isinstance(values, bool):
+            continue
+        if len(values) != plan.count:
+            raise ValueError(f"{name}: {key} has {len(values)} entries, grads has {plan.count}. Give one each.")
+        if groups is not None and key == "group_of" and values and not 0 <= min(values) <= max(values) < groups:
+            raise ValueError(
+                f"{name}: group_of reaches from {min(values)} to {max(values)}, there are {groups} options."
+            )
 
 
 def as_single(name: str, value: float) -> float:

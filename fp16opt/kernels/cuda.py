@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import native
-from .stats import CastStats, GradStats
+from .calls import Call, PointerTables
 
-if TYPE_CHECKING:
-    from .decisions import Outcome, ScaleMemory
-    from .tables import Call, PointerTables, Watch
+Outcome = tuple[Tensor | None, Tensor | None]
+"""(float32 []: whether the last step was skipped; float64 []: how many were)."""
+ScaleMemory = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""(scale; trackers; settings): the tensors that a loss scaler's ``update`` reads and writes."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -89,30 +90,19 @@ class Site:
     """The table of one call site in the GPU's memory.
 
     Attributes:
-        watched: the plan of the tensors that are hashed in passing, which the table was made for too; or None.
         numbers: the site of a step's numbers, or None.
     """
 
     numbers: Site | None = None
 
-    def __init__(self, call: Call, watched: Call | None) -> None:
-        self.watched = None if watched is None else watched.plan
-        module = native.cuda_module()
-        self.table = module.Table(
-            [tensor.numel() for tensor in call.columns[0]],
-            call.plan.rows,
-            [[native._CODES[tensor.dtype] for tensor in column] for column in call.columns],
-            call.plan.direct,
-        )
-        if watched is not None:
-            numels = [tensor.numel() for tensor in watched.columns[0]]
-            self.table.watch(numels, watched.plan.rows, watched.plan.direct)
+    def __init__(self, call: Call) -> None:
+        self.table = native.cuda_module().Table(*native.table_arguments(call))
         self._memory: Tensor | None = None
         self._stream: Stream | None = None
 
-    def place(self, lists: Sequence[Any], add: bool | list[bool] | None, device: torch.device, stream: Stream) -> Any:
+    def place(self, lists: Any, add: bool | Sequence[bool] | None, device: torch.device, stream: Stream) -> Any:
         """Bring the table up to date, in the order of ``stream``. Returns where kernels find it."""
-        size = self.table.point(list(lists), add)
+        size = self.table.point(lists, add)
         with torch.inference_mode(False):
             if self._memory is None:
                 self._memory = torch.empty(self.table.all_bytes(), dtype=torch.uint8, device=device)
@@ -127,14 +117,14 @@ class Site:
         return native.cuda_module().Where(self._memory.data_ptr(), stream.index, stream.handle)
 
     def place_for_graph(
-        self, lists: Sequence[Any], add: bool | list[bool] | None, stream: Stream, owner: PointerTables | None
+        self, lists: Any, add: bool | Sequence[bool] | None, stream: Stream, owner: PointerTables | None
     ) -> Any:
         """Write the table to memory of its own, for the graph that is being captured. Returns where it is.
 
         It stays as long as ``owner``: replays need the tensors and buffers of whoever made the call, so they end with
         it. Where a call has no owner nothing tells when the graph is gone, and the memory is never given back.
         """
-        self.table.point(list(lists), add)
+        self.table.point(lists, add)
         kept = self.table.keep(stream.index)
         memory = kept.memory()
         if owner is None:
@@ -150,23 +140,19 @@ class Queued:
     Args:
         call: the lists.
         add: which of them are added to.
-        watched: tensors to be hashed in passing.
     """
 
     def __init__(
         self,
         call: Call,
-        add: bool | list[bool] | None = None,
-        watched: Call | None = None,
+        add: bool | Sequence[bool] | None = None,
     ) -> None:
-        self._call, self._watched = call, watched
-        device = _device(call, watched)
+        self._call = call
+        device = call.plan.device
         self._stream = Stream(device)
-        lists = list(native._addresses(call))
-        if watched is not None:
-            lists += native._addresses(watched)
+        lists = native.addresses_of(call)
         if self._stream.captures:
-            site = Site(call, watched)
+            site = Site(call)
             self.where = site.place_for_graph(lists, add, self._stream, call.owner)
         else:
             site = self._site()
@@ -179,135 +165,34 @@ class Queued:
 
     def _site(self) -> Site:
         site = self._call.plan.compiled
-        watched = None if self._watched is None else self._watched.plan
-        # One that was made with watched tensors for another operation on the same lists will do without them too.
-        if not isinstance(site, Site) or (watched is not None and site.watched is not watched):
-            site = self._call.plan.compiled = Site(self._call, self._watched)
+        if not isinstance(site, Site):
+            site = self._call.plan.compiled = Site(self._call)
         return site
 
-    def done(self, written: int | None, *results: Tensor) -> None:
-        """After the launch: hold tensors for a side stream, tell autograd that a list and ``results`` were written."""
-        for call in (self._call, self._watched):
-            if call is not None:
-                for column in call.columns:
-                    self._stream.hold(column)
-        self._stream.hold(results)
-        if written is None:
-            native._bump(list(results))
-        else:
-            native._written(self._call, written, *results)
-
-
-def _device(call: Call, watched: Call | None) -> torch.device:
-    device = call.plan.device or (None if watched is None else watched.plan.device)
-    return torch.device("cuda", torch.cuda.current_device()) if device is None else device
+    def done(self, results: Sequence[object], *, writes: bool = True) -> None:
+        """After the launch: hold tensors for a side stream, and count what was written."""
+        for which in range(len(self._call.plan.operation.lists)):
+            self._stream.hold(self._call.column(which))
+        self._stream.hold([result for result in results if isinstance(result, Tensor)])
+        native.count_writes(self._call, results, lists=writes)
 
 
 # -- operations --------------------------------------------------------------------------------------------------------
 
 
-def unscale(
+def launch(
     call: Call,
-    inv_scale: Tensor,
-    accumulate: bool | list[bool],
-    write: bool,
-    stats: GradStats,
-    watched: Call | None,
-    watch: Watch | None,
+    function: str,
+    *arguments: object,
+    results: Sequence[object] = (),
+    flags: bool | Sequence[bool] | None = None,
+    writes: bool = True,
 ) -> None:
-    """:func:`fp16opt.kernels.multi_tensor_unscale` for the direct entries, then the totals over all rows."""
-    queued = Queued(call, accumulate, watched)
-    found = () if watch is None or watched is None else (watch.hashes, watch.samples)
-    native.cuda_module().unscale(
-        queued.table,
-        queued.where,
-        inv_scale.data_ptr(),
-        stats.nonfinite.data_ptr(),
-        stats.sumsq.data_ptr(),
-        call.plan.count,
-        stats.norm.data_ptr(),
-        stats.found_inf.data_ptr(),
-        *((0, 0) if not found else (tensor.data_ptr() for tensor in found)),
-        write,
-    )
-    queued.done(1 if write else None, stats.nonfinite, stats.sumsq, stats.norm, stats.found_inf, *found)
-
-
-def unscale_clipped(call: Call, inv_scale: Tensor, factor: Tensor, watched: Call | None, watch: Watch | None) -> None:
-    """:func:`fp16opt.kernels.multi_tensor_unscale_clipped` for the direct entries."""
-    queued = Queued(call, False, watched)
-    found = () if watch is None or watched is None else (watch.hashes, watch.samples)
-    native.cuda_module().unscale_clipped(
-        queued.table,
-        queued.where,
-        inv_scale.data_ptr(),
-        factor.data_ptr(),
-        *((0, 0) if not found else (tensor.data_ptr() for tensor in found)),
-        call.plan.count,
-    )
-    queued.done(1, *found)
-
-
-def l2norm(call: Call, sumsq: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`fp16opt.kernels.multi_tensor_l2norm`; ``sumsq`` holds the rows of the indirect entries, else zeros."""
-    norm, norms = sumsq.new_empty(()), torch.empty_like(sumsq)
-    queued = Queued(call)
-    count = call.plan.count
-    native.cuda_module().l2norm(queued.table, queued.where, sumsq.data_ptr(), count, norm.data_ptr(), norms.data_ptr())
-    queued.done(None, sumsq)
-    return norm, norms
-
-
-def scale(call: Call, factor: Tensor) -> None:
-    """:func:`fp16opt.kernels.multi_tensor_scale` for the direct entries. The kernel looks at the factor."""
-    queued = Queued(call)
-    native.cuda_module().scale(queued.table, queued.where, factor.data_ptr())
-    queued.done(0)
-
-
-def axpby(call: Call, a: float, b: float, found_inf: Tensor | None, check: str) -> None:
-    """:func:`fp16opt.kernels.multi_tensor_axpby` for the direct entries."""
-    queued = Queued(call)
-    checked, flag = (0, 0) if found_inf is None else (native._CHECKS[check], found_inf.data_ptr())
-    native.cuda_module().axpby(queued.table, queued.where, a, b, checked, flag)
-    queued.done(2, *([] if found_inf is None else [found_inf]))
-
-
-def cast(call: Call, stats: CastStats) -> None:
-    """:func:`fp16opt.kernels.multi_tensor_cast` for the direct entries."""
-    queued = Queued(call)
-    overflow, hashes = stats.overflow.data_ptr(), stats.hashes.data_ptr()
-    native.cuda_module().cast(queued.table, queued.where, overflow, hashes, call.plan.count)
-    queued.done(1, stats.overflow, stats.hashes)
-
-
-def content_hash(call: Call, hashes: Tensor, sample: bool) -> None:
-    """:func:`fp16opt.kernels.multi_tensor_hash` for the direct entries."""
-    queued = Queued(call)
-    module = native.cuda_module()
-    operation = module.content_sample if sample else module.content_hash
-    operation(queued.table, queued.where, hashes.data_ptr(), call.plan.count)
-    queued.done(None, hashes)
-
-
-def take(
-    call: Call,
-    now: Tensor,
-    then: Tensor,
-    samples: tuple[Tensor, Tensor] | None,
-    places: Tensor | None,
-    taken: Tensor,
-) -> None:
-    """:func:`fp16opt.kernels.multi_tensor_take` for the direct entries."""
-    queued = Queued(call)
-    sampled = (0, 0) if samples is None else tuple(tensor.data_ptr() for tensor in samples)
-    native.cuda_module().take(
-        *(queued.table, queued.where, now.data_ptr(), then.data_ptr()),
-        *sampled,
-        0 if places is None else places.data_ptr(),
-        *(taken.data_ptr(), call.plan.count),
-    )
-    queued.done(0, taken)
+    """:func:`fp16opt.kernels.native.launch` for the compiled CUDA module, which has the flags in its table."""
+    queued = Queued(call, flags)
+    given = [value.data_ptr() if isinstance(value, Tensor) else value for value in arguments]
+    getattr(native.cuda_module(), function)(queued.table, queued.where, call.plan.count, *given)
+    queued.done(results, writes=writes)
 
 
 # -- decisions ---------------------------------------------------------------------------------------------------------
@@ -354,4 +239,4 @@ def close_step(
         *(at[8], 0 if memory is None else memory.numel() // 4),
     )
     written = (last, skipped, scale, trackers, kept, memory)
-    native._bump([tensor for tensor in written if tensor is not None])
+    native.count_versions([tensor for tensor in written if tensor is not None])

@@ -1,4 +1,4 @@
-"""The calls of the one-pass steps and of split masters into the compiled CUDA module; see :mod:`.cuda`.
+"""The calls of the one-pass steps into the compiled CUDA module; see :mod:`.cuda`.
 
 Whatever a step multiplies by and whether it is skipped is read by the kernel, and so are counters of steps and learning
 rates that are tensors on the device. Numbers that the host knows lie in a second small table, which is copied to the
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from . import native
+from .calls import Call
 from .cuda import Queued, Site, Stream
 
 if TYPE_CHECKING:
     from .reference_steps import AdamOptions, Factors, SgdOptions
     from .stats import CastStats
-    from .tables import Call
 
 
 class NumbersSite(Site):
@@ -30,7 +30,6 @@ class NumbersSite(Site):
     """
 
     def __init__(self, call: Call, is_adam: bool, groups: int) -> None:
-        self.watched = None
         self.groups = groups
         self.table = native.cuda_module().Numbers(call.plan.direct, is_adam, groups)
         self._memory: Tensor | None = None
@@ -45,23 +44,23 @@ class QueuedStep(Queued):
         first: for each entry whether its momentum buffer holds nothing yet; None where there are no such.
         is_adam: whether ``groups`` are those of Adam.
         groups: the numbers of each param_group, as the compiled module takes them.
-        group_of: the group of each entry.
-        counters: the counters of steps on the device, or None.
+        group_of: the group of each place.
+        counted: whether the last list are counters of steps on the device.
         numbers: the number of each entry's step, where there are no counters.
     """
 
     def __init__(
         self,
         call: Call,
-        first: list[bool] | None,
+        first: bool | Sequence[bool] | None,
         is_adam: bool,
         groups: list[tuple[Any, ...]],
         group_of: list[int],
-        counters: Call | None = None,
+        counted: bool = False,
         numbers: Sequence[float] = (),
     ) -> None:
         super().__init__(call, first)
-        given = [groups, group_of, None if counters is None else native._addresses(counters)[0], list(numbers)]
+        given = [groups, group_of, native.addresses_of(call) if counted else None, list(numbers)]
         if self._stream.captures:
             site = NumbersSite(call, is_adam, len(groups))
             self.numbers_where = site.place_for_graph(given, None, self._stream, call.owner)
@@ -76,7 +75,7 @@ class QueuedStep(Queued):
 
     @property
     def _device(self) -> torch.device:
-        return self._call.columns[0][0].device
+        return self._call.plan.device
 
     def _numbers_site(self, call: Call, is_adam: bool, groups: int) -> NumbersSite:
         kept = call.plan.compiled.numbers
@@ -103,24 +102,16 @@ class QueuedStep(Queued):
             counters: the counters that are written.
         """
         operation(
-            *(self.table, self.where, self.numbers, self.numbers_where),
+            *(self.table, self.where, self._call.plan.count, self.numbers, self.numbers_where),
             *(factors.inv_scale.data_ptr(), factors.coefficient.data_ptr()),
             0 if found_inf is None else found_inf.data_ptr(),
             stats is not None,
-            *((0, 0) if stats is None else (stats.overflow.data_ptr(), stats.hashes.data_ptr())),
-            *(self._call.plan.count, more_state),
+            0 if stats is None else stats.overflow.data_ptr(),
+            more_state,
         )
-        results = [] if stats is None else [stats.overflow, stats.hashes]
         read = [*factors, *also_read] if found_inf is None else [*factors, found_inf, *also_read]
-        self.done(None, *results)
+        self.done([] if stats is None else [stats.overflow])
         self._stream.hold([*read, *counters])
-        native._step_written(self._call, None)
-        native._bump(list(counters))
-
-
-def counts_on_device(call: Call, counts: Call) -> bool:
-    """Whether counters of steps lie where kernels can read them. Elsewhere the host counts, and decides."""
-    return counts.plan.device == call.plan.device
 
 
 def _numbers(
@@ -143,76 +134,52 @@ def _numbers(
 
 def adam(
     call: Call,
-    counts: Call,
     options: Sequence[AdamOptions],
-    group_of: list[int],
+    group_of: Sequence[int],
     factors: Factors,
     stats: CastStats | None,
     found_inf: Tensor | None,
 ) -> None:
     """:func:`fp16opt.kernels.steps.multi_tensor_adam` for the direct entries; decided if the host counts."""
-    if not call.columns[0]:
+    plan = call.plan
+    if not plan.rows:
         return
-    device = call.columns[0][0].device
-    lrs, kept = _numbers([o.lr for o in options], device)
+    lrs, kept = _numbers([o.lr for o in options], plan.device)
     groups = [
         (lr, o.beta1, o.beta2, o.eps, o.weight_decay, o.decoupled, o.maximize)
         for lr, o in zip(lrs, options, strict=True)
     ]
-    on_device = counts_on_device(call, counts)
-    counters = [counts.columns[0][place] for place in call.plan.direct]
-    numbers = [] if on_device else (torch.stack([step.reshape(()) for step in counts.columns[0]]) + 1.0).tolist()
-    queued = QueuedStep(call, None, True, groups, group_of, counts if on_device else None, numbers)
-    lists = 4 if stats is None else 5
-    written = counters if on_device else []
-    queued.launch(native.cuda_module().adam, factors, found_inf, stats, len(call.columns) > lists, kept, written)
-    if not on_device and counters:
+    counters = call.column(len(plan.operation.lists))
+    here = plan.counts_here
+    numbers = [] if here else (torch.stack([step.reshape(()) for step in counters]) + 1.0).tolist()
+    counters = [counters[place] for place in plan.direct]
+    groups_of_places = [group_of[row] for row in plan.rows]
+    queued = QueuedStep(call, None, True, groups, groups_of_places, here, numbers)
+    amsgrad = len(plan.operation.lists) > (4 if stats is None else 5)
+    written = counters if here else []
+    queued.launch(native.cuda_module().adam, factors, found_inf, stats, amsgrad, kept, written)
+    if not here and counters:
         torch._foreach_add_(counters, 1.0)
 
 
 def sgd(
     call: Call,
-    first: list[bool],
     options: Sequence[SgdOptions],
-    group_of: list[int],
+    group_of: Sequence[int],
+    first: bool | Sequence[bool],
     factors: Factors,
     stats: CastStats | None,
     found_inf: Tensor | None,
 ) -> None:
     """:func:`fp16opt.kernels.steps.multi_tensor_sgd` for the direct entries."""
-    if not call.columns[0]:
+    plan = call.plan
+    if not plan.rows:
         return
-    lrs, kept = _numbers([o.lr for o in options], call.columns[0][0].device)
+    lrs, kept = _numbers([o.lr for o in options], plan.device)
     groups = [
         (lr, o.momentum, o.dampening, o.weight_decay, o.nesterov, o.maximize)
         for lr, o in zip(lrs, options, strict=True)
     ]
-    queued = QueuedStep(call, first, False, groups, group_of)
-    lists = 2 if stats is None else 3
-    queued.launch(native.cuda_module().sgd, factors, found_inf, stats, len(call.columns) > lists, kept, [])
-
-
-def split(call: Call, stats: CastStats) -> None:
-    """:func:`fp16opt.kernels.multi_tensor_split` for the direct entries."""
-    queued = Queued(call)
-    overflow, hashes = stats.overflow.data_ptr(), stats.hashes.data_ptr()
-    native.cuda_module().split(queued.table, queued.where, overflow, hashes, call.plan.count)
-    queued.done(1, stats.overflow, stats.hashes)
-    native._written(call, 2)
-
-
-def join(call: Call) -> None:
-    """:func:`fp16opt.kernels.multi_tensor_join` for the direct entries."""
-    queued = Queued(call)
-    native.cuda_module().join(queued.table, queued.where)
-    queued.done(2)
-
-
-def renew(call: Call, now: Tensor, then: Tensor, samples: tuple[Tensor, Tensor] | None, taken: Tensor) -> None:
-    """:func:`fp16opt.kernels.multi_tensor_renew` for the direct entries."""
-    queued = Queued(call)
-    sampled = (0, 0) if samples is None else tuple(tensor.data_ptr() for tensor in samples)
-    native.cuda_module().renew(
-        *(queued.table, queued.where, now.data_ptr(), then.data_ptr()), *sampled, taken.data_ptr(), call.plan.count
-    )
-    queued.done(1, taken)
+    queued = QueuedStep(call, first, False, groups, [group_of[row] for row in plan.rows])
+    has_momentum = len(plan.operation.lists) > (2 if stats is None else 3)
+    queued.launch(native.cuda_module().sgd, factors, found_inf, stats, has_momentum, kept, [])

@@ -9,13 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import backend, cuda, native
+from . import cuda, native
+from .backends import backend
+from .cuda import Outcome, ScaleMemory
 from .stats import GradStats
-
-Outcome = tuple[Tensor | None, Tensor | None]
-"""(float32 []: whether the last step was skipped; float64 []: how many were)."""
-ScaleMemory = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""(scale; trackers; settings): the tensors that a loss scaler's ``update`` reads and writes."""
 
 
 def are_compiled(device: torch.device) -> bool:
@@ -30,7 +27,13 @@ def are_compiled(device: torch.device) -> bool:
 
 def _on_host(*tensors: Tensor | None) -> bool:
     """Whether compiled CPU code may look at all of them at once, None being none."""
-    return all(tensor is None or backend(tensor.device) == "cpu" for tensor in tensors)
+    device = None
+    for tensor in tensors:
+        if tensor is not None:
+            if device is not None and tensor.device != device:
+                return False
+            device = tensor.device
+    return device is not None and backend(device) == "cpu"
 
 
 def capture_scale(scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,13 +120,13 @@ def follow(found_inf: Tensor, scaler: ScaleMemory) -> bool:
     scale, trackers, settings = scaler
     if scale is None or trackers is None or trackers.device != found_inf.device:
         return False
+    if _on_host(found_inf, scale, trackers):
+        native.follow_scale(bool(found_inf.item()), scale, trackers, settings)
+        return True
     if are_compiled(found_inf.device):
         close_step(found_inf=found_inf, scaler=scaler)
         return True
-    if not _on_host(found_inf, scale, trackers):
-        return False
-    native.follow_scale(bool(found_inf.item()), scale, trackers, settings)
-    return True
+    return False
 
 
 def close_step(

@@ -28,9 +28,9 @@ GROUP = 8
 """Consecutive elements that are added in a small tree before they enter a lane."""
 SLAB = 64 * CHUNK
 _ROW = LANES * GROUP
-_WORD = 4  # 16-bit elements in a 64-bit word of the content hash
-_SAMPLE, _SAMPLE_EVERY = 64, 8192  # elements
-_KEY = 0x9E3779B97F4A7C15 - (1 << 64)  # the odd hash constant 0x9E37..7C15, as the int64 with the same bits
+_WORD = 4  # 16-bit elements in a 64-bit word of a sample
+_SAMPLED_WHOLE, _LEAST_STRIDE = 16384, 1009  # elements
+_KEY = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd constant of many bits, as the int64 with the same bits
 
 
 class _Flat(NamedTuple):
@@ -57,7 +57,7 @@ def memory_order(tensor: Tensor) -> list[int]:
     return sorted((d for d in range(tensor.dim())), key=lambda d: -strides[d])
 
 
-def _flat(tensor: Tensor, order: list[int]) -> _Flat:
+def flatten(tensor: Tensor, order: list[int]) -> _Flat:
     """``tensor`` flattened with its dimensions in ``order``: a view where the memory allows it, else a copy."""
     permuted = tensor.permute(order)
     try:
@@ -66,14 +66,14 @@ def _flat(tensor: Tensor, order: list[int]) -> _Flat:
         return _Flat(permuted.reshape(-1), False)
 
 
-def _write_back(flat: _Flat, tensor: Tensor, order: list[int]) -> None:
+def write_back(flat: _Flat, tensor: Tensor, order: list[int]) -> None:
     """Copy a flattened copy into the tensor that it was made of."""
     if not flat.is_view:
         permuted = tensor.permute(order)
         permuted.copy_(flat.values.view(permuted.shape))
 
 
-def _slabs(numel: int) -> Iterator[slice]:
+def slabs(numel: int) -> Iterator[slice]:
     """Slices of at most ``SLAB`` elements that cover ``numel`` elements."""
     for start in range(0, numel, SLAB):
         yield slice(start, min(start + SLAB, numel))
@@ -148,11 +148,11 @@ def unscale(
         stats: ``nonfinite[i]`` and ``sumsq[i]`` are overwritten; call :func:`finish` after the last tensor.
     """
     order = memory_order(out)
-    source, target = _flat(grad, order).values, _flat(out, order)
+    source, target = flatten(grad, order).values, flatten(out, order)
     factor = inv_scale.to(out.dtype)
     bits = torch.zeros((), dtype=torch.int32, device=out.device)
     sums = []
-    for part in _slabs(source.numel()):
+    for part in slabs(source.numel()):
         product = source[part].to(out.dtype) * factor
         written = target.values[part]
         bits = bits | _nonfinite_bits(product)
@@ -165,7 +165,7 @@ def unscale(
         stored = grad.dtype == torch.float16 and not accumulate  # squared as they are, or as they are written
         sums.append(_chunk_sums(source[part], factor) if stored else _chunk_sums(product))
     if write:
-        _write_back(target, out, order)
+        write_back(target, out, order)
     stats.nonfinite[i] = bits
     stats.sumsq[i] = _in_order_sum(torch.cat(sums)) if sums else 0.0
 
@@ -173,10 +173,10 @@ def unscale(
 def unscale_clipped(grad: Tensor, out: Tensor, inv_scale: Tensor, factor: Tensor) -> None:
     """``out = (grad * inv_scale) * factor`` in ``out``'s dtype, rounded twice. Arguments as for :func:`unscale`."""
     order = memory_order(out)
-    source, target = _flat(grad, order).values, _flat(out, order)
-    for part in _slabs(source.numel()):
+    source, target = flatten(grad, order).values, flatten(out, order)
+    for part in slabs(source.numel()):
         target.values[part].copy_(source[part].to(out.dtype) * inv_scale.to(out.dtype) * factor.to(out.dtype))
-    _write_back(target, out, order)
+    write_back(target, out, order)
 
 
 def finish(stats: GradStats) -> None:
@@ -198,8 +198,8 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
         >>> sum_of_squares(torch.tensor([3.0, 4.0])).item()
         25.0
     """
-    flat = _flat(tensor, memory_order(tensor)).values
-    sums = [_chunk_sums(flat[part]) for part in _slabs(flat.numel())]
+    flat = flatten(tensor, memory_order(tensor)).values
+    sums = [_chunk_sums(flat[part]) for part in slabs(flat.numel())]
     return _in_order_sum(torch.cat(sums) if sums else flat.new_zeros(0, dtype=sum_dtype(flat.device)))
 
 
@@ -240,46 +240,63 @@ def axpby(a: float, x: Tensor, b: float, y: Tensor, out: Tensor, found_inf: Tens
         check: "both", "x" or "y".
     """
     order = memory_order(out)
-    xs, ys, target = _flat(x, order).values, _flat(y, order).values, _flat(out, order)
-    for part in _slabs(xs.numel()):
+    xs, ys, target = flatten(x, order).values, flatten(y, order).values, flatten(out, order)
+    for part in slabs(xs.numel()):
         xf, yf = xs[part].float(), ys[part].float()
         if found_inf is not None:
             checked = {"x": [xf], "y": [yf], "both": [xf, yf]}[check]
             for values in checked:
                 found_inf.masked_fill_(~torch.isfinite(values).all(), 1.0)
         target.values[part].copy_(xf * a + yf * b)
-    _write_back(target, out, order)
+    write_back(target, out, order)
 
 
 def cast(i: int, master: Tensor, param: Tensor, stats: CastStats) -> None:
-    """Round ``master`` to the nearest 16-bit value, ties to even, and write flags and hash to row ``i``.
+    """Round ``master`` to the nearest 16-bit value, ties to even, and write flags to row ``i``.
 
     Args:
         i: the row of ``stats`` that belongs to this tensor.
         master: float32.
         param: float16 or bfloat16, shape of ``master``. Written.
-        stats: ``overflow[i]`` and ``hashes[i]`` are overwritten.
+        stats: ``overflow[i]`` is overwritten.
     """
     order = memory_order(param)
-    source, target = _flat(master, order).values, _flat(param, order)
+    source, target = flatten(master, order).values, flatten(param, order)
     bits = torch.zeros((), dtype=torch.int32, device=param.device)
-    for part in _slabs(source.numel()):
+    for part in slabs(source.numel()):
         narrow = source[part].to(param.dtype)
         finite = torch.isfinite(source[part])
         too_large = (torch.isinf(narrow) & finite).any().to(torch.int32)
         bits = bits | (too_large * TOO_LARGE + (~finite).any().to(torch.int32) * NOT_FINITE)
         target.values[part].copy_(narrow)
-    _write_back(target, param, order)
+    write_back(target, param, order)
     stats.overflow[i] = bits
-    stats.hashes[i] = content_hash(param)
 
 
-def content_hash(tensor: Tensor) -> Tensor:
-    """A 64-bit hash of the bits of a 16-bit tensor, in memory order.
+def sample_stride(numel: int) -> int:
+    """How many elements after one element of a long tensor's sample, in memory order, the next one is.
 
-    Four elements make one little-endian 64-bit word w_i (the last one padded with zeros); with
-    key_i = (i + 1) * 0x9E3779B97F4A7C15 and x = w_i ^ key_i the hash is the sum of lo32(x) * hi32(x) + w_i, modulo
-    2^64. A sum may be split among threads in any way, and gives the same value.
+    Args:
+        numel: of the tensor.
+
+    Returns:
+        The least number from 1,009 on that has no divisor in common with ``numel``, and so none with the length of any
+        dimension: columns, filters and other regular parts of a tensor are all hit alike.
+
+    Example:
+        >>> sample_stride(1 << 20), sample_stride(1009 * 1024)
+        (1009, 1011)
+    """
+    return next(stride for stride in range(_LEAST_STRIDE, 2 * numel) if math.gcd(stride, numel) == 1)
+
+
+def sample(tensor: Tensor) -> Tensor:
+    """A digest of a 16-bit tensor's sample, in memory order.
+
+    Of up to 16,384 elements four make one little-endian 64-bit word w_i (the last one padded with zeros). Of a longer
+    tensor every :func:`sample_stride`-th element, from the first, is a word of its own, and i its place. With x = w_i ^
+    ((i + 1) * 0x9E3779B97F4A7C15) the digest is the sum of lo32(x) * hi32(x) + w_i, modulo 2^64. A sum may be split
+    among threads in any way, and gives the same value.
 
     Args:
         tensor: float16 or bfloat16.
@@ -288,48 +305,19 @@ def content_hash(tensor: Tensor) -> Tensor:
         int64, shape []; 0 for an empty tensor. Does not sync.
 
     Example:
-        >>> content_hash(torch.empty(0, dtype=torch.float16)).item()
+        >>> sample(torch.empty(0, dtype=torch.float16)).item()
         0
     """
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for _, terms in _hash_terms(tensor):
-        total = total + terms.sum()
-    return total
-
-
-def content_sample(tensor: Tensor) -> Tensor:
-    """:func:`content_hash` of a few elements: of each chunk the first 64 of every 8,192, or all where it has no more.
-
-    Args:
-        tensor: float16 or bfloat16.
-
-    Returns:
-        int64, shape []; 0 for an empty tensor. Does not sync.
-
-    Example:
-        >>> x = torch.zeros(8192, dtype=torch.float16)
-        >>> bool(content_sample(x) == content_hash(x))
-        True
-    """
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    last_chunk = tensor.numel() // CHUNK * CHUNK
-    few = tensor.numel() - last_chunk <= _SAMPLE_EVERY
-    for first, terms in _hash_terms(tensor):
-        element = (torch.arange(terms.numel(), device=tensor.device) + first) * _WORD
-        sampled = (element % _SAMPLE_EVERY < _SAMPLE) | ((element >= last_chunk) & few)
-        total = total + (terms * sampled).sum()
-    return total
-
-
-def _hash_terms(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(number of the first word, a term of the hash for each word) of each slab."""
-    flat = _flat(tensor, memory_order(tensor)).values.view(torch.int16)
-    for part in _slabs(flat.numel()):
-        words = _padded(flat[part], _WORD).clone().view(torch.int64)
-        first = part.start // _WORD
-        keys = torch.arange(first + 1, first + 1 + words.numel(), dtype=torch.int64, device=tensor.device) * _KEY
-        x = words ^ keys
-        yield first, (x & 0xFFFFFFFF) * ((x >> 32) & 0xFFFFFFFF) + words
+    numel, order = tensor.numel(), memory_order(tensor)
+    if numel <= _SAMPLED_WHOLE:
+        words = _padded(flatten(tensor, order).values.view(torch.int16), _WORD)
+        words, stride = words.clone(memory_format=torch.contiguous_format).view(torch.int64), 1
+    else:
+        stride = sample_stride(numel)
+        words = flatten(tensor, order).values[::stride].contiguous().view(torch.int16).long() & 0xFFFF
+    places = torch.arange(words.numel(), dtype=torch.int64, device=tensor.device) * stride
+    x = words ^ ((places + 1) * _KEY)
+    return ((x & 0xFFFFFFFF) * ((x >> 32) & 0xFFFFFFFF) + words).sum()
 
 
 def take(master: Tensor, param: Tensor, moved: Tensor, taken: Tensor) -> None:

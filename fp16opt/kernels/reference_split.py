@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .reference import _flat, _slabs, _write_back, content_hash, memory_order
+from .reference import flatten, memory_order, slabs, write_back
 from .stats import NOT_FINITE, TOO_LARGE, CastStats
 
 _COARSE_FROM = 0x477FF000  # 65520
@@ -74,30 +74,29 @@ def _join_float16(weights: Tensor, remainders: Tensor) -> Tensor:
 
 
 def split(i: int, master: Tensor, param: Tensor, remainder: Tensor, stats: CastStats) -> None:
-    """Write ``master`` as weight and remainder, and flags and hash of the weight to row ``i``.
+    """Write ``master`` as weight and remainder, and flags to row ``i``.
 
     Args:
         i: the row of ``stats`` that belongs to this tensor.
         master: float32.
         param: float16 or bfloat16, shape of ``master``. Written.
         remainder: int16, shape of ``master``. Written.
-        stats: ``overflow[i]`` and ``hashes[i]`` are overwritten.
+        stats: ``overflow[i]`` is overwritten.
     """
     order = memory_order(param)
-    source, target, rest = _flat(master, order).values, _flat(param, order), _flat(remainder, order)
+    source, target, rest = flatten(master, order).values, flatten(param, order), flatten(remainder, order)
     encode = _split_float16 if param.dtype == torch.float16 else _split_bfloat16
     found = torch.zeros((), dtype=torch.int32, device=param.device)
-    for part in _slabs(source.numel()):
+    for part in slabs(source.numel()):
         weights, remainders = encode(source[part])
         finite = torch.isfinite(source[part])
         too_large = (torch.isinf(weights) & finite).any().to(torch.int32)
         found = found | (too_large * TOO_LARGE + (~finite).any().to(torch.int32) * NOT_FINITE)
         target.values[part].copy_(weights)
         rest.values[part].copy_(remainders)
-    _write_back(target, param, order)
-    _write_back(rest, remainder, order)
+    write_back(target, param, order)
+    write_back(rest, remainder, order)
     stats.overflow[i] = found
-    stats.hashes[i] = content_hash(param)
 
 
 def join(param: Tensor, remainder: Tensor, out: Tensor) -> None:
@@ -109,11 +108,11 @@ def join(param: Tensor, remainder: Tensor, out: Tensor) -> None:
         out: float32, shape of ``param``. Written.
     """
     order = memory_order(out)
-    weights, rest, target = _flat(param, order).values, _flat(remainder, order).values, _flat(out, order)
+    weights, rest, target = flatten(param, order).values, flatten(remainder, order).values, flatten(out, order)
     decode = _join_float16 if param.dtype == torch.float16 else _join_bfloat16
-    for part in _slabs(weights.numel()):
+    for part in slabs(weights.numel()):
         target.values[part].copy_(decode(weights[part].contiguous(), rest[part]))
-    _write_back(target, out, order)
+    write_back(target, out, order)
 
 
 def renew(param: Tensor, remainder: Tensor, moved: Tensor, taken: Tensor) -> None:

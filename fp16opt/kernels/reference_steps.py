@@ -111,14 +111,14 @@ class _Views:
     def __init__(self, *tensors: Tensor) -> None:
         self.order = reference.memory_order(tensors[0])
         self.tensors = tensors
-        self.flats = [reference._flat(tensor, self.order) for tensor in tensors]
+        self.flats = [reference.flatten(tensor, self.order) for tensor in tensors]
 
     def parts(self, part: slice) -> list[Tensor]:
         return [flat.values[part] for flat in self.flats]
 
     def write_back(self) -> None:
         for flat, tensor in zip(self.flats, self.tensors, strict=True):
-            reference._write_back(flat, tensor, self.order)
+            reference.write_back(flat, tensor, self.order)
 
 
 def adam(
@@ -146,8 +146,8 @@ def adam(
     root = _single(math.sqrt(1.0 - power(o.beta2, t)))
     state = [master, exp_avg, exp_avg_sq, *([] if max_exp_avg_sq is None else [max_exp_avg_sq])]
     views = _Views(*state)
-    source = reference._flat(grad, views.order).values
-    for part in reference._slabs(source.numel()):
+    source = reference.flatten(grad, views.order).values
+    for part in reference.slabs(source.numel()):
         p, m, v, *largest = views.parts(part)
         g = _gradient(source[part], factors, o.maximize)
         if o.weight_decay != 0.0 and not o.decoupled:
@@ -183,8 +183,8 @@ def sgd(
     """
     o = options
     views = _Views(master) if momentum_buffer is None else _Views(master, momentum_buffer)
-    source = reference._flat(grad, views.order).values
-    for part in reference._slabs(source.numel()):
+    source = reference.flatten(grad, views.order).values
+    for part in reference.slabs(source.numel()):
         p, *buffer = views.parts(part)
         g = _gradient(source[part], factors, o.maximize)
         if o.weight_decay != 0.0:

@@ -37,6 +37,23 @@ def sum_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def _check_rows(
+    owner: str, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], like: Tensor
+) -> None:
+    """Raise unless kernels may write ``tensor``."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{owner}: {name} must be a tensor, got {type(tensor).__name__}.")
+    if tensor.dtype != dtype:
+        raise TypeError(f"{owner}: {name} must be {str(dtype)[6:]}, got {str(tensor.dtype)[6:]}.")
+    if tensor.device != like.device:
+        raise ValueError(f"{owner}: {name} must be on {like.device} like the others, got {tensor.device}.")
+    if tensor.shape != shape or not tensor.is_contiguous():
+        raise ValueError(
+            f"{owner}: {name} must be contiguous of shape {shape}, got shape {tuple(tensor.shape)} and strides "
+            f"{tensor.stride()}."
+        )
+
+
 @dataclass(eq=False)
 class GradStats:
     """What an unscaling pass finds in n gradients.
@@ -50,6 +67,11 @@ class GradStats:
         memory: uint8. What the four lie in together, to be cleared at once; None where they do not.
         touched: whether something was written since all was zero. Set it where you write to them yourself.
 
+    The tensors are checked here, once, and not at every call: write into them, but put no others in their place.
+
+    Raises:
+        TypeError, ValueError: one of them is of another kind.
+
     Example:
         >>> stats = GradStats.allocate(2, "cpu")
         >>> stats.nonfinite
@@ -62,6 +84,17 @@ class GradStats:
     found_inf: Tensor
     memory: Tensor | None = None
     touched: bool = True
+
+    def __post_init__(self) -> None:
+        like = self.nonfinite
+        n, wide = (
+            (len(like),) if isinstance(like, Tensor) else (),
+            sum_dtype(getattr(like, "device", torch.device("cpu"))),
+        )
+        _check_rows("GradStats", "nonfinite", like, torch.int32, n, like)
+        _check_rows("GradStats", "sumsq", self.sumsq, wide, n, like)
+        _check_rows("GradStats", "norm", self.norm, wide, (), like)
+        _check_rows("GradStats", "found_inf", self.found_inf, torch.float32, (), like)
 
     @classmethod
     def allocate(cls, n: int, device: torch.device | str) -> GradStats:
@@ -111,16 +144,22 @@ class CastStats:
     """What a pass that rounds n masters to 16 bits finds.
 
     Attributes:
-        overflow: int32, shape [n]. Bits ``TOO_LARGE | NOT_FINITE`` of tensor i.
-        hashes: int64, shape [n]. Content hash of the 16-bit values written for tensor i.
+        overflow: int32, shape [n]. Bits ``TOO_LARGE | NOT_FINITE`` of tensor i. Checked here, once, and not at every
+            call: write into it, but put no other in its place.
+
+    Raises:
+        TypeError, ValueError: it is of another kind.
 
     Example:
-        >>> CastStats.allocate(2, "cpu").hashes
-        tensor([0, 0])
+        >>> CastStats.allocate(2, "cpu").overflow
+        tensor([0, 0], dtype=torch.int32)
     """
 
     overflow: Tensor
-    hashes: Tensor
+
+    def __post_init__(self) -> None:
+        n = (self.overflow.numel(),) if isinstance(self.overflow, Tensor) else ()
+        _check_rows("CastStats", "overflow", self.overflow, torch.int32, n, self.overflow)
 
     @classmethod
     def allocate(cls, n: int, device: torch.device | str) -> CastStats:
@@ -133,7 +172,4 @@ class CastStats:
         Returns:
             A new CastStats. Does not sync.
         """
-        return cls(
-            overflow=torch.zeros(n, dtype=torch.int32, device=device),
-            hashes=torch.zeros(n, dtype=torch.int64, device=device),
-        )
+        return cls(overflow=torch.zeros(n, dtype=torch.int32, device=device))

@@ -1,37 +1,25 @@
 """Lists of tensors, checked once and remembered.
 
 Reading dtype, shape and strides of a thousand tensors from Python takes longer than the arithmetic on them, so every
-call site keeps a :class:`PointerTables`. It holds the outcome of the last check and proves on each call that it still
-applies: same places that are None, same dtype, device, shape and strides in every entry. Addresses are read afresh on
-every call and never remembered.
+call site keeps a :class:`PointerTables` (calls.py). It holds the outcome of the last check and proves on each call that
+it still applies: same places that are None, same dtype, device, shape and strides in every entry. Addresses are read
+afresh on every call and never remembered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import native
-
-Entries = Sequence["Tensor | None"]
+from . import backends, cuda, native
+from .calls import Call, Entries, Operation, Plan, PointerTables
 
 HALF, BFLOAT, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 HALF_DTYPES = (HALF, BFLOAT)
 """The dtypes of parameters that get masters."""
-
-
-class Operation(NamedTuple):
-    """One multi-tensor operation as the guards see it."""
-
-    name: str
-    lists: tuple[str, ...]
-    accepts: Callable[..., bool]
-    wanted: str
-    shape_of: int = 0  # the list whose shapes and strides the others must have
 
 
 def _unscale_accepts(grad: torch.dtype, out: torch.dtype) -> bool:
@@ -54,80 +42,104 @@ def _sixteen_bits(dtype: torch.dtype) -> bool:
     return dtype in (HALF, BFLOAT)
 
 
+def _split_accepts(master: torch.dtype, param: torch.dtype, remainder: torch.dtype) -> bool:
+    return master == SINGLE and param in (HALF, BFLOAT) and remainder == torch.int16
+
+
+def _join_accepts(param: torch.dtype, remainder: torch.dtype, out: torch.dtype) -> bool:
+    return _split_accepts(out, param, remainder)
+
+
+def _renew_accepts(param: torch.dtype, remainder: torch.dtype) -> bool:
+    return _split_accepts(SINGLE, param, remainder)
+
+
 UNSCALE = Operation(
     "multi_tensor_unscale",
     ("grads", "outs"),
     _unscale_accepts,
     "float16, bfloat16 or float32 into float32, or float64 into float64",
-    1,
+    written=(1,),
+    shape_of=1,
 )
-CHECK = Operation(
-    "multi_tensor_check", ("grads", "grads"), lambda grad, _: grad in (HALF, BFLOAT, SINGLE), "float16 to float32"
-)
+CHECK = Operation("multi_tensor_check", ("grads",), _up_to_single, "float16 to float32")
 L2NORM = Operation("multi_tensor_l2norm", ("tensors",), _any_float, "float16, bfloat16, float32 or float64")
-SCALE = Operation("multi_tensor_scale", ("tensors",), _any_float, "float16, bfloat16, float32 or float64")
-AXPBY = Operation("multi_tensor_axpby", ("xs", "ys", "outs"), _up_to_single, "float16, bfloat16 or float32 each", 2)
+SCALE = Operation("multi_tensor_scale", ("tensors",), _any_float, L2NORM.wanted, written=(0,))
+AXPBY = Operation(
+    "multi_tensor_axpby",
+    ("xs", "ys", "outs"),
+    _up_to_single,
+    "float16, bfloat16 or float32 each",
+    written=(2,),
+    shape_of=2,
+)
 CAST = Operation(
-    "multi_tensor_cast", ("masters", "params"), _cast_accepts, "float32 masters into float16 or bfloat16 params", 1
+    "multi_tensor_cast",
+    ("masters", "params"),
+    _cast_accepts,
+    "float32 masters into float16 or bfloat16 params",
+    written=(1,),
+    shape_of=1,
 )
 TAKE = Operation(
-    "multi_tensor_take", ("masters", "params"), _cast_accepts, "float32 masters and float16 or bfloat16 params"
+    "multi_tensor_take",
+    ("masters", "params"),
+    _cast_accepts,
+    "float32 masters and float16 or bfloat16 params",
+    written=(0,),
 )
-HASH = Operation("multi_tensor_hash", ("tensors",), _sixteen_bits, "float16 or bfloat16")
+SAMPLE = Operation("multi_tensor_sample", ("tensors",), _sixteen_bits, "float16 or bfloat16")
+SPLIT = Operation(
+    "multi_tensor_split",
+    ("masters", "params", "remainders"),
+    _split_accepts,
+    "float32 masters into float16 or bfloat16 params and int16 remainders",
+    written=(1, 2),
+    shape_of=1,
+)
+JOIN = Operation(
+    "multi_tensor_join",
+    ("params", "remainders", "outs"),
+    _join_accepts,
+    "float16 or bfloat16 params and int16 remainders into float32",
+    written=(2,),
+    shape_of=2,
+)
+RENEW = Operation(
+    "multi_tensor_renew",
+    ("params", "remainders"),
+    _renew_accepts,
+    "float16 or bfloat16 params and int16 remainders",
+    written=(1,),
+)
 
 
-@dataclass
-class Plan:
-    """Lists that passed the checks.
-
-    Attributes:
-        device: where all tensors live; None for lists without any.
-        count: n, the common length of the lists.
-        rows: positions that are not None in any list.
-        direct: places in ``rows`` whose memory may be walked linearly in all lists at once.
-        indirect: places in ``rows`` that need the reference version.
-        single: places in ``rows`` of tensors with one element.
-        compiled: what a compiled backend made of ``direct``, or None.
-    """
-
-    operation: Operation
-    device: torch.device | None
-    count: int
-    rows: list[int]
-    direct: list[int]
-    indirect: list[int]
-    single: list[int]
-    compiled: Any = field(default=None)
-
-
-Columns = list[list[Tensor]]
-
-
-def _columns(operation: Operation, lists: Sequence[Entries]) -> tuple[int, list[int] | None, Columns]:
-    """Length of the lists, the positions in use (None: all of them), and the tensors at those positions."""
+def _rows(operation: Operation, names: Sequence[str], lists: Sequence[Entries]) -> list[int]:
+    """The positions in use, of lists that are of one length."""
     count = len(lists[0])
-    for name, entries in zip(operation.lists, lists, strict=True):
+    for name, entries in zip(names, lists, strict=True):
         if len(entries) != count:
             raise ValueError(
-                f"{operation.name}: {name} has {len(entries)} entries, {operation.lists[0]} has {count}. "
+                f"{operation.name}: {name} has {len(entries)} entries, {names[0]} has {count}. "
                 "Give lists of equal length, with None for what is to be skipped."
             )
-    columns = [[t for t in entries if t is not None] for entries in lists]
-    if all(len(column) == count for column in columns):
-        return count, None, columns
-    rows = [i for i, row in enumerate(zip(*lists, strict=True)) if all(t is not None for t in row)]
-    return count, rows, [[t for i in rows if (t := entries[i]) is not None] for entries in lists]
+    deciding = lists[: len(operation.lists)]
+    return [i for i, row in enumerate(zip(*deciding, strict=True)) if all(tensor is not None for tensor in row)]
 
 
-def _check_row(operation: Operation, i: int, row: Sequence[Tensor], device: torch.device | None) -> None:
+def _check_dense(where: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{where} must be a tensor or None, got {type(tensor).__name__}.")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{where} must be a dense tensor, got layout {tensor.layout}. Convert it with to_dense().")
+
+
+def _check_row(operation: Operation, i: int, row: Sequence[Tensor], device: torch.device) -> None:
     """Raise unless the tensors at position ``i`` may be given to ``operation`` together."""
     model = row[operation.shape_of]
     for name, tensor in zip(operation.lists, row, strict=True):
         where = f"{operation.name}: {name}[{i}]"
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{where} must be a tensor or None, got {type(tensor).__name__}.")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{where} must be a dense tensor, got layout {tensor.layout}. Convert it with to_dense().")
+        _check_dense(where, tensor)
         if tensor.device != device:
             raise ValueError(
                 f"{where} is on {tensor.device}, the first tensor of the call on {device}. "
@@ -142,6 +154,20 @@ def _check_row(operation: Operation, i: int, row: Sequence[Tensor], device: torc
     if not operation.accepts(*dtypes):
         names = ", ".join(f"{n}[{i}] {str(d)[6:]}" for n, d in zip(operation.lists, dtypes, strict=True))
         raise TypeError(f"{operation.name}: wants {operation.wanted}, got {names}.")
+
+
+def _check_counter(operation: Operation, i: int, counter: object, device: torch.device) -> Tensor:
+    where = f"{operation.name}: {operation.counters}[{i}]"
+    _check_dense(where, counter)
+    if not isinstance(counter, Tensor) or counter.numel() != 1:
+        raise ValueError(
+            f"{operation.name}: {operation.counters} must have one element for each entry that is stepped."
+        )
+    if counter.dtype != SINGLE:
+        raise TypeError(f"{operation.name}: wants float32, got {operation.counters}[{i}] {str(counter.dtype)[6:]}.")
+    if counter.device != device:
+        raise ValueError(f"{where} is on {counter.device}, the first of the call on {device}. Keep them on one device.")
+    return counter
 
 
 def _walk(tensor: Tensor) -> list[tuple[int, int]]:
@@ -202,71 +228,79 @@ def _is_direct(row: Sequence[Tensor]) -> bool:
     return is_dense(row[0]) and all(_walk(tensor) == walk for tensor in row[1:])
 
 
-def check_lists(operation: Operation, count: int, rows: list[int] | None, columns: Columns) -> Plan:
+def check_lists(operation: Operation, lists: Sequence[Entries], device: torch.device | None) -> Plan:
     """Check every tensor and sort the positions by how they can be served.
 
     Args:
         operation: what is to be done with the lists.
-        count: their common length.
-        rows: positions in use, or None for all.
-        columns: for each list, the tensors at those positions.
+        lists: as many as the operation has, counters behind the others.
+        device: what counts for lists without tensors; None for the CPU.
 
     Returns:
         The plan, with nothing compiled yet.
 
     Raises:
         TypeError: a wrong type, layout or dtype, naming list and position.
-        ValueError: a wrong device or shape, naming list and position.
+        ValueError: a wrong length, device or shape, naming list and position.
     """
-    used = list(range(count)) if rows is None else rows
+    width = len(operation.lists)
+    names = operation.lists + ((operation.counters,) if operation.counters else ())
+    used = _rows(operation, names, lists)
     direct: list[int] = []
-    indirect: list[int] = []
-    device: torch.device | None = None
-    for place, (i, row) in enumerate(zip(used, zip(*columns, strict=True), strict=True)):
-        if device is None and isinstance(row[0], Tensor):
-            device = row[0].device
-        _check_row(operation, i, row, device)
-        (direct if _is_direct(row) else indirect).append(place)
-    single = [place for place, tensor in enumerate(columns[0]) if tensor.numel() == 1]
-    return Plan(operation, device, count, used, direct, indirect, single)
-
-
-class Call(NamedTuple):
-    """Lists that passed the checks, ready for a backend.
-
-    Attributes:
-        plan: what the checks found.
-        columns: for each list, its tensors at ``plan.rows``.
-        addresses: for each list, the addresses that were read along with the checks; None where they were not.
-        owner: the cache of the call site, if it has one.
-    """
-
-    plan: Plan
-    columns: Columns
-    addresses: list[Any] | None
-    owner: PointerTables | None = None
-
-    def for_reference(self, compiled: bool) -> Iterator[tuple[int, int]]:
-        """(place, row) of the entries that the reference version must serve: all where nothing is compiled."""
-        for place in self.plan.indirect if compiled else range(len(self.plan.rows)):
-            yield place, self.plan.rows[place]
+    found: torch.device | None = None
+    counted_on: torch.device | None = None
+    for place, i in enumerate(used):
+        row = [entries[i] for entries in lists[:width]]
+        tensors = [tensor for tensor in row if tensor is not None]
+        if found is None and isinstance(row[0], Tensor):
+            found = row[0].device
+        _check_row(operation, i, tensors, found or torch.device("cpu"))
+        is_direct = _is_direct(tensors)
+        if operation.counters:
+            counter = lists[width][i]
+            counted_on = counted_on or getattr(counter, "device", None) or torch.device("cpu")
+            is_direct = _is_plain(_check_counter(operation, i, counter, counted_on)) and is_direct
+        if is_direct:
+            direct.append(place)
+    where = found or device or torch.device("cpu")
+    serving = backends.compiled_for(where)
+    served = set(direct) if serving is not None else set()
+    by_reference = [(place, row) for place, row in enumerate(used) if place not in served]
+    counts_here = counted_on is None or counted_on == where
+    decided_here = serving is not cuda or bool(by_reference) or not counts_here
+    return Plan(operation, where, len(lists[0]), used, direct, by_reference, serving, counts_here, decided_here)
 
 
 class _Attributes:
-    """Proof that a list of tensors is as it was, by comparing attributes; for torch without DLPack's exchange table."""
+    """What `_cpu.SeenLists` is, for torch without DLPack's exchange table: it compares attributes."""
 
-    def __init__(self, column: list[Tensor]) -> None:
-        self._seen = self._read(column)
+    def __init__(self, lists: tuple[Entries, ...], deciding: int) -> None:
+        self._deciding = deciding
+        self._seen = self._read(lists)
 
-    @staticmethod
-    def _read(column: list[Tensor]) -> list[tuple[Any, ...]]:
-        return [(t.shape, t.stride(), t.dtype, t.device, type(t), t.is_neg()) for t in column]
+    def _columns(self, lists: tuple[Entries, ...]) -> list[list[Any]]:
+        kept = [all(tensor is not None for tensor in row) for row in zip(*lists[: self._deciding], strict=True)]
+        return [[t for t, keep in zip(entries, kept, strict=True) if keep] for entries in lists]
 
-    def match(self, column: list[Tensor]) -> list[int] | None:
+    def _read(self, lists: tuple[Entries, ...]) -> Any:
+        nones = [[tensor is None for tensor in entries] for entries in lists[: self._deciding]]
+        read = [
+            [(t.shape, t.stride(), t.dtype, t.device, type(t), t.is_neg()) for t in c] for c in self._columns(lists)
+        ]
+        return [any(row) for row in zip(*nones, strict=True)], read
+
+    def match(self, lists: tuple[Entries, ...]) -> list[list[int]] | None:
         """The tensors' addresses, or None where something is not as it was."""
-        if any(not isinstance(t, Tensor) or t.layout != torch.strided for t in column):
+        if len({len(entries) for entries in lists}) > 1:
             return None
-        return [t.data_ptr() for t in column] if self._seen == self._read(column) else None
+        columns = self._columns(lists)
+        if any(not isinstance(t, Tensor) or t.layout != torch.strided for column in columns for t in column):
+            return None
+        return [[t.data_ptr() for t in column] for column in columns] if self._seen == self._read(lists) else None
+
+
+def _seen(lists: tuple[Entries, ...], deciding: int, device: torch.device) -> Any:
+    return native.seen_lists(lists, deciding, device) or _Attributes(lists, deciding)
 
 
 class Seen:
@@ -280,122 +314,48 @@ class Seen:
         (True, False)
     """
 
-    __slots__ = ("_column",)
+    __slots__ = ("_seen",)
 
-    def __init__(self, tensors: list[Tensor] | None = None) -> None:
-        self._column = None if tensors is None else native.read_column(tensors) or _Attributes(tensors)
+    def __init__(self, tensors: Entries | None = None) -> None:
+        device = next((tensor.device for tensor in tensors or () if tensor is not None), torch.device("cpu"))
+        self._seen = None if tensors is None else _seen((tensors,), 1, device)
 
     def __reduce__(self) -> tuple[type[Seen], tuple[()]]:
         return (Seen, ())
 
-    def again(self, tensors: list[Tensor]) -> bool:
+    def again(self, tensors: Entries) -> bool:
         """Whether ``tensors`` have the same dtypes, devices, shapes and strides. Does not sync."""
-        return self._column is not None and self._column.match(tensors) is not None
+        return self._seen is not None and self._seen.match((tensors,)) is not None
 
 
-class PointerTables:
-    """What one call site remembers between calls. Opaque: make one for each operation and list, and pass it along.
+def call_for(
+    operation: Operation, lists: tuple[Entries, ...], tables: PointerTables | None, device: torch.device | None
+) -> Call:
+    """Check the lists, or recognise them.
 
-    It is a cache and nothing else: it holds no tensor, a call without it gives the same result, and copies and
-    pickles of it are empty. It must outlive the CUDA graphs that its calls are captured into.
+    Args:
+        operation: what is to be done.
+        lists: as many as the operation has.
+        tables: the cache of the call site; None checks, and remembers nothing.
+        device: as for :func:`check_lists`.
 
-    Example:
-        >>> import pickle
-        >>> pickle.loads(pickle.dumps(PointerTables()))
-        PointerTables(empty)
+    Raises:
+        TypeError, ValueError: as :func:`check_lists`; the cache is then empty.
     """
-
-    __slots__ = ("_plan", "_rows", "_seen", "captured", "rebuilds")
-
-    def __init__(self) -> None:
-        self._plan: Plan | None = None
-        self._rows: list[int] | None = None
-        self._seen: list[Any] = []
-        self.captured: list[Any] = []  # tables that CUDA graphs read; memory that goes with this object
-        self.rebuilds = 0
-
-    def __reduce__(self) -> tuple[type[PointerTables], tuple[()]]:
-        return (PointerTables, ())
-
-    def __repr__(self) -> str:
-        state = "empty" if self._plan is None else f"{self._plan.operation.name}, {self._plan.count} entries"
-        return f"PointerTables({state})"
-
-    def _match(self, operation: Operation, count: int, rows: list[int] | None, columns: Columns) -> list[Any] | None:
-        """The addresses of all lists, or None where what is remembered does not apply."""
-        plan = self._plan
-        if plan is None or plan.operation is not operation or plan.count != count or self._rows != rows:
-            return None
-        addresses = []
-        for seen, column in zip(self._seen, columns, strict=True):
-            found = seen.match(column)
-            if found is None:
-                return None
-            # DLPack does not report a lazy negation. Only where there is no second element can the real view of a
-            # conjugated tensor that carries one have the strides of a dense tensor.
-            if any(column[place].is_neg() for place in plan.single):
-                return None
-            addresses.append(found)
-        return addresses
-
-    def call(self, operation: Operation, lists: Sequence[Entries]) -> Call:
-        """Check the lists, or recognise them.
-
-        Args:
-            operation: what is to be done.
-            lists: as many lists as the operation has.
-
-        Returns:
-            The lists with a plan, remembered or new.
-
-        Raises:
-            TypeError, ValueError: as :func:`check_lists`; the table is then empty.
-        """
-        count, rows, columns = _columns(operation, lists)
-        addresses = self._match(operation, count, rows, columns)
-        if addresses is not None and self._plan is not None:
-            return Call(self._plan, columns, addresses, self)
-        self._plan = None
-        plan = check_lists(operation, count, rows, columns)
-        self._seen = [] if plan.indirect else [native.read_column(c) or _Attributes(c) for c in columns]
-        if not plan.indirect:  # entries of odd layout are checked every time: their storage may be anything
-            self._plan, self._rows = plan, rows
-        self.rebuilds += 1
-        return Call(plan, columns, None, self)
-
-
-def call_for(operation: Operation, lists: Sequence[Entries], tables: PointerTables | None) -> Call:
-    """:meth:`PointerTables.call` of ``tables``, or for this call alone where ``tables`` is None."""
-    if tables is not None:
-        return tables.call(operation, lists)
-    count, rows, columns = _columns(operation, lists)
-    return Call(check_lists(operation, count, rows, columns), columns, None)
-
-
-@dataclass(eq=False)
-class Watch:
-    """n 16-bit tensors to be hashed in the pass that unscales n gradients, so that it costs no pass of its own.
-
-    Attributes:
-        params: n float16 or bfloat16 tensors, or None, one for each gradient of the call. Those whose gradient is None
-            or has another size (a sparse one's values) are hashed too, on their own.
-        hashes: int64, shape [n], on the device. Rows of params that are not None are overwritten, as by
-            :func:`fp16opt.kernels.multi_tensor_hash`.
-        samples: the same with ``sample=True``.
-        tables: the cache of this list.
-
-    Example:
-        >>> Watch.allocate([None], "cpu").hashes
-        tensor([0])
-    """
-
-    params: Entries
-    hashes: Tensor
-    samples: Tensor
-    tables: PointerTables
-
-    @classmethod
-    def allocate(cls, params: Entries, device: torch.device | str) -> Watch:
-        """All zeros, for ``params`` on ``device``. Does not sync."""
-        hashes, samples = torch.zeros(2, len(params), dtype=torch.int64, device=device).unbind()
-        return cls(params, hashes, samples, PointerTables())
+    if tables is None:
+        lists = tuple(list(entries) for entries in lists)
+        return Call(check_lists(operation, lists, device), lists, None, None)
+    plan = tables.plan
+    if plan is not None and plan.operation is operation:
+        addresses = tables.seen.match(lists)
+        if addresses is not None:
+            return Call(plan, lists, addresses, tables)
+    tables.plan = tables.seen = None
+    lists = tuple(list(entries) for entries in lists)
+    plan = check_lists(operation, lists, device)
+    tables.rebuilds += 1
+    # Entries of odd layout are checked every time: their storage may be anything.
+    if plan.rows and len(plan.direct) == len(plan.rows):
+        tables.seen = _seen(lists, len(operation.lists), plan.device)
+        tables.plan = plan
+    return Call(plan, lists, None, tables)

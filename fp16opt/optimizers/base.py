@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import kernels
+from ..kernels import HALF_DTYPES
 
 WIDE = (torch.float32, torch.float64)
 
@@ -48,11 +49,12 @@ class FP32StateOptimizer(Optimizer):
 
     Args:
         params: As for ``torch.optim.Optimizer``.
-        defaults: Of the groups. ``lr``, ``eps``, ``weight_decay`` and ``betas`` are checked where they are given.
+        defaults: Of the groups. ``lr``, ``eps``, ``momentum``, ``weight_decay`` and ``betas`` are checked, here and in
+            each group. Without ``lr`` each group must bring its own.
         set_grad_none: What ``zero_grad`` does when not told.
 
     Raises:
-        ValueError: A setting is negative or not finite, or a beta is not from 0 to under 1.
+        ValueError: A setting is negative or not finite, or a beta is not from 0 to under 1; a group has no ``lr``.
     """
 
     KEEPS_MASTERS = False
@@ -61,6 +63,22 @@ class FP32StateOptimizer(Optimizer):
         check_settings(defaults)
         super().__init__(params, defaults)
         self.set_grad_none = set_grad_none
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, and the group's settings are checked.
+
+        Raises:
+            ValueError: A setting is out of range, or there is no ``lr``. Nothing has been changed then.
+        """
+        if isinstance(param_group, dict):  # torch refuses others by type
+            where = f"group {len(self.param_groups)}: "
+            if "lr" not in {**self.defaults, **param_group}:
+                raise ValueError(
+                    f"{where}lr: expected a number, here or for all groups, got none. Add 'lr' to the group, or lr=... "
+                    f"to the arguments of {type(self).__name__}."
+                )
+            check_settings(param_group, where)
+        super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear gradients: to None where ``set_to_none``, or where the constructor said so."""
@@ -128,8 +146,12 @@ class FP32StateOptimizer(Optimizer):
             batch.states.append(state)
         return batch
 
+    def _dtype(self, param: Tensor) -> torch.dtype:
+        """What ``param`` is stepped in, and its state kept in."""
+        return torch.float32 if param.dtype in HALF_DTYPES else param.dtype
+
     def _value(self, param: Tensor, state: dict[str, Any]) -> Tensor:
-        if param.dtype in WIDE:
+        if self._dtype(param) == param.dtype:
             return param
         if not self.KEEPS_MASTERS:
             return param.float()
@@ -139,25 +161,30 @@ class FP32StateOptimizer(Optimizer):
         return master
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, and state of 16-bit parameters stays FP32 (torch rounds it to their dtype)."""
+        """As torch's, and the FP32 state of 16-bit parameters stays FP32 (torch rounds it to their dtype)."""
         super().load_state_dict(state_dict)
         saved = dict(state_dict["state"])
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for i, param in zip(ids, params, strict=True):
             for key, value in saved.get(i, {}).items():
-                if param.dtype not in WIDE and isinstance(value, Tensor) and value.is_floating_point():
-                    self.state[param][key] = value.detach().to(param.device, torch.float32, copy=True)
+                dtype = self._dtype(param)
+                if dtype != param.dtype and isinstance(value, Tensor) and value.is_floating_point():
+                    self.state[param][key] = value.detach().to(param.device, dtype, copy=True)
 
 
-def check_settings(settings: dict[str, Any]) -> None:
-    """Raise ``ValueError`` for a learning rate, eps, momentum or weight decay under 0, or betas outside [0, 1)."""
+def check_settings(settings: dict[str, Any], where: str = "") -> None:
+    """Raise ``ValueError`` for a learning rate, eps, momentum or weight decay under 0, or betas outside [0, 1).
+
+    Args:
+        where: Begins the message.
+    """
     for name in ("lr", "eps", "weight_decay", "momentum"):
         if name in settings and not 0.0 <= float(settings[name]) < math.inf:
-            raise ValueError(f"{name}: expected a finite number that is not negative, got {settings[name]!r}.")
+            raise ValueError(f"{where}{name}: expected a finite number that is not negative, got {settings[name]!r}.")
     for place, beta in enumerate(settings.get("betas", ())):
         if not 0.0 <= beta < 1.0:
-            raise ValueError(f"betas[{place}]: expected a number from 0 to under 1, got {beta!r}.")
+            raise ValueError(f"{where}betas[{place}]: expected a number from 0 to under 1, got {beta!r}.")
 
 
 def refuse_amsgrad(name: str, amsgrad: bool) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .. import wrapped
+from ..engine.wrapped_step import HOOKS, make_hook_tables
 from .base import norms
 
 
@@ -47,7 +47,7 @@ class LARC(Optimizer):
         self.trust_coefficient = trust_coefficient
         self.clip = clip
         self.eps = eps
-        wrapped.make_hook_tables(self)
+        make_hook_tables(self)
         self._patch_step_function()
 
     @property
@@ -66,11 +66,11 @@ class LARC(Optimizer):
         return self.optim.defaults
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in (*wrapped.HOOKS, "step")}
+        return {name: value for name, value in vars(self).items() if name not in (*HOOKS, "step")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        wrapped.make_hook_tables(self)
+        make_hook_tables(self)
         self._patch_step_function()
 
     def __repr__(self) -> str:

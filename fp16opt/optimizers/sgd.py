@@ -23,10 +23,11 @@ def sgd_update(
     nesterov: bool,
     wd_after_momentum: bool,
 ) -> None:
-    """One step of torch's SGD on FP32 or FP64 tensors.
+    """One step of torch's SGD.
 
     Args:
-        values, grads: n tensors each, of equal shapes and dtypes. Only values are written.
+        values, grads: n tensors each, of equal shapes and dtypes. Only values are written. 16-bit ones are
+            rounded after each operation, as torch's are.
         buffers: Momentum buffers, or None where a tensor had no step yet: the list's entry then becomes its buffer.
         lr, momentum, dampening, weight_decay, nesterov: As for ``torch.optim.SGD``.
         wd_after_momentum: Add ``weight_decay * value`` to the update and not to the gradient.
@@ -41,7 +42,8 @@ def sgd_update(
         values,
         grads,
         buffers,
-        foreach=True,
+        # On the CPU foreach is a loop as well, and rounds the number `momentum` to the tensor's dtype first.
+        foreach=all(value.device.type != "cpu" for value in values),
         fused=False,
         weight_decay=weight_decay,
         momentum=momentum,
@@ -53,17 +55,22 @@ def sgd_update(
 
 
 class FusedSGD(FP32StateOptimizer):
-    """apex.optimizers.FusedSGD: ``torch.optim.SGD``.
+    """apex.optimizers.FusedSGD: ``torch.optim.SGD``, to the bit, for parameters of any floating dtype.
+
+    So 16-bit parameters have momentum of their own dtype, and lose what it can't hold: wrap the optimizer in
+    ``fp16opt.MixedPrecisionOptimizer`` for FP32 masters and momentum.
 
     Args:
         params: Parameters or groups; floating, dense gradients.
-        lr, momentum, dampening, weight_decay, nesterov: As in torch.
-        wd_after_momentum: Add weight decay to the update instead of the gradient.
+        lr: May be left out where each group has its own.
+        momentum, dampening, weight_decay, nesterov: As in torch.
+        wd_after_momentum: Add weight decay to the update instead of the gradient. torch has no such SGD; 16-bit
+            parameters are stepped in FP32 then, with FP32 momentum, and rounded once.
         materialize_master_grads: Taken for compatibility; the engine keeps FP32 gradients once in any case.
         set_grad_none: ``zero_grad`` sets gradients to None.
 
     Raises:
-        ValueError: A setting is out of range, or nesterov goes without momentum or with dampening.
+        ValueError: A setting is out of range, a group has no lr, or nesterov goes without momentum or with dampening.
         RuntimeError: In ``step``, a sparse gradient.
 
     Example:
@@ -78,7 +85,7 @@ class FusedSGD(FP32StateOptimizer):
     def __init__(
         self,
         params: Any,
-        lr: float,
+        lr: float | None = None,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
@@ -93,7 +100,7 @@ class FusedSGD(FP32StateOptimizer):
                 "Change them, or leave nesterov out."
             )
         defaults = {
-            "lr": lr,
+            **({} if lr is None else {"lr": lr}),
             "momentum": momentum,
             "dampening": dampening,
             "weight_decay": weight_decay,
@@ -102,6 +109,9 @@ class FusedSGD(FP32StateOptimizer):
         super().__init__(params, defaults, set_grad_none)
         self.wd_after_momentum = wd_after_momentum
         self.materialize_master_grads = materialize_master_grads
+
+    def _dtype(self, param: Tensor) -> torch.dtype:
+        return super()._dtype(param) if self.wd_after_momentum else param.dtype
 
     def _new_state(self, value: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         return {"momentum_buffer": None}

@@ -279,16 +279,48 @@ def test_disabled_goes_for_optimizers_that_amp_never_saw(disable: Any) -> None:
         assert scaled is loss
 
 
-def test_a_later_initialize_leaves_earlier_optimizers_alone() -> None:
+def test_a_later_initialize_leaves_the_level_of_earlier_optimizers_alone() -> None:
     model, optimizer = made("O2")
-    mine = _amp_state.loss_scalers[0]
     other = net(1)
     amp.initialize(other, sgd(other), opt_level="O3", verbosity=0)
     amp.initialize(net(2), enabled=False)
     assert _amp_state.opt_properties.opt_level == "O3"
     train(model, optimizer, 2)
-    assert mine._unskipped == 2
-    assert optimizer.amp.scalers == [mine]
+    assert [p.dtype for p in amp.master_params(optimizer)] == [torch.float32] * 6
+
+
+def test_a_later_initialize_makes_new_scalers_and_every_optimizer_uses_them() -> None:
+    """As in apex: what ``amp.state_dict()`` shows and scripts set by ``_loss_scale`` is what scales."""
+    model, optimizer = made("O2")
+    train(model, optimizer, 3)
+    reference_model, reference = copy.deepcopy((model, optimizer))
+    other = net(1)
+    _, second = amp.initialize(other, sgd(other), opt_level="O1", num_losses=2, verbosity=0, max_loss_scale=2.0**20)
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 2.0**16, "unskipped": 0}
+    _amp_state.loss_scalers[1]._loss_scale = 2.0**18
+    with amp.scale_loss(torch.ones(()), [optimizer, second], loss_id=1) as scaled:
+        assert float(scaled) == 2.0**18
+    amp.load_state_dict(
+        {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 7}, "loss_scaler1": amp.state_dict()["loss_scaler1"]}
+    )
+    _amp_state.handle._deactivate()  # O1's casts: the reference has none
+    optimizer.zero_grad()
+    with amp.scale_loss(torch.ones(()), optimizer) as scaled:
+        assert float(scaled) == 1024.0
+    optimizer.zero_grad()
+    train(model, optimizer, 3)
+    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 11  # 7, the scale_loss above, and three
+    train(reference_model, reference, 3)
+    assert same(bits(model, optimizer), bits(reference_model, reference)), "scales are powers of two: the same numbers"
+
+
+def test_a_refused_initialize_leaves_the_scalers() -> None:
+    _, optimizer = made("O2")
+    before = list(_amp_state.loss_scalers)
+    for refused in ({"opt_level": "O1", "master_weights": True}, {"loss_scale": -1.0}, {"num_losses": 0}):
+        with pytest.raises(RuntimeError):
+            amp.initialize(net(), None, **refused)
+    assert optimizer.amp.scalers == _amp_state.loss_scalers == before
 
 
 # -- models ----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from fp16opt import MixedPrecisionOptimizer, amp
 from fp16opt.amp import _amp_state
@@ -44,7 +44,7 @@ def test_o2_is_the_engine_by_hand_bit_for_bit() -> None:
     for module in by_hand:
         if not isinstance(module, nn.BatchNorm1d):
             module.half()
-    engine = MixedPrecisionOptimizer(sgd(by_hand), dynamic=True)
+    engine = MixedPrecisionOptimizer(sgd(by_hand), dynamic=True, fused_step=False)
     for _ in range(6):
         engine.zero_grad()
         engine.backward(F.cross_entropy(by_hand(X.half()).float(), Y))
@@ -78,12 +78,33 @@ def test_o0_is_plain_training_bit_for_bit() -> None:
     assert same([*model.parameters()], [*plain.parameters()])
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_exception_inside_keeps_what_was_accumulated(level: str) -> None:
+@pytest.mark.parametrize("level", LEVELS)
+def test_master_gradients_are_written_when_scale_loss_is_left(level: str) -> None:
+    """Read past whatever a master's ``.grad`` may do when it is asked for."""
     model, optimizer = made(level)
-    with amp.scale_loss(F.cross_entropy(model(X), Y), optimizer) as scaled:
-        scaled.backward()
-    kept = [p.grad.clone() for p in amp.master_params(optimizer)]
+    stored = torch.Tensor.grad.__get__
+
+    def backward(**kwargs: Any) -> list[Tensor]:
+        with amp.scale_loss(F.cross_entropy(model(X).float(), Y), optimizer, **kwargs) as scaled:
+            scaled.backward()
+        return [stored(master) for master in amp.master_params(optimizer)]
+
+    scale = _amp_state.loss_scalers[0].loss_scale()
+    first = [grad.clone() for grad in backward()]
+    for param, master, grad in zip(model.parameters(), amp.master_params(optimizer), first, strict=True):
+        assert torch.equal(grad, stored(param).float() / (1.0 if master is param else scale))
+    assert same(backward(), [2 * grad for grad in first])  # scales are powers of two
+
+
+@pytest.mark.parametrize("by_model", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_after_an_exception_inside_nothing_is_stepped_until_gradients_are_cleared(level: str, by_model: bool) -> None:
+    """By the model only where it holds all that there is: what an earlier backward gave is summed in FP32 by then."""
+    model, optimizer = made(level)
+    before = [p.detach().clone() for p in (*model.parameters(), *amp.master_params(optimizer))]
+    if not by_model:
+        with amp.scale_loss(F.cross_entropy(model(X), Y), optimizer) as scaled:
+            scaled.backward()
     scale = _amp_state.loss_scalers[0].loss_scale()
 
     def fails() -> None:
@@ -93,13 +114,21 @@ def test_an_exception_inside_keeps_what_was_accumulated(level: str) -> None:
 
     with pytest.raises(KeyError, match="x"):
         fails()
-    assert same([p.grad for p in amp.master_params(optimizer)], kept)
-    assert (_amp_state.loss_scalers[0].loss_scale(), _amp_state.loss_scalers[0]._unskipped) == (scale, 1)
+    scaler = _amp_state.loss_scalers[0]
+    assert (scaler.loss_scale(), scaler._unskipped) == (scale, int(not by_model))
     assert torch.is_autocast_enabled("cpu") == (level == "O1")
+    for call in (optimizer.step, fails):
+        with pytest.raises(RuntimeError, match=r"interrupted .* Call zero_grad\(\)"):
+            call()
+    assert same([*model.parameters(), *amp.master_params(optimizer)], before)
+    (model if by_model else optimizer).zero_grad()
     reference_model, reference = made(level)
     train(reference_model, reference, 1)
+    with amp.scale_loss(F.cross_entropy(model(X), Y), optimizer) as scaled:
+        scaled.backward()
     optimizer.step()
     assert same(bits(model, optimizer), bits(reference_model, reference))
+    assert optimizer.skipped_steps == 0
 
 
 @pytest.mark.parametrize("level", LEVELS)

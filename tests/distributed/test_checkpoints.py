@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,8 @@ def make(how: str, inner: Any = AdamW, norm: bool = False, **settings: Any) -> t
     ]
     optimizer = ZeroRedundancyOptimizer(params, inner, **settings) if how == "zero" else inner(params, **settings)
     scaler = DynamicLossScaler(init_scale=2.0**6, growth_interval=3)
-    opt = MixedPrecisionOptimizer(optimizer, scaler=scaler, named_parameters=net.named_parameters())
+    # The wrapped optimizer's own step, as pieces are stepped.
+    opt = MixedPrecisionOptimizer(optimizer, scaler=scaler, named_parameters=net.named_parameters(), fused_step=False)
     return model, opt
 
 
@@ -216,6 +218,13 @@ def test_refusals_leave_everything_as_it_was(two: World, tmp_path: Path) -> None
     two.run(refused_loads, str(tmp_path))
 
 
+def flip(file: Path, place: int) -> None:
+    """Flip a bit of a file's byte; twice, and it is as it was."""
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1 << place % 8
+    file.write_bytes(content)
+
+
 def damaged(rank: int, size: int, folder: str) -> None:
     """latest passes over what is not whole; load says so on every rank."""
     model, opt = make("ddp")
@@ -238,6 +247,18 @@ def damaged(rank: int, size: int, folder: str) -> None:
         paths[1:], ("expected format 1, got 99", "no complete checkpoint", "another size"), strict=True
     ):
         assert wanted in raised(FileNotFoundError, lambda p=path: distributed.load(p, model, opt))
+    before = whole(model, opt)
+    for file in sorted(paths[0].glob("*.distcp")):
+        if rank == 0:
+            flip(file, 100)
+        dist.barrier()
+        message = raised(ValueError, lambda: distributed.load(paths[0], model, opt))
+        assert f"{file.name} has other bytes" in message
+        assert not differences(whole(model, opt), before)
+        dist.barrier()
+        if rank == 0:
+            flip(file, 100)
+        dist.barrier()
     distributed.load(paths[0], model, opt)
     # A file that can't be written on one rank: nobody says it was saved, and nothing is left.
     target = Path(folder) / "blocked" / "step"
@@ -314,3 +335,50 @@ def test_without_a_process_group(tmp_path: Path) -> None:
     assert set(distributed.fp32_state_dict(model, opt)) >= {"a.weight", "count"}
     with pytest.raises(RuntimeError, match=r"torch\.distributed\.checkpoint\.state_dict has no place"):
         get_optimizer_state_dict(model, opt)
+
+
+def test_a_flipped_bit_in_any_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    model, opt = make("none")
+    train(model, opt, range(3))
+    distributed.save(path, model, opt)
+    other, fresh = make("none")
+    train(other, fresh, range(1))
+    before = whole(other, fresh)
+    files = sorted(path.iterdir())
+    assert {file.name for file in files} == {".metadata", "__0_0.distcp", "fp16opt.json"}
+    for file in files:
+        size = file.stat().st_size
+        for place in range(size) if file.name == "fp16opt.json" else (0, 1, size // 3, size // 2, size - 1):
+            flip(file, place)
+            with pytest.raises((ValueError, FileNotFoundError)) as caught:
+                distributed.load(path, other, fresh)
+            assert str(path) in str(caught.value)
+            if file.name != "fp16opt.json":
+                assert isinstance(caught.value, ValueError)
+                assert f"{file.name} has other bytes than when it was saved" in str(caught.value)
+                assert distributed.latest(tmp_path) == path, "sizes alone are looked at"
+            flip(file, place)
+    assert not differences(whole(other, fresh), before)
+    distributed.load(path, other, fresh)
+    assert not differences(whole(other, fresh), whole(model, opt))
+
+
+def test_a_manifest_from_before_checksums_loads(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    model, opt = make("none")
+    train(model, opt, range(3))
+    distributed.save(path, model, opt)
+    manifest = json.loads((path / "fp16opt.json").read_text())
+    assert manifest["files"].keys() == manifest["blake2b"].keys() == {".metadata", "__0_0.distcp"}
+    for file in ("__0_0.distcp", ".metadata"):
+        wanted = hashlib.blake2b((path / file).read_bytes(), digest_size=32).hexdigest()
+        assert manifest["blake2b"][file] == wanted
+    old = {key: manifest[key] for key in ("format", "saved_at_ns", "files")}
+    (path / "fp16opt.json").write_text(json.dumps(old))
+    other, fresh = make("none")
+    distributed.load(path, other, fresh)
+    assert not differences(whole(other, fresh), whole(model, opt))
+    (path / "fp16opt.json").write_text(json.dumps({**old, "blake2b": {}}))
+    with pytest.raises(FileNotFoundError, match=r"fp16opt\.json is damaged"):
+        distributed.load(path, other, fresh)

@@ -32,6 +32,7 @@ def make(how: str, net: nn.Module | None = None, inner: Any = AdamW, **options: 
             fully_shard(layer)
     scaler = DynamicLossScaler(init_scale=2.0**6, growth_interval=3)
     optimizer = inner(net.parameters(), lr=1e-2)
+    options = {"fused_step": False, **options}  # the wrapped optimizer's own step, as pieces are stepped
     opt = MixedPrecisionOptimizer(optimizer, scaler=scaler, named_parameters=net.named_parameters(), **options)
     return (DDP(net) if how.startswith("ddp") else net), opt
 

@@ -4,14 +4,46 @@ fail."""
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
 SIXTEEN = (torch.float16, torch.bfloat16)
+
+by_step = pytest.mark.parametrize("stepping", [False, "auto"], ids=["wrapped", "auto"], indirect=True)
+"""A test, or with ``pytestmark`` a file, whose optimizers step by either path: the wrapped optimizer's own step, and
+what the default takes. For what must hold whichever of the two it is."""
+
+
+def steps_in_one_pass(opt: Any) -> bool:
+    """Whether the next step is taken by our kernels, as ``repr`` tells users."""
+    return "step: fused" in repr(opt)
+
+
+def stored_grad(master: Tensor) -> Tensor | None:
+    """``master.grad`` as it lies in memory. Reading the attribute itself has it made where it isn't there."""
+    grad: Any = torch.Tensor.grad
+    return grad.__get__(master)  # type: ignore[no-any-return]
+
+
+def tensor_bytes(*more: Tensor | None) -> int:
+    """Bytes of all tensors that are alive in Python, and of ``more``; memory that several share counts once.
+
+    Tensors that only C++ holds (a gradient that nobody has read) are not seen: give them.
+    """
+    gc.collect()
+    alive = [t for t in gc.get_objects() if issubclass(type(t), Tensor)] + [t for t in more if t is not None]
+    storages = {}
+    for tensor in alive:
+        if tensor.layout is torch.strided and tensor.device.type == "cpu":
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
 
 
 def bits(t: Tensor) -> bytes:

@@ -6,6 +6,7 @@ dynamic scaler.
 
 from __future__ import annotations
 
+import inspect
 import io
 from collections.abc import Callable
 from typing import Any
@@ -38,14 +39,16 @@ def engine(inner: torch.optim.Optimizer, **kwargs: Any) -> Any:
     """The real thing as a `make`: engine arguments pass through, the others go to the dynamic scaler."""
     import fp16opt
 
-    own = {
-        k: kwargs.pop(k)
-        for k in list(kwargs)
-        if k in ("loss_scale", "scaler", "dynamic", "named_parameters", "grad_accumulation", "on_model_write")
-    }
+    known = inspect.signature(fp16opt.MixedPrecisionOptimizer).parameters
+    own = {k: kwargs.pop(k) for k in list(kwargs) if k in known}
     if kwargs:
         own["scaler"] = fp16opt.DynamicLossScaler(**kwargs)
     return fp16opt.MixedPrecisionOptimizer(inner, **own)
+
+
+def wrapped_step(inner: torch.optim.Optimizer, **kwargs: Any) -> Any:
+    """The real thing with the wrapped optimizer's own step: for comparisons with torch's bits."""
+    return engine(inner, fused_step=False, **kwargs)
 
 
 def check_updates_exact_through_scale_growth(make: Make) -> None:

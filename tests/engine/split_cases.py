@@ -12,16 +12,19 @@ from torch.optim import SGD
 
 from engine.checks import (
     Problem,
+    groups_params,
     linear_loss,
     normal,
     one_step,
     parameters,
+    stored_grad,
+    tensor_bytes,
 )
 from fp16opt import MixedPrecisionOptimizer
-from fp16opt.split import SplitParams
 
 SIXTEEN = (torch.float16, torch.bfloat16)
-
+BUCKET = 1 << 20
+"""Elements in a bucket of a streamed step, at most; a tensor with more is a bucket of its own."""
 
 by_dtype = pytest.mark.parametrize("dtype", SIXTEEN, ids=str)
 
@@ -82,17 +85,11 @@ def trained(mode: str, dtype: torch.dtype, steps: int = 6) -> tuple[Any, list[nn
     return opt, params
 
 
-def tensors_of(opt: Any) -> int:
-    """Bytes of the model's 16-bit weights and of all tensors that the engine keeps beside optimizer state."""
-    params: SplitParams = opt._params
-    storages = {}
-    kept = [*params.model, *params.master, *params.remainders.values(), *opt._grads.buffers.values()]
-    kept += [p.grad for p in [*params.model, *params.master] if p.grad is not None]
-    for shard in params.shards:
-        kept += [v for v in vars(shard).values() if isinstance(v, torch.Tensor)]
-        kept += [
-            v for s in (shard.stats, shard.cast, shard.watch) for v in vars(s).values() if isinstance(v, torch.Tensor)
-        ]
-    for tensor in kept:
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return sum(storages.values())
+def bytes_kept(opt: Any, before: int) -> int:
+    """Bytes of all tensors made since ``before`` of them were alive, optimizer state aside.
+
+    Those are the model's weights, and what the engine keeps beside them.
+    """
+    state = {t.untyped_storage().data_ptr(): t for s in opt.state.values() for t in s.values() if torch.is_tensor(t)}
+    grads = [p.grad for p in opt.model_params()] + [stored_grad(m) for m in groups_params(opt)]
+    return tensor_bytes(*grads) - before - sum(t.untyped_storage().nbytes() for t in state.values())

@@ -14,6 +14,7 @@ from engine.checks import (
     array,
     assert_same,
     assert_same_bits,
+    by_step,
     linear_loss,
     normal,
     ones,
@@ -21,6 +22,8 @@ from engine.checks import (
     snapshot,
 )
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, StaticLossScaler
+
+pytestmark = by_step
 
 
 def _grads(k: int, params: list[nn.Parameter]) -> list[torch.Tensor]:

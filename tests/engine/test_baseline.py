@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.checks import assert_same_bits
+from engine.checks import assert_same_bits, by_step
 from fp16opt import MixedPrecisionOptimizer
+
+pytestmark = by_step
 
 
 def _param(value: float, *, requires_grad: bool = True) -> torch.nn.Parameter:

@@ -1,4 +1,5 @@
-"""step(closure): every evaluation sees the masters' current values; overflows back off and evaluate again."""
+"""step(closure): most classes evaluate it once, then step as ever. Those that evaluate more than once (LBFGS, SAM) see
+the masters' current values each time, and evaluations that overflow back off and are repeated."""
 
 from __future__ import annotations
 
@@ -17,12 +18,15 @@ from engine.checks import (
     assert_model_is_rounded_masters,
     assert_same,
     assert_same_bits,
+    by_step,
     linear_loss,
     ones,
     parameters,
     snapshot,
 )
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
+
+pytestmark = by_step
 
 INF = float("inf")
 
@@ -71,25 +75,58 @@ def test_closure_runs_with_gradients_enabled_even_under_no_grad() -> None:
     assert_same_bits(p, array([0.5] * 4))
 
 
-def test_overflowing_evaluation_backs_off_and_is_evaluated_again() -> None:
+def test_an_overflow_is_one_evaluation_and_one_skip() -> None:
+    """Its value is returned all the same, and the scale follows as without a closure: hysteresis too."""
     p = ones()
-    opt = recipes.engine(SGD([p], lr=0.5), init_scale=2.0**18, max_scale=2.0**24)
+    opt = recipes.engine(SGD([p], lr=0.5, momentum=0.5), init_scale=2.0**17, hysteresis=2)
+    before = snapshot(opt, [p])
+    for k, scale in enumerate((2.0**17, 2.0**17, 2.0**16)):  # a gradient of 2^16 is inf in float16
+        closure, scales = _closure(opt, lambda _: linear_loss([p], [1.0]))
+        assert float(opt.step(closure)) == 4.0
+        assert scales == [scale]
+        assert opt.step_was_skipped
+        assert opt.skipped_steps == k + 1
+        assert len(opt.overflow_report()) == 1
+        assert_same(snapshot(opt, [p]), before)
     closure, scales = _closure(opt, lambda _: linear_loss([p], [1.0]))
     opt.step(closure)
-    assert scales == [2.0**18, 2.0**17, 2.0**16, 2.0**15]  # 2^16 is inf in float16
+    assert scales == [2.0**15]
+    assert not opt.step_was_skipped
+    assert_same_bits(p, array([0.5] * 4))
+
+
+def test_a_closure_that_makes_no_gradients_changes_nothing() -> None:
+    """Lightning always passes one. The gradients are those of the backward before."""
+    p = ones()
+    opt = recipes.engine(SGD([p], lr=0.5), init_scale=8.0)
+    for grad, want in ((INF, 1.0), (1.0, 0.5)):
+        opt.zero_grad()
+        opt.backward(linear_loss([p], [grad]))
+        assert opt.step(lambda: None) is None
+        assert_same_bits(p, array([want] * 4))
+    assert (opt.skipped_steps, opt.loss_scale) == (1, 4.0)
+
+
+def test_overflowing_evaluation_backs_off_and_is_evaluated_again() -> None:
+    p = ones()
+    opt = recipes.engine(_lbfgs([p]), init_scale=2.0**18, max_scale=2.0**24)
+    closure, scales = _closure(opt, lambda _: linear_loss([p], [1.0]))
+    opt.step(closure)
+    assert scales[:4] == [2.0**18, 2.0**17, 2.0**16, 2.0**15]  # 2^16 is inf in float16
+    assert set(scales[4:]) == {2.0**15}
     assert not bool(opt.step_was_skipped)
     assert int(opt.skipped_steps) == 0
     assert float(opt.loss_scale) == 2.0**15
     assert opt.overflow_report() == []
-    assert_same_bits(p, array([0.5] * 4))
+    assert not torch.equal(p.detach(), array([1.0] * 4))
 
 
 def test_back_off_inside_a_closure_does_not_wait_for_hysteresis() -> None:
     p = ones()
-    opt = recipes.engine(SGD([p], lr=0.5), init_scale=2.0**17, hysteresis=4)
+    opt = recipes.engine(_lbfgs([p]), init_scale=2.0**17, hysteresis=4)
     closure, scales = _closure(opt, lambda _: linear_loss([p], [1.0]))
     opt.step(closure)
-    assert scales == [2.0**17, 2.0**16, 2.0**15]
+    assert scales[:3] == [2.0**17, 2.0**16, 2.0**15]
 
 
 def test_lbfgs_through_an_overflow() -> None:
@@ -159,9 +196,10 @@ def test_lbfgs_overflow_that_cannot_back_off_restores_everything_and_counts_one_
     assert not bool(opt.step_was_skipped)
 
 
-def test_skipped_closure_step_reports_names() -> None:
+@pytest.mark.parametrize("inner", [SGD, LBFGS])
+def test_skipped_closure_step_reports_names(inner: Callable[..., torch.optim.Optimizer]) -> None:
     p, q = ones(), ones()
-    opt = MixedPrecisionOptimizer(SGD([p, q], lr=0.5), loss_scale=8.0, named_parameters=[("p", p), ("q", q)])
+    opt = MixedPrecisionOptimizer(inner([p, q], lr=0.5), loss_scale=8.0, named_parameters=[("p", p), ("q", q)])
     closure, _ = _closure(opt, lambda _: linear_loss([p, q], [1.0, float("nan")]))
     opt.step(closure)
     assert [(o.name, o.inf, o.nan) for o in opt.overflow_report()] == [("q", False, True)]
@@ -169,7 +207,7 @@ def test_skipped_closure_step_reports_names() -> None:
 
 def test_overflow_down_to_the_floor_is_one_skip() -> None:
     p = ones()
-    opt = recipes.engine(SGD([p], lr=0.5, momentum=0.5), init_scale=8.0, min_scale=1.0)
+    opt = recipes.engine(_lbfgs([p]), init_scale=8.0, min_scale=1.0)
     before = snapshot(opt, [p])
     closure, scales = _closure(opt, lambda _: linear_loss([p], [INF]))
     opt.step(closure)

@@ -22,6 +22,7 @@ from engine.checks import (
     assert_model_is_rounded_masters,
     assert_same,
     assert_same_bits,
+    by_step,
     linear_loss,
     one_step,
     ones,
@@ -30,6 +31,8 @@ from engine.checks import (
     train,
 )
 from fp16opt import MixedPrecisionOptimizer
+
+pytestmark = by_step
 
 
 def _by_torch_save(obj: Any) -> Any:

@@ -1,4 +1,6 @@
-"""Steps on a device that nobody waits for, pretended on the CPU: what is looked at, counted, and told later."""
+"""Steps on a device that nobody waits for, pretended on the CPU: what is looked at and counted, and when it is told.
+
+The wrapped optimizer steps itself here; tests/fused/test_fused_device.py has the one-pass steps."""
 
 from __future__ import annotations
 
@@ -10,12 +12,10 @@ from typing import Any
 import pretended
 import pytest
 import torch
-from scalers import trackers
 from torch.nn import Parameter
 
 from engine.checks import Problem, assert_same, assert_same_bits, parameters, snapshot
-from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, late
-from fp16opt.shard import Shard
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
 
 SHAPES = ((), (70,), (3, 0), (33, 65), (5,))
 FUSED: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -34,6 +34,7 @@ class Run:
         self.params = parameters(SHAPES, dtypes)
         self.problem = Problem(self.params)
         self.scaler = DynamicLossScaler(init_scale=2.0**10, growth_interval=3, hysteresis=2)
+        settings.setdefault("fused_step", False)
         self.opt = MixedPrecisionOptimizer(make(self.params), scaler=self.scaler, **settings)
         self.norms: list[torch.Tensor] = []
 
@@ -120,10 +121,18 @@ WRITES: dict[str, Callable[[Parameter], Any]] = {
 }
 
 
+ASKING: dict[str, Callable[[MixedPrecisionOptimizer], Any]] = {
+    "step_was_skipped": lambda opt: opt.step_was_skipped,
+    "overflow_report": lambda opt: opt.overflow_report(),
+    "state_dict": lambda opt: opt.state_dict(),
+}
+
+
+@pytest.mark.parametrize("asks", list(ASKING))
 @pytest.mark.parametrize("when", ["before backward", "before unscaling", "before step"])
 @pytest.mark.parametrize("name", list(WRITES))
-def test_a_written_model_is_taken_and_told_later(
-    emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: Any, name: str, when: str
+def test_a_written_model_is_taken_and_told_when_somebody_asks(
+    emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: Any, name: str, when: str, asks: str
 ) -> None:
     def written(run: Run) -> Run:
         if when == "before backward":
@@ -139,15 +148,16 @@ def test_a_written_model_is_taken_and_told_later(
 
     wanted = written(Run(FUSED["AdamW"]).train(2, ()))
     caplog.clear()
-    copies = pretended.pretend(emulated_cuda, monkeypatch)
+    pretended.pretend(emulated_cuda, monkeypatch)
     run = Run(FUSED["AdamW"]).train(2, ())
     with pretended.watching(monkeypatch) as seen:
         written(run)
     assert seen.looks == ["lift_fresh"] * (name == "copy")  # the test's own
     assert_same(snapshot(run.opt, run.params), snapshot(wanted.opt, wanted.params))
-    assert not [r for r in caplog.records if "written" in r.message], "nothing has arrived yet"
-    copies.arrived = True
+    assert not [r for r in caplog.records if "written" in r.message], "nobody has looked yet"
+    ASKING[asks](run.opt)
     run.train(3, ())
+    ASKING[asks](run.opt)
     told = [r.message for r in caplog.records if "written" in r.message]
     assert len(told) == 1
     assert "group 0, param 3" in told[0]
@@ -175,118 +185,35 @@ def test_error_policy_still_refuses(emulated_cuda: ModuleType, monkeypatch: pyte
         run.opt.step()
 
 
-def test_masters_that_do_not_fit_are_told_later(
+def test_masters_that_do_not_fit_are_told_when_somebody_asks(
     emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    copies = pretended.pretend(emulated_cuda, monkeypatch)
+    pretended.pretend(emulated_cuda, monkeypatch)
     weight = Parameter(torch.full((3,), 65000.0).half())
-    opt = MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=1.0, fused=True), named_parameters=[("w", weight)])
+    inner = torch.optim.SGD([weight], lr=1.0, fused=True)
+    opt = MixedPrecisionOptimizer(inner, named_parameters=[("w", weight)], fused_step=False)
     with caplog.at_level(logging.WARNING, logger="fp16opt"):
         for _ in range(2):
             opt.zero_grad()
             opt.backward(weight.float().sum() * -1000.0)
             opt.step()
             assert not caplog.records
-        copies.arrived = True
-        opt.zero_grad()
-        opt.backward(weight.detach().float().sum() * 0.0 + weight.nan_to_num().float().sum() * 0.0)
-        opt.step()
+        assert not opt.step_was_skipped
     assert any("too large" in r.message and "w" in r.message for r in caplog.records)
 
 
-def test_flags_are_asked_for_once_at_a_time(emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    copies = pretended.pretend(emulated_cuda, monkeypatch)
-    run = Run(FUSED["AdamW"]).train(5, ())
-    assert copies.begun == 1
-    copies.arrived = True
-    run.train(2, ())
-    assert copies.begun == 3
-
-
-def test_scale_and_counts_stay_where_they_are(emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_and_masters_stay_where_they_are(emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA graph reads and writes the addresses of its capture."""
     pretended.pretend(emulated_cuda, monkeypatch)
     run = Run(FUSED["AdamW"]).train(3, (0,))
-    opt = run.opt
+    opt, scaler = run.opt, run.scaler
 
     def places() -> list[int]:
-        counted = opt._outcomes._skipped_on_device
-        assert counted is not None
-        tensors = [run.scaler._scale, run.scaler._trackers, counted]
-        for shard in opt._params.shards:
-            tensors += [shard.stats.norm, shard.stats.found_inf, shard.cast.hashes, shard.found, *shard.masters]
-        return [tensor.data_ptr() for tensor in tensors]
+        counted = [scaler.growth_tracker, scaler.consecutive_skips]
+        return [tensor.data_ptr() for tensor in (*counted, *opt.master_params())]
 
     before = places()
     run.train(6, (1, 2))
     opt.loss_scale = 64.0
     assert places() == before
     assert opt.skipped_steps == 3
-
-
-def test_no_event_is_asked_for_in_a_capture(emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA gives a capture up where an event is asked for in the middle of it."""
-    copies = pretended.pretend(emulated_cuda, monkeypatch)
-    run = Run(FUSED["AdamW"]).train(2, ())
-    asked = []
-
-    def query() -> bool:
-        asked.append(True)
-        return False
-
-    monkeypatch.setattr(copies, "query", query)
-    run.train(1, ())
-    assert asked == [True]
-    monkeypatch.setattr(late, "is_capturing", lambda device: True)
-    run.train(1, ())
-    assert asked == [True]
-
-
-class TwoDevices(Run):
-    """Parameters taken for those of two devices: each half has tables, statistics and launches of its own."""
-
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        params = self.opt._params
-        halves = [range(len(params) // 2), range(len(params) // 2, len(params))]
-        cpu = torch.device("cpu")
-        params.shards = [Shard.allocate(cpu, list(half), params.model, params.master) for half in halves]
-        params.record_all()
-        self.opt._grads.reset()
-
-
-@pytest.mark.parametrize("dtypes", [torch.float16, (torch.float16, torch.float32)])
-@pytest.mark.parametrize("overflowing", [(1,), (3,), (1, 3)], ids=str)
-def test_devices_agree(
-    emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch, overflowing: tuple[int, ...], dtypes: Any
-) -> None:
-    """An overflow on any of them skips the step on all, and the norm is that of all."""
-    pretended.pretend(emulated_cuda, monkeypatch)
-    runs = [kind(FUSED["AdamW"], dtypes) for kind in (Run, TwoDevices)]
-    for run in runs:
-        for k in range(5):
-            run.backward()
-            for i in overflowing if k == 2 else ():
-                grad = run.params[i].grad
-                assert grad is not None
-                grad.view(-1)[3] = float("nan")
-            run.finish(0.5)
-    one, two = runs
-    assert one.opt.skipped_steps == two.opt.skipped_steps == 1
-    assert [s.stats.touched for s in two.opt._params.shards] == [False, False], "both are cleared"
-    for k, (a, b) in enumerate(zip(one.norms, two.norms, strict=True)):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=0.0, equal_nan=True, msg=f"norm {k}")
-    assert trackers(one.scaler) == trackers(two.scaler)
-    for a, b in zip(one.opt.master_params(), two.opt.master_params(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # norms of two parts are added in another order
-
-
-def test_devices_agree_on_who_overflowed(emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretended.pretend(emulated_cuda, monkeypatch)
-    run = TwoDevices(FUSED["AdamW"]).train(2, ())
-    run.backward()
-    grad = run.params[4].grad
-    assert grad is not None
-    grad[1] = float("inf")
-    run.finish()
-    assert [str(overflow) for overflow in run.opt.overflow_report()] == ["group 0, param 4 (inf)"]

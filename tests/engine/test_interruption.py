@@ -15,12 +15,15 @@ from engine.checks import (
     assert_model_is_rounded_masters,
     assert_same,
     assert_same_bits,
+    by_step,
     linear_loss,
     one_step,
     ones,
     snapshot,
 )
 from fp16opt import MixedPrecisionOptimizer
+
+pytestmark = by_step
 
 ERRORS = [KeyboardInterrupt, ValueError]
 
@@ -100,10 +103,28 @@ def test_gradients_half_accumulated_by_an_interrupted_backward_are_never_stepped
     assert_same_bits(q, array([0.5] * 2, torch.float32))
 
 
+@pytest.mark.parametrize("mode", ["model", "fp32"])
+@pytest.mark.parametrize("call", ["step", "update_master_grads", "clip_master_grads", "backward"])
+def test_an_interrupted_first_backward_is_refused_until_zero_grad(call: str, mode: str) -> None:
+    p, q = ones(), ones(2, torch.float32)
+    opt = recipes.engine(SGD([p, q], lr=0.5), init_scale=8.0, grad_accumulation=mode)
+    before = snapshot(opt, [p, q], scaler=True)
+    _Trap.armed = ValueError
+    with pytest.raises(ValueError, match="in backward"):
+        opt.backward(_trap_loss(p, q))
+    _Trap.armed = None
+    arguments = {"backward": (linear_loss([p, q], [1.0, 1.0]),), "clip_master_grads": (1.0,)}.get(call, ())
+    with pytest.raises(RuntimeError, match="zero_grad"):
+        getattr(opt, call)(*arguments)
+    assert_same(snapshot(opt, [p, q], scaler=True), before)
+    one_step(opt, [p, q], [1.0, 1.0])
+    assert_same_bits(p, array([0.5] * 4))
+    assert_same_bits(q, array([0.5] * 2, torch.float32))
+
+
 @pytest.mark.parametrize("error", ERRORS, ids=lambda e: e.__name__)
-def test_fp32_folding_steps_whole_backwards_only_after_an_interruption(error: type[BaseException]) -> None:
-    """Folded sums are whole: either the step is refused until zero_grad, or it is that of the whole
-    backwards."""
+def test_fp32_folding_is_refused_after_an_interruption(error: type[BaseException]) -> None:
+    """The step is refused until zero_grad."""
     p, q = ones(), ones(2, torch.float32)
     opt = recipes.engine(SGD([p, q], lr=0.5), init_scale=8.0, grad_accumulation="fp32")
     opt.backward(_trap_loss(p, q))
@@ -111,18 +132,13 @@ def test_fp32_folding_steps_whole_backwards_only_after_an_interruption(error: ty
     with pytest.raises(error, match="in backward"):
         opt.backward(_trap_loss(p, q))
     _Trap.armed = None
-    try:
+    with pytest.raises(RuntimeError, match="zero_grad"):
         opt.step()
-    except RuntimeError as err:
-        assert "zero_grad" in str(err)  # noqa: PT017
-        want = 1.0
-    else:
-        want = 0.75
-    assert_same_bits(p, array([want] * 4))
-    assert_same_bits(q, array([want] * 2, torch.float32))
+    assert_same_bits(p, array([1.0] * 4))
+    assert_same_bits(q, array([1.0] * 2, torch.float32))
     one_step(opt, [p, q], [0.5, 0.5])
-    assert_same_bits(p, array([want - 0.25] * 4))
-    assert_same_bits(q, array([want - 0.25] * 2, torch.float32))
+    assert_same_bits(p, array([0.75] * 4))
+    assert_same_bits(q, array([0.75] * 2, torch.float32))
 
 
 class _Fragile(SGD):

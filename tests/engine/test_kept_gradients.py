@@ -1,4 +1,4 @@
-"""Gradients that nobody clears after a step: they add up, as they do in torch."""
+"""Gradients that nobody clears after a step: they add up, as they do in torch; FP32 sums are used up by the step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from engine.checks import assert_same_bits, linear_loss
+from engine.checks import assert_same_bits, by_step, linear_loss
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
+
+pytestmark = by_step
 
 MODES = pytest.mark.parametrize("mode", ["model", "fp32"])
 SCALING: dict[str, Callable[[], dict[str, Any]]] = {
@@ -28,6 +30,7 @@ KINDS = {
     "wide": (torch.float32, torch.float64),
 }
 TYPES = pytest.mark.parametrize("dtypes", KINDS.values(), ids=KINDS)
+SIXTEEN_BIT = pytest.mark.parametrize("dtypes", [KINDS["half"], KINDS["halves"]], ids=["half", "halves"])
 
 
 def _model(dtypes: tuple[torch.dtype, ...]) -> nn.ParameterList:
@@ -58,16 +61,15 @@ def _torch(dtypes: tuple[torch.dtype, ...]) -> tuple[nn.ParameterList, SGD]:
     return model, SGD(model.parameters(), lr=1.0)
 
 
-@MODES
 @SCALED
 @TYPES
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("way", ["none", "model", "opt", "model_zeros", "opt_zeros", "every_second"])
 def test_steps_are_torchs_however_gradients_are_cleared(
-    mode: str, scaling: str, dtypes: tuple[torch.dtype, ...], micro: int, way: str
+    scaling: str, dtypes: tuple[torch.dtype, ...], micro: int, way: str
 ) -> None:
     model = _model(dtypes)
-    opt = _wrap(model, mode, scaling, lr=1.0)
+    opt = _wrap(model, "model", scaling, lr=1.0)
     plain, reference = _torch(dtypes)
     for step in range(5):
         cleared = ("model" if step % 2 else "none") if way == "every_second" else way
@@ -81,6 +83,46 @@ def test_steps_are_torchs_however_gradients_are_cleared(
         assert _values(opt) == _values(reference), f"step {step}"
     if way == "none" and micro == 1:
         assert _values(opt) == [-15.0] * len(dtypes)
+
+
+@SCALED
+@TYPES
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("way", ["model", "opt", "model_zeros", "opt_zeros"])
+def test_folded_steps_are_torchs_where_gradients_are_cleared(
+    scaling: str, dtypes: tuple[torch.dtype, ...], micro: int, way: str
+) -> None:
+    model = _model(dtypes)
+    opt = _wrap(model, "fp32", scaling, lr=1.0)
+    for step in range(4):
+        _clear(way, model, opt)
+        for _ in range(micro):
+            opt.backward(linear_loss(model, [1.0] * len(dtypes)))
+        opt.step()
+        assert _values(opt) == [-1.0 * micro * (step + 1)] * len(dtypes)
+
+
+@SCALED
+@SIXTEEN_BIT
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("way", ["none", "every_second"])
+@pytest.mark.parametrize("master_weights", ["full", "split"])
+def test_folded_sums_are_used_up_by_a_step(
+    scaling: str, dtypes: tuple[torch.dtype, ...], micro: int, way: str, master_weights: str
+) -> None:
+    """Nothing is left of them, so that there is nothing to clear: no 16-bit gradient, and no part of the next norm."""
+    model = _model(dtypes)
+    opt = _wrap(model, "fp32", scaling, lr=1.0, master_weights=master_weights)
+    for step in range(5):
+        _clear("model" if step % 2 and way == "every_second" else "none", model, opt)
+        for _ in range(micro):
+            opt.backward(linear_loss(model, [1.0] * len(dtypes)))
+            assert [p.grad for p in model] == [None] * len(dtypes)
+        assert float(opt.clip_master_grads(1e4)) == pytest.approx(micro * math.sqrt(3 * len(dtypes)))
+        opt.step()
+        assert [p.grad for p in model] == [None] * len(dtypes)
+        opt.step()  # nothing to do
+        assert _values(opt) == [-1.0 * micro * (step + 1)] * len(dtypes)
 
 
 @MODES
@@ -111,11 +153,10 @@ def test_a_parameter_without_gradient_steps_with_the_zeros_that_it_was_given(
         assert _values(opt) == _values(reference), f"step {step}"
 
 
-@MODES
 @SCALED
-def test_the_norm_counts_gradients_that_were_kept(mode: str, scaling: str) -> None:
+def test_the_norm_counts_gradients_that_were_kept(scaling: str) -> None:
     model = _model(KINDS["mixed"] * 2)
-    opt = _wrap(model, mode, scaling, lr=1.0)
+    opt = _wrap(model, "model", scaling, lr=1.0)
     for some in ([1.0] * 4, [1.0] * 4, [1.0, 1.0, None, None]):
         opt.backward(linear_loss(model, some))
         norm = opt.clip_master_grads(1e4)
@@ -123,16 +164,13 @@ def test_the_norm_counts_gradients_that_were_kept(mode: str, scaling: str) -> No
     assert float(norm) == pytest.approx(math.sqrt(3 * (9 + 9 + 4 + 4)))
 
 
-@MODES
 @SCALED
 @TYPES
-def test_an_overflow_that_nobody_clears_goes_on_skipping(
-    mode: str, scaling: str, dtypes: tuple[torch.dtype, ...]
-) -> None:
+def test_an_overflow_that_nobody_clears_goes_on_skipping(scaling: str, dtypes: tuple[torch.dtype, ...]) -> None:
     """inf and something is inf. Stepping it would destroy the weights."""
     for bad in range(len(dtypes)):
         model = _model(dtypes)
-        opt = _wrap(model, mode, scaling, lr=1.0)
+        opt = _wrap(model, "model", scaling, lr=1.0)
         for step in range(5):
             if step == 4:
                 model.zero_grad()
@@ -143,6 +181,18 @@ def test_an_overflow_that_nobody_clears_goes_on_skipping(
             if step in (1, 2, 3):
                 assert [o.index for o in opt.overflow_report()] == [bad]
         assert _values(opt) == [-1.0] * len(dtypes)
+
+
+@SCALED
+@SIXTEEN_BIT
+def test_an_overflow_in_a_folded_sum_skips_one_step(scaling: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    model = _model(dtypes)
+    opt = _wrap(model, "fp32", scaling, lr=1.0)
+    for step in range(4):
+        opt.backward(linear_loss(model, [math.inf if step == 1 else 0.5] * len(dtypes)))
+        opt.step()
+        assert opt.step_was_skipped is (step == 1)
+    assert _values(opt) == [-1.5] * len(dtypes)
 
 
 @pytest.mark.parametrize("master_weights", ["full", "none"])
@@ -170,38 +220,23 @@ def test_an_overflow_that_was_cleared_by_the_model_leaves_nothing_behind() -> No
     assert _values(opt) == [-1.0, -1.0]
 
 
-def test_folding_frees_16_bit_gradients_when_the_next_step_begins() -> None:
-    """Between a step and the next backward one of them, the smallest, shows whether they were cleared."""
-    model = nn.ParameterList([nn.Parameter(torch.zeros(n, dtype=torch.float16)) for n in (5, 2, 9)])
-    opt = _wrap(model, "fp32", "static", lr=1.0)
-    for _ in range(2):
-        opt.backward(linear_loss(model, [1.0] * 3))
-        assert [p.grad is None for p in model] == [True, True, True]
-        opt.step()
-        assert [p.grad is None for p in model] == [True, False, True]
-        opt.step()  # nothing to do
-    assert _values(opt) == [-3.0] * 3
-    opt.zero_grad()
-    assert [p.grad is None for p in model] == [True, True, True]
-
-
-def test_several_scalers_go_on_adding_where_nobody_clears() -> None:
-    model = _model(KINDS["mixed"])
+def test_several_scalers_start_anew_after_a_step() -> None:
+    """Their sums are FP32."""
+    model = _model(KINDS["halves"])
     first, second = DynamicLossScaler(8.0), DynamicLossScaler(32.0)
     opt = MixedPrecisionOptimizer(SGD(model.parameters(), lr=1.0), scaler=first)
     for step in range(3):
         opt.backward(linear_loss(model, [1.0, 1.0]))
         opt.backward(linear_loss(model, [1.0, 1.0]), scaler=second)
         opt.step()
-        assert _values(opt) == [-2.0 * (step + 1) * (step + 2) / 2] * 2
+        assert _values(opt) == [-2.0 * (step + 1)] * 2
 
 
-@MODES
 @SCALED
 @pytest.mark.parametrize("clear", [True, False])
-def test_split_masters_keep_gradients_alike(mode: str, scaling: str, clear: bool) -> None:
+def test_split_masters_keep_gradients_alike(scaling: str, clear: bool) -> None:
     model = _model(KINDS["mixed"])
-    opt = _wrap(model, mode, scaling, lr=1.0, master_weights="split")
+    opt = _wrap(model, "model", scaling, lr=1.0, master_weights="split")
     for step in range(4):
         if clear and step == 2:
             model.zero_grad()

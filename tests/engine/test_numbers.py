@@ -17,6 +17,7 @@ from engine.checks import (
     array,
     assert_model_is_rounded_masters,
     assert_same_bits,
+    by_step,
     linear_loss,
     normal,
     one_step,
@@ -28,10 +29,12 @@ from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
 MIXED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+@by_step
 def test_updates_exact_through_scale_growth() -> None:
     recipes.check_updates_exact_through_scale_growth(recipes.engine)
 
 
+@by_step
 @pytest.mark.parametrize("clip", [False, True], ids=["plain", "clipped"])
 def test_updates_exact_through_scale_growth_and_backoff(clip: bool) -> None:
     """The same with an overflow now and then, and with clipping calls that have nothing to clip."""
@@ -57,20 +60,21 @@ def test_updates_exact_through_scale_growth_and_backoff(clip: bool) -> None:
 @pytest.mark.parametrize("scale", [1.0, 1024.0], ids=["scale1", "scale1024"])
 @pytest.mark.parametrize("case", params_of(CASES))
 def test_masters_equal_plain_fp32_stepping(case: OptimizerCase, scale: float) -> None:
-    recipes.check_masters_equal_plain_fp32_stepping(recipes.engine, case, scale)
+    recipes.check_masters_equal_plain_fp32_stepping(recipes.wrapped_step, case, scale)
 
 
 @pytest.mark.parametrize("case", params_of(one_per_class()))
 def test_masters_equal_plain_fp32_stepping_with_mixed_dtypes(case: OptimizerCase) -> None:
     dtypes = (torch.float16, torch.bfloat16, torch.float32) if case.kind == "closure" else MIXED
-    recipes.check_masters_equal_plain_fp32_stepping(recipes.engine, case, 256.0, dtypes=dtypes)
+    recipes.check_masters_equal_plain_fp32_stepping(recipes.wrapped_step, case, 256.0, dtypes=dtypes)
 
 
 @pytest.mark.parametrize("case", params_of(one_per_class()))
 def test_masters_equal_plain_fp32_stepping_for_bfloat16(case: OptimizerCase) -> None:
-    recipes.check_masters_equal_plain_fp32_stepping(recipes.engine, case, 1.0, dtypes=torch.bfloat16)
+    recipes.check_masters_equal_plain_fp32_stepping(recipes.wrapped_step, case, 1.0, dtypes=torch.bfloat16)
 
 
+@by_step
 @pytest.mark.parametrize("scale", [3.0, 1000.0, 0.1], ids=str)
 def test_masters_equal_the_oracle_at_scales_that_are_no_power_of_two(scale: float) -> None:
     """Multiplying by float32(1/scale), not dividing. SGD constants are powers of two: numpy and torch
@@ -89,10 +93,12 @@ def test_masters_equal_the_oracle_at_scales_that_are_no_power_of_two(scale: floa
     assert_same_bits(p, torch.from_numpy(oracle.round_half(masters[0])))
 
 
+@by_step
 def test_weight_decay_is_decoupled() -> None:
     recipes.check_weight_decay_is_decoupled(recipes.engine)
 
 
+@by_step
 @pytest.mark.parametrize("power", range(15))
 def test_true_norm_2_at_scales_2_0_to_2_14(power: int) -> None:
     p, q = ones(3), ones(1, torch.float32)
@@ -158,6 +164,7 @@ def test_scale_never_zero_or_inf_at_the_widest_limits() -> None:
         assert float(1 / up.scaler.scale) > 0.0
 
 
+@by_step
 def test_fp32_accumulation_keeps_bits() -> None:
     """1 + 4095 * 2^-13 is 1.4998779296875. A float16 sum stays at 1: each summand is under half its gap."""
     p = ones(2)
@@ -185,6 +192,7 @@ def test_16_bit_accumulation_loses_what_fp32_accumulation_keeps() -> None:
     assert_same_bits(m.grad, array([1.0] * 2, torch.float32))
 
 
+@by_step
 def test_masters_keep_updates_that_16_bit_weights_lose() -> None:
     p = ones(4)
     opt = MixedPrecisionOptimizer(SGD([p], lr=2.0**-14), loss_scale=16.0)
@@ -195,6 +203,7 @@ def test_masters_keep_updates_that_16_bit_weights_lose() -> None:
     assert_same_bits(p, array([1 - 2.0**-9] * 4))
 
 
+@by_step
 @pytest.mark.parametrize(
     ("master", "want"),
     [
@@ -217,6 +226,7 @@ def test_masters_are_rounded_to_nearest_even(master: float, want: float) -> None
     assert_same_bits(p, array([want] * 3))
 
 
+@by_step
 def test_fp32_and_fp64_params_keep_their_precision() -> None:
     p, q = ones(2, torch.float32), ones(2, torch.float64)
     opt = MixedPrecisionOptimizer(SGD([p, q], lr=1.0), loss_scale=8.0)
@@ -225,6 +235,7 @@ def test_fp32_and_fp64_params_keep_their_precision() -> None:
     assert_same_bits(q, torch.full((2,), 1 - 2.0**-50, dtype=torch.float64))
 
 
+@by_step
 def test_optimizer_state_is_fp32_for_16_bit_params() -> None:
     for case in one_per_class():
         if case.kind == "closure":

@@ -9,11 +9,13 @@ from specs import CASES, OptimizerCase, params_of
 from torch import nn
 from torch.optim import SGD, AdamW
 
+from engine import recipes
 from engine.checks import (
     array,
     assert_model_is_rounded_masters,
     assert_same,
     assert_same_bits,
+    by_step,
     linear_loss,
     normal,
     one_step,
@@ -21,6 +23,8 @@ from engine.checks import (
     parameters,
 )
 from fp16opt import MixedPrecisionOptimizer
+
+pytestmark = by_step
 
 DENSE = [c for c in CASES if c.kind in ("dense", "matrix")]
 FUSED = [c for c in CASES if c.id.endswith("-fused")]
@@ -173,8 +177,8 @@ def test_strided_params(kind: str, impl: str) -> None:
     p = nn.Parameter(values)
     assert p.stride() == values.stride()
     plain = nn.Parameter(values.detach().clone(memory_format=torch.contiguous_format).contiguous())
-    opt = MixedPrecisionOptimizer(AdamW([p], lr=0.1, **{impl: True}), loss_scale=8.0)
-    reference = MixedPrecisionOptimizer(AdamW([plain], lr=0.1, foreach=False), loss_scale=8.0)
+    opt = recipes.wrapped_step(AdamW([p], lr=0.1, **{impl: True}), loss_scale=8.0)
+    reference = recipes.wrapped_step(AdamW([plain], lr=0.1, foreach=False), loss_scale=8.0)
     (m,) = opt.master_params()
     assert m.shape == p.shape
     if kind not in ("every_second",):
@@ -287,3 +291,28 @@ def test_many_groups_with_their_own_options() -> None:
     one_step(opt, params, [0.5] * 5)
     for i, (m, was) in enumerate(zip(opt.master_params(), start, strict=True)):
         assert_same_bits(m, was - 0.5 * 2.0**-i)
+
+
+def test_loading_follows_the_checkpoints_masters() -> None:
+    """Not today's requires_grad: what was trained when it was saved, and is frozen here, gets its master."""
+
+    def made(*trained: bool) -> tuple[list[nn.Parameter], MixedPrecisionOptimizer]:
+        values = [torch.full((3,), 1.0 + k, dtype=torch.float16) for k in range(len(trained))]
+        params = [nn.Parameter(value, requires_grad=t) for value, t in zip(values, trained, strict=True)]
+        return params, MixedPrecisionOptimizer(torch.optim.SGD(params, lr=0.1, momentum=0.9))
+
+    params, opt = made(True, True)
+    opt.backward(sum((p.float() * 0.3).sum() for p in params))  # type: ignore[arg-type]
+    opt.step()
+    saved = opt.state_dict()
+    others, loaded = made(True, False)
+    damaged = {**saved, "masters": [saved["masters"][0], torch.zeros(4)]}
+    with pytest.raises(ValueError, match="shape"):
+        loaded.load_state_dict(damaged)
+    assert list(loaded.master_params())[1] is others[1], "as it was"
+    loaded.load_state_dict(saved)
+    for a, b in zip(opt.master_params(), loaded.master_params(), strict=True):
+        assert b.dtype == torch.float32
+        assert torch.equal(a, b)
+    assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
+    assert_same(loaded.state_dict(), saved)

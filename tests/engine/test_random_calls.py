@@ -33,9 +33,10 @@ class Calls(RuleBasedStateMachine):
         kind=st.sampled_from(["static", "dynamic", "hysteresis"]),
         folding=st.booleans(),
         impl=st.sampled_from([{"foreach": False}, {"foreach": True}, {"fused": True}]),
+        fused_step=st.sampled_from([False, "auto"]),
     )
-    def start(self, kind: str, folding: bool, impl: dict[str, bool]) -> None:
-        self.kind, self.folding, self.impl = kind, folding, impl
+    def start(self, kind: str, folding: bool, impl: dict[str, bool], fused_step: bool | str) -> None:
+        self.kind, self.folding, self.impl, self.fused_step = kind, folding, impl, fused_step
         self.params, self.opt = self._build()
         self.masters = [np.ones(s, np.float32) for s in SHAPES]
         self.sgd = oracle.SGD(0.25, momentum=0.5)
@@ -60,16 +61,24 @@ class Calls(RuleBasedStateMachine):
         }[self.kind]()
         inner = torch.optim.SGD(params, lr=0.25, momentum=0.5, **self.impl)
         return params, MixedPrecisionOptimizer(
-            inner, scaler=scaler, grad_accumulation="fp32" if self.folding else "model"
+            inner,
+            scaler=scaler,
+            grad_accumulation="fp32" if self.folding else "model",
+            fused_step=self.fused_step,
         )
 
-    def _clear(self) -> None:
+    def _clear(self, zeros: bool = False) -> None:
         """No gradients: half sums in "model" mode, float sums in folding mode, and what a clip made of
-        them."""
-        self.sums: list[np.ndarray | None] = [None] * len(SHAPES)
+        them. Or zeros in place of those that are there, which take part in the next step, as in torch."""
+        left = [None if s is None else np.zeros_like(s) for s in self.sums] if zeros else [None] * len(SHAPES)
+        self.sums: list[np.ndarray | None] = left
         self.clipped: list[np.ndarray | None] | None = None
         self.pending = False
         self.written: list[bool] = [False] * len(SHAPES)
+
+    def _take_zeros(self) -> None:
+        """Whoever asks for gradients gets zeros that are there."""
+        self.pending = self.pending or any(s is not None for s in self.sums)
 
     def _unscaled(self) -> list[np.ndarray | None]:
         if self.folding:
@@ -114,6 +123,7 @@ class Calls(RuleBasedStateMachine):
     @rule(max_norm=st.sampled_from([0.5, 4.0, 1e6]))
     def clip(self, max_norm: float) -> None:
         got = float(self.opt.clip_master_grads(max_norm))
+        self._take_zeros()
         now = self._unscaled() if self.clipped is None else self.clipped
         total, clipped = oracle.clip(now, max_norm)
         if np.isfinite(total):
@@ -126,6 +136,7 @@ class Calls(RuleBasedStateMachine):
 
     @rule(zero=st.booleans())
     def step(self, zero: bool) -> None:
+        self._take_zeros()
         grads = self._unscaled() if self.clipped is None else self.clipped
         bad = any(g is not None and not np.isfinite(g).all() for g in grads)
         if self.pending and not bad:
@@ -148,14 +159,14 @@ class Calls(RuleBasedStateMachine):
             assert self.opt.overflow_report() == []
         self.opt.zero_grad(set_to_none=zero)
         written = self.written if not self.pending or self.was_skipped else [False] * len(SHAPES)
-        self._clear()
+        self._clear(zeros=not zero)
         self.written = written
 
     @rule(zero=st.booleans())
     def zero_grad(self, zero: bool) -> None:
         self.opt.zero_grad(set_to_none=zero)
         written = self.written
-        self._clear()
+        self._clear(zeros=not zero)
         self.written = written
 
     def _take_writes(self) -> None:
@@ -190,7 +201,6 @@ class Calls(RuleBasedStateMachine):
         self.scaler.scale = value
         if hasattr(self.scaler, "clean"):
             self.scaler.clean = 0
-            self.scaler.bad = 0
 
     @rule(through_file=st.booleans())
     def round_trip(self, through_file: bool) -> None:
@@ -214,6 +224,9 @@ class Calls(RuleBasedStateMachine):
             before = snapshot(self.opt, self.params, scaler=True)
             self.params, self.opt = copy.deepcopy((self.params, self.opt))
             assert_same(snapshot(self.opt, self.params, scaler=True), before)
+            written = self.written
+            self._clear()  # copies have no gradients
+            self.written = written
 
     @rule()
     @precondition(lambda self: not any(self.written))  # a refused call may notice a write, and that is no harm

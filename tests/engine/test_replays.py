@@ -42,10 +42,12 @@ class Loop:
 class Engine(Loop):
     """fp16opt.MixedPrecisionOptimizer around FP16 weights."""
 
+    fused_step: bool | str = "auto"
+
     def __init__(self) -> None:
         super().__init__(torch.float16)
         self.scaler = DynamicLossScaler(init_scale=2.0**10, growth_interval=2, hysteresis=2)
-        self.opt = MixedPrecisionOptimizer(adamw(self.params), scaler=self.scaler)
+        self.opt = MixedPrecisionOptimizer(adamw(self.params), scaler=self.scaler, fused_step=self.fused_step)
 
     def step(self) -> None:
         self.opt.zero_grad()
@@ -61,6 +63,12 @@ class Engine(Loop):
 
     def outcome(self) -> Any:
         return self.opt.step_was_skipped, self.opt.skipped_steps, self.opt.overflow_report(), self.opt.loss_scale
+
+
+class Wrapped(Engine):
+    """The same with torch's own fused step, told on the device to skip."""
+
+    fused_step = False
 
 
 class Face(Loop):
@@ -102,7 +110,7 @@ class AtOnce(Face):
         self.scaler.update()
 
 
-@pytest.mark.parametrize("kind", [Engine, Face, AtOnce])
+@pytest.mark.parametrize("kind", [Engine, Wrapped, Face, AtOnce])
 def test_replays_do_what_eager_steps_do(emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     pretended.pretend(emulated_cuda, monkeypatch)
     eager, captured = kind(), kind()
@@ -124,7 +132,7 @@ def test_replays_do_what_eager_steps_do(emulated_cuda: ModuleType, monkeypatch: 
     assert eager.outcome()[1] - skips == 3
 
 
-@pytest.mark.parametrize("kind", [Engine, Face])
+@pytest.mark.parametrize("kind", [Engine, Wrapped, Face])
 def test_eager_steps_and_replays_take_turns(
     emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:

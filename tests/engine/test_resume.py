@@ -39,6 +39,12 @@ def test_resume_bit_exact_for_every_optimizer(case: OptimizerCase, settings: dic
     recipes.check_resume_bit_exact(recipes.engine, case, settings, model_first=True)
 
 
+@pytest.mark.parametrize("case", params_of([case for case in CASES if case.cls in ("SGD", "Adam", "AdamW")]))
+def test_resume_bit_exact_with_the_wrapped_optimizers_own_step(case: OptimizerCase) -> None:
+    """Of the classes that the default steps in one pass."""
+    recipes.check_resume_bit_exact(recipes.wrapped_step, case, DYNAMIC, model_first=True)
+
+
 @pytest.mark.parametrize("order", ["model_first", "optimizer_first", "optimizer_alone"])
 @pytest.mark.parametrize("settings", [STATIC, DYNAMIC], ids=["static", "dynamic"])
 @pytest.mark.parametrize("case", params_of(one_per_class()))

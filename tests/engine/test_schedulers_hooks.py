@@ -18,8 +18,10 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from engine.checks import array, assert_same_bits, linear_loss, one_step, ones
+from engine.checks import array, assert_same_bits, by_step, linear_loss, one_step, ones
 from fp16opt import MixedPrecisionOptimizer
+
+pytestmark = by_step
 
 INF = float("inf")
 SCHEDULERS = {

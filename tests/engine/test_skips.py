@@ -17,6 +17,7 @@ from engine.checks import (
     assert_model_is_rounded_masters,
     assert_same,
     assert_same_bits,
+    by_step,
     linear_loss,
     one_step,
     ones,
@@ -41,7 +42,7 @@ def _positions() -> list[tuple[int, int]]:
     return out
 
 
-@pytest.fixture(scope="module", params=["AdamW-fused", "AdamW-foreach", "SGD-momentum"])
+@pytest.fixture(scope="module", params=["AdamW-fused", "AdamW-foreach", "SGD-momentum", "AdamW-one-pass"])
 def trained(request: pytest.FixtureRequest) -> tuple[list[nn.Parameter], MixedPrecisionOptimizer]:
     """An optimizer with state after one clean step, shared: an overflow must leave it as it is."""
     params = parameters(SIZES, DTYPES)
@@ -49,8 +50,10 @@ def trained(request: pytest.FixtureRequest) -> tuple[list[nn.Parameter], MixedPr
         "AdamW-fused": lambda: AdamW(params, lr=0.1, weight_decay=0.1, fused=True),
         "AdamW-foreach": lambda: AdamW(params, lr=0.1, weight_decay=0.1, foreach=True),
         "SGD-momentum": lambda: SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
+        "AdamW-one-pass": lambda: AdamW(params, lr=0.1, weight_decay=0.1),
     }[request.param]()
-    opt = MixedPrecisionOptimizer(inner, loss_scale=4.0)
+    fused_step = "auto" if request.param == "AdamW-one-pass" else False
+    opt = MixedPrecisionOptimizer(inner, loss_scale=4.0, fused_step=fused_step)
     one_step(opt, params, [0.5] * len(params))
     return params, opt
 
@@ -73,6 +76,7 @@ def test_overflow_skip_leaves_everything_untouched(trained: tuple, tensor: int, 
     assert_same(snapshot(opt, params), before)
 
 
+@by_step
 @pytest.mark.parametrize("case", params_of(one_per_class()))
 def test_overflow_skip_leaves_everything_untouched_for_every_optimizer(case: OptimizerCase) -> None:
     params = parameters(case.shapes, (torch.float16, torch.bfloat16))
@@ -92,6 +96,7 @@ def test_overflow_skip_leaves_everything_untouched_for_every_optimizer(case: Opt
     assert_model_is_rounded_masters(opt)
 
 
+@by_step
 def test_overflow_leaves_everything_untouched_on_the_first_step() -> None:
     recipes.check_overflow_leaves_everything_untouched(recipes.engine)
     p = ones()
@@ -103,6 +108,7 @@ def test_overflow_leaves_everything_untouched_on_the_first_step() -> None:
     assert_same_bits(opt.state[m]["momentum_buffer"], torch.full((4,), 0.5))
 
 
+@by_step
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 def test_static_scale_of_one_skips_on_inf(dtype: torch.dtype) -> None:
     p = ones(4, dtype)
@@ -117,6 +123,7 @@ def test_static_scale_of_one_skips_on_inf(dtype: torch.dtype) -> None:
     assert bool((p < 1).all())
 
 
+@by_step
 def test_fp16_loss_limits_the_scale_to_2_15() -> None:
     """A float16 loss takes its own scaled gradient in float16, so 2^16 always overflows; calibration
     absorbs it."""
@@ -133,6 +140,7 @@ def test_fp16_loss_limits_the_scale_to_2_15() -> None:
     assert_same_bits(p, array([0.875] * 4))
 
 
+@by_step
 def test_finite_gradients_that_overflow_16_bits_when_scaled_are_skipped_then_pass() -> None:
     p = ones()
     opt = recipes.engine(SGD([p], lr=2.0**-12), init_scale=2.0**16)
@@ -145,6 +153,7 @@ def test_finite_gradients_that_overflow_16_bits_when_scaled_are_skipped_then_pas
     assert_same_bits(p, array([0.75] * 4))
 
 
+@by_step
 def test_the_product_is_tested_not_the_gradient() -> None:
     """3e38 is finite; times 1/scale = 2 it is not (torch's own check misses this)."""
     p = ones(2, torch.float32)
@@ -156,6 +165,7 @@ def test_the_product_is_tested_not_the_gradient() -> None:
     assert_same_bits(p, torch.ones(2))
 
 
+@by_step
 def test_a_norm_beyond_fp32_with_finite_gradients_is_no_overflow() -> None:
     p = ones(2, torch.float32)
     opt = MixedPrecisionOptimizer(SGD([p], lr=2.0**-126))
@@ -167,6 +177,7 @@ def test_a_norm_beyond_fp32_with_finite_gradients_is_no_overflow() -> None:
 # ---- reports
 
 
+@by_step
 def test_overflow_report_names_params_and_tells_inf_from_nan() -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 2, dtype=torch.float16), "b": nn.Linear(2, 2, dtype=torch.float16)})
     groups = [{"params": list(model["a"].parameters())}, {"params": list(model["b"].parameters())}]
@@ -183,6 +194,7 @@ def test_overflow_report_names_params_and_tells_inf_from_nan() -> None:
     assert opt.overflow_report() == []
 
 
+@by_step
 def test_overflow_report_of_unnamed_params_gives_group_and_index() -> None:
     params = [ones() for _ in range(4)]
     opt = MixedPrecisionOptimizer(SGD(params, lr=0.1))
@@ -193,6 +205,7 @@ def test_overflow_report_of_unnamed_params_gives_group_and_index() -> None:
     assert found.name == "group 0, param 3"
 
 
+@by_step
 def test_overflow_report_uses_torchs_named_param_groups() -> None:
     model = nn.Linear(2, 2, dtype=torch.float16)
     try:
@@ -204,6 +217,7 @@ def test_overflow_report_uses_torchs_named_param_groups() -> None:
     assert [o.name for o in opt.overflow_report()] == ["bias"]
 
 
+@by_step
 def test_overflow_report_of_an_unused_param_is_empty_and_stale_flags_do_not_linger() -> None:
     p, q = ones(), ones()
     opt = MixedPrecisionOptimizer(SGD([p, q], lr=0.5))
@@ -214,6 +228,7 @@ def test_overflow_report_of_an_unused_param_is_empty_and_stale_flags_do_not_ling
     assert_same_bits(p, array([0.5] * 4))
 
 
+@by_step
 @pytest.mark.parametrize("mode", ["model", "fp32"])
 def test_max_consecutive_skips_raises_an_error_that_names_the_params(mode: str) -> None:
     p, q = ones(), ones()
@@ -236,6 +251,7 @@ def test_max_consecutive_skips_raises_an_error_that_names_the_params(mode: str) 
     assert_same(snapshot(opt, [p, q]), before)
 
 
+@by_step
 def test_floor_is_logged_as_an_error_with_names_at_a_falling_rate(caplog: pytest.LogCaptureFixture) -> None:
     p = ones()
     opt = MixedPrecisionOptimizer(
@@ -255,6 +271,7 @@ def test_floor_is_logged_as_an_error_with_names_at_a_falling_rate(caplog: pytest
     assert 2 <= len(errors) <= 40, f"{len(errors)} errors for 203 skips at the floor"
 
 
+@by_step
 def test_first_skips_of_a_dynamic_scaler_are_logged_as_calibration(caplog: pytest.LogCaptureFixture) -> None:
     p = ones()
     opt = recipes.engine(SGD([p], lr=0.5), init_scale=2.0**16)
@@ -264,6 +281,7 @@ def test_first_skips_of_a_dynamic_scaler_are_logged_as_calibration(caplog: pytes
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
 
 
+@by_step
 def test_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     p = ones()
     opt = recipes.engine(SGD([p], lr=0.5), init_scale=1.0, min_scale=0.5)
@@ -272,6 +290,7 @@ def test_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
 
 
+@by_step
 def test_masters_that_do_not_fit_the_model_are_warned_about_by_name(caplog: pytest.LogCaptureFixture) -> None:
     p, q = ones(), ones()
     opt = MixedPrecisionOptimizer(SGD([p, q], lr=1.0), named_parameters=[("small", p), ("large", q)])
@@ -287,6 +306,7 @@ def test_masters_that_do_not_fit_the_model_are_warned_about_by_name(caplog: pyte
     assert_same_bits(masters[1], torch.full((4,), 65520.0))
 
 
+@by_step
 def test_skipped_steps_counts_over_the_whole_run() -> None:
     p = ones()
     opt = recipes.engine(SGD([p], lr=0.0), init_scale=8.0)

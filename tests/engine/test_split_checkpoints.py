@@ -14,9 +14,11 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from engine import recipes
-from engine.checks import assert_same, assert_same_bits, groups_params, normal, one_step, ones
+from engine.checks import assert_same, assert_same_bits, by_step, groups_params, normal, one_step, ones
 from engine.split_cases import by_dtype, gradients, half_sgd, masters, through_file, trained, wrap
 from fp16opt import DynamicLossScaler
+
+pytestmark = by_step
 
 
 @pytest.mark.parametrize("case", params_of(one_per_class()))

@@ -12,24 +12,27 @@ from engine import recipes
 from engine.checks import (
     array,
     assert_same_bits,
+    by_step,
     groups_params,
     linear_loss,
     one_step,
     ones,
+    stored_grad,
+    tensor_bytes,
 )
-from engine.split_cases import gradients, masters, pair, wrap
+from engine.split_cases import bytes_kept, gradients, masters, pair, wrap
 from fp16opt import DynamicLossScaler
+
+pytestmark = by_step
 
 
 def test_gradients_are_made_when_read_and_edits_count() -> None:
     p, q = ones(3), ones(2)
     opt = wrap(SGD([p, q], lr=0.5))
     opt.backward(linear_loss([p, q], [2.0, 4.0]))
-    assert len(opt._grads.deferred.waiting) == 2
     first, second = opt.master_params()
-    assert len(opt._grads.deferred.waiting) == 2
+    assert [stored_grad(m) for m in (first, second)] == [None, None], "nobody has read them"
     assert_same_bits(first.grad, array([2.0] * 3, torch.float32))
-    assert len(opt._grads.deferred.waiting) == 1
     first.grad.mul_(0.25)
     next(opt.master_params()).grad.add_(0.5)
     opt.step()
@@ -89,9 +92,9 @@ def test_update_again_undoes_a_clip_and_reads_gradients_anew() -> None:
     assert_same_bits(next(opt.master_params()).grad, array([4.0] * 2, torch.float32))
 
 
-def test_a_gradient_written_after_the_update_counts_and_is_checked() -> None:
+def test_at_a_scale_of_one_a_gradient_written_after_backward_counts_and_is_checked() -> None:
     p = ones(2)
-    opt = wrap(SGD([p], lr=0.5), loss_scale=8.0)
+    opt = wrap(SGD([p], lr=0.5), loss_scale=1.0)
     opt.backward(linear_loss([p], [1.0]))
     p.grad.mul_(2.0)
     opt.step()
@@ -103,6 +106,21 @@ def test_a_gradient_written_after_the_update_counts_and_is_checked() -> None:
     opt.step()
     assert opt.step_was_skipped
     assert p.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("call", ["backward", "clip_master_grads", "step"])
+def test_at_another_scale_a_gradient_written_after_backward_is_refused_by_name(call: str) -> None:
+    """Scaled or true, nobody can tell."""
+    p, q = ones(2), ones(2)
+    opt = wrap(SGD([p, q], lr=0.5), loss_scale=8.0, named_parameters=[("first", p), ("second", q)])
+    opt.backward(linear_loss([p, q], [1.0, 1.0]))
+    q.grad.mul_(2.0)
+    arguments = {"backward": (linear_loss([p, q], [1.0, 1.0]),), "clip_master_grads": (1.0,)}.get(call, ())
+    with pytest.raises(RuntimeError, match="second"):
+        getattr(opt, call)(*arguments)
+    assert (p.tolist(), q.tolist()) == ([1.0, 1.0], [1.0, 1.0])
+    one_step(opt, [p, q], [1.0, 1.0])
+    assert (p.tolist(), q.tolist()) == ([0.5, 0.5], [0.5, 0.5])
 
 
 def test_accumulation_in_fp32_and_with_two_scalers() -> None:
@@ -120,8 +138,18 @@ def test_accumulation_in_fp32_and_with_two_scalers() -> None:
     opt.backward(linear_loss([p], [0.5]), scaler=other)
     opt.step()
     assert_same_bits(next(opt.master_params()), array([-1.5 - 100 * 2.0**-13] * 2, torch.float32))
-    opt.zero_grad()
-    assert not opt._grads.buffers, "FP32 gradients stay in memory"
+
+
+def test_no_fp32_gradient_stays_in_memory_after_zero_grad() -> None:
+    before = tensor_bytes()
+    p = nn.Parameter(torch.ones(100_000).half())
+    opt = wrap(SGD([p], lr=1.0), loss_scale=4.0, grad_accumulation="fp32")
+    for _ in range(2):
+        opt.backward(linear_loss([p], [1.0]))
+        opt.backward(linear_loss([p], [1.0]))
+        opt.step()
+        opt.zero_grad()
+    assert 4.0 <= bytes_kept(opt, before) / 100_000 <= 4.25
 
 
 def test_a_parameter_without_gradient_is_left_alone() -> None:

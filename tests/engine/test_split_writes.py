@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from engine.checks import assert_same_bits, linear_loss, normal, one_step, ones
+from engine.checks import assert_same_bits, by_step, linear_loss, normal, one_step, ones
 from engine.split_cases import by_dtype, half_sgd, masters, trained, wrap
+
+pytestmark = by_step
 
 
 @by_dtype

@@ -1,4 +1,4 @@
-"""READY -> SCALED -> UNSCALED -> READY: the order of calls, what each leaves behind, and what is refused."""
+"""READY -> SCALED -> LOOKED or TAKEN -> READY: the order of calls, what each leaves behind, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from engine.checks import (
     array,
     assert_same,
     assert_same_bits,
+    by_step,
     linear_loss,
     normal,
     one_step,
     ones,
     parameters,
     snapshot,
+    stored_grad,
 )
 from fp16opt import MixedPrecisionOptimizer
+
+pytestmark = by_step
 
 
 def _made(scale: float = 8.0, **kwargs: object) -> tuple[torch.nn.Parameter, MixedPrecisionOptimizer]:
@@ -170,15 +174,30 @@ def test_master_gradient_memory_is_reused() -> None:
     assert len(places) == 1, "a new master gradient was allocated"
 
 
-def test_backward_with_update_master_grads_false_leaves_the_master_grads() -> None:
+@pytest.mark.parametrize("how", ["backward", "backward_without_update", "scale_loss"])
+def test_master_gradients_are_made_when_somebody_reads_them(how: str) -> None:
+    """Also through a reference that was held from before; and the model's gradients stay as they are."""
     p, opt = _made()
     (m,) = opt.master_params()
-    opt.backward(linear_loss([p], [1.0]), update_master_grads=False)
-    assert m.grad is None
+    if how == "scale_loss":
+        opt.scale_loss(linear_loss([p], [1.0])).backward()
+    else:
+        opt.backward(linear_loss([p], [1.0]), update_master_grads=how == "backward")
+    list(opt.master_params())
+    assert stored_grad(m) is None, "nobody has read it"
     assert_same_bits(p.grad, array([8.0] * 4))
-    opt.update_master_grads()
     assert_same_bits(m.grad, array([1.0] * 4, torch.float32))
     assert_same_bits(p.grad, array([8.0] * 4))
+    opt.step()
+    assert_same_bits(p, array([0.5] * 4))
+
+
+def test_own_masters_have_true_gradients_when_backward_returns() -> None:
+    half, own = ones(4), ones(4, torch.float32)
+    opt = MixedPrecisionOptimizer(SGD([half, own], lr=0.5), loss_scale=8.0)
+    opt.backward(linear_loss([half, own], [1.0, 0.5]))
+    assert_same_bits(own.grad, torch.full((4,), 0.5))
+    assert_same_bits(half.grad, array([8.0] * 4))
 
 
 def test_scale_loss_with_the_users_own_backward_counts_as_scaled() -> None:

@@ -39,7 +39,7 @@ def test_same_bits_as_the_engine_and_as_stepping_by_hand(make: Any) -> None:
     """An O2-like run: half network, FP32 batch norms, a scale, clipping. One step overflows in both wrapped runs."""
     face_net, engine_net, hand_net = network(), network(), network()
     face = FP16_Optimizer(make(face_net.parameters()), dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 1024})
-    engine = MixedPrecisionOptimizer(make(engine_net.parameters()), dynamic=True)
+    engine = MixedPrecisionOptimizer(make(engine_net.parameters()), dynamic=True, fused_step=False)
     engine.loss_scale = 1024.0
     before = [p.detach().clone() for p in face_net.parameters()]
     for step in range(12):
@@ -81,6 +81,21 @@ def test_static_scale_without_clipping_is_stepping_by_hand_bit_for_bit() -> None
     for ours, theirs in zip(optimizer.master_params(), by_hand(other, sgd, range(8), 128.0), strict=True):
         assert_same_bits(ours, theirs, "master")
     assert optimizer.loss_scale == 128.0
+
+
+def test_master_gradients_are_written_when_backward_returns() -> None:
+    """Read past whatever a master's ``.grad`` may do when it is asked for."""
+    net = network()
+    optimizer = FP16_Optimizer(sgd(net.parameters()), static_loss_scale=64.0)
+    stored = torch.Tensor.grad.__get__
+    optimizer.backward(loss_of(net, 0), update_master_grads=False)
+    assert all(stored(master) is None for group in optimizer.fp32_from_fp16_groups for master in group)
+    optimizer.zero_grad()
+    for _ in range(2):
+        optimizer.backward(loss_of(net, 0))
+        for halves, masters in zip(optimizer.fp16_groups, optimizer.fp32_from_fp16_groups, strict=True):
+            for param, master in zip(halves, masters, strict=True):
+                assert_same_bits(stored(master), stored(param).float() / 64.0, "master gradient")
 
 
 def test_several_losses_update_master_grads_once() -> None:

@@ -83,7 +83,7 @@ class Problem:
             assert same.all(), f"{what} of {n}: {np.flatnonzero(~same)[:5]}, {a[~same][:3]} wanted {b[~same][:3]}"
 
     def check_models(self) -> None:
-        """Weights, flags and hashes are those of the copy pass."""
+        """Weights and flags are those of the copy pass."""
         if self.models is None:
             return
         want, stats = [torch.zeros_like(model) for model in self.models], CastStats.allocate(len(SIZES), "cpu")
@@ -93,8 +93,6 @@ class Problem:
             assert torch.equal(torch.isnan(a), nans), n
             assert torch.equal(a.view(torch.int16)[~nans], b.view(torch.int16)[~nans]), n
         assert torch.equal(stats.overflow, self.stats.overflow)
-        if not any(bool(torch.isnan(b).any()) for b in want):
-            assert torch.equal(stats.hashes, self.stats.hashes)
 
 
 FACTORS = (2.0**-9, 0.3721)
@@ -180,7 +178,7 @@ def test_nothing_is_written_where_found_inf_is_set(found: float, implementation:
     multi_tensor_adam(
         *lists, step, options, [0], Factors(one, one), models=model, stats=stats, found_inf=flag
     )  # fmt: skip
-    untouched = float(lists[1][0][0]) == 1.0 and float(step[0]) == 4.0 and not model[0].any() and not stats.hashes.any()
+    untouched = float(lists[1][0][0]) == 1.0 and float(step[0]) == 4.0 and not model[0].any()
     assert untouched == bool(found)
     master, buffer = [torch.ones(3)], [torch.ones(3)]
     o = [SgdOptions(0.1, 0.9, 0.0, 0.0, False, False)]

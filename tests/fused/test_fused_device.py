@@ -10,12 +10,11 @@ from typing import Any
 import pretended
 import pytest
 import torch
-from engine.checks import assert_same, assert_same_bits, snapshot
+from engine.checks import assert_same, assert_same_bits, snapshot, steps_in_one_pass
 from engine.test_device_steps import Run
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fp16opt import MixedPrecisionOptimizer
-from fp16opt.fused import counters
 
 MAKERS: dict[str, Callable[..., Optimizer]] = {
     "AdamW": lambda p: AdamW(p, lr=0.02),
@@ -74,6 +73,19 @@ def test_one_look_where_a_momentum_buffer_is_new(emulated_cuda: ModuleType, monk
         assert bool(seen.looks) is bool(looks)
 
 
+def test_a_momentum_buffer_that_a_skipped_step_did_not_fill_is_not_kept(
+    emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the step is told on the device to skip."""
+    pretended.pretend(emulated_cuda, monkeypatch)
+    run = Run(MAKERS["momentum"], fused_step=True)
+    for factor in (float("inf"), 1.0):
+        run.backward(factor)
+        run.finish()
+        kept = ["momentum_buffer" in run.opt.state.get(m, {}) for m in run.opt.master_params()]
+        assert kept == [factor == 1.0] * len(run.params)
+
+
 def test_capturable_groups_are_served_where_the_kernels_are(
     emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,7 +94,7 @@ def test_capturable_groups_are_served_where_the_kernels_are(
     with pytest.raises(ValueError, match=refused):
         MixedPrecisionOptimizer(AdamW(params, capturable=True), fused_step=True)
     pretended.pretend(emulated_cuda, monkeypatch)
-    assert "step: fused" in repr(MixedPrecisionOptimizer(AdamW(params, capturable=True), fused_step=True))
+    assert steps_in_one_pass(MixedPrecisionOptimizer(AdamW(params, capturable=True), fused_step=True))
 
 
 def test_betas_that_torch_would_refuse_go_the_general_way(caplog: Any) -> None:
@@ -128,48 +140,13 @@ def test_a_written_model_is_taken_without_a_look(
 
     wanted = written(Run(MAKERS["AdamW"], fused_step=True, master_weights=masters).train(2, ())).train(2, ())
     caplog.clear()
-    copies = pretended.pretend(emulated_cuda, monkeypatch)
+    pretended.pretend(emulated_cuda, monkeypatch)
     run = Run(MAKERS["AdamW"], fused_step=True, master_weights=masters).train(2, ())
     with pretended.watching(monkeypatch) as seen:
         written(run)
     assert seen.looks == ["lift_fresh"], "the test's own"
     run.train(2, ())
+    assert not [r for r in caplog.records if "written" in r.getMessage()], "nobody has looked yet"
     assert_same(snapshot(run.opt, run.params), snapshot(wanted.opt, wanted.params))
-    copies.arrived = True
-    run.train(2, ())
-    assert [r for r in caplog.records if "written" in r.getMessage()]
-
-
-class TestCounters:
-    """Where counters are: a meta tensor stands for one on another device."""
-
-    def test_new_ones_are_where_torch_has_them_unless_kernels_serve(self) -> None:
-        there, host = torch.device("meta"), torch.device("cpu")
-        assert counters.device_for({"fused": False, "capturable": False}, there) == host
-        assert counters.device_for({"fused": True, "capturable": False}, there) == there
-        assert counters.device_for({"fused": None, "capturable": True}, there) == there
-
-    def test_they_are_brought_to_kernels_and_nowhere_else(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        state = {"step": torch.tensor(3.0)}
-        counters.bring(state, torch.device("meta"))
-        assert state["step"].device.type == "cpu"
-        monkeypatch.setattr(counters, "serves", lambda device: True)
-        counters.bring(state, torch.device("meta"))
-        assert state["step"].is_meta
-
-    def test_they_go_back_and_are_saved_on_the_host(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(counters, "_is_away", lambda state: bool(state) and "step" in state)
-        params = [torch.nn.Parameter(torch.ones(2)) for _ in range(4)]
-        opt = AdamW([{"params": params[:2]}, {"params": params[2:], "fused": True}])
-        steps = [torch.tensor(float(k)) for k in range(3)]
-        for param, step in zip(params, steps, strict=False):
-            opt.state[param] = {"step": step, "exp_avg": param}
-        saved = counters.saved(opt.state_dict())
-        assert [float(saved["state"][k]["step"]) for k in range(3)] == [0.0, 1.0, 2.0]
-        assert [saved["state"][k]["step"] is steps[k] for k in range(3)] == [False, False, True]
-        assert [opt.state[param]["step"] is step for param, step in zip(params, steps, strict=False)] == [True] * 3
-        counters.to_host(opt)
-        assert [opt.state[param]["step"] is step for param, step in zip(params, steps, strict=False)] == [
-            False, False, True,
-        ]  # fmt: skip
-        assert [float(opt.state[param]["step"]) for param in params[:3]] == [0.0, 1.0, 2.0]
+    assert not run.opt.step_was_skipped
+    assert [r for r in caplog.records if "written" in r.getMessage()], "told when somebody asks"

@@ -16,8 +16,11 @@ from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
 
 SHAPES = [(3, 5), (), (130,), (2, 3, 2), (0,), (7,)]
 MODES: list[dict[str, Any]] = [
-    {}, {"master_weights": "split"}, {"fused_step": True}, {"fused_step": True, "master_weights": "split"},
-]  # fmt: skip
+    {"fused_step": False},
+    {"fused_step": False, "master_weights": "split"},
+    {"fused_step": True},
+    {"fused_step": True, "master_weights": "split"},
+]
 KINDS: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (AdamW, {"lr": 0.02}),
     (SGD, {"lr": 0.02, "momentum": 0.9}),
@@ -100,5 +103,5 @@ def test_random_calls(seed: int) -> None:
             assert (run.opt.skipped_steps, run.opt.loss_scale) == (full.opt.skipped_steps, full.opt.loss_scale), what
             for a, b in zip(run.opt.master_params(), full.opt.master_params(), strict=True):
                 assert torch.allclose(a.detach(), b.detach(), rtol=1e-5, atol=1e-5), what
-                if mode == {"master_weights": "split"}:
+                if mode == MODES[1]:
                     assert_same_bits(a.detach(), b.detach(), what)

@@ -12,7 +12,7 @@ from kernel_cases import BORDERS, LAYOUTS, make, shape_of
 from torch import Tensor
 
 from fp16opt import kernels
-from fp16opt.kernels import CastStats, GradStats, PointerTables, Watch
+from fp16opt.kernels import CastStats, GradStats, PointerTables
 
 pytestmark = pytest.mark.gpu
 SIXTEEN = (torch.float16, torch.bfloat16)
@@ -50,15 +50,12 @@ def same(got: Any, want: Any, where: str) -> None:
 
 def unscale(accumulate: bool = False, write: bool = True) -> Callable[..., Any]:
     def call(lists: Lists, tables: PointerTables) -> Any:
-        grads, outs, watched = lists
+        grads, outs = lists
         device = next(t.device for t in outs if t is not None)
         stats = GradStats.allocate(len(grads), device)
-        watch = Watch.allocate(watched, device)
         scale = torch.tensor(2.0**-7, device=device)
-        kernels.multi_tensor_unscale(
-            grads, outs, scale, stats, accumulate=accumulate, write=write, watch=watch, tables=tables
-        )
-        return outs, stats.nonfinite, stats.sumsq, stats.norm, stats.found_inf, watch.hashes, watch.samples
+        kernels.multi_tensor_unscale(grads, outs, scale, stats, accumulate=accumulate, write=write, tables=tables)
+        return outs, stats.nonfinite, stats.sumsq, stats.norm, stats.found_inf
 
     return call
 
@@ -90,11 +87,10 @@ def cast(lists: Lists, tables: PointerTables) -> Any:
     return lists[1], stats.overflow
 
 
-def content_hash(lists: Lists, tables: PointerTables) -> Any:
+def sample(lists: Lists, tables: PointerTables) -> Any:
     device = next(t.device for t in lists[0] if t is not None)
-    found = torch.zeros(2, len(lists[0]), dtype=torch.int64, device=device)
-    kernels.multi_tensor_hash(lists[0], found[0], tables=tables)
-    kernels.multi_tensor_hash(lists[0], found[1], sample=True, tables=tables)
+    found = torch.zeros(len(lists[0]), dtype=torch.int64, device=device)
+    kernels.multi_tensor_sample(lists[0], found, tables=tables)
     return found
 
 
@@ -105,15 +101,15 @@ def l2norm(lists: Lists, tables: PointerTables) -> Any:
 UP_TO_SINGLE = (*SIXTEEN, torch.float32)
 ANY = (*UP_TO_SINGLE, torch.float64)
 OPERATIONS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-    "unscale": (unscale(), (UP_TO_SINGLE, torch.float32, SIXTEEN)),
-    "accumulate": (unscale(accumulate=True), (UP_TO_SINGLE, torch.float32, SIXTEEN)),
-    "measure": (unscale(write=False), (UP_TO_SINGLE, torch.float32, SIXTEEN)),
-    "unscale float64": (unscale(), (torch.float64, torch.float64, SIXTEEN)),
+    "unscale": (unscale(), (UP_TO_SINGLE, torch.float32)),
+    "accumulate": (unscale(accumulate=True), (UP_TO_SINGLE, torch.float32)),
+    "measure": (unscale(write=False), (UP_TO_SINGLE, torch.float32)),
+    "unscale float64": (unscale(), (torch.float64, torch.float64)),
     "unscale clipped": (clipped, (UP_TO_SINGLE, torch.float32)),
     "scale": (scale, (ANY,)),
     "axpby": (axpby, (UP_TO_SINGLE, UP_TO_SINGLE, UP_TO_SINGLE)),
     "cast": (cast, (torch.float32, SIXTEEN)),
-    "hash": (content_hash, (SIXTEEN,)),
+    "sample": (sample, (SIXTEEN,)),
     "l2norm": (l2norm, (ANY,)),
 }
 
@@ -145,7 +141,7 @@ def test_same_bits_as_the_cpu(device: torch.device, name: str, seed: int, specia
     lists = random_lists(rng, dtypes, special)
     there, tables = to(device, lists), PointerTables()
     same(operation(there, tables), operation(lists, PointerTables()), name)
-    if name in ("l2norm", "hash"):
+    if name in ("l2norm", "sample"):
         again = [operation(there, tables) for _ in range(5)]
         same(again, [operation(lists, PointerTables())] * 5, f"{name} again")
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from engine.checks import by_step
 from torch import Tensor
 from torch.optim import LBFGS, SGD, AdamW
 
-import fp16opt.driven
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
-from grad_scaler.pairs import Ours, Theirs, assert_same_bits, linear_loss, outcome, values
+from grad_scaler.pairs import DRIVEN, DRIVES, Ours, Theirs, assert_same_bits, linear_loss, values
 
-SHARES = pytest.mark.skipif(not fp16opt.driven.CAN_SHARE, reason="from torch 2.10 on")
+pytestmark = by_step
 SCALE = 2.0**12
 SCALERS = pytest.mark.parametrize("cls", [Theirs, Ours], ids=["torch", "fp16opt"])
 MIXED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -113,12 +113,13 @@ LOOPS = [
     (plain, None),
     (unscale_first, None),
     (lightning, 1.0),
-    pytest.param(accelerate, 1.0, marks=SHARES),
+    (accelerate, 1.0),
     (_flagged, None),
     (_flagged_and_unscaled, None),
 ]
 
 
+@DRIVEN
 @SCALERS
 @pytest.mark.parametrize(("loop", "max_norm"), LOOPS)
 @pytest.mark.parametrize("clear", ["none", "zeros", "model"])
@@ -151,6 +152,7 @@ def test_loops_unscale_once_and_skip_the_right_step(
     _assert_same(_all(params, opt), _reference(7, max_norm, skip, fused=fused))
 
 
+@DRIVEN
 @SCALERS
 def test_accumulation_and_looking_at_param_groups_in_between(cls: Any) -> None:
     params, opt, scaler = _driven(cls)
@@ -163,6 +165,7 @@ def test_accumulation_and_looking_at_param_groups_in_between(cls: Any) -> None:
     _assert_same(_all(params, opt), _reference(3))
 
 
+@DRIVEN
 @SCALERS
 def test_gradients_below_fp16_reach_the_masters(cls: Any) -> None:
     """1e-9 is 0 in FP16; scaled by 2**16 it is not, and it is unscaled in FP32."""
@@ -176,7 +179,7 @@ def test_gradients_below_fp16_reach_the_masters(cls: Any) -> None:
     assert master.tolist() == [1.0 - 2.0**-10] * 2 == param.tolist()
 
 
-@SHARES
+@DRIVEN
 def test_after_unscaling_model_and_masters_share_gradients() -> None:
     params, opt, scaler = _driven(Theirs)
     scaler.scale(linear_loss(params, _coefficients(0))).backward()
@@ -191,6 +194,7 @@ def test_after_unscaling_model_and_masters_share_gradients() -> None:
     assert [p.grad.dtype for p in params] == list(MIXED)
 
 
+@DRIVEN
 @SCALERS
 def test_scaler_and_engine_may_take_turns(cls: Any) -> None:
     params, opt, scaler = _driven(cls)
@@ -209,6 +213,7 @@ def test_scaler_and_engine_may_take_turns(cls: Any) -> None:
     _assert_same(_all(params, opt), _reference(4))
 
 
+@DRIVEN
 @SCALERS
 @pytest.mark.parametrize("scaling", [{"dynamic": True}, {"loss_scale": 128.0}, {"scaler": DynamicLossScaler()}])
 @pytest.mark.parametrize("unscale", [True, False])
@@ -224,6 +229,7 @@ def test_two_scales_are_refused(cls: Any, scaling: dict[str, Any], unscale: bool
     _assert_same(params, before)
 
 
+@DRIVEN
 @SCALERS
 def test_no_gradients_and_abandoned_gradients(cls: Any) -> None:
     params, opt, scaler = _driven(cls)
@@ -238,6 +244,7 @@ def test_no_gradients_and_abandoned_gradients(cls: Any) -> None:
     _assert_same(_all(params, opt), _reference(1))
 
 
+@DRIVEN
 @SCALERS
 def test_asking_between_unscaling_and_the_step_changes_nothing(cls: Any) -> None:
     params, opt, scaler = _driven(cls)
@@ -250,6 +257,7 @@ def test_asking_between_unscaling_and_the_step_changes_nothing(cls: Any) -> None
     _assert_same(_all(params, opt), _reference(1))
 
 
+@DRIVEN
 @SCALERS
 def test_a_skip_is_noticed_when_gradients_are_cleared(cls: Any) -> None:
     params, opt, scaler = _driven(cls)
@@ -281,6 +289,7 @@ def test_used_gradients_are_not_offered_again() -> None:
     assert [p.grad.dtype for p in params] == list(MIXED)
 
 
+@DRIVEN
 def test_ours_clips_the_wrappers_masters() -> None:
     params, opt, scaler = _driven(Ours)
     for step in range(2):
@@ -294,6 +303,7 @@ def test_ours_clips_the_wrappers_masters() -> None:
         scaler.update()
 
 
+@DRIVEN
 def test_ours_passes_closures_on() -> None:
     results = []
     for enabled in (True, False):
@@ -316,6 +326,7 @@ def test_ours_passes_closures_on() -> None:
     _assert_same(*results)
 
 
+@DRIVEN
 @SCALERS
 def test_sparse_gradients_of_a_half_embedding(cls: Any) -> None:
     results = []
@@ -334,6 +345,7 @@ def test_sparse_gradients_of_a_half_embedding(cls: Any) -> None:
     _assert_same(*results)
 
 
+@DRIVEN
 @pytest.mark.parametrize("way", [pickle, copy], ids=["pickle", "deepcopy"])
 def test_copies_are_driven_too(way: Any) -> None:
     model = torch.nn.Linear(2, 1).half()
@@ -351,6 +363,7 @@ def test_copies_are_driven_too(way: Any) -> None:
     _assert_same(list(model.parameters()), [(b.float() - 0.5).half() for b in before])
 
 
+@DRIVEN
 def test_schedulers_of_the_wrapped_optimizer_follow() -> None:
     params = _model()
     inner = SGD(params, lr=1.0)
@@ -365,42 +378,10 @@ def test_schedulers_of_the_wrapped_optimizer_follow() -> None:
         assert scaler.step_scheduler(late) is moved
 
 
-class TestWithoutSharing:
-    """torch before 2.10 wants a gradient in its parameter's dtype: model and masters keep gradients of their own."""
-
-    @pytest.fixture(autouse=True)
-    def _old_torch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(fp16opt.driven, "CAN_SHARE", False)
-
-    @SCALERS
-    @pytest.mark.parametrize(
-        ("loop", "max_norm"), [(plain, None), (unscale_first, None), (lightning, 1.0), (_flagged, None)]
-    )
-    def test_loops(self, cls: Any, loop: Any, max_norm: float | None) -> None:
-        for clear in ("none", "zeros", "model"):
-            test_loops_unscale_once_and_skip_the_right_step(cls, loop, max_norm, clear, False)
-
-    @SCALERS
-    def test_accumulation(self, cls: Any) -> None:
-        test_accumulation_and_looking_at_param_groups_in_between(cls)
-
-    @SCALERS
-    def test_clipping_the_model_is_refused_not_ignored(self, cls: Any) -> None:
-        params, opt, scaler = _driven(cls)
-        scaler.scale(linear_loss(params, _coefficients(0))).backward()
-        scaler.unscale_(opt)
-        torch.nn.utils.clip_grad_norm_(params, 1e-3)
-        error, _ = outcome(lambda: scaler.step(opt))
-        assert error is RuntimeError
-        with pytest.raises(RuntimeError, match=r"Clip the parameters in optimizer.param_groups instead"):
-            _ = opt.param_groups
-        opt.zero_grad()
-        assert opt.param_groups
-
-    @SCALERS
-    def test_steps_without_clearing_gradients(self, cls: Any) -> None:
-        params, opt, scaler = _driven(cls)
-        for step in range(2):
-            scaler.scale(linear_loss(params, _coefficients(step))).backward()
-            plain(scaler, opt, params)
-        assert opt.skipped_steps == 0
+@SCALERS
+@pytest.mark.skipif(DRIVES, reason="before torch 2.10")
+def test_an_older_torch_is_told_what_to_call(cls: Any) -> None:
+    params, opt, scaler = _driven(cls)
+    scaler.scale(linear_loss(params, _coefficients(0))).backward()
+    with pytest.raises(RuntimeError, match=r"opt\.backward"):
+        plain(scaler, opt, params)

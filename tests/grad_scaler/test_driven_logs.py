@@ -11,7 +11,7 @@ import torch
 from torch.optim import SGD
 
 from fp16opt import MixedPrecisionOptimizer
-from grad_scaler.pairs import Ours, Theirs, linear_loss
+from grad_scaler.pairs import DRIVEN, Ours, Theirs, linear_loss
 
 
 def _records(cls: Any, clip: bool, caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
@@ -33,6 +33,7 @@ def _records(cls: Any, clip: bool, caplog: pytest.LogCaptureFixture) -> list[tup
     return [(r.levelno, r.getMessage()) for r in caplog.records if "by the GradScaler" in r.getMessage()]
 
 
+@DRIVEN
 @pytest.mark.parametrize("clip", [True, False])
 @pytest.mark.parametrize(
     ("cls", "levels"), [(Theirs, [logging.INFO, logging.WARNING]), (Ours, [logging.DEBUG] * 2)], ids=["torch", "ours"]

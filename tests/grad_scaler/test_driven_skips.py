@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from engine.checks import by_step
 from torch.optim import SGD
 
-import fp16opt.driven
 from fp16opt import MixedPrecisionOptimizer
-from grad_scaler.pairs import Ours, Theirs, linear_loss
+from grad_scaler.pairs import DRIVEN, Ours, Theirs, linear_loss
 
 HALVES, WIDE = (torch.float16, torch.bfloat16), (torch.float32,)
 SCALERS = pytest.mark.parametrize("cls", [Theirs, Ours], ids=["torch", "fp16opt"])
-SHARING = pytest.mark.parametrize("shares", [True, False], ids=["shared", "old_torch"])
+pytestmark = [DRIVEN, by_step]
 
 
 def _clip(opt: MixedPrecisionOptimizer) -> None:
@@ -59,15 +59,11 @@ def _run(
 
 
 @SCALERS
-@SHARING
 @pytest.mark.parametrize("between", [_clip, _clip_by_max, _update])
 @pytest.mark.parametrize("zero", ["opt", "model"])
 @pytest.mark.parametrize("dtypes", [HALVES, HALVES + WIDE, WIDE], ids=["halves", "mixed", "wide"])
 @pytest.mark.parametrize(("asks", "lr"), [(False, False), (True, False), (False, True), (True, True)])
-def test_steps_go_on_after_a_skip(
-    cls: Any, shares: bool, between: Any, zero: str, dtypes: Any, asks: bool, lr: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fp16opt.driven, "CAN_SHARE", shares and fp16opt.driven.CAN_SHARE)
+def test_steps_go_on_after_a_skip(cls: Any, between: Any, zero: str, dtypes: Any, asks: bool, lr: bool) -> None:
     norm = math.sqrt(0.5 * len(dtypes))
     factor = min(1.0, 1.0 / (norm + 1e-6)) if between is _clip else 1.0
     bad = {1: 0, 2: len(dtypes) - 1, 4: 0}

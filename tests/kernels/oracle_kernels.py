@@ -107,35 +107,36 @@ def axpby(a: float, x: Array, b: float, y: Array, kind: str) -> Array:
 class Cast(NamedTuple):
     out: Array
     overflow: int
-    hash: int
 
 
 def cast(master: Array, kind: str) -> Cast:
     out = encode(master, kind)
     finite = np.isfinite(master)
     became_inf = np.isinf(decode(out, kind)) & finite
-    return Cast(out, TOO_LARGE * bool(became_inf.any()) | NOT_FINITE * bool((~finite).any()), content_hash(out))
+    return Cast(out, TOO_LARGE * bool(became_inf.any()) | NOT_FINITE * bool((~finite).any()))
 
 
-def content_sample(bits: Array) -> int:
-    """The hash of the elements in the sample; the others count as if there were nothing at their place."""
-    total = 0
-    for start in range(0, bits.size, 65536):
-        stop = min(start + 65536, bits.size)
-        every = 64 if stop - start <= 8192 else 8192
-        for i in range(start, stop, every):
-            total += content_hash(bits[i : min(i + 64, stop)], i // 4)
-    total %= 1 << 64
-    return total - (1 << 64) if total >= 1 << 63 else total
+def lattice_stride(numel: int) -> int:
+    """1 where all elements are looked at."""
+    if numel <= 16384:
+        return 1
+    stride = 1009
+    while math.gcd(stride, numel) != 1:
+        stride += 1
+    return stride
 
 
-def content_hash(bits: Array, first_word: int = 0) -> int:
-    """The hash of uint16 values, as a signed 64-bit number."""
-    padded = np.zeros(-(-bits.size // 4) * 4, dtype="<u2")
-    padded[: bits.size] = bits
-    words = padded.view("<u8")
-    keys = np.arange(first_word + 1, first_word + words.size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    mixed = words ^ keys
+def sample(bits: Array) -> int:
+    """The digest of uint16 values, as a signed 64-bit number."""
+    stride = lattice_stride(bits.size)
+    if stride == 1:
+        padded = np.zeros(-(-bits.size // 4) * 4, dtype="<u2")
+        padded[: bits.size] = bits
+        words = padded.view("<u8")
+    else:
+        words = bits[::stride].astype(np.uint64)
+    places = np.arange(words.size, dtype=np.uint64) * np.uint64(stride)
+    mixed = words ^ ((places + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
     terms = (mixed & np.uint64(0xFFFFFFFF)) * (mixed >> np.uint64(32)) + words
     total = int(np.add.reduce(terms, dtype=np.uint64)) if words.size else 0
     return total - (1 << 64) if total >= 1 << 63 else total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from fractions import Fraction
 from types import ModuleType
@@ -16,7 +17,7 @@ from kernel_cases import LAYOUTS, SIXTEEN, make, shape_of
 from step_cases import KINDS, StepCase, assert_same_results, place, random_case, split_and_join, unaligned
 from torch import Tensor
 
-from fp16opt.kernels import CastStats, GradStats, cuda_steps, multi_tensor_check, multi_tensor_renew, native
+from fp16opt.kernels import CastStats, GradStats, multi_tensor_check, multi_tensor_renew, native, tables
 from fp16opt.kernels.reference_steps import power
 from fp16opt.kernels.steps import AdamOptions, Factors, StepTables, multi_tensor_adam
 
@@ -64,7 +65,7 @@ def test_found_inf_leaves_everything_untouched(host: Any, monkeypatch: pytest.Mo
     assert_same_results(case.on("cpu"), case, "the copy")
     before = case.on("cpu")
     before.stats = case.stats = CastStats.allocate(len(case.group_of), "cpu")  # type: ignore[attr-defined]
-    case.stats = CastStats(before.stats.overflow.clone(), before.stats.hashes.clone())  # type: ignore[attr-defined]
+    case.stats = CastStats(before.stats.overflow.clone())  # type: ignore[attr-defined]
     assert case.found_inf is not None
     case.found_inf.fill_(1.0)
     dense = {k: [t if t is None or t.is_contiguous() else None for t in c] for k, c in case.columns.items()}
@@ -150,7 +151,12 @@ def test_counters_on_the_host_are_counted_there(host: Any, monkeypatch: pytest.M
         one.found_inf = torch.tensor(found)
     there.run().run()
     versions = [step._version for step in case.steps if step is not None]
-    monkeypatch.setattr(cuda_steps, "counts_on_device", lambda call, counts: False)
+    check = tables.check_lists
+
+    def elsewhere(*given: Any) -> tables.Plan:
+        return dataclasses.replace(check(*given), counts_here=False, decided_here=True)
+
+    monkeypatch.setattr(tables, "check_lists", elsewhere)
     case.run().run()
     assert_same_results(case, there, "host")
     assert [float(step) for step in case.steps if step is not None] == ([2, 6, 1002] if found == 0 else [0, 4, 1000])
@@ -172,14 +178,17 @@ def test_captured_steps_keep_their_tables(host: Any, monkeypatch: pytest.MonkeyP
     assert_same_results(case, wanted, "captured")
 
 
-def test_autograd_and_the_model_watch_see_the_writes(host: Any) -> None:
+def test_autograd_sees_the_writes(host: Any) -> None:
     case = plain_case("adam")
-    written = [t for name, column in case.results().items() if name != "grads" for t in column if t is not None]
+    written = [t for name in ("models", "overflow") for t in case.results()[name] if t is not None]
     before = [t._version for t in written]
     case.run()
     assert all(t._version > old for t, old in zip(written, before, strict=True))
-    stats: CastStats = case.stats  # type: ignore[attr-defined]
-    assert stats.hashes.all()
+    own = plain_case("own adam")
+    params = [p for p in own.columns["masters"] if p is not None]
+    before = [p._version for p in params]
+    own.run()
+    assert all(p._version > old for p, old in zip(params, before, strict=True))
 
 
 def test_wrong_tables_are_refused(host: Any) -> None:
@@ -189,7 +198,7 @@ def test_wrong_tables_are_refused(host: Any) -> None:
     def call(name: str, dtypes: list[int], models: bool, more: bool, row: int = 0) -> None:
         table = module.Table([4], [row], [[d] for d in dtypes], [0])
         numbers = module.Numbers([0], name == "adam", 1)
-        getattr(module, name)(table, where, numbers, where, 0, 0, 0, models, 0, 0, 1, more)
+        getattr(module, name)(table, where, 1, numbers, where, 0, 0, 0, models, 0, more)
 
     for name, dtypes, models, more, message in (
         ("adam", [2, 2, 2], False, False, "another number of lists"),
@@ -207,7 +216,7 @@ def test_wrong_tables_are_refused(host: Any) -> None:
     for name, dtypes in (("split", [2, 2, 0]), ("join", [0, 0, 0])):
         table = module.Table([4], [0], [[d] for d in dtypes], [0])
         with pytest.raises(ValueError, match="a dtype that the operation does not take"):
-            getattr(module, name)(table, where, *((0, 0, 1) if name == "split" else ()))
+            getattr(module, name)(table, where, 1, *((0,) if name == "split" else ()))
 
 
 def test_numbers_that_do_not_fit_are_refused(emulated_cuda: ModuleType) -> None:
@@ -291,32 +300,27 @@ def test_split_and_join_have_the_bits_of_the_cpu(
     count = pretended.counting(monkeypatch)
     got = split_and_join(*lists, "cpu")
     assert count.launches == {"split": 2, "join": 2}
-    for name, ours, theirs in zip(("weights", "rests", "outs", "flags", "hashes"), got, wanted, strict=True):
+    for name, ours, theirs in zip(("weights", "rests", "outs", "flags"), got, wanted, strict=True):
         for k, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             if a is not None and b is not None:
                 bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[b.element_size()]
                 same = a.contiguous().view(bits) == b.contiguous().view(bits)
                 same |= (a.isnan() & b.isnan()) if b.dtype.is_floating_point else False
-                assert same.all() or name == "hashes", f"{name}[{k}]"
+                assert same.all(), f"{name}[{k}]"
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-def test_weights_that_were_written_stand_for_themselves(
-    emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch, sampled: bool
-) -> None:
+def test_weights_that_were_written_stand_for_themselves(emulated_cuda: ModuleType) -> None:
     _, params, rests = random_split(np.random.default_rng(7), 0.1)
     count = len(params)
-    moved = torch.tensor([k % 2 for k in range(count)])
-    then, samples = torch.zeros(count, dtype=torch.int64), torch.zeros(2, count, dtype=torch.int64)
-    now = then.clone() if sampled else then + moved
-    samples[0] = moved if sampled else 0
+    then = torch.zeros(count, dtype=torch.int64)
+    now = then + torch.tensor([k % 2 for k in range(count)])
     results = []
     for backend in ("emulated", "reference"):
         if backend == "emulated":
             patch = pytest.MonkeyPatch()
             emulated.use(emulated_cuda, patch)
         mine, taken = [None if r is None else place(r, "cpu") for r in rests], torch.zeros(count, dtype=torch.int32)
-        multi_tensor_renew(params, mine, now, then, taken, samples=tuple(samples.unbind()) if sampled else None)
+        multi_tensor_renew(params, mine, now, then, taken)
         if backend == "emulated":
             patch.undo()
         results.append((mine, taken))

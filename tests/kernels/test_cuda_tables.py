@@ -141,14 +141,14 @@ def test_a_wrapper_gives_back_what_its_captured_steps_were_given(
         opt.clip_master_grads(0.5)
         opt.step()
 
-    wrapper = MixedPrecisionOptimizer(torch.optim.AdamW(params, fused=True), dynamic=True)
+    wrapper = MixedPrecisionOptimizer(torch.optim.AdamW(params, fused=True), dynamic=True, fused_step=False)
     step(wrapper)
     assert emulated_cuda.kept_tables() == before, "eager steps keep none"
     with monkeypatch.context() as patch:
         patch.setattr(cuda.Stream, "capturing", True)
         step(wrapper)
     held = emulated_cuda.kept_tables() - before
-    assert held == 5, "unscale, scale, sample, take and cast"
+    assert held == 6, "unscale, scale, two samples, take and cast"
     step(wrapper)
     assert emulated_cuda.kept_tables() - before == held
     del wrapper
@@ -183,11 +183,10 @@ def test_a_failed_copy_leaves_no_table_behind(host: Any, monkeypatch: pytest.Mon
 def test_clipping_uses_the_table_of_the_pass_before(host: Any) -> None:
     tables, grads, outs = PointerTables(), tensors(4), tensors(4, 1)
     stats, half = GradStats.allocate(4, "cpu"), torch.tensor(0.5)
-    watch = kernels.Watch.allocate([grad.half() for grad in grads], "cpu")
     for _ in range(2):
         multi_tensor_unscale(grads, outs, half, stats, write=False, tables=tables)
-        kernels.multi_tensor_unscale_clipped(grads, outs, half, half, watch=watch, tables=tables)
-    assert len(host.copies) == 2, "the second operation brings tensors to watch, and both then use its table"
+        kernels.multi_tensor_unscale_clipped(grads, outs, half, half, tables=tables)
+    assert len(host.copies) == 1
     assert all(torch.equal(out, grad * 0.25) for out, grad in zip(outs, grads, strict=True))
 
 
@@ -241,23 +240,17 @@ def test_tables_that_do_not_fit_are_refused(emulated_cuda: ModuleType, message: 
 def test_operations_refuse_tables_made_for_others(emulated_cuda: ModuleType) -> None:
     table, where = emulated_cuda.Table([1], [3], [[2]], [0]), emulated_cuda.Where(0, 0, 0)
     with pytest.raises(ValueError, match="another number of lists"):
-        table.point([[0], [0]], None)
+        emulated_cuda.Table([1], [3], [[2], [2]], [0]).point([[0]], None)
     with pytest.raises(ValueError, match="does not have the table's length"):
         table.point([[0, 0]], None)
-    with pytest.raises(ValueError, match="one flag for each"):
+    with pytest.raises(ValueError, match="one flag for each row"):
         table.point([[0]], [True, False])
     with pytest.raises(ValueError, match="another number of lists"):
-        emulated_cuda.axpby(table, where, 1.0, 1.0, 0, 0)
+        emulated_cuda.axpby(table, where, 4, 1.0, 1.0, 0, 0)
     with pytest.raises(ValueError, match="a row lies outside the statistics"):
-        emulated_cuda.l2norm(table, where, 0, 3, 0, 0)
+        emulated_cuda.l2norm(table, where, 3, 0, 0, 0)
     with pytest.raises(ValueError, match="a dtype that the operation does not take"):
-        emulated_cuda.content_hash(table, where, 0, 4)
-    grads = emulated_cuda.Table([1], [0], [[0], [2]], [0])
-    with pytest.raises(ValueError, match="memory for hashes, and the table watches no tensors"):
-        emulated_cuda.unscale(grads, where, 0, 0, 0, 1, 0, 0, 1, 1, True)
-    grads.watch([1], [0], [0])
-    with pytest.raises(ValueError, match="watches tensors already, or has no room"):
-        grads.watch([1], [0], [0])
+        emulated_cuda.sample(table, where, 4, 0)
 
 
 # -- the real module, without a GPU ------------------------------------------------------------------------------------

@@ -13,9 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp16opt import DynamicLossScaler, StaticLossScaler, closing
+from fp16opt import DynamicLossScaler, StaticLossScaler
+from fp16opt.engine import outcome as closing
+from fp16opt.grad_scaler.torch_scale import _Rule
 from fp16opt.kernels import GradStats, decisions, native
-from fp16opt.torch_scale import _Rule
 
 SCALES = st.integers(-14, 24).map(lambda e: 2.0**e)
 FACTORS = st.floats(1.0 + 2.0**-10, 1e6, width=32) | st.sampled_from([2.0, 1.1, 3.0, 2.0**40])

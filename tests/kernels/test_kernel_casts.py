@@ -15,7 +15,6 @@ from fp16opt.kernels import (
     GradStats,
     multi_tensor_axpby,
     multi_tensor_cast,
-    multi_tensor_hash,
     multi_tensor_scale,
     multi_tensor_unscale,
     native,
@@ -40,9 +39,6 @@ def test_all_halves_and_bfloats_through_every_cast(level: str, dtype: torch.dtyp
     down, cast_stats = torch.zeros(65536, dtype=dtype), CastStats.allocate(1, "cpu")
     multi_tensor_cast([torch.from_numpy(wide.copy())], [down], cast_stats)
     assert_same_values(raw(down), raw(stored), kind, "down")
-    hashes = torch.zeros(1, dtype=torch.int64)
-    multi_tensor_hash([down], hashes)
-    assert hashes.item() == cast_stats.hashes.item() == oracle.content_hash(raw(down))
     # Through axpby and scale, which read and write all types.
     multi_tensor_axpby(1.0, [stored], 0.0, [torch.zeros(65536)], [down])
     assert_same_values(raw(down), oracle.axpby(1.0, wide, 0.0, np.zeros(65536, "f4"), kind), kind, "axpby")

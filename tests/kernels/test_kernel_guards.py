@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +20,8 @@ from fp16opt.kernels import (
     backend,
     multi_tensor_axpby,
     multi_tensor_cast,
-    multi_tensor_hash,
     multi_tensor_l2norm,
+    multi_tensor_sample,
     multi_tensor_scale,
     multi_tensor_unscale,
     native,
@@ -33,9 +35,8 @@ def unscale(grads: Any, outs: Any, inv: Any = ONE, n: int = 1, **more: Any) -> N
 
 
 def stats_with(name: str, tensor: Tensor) -> GradStats:
-    stats = GradStats.allocate(1, "cpu")
-    setattr(stats, name, tensor)
-    return stats
+    """Statistics are checked when they are made."""
+    return dataclasses.replace(GradStats.allocate(1, "cpu"), **{name: tensor})
 
 
 HALF, SINGLE, DOUBLE, INTS = (
@@ -96,13 +97,13 @@ CASES: list[tuple[str, type[Exception], str, Callable[[], object]]] = [
     (
         "stats dtype",
         TypeError,
-        r"stats.sumsq must be float64, got float32",
+        r"GradStats: sumsq must be float64, got float32",
         lambda: multi_tensor_unscale([HALF], [SINGLE], ONE, stats_with("sumsq", torch.zeros(1))),
     ),
     (
         "stats strides",
         ValueError,
-        r"stats.nonfinite must be contiguous",
+        r"GradStats: nonfinite must be contiguous of shape",
         lambda: multi_tensor_unscale(
             [HALF] * 2,
             [SINGLE.clone(), SINGLE.clone()],
@@ -171,16 +172,40 @@ CASES: list[tuple[str, type[Exception], str, Callable[[], object]]] = [
         lambda: multi_tensor_cast([SINGLE], [HALF], CastStats.allocate(3, "cpu")),
     ),
     (
-        "hash dtype",
+        "cast stats dtype",
         TypeError,
-        r"wants float16 or bfloat16, got tensors\[0\] float32",
-        lambda: multi_tensor_hash([SINGLE], torch.zeros(1, dtype=torch.int64)),
+        r"CastStats: overflow must be int32, got int64",
+        lambda: CastStats(torch.zeros(1, dtype=torch.int64)),
     ),
     (
-        "hashes dtype",
+        "stats that are no tensor",
         TypeError,
-        r"hashes must be int64, got int32",
-        lambda: multi_tensor_hash([HALF], torch.zeros(1, dtype=torch.int32)),
+        r"GradStats: norm must be a tensor, got float",
+        lambda: stats_with("norm", 0.0),  # type: ignore[arg-type]
+    ),
+    (
+        "stats on two devices",
+        ValueError,
+        r"GradStats: found_inf must be on cpu like the others, got meta",
+        lambda: stats_with("found_inf", torch.zeros((), device="meta")),
+    ),
+    (
+        "cast stats device",
+        ValueError,
+        r"multi_tensor_cast: stats.overflow must be on cpu like the tensors of the call, got meta",
+        lambda: multi_tensor_cast([SINGLE], [HALF], CastStats.allocate(1, "meta")),
+    ),
+    (
+        "sample dtype",
+        TypeError,
+        r"wants float16 or bfloat16, got tensors\[0\] float32",
+        lambda: multi_tensor_sample([SINGLE], torch.zeros(1, dtype=torch.int64)),
+    ),
+    (
+        "samples dtype",
+        TypeError,
+        r"multi_tensor_sample: samples must be int64, got int32",
+        lambda: multi_tensor_sample([HALF], torch.zeros(1, dtype=torch.int32)),
     ),
 ]
 
@@ -345,14 +370,62 @@ class TestCompiledModule:
         with pytest.raises(ValueError, match="SIMD level 'sse9' is not one"):
             native._cpu.use_simd_level("sse9")
 
-    def test_column_takes_tensors_only(self) -> None:
+    def test_lists_are_of_tensors(self) -> None:
         if native._exchange is None:
             pytest.skip("this torch has no DLPack exchange table")
+
+        def seen(*lists: Any, deciding: int = 1) -> Any:
+            return native._cpu.SeenLists(native._exchange, Tensor, Tensor.is_neg, lists, deciding)
+
         with pytest.raises(TypeError, match="not a tensor"):
-            native._cpu.Column(native._exchange, Tensor, [3])
-        assert native._cpu.Column(native._exchange, Tensor, [ONE]).match([3]) is None
+            seen([3])
+        with pytest.raises(TypeError, match="lists must be lists or tuples, all of one length"):
+            seen([ONE], [])
+        with pytest.raises(TypeError, match="lists must be lists or tuples"):
+            seen(iter([ONE]))
+        assert seen([ONE]).match(([3],)) is None
+        assert seen([ONE]).match(((ONE,),)) is not None
+        assert seen([ONE]).match(([ONE], [ONE])) is None
+        assert seen([ONE]).match(([ONE, ONE],)) is None
+        assert seen([ONE, None]).match(([ONE, ONE],)) is None
+        assert seen([ONE, None]).match(([ONE.clone(), None],)) is not None
+        with pytest.raises(TypeError, match="not a tensor"):
+            seen([ONE], [None])
+        assert seen([ONE, None], [ONE, None]).match(([ONE, None], [ONE, 3])) is not None
         with pytest.raises(ValueError, match="not a DLPack exchange table"):
-            native._cpu.Column(__import__("datetime").datetime_CAPI, Tensor, [])
+            native._cpu.SeenLists(__import__("datetime").datetime_CAPI, Tensor, Tensor.is_neg, ([],), 1)
+
+    def test_a_list_that_changes_while_it_is_read(self) -> None:
+        """Asking a tensor of a subclass for its sign runs Python."""
+        if native._exchange is None:
+            pytest.skip("this torch has no DLPack exchange table")
+
+        class Emptying(Tensor):
+            pass
+
+        values = [torch.ones(1).as_subclass(Emptying) for _ in range(100)]
+        shrinks = [False]
+
+        def is_neg(tensor: Tensor) -> bool:
+            if shrinks[0]:
+                values.clear()
+            return False
+
+        seen = native._cpu.SeenLists(native._exchange, Tensor, is_neg, (values,), 1)
+        assert seen.match((values,)) is not None
+        shrinks[0] = True
+        assert seen.match((values,)) is None
+
+    def test_tensors_are_held_while_their_addresses_are(self) -> None:
+        if native._exchange is None:
+            pytest.skip("this torch has no DLPack exchange table")
+        values = [torch.ones(5)]
+        gone = weakref.ref(values[0])
+        found = native._cpu.SeenLists(native._exchange, Tensor, Tensor.is_neg, (values,), 1).match((values,))
+        values.clear()
+        assert gone() is not None
+        del found
+        assert gone() is None
 
     @pytest.mark.parametrize(
         ("table", "match"),
@@ -369,25 +442,30 @@ class TestCompiledModule:
             native._cpu.Table(*table)
 
     def test_lists_that_do_not_fit_the_table(self) -> None:
+        address = ONE.data_ptr()
         table = native._cpu.Table([1], [3], [[2]], [0])
         with pytest.raises(ValueError, match="another number of lists"):
-            native._cpu.cast(table, [0], [0], 0, 0, 1)
+            native._cpu.cast(table, [[0], [0]], 1, 4, 0)
+        with pytest.raises(ValueError, match="fewer lists of addresses"):
+            native._cpu.cast(table, [[0]], 1, 4, 0)
         with pytest.raises(ValueError, match="the table's length"):
-            native._cpu.scale(table, [], 1.0, 1)
+            native._cpu.scale(table, [[]], 1, 4, address)
         with pytest.raises(ValueError, match="outside the statistics"):
-            native._cpu.l2norm(table, [0], 0, 1, 0, 0, 1)
+            native._cpu.l2norm(table, [[0]], 1, 1, 0, 0, 0)
+        with pytest.raises(ValueError, match="a row lies outside the lists"):
+            native._cpu.sample(table, [[0]], 1, 3, 0)
         with pytest.raises(ValueError, match="16-bit"):
-            native._cpu.content_hash(table, [0], 0, 1)
+            native._cpu.sample(table, [[0]], 1, 4, 0)
         wide = native._cpu.Table([1], [0], [[3]] * 3, [0])
         with pytest.raises(ValueError, match="float64"):
-            native._cpu.axpby(wide, 1.0, [0], 1.0, [0], [0], 0, 1)
+            native._cpu.axpby(wide, [[0]] * 3, 1, 1, 1.0, 1.0, 0, 0)
         mixed = native._cpu.Table([1], [0], [[2], [3]], [0])
         with pytest.raises(ValueError, match="outs must be float32"):
-            native._cpu.unscale(mixed, [0], [0], 1.0, False, True, 0, 0, 1, 0, 0, None, 1)
+            native._cpu.unscale(mixed, [[0]] * 2, 1, 1, address, 0, 0, 0, 0, True, False)
         with pytest.raises(ValueError, match="outs must be float32"):
-            native._cpu.unscale_clipped(mixed, [0], [0], 1.0, 1.0, None, 1)
+            native._cpu.unscale_clipped(mixed, [[0]] * 2, 1, 1, address, address)
         single = native._cpu.Table([0], [0], [[2], [2]], [0])
         with pytest.raises(ValueError, match="not written can't be added to"):
-            native._cpu.unscale(single, [0], [0], 1.0, True, False, 0, 0, 1, 0, 0, None, 1)
+            native._cpu.unscale(single, [[0]] * 2, 1, 1, address, 0, 0, 0, 0, False, True)
         with pytest.raises(ValueError, match="masters must be float32"):
-            native._cpu.cast(mixed, [0], [0], 0, 0, 1)
+            native._cpu.cast(mixed, [[0]] * 2, 1, 1, 0)

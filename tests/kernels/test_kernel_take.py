@@ -12,7 +12,7 @@ from fp16opt.kernels import multi_tensor_take
 PAIR = ([torch.zeros(2)], [torch.zeros(2).half()])
 
 
-def hashes(*values: int) -> torch.Tensor:
+def digests(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
@@ -21,7 +21,7 @@ def flags(n: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_takes_what_differs_where_a_hash_moved(level: str, dtype: torch.dtype) -> None:
+def test_takes_what_differs_where_a_digest_moved(level: str, dtype: torch.dtype) -> None:
     rng = np.random.default_rng(4)
     sizes = [0, 1, 7, *BORDERS]
     masters = [make(rng, (n,), torch.float32, special=0.1 if n % 2 else 0.0) for n in sizes]
@@ -35,7 +35,7 @@ def test_takes_what_differs_where_a_hash_moved(level: str, dtype: torch.dtype) -
         differs = rounded.view(torch.int16) != param.view(torch.int16)
         expected.append(torch.where(differs, param.float(), master) if k % 3 else master.clone())
     moved = [k % 3 != 0 for k in range(len(sizes))]
-    now, taken = hashes(*[5 + bit for bit in moved]), flags(len(sizes))
+    now, taken = digests(*[5 + bit for bit in moved]), flags(len(sizes))
     multi_tensor_take(masters, params, now, torch.full_like(now, 5), taken)
     for k, (got, want) in enumerate(zip(masters, expected, strict=True)):
         same = (got.view(torch.int32) == want.view(torch.int32)) | (got.isnan() & want.isnan())
@@ -43,12 +43,11 @@ def test_takes_what_differs_where_a_hash_moved(level: str, dtype: torch.dtype) -
     assert taken.tolist() == [int(bit and n > 0) for bit, n in zip(moved, sizes, strict=True)]
 
 
-def test_a_sample_counts_too_and_flags_are_never_cleared(level: str) -> None:
+def test_low_bits_stay_and_flags_are_never_cleared(level: str) -> None:
     masters = [torch.full((3,), 1.0001) for _ in range(3)]
     params = [torch.tensor([1.0, 1.0, 4.0]).half() for _ in range(3)]
     taken = torch.tensor([0, 0, 1], dtype=torch.int32)
-    same = hashes(0, 0, 0)
-    multi_tensor_take(masters, params, same, same, taken, samples=(hashes(0, 1, 0), same))
+    multi_tensor_take(masters, params, digests(0, 1, 0), digests(0, 0, 0), taken)
     assert [master[2].item() for master in masters] == [pytest.approx(1.0001), 4.0, pytest.approx(1.0001)]
     assert masters[1][0].item() == pytest.approx(1.0001), "an element that was not written keeps its low bits"
     assert taken.tolist() == [0, 1, 1]
@@ -58,7 +57,7 @@ def test_entries_that_are_none_and_layouts(level: str) -> None:
     masters = [None, torch.ones(4, 6)[:, ::2], torch.ones(3, 4).t()]
     params = [torch.zeros(2).half(), torch.zeros(4, 3).half(), torch.zeros(3, 4).half().t()]
     taken = flags(3)
-    multi_tensor_take(masters, params, hashes(1, 1, 1), hashes(0, 0, 0), taken)
+    multi_tensor_take(masters, params, digests(1, 1, 1), digests(0, 0, 0), taken)
     assert masters[1] is not None
     assert masters[2] is not None
     assert not masters[1].any()
@@ -69,10 +68,10 @@ def test_entries_that_are_none_and_layouts(level: str) -> None:
 @pytest.mark.parametrize(
     ("message", "arguments"),
     [
-        ("now must be int64, got int32", (*PAIR, flags(1), hashes(0), flags(1))),
-        (r"then must be contiguous with 1 element\(s\)", (*PAIR, hashes(0), hashes(0, 0), flags(1))),
-        ("taken must be int32, got int64", (*PAIR, hashes(0), hashes(0), hashes(0))),
-        ("wants float32 masters and", ([torch.zeros(2).half()], PAIR[1], hashes(0), hashes(0), flags(1))),
+        ("now must be int64, got int32", (*PAIR, flags(1), digests(0), flags(1))),
+        (r"then must be contiguous with 1 element\(s\)", (*PAIR, digests(0), digests(0, 0), flags(1))),
+        ("taken must be int32, got int64", (*PAIR, digests(0), digests(0), digests(0))),
+        ("wants float32 masters and", ([torch.zeros(2).half()], PAIR[1], digests(0), digests(0), flags(1))),
     ],
 )
 def test_refusals(level: str, message: str, arguments: tuple[object, ...]) -> None:

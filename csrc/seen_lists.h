@@ -1,0 +1,255 @@
+// How both modules get the addresses of tensors: as lists of integers, or read through DLPack's C exchange table where the
+// tensor type offers one.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstring>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "dlpack_exchange.h"
+
+namespace py = pybind11;
+
+namespace fp16opt {
+
+using Pointers = std::vector<void*>;
+
+namespace {
+
+// The addresses of the tensors in each of several lists, at one moment. It holds the tensors: while an operation runs
+// without Python's lock, another thread may change the lists.
+struct Addresses {
+    std::vector<Pointers> lists;
+    std::vector<PyObject*> held;
+
+    Addresses() = default;
+    Addresses(const Addresses&) = delete;
+    ~Addresses() {
+        for (PyObject* tensor : held) Py_DECREF(tensor);
+    }
+};
+
+// A list or tuple as it is at this moment: what is called in between may change it.
+class Items {
+public:
+    explicit Items(PyObject* from) : from_(from), is_list_(PyList_Check(from) != 0) {}
+    static bool serves(PyObject* from) { return PyList_Check(from) != 0 || PyTuple_Check(from) != 0; }
+    Py_ssize_t size() const { return Py_SIZE(from_); }
+    PyObject* at(Py_ssize_t i) const {  // borrowed; null behind the end
+        if (i >= Py_SIZE(from_)) return nullptr;
+        return is_list_ ? PyList_GET_ITEM(from_, i) : PyTuple_GET_ITEM(from_, i);
+    }
+
+    // Asks the cache for the objects that come soon, and for what the pointer behind an object's header leads to: of a tensor
+    // as a rule what the exchange reads. Where it is something else nothing is wrong. Lists of a thousand tensors, of which
+    // each is a few lines far apart in memory, take two thirds of the time this way.
+    void prefetch(Py_ssize_t i) const {
+#if defined(__GNUC__)
+        if (PyObject* soon = at(i + 12)) __builtin_prefetch(soon);
+        PyObject* next = at(i + 6);
+        if (next == nullptr || Py_TYPE(next)->tp_basicsize < Py_ssize_t(sizeof(PyObject) + sizeof(void*))) return;
+        const char* inner = nullptr;
+        std::memcpy(&inner, next + 1, sizeof(inner));
+        for (int line = 0; line < 4; ++line) __builtin_prefetch(inner + 64 * line);
+#else
+        (void)i;
+#endif
+    }
+
+private:
+    PyObject* from_;
+    bool is_list_;
+};
+
+// What was seen of the lists of a call. Between calls it proves, for all lists at once, that the same entries are None and
+// that dtype, device, shape and strides of the others are still the same, and reads their addresses. From Python that takes
+// longer than the arithmetic on small tensors.
+class SeenLists {
+public:
+    // An entry that is None in one of the first `deciding` lists is left out in all; elsewhere there must be tensors.
+    // `is_neg`: tells of a tensor whether its values are negated when they are read, which DLPack does not report. Only where
+    // there is no second element can such a tensor, the real view of a conjugated one, have the strides of a dense one.
+    // Throws TypeError where there is something else than a `tensor_type`, and whatever the exchange raises.
+    SeenLists(const py::capsule& exchange, const py::type& tensor_type, py::object is_neg, const py::tuple& lists,
+              size_t deciding)
+        : api_(exchange_from(exchange)), is_neg_(std::move(is_neg)), deciding_(deciding), lists_(lists.size()) {
+        if (!can_read(lists)) throw py::type_error("lists must be lists or tuples, all of one length");
+        for (Py_ssize_t i = 0; i < count_; ++i) left_out_.push_back(uint8_t(leaves_out(lists, i)));
+        for (py::handle list : lists) {
+            for (Py_ssize_t i = 0; i < count_; ++i) {
+                if (left_out_[size_t(i)] == 0) see(py::reinterpret_borrow<py::object>(Items(list.ptr()).at(i)), tensor_type);
+            }
+        }
+    }
+
+    // Reads the lists again: their addresses, or None where something is not as it was.
+    py::object match(const py::tuple& lists) {
+        if (lists.size() != lists_ || !can_read(lists)) return py::none();
+        for (Py_ssize_t i = 0; i < count_; ++i) {
+            if (leaves_out(lists, i) != (left_out_[size_t(i)] != 0)) return py::none();
+        }
+        auto found = std::make_unique<Addresses>();
+        found->held.reserve(seen_.size());
+        found->lists.resize(lists_);
+        const Seen* seen = seen_.data();
+        const int64_t* extent = extents_.data();
+        for (size_t k = 0; k < lists_; ++k) {
+            const Items items(lists[k].ptr());
+            Pointers& pointers = found->lists[k];
+            pointers.reserve(seen_.size() / lists_);
+            for (Py_ssize_t i = 0; i < count_; ++i) {
+                if (left_out_[size_t(i)] != 0) continue;
+                items.prefetch(i);
+                PyObject* tensor = items.at(i);
+                if (tensor == nullptr || Py_TYPE(tensor) != seen->type) return py::none();
+                Py_INCREF(tensor);
+                found->held.push_back(tensor);
+                DLTensor now;
+                if (api_->dltensor_from_py_object_no_sync(tensor, &now) != 0) {
+                    PyErr_Clear();  // not a dense tensor any more: the full check will say what it is
+                    return py::none();
+                }
+                if (!(seen->kind == Kind{now.dtype, now.device, now.ndim})) return py::none();
+                const size_t bytes = size_t(now.ndim) * sizeof(int64_t);
+                if (bytes != 0 && (now.strides == nullptr || std::memcmp(extent, now.shape, bytes) != 0 ||
+                                   std::memcmp(extent + now.ndim, now.strides, bytes) != 0)) {
+                    return py::none();
+                }
+                if (seen->is_single && is_negated(tensor)) return py::none();
+                extent += 2 * now.ndim;
+                ++seen;
+                pointers.push_back(static_cast<char*>(now.data) + now.byte_offset);
+            }
+        }
+        return py::cast(found.release(), py::return_value_policy::take_ownership);
+    }
+
+private:
+    struct Kind {
+        DLDataType dtype;
+        DLDevice device;
+        int32_t ndim;
+        bool operator==(const Kind& o) const {
+            return dtype.code == o.dtype.code && dtype.bits == o.dtype.bits && dtype.lanes == o.dtype.lanes &&
+                   device.device_type == o.device.device_type && device.device_id == o.device.device_id &&
+                   ndim == o.ndim;
+        }
+    };
+    struct Seen {  // one tensor
+        PyTypeObject* type;
+        Kind kind;
+        bool is_single;
+    };
+
+    bool can_read(const py::tuple& lists) {
+        for (py::handle list : lists) {
+            if (!Items::serves(list.ptr())) return false;
+            const Py_ssize_t size = Items(list.ptr()).size();
+            if (count_ < 0) count_ = size;
+            if (size != count_) return false;
+        }
+        return true;
+    }
+
+    bool leaves_out(const py::tuple& lists, Py_ssize_t i) const {
+        for (size_t k = 0; k < deciding_; ++k) {
+            if (Items(lists[k].ptr()).at(i) == Py_None) return true;
+        }
+        return false;
+    }
+
+    void see(const py::object& tensor, const py::type& tensor_type) {
+        if (!PyObject_TypeCheck(tensor.ptr(), reinterpret_cast<PyTypeObject*>(tensor_type.ptr()))) {
+            throw py::type_error("a list holds something that is not a tensor");
+        }
+        DLTensor now;
+        if (api_->dltensor_from_py_object_no_sync(tensor.ptr(), &now) != 0) throw py::error_already_set();
+        if (now.strides == nullptr && now.ndim != 0) throw py::value_error("the exchange reports no strides");
+        int64_t numel = 1;
+        for (int32_t d = 0; d < now.ndim; ++d) numel *= now.shape[d];
+        if (types_.empty() || !types_.back().is(py::type::of(tensor))) types_.push_back(py::type::of(tensor));
+        seen_.push_back({Py_TYPE(tensor.ptr()), {now.dtype, now.device, now.ndim}, numel == 1});
+        extents_.insert(extents_.end(), now.shape, now.shape + now.ndim);
+        extents_.insert(extents_.end(), now.strides, now.strides + now.ndim);
+    }
+
+    bool is_negated(PyObject* tensor) const {
+        const auto answer = py::reinterpret_steal<py::object>(PyObject_CallOneArg(is_neg_.ptr(), tensor));
+        if (!answer) throw py::error_already_set();
+        return answer.ptr() != Py_False;
+    }
+
+    const DLPackExchangeAPI* api_;
+    py::object is_neg_;
+    size_t deciding_, lists_;
+    Py_ssize_t count_ = -1;
+    std::vector<uint8_t> left_out_;  // by entry
+    std::vector<Seen> seen_;         // one list after the other
+    std::vector<int64_t> extents_;   // shape and strides of each tensor, one after the other
+    std::vector<py::type> types_;    // held, so that no other type takes the place of one
+};
+
+// Addresses as SeenLists found them, or as lists of integers; for as long as this and `source` are there.
+class PointerLists {
+public:
+    explicit PointerLists(const py::object& source) {
+        if (py::isinstance<Addresses>(source)) {
+            lists_ = &source.cast<const Addresses&>().lists;
+            return;
+        }
+        for (py::handle list : source.cast<py::list>()) {
+            own_.emplace_back();
+            for (py::handle address : list.cast<py::list>()) {
+                own_.back().push_back(reinterpret_cast<void*>(address.cast<uintptr_t>()));
+            }
+        }
+        lists_ = &own_;
+    }
+    PointerLists(const PointerLists&) = delete;
+    size_t size() const { return lists_->size(); }
+    const Pointers& operator[](size_t list) const {
+        if (list >= lists_->size()) throw std::invalid_argument("there are fewer lists of addresses than the operation has");
+        return (*lists_)[list];
+    }
+    const std::vector<Pointers>& all() const { return *lists_; }
+
+private:
+    std::vector<Pointers> own_;
+    const std::vector<Pointers>* lists_;
+};
+
+// One flag for each tensor, by place: from one bool, or from a list of them by row.
+std::vector<uint8_t> flags_of(const py::object& source, const std::vector<int64_t>& rows) {
+    if (py::isinstance<py::bool_>(source)) return std::vector<uint8_t>(rows.size(), source.cast<bool>());
+    std::vector<uint8_t> flags;
+    flags.reserve(rows.size());
+    const auto all = py::reinterpret_steal<py::object>(PySequence_Fast(source.ptr(), "flags must be a bool or a sequence"));
+    if (!all) throw py::error_already_set();
+    for (int64_t row : rows) {
+        if (row >= PySequence_Fast_GET_SIZE(all.ptr())) throw std::invalid_argument("there must be one flag for each row");
+        const int truth = PyObject_IsTrue(PySequence_Fast_GET_ITEM(all.ptr(), row));
+        if (truth < 0) throw py::error_already_set();
+        flags.push_back(uint8_t(truth));
+    }
+    return flags;
+}
+
+template <class T>
+T* address(uintptr_t at) {
+    return reinterpret_cast<T*>(at);
+}
+
+// Each module has types of its own: addresses that one of them read are not given to the other.
+void bind_seen_lists(py::module_& module) {
+    py::class_<Addresses>(module, "Addresses", py::module_local());
+    py::class_<SeenLists>(module, "SeenLists", py::module_local())
+        .def(py::init<const py::capsule&, const py::type&, py::object, const py::tuple&, size_t>())
+        .def("match", &SeenLists::match);
+}
+
+}  // namespace
+}  // namespace fp16opt

@@ -1,0 +1,501 @@
+"""Accumulation: where a step's gradients stand, the scale that each backward made them with, and the verdict."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels import decisions
+from ..scaling import LossScaler
+from .diagnostics import describe
+from .gradients import Gradients
+from .ranks import Ranks, Replicas
+from .sights import FadedSight, Sight
+
+
+class Stage(enum.Enum):
+    """What is known of a step's gradients.
+
+    READY: nothing is pending. SCALED: a backward has made some. LOOKED: they were checked and measured. TAKEN: FP32
+    ones were written to the masters.
+    """
+
+    READY = "ready"
+    SCALED = "scaled"
+    LOOKED = "looked"
+    TAKEN = "taken"
+
+
+@dataclass
+class Pending:
+    """The scale that the present gradients were made with. It stays theirs whatever the scaler does.
+
+    Attributes:
+        foreign: Whether they came without the engine, as under a GradScaler, and none from its own backwards since.
+    """
+
+    scaler: LossScaler
+    generation: int
+    scale: Tensor
+    inv_scale: Tensor
+    foreign: bool = False
+
+    @classmethod
+    def capture(cls, scaler: LossScaler) -> Pending:
+        """``scaler``'s present scale. No sync."""
+        memory = scaler.memory()
+        scale, inv_scale = decisions.capture_scale(scaler.scale if memory is None else memory.scale)
+        return cls(scaler, scaler.generation, scale, inv_scale)
+
+    def is_current(self, scaler: LossScaler) -> bool:
+        """Whether a backward with ``scaler`` would use this scale."""
+        return self.scaler is scaler and self.generation == scaler.generation
+
+
+@dataclass
+class Verdict:
+    """Whether the gradients that are about to be stepped are finite, over all ranks.
+
+    Attributes:
+        found_inf: float32, 0-dim, on the engine's device: 1.0 where one is not.
+        of: each scaler that took part, with what its own backwards gave.
+        flags: by device, int32 bits for each row, which the next pass overwrites.
+        norm: float64, 0-dim: over all master gradients, on all ranks, where it was asked for.
+    """
+
+    found_inf: Tensor
+    of: list[tuple[LossScaler, Tensor]]
+    flags: list[Tensor]
+    norm: Tensor | None = None
+
+
+class Accumulation:
+    """READY -> SCALED (a loss was scaled) -> LOOKED or TAKEN (settled) -> READY (step, zero_grad).
+
+    Backwards with one scale add up in the model's gradients. Where a second scale joins in, or ``sums`` asks for it,
+    each backward is added to FP32 sums with its own scale.
+
+    Attributes:
+        ranks: Where the masters' other parts are, if any.
+        replicas: Which ranks share gradients with this one, if any.
+        pending: The scale of the present gradients.
+        backwards: How many have begun.
+        interrupted: Whether a backward raised half-way.
+    """
+
+    def __init__(self, gradients: Gradients, device: torch.device, sums: bool, ranks: Ranks) -> None:
+        self.gradients = gradients
+        self.device = device
+        self.sums = sums
+        self.ranks = ranks
+        self.replicas = Replicas()
+        self.last: Pending | None = None
+        self.backwards = 0
+        self.left_over: FadedSight | None = None
+        self._left_elsewhere: FadedSight | None = None
+        self._start()
+
+    def _start(self) -> None:
+        self.stage = Stage.READY
+        self.pending: Pending | None = None
+        self.interrupted = False
+        self._verdicts: dict[int, tuple[LossScaler, Tensor]] = {}
+        self._are_zeros = False  # zero_grad(set_to_none=False) has left what there is
+        self._arrived = False  # backward(loss) has said that gradients are up to date
+        self._edited: list[str] = []  # names of parameters whose master gradients were
+        self._agreed = False
+        self._unreduced: set[int] = set()
+
+    # -- the stages --------------------------------------------------------------------------------------------------
+
+    def finish(self, used: Sight | None = None) -> None:
+        """READY after a step, which has used the gradients up. Unless they are cleared the next ones are added.
+
+        Args:
+            used: The model's gradients that the step was about; None: those that are there.
+        """
+        if used is not None:
+            self.gradients.sight = used
+        elif self.gradients.sight is not None and self.gradients.pairs.has_own:
+            self.gradients.see()  # optimizers may write the gradients that they step
+        if self.gradients.sight is not None:
+            self.left_over = self.gradients.left_over()
+        self._leave_elsewhere()
+        self.last = self.pending
+        self.gradients.rest(self.left_over)
+        self.gradients.begin()
+        self._start()
+
+    def _leave_elsewhere(self) -> None:
+        """What parameters hold that other ranks step is known."""
+        if self.gradients.pairs.elsewhere:
+            self._left_elsewhere = Sight([param.grad for param in self.gradients.pairs.elsewhere]).faded()
+
+    def abandon(self) -> None:
+        """READY without a step; the gradients that are there count as used."""
+        self.gradients.see()
+        self.finish()
+
+    def clear(self, set_to_none: bool) -> None:
+        """Gradients are cleared, the masters' too, and what was found in them is forgotten."""
+        self.gradients.clear(set_to_none, sums_stay=self.sums)
+        self.last = self.left_over = self._left_elsewhere = None
+        if not set_to_none:
+            self.gradients.see()
+            self.left_over = self.gradients.left_over()
+            self._leave_elsewhere()
+        self._start()
+        self._are_zeros = not set_to_none
+
+    def interrupt(self) -> None:
+        """A backward raised while gradients were being added up."""
+        self.interrupted = True
+
+    def check_complete(self) -> None:
+        """Raise ``RuntimeError`` after an interrupted backward, until its gradients are cleared, by whomever."""
+        if self.interrupted and not self.gradients.any_there():
+            self.forget()
+        if self.interrupted:
+            raise RuntimeError(
+                "a backward was interrupted while gradients were being added up, so they are incomplete. "
+                "Call zero_grad() and do the step's backwards again."
+            )
+
+    # -- backwards ---------------------------------------------------------------------------------------------------
+
+    def enter(self, scaler: LossScaler) -> Pending:
+        """A backward with ``scaler``'s present scale is about to add to the model's gradients."""
+        if self.interrupted:
+            self.check_complete()
+        pending = self.pending
+        if self.stage is not Stage.READY and not self.gradients.any_there():
+            self.forget()  # somebody has cleared them: an abandoned batch
+            pending = None
+        if pending is None or self.stage is Stage.READY:
+            pending = self._enter_from_ready(scaler)
+        else:
+            self._check_moved()
+            if not pending.is_current(scaler):
+                pending = self._change_scale(scaler, pending)
+            elif self._edited and not self.gradients.summing:
+                raise RuntimeError(
+                    f"master gradients were edited and a further backward follows: {describe(self._edited)}. The edits "
+                    "would be lost, as gradients add up in the model. Call step() first, or use "
+                    'grad_accumulation="fp32".'
+                )
+        self.gradients.set_aside(self.replicas.keeps)
+        self.gradients.made, self.gradients.sight = False, None
+        self.backwards += 1
+        pending.foreign = False
+        self.pending, self.stage, self._arrived = pending, Stage.SCALED, False
+        return pending
+
+    def forget(self) -> None:
+        """READY; what was found counts for nothing, and nothing is known of what is in the model."""
+        self.gradients.rest(None)
+        self.gradients.begin()
+        self._start()
+
+    def _enter_from_ready(self, scaler: LossScaler) -> Pending:
+        strange = self.strange()
+        if strange:
+            self._check_strange(strange, float(scaler.scale))
+        elif self.last is not None and self.left_over is not None and not self.last.is_current(scaler):
+            # Gradients that no zero_grad cleared, made at another scale: bring them to the one that is added now.
+            self.gradients.rescale(scaler.scale.to(self.device) * self.last.inv_scale.to(self.device))
+        if self.sums:
+            self._start_summing()
+        return Pending.capture(scaler)
+
+    def _change_scale(self, scaler: LossScaler, pending: Pending) -> Pending:
+        if self.stage is Stage.SCALED:
+            self._sum_up(pending)
+        else:
+            self._start_summing()
+        return Pending.capture(scaler)
+
+    def arrived(self) -> None:
+        """A backward is over, and gradients are up to date as far as nobody needs more. No host sync."""
+        pending = self.pending
+        if pending is None or self.waits():
+            return
+        self._arrived = True
+        if self.gradients.summing:
+            self._sum_up(pending)
+            self.stage = Stage.TAKEN
+            return
+        self.gradients.unscale_own(pending.inv_scale)
+        self.gradients.made = False
+        self.gradients.see()
+
+    def waits(self) -> bool:
+        """Whether the model's gradients are not to be read yet: DDP reduces them at a later backward."""
+        return self.replicas.local and not self.gradients.summing and not self.sums
+
+    # -- gradients that came without us ------------------------------------------------------------------------------
+
+    def strange(self) -> list[int]:
+        """Positions with gradients that neither a backward of ours nor a step has seen."""
+        grads = self.gradients.of_model()
+        if self.left_over is None:
+            return [i for i, grad in enumerate(grads) if grad is not None]
+        left_over = self.left_over
+        return [i for i, grad in enumerate(grads) if grad is not None and not left_over.holds(i, grad)]
+
+    def has_strange(self) -> bool:
+        """Whether there are such gradients, be it of parameters that other ranks step: then all ranks take part."""
+        left, elsewhere = self._left_elsewhere, self.gradients.pairs.elsewhere
+        return bool(self.strange()) or any(
+            param.grad is not None and not (left is not None and left.holds(i, param.grad))
+            for i, param in enumerate(elsewhere)
+        )
+
+    def _check_strange(self, positions: list[int], scale: float) -> None:
+        pairs = self.gradients.pairs
+        if scale == 1.0:
+            return
+        apart = [i for i in positions if not self._is_own(i)]  # others are set aside, and added
+        grads = [(i, pairs.models[i].grad) for i in apart]
+        found = [pairs.all[i] for i, grad in grads if grad is not None and bool((grad != 0).any())]
+        if found:
+            raise RuntimeError(
+                f"gradients are there that backward(loss) of this optimizer did not make: {pairs.describe(found)}. "
+                f"They would be unscaled by the loss scale of {scale:g}. Call zero_grad() first, or make all gradients "
+                "with backward(loss) or scale_loss(loss).backward()."
+            )
+
+    def take_zeros(self, scaler: LossScaler) -> None:
+        """Where ``zero_grad(set_to_none=False)`` has left zeros, they are the gradients of a step."""
+        if self.stage is Stage.READY and self._are_zeros and self.gradients.any_there():
+            self.pending, self.stage = Pending.capture(scaler), Stage.SCALED
+
+    def take_foreign(self, scaler: LossScaler, grad_scale: Tensor | None = None) -> None:
+        """Gradients came without :meth:`enter`; take them as made with ``scaler``'s present scale.
+
+        Args:
+            grad_scale: What they are divided by, where a GradScaler did not.
+        """
+        pending = Pending.capture(scaler)
+        pending.foreign = True
+        if grad_scale is not None:
+            pending.inv_scale = (1.0 / grad_scale.to(pending.scale.device)).reshape(())
+        self.pending, self.stage = pending, Stage.SCALED
+        self.gradients.own_are_scaled, self.gradients.made = True, False
+
+    # -- settling ----------------------------------------------------------------------------------------------------
+
+    def settle(self, write: bool, norm_type: float | None = None) -> Verdict | None:
+        """The verdict on the gradients as they are now; None where no backward left anything. No host sync.
+
+        Where masters are spread over ranks it costs one message, with the norm or without. FP32 sums that were made
+        under DDP's ``no_sync`` are averaged over the ranks.
+
+        Args:
+            write: make FP32 gradients of all; else a look is enough.
+            norm_type: p of the norm that is wanted too.
+
+        Raises:
+            RuntimeError: a backward was interrupted; or gradients were written that were read already.
+        """
+        self.check_complete()
+        if self.stage is Stage.READY or self.pending is None:
+            return None
+        if self.ranks.alone and not self.gradients.any_there():
+            self.forget()
+            return None
+        self._check_moved()
+        if self.stage is Stage.SCALED:
+            self._bring(self.pending, write)
+        return self._verdict(norm_type)
+
+    def update(self) -> None:
+        """Make FP32 gradients anew of what is in the model now, a clip undone; what was edited there counts."""
+        self.check_complete()
+        if self.stage is Stage.READY or self.pending is None:
+            return
+        if self.gradients.summing and self.stage is not Stage.SCALED:
+            return
+        self.gradients.made, self.gradients.sight = False, None
+        self._bring(self.pending, write=True)
+
+    def read(self) -> None:
+        """Somebody reads a master's gradient: make all of them true. What that ends is nothing."""
+        if self.gradients.made or self.interrupted:
+            return
+        if self.stage is Stage.READY and self._are_zeros:
+            self.gradients.bring(torch.ones((), dtype=torch.float32, device=self.device), write=True)
+        elif self.stage is Stage.READY:
+            self.gradients.read_late()
+        elif self.stage is Stage.LOOKED:
+            self.gradients.write()
+            self.stage = Stage.TAKEN
+        elif self.pending is not None and not self.waits():
+            if self.gradients.summing:
+                self._sum_up(self.pending)
+                self.stage = Stage.TAKEN
+            else:
+                self.gradients.bring(self.pending.inv_scale, write=True)
+
+    def _bring(self, pending: Pending, write: bool) -> None:
+        if self.waits():
+            raise RuntimeError(
+                "the gradients were made under DDP's no_sync and are this rank's own. Run the last backward of a step "
+                'outside of no_sync, or use grad_accumulation="fp32", which averages what is left.'
+            )
+        if self.gradients.summing:
+            self._sum_up(pending)
+        else:
+            if not self.gradients.made:  # else somebody has read them since
+                self.gradients.bring(pending.inv_scale, write)
+            elif pending.foreign:
+                self.gradients.judge()  # torch's GradScaler writes gradients behind their version counters
+            self._take_verdict(pending)
+        self.stage = Stage.TAKEN if self.gradients.made else Stage.LOOKED
+
+    def _check_moved(self) -> None:
+        """Take in what became of gradients since they were brought up to date.
+
+        Raises:
+            RuntimeError: 16-bit ones were written where that can't count any more.
+        """
+        gradients, pairs = self.gradients, self.gradients.pairs
+        moved, edited = gradients.moved(), gradients.edited()
+        if not (moved or edited):
+            return
+        self._edited += [pairs.all[i].name for i in edited]
+        grads = gradients.of_model()
+        own = [i for i in moved if self._is_own(i)]
+        others = [i for i in moved if not self._is_own(i)]
+        written = [i for i in others if grads[i] is not None]
+        gone = [i for i in others if grads[i] is None]
+        unread = self.stage is Stage.SCALED
+        foreign = self.pending is not None and self.pending.foreign
+        if written and not foreign and not self._writes_count(unread or gradients.summing):
+            written = [i for i in written if not gradients.was_carried(i)]
+            self._refuse_writes([pairs.all[i].name for i in written], unread or gradients.summing)
+        if unread:
+            if others and not edited:
+                gradients.made, gradients.sight = False, None  # to be made again, of what is there now
+            elif gradients.made:
+                gradients.judge()
+            return
+        if gradients.summing:
+            if written and not foreign:
+                self.stage = Stage.SCALED
+        elif gone:
+            gradients.drop(gone)
+        if own or edited:
+            gradients.judge()
+        if foreign or not written:
+            gradients.see()
+        if self.pending is not None:
+            self._take_verdict(self.pending)
+            if edited or own:  # what is stepped is what was found now, whoever found something before
+                found = self.gradients.found_inf(self.device).clone()
+                self._verdicts = {key: (scaler, found) for key, (scaler, _) in self._verdicts.items()}
+
+    def _is_own(self, position: int) -> bool:
+        """Whether a parameter is its own master."""
+        return self.gradients.pairs.models[position] is self.gradients.pairs.masters[position]
+
+    def _writes_count(self, unread: bool) -> bool:
+        """Whether 16-bit gradients are the user's still."""
+        return unread and (not self._arrived or (self.pending is not None and float(self.pending.scale) == 1.0))
+
+    def _refuse_writes(self, names: list[str], unread: bool) -> None:
+        if not names:
+            return
+        words = "backward(loss) had made them" if unread else "they were looked at"
+        raise RuntimeError(
+            f"the model's gradients were written after {words}: {describe(names)}. To edit them before they are used, "
+            "call backward(loss, update_master_grads=False), edit, then update_master_grads(). To clip, call "
+            "clip_master_grads(max_norm) in place of clip_grad_norm_(model.parameters()). To accumulate, call "
+            "backward(loss) of this optimizer each time."
+        )
+
+    # -- FP32 sums ---------------------------------------------------------------------------------------------------
+
+    def _start_summing(self) -> None:
+        if self.gradients.summing:
+            return
+        if not self.gradients.pairs.has_pieces:  # FSDP2 shows gradients only when they are reduced
+            self.replicas.check_folding()
+        self.gradients.start_summing()
+        # The verdict so far is the kernel's own buffer, which the next pass overwrites.
+        self._verdicts = {key: (scaler, found.clone()) for key, (scaler, found) in self._verdicts.items()}
+
+    def _sum_up(self, pending: Pending) -> None:
+        """Add the gradients of one scale to the sums."""
+        if self.replicas.local and self.gradients.pairs.elsewhere:
+            raise RuntimeError(
+                "FP32 sums under DDP's no_sync need every master on every rank; ZeroRedundancyOptimizer spreads them. "
+                'Use grad_accumulation="model", or leave no_sync.'
+            )
+        self._start_summing()
+        if not self.replicas.local:
+            self._reduce_sums()
+        self.gradients.sum_up(pending.inv_scale, self.replicas.keeps)
+        self._take_verdict(pending)
+        if self.replicas.local:  # other ranks hear of it when the sums are averaged
+            self._unreduced.add(id(pending.scaler))
+
+    def _reduce_sums(self) -> None:
+        """Average over the ranks what was summed under ``no_sync``."""
+        if self._unreduced:
+            keys = [key for key in self._verdicts if key in self._unreduced]  # in one order on all ranks
+            verdicts = self.replicas.reduce(self.gradients, [self._verdicts[key][1] for key in keys])
+            for key, found in zip(keys, verdicts, strict=True):
+                scaler, earlier = self._verdicts[key]
+                self._verdicts[key] = (scaler, torch.maximum(earlier, found.to(earlier.device)))
+            self._unreduced = set()
+
+    # -- what was found ----------------------------------------------------------------------------------------------
+
+    def _take_verdict(self, pending: Pending) -> None:
+        found = self.gradients.found_inf(self.device)
+        key = id(pending.scaler)
+        if self.gradients.summing:
+            earlier = self._verdicts.get(key)
+            found = found.clone() if earlier is None else torch.maximum(earlier[1], found)
+        self._verdicts[key] = (pending.scaler, found)
+        self._agreed = False
+
+    def blame(self, scaler: LossScaler, found: Tensor) -> None:
+        """Count ``found`` (float32, 0-dim) into what ``scaler``'s backwards gave: it was found in another optimizer."""
+        earlier = self._verdicts.get(id(scaler))
+        found = found.to(self.device)
+        self._verdicts[id(scaler)] = (scaler, found if earlier is None else torch.maximum(earlier[1], found))
+
+    def scalers(self) -> list[tuple[LossScaler, Tensor]]:
+        """Each scaler that took part so far, with what its own backwards gave on this rank."""
+        return list(self._verdicts.values())
+
+    def verdict(self) -> Verdict | None:
+        """The last verdict on gradients of the coming step; None where nobody has looked. No look, no host sync."""
+        return self._verdict(None) if self._verdicts else None
+
+    def _verdict(self, norm_type: float | None) -> Verdict:
+        norm = self._agree(norm_type)
+        of = list(self._verdicts.values())
+        found = of[0][1] if len(of) == 1 else torch.stack([one for _, one in of]).amax()
+        return Verdict(found, of, self.gradients.flags(), norm)
+
+    def _agree(self, norm_type: float | None) -> Tensor | None:
+        """One message for verdicts and norm, at the first of clipping and stepping; returns the norm."""
+        if self._unreduced:
+            self._reduce_sums()
+        if self.ranks.alone:
+            return None if norm_type is None else self.gradients.norm(norm_type, self.device)
+        if self._agreed and norm_type is None:
+            return None
+        power = None
+        if norm_type is not None:
+            power = self.gradients.power_sum(norm_type, self.device, self.ranks.counted)
+        found, norm = self.ranks.agree([verdict for _, verdict in self._verdicts.values()], norm_type, power)
+        for (key, (scaler, _)), verdict in zip(list(self._verdicts.items()), found, strict=True):
+            self._verdicts[key] = (scaler, verdict)
+        self._agreed = True
+        return norm

@@ -1,0 +1,111 @@
+"""Checks of what users pass to the engine: which item, what was wanted, what came, what to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..scaling import DynamicLossScaler, LossScaler, StaticLossScaler
+
+
+def make_scaler(dynamic: bool, loss_scale: float | None, scaler: LossScaler | None) -> LossScaler:
+    """The scaler that the constructor's three ways of asking for one mean."""
+    if not isinstance(dynamic, bool):
+        raise TypeError(f"dynamic: expected True or False, got {type(dynamic).__name__}.")
+    check_scaler(scaler)
+    ways = {"dynamic": dynamic, "loss_scale": loss_scale is not None, "scaler": scaler is not None}
+    given = [name for name, is_given in ways.items() if is_given]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} were given: each of them chooses the loss scaler. Give one of them.")
+    if scaler is not None:
+        return scaler
+    if dynamic:
+        return DynamicLossScaler()
+    try:
+        return StaticLossScaler(1.0 if loss_scale is None else loss_scale)
+    except (TypeError, ValueError) as error:  # it names its own argument
+        raise type(error)(f"loss_{error}") from None
+
+
+def check_scaler(scaler: object) -> None:
+    """Raise ``TypeError`` for anything but a ``LossScaler`` or None."""
+    if scaler is not None and not isinstance(scaler, LossScaler):
+        raise TypeError(f"scaler: expected a fp16opt.LossScaler, got {type(scaler).__name__}.")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise ``ValueError`` where ``value`` is not among ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def check_number(name: str, value: float, *, above_zero: bool = False) -> float:
+    """A float that is not negative, or not 0 either (inf is allowed)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}.")
+    number = float(value)
+    if math.isnan(number) or number < 0 or (above_zero and number == 0):
+        wanted = "positive" if above_zero else "not negative"
+        raise ValueError(f"{name}: expected a number that is {wanted}, got {number}.")
+    return number
+
+
+def check_loss(loss: object, scalar: bool = False) -> None:
+    """A floating tensor; with ``scalar``, of one element."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"loss: expected a tensor, got {type(loss).__name__}.")
+    if not loss.is_floating_point():
+        raise TypeError(f"loss: expected a floating dtype, got {loss.dtype}. Compute the loss in float32.")
+    if scalar and loss.numel() != 1:
+        raise ValueError(
+            f"loss: expected one element, got shape {tuple(loss.shape)}. Reduce it, for instance with .mean()."
+        )
+
+
+def named(named_parameters: Iterable[tuple[str, Tensor]] | None) -> list[tuple[str, Tensor]]:
+    """The pairs of ``model.named_parameters()``, checked."""
+    if not (named_parameters is None or isinstance(named_parameters, Iterable)):
+        raise TypeError(
+            f"named_parameters: expected (name, parameter) pairs, got {type(named_parameters).__name__}. "
+            "Pass model.named_parameters()."
+        )
+    pairs = list(named_parameters or ())
+    for pair in pairs:
+        if not (
+            isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor)
+        ):
+            raise TypeError(
+                f"named_parameters: expected (name, parameter) pairs, got an item of type {type(pair).__name__}. "
+                "Pass model.named_parameters()."
+            )
+    return pairs
+
+
+def open_group(param_group: object) -> tuple[dict[str, Any], list[Any], dict[int, str]]:
+    """A copy of a param group that may be changed, its parameters, and the names that came with them."""
+    if not isinstance(param_group, dict):
+        raise TypeError(f"param_group: expected a dict, got {type(param_group).__name__}.")
+    if "params" not in param_group:
+        raise ValueError("param_group: expected a key 'params', got none. Give the parameters under 'params'.")
+    params = param_group["params"]
+    if isinstance(params, set):
+        raise TypeError("param_group: expected an ordered collection of parameters, got a set. Use a list.")
+    items = [params] if isinstance(params, Tensor) else list(params)
+    names = {id(item[1]): item[0] for item in items if isinstance(item, tuple) and len(item) == 2}
+    tensors = [item[1] if isinstance(item, tuple) and len(item) == 2 else item for item in items]
+    return {**param_group, "params": items}, tensors, names
+
+
+def require(value: Any) -> Any:
+    """``value``, which the state machine guarantees to be there."""
+    if value is None:
+        raise RuntimeError("internal error: no backward is pending. Please report this.")
+    return value
+
+
+def quoted(name: str | None) -> str:
+    """A name in parentheses for a message, or nothing."""
+    return f" ({name!r})" if name else ""

@@ -1,0 +1,308 @@
+"""The optimizer's state_dict: build it, and load one that fits or leave everything as it was.
+
+``optimizer`` is the wrapped torch optimizer throughout: its param_groups hold FP32 masters where the model is
+16-bit, and the model's own parameters elsewhere. ``masters`` lists the former in param_groups order, with
+None for the latter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..kernels import HALF_DTYPES
+from ..scaling import LossScaler
+from .schema import (
+    FACTORED,
+    HOW_SAVED,
+    PER_ELEMENT,
+    VERSION,
+    check_form,
+    check_masters,
+    check_optimizer_state,
+    check_outside,
+    is_ours,
+    is_torch_class,
+    labels_of,
+    lacks,
+)
+from .snapshot import Snapshot
+
+__all__ = ["VERSION", "LoadPlan", "build", "carry_state", "optimizer_state", "plan_load"]
+
+
+def build(optimizer: Optimizer, masters: Sequence[Tensor | None], scaler: LossScaler) -> dict[str, Any]:
+    """The state_dict of a wrapped optimizer; ``torch.load(weights_only=True)`` reads it back.
+
+    Like torch's, it refers to the live tensors: copy it (or save it) to keep this moment. Does not sync.
+
+    Returns:
+        ``version`` (1), ``optimizer`` (the wrapped optimizer's own), ``masters`` and ``scaler``.
+    """
+    _drop_empty_strangers(optimizer)
+    return {
+        "version": VERSION,
+        "optimizer": optimizer.state_dict(),
+        "masters": [None if master is None else master.detach() for master in masters],
+        "scaler": scaler.state_dict(),
+    }
+
+
+def _drop_empty_strangers(optimizer: Optimizer) -> None:
+    """Reading ``state[model_param]``, where the master is the key, leaves an empty entry that torch can't save."""
+    known = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for key in [key for key, value in optimizer.state.items() if isinstance(key, Tensor) and value == {}]:
+        if id(key) not in known:
+            del optimizer.state[key]
+
+
+def carry_state(optimizer: Optimizer, old: Tensor, new: Tensor) -> None:
+    """Move ``optimizer.state[old]``, where there is one, to ``new``: a parameter's state to its master.
+
+    Tensors are copied, FP16 and BF16 ones to FP32, so that whoever holds the old ones keeps them as they are.
+    """
+    if old in optimizer.state:
+        optimizer.state[new] = _own(optimizer.state.pop(old))
+
+
+def optimizer_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """What a plain optimizer of the wrapped class loads, out of a state_dict of `MixedPrecisionOptimizer`.
+
+    For leaving: the model's weights in FP32 are ``opt.fp32_state_dict(model)``, and this is the optimizer's state over
+    them. Does not sync.
+
+    Args:
+        state_dict: what ``state_dict()`` of a `MixedPrecisionOptimizer` returned, or a plain state_dict of torch.optim.
+
+    Returns:
+        ``{'state': ..., 'param_groups': ...}``, state in FP32 where the parameter was 16-bit; of a class with a
+        state_dict of another form, that form. Not a copy: it is the entry of ``state_dict``, and a plain state_dict
+        comes back as it is.
+
+    Raises:
+        TypeError: ``state_dict`` or a part of it is of another type.
+        ValueError: it is neither of the two; names what is lacking.
+
+    Example:
+        >>> import fp16opt
+        >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+        >>> opt = fp16opt.MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=0.5, momentum=0.9))
+        >>> opt.backward(weight.float().sum())
+        >>> opt.step()
+        >>> plain = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+        >>> plain.load_state_dict(fp16opt.optimizer_state(opt.state_dict()))
+        >>> plain.state_dict()["state"][0]["momentum_buffer"], plain.param_groups[0]["lr"]
+        (tensor([1., 1.]), 0.5)
+    """
+    check_outside(state_dict)
+    found: Any = state_dict["optimizer"] if is_ours(state_dict) else state_dict
+    if not isinstance(found, Mapping):
+        raise TypeError(f"optimizer must be a dict, got {type(found).__name__}. {HOW_SAVED}")
+    if found is state_dict or not found or "state" in found or "param_groups" in found:
+        check_form(found)
+    return cast("dict[str, Any]", found)
+
+
+def plan_load(
+    state_dict: Mapping[str, Any],
+    *,
+    optimizer: Optimizer,
+    masters: Sequence[Tensor | None],
+    names: Sequence[str],
+    scaler: LossScaler,
+) -> LoadPlan:
+    """Check that ``state_dict`` fits, down to shapes and dtypes, and change nothing.
+
+    Args:
+        state_dict: what `build` returned, or a plain state_dict of the wrapped optimizer's class (from FP32
+            training, say): masters and scaler then stay as they are. Of torch.optim's own classes (no subclasses)
+            settings and state are checked here; of others their ``load_state_dict`` judges them in ``apply()``.
+        names: of the parameters, in param_groups order, for messages.
+
+    Returns:
+        A plan whose ``apply()`` does the loading.
+
+    Raises:
+        TypeError, ValueError: names the item, what was wanted, what came and what to do.
+    """
+    check_outside(state_dict, any_form=_adapts(optimizer))
+    plain = not is_ours(state_dict)
+    labels = labels_of(optimizer, names)
+    optimizer_state = state_dict if plain else state_dict["optimizer"]
+    if not isinstance(optimizer_state, Mapping):
+        raise TypeError(f"optimizer must be a dict, got {type(optimizer_state).__name__}. {HOW_SAVED}")
+    if not _adapts(optimizer):
+        check_optimizer_state(optimizer_state, optimizer, labels)
+    if not plain:
+        check_masters(state_dict["masters"], masters, labels)
+        scaler.check_state_dict(state_dict["scaler"])
+    return LoadPlan(state_dict, optimizer, masters, labels, scaler)
+
+
+class LoadPlan:
+    """A checked state_dict and where it goes. Made by `plan_load`."""
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, Any],
+        optimizer: Optimizer,
+        masters: Sequence[Tensor | None],
+        labels: Sequence[str],
+        scaler: LossScaler,
+    ) -> None:
+        self.has_masters = is_ours(state_dict)
+        self._state_dict, self._optimizer, self._masters = state_dict, optimizer, masters
+        self._labels, self._scaler = labels, scaler
+
+    def apply(self) -> None:
+        """Load. Tensors are copied: training never edits the caller's dict. Syncs.
+
+        The wrapped optimizer's own ``load_state_dict`` does its part, with its hooks. When it or one of them
+        raises, the error comes through and the optimizer (attributes, groups, state, those of optimizers inside it),
+        the masters and the scaler are as they were.
+        """
+        sd = self._state_dict
+        before = Snapshot(self._optimizer, copies_tensors=_runs_strange_code(self._optimizer))
+        scaler_before = self._scaler.state_dict()
+        try:
+            _load_optimizer(self._optimizer, sd["optimizer"] if self.has_masters else sd, self._labels)
+            if self.has_masters:
+                self._scaler.load_state_dict(sd["scaler"])
+        except BaseException:
+            before.restore()
+            self._scaler.load_state_dict(scaler_before)
+            raise
+        if self.has_masters:
+            with torch.no_grad():
+                for master, saved in zip(self._masters, sd["masters"], strict=True):
+                    if master is not None:
+                        master.copy_(saved)
+
+
+# -- loading -------------------------------------------------------------------------------------------------
+
+
+def _load_optimizer(optimizer: Optimizer, state_dict: Mapping[str, Any], labels: Sequence[str]) -> None:
+    """The wrapped optimizer loads a copy of ``state_dict``, then its state gets back what torch's casts took.
+
+    torch gives every state tensor the parameter's dtype. Two hooks of ours, the innermost ones, see what the
+    user's hooks made of the dict, and put the state right before the user's hooks see that.
+    """
+    adapted = _adapts(optimizer)
+    lists = [group["params"] for group in optimizer.param_groups]
+    settings = [set(group) & set(optimizer.defaults) for group in optimizer.param_groups]
+    standard = is_torch_class(optimizer)
+    final: dict[str, Any] = {}
+
+    def take(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+        if adapted:
+            check_optimizer_state(given, optimizer, labels)
+            given = _own_dict(given)
+        final.update(given)
+        return given
+
+    def put_right(_: Optimizer) -> None:
+        if not final:
+            return
+        ids = [i for group in final["param_groups"] for i in group["params"]]
+        params = [p for params in lists for p in params]
+        for i, param in zip(ids, params, strict=True):
+            if i in final["state"] and param in optimizer.state:
+                saved = final["state"][i]
+                optimizer.state[param] = _put_right(optimizer.state[param], saved, param, standard)
+
+    with contextlib.ExitStack() as hooks:
+        if _hooks(optimizer, "pre") is not None:  # a class without tables of hooks doesn't call torch's loading
+            hooks.callback(optimizer.register_load_state_dict_pre_hook(take).remove)
+            hooks.callback(optimizer.register_load_state_dict_post_hook(put_right, prepend=True).remove)
+        optimizer.load_state_dict(_own_dict(state_dict))
+    sizes, left = [len(params) for params in lists], [len(group["params"]) for group in optimizer.param_groups]
+    if left != sizes:
+        raise ValueError(
+            f"optimizer: {type(optimizer).__name__}.load_state_dict left groups of {left} params where {sizes} were. "
+            "Construct the optimizer over the parameters and groups that it was saved with."
+        )
+    for number, (group, params) in enumerate(zip(optimizer.param_groups, lists, strict=True)):
+        group["params"] = params
+        if not standard:
+            continue
+        lacking = sorted(settings[number] - set(group))
+        if lacking:
+            raise lacks(f"optimizer, group {number}", lacking)
+
+
+def _put_right(loaded: Any, saved: Any, param: Tensor, standard: bool, key: object = None) -> Any:
+    """``loaded`` (after torch's casts) with the tensors of ``saved``; what is not a tensor in both stays."""
+    if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
+        if key == "step":  # torch's rule holds: on the host, or beside the parameter if fused or capturable
+            return loaded
+        # torch's own classes need these in the parameter's dtype (FP64 state for an FP32 master, say)
+        return _placed(saved, param, standard and (key in PER_ELEMENT or key in FACTORED))
+    if isinstance(loaded, dict) and isinstance(saved, Mapping):
+        for k, value in loaded.items():
+            if k in saved:
+                loaded[k] = _put_right(value, saved[k], param, standard, k)
+        return loaded
+    if type(loaded) is type(saved) and isinstance(saved, list | tuple) and len(loaded) == len(saved):
+        values = [_put_right(a, b, param, standard) for a, b in zip(loaded, saved, strict=True)]
+        return _rebuilt(saved, values)
+    return saved if isinstance(saved, str) else loaded  # torch makes a generator's repr of a str
+
+
+def _placed(value: Tensor, param: Tensor, as_param: bool) -> Tensor:
+    """``value`` on the parameter's device; in its strides if shapes agree, as fused steps ignore strides."""
+    value = value.to(device=param.device, dtype=param.dtype if as_param else value.dtype)
+    alike = value.shape == param.shape and value.layout == param.layout == torch.strided
+    if not alike or value.stride() == param.stride():
+        return value
+    like = torch.empty_like(param, dtype=value.dtype, requires_grad=False)
+    return value if like.stride() == value.stride() else like.copy_(value)
+
+
+def _own(value: Any) -> Any:
+    """A copy that shares no container and no tensor with ``value``; FP16 and BF16 tensors become FP32."""
+    if isinstance(value, Tensor):
+        return value.detach().to(torch.float32) if value.dtype in HALF_DTYPES else value.detach().clone()
+    return _walk(value, _own)
+
+
+def _own_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _own(value) if key == "state" else copy.deepcopy(value) for key, value in state_dict.items()}
+
+
+def _walk(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """``value`` rebuilt with ``leaf`` of each item if it is a dict, list or tuple; else the object itself."""
+    if isinstance(value, Mapping):
+        return {k: leaf(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return _rebuilt(value, [leaf(v) for v in value])
+    return value
+
+
+def _rebuilt(like: Any, values: list[Any]) -> Any:
+    """``values`` in a list, tuple or named tuple like ``like``."""
+    return type(like)(*values) if hasattr(like, "_fields") else type(like)(values)
+
+
+def _adapts(optimizer: Optimizer) -> bool:
+    """Whether hooks or an override may turn a dict of another form into torch's: then it is checked later."""
+    overridden = "load_state_dict" in vars(optimizer) or (
+        type(optimizer).load_state_dict is not Optimizer.load_state_dict
+    )
+    return overridden or bool(_hooks(optimizer, "pre"))
+
+
+def _runs_strange_code(optimizer: Optimizer) -> bool:
+    """Whether loading calls anything but torch's own code: it may write tensors in place before it raises."""
+    return bool(_hooks(optimizer, "post")) or _adapts(optimizer) or not is_torch_class(optimizer)
+
+
+def _hooks(optimizer: Optimizer, when: str) -> Mapping[int, Callable[..., Any]] | None:
+    """The table of hooks ``when`` loading; None where a class never called ``Optimizer.__init__``, which makes it."""
+    return vars(optimizer).get(f"_optimizer_load_state_dict_{when}_hooks")

@@ -1,0 +1,179 @@
+"""What went wrong, in words: which parameters overflowed, and what to log about it and how often."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from .. import kernels
+from ..scaling import LossScaler
+
+__all__ = ["Overflow", "SkipLog", "blamed", "describe", "overflows_from_flags", "warn_cast", "warn_model_write"]
+
+logger = logging.getLogger("fp16opt")
+
+
+class Overflow(NamedTuple):
+    """A parameter whose gradient was not finite when a step was skipped.
+
+    Fields:
+        name: the parameter's name, or 'group 0, param 3' where it has none.
+        group, index: its place in the optimizer's param_groups.
+        inf, nan: which of the two its unscaled gradient held.
+
+    Example:
+        >>> print(Overflow("fc.weight", 0, 3, inf=True, nan=False))
+        fc.weight (inf)
+    """
+
+    name: str
+    group: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+    inf: bool
+    nan: bool
+
+    def __str__(self) -> str:
+        kinds = [kind for kind, held in (("inf", self.inf), ("nan", self.nan)) if held]
+        return f"{self.name} ({' and '.join(kinds)})"
+
+
+def describe(names: Iterable[object], limit: int = 5) -> str:
+    """Names in one line, the first ``limit`` of them.
+
+    Example:
+        >>> describe(["a", "b", "c", "d"], limit=2)
+        'a, b and 2 more'
+    """
+    listed = [str(name) for name in names]
+    if not listed:
+        return "none"
+    more = len(listed) - limit
+    return ", ".join(listed) if more <= 0 else f"{', '.join(listed[:limit])} and {more} more"
+
+
+def blamed(overflows: Sequence[object]) -> str:
+    """:func:`describe` for overflows. There may be none here: another rank, or a GradScaler, found them elsewhere.
+
+    Example:
+        >>> blamed([])
+        "none of this rank's parameters"
+    """
+    return describe(overflows) if overflows else "none of this rank's parameters"
+
+
+def overflows_from_flags(
+    flags: Sequence[int], names: Sequence[str], places: Sequence[tuple[int, int]]
+) -> list[Overflow]:
+    """The parameters with a flag set, in order.
+
+    Args:
+        flags: bits of ``kernels.GradStats.nonfinite``, one int for each parameter.
+        names: of the parameters.
+        places: their (group, index in the group).
+    """
+    return [
+        Overflow(name, *place, inf=bool(bits & kernels.INF), nan=bool(bits & kernels.NAN))
+        for bits, name, place in zip(flags, names, places, strict=True)
+        if bits
+    ]
+
+
+class SkipLog:
+    """Decides what to log after each skipped step.
+
+    A dynamic scaler finds its scale by overflowing: until the first step is taken a skip is logged at INFO
+    level as calibration; afterwards it is a WARNING with the parameters' names. Where the scale can't go
+    lower, skips will go on: the 1st, 2nd, 4th, 8th ... of them is an ERROR (a WARNING with a static scaler),
+    the others are silent.
+
+    Attributes:
+        elsewhere: Set while a skip is noted that a GradScaler decided: whether it logs that itself.
+    """
+
+    def __init__(self) -> None:
+        self.elsewhere: bool | None = None
+        self._calibrating = True
+        self._stuck = 0
+
+    def stepped(self) -> None:
+        """A step was taken: calibration is over."""
+        self._calibrating = False
+
+    def skipped(self, scaler: LossScaler, old: float, overflows: Sequence[Overflow]) -> None:
+        """A step was skipped, and the scaler has been updated. Syncs (a skip is known on the host anyway).
+
+        Args:
+            old: the loss scale that the step was made with.
+            overflows: the parameters with non-finite gradients.
+        """
+        if self.elsewhere is not None:
+            calm = logging.INFO if self._calibrating else logging.WARNING
+            level = logging.DEBUG if self.elsewhere else calm
+            logger.log(level, "step skipped by the GradScaler: non-finite gradients in %s.", blamed(overflows))
+            return
+        new = float(scaler.scale)
+        stuck = not scaler.dynamic or (not new < old and scaler.at_floor())
+        if stuck:
+            self._stuck += 1
+            if self._stuck & (self._stuck - 1) == 0:
+                self._log_stuck(scaler.dynamic, new, overflows)
+        elif self._calibrating:
+            logger.info(
+                "calibrating the loss scale: step skipped, the scale is now %g. The first steps of a dynamic "
+                "scaler are expected to overflow.",
+                new,
+            )
+        else:
+            change = f"{old:g} -> {new:g}" if new != old else f"stays at {new:g} (hysteresis)"
+            logger.warning("step skipped, loss scale %s: non-finite gradients in %s.", change, blamed(overflows))
+
+    def _log_stuck(self, dynamic: bool, scale: float, overflows: Sequence[Overflow]) -> None:
+        if dynamic:
+            logger.error(
+                "step skipped at the lowest loss scale, %g (%d so far): non-finite gradients in %s. Look for "
+                "inf or nan in the loss or the data, or give DynamicLossScaler a lower min_scale.",
+                scale,
+                self._stuck,
+                blamed(overflows),
+            )
+        else:
+            logger.warning(
+                "step skipped, static loss scale %g (%d so far): non-finite gradients in %s. Use a lower "
+                "scale or dynamic=True.",
+                scale,
+                self._stuck,
+                blamed(overflows),
+            )
+
+
+def warn_cast(flags: Iterable[tuple[str, int]], warned: set[str]) -> None:
+    """Warn of masters that their model parameter can't hold, each parameter once for each reason.
+
+    Args:
+        flags: names and bits of ``kernels.CastStats.overflow``.
+        warned: remembers what was warned of; added to.
+    """
+    reasons = (
+        (kernels.NOT_FINITE, "not finite", "FP32 masters hold inf or nan"),
+        (
+            kernels.TOO_LARGE,
+            "too large",
+            "FP32 masters are too large for their 16-bit parameters, which became inf",
+        ),
+    )
+    flags = list(flags)
+    for bit, key, text in reasons:
+        names = [name for name, bits in flags if bits & bit and f"{key}: {name}" not in warned]
+        if names:
+            warned.update(f"{key}: {name}" for name in names)
+            logger.warning("%s: %s.", text, describe(names))
+
+
+def warn_model_write(names: Iterable[str]) -> None:
+    """Warn that something else wrote model parameters, and that their masters take the new values."""
+    logger.warning(
+        "model weights were written by something else than the optimizer; masters take the values: %s. "
+        'Call refresh_masters() after writing, or construct with on_model_write="error" to find the place.',
+        describe(names),
+    )

@@ -1,0 +1,94 @@
+"""Masters whose gradients are made when they are read: classes of parameters that ask before."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .pairs import Pairs
+from .sights import GRAD
+
+
+class MasterClasses:
+    """Subclasses of Parameter (and of DTensor) whose ``grad`` makes true gradients before it is read or set.
+
+    Copies and pickles of such parameters are plain ones again.
+
+    Args:
+        read: called before ``.grad`` is read; None once what it belongs to is gone.
+        edit: called before ``.grad`` is set.
+
+    Attributes:
+        adopted: (master, its class, the ordinary class) of those that have one of them.
+    """
+
+    def __init__(self, read: Callable[[], None], edit: Callable[[], None]) -> None:
+        self._read, self._edit = read, edit
+        self._of: dict[type, type] = {}
+        self.adopted: list[tuple[Tensor, type, type]] = []
+
+    def made(self, cls: type) -> bool:
+        """Whether ``cls`` is one of them."""
+        return self._of.get(cls.__mro__[1]) is cls
+
+    def adopt(self, pairs: Pairs) -> None:
+        """Have every master ask before its gradient is read."""
+        for pair in pairs.all:
+            cls = type(pair.master)
+            if pair.master is not pair.model and not self.made(cls):
+                if cls not in self._of:
+                    self._of[cls] = _subclass(cls, self._read, self._edit)
+                pair.master.__class__ = self._of[cls]
+                self.adopted.append((pair.master, self._of[cls], cls))
+
+    @contextlib.contextmanager
+    def plain(self) -> Iterator[None]:
+        """For as long as it lasts, masters are ordinary parameters, for which torch chooses its faster loops."""
+        for master, _, ordinary in self.adopted:
+            master.__class__ = ordinary
+        try:
+            yield
+        finally:
+            for master, cls, _ in self.adopted:
+                master.__class__ = cls
+
+
+def _subclass(cls: Any, read: Callable[[], None], edit: Callable[[], None]) -> type:
+    class MasterParameter(cls):  # type: ignore[misc]
+        """An FP32 master whose gradient is made of the model's when it is read."""
+
+        if "__slots__" in cls.__dict__:
+            __slots__ = ()
+
+        @property
+        def grad(self) -> Tensor | None:
+            read()
+            found: Tensor | None = GRAD.__get__(self)
+            return found
+
+        @grad.setter
+        def grad(self, value: Tensor | None) -> None:
+            edit()
+            GRAD.__set__(self, value)
+
+        @grad.deleter
+        def grad(self) -> None:
+            edit()
+            GRAD.__set__(self, None)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            plain = self.detach()
+            made = torch.nn.Parameter(plain, requires_grad=self.requires_grad)
+            made.__dict__.update(self.__dict__)
+            return made.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            if id(self) not in memo:
+                memo[id(self)] = torch.nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
+            return memo[id(self)]
+
+    return MasterParameter

@@ -1,0 +1,271 @@
+"""Model weights written by something else than the optimizer: noticed before masters are stepped or saved.
+
+Version counters show most writes. Those through ``.data`` show in a sample of the bits: every element of tensors up to
+16,384, a lattice of one in about a thousand of larger ones. Where either has moved, the weight is compared with its
+rounded master in full; equal bits are no write. A master that the user wrote wins over its weight.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from .diagnostics import warn_cast, warn_model_write
+from .dtensors import version
+from .masters import Masters, cast_flags
+from .pairs import DeviceGroup, Pair, Pairs
+
+POLICIES = ("refresh", "error", "ignore")
+
+logger = logging.getLogger("fp16opt")
+
+
+_VERSION = operator.attrgetter("_version")
+
+
+def _strides(group: DeviceGroup) -> list[tuple[int, ...] | None]:
+    """Of the weights that have masters, by row."""
+    return [None if model is None else model.stride() for model in group.copied_models]
+
+
+class _Record:
+    """What the weights of one device held when their masters were last written with them."""
+
+    def __init__(self, group: DeviceGroup) -> None:
+        self.then = torch.zeros(len(group), dtype=torch.int64, device=group.device)
+        self.now = torch.zeros_like(self.then)
+        self.layout = -1
+        self.strides = _strides(group)
+        self.taken = torch.zeros(len(group), dtype=torch.int32, device=group.device)
+
+
+class ModelWrites:
+    """What the engine last wrote, and what somebody else has written since.
+
+    Args:
+        policy: one of ``POLICIES``.
+    """
+
+    def __init__(self, pairs: Pairs, masters: Masters, policy: str) -> None:
+        self.pairs = pairs
+        self.masters = masters
+        self.policy = policy
+        self._warned: set[str] = set()
+        self._written_masters: set[int] = set()
+        self._untold = False
+        self._records: list[_Record] = []
+        self._generation = -1
+        self.record()
+
+    # -- what we wrote -----------------------------------------------------------------------------------------------
+
+    def record(self, masters_seen: bool = False) -> None:
+        """Weights and masters agree: take both as they are for written by the engine. No host sync.
+
+        Args:
+            masters_seen: Whether :meth:`see_masters` has just been asked.
+        """
+        self._follow()
+        self._written_masters.clear()
+        if not masters_seen:
+            self._master_versions = self._versions(self.pairs.masters)
+        self._model_versions = self._versions(self.pairs.models)
+        if self.policy != "ignore":
+            for group, record in zip(self.pairs.devices, self._records, strict=True):
+                self._sample(group, record.then)
+                if record.layout != self.pairs.layout:
+                    record.layout, record.strides = self.pairs.layout, _strides(group)
+
+    def grown(self) -> None:
+        """Parameters or masters came. Writes to older ones that were not noticed yet stay to be noticed."""
+        model_versions, master_versions = self._model_versions, self._master_versions
+        before = {
+            position: (record.then[row].clone(), record.strides[row])
+            for group, record in zip(self._groups, self._records, strict=True)
+            for row, position in enumerate(group.positions)
+            if group.copied_models[row] is not None
+        }
+        written = set(self._written_masters)
+        self.record()
+        self._written_masters = written
+        for group, record in zip(self.pairs.devices, self._records, strict=True):
+            for row, position in enumerate(group.positions):
+                if position in before:
+                    record.then[row], record.strides[row] = before[position]
+                    self._model_versions[position] = model_versions[position]
+                    self._master_versions[position] = master_versions[position]
+
+    def count_anew(self) -> None:
+        """Tensors were copied, and count their versions from the beginning. What was written before stays written."""
+        self._groups = list(self.pairs.devices)
+        self._generation = self.pairs.generation
+        self._master_versions = self._versions(self.pairs.masters)
+        self._model_versions = self._versions(self.pairs.models)
+
+    def _follow(self) -> None:
+        if self._generation != self.pairs.generation or len(self._records) != len(self.pairs.devices):
+            self._generation = self.pairs.generation
+            self._groups = list(self.pairs.devices)
+            self._records = [_Record(group) for group in self._groups]
+
+    def _versions(self, tensors: list[Tensor]) -> list[int]:
+        return [version(t) for t in tensors] if self.pairs.has_pieces else list(map(_VERSION, tensors))
+
+    def _sample(self, group: DeviceGroup, samples: Tensor) -> None:
+        """Digests of a device's weights into ``samples``."""
+        if group.copied:
+            kernels.multi_tensor_sample(group.copied_models, samples, tables=group.tables["sample"])
+
+    # -- masters that the user wrote ---------------------------------------------------------------------------------
+
+    def see_masters(self) -> None:
+        """Remember which masters the user has written, until they are rounded down."""
+        versions = self._versions(self.pairs.masters)
+        if versions != self._master_versions:
+            pairs = zip(self.pairs.all, versions, self._master_versions, strict=True)
+            self._written_masters |= {
+                position
+                for position, (pair, now, then) in enumerate(pairs)
+                if now != then and pair.master is not pair.model
+            }
+            self._master_versions = versions
+
+    def round_written(self) -> None:
+        """Round down those masters, and those that a hook of a step has written since."""
+        self.see_masters()
+        for group in self.pairs.devices if self._written_masters else ():
+            rows = [row for row, position in enumerate(group.positions) if position in self._written_masters]
+            if rows:
+                self.masters.round_down(group, rows)
+
+    # -- weights that somebody else wrote ----------------------------------------------------------------------------
+
+    def notice(self, waits: bool = True) -> None:
+        """Follow the policy where weights hold other values than their masters.
+
+        Args:
+            waits: False leaves the look to the device, where the policy is "refresh"; :meth:`tell` says what was taken.
+
+        Raises:
+            RuntimeError: the policy is "error" and a weight was written.
+
+        Syncs: where it waits.
+        """
+        if self.pairs.has_pieces:
+            self.pairs.take_pieces()
+        self.see_masters()
+        if self.policy == "ignore":
+            return
+        versions = self._versions(self.pairs.models)
+        if self.policy == "refresh" and not waits and not self.masters.has_ties:
+            self._take_on_device(versions)
+        else:
+            written = [pair for group in self._groups for pair in self._written(group, versions)]
+            if written:
+                self._follow_policy(written)
+                versions = self._versions(self.pairs.models)
+        self._model_versions = versions
+
+    def _follow_policy(self, written: list[Pair]) -> None:
+        if self.policy == "error":
+            raise RuntimeError(
+                f"the model's weights were written behind the optimizer: {self.pairs.describe(written)}. Call "
+                'refresh_masters() after writing to the model, or use on_model_write="refresh".'
+            )
+        for pair in written:
+            self.masters.take_up(pair)
+        self.accept(written)
+        warn_model_write([pair.name for pair in written])
+
+    def _written(self, group: DeviceGroup, versions: list[int]) -> list[Pair]:
+        record = self._records[self._groups.index(group)]
+        self._sample(group, record.now)
+        sampled = None if torch.equal(record.now, record.then) else (record.now != record.then).tolist()
+        if sampled is None and versions == self._model_versions:
+            return []
+        counted = [versions[i] != self._model_versions[i] for i in group.positions]
+        moved = [
+            row
+            for row in group.copied
+            if (counted[row] or (sampled is not None and sampled[row]))
+            and group.positions[row] not in self._written_masters
+        ]
+        pairs = [self.pairs.all[group.positions[row]] for row in moved]
+        self.masters.mend(pairs)
+        written = []
+        for row, pair in zip(moved, pairs, strict=True):
+            if self.masters.differs(pair, self._moved(group, record, row)):
+                written.append(pair)
+            else:  # the same values, perhaps laid out anew
+                record.then[row], record.strides[row] = record.now[row], group.models[row].stride()
+        return written
+
+    def _moved(self, group: DeviceGroup, record: _Record, row: int) -> bool:
+        """Whether a weight's sample differs from the recorded one, in the layout in which that was taken."""
+        weight, strides = group.models[row].detach(), record.strides[row]
+        kernels.multi_tensor_sample([weight], record.now[row : row + 1])
+        if strides is None or weight.stride() == strides:
+            return not torch.equal(record.now[row], record.then[row])
+        as_before = weight.new_empty_strided(weight.shape, strides).copy_(weight)
+        found = torch.zeros_like(record.now[row : row + 1])
+        kernels.multi_tensor_sample([as_before], found)
+        return not torch.equal(found[0], record.then[row])
+
+    def _take_on_device(self, versions: list[int]) -> None:
+        """Nobody looks whether there was anything to take. The next step rounds down what was."""
+        for group, record in zip(self._groups, self._records, strict=True):
+            if not group.copied:
+                continue
+            self._sample(group, record.now)
+            for row, position in enumerate(group.positions):
+                if versions[position] != self._model_versions[position]:  # compare in full, whatever the sample says
+                    torch.add(record.then[row], 1, out=record.now[row])
+            theirs = self._written_masters
+            masters = [
+                None if position in theirs else master
+                for position, master in zip(group.positions, group.copied_masters, strict=True)
+            ]
+            self.masters.take_up_on_device(group, masters, record.now, record.then, record.taken)
+            self._untold = True
+        self._master_versions = self._versions(self.pairs.masters)
+
+    def accept(self, pairs: list[Pair]) -> None:
+        """Masters were brought up to these weights: from here on they count as written by the engine."""
+        for pair in pairs:
+            record = self._records[self._groups.index(pair.device)]
+            weight = pair.device.models[pair.row]
+            if self.policy != "ignore":
+                kernels.multi_tensor_sample([weight.detach()], record.then[pair.row : pair.row + 1])
+                record.strides[pair.row] = weight.stride()
+        if pairs:
+            taken = {id(pair) for pair in pairs}
+            versions = self._versions(self.pairs.masters)
+            for position, pair in enumerate(self.pairs.all):
+                if id(pair) in taken:
+                    self._master_versions[position] = versions[position]
+            self._model_versions = self._versions(self.pairs.models)
+
+    # -- in words ----------------------------------------------------------------------------------------------------
+
+    def tell(self) -> None:
+        """Warn of masters that did not fit into the model, and of what was taken on a device. Syncs."""
+        self._untold = False
+        if flags := cast_flags(self._groups, self.pairs.names):
+            warn_cast(flags, self._warned)
+        for group, record in zip(self._groups, self._records, strict=True):
+            if not kernels.is_host(group.device) and any(taken := record.taken.tolist()):
+                record.taken.zero_()
+                warn_model_write([self.pairs.names[i] for i, bit in zip(group.positions, taken, strict=True) if bit])
+
+    def tell_later(self) -> None:
+        """:meth:`tell` is due, but would wait for a device: the next one who looks at it anyway does it."""
+        self._untold = True
+
+    def tell_if_due(self) -> None:
+        """:meth:`tell`, if something is untold. Syncs then."""
+        if self._untold:
+            self.tell()

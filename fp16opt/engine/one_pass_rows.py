@@ -1,0 +1,203 @@
+"""Which optimizer classes have a one-pass kernel: for each a row that says what its groups and its state mean to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from ..kernels import backend, steps
+from ..kernels.reference_steps import AdamOptions, SgdOptions
+
+Columns = dict[str, "list[Tensor | None]"]
+
+
+class CannotServe(Exception):
+    """Something about a gradient or about optimizer state needs the wrapped optimizer's own step."""
+
+
+@dataclass(frozen=True)
+class OnePassRow:
+    """What a one-pass step needs to know of an optimizer class.
+
+    Attributes:
+        numbers: settings of a group that must be numbers.
+        options: from a group's settings to the kernel's. No sync: an lr that is a tensor stays one.
+        state: names of the state tensors that a group's parameters need.
+        make: fills the state of a parameter that has none: (state, group, model parameter).
+        call: the kernel: (columns, options, group_of, factors, first, the rest by keyword).
+        fills_first: whether a state tensor that is new holds nothing before the first step, which fills it.
+    """
+
+    numbers: tuple[str, ...]
+    options: Callable[[dict[str, Any]], Any]
+    state: Callable[[dict[str, Any]], tuple[str, ...]]
+    make: Callable[[dict[str, Any], dict[str, Any], Tensor], None]
+    call: Callable[..., None]
+    fills_first: bool
+
+
+def steps_on_device(device: torch.device) -> bool:
+    """Whether kernels step parameters on ``device`` that read counters and the decision to skip there. No sync.
+
+    Example:
+        >>> steps_on_device(torch.device("meta"))
+        False
+    """
+    return backend(device) == "cuda"
+
+
+# -- SGD ---------------------------------------------------------------------------------------------------------------
+
+
+def _lr(group: dict[str, Any]) -> float | Tensor:
+    lr = group["lr"]
+    return lr if isinstance(lr, Tensor) else float(lr)
+
+
+def _sgd_options(group: dict[str, Any]) -> SgdOptions:
+    momentum, dampening, weight_decay = (float(group[k]) for k in ("momentum", "dampening", "weight_decay"))
+    return SgdOptions(_lr(group), momentum, dampening, weight_decay, bool(group["nesterov"]), bool(group["maximize"]))
+
+
+def _sgd_state(group: dict[str, Any]) -> tuple[str, ...]:
+    return ("momentum_buffer",) if group["momentum"] else ()
+
+
+def _make_sgd_state(state: dict[str, Any], group: dict[str, Any], model: Tensor) -> None:
+    if group["momentum"]:
+        state["momentum_buffer"] = torch.empty_like(model, dtype=torch.float32, requires_grad=False)
+
+
+def _call_sgd(columns: Columns, options: Any, group_of: Any, factors: Any, first: list[bool], **rest: Any) -> None:
+    buffers = columns.get("momentum_buffer")
+    if buffers is not None:
+        rest.update(momentum_buffers=buffers, first=first)
+    steps.multi_tensor_sgd(columns["grads"], columns["masters"], options, group_of, factors, **rest)
+
+
+# -- Adam and AdamW ----------------------------------------------------------------------------------------------------
+
+
+def _adam_options(group: dict[str, Any]) -> AdamOptions:
+    beta1, beta2 = group["betas"]
+    eps, weight_decay = float(group["eps"]), float(group["weight_decay"])
+    decoupled, maximize = bool(group.get("decoupled_weight_decay", False)), bool(group["maximize"])
+    return AdamOptions(_lr(group), float(beta1), float(beta2), eps, weight_decay, decoupled, maximize)
+
+
+def _adamw_options(group: dict[str, Any]) -> AdamOptions:
+    return _adam_options({**group, "decoupled_weight_decay": group.get("decoupled_weight_decay", True)})
+
+
+def _adam_state(group: dict[str, Any]) -> tuple[str, ...]:
+    return ("step", "exp_avg", "exp_avg_sq") + (("max_exp_avg_sq",) if group["amsgrad"] else ())
+
+
+def _make_adam_state(state: dict[str, Any], group: dict[str, Any], model: Tensor) -> None:
+    """What torch's ``Adam._init_group`` makes, but for counters where kernels want them."""
+    beside = group.get("fused") or group.get("capturable") or steps_on_device(model.device)
+    device = model.device if beside else torch.device("cpu")
+    state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+    for name in _adam_state(group)[1:]:
+        state[name] = torch.zeros_like(model, dtype=torch.float32, requires_grad=False)
+
+
+def _call_adam(columns: Columns, options: Any, group_of: Any, factors: Any, first: list[bool], **rest: Any) -> None:
+    rest["max_exp_avg_sqs"] = columns.get("max_exp_avg_sq")
+    moments = columns["exp_avg"], columns["exp_avg_sq"], columns["step"]
+    steps.multi_tensor_adam(columns["grads"], columns["masters"], *moments, options, group_of, factors, **rest)
+
+
+ROWS: dict[type[Optimizer], OnePassRow] = {
+    SGD: OnePassRow(
+        ("momentum", "dampening", "weight_decay"), _sgd_options, _sgd_state, _make_sgd_state, _call_sgd, True
+    ),
+    Adam: OnePassRow(("eps", "weight_decay"), _adam_options, _adam_state, _make_adam_state, _call_adam, False),
+    AdamW: OnePassRow(("eps", "weight_decay"), _adamw_options, _adam_state, _make_adam_state, _call_adam, False),
+}
+
+
+# -- what stands in the way --------------------------------------------------------------------------------------------
+
+
+def group_obstacle(row: OnePassRow, group: dict[str, Any]) -> str:
+    """Why a group can't be stepped by the kernel now, in words; "" where it can. No sync."""
+    if group.get("differentiable"):
+        return "differentiable=True"
+    if group.get("capturable") and not all(map(steps_on_device, {param.device for param in group["params"]})):
+        return "capturable=True"  # for a graph, which torch operations here could not be part of
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and (lr.numel() != 1 or lr.requires_grad):
+        return "an lr that is a tensor of several elements or requires grad"
+    betas = group.get("betas", ())
+    for name in ("lr", *row.numbers):
+        if not isinstance(group[name], (int, float)) and not (name == "lr" and isinstance(lr, Tensor)):
+            return f"a {name} of type {type(group[name]).__name__}"
+    for beta in betas:
+        if not isinstance(beta, (int, float)):
+            return f"a betas of type {type(beta).__name__}"
+        if not 0.0 <= beta < 1.0:
+            return f"betas of {betas}"
+    return ""
+
+
+# -- counters of steps -------------------------------------------------------------------------------------------------
+#
+# torch keeps the counters of groups that are neither ``fused`` nor ``capturable`` on the host. Kernels that can skip
+# count beside the parameters. torch's own steps take these, but wait for each; so they go back before torch's own step
+# runs, and in checkpoints.
+
+
+def bring_counter(state: dict[str, Any], device: torch.device) -> None:
+    """Have a parameter's counter on ``device`` where kernels want it there. No sync."""
+    step = state.get("step")
+    if isinstance(step, Tensor) and step.device != device and steps_on_device(device):
+        state["step"] = step.to(device, non_blocking=True)
+
+
+def _stays(group: dict[str, Any]) -> bool:
+    return bool(group.get("fused") or group.get("capturable"))
+
+
+def _is_away(state: dict[str, Any] | None) -> bool:
+    step = None if state is None else state.get("step")
+    return isinstance(step, Tensor) and step.device.type != "cpu" and step.numel() == 1
+
+
+def _on_host(counters: list[Tensor]) -> list[Tensor]:
+    """Copies on the host, with one wait for each device."""
+    found: list[Tensor] = list(counters)
+    for device in {step.device for step in counters}:
+        places = [k for k, step in enumerate(counters) if step.device == device]
+        values = torch.stack([counters[k].reshape(()) for k in places]).cpu()
+        for k, value in zip(places, values.unbind(), strict=True):
+            found[k] = value.clone().reshape(counters[k].shape)
+    return found
+
+
+def counters_to_host(optimizer: Optimizer) -> None:
+    """Before ``optimizer`` steps itself: its counters where torch has them. Syncs where one was elsewhere."""
+    groups = [group for group in optimizer.param_groups if not _stays(group)]
+    states = [optimizer.state[p] for group in groups for p in group["params"] if _is_away(optimizer.state.get(p))]
+    for state, step in zip(states, _on_host([state["step"] for state in states]), strict=True):
+        state["step"] = step
+
+
+def counters_saved(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's ``state_dict()`` with the counters where torch has them; the optimizer keeps its own.
+
+    Syncs where one was elsewhere.
+    """
+    groups = [group for group in state_dict["param_groups"] if not _stays(group)]
+    keys = [key for group in groups for key in group["params"] if _is_away(state_dict["state"].get(key))]
+    if not keys:
+        return state_dict
+    states = dict(state_dict["state"])
+    for key, step in zip(keys, _on_host([states[key]["step"] for key in keys]), strict=True):
+        states[key] = {**states[key], "step": step}
+    return {**state_dict, "state": states}

@@ -1,0 +1,418 @@
+"""One-pass steps: what SGD, Adam or AdamW would do, by one kernel, from 16-bit gradient to 16-bit weight."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..kernels import backend, steps
+from ..kernels.reference_steps import Factors
+from ..kernels.tables import is_dense
+from .gradients import Gradients
+from .masters import Masters
+from .one_pass_rows import ROWS, CannotServe, bring_counter, counters_to_host, group_obstacle, steps_on_device
+from .pairs import HALF_DTYPES, DeviceGroup, Pairs
+from .sights import stored
+from .wrapped_step import StepFailed
+
+CHOICES = (False, True, "auto")
+NO_MASTERS = "there are no FP32 masters (master_weights='none')"
+
+logger = logging.getLogger("fp16opt")
+
+
+def check_choice(wanted: object) -> None:
+    """Raise ``ValueError`` unless ``fused_step=wanted`` is one of the three."""
+    if not isinstance(wanted, (bool, str)) or wanted not in CHOICES:
+        raise ValueError(f"fused_step: expected one of {', '.join(map(repr, CHOICES))}, got {wanted!r}.")
+
+
+def obstacle(optimizer: Optimizer, params: list[Tensor], names: list[str]) -> str:
+    """Why ``optimizer`` can't be stepped by a one-pass kernel now, in words; "" where it can. No sync.
+
+    Args:
+        params: the model's parameters.
+        names: what messages call them.
+    """
+    cls = type(optimizer)
+    if cls not in ROWS:
+        return f"{cls.__name__} is not exactly SGD, Adam or AdamW of torch.optim"
+    if "step" in optimizer.__dict__ and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        return f"the step of this {cls.__name__} was replaced"
+    return groups_obstacle(optimizer) or _params_obstacle(params, names)
+
+
+def groups_obstacle(optimizer: Optimizer) -> str:
+    """The part of :func:`obstacle` that may change from one step to the next."""
+    row = ROWS[type(optimizer)]
+    for number, group in enumerate(optimizer.param_groups):
+        reason = group_obstacle(row, group)
+        if reason:
+            return f"group {number} has {reason}"
+    return ""
+
+
+def _params_obstacle(params: list[Tensor], names: list[str]) -> str:
+    for param, name in zip(params, names, strict=True):
+        if param.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            return f"parameter {name!r} is {str(param.dtype).removeprefix('torch.')}"
+        if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            return f"parameter {name!r} is a {type(param).__name__}"
+        if param.layout is not torch.strided or (param.numel() and not is_dense(param)):
+            return f"the memory of parameter {name!r} is not dense"
+    return ""
+
+
+def check_can_serve(optimizer: Optimizer, params: list[Tensor], makes_masters: bool) -> None:
+    """Raise ``ValueError``, saying why, where ``fused_step=True`` can't be had for an optimizer about to be wrapped."""
+    names = [
+        f"group {number}, param {index}"
+        for number, group in enumerate(optimizer.param_groups)
+        for index in range(len(group["params"]))
+    ]
+    reason = obstacle(optimizer, params, names) or ("" if makes_masters else NO_MASTERS)
+    if reason:
+        raise ValueError(
+            f"fused_step=True can't be served: {reason}. Use fused_step=False, which steps the wrapped optimizer "
+            'itself, or "auto", which does so where a fused step does not apply.'
+        )
+
+
+@dataclass
+class _Call:
+    """One kernel call on a device: rows with state of the same names, all with models or all without.
+
+    Attributes:
+        waits: whether its gradients wait in 16 bits.
+        columns: by name, by row: masters, models; gradients and state while it runs.
+        places: of each row in use, where its state is among all of the optimizer's.
+        first: rows whose state holds nothing yet.
+    """
+
+    waits: bool
+    own: bool
+    names: tuple[str, ...]
+    count: int
+    rows: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    columns: dict[str, list[Tensor | None]] = field(default_factory=dict)
+    group_of: list[int] = field(default_factory=list)
+    first: list[bool] = field(default_factory=list)
+    tables: steps.StepTables = field(default_factory=steps.StepTables)
+
+    def fill(self, grads: list[Tensor | None], states: list[dict[str, Any]]) -> None:
+        """Take this step's gradients, and the state as it is now: ``states`` are those of each row in use."""
+        whole = len(self.rows) == self.count
+        self.columns["grads"] = grads if whole else self._spread([grads[row] for row in self.rows])
+        for name in self.names:
+            column = [state.get(name) for state in states]
+            self.columns[name] = column if whole else self._spread(column)
+
+    def _spread(self, values: list[Tensor | None]) -> list[Tensor | None]:
+        entries: list[Tensor | None] = [None] * self.count
+        for row, value in zip(self.rows, values, strict=True):
+            entries[row] = value
+        return entries
+
+    def rest(self) -> None:
+        """Let go of gradients and state."""
+        for name in ("grads", *self.names):
+            self.columns[name] = []
+
+
+@dataclass
+class _Plan:
+    """The calls of one device, and what they were planned for.
+
+    Attributes:
+        kinds: of each row: None without gradient, whether it waits else.
+        keys: all that the optimizer has state of, in its order.
+        settings: what decides, group by group, which state a step needs.
+    """
+
+    generation: int
+    kinds: list[bool | None]
+    keys: list[Any]
+    settings: list[tuple[str, ...]]
+    calls: list[_Call]
+
+
+class OnePassStep:
+    """Decides at every step whether a kernel takes it, and takes it; else ``fallback`` steps.
+
+    Args:
+        wanted: ``fused_step`` of the wrapper, checked.
+        optimizer: The wrapped optimizer. Its state is used and filled under torch's names.
+        fallback: A wrapped or a streamed step.
+    """
+
+    def __init__(
+        self,
+        wanted: bool | str,
+        optimizer: Optimizer,
+        pairs: Pairs,
+        masters: Masters,
+        gradients: Gradients,
+        fallback: Any,
+    ) -> None:
+        self.wanted = wanted
+        self.optimizer = optimizer
+        self.pairs = pairs
+        self.masters = masters
+        self.gradients = gradients
+        self.fallback: Any = fallback
+        self.rounded_all = False
+        self._row = ROWS[type(optimizer)]
+        self._lasting = self._last_reason = ""
+        self._known = -1
+        self._served = self._warned = self._began = False
+        self._plans: dict[torch.device, _Plan] = {}
+
+    # -- whether -----------------------------------------------------------------------------------------------------
+
+    def reason(self) -> str:
+        """Why the fallback steps; "" where a kernel does. No sync."""
+        if self._lasting or self._known != self.pairs.generation:  # what was in the way may be gone
+            self._known = self.pairs.generation
+            self._lasting = obstacle(self.optimizer, self.pairs.models, self.pairs.names)
+            if any(pair.model.requires_grad for pair in self.pairs.own_halves):
+                self._lasting = self._lasting or NO_MASTERS
+            if self.wanted == "auto" and not self._lasting:
+                plain = [str(g.device) for g in self.pairs.devices if backend(g.device) == "reference"]
+                self._lasting = f"no compiled kernels serve {plain[0]}" if plain else ""
+        return self._lasting or groups_obstacle(self.optimizer)
+
+    def describe(self) -> str:
+        """See :class:`Stepper`."""
+        reason = self.reason()
+        return f"general ({reason})" if reason else "fused"
+
+    def takes_waiting(self) -> bool:
+        """See :class:`Stepper`. Where a kernel stepped before and does not any more, a warning says once why."""
+        reason = self._last_reason = self.reason()
+        if reason:
+            self._warn(reason)
+            return bool(self.fallback.takes_waiting())
+        self._served = True
+        return True
+
+    def _warn(self, reason: str) -> None:
+        if not self._warned and (self.wanted is True or self._served):
+            self._warned = True
+            logger.warning("the wrapped optimizer steps itself from here on, and not in one pass: %s.", reason)
+
+    def skips_on_device(self) -> bool:
+        """See :class:`Stepper`. A new momentum buffer is none where the step was left out: the host remembers."""
+        if self.reason():
+            return bool(self.fallback.skips_on_device())
+        if not all(steps_on_device(group.device) for group in self.pairs.devices):
+            return False
+        if not self._row.fills_first:
+            return True
+        state = self.optimizer.state
+        stepped = [
+            (group, pair.master)
+            for group in self.optimizer.param_groups
+            for pair in self.pairs.all
+            if pair.model.grad is not None and self.optimizer.param_groups[pair.group] is group
+        ]
+        return all(state.get(master, {}).get(name) is not None for g, master in stepped for name in self._row.state(g))
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    def step(self, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
+        """See :class:`Stepper`."""
+        self.rounded_all = bool(self._last_reason)
+        if self.rounded_all:
+            if self._served:
+                counters_to_host(self.optimizer)
+            return self.fallback.step(found_inf, closure)
+        done: list[bool] = []
+
+        def run(optimizer: Optimizer) -> None:
+            try:
+                self._run(found_inf)
+            except CannotServe as reason:
+                self._warn(str(reason))
+                self._fall_back(found_inf)
+            done.append(True)
+
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as a scheduler's patch of step would set it
+        try:
+            return Optimizer.profile_hook_step(run)(self.optimizer)
+        except BaseException as error:
+            raise StepFailed(error, bool(done)) from error
+
+    def _fall_back(self, found_inf: Tensor | None) -> None:
+        """In the midst of the optimizer's hooks. The step is decided on the host."""
+        if found_inf is None or not bool(found_inf):
+            counters_to_host(self.optimizer)
+            unhooked = getattr(type(self.optimizer).step, "__wrapped__", type(self.optimizer).step)
+            self.fallback.run(unhooked, self.optimizer)
+            for group in self.pairs.devices:
+                self.masters.round_down(group)
+
+    def _run(self, found_inf: Tensor | None) -> None:
+        """All calls are planned, and with them all that can't be served is found, before the first is made."""
+        reason = groups_obstacle(self.optimizer)
+        if reason:
+            raise CannotServe(reason)
+        planned = [(group, self._plan(group)) for group in self.pairs.devices]
+        options = [self._row.options(group) for group in self.optimizer.param_groups]
+        try:
+            self._make_calls(planned, options, found_inf)
+        except (TypeError, ValueError):  # kernels refuse lists before they write: is there state that was not planned?
+            if self._began or not self._plans:
+                raise
+            self._plans = {}
+            planned = [(group, self._plan(group)) for group in self.pairs.devices]
+            self._make_calls(planned, options, found_inf)
+        self.masters.stepped()
+
+    def _make_calls(
+        self, planned: list[tuple[DeviceGroup, _Plan]], options: list[Any], found_inf: Tensor | None
+    ) -> None:
+        self._began = False
+        for group, plan in planned:
+            one = found_inf if found_inf is None or found_inf.device == group.device else found_inf.to(group.device)
+            for call in plan.calls:
+                self._call(group, call, options, one)
+                self._began = True
+
+    def _call(self, group: DeviceGroup, call: _Call, options: list[Any], found_inf: Tensor | None) -> None:
+        factors = self.gradients.waiting(group)[1]
+        if not call.waits:
+            one = torch.ones((), dtype=torch.float32, device=group.device)
+            factors = Factors(one, one)
+        self._row.call(
+            call.columns,
+            options,
+            call.group_of,
+            factors,
+            call.first,
+            models=None if call.own else call.columns["models"],
+            stats=None if call.own else group.cast,
+            found_inf=found_inf,
+            tables=call.tables,
+        )
+        if any(call.first) and (found_inf is None or not bool(found_inf)):  # a step that skips leaves nothing in them
+            for name in call.names:
+                for row in call.rows:
+                    master = self.pairs.all[group.positions[row]].master
+                    self.optimizer.state[master][name] = call.columns[name][row]
+        call.rest()
+
+    # -- plans -------------------------------------------------------------------------------------------------------
+
+    def _plan(self, group: DeviceGroup) -> _Plan:
+        """The calls of one device: those of the last step with other gradients, or new ones."""
+        waiting, _ = self.gradients.waiting(group)
+        true = None if self.gradients.all_wait(group) else self.gradients.true_ones(group)
+        kinds = _kinds(len(group), waiting, true)
+        plan = self._plans.get(group.device)
+        settings = [self._row.state(g) for g in self.optimizer.param_groups]
+        if plan is None or not self._holds(plan, kinds, settings):
+            plan = self._new_plan(group, kinds, settings, waiting, true)
+            self._plans.pop(group.device, None)
+            if not any(any(call.first) for call in plan.calls):
+                self._plans[group.device] = plan
+        else:
+            states = list(self.optimizer.state.values())
+            for call in plan.calls:
+                call.fill((waiting if call.waits else true) or [], [states[place] for place in call.places])
+        return plan
+
+    def _holds(self, plan: _Plan, kinds: list[bool | None], settings: list[tuple[str, ...]]) -> bool:
+        keys = self.optimizer.state
+        return (
+            plan.generation == self.pairs.generation
+            and plan.kinds == kinds
+            and plan.settings == settings
+            and len(keys) == len(plan.keys)
+            and all(map(operator.is_, keys, plan.keys))
+        )
+
+    def _new_plan(
+        self,
+        group: DeviceGroup,
+        kinds: list[bool | None],
+        settings: list[tuple[str, ...]],
+        waiting: list[Tensor | None] | None,
+        true: list[Tensor | None] | None,
+    ) -> _Plan:
+        calls: dict[tuple[bool, bool, tuple[str, ...]], _Call] = {}
+        states: dict[int, list[dict[str, Any]]] = {}
+        for row, waits in enumerate(kinds):
+            pair = self.pairs.all[group.positions[row]]
+            own = pair.master is pair.model
+            if waits is None or (own and pair.model.dtype in HALF_DTYPES):
+                continue
+            if not waits and stored([pair.master])[0].layout is not torch.strided:  # type: ignore[union-attr]
+                raise CannotServe(f"the gradient of {pair.name!r} is sparse")
+            settings_of = self.optimizer.param_groups[pair.group]
+            names = settings[pair.group]
+            state, new = self._state_of(settings_of, pair.master, pair.model, names)
+            call = calls.setdefault((waits, own, names), _Call(waits, own, names, len(group)))
+            if not call.group_of:
+                call.group_of, call.first = [0] * len(group), [False] * len(group)
+                call.columns = {"masters": [None] * len(group), "models": [None] * len(group)}
+            call.rows.append(row)
+            states.setdefault(id(call), []).append(state)
+            call.columns["masters"][row] = self.masters.operand(pair)
+            call.columns["models"][row] = None if own else pair.model
+            call.group_of[row] = pair.group
+            call.first[row] = new and self._row.fills_first
+        keys = list(self.optimizer.state)
+        place = {id(key): k for k, key in enumerate(keys)}
+        for call in calls.values():
+            masters = [self.pairs.all[group.positions[row]].master for row in call.rows]
+            call.places = [place[id(master)] for master in masters] if call.names else []
+            call.fill((waiting if call.waits else true) or [], states[id(call)])
+        return _Plan(self.pairs.generation, kinds, keys, settings, list(calls.values()))
+
+    def _state_of(
+        self, settings: dict[str, Any], master: Tensor, model: Tensor, names: tuple[str, ...]
+    ) -> tuple[dict[str, Any], bool]:
+        """A parameter's state, made as torch makes it where there is none, and whether it is new.
+
+        What is new and filled by the first step is not in the optimizer yet: it holds nothing before the step was done.
+        """
+        if not names:
+            return {}, False
+        there = self.optimizer.state[master]
+        if self._row.fills_first and any(there.get(name) is None for name in names):
+            made: dict[str, Any] = {name: there[name] for name in names if there.get(name) is not None}
+            self._row.make(made, settings, model)
+            return made, True
+        new = not there
+        if new:
+            self._row.make(there, settings, model)
+        bring_counter(there, master.device)
+        for name in names:
+            _check_state(name, there.get(name), master)
+        return there, new
+
+
+def _kinds(count: int, waiting: list[Tensor | None] | None, true: list[Tensor | None] | None) -> list[bool | None]:
+    waits = [None] * count if waiting is None else [None if grad is None else True for grad in waiting]
+    if true is None:
+        return waits  # type: ignore[return-value]
+    return [False if grad is not None else kind for grad, kind in zip(true, waits, strict=True)]
+
+
+def _check_state(name: str, tensor: object, master: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise CannotServe(f"the state of a parameter has no tensor {name!r}")
+    if tensor.dtype != torch.float32 or (tensor.shape != master.shape and name != "step"):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise CannotServe(f"state {name!r} is {dtype} of shape {tuple(tensor.shape)}")
+    away = tensor.device != master.device and not (name == "step" and tensor.device.type == "cpu")
+    if tensor.layout is not torch.strided or away or tensor.requires_grad:
+        raise CannotServe(f"state {name!r} is not a dense tensor on {master.device}")

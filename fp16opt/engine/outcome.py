@@ -1,0 +1,201 @@
+"""Outcome: what became of the steps. Scalers follow, skips are counted and logged, parameters are blamed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..kernels import decisions
+from ..scaling import LossScaleError, LossScaler
+from .accumulation import Verdict
+from .diagnostics import Overflow, SkipLog, blamed, describe, overflows_from_flags
+from .pairs import Pairs
+
+logger = logging.getLogger("fp16opt")
+
+
+def follow(scaler: LossScaler, found_inf: Tensor) -> None:
+    """``scaler.update(found_inf)``, in one call of compiled code where that can be. No host sync."""
+    memory = scaler.memory()
+    if memory is not None and decisions.follow(found_inf, memory):
+        scaler.generation += memory.settings is not None  # a static scale stays what it was
+    else:
+        scaler.update(found_inf)
+
+
+def note(found_inf: Tensor, flags: list[Tensor], kept: list[Tensor], last: Tensor, skipped: Tensor) -> None:
+    """Copy the flags of a step, and its outcome to ``last``, and count it in ``skipped``. No host sync.
+
+    Args:
+        found_inf: float32, 0-dim.
+        flags, kept: int32, by device.
+        last, skipped: float32 and float64, 0-dim, on the device of ``found_inf``.
+    """
+    if len(flags) == 1 and flags[0].device == found_inf.device and decisions.are_compiled(found_inf.device):
+        decisions.close_step(flags=flags[0], kept=kept[0], found_inf=found_inf, outcome=(last, skipped))
+        return
+    for one, copy in zip(flags, kept, strict=True):
+        copy.copy_(one)
+    last.copy_(found_inf)
+    skipped.add_(found_inf)
+
+
+class Outcome:
+    """What became of the last step, and how many were skipped.
+
+    Attributes:
+        log: what is logged after a skip.
+    """
+
+    def __init__(self) -> None:
+        self.log = SkipLog()
+        self._skipped_here = 0
+        self._skipped_on_device: Tensor | None = None
+        self._last_on_device: Tensor | None = None
+        self._last: bool | Tensor = False
+        self._kept: list[Tensor] = []
+        self._flags: list[Tensor] | None = None
+
+    @property
+    def last_was_skipped(self) -> bool:
+        """Syncs where the decision was taken on the device."""
+        return bool(self._last)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Syncs where decisions were taken on the device."""
+        return self._skipped_here + (0 if self._skipped_on_device is None else int(self._skipped_on_device))
+
+    def nothing(self) -> None:
+        """``step`` was called and there was nothing to step. No sync."""
+        self._last, self._flags = False, None
+
+    def close(self, verdict: Verdict, skipped: bool | Tensor, stats: Sequence[kernels.GradStats]) -> bool | Tensor:
+        """Note what became of a step, and have the scalers follow; nothing has been cleared yet.
+
+        Args:
+            skipped: Decided, or the device's flag (float32, 0-dim), which may lie in memory that is soon cleared.
+            stats: Of the passes, by device: they may be cleared on the way.
+
+        Returns:
+            ``skipped``, in memory that keeps its value until the next step. No host sync.
+        """
+        if isinstance(skipped, bool):
+            self._flags = [flags.clone() for flags in verdict.flags] if skipped else None
+            self._last = skipped
+            self._skipped_here += skipped
+            for scaler, found in verdict.of:
+                follow(scaler, found)
+            return skipped
+        last, counted = self._memory(verdict.flags, skipped.device)
+        devices = [one.nonfinite.device for one in stats]
+        if not (devices and skipped.device == devices[0] and all(map(decisions.are_compiled, devices))):
+            note(skipped, verdict.flags, self._kept, last, counted)
+            for scaler, found in verdict.of:
+                follow(scaler, found)
+            return last
+        self._close_on_device(verdict, skipped, stats, (last, counted))
+        return last
+
+    def _close_on_device(
+        self, verdict: Verdict, skipped: Tensor, stats: Sequence[kernels.GradStats], outcome: tuple[Tensor, Tensor]
+    ) -> None:
+        """Outcome, scale and statistics, in one launch a device where that can be."""
+        single = verdict.of[0] if len(verdict.of) == 1 and verdict.of[0][1] is skipped else None
+        memory = None if single is None else single[0].memory()
+        if single is None or memory is None or memory.trackers.device != skipped.device:
+            memory = None
+            for scaler, found in verdict.of:
+                follow(scaler, found)
+        else:
+            single[0].generation += memory.settings is not None
+        for number, (one, flags, kept) in enumerate(zip(stats, verdict.flags, self._kept, strict=True)):
+            if number:
+                decisions.close_step(stats=one, flags=flags, kept=kept)
+            else:
+                decisions.close_step(
+                    stats=one,
+                    flags=flags,
+                    kept=kept,
+                    found_inf=skipped,
+                    outcome=outcome,
+                    scaler=(None, None, None) if memory is None else memory,
+                )
+
+    def _memory(self, flags: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+        """(the flag of the last step; the number of skipped steps) of steps that nobody looked at.
+
+        Made once, with the memory of flags, and written in place: a CUDA graph that is replayed goes on counting here.
+        """
+        self._flags = self._kept = room_for(flags, self._kept)
+        if self._skipped_on_device is None or self._last_on_device is None:
+            self._last_on_device, self._skipped_on_device = counters(device)
+        self._last = self._last_on_device
+        return self._last_on_device, self._skipped_on_device
+
+    def report(self, pairs: Pairs) -> list[Overflow]:
+        """Which parameters had non-finite gradients if the last step was skipped, in param_groups order. Syncs."""
+        if self._flags is None or not self.last_was_skipped:
+            return []
+        bits = [0] * len(pairs)
+        for group, flags in zip(pairs.devices, self._flags, strict=False):
+            for position, flag in zip(group.positions, flags.tolist(), strict=False):
+                bits[position] = flag
+        return overflows_from_flags(bits, pairs.names, pairs.places())
+
+    def tell(
+        self, skipped: bool | Tensor, scaler: LossScaler, old_scale: float, verdict: Verdict, pairs: Pairs
+    ) -> None:
+        """Log a step that was decided on the host.
+
+        Raises:
+            LossScaleError: a scaler's limit of non-finite steps in a row is reached.
+        """
+        if skipped is True:
+            report = self.report(pairs)
+            self.log.skipped(scaler, old_scale, report)
+            check_consecutive([one for one, _ in verdict.of], report)
+        elif skipped is False:
+            self.log.stepped()
+
+
+def room_for(flags: list[Tensor], known: list[Tensor]) -> list[Tensor]:
+    """``known``, if copies of ``flags`` fit there; else new memory."""
+    if [(one.shape, one.device) for one in flags] == [(one.shape, one.device) for one in known]:
+        return known
+    return [torch.empty_like(one) for one in flags]
+
+
+def counters(device: torch.device) -> tuple[Tensor, Tensor]:
+    """(float32: whether the last step was skipped; float64: how many were), 0-dim, zeros."""
+    wide = kernels.stats.sum_dtype(device)  # whole numbers up to 2**53
+    zero = torch.zeros((), dtype=torch.float32, device=device)
+    return zero, torch.zeros((), dtype=wide, device=device)
+
+
+def check_consecutive(scalers: Sequence[LossScaler], report: list[Overflow]) -> None:
+    """Raise ``LossScaleError`` where a scaler's limit of non-finite steps in a row is reached. Syncs if it has one."""
+    for scaler in scalers:
+        limit = scaler.max_consecutive_skips
+        if limit is not None and int(scaler.consecutive_skips) >= limit:
+            names = blamed([str(overflow) for overflow in report])
+            raise LossScaleError(
+                f"{int(scaler.consecutive_skips)} steps in a row had non-finite gradients (max_consecutive_skips="
+                f"{limit}); the loss scale is {float(scaler.scale):g}. Last in: {names}. Lowering the scale did not "
+                "help: look for inf or nan in the loss and in the data."
+            )
+
+
+def warn_no_gradients(names: Sequence[str], warned: set[str]) -> None:
+    """Once: the model may hold other parameters by now, and those of this optimizer be a dead copy."""
+    if "no gradients" not in warned:
+        warned.add("no gradients")
+        logger.warning(
+            "backward gave no gradient to any parameter of this optimizer: %s. If the model's parameters were replaced "
+            "after the optimizer was made, make and wrap the optimizer anew.",
+            describe(names),
+        )

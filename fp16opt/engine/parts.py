@@ -1,0 +1,40 @@
+"""What an optimizer is composed of, for those who need a part of it: faces and distributed training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..scaling import LossScaler
+from .accumulation import Accumulation
+from .gradients import Gradients
+from .masters import Masters
+from .model_writes import ModelWrites
+from .outcome import Outcome
+from .pairs import Pairs
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The components of a ``MixedPrecisionOptimizer``.
+
+    Attributes:
+        optimizer: The wrapped one.
+        holder: The one that holds what is stepped on this rank: ``optimizer``, or the one inside of ZeRO.
+        options: What was given to the constructor, for messages and comparisons.
+    """
+
+    optimizer: Optimizer
+    holder: Optimizer
+    pairs: Pairs
+    masters: Masters
+    model_writes: ModelWrites
+    gradients: Gradients
+    accumulation: Accumulation
+    outcome: Outcome
+    scaler: LossScaler
+    device: torch.device
+    options: dict[str, Any]

@@ -1,0 +1,110 @@
+"""What a step asks of other ranks. The two classes here are the answers of a training that has none.
+
+``fp16opt.distributed`` has the others: :class:`Ranks` where parts of the masters live on other ranks, so that a verdict
+and a norm are sums over ranks; :class:`Replicas` where ranks hold the same masters and DDP reduces gradients.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class Ranks:
+    """Masters are all here: what this rank finds in them is the verdict.
+
+    Attributes:
+        alone: Whether a verdict needs no message.
+        group: The process group that shares the masters; None for all ranks, or none.
+    """
+
+    alone = True
+    group: Any = None
+
+    def check_norm_type(self, norm_type: float) -> None:
+        """Raise ``ValueError`` where such a norm can't be had."""
+
+    def counted(self, param: Tensor) -> bool:
+        """Whether this rank's piece of ``param`` enters the norm: a replicated piece is counted by one rank only."""
+        return True
+
+    def agree(
+        self, found: Sequence[Tensor], norm_type: float | None, power_sum: Tensor | None
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """Add up verdicts and a norm over the ranks, in one message. Asked only of classes that are not ``alone``.
+
+        Args:
+            found: float32, 0-dim, 0.0 or 1.0 each: the verdicts of this rank.
+            norm_type: p of the norm; None for verdicts alone.
+            power_sum: float64, 0-dim: the sum of |g|**p over this rank's elements (the largest |g| for p = inf).
+
+        Returns:
+            (the verdicts over all ranks; the norm, float64, 0-dim, inf where a verdict is 1.0).
+        """
+        raise NotImplementedError("verdicts of masters that are all here need no message")
+
+
+@dataclass
+class Digest:
+    """What ranks that share gradients hold alike: names and values of masters, and the scaler in words."""
+
+    names: list[str]
+    values: list[Tensor]
+    scaler: str
+
+
+class Sums(Protocol):
+    """FP32 sums of gradients, by device, that ranks average (see :class:`fp16opt.engine.gradients.Gradients`)."""
+
+    def sums(self) -> Any:
+        """(device group, sums by row) of each device."""
+
+    def put_sum(self, group: Any, row: int, value: Tensor) -> Tensor:
+        """Overwrite a sum, or begin one."""
+
+    def averaged(self, group: Any, stats: Any) -> None:
+        """The sums of a device are averages now; what a pass has found in them."""
+
+
+class Replicas:
+    """Nobody said whether gradients are shared with other ranks.
+
+    Attributes:
+        needs_decision: Whether a skip must be known on the host.
+        local: Whether the present gradients are this rank's own, to be averaged over the ranks later.
+        keeps: Whether DDP wants to find gradients that were folded, as zeros: one that was used under ``no_sync`` it
+            reduces at the next synchronised backward, be it used there or not.
+    """
+
+    needs_decision = False
+    local = False
+    keeps = False
+
+    def check_folding(self) -> None:
+        """Raise where gradients are about to be folded into FP32 sums that DDP might never reduce."""
+        dist = sys.modules.get("torch.distributed")
+        if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        raise RuntimeError(
+            'gradients are to be folded into FP32 (grad_accumulation="fp32", or several loss scales in one step) in a '
+            f"process group of {dist.get_world_size()} ranks: under DDP's no_sync the ranks would drift apart. Call "
+            "fp16opt.distributed.attach(opt, ddp_model); or attach(opt, None), if ranks don't share gradients."
+        )
+
+    def reduce(self, sums: Sums, verdicts: list[Tensor]) -> list[Tensor]:
+        """Average FP32 sums that were made on this rank alone over the ranks; returns the verdicts of all ranks.
+
+        Asked only of a class that sets ``local``.
+        """
+        raise NotImplementedError("gradients that no rank shares need no average")
+
+    def after_step(self, skipped: bool | Tensor, digest: Callable[[], Digest]) -> None:
+        """A step is over.
+
+        Args:
+            digest: gives what may be compared over the ranks.
+        """

@@ -1,0 +1,101 @@
+"""Gradients as tensors hold them, and as they were at one moment."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .dtensors import different_bits, local, version
+from .pairs import HALF_DTYPES
+
+GRAD: Any = Tensor.grad  # torch's own descriptor, which masters stand in front of
+_VERSION: Any = operator.attrgetter("_version")
+_PLAIN = frozenset((Tensor,))
+_PLAIN_OR_NONE = frozenset((Tensor, type(None)))
+
+
+def stored(tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """``.grad`` of each as it is, without making one."""
+    return list(map(GRAD.__get__, tensors))
+
+
+def store(tensor: Tensor, grad: Tensor | None) -> None:
+    """Set ``.grad``, and nothing else."""
+    GRAD.__set__(tensor, grad)
+
+
+def drop_grad(param: Tensor, keep: bool) -> None:
+    """Free a gradient, or leave zeros in its place."""
+    grad = GRAD.__get__(param)
+    if keep and grad is not None:
+        grad.zero_()
+    else:
+        GRAD.__set__(param, None)
+
+
+class Sight:
+    """Gradients as they were at one moment: which tensors, in which versions.
+
+    Args:
+        grads: of all pairs, or of whatever list is looked at again later.
+    """
+
+    def __init__(self, grads: list[Tensor | None]) -> None:
+        self.grads = grads
+        self._versions = versions_of(grads)
+
+    def moved(self, now: list[Tensor | None]) -> list[int]:
+        """Positions whose gradient is another one now, or none, or was written as far as version counters show."""
+        versions = versions_of(now)
+        if versions == self._versions and all(map(operator.is_, now, self.grads)):
+            return []
+        then = zip(self.grads, self._versions, strict=True)
+        return [i for i, ((a, v), b, w) in enumerate(zip(then, now, versions, strict=True)) if a is not b or v != w]
+
+    def was_carried(self, position: int, now: Tensor) -> bool:
+        """Whether ``now`` has the bits of what was seen there, in other memory. Syncs."""
+        then = self.grads[position]
+        if then is None or then is now or self._versions[position] != version(then):
+            return False
+        a, b = local(then), local(now)
+        alike = a.layout is b.layout is torch.strided and a.dtype == b.dtype and a.shape == b.shape
+        return alike and a.dtype in HALF_DTYPES and not bool(different_bits(a, b).any())
+
+    def faded(self) -> FadedSight:
+        """The same, keeping no gradient alive."""
+        return FadedSight(self.grads, self._versions)
+
+
+class FadedSight:
+    """A :class:`Sight` that keeps no gradient alive."""
+
+    def __init__(self, grads: list[Tensor | None], versions: list[int]) -> None:
+        self._refs: list[Callable[[], Tensor | None]] = [_nothing if g is None else weakref.ref(g) for g in grads]
+        self._versions = versions
+
+    def holds(self, position: int, grad: Tensor) -> bool:
+        """Whether ``grad`` is what was seen there, unwritten since."""
+        known = position < len(self._refs) and self._refs[position]() is grad
+        return known and self._versions[position] == version(grad)
+
+
+def _nothing() -> None:
+    """In place of a weak reference to a gradient that is not there."""
+
+
+def versions_of(grads: list[Tensor | None]) -> list[int]:
+    """Version counters; -1 where there is no gradient, 0 for those made in inference mode, which count none."""
+    kinds = frozenset(map(type, grads))
+    try:
+        if kinds <= _PLAIN:
+            return list(map(_VERSION, grads))
+        if kinds <= _PLAIN_OR_NONE:
+            return [-1 if g is None else g._version for g in grads]
+        return [-1 if g is None else version(g) for g in grads]  # pieces of DTensors count their own
+    except RuntimeError:
+        return [-1 if g is None else 0 if g.is_inference() else g._version for g in grads]

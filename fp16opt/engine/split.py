@@ -1,0 +1,239 @@
+"""Split masters: the model's own 16-bit weights and 16-bit remainders, 4 bytes a parameter instead of 6.
+
+What the wrapped optimizer's groups hold are placeholders: FP32 parameters of the right shape, on the right device,
+under which the optimizer keeps its state. Their values exist while they are stepped; else they read as nan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..kernels.calls import Entries
+from .dtensors import different_bits
+from .pairs import DeviceGroup, Pair
+
+
+def placeholder(param: Tensor) -> Tensor:
+    """FP32 nan of ``param``'s shape, on its device, in 4 bytes."""
+    shape = param.shape if param.numel() <= 1 else (1,) * param.dim()  # one number must look contiguous
+    return torch.full(shape, float("nan"), dtype=torch.float32, device=param.device).expand(param.shape)
+
+
+def plain_remainder(weight: Tensor) -> Tensor:
+    """int16: what ``weight`` needs beside it to stand for itself."""
+    rest = torch.zeros_like(weight, dtype=torch.int16, requires_grad=False)
+    if weight.dtype == torch.float16:  # with a remainder of 0 an infinite weight would stand for 65520
+        rest.masked_fill_(torch.isinf(weight), -1)
+    return rest
+
+
+@dataclass
+class _Ties:
+    """Where ``.bfloat16()`` of a master is not its weight, which is rounded away from zero: places and both weights."""
+
+    where: tuple[Tensor, ...]
+    away: Tensor
+    even: Tensor
+
+
+class SplitMasters:
+    """Remainders, which with the model's weights make masters.
+
+    The weights are the model's own tensors, so a write to them is a refresh: it drops the remainders of the tensor.
+    """
+
+    words = "with split masters"
+    keeps_gradients = False
+    are_whole = False
+
+    def __init__(self) -> None:
+        self._made: list[tuple[Tensor, Tensor]] = []  # placeholder and remainder
+        self._rests: dict[int, Tensor] = {}
+        self._ties: dict[int, _Ties] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        ties = [(master, self._ties[id(master)]) for master, _ in self._made if id(master) in self._ties]
+        return {"made": self._made, "ties": ties}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._made = state["made"]
+        for master, rest in self._made:  # copying gave the placeholders memory of their own
+            master.data = placeholder(rest)
+        self._rests = {id(master): rest for master, rest in self._made}
+        self._ties = {id(master): ties for master, ties in state["ties"]}
+
+    @property
+    def has_ties(self) -> bool:
+        """Whether a checkpoint was loaded since the last step that has weights on ties."""
+        return bool(self._ties)
+
+    def make(self, model: Tensor) -> Tensor | None:
+        """A placeholder.
+
+        Raises:
+            ValueError: ``model`` is not plain memory.
+        """
+        master = torch.nn.Parameter(placeholder(model), requires_grad=True)
+        master.__dict__.update(model.__dict__)
+        rest = plain_remainder(model.detach())
+        self._made.append((master, rest))
+        self._rests[id(master)] = rest
+        return master
+
+    def like(self, pair: Pair) -> Tensor:
+        """New FP32 memory in the shape and strides that a full master would have."""
+        return torch.empty_like(self._rests.get(id(pair.master), pair.master), dtype=torch.float32, requires_grad=False)
+
+    def operand(self, pair: Pair) -> Tensor:
+        """The remainder, which with the weight is the master; or the parameter, where it is its own."""
+        return self._rests.get(id(pair.master), pair.master)
+
+    def round_down(self, group: DeviceGroup, rows: Sequence[int] | None = None) -> None:
+        """Nothing to do: the weights are part of the masters."""
+
+    def read(self, pairs: Sequence[Pair]) -> list[Tensor]:
+        """Values made for this call, in the strides that full masters would have."""
+        apart = [pair for pair in pairs if id(pair.master) in self._rests]
+        outs = [self.like(pair) for pair in apart]
+        with torch.no_grad():
+            rests = [self.operand(pair) for pair in apart]
+            kernels.multi_tensor_join([pair.model.detach() for pair in apart], rests, outs)
+        made = {id(pair): out for pair, out in zip(apart, outs, strict=True)}
+        return [made[id(pair)] if id(pair) in made else pair.master.detach() for pair in pairs]
+
+    def write(self, pairs: Sequence[Pair], values: Sequence[Tensor]) -> None:
+        """Weights and remainders take FP32 values."""
+        models, rests = [pair.model for pair in pairs], [self.operand(pair) for pair in pairs]
+        if pairs:
+            stats = kernels.CastStats.allocate(len(pairs), models[0].device)
+            kernels.multi_tensor_split(list(values), models, rests, stats)
+            for pair, flag in zip(pairs, stats.overflow, strict=True):
+                pair.device.cast.overflow[pair.row] = flag
+        for pair, value in zip(pairs, values, strict=True):
+            ties = _find_ties(pair.model.detach(), value)
+            self._ties.pop(id(pair.master), None)
+            if ties is not None:
+                self._ties[id(pair.master)] = ties
+
+    def stepped(self) -> None:
+        """Weights and remainders were written by a step, which leaves no ties to remember."""
+        self._ties = {}
+
+    def mend(self, pairs: Sequence[Pair]) -> bool:
+        """Put weights back that hold the even neighbour of a tie.
+
+        A checkpoint of full masters goes with a model rounded to even on ties: loading that model too is no write.
+        """
+        mended = False
+        for pair in pairs:
+            ties = self._ties.get(id(pair.master))
+            if ties is not None:
+                model = pair.model.detach()
+                now = model[ties.where]
+                to_even = ~different_bits(now, ties.even).view(now.shape)
+                if to_even.any():
+                    with torch.no_grad():
+                        model[ties.where] = torch.where(to_even, ties.away, now)
+                    mended = True
+        return mended
+
+    def differs(self, pair: Pair, sample_moved: bool) -> bool:
+        """By the sample alone: what the weight was before is not known. A write that it misses keeps the low bits."""
+        return sample_moved
+
+    def take_up(self, pair: Pair) -> None:
+        """As :meth:`refresh`: what the weights were before is not known."""
+        self.refresh(pair)
+
+    def take_up_on_device(self, group: DeviceGroup, masters: Entries, now: Tensor, then: Tensor, taken: Tensor) -> None:
+        """See :class:`fp16opt.engine.masters.Masters`."""
+        rests = [None if master is None else self._rests[id(master)] for master in masters]
+        kernels.multi_tensor_renew(group.copied_models, rests, now, then, taken, tables=group.tables["take"])
+
+    def refresh(self, pair: Pair) -> None:
+        """The weight stands for itself."""
+        rest = self._rests.get(id(pair.master))
+        if rest is not None:
+            rest.copy_(plain_remainder(pair.model.detach()))
+            self._ties.pop(id(pair.master), None)
+
+    def shown(self, pairs: Sequence[Pair]) -> Iterator[Tensor]:
+        """Masters decoded as they are asked for, with their gradients; and parameters that are their own."""
+        for pair in pairs:
+            apart = id(pair.master) in self._rests
+            yield DecodedMaster.of(self.read([pair])[0], pair.master) if apart else pair.master
+
+    def lay_out(self, pairs: Sequence[Pair], state: Mapping[Any, Any]) -> None:
+        """Give the tensors of optimizer state the masters' strides, which placeholders do not show.
+
+        torch's fused steps are silently wrong where a state's strides are not its parameter's.
+        """
+        for pair in pairs:
+            rest = self._rests.get(id(pair.master))
+            held = state.get(pair.master, {})
+            if rest is None or not isinstance(held, dict):
+                continue
+            for key, value in held.items():
+                alike = isinstance(value, Tensor) and value.layout is torch.strided
+                if alike and value.shape == rest.shape and value.stride() != rest.stride():
+                    held[key] = torch.empty_like(rest, dtype=value.dtype).copy_(value)
+
+
+def _find_ties(model: Tensor, master: Tensor) -> _Ties | None:
+    if model.dtype != torch.bfloat16:
+        return None
+    even = torch.empty_like(model)
+    kernels.multi_tensor_cast([master], [even], kernels.CastStats.allocate(1, model.device))
+    differs = different_bits(even, model).view(model.shape)
+    if not differs.any():
+        return None
+    where = torch.nonzero(differs, as_tuple=True) if model.dim() else ()
+    return _Ties(where, model[where].clone(), even[where].clone())
+
+
+class DecodedMaster(torch.nn.Parameter):
+    """A split master's value at the time that it was asked for. Its gradient is the master's: edits to it count."""
+
+    _of: Tensor
+
+    @classmethod
+    def of(cls, value: Tensor, master: Tensor) -> DecodedMaster:
+        """``value`` with the gradient of ``master``."""
+        made = torch.Tensor._make_subclass(cls, value, True)
+        made.__dict__["_of"] = master
+        return made
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The master's gradient: float32, or None."""
+        return self._of.grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._of.grad = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        del self._of.grad
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+        """A copy has its value and, like copies of other parameters, no gradient."""
+        return torch.nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return torch.nn.Parameter(self.detach(), requires_grad=self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def check_plain(where: str, param: Tensor) -> None:
+    """Raise ``ValueError`` for a parameter that is no plain tensor: its bytes can't be split."""
+    if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise ValueError(
+            f'{where}: master_weights="split" takes plain tensors, got {type(param).__name__}. '
+            'Use master_weights="full".'
+        )

@@ -1,0 +1,90 @@
+"""Sweep: one device's gradients looked at, written, measured and scaled, a row for each parameter."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..kernels import PointerTables, reference
+from ..kernels.calls import Entries
+
+
+class Sweep:
+    """The passes over the gradients of one device, and what the last of them found.
+
+    All lists have ``rows`` entries; None is left out, and its statistics stay. No call waits for the device.
+
+    Attributes:
+        stats: non-finite flags and sums of squares of each row; ``found_inf`` and ``norm`` over all rows.
+    """
+
+    def __init__(self, device: torch.device, rows: int) -> None:
+        self.device = device
+        self.stats = kernels.GradStats.allocate(rows, device)
+        self.one = torch.ones((), dtype=torch.float32, device=device)
+        self._look, self._take, self._judge = PointerTables(), PointerTables(), PointerTables()
+        self._norm, self._scale = PointerTables(), PointerTables()
+
+    def look(self, grads: Entries, inv_scale: Tensor) -> None:
+        """What ``grads * inv_scale`` would be in FP32: flags and sums of squares. Writes no gradient."""
+        kernels.multi_tensor_check(grads, inv_scale, self.stats, tables=self._look)
+
+    def take(self, grads: Entries, outs: Entries, inv_scale: Tensor, adds: bool | list[bool] = False) -> None:
+        """``outs = grads * inv_scale``, or added to, looked at on the way. ``outs`` may be ``grads``."""
+        kernels.multi_tensor_unscale(grads, outs, inv_scale, self.stats, accumulate=adds, tables=self._take)
+
+    def write(self, grads: Entries, outs: Entries, inv_scale: Tensor, coefficient: Tensor) -> None:
+        """``outs = (grads * inv_scale) * coefficient``, of gradients that were looked at."""
+        kernels.multi_tensor_unscale_clipped(grads, outs, inv_scale, coefficient, tables=self._take)
+
+    def judge(self, values: Entries) -> None:
+        """Look at gradients that are true already: float32 or float64; in 16 bits where there are no masters."""
+        halves = [value if value is not None and value.dtype in kernels.HALF_DTYPES else None for value in values]
+        wide = [value if half is None else None for value, half in zip(values, halves, strict=True)]
+        if any(half is not None for half in halves):
+            self.look(halves, self.one)
+        kernels.multi_tensor_unscale(wide, wide, self.one, self.stats, write=False, tables=self._judge)
+
+    def measure(self, sums: Entries, known: Tensor) -> None:
+        """Sums of squares of FP32 sums. Flags stay, and rise where a sum is not finite that was not ``known`` to be."""
+        flags = self.stats.nonfinite.clone()
+        self.judge(sums)
+        self.stats.nonfinite.copy_(flags | self.stats.nonfinite.masked_fill(known != 0, 0))
+        self.total()
+
+    def drop(self, rows: list[int]) -> None:
+        """Gradients are gone: what was found in them does not count."""
+        index = torch.tensor(rows, dtype=torch.int64, device="cpu").to(self.device)
+        self.stats.nonfinite.index_fill_(0, index, 0)
+        self.stats.sumsq.index_fill_(0, index, 0.0)
+        self.total()
+
+    def round(self, rows: list[int], wide: Entries, outs: Entries) -> None:
+        """``outs = wide`` in the 16 bits of parameters without masters; what is too large for them counts as inf."""
+        found = kernels.CastStats.allocate(len(rows), self.device)
+        kernels.multi_tensor_cast(wide, outs, found)
+        self.flag(rows, (found.overflow & kernels.TOO_LARGE).ne(0) * kernels.INF)
+
+    def forget_flags(self) -> None:
+        """No row is known to have a non-finite gradient. Sums of squares stay."""
+        self.stats.nonfinite.zero_()
+        self.stats.found_inf.zero_()
+
+    def flag(self, rows: list[int], bits: Tensor) -> None:
+        """Add flags (int32, one for each of ``rows``) that another pass has found."""
+        index = torch.tensor(rows, dtype=torch.int64, device="cpu").to(self.device)
+        self.stats.nonfinite[index] |= bits
+        self.total()
+
+    def total(self) -> None:
+        """``found_inf`` and ``norm`` anew from the rows."""
+        reference.finish(self.stats)
+
+    def norm(self, values: Entries) -> Tensor:
+        """The 2-norm over all rows, read again: float64, 0-dim."""
+        return kernels.multi_tensor_l2norm(values, tables=self._norm)[0]
+
+    def scale(self, values: Entries, factor: Tensor) -> None:
+        """``values *= factor`` in place. On the CPU a factor of 1 touches no memory."""
+        kernels.multi_tensor_scale(values, factor, tables=self._scale)

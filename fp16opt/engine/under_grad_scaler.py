@@ -1,0 +1,138 @@
+"""Under a GradScaler: gradients that came by a plain backward, which a GradScaler unscales where it finds them.
+
+A GradScaler reads ``optimizer.param_groups``, unscales the ``.grad`` of what it finds there in place, and calls
+``optimizer.step()`` unless one was not finite. When it reads the gradients of masters these are made, still scaled, and
+the model's 16-bit parameters share them from then on, so that clipping ``model.parameters()`` and clipping the masters
+are the same. That its step was never called shows when other gradients come, or when somebody asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..scaling import LossScaler
+from .accumulation import Accumulation, Stage, Verdict
+from .gradients import Gradients
+from .pairs import Pairs
+from .sights import Sight, store, stored
+
+CAN_SHARE = hasattr(Tensor, "grad_dtype")  # torch before 2.10 wants a parameter's gradient in the parameter's dtype
+
+
+class UnderGradScaler:
+    """Follows what a GradScaler does, where the wrapper's own scale is 1 and stays so."""
+
+    def __init__(self, pairs: Pairs, gradients: Gradients, accumulation: Accumulation) -> None:
+        self.pairs = pairs
+        self.gradients = gradients
+        self.accumulation = accumulation
+        self._seen: Sight | None = None
+        self._shared: list[int] = []
+        self._neutral = (-1, False)
+        self._evaluates = False
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within, a closure makes and clears gradients inside of a step: none of them was left out."""
+        self._evaluates = True
+        try:
+            yield
+        finally:
+            self._evaluates = False
+
+    def serves(self, scaler: LossScaler) -> bool:
+        """Whether a GradScaler's scale can be the only one. Syncs once for each value of the scale."""
+        if scaler.dynamic:
+            return False
+        if self._neutral[0] != scaler.generation:
+            self._neutral = (scaler.generation, float(scaler.scale) == 1.0)
+        return self._neutral[1]
+
+    def _is_underway(self) -> bool:
+        pending = self.accumulation.pending
+        return self.accumulation.stage is not Stage.READY and pending is not None and pending.foreign
+
+    # -- what it finds -----------------------------------------------------------------------------------------------
+
+    def see(self) -> None:
+        """``param_groups`` are read: remember gradients that came without the engine."""
+        if self.accumulation.stage is Stage.READY and not self.accumulation.interrupted:
+            grads = self.gradients.of_model()
+            if any(grad is not None for grad in grads) and self.accumulation.strange():
+                self._seen = Sight(grads)
+
+    def make(self, scaler: LossScaler) -> None:
+        """A master's gradient is read: give all masters FP32 copies, which the model's parameters share.
+
+        Raises:
+            RuntimeError: This torch is too old for that.
+        """
+        if not self.accumulation.strange():
+            return
+        if not CAN_SHARE:
+            raise RuntimeError(
+                "a GradScaler can drive MixedPrecisionOptimizer from torch 2.10 on. Construct it with dynamic=True, "
+                "and call opt.backward(loss) and opt.step() without a GradScaler."
+            )
+        self.accumulation.take_foreign(scaler)
+        self.accumulation.read()  # no verdict yet: a GradScaler is about to write them; and a reader sends no message
+        self._shared = []
+        for position, (model, grad) in enumerate(zip(self.pairs.models, stored(self.pairs.masters), strict=True)):
+            if model.grad is not None and grad is not None and self.pairs.masters[position] is not model:
+                model.grad_dtype = None
+                store(model, grad)
+                self._shared.append(position)
+        self.gradients.see()
+        self._seen = Sight(self.gradients.of_model())
+
+    # -- what became of it -------------------------------------------------------------------------------------------
+
+    def renewed(self, scaler: LossScaler) -> Verdict | None:
+        """:meth:`left_out`, where gradients of the model were cleared or replaced since. Else they are forgotten."""
+        if self._seen is None or all(map(operator.is_, self._seen.grads, self.gradients.of_model())):
+            return None
+        left_out = self.left_out(scaler)
+        if left_out is None:
+            self._seen = None
+            if self._is_underway():
+                self.accumulation.forget()
+        return left_out
+
+    def left_out(self, scaler: LossScaler) -> Verdict | None:
+        """Whether a step was never called because gradients were not finite: the verdict on them. Syncs."""
+        stage = self.accumulation.stage
+        if self._seen is None or self._evaluates or self.accumulation.interrupted:
+            return None
+        if not (stage is Stage.READY or self._is_underway()):
+            return None
+        if stage in (Stage.LOOKED, Stage.TAKEN):
+            ((_, found),) = self.accumulation.scalers()
+        else:
+            own = map(operator.is_, self.pairs.masters, self.pairs.models)
+            made = stored(self.pairs.masters) if stage is Stage.SCALED else [None] * len(self.pairs)
+            values = [seen if mine else grad for mine, seen, grad in zip(own, self._seen.grads, made, strict=True)]
+            found = self.gradients.judge_apart(values, self.accumulation.device)
+        return Verdict(found, [(scaler, found)], self.gradients.flags()) if bool(found) else None
+
+    def used(self) -> Sight | None:
+        """The gradients that a GradScaler was shown and no step has used, in the versions in which it left them."""
+        return None if self._seen is None else Sight(self._seen.grads)
+
+    def stepped(self) -> None:
+        """The gradients that were seen are used."""
+        self._seen = None
+
+    def withdraw(self, set_to_none: bool) -> None:
+        """Gradients were cleared. Those that stay, as zeros, get their parameter's dtype again."""
+        if not set_to_none:
+            for position in self._shared:
+                model = self.pairs.models[position]
+                if model.grad is not None and model.grad.dtype != model.dtype:
+                    store(model, torch.zeros_like(model))
+        self._shared = []
+        self.stepped()

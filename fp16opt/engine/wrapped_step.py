@@ -1,0 +1,253 @@
+"""The wrapped optimizer's own step on FP32 masters, with guards against faults of torch's fused ones."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .gradients import Gradients
+from .master_classes import MasterClasses
+from .masters import Masters
+from .pairs import Pairs
+from .schema import is_torch_class
+from .sights import stored
+
+HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+class StepFailed(Exception):
+    """Carries an exception out of a step, and whether the step itself had been done by then."""
+
+    def __init__(self, error: BaseException, completed: bool) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.completed = completed
+
+
+class Stepper(Protocol):
+    """What steps the masters. After it masters and model agree, but for masters that the user wrote.
+
+    Attributes:
+        rounded_all: Whether the last step wrote all masters into the model, those that the user wrote too.
+    """
+
+    rounded_all: bool
+
+    def takes_waiting(self) -> bool:
+        """Whether the next step takes gradients as they wait in 16 bits."""
+
+    def skips_on_device(self) -> bool:
+        """Whether the next step can be left out on the device, by a flag that nobody looks at. No sync."""
+
+    def step(self, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
+        """Step, with the wrapped optimizer's hooks.
+
+        Args:
+            found_inf: float32, 0-dim, exactly 0.0 or 1.0: where it is 1.0 nothing is written. None: decided already.
+            closure: handed to the wrapped optimizer where that steps itself.
+
+        Raises:
+            StepFailed: Around whatever the step or one of its hooks raised.
+        """
+
+    def describe(self) -> str:
+        """For the wrapper's repr."""
+
+
+class WrappedStep:
+    """Steps the wrapped optimizer itself.
+
+    Args:
+        optimizer: Its groups hold the masters of ``pairs``.
+        classes: Of masters; ordinary parameters while they are stepped.
+        why: What :meth:`describe` says of it.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        pairs: Pairs,
+        masters: Masters,
+        gradients: Gradients,
+        classes: MasterClasses,
+        why: str = "fused_step=False",
+    ) -> None:
+        self.optimizer = optimizer
+        self.pairs = pairs
+        self.masters = masters
+        self.gradients = gradients
+        self.classes = classes
+        self.why = why
+        self.rounded_all = True
+
+    def takes_waiting(self) -> bool:
+        """False: a wrapped optimizer wants FP32 gradients."""
+        return False
+
+    def skips_on_device(self) -> bool:
+        """Where torch's own fused steps serve by torch's found_inf protocol."""
+        return supports_found_inf(self.optimizer)
+
+    def describe(self) -> str:
+        """Why no kernel steps."""
+        return f"general ({self.why})"
+
+    def step(self, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
+        """See :class:`Stepper`."""
+        self.gradients.write()
+        before = self._versions()
+        try:
+            with self.classes.plain():
+                loss = run_step(self.optimizer, found_inf, closure)
+        except StepFailed as failed:
+            failed.completed = failed.completed or self._versions() != before
+            if failed.completed:
+                self.round_down()
+            raise
+        self.round_down()
+        return loss
+
+    def run(self, step: Callable[..., Any], *args: Any) -> Any:
+        """``step``, in the midst of the optimizer's hooks, on ordinary parameters with FP32 gradients."""
+        self.gradients.write()
+        with self.classes.plain(), fused_steps_guarded(self.optimizer):
+            return step(*args)
+
+    def round_down(self) -> None:
+        """Write all masters into the model."""
+        if self.pairs.has_pieces:
+            self.pairs.take_pieces()
+        with torch.no_grad():
+            for group in self.pairs.devices:
+                self.masters.round_down(group)
+
+    def _versions(self) -> list[int]:
+        """Version counters of those masters whose steps are counted: torch's fused steps leave them as they are."""
+        return [p._version for group in self.optimizer.param_groups if not group.get("fused") for p in group["params"]]
+
+
+def run_step(optimizer: Optimizer, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
+    """Call ``optimizer.step``.
+
+    Raises:
+        StepFailed: Around whatever the step or one of its hooks raised.
+    """
+    completed: list[bool] = []
+    with _first_post_hook(optimizer, lambda *_: completed.append(True)), fused_steps_guarded(optimizer):
+        try:
+            with found_inf_given(optimizer, found_inf):
+                return optimizer.step() if closure is None else optimizer.step(closure)
+        except BaseException as error:
+            raise StepFailed(error, bool(completed)) from error
+
+
+@contextlib.contextmanager
+def found_inf_given(optimizer: Any, found_inf: Tensor | None) -> Iterator[None]:
+    """Within, torch's protocol for skipping on the device; gradients are unscaled already."""
+    if found_inf is None:
+        yield
+        return
+    optimizer.grad_scale, optimizer.found_inf = None, found_inf
+    try:
+        yield
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
+
+
+@contextlib.contextmanager
+def _first_post_hook(optimizer: Optimizer, hook: Callable[..., None]) -> Iterator[None]:
+    """Have ``hook`` run right after the step and before any hook of the user's, which might raise."""
+    handle = optimizer.register_step_post_hook(hook)
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def supports_found_inf(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer.step`` skips on the device when ``optimizer.found_inf`` is 1.0, and can be trusted to now.
+
+    torch's fused steps do. torch 2.13's fused SGD leaves ``momentum_buffer`` uninitialised when the flag is set on the
+    step that makes it, so it must not be called with the flag until every gradient's buffer is there. Of other classes
+    nothing is known: they are decided on the host.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False) or not is_torch_class(optimizer):
+        return False
+    return not any(missing for _, missing, _ in _fused_momentum_groups(optimizer))
+
+
+def _fused_momentum_groups(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], int, int]]:
+    """(group, gradients without a momentum buffer, gradients with one) for each fused SGD group with momentum."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        if group.get("fused") and group.get("momentum"):
+            grads = stored(group["params"])
+            have = [
+                optimizer.state[p].get("momentum_buffer") is not None if p in optimizer.state else False
+                for p, grad in zip(group["params"], grads, strict=True)
+                if grad is not None
+            ]
+            yield group, have.count(False), have.count(True)
+
+
+@contextlib.contextmanager
+def fused_steps_guarded(optimizer: Optimizer) -> Iterator[None]:
+    """Step a fused SGD group unfused for once where some momentum buffers exist and others don't.
+
+    torch 2.13's fused step raises a TypeError there (a parameter whose first gradient comes later than the others').
+    """
+    unfused = [group for group, missing, there in _fused_momentum_groups(optimizer) if missing and there]
+    for group in unfused:
+        group["fused"] = False
+    try:
+        yield
+    finally:
+        for group in unfused:
+            group["fused"] = True
+
+
+# -- what an optimizer holds beside its state ------------------------------------------------------------------------
+
+
+def make_hook_tables(optimizer: Optimizer) -> None:
+    """Give ``optimizer`` the tables of hooks that torch's own constructor would make, where it has none."""
+    for name in HOOKS:
+        if name not in optimizer.__dict__:
+            setattr(optimizer, name, OrderedDict())
+
+
+def remake_first_state(optimizer: Optimizer, master: Tensor) -> None:
+    """Give a master the FP32 state that its optimizer's constructor would have given it.
+
+    Of torch's optimizers Adagrad alone makes state when it is constructed, then in the 16-bit parameter's dtype, in
+    which ``initial_accumulator_value`` may not be exact.
+    """
+    if isinstance(optimizer, torch.optim.Adagrad) and master in optimizer.state:
+        state = optimizer.state[master]
+        if float(state["step"]) == 0.0:
+            state["sum"].fill_(optimizer.defaults["initial_accumulator_value"])
+
+
+def extras(optimizer: Optimizer) -> dict[str, Any]:
+    """Attributes that torch's pickling of optimizers forgets (LBFGS needs its own), hooks and patches left out."""
+    kept = optimizer.__getstate__()
+    return {
+        name: value
+        for name, value in optimizer.__dict__.items()
+        if name not in kept and name != "step" and not name.endswith("_hooks")
+    }

@@ -1,0 +1,473 @@
+"""GradScaler: torch.amp.GradScaler's interface on this library's kernels and loss scaler."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from .. import kernels
+from ..engine.arguments import check_number
+from ..engine.diagnostics import Overflow, SkipLog, describe
+from ..engine.outcome import check_consecutive, counters, follow
+from ..engine.wrapped_step import found_inf_given, supports_found_inf
+from ..kernels import decisions
+from ..optimizer import MixedPrecisionOptimizer
+from .closures import Evaluation, Evaluations, take_closure
+from .gradients import OptimizerGradients
+from .torch_scale import TorchScale, new_state
+
+
+class GradScaler(TorchScale):
+    """A drop-in replacement for ``torch.amp.GradScaler``.
+
+    It is called like torch's and raises torch's errors for calls in the wrong order. Beyond torch's it takes FP16 and
+    complex gradients, closures, and iterations without gradients; it has a floor under the scale; it says which
+    parameters overflowed; and :meth:`unscale_` measures the norm that :meth:`clip_grad_norm_` needs. Gradients pass
+    through the same kernels as those of :class:`fp16opt.MixedPrecisionOptimizer`, which a GradScaler can drive too.
+
+    Args:
+        device: Device type of the parameters, "cuda" or "cpu". As in torch, "cuda" where there is no GPU warns and
+            disables the scaler.
+        init_scale: The first scale, in [min_scale, max_scale].
+        growth_factor: Over 1; multiplies the scale after ``growth_interval`` finite steps in a row.
+        backoff_factor: Between 0 and 1; multiplies the scale in :meth:`update` after a non-finite gradient.
+        growth_interval: Finite steps in a row before the scale grows.
+        enabled: False: ``step`` is the optimizer's own, and all else does nothing.
+        min_scale: The floor. The default is the lowest at which 1/scale is finite; torch goes on to 0. 2**-14 gets
+            a run that met a streak of bad batches back much sooner.
+        max_scale: The ceiling. The default is the highest power of two.
+        hysteresis: The scale backs off at this many non-finite steps in a row and at each one after.
+        max_consecutive_skips: :meth:`update` raises ``fp16opt.LossScaleError`` at this many in a row; None: never.
+
+    Raises:
+        AssertionError: A factor is on the wrong side of 1 (torch's check).
+        TypeError, ValueError: An argument is no number, out of range, not finite, or a bool.
+
+    The scale follows torch's rule bit for bit inside the bounds (see ``DynamicLossScaler``). Unscaling multiplies
+    by 1/scale, rounded to float32, once per element; with power-of-two scales it is exact.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+        >>> scaler = GradScaler("cpu", init_scale=1024.0)
+        >>> scaler.scale((weight * torch.tensor([3.0, 4.0])).sum()).backward()
+        >>> scaler.unscale_(optimizer)
+        >>> float(scaler.clip_grad_norm_(optimizer, max_norm=10.0))
+        5.0
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+        >>> weight.tolist(), scaler.step_was_skipped(optimizer)
+        ([-0.5, -1.0], False)
+    """
+
+    _skips: int = 0
+    _skips_counted: Tensor | None = None  # written in place, also by CUDA graphs that are replayed
+
+    def _forget(self) -> None:
+        self._gradients: WeakKeyDictionary[Any, OptimizerGradients] = WeakKeyDictionary()
+        self._warned: set[str] = set()
+        self._log = SkipLog()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As torch's: refuses in the middle of an iteration. What belongs to living optimizers stays behind."""
+        state = super().__getstate__()
+        for name in ("_gradients", "_warned", "_log", "_skips_counted"):
+            state.pop(name, None)
+        return {**state, "_skips": self.skipped_steps}
+
+    # -- unscaling and clipping ------------------------------------------------------------------------------------
+
+    def _of(self, optimizer: Optimizer) -> OptimizerGradients:
+        found = self._gradients.get(optimizer)
+        if found is None:
+            found = self._gradients[optimizer] = OptimizerGradients()
+        return found
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients of the optimizer's parameters by the scale, in place; check and measure them.
+
+        One pass does all three. Call it once per optimizer and iteration, after all its backwards; :meth:`step` calls
+        it if you don't. 16-bit sparse gradients are coalesced (in FP32), which replaces ``.grad``.
+
+        Args:
+            optimizer: Gradients may be float16 to float64 or complex, dense or sparse COO, on any devices.
+
+        Raises:
+            AssertionError: Nothing was scaled yet.
+            RuntimeError: It was called for this optimizer before in this iteration, or after its ``step``.
+            TypeError: A gradient has a dtype or layout that can't be served. No gradient was touched.
+
+        Syncs: never.
+        """
+        super().unscale_(optimizer)
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """torch's hook, from which ``unscale_`` and torch's other methods get their flags."""
+        gradients = self._of(optimizer)
+        gradients.collect(optimizer)
+        halves = gradients.halves()
+        if halves:
+            self._warn_once(
+                "no masters",
+                f"parameters in 16 bits are stepped without FP32 masters: {describe(halves)}. Updates smaller than "
+                "half a unit in the last place are lost. Wrap the optimizer in fp16opt.MixedPrecisionOptimizer.",
+            )
+        found = gradients.unscale(inv_scale)
+        if gradients.foreign:
+            theirs: Any = SimpleNamespace(param_groups=[{"params": gradients.foreign}])
+            for device, flag in super()._unscale_grads_(theirs, inv_scale, found_inf, True).items():
+                found[device] = torch.maximum(found[device], flag) if device in found else flag
+        return found
+
+    def _warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(text, UserWarning, stacklevel=5)
+
+    def clip_grad_norm_(
+        self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale the optimizer's gradients so that their total norm is at most ``max_norm``.
+
+        They are unscaled first where :meth:`unscale_` was not called. The factor is that of
+        ``torch.nn.utils.clip_grad_norm_``, max_norm / (norm + 1e-6), at most 1; at 1 no gradient memory is touched. The
+        2-norm comes from the pass that unscaled; squares are summed in float64. FP32 gradients on the CPU that were not
+        unscaled yet are unscaled and clipped in one write. Where an element is not finite gradients are not clipped:
+        ``step`` skips.
+
+        Args:
+            optimizer: Its parameters' gradients are clipped together. Sparse ones are coalesced.
+            max_norm: Not negative.
+            norm_type: p of the norm, positive; ``math.inf`` for the largest magnitude.
+            error_if_nonfinite: Raise instead of leaving a non-finite norm to ``step``. Syncs.
+
+        Returns:
+            The norm before clipping: float32, 0-dim; 0 where there are no gradients. No sync.
+
+        Raises:
+            TypeError, ValueError: ``max_norm`` or ``norm_type`` is no number, negative or nan.
+            AssertionError: Nothing was scaled yet.
+            RuntimeError: ``step`` was called for this optimizer before in this iteration; or the norm is not finite and
+                ``error_if_nonfinite``.
+        """
+        max_norm = check_number("max_norm", max_norm)
+        norm_type = check_number("norm_type", norm_type, above_zero=True)
+        at_once = None
+        if norm_type == 2.0 and not error_if_nonfinite:
+            at_once = self._unscale_and_clip(optimizer, max_norm)
+        if at_once is not None:
+            return at_once
+        try:
+            return self._clip(optimizer, max_norm, norm_type, error_if_nonfinite)
+        finally:
+            if not self._enabled:  # no step and no update of this scaler will let go of them
+                self._of(optimizer).release()
+
+    def _clip(self, optimizer: Optimizer, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        found = self._found_for_clipping(optimizer)
+        gradients = self._of(optimizer)
+        gradients.collect(optimizer)
+        if gradients.foreign:
+            params = list(gradients.params())
+            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+        gradients.coalesce()
+        device = gradients.device()
+        wide = gradients.norm(norm_type, device)
+        if error_if_nonfinite and not bool(wide.isfinite()):
+            raise RuntimeError(
+                f"the total norm of order {norm_type} of the gradients is {wide.item()}, so it can't be clipped. Leave "
+                "error_if_nonfinite=False to have step() skip, or see overflow_report(optimizer) after it."
+            )
+        found = None if found is None else found.to(device)
+        norm, factor = decisions.decide_clip(wide, found, max_norm, only_finite=True)
+        gradients.scale(factor)
+        return norm
+
+    def _unscale_and_clip(self, optimizer: Optimizer, max_norm: float) -> Tensor | None:
+        """What :meth:`unscale_` and a clip do, in one write; the norm, or None where it must be done one by one."""
+        if not self._enabled or self._scale is None or self._per_optimizer_states.get(id(optimizer), {}):
+            return None  # unscaled or stepped already
+        gradients = self._of(optimizer)
+        gradients.collect(optimizer)
+        clipped = gradients.unscale_and_clip(self._scale.double().reciprocal().float(), max_norm)
+        if clipped is None:
+            return None
+        norm, found = clipped
+        state = self._per_optimizer_states[id(optimizer)]
+        state["stage"] = OptState.UNSCALED
+        state["found_inf_per_device"] = {norm.device: found}
+        return norm
+
+    def _found_for_clipping(self, optimizer: Optimizer) -> Tensor | None:
+        """The optimizer's flag, with its gradients unscaled; None where there is none."""
+        if not self._enabled:
+            return None
+        self._check_scale_growth_tracker("clip_grad_norm_")
+        stage = self._per_optimizer_states[id(optimizer)]["stage"]
+        if stage is OptState.STEPPED:
+            raise RuntimeError("clip_grad_norm_() is being called after step(). Call it before.")
+        if stage is OptState.READY:
+            self.unscale_(optimizer)
+        return self._found(optimizer)
+
+    def _found(self, optimizer: Optimizer) -> Tensor | None:
+        """One flag for all of an optimizer's devices, on the scale's; None where it has no gradients. No sync."""
+        device = self._rule.growth_tracker.device
+        flags = [
+            flag.to(device, non_blocking=True)
+            for flag in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+        ]
+        return _any(flags)
+
+    # -- the step --------------------------------------------------------------------------------------------------
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Unscale the gradients, if :meth:`unscale_` did not, and step the optimizer unless one was not finite.
+
+        Without any gradient it does nothing, and warns once.
+
+        Args:
+            optimizer: A torch optimizer, or one with ``param_groups`` and ``step``. Wrap the optimizer of a 16-bit
+                model in ``fp16opt.MixedPrecisionOptimizer``.
+            args, kwargs: Handed to ``optimizer.step``. A ``closure`` clears the gradients, computes the loss, calls
+                ``scaler.scale(loss).backward()`` (and :meth:`unscale_` and :meth:`clip_grad_norm_` if you like), and
+                returns the loss. Where an evaluation overflows, the scale backs off and it is evaluated again. At the
+                floor parameters and state are put back, and the step counts as skipped. Costs a copy of both.
+
+        Returns:
+            What ``optimizer.step`` returned; None where it was skipped.
+
+        Raises:
+            AssertionError: Nothing was scaled yet.
+            RuntimeError: It was called for this optimizer before, since the last :meth:`update`.
+
+        Syncs: once where the decision is taken; not where torch's fused steps skip on the device.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        closure, args, kwargs = take_closure(args, kwargs)
+        if closure is None:
+            self._check_scale_growth_tracker("step")
+        if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if closure is not None:
+            result, skipped = self._step_with(closure, optimizer, args, kwargs)
+        elif _does_it_itself(optimizer):
+            return super().step(optimizer, *args, **kwargs)
+        else:
+            result, skipped = self._step_once(optimizer, args, kwargs)
+        self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
+        self._record(optimizer, skipped)
+        return result
+
+    def _step_once(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, bool | Tensor | None]:
+        """(what the optimizer returned, whether it was skipped: None where there was nothing to step)."""
+        if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        found = self._found(optimizer)
+        if found is None:
+            self._warn_no_gradients(optimizer)
+            return None, None
+        if self._skips_on_device(optimizer, found):
+            with found_inf_given(optimizer, found):
+                return optimizer.step(*args, **kwargs), found
+        if bool(found):
+            return None, True
+        return optimizer.step(*args, **kwargs), False
+
+    def _skips_on_device(self, optimizer: Optimizer, found: Tensor) -> bool:
+        """Whether a look at the flag would wait for a device, and the optimizer can skip without one."""
+        unlimited = self._rule.max_consecutive_skips is None
+        return not kernels.is_host(found.device) and unlimited and supports_found_inf(optimizer)
+
+    def _step_with(
+        self, closure: Callable[[], Any], optimizer: Optimizer, args: Any, kwargs: Any
+    ) -> tuple[Any, bool | Tensor | None]:
+        evaluations = Evaluations(lambda: self._evaluate(closure, optimizer), self._back_off)
+        try:
+            return evaluations.step(optimizer, *args, **kwargs)
+        except BaseException:
+            self._per_optimizer_states.pop(id(optimizer), None)
+            raise
+
+    def _evaluate(self, closure: Callable[[], Any], optimizer: Optimizer) -> Evaluation:
+        """Call the closure, and unscale the gradients where it did not. Syncs."""
+        state, before = self._per_optimizer_states.pop(id(optimizer), None), self._scalings
+        with torch.enable_grad():
+            loss = closure()
+        scaled = self._scalings != before
+        if state is not None and not scaled:
+            self._per_optimizer_states[id(optimizer)] = state  # of the gradients that were there before, and still are
+        self._check_scale_growth_tracker("step")
+        if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        found = self._found(optimizer)
+        return Evaluation(loss, found is not None and bool(found), scaled)
+
+    def _back_off(self) -> bool:
+        """Lower the scale at once; False where it can't go lower. Syncs."""
+        lowered = self._rule.back_off()
+        self._show()
+        return lowered
+
+    def _record(self, optimizer: Optimizer, skipped: bool | Tensor | None) -> None:
+        gradients = self._of(optimizer)
+        if isinstance(skipped, Tensor):
+            if self._skips_counted is None:
+                self._skips_counted = counters(skipped.device)[1]
+            gradients.record_on_device(skipped, self._skips_counted)
+        else:
+            gradients.record(skipped)
+            self._skips += skipped is True
+        gradients.release()
+        if skipped is True and isinstance(optimizer, MixedPrecisionOptimizer):
+            optimizer.note_left_out(is_logged=True)  # update() logs it
+        if skipped is not False:
+            # The scheduler of an optimizer that was not called would warn of a wrong order.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def _warn_no_gradients(self, optimizer: Optimizer) -> None:
+        self._warn_once(
+            "no gradients",
+            f"no parameter of {type(optimizer).__name__} has a gradient, so this step does nothing and the scale "
+            "stays. Does the loss depend on them, and was the model moved or replaced after the optimizer was made?",
+        )
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Adjust the scale, once per iteration, after all steps. Any overflow of any optimizer counts as one.
+
+        Args:
+            new_scale: Set the scale to this instead: a number, or a one-element tensor on the scaler's device type. The
+                finite steps counted so far stay. Syncs where it is a tensor.
+
+        Raises:
+            AssertionError: Nothing was scaled, or no gradients were checked, since the last call; a tensor of the wrong
+                kind.
+            ValueError: ``new_scale`` is outside [min_scale, max_scale].
+            fp16opt.LossScaleError: ``max_consecutive_skips`` iterations in a row were not finite. Names the parameters.
+
+        Syncs: no, other than with ``max_consecutive_skips`` or where a step was skipped by decision of the host.
+        """
+        if not self._enabled:
+            return
+        self._check_scale_growth_tracker("update")
+        if new_scale is not None:
+            self._set_scale(new_scale)
+            self._next_iteration()
+            return
+        states = self._per_optimizer_states
+        if not states:
+            raise AssertionError(
+                "No inf checks were recorded prior to update. Call step() for each optimizer before update()."
+            )
+        device = self._rule.growth_tracker.device
+        found = _any([flag.to(device) for s in states.values() for flag in s["found_inf_per_device"].values()])
+        stepped = [g for o, g in self._gradients.items() if states.get(id(o), {}).get("stage") is OptState.STEPPED]
+        self._next_iteration()
+        if found is None:
+            return
+        skipped = [gradients for gradients in stepped if gradients.skipped is True]
+        old = float(self._rule.scale) if skipped else 0.0
+        follow(self._rule, found)
+        self._show()
+        report = [overflow for gradients in skipped for overflow in gradients.report()]
+        if skipped:
+            self._log.skipped(self._rule, old, report)
+        elif any(gradients.skipped is False for gradients in stepped):
+            self._log.stepped()
+        check_consecutive([self._rule], report)
+
+    def _next_iteration(self) -> None:
+        self._per_optimizer_states = defaultdict(new_state)
+        for gradients in self._gradients.values():
+            gradients.release()
+
+    # -- state to read ---------------------------------------------------------------------------------------------
+
+    def step_was_skipped(self, optimizer: Optimizer) -> bool:
+        """Whether the last ``step`` of ``optimizer`` was skipped for non-finite gradients. May sync.
+
+        False where it had nothing to step, or was never stepped by this scaler.
+        """
+        found = self._gradients.get(optimizer)
+        return found is not None and bool(found.skipped)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps of any optimizer skipped since construction. May sync."""
+        return self._skips + (0 if self._skips_counted is None else int(self._skips_counted))
+
+    def overflow_report(self, optimizer: Optimizer) -> list[Overflow]:
+        """Which of the optimizer's parameters had non-finite gradients when its last step was skipped. Syncs.
+
+        Returns:
+            In the order of its param_groups, named where the groups have names (torch's ``param_names``), else as
+            'group 0, param 3'; empty where the step was not skipped.
+        """
+        found = self._gradients.get(optimizer)
+        return [] if found is None else found.report()
+
+    def step_scheduler(self, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
+        """``scheduler.step(...)``, if the last step of its optimizer was taken: schedules count updates.
+
+        torch's "lr_scheduler.step() before optimizer.step()" is not warned of, with this or without it.
+
+        Args:
+            scheduler: A ``torch.optim.lr_scheduler``; this scaler stepped its optimizer, or the wrapper of it.
+            args, kwargs: Handed on (the metric of ``ReduceLROnPlateau``).
+
+        Returns:
+            Whether the scheduler moved.
+
+        Raises:
+            RuntimeError: This scaler has not stepped the scheduler's optimizer.
+
+        Syncs: where the decision was taken on the device.
+
+        Example:
+            >>> weight = torch.nn.Parameter(torch.ones(1))
+            >>> optimizer = torch.optim.SGD([weight], lr=1.0)
+            >>> scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+            >>> scaler = GradScaler("cpu")
+            >>> scaler.scale(weight.sum() * float("inf")).backward()
+            >>> scaler.step(optimizer); scaler.update()
+            >>> scaler.step_scheduler(scheduler), optimizer.param_groups[0]["lr"]
+            (False, 1.0)
+        """
+        if self._enabled:
+            mine = scheduler.optimizer
+            found = [g for o, g in self._gradients.items() if o is mine or getattr(o, "optimizer", None) is mine]
+            if not found:
+                raise RuntimeError(
+                    f"step_scheduler: the optimizer of this {type(scheduler).__name__} has not been stepped by this "
+                    "scaler. Call scaler.step(optimizer) and scaler.update() first."
+                )
+            if found[0].skipped is None or bool(found[0].skipped):
+                return False
+        scheduler.step(*args, **kwargs)
+        return True
+
+
+def _any(flags: list[Tensor]) -> Tensor | None:
+    """1.0 where one of the flags (float32, 0-dim, one device) is set; None for none. No sync."""
+    if len(flags) > 1:
+        return torch.stack(flags).amax()
+    return flags[0] if flags else None
+
+
+def _does_it_itself(optimizer: Optimizer) -> bool:
+    """Whether it is a custom optimizer of torch's older protocol, whose step takes the scaler and calls it."""
+    supports = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return bool(supports) and "grad_scaler" in inspect.signature(optimizer.step).parameters

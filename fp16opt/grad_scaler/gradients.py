@@ -1,0 +1,313 @@
+"""Gradients of any optimizer, unscaled where they lie: checked, measured and clipped in as few passes as possible.
+
+The engine moves gradients up into masters. This serves optimizers that hold the model's parameters themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..engine.diagnostics import Overflow, overflows_from_flags
+from ..engine.gradient_rows import coalesced, total_norm, vector_norm
+from ..engine.outcome import note, room_for
+from ..engine.pairs import HALF_DTYPES, OWN_DTYPES, name_of
+from ..engine.sights import Sight
+from ..engine.sweep import Sweep
+from ..kernels import decisions
+
+_SERVED = (*HALF_DTYPES, *OWN_DTYPES)
+
+
+class Place(NamedTuple):
+    """A parameter that has a gradient, and where it is in the optimizer's ``param_groups``."""
+
+    param: Tensor
+    holder: dict[str, Any]
+    group: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+
+    @property
+    def grad(self) -> Tensor:
+        """The parameter's ``.grad`` as it is now."""
+        grad = self.param.grad
+        if grad is None:
+            raise RuntimeError(f"{self.name()}: its gradient was cleared in the middle of a call.")
+        return grad
+
+    def name(self) -> str:
+        """Made when it is asked for: a step that is taken needs none."""
+        return name_of(self.holder, self.index, self.param, {}) or _where(self.group, self.index)
+
+
+@dataclass
+class _Rows:
+    """The gradients of one device, in the order of the optimizer's parameters.
+
+    ``values`` are dense and real: the values of sparse gradients, complex ones seen as pairs of real numbers.
+    """
+
+    device: torch.device
+    places: list[Place] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+    def is_dense(self) -> bool:
+        return all(place.grad.layout is torch.strided for place in self.places)
+
+
+class OptimizerGradients:
+    """The gradients of one optimizer's parameters. They are held on to from :meth:`collect` to :meth:`release`.
+
+    Attributes:
+        foreign: Parameters whose gradients are tensor subclasses with operations of their own (DTensor); torch's
+            operations serve them.
+        skipped: Whether the optimizer's last step was skipped: decided, or the device's flag (float32, 0-dim). None
+            where there was nothing to step.
+    """
+
+    def __init__(self) -> None:
+        self.skipped: bool | Tensor | None = None
+        self._sweeps: dict[torch.device, Sweep] = {}
+        self._blamed: list[tuple[list[Place], Tensor]] = []
+        self._kept: list[Tensor] = []
+        self._last: Tensor | None = None
+        self.release()
+
+    def release(self) -> None:
+        """Let go of the gradients. What became of the step stays known."""
+        self._rows: list[_Rows] = []
+        self.foreign: list[Tensor] = []
+        self._measured: Sight | None = None
+        self._checked: list[tuple[list[Place], Sweep]] = []
+
+    def params(self) -> Iterator[Tensor]:
+        """The parameters that have a gradient."""
+        for rows in self._rows:
+            yield from (place.param for place in rows.places)
+        yield from self.foreign
+
+    def device(self) -> torch.device:
+        """Where the first of them is; the CPU for none."""
+        return self._rows[0].device if self._rows else torch.device("cpu")
+
+    # -- finding them ------------------------------------------------------------------------------------------------
+
+    def collect(self, optimizer: Optimizer) -> None:
+        """Take in the gradients as they are now. 16-bit sparse ones are coalesced in FP32, in place of the old ones.
+
+        Raises:
+            TypeError: A parameter is no tensor, or its gradient has a dtype or layout that can't be served. Named; no
+                gradient has been touched then.
+        """
+        places, self.foreign = [], []
+        seen: set[int] = set()
+        for number, group in enumerate(optimizer.param_groups):
+            for index, param in enumerate(group["params"]):
+                if not isinstance(param, Tensor):
+                    raise TypeError(f"{_where(number, index)}: expected a tensor, got {type(param).__name__}.")
+                grad = param.grad
+                if grad is None or id(param) in seen:
+                    continue
+                seen.add(id(param))
+                if _is_foreign(grad):
+                    self.foreign.append(param)
+                else:
+                    place = Place(param, group, number, index)
+                    _check(place, grad)
+                    places.append(place)
+        by_device: dict[torch.device, _Rows] = {}
+        for place in places:
+            values = _memory_of(place)
+            rows = by_device.setdefault(values.device, _Rows(values.device))
+            rows.places.append(place)
+            rows.values.append(values)
+        self._rows = list(by_device.values())
+
+    def halves(self) -> list[str]:
+        """Names of the 16-bit parameters that have a gradient."""
+        return [place.name() for rows in self._rows for place in rows.places if place.param.dtype in HALF_DTYPES]
+
+    def coalesce(self) -> None:
+        """Sum the duplicates of sparse gradients, so that norms and factors meet each element once."""
+        with torch.no_grad():
+            for rows in self._rows:
+                for row, place in enumerate(rows.places):
+                    if place.grad.layout is torch.sparse_coo and not place.grad.is_coalesced():
+                        place.param.grad = place.grad.coalesce()
+                        rows.values[row] = _memory_of(place)
+
+    # -- the passes --------------------------------------------------------------------------------------------------
+
+    def unscale(self, inv_scale: Tensor) -> dict[torch.device, Tensor]:
+        """Multiply all gradients by ``inv_scale`` in place, check and measure them. One pass; no host sync.
+
+        16-bit gradients go through FP32 memory that lives as long as this call, and are rounded back.
+
+        Args:
+            inv_scale: float32, 0-dim, any device.
+
+        Returns:
+            For each device that holds gradients which are not foreign: float32, 0-dim, 1.0 where one was not finite
+            after unscaling (or too large for its 16-bit dtype), else 0.0. Overwritten by the next call.
+        """
+        self._checked, self._measured = [], None
+        found = {}
+        with torch.no_grad():
+            for rows in self._rows:
+                sweep = self._sweep(rows)
+                _unscale(rows.values, sweep, inv_scale.to(rows.device, non_blocking=True))
+                self._checked.append((rows.places, sweep))
+                found[rows.device] = sweep.stats.found_inf
+        if all(rows.is_dense() for rows in self._rows):
+            self._measured = Sight([*self._grads()])
+        return found
+
+    def unscale_and_clip(self, inv_scale: Tensor, max_norm: float) -> tuple[Tensor, Tensor] | None:
+        """Unscale and clip in one pass that reads and one that writes. No host sync.
+
+        Returns:
+            (norm before clipping, found_inf), each float32, 0-dim, as :meth:`unscale` would find them. None where
+            nothing was done: gradients are not all float32 and dense on one device.
+        """
+        if self.foreign or len(self._rows) != 1:
+            return None
+        (rows,) = self._rows
+        if not rows.is_dense() or any(place.grad.dtype is not torch.float32 for place in rows.places):
+            return None
+        sweep, inv_scale = self._sweep(rows), inv_scale.to(rows.device, non_blocking=True)
+        sweep.look(rows.values, inv_scale)
+        norm, factor = decisions.decide_clip(sweep.stats.norm, sweep.stats.found_inf, max_norm)
+        sweep.write(rows.values, rows.values, inv_scale, factor)
+        self._checked, self._measured = [(rows.places, sweep)], None
+        return norm, sweep.stats.found_inf
+
+    def norm(self, norm_type: float, device: torch.device) -> Tensor:
+        """The norm over all gradients: float64, 0-dim, on ``device``. No host sync.
+
+        The 2-norm was summed by :meth:`unscale`; it is read again only where a gradient changed since. :meth:`collect`
+        first, so that gradients that were replaced are seen.
+        """
+        with torch.no_grad():
+            if norm_type != 2.0:
+                dense = [grad._values() if grad.layout is torch.sparse_coo else grad for grad in self._grads()]
+                parts = [vector_norm(grad, norm_type) for grad in dense if grad.numel()]
+            elif self._is_measured():
+                parts = [sweep.stats.norm for _, sweep in self._checked]
+            else:
+                parts = [self._sweep(rows).norm(rows.values) for rows in self._rows]
+            return total_norm(parts, norm_type, device)
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply all gradients by ``factor`` (float32, 0-dim), in place. On the CPU 1.0 touches no memory."""
+        for rows in self._rows:
+            self._sweep(rows).scale(rows.values, factor.to(rows.device))
+
+    def _sweep(self, rows: _Rows) -> Sweep:
+        """Kept while as many gradients come as before."""
+        sweep = self._sweeps.get(rows.device)
+        if sweep is None or len(sweep.stats.nonfinite) != len(rows.values):
+            sweep = self._sweeps[rows.device] = Sweep(rows.device, len(rows.values))
+        return sweep
+
+    def _grads(self) -> list[Tensor]:
+        return [place.grad for rows in self._rows for place in rows.places]
+
+    def _is_measured(self) -> bool:
+        """Whether no gradient came, was written or replaced since :meth:`unscale` summed its squares."""
+        now = self._grads()
+        return self._measured is not None and len(now) == len(self._measured.grads) and not self._measured.moved([*now])
+
+    # -- what was found ----------------------------------------------------------------------------------------------
+
+    def record(self, skipped: bool | None) -> None:
+        """Note what became of a step that was decided on the host, and who is to blame. No sync."""
+        self.skipped = skipped
+        self._blamed = [(places, sweep.stats.nonfinite.clone()) for places, sweep in self._checked] if skipped else []
+
+    def record_on_device(self, found_inf: Tensor, counted: Tensor) -> None:
+        """Note a step that nobody looked at, and count it if it was skipped. No sync.
+
+        What is noted stays in one place, so that a CUDA graph that is replayed goes on writing there.
+        """
+        flags = [sweep.stats.nonfinite for _, sweep in self._checked]
+        self._kept = room_for(flags, self._kept)
+        if self._last is None or self._last.device != found_inf.device:
+            self._last = torch.zeros((), dtype=torch.float32, device=found_inf.device)
+        note(found_inf, flags, self._kept, self._last, counted)
+        self.skipped = self._last
+        self._blamed = [(places, kept) for (places, _), kept in zip(self._checked, self._kept, strict=True)]
+
+    def report(self) -> list[Overflow]:
+        """Which parameters had non-finite gradients if the last step was skipped, in param_groups order. Syncs."""
+        if not self.skipped:
+            return []
+        found = []
+        for places, flags in self._blamed:
+            names, where = [place.name() for place in places], [(place.group, place.index) for place in places]
+            found += overflows_from_flags(flags.tolist(), names, where)
+        return sorted(found, key=lambda overflow: (overflow.group, overflow.index))
+
+
+def _unscale(values: list[Tensor], sweep: Sweep, inv_scale: Tensor) -> None:
+    halves = [row for row, value in enumerate(values) if value.dtype in HALF_DTYPES]
+    outs = list(values)
+    for row in halves:
+        outs[row] = torch.empty_like(values[row], dtype=torch.float32)
+    sweep.take(values, outs, inv_scale)
+    if halves:
+        sweep.round(halves, [outs[row] for row in halves], [values[row] for row in halves])
+
+
+def _is_foreign(grad: Tensor) -> bool:
+    """Whether the tensor's address is not where its values are: DTensor and other subclasses."""
+    return getattr(type(grad), "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
+
+
+def _real_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32 for complex64, and so on; other dtypes as they are."""
+    return torch.empty((), dtype=dtype, device="meta").real.dtype if dtype.is_complex else dtype
+
+
+def _where(group: int, index: int) -> str:
+    return f"group {group}, param {index}"
+
+
+def _check(place: Place, grad: Tensor) -> None:
+    if grad.layout is torch.strided and grad.dtype in _SERVED:
+        return
+    if grad.layout not in (torch.strided, torch.sparse_coo):
+        raise TypeError(
+            f"{place.name()}: expected a dense or a sparse COO gradient, got layout {grad.layout}. Convert it first."
+        )
+    if _real_dtype(grad.dtype) not in _SERVED:
+        raise TypeError(
+            f"{place.name()}: expected a gradient in float16, bfloat16, float32, float64 or a complex dtype, got "
+            f"{str(grad.dtype).removeprefix('torch.')}. Leave the parameter out of the optimizer."
+        )
+
+
+def _memory_of(place: Place) -> Tensor:
+    """The memory of a parameter's gradient as the kernels take it, ``.grad`` replaced where that needs other memory."""
+    param, grad = place.param, place.grad
+    if grad.dtype in OWN_DTYPES and grad.layout is torch.strided:
+        return grad.detach() if grad.requires_grad else grad
+    if grad.layout is torch.sparse_coo:
+        if not grad.is_coalesced() and _real_dtype(grad.dtype) in HALF_DTYPES:
+            with torch.no_grad():
+                param.grad = grad = _coalesced_wide(grad, place.name())
+        grad = grad._values()
+    if grad.is_conj():
+        param.grad = grad = grad.resolve_conj()
+    grad = grad.detach()
+    return torch.view_as_real(grad) if grad.is_complex() else grad
+
+
+def _coalesced_wide(grad: Tensor, name: str) -> Tensor:
+    """A 16-bit sparse gradient with duplicates summed in FP32. What does not fit after that is inf, and is flagged."""
+    summed = coalesced(grad, torch.complex64 if grad.is_complex() else torch.float32, name)
+    return torch.sparse_coo_tensor(summed._indices(), summed._values().to(grad.dtype), grad.shape, is_coalesced=True)

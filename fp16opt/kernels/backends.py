@@ -1,0 +1,33 @@
+"""Which implementation serves a device."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from . import cuda, native
+
+
+def compiled_for(device: torch.device) -> ModuleType | None:
+    """The file that calls the compiled kernels for a device; None where torch operations serve. Does not sync."""
+    if device.type == "cpu":
+        return native if native.available() else None
+    return cuda if cuda.serves(device) else None
+
+
+def backend(device: torch.device | str) -> str:
+    """Which implementation serves tensors on ``device``.
+
+    Args:
+        device: a torch device or its name.
+
+    Returns:
+        "cpu" and "cuda" for the compiled kernels, "reference" for plain torch operations.
+
+    Example:
+        >>> backend("meta")
+        'reference'
+    """
+    served_by = compiled_for(torch.device(device))
+    return "reference" if served_by is None else "cpu" if served_by is native else "cuda"

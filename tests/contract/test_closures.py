@@ -1,0 +1,417 @@
+"""``step(closure)``: evaluated once for all but classes that evaluate more often; and ``train()`` and ``eval()``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine.checks import assert_model_is_rounded_masters
+from torch import Tensor
+from torch.optim import LBFGS, SGD, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from contract.worlds import (
+    FOLDING,
+    INF,
+    MIXED_WRAPPED,
+    NAN,
+    ONE_PASS,
+    ONE_PASS_ADAMW,
+    SPLIT,
+    WRAPPED,
+    Mode,
+    World,
+    by,
+    every_mode,
+    every_scale,
+    values,
+)
+from fp16opt import MixedPrecisionOptimizer
+
+GRADS = values(0.5, 1.0, -0.5)
+
+
+class Closure:
+    """A closure as users write it; counts its calls and keeps the scales and the model that it saw."""
+
+    def __init__(self, world: World, grads: Callable[[int], Any] = lambda n: GRADS) -> None:
+        self.world, self.grads = world, grads
+        self.scales: list[float] = []
+        self.losses: list[float] = []
+
+    def __call__(self) -> Tensor:
+        number = len(self.scales)
+        self.scales.append(float(self.world.opt.loss_scale))
+        self.world.opt.zero_grad()
+        loss = self.world.loss(self.grads(number))
+        self.world.opt.backward(loss)
+        self.losses.append(float(loss))
+        return loss.detach()
+
+
+# -- classes that evaluate once ------------------------------------------------------------------------------------
+
+
+@every_scale
+@every_mode
+def test_it_is_evaluated_once_and_steps_as_without(mode: Mode, scale: str) -> None:
+    world = World(mode, scale)
+    for _ in range(4):
+        closure = Closure(world)
+        value = world.opt.step(closure)
+        assert len(closure.scales) == 1
+        assert float(value) == closure.losses[0]
+        world.expect_stepped(GRADS)
+
+
+@every_scale
+@every_mode
+@pytest.mark.parametrize("bad", [INF, NAN])
+def test_one_overflow_is_one_skip(mode: Mode, scale: str, bad: float) -> None:
+    """Evaluated once, the scale lowered once, the value returned; the next step is whole."""
+    world = World(mode, scale)
+    closure = Closure(world, lambda n: [bad, 1.0, 1.0])
+    value = world.opt.step(closure)
+    assert len(closure.scales) == 1
+    assert not torch.isfinite(value)
+    world.expect_skipped()
+    world.opt.step(Closure(world))
+    world.expect_stepped(GRADS)
+
+
+@every_scale
+@every_mode
+@pytest.mark.parametrize("value", [None, 2.5, "a word"], ids=repr)
+def test_a_closure_that_makes_no_new_gradients_steps_those_that_are_there(
+    mode: Mode, scale: str, value: object
+) -> None:
+    """Trainers always pass one; whatever it returns is returned, also on a skip."""
+    world = World(mode, scale)
+    world.backward(GRADS)
+    assert world.opt.step(lambda: value) is value
+    world.expect_stepped(GRADS)
+    world.opt.zero_grad()
+    world.backward([INF, 1.0, 1.0])
+    assert world.opt.step(lambda: value) is value
+    world.expect_skipped()
+
+
+@every_mode
+def test_a_closure_without_any_gradients_does_nothing(mode: Mode) -> None:
+    world = World(mode, "dynamic")
+    assert world.opt.step(lambda: 1.5) == 1.5
+    world.check()
+
+
+@every_mode
+def test_a_closure_that_raises_leaves_everything(mode: Mode) -> None:
+    world = World(mode, "dynamic")
+
+    def closure() -> Tensor:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        world.opt.step(closure)
+    world.check()
+    world.backward(GRADS)
+    world.expect_step(GRADS)
+
+
+@every_mode
+def test_it_runs_with_gradients_enabled_under_no_grad(mode: Mode) -> None:
+    world = World(mode)
+    closure = Closure(world)
+    with torch.no_grad():
+        world.opt.step(closure)
+    world.expect_stepped(GRADS)
+
+
+class Asks(SGD):
+    """Evaluates once and keeps what its closure returned."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.values: list[Any] = []
+
+    def step(self, closure: Any = None) -> Any:
+        self.values.append(None if closure is None else closure())
+        super().step()
+        return self.values[-1]
+
+
+@by([WRAPPED, FOLDING, MIXED_WRAPPED])
+def test_the_wrapped_optimizer_gets_a_closure_that_returns_the_loss(mode: Mode) -> None:
+    world = World(mode, "dynamic", make=lambda params: Asks(params, lr=0.25, foreach=False))
+    closure = Closure(world)
+    loss = world.opt.step(closure)
+    assert len(closure.scales) == 1
+    assert [float(v) for v in world.opt.optimizer.values] == [float(loss)] == closure.losses
+    world.expect_stepped(GRADS)
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of new tensors that torch's operators return. A clone, an empty_like: what a copy begins with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        there = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor) and t.layout is torch.strided and t.untyped_storage().data_ptr() not in there:
+                self.total += t.untyped_storage().nbytes()
+        return out
+
+
+@by([WRAPPED, ONE_PASS, ONE_PASS_ADAMW, SPLIT, FOLDING])
+def test_nothing_is_copied(mode: Mode) -> None:
+    """A step with a closure allocates what the step without one does; a copy of one of three masters would show."""
+    shapes = ((2000,), (20, 100), (3000,))
+    totals = []
+    for with_closure in (False, True):
+        world = World(mode, "static", shapes=shapes)
+        for _ in range(3):
+            world.opt.zero_grad()
+            world.backward([0.5, 1.0, -0.5])
+            with Allocations() as seen:
+                world.opt.step((lambda: None) if with_closure else None)
+        totals.append(seen.total)
+    assert totals[1] - totals[0] < 4 * 2000 / 2, totals
+
+
+# -- classes that evaluate more often ------------------------------------------------------------------------------
+
+
+def lbfgs(params: Any) -> LBFGS:
+    return LBFGS(params, lr=0.5, max_iter=4, history_size=3, tolerance_change=0.0, tolerance_grad=0.0)
+
+
+class TwoSteps(Optimizer):
+    """As SAM: up along the gradient, evaluated there, back and down. It evaluates twice."""
+
+    def __init__(self, params: Any, lr: float = 0.25, rho: float = 0.5) -> None:
+        super().__init__(params, {"lr": lr, "rho": rho})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        old = []
+        for group in self.param_groups:
+            for p in group["params"]:
+                old.append(p.detach().clone())
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=group["rho"])
+                self.state[p]["first"] = p.detach().clone()
+        with torch.enable_grad():
+            closure()
+        for group in self.param_groups:
+            for p, was in zip(group["params"], old, strict=True):
+                p.copy_(was)
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"])
+        return loss
+
+
+class SeesMasters(Closure):
+    """Before each evaluation the model is the rounding of the masters' values at that time."""
+
+    def __call__(self) -> Tensor:
+        assert_model_is_rounded_masters(self.world.opt)
+        self.models.append([p.detach().clone() for p in self.world.params])
+        return self.quadratic()
+
+    def __init__(self, world: World, *args: Any) -> None:
+        super().__init__(world, *args)
+        self.models: list[list[Tensor]] = []
+
+    def quadratic(self) -> Tensor:
+        self.scales.append(float(self.world.opt.loss_scale))
+        self.world.opt.zero_grad()
+        loss = sum(((p.float() - 0.5) ** 2).sum() for p in self.world.params)
+        self.world.opt.backward(loss)
+        return loss.detach()
+
+
+MANY = pytest.mark.parametrize("make", [lbfgs, TwoSteps])
+MODES = by([WRAPPED, FOLDING, MIXED_WRAPPED])
+
+
+@MODES
+@MANY
+@every_scale
+def test_each_evaluation_sees_the_masters_current_values(mode: Mode, make: Any, scale: str) -> None:
+    world = World(mode, scale, make=make)
+    closure = SeesMasters(world)
+    for _ in range(2):
+        world.opt.step(closure)
+    assert len(closure.scales) >= 4
+    first, second = closure.models[:2]
+    assert any(not torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert_model_is_rounded_masters(world.opt)
+    assert int(world.opt.skipped_steps) == 0
+
+
+def _copies(world: World) -> list[Any]:
+    state = [{k: v.clone() if isinstance(v, Tensor) else v for k, v in world.opt.state[m].items()}
+             for g in world.opt.param_groups for m in g["params"]]  # fmt: skip
+    return [[m.detach().tolist() for m in world.masters], [p.detach().tolist() for p in world.params], repr(state)]
+
+
+@MODES
+@MANY
+@pytest.mark.parametrize("at", [0, 1])
+def test_an_evaluation_that_overflows_lowers_the_scale_and_is_evaluated_again(mode: Mode, make: Any, at: int) -> None:
+    world = World(mode, "dynamic", make=make, scaler_settings={"growth_interval": 1000})
+    closure = Closure(world, lambda n: [INF, 1.0, 1.0] if n in (at, at + 1) else GRADS)
+    world.opt.step(closure)
+    assert closure.scales[: at + 3] == [64.0] * (at + 1) + [32.0, 16.0]
+    assert set(closure.scales[at + 2 :]) == {16.0}
+    assert float(world.opt.loss_scale) == 16.0
+    assert int(world.opt.skipped_steps) == 0
+    assert not world.opt.step_was_skipped
+    assert all(torch.isfinite(m).all() for m in world.masters)
+
+
+@MODES
+@MANY
+def test_without_new_gradients_an_overflow_is_not_evaluated_again(mode: Mode, make: Any) -> None:
+    """One skip, one lowering: the scale is not driven to its floor."""
+    world = World(mode, "dynamic", make=make)
+    world.opt.step(Closure(world))
+    before, scale = _copies(world), float(world.opt.loss_scale)
+    world.opt.zero_grad()
+    world.backward([INF, 1.0, 1.0])
+    calls = []
+    world.opt.step(lambda: calls.append(1) or torch.zeros(()))
+    assert len(calls) == 1
+    assert float(world.opt.loss_scale) == scale / 2
+    assert int(world.opt.skipped_steps) == 1
+    assert _copies(world) == before
+
+
+@MODES
+@MANY
+@pytest.mark.parametrize("at", [0, 1])
+def test_at_the_floor_everything_is_restored_and_one_skip_is_counted(mode: Mode, make: Any, at: int) -> None:
+    """The floor is 1, from 64 on six halvings; ``step`` returns."""
+    world = World(mode, "dynamic", make=make)
+    world.opt.step(Closure(world))
+    before = _copies(world)
+    scale = float(world.opt.loss_scale)
+    closure = Closure(world, lambda n: GRADS if n < at else [INF, 1.0, 1.0])
+    world.opt.step(closure)
+    assert closure.scales[at:] == [scale / 2**k for k in range(7)]
+    assert float(world.opt.loss_scale) == 1.0
+    assert int(world.opt.skipped_steps) == 1
+    assert bool(world.opt.step_was_skipped)
+    assert _copies(world) == before
+    world.opt.step(Closure(world))
+    assert not world.opt.step_was_skipped
+
+
+@MODES
+@MANY
+@pytest.mark.parametrize("scale", ["one", "static"])
+def test_a_static_scale_cannot_go_lower(mode: Mode, make: Any, scale: str) -> None:
+    world = World(mode, scale, make=make)
+    before = _copies(world)
+    closure = Closure(world, lambda n: [INF, 1.0, 1.0])
+    world.opt.step(closure)
+    assert len(closure.scales) == 1
+    assert int(world.opt.skipped_steps) == 1
+    assert _copies(world)[:2] == before[:2]
+
+
+# -- train() and eval() --------------------------------------------------------------------------------------------
+
+
+class ScheduleFree(SGD):
+    """Its ``eval()`` moves the parameters, its ``train()`` moves them back."""
+
+    in_training = True
+
+    @torch.no_grad()
+    def _move(self, by: float) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(by)
+
+    def eval(self) -> None:
+        if self.in_training:
+            self._move(0.3)
+        self.in_training = False
+
+    def train(self) -> None:
+        if not self.in_training:
+            self._move(-0.3)
+        self.in_training = True
+
+
+@MODES
+@every_scale
+def test_train_and_eval_reach_the_wrapped_optimizer_and_masters_are_copied_down(mode: Mode, scale: str) -> None:
+    world = World(mode, scale, make=lambda params: ScheduleFree(params, lr=0.25, foreach=False))
+    world.backward(GRADS)
+    world.expect_step(GRADS)
+    trained = [p.detach().clone() for p in world.params]
+    for _ in range(2):
+        world.opt.eval()
+        assert not world.opt.optimizer.in_training
+        assert_model_is_rounded_masters(world.opt)
+        assert all(not torch.equal(p, t) for p, t in zip(world.params, trained, strict=True))
+    world.opt.train()
+    assert world.opt.optimizer.in_training
+    assert_model_is_rounded_masters(world.opt)
+    for p, t in zip(world.params, trained, strict=True):
+        assert torch.allclose(p.detach().float(), t.float(), atol=1e-3)  # an ulp of FP16 is 2**-10 there
+    with torch.no_grad():
+        for mine, m in zip(world.reference.masters, world.masters, strict=True):
+            mine.copy_(m)
+    world.opt.zero_grad()
+    world.backward(GRADS)
+    world.expect_step(GRADS)
+
+
+@every_mode
+def test_train_and_eval_do_nothing_where_the_wrapped_optimizer_has_none(mode: Mode) -> None:
+    world = World(mode)
+    world.backward(GRADS)
+    assert world.opt.eval() is None
+    assert world.opt.train() is None
+    world.expect_step(GRADS)
+
+
+def test_an_optimizer_that_evaluates_again_is_refused_with_split_masters() -> None:
+    class Twice(torch.optim.SGD):
+        def step(self, closure=None):  # type: ignore[no-untyped-def, override]
+            if closure is None:
+                return super().step()
+            with torch.enable_grad():
+                closure()
+                return super().step(closure)
+
+    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    opt = MixedPrecisionOptimizer(Twice([weight], lr=0.1), master_weights="split")
+    with pytest.raises(RuntimeError, match=r'Twice evaluates its closure more than once.*master_weights="full"'):
+        opt.step(lambda: weight.float().sum())
+    assert torch.equal(weight, torch.ones(4, dtype=torch.bfloat16))
+
+
+def test_lbfgs_returns_the_first_loss() -> None:
+    weight = torch.nn.Parameter(torch.full((2,), 2.0, dtype=torch.float16))
+    opt = MixedPrecisionOptimizer(torch.optim.LBFGS([weight], line_search_fn="strong_wolfe"))
+
+    def closure() -> torch.Tensor:
+        opt.zero_grad()
+        loss = weight.float().square().sum()
+        opt.backward(loss)
+        return loss
+
+    assert float(opt.step(closure)) == 8.0
+    assert float(weight.detach().float().abs().max()) < 1e-3

@@ -1,0 +1,332 @@
+"""Masters handed out, their gradients read and edited between backward and step: the same in every mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+
+from contract import oracle
+from contract.worlds import (
+    ALL,
+    INF,
+    KEEPS,
+    NAN,
+    SCALES,
+    Mode,
+    World,
+    by,
+    every_mixed_mode,
+    every_mode,
+    every_mode_that_keeps_gradients,
+    every_scale,
+    every_scale_but_one,
+    instead,
+    plus,
+    times,
+    values,
+)
+
+WAYS = pytest.mark.parametrize("how", ["backward", "waiting", "scale_loss"])
+
+
+HANDED_OUT = {
+    "master_params": lambda opt: list(opt.master_params()),
+    "param_groups": lambda opt: [list(group["params"]) for group in opt.param_groups],
+    "repr": repr,
+}
+
+
+@every_scale
+@every_mode
+@pytest.mark.parametrize("how", ["waiting", "scale_loss"])
+@pytest.mark.parametrize("handed", HANDED_OUT)
+def test_handing_out_masters_computes_nothing(mode: Mode, scale: str, how: str, handed: str) -> None:
+    """Nothing was read, or the write past the version counter would come too late."""
+    world = World(mode, scale)
+    grads = values(0.5, 1.0, -0.5)
+    world.leave(how, grads)
+    HANDED_OUT[handed](world.opt)
+    for p in world.params:
+        p.grad.data.mul_(0.5)
+    world.expect_step(times(grads, 0.5))
+
+
+@every_scale
+@every_mode_that_keeps_gradients
+@pytest.mark.parametrize("handed", HANDED_OUT)
+def test_handing_out_masters_computes_nothing_after_backward(mode: Mode, scale: str, handed: str) -> None:
+    world = World(mode, scale)
+    grads = values(0.5, 1.0, -0.5)
+    world.backward(grads)
+    HANDED_OUT[handed](world.opt)
+    for p in world.params:
+        p.grad.data.mul_(0.5)
+    world.expect_step(times(grads, 0.5))
+
+
+@every_scale
+@every_mode
+@WAYS
+@pytest.mark.parametrize("held", [False, True], ids=["fresh", "held"])
+def test_reading_one_gradient_makes_all_true(mode: Mode, scale: str, how: str, held: bool) -> None:
+    """Read through a list from before the backward too; then the others' memory is looked at without a read."""
+    world = World(mode, scale)
+    before = world.masters
+    grads = values(0.5, 1.0, -0.5)
+    world.leave(how, grads)
+    masters = before if held else world.masters
+    assert masters[world.sixteen()].grad is not None
+    for p, want in zip(world.params, grads, strict=True):
+        if p.dtype is torch.float32:
+            assert p.grad.tolist() == want.tolist()
+    for master, want in zip(masters, grads, strict=True):
+        assert master.grad.dtype is torch.float32
+        assert master.grad.tolist() == want.tolist()
+    world.expect_step(grads)
+
+
+@every_scale
+@every_mixed_mode
+def test_gradients_of_fp32_parameters_are_true_when_backward_returns(mode: Mode, scale: str) -> None:
+    world = World(mode, scale)
+    total = None
+    for k in range(1, 4):
+        grads = values(0.5, 1.0 * k, -0.5)
+        total = grads if total is None else plus(total, grads)
+        world.backward(grads)
+        assert world.params[world.own()].grad.tolist() == total[world.own()].tolist()
+    world.expect_step(total)
+
+
+@every_scale
+@every_mixed_mode
+def test_gradients_of_fp32_parameters_are_left_scaled_where_the_user_says_so(mode: Mode, scale: str) -> None:
+    world = World(mode, scale)
+    grads = values(0.5, 1.0, -0.5)
+    world.backward(grads, update_master_grads=False)
+    assert world.params[world.own()].grad.tolist() == (grads[world.own()] * world.scale).tolist()
+    world.expect_step(grads)
+
+
+@every_scale
+@every_mode
+@WAYS
+@pytest.mark.parametrize("held", [False, True], ids=["fresh", "held"])
+def test_clip_grad_norm_over_masters_clips(mode: Mode, scale: str, how: str, held: bool) -> None:
+    world = World(mode, scale)
+    before = world.masters
+    grads = values(0.5, 1.0, -0.5)
+    world.leave(how, grads)
+    norm = clip_grad_norm_(before if held else world.masters, 2.0)
+    # torch sums squares in FP32, over 15 elements here: within 15 roundings.
+    assert float(norm) == pytest.approx(oracle.total_norm(grads), rel=15 * 2.0**-24)
+    world.expect_step(oracle.clipped(grads, float(norm), 2.0))
+
+
+@every_mode
+@WAYS
+def test_a_read_ends_nothing(mode: Mode, how: str) -> None:
+    """More backwards after reads, and reads after them: each shows the sum up to now."""
+    world = World(mode)
+    total: list[Tensor | None] = [None, None, None]
+    for k in range(1, 4):
+        grads = values(0.5, -0.25 * k, 1.0)
+        world.leave(how, grads)
+        total = plus(total, grads)
+        world.check_master_grads(total)
+    world.expect_step(total)
+
+
+@by(KEEPS)
+def test_a_read_does_not_take_the_models_gradients_away_from_the_user(mode: Mode) -> None:
+    world = World(mode)
+    grads = values(0.5, 1.0, -0.5)
+    world.backward(grads, update_master_grads=False)
+    world.check_master_grads(grads)
+    i = world.sixteen()
+    world.params[i].grad.mul_(2.0)
+    world.expect_step(instead(grads, i, grads[i] * 2))
+
+
+@every_mode
+def test_reading_inside_autograd_looks_at_nothing(mode: Mode) -> None:
+    """A hook on a parameter that reads a master's gradient: what it sees is its own affair, the step is right."""
+    world = World(mode)
+    seen: list[Any] = []
+    hooks = [p.register_post_accumulate_grad_hook(lambda p: seen.extend(m.grad for m in world.masters))
+             for p in world.params]  # fmt: skip
+    grads = values(0.5, 1.0, -0.5)
+    for part in (grads, grads):
+        world.backward(part)
+    for hook in hooks:
+        hook.remove()
+    assert seen
+    world.check_master_grads(times(grads, 2.0))
+    world.expect_step(times(grads, 2.0))
+
+
+# -- edits ---------------------------------------------------------------------------------------------------------
+
+
+def _halve(master: Tensor) -> None:
+    master.grad.mul_(0.5)
+
+
+def _replace(master: Tensor) -> None:
+    master.grad = master.grad * 0.5
+
+
+def _halve_an_element(master: Tensor) -> None:
+    master.grad.view(-1)[1] *= 0.5
+
+
+EDITS = {"in place": _halve, "another tensor": _replace, "an element": _halve_an_element}
+
+
+def _edited(grads: Any, i: int, edit: str) -> list[Tensor | None]:
+    new = grads[i].clone()
+    if edit == "an element":
+        new.view(-1)[1] *= 0.5
+    else:
+        new *= 0.5
+    return instead(grads, i, new)
+
+
+@every_mode
+@WAYS
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize(("which", "scale"), [(0, "static"), (1, "dynamic"), (0, "one")])
+def test_an_edited_master_gradient_counts(mode: Mode, scale: str, how: str, edit: str, which: int) -> None:
+    """``which`` 1 is the FP32 parameter of mixed models; there a first read makes it true."""
+    world = World(mode, scale)
+    grads = values(0.5, 1.0, -0.5)
+    world.leave(how, grads)
+    assert world.masters[0].grad is not None
+    EDITS[edit](world.masters[which])
+    grads = _edited(grads, which, edit)
+    world.check_master_grads(grads)
+    world.expect_step(grads)
+
+
+@every_mode
+@pytest.mark.parametrize(("edit", "scale"), zip(EDITS, SCALES, strict=True))
+@pytest.mark.parametrize("looked", ["nothing", "update", "clip"])
+def test_a_clip_uses_the_norm_as_it_is_now(mode: Mode, scale: str, edit: str, looked: str) -> None:
+    world = World(mode, scale)
+    grads = values(0.5, 1.0, -0.5)
+    world.backward(grads)
+    if looked == "update":
+        world.opt.update_master_grads()
+    if looked == "clip":
+        world.expect_norm(world.opt.clip_master_grads(1e6), grads)
+    EDITS[edit](world.masters[0])
+    grads = _edited(grads, 0, edit)
+    norm = world.expect_norm(world.opt.clip_master_grads(2.0), grads)
+    world.expect_step(oracle.clipped(grads, norm, 2.0))
+
+
+@every_mode
+@pytest.mark.parametrize(("value", "scale"), [(INF, "dynamic"), (-INF, "one"), (NAN, "static")])
+@pytest.mark.parametrize("clip", ["none", "before", "after"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_edit_that_is_not_finite_skips(mode: Mode, scale: str, value: float, clip: str, which: int) -> None:
+    """It is never clipped to nan and stepped; and the next step is whole."""
+    world = World(mode, scale)
+    grads = values(0.5, 1.0, -0.5)
+    world.backward(grads)
+    if clip == "before":
+        world.opt.clip_master_grads(2.0)
+    world.masters[which].grad.view(-1)[-1] = value
+    if clip == "after":
+        assert not torch.isfinite(world.opt.clip_master_grads(2.0))
+        other = 1 - which
+        assert world.masters[other].grad.tolist() == grads[other].tolist()
+    world.expect_skip()
+    world.opt.zero_grad()
+    world.backward(grads)
+    world.expect_step(grads)
+
+
+@every_mode
+def test_an_overflow_that_is_edited_away_does_not_skip(mode: Mode) -> None:
+    world = World(mode)
+    grads = values(0.5, 1.0, -0.5)
+    bad = instead(grads, 0, torch.full_like(grads[0], INF))
+    world.backward(bad)
+    world.masters[0].grad.copy_(grads[0])
+    world.expect_step(grads)
+
+
+@every_mode
+@WAYS
+def test_a_master_gradient_set_to_none_is_left_alone(mode: Mode, how: str) -> None:
+    world = World(mode)
+    grads = values(0.5, 1.0, -0.5)
+    world.leave(how, grads)
+    master = world.masters[0]
+    assert master.grad is not None
+    master.grad = None
+    grads = instead(grads, 0, None)
+    world.expect_norm(world.opt.clip_master_grads(1e6), grads)
+    world.expect_step(grads)
+
+
+@every_mode
+def test_a_master_gradient_given_where_there_was_none_counts(mode: Mode) -> None:
+    world = World(mode)
+    grads = instead(values(0.5, 1.0, -0.5), 0, None)
+    world.backward(grads)
+    given = values(2.0)[0]
+    world.masters[0].grad = given.clone()
+    grads = instead(grads, 0, given)
+    norm = world.expect_norm(world.opt.clip_master_grads(2.0), grads)
+    world.expect_step(oracle.clipped(grads, norm, 2.0))
+
+
+@every_mode_that_keeps_gradients
+@pytest.mark.parametrize(("edit", "scale"), zip(EDITS, SCALES, strict=True))
+@pytest.mark.parametrize("update", [True, False])
+def test_a_further_backward_after_an_edit_raises(mode: Mode, scale: str, edit: str, update: bool) -> None:
+    """It would be lost; the weights are as they were, and zero_grad gets on."""
+    world = World(mode, scale)
+    grads = values(0.5, 1.0, -0.5)
+    world.backward(grads)
+    i = world.sixteen()
+    EDITS[edit](world.masters[i])
+    with pytest.raises(RuntimeError, match=world.names[i]):
+        world.backward(grads, update_master_grads=update)
+    world.check_weights()
+    world.opt.zero_grad()
+    world.backward(grads)
+    world.expect_step(grads)
+
+
+@every_scale
+@by([mode for mode in ALL if mode.folds])
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_of_an_fp32_sum_is_added_to(mode: Mode, scale: str, edit: str) -> None:
+    world = World(mode, scale)
+    grads = values(0.5, 1.0, -0.5)
+    world.backward(grads)
+    EDITS[edit](world.masters[0])
+    world.backward(grads)
+    world.expect_step(plus(_edited(grads, 0, edit), grads))
+
+
+@every_scale_but_one
+@every_mode
+def test_update_master_grads_undoes_a_clip_and_gives_the_same_bits(mode: Mode, scale: str) -> None:
+    if mode.folds or mode.is_mixed:
+        pytest.skip("sums and gradients of FP32 parameters are unscaled once and stay as they are")
+    world = World(mode, scale)
+    grads = values(0.5, 1.0, -0.5)
+    world.backward(grads)
+    for _ in range(2):
+        world.opt.clip_master_grads(0.5)
+        world.opt.update_master_grads()
+        world.check_master_grads(grads)
+    world.expect_step(grads)

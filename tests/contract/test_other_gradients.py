@@ -1,0 +1,271 @@
+"""Gradients that were dropped, abandoned, left from before or made without us; sparse ones and graphs of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from contract import oracle
+from contract.worlds import (
+    ALL,
+    INF,
+    NAN,
+    ONE_PASS,
+    SCALES,
+    WRAPPED,
+    Mode,
+    World,
+    by,
+    every_mixed_mode,
+    every_mode,
+    every_mode_that_keeps_gradients,
+    every_scale,
+    every_scale_but_one,
+    instead,
+    plus,
+    sgd,
+    times,
+    values,
+)
+
+WHAT_TO_CALL = r"update_master_grads|opt\.backward|backward\(loss|scale_loss|zero_grad"
+
+
+# -- dropped -------------------------------------------------------------------------------------------------------
+
+
+@every_mode_that_keeps_gradients
+@pytest.mark.parametrize(("how", "scale"), [("backward", "static"), ("waiting", "dynamic"), ("scale_loss", "one")])
+@pytest.mark.parametrize("look", ["nothing", "clip", "update", "read"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_dropped_gradient_goes_with_its_flags_and_its_norm(
+    mode: Mode, scale: str, how: str, look: str, which: int
+) -> None:
+    world = World(mode, scale)
+    grads = values(0.5, 1.0, -0.5)
+    world.leave(how, instead(grads, which, torch.full_like(grads[which], NAN)))
+    if look == "clip":
+        world.opt.clip_master_grads(2.0)
+    if look == "update":
+        world.opt.update_master_grads()
+    if look == "read":
+        assert world.masters[0].grad is not None
+    world.params[which].grad = None
+    grads = instead(grads, which, None)
+    norm = world.expect_norm(world.opt.clip_master_grads(2.0), grads)
+    assert world.masters[which].grad is None
+    world.expect_step(oracle.clipped(grads, norm, 2.0))
+
+
+@every_mode_that_keeps_gradients
+def test_a_gradient_that_is_dropped_after_a_clip_leaves_the_others_clipped(mode: Mode) -> None:
+    """As with torch's clip_grad_norm_; a second clip measures what is left."""
+    world = World(mode)
+    grads = values(0.5, 1.0, -0.5)
+    world.backward(grads)
+    norm = world.expect_norm(world.opt.clip_master_grads(2.0), grads)
+    world.params[0].grad = None
+    grads = instead(oracle.clipped(grads, norm, 2.0), 0, None)
+    world.expect_norm(world.opt.clip_master_grads(1e6), grads)
+    world.expect_step(grads)
+
+
+@every_scale
+@every_mode_that_keeps_gradients
+@pytest.mark.parametrize("look", ["nothing", "clip", "read"])
+def test_an_abandoned_batch_leaves_nothing(mode: Mode, scale: str, look: str) -> None:
+    """``model.zero_grad()`` after a nan: the next step is whole, and nobody counts a skip."""
+    world = World(mode, scale)
+    world.backward([NAN, NAN, NAN])
+    if look == "clip":
+        world.opt.clip_master_grads(2.0)
+    if look == "read":
+        assert world.masters[0].grad is not None
+    world.model_zero_grad()
+    grads = values(0.5, 1.0, -0.5)
+    world.backward(grads)
+    norm = world.expect_norm(world.opt.clip_master_grads(2.0), grads)
+    world.expect_step(oracle.clipped(grads, norm, 2.0))
+
+
+@every_mode
+@every_scale
+def test_an_abandoned_batch_that_opt_zero_grad_clears_leaves_nothing(mode: Mode, scale: str) -> None:
+    world = World(mode, scale)
+    world.backward([NAN, NAN, NAN])
+    world.opt.zero_grad()
+    grads = values(0.5, 1.0, -0.5)
+    world.backward(grads)
+    world.expect_step(grads)
+
+
+@every_mode_that_keeps_gradients
+@pytest.mark.parametrize("look", ["nothing", "clip"])
+def test_an_abandoned_batch_leaves_nothing_on_parameters_that_the_next_does_not_use(mode: Mode, look: str) -> None:
+    world = World(mode, "dynamic")
+    world.backward([NAN, NAN, NAN])
+    if look == "clip":
+        world.opt.clip_master_grads(2.0)
+    world.model_zero_grad()
+    grads = instead(values(0.5, 1.0, -0.5), 0, None)
+    world.backward(grads)
+    world.expect_step(grads)
+
+
+@every_mode_that_keeps_gradients
+def test_a_step_after_all_gradients_were_dropped_is_nothing(mode: Mode) -> None:
+    world = World(mode, "dynamic")
+    world.backward([NAN, 1.0, 1.0])
+    world.model_zero_grad()
+    world.opt.step()
+    world.check()
+
+
+# -- before our backward, and after our step -----------------------------------------------------------------------
+
+
+@every_scale_but_one
+@every_mode
+@pytest.mark.parametrize("how", ["backward", "waiting"])
+def test_gradients_that_came_without_us_are_refused(mode: Mode, scale: str, how: str) -> None:
+    world = World(mode, scale)
+    world.loss(values(0.5, 1.0, -0.5)).backward()
+    with pytest.raises(RuntimeError, match=WHAT_TO_CALL):
+        world.leave(how, values(1.0, -0.25, 2.0))
+    world.check()
+    world.opt.zero_grad()
+    grads = values(0.5, 1.0, -0.5)
+    world.backward(grads)
+    world.expect_step(grads)
+
+
+@every_mode
+def test_at_a_scale_of_one_gradients_that_came_without_us_count(mode: Mode) -> None:
+    world = World(mode, "one")
+    grads, more = values(0.5, 1.0, -0.5), values(1.0, -0.25, 2.0)
+    world.loss(grads).backward()
+    world.backward(more)
+    world.expect_step(plus(grads, more))
+
+
+@every_scale
+@every_mode_that_keeps_gradients
+@pytest.mark.parametrize("how", ["backward", "waiting", "scale_loss"])
+def test_gradients_of_our_step_that_nobody_cleared_add_up_each_with_its_scale(mode: Mode, scale: str, how: str) -> None:
+    """The dynamic scale doubles after each step, so each backward has another one."""
+    world = World(mode, scale, scaler_settings={"growth_interval": 1})
+    total: list[Tensor | None] = [None, None, None]
+    for k in range(4):
+        grads = values(0.5, -0.25 * k, 1.0)
+        world.leave(how, grads)
+        total = plus(total, grads)
+        world.expect_step(total)
+
+
+@every_scale
+@every_mode_that_keeps_gradients
+def test_update_master_grads_undoes_a_clip_of_what_was_left_too(mode: Mode, scale: str) -> None:
+    """The same bits on the same gradients, those of another scale included."""
+    if mode.is_mixed:
+        pytest.skip("the clip of FP32 parameters' gradients stays")
+    world = World(mode, scale, scaler_settings={"growth_interval": 1})
+    grads, more = values(0.5, 1.0, -0.5), values(1.0, -0.25, 2.0)
+    world.backward(grads)
+    world.expect_step(grads)
+    world.backward(more)
+    for _ in range(2):
+        world.opt.clip_master_grads(0.5)
+        world.opt.update_master_grads()
+    world.check_master_grads(plus(grads, more))
+    world.expect_step(plus(grads, more))
+
+
+@every_scale_but_one
+@every_mode_that_keeps_gradients
+def test_an_overflow_that_nobody_cleared_skips_again(mode: Mode, scale: str) -> None:
+    world = World(mode, scale)
+    grads = values(0.5, 1.0, -0.5)
+    world.backward(instead(grads, 0, torch.full_like(grads[0], INF)))
+    world.expect_skip()
+    world.backward(grads)
+    world.expect_skip()
+    world.opt.zero_grad()
+    world.backward(grads)
+    world.expect_step(grads)
+
+
+@every_scale
+def test_fp32_sums_are_used_up_by_a_step(scale: str) -> None:
+    """Also by one that skips."""
+    (folding,) = (mode for mode in ALL if mode.folds and not mode.is_mixed)
+    world = World(folding, scale, scaler_settings={"growth_interval": 1})
+    grads = values(0.5, 1.0, -0.5)
+    for k in range(5):
+        if k == 2:
+            world.backward([INF, 1.0, 1.0])
+            world.expect_skip()
+        else:
+            world.backward(times(grads, 1.0 + k))
+            world.expect_step(times(grads, 1.0 + k))
+
+
+# -- sparse, create_graph ------------------------------------------------------------------------------------------
+
+
+def _sparse_world(mode: Mode, scale: str) -> World:
+    """Plain SGD everywhere: torch's AdamW takes no sparse gradients."""
+    return World(mode, scale, shapes=((5, 2), (2, 3), (5,)), make=sgd)
+
+
+@every_mode
+@pytest.mark.parametrize(("how", "scale"), [("backward", "static"), ("waiting", "dynamic"), ("scale_loss", "one")])
+@pytest.mark.parametrize("then", ["step", "clip", "read"])
+def test_sparse_gradients(mode: Mode, scale: str, how: str, then: str) -> None:
+    """An embedding row looked up twice, a dense parameter beside it."""
+    world = _sparse_world(mode, scale)
+    weight, dense = world.params[0], values(0.5, 1.0)[1]
+    rows = torch.tensor([1, 3, 3])
+    coefficients = torch.tensor([[0.5, 1.0], [2.0, -1.0], [1.0, 0.25]])
+    first = torch.zeros(5, 2).index_add(0, rows, coefficients)
+    grads: list[Tensor | None] = [first, dense, None]
+    loss = (nn.functional.embedding(rows, weight, sparse=True).float() * coefficients).sum()
+    loss = loss + world.loss([None, dense, None])
+    if how == "scale_loss":
+        world.opt.scale_loss(loss).backward()
+    else:
+        world.opt.backward(loss, update_master_grads=how == "backward")
+    if then == "clip":
+        norm = world.expect_norm(world.opt.clip_master_grads(1.0), grads)
+        grads = oracle.clipped(grads, norm, 1.0)
+    if then == "read":
+        shown = world.masters[0].grad
+        assert shown is not None
+        assert shown.layout is torch.sparse_coo
+        assert shown.is_coalesced()
+        assert shown.dtype is torch.float32
+        assert shown.to_dense().tolist() == first.tolist()
+    world.expect_step(grads)
+
+
+@every_mixed_mode
+@every_scale
+def test_create_graph_unscales_fp32_gradients_out_of_place(mode: Mode, scale: str) -> None:
+    """So that a second derivative can be taken of the true gradient."""
+    world = World(mode, scale)
+    p = world.params[world.own()]
+    world.opt.backward((p**3).sum(), create_graph=True)
+    assert p.grad is not None
+    assert torch.allclose(p.grad.detach(), 3 * p.detach() ** 2)
+    assert p.grad.requires_grad
+    (second,) = torch.autograd.grad(p.grad.sum(), p)
+    assert torch.allclose(second, 6 * p.detach())
+    world.expect_step([None, 3 * p.detach() ** 2, None])
+
+
+@by([WRAPPED, ONE_PASS])
+@pytest.mark.parametrize("scale", SCALES)
+def test_create_graph_on_16_bit_parameters_steps(mode: Mode, scale: str) -> None:
+    world = World(mode, scale)
+    world.opt.backward(world.loss(values(0.5, 1.0, -0.5)), create_graph=True)
+    world.expect_step(values(0.5, 1.0, -0.5))

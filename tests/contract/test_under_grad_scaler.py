@@ -1,0 +1,203 @@
+"""A GradScaler, torch's or ours, drives the wrapper around a 16-bit model: skips, stale gradients, clips."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+import fp16opt
+from contract import oracle
+from contract.worlds import (
+    INF,
+    NAN,
+    Mode,
+    World,
+    every_mixed_mode,
+    every_mode,
+    instead,
+    plus,
+    values,
+)
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="from torch 2.10 on")
+
+SCALERS = pytest.mark.parametrize("cls", [torch.amp.GradScaler, fp16opt.GradScaler], ids=["torch", "fp16opt"])
+GRADS = values(0.5, 1.0, -0.5)
+CLEARS: dict[str, Callable[[World], object]] = {
+    "model.zero_grad": lambda world: world.model_zero_grad(),
+    "opt.zero_grad": lambda world: world.opt.zero_grad(),
+    "zeros": lambda world: world.opt.zero_grad(set_to_none=False),
+}
+clears = pytest.mark.parametrize("clear", list(CLEARS)[:2])
+UNSCALES = pytest.mark.parametrize("unscales", [False, True], ids=["step alone", "unscale_"])
+
+
+class Driven(World):
+    """The wrapper's own scale is a static 1; the GradScaler has 64. The reference holds the wrapper's side."""
+
+    def __init__(self, mode: Mode, cls: Any, **options: Any) -> None:
+        super().__init__(mode, "one", **options)
+        self.grad_scaler = cls("cpu", init_scale=64.0, growth_interval=1000)
+
+    def drive(self, grads: Any, unscales: bool = False, between: Callable[[], object] = lambda: None) -> None:
+        self.grad_scaler.scale(self.loss(grads)).backward()
+        if unscales:
+            self.grad_scaler.unscale_(self.opt)
+        between()
+        self.grad_scaler.step(self.opt)
+        self.grad_scaler.update()
+
+
+ASKS: dict[str, Callable[[World], object]] = {
+    "skipped_steps": lambda world: world.opt.skipped_steps == 1,
+    "step_was_skipped": lambda world: bool(world.opt.step_was_skipped),
+    "overflow_report": lambda world: [o.name for o in world.opt.overflow_report()] == [world.names[0]],
+}
+
+
+@SCALERS
+@every_mode
+@UNSCALES
+@pytest.mark.parametrize("ask", ASKS)
+@pytest.mark.parametrize("cleared", [None, "model.zero_grad", "opt.zero_grad"])
+def test_a_skip_is_counted_as_soon_as_anybody_asks(
+    cls: Any, mode: Mode, unscales: bool, ask: str, cleared: str | None
+) -> None:
+    """Whoever cleared the gradients meanwhile; and once, however often it is asked."""
+    world = Driven(mode, cls)
+    world.drive(GRADS)
+    world.expect_stepped(GRADS)
+    CLEARS["model.zero_grad"](world)
+    world.drive(instead(GRADS, 0, torch.full((4,), INF)), unscales)
+    if cleared:
+        CLEARS[cleared](world)
+    assert ASKS[ask](world)
+    assert ASKS[ask](world)
+    world.reference.step([torch.full((4,), INF)])
+    world.check()
+    assert world.grad_scaler.get_scale() == 32.0
+
+
+@SCALERS
+@every_mode
+@UNSCALES
+@pytest.mark.parametrize("clear", CLEARS)
+def test_a_skip_is_counted_when_the_next_gradients_come(cls: Any, mode: Mode, unscales: bool, clear: str) -> None:
+    """Nobody asks between; the step after it is whole."""
+    world = Driven(mode, cls)
+    for k in range(6):
+        CLEARS[clear](world)
+        if k % 3 == 1:
+            world.drive([NAN, 1.0, 1.0], unscales)
+            world.reference.step([torch.full((4,), NAN)])
+        else:
+            world.drive(GRADS, unscales)
+            world.reference.step(GRADS)
+    assert int(world.opt.skipped_steps) == 2
+    world.check()
+
+
+@SCALERS
+@every_mode
+@pytest.mark.parametrize("which", [0, 1, 2])
+@clears
+def test_an_overflow_in_one_parameter_alone_is_counted(cls: Any, mode: Mode, which: int, clear: str) -> None:
+    """1 is the FP32 parameter of mixed models; no other one has a gradient."""
+    world = Driven(mode, cls)
+    alone: list[Any] = [None, None, None]
+    world.drive(instead(alone, which, torch.full(GRADS[which].shape, INF)))
+    assert int(world.opt.skipped_steps) == 1
+    assert bool(world.opt.step_was_skipped)
+    CLEARS[clear](world)
+    world.reference.step([torch.full((4,), INF)])
+    world.drive(GRADS)
+    world.expect_stepped(GRADS)
+    assert int(world.opt.skipped_steps) == 1
+
+
+@SCALERS
+@every_mixed_mode
+@UNSCALES
+@clears
+@pytest.mark.parametrize("before", [1.0, INF], ids=["after a step", "after a skip"])
+@pytest.mark.parametrize("bad", [False, True], ids=["clean", "overflow"])
+def test_no_master_gradient_is_stale_where_only_fp32_parameters_got_one(
+    cls: Any, mode: Mode, unscales: bool, clear: str, before: float, bad: bool
+) -> None:
+    world = Driven(mode, cls)
+    first = [GRADS[0] * before, GRADS[1], GRADS[2]]
+    first[0][0] = before
+    world.drive(first, unscales)
+    world.reference.step(first)
+    CLEARS[clear](world)
+    alone = instead([None, None, None], 1, GRADS[1] * (INF if bad else 1.0))
+    norms: list[Any] = []
+    stepped = [p for group in world.opt.param_groups for p in group["params"]]
+
+    def clip() -> None:
+        if unscales:
+            norms.append(clip_grad_norm_(stepped, 1e6))
+
+    world.drive(alone, unscales, clip)
+    world.reference.step(alone)
+    world.check()
+    if norms and not bad:
+        assert float(norms[0]) == pytest.approx(oracle.total_norm(alone), rel=1e-6)
+
+
+@SCALERS
+@every_mode
+@pytest.mark.parametrize("over", ["model", "masters", "param_groups", "clip_master_grads"])
+def test_a_clip_after_unscale_is_the_same_whatever_it_goes_over(cls: Any, mode: Mode, over: str) -> None:
+    world = Driven(mode, cls)
+    for k in range(3):
+        grads = values(0.5, 1.0 + k, -0.5)
+        norms: list[Any] = []
+
+        def clip(norms: list[Any] = norms) -> None:
+            if over == "clip_master_grads":
+                norms.append(world.opt.clip_master_grads(2.0))
+                return
+            params = {
+                "model": lambda: world.params,
+                "masters": lambda: world.masters,
+                "param_groups": lambda: [p for group in world.opt.param_groups for p in group["params"]],
+            }[over]()
+            norms.append(clip_grad_norm_(params, 2.0))
+
+        CLEARS["opt.zero_grad" if k % 2 else "model.zero_grad"](world)
+        world.drive(grads, True, clip)
+        # torch sums squares in FP32, over 15 elements: within 15 roundings.
+        assert float(norms[0]) == pytest.approx(oracle.total_norm(grads), rel=15 * 2.0**-24)
+        world.expect_stepped(oracle.clipped(grads, float(norms[0]), 2.0))
+
+
+@SCALERS
+@every_mode
+@UNSCALES
+def test_micro_batches_add_up(cls: Any, mode: Mode, unscales: bool) -> None:
+    world = Driven(mode, cls)
+    for k in range(3):
+        CLEARS["opt.zero_grad"](world)
+        part = values(0.25, 0.5 * k, 1.0)
+        world.grad_scaler.scale(world.loss(part)).backward()
+        world.drive(GRADS, unscales)
+        world.expect_stepped(plus(part, GRADS))
+
+
+@SCALERS
+@every_mode
+@clears
+def test_a_batch_that_is_abandoned_after_unscale_counts_nothing_more(cls: Any, mode: Mode, clear: str) -> None:
+    """A loop that looks for an inf itself, then neither steps nor counts; the next iteration is whole."""
+    world = Driven(mode, cls)
+    world.drive(GRADS)
+    world.expect_stepped(GRADS)
+    CLEARS[clear](world)
+    world.drive(GRADS, True)
+    world.expect_stepped(GRADS)
+    assert int(world.opt.skipped_steps) == 0

@@ -1,0 +1,262 @@
+"""A master that the user wrote wins, whatever else was written or noticed meanwhile; nobody keeps what is let go."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from engine.checks import assert_model_is_rounded_masters
+from torch import Tensor
+from torch.optim import LBFGS
+
+from contract.worlds import ALL, HALF, INF, Mode, World, by, every_mode, every_scale, sgd, values
+from fp16opt import MixedPrecisionOptimizer
+
+WRITABLE = by([mode for mode in ALL if mode.has_masters and not mode.is_mixed])
+SHAPES = ((4,), (4,), (4,))
+
+
+def _world(mode: Mode, **arguments: Any) -> World:
+    world = World(mode, "one", shapes=SHAPES, arguments=arguments)
+    world.backward(values(0.0, 0.0, 0.0)[:1] + [torch.zeros(4)] * 2)
+    world.opt.step()
+    return world
+
+
+def _write_master(opt: MixedPrecisionOptimizer, i: int, value: float) -> None:
+    with torch.no_grad():
+        list(opt.master_params())[i].fill_(value)
+
+
+def _copy_(p: Tensor, value: float) -> None:
+    with torch.no_grad():
+        p.copy_(torch.full_like(p, value))
+
+
+def _data(p: Tensor, value: float) -> None:
+    p.data.fill_(value)
+
+
+WRITES = pytest.mark.parametrize("write", [_copy_, _data], ids=["copy_", "data"])
+LOOKS: dict[str, Callable[[World], object]] = {
+    "nobody": lambda world: None,
+    "state_dict": lambda world: world.opt.state_dict(),
+}
+
+
+def _zero_step(opt: MixedPrecisionOptimizer, params: list[Any]) -> None:
+    """A step that moves nothing: zeros and no weight decay."""
+    opt.zero_grad()
+    opt.backward(sum((p.float() * 0.0).sum() for p in params))
+    opt.step()
+
+
+TOUCHES = pytest.mark.parametrize("touched", ["nothing", "same bits", "other bits"])
+
+
+def _touch(p: Tensor, how: str) -> None:
+    """Its own model weight is written after all, as by ``model.load_state_dict``."""
+    if how != "nothing":
+        _copy_(p, p.detach()[0].item() + 3.0 * (how == "other bits"))
+
+
+@WRITABLE
+@WRITES
+@TOUCHES
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("first", ["master", "model"])
+def test_a_written_master_wins_though_another_weight_was_written(
+    mode: Mode,
+    write: Callable[[Tensor, float], None],
+    touched: str,
+    look: str,
+    first: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = _world(mode)
+    if first == "model":
+        write(world.params[1], 3.0)
+    _write_master(world.opt, 0, 2.0)
+    if first == "master":
+        write(world.params[1], 3.0)
+    with caplog.at_level(logging.WARNING):
+        LOOKS[look](world)
+        _touch(world.params[0], touched)
+        _zero_step(world.opt, world.params)
+    masters = world.masters
+    assert masters[0].detach().tolist() == pytest.approx([2.0] * 4, rel=2e-2)  # AdamW's decay is less than 1%
+    assert masters[1].detach().tolist() == pytest.approx([3.0] * 4, rel=2e-2)
+    assert_model_is_rounded_masters(world.opt)
+    assert "second.weight" in caplog.text
+
+
+@WRITABLE
+def test_a_written_master_wins_over_its_own_weight_that_was_written_too(mode: Mode) -> None:
+    world = _world(mode)
+    _copy_(world.params[0], 5.0)
+    _write_master(world.opt, 0, 2.0)
+    _zero_step(world.opt, world.params)
+    assert world.masters[0].detach().tolist() == pytest.approx([2.0] * 4, rel=2e-2)
+    assert_model_is_rounded_masters(world.opt)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda pair: pickle.loads(pickle.dumps(pair)),
+}
+
+
+@WRITABLE
+@TOUCHES
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("noticed", ["before", "after", "never"])
+def test_a_written_master_wins_over_a_copy_of_both(mode: Mode, touched: str, how: str, noticed: str) -> None:
+    """The weight beside it is written before the copy, after it, or not at all."""
+    world = _world(mode)
+    _write_master(world.opt, 0, 2.0)
+    if noticed == "before":
+        _copy_(world.params[1], 3.0)
+    params, opt = COPIES[how]((world.params, world.opt))
+    if noticed == "after":
+        _copy_(params[1], 3.0)
+    _touch(params[0], touched)
+    _zero_step(opt, params)
+    masters = list(opt.master_params())
+    assert masters[0].detach().tolist() == pytest.approx([2.0] * 4, rel=2e-2)
+    if noticed != "never":
+        assert masters[1].detach().tolist() == pytest.approx([3.0] * 4, rel=2e-2)
+    assert_model_is_rounded_masters(opt)
+
+
+@WRITABLE
+@pytest.mark.parametrize("how", COPIES)
+def test_the_original_goes_on_after_a_copy(mode: Mode, how: str) -> None:
+    world = _world(mode)
+    _write_master(world.opt, 0, 2.0)
+    COPIES[how]((world.params, world.opt))
+    _zero_step(world.opt, world.params)
+    assert world.masters[0].detach().tolist() == pytest.approx([2.0] * 4, rel=2e-2)
+    assert_model_is_rounded_masters(world.opt)
+
+
+# -- freed without the garbage collector ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def _nothing(world: World) -> None:
+    pass
+
+
+def _backward(world: World) -> None:
+    world.backward(values(0.5, 1.0, -0.5))
+
+
+def _read(world: World) -> None:
+    _backward(world)
+    assert world.masters[0].grad is not None
+
+
+def _waiting(world: World) -> None:
+    world.backward(values(0.5, 1.0, -0.5), update_master_grads=False)
+
+
+def _clip(world: World) -> None:
+    _backward(world)
+    world.opt.clip_master_grads(0.5)
+
+
+def _skip(world: World) -> None:
+    world.backward([INF, 1.0, 1.0])
+    world.opt.step()
+
+
+def _closure(world: World) -> None:
+    def closure() -> Tensor:
+        world.opt.zero_grad()
+        loss = world.loss(values(0.5, 1.0, -0.5))
+        world.opt.backward(loss)
+        return loss.detach()
+
+    world.opt.step(closure)
+
+
+def _saved(world: World) -> None:
+    world.opt.load_state_dict(copy.deepcopy(world.opt.state_dict()))
+
+
+def _refused(world: World) -> None:
+    _backward(world)
+    with pytest.raises((TypeError, ValueError)):
+        world.opt.clip_master_grads(-1.0)
+
+
+LAST = [_nothing, _backward, _read, _waiting, _clip, _skip, _closure, _saved, _refused]
+
+
+@every_mode
+@pytest.mark.parametrize("last", LAST, ids=lambda f: f.__name__.strip("_"))
+def test_masters_and_state_go_with_the_last_reference(mode: Mode, last: Any, no_collector: None) -> None:
+    """The model and its gradients live on."""
+    world = World(mode, "dynamic", **({"momentum": 0.5} if mode.make is sgd else {}))
+    for _ in range(2):
+        world.opt.zero_grad()
+        world.backward(values(0.5, 1.0, -0.5))
+        world.opt.step()
+    last(world)
+    kept = _references(world)
+    assert len(kept) >= 4
+    params = world.params
+    del world
+    left = [name for name, reference in kept.items() if reference() is not None]
+    assert not left, f"{left} live on"
+    assert len(params) == 3
+
+
+def _references(world: World) -> dict[str, weakref.ref[Any]]:
+    """Of what costs memory: masters in 16-bit models, moments, and the two optimizers."""
+    found: dict[str, weakref.ref[Any]] = {
+        "optimizer": weakref.ref(world.opt),
+        "wrapped optimizer": weakref.ref(world.opt.optimizer),
+    }
+    stepped = [p for group in world.opt.param_groups for p in group["params"]]
+    for i, (p, master) in enumerate(zip(world.params, stepped, strict=True)):
+        if p.dtype is HALF:
+            found[f"master {i}"] = weakref.ref(master)
+        for key, value in world.opt.state[master].items():
+            if isinstance(value, Tensor):
+                found[f"{key} {i}"] = weakref.ref(value)
+    return found
+
+
+def test_lbfgs_goes_with_the_last_reference(no_collector: None) -> None:
+    (mode, *_) = ALL
+    world = World(mode, "dynamic", make=lambda params: LBFGS(params, lr=0.5, max_iter=3))
+    _closure(world)
+    kept = {"optimizer": weakref.ref(world.opt), "master": weakref.ref(world.masters[0])}
+    del world
+    assert [name for name, reference in kept.items() if reference() is not None] == []
+
+
+@every_scale
+def test_a_world_without_the_optimizer_is_freed_so_the_test_can_fail(scale: str, no_collector: None) -> None:
+    """The check sees what somebody keeps."""
+    world = World(ALL[0], scale)
+    kept = _references(world)
+    held = world.masters
+    del world
+    assert [name for name, reference in kept.items() if reference() is not None] == ["master 0", "master 1", "master 2"]
+    assert len(held) == 3
