@@ -33,7 +33,7 @@ void launch_stepping(const char* name, const Launch& launch, const Step& step) {
     (void)name;
     Shared shared;
     TermsRoom<Step> room;
-    for (int64_t block = 0; block < blocks; ++block) run_stepping(step, view, block, shared, room);
+    for (int64_t block : host_order(blocks)) run_stepping(step, view, block, shared, room);
 #endif
 }
 
