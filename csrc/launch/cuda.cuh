@@ -28,10 +28,27 @@ extern "C" {
 inline __attribute__((visibility("default"))) uint64_t fp16opt_shuffle = 0;
 }
 
-inline uint64_t next_shuffle() {  // Knuth's MMIX generator, of which the upper bits are good
-    fp16opt_shuffle = (fp16opt_shuffle * 6364136223846793005ull + 1442695040888963407ull) | (uint64_t(1) << 63);
-    return fp16opt_shuffle >> 24;
-}
+// An order of `count` things: the i-th to take is at(i).
+class Order {
+public:
+    explicit Order(int64_t count) : count_(count) {
+        if (fp16opt_shuffle == 0 || count < 2) return;
+        first_ = next() % count;
+        do {
+            step_ = 1 + next() % (count - 1);
+        } while (divisor(count, step_) != 1);
+    }
+    int64_t at(int64_t i) const { return (first_ + i * step_) % count_; }
+
+private:
+    static int64_t next() {  // Knuth's MMIX generator, of which the upper bits are good
+        fp16opt_shuffle = (fp16opt_shuffle * 6364136223846793005ull + 1442695040888963407ull) | (uint64_t(1) << 63);
+        return int64_t(fp16opt_shuffle >> 24);
+    }
+    static int64_t divisor(int64_t a, int64_t b) { return b == 0 ? a : divisor(b, a % b); }
+
+    int64_t count_, first_ = 0, step_ = 1;
+};
 #endif
 
 template <class Phase>
@@ -42,10 +59,8 @@ FP16OPT_HD void for_threads(Phase&& phase) {
 #elif defined(__CUDACC__)
     for (int t = 0; t < kThreads; ++t) phase(t);
 #else
-    static_assert((kThreads & (kThreads - 1)) == 0, "odd steps reach all threads of a power of two");
-    const bool shuffled = fp16opt_shuffle != 0;
-    const int first = shuffled ? int(next_shuffle() % kThreads) : 0, step = shuffled ? int(next_shuffle() % kThreads) | 1 : 1;
-    for (int t = 0; t < kThreads; ++t) phase((first + t * step) % kThreads);
+    const Order order(kThreads);
+    for (int t = 0; t < kThreads; ++t) phase(int(order.at(t)));
 #endif
 }
 

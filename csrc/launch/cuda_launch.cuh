@@ -4,8 +4,6 @@
 
 #include <stdexcept>
 #include <string>
-#include <utility>
-#include <vector>
 
 #include "cuda_layout.h"
 #include "cuda_operations.cuh"
@@ -76,16 +74,6 @@ void launch_blocks(void (*kernel)(Operation, Lists), const char* name, const Lau
                name);
 }
 
-#else
-
-// The order in which the host takes a launch's blocks: see fp16opt_shuffle.
-inline std::vector<int64_t> host_order(int64_t blocks) {
-    std::vector<int64_t> order(static_cast<size_t>(blocks));
-    for (size_t i = 0; i < order.size(); ++i) order[i] = int64_t(i);
-    for (size_t i = order.size(); fp16opt_shuffle != 0 && i > 1; --i) std::swap(order[i - 1], order[next_shuffle() % i]);
-    return order;
-}
-
 #endif
 
 template <class Operation>
@@ -97,7 +85,8 @@ void launch_finding(const char* name, const Launch& launch, const Operation& ope
 #else
     (void)name;
     Shared shared;
-    for (int64_t block : host_order(blocks)) run_finding(operation, view, block, shared);
+    const Order order(blocks);
+    for (int64_t i = 0; i < blocks; ++i) run_finding(operation, view, order.at(i), shared);
 #endif
 }
 
@@ -110,7 +99,8 @@ void launch_mapping(const char* name, const Launch& launch, const Operation& ope
     launch_blocks(mapping_kernel<Operation>, name, launch, operation, view, blocks);
 #else
     (void)name;
-    for (int64_t block : host_order(blocks)) run_mapping(operation, view, block, blocks);
+    const Order order(blocks);
+    for (int64_t i = 0; i < blocks; ++i) run_mapping(operation, view, order.at(i), blocks);
 #endif
 }
 
