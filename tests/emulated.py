@@ -1,6 +1,7 @@
 """The CUDA kernels on a machine without a GPU: the same source, compiled as plain C++, in which a kernel's blocks and
-threads take their turns one after the other. What this shows: packing, indices, tails, alignment, lane and tree order,
-who adds up when, and the Python around it. What it can't show: races, barriers, and CUDA itself."""
+threads take their turns one after the other, in an order that is shuffled for every launch and phase. What this shows:
+packing, indices, tails, alignment, lane and tree order, who adds up when, that no order is relied on, and the Python
+around it. What it can't show: races within a phase, barriers, and CUDA itself."""
 
 from __future__ import annotations
 
@@ -77,8 +78,14 @@ class HostStream:
         return memory
 
 
+def shuffle(module: ModuleType) -> ctypes.c_uint64:
+    """The state of what puts the module's blocks and threads in order: see csrc/launch/cuda.cuh. 0 is first to last."""
+    return ctypes.c_uint64.in_dll(ctypes.CDLL(str(module.__file__)), "fp16opt_shuffle")
+
+
 def use(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> type[HostStream]:
     """Have the emulated kernels serve CPU tensors for one test. Returns the class that stands for streams."""
+    monkeypatch.setattr(shuffle(module), "value", 1)
 
     class Noting(HostStream):
         waits: ClassVar[list[tuple[int, int]]] = []

@@ -85,7 +85,8 @@ void launch_finding(const char* name, const Launch& launch, const Operation& ope
 #else
     (void)name;
     Shared shared;
-    for (int64_t block = 0; block < blocks; ++block) run_finding(operation, view, block, shared);
+    const Order order(blocks);
+    for (int64_t i = 0; i < blocks; ++i) run_finding(operation, view, order.at(i), shared);
 #endif
 }
 
@@ -98,7 +99,8 @@ void launch_mapping(const char* name, const Launch& launch, const Operation& ope
     launch_blocks(mapping_kernel<Operation>, name, launch, operation, view, blocks);
 #else
     (void)name;
-    for (int64_t block = 0; block < blocks; ++block) run_mapping(operation, view, block, blocks);
+    const Order order(blocks);
+    for (int64_t i = 0; i < blocks; ++i) run_mapping(operation, view, order.at(i), blocks);
 #endif
 }
 

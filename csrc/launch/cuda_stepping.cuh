@@ -33,7 +33,8 @@ void launch_stepping(const char* name, const Launch& launch, const Step& step) {
     (void)name;
     Shared shared;
     TermsRoom<Step> room;
-    for (int64_t block = 0; block < blocks; ++block) run_stepping(step, view, block, shared, room);
+    const Order order(blocks);
+    for (int64_t i = 0; i < blocks; ++i) run_stepping(step, view, order.at(i), shared, room);
 #endif
 }
 
