@@ -3,8 +3,8 @@
 // after the other, so that programs can be tested, bit for bit, on a machine without a GPU.
 #pragma once
 
+#include "chunk.h"
 #include "eight.h"
-#include "pack.h"
 
 FP16OPT_BEGIN
 
@@ -21,13 +21,21 @@ FP16OPT_HD T read_fresh(const T* at) {
 #endif
 }
 
+#if !defined(__CUDACC__)
+// In which order blocks, and the threads of a phase, take their turns on a host: an odd factor and an offset shuffle them.
+struct Turns {
+    uint32_t factor = 1, offset = 0;
+};
+inline Turns turns;
+#endif
+
 template <class Phase>
 FP16OPT_HD void for_threads(Phase&& phase) {
 #if defined(__CUDA_ARCH__)
     phase(int(threadIdx.x));
     __syncthreads();
 #else
-    for (int t = 0; t < kThreads; ++t) phase(t);
+    for (uint32_t k = 0; k < uint32_t(kThreads); ++k) phase(int((k * turns.factor + turns.offset) % uint32_t(kThreads)));
 #endif
 }
 
