@@ -28,6 +28,7 @@ Lists = Addresses | list[list[int]]
 Flags = bool | Sequence[bool]
 Options = list[tuple[float | bool, ...]]
 
+def put_addresses(source: Lists, first: int, count: int, places: list[int] | None, to: int, stride: int) -> bool: ...
 def unscale(
     table: Table,
     lists: Lists,

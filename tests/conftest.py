@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def stepping(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture(scope="session")
-def emulated_cuda(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+def emulated_cuda(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The CUDA kernels' source, running on the CPU."""
     import emulated
 

@@ -382,7 +382,7 @@ struct Stretch {
 // outs = a * xs + b * ys. Lists: xs, ys, outs. found_inf is set to 1 where a checked input is not finite, never cleared.
 struct Axpby {
     float a, b;
-    bool check_x, check_y;
+    uint32_t check;  // 1: xs, 2: ys, 3: both
     float* found_inf;
 
     FP16OPT_HD bool is_needed() const { return true; }
@@ -397,7 +397,7 @@ struct Axpby {
             Eight<float> x, y;
             xs.get(i, x, valid);
             ys.get(i, y, valid);
-            bad |= (check_x && any_not_finite(x)) || (check_y && any_not_finite(y));
+            bad |= ((check & 1u) != 0 && any_not_finite(x)) || ((check & 2u) != 0 && any_not_finite(y));
             FP16OPT_UNROLL
             for (int k = 0; k < kGroup; ++k) x.v[k] = axpby(a, x.v[k], b, y.v[k]);
             outs.set(i, x, valid);

@@ -31,7 +31,7 @@ _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 _ROW = LANES * GROUP
 _LEAST_SUM = 2.0**-100  # below it what squares lose at float32's lower end might count
 _WORD = 4  # 16-bit elements in a 64-bit word of a sample
-_SAMPLED_WHOLE, _LEAST_STRIDE = 16384, 1009  # elements
+SAMPLED_WHOLE, _LEAST_STRIDE = 16384, 1009  # elements
 _KEY = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd constant of many bits, as the int64 with the same bits
 
 
@@ -349,7 +349,7 @@ def sample(tensor: Tensor) -> Tensor:
         0
     """
     numel, order = tensor.numel(), memory_order(tensor)
-    if numel <= _SAMPLED_WHOLE:
+    if numel <= SAMPLED_WHOLE:
         words = _padded(flatten(tensor, order).values.view(torch.int16), _WORD)
         words, stride = words.clone(memory_format=torch.contiguous_format).view(torch.int64), 1
     else:

@@ -134,7 +134,7 @@ def multi_tensor_adam(
                 largest = others[0] if others else None
                 reference_steps.adam(grad, single, first, second, largest, t, options[group_of[row]], factors)
         if plan.serving is cuda:
-            cuda_steps.adam(call, options, group_of, factors, found, found_inf)
+            cuda_steps.launch(call, "adam", options, group_of, factors, found, found_inf, max_exp_avg_sqs is not None)
         elif plan.serving is not None:
             overflow = 0 if found is None else found.overflow
             groups = [(float(o.lr), *o[1:]) for o in options]
@@ -199,7 +199,8 @@ def multi_tensor_sgd(
                 buffer = kept[0] if kept else None
                 reference_steps.sgd(grad, single, buffer, begins, options[group_of[row]], factors)
         if plan.serving is cuda:
-            cuda_steps.sgd(call, options, group_of, fresh, factors, found, found_inf)
+            has_momentum = momentum_buffers is not None
+            cuda_steps.launch(call, "sgd", options, group_of, factors, found, found_inf, has_momentum, fresh)
         elif plan.serving is not None:
             overflow = 0 if found is None else found.overflow
             groups = [(float(o.lr), *o[1:]) for o in options]

@@ -299,8 +299,8 @@ class _Attributes:
         return [[t.data_ptr() for t in column] for column in columns] if self._seen == self._read(lists) else None
 
 
-def _seen(lists: tuple[Entries, ...], deciding: int, device: torch.device) -> Any:
-    return native.seen_lists(lists, deciding, device) or _Attributes(lists, deciding)
+def _seen(lists: tuple[Entries, ...], deciding: int) -> Any:
+    return native.seen_lists(lists, deciding) or _Attributes(lists, deciding)
 
 
 class Seen:
@@ -317,8 +317,7 @@ class Seen:
     __slots__ = ("_seen",)
 
     def __init__(self, tensors: Entries | None = None) -> None:
-        device = next((tensor.device for tensor in tensors or () if tensor is not None), torch.device("cpu"))
-        self._seen = None if tensors is None else _seen((tensors,), 1, device)
+        self._seen = None if tensors is None else _seen((tensors,), 1)
 
     def __reduce__(self) -> tuple[type[Seen], tuple[()]]:
         return (Seen, ())
@@ -356,6 +355,6 @@ def call_for(
     tables.rebuilds += 1
     # Entries of odd layout are checked every time: their storage may be anything.
     if plan.rows and len(plan.direct) == len(plan.rows):
-        tables.seen = _seen(lists, len(operation.lists), plan.device)
+        tables.seen = _seen(lists, len(operation.lists))
         tables.plan = plan
     return Call(plan, lists, None, tables)
