@@ -1,4 +1,4 @@
-"""Builds fp16opt: its compiled CPU module `_cpu`, and the one text that CUDA kernels are compiled from on their machine.
+"""Builds fp16opt: its compiled CPU module `_cpu`, and the one text that CUDA kernels are compiled from where they run.
 
 The module needs pybind11 and ninja, both named in pyproject.toml, and neither torch nor its headers. It is optional:
 on a machine without a working compiler the package is installed all the same, and plain torch operations serve. The

@@ -36,9 +36,13 @@ class Emulated:
 
     Args:
         libraries: shared libraries with the kernels' entries.
+
+    Attributes:
+        paths: the same.
     """
 
     def __init__(self, libraries: Sequence[Path]) -> None:
+        self.paths = list(libraries)
         self._libraries = [ctypes.CDLL(str(path)) for path in libraries]
         self._entries: dict[str, Any] = {}
         self._kept: dict[int, Any] = {}

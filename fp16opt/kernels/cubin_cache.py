@@ -98,16 +98,19 @@ def _read(path: Path, name: str, directory: int) -> Cubins:
         _check_owner(str(path / name), found)
         content = file.read()
     checksum, rest = content[:_CHECKSUM], content[_CHECKSUM:]
-    if hashlib.sha256(rest).digest() != checksum:
-        raise CacheError(f"{path / name} is damaged")
     line, _, blobs = rest.partition(b"\n")
-    index = json.loads(line)
-    code, at = {}, 0
-    for kernel, size in index["sizes"].items():
-        code[kernel] = blobs[at : at + size]
-        at += size
-    major, minor = index["version"]
-    return Cubins(index["arch"], (major, minor), code)
+    try:
+        if hashlib.sha256(rest).digest() != checksum:
+            raise ValueError
+        index = json.loads(line)
+        (major, minor), sizes = index["version"], index["sizes"]
+        code, at = {}, 0
+        for kernel, size in sizes.items():
+            code[kernel] = blobs[at : at + size]
+            at += size
+        return Cubins(index["arch"], (major, minor), code)
+    except (ValueError, KeyError):
+        raise CacheError(f"{path / name} is damaged") from None
 
 
 def names(digest: str = "", capability: int | None = None) -> list[tuple[str, tuple[int, int]]]:

@@ -110,6 +110,8 @@ def _load(index: int, cuda: tuple[int, int]) -> Served:
     origin = "from the cache"
     if cubins is not None:
         try:
+            if cubins.code.keys() < KERNELS.keys():
+                raise DriverError("they are not all there")
             return Served(Card(driver, index, cubins.code), _words(cubins, origin))
         except DriverError as error:
             logger.warning("compiled CUDA kernels from the disk are compiled again: %s", error)
@@ -210,7 +212,10 @@ def facts() -> list[tuple[str, str]]:
         driver = f"for CUDA up to {version[0]}.{version[1]}"
     except DriverError as error:
         driver = f"missing: {error}"
-    kept = len(cubin_cache.names(digest()))
+    try:
+        kept = len(cubin_cache.names(digest()))
+    except OSError as error:
+        return [("CUDA kernels", f"missing: {error}")]
     cache = f"{cubin_cache.folder()} ({kept} {'card' if kept == 1 else 'cards'} compiled for)"
     return [("CUDA compiler", compiler), ("CUDA driver", driver), ("CUDA cache", cache)]
 

@@ -26,7 +26,7 @@ class Struct(NamedTuple):
 
     Attributes:
         name: in C++, in the namespace fp16opt.
-        fields: "name:code" with the codes of :mod:`struct`: P an address, q int64, i int32, I uint32, d double, f float,
+        fields: "name:code" with the codes of :mod:`struct`: P address, q int64, i int32, I uint32, d double, f float,
             ? bool.
     """
 
@@ -168,7 +168,10 @@ def device_code(path: Path = SOURCE) -> str:
     Raises:
         OSError: this install was made without it.
     """
-    return path.read_text(encoding="utf-8")
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise OSError(f"{path}, the source of the CUDA kernels, is missing: reinstall fp16opt") from None
 
 
 def source_of(kernel: Kernel) -> str:

@@ -17,6 +17,7 @@ import torch
 
 _LOG_LINES = 12
 _SIGNATURES = {
+    "nvrtcGetErrorString": (c_int,),
     "nvrtcVersion": (POINTER(c_int), POINTER(c_int)),
     "nvrtcGetNumSupportedArchs": (POINTER(c_int),),
     "nvrtcGetSupportedArchs": (POINTER(c_int),),
@@ -51,12 +52,11 @@ class Nvrtc:
     def __init__(self, path: str, loaded: bool = False) -> None:
         self.path = path
         self._library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY if loaded else ctypes.DEFAULT_MODE)
-        self._library.nvrtcGetErrorString.argtypes = (c_int,)
-        self._library.nvrtcGetErrorString.restype = c_char_p
         for name, types in _SIGNATURES.items():
             if not hasattr(self._library, name):
                 raise NvrtcError(f"{path} has no {name}: it is older than CUDA 11.2")
             getattr(self._library, name).argtypes = types
+        self._library.nvrtcGetErrorString.restype = c_char_p
         major, minor, count = c_int(), c_int(), c_int()
         self._call("nvrtcVersion", byref(major), byref(minor))
         self._call("nvrtcGetNumSupportedArchs", byref(count))
