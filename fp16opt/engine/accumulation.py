@@ -84,6 +84,7 @@ class Accumulation:
         pending: The scale of the present gradients.
         backwards: How many have begun.
         interrupted: Whether a backward raised half-way.
+        losses: Of the present gradients, unscaled, where they are single numbers.
     """
 
     def __init__(self, gradients: Gradients, device: torch.device, sums: bool, ranks: Ranks) -> None:
@@ -108,6 +109,7 @@ class Accumulation:
         self._edited: list[str] = []  # names of parameters whose master gradients were
         self._agreed = False
         self._unreduced: set[int] = set()
+        self.losses: list[Tensor] = []
 
     # -- the stages --------------------------------------------------------------------------------------------------
 
@@ -192,6 +194,10 @@ class Accumulation:
         pending.foreign = False
         self.pending, self.stage, self._arrived = pending, Stage.SCALED, False
         return pending
+
+    def losses_are_finite(self) -> bool | None:
+        """Whether the losses of the present gradients are; None where nobody has seen any. Syncs."""
+        return all([bool(loss.isfinite().all()) for loss in self.losses]) if self.losses else None  # noqa: C419
 
     def forget(self) -> None:
         """READY; what was found counts for nothing, and nothing is known of what is in the model."""

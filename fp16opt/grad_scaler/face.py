@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,8 @@ from ..optimizer import MixedPrecisionOptimizer
 from .closures import Evaluation, Evaluations, take_closure
 from .gradients import OptimizerGradients
 from .torch_scale import TorchScale, new_state
+
+_LOSSES = 64  # how many of an iteration's losses are remembered, for the log line of a skip
 
 
 class GradScaler(TorchScale):
@@ -77,11 +79,12 @@ class GradScaler(TorchScale):
         self._gradients: WeakKeyDictionary[Any, OptimizerGradients] = WeakKeyDictionary()
         self._warned: set[str] = set()
         self._log = SkipLog()
+        self._losses: deque[Tensor] = deque(maxlen=_LOSSES)
 
     def __getstate__(self) -> dict[str, Any]:
         """As torch's: refuses in the middle of an iteration. What belongs to living optimizers stays behind."""
         state = super().__getstate__()
-        for name in ("_gradients", "_warned", "_log", "_skips_counted"):
+        for name in ("_gradients", "_warned", "_log", "_skips_counted", "_losses"):
             state.pop(name, None)
         return {**state, "_skips": self.skipped_steps}
 
@@ -375,21 +378,31 @@ class GradScaler(TorchScale):
         device = self._rule.growth_tracker.device
         found = _any([flag.to(device) for s in states.values() for flag in s["found_inf_per_device"].values()])
         stepped = [g for o, g in self._gradients.items() if states.get(id(o), {}).get("stage") is OptState.STEPPED]
+        skipped = [gradients for gradients in stepped if gradients.skipped is True]
+        finite = self._losses_are_finite() if skipped else None
         self._next_iteration()
         if found is None:
             return
-        skipped = [gradients for gradients in stepped if gradients.skipped is True]
         old = float(self._rule.scale) if skipped else 0.0
         follow(self._rule, found)
         self._show()
         report = [overflow for gradients in skipped for overflow in gradients.report()]
         if skipped:
-            self._log.skipped(self._rule, old, report)
+            self._log.skipped(self._rule, old, report, finite)
         elif any(gradients.skipped is False for gradients in stepped):
             self._log.stepped()
         check_consecutive([self._rule], report)
 
+    def _see(self, outputs: Any) -> None:
+        if isinstance(outputs, Tensor) and outputs.numel() == 1:
+            self._losses.append(outputs.detach())
+
+    def _losses_are_finite(self) -> bool | None:
+        """Whether the losses of this iteration are; None where nobody has seen any. Syncs."""
+        return all([bool(loss.isfinite().all()) for loss in self._losses]) if self._losses else None  # noqa: C419
+
     def _next_iteration(self) -> None:
+        self._losses.clear()
         self._per_optimizer_states = defaultdict(new_state)
         for gradients in self._gradients.values():
             gradients.release()

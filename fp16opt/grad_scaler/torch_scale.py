@@ -82,6 +82,9 @@ class TorchScale(torch.amp.GradScaler):
     def _forget(self) -> None:
         """Start without what is tied to living optimizers: at construction, and in a copy."""
 
+    def _see(self, outputs: Any) -> None:
+        """Something is scaled."""
+
     def __repr__(self) -> str:
         name = type(self).__name__
         return f"{name}({self._rule!r})" if self._enabled else f"{name}(enabled=False)"
@@ -111,6 +114,7 @@ class TorchScale(torch.amp.GradScaler):
         if not self._enabled:
             return outputs
         self._scalings += 1
+        self._see(outputs)
         if self._scale is not None:
             self._scale = self._rule.scale  # a copy
         try:
