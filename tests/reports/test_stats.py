@@ -110,10 +110,10 @@ def test_one_look_at_a_device(
     pretended.pretend(emulated_cuda, monkeypatch)
     params = [nn.Parameter(torch.ones(4, dtype=torch.float16)) for _ in range(2)]
     opt = MixedPrecisionOptimizer(torch.optim.AdamW(params), dynamic=True)
-    turn(params, opt, [1.0, 1.0])
+    turn(params, opt, [0.25, 0.25])
     opt.zero_grad()
     params[0].data.fill_(3.0)
-    opt.backward(loss(params, [1e6 if overflow else 2.0, 0.0]))
+    opt.backward(loss(params, [1e6 if overflow else 0.5, 0.0]))
     opt.clip_master_grads(1.0)
     opt.step()
     with pretended.watching(monkeypatch) as seen:
