@@ -45,6 +45,7 @@ class GradScaler(TorchScale):
         backoff_factor: Between 0 and 1; multiplies the scale in :meth:`update` after a non-finite gradient.
         growth_interval: Finite steps in a row before the scale grows.
         enabled: False: ``step`` is the optimizer's own, and all else does nothing.
+        policy: "doubling", or "headroom": see :class:`fp16opt.DynamicLossScaler`.
         min_scale: The floor. The default is the lowest at which 1/scale is finite; torch goes on to 0. 2**-14 gets
             a run that met a streak of bad batches back much sooner.
         max_scale: The ceiling. The default is the highest power of two.
@@ -132,6 +133,8 @@ class GradScaler(TorchScale):
             theirs: Any = SimpleNamespace(param_groups=[{"params": gradients.foreign}])
             for device, flag in super()._unscale_grads_(theirs, inv_scale, found_inf, True).items():
                 found[device] = torch.maximum(found[device], flag) if device in found else flag
+        if self._rule.follows_norms:
+            self._rule.see(gradients.largest_norm(self._rule.growth_tracker.device))
         return found
 
     def _warn_once(self, kind: str, text: str) -> None:
@@ -208,6 +211,8 @@ class GradScaler(TorchScale):
         if clipped is None:
             return None
         norm, found = clipped
+        if self._rule.follows_norms:
+            self._rule.see(gradients.largest_norm(self._rule.growth_tracker.device))
         state = self._per_optimizer_states[id(optimizer)]
         state["stage"] = OptState.UNSCALED
         state["found_inf_per_device"] = {norm.device: found}

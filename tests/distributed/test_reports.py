@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed.models import HALF, Net, batch, loss_of
 from distributed.world import World
-from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, diagnose
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, diagnose, distributed
 
 
 def spread(net: nn.Module, how: str) -> nn.Module:
@@ -65,3 +66,38 @@ def test_diagnose_says_the_same_scale_on_every_rank(two: World, how: str) -> Non
     first, second = two.run(diagnosed, how)
     assert first == second
     assert first[0] > first[1]
+
+
+def headroom(rank: int, size: int, how: str, seed: int) -> list[float]:
+    zero = how == "zero"
+    net = Net(HALF, norm=not zero)
+    model = DistributedDataParallel(net) if how in ("ddp", "no_sync", "zero") else spread(net, how)
+    scaler = DynamicLossScaler(2.0**24, policy="headroom", growth_interval=20)
+    sgd: Any = torch.optim.SGD
+    inner = (ZeroRedundancyOptimizer(model.parameters(), sgd, lr=1e-2)) if zero else sgd(model.parameters(), lr=1e-2)
+    folds = {"grad_accumulation": "fp32"} if how == "no_sync" else {}
+    opt = MixedPrecisionOptimizer(inner, scaler=scaler, fused_step=False, **folds)
+    if how in ("ddp", "no_sync"):
+        distributed.attach(opt, model)
+    scales = []
+    for number in range(30):
+        opt.zero_grad()
+        if how == "no_sync":
+            with model.no_sync():
+                opt.backward(loss_of(model, number + 100, rank) * (rank + 1.0))
+        factor = 1e4 if number == 15 and rank == 1 else 1.0
+        opt.backward(loss_of(model, number, rank) * factor)
+        opt.clip_master_grads(0.01)
+        opt.step()
+        scales.append(opt.loss_scale)
+    state = scaler.state_dict()
+    assert opt.skipped_steps < 8
+    return [*scales, *state["headroom"].tolist(), float(state["growth_tracker"])]
+
+
+@pytest.mark.parametrize("how", ["ddp", "no_sync", "fsdp2", "zero"])
+def test_headroom_is_the_same_on_every_rank(two: World, how: str) -> None:
+    first, second = two.run(headroom, how, 0)
+    assert first == second
+    assert max(first[:30]) > 2.0**10, "and it rises"
+    assert first[31] > 0.0, "norms were seen"
