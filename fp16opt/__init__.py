@@ -6,12 +6,14 @@ from .engine.checkpoint import optimizer_state
 from .engine.diagnostics import Overflow
 from .grad_scaler import GradScaler
 from .optimizer import MixedPrecisionOptimizer
+from .reports import Diagnosis, diagnose
 from .scaling import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Check",
+    "Diagnosis",
     "DynamicLossScaler",
     "GradScaler",
     "LossScaleError",
@@ -22,6 +24,7 @@ __all__ = [
     "StaticLossScaler",
     "__version__",
     "certify",
+    "diagnose",
     "install_as_apex",
     "optimizer_state",
 ]

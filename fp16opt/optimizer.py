@@ -33,7 +33,7 @@ from .engine.masters import FullMasters, Masters, NoMasters
 from .engine.model_writes import POLICIES, ModelWrites
 from .engine.one_pass_rows import ROWS, counters_saved
 from .engine.one_pass_step import OnePassStep
-from .engine.outcome import Outcome, warn_no_gradients
+from .engine.outcome import Outcome, read_at_once, warn_no_gradients
 from .engine.pairs import HALF_DTYPES, Pairs, name_of
 from .engine.parts import Engine
 from .engine.ranks import Digest
@@ -157,6 +157,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.scaler.to(self._device)
         self._model_writes = ModelWrites(self._pairs, self._masters, on_model_write)
         self._outcome = Outcome()
+        self._clip: tuple[Tensor, Tensor] | None = None  # the last one's norm and factor
         self._habits = ClosureHabits()
         self._warned: set[str] = set()
         self._compose()
@@ -368,6 +369,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._close_driven()
         self._follow()
         pending = self._accumulation.enter(self.scaler if scaler is None else scaler)
+        if loss.numel() == 1:
+            self._accumulation.losses.append(loss.detach())  # a skip's log line says whether it was finite
         return loss.float() * pending.scale.to(loss.device)
 
     def backward(
@@ -464,7 +467,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 f"the total norm of order {norm_type} of the master gradients is {norm.item()}: it can't be clipped. "
                 "Leave error_if_nonfinite=False to have step() skip, or see overflow_report() after it."
             )
-        single, factor = decisions.decide_clip(norm, verdict.found_inf, max_norm)
+        single, factor = self._clip = decisions.decide_clip(norm, verdict.found_inf, max_norm)
         if not (kernels.is_host(self._device) and factor.item() == 1.0):  # elsewhere the kernel looks: nobody waits
             self._gradients.clip(factor)
         return single
@@ -646,11 +649,12 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             used: The model's gradients that it was about, where others may be there by now.
         """
         old = float(self.scaler.scale) if skipped is True else 0.0
+        finite = self._accumulation.losses_are_finite() if skipped is True else None
         skipped = self._outcome.close(verdict, skipped, self._gradients.stats())
         self._accumulation.finish(used)
         self._under.stepped()
         self._accumulation.replicas.after_step(skipped, self._digest)
-        self._outcome.tell(skipped, self.scaler, old, verdict, self._pairs)
+        self._outcome.tell(skipped, self.scaler, old, finite, verdict, self._pairs)
 
     # -- under a GradScaler ------------------------------------------------------------------------------------------
 
@@ -714,6 +718,52 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """Which parameters had non-finite gradients when the last step was skipped; empty when it was not. Syncs."""
         self._look_back()
         return self._outcome.report(self._pairs)
+
+    def stats(self) -> dict[str, float]:
+        """What is known of the run so far, in plain numbers under constant keys, for any logger.
+
+        All comes from passes that are made anyway. Counts are since construction (also where a checkpoint was loaded),
+        and of this rank.
+
+        Returns:
+            ``loss_scale``: the next backward's.
+            ``steps``: calls of ``step`` that had gradients (replays of a CUDA graph are not counted).
+            ``skipped_steps``, ``skipped_in_a_row``: for non-finite gradients, in all and up to now.
+            ``steps_since_calibration``: those taken, of which there are none before the scale is found.
+            ``step_was_skipped``: 1 if the last one was, else 0; ``parameters_blamed``: how many then had a gradient
+            that was not finite.
+            ``grad_norm``, ``clip_factor``: the norm before the last ``clip_master_grads``, and what that multiplied
+            gradients by; nan before the first.
+            ``model_writes_taken``: weights that something else wrote and masters took, one each parameter and step.
+
+        Syncs: once, where the numbers are on a device (and once more where a GradScaler drives).
+
+        Example:
+            >>> weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
+            >>> opt = MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=1.0), dynamic=True)
+            >>> opt.backward(weight.float().sum() * float("inf"))
+            >>> opt.step()
+            >>> stats = opt.stats()
+            >>> stats["loss_scale"], stats["skipped_steps"], stats["parameters_blamed"]
+            (32768.0, 1, 1)
+        """
+        self._close_driven()
+        norm, factor = self._clip or (float("nan"), float("nan"))
+        found = self._outcome.numbers()
+        untold = [one.to(self._device) for one in self._model_writes.untold()]
+        numbers = read_at_once(
+            {
+                "loss_scale": self.scaler.scale,
+                **found,
+                "skipped_in_a_row": self.scaler.consecutive_skips,
+                "grad_norm": norm,
+                "clip_factor": factor,
+                "model_writes_taken": sum(untold, start=self._model_writes.taken),
+            }
+        )
+        numbers["steps_since_calibration"] = max(0, numbers["steps"] - numbers["skipped_steps"])
+        fractions = ("loss_scale", "grad_norm", "clip_factor")
+        return {name: value if name in fractions else int(value) for name, value in numbers.items()}
 
     def _look_back(self) -> None:
         """Somebody asks what became of steps: count and tell what was not yet. May sync."""

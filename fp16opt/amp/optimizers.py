@@ -52,7 +52,9 @@ class AmpLog(SkipLog):
         self.setup = setup
         self.blamed: list[int] = []  # ids of the scalers whose backwards of this step overflowed
 
-    def skipped(self, scaler: EngineScaler, old: float, overflows: Sequence[Overflow]) -> None:
+    def skipped(
+        self, scaler: EngineScaler, old: float, overflows: Sequence[Overflow], loss_is_finite: bool | None = None
+    ) -> None:
         """A step was skipped; ``scaler`` is the engine's, which never changes."""
         if self.setup.verbosity == 0:
             return
@@ -61,7 +63,7 @@ class AmpLog(SkipLog):
             logger.info("gradient overflow in loss %s: skipping the step.", ", ".join(str(i) for i, _ in blamed))
         for _, mine in blamed:
             if mine.overflowed:  # not where a clean backward followed in the same step
-                super().skipped(mine.rule, float(mine.before), overflows)
+                super().skipped(mine.rule, float(mine.before), overflows, loss_is_finite)
                 return
         logger.warning("step skipped: non-finite gradients in %s.", describe(overflows))
 

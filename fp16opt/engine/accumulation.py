@@ -84,6 +84,7 @@ class Accumulation:
         pending: The scale of the present gradients.
         backwards: How many have begun.
         interrupted: Whether a backward raised half-way.
+        losses: Of the present gradients, unscaled, where they are single numbers.
     """
 
     def __init__(self, gradients: Gradients, device: torch.device, sums: bool, ranks: Ranks) -> None:
@@ -108,6 +109,8 @@ class Accumulation:
         self._edited: list[str] = []  # names of parameters whose master gradients were
         self._agreed = False
         self._unreduced: set[int] = set()
+        self.losses: list[Tensor] = []
+        self._norms: dict[int, Tensor] = {}  # of scalers that follow them, which were not told yet
 
     # -- the stages --------------------------------------------------------------------------------------------------
 
@@ -193,6 +196,10 @@ class Accumulation:
         self.pending, self.stage, self._arrived = pending, Stage.SCALED, False
         return pending
 
+    def losses_are_finite(self) -> bool | None:
+        """Whether the losses of the present gradients are; None where nobody has seen any. Syncs."""
+        return all([bool(loss.isfinite().all()) for loss in self.losses]) if self.losses else None  # noqa: C419
+
     def forget(self) -> None:
         """READY; what was found counts for nothing, and nothing is known of what is in the model."""
         self.gradients.rest(None)
@@ -228,6 +235,8 @@ class Accumulation:
             self.stage = Stage.TAKEN
             return
         self.gradients.unscale_own(pending.inv_scale)
+        if pending.scaler.follows_norms and self.gradients.pairs.has_own:
+            self._take_norm(pending.scaler)  # now, as these are true, and may be clipped by anybody
         self.gradients.made = False
         self.gradients.see()
 
@@ -338,6 +347,8 @@ class Accumulation:
                 self.stage = Stage.TAKEN
             else:
                 self.gradients.bring(self.pending.inv_scale, write=True)
+                if self.pending.scaler.follows_norms:  # now, as who reads them may clip them
+                    self._take_norm(self.pending.scaler)
 
     def _bring(self, pending: Pending, write: bool) -> None:
         if self.waits():
@@ -450,6 +461,8 @@ class Accumulation:
             for key, found in zip(keys, verdicts, strict=True):
                 scaler, earlier = self._verdicts[key]
                 self._verdicts[key] = (scaler, torch.maximum(earlier, found.to(earlier.device)))
+                if scaler.follows_norms:
+                    self._take_norm(scaler)
             self._unreduced = set()
 
     # -- what was found ----------------------------------------------------------------------------------------------
@@ -462,6 +475,23 @@ class Accumulation:
             found = found.clone() if earlier is None else torch.maximum(earlier[1], found)
         self._verdicts[key] = (pending.scaler, found)
         self._agreed = False
+        if pending.scaler.follows_norms and not self.replicas.local:
+            self._take_norm(pending.scaler)
+
+    def _take_norm(self, scaler: LossScaler) -> None:
+        """For a scaler that follows norms: that of the gradients as the last pass has found them."""
+        norm, earlier = self.gradients.largest_norm(self.device), self._norms.get(id(scaler))
+        self._norms[id(scaler)] = norm if earlier is None else torch.maximum(earlier, norm)
+
+    def _tell_norms(self) -> None:
+        """Scalers hear of norms: where masters are spread over ranks, by one message. No host sync."""
+        norms = torch.stack(list(self._norms.values()))
+        if not self.ranks.alone:
+            norms = self.ranks.largest(norms)
+        of = {id(scaler): scaler for scaler, _ in self._verdicts.values()}
+        for key, norm in zip(self._norms, norms.unbind(), strict=True):
+            of[key].see(norm)
+        self._norms = {}
 
     def blame(self, scaler: LossScaler, found: Tensor) -> None:
         """Count ``found`` (float32, 0-dim) into what ``scaler``'s backwards gave: it was found in another optimizer."""
@@ -479,6 +509,8 @@ class Accumulation:
 
     def _verdict(self, norm_type: float | None) -> Verdict:
         norm = self._agree(norm_type)
+        if self._norms:
+            self._tell_norms()
         of = list(self._verdicts.values())
         found = of[0][1] if len(of) == 1 else torch.stack([one for _, one in of]).amax()
         return Verdict(found, of, self.gradients.flags(), norm)

@@ -550,6 +550,11 @@ class Gradients:
                 parts = [rows.sweep.norm(self.true_ones(rows.group)) for rows in self._rows]
             return total_norm(parts, norm_type, device)
 
+    def largest_norm(self, device: torch.device) -> Tensor:
+        """float32, 0-dim, on ``device``: the largest of the norms of single tensors at the last pass. No host sync."""
+        norms = [rows.sweep.largest_norm().to(device) for rows in self._rows]
+        return torch.stack(norms).amax() if norms else torch.zeros((), dtype=torch.float32, device=device)
+
     def _true_values(self) -> list[Tensor]:
         self.write()
         each = [value for rows in self._rows for value in self.true_ones(rows.group)]

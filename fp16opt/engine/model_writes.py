@@ -48,12 +48,16 @@ class ModelWrites:
 
     Args:
         policy: one of ``POLICIES``.
+
+    Attributes:
+        taken: how many writes masters have taken, a parameter and a step each, but for :meth:`untold` ones.
     """
 
     def __init__(self, pairs: Pairs, masters: Masters, policy: str) -> None:
         self.pairs = pairs
         self.masters = masters
         self.policy = policy
+        self.taken = 0
         self._warned: set[str] = set()
         self._written_masters: set[int] = set()
         self._untold = False
@@ -178,6 +182,7 @@ class ModelWrites:
             )
         for pair in written:
             self.masters.take_up(pair)
+        self.taken += len(written)
         self.accept(written)
         warn_model_write([pair.name for pair in written])
 
@@ -259,7 +264,13 @@ class ModelWrites:
         for group, record in zip(self._groups, self._records, strict=True):
             if not kernels.is_host(group.device) and any(taken := record.taken.tolist()):
                 record.taken.zero_()
+                self.taken += sum(map(bool, taken))
                 warn_model_write([self.pairs.names[i] for i, bit in zip(group.positions, taken, strict=True) if bit])
+
+    def untold(self) -> list[Tensor]:
+        """By device: how many parameters' writes were taken there that :meth:`tell` has not told of. No sync."""
+        groups = [] if not self._untold else zip(self._groups, self._records, strict=True)
+        return [record.taken.ne(0).sum() for group, record in groups if not kernels.is_host(group.device)]
 
     def tell_later(self) -> None:
         """:meth:`tell` is due, but would wait for a device: the next one who looks at it anyway does it."""

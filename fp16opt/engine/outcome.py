@@ -49,10 +49,12 @@ class Outcome:
 
     Attributes:
         log: what is logged after a skip.
+        steps: how many were taken or skipped, but for those that a CUDA graph has replayed.
     """
 
     def __init__(self) -> None:
         self.log = SkipLog()
+        self.steps = 0
         self._skipped_here = 0
         self._skipped_on_device: Tensor | None = None
         self._last_on_device: Tensor | None = None
@@ -84,6 +86,7 @@ class Outcome:
         Returns:
             ``skipped``, in memory that keeps its value until the next step. No host sync.
         """
+        self.steps += 1
         if isinstance(skipped, bool):
             self._flags = [flags.clone() for flags in verdict.flags] if skipped else None
             self._last = skipped
@@ -137,6 +140,21 @@ class Outcome:
         self._last = self._last_on_device
         return self._last_on_device, self._skipped_on_device
 
+    def numbers(self) -> dict[str, float | Tensor]:
+        """How many steps there were and were skipped, whether the last was, how many parameters it blames. No sync."""
+        skipped: float | Tensor = self._skipped_here
+        if self._skipped_on_device is not None:
+            skipped = self._skipped_on_device + self._skipped_here
+        last = self._last.gt(0) if isinstance(self._last, Tensor) else self._last
+        flags = [] if self._flags is None or last is False else self._flags
+        blamed = sum((one.ne(0).sum().to(flags[0].device) for one in flags), start=0 * last)
+        return {
+            "steps": self.steps,
+            "skipped_steps": skipped,
+            "step_was_skipped": last,
+            "parameters_blamed": blamed * last,
+        }
+
     def report(self, pairs: Pairs) -> list[Overflow]:
         """Which parameters had non-finite gradients if the last step was skipped, in param_groups order. Syncs."""
         if self._flags is None or not self.last_was_skipped:
@@ -148,19 +166,46 @@ class Outcome:
         return overflows_from_flags(bits, pairs.names, pairs.places())
 
     def tell(
-        self, skipped: bool | Tensor, scaler: LossScaler, old_scale: float, verdict: Verdict, pairs: Pairs
+        self,
+        skipped: bool | Tensor,
+        scaler: LossScaler,
+        old_scale: float,
+        loss_is_finite: bool | None,
+        verdict: Verdict,
+        pairs: Pairs,
     ) -> None:
         """Log a step that was decided on the host.
+
+        Args:
+            loss_is_finite: As for :meth:`SkipLog.skipped`.
 
         Raises:
             LossScaleError: a scaler's limit of non-finite steps in a row is reached.
         """
         if skipped is True:
             report = self.report(pairs)
-            self.log.skipped(scaler, old_scale, report)
+            self.log.skipped(scaler, old_scale, report, loss_is_finite)
             check_consecutive([one for one, _ in verdict.of], report)
         elif skipped is False:
             self.log.stepped()
+
+
+def read_at_once(numbers: dict[str, float | Tensor]) -> dict[str, float]:
+    """Numbers and 0-dim tensors as numbers. Syncs once, with the device of the first that lies on one.
+
+    Example:
+        >>> read_at_once({"a": torch.tensor(2, dtype=torch.int32), "b": 0.5})
+        {'a': 2.0, 'b': 0.5}
+    """
+    tensors = {name: value for name, value in numbers.items() if isinstance(value, Tensor)}
+    read: dict[str, float] = {}
+    if tensors:
+        away = [value.device for value in tensors.values() if not kernels.is_host(value.device)]
+        home = away[0] if away else torch.device("cpu")
+        wide = kernels.stats.sum_dtype(home)
+        together = torch.stack([value.detach().to(home, wide, non_blocking=True) for value in tensors.values()])
+        read = dict(zip(tensors, together.tolist(), strict=True))
+    return {name: read[name] if isinstance(value, Tensor) else float(value) for name, value in numbers.items()}
 
 
 def room_for(flags: list[Tensor], known: list[Tensor]) -> list[Tensor]:

@@ -261,5 +261,11 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
 class _Quiet(SkipLog):
     """``verbose=False``."""
 
-    def skipped(self, scaler: scaling.LossScaler, old: float, overflows: Sequence[Overflow]) -> None:
+    def skipped(
+        self,
+        scaler: scaling.LossScaler,
+        old: float,
+        overflows: Sequence[Overflow],
+        loss_is_finite: bool | None = None,
+    ) -> None:
         """Say nothing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +26,8 @@ from .closures import Evaluation, Evaluations, take_closure
 from .gradients import OptimizerGradients
 from .torch_scale import TorchScale, new_state
 
+_LOSSES = 64  # how many of an iteration's losses are remembered, for the log line of a skip
+
 
 class GradScaler(TorchScale):
     """A drop-in replacement for ``torch.amp.GradScaler``.
@@ -43,6 +45,7 @@ class GradScaler(TorchScale):
         backoff_factor: Between 0 and 1; multiplies the scale in :meth:`update` after a non-finite gradient.
         growth_interval: Finite steps in a row before the scale grows.
         enabled: False: ``step`` is the optimizer's own, and all else does nothing.
+        policy: "doubling", or "headroom": see :class:`fp16opt.DynamicLossScaler`.
         min_scale: The floor. The default is the lowest at which 1/scale is finite; torch goes on to 0. 2**-14 gets
             a run that met a streak of bad batches back much sooner.
         max_scale: The ceiling. The default is the highest power of two.
@@ -77,11 +80,12 @@ class GradScaler(TorchScale):
         self._gradients: WeakKeyDictionary[Any, OptimizerGradients] = WeakKeyDictionary()
         self._warned: set[str] = set()
         self._log = SkipLog()
+        self._losses: deque[Tensor] = deque(maxlen=_LOSSES)
 
     def __getstate__(self) -> dict[str, Any]:
         """As torch's: refuses in the middle of an iteration. What belongs to living optimizers stays behind."""
         state = super().__getstate__()
-        for name in ("_gradients", "_warned", "_log", "_skips_counted"):
+        for name in ("_gradients", "_warned", "_log", "_skips_counted", "_losses"):
             state.pop(name, None)
         return {**state, "_skips": self.skipped_steps}
 
@@ -129,6 +133,8 @@ class GradScaler(TorchScale):
             theirs: Any = SimpleNamespace(param_groups=[{"params": gradients.foreign}])
             for device, flag in super()._unscale_grads_(theirs, inv_scale, found_inf, True).items():
                 found[device] = torch.maximum(found[device], flag) if device in found else flag
+        if self._rule.follows_norms:
+            self._rule.see(gradients.largest_norm(self._rule.growth_tracker.device))
         return found
 
     def _warn_once(self, kind: str, text: str) -> None:
@@ -205,6 +211,8 @@ class GradScaler(TorchScale):
         if clipped is None:
             return None
         norm, found = clipped
+        if self._rule.follows_norms:
+            self._rule.see(gradients.largest_norm(self._rule.growth_tracker.device))
         state = self._per_optimizer_states[id(optimizer)]
         state["stage"] = OptState.UNSCALED
         state["found_inf_per_device"] = {norm.device: found}
@@ -375,21 +383,31 @@ class GradScaler(TorchScale):
         device = self._rule.growth_tracker.device
         found = _any([flag.to(device) for s in states.values() for flag in s["found_inf_per_device"].values()])
         stepped = [g for o, g in self._gradients.items() if states.get(id(o), {}).get("stage") is OptState.STEPPED]
+        skipped = [gradients for gradients in stepped if gradients.skipped is True]
+        finite = self._losses_are_finite() if skipped else None
         self._next_iteration()
         if found is None:
             return
-        skipped = [gradients for gradients in stepped if gradients.skipped is True]
         old = float(self._rule.scale) if skipped else 0.0
         follow(self._rule, found)
         self._show()
         report = [overflow for gradients in skipped for overflow in gradients.report()]
         if skipped:
-            self._log.skipped(self._rule, old, report)
+            self._log.skipped(self._rule, old, report, finite)
         elif any(gradients.skipped is False for gradients in stepped):
             self._log.stepped()
         check_consecutive([self._rule], report)
 
+    def _see(self, outputs: Any) -> None:
+        if isinstance(outputs, Tensor) and outputs.numel() == 1:
+            self._losses.append(outputs.detach())
+
+    def _losses_are_finite(self) -> bool | None:
+        """Whether the losses of this iteration are; None where nobody has seen any. Syncs."""
+        return all([bool(loss.isfinite().all()) for loss in self._losses]) if self._losses else None  # noqa: C419
+
     def _next_iteration(self) -> None:
+        self._losses.clear()
         self._per_optimizer_states = defaultdict(new_state)
         for gradients in self._gradients.values():
             gradients.release()

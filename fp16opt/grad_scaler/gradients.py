@@ -202,6 +202,18 @@ class OptimizerGradients:
                 parts = [self._sweep(rows).norm(rows.values) for rows in self._rows]
             return total_norm(parts, norm_type, device)
 
+    def largest_norm(self, device: torch.device) -> Tensor:
+        """float32, 0-dim, on ``device``: the largest of the norms of single gradients, as unscaled. No host sync.
+
+        Of DTensors the norms over all ranks: a message each.
+        """
+        norms = [sweep.largest_norm().to(device) for _, sweep in self._checked]
+        for grad in (param.grad for param in self.foreign):
+            if grad is not None:
+                norm = torch.linalg.vector_norm(grad.detach(), dtype=torch.float32)
+                norms.append((norm.full_tensor() if hasattr(norm, "full_tensor") else norm).to(device))
+        return torch.stack(norms).amax() if norms else torch.zeros((), dtype=torch.float32, device=device)
+
     def scale(self, factor: Tensor) -> None:
         """Multiply all gradients by ``factor`` (float32, 0-dim), in place. On the CPU 1.0 touches no memory."""
         for rows in self._rows:
