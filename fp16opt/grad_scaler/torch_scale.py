@@ -54,6 +54,7 @@ class TorchScale(torch.amp.GradScaler):
     """The half of :class:`fp16opt.GradScaler` that knows no gradients. Its docstring says the arguments."""
 
     _scalings: int = 0  # how often something was scaled
+    _allow_16bit_weights: bool = False
 
     def __init__(
         self,
@@ -68,8 +69,12 @@ class TorchScale(torch.amp.GradScaler):
         max_scale: float = LARGEST_SCALE,
         hysteresis: int = 1,
         max_consecutive_skips: int | None = None,
+        allow_16bit_weights: bool = False,
     ) -> None:
+        if not isinstance(allow_16bit_weights, bool):
+            raise TypeError(f"allow_16bit_weights: expected True or False, got {type(allow_16bit_weights).__name__}.")
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self._allow_16bit_weights = allow_16bit_weights
         if self._enabled:
             self._rule = _Rule(
                 *(init_scale, growth_factor, backoff_factor, growth_interval),
