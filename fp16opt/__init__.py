@@ -1,6 +1,7 @@
 """FP32 masters, loss scaling and fused kernels for training 16-bit weights with any torch optimizer."""
 
 from .apex import install_as_apex
+from .averaging import AveragedMasters, ema
 from .certify import Check, Report, certify
 from .engine.checkpoint import optimizer_state
 from .engine.diagnostics import Overflow
@@ -11,6 +12,7 @@ from .scaling import DynamicLossScaler, LossScaleError, LossScaler, StaticLossSc
 __version__ = "0.1.0"
 
 __all__ = [
+    "AveragedMasters",
     "Check",
     "DynamicLossScaler",
     "GradScaler",
@@ -22,6 +24,7 @@ __all__ = [
     "StaticLossScaler",
     "__version__",
     "certify",
+    "ema",
     "install_as_apex",
     "optimizer_state",
 ]
