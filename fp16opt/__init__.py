@@ -1,6 +1,7 @@
 """FP32 masters, loss scaling and fused kernels for training 16-bit weights with any torch optimizer."""
 
 from .apex import install_as_apex
+from .averaging import AveragedMasters, ema
 from .certify import Check, Report, certify
 from .engine.checkpoint import optimizer_state
 from .engine.diagnostics import Overflow
@@ -12,6 +13,7 @@ from .scaling import DynamicLossScaler, LossScaleError, LossScaler, StaticLossSc
 __version__ = "0.1.0"
 
 __all__ = [
+    "AveragedMasters",
     "Check",
     "Diagnosis",
     "DynamicLossScaler",
@@ -25,6 +27,7 @@ __all__ = [
     "__version__",
     "certify",
     "diagnose",
+    "ema",
     "install_as_apex",
     "optimizer_state",
 ]

@@ -318,6 +318,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _follow(self) -> None:
         """Notice parameters that were changed, unfrozen, or added through the wrapped optimizer itself."""
+        if self._model_writes.lent:
+            self._model_writes.check_home(type(self).__name__)
         if self.master_weights == "split":
             self._certified.check(self.optimizer)
         if self._pairs.follow(self._holder.param_groups, self._names, self._adopt):
@@ -908,6 +910,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def write_masters(self) -> None:
         """The model takes the masters' values, rounded, for code that wrote the masters in place. No host sync."""
+        self._model_writes.check_home(type(self).__name__)
         if self._pairs.has_pieces:
             self._pairs.take_pieces()
         with torch.no_grad():

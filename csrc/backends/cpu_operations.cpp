@@ -127,6 +127,21 @@ void scale(const Table& table, const Pointers& tensors, float factor, int thread
     });
 }
 
+void lerp(const Table& table, const Pointers& averages, const Pointers& values, double weight, int threads) {
+    require_pointers(table, {&averages, &values});
+    for (int32_t place : table.places) {
+        const DType average = table.dtypes[0][size_t(place)], value = table.dtypes[1][size_t(place)];
+        require(average == (value == DType::wide ? DType::wide : DType::single), "averages must be float32, or float64 of float64");
+    }
+    const CpuLevel& level = current_level();
+    parallel_for(int64_t(table.chunks.size()), threads_for(table, threads), [&](int64_t i) {
+        const Chunk& c = table.chunks[size_t(i)];
+        prefetch_next(table, c, {&averages, &values});
+        level.lerp(table.dtypes[1][size_t(c.tensor)], at<void>(averages, table, 0, c), at<void>(values, table, 1, c), c.numel,
+                   weight);
+    });
+}
+
 bool axpby(const Table& table, float a, const Pointers& xs, float b, const Pointers& ys, const Pointers& outs,
            uint32_t check, int threads) {
     require_pointers(table, {&xs, &ys, &outs});

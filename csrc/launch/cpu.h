@@ -5,6 +5,7 @@
 #include "../functors/accumulate.h"
 #include "../functors/axpby.h"
 #include "../functors/flags.h"
+#include "../functors/lerp.h"
 #include "../functors/scale.h"
 #include "../functors/unscale.h"
 #include "../backends/cpu_level.h"
@@ -301,6 +302,40 @@ FP16OPT_HD void scale_values(T* values, int64_t n, float factor) {
 
 FP16OPT_HD void scale_values(double* values, int64_t n, float factor) {
     for (int64_t i = 0; i < n; ++i) values[i] = scale(values[i], double(factor));
+}
+
+// Running averages take values in. From the nearer end: see functors/lerp.h.
+template <class From>
+FP16OPT_HD void lerp_values(float* averages, const From* values, int64_t n, double weight) {
+    const bool from_average = weight < 0.5;
+    const Floats part = splat(float(from_average ? weight : 1.0 - weight));
+    auto block = [=](float* average, const From* value) {
+        Block a, v;
+        load(static_cast<const float*>(average), a);
+        load(value, v);
+        for (int i = 0; i < kVectors; ++i) {
+            a.v[i] = from_average ? lerp(a.v[i], v.v[i], part) : lerp(v.v[i], a.v[i], part);
+        }
+        store(average, a);
+    };
+    int64_t i = 0;
+    for (; i + kBlock <= n; i += kBlock) block(averages + i, values + i);
+    if (const int rest = int(n - i)) {
+        float result[kBlock] = {};
+        From padded[kBlock] = {};
+        memcpy(result, averages + i, size_t(rest) * sizeof(float));
+        memcpy(padded, values + i, size_t(rest) * sizeof(From));
+        block(result, padded);
+        memcpy(averages + i, result, size_t(rest) * sizeof(float));
+    }
+}
+
+FP16OPT_HD void lerp_values(double* averages, const double* values, int64_t n, double weight) {
+    const bool from_average = weight < 0.5;
+    const double part = from_average ? weight : 1.0 - weight;
+    for (int64_t i = 0; i < n; ++i) {
+        averages[i] = from_average ? lerp(averages[i], values[i], part) : lerp(values[i], averages[i], part);
+    }
 }
 
 template <class To>

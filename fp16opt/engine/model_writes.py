@@ -51,6 +51,7 @@ class ModelWrites:
 
     Attributes:
         taken: how many writes masters have taken, a parameter and a step each, but for :meth:`untold` ones.
+        lent: what the model holds instead of its weights, in words; "" where it holds these.
     """
 
     def __init__(self, pairs: Pairs, masters: Masters, policy: str) -> None:
@@ -58,6 +59,7 @@ class ModelWrites:
         self.masters = masters
         self.policy = policy
         self.taken = 0
+        self.lent = ""
         self._warned: set[str] = set()
         self._written_masters: set[int] = set()
         self._untold = False
@@ -155,10 +157,11 @@ class ModelWrites:
             waits: False leaves the look to the device, where the policy is "refresh"; :meth:`tell` says what was taken.
 
         Raises:
-            RuntimeError: the policy is "error" and a weight was written.
+            RuntimeError: the policy is "error" and a weight was written; or the model's weights are lent.
 
         Syncs: where it waits.
         """
+        self.check_home("MixedPrecisionOptimizer")
         if self.pairs.has_pieces:
             self.pairs.take_pieces()
         self.see_masters()
@@ -253,6 +256,29 @@ class ModelWrites:
                 if id(pair) in taken:
                     self._master_versions[position] = versions[position]
             self._model_versions = self._versions(self.pairs.models)
+
+    # -- weights that are put aside for a while ------------------------------------------------------------------------
+
+    def lend(self, to: str) -> None:
+        """From here on the model holds other values, which are no write. :meth:`notice` first.
+
+        Args:
+            to: these, in words.
+        """
+        self.lent = to
+
+    def take_back(self, pairs: list[Pair]) -> None:
+        """These weights, which were all that was lent, hold again what they held."""
+        self.lent = ""
+        self.accept([pair for pair in pairs if pair.master is not pair.model])
+
+    def check_home(self, who: str) -> None:
+        """Raise ``RuntimeError`` where the model holds something else than its weights."""
+        if self.lent:
+            raise RuntimeError(
+                f"{who} was called while the model holds {self.lent}: masters and weights don't belong together now. "
+                "Leave the `with` block first."
+            )
 
     # -- in words ----------------------------------------------------------------------------------------------------
 

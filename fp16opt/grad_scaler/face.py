@@ -32,10 +32,11 @@ _LOSSES = 64  # how many of an iteration's losses are remembered, for the log li
 class GradScaler(TorchScale):
     """A drop-in replacement for ``torch.amp.GradScaler``.
 
-    It is called like torch's and raises torch's errors for calls in the wrong order. Beyond torch's it takes FP16 and
-    complex gradients, closures, and iterations without gradients; it has a floor under the scale; it says which
-    parameters overflowed; and :meth:`unscale_` measures the norm that :meth:`clip_grad_norm_` needs. Gradients pass
-    through the same kernels as those of :class:`fp16opt.MixedPrecisionOptimizer`, which a GradScaler can drive too.
+    It is called like torch's and raises torch's errors, for calls in the wrong order and for FP16 weights that are
+    stepped without masters. Beyond torch's it takes complex gradients, closures, and iterations without gradients; it
+    has a floor under the scale; it says which parameters overflowed; and :meth:`unscale_` measures the norm that
+    :meth:`clip_grad_norm_` needs. Gradients pass through the same kernels as those of
+    :class:`fp16opt.MixedPrecisionOptimizer`, which a GradScaler can drive too.
 
     Args:
         device: Device type of the parameters, "cuda" or "cpu". As in torch, "cuda" where there is no GPU warns and
@@ -51,6 +52,9 @@ class GradScaler(TorchScale):
         max_scale: The ceiling. The default is the highest power of two.
         hysteresis: The scale backs off at this many non-finite steps in a row and at each one after.
         max_consecutive_skips: :meth:`update` raises ``fp16opt.LossScaleError`` at this many in a row; None: never.
+        allow_16bit_weights: True: FP16 parameters are stepped as they are, with a warning, and lose small updates.
+            False refuses them where torch does: in :meth:`unscale_`, and in :meth:`step` but for torch's fused
+            optimizers. BF16 parameters are warned of in either case.
 
     Raises:
         AssertionError: A factor is on the wrong side of 1 (torch's check).
@@ -73,6 +77,7 @@ class GradScaler(TorchScale):
         ([-0.5, -1.0], False)
     """
 
+    _steps_itself: bool = False  # unscaling for an optimizer of which torch does not ask the dtype
     _skips: int = 0
     _skips_counted: Tensor | None = None  # written in place, also by CUDA graphs that are replayed
 
@@ -110,6 +115,7 @@ class GradScaler(TorchScale):
             AssertionError: Nothing was scaled yet.
             RuntimeError: It was called for this optimizer before in this iteration, or after its ``step``.
             TypeError: A gradient has a dtype or layout that can't be served. No gradient was touched.
+            ValueError: A gradient is FP16, which ``allow_16bit_weights`` would permit. As above.
 
         Syncs: never.
         """
@@ -120,7 +126,7 @@ class GradScaler(TorchScale):
     ) -> dict[torch.device, Tensor]:
         """torch's hook, from which ``unscale_`` and torch's other methods get their flags."""
         gradients = self._of(optimizer)
-        gradients.collect(optimizer)
+        gradients.collect(optimizer, allow_fp16 or self._steps_itself or self._allow_16bit_weights)
         halves = gradients.halves()
         if halves:
             self._warn_once(
@@ -260,6 +266,7 @@ class GradScaler(TorchScale):
         Raises:
             AssertionError: Nothing was scaled yet.
             RuntimeError: It was called for this optimizer before, since the last :meth:`update`.
+            TypeError, ValueError: As :meth:`unscale_`.
 
         Syncs: once where the decision is taken; not where torch's fused steps skip on the device.
         """
@@ -283,7 +290,11 @@ class GradScaler(TorchScale):
     def _step_once(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, bool | Tensor | None]:
         """(what the optimizer returned, whether it was skipped: None where there was nothing to step)."""
         if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
-            self.unscale_(optimizer)
+            self._steps_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
+            try:
+                self.unscale_(optimizer)
+            finally:
+                self._steps_itself = False
         found = self._found(optimizer)
         if found is None:
             self._warn_no_gradients(optimizer)

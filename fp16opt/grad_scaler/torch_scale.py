@@ -55,6 +55,7 @@ class TorchScale(torch.amp.GradScaler):
     """The half of :class:`fp16opt.GradScaler` that knows no gradients. Its docstring says the arguments."""
 
     _scalings: int = 0  # how often something was scaled
+    _allow_16bit_weights: bool = False
 
     def __init__(
         self,
@@ -70,8 +71,12 @@ class TorchScale(torch.amp.GradScaler):
         hysteresis: int = 1,
         max_consecutive_skips: int | None = None,
         policy: str = "doubling",
+        allow_16bit_weights: bool = False,
     ) -> None:
+        if not isinstance(allow_16bit_weights, bool):
+            raise TypeError(f"allow_16bit_weights: expected True or False, got {type(allow_16bit_weights).__name__}.")
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self._allow_16bit_weights = allow_16bit_weights
         if self._enabled:
             self._rule = _Rule(
                 *(init_scale, growth_factor, backoff_factor, growth_interval),

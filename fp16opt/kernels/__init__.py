@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from . import backends, cuda, reference
+from .averages import multi_tensor_lerp
 from .backends import backend
 from .calls import Entries, PointerTables
 from .checks import as_single, check_given, check_result
@@ -58,6 +59,7 @@ __all__ = [
     "multi_tensor_check",
     "multi_tensor_join",
     "multi_tensor_l2norm",
+    "multi_tensor_lerp",
     "multi_tensor_renew",
     "multi_tensor_sample",
     "multi_tensor_scale",

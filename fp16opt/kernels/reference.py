@@ -291,6 +291,25 @@ def axpby(a: float, x: Tensor, b: float, y: Tensor, out: Tensor, found_inf: Tens
     write_back(target, out, order)
 
 
+def lerp(average: Tensor, value: Tensor, weight: float) -> None:
+    """``average`` goes the part ``weight`` of the way to ``value``, from whichever end is nearer.
+
+    Args:
+        average: float32 or float64. Written.
+        value: float16, bfloat16 or float32; float64 for a float64 ``average``.
+        weight: 0 to 1; it, or 1 - weight, is rounded to the dtype of ``average``.
+    """
+    order = memory_order(average)
+    values, target = flatten(value, order).values, flatten(average, order)
+    for part in slabs(values.numel()):
+        far, near = values[part].to(average.dtype), target.values[part]
+        if weight < 0.5:
+            near.copy_(near + (far - near) * weight)
+        else:
+            near.copy_(far + (near - far) * (1.0 - weight))
+    write_back(target, average, order)
+
+
 def cast(i: int, master: Tensor, param: Tensor, stats: CastStats) -> None:
     """Round ``master`` to the nearest 16-bit value, ties to even, and write flags to row ``i``.
 

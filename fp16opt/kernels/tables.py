@@ -26,6 +26,10 @@ def _unscale_accepts(grad: torch.dtype, out: torch.dtype) -> bool:
     return (grad in (HALF, BFLOAT, SINGLE) and out == SINGLE) or (grad == DOUBLE and out == DOUBLE)
 
 
+def _lerp_accepts(average: torch.dtype, value: torch.dtype) -> bool:
+    return _unscale_accepts(value, average)
+
+
 def _any_float(*dtypes: torch.dtype) -> bool:
     return all(dtype in (HALF, BFLOAT, SINGLE, DOUBLE) for dtype in dtypes)
 
@@ -72,6 +76,13 @@ AXPBY = Operation(
     "float16, bfloat16 or float32 each",
     written=(2,),
     shape_of=2,
+)
+LERP = Operation(
+    "multi_tensor_lerp",
+    ("averages", "values"),
+    _lerp_accepts,
+    "float32 averages of float16, bfloat16 or float32 values, or float64 of float64",
+    written=(0,),
 )
 CAST = Operation(
     "multi_tensor_cast",

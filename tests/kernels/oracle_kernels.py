@@ -116,6 +116,16 @@ def axpby(a: float, x: Array, b: float, y: Array, kind: str) -> Array:
         return encode(np.float32(a) * x + np.float32(b) * y, kind)
 
 
+def lerp(average: Array, value: Array, kind: str, weight: float) -> Array:
+    """``average`` in float32 or float64; ``value`` stored as ``kind``. From the nearer end, each operation rounded."""
+    wide = decode(value, kind)
+    number = average.dtype.type
+    with np.errstate(all="ignore"):
+        if weight < 0.5:
+            return average + number(weight) * (wide - average)
+        return wide + number(1.0 - weight) * (average - wide)
+
+
 class Cast(NamedTuple):
     out: Array
     overflow: int

@@ -31,6 +31,7 @@ from fp16opt.kernels import (
     multi_tensor_axpby,
     multi_tensor_cast,
     multi_tensor_l2norm,
+    multi_tensor_lerp,
     multi_tensor_scale,
     multi_tensor_unscale,
 )
@@ -127,6 +128,20 @@ def test_scale_of_random_lists(implementation: str, seed: int, factor: float) ->
     for i, (tensor, values) in enumerate(zip(tensors, wanted, strict=True)):
         if tensor is not None and values is not None:
             assert_same_values(raw(tensor), values, KINDS[tensor.dtype], f"tensor {i}")
+
+
+@pytest.mark.parametrize("weight", [0.0, 1e-4, 0.3, 0.5, 0.9, 1.0])
+def test_lerp_of_random_lists(implementation: str, weight: float) -> None:
+    combinations = [*((torch.float32, value) for value in UP_TO_SINGLE), (torch.float64, torch.float64)]
+    averages, values = random_rows(np.random.default_rng(int(weight * 1e4)), combinations, 0.01)
+    wanted = [
+        None if a is None or v is None else oracle.lerp(raw(a), raw(v, a), KINDS[v.dtype], weight)
+        for a, v in zip(averages, values, strict=True)
+    ]
+    multi_tensor_lerp(averages, values, weight, tables=PointerTables())
+    for i, (average, want) in enumerate(zip(averages, wanted, strict=True)):
+        if average is not None and want is not None:
+            assert_same_values(raw(average), want, KINDS[average.dtype], f"tensor {i}")
 
 
 @pytest.mark.parametrize("in_place", ["", "x", "y"])
