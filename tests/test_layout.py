@@ -118,6 +118,7 @@ FOREIGN = {
     "_sync_params": "as above",
     # trainers
     "_forward_module": "of Fabric's module: the DDP around the model, which nothing public gives",
+    "_optimizers": "of Accelerator: what was prepared",
     # Python
     "_fields": "of a namedtuple: public, for all its underscore",
     "_getframe": "sys._getframe: who called",
