@@ -437,7 +437,13 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._accumulation.update()
 
     @outside_inference
-    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+    def clip_master_grads(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        params: Iterable[Tensor] | Tensor | None = None,
+    ) -> Tensor:
         """Scale all master gradients so that their total norm is at most ``max_norm``.
 
         The factor is torch's, max_norm / (norm + 1e-6), at most 1; at 1 no gradient memory is touched. 16-bit gradients
@@ -448,19 +454,23 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             max_norm: Not negative.
             norm_type: p of the norm, positive; ``math.inf`` for the largest magnitude.
             error_if_nonfinite: Raise instead of leaving a non-finite norm to ``step``. Syncs with the device.
+            params: Parameters of the model, or masters: the norm is that of their gradients, and the others stay.
+                None: all of this optimizer. Those without a gradient may be any.
 
         Returns:
             The norm before clipping: float32, 0-dim, on the device; 0 where there are no gradients. No host sync.
 
         Raises:
-            TypeError, ValueError: ``max_norm`` or ``norm_type`` is no number, negative or nan.
+            TypeError, ValueError: ``max_norm`` or ``norm_type`` is no number, negative or nan; ``params`` are no
+                tensors, or one has a gradient and is not in this optimizer.
             RuntimeError: The norm is not finite and ``error_if_nonfinite``.
         """
         max_norm = check_number("max_norm", max_norm)
         norm_type = check_number("norm_type", norm_type, above_zero=True)
         self._accumulation.ranks.check_norm_type(norm_type)
         self._follow()
-        verdict = self._settle(write=False, norm_type=norm_type)
+        of = None if params is None else self._pairs.chosen(params)
+        verdict = self._settle(write=of is not None, norm_type=norm_type, of=of)
         norm = None if verdict is None else verdict.norm
         if verdict is None or norm is None:
             return torch.zeros((), dtype=torch.float32, device=self._device)
@@ -471,8 +481,38 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             )
         single, factor = self._clip = decisions.decide_clip(norm, verdict.found_inf, max_norm)
         if not (kernels.is_host(self._device) and factor.item() == 1.0):  # elsewhere the kernel looks: nobody waits
-            self._gradients.clip(factor)
+            self._gradients.clip(factor, of)
         return single
+
+    @outside_inference
+    def clip_master_values(self, max_value: float, params: Iterable[Tensor] | Tensor | None = None) -> None:
+        """Bring every element of all master gradients to at most ``max_value`` in size, as ``clip_grad_value_`` does.
+
+        Where an element is not finite all gradients stay, and ``step`` skips: torch's would make numbers of infs.
+
+        Args:
+            max_value: Not negative.
+            params: Parameters of the model, or masters, whose gradients are meant; None: all of this optimizer.
+
+        Raises:
+            TypeError, ValueError: As :meth:`clip_master_grads`.
+
+        Syncs: never.
+
+        Example:
+            >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+            >>> opt = MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=1.0), loss_scale=128.0)
+            >>> opt.backward((weight.float() * torch.tensor([0.25, -4.0])).sum())
+            >>> opt.clip_master_values(0.5)
+            >>> next(opt.master_params()).grad
+            tensor([ 0.2500, -0.5000])
+        """
+        max_value = check_number("max_value", max_value)
+        self._follow()
+        of = None if params is None else self._pairs.chosen(params)
+        verdict = self._settle(write=True)
+        if verdict is not None:
+            self._gradients.clip_values(max_value, verdict.found_inf, of)
 
     @outside_inference
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -485,7 +525,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._accumulation.clear(set_to_none)
         self._under.withdraw(set_to_none)
 
-    def _settle(self, write: bool, norm_type: float | None = None) -> Verdict | None:
+    def _settle(self, write: bool, norm_type: float | None = None, of: set[int] | None = None) -> Verdict | None:
         """The verdict on the gradients as they are now, whoever made them; None where there is nothing to step."""
         self._accumulation.check_complete()
         if self._accumulation.stage is Stage.READY:
@@ -495,7 +535,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 self._accumulation.take_zeros(self.scaler)
         elif self._is_foreign() and self.__dict__.get("grad_scale") is not None:
             self._take_foreign()  # it has looked at them and left the unscaling to this step
-        verdict = self._accumulation.settle(write, norm_type)
+        verdict = self._accumulation.settle(write, norm_type, of)
         flag = self.__dict__.get("found_inf")
         if verdict is not None and flag is not None:  # torch's protocol: a GradScaler hands over its own verdict
             found = torch.maximum(verdict.found_inf, flag.to(self._device).reshape(()).clamp(max=1.0))

@@ -116,6 +116,9 @@ FOREIGN = {
     "_param_to_rank": "as above",
     "_sync_param_groups": "as above",
     "_sync_params": "as above",
+    # trainers
+    "_forward_module": "of Fabric's module: the DDP around the model, which nothing public gives",
+    "_optimizers": "of Accelerator: what was prepared",
     # Python
     "_fields": "of a namedtuple: public, for all its underscore",
     "_getframe": "sys._getframe: who called",

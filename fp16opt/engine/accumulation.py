@@ -296,7 +296,7 @@ class Accumulation:
 
     # -- settling ----------------------------------------------------------------------------------------------------
 
-    def settle(self, write: bool, norm_type: float | None = None) -> Verdict | None:
+    def settle(self, write: bool, norm_type: float | None = None, of: set[int] | None = None) -> Verdict | None:
         """The verdict on the gradients as they are now; None where no backward left anything. No host sync.
 
         Where masters are spread over ranks it costs one message, with the norm or without. FP32 sums that were made
@@ -305,6 +305,7 @@ class Accumulation:
         Args:
             write: make FP32 gradients of all; else a look is enough.
             norm_type: p of the norm that is wanted too.
+            of: ids of the model's parameters whose norm it is; None: of all.
 
         Raises:
             RuntimeError: a backward was interrupted; or gradients were written that were read already.
@@ -318,7 +319,7 @@ class Accumulation:
         self._check_moved()
         if self.stage is Stage.SCALED:
             self._bring(self.pending, write)
-        return self._verdict(norm_type)
+        return self._verdict(norm_type, of)
 
     def update(self) -> None:
         """Make FP32 gradients anew of what is in the model now, a clip undone; what was edited there counts."""
@@ -507,25 +508,28 @@ class Accumulation:
         """The last verdict on gradients of the coming step; None where nobody has looked. No look, no host sync."""
         return self._verdict(None) if self._verdicts else None
 
-    def _verdict(self, norm_type: float | None) -> Verdict:
-        norm = self._agree(norm_type)
+    def _verdict(self, norm_type: float | None, of: set[int] | None = None) -> Verdict:
+        norm = self._agree(norm_type, of)
         if self._norms:
             self._tell_norms()
-        of = list(self._verdicts.values())
-        found = of[0][1] if len(of) == 1 else torch.stack([one for _, one in of]).amax()
-        return Verdict(found, of, self.gradients.flags(), norm)
+        each = list(self._verdicts.values())
+        found = each[0][1] if len(each) == 1 else torch.stack([one for _, one in each]).amax()
+        return Verdict(found, each, self.gradients.flags(), norm)
 
-    def _agree(self, norm_type: float | None) -> Tensor | None:
+    def _agree(self, norm_type: float | None, of: set[int] | None) -> Tensor | None:
         """One message for verdicts and norm, at the first of clipping and stepping; returns the norm."""
         if self._unreduced:
             self._reduce_sums()
         if self.ranks.alone:
-            return None if norm_type is None else self.gradients.norm(norm_type, self.device)
+            return None if norm_type is None else self.gradients.norm(norm_type, self.device, of)
         if self._agreed and norm_type is None:
             return None
         power = None
         if norm_type is not None:
-            power = self.gradients.power_sum(norm_type, self.device, self.ranks.counted)
+            counted = self.ranks.counted
+            power = self.gradients.power_sum(
+                norm_type, self.device, lambda param: (of is None or id(param) in of) and counted(param)
+            )
         found, norm = self.ranks.agree([verdict for _, verdict in self._verdicts.values()], norm_type, power)
         for (key, (scaler, _)), verdict in zip(list(self._verdicts.items()), found, strict=True):
             self._verdicts[key] = (scaler, verdict)

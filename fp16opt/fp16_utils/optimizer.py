@@ -201,13 +201,19 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
         """True: apex repeated the closure while it overflowed, whatever the wrapped class."""
         return True
 
-    def clip_master_grads(self, max_norm: float, norm_type: float = 2, error_if_nonfinite: bool = False) -> Tensor:
+    def clip_master_grads(
+        self,
+        max_norm: float,
+        norm_type: float = 2,
+        error_if_nonfinite: bool = False,
+        params: Iterable[Tensor] | Tensor | None = None,
+    ) -> Tensor:
         """Clip the masters' gradients by their total norm, as ``MixedPrecisionOptimizer`` does.
 
         Returns:
             The norm before clipping: float32, 0-dim, on the device. -1 after an overflow. No host sync.
         """
-        norm = super().clip_master_grads(max_norm, norm_type, error_if_nonfinite)
+        norm = super().clip_master_grads(max_norm, norm_type, error_if_nonfinite, params)
         verdict = self._accumulation.verdict()
         return norm if verdict is None else torch.where(verdict.found_inf > 0, torch.full_like(norm, -1.0), norm)
 
