@@ -113,7 +113,7 @@ def cpu_units() -> list[Unit]:
         *[
             Unit(f"{source}_{name}.o", "compile", f"backends/{source}.cpp", [f"-DFP16OPT_LEVEL={name}", *f])
             for name, f in found.items()
-            for source in ("cpu", "cpu_steps", "cpu_split")
+            for source in ("cpu", "cpu_steps", "cpu_split", "cpu_state8")
         ],
         Unit("cpu_dispatch.o", "compile", "backends/cpu_dispatch.cpp", dispatch),
         Unit("cpu_operations.o", "compile", "backends/cpu_operations.cpp", []),
