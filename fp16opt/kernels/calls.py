@@ -23,7 +23,7 @@ class Operation(NamedTuple):
         written: the lists whose tensors autograd and users see change: their version counters move.
         shape_of: the list whose shapes and strides the others must have.
         counters: a further list, of one float32 number for each entry that takes part, wherever these lie; "" for none.
-        scales: a further list before that one, of float32 tensors with a number for every ``block`` elements; "" for none.
+        scales: a further list before it, of float32 tensors with a number for every ``block`` elements; "" for none.
         block: elements.
         on_cuda: whether there is a CUDA kernel; else torch operations serve there.
     """

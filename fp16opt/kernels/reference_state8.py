@@ -1,8 +1,9 @@
 """Steps with 8-bit optimizer state written plainly in torch: the specification of ``csrc/functors/ratio8.h``.
 
-See :mod:`.reference`. Blocks are 128 consecutive elements in the memory order of the codes, and a tail acts as if padded
-with zeros. Adam ("ratio8"): with r = sqrt(v) and S the block's largest r, v is kept as uint8 c with r = S (c / 255)^2, and m
-as int8 that stands for m / r. SGD ("block8"): the momentum is kept as int8 that stands for its share of the block's largest.
+See :mod:`.reference`. Blocks are 128 consecutive elements in the memory order of the codes, and a tail acts as if
+padded with zeros. Adam ("ratio8"): with r = sqrt(v) and S the block's largest r, v is kept as uint8 c with
+r = S (c / 255)^2, and m as int8 that stands for m / r. SGD ("block8"): the momentum is kept as int8 that stands for its
+share of the block's largest.
 """
 
 from __future__ import annotations
@@ -91,13 +92,13 @@ def _largest(values: Tensor) -> Tensor:
     return torch.nn.functional.pad(values, (0, missing)).view(-1, BLOCK).amax(1)
 
 
-def _each(per_block: Tensor, numel: int) -> Tensor:
-    return per_block.repeat_interleave(BLOCK)[:numel]
+def _each(per_block: Tensor, numel: int, block: int = BLOCK) -> Tensor:
+    return per_block.repeat_interleave(block)[:numel]
 
 
-def _decode_root(codes: Tensor, scales: Tensor) -> Tensor:
+def _decode_root(codes: Tensor, scales: Tensor, block: int = BLOCK) -> Tensor:
     share = codes.float() * _single(1.0 / 255.0)
-    return _each(scales, codes.numel()) * (share * share)
+    return _each(scales, codes.numel(), block) * (share * share)
 
 
 def _decode_signed(codes: Tensor, per: Tensor, limit: float) -> Tensor:
@@ -142,9 +143,10 @@ def _encode_momentum(momentum: Tensor, dither: _Dither, codes: Tensor, scales: T
 class _Codes:
     """Codes of one tensor, flattened in their memory order, with other tensors of its shape."""
 
-    def __init__(self, scales: Tensor, *tensors: Tensor) -> None:
+    def __init__(self, scales: Tensor, *tensors: Tensor, block: int = BLOCK) -> None:
         self.order = memory_order(tensors[0])
         self.scales = scales
+        self.block = block  # a power of two, up to a slab
         self.tensors = tensors
         self.flats = [flatten(tensor, self.order) for tensor in tensors]
         self.numel = tensors[0].numel()
@@ -154,7 +156,7 @@ class _Codes:
         found = []
         for start in range(0, self.numel, SLAB):
             part = slice(start, min(start + SLAB, self.numel))
-            blocks = slice(start // BLOCK, block_count(part.stop))
+            blocks = slice(start // self.block, -(-part.stop // self.block))
             found.append((part, self.scales[blocks], [flat.values[part] for flat in self.flats]))
         return found
 
@@ -226,11 +228,13 @@ def encode_moments(exp_avg: Tensor, exp_avg_sq: Tensor, codes: tuple[Tensor, Ten
     views.write_back()
 
 
-def decode_moments(codes: tuple[Tensor, Tensor, Tensor], limit: float, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-    """Write the moments that ``codes`` stand for; see :func:`adam`."""
-    views = _Codes(codes[2], codes[0], codes[1], exp_avg, exp_avg_sq)
+def decode_moments(
+    codes: tuple[Tensor, Tensor, Tensor], limit: float, exp_avg: Tensor, exp_avg_sq: Tensor, block: int
+) -> None:
+    """Write the moments that ``codes`` stand for, with a scale for each ``block`` elements; see :func:`adam`."""
+    views = _Codes(codes[2], codes[0], codes[1], exp_avg, exp_avg_sq, block=block)
     for _, scales, (first, second, m, v) in views.parts():
-        root = _decode_root(second, scales)
+        root = _decode_root(second, scales, block)
         m.copy_(_decode_signed(first, root, limit))
         v.copy_(root * root)
     views.write_back()
@@ -244,9 +248,9 @@ def encode_momentum(momentum_buffer: Tensor, codes: tuple[Tensor, Tensor]) -> No
     views.write_back()
 
 
-def decode_momentum(codes: tuple[Tensor, Tensor], momentum_buffer: Tensor) -> None:
-    """Write the momentum buffer that ``codes`` stand for; see :func:`sgd`."""
-    views = _Codes(codes[1], codes[0], momentum_buffer)
+def decode_momentum(codes: tuple[Tensor, Tensor], momentum_buffer: Tensor, block: int) -> None:
+    """Write the momentum buffer that ``codes`` stand for, with a scale for each ``block`` elements; see :func:`sgd`."""
+    views = _Codes(codes[1], codes[0], momentum_buffer, block=block)
     for _, scales, (shares, buffer) in views.parts():
-        buffer.copy_(_decode_signed(shares, _each(scales, shares.numel()), 1.0))
+        buffer.copy_(_decode_signed(shares, _each(scales, shares.numel(), block), 1.0))
     views.write_back()

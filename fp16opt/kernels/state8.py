@@ -1,7 +1,7 @@
 """The one-pass steps with optimizer state in 8 bits, and the way from FP32 state to codes and back.
 
-Formats: see :mod:`fp16opt.kernels.reference_state8`. A code's rounding depends on the element's index, the number of the step
-and the value, and on nothing else; so every backend, thread count and vector width gives the same bits.
+Formats: see :mod:`fp16opt.kernels.reference_state8`. A code's rounding depends on the element's index, the number of
+the step and the value, and on nothing else; so every backend, thread count and vector width gives the same bits.
 """
 
 from __future__ import annotations
@@ -51,12 +51,18 @@ def _with_models(grad: torch.dtype, master: torch.dtype, *rest: torch.dtype) -> 
 def _operation(name: str, *codes: str, counters: str = "") -> dict[bool, Operation]:
     """By whether there are models: the operation as the guards see it."""
     lists = ("grads", "masters", *codes)
-    models = Operation(name, (*lists, "models"), _with_models, _MODELS, (len(lists),), 1, counters, "scales", BLOCK, False)
+    models = Operation(
+        name, (*lists, "models"), _with_models, _MODELS, (len(lists),), 1, counters, "scales", BLOCK, False
+    )
     return {False: Operation(name, lists, _owned, _OWN, (1,), 1, counters, "scales", BLOCK, False), True: models}
 
 
 _ADAM = _operation("multi_tensor_adam8", "exp_avg_codes", "exp_avg_sq_codes", counters="steps")
 _SGD = _operation("multi_tensor_sgd8", "momentum_codes")
+
+
+def _there(models: Entries | None) -> tuple[Entries, ...]:
+    return () if models is None else (models,)
 
 
 def multi_tensor_adam8(
@@ -100,8 +106,7 @@ def multi_tensor_adam8(
     """
     with torch.no_grad():
         operation = _ADAM[models is not None]
-        lists = (grads, masters, exp_avg_codes, exp_avg_sq_codes)
-        lists = (*lists, scales, steps) if models is None else (*lists, models, scales, steps)
+        lists = (grads, masters, exp_avg_codes, exp_avg_sq_codes, *_there(models), scales, steps)
         call = call_for(operation, lists, None if tables is None else tables.lists, getattr(factors[0], "device", None))
         plan, found = call.plan, None if models is None else stats
         if models is not None and stats is None:
@@ -162,8 +167,7 @@ def multi_tensor_sgd8(
     """
     with torch.no_grad():
         operation = _SGD[models is not None]
-        lists = (grads, masters, momentum_codes)
-        lists = (*lists, scales) if models is None else (*lists, models, scales)
+        lists = (grads, masters, momentum_codes, *_there(models), scales)
         call = call_for(operation, lists, None if tables is None else tables.lists, getattr(factors[0], "device", None))
         plan, found = call.plan, None if models is None else stats
         if models is not None and stats is None:
@@ -211,12 +215,13 @@ def encode_moments(
 
 
 def decode_moments(
-    exp_avg_codes: Tensor, exp_avg_sq_codes: Tensor, scales: Tensor, limit: float
+    exp_avg_codes: Tensor, exp_avg_sq_codes: Tensor, scales: Tensor, limit: float, *, block: int = BLOCK
 ) -> tuple[Tensor, Tensor]:
     """Adam's moments that codes stand for: new float32 tensors in the codes' strides. No host sync.
 
     Args:
         exp_avg_codes, exp_avg_sq_codes, scales, limit: as for :func:`encode_moments`.
+        block: how many elements have one scale: a power of two up to 65,536.
 
     Example:
         >>> codes = torch.zeros(1, dtype=torch.int8), torch.full((1,), 255, dtype=torch.uint8), torch.full((1,), 2.0)
@@ -224,9 +229,9 @@ def decode_moments(
         (tensor([0.]), tensor([4.]))
     """
     with torch.no_grad():
-        made = [torch.empty_like(exp_avg_codes, dtype=SINGLE) for _ in range(2)]
-        reference_state8.decode_moments((exp_avg_codes, exp_avg_sq_codes, scales), limit, *made)
-        return made[0], made[1]
+        first, second = (torch.empty_like(exp_avg_codes, dtype=SINGLE) for _ in range(2))
+        reference_state8.decode_moments((exp_avg_codes, exp_avg_sq_codes, scales), limit, first, second, block)
+        return first, second
 
 
 def encode_momentum(momentum_buffer: Tensor, momentum_codes: Tensor, scales: Tensor) -> None:
@@ -247,11 +252,12 @@ def encode_momentum(momentum_buffer: Tensor, momentum_codes: Tensor, scales: Ten
         reference_state8.encode_momentum(momentum_buffer, (momentum_codes, scales))
 
 
-def decode_momentum(momentum_codes: Tensor, scales: Tensor) -> Tensor:
+def decode_momentum(momentum_codes: Tensor, scales: Tensor, *, block: int = BLOCK) -> Tensor:
     """SGD's momentum that codes stand for: a new float32 tensor in the codes' strides. No host sync.
 
     Args:
         momentum_codes, scales: as for :func:`encode_momentum`.
+        block: as for :func:`decode_moments`.
 
     Example:
         >>> decode_momentum(torch.tensor([127], dtype=torch.int8), torch.tensor([4.0]))
@@ -259,5 +265,5 @@ def decode_momentum(momentum_codes: Tensor, scales: Tensor) -> Tensor:
     """
     with torch.no_grad():
         made = torch.empty_like(momentum_codes, dtype=SINGLE)
-        reference_state8.decode_momentum((momentum_codes, scales), made)
+        reference_state8.decode_momentum((momentum_codes, scales), made, block)
         return made

@@ -175,7 +175,8 @@ def _check_scales(operation: Operation, i: int, scales: object, numel: int, devi
     _check_dense(where, scales)
     if not isinstance(scales, Tensor) or scales.numel() != wanted or not scales.is_contiguous():
         raise ValueError(
-            f"{where} must be contiguous with {wanted} elements, one for every {operation.block} of the tensor's {numel}."
+            f"{where} must be contiguous with {wanted} elements, one for every {operation.block} of the tensor's "
+            f"{numel}."
         )
     if scales.dtype != SINGLE:
         raise TypeError(f"{operation.name}: wants float32, got {operation.scales}[{i}] {str(scales.dtype)[6:]}.")

@@ -1,7 +1,7 @@
 """Optimizer state in 8 bits in numpy: codes of Adam's moments ("ratio8") and of SGD's momentum ("block8").
 
-Written from the description of the formats, block by block, and not from the package's code. Arrays are one-dimensional, in
-memory order.
+Written from the description of the formats, and not from the package's code. Arrays are one-dimensional, in memory
+order.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
 from fused import oracle_fused
 
 Array = np.ndarray[Any, Any]
@@ -32,8 +33,15 @@ def dither(index: Array, step: int) -> Array:
     return (index.astype(np.uint64) * np.uint64(0x9E3779B1) + np.uint64(step * 0x85EBCA77 % 2**32)).astype(np.uint32)
 
 
-def blocks(n: int) -> list[slice]:
-    return [slice(start, min(start + BLOCK, n)) for start in range(0, n, BLOCK)]
+def rows(values: Array) -> Array:
+    """A block in each row, zeros behind the last element."""
+    padded = np.zeros((-(-values.size // BLOCK), BLOCK), values.dtype)
+    padded.reshape(-1)[: values.size] = values
+    return padded
+
+
+def flat(values: Array, n: int) -> Array:
+    return values.reshape(-1)[:n].copy()
 
 
 def signed_value(code: Array, unit: np.float32, per: Any) -> Array:
@@ -60,38 +68,35 @@ class Moments:
 
     @classmethod
     def zeros(cls, n: int) -> Moments:
-        return cls(np.zeros(n, np.int8), np.zeros(n, np.uint8), np.zeros(len(blocks(n)), f))
+        return cls(np.zeros(n, np.int8), np.zeros(n, np.uint8), np.zeros(-(-n // BLOCK), f))
 
     def decode(self) -> tuple[Array, Array]:
-        m, v = np.zeros(self.m.size, f), np.zeros(self.m.size, f)
-        for k, at in enumerate(blocks(self.m.size)):
-            y = self.v[at].astype(f) * (f(1) / f(255))
-            r = self.scales[k] * (y * y)
-            v[at] = r * r
-            m[at] = signed_value(self.m[at], f(self.limit) * (f(1) / f(247)), r)
-        return m, v
+        n = self.m.size
+        y = rows(self.v).astype(f) * (f(1) / f(255))
+        r = self.scales[:, None] * (y * y)
+        return flat(signed_value(rows(self.m), f(self.limit) * (f(1) / f(247)), r), n), flat(r * r, n)
 
     def encode(self, m: Array, v: Array, step: int | None) -> None:
         """``step``: None rounds to nearest."""
-        units = f(247) * (f(1) / f(self.limit))
-        for k, at in enumerate(blocks(m.size)):
-            with np.errstate(all="ignore"):
-                r = np.minimum(np.sqrt(v[at]), f(2.0**62)).astype(f)
-            largest = r.max()
-            if not largest >= f(2.0**-46):
-                self.scales[k], self.m[at], self.v[at] = 0, 0, 0
-                continue
-            self.scales[k] = largest
-            y = np.sqrt(r * (f(1) / largest)) * f(float.fromhex("0x1.fe0004p7"))
-            if step is None:
-                low, code = 2**18, np.rint(y).astype(np.int64)
-            else:
-                h = dither(np.arange(at.start, at.stop), step)
-                low = (h & np.uint32(0x7FFFF)).astype(np.int64)
-                code = (y + (h >> np.uint32(16)).astype(f) * f(2.0**-16)).astype(np.int64)
-            code = np.minimum(255, code)
-            self.v[at] = np.where(r > 0, np.maximum(code, 1), code)
-            self.m[at] = signed_code(m[at], r, units, low)
+        n, units = m.size, f(247) * (f(1) / f(self.limit))
+        with np.errstate(all="ignore"):
+            r = np.minimum(np.sqrt(rows(v)), f(2.0**62)).astype(f)
+            largest = r.max(1, initial=0)
+            kept = largest >= f(2.0**-46)
+            y = np.sqrt(r * (f(1) / largest)[:, None]) * f(float.fromhex("0x1.fe0004p7"))
+        y[~kept] = 0
+        if step is None:
+            low: Any = 2**18
+            code = np.rint(y).astype(np.int64)
+        else:
+            h = rows(dither(np.arange(n), step))
+            low = (h & np.uint32(0x7FFFF)).astype(np.int64)
+            code = (y + (h >> np.uint32(16)).astype(f) * f(2.0**-16)).astype(np.int64)
+        code = np.minimum(255, code)
+        code = np.where(r > 0, np.maximum(code, 1), code)
+        ratios = signed_code(rows(m), r, units, low)
+        self.v, self.m = flat(np.where(kept[:, None], code, 0), n).astype(np.uint8), flat(ratios * kept[:, None], n)
+        self.scales = np.where(kept, largest, f(0)).astype(f)
 
 
 @dataclass
@@ -103,25 +108,19 @@ class Momentum:
 
     @classmethod
     def zeros(cls, n: int) -> Momentum:
-        return cls(np.zeros(n, np.int8), np.zeros(len(blocks(n)), f))
+        return cls(np.zeros(n, np.int8), np.zeros(-(-n // BLOCK), f))
 
     def decode(self) -> Array:
-        out = np.zeros(self.codes.size, f)
-        for k, at in enumerate(blocks(out.size)):
-            out[at] = signed_value(self.codes[at], f(1) / f(247), self.scales[k])
-        return out
+        return flat(signed_value(rows(self.codes), f(1) / f(247), self.scales[:, None]), self.codes.size)
 
     def encode(self, values: Array, step: int | None) -> None:
-        for k, at in enumerate(blocks(values.size)):
-            largest = np.minimum(np.abs(values[at]), f(2.0**126)).max()
-            if not largest >= f(2.0**-100):
-                self.scales[k], self.codes[at] = 0, 0
-                continue
-            self.scales[k] = largest
-            low = 2**18
-            if step is not None:
-                low = (dither(np.arange(at.start, at.stop), step) & np.uint32(0x7FFFF)).astype(np.int64)
-            self.codes[at] = signed_code(values[at], largest, f(247), low)
+        n = values.size
+        largest = np.minimum(np.abs(rows(values)), f(2.0**126)).max(1, initial=0)
+        self.scales = np.where(largest >= f(2.0**-100), largest, f(0)).astype(f)
+        low: Any = 2**18
+        if step is not None:
+            low = (rows(dither(np.arange(n), step)) & np.uint32(0x7FFFF)).astype(np.int64)
+        self.codes = flat(signed_code(rows(values), self.scales[:, None], f(247), low), n)
 
 
 @dataclass

@@ -13,9 +13,10 @@ from fp16opt.kernels import CastStats, multi_tensor_join, multi_tensor_split, st
 from fp16opt.kernels.state8 import multi_tensor_adam8, multi_tensor_sgd8
 from fp16opt.kernels.steps import AdamOptions, Factors, SgdOptions, StepTables
 from fused import oracle_state8 as oracle
+from fused.conftest import LEVELS
 from fused.test_fused_bits import ADAM, SGD, spread
 
-SIZES = (0, 1, 127, 128, 129, 200, 1000, 65535, 65537, 140000)
+SIZES = (0, 1, 127, 129, 192, 1000, 65536 + 130, 140000)  # the last for threads
 ADAM_CASES: dict[str, dict[str, Any]] = {
     "adamw": {"weight_decay": 0.1},
     "l2": {"decoupled": False, "weight_decay": 0.1, "maximize": True},
@@ -31,6 +32,11 @@ SGD_CASES: dict[str, dict[str, Any]] = {
 KINDS = {"half": torch.float16, "bfloat16": torch.bfloat16, "half split": torch.float16, "own": None}
 INV_SCALE, CLIP = 2.0**-9, 0.3721
 GIVEN = Factors(torch.tensor(INV_SCALE), torch.tensor(CLIP))
+
+
+FEW = ["reference", *[f"{level}-{n}" for level, n in zip(LEVELS, (2, 3, 1), strict=False)]]
+few = pytest.mark.parametrize("implementation", FEW, indirect=True)
+"""Each SIMD level once, each with another number of threads; :func:`test_threads` has all of them."""
 
 
 class Problem:
@@ -87,6 +93,7 @@ class Problem:
             e.p = kept.copy()
 
 
+@few
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", ADAM_CASES)
 def test_adam_has_the_bits_of_the_oracle(case: str, kind: str, implementation: str) -> None:
@@ -109,12 +116,13 @@ def test_adam_has_the_bits_of_the_oracle(case: str, kind: str, implementation: s
     assert [float(s) for s in steps] == [4.0] * len(SIZES)
 
 
+@few
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", SGD_CASES)
 def test_sgd_has_the_bits_of_the_oracle(case: str, kind: str, implementation: str) -> None:
     o = {**SGD, **SGD_CASES[case]}
     problem = Problem(kind, oracle.Momentum)
-    for codes, scales in zip(problem.first, problem.scales, strict=True):  # what is there before the first step counts not
+    for codes, scales in zip(problem.first, problem.scales, strict=True):  # the first step does not look at them
         codes.fill_(77)
         scales.fill_(float("nan"))
     for number in (1, 2, 3, 4):
@@ -128,3 +136,36 @@ def test_sgd_has_the_bits_of_the_oracle(case: str, kind: str, implementation: st
         problem.settle()
         problem.check(problem.first, [e.state.codes for e in problem.elements], f"step {number}: codes")
         problem.check(problem.scales, [e.state.scales for e in problem.elements], f"step {number}: scales")
+
+
+def test_threads(implementation: str) -> None:
+    """The emulated CUDA backend is among them: it has no such kernel, and takes torch operations."""
+    test_adam_has_the_bits_of_the_oracle("adamw", "half split", implementation)
+    test_sgd_has_the_bits_of_the_oracle("momentum", "bfloat16", implementation)
+
+
+def test_layouts_walk_in_memory_order(implementation: str) -> None:
+    """Blocks are those of memory: a transposed tensor has the codes of the plain one, one with gaps too."""
+    rng = np.random.default_rng(3)
+    base, grad = (torch.from_numpy(rng.standard_normal((40, 30)).astype(np.float32)) for _ in range(2))
+    options = [AdamOptions(0.1, 0.9, 0.99, 1e-8, 0.1, True, False)]
+    results = []
+    for arrange in (lambda t: t.clone(), lambda t: t.t().contiguous().t(), lambda t: torch.stack([t, t], -1)[..., 0]):
+        transposed = arrange(base).stride(0) == 1
+        values = [base.t().reshape(40, 30), grad.t().reshape(40, 30)] if transposed else [base, grad]
+        place = (lambda t: t.reshape(30, 40).t()) if transposed else arrange
+        master, g = (place(v.clone()) for v in values) if transposed else (arrange(v) for v in values)
+        first, second = (arrange(torch.zeros(40, 30, dtype=d)) for d in (torch.int8, torch.uint8))
+        scales, step = torch.zeros(state8.block_count(1200)), torch.tensor(0.0)
+        for number in (1, 2):
+            multi_tensor_adam8([g], [master], [first], [second], [scales], [step], options, [0], GIVEN, number)
+        in_memory = (lambda t: t.t()) if transposed else (lambda t: t)
+        results.append([in_memory(t).reshape(-1).clone() for t in (master, first, second)] + [scales])
+    plain, other, gaps = results
+    assert all(torch.equal(a, b) for a, b in zip(plain, gaps, strict=True))
+    wanted = oracle.Element(base.t().reshape(-1).numpy().copy(), oracle.Moments.zeros(1200))
+    o = {**ADAM, "lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.1}
+    for number in (1, 2):
+        oracle.adam(wanted, grad.t().reshape(-1).numpy(), INV_SCALE, CLIP, number, **o)
+    assert np.array_equal(other[1].numpy(), wanted.state.m)
+    assert np.array_equal(other[2].numpy(), wanted.state.v)
