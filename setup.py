@@ -104,7 +104,7 @@ def cpu_units() -> list[Unit]:
         *[
             Unit(f"{source}_{name}.o", f"backends/{source}.cpp", [f"-DFP16OPT_LEVEL={name}", *f])
             for name, f in found.items()
-            for source in ("cpu", "cpu_steps", "cpu_split")
+            for source in ("cpu", "cpu_steps", "cpu_split", "cpu_state8")
         ],
         Unit("cpu_dispatch.o", "backends/cpu_dispatch.cpp", dispatch),
         Unit("cpu_operations.o", "backends/cpu_operations.cpp", []),

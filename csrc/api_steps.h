@@ -28,6 +28,12 @@ struct StepLists {
     int32_t* overflow;
 };
 
+// What steps with 8-bit state have beside these lists, whose state is codes: see functors/ratio8.h.
+struct State8 {
+    const Pointers& scales;  // by place: one float32 for each block of 128 elements
+    uint32_t step;           // the number of this step, for the dither
+};
+
 // `steps`: by place, the float32 number of steps done, which is counted up.
 void adam(const StepLists& lists, const Pointers& steps, const std::vector<AdamOptions>& groups, float inv_scale,
           float coefficient, int threads);
@@ -35,5 +41,11 @@ void adam(const StepLists& lists, const Pointers& steps, const std::vector<AdamO
 // `first`: by place, whether the momentum buffer holds nothing yet.
 void sgd(const StepLists& lists, const std::vector<uint8_t>& first, const std::vector<SgdOptions>& groups, float inv_scale,
          float coefficient, int threads);
+
+// The same with 8-bit state. `limits`: by group, the largest |m| / sqrt(v) that codes stand for.
+void adam8(const StepLists& lists, const State8& state, const Pointers& steps, const std::vector<AdamOptions>& groups,
+           const std::vector<float>& limits, float inv_scale, float coefficient, int threads);
+void sgd8(const StepLists& lists, const State8& state, const std::vector<uint8_t>& first,
+          const std::vector<SgdOptions>& groups, float inv_scale, float coefficient, int threads);
 
 }  // namespace fp16opt

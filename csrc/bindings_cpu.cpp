@@ -148,6 +148,35 @@ void bind_steps(py::module_& module) {
     });
 }
 
+// Steps with 8-bit state: the lists of scales come behind those of the table, and Adam's counters behind these.
+void bind_state8(py::module_& module) {
+    module.def("adam8", [](const Table& table, const py::object& addresses, int threads, int64_t n, uintptr_t inv_scale,
+                           uintptr_t coefficient, uintptr_t overflow, bool has_models, const py::sequence& group_of,
+                           const std::vector<std::tuple<double, double, double, double, double, bool, bool>>& options,
+                           const std::vector<float>& limits, uint32_t step) {
+        require_rows(table, n);
+        const PointerLists given(addresses);
+        const auto groups = options_of<AdamOptions>(options);
+        const StepLists lists = step_lists(table, given, 2, has_models, overflow, group_of);
+        py::gil_scoped_release release;
+        adam8(lists, {given[given.size() - 2], step}, given.all().back(), groups, limits, *address<const float>(inv_scale),
+              *address<const float>(coefficient), threads);
+    });
+    module.def("sgd8", [](const Table& table, const py::object& addresses, int threads, int64_t n, uintptr_t inv_scale,
+                          uintptr_t coefficient, uintptr_t overflow, bool has_models, const py::sequence& group_of,
+                          const std::vector<std::tuple<double, double, double, double, bool, bool>>& options,
+                          uint32_t step, const py::object& first) {
+        require_rows(table, n);
+        const PointerLists given(addresses);
+        const auto groups = options_of<SgdOptions>(options);
+        const std::vector<uint8_t> fresh = flags_of(first, table.rows);
+        const StepLists lists = step_lists(table, given, 1, has_models, overflow, group_of);
+        py::gil_scoped_release release;
+        sgd8(lists, {given.all().back(), step}, fresh, groups, *address<const float>(inv_scale),
+             *address<const float>(coefficient), threads);
+    });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_cpu, module) {
@@ -157,6 +186,7 @@ PYBIND11_MODULE(_cpu, module) {
     bind_finding(module);
     bind_writing(module);
     bind_steps(module);
+    bind_state8(module);
     module.def("clip_decision", &clip_decision);
     module.def("follow_scale", [](bool overflow, uintptr_t scale, uintptr_t clean, uintptr_t skips, uintptr_t settings) {
         follow_scale(overflow, address<float>(scale), address<int32_t>(clean), address<int32_t>(skips),

@@ -76,6 +76,34 @@ def sgd(
     options: Options,
     first: Flags,
 ) -> None: ...
+def adam8(
+    table: Table,
+    lists: Lists,
+    threads: int,
+    n: int,
+    inv_scale: int,
+    coefficient: int,
+    overflow: int,
+    has_models: bool,
+    group_of: Sequence[int],
+    options: Options,
+    limits: Sequence[float],
+    step: int,
+) -> None: ...
+def sgd8(
+    table: Table,
+    lists: Lists,
+    threads: int,
+    n: int,
+    inv_scale: int,
+    coefficient: int,
+    overflow: int,
+    has_models: bool,
+    group_of: Sequence[int],
+    options: Options,
+    step: int,
+    first: Flags,
+) -> None: ...
 def clip_decision(norm: float, found_inf: float, only_finite: bool, max_norm: float) -> float: ...
 def follow_scale(overflow: bool, scale: int, clean: int, skips: int, settings: int) -> None: ...
 def simd_level() -> str: ...

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from . import kernels, parallel
 from .certify.buckets import settings_of
-from .engine import checkpoint, one_pass_step
+from .engine import checkpoint, one_pass_step, state_formats
 from .engine.accumulation import Accumulation, Stage, Verdict
 from .engine.arguments import (
     check_choice,
@@ -39,6 +39,7 @@ from .engine.parts import Engine
 from .engine.ranks import Digest
 from .engine.sights import Sight
 from .engine.split import SplitMasters, check_plain
+from .engine.state_formats import EightBitState, FullState, StateFormat
 from .engine.streamed_step import Certified, StreamedStep
 from .engine.under_grad_scaler import UnderGradScaler
 from .engine.wrapped_step import HOOKS, StepFailed, WrappedStep, extras, make_hook_tables, remake_first_state
@@ -46,7 +47,17 @@ from .kernels import decisions
 from .scaling import LossScaler
 
 _ACCUMULATION, _MASTER_WEIGHTS = ("model", "fp32"), ("full", "none", "split")
-_NOT_COPIED = (*HOOKS, "step", "_gradients", "_accumulation", "_classes", "_stepper", "_under", "_names")
+_NOT_COPIED = (
+    *HOOKS,
+    "step",
+    "_gradients",
+    "_accumulation",
+    "_classes",
+    "_state_format",
+    "_stepper",
+    "_under",
+    "_names",
+)
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -89,6 +100,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         fused_step: "auto": SGD, Adam and AdamW are stepped by one kernel in a single pass where a compiled one serves
             the device and the step can be had (see ``repr``). True: by such a kernel or, without a compiler, by torch
             operations with the same bits. False: the wrapped optimizer's own step, to the bit.
+        optimizer_state: "fp32": moments are FP32 tensors, 8 bytes a parameter with Adam. "8bit": SGD with momentum,
+            Adam and AdamW (without amsgrad) keep codes, 2 bytes a parameter with Adam, of parameters from 4,096
+            elements on. They step in one pass. Checkpoints hold FP32.
 
     Raises:
         TypeError: ``optimizer`` is no torch Optimizer, or wrapped already.
@@ -118,6 +132,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         on_model_write: str = "refresh",
         fused_step: bool | str = "auto",
         master_weights: str = "full",
+        optimizer_state: str = "fp32",
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
@@ -126,8 +141,18 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         check_choice("grad_accumulation", grad_accumulation, _ACCUMULATION)
         check_choice("on_model_write", on_model_write, POLICIES)
         check_choice("master_weights", master_weights, _MASTER_WEIGHTS)
+        check_choice("optimizer_state", optimizer_state, state_formats.CHOICES)
         one_pass_step.check_choice(fused_step)
         self._names = {id(param): name for name, param in named(named_parameters)}
+        if optimizer_state == "8bit":
+            one_pass_step.check_needed(
+                EightBitState.needed_by,
+                'optimizer_state="fp32"',
+                fused_step,
+                master_weights,
+                self._one_pass_obstacle(optimizer),
+            )
+            self._check_state8(optimizer.param_groups)
         if fused_step is True:
             params = [param for group in optimizer.param_groups for param in group["params"]]
             one_pass_step.check_can_serve(optimizer, params, master_weights != "none")
@@ -140,6 +165,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.grad_accumulation = grad_accumulation
         self.on_model_write = on_model_write
         self.fused_step = fused_step
+        self.optimizer_state = optimizer_state
         with torch.inference_mode(False):
             self._make(optimizer, master_weights, on_model_write)
         make_hook_tables(self)
@@ -161,6 +187,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._habits = ClosureHabits()
         self._warned: set[str] = set()
         self._compose()
+        state_formats.adopt_all(self._state_format, self._pairs.all, self._holder)
 
     def _compose(self) -> None:
         """The components that live with gradients, which no copy has."""
@@ -181,10 +208,37 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def _make_stepper(self) -> Any:
         parts = self.optimizer, self._pairs, self._masters, self._gradients
         one_pass = bool(self.fused_step) and type(self.optimizer) in ROWS
+        cls = type(self.optimizer)
+        is_full = self.optimizer_state == "fp32"
+        self._state_format: StateFormat = FullState(cls) if is_full else EightBitState(cls, self._outcome.number)
         name = type(self.optimizer).__name__
         why = f"{name} is not exactly SGD, Adam or AdamW of torch.optim" if self.fused_step else "fused_step=False"
         general: Any = WrappedStep(*parts, self._classes, why) if self._masters.are_whole else StreamedStep(*parts)
-        return OnePassStep(self.fused_step, *parts, general) if one_pass else general
+        if not one_pass:
+            return general
+        return OnePassStep(self.fused_step, *parts, self._state_format, self._state_format.needed_by, general)
+
+    def _one_pass_obstacle(self, optimizer: Optimizer) -> str:
+        """Why an optimizer about to be wrapped can't be stepped in one pass, in words; "" where it can."""
+        if parallel.is_zero(optimizer):
+            return "ZeroRedundancyOptimizer steps its part of the parameters itself"
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        groups = enumerate(optimizer.param_groups)
+        names = [
+            name_of(group, index, param, self._names) or f"group {number}, param {index}"
+            for number, group in groups
+            for index, param in enumerate(group["params"])
+        ]
+        return one_pass_step.obstacle(optimizer, params, names)
+
+    def _check_state8(self, groups: Iterable[dict[str, Any]], first: int = 0) -> None:
+        for number, group in enumerate(groups, first):
+            reason = state_formats.eight_bit_obstacle(group)
+            if reason:
+                raise ValueError(
+                    f'optimizer_state="8bit" does not go with group {number}, which has {reason}. '
+                    'Use optimizer_state="fp32".'
+                )
 
     def _check_split(self, optimizer: Optimizer, on_model_write: str) -> None:
         if on_model_write == "ignore":
@@ -253,7 +307,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             outcome=self._outcome,
             scaler=self.scaler,
             device=self._device,
-            options={**options, "fused_step": self.fused_step},
+            options={**options, "fused_step": self.fused_step, "optimizer_state": self.optimizer_state},
         )
 
     def __repr__(self) -> str:
@@ -261,7 +315,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         return (
             f"{type(self).__name__}(\n  optimizer: {inner}\n  scaler: {self.scaler!r}\n"
             f"  parameters: {self._summary()}\n  grad_accumulation: {self.grad_accumulation!r}, "
-            f"on_model_write: {self.on_model_write!r}, master_weights: {self.master_weights!r}\n"
+            f"on_model_write: {self.on_model_write!r}, master_weights: {self.master_weights!r}, "
+            f"optimizer_state: {self.optimizer_state!r}\n"
             f"  step: {self._stepper.describe()}\n)"
         )
 
@@ -309,6 +364,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         names = {**self._names, **names}
         self._pairs.check_new_group({**group, "params": params}, number, names)
         parallel.check_meshes([*self._pairs.models, *params])
+        if self.optimizer_state == "8bit":
+            self._check_state8([{**self.defaults, **group}], number)
         if self.master_weights == "split":
             self._check_plain({**group, "params": params}, number)
             self._certified.check_settings(self.optimizer, {**self.defaults, **settings_of(group)})
@@ -823,11 +880,15 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     # -- checkpoints and the model's own weights ---------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, compact: bool = False) -> dict[str, Any]:
         """Plain tensors, numbers, strings, lists and dicts: ``torch.load(weights_only=True)`` reads them back.
 
         Keys: ``version``, ``optimizer`` (the wrapped optimizer's own), ``masters`` (FP32, in param_groups order, None
-        where a parameter is its own master), ``scaler``. Tensors are references, as in torch.
+        where a parameter is its own master), ``scaler``, ``steps`` (how many were taken). Tensors are references, as in
+        torch, but for FP32 ones of what is kept in fewer bits.
+
+        Args:
+            compact: Of state that is kept in 8 bits, give codes and not FP32 moments. Other programs can't read these.
         """
         parallel.refuse_plain_state(self._accumulation.ranks.alone, "state_dict")
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
@@ -835,9 +896,11 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._follow()
         self._model_writes.notice()
         self._model_writes.tell_if_due()
-        built = checkpoint.build(self.optimizer, self._saved_masters(), self.scaler)
+        built = checkpoint.build(self.optimizer, self._saved_masters(), self.scaler, self._outcome.steps_taken)
         if type(self.optimizer) in ROWS:
             built["optimizer"] = counters_saved(built["optimizer"])
+        if self.optimizer_state == "8bit":
+            built["optimizer"] = state_formats.saved(built["optimizer"], compact)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             changed = post_hook(self, built)
             built = built if changed is None else changed
@@ -878,6 +941,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             TypeError, ValueError: Something does not fit; the optimizer is as it was.
         """
         check = everywhere or (lambda work: work())
+        state_dict = check(lambda: self._decoded(state_dict))
         thawed = self._to_thaw(state_dict)
         masters = self._saved_masters()
         for position in thawed:  # they get a master if all fits
@@ -890,7 +954,20 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self._model_writes.notice()
         masters = self._saved_masters()
         self._plan(state_dict, masters).apply()
+        if plan.has_masters:
+            self._outcome.steps_taken = state_dict.get("steps", 0)
         self._take_loaded(masters)
+
+    def _decoded(self, state_dict: Any) -> Any:
+        """A checkpoint with FP32 state in place of codes, of which the optimizer can make its own.
+
+        Raises:
+            TypeError, ValueError: Codes are damaged, or a moment can't be kept in 8 bits.
+        """
+        found = state_formats.expanded(state_dict, self._pairs.names)
+        if self.optimizer_state == "8bit":
+            state_formats.check_moments(found, self._pairs.names)
+        return found
 
     def _to_thaw(self, state_dict: Any) -> list[int]:
         """Where a checkpoint has a master, and the parameter is frozen here: the checkpoint decides."""
@@ -911,6 +988,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             if value is not None and not self._masters.are_whole:
                 self._masters.write([pair], [value])
         self._masters.lay_out(self._pairs.all, self.state)
+        state_formats.adopt_all(self._state_format, self._pairs.all, self._holder)
         self._pairs.changed()
         self._accumulation.abandon()
         self.write_masters()

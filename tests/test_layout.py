@@ -42,6 +42,7 @@ ENGINE = [
     "accumulation",
     "wrapped_step",
     "one_pass_rows",
+    "state_formats",
     "one_pass_step",
     "streamed_step",
     "outcome",

@@ -46,7 +46,7 @@ Table::Table(std::vector<int64_t> numels_, std::vector<int64_t> rows_, std::vect
     require(rows.size() == numels.size(), "rows must have one entry for each tensor");
     for (const auto& list : dtypes) {
         require(list.size() == numels.size(), "dtypes must have one entry for each tensor");
-        for (DType dtype : list) require(dtype >= DType::half && dtype <= DType::wide, "unknown dtype code");
+        for (DType dtype : list) require(dtype >= DType::half && dtype <= DType::byte, "unknown dtype code");
     }
     for (int32_t place : places) {
         require(place >= 0 && size_t(place) < numels.size(), "a place lies outside the lists");

@@ -168,9 +168,9 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, compact: bool = False) -> dict[str, Any]:
         """The wrapped optimizer's own, and the FP32 masters under a key that torch's loader ignores."""
-        built = super().state_dict()
+        built = super().state_dict(compact=compact)
         state: dict[str, Any] = dict(built["optimizer"])
         if self.has_masters:
             state[MASTERS] = built["masters"]

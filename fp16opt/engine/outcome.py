@@ -56,6 +56,7 @@ class Outcome:
         self.log = SkipLog()
         self.steps = 0
         self._skipped_here = 0
+        self._taken_before = 0
         self._skipped_on_device: Tensor | None = None
         self._last_on_device: Tensor | None = None
         self._last: bool | Tensor = False
@@ -71,6 +72,22 @@ class Outcome:
     def skipped_steps(self) -> int:
         """Syncs where decisions were taken on the device."""
         return self._skipped_here + (0 if self._skipped_on_device is None else int(self._skipped_on_device))
+
+    @property
+    def steps_taken(self) -> int:
+        """Steps that were not skipped, those before a checkpoint was loaded included. Syncs as :attr:`skipped_steps`.
+
+        Replays of a CUDA graph are not among them.
+        """
+        return max(0, self._taken_before + self.steps - self.skipped_steps)
+
+    @steps_taken.setter
+    def steps_taken(self, count: int) -> None:
+        self._taken_before = count - (self.steps - self.skipped_steps)
+
+    def number(self) -> int:
+        """Of the step that is being taken, from 1."""
+        return self.steps_taken + 1
 
     def nothing(self) -> None:
         """``step`` was called and there was nothing to step. No sync."""

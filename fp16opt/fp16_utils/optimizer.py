@@ -229,7 +229,7 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, compact: bool = False) -> dict[str, Any]:
         """apex's keys, with plain types only: ``torch.load(weights_only=True)`` reads it back.
 
         Keys: ``loss_scaler`` (a dict), ``dynamic_loss_scale``, ``overflow``, ``first_closure_call_this_step``,
@@ -237,7 +237,9 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
         Tensors are references, as in torch.
         """
         sizes = [len(group["params"]) for group in self._holder.param_groups]
-        state: dict[str, Any] = face_state(super().state_dict(), sizes, self.scaler.dynamic, self.overflow)
+        state: dict[str, Any] = face_state(
+            super().state_dict(compact=compact), sizes, self.scaler.dynamic, self.overflow
+        )
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -23,6 +23,9 @@ class Operation(NamedTuple):
         written: the lists whose tensors autograd and users see change: their version counters move.
         shape_of: the list whose shapes and strides the others must have.
         counters: a further list, of one float32 number for each entry that takes part, wherever these lie; "" for none.
+        scales: a further list before it, of float32 tensors with a number for every ``block`` elements; "" for none.
+        block: elements.
+        on_cuda: whether there is a CUDA kernel; else torch operations serve there.
     """
 
     name: str
@@ -32,6 +35,14 @@ class Operation(NamedTuple):
     written: tuple[int, ...] = ()
     shape_of: int = 0
     counters: str = ""
+    scales: str = ""
+    block: int = 1
+    on_cuda: bool = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all lists that a call gives."""
+        return self.lists + tuple(name for name in (self.scales, self.counters) if name)
 
 
 @dataclass

@@ -23,6 +23,7 @@ from .calls import Call
 
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 CODES[torch.int16] = 0  # remainders: 16 bits that only split masters look into
+CODES[torch.int8] = CODES[torch.uint8] = 4  # codes of 8 bits
 
 
 def _reason_not_built(name: str) -> str:

@@ -24,6 +24,7 @@ __all__ = [
     "Factors",
     "SgdOptions",
     "StepTables",
+    "check_betas",
     "multi_tensor_adam",
     "multi_tensor_sgd",
 ]
@@ -60,6 +61,14 @@ class StepTables:
     """What one call site of a step remembers between calls; see :class:`fp16opt.kernels.PointerTables`."""
 
     lists: PointerTables = field(default_factory=PointerTables)
+
+
+def check_betas(operation: str, options: Sequence[AdamOptions]) -> None:
+    """Raise ``ValueError`` for a beta of which no power is taken."""
+    for k, o in enumerate(options):
+        for beta, value in (("beta1", o.beta1), ("beta2", o.beta2)):
+            if not 0.0 <= value < 1.0:
+                raise ValueError(f"{operation}: options[{k}].{beta} must be at least 0 and less than 1, got {value}.")
 
 
 def multi_tensor_adam(
@@ -118,12 +127,7 @@ def multi_tensor_adam(
             raise ValueError(f"{operation.name}: {_NO_STATS}")
         numbers = {"factors.inv_scale": factors[0], "factors.coefficient": factors[1], "found_inf": found_inf}
         check_given(operation.name, plan, numbers, found, {"group_of": group_of}, len(options))
-        for k, o in enumerate(options):
-            for beta, value in (("beta1", o.beta1), ("beta2", o.beta2)):
-                if not 0.0 <= value < 1.0:
-                    raise ValueError(
-                        f"{operation.name}: options[{k}].{beta} must be at least 0 and less than 1, got {value}."
-                    )
+        check_betas(operation.name, options)
         if found_inf is not None and plan.decided_here and found_inf.item():
             return
         for _, row in plan.by_reference:

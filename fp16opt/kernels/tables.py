@@ -181,6 +181,21 @@ def _check_counter(operation: Operation, i: int, counter: object, device: torch.
     return counter
 
 
+def _check_scales(operation: Operation, i: int, scales: object, numel: int, device: torch.device) -> Tensor:
+    where, wanted = f"{operation.name}: {operation.scales}[{i}]", -(-numel // operation.block)
+    _check_dense(where, scales)
+    if not isinstance(scales, Tensor) or scales.numel() != wanted or not scales.is_contiguous():
+        raise ValueError(
+            f"{where} must be contiguous with {wanted} elements, one for every {operation.block} of the tensor's "
+            f"{numel}."
+        )
+    if scales.dtype != SINGLE:
+        raise TypeError(f"{operation.name}: wants float32, got {operation.scales}[{i}] {str(scales.dtype)[6:]}.")
+    if scales.device != device:
+        raise ValueError(f"{where} is on {scales.device}, the first tensor of the call on {device}.")
+    return scales
+
+
 def _walk(tensor: Tensor) -> list[tuple[int, int]]:
     """(stride, size) of the dimensions that move through memory, in the order of the dimensions."""
     return [(s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1]
@@ -244,7 +259,7 @@ def check_lists(operation: Operation, lists: Sequence[Entries], device: torch.de
 
     Args:
         operation: what is to be done with the lists.
-        lists: as many as the operation has, counters behind the others.
+        lists: as many as the operation has; behind the others come scales, and counters.
         device: what counts for lists without tensors; None for the CPU.
 
     Returns:
@@ -255,8 +270,7 @@ def check_lists(operation: Operation, lists: Sequence[Entries], device: torch.de
         ValueError: a wrong length, device or shape, naming list and position.
     """
     width = len(operation.lists)
-    names = operation.lists + ((operation.counters,) if operation.counters else ())
-    used = _rows(operation, names, lists)
+    used = _rows(operation, operation.names, lists)
     direct: list[int] = []
     found: torch.device | None = None
     counted_on: torch.device | None = None
@@ -267,14 +281,18 @@ def check_lists(operation: Operation, lists: Sequence[Entries], device: torch.de
             found = row[0].device
         _check_row(operation, i, tensors, found or torch.device("cpu"))
         is_direct = _is_direct(tensors)
+        if operation.scales:
+            scales = _check_scales(operation, i, lists[width][i], tensors[0].numel(), found or torch.device("cpu"))
+            is_direct = _is_plain(scales) and is_direct
         if operation.counters:
-            counter = lists[width][i]
+            counter = lists[-1][i]
             counted_on = counted_on or getattr(counter, "device", None) or torch.device("cpu")
             is_direct = _is_plain(_check_counter(operation, i, counter, counted_on)) and is_direct
         if is_direct:
             direct.append(place)
     where = found or device or torch.device("cpu")
     serving = backends.compiled_for(where)
+    serving = None if serving is cuda and not operation.on_cuda else serving
     served = set(direct) if serving is not None else set()
     by_reference = [(place, row) for place, row in enumerate(used) if place not in served]
     counts_here = counted_on is None or counted_on == where
