@@ -12,7 +12,7 @@ struct CudaStep {
     const float *inv_scale, *coefficient;
     const float* found_inf;  // where it is not 0 nothing is written; null: the step is decided
     const Member* members;   // by entry of the table
-    const void* groups;      // AdamGroup or SgdGroup
+    const void* groups;      // AdamGroup, SgdGroup or LionGroup
     bool has_models;
     int32_t* overflow;  // by row, for tensors with a model: what cuda_cast writes
     int64_t n;
@@ -22,6 +22,8 @@ struct CudaStep {
 void cuda_adam(const Launch& launch, const CudaStep& step, bool amsgrad);
 // The state's list: momentum_buffer, with `has_momentum`.
 void cuda_sgd(const Launch& launch, const CudaStep& step, bool has_momentum);
+// The state's list: exp_avg.
+void cuda_lion(const Launch& launch, const CudaStep& step);
 
 // The table's lists are masters, models and remainders.
 void cuda_split(const Launch& launch, int32_t* overflow, int64_t n);

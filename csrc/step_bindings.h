@@ -15,12 +15,20 @@ Number number_from(const NumberTuple& n) {
     return {std::get<0>(n), address<const void>(std::get<1>(n)), std::get<2>(n) ? 1 : 0};
 }
 
+// Whose groups they are.
+enum class StepKind : int32_t { sgd, adam, lion };
+
+inline size_t group_size(StepKind kind) {
+    return kind == StepKind::adam ? sizeof(AdamGroup) : kind == StepKind::sgd ? sizeof(SgdGroup) : sizeof(LionGroup);
+}
+
 // What a step is told beyond its tensors, with the bytes that were last written for the GPU: members, then groups.
 class Numbers {
 public:
-    Numbers(std::vector<int32_t> places, bool is_adam, size_t groups)
-        : places_(std::move(places)), group_bytes_(groups * (is_adam ? sizeof(AdamGroup) : sizeof(SgdGroup))),
-          is_adam_(is_adam) {}
+    Numbers(std::vector<int32_t> places, int32_t kind, size_t groups)
+        : places_(std::move(places)), kind_(StepKind(kind)), group_bytes_(groups * group_size(kind_)) {
+        if (kind < 0 || kind > int32_t(StepKind::lion)) throw std::invalid_argument("there is no such step");
+    }
 
     // `given`: the groups, each as a tuple; the group of each place; addresses of which the last list are the places' counters,
     // or None; the number of each place's step where there are no counters. How many bytes must be written anew.
@@ -65,8 +73,10 @@ private:
     }
 
     void write_groups(const py::object& given, char* to) const {
-        if (is_adam_) {
+        if (kind_ == StepKind::adam) {
             write_all<AdamGroup, NumberTuple, double, double, double, double, bool, bool>(given, to);
+        } else if (kind_ == StepKind::lion) {
+            write_all<LionGroup, NumberTuple, double, double, double, bool>(given, to);
         } else {
             write_all<SgdGroup, NumberTuple, double, double, double, bool, bool>(given, to);
         }
@@ -85,10 +95,13 @@ private:
     }
 
     std::vector<int32_t> places_;
+    StepKind kind_;
     size_t group_bytes_;
-    bool is_adam_, written_ = false;
+    bool written_ = false;
     std::vector<char> bytes_;
 };
+
+inline void cuda_lion_alone(const Launch& launch, const CudaStep& step, bool) { cuda_lion(launch, step); }
 
 // `Table`, `Where` and `Kept` are those of bindings_cuda.cpp.
 template <class Table, class Where, void (*operation)(const Launch&, const CudaStep&, bool)>
@@ -111,13 +124,14 @@ void bind_step(py::module_& module, const char* name) {
 template <class Table, class Where, class Kept>
 void bind_stepping(py::module_& module) {
     py::class_<Numbers>(module, "Numbers", py::module_local())
-        .def(py::init<std::vector<int32_t>, bool, size_t>())
+        .def(py::init<std::vector<int32_t>, int32_t, size_t>())
         .def("point", &Numbers::point)
         .def("fill", &Numbers::fill)
         .def("keep", &Numbers::keep<Kept>)
         .def("all_bytes", &Numbers::all_bytes);
     bind_step<Table, Where, cuda_adam>(module, "adam");
     bind_step<Table, Where, cuda_sgd>(module, "sgd");
+    bind_step<Table, Where, cuda_lion_alone>(module, "lion");
     module.def("split", [](const Table& table, const Where& where, int64_t n, uintptr_t overflow) {
         cuda_split(table.at(where.memory, where.device, where.stream), address<int32_t>(overflow), n);
     });

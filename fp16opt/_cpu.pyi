@@ -74,6 +74,18 @@ def sgd(
     options: Options,
     first: Flags,
 ) -> None: ...
+def lion(
+    table: Table,
+    lists: Lists,
+    threads: int,
+    n: int,
+    inv_scale: int,
+    coefficient: int,
+    overflow: int,
+    has_models: bool,
+    group_of: Sequence[int],
+    options: Options,
+) -> None: ...
 def clip_decision(norm: float, found_inf: float, only_finite: bool, max_norm: float) -> float: ...
 def follow_scale(overflow: bool, scale: int, clean: int, skips: int, settings: int) -> None: ...
 def simd_level() -> str: ...

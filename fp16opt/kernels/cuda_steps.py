@@ -18,8 +18,11 @@ from .calls import Call
 from .cuda import Queued, Site, Stream
 
 if TYPE_CHECKING:
-    from .reference_steps import AdamOptions, Factors, SgdOptions
+    from .reference_steps import AdamOptions, Factors, LionOptions, SgdOptions
     from .stats import CastStats
+
+
+SGD, ADAM, LION = 0, 1, 2  # whose groups they are: StepKind in csrc/step_bindings.h
 
 
 class NumbersSite(Site):
@@ -29,9 +32,9 @@ class NumbersSite(Site):
         groups: how many param_groups there is room for.
     """
 
-    def __init__(self, call: Call, is_adam: bool, groups: int) -> None:
+    def __init__(self, call: Call, kind: int, groups: int) -> None:
         self.groups = groups
-        self.table = native.cuda_module().Numbers(call.plan.direct, is_adam, groups)
+        self.table = native.cuda_module().Numbers(call.plan.direct, kind, groups)
         self._memory: Tensor | None = None
         self._stream: Stream | None = None
 
@@ -42,7 +45,7 @@ class QueuedStep(Queued):
     Args:
         call: the lists of the step.
         first: for each entry whether its momentum buffer holds nothing yet; None where there are no such.
-        is_adam: whether ``groups`` are those of Adam.
+        kind: whose numbers ``groups`` are: ``SGD``, ``ADAM`` or ``LION``.
         groups: the numbers of each param_group, as the compiled module takes them.
         group_of: the group of each place.
         counted: whether the last list are counters of steps on the device.
@@ -53,7 +56,7 @@ class QueuedStep(Queued):
         self,
         call: Call,
         first: bool | Sequence[bool] | None,
-        is_adam: bool,
+        kind: int,
         groups: list[tuple[Any, ...]],
         group_of: list[int],
         counted: bool = False,
@@ -62,10 +65,10 @@ class QueuedStep(Queued):
         super().__init__(call, first)
         given = [groups, group_of, native.addresses_of(call) if counted else None, list(numbers)]
         if self._stream.captures:
-            site = NumbersSite(call, is_adam, len(groups))
+            site = NumbersSite(call, kind, len(groups))
             self.numbers_where = site.place_for_graph(given, None, self._stream, call.owner)
         else:
-            site = self._numbers_site(call, is_adam, len(groups))
+            site = self._numbers_site(call, kind, len(groups))
             try:
                 self.numbers_where = site.place(given, None, self._device, self._stream)
             except BaseException:
@@ -77,10 +80,10 @@ class QueuedStep(Queued):
     def _device(self) -> torch.device:
         return self._call.plan.device
 
-    def _numbers_site(self, call: Call, is_adam: bool, groups: int) -> NumbersSite:
+    def _numbers_site(self, call: Call, kind: int, groups: int) -> NumbersSite:
         kept = call.plan.compiled.numbers
         if not isinstance(kept, NumbersSite) or kept.groups != groups:
-            kept = call.plan.compiled.numbers = NumbersSite(call, is_adam, groups)
+            kept = call.plan.compiled.numbers = NumbersSite(call, kind, groups)
         return kept
 
     def launch(
@@ -154,7 +157,7 @@ def adam(
     numbers = [] if here else (torch.stack([step.reshape(()) for step in counters]) + 1.0).tolist()
     counters = [counters[place] for place in plan.direct]
     groups_of_places = [group_of[row] for row in plan.rows]
-    queued = QueuedStep(call, None, True, groups, groups_of_places, here, numbers)
+    queued = QueuedStep(call, None, ADAM, groups, groups_of_places, here, numbers)
     amsgrad = len(plan.operation.lists) > (4 if stats is None else 5)
     written = counters if here else []
     queued.launch(native.cuda_module().adam, factors, found_inf, stats, amsgrad, kept, written)
@@ -180,6 +183,24 @@ def sgd(
         (lr, o.momentum, o.dampening, o.weight_decay, o.nesterov, o.maximize)
         for lr, o in zip(lrs, options, strict=True)
     ]
-    queued = QueuedStep(call, first, False, groups, [group_of[row] for row in plan.rows])
+    queued = QueuedStep(call, first, SGD, groups, [group_of[row] for row in plan.rows])
     has_momentum = len(plan.operation.lists) > (2 if stats is None else 3)
     queued.launch(native.cuda_module().sgd, factors, found_inf, stats, has_momentum, kept, [])
+
+
+def lion(
+    call: Call,
+    options: Sequence[LionOptions],
+    group_of: Sequence[int],
+    factors: Factors,
+    stats: CastStats | None,
+    found_inf: Tensor | None,
+) -> None:
+    """:func:`fp16opt.kernels.steps.multi_tensor_lion` for the direct entries."""
+    plan = call.plan
+    if not plan.rows:
+        return
+    lrs, kept = _numbers([o.lr for o in options], plan.device)
+    groups = [(lr, o.beta1, o.beta2, o.weight_decay, o.maximize) for lr, o in zip(lrs, options, strict=True)]
+    queued = QueuedStep(call, None, LION, groups, [group_of[row] for row in plan.rows])
+    queued.launch(native.cuda_module().lion, factors, found_inf, stats, False, kept, [])

@@ -14,7 +14,7 @@ import pretended
 import pytest
 import torch
 from kernel_cases import LAYOUTS, SIXTEEN, make, shape_of
-from step_cases import KINDS, StepCase, assert_same_results, place, random_case, split_and_join, unaligned
+from step_cases import KINDS, LAUNCHED, StepCase, assert_same_results, place, random_case, split_and_join, unaligned
 from torch import Tensor
 
 from fp16opt.kernels import CastStats, GradStats, multi_tensor_check, multi_tensor_renew, native, tables
@@ -53,7 +53,7 @@ def test_steps_have_the_bits_of_the_cpu_and_of_plain_torch(
         emulated.use(emulated_cuda, patch)
         count = pretended.counting(patch)
         got = two_steps(case.on("cpu"), seed)
-        assert count.launches == {"sgd" if "sgd" in kind or "momentum" in kind else "adam": 2}, "one launch a step"
+        assert count.launches == {LAUNCHED[kind.removeprefix("own ")]: 2}, "one launch a step"
     assert_same_results(got, plain, f"{kind}, against plain torch")
     if native.available():
         assert_same_results(got, two_steps(case.on("cpu"), seed), f"{kind}, against the CPU's kernels")
@@ -93,7 +93,7 @@ def plain_case(kind: str, count: int = 3) -> StepCase:
     case.group_of, case.first = [k % 2 for k in range(count)], [False] * count
     lr = 0.125
     case.options = [o._replace(lr=lr) for o in case.options[:2]]
-    assert base in ("adam", "amsgrad", "sgd", "momentum")
+    assert base in LAUNCHED
     return case.on("cpu")
 
 
@@ -197,7 +197,7 @@ def test_wrong_tables_are_refused(host: Any) -> None:
 
     def call(name: str, dtypes: list[int], models: bool, more: bool, row: int = 0) -> None:
         table = module.Table([4], [row], [[d] for d in dtypes], [0])
-        numbers = module.Numbers([0], name == "adam", 1)
+        numbers = module.Numbers([0], ("sgd", "adam", "lion").index(name), 1)
         getattr(module, name)(table, where, 1, numbers, where, 0, 0, 0, models, 0, more)
 
     for name, dtypes, models, more, message in (
@@ -208,6 +208,8 @@ def test_wrong_tables_are_refused(host: Any) -> None:
         ("adam", [0, 3, 2, 2, 0], True, False, "a dtype that the operation does not take"),
         ("sgd", [0, 2, 2], True, False, "a dtype that the operation does not take"),
         ("sgd", [2, 2], False, True, "another number of lists"),
+        ("lion", [2, 2], False, False, "another number of lists"),
+        ("lion", [0, 2, 0, 0], True, False, "a dtype that the operation does not take"),
     ):
         with pytest.raises(ValueError, match=message):
             call(name, dtypes, models, more)
@@ -220,11 +222,13 @@ def test_wrong_tables_are_refused(host: Any) -> None:
 
 
 def test_numbers_that_do_not_fit_are_refused(emulated_cuda: ModuleType) -> None:
-    numbers = emulated_cuda.Numbers([0], False, 2)
+    with pytest.raises(ValueError, match="there is no such step"):
+        emulated_cuda.Numbers([0], 3, 1)
+    numbers = emulated_cuda.Numbers([0], 0, 2)
     with pytest.raises(ValueError, match="there are more or fewer groups"):
         numbers.point([[((0.1, 0, False), 0.9, 0.0, 0.0, False, False)], [0], None, []], None)
     with pytest.raises(IndexError):
-        emulated_cuda.Numbers([3], False, 0).point([[], [0], None, []], None)
+        emulated_cuda.Numbers([3], 0, 0).point([[], [0], None, []], None)
 
 
 # -- powers ------------------------------------------------------------------------------------------------------------
