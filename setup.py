@@ -32,7 +32,8 @@ BUILD_INFO = "_build.json"
 FLAGS = ["-std=c++17", "-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
 CUDA_FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off"]
 CUDA_ARCHS = [70, 75, 80, 86, 89, 90, 100, 120]  # of which a CUDA release knows some: 70 until CUDA 12
-CUDA_SOURCES = ["cuda_unscale", "cuda_adam", "cuda_sgd", "cuda_lion", "cuda_norm", "cuda_map", "cuda_split", "cuda_decisions"]
+CUDA_STEPS = ["cuda_adam", "cuda_sgd", "cuda_lion"]
+CUDA_SOURCES = ["cuda_unscale", *CUDA_STEPS, "cuda_norm", "cuda_map", "cuda_split", "cuda_decisions"]
 X86_LEVELS = {
     "portable": [],
     "avx2": ["-mavx2", "-mfma", "-mf16c"],

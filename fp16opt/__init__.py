@@ -4,6 +4,7 @@ from .apex import install_as_apex
 from .certify import Check, Report, certify
 from .engine.checkpoint import optimizer_state
 from .engine.diagnostics import Overflow
+from .engine.one_pass_classes import register_one_pass
 from .grad_scaler import GradScaler
 from .optimizer import MixedPrecisionOptimizer
 from .scaling import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler
@@ -24,4 +25,5 @@ __all__ = [
     "certify",
     "install_as_apex",
     "optimizer_state",
+    "register_one_pass",
 ]

@@ -31,7 +31,7 @@ from .engine.gradients import Gradients
 from .engine.master_classes import MasterClasses
 from .engine.masters import FullMasters, Masters, NoMasters
 from .engine.model_writes import POLICIES, ModelWrites
-from .engine.one_pass_rows import ROWS, counters_saved
+from .engine.one_pass_rows import counters_saved, no_row, row_of
 from .engine.one_pass_step import OnePassStep
 from .engine.outcome import Outcome, warn_no_gradients
 from .engine.pairs import HALF_DTYPES, Pairs, name_of
@@ -179,11 +179,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _make_stepper(self) -> Any:
         parts = self.optimizer, self._pairs, self._masters, self._gradients
-        one_pass = bool(self.fused_step) and type(self.optimizer) in ROWS
-        name = type(self.optimizer).__name__
-        why = f"{name} is not exactly SGD, Adam or AdamW of torch.optim" if self.fused_step else "fused_step=False"
+        row = row_of(type(self.optimizer)) if self.fused_step else None
+        why = no_row(type(self.optimizer)) if self.fused_step else "fused_step=False"
         general: Any = WrappedStep(*parts, self._classes, why) if self._masters.are_whole else StreamedStep(*parts)
-        return OnePassStep(self.fused_step, *parts, general) if one_pass else general
+        return general if row is None else OnePassStep(self.fused_step, row, *parts, general)
 
     def _check_split(self, optimizer: Optimizer, on_model_write: str) -> None:
         if on_model_write == "ignore":
@@ -744,7 +743,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._model_writes.notice()
         self._model_writes.tell_if_due()
         built = checkpoint.build(self.optimizer, self._saved_masters(), self.scaler)
-        if type(self.optimizer) in ROWS:
+        if row_of(type(self.optimizer)) is not None:
             built["optimizer"] = counters_saved(built["optimizer"])
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             changed = post_hook(self, built)

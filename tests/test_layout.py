@@ -42,6 +42,8 @@ ENGINE = [
     "accumulation",
     "wrapped_step",
     "one_pass_rows",
+    "one_pass_classes",
+    "one_pass_trial",
     "one_pass_step",
     "streamed_step",
     "outcome",

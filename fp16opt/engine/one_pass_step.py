@@ -17,7 +17,17 @@ from ..kernels.reference_steps import Factors
 from ..kernels.tables import is_dense
 from .gradients import Gradients
 from .masters import Masters
-from .one_pass_rows import ROWS, CannotServe, bring_counter, counters_to_host, group_obstacle, steps_on_device
+from .one_pass_rows import (
+    CannotServe,
+    OnePassRow,
+    bring_counter,
+    counters_to_host,
+    group_obstacle,
+    no_row,
+    row_of,
+    steps_on_device,
+)
+from .one_pass_trial import difference_of
 from .pairs import HALF_DTYPES, DeviceGroup, Pairs
 from .sights import stored
 from .wrapped_step import StepFailed
@@ -42,16 +52,16 @@ def obstacle(optimizer: Optimizer, params: list[Tensor], names: list[str]) -> st
         names: what messages call them.
     """
     cls = type(optimizer)
-    if cls not in ROWS:
-        return f"{cls.__name__} is not exactly SGD, Adam or AdamW of torch.optim"
+    row = row_of(cls)
+    if row is None:
+        return no_row(cls)
     if "step" in optimizer.__dict__ and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         return f"the step of this {cls.__name__} was replaced"
-    return groups_obstacle(optimizer) or _params_obstacle(params, names)
+    return groups_obstacle(row, optimizer) or _params_obstacle(params, names) or difference_of(row, optimizer)
 
 
-def groups_obstacle(optimizer: Optimizer) -> str:
+def groups_obstacle(row: OnePassRow, optimizer: Optimizer) -> str:
     """The part of :func:`obstacle` that may change from one step to the next."""
-    row = ROWS[type(optimizer)]
     for number, group in enumerate(optimizer.param_groups):
         reason = group_obstacle(row, group)
         if reason:
@@ -149,6 +159,7 @@ class OnePassStep:
 
     Args:
         wanted: ``fused_step`` of the wrapper, checked.
+        row: Of the optimizer's class.
         optimizer: The wrapped optimizer. Its state is used and filled under torch's names.
         fallback: A wrapped or a streamed step.
     """
@@ -156,6 +167,7 @@ class OnePassStep:
     def __init__(
         self,
         wanted: bool | str,
+        row: OnePassRow,
         optimizer: Optimizer,
         pairs: Pairs,
         masters: Masters,
@@ -169,7 +181,7 @@ class OnePassStep:
         self.gradients = gradients
         self.fallback: Any = fallback
         self.rounded_all = False
-        self._row = ROWS[type(optimizer)]
+        self._row = row
         self._lasting = self._last_reason = ""
         self._known = -1
         self._served = self._warned = self._began = False
@@ -187,7 +199,7 @@ class OnePassStep:
             if self.wanted == "auto" and not self._lasting:
                 plain = [str(g.device) for g in self.pairs.devices if backend(g.device) == "reference"]
                 self._lasting = f"no compiled kernels serve {plain[0]}" if plain else ""
-        return self._lasting or groups_obstacle(self.optimizer)
+        return self._lasting or groups_obstacle(self._row, self.optimizer)
 
     def describe(self) -> str:
         """See :class:`Stepper`."""
@@ -223,7 +235,8 @@ class OnePassStep:
             for pair in self.pairs.all
             if pair.model.grad is not None and self.optimizer.param_groups[pair.group] is group
         ]
-        return all(state.get(master, {}).get(name) is not None for g, master in stepped for name in self._row.state(g))
+        names = [(master, self._row.state(self._row.settings(group))) for group, master in stepped]
+        return all(state.get(master, {}).get(name) is not None for master, wanted in names for name in wanted)
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
@@ -261,11 +274,11 @@ class OnePassStep:
 
     def _run(self, found_inf: Tensor | None) -> None:
         """All calls are planned, and with them all that can't be served is found, before the first is made."""
-        reason = groups_obstacle(self.optimizer)
+        reason = groups_obstacle(self._row, self.optimizer)
         if reason:
             raise CannotServe(reason)
         planned = [(group, self._plan(group)) for group in self.pairs.devices]
-        options = [self._row.options(group) for group in self.optimizer.param_groups]
+        options = [self._row.options(self._row.settings(group)) for group in self.optimizer.param_groups]
         try:
             self._make_calls(planned, options, found_inf)
         except (TypeError, ValueError):  # kernels refuse lists before they write: is there state that was not planned?
@@ -317,7 +330,7 @@ class OnePassStep:
         true = None if self.gradients.all_wait(group) else self.gradients.true_ones(group)
         kinds = _kinds(len(group), waiting, true)
         plan = self._plans.get(group.device)
-        settings = [self._row.state(g) for g in self.optimizer.param_groups]
+        settings = [self._row.state(self._row.settings(g)) for g in self.optimizer.param_groups]
         if plan is None or not self._holds(plan, kinds, settings):
             plan = self._new_plan(group, kinds, settings, waiting, true)
             self._plans.pop(group.device, None)
@@ -356,7 +369,7 @@ class OnePassStep:
                 continue
             if not waits and stored([pair.master])[0].layout is not torch.strided:  # type: ignore[union-attr]
                 raise CannotServe(f"the gradient of {pair.name!r} is sparse")
-            settings_of = self.optimizer.param_groups[pair.group]
+            settings_of = self._row.settings(self.optimizer.param_groups[pair.group])
             names = settings[pair.group]
             state, new = self._state_of(settings_of, pair.master, pair.model, names)
             call = calls.setdefault((waits, own, names), _Call(waits, own, names, len(group)))

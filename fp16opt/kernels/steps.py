@@ -58,7 +58,7 @@ _MOMENTUM = _operation("multi_tensor_sgd", "momentum_buffers")
 _LION = _operation("multi_tensor_lion", "exp_avgs")
 
 
-def _check_betas(name: str, options: Sequence[AdamOptions] | Sequence[LionOptions]) -> None:
+def _check_betas(name: str, options: Sequence[AdamOptions | LionOptions]) -> None:
     for k, o in enumerate(options):
         for beta, value in (("beta1", o.beta1), ("beta2", o.beta2)):
             if not 0.0 <= value < 1.0:
