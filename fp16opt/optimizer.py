@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from . import kernels, parallel
 from .certify.buckets import settings_of
-from .engine import checkpoint, one_pass_step
-from .engine.accumulation import Accumulation, Stage, Verdict
+from .engine import arrivals, checkpoint, one_pass_step
+from .engine.accumulation import Accumulation, Pending, Stage, Verdict
 from .engine.arguments import (
     check_choice,
     check_loss,
@@ -25,6 +25,7 @@ from .engine.arguments import (
     open_group,
     quoted,
 )
+from .engine.arrivals import Arrivals
 from .engine.closures import ClosureHabits, Evaluations
 from .engine.diagnostics import Overflow
 from .engine.gradients import Gradients
@@ -37,6 +38,7 @@ from .engine.outcome import Outcome, warn_no_gradients
 from .engine.pairs import HALF_DTYPES, Pairs, name_of
 from .engine.parts import Engine
 from .engine.ranks import Digest
+from .engine.released_step import OneByOne, ReleasedStep, SteppedOnArrival
 from .engine.sights import Sight
 from .engine.split import SplitMasters, check_plain
 from .engine.streamed_step import Certified, StreamedStep
@@ -89,6 +91,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         fused_step: "auto": SGD, Adam and AdamW are stepped by one kernel in a single pass where a compiled one serves
             the device and the step can be had (see ``repr``). True: by such a kernel or, without a compiler, by torch
             operations with the same bits. False: the wrapped optimizer's own step, to the bit.
+        gradient_release: True: each parameter is stepped in backward when its gradient arrives, and the gradient is
+            freed. It takes a one-pass step, one backward a step, a static scale and no clip; a gradient that is not
+            finite leaves its parameter alone, while others are stepped.
 
     Raises:
         TypeError: ``optimizer`` is no torch Optimizer, or wrapped already.
@@ -118,6 +123,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         on_model_write: str = "refresh",
         fused_step: bool | str = "auto",
         master_weights: str = "full",
+        gradient_release: bool | str = False,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
@@ -134,12 +140,17 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._certified = Certified()
         if master_weights == "split":
             self._check_split(optimizer, on_model_write)
+        arrivals.check_choice(gradient_release)
         self.scaler = make_scaler(dynamic, loss_scale, scaler)
+        arrivals.check_served(
+            gradient_release, optimizer, self.scaler, grad_accumulation, fused_step, master_weights != "none"
+        )
         self.optimizer = optimizer
         self.master_weights = master_weights
         self.grad_accumulation = grad_accumulation
         self.on_model_write = on_model_write
         self.fused_step = fused_step
+        self.gradient_release = gradient_release
         with torch.inference_mode(False):
             self._make(optimizer, master_weights, on_model_write)
         make_hook_tables(self)
@@ -164,18 +175,35 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def _compose(self) -> None:
         """The components that live with gradients, which no copy has."""
         me = weakref.ref(self)
-        self._gradients = Gradients(self._pairs, self._masters)
         facts = _quietly(me, MixedPrecisionOptimizer._facts, [])
         round_down = _quietly(me, MixedPrecisionOptimizer.write_masters, None)
         ranks = parallel.ranks_of(self.optimizer, self._pairs, facts, round_down)
-        self._accumulation = Accumulation(self._gradients, self._device, self.grad_accumulation == "fp32", ranks)
+        self._gradients: Any
+        self._accumulation: Any
+        if self.gradient_release:
+            self._gradients = self._accumulation = Arrivals(self._pairs, self._device, self._make_taker())
+        else:
+            self._gradients = Gradients(self._pairs, self._masters)
+            sums = self.grad_accumulation == "fp32"
+            self._accumulation = Accumulation(self._gradients, self._device, sums, ranks)
         self._under = UnderGradScaler(self._pairs, self._gradients, self._accumulation)
         self._classes = MasterClasses(
             _quietly(me, MixedPrecisionOptimizer._make_gradients, None),
             _quietly(me, MixedPrecisionOptimizer._prepare_edit, None),
         )
         self._classes.adopt(self._pairs)
-        self._stepper: Any = self._make_stepper()
+        self._stepper: Any = self._make_released() if self.gradient_release else self._make_stepper()
+
+    def _make_taker(self) -> Any:
+        """What is done with gradients that arrive."""
+        row = one_pass_step.require_row(self.optimizer)
+        one_by_one = OneByOne(row, self.optimizer, self._pairs, self._masters)
+        return SteppedOnArrival(one_by_one, self._model_writes)
+
+    def _make_released(self) -> Any:
+        self._outcome.log.what = "parameters left alone while the others were stepped"
+        self._outcome.log.advice = "Use a lower scale."
+        return ReleasedStep(self.optimizer)
 
     def _make_stepper(self) -> Any:
         parts = self.optimizer, self._pairs, self._masters, self._gradients
@@ -251,7 +279,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             outcome=self._outcome,
             scaler=self.scaler,
             device=self._device,
-            options={**options, "fused_step": self.fused_step},
+            options={**options, "fused_step": self.fused_step, "gradient_release": self.gradient_release},
         )
 
     def __repr__(self) -> str:
@@ -259,7 +287,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         return (
             f"{type(self).__name__}(\n  optimizer: {inner}\n  scaler: {self.scaler!r}\n"
             f"  parameters: {self._summary()}\n  grad_accumulation: {self.grad_accumulation!r}, "
-            f"on_model_write: {self.on_model_write!r}, master_weights: {self.master_weights!r}\n"
+            f"on_model_write: {self.on_model_write!r}, master_weights: {self.master_weights!r}, "
+            f"gradient_release: {self.gradient_release!r}\n"
             f"  step: {self._stepper.describe()}\n)"
         )
 
@@ -366,7 +395,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         check_scaler(scaler)
         self._close_driven()
         self._follow()
-        pending = self._accumulation.enter(self.scaler if scaler is None else scaler)
+        pending: Pending = self._accumulation.enter(self.scaler if scaler is None else scaler)
         return loss.float() * pending.scale.to(loss.device)
 
     def backward(
@@ -489,7 +518,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 self._accumulation.take_zeros(self.scaler)
         elif self._is_foreign() and self.__dict__.get("grad_scale") is not None:
             self._take_foreign()  # it has looked at them and left the unscaling to this step
-        verdict = self._accumulation.settle(write, norm_type)
+        verdict: Verdict | None = self._accumulation.settle(write, norm_type)
         flag = self.__dict__.get("found_inf")
         if verdict is not None and flag is not None:  # torch's protocol: a GradScaler hands over its own verdict
             found = torch.maximum(verdict.found_inf, flag.to(self._device).reshape(()).clamp(max=1.0))
@@ -563,7 +592,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             return None
         found_inf = verdict.found_inf
         on_device = self._skips_on_device(verdict)
-        if not on_device and bool(found_inf):
+        skipped: bool | Tensor = found_inf if on_device else bool(found_inf)
+        if skipped is True and self._stepper.all_or_nothing:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else its scheduler warns of a wrong order
             self._close(verdict, skipped=True)
             return None
@@ -573,10 +603,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         except StepFailed as failed:
             if failed.completed:
                 self._agree(self._stepper.rounded_all)
-                self._close(verdict, skipped=False)
+                self._close(verdict, skipped=False if on_device else skipped)
             raise failed.error from None
         self._agree(self._stepper.rounded_all)
-        self._close(verdict, skipped=found_inf if on_device else False)
+        self._close(verdict, skipped=skipped)
         return loss
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:

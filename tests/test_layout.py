@@ -46,6 +46,8 @@ ENGINE = [
     "one_pass_trial",
     "one_pass_step",
     "streamed_step",
+    "arrivals",
+    "released_step",
     "outcome",
     "closures",
     "under_grad_scaler",

@@ -30,7 +30,7 @@ from .one_pass_rows import (
 from .one_pass_trial import difference_of
 from .pairs import HALF_DTYPES, DeviceGroup, Pairs
 from .sights import stored
-from .wrapped_step import StepFailed
+from .wrapped_step import run_hooks
 
 CHOICES = (False, True, "auto")
 NO_MASTERS = "there are no FP32 masters (master_weights='none')"
@@ -58,6 +58,18 @@ def obstacle(optimizer: Optimizer, params: list[Tensor], names: list[str]) -> st
     if "step" in optimizer.__dict__ and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         return f"the step of this {cls.__name__} was replaced"
     return groups_obstacle(row, optimizer) or _params_obstacle(params, names) or difference_of(row, optimizer)
+
+
+def require_row(optimizer: Optimizer) -> OnePassRow:
+    """The row of an optimizer that was found to have one.
+
+    Raises:
+        ValueError: It has none: a copy came to where its class is not registered.
+    """
+    row = row_of(type(optimizer))
+    if row is None:
+        raise ValueError(f"{no_row(type(optimizer))}. Call fp16opt.register_one_pass for it first.")
+    return row
 
 
 def groups_obstacle(row: OnePassRow, optimizer: Optimizer) -> str:
@@ -164,6 +176,8 @@ class OnePassStep:
         fallback: A wrapped or a streamed step.
     """
 
+    all_or_nothing = True
+
     def __init__(
         self,
         wanted: bool | str,
@@ -247,21 +261,15 @@ class OnePassStep:
             if self._served:
                 counters_to_host(self.optimizer)
             return self.fallback.step(found_inf, closure)
-        done: list[bool] = []
 
-        def run(optimizer: Optimizer) -> None:
+        def run() -> None:
             try:
-                self._run(found_inf)
+                self.take(found_inf)
             except CannotServe as reason:
                 self._warn(str(reason))
                 self._fall_back(found_inf)
-            done.append(True)
 
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as a scheduler's patch of step would set it
-        try:
-            return Optimizer.profile_hook_step(run)(self.optimizer)
-        except BaseException as error:
-            raise StepFailed(error, bool(done)) from error
+        return run_hooks(self.optimizer, run)
 
     def _fall_back(self, found_inf: Tensor | None) -> None:
         """In the midst of the optimizer's hooks. The step is decided on the host."""
@@ -272,8 +280,14 @@ class OnePassStep:
             for group in self.pairs.devices:
                 self.masters.round_down(group)
 
-    def _run(self, found_inf: Tensor | None) -> None:
-        """All calls are planned, and with them all that can't be served is found, before the first is made."""
+    def take(self, found_inf: Tensor | None) -> None:
+        """The step alone, without the optimizer's hooks and without a fallback.
+
+        All calls are planned, and with them all that can't be served is found, before the first is made.
+
+        Raises:
+            CannotServe: A kernel can't take it; nothing was stepped.
+        """
         reason = groups_obstacle(self._row, self.optimizer)
         if reason:
             raise CannotServe(reason)
