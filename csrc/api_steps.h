@@ -16,12 +16,18 @@ struct SgdOptions {
     bool nesterov, maximize;
 };
 
+struct LionOptions {
+    double lr, beta1, beta2, weight_decay;
+    bool maximize;
+};
+
 // The lists of a step. The table's lists are grads, masters, those of `state` and, where it has them, `models`.
 struct StepLists {
     const Table& table;
     const Pointers& grads;
     const Pointers& masters;
-    std::vector<const Pointers*> state;  // Adam: exp_avg, exp_avg_sq, perhaps max_exp_avg_sq. SGD: perhaps momentum_buffer
+    std::vector<const Pointers*> state;  // Adam: exp_avg, exp_avg_sq, perhaps max_exp_avg_sq. SGD: perhaps momentum_buffer.
+                                         // Lion: exp_avg
     const Pointers* models;              // nullptr: parameters that are their own masters
     std::vector<int32_t> group_of;       // by place
     // By row of the table, written for tensors with a model: what `cast` writes.
@@ -47,5 +53,6 @@ void adam8(const StepLists& lists, const State8& state, const Pointers& steps, c
            const std::vector<float>& limits, float inv_scale, float coefficient, int threads);
 void sgd8(const StepLists& lists, const State8& state, const std::vector<uint8_t>& first,
           const std::vector<SgdOptions>& groups, float inv_scale, float coefficient, int threads);
+void lion(const StepLists& lists, const std::vector<LionOptions>& groups, float inv_scale, float coefficient, int threads);
 
 }  // namespace fp16opt

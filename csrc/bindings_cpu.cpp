@@ -146,6 +146,16 @@ void bind_steps(py::module_& module) {
         py::gil_scoped_release release;
         sgd(lists, fresh, groups, *address<const float>(inv_scale), *address<const float>(coefficient), threads);
     });
+    module.def("lion", [](const Table& table, const py::object& addresses, int threads, int64_t n, uintptr_t inv_scale,
+                          uintptr_t coefficient, uintptr_t overflow, bool has_models, const py::sequence& group_of,
+                          const std::vector<std::tuple<double, double, double, double, bool>>& options) {
+        require_rows(table, n);
+        const PointerLists given(addresses);
+        const auto groups = options_of<LionOptions>(options);
+        const StepLists lists = step_lists(table, given, 0, has_models, overflow, group_of);
+        py::gil_scoped_release release;
+        lion(lists, groups, *address<const float>(inv_scale), *address<const float>(coefficient), threads);
+    });
 }
 
 // Steps with 8-bit state: the lists of scales come behind those of the table, and Adam's counters behind these.

@@ -5,6 +5,7 @@ from .averaging import AveragedMasters, ema
 from .certify import Check, Report, certify
 from .engine.checkpoint import optimizer_state
 from .engine.diagnostics import Overflow
+from .engine.one_pass_classes import register_one_pass
 from .grad_scaler import GradScaler
 from .optimizer import MixedPrecisionOptimizer
 from .reports import Diagnosis, diagnose
@@ -30,4 +31,5 @@ __all__ = [
     "ema",
     "install_as_apex",
     "optimizer_state",
+    "register_one_pass",
 ]

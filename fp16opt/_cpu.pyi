@@ -76,6 +76,18 @@ def sgd(
     options: Options,
     first: Flags,
 ) -> None: ...
+def lion(
+    table: Table,
+    lists: Lists,
+    threads: int,
+    n: int,
+    inv_scale: int,
+    coefficient: int,
+    overflow: int,
+    has_models: bool,
+    group_of: Sequence[int],
+    options: Options,
+) -> None: ...
 def adam8(
     table: Table,
     lists: Lists,

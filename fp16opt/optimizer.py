@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from . import kernels, parallel
 from .certify.buckets import settings_of
-from .engine import checkpoint, one_pass_step, state_formats
-from .engine.accumulation import Accumulation, Stage, Verdict
+from .engine import arrivals, checkpoint, one_pass_step, state_formats
+from .engine.accumulation import Accumulation, Pending, Stage, Verdict
 from .engine.arguments import (
     check_choice,
     check_loss,
@@ -25,18 +25,20 @@ from .engine.arguments import (
     open_group,
     quoted,
 )
+from .engine.arrivals import Arrivals
 from .engine.closures import ClosureHabits, Evaluations
 from .engine.diagnostics import Overflow
 from .engine.gradients import Gradients
 from .engine.master_classes import MasterClasses
 from .engine.masters import FullMasters, Masters, NoMasters
 from .engine.model_writes import POLICIES, ModelWrites
-from .engine.one_pass_rows import ROWS, counters_saved
+from .engine.one_pass_rows import counters_saved, no_row, row_of
 from .engine.one_pass_step import OnePassStep
 from .engine.outcome import Outcome, read_at_once, warn_no_gradients
 from .engine.pairs import HALF_DTYPES, Pairs, name_of
 from .engine.parts import Engine
 from .engine.ranks import Digest
+from .engine.released_step import OneByOne, ReleasedStep, SteppedOnArrival
 from .engine.sights import Sight
 from .engine.split import SplitMasters, check_plain
 from .engine.state_formats import EightBitState, FullState, StateFormat
@@ -103,6 +105,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         optimizer_state: "fp32": moments are FP32 tensors, 8 bytes a parameter with Adam. "8bit": SGD with momentum,
             Adam and AdamW (without amsgrad) keep codes, 2 bytes a parameter with Adam, of parameters from 4,096
             elements on. They step in one pass. Checkpoints hold FP32.
+        gradient_release: True: each parameter is stepped in backward when its gradient arrives, and the gradient is
+            freed. It takes a one-pass step, one backward a step, a static scale and no clip; a gradient that is not
+            finite leaves its parameter alone, while others are stepped.
 
     Raises:
         TypeError: ``optimizer`` is no torch Optimizer, or wrapped already.
@@ -133,6 +138,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         fused_step: bool | str = "auto",
         master_weights: str = "full",
         optimizer_state: str = "fp32",
+        gradient_release: bool | str = False,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
@@ -150,7 +156,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 'optimizer_state="fp32"',
                 fused_step,
                 master_weights,
-                self._one_pass_obstacle(optimizer),
+                self._eight_bit_obstacle(optimizer),
             )
             self._check_state8(optimizer.param_groups)
         if fused_step is True:
@@ -159,13 +165,18 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._certified = Certified()
         if master_weights == "split":
             self._check_split(optimizer, on_model_write)
+        arrivals.check_choice(gradient_release)
         self.scaler = make_scaler(dynamic, loss_scale, scaler)
+        arrivals.check_served(
+            gradient_release, optimizer, self.scaler, grad_accumulation, fused_step, master_weights != "none"
+        )
         self.optimizer = optimizer
         self.master_weights = master_weights
         self.grad_accumulation = grad_accumulation
         self.on_model_write = on_model_write
         self.fused_step = fused_step
         self.optimizer_state = optimizer_state
+        self.gradient_release = gradient_release
         with torch.inference_mode(False):
             self._make(optimizer, master_weights, on_model_write)
         make_hook_tables(self)
@@ -192,31 +203,52 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def _compose(self) -> None:
         """The components that live with gradients, which no copy has."""
         me = weakref.ref(self)
-        self._gradients = Gradients(self._pairs, self._masters)
+        self._state_format = self._make_state_format()
         facts = _quietly(me, MixedPrecisionOptimizer._facts, [])
         round_down = _quietly(me, MixedPrecisionOptimizer.write_masters, None)
         ranks = parallel.ranks_of(self.optimizer, self._pairs, facts, round_down)
-        self._accumulation = Accumulation(self._gradients, self._device, self.grad_accumulation == "fp32", ranks)
+        self._gradients: Any
+        self._accumulation: Any
+        if self.gradient_release:
+            self._gradients = self._accumulation = Arrivals(self._pairs, self._device, self._make_taker())
+        else:
+            self._gradients = Gradients(self._pairs, self._masters)
+            sums = self.grad_accumulation == "fp32"
+            self._accumulation = Accumulation(self._gradients, self._device, sums, ranks)
         self._under = UnderGradScaler(self._pairs, self._gradients, self._accumulation)
         self._classes = MasterClasses(
             _quietly(me, MixedPrecisionOptimizer._make_gradients, None),
             _quietly(me, MixedPrecisionOptimizer._prepare_edit, None),
         )
         self._classes.adopt(self._pairs)
-        self._stepper: Any = self._make_stepper()
+        self._stepper: Any = self._make_released() if self.gradient_release else self._make_stepper()
+
+    def _make_taker(self) -> Any:
+        """What is done with gradients that arrive."""
+        row = one_pass_step.require_row(self.optimizer)
+        one_by_one = OneByOne(row, self.optimizer, self._pairs, self._masters, self._state_format)
+        return SteppedOnArrival(one_by_one, self._model_writes)
+
+    def _make_released(self) -> Any:
+        self._outcome.log.what = "parameters left alone while the others were stepped"
+        self._outcome.log.advice = "Use a lower scale."
+        return ReleasedStep(self.optimizer)
 
     def _make_stepper(self) -> Any:
         parts = self.optimizer, self._pairs, self._masters, self._gradients
-        one_pass = bool(self.fused_step) and type(self.optimizer) in ROWS
-        cls = type(self.optimizer)
-        is_full = self.optimizer_state == "fp32"
-        self._state_format: StateFormat = FullState(cls) if is_full else EightBitState(cls, self._outcome.number)
-        name = type(self.optimizer).__name__
-        why = f"{name} is not exactly SGD, Adam or AdamW of torch.optim" if self.fused_step else "fused_step=False"
+        row = row_of(type(self.optimizer)) if self.fused_step else None
+        why = no_row(type(self.optimizer)) if self.fused_step else "fused_step=False"
         general: Any = WrappedStep(*parts, self._classes, why) if self._masters.are_whole else StreamedStep(*parts)
-        if not one_pass:
+        if row is None:
             return general
-        return OnePassStep(self.fused_step, *parts, self._state_format, self._state_format.needed_by, general)
+        form = self._state_format
+        return OnePassStep(self.fused_step, row, *parts, form, form.needed_by, general)
+
+    def _make_state_format(self) -> StateFormat:
+        row = row_of(type(self.optimizer))
+        if row is None or self.optimizer_state == "fp32":
+            return FullState(row)
+        return EightBitState(row, self._outcome.number)
 
     def _one_pass_obstacle(self, optimizer: Optimizer) -> str:
         """Why an optimizer about to be wrapped can't be stepped in one pass, in words; "" where it can."""
@@ -230,6 +262,12 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             for index, param in enumerate(group["params"])
         ]
         return one_pass_step.obstacle(optimizer, params, names)
+
+    def _eight_bit_obstacle(self, optimizer: Optimizer) -> str:
+        reason = self._one_pass_obstacle(optimizer)
+        if reason or state_formats.has_eight_bits(row_of(type(optimizer))):
+            return reason
+        return f"{type(optimizer).__name__} is not exactly SGD, Adam or AdamW of torch.optim"
 
     def _check_state8(self, groups: Iterable[dict[str, Any]], first: int = 0) -> None:
         for number, group in enumerate(groups, first):
@@ -307,7 +345,12 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             outcome=self._outcome,
             scaler=self.scaler,
             device=self._device,
-            options={**options, "fused_step": self.fused_step, "optimizer_state": self.optimizer_state},
+            options={
+                **options,
+                "fused_step": self.fused_step,
+                "optimizer_state": self.optimizer_state,
+                "gradient_release": self.gradient_release,
+            },
         )
 
     def __repr__(self) -> str:
@@ -316,7 +359,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             f"{type(self).__name__}(\n  optimizer: {inner}\n  scaler: {self.scaler!r}\n"
             f"  parameters: {self._summary()}\n  grad_accumulation: {self.grad_accumulation!r}, "
             f"on_model_write: {self.on_model_write!r}, master_weights: {self.master_weights!r}, "
-            f"optimizer_state: {self.optimizer_state!r}\n"
+            f"optimizer_state: {self.optimizer_state!r}, gradient_release: {self.gradient_release!r}\n"
             f"  step: {self._stepper.describe()}\n)"
         )
 
@@ -427,7 +470,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         check_scaler(scaler)
         self._close_driven()
         self._follow()
-        pending = self._accumulation.enter(self.scaler if scaler is None else scaler)
+        pending: Pending = self._accumulation.enter(self.scaler if scaler is None else scaler)
         if loss.numel() == 1:
             self._accumulation.losses.append(loss.detach())  # a skip's log line says whether it was finite
         return loss.float() * pending.scale.to(loss.device)
@@ -592,7 +635,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 self._accumulation.take_zeros(self.scaler)
         elif self._is_foreign() and self.__dict__.get("grad_scale") is not None:
             self._take_foreign()  # it has looked at them and left the unscaling to this step
-        verdict = self._accumulation.settle(write, norm_type, of)
+        verdict: Verdict | None = self._accumulation.settle(write, norm_type, of)
         flag = self.__dict__.get("found_inf")
         if verdict is not None and flag is not None:  # torch's protocol: a GradScaler hands over its own verdict
             found = torch.maximum(verdict.found_inf, flag.to(self._device).reshape(()).clamp(max=1.0))
@@ -666,7 +709,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             return None
         found_inf = verdict.found_inf
         on_device = self._skips_on_device(verdict)
-        if not on_device and bool(found_inf):
+        skipped: bool | Tensor = found_inf if on_device else bool(found_inf)
+        if skipped is True and self._stepper.all_or_nothing:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else its scheduler warns of a wrong order
             self._close(verdict, skipped=True)
             return None
@@ -676,10 +720,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         except StepFailed as failed:
             if failed.completed:
                 self._agree(self._stepper.rounded_all)
-                self._close(verdict, skipped=False)
+                self._close(verdict, skipped=False if on_device else skipped)
             raise failed.error from None
         self._agree(self._stepper.rounded_all)
-        self._close(verdict, skipped=found_inf if on_device else False)
+        self._close(verdict, skipped=skipped)
         return loss
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
@@ -897,7 +941,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._model_writes.notice()
         self._model_writes.tell_if_due()
         built = checkpoint.build(self.optimizer, self._saved_masters(), self.scaler, self._outcome.steps_taken)
-        if type(self.optimizer) in ROWS:
+        if row_of(type(self.optimizer)) is not None:
             built["optimizer"] = counters_saved(built["optimizer"])
         if self.optimizer_state == "8bit":
             built["optimizer"] = state_formats.saved(built["optimizer"], compact)

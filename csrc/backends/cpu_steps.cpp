@@ -39,9 +39,18 @@ uint32_t sgd_chunk(const StepChunk& c, const GradFactors& factors, const SgdScal
     return step_any(c, [&](auto grad, auto master) { return sgd_as<decltype(grad)>(c, master, terms, first); });
 }
 
+uint32_t lion_chunk(const StepChunk& c, const GradFactors& factors, const LionScalars& scalars) {
+    const LionTerms<Floats> terms(factors, scalars, SplatFloats{});
+    return step_any(c, [&](auto grad, auto master) {
+        using Grad = decltype(grad);
+        lion_loop<Grad>(terms, static_cast<const Grad*>(c.grad), master, c.exp_avg, c.numel);
+        return master.flags();
+    });
+}
+
 }  // namespace
 
 extern const StepLevel step_level;
-const StepLevel step_level = {adam_chunk, sgd_chunk};
+const StepLevel step_level = {adam_chunk, sgd_chunk, lion_chunk};
 
 FP16OPT_END

@@ -7,7 +7,7 @@
 namespace fp16opt {
 
 // The addresses of a chunk's first elements. `model` is null for parameters that are their own masters, `largest` without
-// amsgrad, and `exp_avg` holds SGD's momentum buffer, or is null without momentum.
+// amsgrad, and `exp_avg` holds SGD's momentum buffer, or is null without momentum. Lion has `exp_avg` alone.
 struct StepChunk {
     DType grad_dtype, model_dtype;
     const void* grad;
@@ -24,6 +24,7 @@ struct StepChunk {
 struct StepLevel {
     uint32_t (*adam)(const StepChunk& chunk, const GradFactors& factors, const AdamScalars& scalars);
     uint32_t (*sgd)(const StepChunk& chunk, const GradFactors& factors, const SgdScalars& scalars);
+    uint32_t (*lion)(const StepChunk& chunk, const GradFactors& factors, const LionScalars& scalars);
 };
 
 }  // namespace fp16opt

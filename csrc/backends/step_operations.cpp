@@ -183,4 +183,15 @@ void sgd8(const StepLists& lists, const State8& state, const std::vector<uint8_t
     });
 }
 
+void lion(const StepLists& lists, const std::vector<LionOptions>& groups, float inv_scale, float coefficient, int threads) {
+    require_lists(lists, groups.size());
+    require(lists.state.size() == 1, "Lion's state is one list");
+    const auto* level = current_level().steps;
+    run(lists, threads, [&](const StepChunk& chunk, size_t place) {
+        const LionOptions& o = groups[size_t(lists.group_of[place])];
+        const LionScalars scalars = lion_scalars(o.lr, o.beta1, o.beta2, o.weight_decay);
+        return level->lion(chunk, factors_of(inv_scale, coefficient, o.maximize), scalars);
+    });
+}
+
 }  // namespace fp16opt

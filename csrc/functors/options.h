@@ -34,4 +34,13 @@ struct SgdScalars {
     int32_t first;   // the buffer holds nothing yet: it becomes the gradient, undampened
 };
 
+struct LionScalars {
+    float decay;   // 1 - lr * weight_decay
+    float beta1;
+    float fresh1;  // 1 - beta1
+    float beta2;
+    float fresh2;  // 1 - beta2
+    float step_size;  // -lr
+};
+
 }  // namespace fp16opt

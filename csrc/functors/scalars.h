@@ -27,4 +27,8 @@ FP16OPT_HD SgdScalars sgd_scalars(double lr, double momentum, double dampening, 
     return {float(weight_decay), float(momentum), float(1.0 - dampening), float(-lr), nesterov ? 1 : 0, first ? 1 : 0};
 }
 
+FP16OPT_HD LionScalars lion_scalars(double lr, double beta1, double beta2, double weight_decay) {
+    return {float(1.0 - lr * weight_decay), float(beta1), float(1.0 - beta1), float(beta2), float(1.0 - beta2), float(-lr)};
+}
+
 FP16OPT_END

@@ -23,6 +23,11 @@ struct SgdGroup {
     double momentum, dampening, weight_decay;
     int32_t nesterov, maximize;
 };
+struct LionGroup {
+    Number lr;
+    double beta1, beta2, weight_decay;
+    int32_t maximize, unused;
+};
 
 // Of one entry of the table. `step` counts steps in the GPU's memory; null: `number` is the number of this one.
 struct Member {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../functors/adam.h"
+#include "../functors/lion.h"
 #include "../functors/power.h"
 #include "../functors/scalars.h"
 #include "../functors/sgd.h"
@@ -141,6 +142,40 @@ struct SgdStep : StepCommon {
         if (!has_momentum) return work_as<kNone>(terms, lists, chunk, thread);
         return lists.add[chunk.tensor] != 0 ? work_as<kEmpty>(terms, lists, chunk, thread)
                                             : work_as<kFilled>(terms, lists, chunk, thread);
+    }
+};
+
+// One step of Lion. The state's list: exp_avg.
+struct LionStep : StepCommon {
+    const LionGroup* groups;
+    using Terms = LionTerms<float>;
+    static constexpr int blocks = 3;
+
+    FP16OPT_HD Terms terms(const Lists&, const Chunk& chunk) const {
+        const LionGroup& g = groups[members[chunk.tensor].group];
+        return Terms(factors(g.maximize != 0), lion_scalars(number_of(g.lr), g.beta1, g.beta2, g.weight_decay),
+                     SplatFloat{});
+    }
+
+    FP16OPT_HD Found work(const Terms& terms, const Lists& lists, const Chunk& chunk, int thread) const {
+        const Grads grads(lists, chunk);
+        const Masters masters(lists, chunk, 1, model_list);
+        const Singles exp_avg(lists, 2, chunk);
+        Found found{0.0, 0, 0};
+        for_each_group(chunk.numel, thread, [&](int i, int valid) {
+            Words raw_grad, raw_master;
+            Eight<float> g, p, m;
+            grads.get(i, raw_grad, valid);
+            masters.get(i, raw_master, valid);
+            exp_avg.get(i, m, valid);
+            grads.widen_to(raw_grad, g);
+            masters.values(raw_master, p);
+            FP16OPT_UNROLL
+            for (int k = 0; k < kGroup; ++k) lion(terms, g.v[k], p.v[k], m.v[k]);
+            exp_avg.set(i, m, valid);
+            masters.set(i, p, valid, found);
+        });
+        return found;
     }
 };
 

@@ -22,6 +22,11 @@ FP16OPT_HD Floats maximum(Floats a, Floats b) {
     const __mmask16 keeps = _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) | _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
     return _mm512_mask_mov_ps(b, keeps, a);
 }
+FP16OPT_HD Floats sign(Floats x) {
+    const __m512 zero = _mm512_setzero_ps();
+    const __m512 up = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, zero, _CMP_GT_OQ), _mm512_set1_ps(1.0f));
+    return _mm512_mask_mov_ps(up, _mm512_cmp_ps_mask(x, zero, _CMP_LT_OQ), _mm512_set1_ps(-1.0f));
+}
 FP16OPT_HD Floats quotient(Floats x, Floats by, Floats inverse) {
     const Floats near = x * inverse;
     const __mmask16 finite = _mm512_cmp_ps_mask(x, _mm512_set1_ps(bit_cast<float>(kInfinity)), _CMP_NEQ_UQ);
@@ -33,6 +38,12 @@ FP16OPT_HD Floats maximum(Floats a, Floats b) {
     const __m256 keeps = _mm256_or_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ), _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
     return _mm256_blendv_ps(b, a, keeps);
 }
+FP16OPT_HD Floats sign(Floats x) {
+    const __m256 zero = _mm256_setzero_ps();
+    const __m256 up = _mm256_and_ps(_mm256_cmp_ps(x, zero, _CMP_GT_OQ), _mm256_set1_ps(1.0f));
+    const __m256 down = _mm256_and_ps(_mm256_cmp_ps(x, zero, _CMP_LT_OQ), _mm256_set1_ps(-1.0f));
+    return _mm256_or_ps(up, down);
+}
 FP16OPT_HD Floats quotient(Floats x, Floats by, Floats inverse) {
     const Floats near = x * inverse;
     const __m256 infinite = _mm256_cmp_ps(x, _mm256_set1_ps(bit_cast<float>(kInfinity)), _CMP_EQ_OQ);
@@ -43,6 +54,7 @@ FP16OPT_HD Floats quotient(Floats x, Floats by, Floats inverse) {
 FP16OPT_END
 
 #include "../functors/adam.h"
+#include "../functors/lion.h"
 #include "../functors/sgd.h"
 
 FP16OPT_BEGIN
@@ -183,6 +195,20 @@ FP16OPT_HD void sgd_loop(const SgdTerms<Floats>& terms, const Grad* grad, Master
         }
         master.write(i, valid, p);
         if constexpr (kMomentum != Momentum::none) set(buffer + i, valid, b);
+    });
+    master.finish();
+}
+
+template <class Grad, class Master>
+FP16OPT_HD void lion_loop(const LionTerms<Floats>& terms, const Grad* grad, Master& master, float* exp_avg, int64_t n) {
+    for_blocks(n, [&](int64_t i, int valid) {
+        Block g, p, m;
+        get(grad + i, valid, g);
+        master.read(i, valid, p);
+        get(static_cast<const float*>(exp_avg + i), valid, m);
+        for (int k = 0; k < kVectors; ++k) lion(terms, g.v[k], p.v[k], m.v[k]);
+        master.write(i, valid, p);
+        set(exp_avg + i, valid, m);
     });
     master.finish();
 }

@@ -135,7 +135,8 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
         self._delayed.discard(id(scaler))
         if self._accumulation.stage is Stage.SCALED:
             self.update_master_grads()
-        return self._gradients.found_inf(self._device)
+        found: Tensor = self._gradients.found_inf(self._device)
+        return found
 
     def blame(self, scaler: LossScaler, found_inf: Tensor) -> None:
         """Skip the next step where ``found_inf`` (float32, 0-dim): another optimizer of this backward overflowed."""

@@ -94,7 +94,11 @@ class SkipLog:
 
     Attributes:
         elsewhere: Set while a skip is noted that a GradScaler decided: whether it logs that itself.
+        what, advice: How a skip at a static scale is called, and what to do about it.
     """
+
+    what = "step skipped"
+    advice = "Use a lower scale or dynamic=True."
 
     def __init__(self) -> None:
         self.elsewhere: bool | None = None
@@ -171,11 +175,12 @@ class SkipLog:
             )
         else:
             logger.warning(
-                "step skipped, static loss scale %g (%d so far): non-finite gradients in %s. Use a lower "
-                "scale or dynamic=True.",
+                "%s, static loss scale %g (%d so far): non-finite gradients in %s. %s",
+                self.what,
                 scale,
                 self._stuck,
                 blamed(overflows),
+                self.advice,
             )
 
 

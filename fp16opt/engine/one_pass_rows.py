@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ..kernels import backend, steps
-from ..kernels.reference_steps import AdamOptions, SgdOptions
+from ..kernels.reference_steps import AdamOptions, LionOptions, SgdOptions
 
 Columns = dict[str, "list[Tensor | None]"]
 
@@ -44,6 +45,10 @@ class OnePassRow:
         call: the kernel: (columns, options, group_of, factors, first, the rest by keyword).
         fills_first: whether a state tensor that is new holds nothing before the first step, which fills it.
         check: raises :class:`CannotServe` unless a kernel takes a state tensor: (name, tensor, master).
+        wanted: settings without which there is no step.
+        neutral: settings that a class may lack, and what they are then.
+        keys: from a setting to the group's key for it, or keys for its parts, where the class is not torch's own; such
+            a class is tried before it is believed (one_pass_trial.py).
     """
 
     numbers: tuple[str, ...]
@@ -53,6 +58,23 @@ class OnePassRow:
     call: Callable[..., None]
     fills_first: bool
     check: Callable[[str, object, Tensor], None] = check_state
+    wanted: tuple[str, ...] = ("lr",)
+    neutral: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+
+    def keys_used(self) -> list[str]:
+        """The keys that :meth:`settings` looks for in a group of a class that is not torch's own."""
+        return [part for key in self.keys.values() for part in ((key,) if isinstance(key, str) else key)]
+
+    def settings(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A group's settings under the names that the functor's own class has for them."""
+        if not self.keys:
+            return group
+        told = {
+            name: group[key] if isinstance(key, str) else tuple(group[part] for part in key)
+            for name, key in self.keys.items()
+        }
+        return {**self.neutral, **told}
 
 
 def steps_on_device(device: torch.device) -> bool:
@@ -131,13 +153,91 @@ def _call_adam(columns: Columns, options: Any, group_of: Any, factors: Any, firs
     steps.multi_tensor_adam(columns["grads"], columns["masters"], *moments, options, group_of, factors, **rest)
 
 
-ROWS: dict[type[Optimizer], OnePassRow] = {
-    SGD: OnePassRow(
-        ("momentum", "dampening", "weight_decay"), _sgd_options, _sgd_state, _make_sgd_state, _call_sgd, True
-    ),
-    Adam: OnePassRow(("eps", "weight_decay"), _adam_options, _adam_state, _make_adam_state, _call_adam, False),
-    AdamW: OnePassRow(("eps", "weight_decay"), _adamw_options, _adam_state, _make_adam_state, _call_adam, False),
+# -- Lion --------------------------------------------------------------------------------------------------------------
+
+
+def _lion_options(group: dict[str, Any]) -> LionOptions:
+    beta1, beta2 = group["betas"]
+    return LionOptions(_lr(group), float(beta1), float(beta2), float(group["weight_decay"]), bool(group["maximize"]))
+
+
+def _lion_state(group: dict[str, Any]) -> tuple[str, ...]:
+    return ("exp_avg",)
+
+
+def _make_lion_state(state: dict[str, Any], group: dict[str, Any], model: Tensor) -> None:
+    state["exp_avg"] = torch.zeros_like(model, dtype=torch.float32, requires_grad=False)
+
+
+def _call_lion(columns: Columns, options: Any, group_of: Any, factors: Any, first: list[bool], **rest: Any) -> None:
+    lists = columns["grads"], columns["masters"], columns["exp_avg"]
+    steps.multi_tensor_lion(*lists, options, group_of, factors, **rest)
+
+
+# -- which class has which row -----------------------------------------------------------------------------------------
+
+_DECAYED = {"weight_decay": 0.0, "maximize": False}
+_SGD_ROW = OnePassRow(
+    ("momentum", "dampening", "weight_decay"),
+    _sgd_options,
+    _sgd_state,
+    _make_sgd_state,
+    _call_sgd,
+    fills_first=True,
+    neutral={**_DECAYED, "momentum": 0.0, "dampening": 0.0, "nesterov": False},
+)
+_ADAM_ROW = OnePassRow(
+    ("eps", "weight_decay"),
+    _adam_options,
+    _adam_state,
+    _make_adam_state,
+    _call_adam,
+    fills_first=False,
+    wanted=("lr", "betas", "eps"),
+    neutral={**_DECAYED, "amsgrad": False},
+)
+_LION_ROW = OnePassRow(
+    ("weight_decay",),
+    _lion_options,
+    _lion_state,
+    _make_lion_state,
+    _call_lion,
+    fills_first=False,
+    wanted=("lr", "betas"),
+    neutral=_DECAYED,
+)
+FUNCTORS = {
+    "sgd": _SGD_ROW,
+    "adam": _ADAM_ROW,
+    "adamw": replace(_ADAM_ROW, options=_adamw_options),
+    "lion": _LION_ROW,
 }
+"""What is compiled, by the name of its functor in csrc/functors; "adamw" is "adam" with weight decay of its own."""
+
+ROWS: dict[type[Optimizer], OnePassRow] = {SGD: FUNCTORS["sgd"], Adam: FUNCTORS["adam"], AdamW: FUNCTORS["adamw"]}
+"""By class; one_pass_classes.py adds those that users register."""
+
+_LION_PYTORCH = replace(_LION_ROW, keys={"lr": "lr", "betas": "betas", "weight_decay": "weight_decay"})
+
+
+def row_of(cls: type) -> OnePassRow | None:
+    """The row of exactly this class: of torch.optim, registered, or ``lion_pytorch.Lion``; None where it has none.
+
+    Imports nothing: who has an optimizer of a package has imported it.
+
+    Example:
+        >>> row_of(SGD) is ROWS[SGD], row_of(torch.optim.Adagrad) is None
+        (True, True)
+    """
+    if cls in ROWS:
+        return ROWS[cls]
+    package = sys.modules.get("lion_pytorch")
+    return _LION_PYTORCH if package is not None and getattr(package, "Lion", None) is cls else None
+
+
+def no_row(cls: type) -> str:
+    """That a class has no one-pass step, in words."""
+    return f"{cls.__name__} is not exactly SGD, Adam or AdamW of torch.optim, Lion, or a registered class"
 
 
 # -- what stands in the way --------------------------------------------------------------------------------------------
@@ -149,6 +249,10 @@ def group_obstacle(row: OnePassRow, group: dict[str, Any]) -> str:
         return "differentiable=True"
     if group.get("capturable") and not all(map(steps_on_device, {param.device for param in group["params"]})):
         return "capturable=True"  # for a graph, which torch operations here could not be part of
+    missing = [key for key in row.keys_used() if key not in group]
+    if missing:
+        return f"no {missing[0]!r}"
+    group = row.settings(group)
     lr = group["lr"]
     if isinstance(lr, Tensor) and (lr.numel() != 1 or lr.requires_grad):
         return "an lr that is a tensor of several elements or requires grad"

@@ -19,18 +19,20 @@ from ..kernels.tables import is_dense
 from .gradients import Gradients
 from .masters import Masters
 from .one_pass_rows import (
-    ROWS,
     CannotServe,
     OnePassRow,
     bring_counter,
     counters_to_host,
     group_obstacle,
+    no_row,
+    row_of,
     steps_on_device,
 )
+from .one_pass_trial import difference_of
 from .pairs import HALF_DTYPES, DeviceGroup, Pairs
 from .sights import stored
 from .state_formats import StateFormat
-from .wrapped_step import StepFailed
+from .wrapped_step import run_hooks
 
 CHOICES = (False, True, "auto")
 NO_MASTERS = "there are no FP32 masters (master_weights='none')"
@@ -52,16 +54,28 @@ def obstacle(optimizer: Optimizer, params: list[Tensor], names: list[str]) -> st
         names: what messages call them.
     """
     cls = type(optimizer)
-    if cls not in ROWS:
-        return f"{cls.__name__} is not exactly SGD, Adam or AdamW of torch.optim"
+    row = row_of(cls)
+    if row is None:
+        return no_row(cls)
     if "step" in optimizer.__dict__ and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         return f"the step of this {cls.__name__} was replaced"
-    return groups_obstacle(optimizer) or _params_obstacle(params, names)
+    return groups_obstacle(row, optimizer) or _params_obstacle(params, names) or difference_of(row, optimizer)
 
 
-def groups_obstacle(optimizer: Optimizer) -> str:
+def require_row(optimizer: Optimizer) -> OnePassRow:
+    """The row of an optimizer that was found to have one.
+
+    Raises:
+        ValueError: It has none: a copy came to where its class is not registered.
+    """
+    row = row_of(type(optimizer))
+    if row is None:
+        raise ValueError(f"{no_row(type(optimizer))}. Call fp16opt.register_one_pass for it first.")
+    return row
+
+
+def groups_obstacle(row: OnePassRow, optimizer: Optimizer) -> str:
     """The part of :func:`obstacle` that may change from one step to the next."""
-    row = ROWS[type(optimizer)]
     for number, group in enumerate(optimizer.param_groups):
         reason = group_obstacle(row, group)
         if reason:
@@ -191,15 +205,19 @@ class OnePassStep:
 
     Args:
         wanted: ``fused_step`` of the wrapper, checked.
+        row: Of the optimizer's class.
         optimizer: The wrapped optimizer. Its state is used and filled.
         form: What that state is made of.
         needed_by: The argument that leaves no other way to step, as one writes it; "" where ``fallback`` may step.
         fallback: A wrapped or a streamed step.
     """
 
+    all_or_nothing = True
+
     def __init__(
         self,
         wanted: bool | str,
+        row: OnePassRow,
         optimizer: Optimizer,
         pairs: Pairs,
         masters: Masters,
@@ -217,7 +235,7 @@ class OnePassStep:
         self.needed_by = needed_by
         self.fallback: Any = fallback
         self.rounded_all = False
-        self._row = ROWS[type(optimizer)]
+        self._row = row
         self._lasting = self._last_reason = ""
         self._known = -1
         self._served = self._warned = self._began = False
@@ -242,7 +260,7 @@ class OnePassStep:
             reason = self.form.obstacle(group)
             if reason:
                 return f"group {number} has {reason}"
-        return groups_obstacle(self.optimizer)
+        return groups_obstacle(self._row, self.optimizer)
 
     def describe(self) -> str:
         """See :class:`Stepper`."""
@@ -290,7 +308,8 @@ class OnePassStep:
             for pair in self.pairs.all
             if pair.model.grad is not None and self.optimizer.param_groups[pair.group] is group
         ]
-        return all(state.get(master, {}).get(name) is not None for g, master in stepped for name in self._row.state(g))
+        names = [(master, self._row.state(self._row.settings(group))) for group, master in stepped]
+        return all(state.get(master, {}).get(name) is not None for master, wanted in names for name in wanted)
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
@@ -301,22 +320,16 @@ class OnePassStep:
             if self._served:
                 counters_to_host(self.optimizer)
             return self.fallback.step(found_inf, closure)
-        done: list[bool] = []
 
-        def run(optimizer: Optimizer) -> None:
+        def run() -> None:
             try:
-                self._run(found_inf)
+                self.take(found_inf)
             except CannotServe as reason:
                 self._check_not_needed(str(reason))
                 self._warn(str(reason))
                 self._fall_back(found_inf)
-            done.append(True)
 
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as a scheduler's patch of step would set it
-        try:
-            return Optimizer.profile_hook_step(run)(self.optimizer)
-        except BaseException as error:
-            raise StepFailed(error, bool(done)) from error
+        return run_hooks(self.optimizer, run)
 
     def _fall_back(self, found_inf: Tensor | None) -> None:
         """In the midst of the optimizer's hooks. The step is decided on the host."""
@@ -327,13 +340,19 @@ class OnePassStep:
             for group in self.pairs.devices:
                 self.masters.round_down(group)
 
-    def _run(self, found_inf: Tensor | None) -> None:
-        """All calls are planned, and with them all that can't be served is found, before the first is made."""
+    def take(self, found_inf: Tensor | None) -> None:
+        """The step alone, without the optimizer's hooks and without a fallback.
+
+        All calls are planned, and with them all that can't be served is found, before the first is made.
+
+        Raises:
+            CannotServe: A kernel can't take it; nothing was stepped.
+        """
         reason = self._groups_obstacle()
         if reason:
             raise CannotServe(reason)
         planned = [(group, self._plan(group)) for group in self.pairs.devices]
-        options = [self._row.options(group) for group in self.optimizer.param_groups]
+        options = [self._row.options(self._row.settings(group)) for group in self.optimizer.param_groups]
         try:
             self._make_calls(planned, options, found_inf)
         except (TypeError, ValueError):  # kernels refuse lists before they write: is there state that was not planned?
@@ -385,7 +404,7 @@ class OnePassStep:
         true = None if self.gradients.all_wait(group) else self.gradients.true_ones(group)
         kinds = _kinds(len(group), waiting, true)
         plan = self._plans.get(group.device)
-        settings = [self.form.settings(g) for g in self.optimizer.param_groups]
+        settings = [self.form.settings(self._row.settings(g)) for g in self.optimizer.param_groups]
         if plan is None or not self._holds(plan, kinds, settings) or not self._filled(plan, waiting, true):
             plan = self._new_plan(group, kinds, settings, waiting, true)
             self._plans.pop(group.device, None)
@@ -428,7 +447,7 @@ class OnePassStep:
                 continue
             if not waits and stored([pair.master])[0].layout is not torch.strided:  # type: ignore[union-attr]
                 raise CannotServe(f"the gradient of {pair.name!r} is sparse")
-            settings_of = self.optimizer.param_groups[pair.group]
+            settings_of = self._row.settings(self.optimizer.param_groups[pair.group])
             stepped = self.form.row(settings_of, pair.model.numel())
             names = stepped.state(settings_of)
             state, new = self._state_of(stepped, settings_of, pair.master, pair.model)

@@ -82,12 +82,14 @@ class Replicas:
     """Nobody said whether gradients are shared with other ranks.
 
     Attributes:
+        reduces: Whether DDP averages gradients after they have come.
         needs_decision: Whether a skip must be known on the host.
         local: Whether the present gradients are this rank's own, to be averaged over the ranks later.
         keeps: Whether DDP wants to find gradients that were folded, as zeros: one that was used under ``no_sync`` it
             reduces at the next synchronised backward, be it used there or not.
     """
 
+    reduces = False
     needs_decision = False
     local = False
     keeps = False

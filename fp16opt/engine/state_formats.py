@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from ..kernels import state8
-from .one_pass_rows import ROWS, CannotServe, Columns, OnePassRow, check_state, new_counter
+from .one_pass_rows import FUNCTORS, CannotServe, Columns, OnePassRow, check_state, new_counter
 from .pairs import Pair
 
 CHOICES = ("fp32", "8bit")
@@ -48,20 +48,26 @@ class StateFormat(Protocol):
 
 
 class FullState:
-    """FP32 tensors of the parameters' shapes under torch's names."""
+    """FP32 tensors of the parameters' shapes under torch's names.
+
+    Args:
+        row: of the wrapped optimizer's class; None where it has none, and nobody asks.
+    """
 
     needed_by = ""
 
-    def __init__(self, cls: type[Optimizer]) -> None:
-        self._cls = cls
+    def __init__(self, row: OnePassRow | None) -> None:
+        self._row: Any = row
 
     def row(self, group: dict[str, Any], numel: int) -> OnePassRow:
         """The class's own."""
-        return ROWS[self._cls]
+        row: OnePassRow = self._row
+        return row
 
     def settings(self, group: dict[str, Any]) -> tuple[Any, ...]:
         """Names of state tensors."""
-        return ROWS[self._cls].state(group)
+        names: tuple[str, ...] = self._row.state(group)
+        return names
 
     def obstacle(self, group: dict[str, Any]) -> str:
         """None."""
@@ -151,6 +157,11 @@ def _check_codes(name: str, tensor: object, master: Tensor) -> None:
     return None
 
 
+def has_eight_bits(row: OnePassRow | None) -> bool:
+    """Whether there is an 8-bit form of a class's state: of torch's SGD, Adam and AdamW."""
+    return any(row is FUNCTORS[name] for name in ("sgd", "adam", "adamw"))
+
+
 def eight_bit_obstacle(group: Mapping[str, Any]) -> str:
     """Why a group's state can't be kept in 8 bits, in words; "" where it can: AMSGrad's maximum of v has no code."""
     return "amsgrad=True, whose largest v so far has no 8-bit form" if group.get("amsgrad") else ""
@@ -163,16 +174,16 @@ class EightBitState:
     ``ratio_limit``. SGD: ``momentum_codes`` (int8) and ``momentum_scales``.
 
     Args:
-        cls: the wrapped optimizer's class: SGD, Adam or AdamW.
+        row: of the wrapped optimizer's class: SGD, Adam or AdamW.
         number: gives the number of the step that is being taken, by which codes are rounded.
     """
 
     needed_by = 'optimizer_state="8bit"'
 
-    def __init__(self, cls: type[Optimizer], number: Callable[[], int]) -> None:
-        self._is_sgd = cls is SGD
+    def __init__(self, row: OnePassRow, number: Callable[[], int]) -> None:
+        self._is_sgd = row is FUNCTORS["sgd"]
         self._number = number
-        self._full = ROWS[cls]
+        self._full = row
         if self._is_sgd:
             kinds: dict[str, Any] = {"state": _momentum, "make": _make_momentum, "call": self._call_sgd}
         else:

@@ -46,6 +46,11 @@ class Stepper(Protocol):
 
     rounded_all: bool
 
+    @property
+    def all_or_nothing(self) -> bool:
+        """Whether one gradient that is not finite leaves out the whole step."""
+        return True
+
     def takes_waiting(self) -> bool:
         """Whether the next step takes gradients as they wait in 16 bits."""
 
@@ -67,6 +72,25 @@ class Stepper(Protocol):
         """For the wrapper's repr."""
 
 
+def run_hooks(optimizer: Optimizer, work: Callable[[], None]) -> Any:
+    """``work`` in the place of the optimizer's own step, between its step hooks.
+
+    Raises:
+        StepFailed: Around what it or a hook raised.
+    """
+    done: list[bool] = []
+
+    def run(_: Optimizer) -> None:
+        work()
+        done.append(True)
+
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # as a scheduler's patch of step would set it
+    try:
+        return Optimizer.profile_hook_step(run)(optimizer)
+    except BaseException as error:
+        raise StepFailed(error, bool(done)) from error
+
+
 class WrappedStep:
     """Steps the wrapped optimizer itself.
 
@@ -75,6 +99,8 @@ class WrappedStep:
         classes: Of masters; ordinary parameters while they are stepped.
         why: What :meth:`describe` says of it.
     """
+
+    all_or_nothing = True
 
     def __init__(
         self,

@@ -130,6 +130,13 @@ KERNELS = {
             Blocks.STEPPING,
             Struct("SgdGroup", f"{_RATE} momentum:d dampening:d weight_decay:d nesterov:i maximize:i"),
         ),
+        Kernel(
+            "lion",
+            "LionStep",
+            _STEP,
+            Blocks.STEPPING,
+            Struct("LionGroup", f"{_RATE} beta1:d beta2:d weight_decay:d maximize:i"),
+        ),
         Kernel("l2norm", "Norm", "sumsq:P n:q norm:P norms:P", Blocks.FINDING),
         Kernel("unscale_clipped", "UnscaleClipped", "inv_scale:P factor:P", Blocks.MAPPING),
         Kernel("scale", "Scale", "factor:P", Blocks.MAPPING),

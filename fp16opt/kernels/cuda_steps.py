@@ -108,7 +108,7 @@ def launch(
     factors: Factors,
     stats: CastStats | None,
     found_inf: Tensor | None,
-    more_state: bool,
+    more_state: bool | None = None,
     first: bool | Sequence[bool] | None = None,
 ) -> None:
     """One step of the direct entries, in one launch; decided if the host counts the steps.
@@ -139,7 +139,8 @@ def launch(
     overflow = None if stats is None else stats.overflow
     table = site.memory + site.content.entries
     members, packed_groups = given.memory, given.memory + given.content.groups
-    values = (*factors, found_inf, members, table, overflow, models, packed_groups, more_state)
+    values = [*factors, found_inf, members, table, overflow, models, packed_groups]
+    values += [] if more_state is None else [more_state]
     queue(kernel, stream, plan, site, values)
     stream.hold(kept)
     native.count_writes(call, [] if overflow is None else [overflow])

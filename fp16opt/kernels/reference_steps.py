@@ -55,6 +55,22 @@ class SgdOptions(NamedTuple):
     maximize: bool
 
 
+class LionOptions(NamedTuple):
+    """What a param_group of Lion says.
+
+    Attributes:
+        lr, beta1, beta2, weight_decay: as ``lion_pytorch.Lion`` holds them; weights shrink by lr * weight_decay in a
+            step. An ``lr`` that is a tensor has one element.
+        maximize: whether steps go up the gradient.
+    """
+
+    lr: float | Tensor
+    beta1: float
+    beta2: float
+    weight_decay: float
+    maximize: bool
+
+
 class Factors(NamedTuple):
     """What stored gradients are multiplied by, one after the other: float32, shape [], on the device."""
 
@@ -195,6 +211,28 @@ def sgd(
             buffer[0].copy_(kept)
             g = g + buffer[0] * _single(o.momentum) if o.nesterov else buffer[0]
         p.copy_(p + g * _single(-float(o.lr)))
+    views.write_back()
+
+
+def lion(grad: Tensor, master: Tensor, exp_avg: Tensor, options: LionOptions, factors: Factors) -> None:
+    """One Lion step of one tensor (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2).
+
+    Args:
+        grad: float16, bfloat16 or float32, as stored. Read only.
+        master: float32. Written, and so is exp_avg.
+        options: of the tensor's param_group.
+        factors: what ``grad`` is multiplied by.
+    """
+    o = options
+    views = _Views(master, exp_avg)
+    source = reference.flatten(grad, views.order).values
+    for part in reference.slabs(source.numel()):
+        p, m = views.parts(part)
+        g = _gradient(source[part], factors, o.maximize)
+        mixed = m * _single(o.beta1) + g * _single(1.0 - o.beta1)
+        direction = (mixed > 0).float() - (mixed < 0).float()
+        p.copy_(p * _single(1.0 - float(o.lr) * o.weight_decay) + direction * _single(-float(o.lr)))
+        m.copy_(m * _single(o.beta2) + g * _single(1.0 - o.beta2))
     views.write_back()
 
 

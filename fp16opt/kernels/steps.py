@@ -15,17 +15,19 @@ from torch import Tensor
 from . import cuda, cuda_steps, reference_steps
 from .calls import Entries, Operation, PointerTables
 from .checks import check_given
-from .reference_steps import AdamOptions, Factors, SgdOptions
+from .reference_steps import AdamOptions, Factors, LionOptions, SgdOptions
 from .stats import CastStats
 from .tables import BFLOAT, HALF, SINGLE, call_for
 
 __all__ = [
     "AdamOptions",
     "Factors",
+    "LionOptions",
     "SgdOptions",
     "StepTables",
     "check_betas",
     "multi_tensor_adam",
+    "multi_tensor_lion",
     "multi_tensor_sgd",
 ]
 
@@ -54,6 +56,7 @@ _ADAM = _operation("multi_tensor_adam", "exp_avgs", "exp_avg_sqs", counters="ste
 _AMSGRAD = _operation("multi_tensor_adam", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", counters="steps")
 _SGD = _operation("multi_tensor_sgd")
 _MOMENTUM = _operation("multi_tensor_sgd", "momentum_buffers")
+_LION = _operation("multi_tensor_lion", "exp_avgs")
 
 
 @dataclass
@@ -63,7 +66,7 @@ class StepTables:
     lists: PointerTables = field(default_factory=PointerTables)
 
 
-def check_betas(operation: str, options: Sequence[AdamOptions]) -> None:
+def check_betas(operation: str, options: Sequence[AdamOptions | LionOptions]) -> None:
     """Raise ``ValueError`` for a beta of which no power is taken."""
     for k, o in enumerate(options):
         for beta, value in (("beta1", o.beta1), ("beta2", o.beta2)):
@@ -210,3 +213,63 @@ def multi_tensor_sgd(
             groups = [(float(o.lr), *o[1:]) for o in options]
             arguments = (*factors, overflow, found is not None, group_of, groups)
             plan.serving.launch(call, "sgd", *arguments, results=(overflow,), flags=fresh)
+
+
+def multi_tensor_lion(
+    grads: Entries,
+    masters: Entries,
+    exp_avgs: Entries,
+    options: Sequence[LionOptions],
+    group_of: Sequence[int],
+    factors: Factors,
+    *,
+    models: Entries | None = None,
+    stats: CastStats | None = None,
+    found_inf: Tensor | None = None,
+    tables: StepTables | None = None,
+) -> None:
+    """One Lion step of n tensors, in one pass over their memory.
+
+    Args:
+        grads: n tensors, still scaled: float32, or the dtype of ``models[i]``. Read only.
+        masters: n float32 tensors of the same shapes, or int16 remainders to ``models``. Written, as all the following.
+        exp_avgs: n float32 tensors of the same shapes.
+        options: of the param_groups. An ``lr`` that is a tensor on the device is read there.
+        group_of: for each of the n entries, its place in ``options``.
+        factors: what gradients are multiplied by.
+        models, stats, found_inf, tables: as for :func:`multi_tensor_adam`.
+
+    Raises:
+        TypeError: a wrong type or dtype. ValueError: lengths, shapes or devices that differ. Nothing is written then.
+
+    Example:
+        >>> master, m, one = [torch.ones(1)], [torch.zeros(1)], torch.tensor(1.0)
+        >>> options = [LionOptions(0.25, 0.5, 0.5, 0.0, False)]
+        >>> multi_tensor_lion([torch.ones(1)], master, m, options, [0], Factors(one, one))
+        >>> master[0], m[0]
+        (tensor([0.7500]), tensor([0.5000]))
+    """
+    with torch.no_grad():
+        operation = _LION[models is not None]
+        lists = (grads, masters, exp_avgs) if models is None else (grads, masters, exp_avgs, models)
+        call = call_for(operation, lists, None if tables is None else tables.lists, getattr(factors[0], "device", None))
+        plan, found = call.plan, None if models is None else stats
+        if models is not None and stats is None:
+            raise ValueError(f"{operation.name}: {_NO_STATS}")
+        numbers = {"factors.inv_scale": factors[0], "factors.coefficient": factors[1], "found_inf": found_inf}
+        check_given(operation.name, plan, numbers, found, {"group_of": group_of}, len(options))
+        check_betas(operation.name, options)
+        if found_inf is not None and plan.decided_here and found_inf.item():
+            return
+        for _, row in plan.by_reference:
+            grad, master, average, *kept = call.row(row)
+            model = kept[0] if found is not None else None
+            with reference_steps.whole(row, master, model, found) as single:
+                reference_steps.lion(grad, single, average, options[group_of[row]], factors)
+        if plan.serving is cuda:
+            cuda_steps.launch(call, "lion", options, group_of, factors, found, found_inf)
+        elif plan.serving is not None:
+            overflow = 0 if found is None else found.overflow
+            groups = [(float(o.lr), *o[1:]) for o in options]
+            arguments = (*factors, overflow, found is not None, group_of, groups)
+            plan.serving.launch(call, "lion", *arguments, results=(overflow,))

@@ -1,4 +1,5 @@
-"""One step of SGD, Adam and AdamW in numpy, each operation rounded to float32; written from torch's documentation.
+"""One step of SGD, Adam, AdamW and Lion in numpy, each operation rounded to float32; written from torch's documentation
+and from the paper.
 
 Numbers of a step are computed in double and rounded once; a gradient is (stored * inv_scale) * clip, two roundings.
 """
@@ -65,3 +66,13 @@ def sgd(e: Element, stored: Array, inv_scale: float, clip: float, **o: Any) -> N
             e.m = g if e.m is None else e.m * f(o["momentum"]) + g * f(1 - o["dampening"])
             g = g + e.m * f(o["momentum"]) if o["nesterov"] else e.m
         e.p = e.p + g * f(-o["lr"])
+
+
+def lion(e: Element, stored: Array, inv_scale: float, clip: float, **o: Any) -> None:
+    """``o``: lr, betas, weight_decay, maximize. ``e.m`` is the momentum."""
+    with np.errstate(all="ignore"):
+        g = gradient(stored, inv_scale, clip, o["maximize"])
+        beta1, beta2 = o["betas"]
+        update = np.nan_to_num(np.sign(e.m * f(beta1) + g * f(1 - beta1)), nan=0.0)
+        e.p = e.p * f(1 - o["lr"] * o["weight_decay"]) + update * f(-o["lr"])
+        e.m = e.m * f(beta2) + g * f(1 - beta2)

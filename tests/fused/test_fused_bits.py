@@ -1,4 +1,4 @@
-"""multi_tensor_adam and multi_tensor_sgd against numpy, bit for bit, on every backend."""
+"""multi_tensor_adam, multi_tensor_sgd and multi_tensor_lion against numpy, bit for bit, on every backend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from fp16opt.kernels import CastStats, multi_tensor_cast
-from fp16opt.kernels.steps import AdamOptions, Factors, SgdOptions, StepTables, multi_tensor_adam, multi_tensor_sgd
+from fp16opt.kernels.steps import (
+    AdamOptions,
+    Factors,
+    LionOptions,
+    SgdOptions,
+    StepTables,
+    multi_tensor_adam,
+    multi_tensor_lion,
+    multi_tensor_sgd,
+)
 from fused import oracle_fused as oracle
 from fused.oracle_fused import Element
 
@@ -41,6 +50,12 @@ SGD_CASES: dict[str, dict[str, Any]] = {
     "maximize": {"momentum": 0.9, "maximize": True},
     "dampening": {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01},
     "nesterov": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+}
+LION = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.0, "maximize": False}
+LION_CASES: dict[str, dict[str, Any]] = {
+    "lion": {},
+    "decay": {"weight_decay": 0.1, "maximize": True},
+    "betas 0": {"betas": (0.0, 0.0), "weight_decay": 0.01},
 }
 KINDS = {"half": torch.float16, "bfloat16": torch.bfloat16, "own": None}
 
@@ -152,6 +167,32 @@ def test_sgd_has_the_bits_of_the_recipe(case: str, kind: str, implementation: st
     problem.check_models()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", LION_CASES)
+def test_lion_has_the_bits_of_the_recipe(case: str, kind: str, implementation: str) -> None:
+    o = {**LION, **LION_CASES[case]}
+    problem = Problem(KINDS[kind], 1)
+    options = [LionOptions(o["lr"], *o["betas"], o["weight_decay"], o["maximize"])]
+    problem.state[0][3][:3] = problem.elements[3].p[:3] = 0.0  # zero momentum and zero gradients: no direction
+    problem.state[0][4][5] = np.nan
+    problem.kept[0] = [torch.from_numpy(a.copy()) for a in problem.state[0]]
+    for k, e in enumerate(problem.elements):
+        e.m = problem.state[0][k]
+        problem.masters[k].copy_(torch.from_numpy(e.p))
+    for step in range(3):
+        grads = problem.grads(waits=step != 1)
+        grads[3][:3] = 0.0
+        multi_tensor_lion(
+            grads, problem.masters, problem.kept[0], options, [0] * len(SIZES), factors(),
+            models=problem.models, stats=problem.stats,
+        )  # fmt: skip
+        for e, grad in zip(problem.elements, grads, strict=True):
+            oracle.lion(e, grad.float().numpy(), *FACTORS, **o)
+    problem.check(problem.masters, [e.p for e in problem.elements], "master")
+    problem.check(problem.kept[0], [e.m for e in problem.elements], "exp_avg")
+    problem.check_models()
+
+
 def test_groups_and_absent_entries(implementation: str) -> None:
     """Each tensor steps with its own group's numbers and its own step; None entries stay."""
     masters = [torch.ones(5), torch.ones(5), torch.ones(5)]
@@ -217,6 +258,7 @@ def test_any_layout_gives_the_same_bits(implementation: str) -> None:
 ONE = torch.tensor(1.0)
 T, H = torch.ones(3), torch.ones(3).half()
 OPT = [AdamOptions(0.1, 0.9, 0.99, 1e-8, 0.0, True, False)]
+LOPT = [LionOptions(0.1, 0.9, 0.99, 0.0, False)]
 SOPT = [SgdOptions(0.1, 0.9, 0.0, 0.0, False, False)]
 
 
@@ -241,6 +283,12 @@ REFUSED: list[tuple[type[Exception], str, Callable[[], object]]] = [
     (TypeError, r"found_inf must be float32", lambda: stepped(found_inf=torch.tensor(0))),
     (ValueError, r"first has 2 entries, grads has 1",
      lambda: multi_tensor_sgd([T], [T], SOPT, [0], Factors(ONE, ONE), momentum_buffers=[T], first=[True, True])),
+    (ValueError, r"multi_tensor_lion: options\[0\].beta2 must be at least 0 and less than 1, got 1.0",
+     lambda: multi_tensor_lion([T], [T], [T], [LionOptions(0.1, 0.9, 1.0, 0.0, False)], [0], Factors(ONE, ONE))),
+    (ValueError, r"multi_tensor_lion: stats must be given along with models",
+     lambda: multi_tensor_lion([H], [T], [T], LOPT, [0], Factors(ONE, ONE), models=[H])),
+    (TypeError, r"multi_tensor_lion: wants float32 each, got .*exp_avgs\[0\] float16",
+     lambda: multi_tensor_lion([T], [T], [H], LOPT, [0], Factors(ONE, ONE))),
 ]  # fmt: skip
 
 

@@ -12,10 +12,20 @@ from kernel_cases import LAYOUTS, SIXTEEN, make, shape_of
 from torch import Tensor
 
 from fp16opt.kernels import CastStats, PointerTables, multi_tensor_join, multi_tensor_split, reference_split
-from fp16opt.kernels.steps import AdamOptions, Factors, SgdOptions, StepTables, multi_tensor_adam, multi_tensor_sgd
+from fp16opt.kernels.steps import (
+    AdamOptions,
+    Factors,
+    LionOptions,
+    SgdOptions,
+    StepTables,
+    multi_tensor_adam,
+    multi_tensor_lion,
+    multi_tensor_sgd,
+)
 
-KINDS = ("adam", "amsgrad", "sgd", "momentum", "own adam", "own amsgrad", "own sgd", "own momentum")
-STATE = {"adam": 2, "amsgrad": 3, "sgd": 0, "momentum": 1}
+STATE = {"adam": 2, "amsgrad": 3, "sgd": 0, "momentum": 1, "lion": 1}
+LAUNCHED = {"adam": "adam", "amsgrad": "adam", "sgd": "sgd", "momentum": "sgd", "lion": "lion"}
+KINDS = (*STATE, *(f"own {kind}" for kind in STATE))
 Column = list["Tensor | None"]
 
 
@@ -74,6 +84,8 @@ class StepCase:
             largest = self.state[2] if self.kind.endswith("amsgrad") else None
             lists = (c["grads"], c["masters"], self.state[0], self.state[1], self.steps)
             multi_tensor_adam(*lists, self.options, self.group_of, factors, max_exp_avg_sqs=largest, **common)
+        elif self.kind.endswith("lion"):
+            multi_tensor_lion(c["grads"], c["masters"], self.state[0], self.options, self.group_of, factors, **common)
         else:
             if self.state:
                 common.update(momentum_buffers=self.state[0], first=self.first)
@@ -110,7 +122,8 @@ def assert_same_results(got: StepCase, want: StepCase, where: str) -> None:
             assert same.all(), f"{where}: {name}[{k}] {tuple(right.shape)} {right.dtype}: {int((~same).sum())} differ"
 
 
-def _options(rng: np.random.Generator, is_adam: bool, momentum: bool) -> Any:
+def _options(rng: np.random.Generator, base: str) -> Any:
+    is_adam, momentum = LAUNCHED[base] == "adam", base == "momentum"
     lr: Any = float(rng.choice([1e-3, 0.1, 0.0]))
     if rng.random() < 0.5:
         lr = torch.tensor(lr, dtype=torch.float32 if rng.random() < 0.7 else torch.float64)
@@ -119,6 +132,8 @@ def _options(rng: np.random.Generator, is_adam: bool, momentum: bool) -> Any:
         beta1, beta2 = float(rng.choice([0.0, 0.3, 0.9])), float(rng.choice([0.99, 0.999]))
         eps = float(rng.choice([1e-8, 0.0, 1e-3]))
         return AdamOptions(lr, beta1, beta2, eps, decay, bool(rng.random() < 0.5), maximize)
+    if base == "lion":
+        return LionOptions(lr, float(rng.choice([0.0, 0.3, 0.9])), float(rng.choice([0.0, 0.99])), decay, maximize)
     nesterov = momentum and bool(rng.random() < 0.5)
     dampening = 0.0 if nesterov else float(rng.choice([0.0, 0.3]))
     return SgdOptions(lr, 0.9 if momentum else 0.0, dampening, decay, nesterov, maximize)
@@ -161,9 +176,8 @@ def random_case(rng: np.random.Generator, kind: str, special: float, most: int =
         for column, tensor in zip(state, kept, strict=True):
             column.append(None if missing else tensor)
         steps.append(None if missing else torch.tensor(float(rng.choice([0, 1, 7, 1000]))))
-    is_adam = base in ("adam", "amsgrad")
     return StepCase(
-        kind, columns, state, steps, [_options(rng, is_adam, base == "momentum") for _ in range(3)],
+        kind, columns, state, steps, [_options(rng, base) for _ in range(3)],
         [int(k) for k in rng.integers(0, 3, count)], [bool(rng.random() < 0.3) for _ in range(count)],
         (torch.tensor(2.0**-7), torch.tensor(float(rng.choice([1.0, 0.3])))), torch.tensor(0.0),
     )  # fmt: skip

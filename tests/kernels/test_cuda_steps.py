@@ -13,7 +13,7 @@ import pretended
 import pytest
 import torch
 from kernel_cases import LAYOUTS, SIXTEEN, make, shape_of
-from step_cases import KINDS, StepCase, assert_same_results, place, random_case, split_and_join, unaligned
+from step_cases import KINDS, LAUNCHED, StepCase, assert_same_results, place, random_case, split_and_join, unaligned
 from torch import Tensor
 
 from fp16opt.kernels import CastStats, GradStats, multi_tensor_check, multi_tensor_renew, native, tables
@@ -52,7 +52,7 @@ def test_steps_have_the_bits_of_the_cpu_and_of_plain_torch(
         emulated.use(emulated_cuda, patch)
         count = pretended.counting(patch)
         got = two_steps(case.on("cpu"), seed)
-        assert count.launches == {"sgd" if "sgd" in kind or "momentum" in kind else "adam": 2}, "one launch a step"
+        assert count.launches == {LAUNCHED[kind.removeprefix("own ")]: 2}, "one launch a step"
     assert_same_results(got, plain, f"{kind}, against plain torch")
     if native.available():
         assert_same_results(got, two_steps(case.on("cpu"), seed), f"{kind}, against the CPU's kernels")
@@ -92,7 +92,7 @@ def plain_case(kind: str, count: int = 3) -> StepCase:
     case.group_of, case.first = [k % 2 for k in range(count)], [False] * count
     lr = 0.125
     case.options = [o._replace(lr=lr) for o in case.options[:2]]
-    assert base in ("adam", "amsgrad", "sgd", "momentum")
+    assert base in LAUNCHED
     return case.on("cpu")
 
 

@@ -170,11 +170,13 @@ void take_numbers(const Lists& lists, size_t list, Results& results) {
     }
 }
 
-enum class Step { sgd, momentum, adam, amsgrad };
+enum class Step { sgd, momentum, adam, amsgrad, lion };
+
+size_t state_of(Step kind) { return kind == Step::sgd ? 0 : kind == Step::lion ? 1 : size_t(kind); }
 
 // One step of lists that are gradients, masters or remainders, state, and models where there are any.
 void run_step(Lists lists, Step kind, bool has_models, int threads, Results& results) {
-    const size_t state = kind == Step::sgd ? 0 : size_t(kind), count = lists.memory.size();
+    const size_t state = state_of(kind), count = lists.memory.size();
     std::vector<Pointers> pointers;
     for (size_t k = 0; k < count; ++k) pointers.push_back(lists.pointers(k));
     std::vector<int32_t> overflow(kCount, 0), group_of;
@@ -190,6 +192,8 @@ void run_step(Lists lists, Step kind, bool has_models, int threads, Results& res
     if (kind == Step::sgd || kind == Step::momentum) {
         const std::vector<SgdOptions> groups{{0.1, 0.9, 0.1, 0.01, false, false}, {0.01, 0.9, 0.0, 0.0, true, true}};
         sgd(given, first, groups, 0.25f, 0.5f, threads);
+    } else if (kind == Step::lion) {
+        lion(given, {{0.1, 0.9, 0.99, 0.01, false}, {0.01, 0.3, 0.0, 0.1, true}}, 0.25f, 0.5f, threads);
     } else {
         std::vector<std::vector<float>> counts(kCount, std::vector<float>(1, 3.0f));
         Pointers steps;
@@ -234,10 +238,10 @@ void compare_levels() {
     const Lists splits(kCount, 3, [] { return std::vector<DType>{DType::single, any(2), DType::half}; });
     std::vector<uint8_t> add;
     for (int i = 0; i < kCount; ++i) add.push_back(uint8_t(below(2)));
-    const Step kinds[] = {Step::sgd, Step::momentum, Step::adam, Step::amsgrad};
+    const Step kinds[] = {Step::sgd, Step::momentum, Step::adam, Step::amsgrad, Step::lion};
     std::vector<Lists> step_ins;
     for (Step kind : kinds) {
-        for (bool has_models : {false, true}) step_ins.push_back(step_lists(kind == Step::sgd ? 0 : size_t(kind), has_models));
+        for (bool has_models : {false, true}) step_ins.push_back(step_lists(state_of(kind), has_models));
     }
     std::vector<unsigned char> first;
     for (const CpuLevel* const* level = supported_levels(); *level != nullptr; ++level) {

@@ -1,0 +1,182 @@
+"""Parameters that are stepped in backward, each when its gradient arrives: ``gradient_release=True``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .. import kernels
+from ..kernels.reference_steps import Factors
+from ..scaling import LossScaler
+from .arrivals import Place
+from .masters import Masters
+from .model_writes import ModelWrites
+from .one_pass_rows import CannotServe, OnePassRow, steps_on_device
+from .one_pass_step import OnePassStep
+from .pairs import HALF_DTYPES, DeviceGroup, Pair, Pairs
+from .state_formats import StateFormat
+from .wrapped_step import run_hooks
+
+
+class One:
+    """One pair, as :class:`OnePassStep` wants pairs; its statistics are the row's own."""
+
+    def __init__(self, pairs: Pairs, pair: Pair) -> None:
+        self._pairs = pairs
+        self.all = [pair]
+        self.models, self.masters, self.names = [pair.model], [pair.master], [pair.name]
+        group = DeviceGroup(pair.master.device, [0], [(pair.model, pair.master)])
+        group.cast = kernels.CastStats(pair.device.cast.overflow[pair.row : pair.row + 1])
+        self.devices = [group]
+        self.own_halves = [pair] if pair.master is pair.model and pair.model.dtype in HALF_DTYPES else []
+
+    @property
+    def generation(self) -> int:
+        """See :class:`Pairs`."""
+        return self._pairs.generation
+
+
+class OneGradient:
+    """One gradient, as :class:`OnePassStep` wants gradients: it waits, whatever its dtype."""
+
+    def __init__(self) -> None:
+        self.grad: Tensor | None = None
+        self.factors: Factors | None = None
+
+    def waiting(self, group: DeviceGroup) -> tuple[list[Tensor | None], Factors | None]:
+        """The gradient, and what it is to be multiplied by."""
+        return [self.grad], self.factors
+
+    def all_wait(self, group: DeviceGroup) -> bool:
+        """True: there are no true ones."""
+        return True
+
+
+class OneByOne:
+    """One-pass steps of single parameters.
+
+    Args:
+        row: Of the optimizer's class.
+        form: What its state is made of.
+    """
+
+    def __init__(
+        self, row: OnePassRow, optimizer: Optimizer, pairs: Pairs, masters: Masters, form: StateFormat
+    ) -> None:
+        self._parts = row, optimizer
+        self._form = form
+        self._pairs = pairs
+        self._masters = masters
+        self._steps: dict[int, tuple[int, OnePassStep, OneGradient]] = {}
+
+    def step(self, place: Place, grad: Tensor, factors: Factors, found_inf: Tensor | None) -> None:
+        """Step the parameter of ``place``.
+
+        Args:
+            grad: In the parameter's strides: of its dtype, or float32.
+            found_inf: float32, 0-dim, on the device: where it is 1.0 nothing is written. None: decided already.
+
+        Raises:
+            RuntimeError: The kernel can't serve it any more.
+        """
+        kept = self._steps.get(place.position)
+        if kept is None or kept[0] != self._pairs.generation:
+            gradient = OneGradient()
+            pairs: Any = One(self._pairs, place.pair)
+            given: Any = gradient
+            parts = *self._parts, pairs, self._masters, given, self._form, "gradient_release"
+            kept = self._pairs.generation, OnePassStep(True, *parts, None), gradient
+            self._steps[place.position] = kept
+        _, step, gradient = kept
+        gradient.grad, gradient.factors = grad, factors
+        try:
+            step.take(found_inf)
+        except CannotServe as reason:
+            raise RuntimeError(
+                f"parameter {place.pair.name!r} can't be stepped in one pass any more: {reason}. gradient_release has "
+                "no other step. Put back what was changed, or use gradient_release=False."
+            ) from None
+        finally:
+            gradient.grad = gradient.factors = None
+
+
+class SteppedOnArrival:
+    """Each gradient that arrives steps its parameter, unless it is not finite."""
+
+    release = True
+
+    def __init__(self, one_by_one: OneByOne, model_writes: ModelWrites) -> None:
+        self._one_by_one = one_by_one
+        self._model_writes = model_writes
+
+    def begin(self, scaler: LossScaler) -> None:
+        """Weights that were written by others are noticed before they are stepped."""
+        if scaler.dynamic:
+            raise RuntimeError(
+                "backward with a dynamic scaler: gradient_release=True steps parameters before an overflow elsewhere "
+                'is known. Use a StaticLossScaler, or gradient_release="held".'
+            )
+        self._model_writes.notice()
+
+    def take(self, place: Place, grad: Tensor, factors: Factors) -> None:
+        """Step it. Where that is decided on the device nobody waits."""
+        found = place.stats.found_inf
+        if steps_on_device(found.device):
+            self._one_by_one.step(place, grad, factors, found)
+        elif not bool(found):
+            self._one_by_one.step(place, grad, factors, None)
+
+    def settle(self, places: Sequence[Place]) -> None:
+        """The weights as they are now are the engine's."""
+        self._model_writes.accept([place.pair for place in places if place.pair.master is not place.pair.model])
+
+    def norm(self, norm_type: float, places: Sequence[Place], device: torch.device) -> Tensor:
+        """Raise: parameters were stepped by now."""
+        raise RuntimeError(
+            "clip_master_grads: with gradient_release=True parameters are stepped before the norm over all gradients "
+            'is known. Use gradient_release="held", or False.'
+        )
+
+    def clip(self, factor: Tensor) -> None:
+        """Never asked: see :meth:`norm`."""
+
+    def drop(self) -> None:
+        """Nothing is kept."""
+
+    def tensors(self) -> list[Tensor]:
+        """Nothing is kept."""
+        return []
+
+
+class ReleasedStep:
+    """What is left for ``step`` to do where parameters were stepped in backward: the optimizer's step hooks."""
+
+    rounded_all = False
+    all_or_nothing = False
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def takes_waiting(self) -> bool:
+        """True: no FP32 gradients are made."""
+        return True
+
+    def skips_on_device(self) -> bool:
+        """True: it is decided already."""
+        return True
+
+    def describe(self) -> str:
+        """See :class:`Stepper`."""
+        return "fused, in backward"
+
+    def step(self, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
+        """See :class:`Stepper`."""
+        return run_hooks(self.optimizer, _nothing)
+
+
+def _nothing() -> None:
+    pass

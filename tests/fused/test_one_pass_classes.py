@@ -1,0 +1,226 @@
+"""Lion in one pass, and classes that users register: what is served, what is refused, what differs."""
+
+from __future__ import annotations
+
+import copy
+import math
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine.checks import assert_same
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from fp16opt import MixedPrecisionOptimizer, register_one_pass
+from fused import oracle_fused as oracle
+from fused.oracle_fused import Element
+from fused.test_fused_steps import give_grads, parameters
+
+
+class PlainLion(Optimizer):
+    """Written from the paper, with keys of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.01, b1: float = 0.9, b2: float = 0.99, decay: float = 0.0) -> None:
+        super().__init__(params, {"rate": lr, "b1": b1, "b2": b2, "decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(p)
+                m = state["exp_avg"]
+                update = torch.sign(m * group["b1"] + p.grad * (1 - group["b1"]))
+                p.mul_(1 - group["rate"] * group["decay"]).sub_(update * group["rate"])
+                m.mul_(group["b2"]).add_(p.grad * (1 - group["b2"]))
+
+
+LION_KEYS = {"lr": "rate", "betas": ("b1", "b2"), "weight_decay": "decay"}
+TORCHS = {name: name for name in ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")}
+register_one_pass(PlainLion, "lion", LION_KEYS)
+
+
+def half() -> Tensor:
+    return torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
+
+
+def lion_of_package() -> Any:
+    return pytest.importorskip("lion_pytorch").Lion
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("kind", ["package", "registered"])
+def test_lion_in_one_pass_has_the_recipes_bits(kind: str, split: bool) -> None:
+    params = parameters(dtypes=(torch.float16, torch.bfloat16) if split else (torch.float16, torch.float32))
+    if kind == "package":
+        groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.03}]
+        inner = lion_of_package()(groups, lr=0.01, weight_decay=0.1)
+    else:
+        inner = PlainLion([{"params": params[:2]}, {"params": params[2:], "rate": 0.03}], lr=0.01, decay=0.1)
+    opt = MixedPrecisionOptimizer(
+        inner, fused_step=True, loss_scale=8.0, master_weights="split" if split else "full"
+    )  # fmt: skip
+    assert "step: fused" in repr(opt)
+    state = opt.state_dict()["masters"]
+    values = [p.detach() if m is None else m for p, m in zip(params, state, strict=True)]
+    want = [Element(v.float().numpy().reshape(-1).copy(), np.zeros(v.numel(), np.float32)) for v in values]
+    for step in range(4):
+        give_grads(opt, params, step)
+        stored = [p.grad.float().numpy().reshape(-1).copy() for p in params]
+        norm = opt.clip_master_grads(0.5)
+        clip = float(np.float32(0.5) / (np.float32(norm) + np.float32(1e-6)))
+        opt.step()
+        for k, (e, grad) in enumerate(zip(want, stored, strict=True)):
+            lr = 0.01 if k < 2 else 0.03
+            oracle.lion(e, grad, 1 / 8.0, clip, lr=lr, betas=(0.9, 0.99), weight_decay=0.1, maximize=False)
+    got = opt.state_dict()["masters"]
+    keys = [key for group in opt.param_groups for key in group["params"]]
+    for e, p, master, held in zip(want, params, got, keys, strict=True):
+        assert np.array_equal((p if master is None else master).detach().float().numpy().reshape(-1), e.p)
+        assert np.array_equal(opt.state[held]["exp_avg"].numpy().reshape(-1), e.m)
+
+
+def test_lion_skips_resumes_and_goes_on_as_before() -> None:
+    def made(params: list[Tensor]) -> MixedPrecisionOptimizer:
+        return MixedPrecisionOptimizer(PlainLion(params, decay=0.1), fused_step=True, loss_scale=8.0)
+
+    params = parameters()
+    opt = made(params)
+    give_grads(opt, params, 0)
+    opt.step()
+    before = copy.deepcopy([*opt.master_params()])
+    give_grads(opt, params, 1)
+    params[0].grad[0, 0] = math.inf
+    opt.step()
+    assert opt.step_was_skipped
+    assert_same([*opt.master_params()], before)
+    others = parameters()
+    again = made(others)
+    again.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for one, its in ((opt, params), (again, others)):
+        give_grads(one, its, 2)
+        one.step()
+    assert_same([*again.master_params()], [*opt.master_params()])
+    assert_same(others, params)
+
+
+# -- what a class must be ----------------------------------------------------------------------------------------------
+
+
+def test_a_decoupled_lion_of_the_package_is_not_taken_for_a_plain_one() -> None:
+    inner = lion_of_package()([half()], lr=1e-4, weight_decay=0.1, decoupled_weight_decay=True)
+    with pytest.raises(ValueError, match=r"Lion, with the settings of group 0, gives other weights: .* after 1 step"):
+        MixedPrecisionOptimizer(inner, fused_step=True)
+    assert "step: general (Lion, with the settings of group 0" in repr(MixedPrecisionOptimizer(inner))
+
+
+def test_the_package_is_not_imported_for_us() -> None:
+    code = "import sys, fp16opt; print('lion_pytorch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+class Bold(AdamW):
+    """Steps twice as far."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        super().step()
+
+
+class OwnState(PlainLion):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for state in self.state.values():
+            state["velocity"] = state["exp_avg"]
+
+
+class Counting(Adam):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for state in self.state.values():
+            state["step"] = torch.tensor(float(state["step"]))
+            state["step"] = int(state["step"])
+
+
+class Raising(SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise OSError("not here")
+
+
+class Renamed(SGD):
+    pass
+
+
+class Nested(Renamed):
+    pass
+
+
+register_one_pass(Bold, "adamw", TORCHS)
+register_one_pass(OwnState, "lion", LION_KEYS)
+register_one_pass(Counting, "adam", TORCHS)
+register_one_pass(Raising, "sgd", {"lr": "lr"})
+register_one_pass(Renamed, "sgd", {"lr": "rate"})
+
+DIFFERENT: dict[type[Optimizer], str] = {
+    Bold: r"Bold, with the settings of group 0, .* after 1 step",
+    OwnState: r"keeps state \['exp_avg', 'velocity'\] where \['exp_avg'\] is wanted, after 1 step",
+    Counting: r"Counting, .* keeps 'step' as int where a tensor is wanted, after 1 step",
+    Raising: r"can't be tried on small tensors: OSError: not here",
+    Renamed: "group 0 has no 'rate'",
+    Nested: "Nested is not exactly SGD",
+}
+
+
+@pytest.mark.parametrize("cls", DIFFERENT, ids=lambda cls: cls.__name__)
+def test_a_class_that_steps_otherwise_steps_itself(cls: Any) -> None:
+    with pytest.raises(ValueError, match=f"fused_step=True can't be served: .*{DIFFERENT[cls]}"):
+        MixedPrecisionOptimizer(cls([half()], lr=0.01), fused_step=True)
+    assert "step: general (" in repr(MixedPrecisionOptimizer(cls([half()], lr=0.01)))
+
+
+class Momentum(SGD):
+    pass
+
+
+@pytest.mark.parametrize("lr", [0.1, 1e-9])
+def test_settings_that_were_left_out_must_be_off(lr: float) -> None:
+    """However small the learning rate, at which no weight moves."""
+    register_one_pass(Momentum, "sgd", {"lr": "lr", "momentum": "momentum", "weight_decay": "weight_decay"})
+    served = Momentum([half()], lr=lr, momentum=0.9, weight_decay=1e-6)
+    assert "step: fused" in repr(MixedPrecisionOptimizer(served, fused_step=True))
+    for more in ({"nesterov": True, "momentum": 0.9}, {"dampening": 0.5, "momentum": 0.9}, {"maximize": True}):
+        with pytest.raises(ValueError, match="gives other"):
+            MixedPrecisionOptimizer(Momentum([half()], lr=lr, **more), fused_step=True)  # type: ignore[arg-type]
+
+
+REFUSED: list[tuple[type[Exception], str, tuple[Any, Any, Any]]] = [
+    (TypeError, "cls: expected a subclass of torch.optim.Optimizer, got int", (int, "sgd", {"lr": "lr"})),
+    (TypeError, "cls: expected a subclass of torch.optim.Optimizer, got Optimizer", (Optimizer, "sgd", {"lr": "lr"})),
+    (TypeError, "cls: expected a subclass of torch.optim.Optimizer, got str", ("SGD", "sgd", {"lr": "lr"})),
+    (ValueError, "functor: expected one of 'sgd', 'adam', 'adamw', 'lion', got 'lamb'", (Nested, "lamb", {"lr": "lr"})),
+    (TypeError, "hyperparameters: expected a dict from settings to keys .*, got list", (Nested, "sgd", [])),
+    (ValueError, "functor 'lion' has lr, betas, weight_decay, maximize, and no 'eps'",
+     (Nested, "lion", {"eps": "eps"})),
+    (ValueError, "functor 'adam' needs betas, eps too", (Nested, "adam", {"lr": "lr"})),
+    (TypeError, r"hyperparameters\['lr'\]: expected a key of the class's param groups, got 0.1",
+     (Nested, "sgd", {"lr": 0.1})),
+    (TypeError, r"hyperparameters\['betas'\]: expected a key .*, or a tuple of two, got \('b1',\)",
+     (Nested, "lion", {"lr": "lr", "betas": ("b1",)})),
+    (ValueError, "cls: AdamW has a one-pass step already", (AdamW, "adamw", TORCHS)),
+    (ValueError, "cls: PlainLion has a one-pass step already, with other settings",
+     (PlainLion, "lion", {"lr": "rate", "betas": ("b1", "b2")})),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "message", "given"), REFUSED, ids=[message[:60] for _, message, _ in REFUSED])
+def test_what_registering_refuses(error: type[Exception], message: str, given: tuple[Any, Any, Any]) -> None:
+    with pytest.raises(error, match=message):
+        register_one_pass(*given)
+    register_one_pass(PlainLion, "lion", LION_KEYS)  # the same again changes nothing

@@ -1,0 +1,394 @@
+"""gradient_release=True: the ordinary step's bits, in backward; what it can't serve is refused with the reason."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import math
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from engine.checks import assert_same, snapshot
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.utils.checkpoint import checkpoint
+
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, StaticLossScaler
+from fused.test_one_pass_classes import PlainLion
+
+MAKERS: dict[str, Any] = {
+    "sgd": lambda groups: SGD(groups, lr=0.1),
+    "momentum": lambda groups: SGD(groups, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": lambda groups: Adam(groups, lr=0.01, amsgrad=True),
+    "adamw": lambda groups: AdamW(groups, lr=0.01),
+    "lion": lambda groups: PlainLion(groups, decay=0.1),
+}
+
+
+class Net(nn.Module):
+    """16-bit and FP32 parameters, channels-last, tied, frozen and unused ones."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3).to(dtype).to(memory_format=torch.channels_last)
+        self.wide = nn.Linear(16, 64).to(dtype)
+        self.norm = nn.LayerNorm(64)
+        self.tied = nn.Linear(64, 64, bias=False).to(dtype)
+        self.frozen = nn.Linear(64, 64).to(dtype).requires_grad_(False)
+        self.unused = nn.Linear(3, 3).to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.conv(x)).flatten(1)
+        x = self.norm(self.wide(x).float()).to(self.tied.weight.dtype)
+        x = self.frozen(torch.tanh(self.tied(torch.tanh(self.tied(x)))))
+        return x.float().square().mean()
+
+
+def made(name: str = "adamw", dtype: torch.dtype = torch.float16, release: Any = True, **more: Any) -> Any:
+    torch.manual_seed(0)
+    net = Net(dtype)
+    params = [*net.parameters()]
+    more.setdefault("loss_scale", 64.0)
+    groups = [{"params": params[:3]}, {"params": params[3:], "rate" if name == "lion" else "lr": 0.003}]
+    named = net.named_parameters()
+    opt = MixedPrecisionOptimizer(
+        MAKERS[name](groups), fused_step="auto", gradient_release=release, named_parameters=named, **more
+    )  # fmt: skip
+    return net, opt
+
+
+def batch(dtype: torch.dtype, seed: int) -> Tensor:
+    return torch.randn(3, 2, 4, 4, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def train(net: nn.Module, opt: MixedPrecisionOptimizer, steps: range, dtype: torch.dtype = torch.float16) -> None:
+    for step in steps:
+        opt.zero_grad()
+        opt.backward(net(batch(dtype, step)))
+        opt.step()
+
+
+@pytest.mark.parametrize("masters", ["full", "split"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MAKERS)
+def test_it_has_the_ordinary_steps_bits(name: str, dtype: torch.dtype, masters: str) -> None:
+    net, opt = made(name, dtype, master_weights=masters)
+    other, plain = made(name, dtype, release=False, master_weights=masters)
+    assert "step: fused, in backward" in repr(opt)
+    assert "gradient_release: True" in repr(opt)
+    train(net, opt, range(3), dtype)
+    train(other, plain, range(3), dtype)
+    assert all(p.grad is None for p in net.parameters())
+    assert any(p.grad is not None for p in other.parameters())
+    assert_same(snapshot(opt), snapshot(plain))
+    assert_same([*net.parameters()], [*other.parameters()])
+
+
+def test_parameters_are_stepped_and_freed_while_backward_runs() -> None:
+    net, opt = made()
+    before = net.tied.weight.detach().clone()
+    seen: list[bool] = []
+
+    def look(grad: Tensor) -> None:
+        assert all(p.grad is None for p in net.parameters())
+        seen.append(torch.equal(net.tied.weight, before))
+
+    net.conv.weight.register_hook(look)  # the last one to come
+    opt.backward(net(batch(torch.float16, 0)))
+    assert seen == [False]
+    assert not opt.step_was_skipped
+    opt.step()
+    assert opt.skipped_steps == 0
+
+
+def test_one_that_is_not_finite_is_left_alone_reported_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    net, opt = made()
+    other, plain = made(release=False)
+    train(net, opt, range(1))
+    train(other, plain, range(1))
+
+    def spoil(grad: Tensor) -> Tensor:
+        grad = grad.clone()
+        grad[0, 0] = math.nan
+        return grad
+
+    handle = net.wide.weight.register_hook(spoil)
+    kept = net.wide.weight.detach().clone()
+    state = copy.deepcopy(opt.state[opt.param_groups[0]["params"][2]])
+    train(net, opt, range(1, 2))
+    train(other, plain, range(1, 2))
+    handle.remove()
+    assert torch.equal(net.wide.weight, kept)
+    assert_same(opt.state[opt.param_groups[0]["params"][2]], state)
+    for (name, p), q in zip(net.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q) != (name == "wide.weight"), name
+    assert (opt.step_was_skipped, opt.skipped_steps) == (True, 1)
+    assert [(o.name, o.inf, o.nan) for o in opt.overflow_report()] == [("wide.weight", False, True)]
+    assert "parameters left alone while the others were stepped" in caplog.text
+    assert "wide.weight (nan)" in caplog.text
+    caplog.clear()
+    train(net, opt, range(2, 4))
+    assert (opt.step_was_skipped, opt.skipped_steps) == (False, 1)
+    assert not torch.equal(net.wide.weight, kept)
+    assert not caplog.records
+
+
+def test_the_rate_is_that_of_backward() -> None:
+    net, opt = made("sgd")
+    other, plain = made("sgd", release=False)
+    opt.backward(net(batch(torch.float16, 0)))
+    for group in opt.param_groups:
+        group["lr"] = 7.0
+    opt.step()
+    train(other, plain, range(1))
+    assert_same([*net.parameters()], [*other.parameters()])
+
+
+def test_resuming_copies_and_pickles_go_on_bit_for_bit() -> None:
+    net, opt = made(master_weights="split")
+    train(net, opt, range(2))
+    saved, weights = copy.deepcopy(opt.state_dict()), copy.deepcopy(net.state_dict())
+    fresh, again = made(master_weights="split")
+    again.load_state_dict(saved)
+    fresh.load_state_dict(weights)
+    twin, twins = copy.deepcopy((net, opt))
+    third, thirds = pickle.loads(pickle.dumps((net, opt)))
+    for model, one in ((net, opt), (fresh, again), (twin, twins), (third, thirds)):
+        train(model, one, range(2, 4))
+    for model in (fresh, twin, third):
+        assert_same([*model.parameters()], [*net.parameters()])
+
+
+def test_checkpoints_move_between_release_and_the_ordinary_step() -> None:
+    net, opt = made()
+    train(net, opt, range(2))
+    other, plain = made(release=False)
+    plain.load_state_dict(copy.deepcopy(opt.state_dict()))
+    other.load_state_dict(net.state_dict())
+    train(net, opt, range(2, 4))
+    train(other, plain, range(2, 4))
+    assert_same([*net.parameters()], [*other.parameters()])
+
+
+def test_groups_and_parameters_that_come_later_are_released_too() -> None:
+    net, opt = made()
+    other, plain = made(release=False)
+    for model, one in ((net, opt), (other, plain)):
+        train(model, one, range(1))
+        model.frozen.requires_grad_(True)
+        added = nn.Linear(64, 64).half()
+        added.load_state_dict(model.frozen.state_dict())
+        one.add_param_group({"params": [*added.parameters()]})
+        for step in range(2):
+            one.zero_grad()
+            one.backward(added(model.tied.weight).float().square().mean() + model(batch(torch.float16, step)))
+            one.step()
+    assert all(p.grad is None for p in net.parameters())
+    assert_same(snapshot(opt), snapshot(plain))
+
+
+def test_fp32_parameters_that_are_unfrozen_are_stepped() -> None:
+    net, opt = made()
+    net.norm.requires_grad_(False)
+    _, opt = net, MixedPrecisionOptimizer(SGD(net.parameters(), lr=0.1), gradient_release=True)
+    net.norm.requires_grad_(True)
+    before = net.norm.weight.detach().clone()
+    train(net, opt, range(1))
+    assert net.norm.weight.grad is None
+    assert not torch.equal(net.norm.weight, before)
+
+
+def test_hooks_closures_and_schedulers_work() -> None:
+    net, opt = made("sgd")
+    calls: list[str] = []
+    opt.optimizer.register_step_post_hook(lambda *_: calls.append("inner"))
+    opt.register_step_post_hook(lambda *_: calls.append("outer"))
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, 1)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = net(batch(torch.float16, 0))
+        opt.backward(loss)
+        return loss
+
+    assert float(opt.step(closure).detach()) > 0
+    scheduler.step()
+    assert calls == ["inner", "outer"]
+    opt.step()
+    assert calls == ["inner", "outer", "outer"], "nothing to step"
+
+
+def test_weights_that_were_written_are_noticed_before_they_are_stepped(caplog: pytest.LogCaptureFixture) -> None:
+    net, opt = made("sgd")
+    train(net, opt, range(2))
+    assert not caplog.records, "our own steps are no writes"
+    with torch.no_grad():
+        net.wide.weight.fill_(0.5)
+    train(net, opt, range(2, 3))
+    assert "model weights were written by something else" in caplog.text
+    masters = {id(p): m for m, p in zip(opt.master_params(), opt.model_params(), strict=True)}
+    assert (masters[id(net.wide.weight)] - 0.5).abs().max() < 0.2
+
+
+def test_it_leaves_no_cycle_and_its_hooks_go_with_it() -> None:
+    net, opt = made()
+    train(net, opt, range(1))
+    gone = weakref.ref(opt)
+    gc.disable()
+    try:
+        del opt
+        assert gone() is None
+    finally:
+        gc.enable()
+    net(batch(torch.float16, 1)).backward()
+    assert net.wide.weight.grad is not None
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def half() -> Tensor:
+    return nn.Parameter(torch.ones(3, dtype=torch.float16))
+
+
+WHEN_WRAPPED: dict[str, tuple[dict[str, Any], str]] = {
+    "value": ({"gradient_release": "yes"}, "gradient_release: expected one of False, True, 'held', got 'yes'"),
+    "number": ({"gradient_release": 1}, "gradient_release: expected one of False, True, 'held', got 1"),
+    "general": ({"fused_step": False}, "gradient_release=True needs the one-pass step, and fused_step=False"),
+    "sums": ({"grad_accumulation": "fp32"}, "gradient_release=True frees each gradient.*grad_accumulation='fp32'"),
+    "dynamic": ({"dynamic": True}, "gradient_release=True .* does not go with a dynamic loss scale"),
+    "scaler": ({"scaler": DynamicLossScaler()}, "gradient_release=True .* does not go with a dynamic loss scale"),
+    "none": ({"master_weights": "none"}, "gradient_release=True needs the one-pass step.*: there are no FP32 masters"),
+}
+
+
+@pytest.mark.parametrize("case", WHEN_WRAPPED)
+def test_what_is_refused_when_it_is_wrapped(case: str) -> None:
+    given, message = WHEN_WRAPPED[case]
+    inner = AdamW([half()])
+    before = inner.param_groups[0]["params"][0]
+    with pytest.raises(ValueError, match=message):
+        MixedPrecisionOptimizer(inner, **{"gradient_release": True, **given})
+    assert inner.param_groups[0]["params"][0] is before
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adagrad, torch.optim.LBFGS])
+def test_classes_without_a_one_pass_step_are_refused_by_name(cls: type[Optimizer]) -> None:
+    with pytest.raises(ValueError, match=f"gradient_release=True needs the one-pass step.*: {cls.__name__} is not"):
+        MixedPrecisionOptimizer(cls([half()]), gradient_release=True)
+
+
+def test_several_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, opt = made()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(RuntimeError, match="before DDP's reducer averages them over the 2 ranks"):
+        opt.backward(net(batch(torch.float16, 0)))
+    with pytest.raises(ValueError, match="before DDP's reducer averages them over the 2 ranks"):
+        made()
+
+
+def test_a_ddp_module_can_not_be_attached() -> None:
+    from fp16opt.distributed.replicas import DdpReplicas
+
+    _, opt = made()
+    with pytest.raises(RuntimeError, match="it can't be attached to a DDP module"):
+        opt.engine.accumulation.replicas = DdpReplicas.__new__(DdpReplicas)
+
+
+def test_clipping_and_true_gradients_are_refused_when_they_are_called() -> None:
+    net, opt = made()
+    opt.backward(net(batch(torch.float16, 0)))
+    with pytest.raises(RuntimeError, match="clip_master_grads: with gradient_release=True parameters are stepped"):
+        opt.clip_master_grads(1.0)
+    with pytest.raises(RuntimeError, match="update_master_grads: gradients are freed as they come"):
+        opt.update_master_grads()
+    assert all(master.grad is None for master in opt.master_params())
+    opt.step()
+
+
+def test_a_second_backward_is_refused_before_it_begins() -> None:
+    net, opt = made()
+    opt.backward(net(batch(torch.float16, 0)))
+    weights = copy.deepcopy([*net.parameters()])
+    with pytest.raises(RuntimeError, match=r"a further backward in one step: .* Call step\(\) after each backward"):
+        opt.backward(net(batch(torch.float16, 1)))
+    opt.zero_grad()  # which can't take back what was stepped
+    with pytest.raises(RuntimeError, match="a further backward in one step"):
+        opt.scale_loss(torch.ones(()))
+    assert_same([*net.parameters()], weights)
+    opt.step()
+    train(net, opt, range(1, 2))
+
+
+def test_gradients_of_another_backward_are_refused() -> None:
+    net, opt = made()
+    with pytest.raises(RuntimeError, match=r"a gradient of parameter '.*' came that neither opt.backward"):
+        net(batch(torch.float16, 0)).backward()
+    opt.zero_grad()
+    net.wide.weight.grad = torch.ones_like(net.wide.weight)
+    for call in (opt.step, lambda: opt.backward(net(batch(torch.float16, 0)))):
+        with pytest.raises(RuntimeError, match=r"gradients are there that no backward made: wide.weight"):
+            call()
+    opt.zero_grad()
+    train(net, opt, range(1))
+
+
+def test_a_dynamic_scaler_of_one_backward_is_refused() -> None:
+    net, opt = made()
+    with pytest.raises(RuntimeError, match="backward with a dynamic scaler"):
+        opt.backward(net(batch(torch.float16, 0)), scaler=DynamicLossScaler())
+    opt.backward(net(batch(torch.float16, 0)), scaler=StaticLossScaler(8.0))
+    opt.step()
+
+
+def test_graphs_of_gradients_and_sparse_ones_are_refused() -> None:
+    net, opt = made()
+    with pytest.raises(RuntimeError, match="its gradient is part of a graph"):
+        opt.backward(net(batch(torch.float16, 0)), create_graph=True)
+    with pytest.raises(RuntimeError, match=r"a backward was interrupted, .* Call zero_grad\(\)"):
+        opt.step()
+    opt.zero_grad()
+    train(net, opt, range(1))
+    table = nn.Embedding(5, 3, sparse=True).half()
+    opt = MixedPrecisionOptimizer(SGD(table.parameters(), lr=0.1), gradient_release=True)
+    with pytest.raises(RuntimeError, match=r"parameter 'group 0, param 0': expected a dense gradient, got torch"):
+        opt.backward(table(torch.tensor([1])).float().sum())
+
+
+def test_reentrant_checkpointing_of_shared_weights_is_refused() -> None:
+    shared = nn.Linear(4, 4).half()
+    opt = MixedPrecisionOptimizer(SGD(shared.parameters(), lr=0.1), gradient_release=True)
+    x = torch.ones(2, 4, dtype=torch.float16, requires_grad=True)
+
+    def loss(reentrant: bool) -> Tensor:
+        y = checkpoint(shared, x, use_reentrant=reentrant)
+        return checkpoint(shared, y, use_reentrant=reentrant).float().sum()
+
+    with pytest.raises(RuntimeError, match=r"a second gradient of parameter '.*' came in one backward"):
+        opt.backward(loss(True))
+    opt.zero_grad()
+    opt.backward(loss(False))
+    opt.step()
+    assert opt.skipped_steps == 0
+
+
+def test_what_stands_in_the_way_later_is_said() -> None:
+    net, opt = made()
+    train(net, opt, range(1))
+    opt.param_groups[0]["lr"] = torch.tensor([0.1, 0.2])
+    with pytest.raises(RuntimeError, match="can't be stepped in one pass any more: group 0 has an lr that is a tensor"):
+        opt.backward(net(batch(torch.float16, 1)))
+
+
+def test_nothing_is_logged_and_nothing_done_without_a_backward(caplog: pytest.LogCaptureFixture) -> None:
+    _, opt = made()
+    with caplog.at_level(logging.INFO):
+        opt.step()
+        opt.zero_grad()
+    assert opt.skipped_steps == 0
+    assert not caplog.records
