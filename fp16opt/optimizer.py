@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from . import kernels, parallel
 from .certify.buckets import settings_of
 from .engine import arrivals, checkpoint, one_pass_step, state_formats
-from .engine.accumulation import Accumulation, Pending, Stage, Verdict
+from .engine.accumulation import Accumulation, Pending, Stage, Verdict, are_finite
 from .engine.arguments import (
     check_choice,
     check_loss,
@@ -792,7 +792,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             used: The model's gradients that it was about, where others may be there by now.
         """
         old = float(self.scaler.scale) if skipped is True else 0.0
-        finite = self._accumulation.losses_are_finite() if skipped is True else None
+        finite = are_finite(self._accumulation.losses) if skipped is True else None
         skipped = self._outcome.close(verdict, skipped, self._gradients.stats())
         self._accumulation.finish(used)
         self._under.stepped()

@@ -187,8 +187,8 @@ void lion(const StepLists& lists, const std::vector<LionOptions>& groups, float 
     require_lists(lists, groups.size());
     require(lists.state.size() == 1, "Lion's state is one list");
     const auto* level = current_level().steps;
-    run(lists, threads, [&](const StepChunk& chunk, size_t place) {
-        const LionOptions& o = groups[size_t(lists.group_of[place])];
+    run(lists, threads, [&](const StepChunk& chunk, const Chunk& part) {
+        const LionOptions& o = groups[size_t(lists.group_of[size_t(part.tensor)])];
         const LionScalars scalars = lion_scalars(o.lr, o.beta1, o.beta2, o.weight_decay);
         return level->lion(chunk, factors_of(inv_scale, coefficient, o.maximize), scalars);
     });

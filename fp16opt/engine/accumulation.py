@@ -55,6 +55,11 @@ class Pending:
         return self.scaler is scaler and self.generation == scaler.generation
 
 
+def are_finite(losses: list[Tensor]) -> bool | None:
+    """Whether all losses of a step are; None where nobody has seen any. Syncs."""
+    return all([bool(loss.isfinite().all()) for loss in losses]) if losses else None  # noqa: C419
+
+
 @dataclass
 class Verdict:
     """Whether the gradients that are about to be stepped are finite, over all ranks.
@@ -195,10 +200,6 @@ class Accumulation:
         pending.foreign = False
         self.pending, self.stage, self._arrived = pending, Stage.SCALED, False
         return pending
-
-    def losses_are_finite(self) -> bool | None:
-        """Whether the losses of the present gradients are; None where nobody has seen any. Syncs."""
-        return all([bool(loss.isfinite().all()) for loss in self.losses]) if self.losses else None  # noqa: C419
 
     def forget(self) -> None:
         """READY; what was found counts for nothing, and nothing is known of what is in the model."""
