@@ -3,9 +3,9 @@
     python benchmarks/cuda_host.py [--quick] [--json PATH] [--rounds N]
 
 Rows: compiling all kernels for one card with each NVRTC that is there (packages nvidia-cuda-nvrtc-cu12 and
-nvidia-cuda-nvrtc), and taking them from the disk; host time of one `step()` of AdamW over FP16 weights of 64 elements on
-a pretended device, whose driver notes launches and runs nothing, and of the kernel's call alone. Times are medians over
-the rounds.
+nvidia-cuda-nvrtc), and taking them from the disk; host time of one `step()` of AdamW over FP16 weights of 64 elements
+on a pretended device, whose driver notes launches and runs nothing, and of the kernel's call alone. Times are medians
+over the rounds.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import common  # first: it quiets the worker threads before torch is loaded
 
 # isort: split
+import functools
 import os
 import statistics
 import sys
@@ -58,9 +59,10 @@ def compile_rows(rounds: int) -> list[common.Row]:
             print(f"not measured: {error}")
             continue
         name = f"NVRTC {compiler.version[0]}.{compiler.version[1]}, sm_{CARD}"
-        compiled = [timed(lambda: cuda_devices.compile_all(compiler, CARD)) for _ in range(rounds)]
+        compiled = [timed(functools.partial(cuda_devices.compile_all, compiler, CARD)) for _ in range(rounds)]
         cubin_cache.store(cuda_rows.digest(), CARD, cuda_devices.compile_all(compiler, CARD))
-        cached = [timed(lambda: cubin_cache.load(cuda_rows.digest(), CARD, compiler.version)) for _ in range(rounds)]
+        load = functools.partial(cubin_cache.load, cuda_rows.digest(), CARD, compiler.version)
+        cached = [timed(load) for _ in range(rounds)]
         rows.append(row(f"{name}: compiling {len(cuda_rows.KERNELS)} kernels, s", 4.0, compiled))
         rows.append(row(f"{name}: from the disk, s", 0.01, cached))
     return rows
