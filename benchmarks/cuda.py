@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, kernels
-from fp16opt.kernels import CastStats, GradStats, PointerTables
+from fp16opt.kernels import CastStats, GradStats, PointerTables, cuda_devices
 
 MODELS = {
     "350M": routes.gpt_shapes(24, 1024, 50257, 1024),
@@ -252,8 +252,7 @@ def card() -> dict[str, str]:
         "memory, GiB": f"{properties.total_memory / 2**30:.1f}",
         "driver": driver(),
         "CUDA of torch": str(torch.version.cuda),
-        "code in the module": str(kernels.native.cuda_module().architectures),
-        "kernels": kernels.backend(DEVICE),
+        "kernels": cuda_devices.served(0).words,
     }
 
 

@@ -1,7 +1,7 @@
-"""Pretended cards: a CUDA driver and an NVRTC that note what they are asked, and a torch that says that there are cards.
+"""Pretended cards: a CUDA driver and an NVRTC that note what they are asked, and a torch that says there are cards.
 
-What this shows: which functions are called with which arguments, in which context, on which stream, by which thread; and
-with emulated kernels that a call's whole way to the driver carries the right bytes. What it can't show: CUDA."""
+What this shows: which functions are called with which arguments, in which context, on which stream, by which thread;
+with emulated kernels, that a call's whole way to the driver carries the right bytes. What it can't show: CUDA."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ class Driver:
 def pretend(
     folder: Path, monkeypatch: pytest.MonkeyPatch, cards: Sequence[tuple[int, int]] = ((9, 0), (8, 0))
 ) -> Driver:
-    """Have torch say that there are cards of these compute capabilities, and the driver and NVRTC be the pretended ones.
+    """Have torch say that there are cards of these compute capabilities; driver and NVRTC are the pretended ones.
 
-    Streams are those of `torch.cuda.current_stream`, which a test may replace; the handle is 0x7700000000000010 plus the
-    device's number.
+    Streams are those of `torch.cuda.current_stream`, which a test may replace; the handle is 0x7700000000000010 plus
+    the device's number.
     """
     driver = Driver(folder)
     driver.noted()
@@ -79,7 +79,8 @@ def pretend(
 
     def stream(device: Any = None) -> SimpleNamespace:
         index = torch.device(device).index or 0
-        return SimpleNamespace(cuda_stream=0x7700000000000010 + index, device_index=index, wait_stream=lambda other: None)
+        handle = 0x7700000000000010 + index
+        return SimpleNamespace(cuda_stream=handle, device_index=index, wait_stream=lambda other: None)
 
     faked = {
         "is_available": lambda: True,

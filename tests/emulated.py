@@ -1,17 +1,17 @@
 """The CUDA kernels on a machine without a GPU: the same source, compiled as plain C++, in which a kernel's blocks and
-threads take their turns one after the other, in any order. What this shows: packing, indices, tails, alignment, lane
-and tree order, who adds up when, and the Python around it. What it can't show: races, barriers, and CUDA itself."""
+threads take their turns one after the other, in an order that is shuffled for every launch and phase. What this shows:
+packing, indices, tails, alignment, lane and tree order, who adds up when, that no order is relied on, and the Python
+around it. What it can't show: races within a phase, barriers, and CUDA itself."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import runpy
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -39,18 +39,19 @@ class Emulated:
 
     Attributes:
         paths: the same.
+        libraries: these, loaded.
     """
 
     def __init__(self, libraries: Sequence[Path]) -> None:
         self.paths = list(libraries)
-        self._libraries = [ctypes.CDLL(str(path)) for path in libraries]
+        self.libraries = [ctypes.CDLL(str(path)) for path in libraries]
         self._entries: dict[str, Any] = {}
         self._kept: dict[int, Any] = {}
 
     def entry(self, name: str) -> Any:
         """A kernel's function, as cuLaunchKernel would call it."""
         if name not in self._entries:
-            entry = next(getattr(one, f"fp16opt_{name}") for one in self._libraries if hasattr(one, f"fp16opt_{name}"))
+            entry = next(getattr(one, f"fp16opt_{name}") for one in self.libraries if hasattr(one, f"fp16opt_{name}"))
             entry.argtypes, entry.restype = (ctypes.POINTER(ctypes.c_char_p), ctypes.c_int64), None
             self._entries[name] = entry
         return self._entries[name]
@@ -70,14 +71,27 @@ class Emulated:
         """How many tables of captured calls were not given back."""
         return len(self._kept)
 
-    @contextlib.contextmanager
-    def shuffled(self, factor: int, offset: int) -> Iterator[None]:
-        """Blocks, and the threads of a phase, in another order."""
-        for library in self._libraries:
-            library.fp16opt_turns(ctypes.c_uint32(factor), ctypes.c_uint32(offset))
-        yield
-        for library in self._libraries:
-            library.fp16opt_turns(ctypes.c_uint32(1), ctypes.c_uint32(0))
+
+class Shuffle:
+    """The state of what puts the blocks and threads of all libraries in order: see csrc/launch/cuda.cuh."""
+
+    def __init__(self, libraries: Sequence[ctypes.CDLL]) -> None:
+        self._states = [ctypes.c_uint64.in_dll(library, "fp16opt_shuffle") for library in libraries]
+
+    @property
+    def value(self) -> int:
+        """0 is first to last; any other number is what the next order comes from."""
+        return max(state.value for state in self._states)
+
+    @value.setter
+    def value(self, value: int) -> None:
+        for state in self._states:
+            state.value = value
+
+
+def shuffle(device: Any) -> Shuffle:
+    """The state of what puts the blocks and threads of emulated kernels in order."""
+    return Shuffle(device.libraries)
 
 
 def build(folder: Path, *more: str) -> Emulated:
@@ -124,6 +138,7 @@ class HostStream:
 
 def use(device: Any, monkeypatch: pytest.MonkeyPatch) -> type[HostStream]:
     """Have the emulated kernels serve CPU tensors for one test. Returns the class that stands for streams."""
+    monkeypatch.setattr(shuffle(device), "value", 1)
 
     class Noting(HostStream):
         waits: ClassVar[list[tuple[int, int]]] = []

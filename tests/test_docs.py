@@ -22,7 +22,7 @@ OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 def _modules() -> list[str]:
     names = ["fp16opt"]
     for info in pkgutil.walk_packages([str(PACKAGE)], "fp16opt."):
-        if not info.name.endswith(("__main__", "._cpu", "._cuda")):
+        if not info.name.endswith(("__main__", "._cpu")):
             names.append(info.name)
     return names
 

@@ -22,11 +22,33 @@ FP16OPT_HD T read_fresh(const T* at) {
 }
 
 #if !defined(__CUDACC__)
-// In which order blocks, and the threads of a phase, take their turns on a host: an odd factor and an offset shuffle them.
-struct Turns {
-    uint32_t factor = 1, offset = 0;
+// Where a host runs a kernel: 0 takes blocks and threads in order; any other number is the state of a generator that puts
+// them in another order for each launch and phase. A GPU runs them in any, and results must not depend on it.
+extern "C" {
+inline __attribute__((visibility("default"))) uint64_t fp16opt_shuffle = 0;
+}
+
+// An order of `count` things: the i-th to take is at(i).
+class Order {
+public:
+    explicit Order(int64_t count) : count_(count) {
+        if (fp16opt_shuffle == 0 || count < 2) return;
+        first_ = next() % count;
+        do {
+            step_ = 1 + next() % (count - 1);
+        } while (divisor(count, step_) != 1);
+    }
+    int64_t at(int64_t i) const { return (first_ + i * step_) % count_; }
+
+private:
+    static int64_t next() {  // Knuth's MMIX generator, of which the upper bits are good
+        fp16opt_shuffle = (fp16opt_shuffle * 6364136223846793005ull + 1442695040888963407ull) | (uint64_t(1) << 63);
+        return int64_t(fp16opt_shuffle >> 24);
+    }
+    static int64_t divisor(int64_t a, int64_t b) { return b == 0 ? a : divisor(b, a % b); }
+
+    int64_t count_, first_ = 0, step_ = 1;
 };
-inline Turns turns;
 #endif
 
 template <class Phase>
@@ -34,8 +56,11 @@ FP16OPT_HD void for_threads(Phase&& phase) {
 #if defined(__CUDA_ARCH__)
     phase(int(threadIdx.x));
     __syncthreads();
+#elif defined(__CUDACC__)
+    for (int t = 0; t < kThreads; ++t) phase(t);
 #else
-    for (uint32_t k = 0; k < uint32_t(kThreads); ++k) phase(int((k * turns.factor + turns.offset) % uint32_t(kThreads)));
+    const Order order(kThreads);
+    for (int t = 0; t < kThreads; ++t) phase(int(order.at(t)));
 #endif
 }
 

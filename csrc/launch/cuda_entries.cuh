@@ -73,9 +73,8 @@ namespace fp16opt {
 
 template <class Block>
 void for_blocks(int64_t blocks, Block&& block) {
-    constexpr int64_t prime = 1000003;
-    const int64_t factor = turns.factor == 1 || blocks % prime == 0 ? 1 : prime;
-    for (int64_t k = 0; k < blocks; ++k) block((k * factor + turns.offset) % blocks);
+    const Order order(blocks);
+    for (int64_t i = 0; i < blocks; ++i) block(order.at(i));
 }
 
 template <class T>
@@ -84,10 +83,6 @@ const T& argument(void** arguments, int which) {
 }
 
 }  // namespace fp16opt
-
-extern "C" __attribute__((visibility("default"))) void fp16opt_turns(uint32_t factor, uint32_t offset) {
-    fp16opt::turns = {factor | 1u, offset};
-}
 
 // `arguments` are as cuLaunchKernel takes them.
 #define FP16OPT_ENTRY(name) \

@@ -31,6 +31,8 @@ ScaleMemory = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 _MOST_MAPPING_BLOCKS = 2048
 """Of kernels that may find nothing to do: as many as keep any GPU busy."""
+_MOST_LISTS = 8
+"""For which an entry of a table has dtypes."""
 
 
 def serves(device: torch.device) -> bool:
@@ -151,6 +153,10 @@ class Table(Content):
         self._rows = [plan.rows[place] for place in plan.direct]
         self._flags: object = None
         self._width, count = len(plan.operation.lists), len(plan.direct)
+        if self._width > _MOST_LISTS:
+            raise ValueError(
+                f"{plan.operation.name}: has {self._width} lists, the CUDA kernels take up to {_MOST_LISTS}. Widen Entry."
+            )
         columns = [call.column(which) for which in range(self._width)]
         numels = [columns[0][place].numel() for place in plan.direct]
         codes = [[native.CODES[column[place].dtype] for column in columns] for place in plan.direct]

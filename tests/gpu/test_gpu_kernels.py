@@ -12,7 +12,7 @@ from kernel_cases import BORDERS, LAYOUTS, make, shape_of
 from torch import Tensor
 
 from fp16opt import kernels
-from fp16opt.kernels import CastStats, GradStats, PointerTables
+from fp16opt.kernels import CastStats, GradStats, PointerTables, cuda_devices
 
 pytestmark = pytest.mark.gpu
 SIXTEEN = (torch.float16, torch.bfloat16)
@@ -216,10 +216,10 @@ def test_streams_take_turns_at_one_table(device: torch.device) -> None:
 
 
 def test_errors_name_the_operation(device: torch.device) -> None:
-    module = kernels.native.cuda_module()
-    table = module.Table([4], [0], [[2]], [0])
-    with pytest.raises(RuntimeError, match="multi_tensor_scale: CUDA reports cudaErrorInvalidDevice"):
-        module.scale(table, module.Where(0, 10_000, 0), 0)
+    card = cuda_devices.kernels_on(0)
+    assert card is not None
+    with pytest.raises(RuntimeError, match="multi_tensor_scale: CUDA reports CUDA_ERROR_INVALID_VALUE"):
+        card.launch("scale", 0, 0, bytes(8), bytes(64))  # a grid of no blocks
     values = torch.full((4,), 2.0, device=device)
     kernels.multi_tensor_scale([values], torch.tensor(0.5, device=device))
     assert values.tolist() == [1.0] * 4, "an error that was raised is over"

@@ -20,7 +20,7 @@ from engine.checks import assert_same_bits, normal
 from torch import Tensor, nn
 
 from fp16opt import DynamicLossScaler, GradScaler, MixedPrecisionOptimizer
-from fp16opt.kernels import native
+from fp16opt.kernels import cuda_devices
 
 pytestmark = pytest.mark.gpu
 FUSED: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -250,7 +250,8 @@ def test_eager_steps_go_on_after_a_capture(device: torch.device, kind: type[Loop
 
 
 def test_tables_of_a_capture_are_given_back(device: torch.device) -> None:
-    module = native.cuda_module()
+    module = cuda_devices.kernels_on(0)
+    assert module is not None
     before = module.kept_tables()
     loop = Loop(device)
     for _ in range(3):

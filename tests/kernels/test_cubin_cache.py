@@ -138,7 +138,7 @@ def test_a_folder_that_cannot_be_made_or_written(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FP16OPT_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(CacheError, match=r"file/cache can't be used: Not a directory: name another folder with FP16OPT"):
+    with pytest.raises(CacheError, match=r"file/cache can't be used: Not a directory: name another folder with FP16"):
         cubin_cache.store(DIGEST, 90, SET)
     monkeypatch.setenv("FP16OPT_CACHE", str(folder))
 
@@ -162,8 +162,9 @@ def test_a_read_only_home_keeps_kernels_in_memory_and_says_so_once(
         for _ in range(2):
             assert kernels.backend("cuda:0") == "cuda"
     (record,) = caplog.records
-    assert record.getMessage().startswith("compiled CUDA kernels are kept in memory, and compiled again in each process: ")
-    assert "FP16OPT_CACHE" in record.getMessage()
+    said = record.getMessage()
+    assert said.startswith("compiled CUDA kernels are kept in memory, and compiled again in each process: ")
+    assert "FP16OPT_CACHE" in said
     assert len((tmp_path / "log").read_text().splitlines()) == cards.KERNELS
     assert "compiled by this process" in cuda_devices.served(0).words
 
@@ -185,7 +186,7 @@ def test_a_damaged_cache_is_compiled_again(
 
 # -- processes ---------------------------------------------------------------------------------------------------------
 
-# A process whose torch says that there is a card, and whose driver and NVRTC are the pretended ones by their real names.
+# A process whose torch says that there is a card, and whose driver and NVRTC are the pretended ones, by their names.
 PROCESS = """
 import os, sys, types, torch
 faked = dict(is_available=lambda: True, device_count=lambda: 1, get_device_capability=lambda i: (9, 0),

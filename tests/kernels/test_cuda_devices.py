@@ -127,7 +127,7 @@ def test_a_card_that_nvrtc_does_not_know_takes_the_next_lower_of_its_major(
     assert {line.split("=")[1].split()[0] for line in compiled()} == {"sm_86", "sm_90"}
     assert "CUDA kernels for sm_86" in cuda_devices.served(0).words
     assert [name for name, _ in cubin_cache.names(capability=89)], "found again for this card"
-    with pytest.warns(RuntimeWarning, match=r"makes no code for sm_121, only for sm_70, .*: install a torch built for a"):
+    with pytest.warns(RuntimeWarning, match=r"makes no code for sm_121, only for sm_70, .*: install a torch bui"):
         assert kernels.backend("cuda:2") == "reference"
 
 
@@ -209,7 +209,7 @@ def test_a_captured_call_has_memory_of_its_own(host: Any, monkeypatch: pytest.Mo
 def test_a_failed_copy_of_a_captured_table_gives_its_memory_back(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     host.fail("cuMemcpyHtoDAsync", 700)
-    with pytest.raises(cuda_driver.DriverError, match=r"cuMemcpyHtoDAsync_v2: CUDA reports CUDA_ERROR_OTHER: something"):
+    with pytest.raises(cuda_driver.DriverError, match=r"cuMemcpyHtoDAsync_v2: CUDA reports CUDA_ERROR_OTHER: some"):
         norms()
     called = [line.split()[0] for line in host.noted()]
     assert called.count("cuMemFree") == called.count("cuMemAlloc") == 1
@@ -218,7 +218,7 @@ def test_a_failed_copy_of_a_captured_table_gives_its_memory_back(host: Any, monk
 
 def test_a_launch_that_fails_has_cudas_words(host: Any) -> None:
     host.fail("cuLaunchKernel", 701)
-    with pytest.raises(cuda_driver.DriverError, match=r"multi_tensor_l2norm: CUDA reports CUDA_ERROR_OTHER: something"):
+    with pytest.raises(cuda_driver.DriverError, match=r"multi_tensor_l2norm: CUDA reports CUDA_ERROR_OTHER: some"):
         norms()
     card = cuda_devices.kernels_on(0)
     assert card is not None
@@ -239,7 +239,8 @@ def refused(match: str) -> None:
     with pytest.warns(RuntimeWarning, match=match) as caught:
         assert kernels.backend("cuda:0") == "reference"
     assert len(caught) == 1
-    assert "slower torch operations serve cuda:0 (Pretended 0) in place of fp16opt's kernels: " in str(caught[0].message)
+    words = "slower torch operations serve cuda:0 (Pretended 0) in place of fp16opt's kernels: "
+    assert str(caught[0].message).startswith(words)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert kernels.backend("cuda:0") == "reference", "said once"
@@ -252,12 +253,12 @@ def test_a_driver_that_refuses_the_code(driver: Any) -> None:
     driver.fail("cuModuleLoadData", 209)
     refused(
         r"the driver, made for CUDA 12.4, refuses code for sm_90 of NVRTC 14.3 \(cuModuleLoadData: CUDA reports "
-        r"CUDA_ERROR_NO_BINARY_FOR_GPU: no kernel image .*\): update it, or install a torch built for a CUDA that it knows"
+        r"CUDA_ERROR_NO_BINARY_FOR_GPU: no kernel image .*\): update it, or install a torch built for a CUDA that"
     )
 
 
 def test_code_from_the_disk_that_the_driver_refuses_is_compiled_again(driver: Any, caplog: Any) -> None:
-    bad = cubin_cache.Cubins(90, (14, 3), {name: b"FAKE old" for name in NAMES} | {"gone": b"FAKE"})
+    bad = cubin_cache.Cubins(90, (14, 3), dict.fromkeys(NAMES, b"FAKE old") | {"gone": b"FAKE"})
     cubin_cache.store(cuda_rows.digest(), 90, bad)
     assert kernels.backend("cuda:0") == "cuda", "the driver takes what it is given"
     stale = cubin_cache.Cubins(90, (14, 3), {})
