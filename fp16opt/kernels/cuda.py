@@ -73,6 +73,8 @@ class Stream:
         """Keep the memory of ``tensors`` from being used again before the work queued here is done with it.
 
         Memory is given back in the order of the stream that it was allocated on, as a rule the device's default one.
+        Only what is the library's own or may be: tables, numbers, statistics. Tensors in lists are the callers', who
+        see to them when they use them on several streams, as with torch's own operations.
         """
         if self.handle != torch.cuda.default_stream(self._device).cuda_stream and not self.captures:
             for tensor in tensors:
@@ -169,11 +171,9 @@ class Queued:
             site = self._call.plan.compiled = Site(self._call)
         return site
 
-    def done(self, results: Sequence[object], *, writes: bool = True) -> None:
-        """After the launch: hold tensors for a side stream, and count what was written."""
-        for which in range(len(self._call.plan.operation.lists)):
-            self._stream.hold(self._call.column(which))
-        self._stream.hold([result for result in results if isinstance(result, Tensor)])
+    def done(self, used: Sequence[object], results: Sequence[object], *, writes: bool = True) -> None:
+        """After the launch: hold what was used beside the lists, for a side stream, and count what was written."""
+        self._stream.hold([value for value in used if isinstance(value, Tensor)])
         native.count_writes(self._call, results, lists=writes)
 
 
@@ -192,7 +192,7 @@ def launch(
     queued = Queued(call, flags)
     given = [value.data_ptr() if isinstance(value, Tensor) else value for value in arguments]
     getattr(native.cuda_module(), function)(queued.table, queued.where, call.plan.count, *given)
-    queued.done(results, writes=writes)
+    queued.done(arguments, results, writes=writes)
 
 
 # -- decisions ---------------------------------------------------------------------------------------------------------

@@ -91,7 +91,6 @@ class QueuedStep(Queued):
         stats: CastStats | None,
         more_state: bool,
         also_read: Sequence[Tensor],
-        counters: Sequence[Tensor],
     ) -> None:
         """Launch, then hold what the kernel reads and tell autograd what it writes.
 
@@ -99,7 +98,6 @@ class QueuedStep(Queued):
             operation: of the compiled module.
             more_state: whether the lists have what a plain step has not: amsgrad's, or SGD's buffers.
             also_read: tensors on the device that ``groups`` have the addresses of.
-            counters: the counters that are written.
         """
         operation(
             *(self.table, self.where, self._call.plan.count, self.numbers, self.numbers_where),
@@ -109,9 +107,8 @@ class QueuedStep(Queued):
             0 if stats is None else stats.overflow.data_ptr(),
             more_state,
         )
-        read = [*factors, *also_read] if found_inf is None else [*factors, found_inf, *also_read]
-        self.done([] if stats is None else [stats.overflow])
-        self._stream.hold([*read, *counters])
+        results = [] if stats is None else [stats.overflow]
+        self.done([*factors, found_inf, *also_read, *results], results)
 
 
 def _numbers(
@@ -156,8 +153,7 @@ def adam(
     groups_of_places = [group_of[row] for row in plan.rows]
     queued = QueuedStep(call, None, True, groups, groups_of_places, here, numbers)
     amsgrad = len(plan.operation.lists) > (4 if stats is None else 5)
-    written = counters if here else []
-    queued.launch(native.cuda_module().adam, factors, found_inf, stats, amsgrad, kept, written)
+    queued.launch(native.cuda_module().adam, factors, found_inf, stats, amsgrad, kept)
     if not here and counters:
         torch._foreach_add_(counters, 1.0)
 
@@ -182,4 +178,4 @@ def sgd(
     ]
     queued = QueuedStep(call, first, False, groups, [group_of[row] for row in plan.rows])
     has_momentum = len(plan.operation.lists) > (2 if stats is None else 3)
-    queued.launch(native.cuda_module().sgd, factors, found_inf, stats, has_momentum, kept, [])
+    queued.launch(native.cuda_module().sgd, factors, found_inf, stats, has_momentum, kept)

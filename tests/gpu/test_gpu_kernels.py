@@ -186,21 +186,28 @@ def test_more_than_2_to_the_31_elements(device: torch.device) -> None:
 
 
 def test_side_streams_and_short_lived_tensors(device: torch.device) -> None:
-    """Memory that is given back while its kernel waits in a side stream is not used again too early."""
+    """Memory that is given back while its kernel waits in a side stream is not used again too early.
+
+    The library sees to its own; tensors in lists are the caller's, who tells the allocator, as for torch's operations.
+    """
     side, tables = torch.cuda.Stream(device), PointerTables()
     stats = GradStats.allocate(1, device)
-    scale = torch.tensor(1.0, device=device)
     for k in range(1, 30):
         grad = torch.full((1 << 20,), float(k), device=device, dtype=torch.float16)
         out = torch.empty(grad.shape, device=device)
+        scale = torch.tensor(1.0, device=device)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             torch.cuda._sleep(2_000_000)
             kernels.multi_tensor_unscale([grad], [out], scale, stats, tables=tables)
             norm = stats.norm.clone()
-        del grad, out
+        if IS_THERE:
+            grad.record_stream(side)
+            out.record_stream(side)
+        del grad, out, scale
         torch.full((1 << 20,), -1.0, device=device, dtype=torch.float16)
         torch.full((1 << 20,), -1.0, device=device)
+        torch.full((), -1.0, device=device)
         torch.cuda.current_stream(device).wait_stream(side)
         assert norm.item() == k * 1024.0
 
