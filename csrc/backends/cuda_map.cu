@@ -5,6 +5,7 @@ namespace fp16opt {
 
 void cuda_scale(const Launch& launch, const float* factor) {
     launch.table.require(1, INT64_MAX);
+    launch.table.require_dtypes(0, {DType::half, DType::bfloat16, DType::single});
     launch_mapping("multi_tensor_scale", launch, Scale{factor});
 }
 
@@ -18,7 +19,8 @@ void cuda_axpby(const Launch& launch, float a, float b, bool check_x, bool check
 
 void cuda_unscale_clipped(const Launch& launch, const float* inv_scale, const float* factor) {
     launch.table.require(2, INT64_MAX);
-    launch.table.require_dtypes(1, {DType::single, DType::wide});
+    launch.table.require_dtypes(0, {DType::half, DType::bfloat16, DType::single});
+    launch.table.require_dtypes(1, {DType::single});
     launch_mapping("multi_tensor_unscale_clipped", launch, UnscaleClipped{inv_scale, factor});
 }
 

@@ -5,6 +5,7 @@ namespace fp16opt {
 
 void cuda_l2norm(const Launch& launch, double* sumsq, int64_t n, double* norm, double* norms) {
     launch.table.require(1, n);
+    launch.table.require_dtypes(0, {DType::half, DType::bfloat16, DType::single});
     launch_finding("multi_tensor_l2norm", launch, Norm{sumsq, n, norm, norms});
 }
 

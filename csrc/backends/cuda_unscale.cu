@@ -6,8 +6,8 @@ namespace fp16opt {
 namespace {
 
 void require_grads(const CudaTable& table, bool write = true) {
-    table.require_dtypes(0, {DType::half, DType::bfloat16, DType::single, DType::wide});
-    if (write) table.require_dtypes(1, {DType::single, DType::wide});  // else they are not touched
+    table.require_dtypes(0, {DType::half, DType::bfloat16, DType::single});
+    if (write) table.require_dtypes(1, {DType::single});  // else they are not touched
 }
 
 }  // namespace

@@ -251,6 +251,19 @@ def test_tables_that_do_not_fit_are_refused(emulated_cuda: ModuleType, message: 
         emulated_cuda.Table(*arguments)
 
 
+def test_float64_beside_others_is_served_by_torch_operations(host: Any) -> None:
+    tables, stats = PointerTables(), GradStats.allocate(3, "cpu")
+    grads = [torch.full((9,), 4.0).half(), torch.full((9,), 2.0).double(), torch.full((9,), 6.0)]
+    outs: list[torch.Tensor] = [torch.zeros(9), torch.zeros(9).double(), torch.zeros(9)]
+    for _ in range(2):
+        multi_tensor_unscale(grads, outs, torch.tensor(0.5), stats, tables=tables)
+        assert [out[8].item() for out in outs] == [2.0, 1.0, 3.0]
+        assert stats.sumsq.tolist() == [36.0, 9.0, 81.0]
+        assert stats.norm.item() == 126.0**0.5
+    assert tables.rebuilds == 1, "the lists are recognised all the same"
+    assert multi_tensor_l2norm(outs[1:2])[0].item() == 3.0
+
+
 def test_operations_refuse_tables_made_for_others(emulated_cuda: ModuleType) -> None:
     table, where = emulated_cuda.Table([1], [3], [[2]], [0]), emulated_cuda.Where(0, 0, 0)
     with pytest.raises(ValueError, match="another number of lists"):
@@ -265,6 +278,8 @@ def test_operations_refuse_tables_made_for_others(emulated_cuda: ModuleType) -> 
         emulated_cuda.l2norm(table, where, 3, 0, 0, 0)
     with pytest.raises(ValueError, match="a dtype that the operation does not take"):
         emulated_cuda.sample(table, where, 4, 0)
+    with pytest.raises(ValueError, match="a dtype that the operation does not take"):
+        emulated_cuda.l2norm(emulated_cuda.Table([1], [0], [[3]], [0]), where, 4, 0, 0, 0)
 
 
 # -- the real module, without a GPU ------------------------------------------------------------------------------------
