@@ -79,7 +79,8 @@ class Stream:
         """Keep the memory of ``tensors`` from being used again before the work queued here is done with it.
 
         Memory is given back in the order of the stream that it was allocated on, as a rule the device's default one.
-        What callers hand in is theirs to keep, as with torch's own operations: this is for memory of our own.
+        Only what is the library's own or may be: tables, numbers, statistics. Tensors in lists are the callers', who
+        see to them when they use them on several streams, as with torch's own operations.
         """
         if self.handle != torch.cuda.default_stream(self._device).cuda_stream and not self.captures:
             for tensor in tensors:
@@ -330,6 +331,7 @@ def queue(kernel: Kernel, stream: Stream, plan: Plan, site: Site, values: Sequen
     if counted is not None:
         given.insert(counted, plan.count)
     device_of(stream).launch(kernel.name, blocks, stream.handle, packer.pack(*given) or b"\0", site.lists)
+    stream.hold([value for value in values if isinstance(value, Tensor)])
 
 
 def launch(

@@ -293,11 +293,15 @@ def check_lists(operation: Operation, lists: Sequence[Entries], device: torch.de
     where = found or device or torch.device("cpu")
     serving = backends.compiled_for(where)
     serving = None if serving is cuda and not operation.on_cuda else serving
+    is_plain = len(direct) == len(used)
+    if serving is cuda:  # float64 is rare, and would make every kernel longer
+        direct = [place for place in direct if getattr(lists[0][used[place]], "dtype", None) != DOUBLE]
     served = set(direct) if serving is not None else set()
     by_reference = [(place, row) for place, row in enumerate(used) if place not in served]
     counts_here = counted_on is None or counted_on == where
     decided_here = serving is not cuda or bool(by_reference) or not counts_here
-    return Plan(operation, where, len(lists[0]), used, direct, by_reference, serving, counts_here, decided_here)
+    served_by = (by_reference, serving, is_plain)
+    return Plan(operation, where, len(lists[0]), used, direct, *served_by, counts_here, decided_here)
 
 
 class _Attributes:
@@ -383,7 +387,7 @@ def call_for(
     plan = check_lists(operation, lists, device)
     tables.rebuilds += 1
     # Entries of odd layout are checked every time: their storage may be anything.
-    if plan.rows and len(plan.direct) == len(plan.rows):
+    if plan.rows and plan.is_plain:
         tables.seen = _seen(lists, len(operation.lists))
         tables.plan = plan
     return Call(plan, lists, None, tables)

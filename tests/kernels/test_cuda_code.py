@@ -128,8 +128,8 @@ def test_nothing_is_fused(compiled: Compiled) -> None:
 
 
 def test_sums_of_squares_add_floats_where_they_may(compiled: Compiled) -> None:
-    """Consumer GPUs have one unit for doubles beside 32 or 64 for floats: of the 15 operations a group takes, one or two
-    are double; the 23 more are in the branch for groups that leave float32's range."""
+    """Consumer GPUs have one unit for doubles beside 32 or 64 for floats; doubles in numbers are for groups that leave
+    float32's range."""
     norm = instructions(compiled.kernels["Norm"])
     assert norm["mul.rn.f32"] >= 8
     assert norm["add.rn.f32"] >= 7

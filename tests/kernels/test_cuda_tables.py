@@ -74,6 +74,20 @@ def test_another_stream_waits_for_the_one_before(host: Any) -> None:
     assert host.waits == [(7, 0), (0, 7)]
 
 
+def test_what_is_held_for_a_side_stream_is_the_librarys_own_and_nothing_else(host: Any) -> None:
+    grads, outs = tensors(3), tensors(3, 1)
+    stats, scale, factor = GradStats.allocate(3, "cpu"), torch.tensor(0.5), torch.tensor(0.25)
+    multi_tensor_unscale(grads, outs, scale, stats)
+    kernels.multi_tensor_unscale_clipped(grads, outs, scale, factor)
+    now, then, taken = torch.ones(3).long(), torch.zeros(3).long(), torch.zeros(3, dtype=torch.int32)
+    params = [out.half() for out in outs]
+    kernels.multi_tensor_sample(params, now)
+    kernels.multi_tensor_take(outs, params, now, then, taken)
+    own = [scale, factor, now, then, taken, stats.nonfinite, stats.sumsq, stats.norm, stats.found_inf]
+    assert {tensor.data_ptr() for tensor in own} <= set(host.held)
+    assert not {tensor.data_ptr() for tensor in (*grads, *outs, *params)} & set(host.held)
+
+
 def test_a_captured_call_has_a_table_of_its_own(
     host: Any, emulated_cuda: emulated.Emulated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,6 +261,19 @@ def test_addresses_are_put_where_they_belong(
         assert room[: len(wanted) * step : step] == wanted
         assert sum(value == 7 for value in room) == 13 - len(wanted), "what lies between stays"
         assert native.put_addresses(call, range(1, 3), places, at, stride) is False, "the same again"
+
+
+def test_float64_beside_others_is_served_by_torch_operations(host: Any) -> None:
+    tables, stats = PointerTables(), GradStats.allocate(3, "cpu")
+    grads = [torch.full((9,), 4.0).half(), torch.full((9,), 2.0).double(), torch.full((9,), 6.0)]
+    outs: list[torch.Tensor] = [torch.zeros(9), torch.zeros(9).double(), torch.zeros(9)]
+    for _ in range(2):
+        multi_tensor_unscale(grads, outs, torch.tensor(0.5), stats, tables=tables)
+        assert [out[8].item() for out in outs] == [2.0, 1.0, 3.0]
+        assert stats.sumsq.tolist() == [36.0, 9.0, 81.0]
+        assert stats.norm.item() == 126.0**0.5
+    assert tables.rebuilds == 1, "the lists are recognised all the same"
+    assert multi_tensor_l2norm(outs[1:2])[0].item() == 3.0
 
 
 def test_without_the_cpu_module_tables_are_made_all_the_same(
