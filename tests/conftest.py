@@ -27,7 +27,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than a few seconds")
-    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "gpu: needs a CUDA device, or the fixture that pretends one")
+    config.addinivalue_line("markers", "card: needs a CUDA device itself: its memory, its profiler, its errors")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     skip = pytest.mark.skip(reason="needs a CUDA device and this machine has none")
     for item in items:
-        if "gpu" in item.keywords:
+        if "card" in item.keywords:
             item.add_marker(skip)
 
 

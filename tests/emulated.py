@@ -119,6 +119,7 @@ class HostStream:
     current = 0
     waits: ClassVar[list[tuple[int, int]]] = []
     copies: ClassVar[list[int]] = []
+    held: ClassVar[list[int]] = []
 
     def __init__(self, device: torch.device) -> None:
         self.handle, self.index, self.captures = type(self).current, 0, type(self).capturing
@@ -128,6 +129,7 @@ class HostStream:
 
     def hold(self, tensors: Sequence[Tensor]) -> None:
         assert all(isinstance(tensor, Tensor) for tensor in tensors)
+        type(self).held.extend(tensor.data_ptr() for tensor in tensors)
 
     def staging(self, size: int) -> Tensor:
         type(self).copies.append(size)
@@ -143,6 +145,7 @@ def use(device: Any, monkeypatch: pytest.MonkeyPatch) -> type[HostStream]:
     class Noting(HostStream):
         waits: ClassVar[list[tuple[int, int]]] = []
         copies: ClassVar[list[int]] = []
+        held: ClassVar[list[int]] = []
 
     def compiled(device: torch.device) -> Any:
         return cuda if device.type == "cpu" else None

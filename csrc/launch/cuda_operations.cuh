@@ -63,7 +63,7 @@ struct Unscale {
     FP16OPT_HD void group(const Eight<From>& grad, float* out, bool aligned, int valid, float factor, Found& found) const {
         Eight<float> product, result;
         widen_to(grad, product);
-        if constexpr (kSumsStored<From> && !kAdd) found.sumsq += stored_group_of(product);
+        if constexpr (kSumsStored<From> && !kAdd) found.sumsq += group_term<From>(product.v);
         FP16OPT_UNROLL
         for (int i = 0; i < kGroup; ++i) {  // padding stays 0, also where the factor is not finite
             product.v[i] = i < valid ? unscale(product.v[i], factor) : 0.0f;
@@ -79,7 +79,7 @@ struct Unscale {
             found.flags |= flags_of(product, product, result, false);
         }
         if (write) store(result, out, aligned, valid);
-        if constexpr (!kSumsStored<From> || kAdd) found.sumsq += group_of(result);
+        if constexpr (!kSumsStored<From> || kAdd) found.sumsq += group_term<float>(result.v);
     }
 
     template <class From, bool kAdd>
@@ -196,7 +196,7 @@ struct Norm {
     double *norm, *norms;
     static constexpr int finds = kSumsq;
 
-    template <class From, class Wide>
+    template <class From>
     static FP16OPT_HD Found work_as(const Lists& lists, const Chunk& chunk, int thread) {
         const From* values = lists.at<const From>(0, chunk);
         const bool aligned = is_aligned(values);
@@ -205,12 +205,12 @@ struct Norm {
             chunk.numel, thread,
             [&](int i, Eight<From>& raw, int valid) { load(raw, values + i, aligned, valid); },
             [&](int, const Eight<From>& raw, int) {
-                Eight<Wide> wide;
-                widen_to(raw, wide);
-                if constexpr (kSumsStored<From>) {
-                    found.sumsq += stored_group_of(wide);
+                if constexpr (sizeof(From) == sizeof(double)) {
+                    found.sumsq += group_of(raw);
                 } else {
-                    found.sumsq += group_of(wide);
+                    Eight<float> wide;
+                    widen_to(raw, wide);
+                    found.sumsq += group_term<From>(wide.v);
                 }
             });
         return found;
@@ -218,10 +218,10 @@ struct Norm {
 
     FP16OPT_HD Found work(const Lists& lists, const Chunk& chunk, int thread) const {
         switch (lists.dtype(0, chunk)) {
-            case DType::half: return work_as<Half, float>(lists, chunk, thread);
-            case DType::bfloat16: return work_as<BFloat16, float>(lists, chunk, thread);
-            case DType::single: return work_as<float, float>(lists, chunk, thread);
-            default: return work_as<double, double>(lists, chunk, thread);
+            case DType::half: return work_as<Half>(lists, chunk, thread);
+            case DType::bfloat16: return work_as<BFloat16>(lists, chunk, thread);
+            case DType::single: return work_as<float>(lists, chunk, thread);
+            default: return work_as<double>(lists, chunk, thread);
         }
     }
 

@@ -179,25 +179,6 @@ FP16OPT_HD Eight<T> narrow_eight(const Eight<float>& from) {
     return result;
 }
 
-// a*a + b*b. The square of a float32 is exact in a double, so the fused operation rounds what the addition alone would.
-FP16OPT_HD double square_sum(float a, float b) {
-#if defined(__CUDA_ARCH__)
-    return __fma_rn(double(b), double(b), square(double(a)));
-#else
-    return square(double(a)) + square(double(b));
-#endif
-}
-
-// The term that a group adds to its lane.
-FP16OPT_HD double group_of(const Eight<float>& e) {
-    return (square_sum(e.v[0], e.v[1]) + square_sum(e.v[2], e.v[3])) +
-           (square_sum(e.v[4], e.v[5]) + square_sum(e.v[6], e.v[7]));
-}
-// The same of values that were FP16: see l2norm.h.
-FP16OPT_HD double stored_group_of(const Eight<float>& e) {
-    return double(group_sum(square(e.v[0]), square(e.v[1]), square(e.v[2]), square(e.v[3]), square(e.v[4]), square(e.v[5]),
-                            square(e.v[6]), square(e.v[7])));
-}
 FP16OPT_HD double group_of(const Eight<double>& e) {
     return group_sum(square(e.v[0]), square(e.v[1]), square(e.v[2]), square(e.v[3]), square(e.v[4]), square(e.v[5]),
                      square(e.v[6]), square(e.v[7]));

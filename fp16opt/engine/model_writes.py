@@ -257,8 +257,11 @@ class ModelWrites:
         if flags := cast_flags(self._groups, self.pairs.names):
             warn_cast(flags, self._warned)
         for group, record in zip(self._groups, self._records, strict=True):
-            if not kernels.is_host(group.device) and any(taken := record.taken.tolist()):
-                record.taken.zero_()
+            if kernels.is_host(group.device):
+                continue
+            flags_now = record.taken.clone()
+            record.taken.zero_()  # before the wait: what is set meanwhile, by a replay say, is told next time
+            if any(taken := flags_now.tolist()):
                 warn_model_write([self.pairs.names[i] for i, bit in zip(group.positions, taken, strict=True) if bit])
 
     def tell_later(self) -> None:

@@ -82,7 +82,9 @@ class Sweep:
         reference.finish(self.stats)
 
     def norm(self, values: Entries) -> Tensor:
-        """The 2-norm over all rows, read again: float64, 0-dim."""
+        """The 2-norm over all rows, read again: float64, 0-dim, on the device also where no row has a tensor."""
+        if all(value is None for value in values):
+            return torch.zeros_like(self.stats.norm)
         return kernels.multi_tensor_l2norm(values, tables=self._norm)[0]
 
     def scale(self, values: Entries, factor: Tensor) -> None:

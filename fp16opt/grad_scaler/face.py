@@ -143,9 +143,9 @@ class GradScaler(TorchScale):
 
         They are unscaled first where :meth:`unscale_` was not called. The factor is that of
         ``torch.nn.utils.clip_grad_norm_``, max_norm / (norm + 1e-6), at most 1; at 1 no gradient memory is touched. The
-        2-norm comes from the pass that unscaled; squares are summed in float64. FP32 gradients on the CPU that were not
-        unscaled yet are unscaled and clipped in one write. Where an element is not finite gradients are not clipped:
-        ``step`` skips.
+        2-norm comes from the pass that unscaled, as exact as :func:`fp16opt.kernels.multi_tensor_l2norm` says. FP32
+        gradients on the CPU that were not unscaled yet are unscaled and clipped in one write. Where an element is not
+        finite gradients are not clipped: ``step`` skips.
 
         Args:
             optimizer: Its parameters' gradients are clipped together. Sparse ones are coalesced.

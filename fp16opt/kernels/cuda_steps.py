@@ -141,7 +141,8 @@ def launch(
     members, packed_groups = given.memory, given.memory + given.content.groups
     values = (*factors, found_inf, members, table, overflow, models, packed_groups, more_state)
     queue(kernel, stream, plan, site, values)
-    stream.hold(kept)
+    used = (*factors, found_inf, overflow, *kept)
+    stream.hold([tensor for tensor in used if tensor is not None])
     native.count_writes(call, [] if overflow is None else [overflow])
     if counters:
         torch._foreach_add_(counters, 1.0)

@@ -143,7 +143,8 @@ def adam(
     o = options
     lr = float(o.lr)
     step_size = _single(-(lr / (1.0 - power(o.beta1, t))))
-    root = _single(math.sqrt(1.0 - power(o.beta2, t)))
+    # By a number torch's CUDA kernels do not divide: they multiply by its reciprocal. A tensor they divide by.
+    root = torch.full((), math.sqrt(1.0 - power(o.beta2, t)), dtype=torch.float32, device=master.device)
     state = [master, exp_avg, exp_avg_sq, *([] if max_exp_avg_sq is None else [max_exp_avg_sq])]
     views = _Views(*state)
     source = reference.flatten(grad, views.order).values

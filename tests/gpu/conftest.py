@@ -1,10 +1,11 @@
-"""Everything in this folder needs a CUDA device that the CUDA kernels serve."""
+"""A CUDA device with the compiled kernels; where there is none a pretended one, for all tests not marked ``card``."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+import card
 import pytest
 import torch
 
@@ -23,8 +24,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def device() -> torch.device:
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """The first device, served by the compiled kernels."""
+    if not card.IS_THERE:
+        return card.pretend(request.getfixturevalue("emulated_cuda"), monkeypatch)
     first = torch.device("cuda", 0)
     assert kernels.backend(first) == "cuda", cuda_devices.served(0).words
     return first

@@ -163,7 +163,7 @@ class Face(Loop):
     dtype = torch.float32
 
     def wrap(self) -> None:
-        self.face = GradScaler("cuda", init_scale=2.0**10, growth_interval=2)
+        self.face = GradScaler(self.factor.device.type, init_scale=2.0**10, growth_interval=2)
 
     def step(self) -> None:
         self.inner.zero_grad(set_to_none=True)
@@ -268,6 +268,7 @@ def test_tables_of_a_capture_are_given_back(device: torch.device) -> None:
     assert module.kept_tables() == before
 
 
+@pytest.mark.card
 def test_few_kernels_are_launched(device: torch.device) -> None:
     """The count that the pretended device gives, on the real one."""
     loop = Loop(device)
@@ -309,6 +310,7 @@ def test_a_written_model_is_taken_and_told_when_somebody_asks(device: torch.devi
     assert [r for r in caplog.records if "written" in r.message and "param 1" in r.message]
 
 
+@pytest.mark.card
 @pytest.mark.parametrize("others", ["cpu", "cuda:1"])
 @pytest.mark.parametrize("overflowing", [0, 1])
 @pytest.mark.parametrize("fused_step", [False, "auto"])
@@ -338,6 +340,7 @@ def test_devices_agree(overflowing: int, others: str, fused_step: bool | str) ->
     assert torch.cuda.current_device() == 0
 
 
+@pytest.mark.card
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not installed")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
 def test_under_the_sanitizer(tool: str) -> None:

@@ -121,13 +121,18 @@ def test_arithmetic_is_exact(compiled: Compiled) -> None:
         assert all(".rn." in op for op in rounded), f"{name} uses {rounded}"
 
 
-def test_nothing_is_fused_but_pairs_of_squares(compiled: Compiled) -> None:
-    """The square of a float32 is exact in float64, and only there is a fused operation written down."""
+def test_nothing_is_fused(compiled: Compiled) -> None:
     for name, body in compiled.kernels.items():
-        used = instructions(body)
-        fused = {op for op in used if op.startswith("fma")}
-        assert fused <= ({"fma.rn.f64"} if name in ("Unscale", "Norm") else set()), f"{name} uses {fused}"
-    assert instructions(compiled.kernels["Unscale"])["fma.rn.f64"] > 0
+        fused = {op for op in instructions(body) if op.startswith("fma")}
+        assert not fused, f"{name} uses {fused}"
+
+
+def test_sums_of_squares_add_floats_where_they_may(compiled: Compiled) -> None:
+    """Consumer GPUs have one unit for doubles beside 32 or 64 for floats; doubles in numbers are for groups that leave
+    float32's range."""
+    norm = instructions(compiled.kernels["Norm"])
+    assert norm["mul.rn.f32"] >= 8
+    assert norm["add.rn.f32"] >= 7
 
 
 def test_steps_divide_and_take_roots_as_the_cpu_does(compiled: Compiled) -> None:

@@ -74,6 +74,20 @@ def test_another_stream_waits_for_the_one_before(host: Any) -> None:
     assert host.waits == [(7, 0), (0, 7)]
 
 
+def test_what_is_held_for_a_side_stream_is_the_librarys_own_and_nothing_else(host: Any) -> None:
+    grads, outs = tensors(3), tensors(3, 1)
+    stats, scale, factor = GradStats.allocate(3, "cpu"), torch.tensor(0.5), torch.tensor(0.25)
+    multi_tensor_unscale(grads, outs, scale, stats)
+    kernels.multi_tensor_unscale_clipped(grads, outs, scale, factor)
+    now, then, taken = torch.ones(3).long(), torch.zeros(3).long(), torch.zeros(3, dtype=torch.int32)
+    params = [out.half() for out in outs]
+    kernels.multi_tensor_sample(params, now)
+    kernels.multi_tensor_take(outs, params, now, then, taken)
+    own = [scale, factor, now, then, taken, stats.nonfinite, stats.sumsq, stats.norm, stats.found_inf]
+    assert {tensor.data_ptr() for tensor in own} <= set(host.held)
+    assert not {tensor.data_ptr() for tensor in (*grads, *outs, *params)} & set(host.held)
+
+
 def test_a_captured_call_has_a_table_of_its_own(
     host: Any, emulated_cuda: emulated.Emulated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,7 +240,7 @@ def test_tensors_of_more_than_2_to_the_31_elements_are_packed() -> None:
 def test_more_lists_than_an_entry_has_room_for_are_refused() -> None:
     operation = tables.L2NORM._replace(name="multi_tensor_wide", lists=tuple("abcdefghi"))
     plan = Plan(operation, torch.device("meta"), 0, [], [], [], cuda)
-    with pytest.raises(ValueError, match=r"multi_tensor_wide: has 9 lists, the CUDA kernels take up to 8. Widen Entry."):
+    with pytest.raises(ValueError, match=r"multi_tensor_wide: 9 lists, the CUDA kernels take up to 8. Widen Entry."):
         cuda.Table(Call(plan, ([],) * 9, None, None))
 
 
