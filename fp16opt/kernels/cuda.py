@@ -156,7 +156,7 @@ class Table(Content):
         self._width, count = len(plan.operation.lists), len(plan.direct)
         if self._width > _MOST_LISTS:
             raise ValueError(
-                f"{plan.operation.name}: has {self._width} lists, the CUDA kernels take up to {_MOST_LISTS}. Widen Entry."
+                f"{plan.operation.name}: {self._width} lists, the CUDA kernels take up to {_MOST_LISTS}. Widen Entry."
             )
         columns = [call.column(which) for which in range(self._width)]
         numels = [columns[0][place].numel() for place in plan.direct]
@@ -345,6 +345,7 @@ def launch(
     """:func:`fp16opt.kernels.native.launch` for the CUDA kernels, which have the flags in their table."""
     stream = current_stream(call.plan.device)
     queue(KERNELS[function], stream, call.plan, site_of(call, stream, flags), arguments)
+    stream.hold([value for value in arguments if isinstance(value, Tensor)])
     native.count_writes(call, results, lists=writes)
 
 
@@ -356,6 +357,7 @@ def _queue_single(name: str, device: torch.device, *values: object) -> None:
     stream = current_stream(device)
     packed = _packing(KERNELS[name])[0].pack(*(_address(value) for value in values))
     device_of(stream).launch(name, 1, stream.handle, packed)
+    stream.hold([value for value in values if isinstance(value, Tensor)])
 
 
 def capture_scale(scale: Tensor, pair: Tensor) -> None:
@@ -365,8 +367,7 @@ def capture_scale(scale: Tensor, pair: Tensor) -> None:
 
 def decide_clip(norm: Tensor, found_inf: Tensor | None, max_norm: float, only_finite: bool, results: Tensor) -> None:
     """:func:`fp16opt.kernels.decisions.decide_clip`; ``results``: float32, [2]."""
-    single = results.data_ptr()
-    _queue_single("decide_clip", norm.device, norm, found_inf, max_norm, only_finite, single, single + 4)
+    _queue_single("decide_clip", norm.device, norm, found_inf, max_norm, only_finite, results, results.data_ptr() + 4)
 
 
 def close_step(
@@ -382,8 +383,10 @@ def close_step(
     (last, skipped), (scale, trackers, settings) = outcome, scaler
     if settings is None:
         scale = None  # a static one
-    first = 0 if trackers is None else trackers.data_ptr()
-    clean, skips = (0, first) if settings is None else (first, first + 4)
+    clean: Tensor | None = None
+    skips: Tensor | int | None = trackers
+    if settings is not None and trackers is not None:
+        clean, skips = trackers, trackers.data_ptr() + 4
     _queue_single(
         "close_step",
         device,

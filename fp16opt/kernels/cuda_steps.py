@@ -142,7 +142,8 @@ def launch(
     values = [*factors, found_inf, members, table, overflow, models, packed_groups]
     values += [] if more_state is None else [more_state]
     queue(kernel, stream, plan, site, values)
-    stream.hold(kept)
+    used = (*factors, found_inf, overflow, *kept)
+    stream.hold([tensor for tensor in used if tensor is not None])
     native.count_writes(call, [] if overflow is None else [overflow])
     if counters:
         torch._foreach_add_(counters, 1.0)

@@ -1,10 +1,9 @@
-"""A CUDA device that the CUDA kernels serve; where there is none a pretended one, for all tests not marked ``card``."""
+"""A CUDA device with the compiled kernels; where there is none a pretended one, for all tests not marked ``card``."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import card
 import pytest
@@ -28,8 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """The first device, served by the compiled kernels."""
     if not card.IS_THERE:
-        emulated: ModuleType = request.getfixturevalue("emulated_cuda")
-        return card.pretend(emulated, monkeypatch)
+        return card.pretend(request.getfixturevalue("emulated_cuda"), monkeypatch)
     first = torch.device("cuda", 0)
     assert kernels.backend(first) == "cuda", cuda_devices.served(0).words
     return first

@@ -240,7 +240,7 @@ def test_tensors_of_more_than_2_to_the_31_elements_are_packed() -> None:
 def test_more_lists_than_an_entry_has_room_for_are_refused() -> None:
     operation = tables.L2NORM._replace(name="multi_tensor_wide", lists=tuple("abcdefghi"))
     plan = Plan(operation, torch.device("meta"), 0, [], [], [], cuda)
-    with pytest.raises(ValueError, match=r"multi_tensor_wide: has 9 lists, the CUDA kernels take up to 8. Widen Entry."):
+    with pytest.raises(ValueError, match=r"multi_tensor_wide: 9 lists, the CUDA kernels take up to 8. Widen Entry."):
         cuda.Table(Call(plan, ([],) * 9, None, None))
 
 

@@ -233,8 +233,12 @@ def test_settings_that_are_loaded_are_written_in_place() -> None:
     assert memory.settings.tolist() == [3.0, 0.25, 7.0, 2.0, 2.0**-14, 2.0**24]
 
 
-def test_decisions_run_on_the_current_stream(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decisions_run_on_the_current_stream_and_hold_what_they_use(
+    compiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[int] = []
     launched: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(compiled, "hold", lambda self, tensors: held.extend(t.data_ptr() for t in tensors))
 
     class Noted(pretended.Counting):
         def launch(self, name: str, blocks: int, stream: int, *arguments: bytes) -> None:
@@ -244,8 +248,9 @@ def test_decisions_run_on_the_current_stream(compiled: Any, monkeypatch: pytest.
     monkeypatch.setattr(compiled, "current", 7)
     emulated.launch_on(Noted(cuda_devices.kernels_on(0)), monkeypatch)
     norm, found, scale = torch.tensor(2.0, dtype=torch.float64), torch.tensor(0.0), torch.tensor(8.0)
-    decisions.decide_clip(norm, found, 1.0)
-    decisions.capture_scale(scale)
+    results = [*decisions.decide_clip(norm, found, 1.0), *decisions.capture_scale(scale)]
     flags, kept, stats = *torch.zeros(2, 1, dtype=torch.int32), GradStats.allocate(1, "cpu")
     decisions.close_step(stats=stats, flags=flags, kept=kept, found_inf=found)
     assert launched == [(name, 1, 7, 1) for name in ("decide_clip", "capture_scale", "close_step")]
+    used = [norm, found, scale, results[0], results[2], flags, kept, stats.memory]
+    assert {tensor.data_ptr() for tensor in used if tensor is not None} <= set(held)
