@@ -331,7 +331,6 @@ def queue(kernel: Kernel, stream: Stream, plan: Plan, site: Site, values: Sequen
     if counted is not None:
         given.insert(counted, plan.count)
     device_of(stream).launch(kernel.name, blocks, stream.handle, packer.pack(*given) or b"\0", site.lists)
-    stream.hold([value for value in values if isinstance(value, Tensor)])
 
 
 def launch(
