@@ -6,7 +6,7 @@ from .engine.checkpoint import optimizer_state
 from .engine.diagnostics import Overflow
 from .grad_scaler import GradScaler
 from .optimizer import MixedPrecisionOptimizer
-from .reports import Diagnosis, diagnose
+from .reports import Diagnosis, Monitor, diagnose
 from .scaling import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler
 
 __version__ = "0.1.0"
@@ -19,6 +19,7 @@ __all__ = [
     "LossScaleError",
     "LossScaler",
     "MixedPrecisionOptimizer",
+    "Monitor",
     "Overflow",
     "Report",
     "StaticLossScaler",
