@@ -1,6 +1,7 @@
 """``python -m fp16opt``: what is installed, what serves which device, and why something is missing.
 
 ``python -m fp16opt plan``: what a training needs and sends (:mod:`fp16opt.plan`).
+``python -m fp16opt report run.jsonl -o report.html``: a page about a run that :class:`fp16opt.Monitor` wrote down.
 ``python -m fp16opt certify package.module:Class [name=value ...]`` runs :func:`fp16opt.certify` on an optimizer class.
 """
 
@@ -15,6 +16,7 @@ import torch
 from fp16opt import __version__, certify, kernels, plan
 from fp16opt.certify import targets
 from fp16opt.kernels import native
+from fp16opt.reports import page
 
 
 def _devices() -> list[str]:
@@ -83,6 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] == "certify":
         return _certify(arguments[1:])
+    if arguments and arguments[0] == "report":
+        status, words = page.main(arguments[1:])
+        print(words, file=sys.stderr if status else sys.stdout)
+        return status
     print(plan.parse(arguments[1:]).report() if arguments[:1] == ["plan"] else report())
     return 0
 
