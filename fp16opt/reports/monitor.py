@@ -309,7 +309,11 @@ class Monitor:
         if self._writes:
             self._flush()
             skipped = parts.outcome.last_was_skipped
-            rows = {name: _in_words(numbers, skipped) for name, numbers in zip(self._rows, table, strict=True)}
+            whole = [name for name, kind in self._kinds.items() if kind["stepped"] in ("float16", "bfloat16")]
+            rows = {
+                name: _in_words(numbers, skipped, name in whole)
+                for name, numbers in zip(self._rows, table, strict=True)
+            }
             seconds = sample.seconds + time.perf_counter() - begun
             record = {"kind": "sample", "step": self.steps, "skipped": skipped, **_of_stats(opt.stats())}
             self._emit({**record, "sample_seconds": seconds, "rows": rows})
@@ -377,7 +381,8 @@ NUMBERS = {
     "weight_norm": "norm of the master",
     "update_ratio": "norm of the update over that of the master",
     "update_ulps": "mean size of the update over the mean distance between 16-bit weights there",
-    "lost": "share of updates under half that distance: without masters they would be lost",
+    "lost": "share of updates under half that distance: without masters they would be lost; where there are none, the "
+    "share of elements with a gradient that did not move",
     "distance": "norm of master minus weight over that of the master",
 }
 """What a sample says of each row; None where there is nothing to say it of."""
@@ -412,8 +417,13 @@ def _gradient(pair: Pair, own_are_scaled: bool) -> tuple[Tensor | None, bool]:
     return local(grad.detach()), scaled
 
 
-def _in_words(numbers: Sequence[float], skipped: bool) -> dict[str, float | None]:
-    """A row of a sample, under the names of ``NUMBERS``."""
+def _in_words(numbers: Sequence[float], skipped: bool, has_no_master: bool) -> dict[str, float | None]:
+    """A row of a sample, under the names of ``NUMBERS``.
+
+    Args:
+        has_no_master: 16-bit weights are stepped themselves, so that a lost update is one of zero where the gradient
+            is not.
+    """
     found = dict(zip(GRADIENT, numbers, strict=False))
     update = dict(zip((f"of {name}" for name in UPDATE), numbers[len(GRADIENT) :], strict=False))
     count, zero, subnormal = found["count"], found["zero"], found["subnormal"]
@@ -431,6 +441,9 @@ def _in_words(numbers: Sequence[float], skipped: bool) -> dict[str, float | None
         if update["of ulp"]:
             row["update_ulps"] = update["of update"] / update["of ulp"]
             row["lost"] = update["of lost"] / update["of moved"] if update["of moved"] else None
+            if has_no_master and count:
+                still = update["of count"] - update["of moved"] - zero
+                row["lost"] = max(0.0, still) / (count - zero) if count > zero else None
     return row
 
 
@@ -444,7 +457,8 @@ def _of_stats(stats: dict[str, float]) -> Record:
 
 
 def _kind(pair: Pair) -> dict[str, Any]:
-    return {"dtype": str(pair.model.dtype).removeprefix("torch."), "elements": pair.model.numel()}
+    dtype, stepped = (str(one.dtype).removeprefix("torch.") for one in (pair.model, pair.master))
+    return {"dtype": dtype, "stepped": stepped, "elements": pair.model.numel()}
 
 
 def _prefix(name: str, depth: int | None) -> str:

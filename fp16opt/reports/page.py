@@ -21,7 +21,7 @@ li { margin: .3em 0; } .small { color: #5a6068; font-size: 13px; }
 _CAPTIONS = {
     "scale": "Steps in red were skipped: a gradient was not finite. A few at the start are calibration.",
     "norm": "Blue: the norm before the clip. Grey: what a step took.",
-    "norms by layer": "A row that darkens gets no gradient any more, one that brightens grows. Pink: not finite.",
+    "norms by layer": "A row that darkens loses its gradient, one that brightens grows. Pink: not finite, or none.",
     "underflow": "Share of each layer's 16-bit gradients that are subnormal or vanished. Much of it: raise the scale.",
     "margins": "Each line is a layer. Near the red line a step will be skipped; near the grey one gradients vanish.",
     "updates": "Orange: updates smaller than the distance between 16-bit weights, which only masters keep.",

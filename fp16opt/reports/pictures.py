@@ -12,7 +12,7 @@ from .reading import LARGEST, RunRead
 
 _INK, _RED, _BLUE, _GREY = "#1b1f24", "#c1121f", "#00629b", "#8a8f98"
 _LABELS = 40  # rows that are named at most
-_DPI = 110
+_DPI, _DPI_TOGETHER = 110, 70
 
 
 def _figure(width: float, height: float) -> Any:
@@ -201,10 +201,10 @@ def together(run: RunRead) -> bytes:
     for line, pair in zip(axes, pairs, strict=True):
         for place, name in zip(line, pair, strict=True):
             PANELS[name](place, run)
-    return _png(figure)
+    return _png(figure, _DPI_TOGETHER)
 
 
-def _png(figure: Any) -> bytes:
+def _png(figure: Any, dpi: int = _DPI) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=_DPI, metadata={"Software": None})
+    figure.savefig(buffer, format="png", dpi=dpi, metadata={"Software": None})
     return buffer.getvalue()

@@ -118,7 +118,11 @@ def of_run(run: RunRead) -> list[str]:
     if 0 < later <= 0.05 * count:
         words.append(f"Skipped later: step {', '.join(map(str, skipped[first:][:5]))}: bad batches, or rare overflows.")
     under = _mean([_late(run, row, "underflow") for row in run.rows])
-    if under is not None and under > 0.05:
+    if under is not None and under > 0.05 and run.masters == "none":
+        words.append(
+            f"On average {under:.0%} of the gradients underflow when they are unscaled in 16 bits, which masters avoid."
+        )
+    elif under is not None and under > 0.05:
         words.append(
             f"On average {under:.0%} of the 16-bit gradients underflow: the scale is too low. Use a higher one, or "
             "dynamic=True."
@@ -126,7 +130,7 @@ def of_run(run: RunRead) -> list[str]:
     lost = _mean([_late(run, row, "lost") for row in run.rows])
     if lost is not None and lost > 0.05:
         held = "are lost: use masters" if run.masters == "none" else "would be lost without masters"
-        words.append(f"{lost:.0%} of the updates are under half a unit in the last place of the weight, and {held}.")
+        words.append(f"{lost:.0%} of the updates are under half a unit in the last place of the weight and {held}.")
     return words
 
 
@@ -155,7 +159,8 @@ def _of_row(run: RunRead, row: str) -> list[Finding]:
         words = "its gradient is all zero: it underflows, or the loss does not depend on it (diagnose tells which)"
         found.append(Finding(row, 60.0, words))
     elif under is not None and under > 0.02:
-        words = f"{under:.0%} of its gradients underflow at the present loss scale"
+        held = "when unscaled in 16 bits, without a master" if run.masters == "none" else "at the present loss scale"
+        words = f"{under:.0%} of its gradients underflow {held}"
         found.append(Finding(row, 20.0 + 40.0 * under, words))
     near = max([value for value in run.values(row, "near_overflow") if value is not None], default=0.0)
     if near > 0.0 and not bad:
@@ -164,7 +169,7 @@ def _of_row(run: RunRead, row: str) -> list[Finding]:
     lost, ratio = _late(run, row, "lost"), _late(run, row, "update_ratio")
     if lost is not None and lost > 0.05:
         held = "are lost, as there are no masters" if run.masters == "none" else "only masters keep"
-        words = f"{lost:.0%} of its updates are under half an ulp of the weight, and {held}"
+        words = f"{lost:.0%} of its updates are under half an ulp of the weight and {held}"
         words = words if run.masters == "none" else f"{lost:.0%} of its updates, under half an ulp, {held}"
         found.append(Finding(row, (40.0 if run.masters == "none" else 5.0) + 10.0 * lost, words))
     if ratio is not None and ratio > 0.1:

@@ -227,6 +227,18 @@ def test_true_zeros_are_no_underflow_and_all_zeros_are() -> None:
     assert (second["zero"], second["underflow"]) == (1.0, 1.0)
 
 
+def test_without_masters_what_does_not_move_is_lost() -> None:
+    weight = nn.Parameter(torch.ones(8, dtype=HALF))
+    records: list[dict[str, Any]] = []
+    sgd = torch.optim.SGD([weight], lr=1.0)
+    opt = MixedPrecisionOptimizer(sgd, master_weights="none", named_parameters=[("w", weight)])
+    with Monitor(opt, to=records.append):
+        opt.backward((weight.float() * torch.tensor([0.0, 0.0, 1, 1, 1, 2.0**-13, 2.0**-13, 2.0**-13])).sum())
+        opt.step()
+    assert records[-1]["rows"]["w"]["lost"] == 3 / 6
+    assert records[0]["rows"]["w"] == {"dtype": "float16", "stepped": "float16", "elements": 8}
+
+
 def test_prefixes_sum_up() -> None:
     model = net()
     opt, whole = wrap(model), wrap(net())
