@@ -8,7 +8,7 @@ from .engine.diagnostics import Overflow
 from .engine.one_pass_classes import register_one_pass
 from .grad_scaler import GradScaler
 from .optimizer import MixedPrecisionOptimizer
-from .reports import Diagnosis, diagnose
+from .reports import Diagnosis, Monitor, diagnose
 from .scaling import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler
 
 __version__ = "0.1.0"
@@ -22,6 +22,7 @@ __all__ = [
     "LossScaleError",
     "LossScaler",
     "MixedPrecisionOptimizer",
+    "Monitor",
     "Overflow",
     "Report",
     "StaticLossScaler",

@@ -2,6 +2,7 @@
 
 ``python -m fp16opt compile [--arch sm_70,sm_90]`` compiles the CUDA kernels ahead of their first use; it needs no GPU.
 ``python -m fp16opt plan``: what a training needs and sends (:mod:`fp16opt.plan`).
+``python -m fp16opt report run.jsonl -o report.html``: a page about a run that :class:`fp16opt.Monitor` wrote down.
 ``python -m fp16opt certify package.module:Class [name=value ...]`` runs :func:`fp16opt.certify` on an optimizer class.
 """
 
@@ -18,6 +19,7 @@ from fp16opt import __version__, certify, kernels, plan
 from fp16opt.certify import targets
 from fp16opt.kernels import cuda_devices, native
 from fp16opt.kernels.nvrtc import NvrtcError
+from fp16opt.reports import page
 
 
 def _devices() -> list[str]:
@@ -113,6 +115,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _certify(arguments[1:])
     if arguments and arguments[0] == "compile":
         return _compile(arguments[1:])
+    if arguments and arguments[0] == "report":
+        status, words = page.main(arguments[1:])
+        print(words, file=sys.stderr if status else sys.stdout)
+        return status
     print(plan.parse(arguments[1:]).report() if arguments[:1] == ["plan"] else report())
     return 0
 

@@ -194,7 +194,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.scaler.to(self._device)
         self._model_writes = ModelWrites(self._pairs, self._masters, on_model_write)
         self._outcome = Outcome()
-        self._clip: tuple[Tensor, Tensor] | None = None  # the last one's norm and factor
         self._habits = ClosureHabits()
         self._warned: set[str] = set()
         self._compose()
@@ -579,7 +578,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 f"the total norm of order {norm_type} of the master gradients is {norm.item()}: it can't be clipped. "
                 "Leave error_if_nonfinite=False to have step() skip, or see overflow_report() after it."
             )
-        single, factor = self._clip = decisions.decide_clip(norm, verdict.found_inf, max_norm)
+        single, factor = self._outcome.clipped = decisions.decide_clip(norm, verdict.found_inf, max_norm)
         if not (kernels.is_host(self._device) and factor.item() == 1.0):  # elsewhere the kernel looks: nobody waits
             self._gradients.clip(factor, of)
         return single
@@ -891,7 +890,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             (32768.0, 1, 1)
         """
         self._close_driven()
-        norm, factor = self._clip or (float("nan"), float("nan"))
+        norm, factor = self._outcome.clipped or (float("nan"), float("nan"))
         found = self._outcome.numbers()
         untold = [one.to(self._device) for one in self._model_writes.untold()]
         numbers = read_at_once(

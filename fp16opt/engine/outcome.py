@@ -50,11 +50,13 @@ class Outcome:
     Attributes:
         log: what is logged after a skip.
         steps: how many were taken or skipped, but for those that a CUDA graph has replayed.
+        clipped: the norm before the last clip and its factor (float32, 0-dim).
     """
 
     def __init__(self) -> None:
         self.log = SkipLog()
         self.steps = 0
+        self.clipped: tuple[Tensor, Tensor] | None = None
         self._skipped_here = 0
         self._taken_before = 0
         self._skipped_on_device: Tensor | None = None
@@ -62,6 +64,11 @@ class Outcome:
         self._last: bool | Tensor = False
         self._kept: list[Tensor] = []
         self._flags: list[Tensor] | None = None
+
+    @property
+    def last(self) -> bool | Tensor:
+        """Whether the last step was skipped: decided, or the device's flag (float32, 0-dim), which the next writes."""
+        return self._last
 
     @property
     def last_was_skipped(self) -> bool:

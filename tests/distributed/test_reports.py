@@ -12,9 +12,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed.models import HALF, Net, batch, loss_of
+from distributed.models import HALF, Net, batch, loss_of, messages
 from distributed.world import World
-from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, diagnose, distributed
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, Monitor, diagnose, distributed
 
 
 def spread(net: nn.Module, how: str) -> nn.Module:
@@ -101,3 +101,52 @@ def test_headroom_is_the_same_on_every_rank(two: World, how: str) -> None:
     assert first == second
     assert max(first[:30]) > 2.0**10, "and it rises"
     assert first[31] > 0.0, "norms were seen"
+
+
+def monitored(rank: int, size: int, how: str) -> list[dict[str, Any]]:
+    """Records of a run, and beside them the same of one process that has every rank's part."""
+    net, zero = Net(HALF, norm=False), how == "zero"
+    model = spread(net, "fsdp2") if how == "fsdp2" else DistributedDataParallel(net)
+    sgd: Any = torch.optim.SGD
+    inner = (ZeroRedundancyOptimizer(model.parameters(), sgd, lr=0.1)) if zero else sgd(model.parameters(), lr=0.1)
+    names = [(name.removeprefix("module."), param) for name, param in model.named_parameters()]
+    opt = MixedPrecisionOptimizer(inner, loss_scale=2.0**8, fused_step=False, named_parameters=names)
+    records: list[dict[str, Any]] = []
+    with Monitor(opt, every=2, to=records.append) as monitor, messages() as sent:
+        for number in range(3):
+            opt.zero_grad()
+            opt.backward(loss_of(model, number, 0))  # the same batch on every rank
+            opt.clip_master_grads(0.05)
+            before = len(sent)
+            opt.step()
+            if how == "fsdp2" and number == 1:
+                assert len(sent) == before, "no message in a step that is not sampled"
+        assert monitor.steps == 3
+    return records
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2", "zero"])
+def test_rank_0_writes_numbers_of_all_ranks(two: World, how: str) -> None:
+    first, second = two.run(monitored, how)
+    assert second == [], "rank 0 alone writes"
+    alone = one_process()
+    assert [record["kind"] for record in first] == [record["kind"] for record in alone]
+    ours, theirs = first[-1]["rows"], alone[-1]["rows"]
+    assert sorted(ours) == sorted(theirs)
+    for name, row in theirs.items():
+        for what, value in row.items():
+            assert ours[name][what] == pytest.approx(value, rel=1e-3, abs=1e-6), (name, what)
+
+
+def one_process() -> list[dict[str, Any]]:
+    net = Net(HALF, norm=False)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    opt = MixedPrecisionOptimizer(sgd, loss_scale=2.0**8, fused_step=False, named_parameters=net.named_parameters())
+    records: list[dict[str, Any]] = []
+    with Monitor(opt, every=2, to=records.append):
+        for number in range(3):
+            opt.zero_grad()
+            opt.backward(loss_of(net, number, 0))
+            opt.clip_master_grads(0.05)
+            opt.step()
+    return records
