@@ -5,6 +5,7 @@ from .averaging import AveragedMasters, ema
 from .certify import Check, Report, certify
 from .engine.checkpoint import optimizer_state
 from .engine.diagnostics import Overflow
+from .foreign import Loaded, load_foreign
 from .grad_scaler import GradScaler
 from .optimizer import MixedPrecisionOptimizer
 from .scaling import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler
@@ -16,6 +17,7 @@ __all__ = [
     "Check",
     "DynamicLossScaler",
     "GradScaler",
+    "Loaded",
     "LossScaleError",
     "LossScaler",
     "MixedPrecisionOptimizer",
@@ -26,5 +28,6 @@ __all__ = [
     "certify",
     "ema",
     "install_as_apex",
+    "load_foreign",
     "optimizer_state",
 ]
