@@ -2,10 +2,10 @@
 
     python benchmarks/averaging.py [--quick] [--json PATH] [--rounds N] [--threads N]
 
-``AveragedMasters.update()`` over the 51 million parameters of a GPT in float16, and ``torch._foreach_lerp_`` from copies
-of the same masters into averages of its own: one read of masters, one read and one write of averages, which is all that
-there is to do. Also torch's ``AveragedModel``, which averages the 16-bit weights. Before anything is timed, averages of
-three updates are compared with numpy's.
+``AveragedMasters.update()`` over the 51 million parameters of a GPT in float16, and ``torch._foreach_lerp_`` from
+copies of the same masters into averages of its own: one read of masters, one read and one write of averages, which is
+all that there is to do. Also torch's ``AveragedModel``, which averages the 16-bit weights. Before anything is timed,
+averages of three updates are compared with numpy's.
 """
 
 from __future__ import annotations

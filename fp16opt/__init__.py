@@ -6,6 +6,7 @@ from .certify import Check, Report, certify
 from .engine.checkpoint import optimizer_state
 from .engine.diagnostics import Overflow
 from .engine.one_pass_classes import register_one_pass
+from .foreign import Loaded, load_foreign
 from .grad_scaler import GradScaler
 from .optimizer import MixedPrecisionOptimizer
 from .reports import Diagnosis, Monitor, diagnose
@@ -19,6 +20,7 @@ __all__ = [
     "Diagnosis",
     "DynamicLossScaler",
     "GradScaler",
+    "Loaded",
     "LossScaleError",
     "LossScaler",
     "MixedPrecisionOptimizer",
@@ -31,6 +33,7 @@ __all__ = [
     "diagnose",
     "ema",
     "install_as_apex",
+    "load_foreign",
     "optimizer_state",
     "register_one_pass",
 ]

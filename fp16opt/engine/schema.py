@@ -67,6 +67,15 @@ def is_torch_class(optimizer: Optimizer) -> bool:
     return getattr(torch.optim, type(optimizer).__name__, None) is type(optimizer)
 
 
+def state_keys(optimizer: Optimizer) -> frozenset[str] | None:
+    """What a parameter's state may hold, of torch.optim's own classes that keep tensors by name; None of others."""
+    name = type(optimizer).__name__
+    if not is_torch_class(optimizer) or name in ("Adafactor", "LBFGS"):
+        return None
+    sometimes = {key for (of, _), key in _WITH_SETTING.items() if of == name}
+    return frozenset({*_ALWAYS.get(name, "momentum_buffer").split(), *sometimes})
+
+
 def labels_of(optimizer: Optimizer, names: Sequence[str]) -> list[str]:
     """How messages call each parameter: place, and name if it has one of its own."""
     places = [
