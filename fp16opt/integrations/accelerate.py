@@ -52,7 +52,7 @@ class Accelerator(accelerate.Accelerator):
         >>> accelerator = Accelerator(cpu=True, master_weights={"dynamic": True})
         >>> model = torch.nn.Linear(2, 1).half()
         >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        >>> accelerator.backward(model(torch.ones(1, 2, dtype=torch.float16)).sum())
+        >>> accelerator.backward(model(torch.ones(1, 2, dtype=torch.float16)).float().sum() * 0.25)
         >>> optimizer.step()
         >>> accelerator.optimizer_step_was_skipped, [str(p.dtype) for p in optimizer.param_groups[0]["params"]]
         (False, ['torch.float32', 'torch.float32'])

@@ -68,12 +68,15 @@ class Trainer(MasterWeightsMixin, transformers.Trainer):
     """``transformers.Trainer`` with FP32 masters and loss scaling; see :class:`MasterWeightsMixin`.
 
     Example:
-        >>> config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16, n_positions=8)
+        >>> import tempfile
+        >>> sizes = {"n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 16, "n_positions": 8}
+        >>> config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=1)
         >>> model = transformers.GPT2LMHeadModel(config).half()
         >>> data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 4
-        >>> args = transformers.TrainingArguments("out", max_steps=2, use_cpu=True, report_to=[], save_strategy="no",
-        ...     disable_tqdm=True, logging_strategy="no", per_device_train_batch_size=2)
+        >>> told = {"max_steps": 2, "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+        >>> args = transformers.TrainingArguments(tempfile.mkdtemp(), logging_strategy="no", **told)
         >>> trainer = Trainer(model, args, train_dataset=data)
+        >>> trainer.remove_callback(transformers.PrinterCallback)
         >>> trainer.train().global_step, trainer.optimizer.optimizer.loss_scale
         (2, 65536.0)
     """
