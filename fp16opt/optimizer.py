@@ -34,7 +34,7 @@ from .engine.masters import FullMasters, Masters, NoMasters
 from .engine.model_writes import POLICIES, ModelWrites
 from .engine.one_pass_rows import counters_saved, no_row, row_of
 from .engine.one_pass_step import OnePassStep
-from .engine.outcome import Outcome, read_at_once, warn_no_gradients
+from .engine.outcome import Outcome, read_at_once, warn_no_gradients, warn_plain_backward
 from .engine.pairs import HALF_DTYPES, Pairs, name_of
 from .engine.parts import Engine
 from .engine.ranks import Digest
@@ -647,8 +647,12 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             raise RuntimeError(
                 "gradients were found that neither opt.backward(loss) nor opt.scale_loss(loss) made, and the loss "
                 f"scale is {self.loss_scale:g}: they would be unscaled wrongly. Use opt.backward(loss); or, for a "
-                "GradScaler to do the scaling, construct MixedPrecisionOptimizer without dynamic, loss_scale, scaler."
+                "GradScaler to do the scaling, construct MixedPrecisionOptimizer without dynamic, loss_scale, scaler. "
+                "Trainers that call backward themselves: Lightning, Accelerate, transformers, timm have a module in "
+                "fp16opt.integrations."
             )
+        if self.grad_accumulation == "fp32":
+            warn_plain_backward(self._warned)
         self._accumulation.take_foreign(self.scaler, self.__dict__.get("grad_scale"))
 
     def _make_gradients(self) -> None:

@@ -268,3 +268,13 @@ def warn_no_gradients(names: Sequence[str], warned: set[str]) -> None:
             "after the optimizer was made, make and wrap the optimizer anew.",
             describe(names),
         )
+
+
+def warn_plain_backward(warned: set[str]) -> None:
+    """Once: gradients came by a plain ``loss.backward()``, which sums nothing in FP32."""
+    if "plain backward" not in warned:
+        warned.add("plain backward")
+        logger.warning(
+            'grad_accumulation="fp32" has no effect: gradients came by a plain loss.backward(), which adds up '
+            "micro-batches in 16 bits. Use backward(loss) of this optimizer, or fp16opt.integrations in a trainer."
+        )

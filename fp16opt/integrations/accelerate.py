@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import accelerate
 from accelerate.optimizer import AcceleratedOptimizer
@@ -33,8 +33,9 @@ class Accelerator(accelerate.Accelerator):
 
     Args:
         master_weights: Options of ``fp16opt.MixedPrecisionOptimizer``: ``{"dynamic": True}`` for FP16, ``{}`` for a
-            static scale of 1. None: Accelerate as it is. If one of the optimizers has 16-bit parameters all are
-            wrapped; several share one scaler, which follows once all have stepped.
+            static scale of 1. None: Accelerate as it is. If one of the models has 16-bit parameters, be they frozen
+            as under FP32 adapters, all optimizers are wrapped; several share one scaler, which follows once all have
+            stepped.
         *args, **kwargs: Accelerate's own. ``mixed_precision="fp16"`` has a scaler of its own and is refused.
 
     ``backward`` scales, ``clip_grad_norm_`` and ``clip_grad_value_`` clip true gradients, of some parameters too;
@@ -51,19 +52,23 @@ class Accelerator(accelerate.Accelerator):
         >>> accelerator = Accelerator(cpu=True, master_weights={"dynamic": True})
         >>> model = torch.nn.Linear(2, 1).half()
         >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        >>> accelerator.backward(model(torch.ones(1, 2, dtype=torch.float16)).sum())
+        >>> accelerator.backward(model(torch.ones(1, 2, dtype=torch.float16)).float().sum() * 0.25)
         >>> optimizer.step()
         >>> accelerator.optimizer_step_was_skipped, [str(p.dtype) for p in optimizer.param_groups[0]["params"]]
         (False, ['torch.float32', 'torch.float32'])
     """
 
     def __init__(self, *args: Any, master_weights: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        if not (master_weights is None or isinstance(master_weights, dict)):
-            raise TypeError(
-                f"master_weights: expected a dict of MixedPrecisionOptimizer's options, or None, got "
-                f"{type(master_weights).__name__}. For its defaults give {{}}."
-            )
+        check_options(master_weights)
         super().__init__(*args, **kwargs)
+        self.begin(master_weights)
+
+    def begin(self, master_weights: dict[str, Any] | None) -> None:
+        """Take the options of optimizers that will be prepared.
+
+        Raises:
+            ValueError: See the class.
+        """
         self.master_weights = master_weights
         self._together: Together | None = None
         self._is_preparing = False
@@ -114,11 +119,13 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def _wrap(self) -> None:
-        """Wrap what was prepared and is not wrapped yet, if anything has 16-bit parameters."""
+        """Wrap what was prepared and is not wrapped yet, if anything that was prepared has 16-bit parameters."""
         inside = [one.optimizer for one in self._optimizers]
         new = [one for one in inside if not isinstance(one, MixedPrecisionOptimizer)]
         known = [] if self._together is None else self._together.optimizers
-        if not any(map(has_halves, new)) and not (new and known):
+        trained = [param for one in new for group in one.param_groups for param in group["params"]]
+        held = [param for model in self._models for param in model.parameters()]  # frozen ones too: see PEFT
+        if not (new and (known or has_halves([*trained, *held]))):
             if inside and not new:
                 self._join(Together(inside))
             return
@@ -201,6 +208,29 @@ class Accelerator(accelerate.Accelerator):
         """Accelerate's; optimizers that are prepared next begin a training of their own."""
         self._together = None
         return super().free_memory(*objects)
+
+
+def take_over(accelerator: accelerate.Accelerator, master_weights: dict[str, Any] | None) -> Accelerator:
+    """Make an accelerator that somebody else has made one of :class:`Accelerator`. Nothing may be prepared yet.
+
+    transformers makes its own and has no hook for another class.
+
+    Raises:
+        TypeError, ValueError: As the constructor raises them.
+    """
+    check_options(master_weights)
+    accelerator.__class__ = Accelerator
+    accelerator.begin(master_weights)
+    return cast(Accelerator, accelerator)
+
+
+def check_options(master_weights: object) -> None:
+    """Raise ``TypeError`` for anything but a dict or None."""
+    if not (master_weights is None or isinstance(master_weights, dict)):
+        raise TypeError(
+            f"master_weights: expected a dict of MixedPrecisionOptimizer's options, or None, got "
+            f"{type(master_weights).__name__}. For its defaults give {{}}."
+        )
 
 
 def use_fp16opt_scaler(accelerator: accelerate.Accelerator, **settings: Any) -> GradScaler:

@@ -315,9 +315,9 @@ def masters_of(optimizer: MixedPrecisionOptimizer, params: Sequence[Tensor]) -> 
     return [master for model, master in pairs if id(model) in asked]
 
 
-def has_halves(optimizer: Optimizer) -> bool:
-    """Whether an optimizer steps 16-bit parameters."""
-    return any(param.dtype in HALF_DTYPES for group in optimizer.param_groups for param in group["params"])
+def has_halves(params: Iterable[Tensor]) -> bool:
+    """Whether one of them is in 16 bits."""
+    return any(param.dtype in HALF_DTYPES for param in params)
 
 
 def named_parameters(*models: nn.Module) -> list[tuple[str, Tensor]]:
