@@ -32,12 +32,7 @@ struct StepLists {
     std::vector<int32_t> group_of;       // by place
     // By row of the table, written for tensors with a model: what `cast` writes.
     int32_t* overflow;
-};
-
-// What steps with 8-bit state have beside these lists, whose state is codes: see functors/ratio8.h.
-struct State8 {
-    const Pointers& scales;  // by place: one float32 for each block of 128 elements
-    uint32_t step;           // the number of this step, for the dither
+    uint32_t number = 0;  // of this step, by which codes and remainders of 8 bits are rounded
 };
 
 // `steps`: by place, the float32 number of steps done, which is counted up.
@@ -48,10 +43,11 @@ void adam(const StepLists& lists, const Pointers& steps, const std::vector<AdamO
 void sgd(const StepLists& lists, const std::vector<uint8_t>& first, const std::vector<SgdOptions>& groups, float inv_scale,
          float coefficient, int threads);
 
-// The same with 8-bit state. `limits`: by group, the largest |m| / sqrt(v) that codes stand for.
-void adam8(const StepLists& lists, const State8& state, const Pointers& steps, const std::vector<AdamOptions>& groups,
+// The same with 8-bit state: codes (functors/ratio8.h). `scales`: by place, one float32 for each block of 128 elements.
+// `limits`: by group, the largest |m| / sqrt(v) that codes stand for.
+void adam8(const StepLists& lists, const Pointers& scales, const Pointers& steps, const std::vector<AdamOptions>& groups,
            const std::vector<float>& limits, float inv_scale, float coefficient, int threads);
-void sgd8(const StepLists& lists, const State8& state, const std::vector<uint8_t>& first,
+void sgd8(const StepLists& lists, const Pointers& scales, const std::vector<uint8_t>& first,
           const std::vector<SgdOptions>& groups, float inv_scale, float coefficient, int threads);
 void lion(const StepLists& lists, const std::vector<LionOptions>& groups, float inv_scale, float coefficient, int threads);
 

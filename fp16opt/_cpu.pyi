@@ -62,6 +62,7 @@ def adam(
     has_models: bool,
     group_of: Sequence[int],
     options: Options,
+    number: int,
 ) -> None: ...
 def sgd(
     table: Table,
@@ -74,6 +75,7 @@ def sgd(
     has_models: bool,
     group_of: Sequence[int],
     options: Options,
+    number: int,
     first: Flags,
 ) -> None: ...
 def lion(
@@ -100,7 +102,7 @@ def adam8(
     group_of: Sequence[int],
     options: Options,
     limits: Sequence[float],
-    step: int,
+    number: int,
 ) -> None: ...
 def sgd8(
     table: Table,
@@ -113,7 +115,7 @@ def sgd8(
     has_models: bool,
     group_of: Sequence[int],
     options: Options,
-    step: int,
+    number: int,
     first: Flags,
 ) -> None: ...
 def clip_decision(norm: float, found_inf: float, only_finite: bool, max_norm: float) -> float: ...

@@ -48,7 +48,8 @@ from .engine.wrapped_step import HOOKS, StepFailed, WrappedStep, extras, make_ho
 from .kernels import decisions
 from .scaling import LossScaler
 
-_ACCUMULATION, _MASTER_WEIGHTS = ("model", "fp32"), ("full", "none", "split")
+_ACCUMULATION, _MASTER_WEIGHTS = ("model", "fp32"), ("full", "none", "split", "split24")
+_SPLIT = ("split", "split24")
 _NOT_COPIED = (
     *HOOKS,
     "step",
@@ -98,7 +99,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             and ``fp32_state_dict``: "refresh" takes what differs into the masters and logs a warning, "error" raises,
             "ignore" does not look.
         master_weights: "full": FP32 masters. "split": the 16-bit weight and a 16-bit remainder, 4 bytes in place of 6.
-            "none": the optimizer steps 16-bit parameters, and loses small updates.
+            "split24": an 8-bit remainder, 3 bytes; masters of 24 bits, and one-pass steps only. "none": the optimizer
+            steps 16-bit parameters, and loses small updates.
         fused_step: "auto": SGD, Adam and AdamW are stepped by one kernel in a single pass where a compiled one serves
             the device and the step can be had (see ``repr``). True: by such a kernel or, without a compiler, by torch
             operations with the same bits. False: the wrapped optimizer's own step, to the bit.
@@ -150,21 +152,22 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         check_choice("optimizer_state", optimizer_state, state_formats.CHOICES)
         one_pass_step.check_choice(fused_step)
         self._names = {id(param): name for name, param in named(named_parameters)}
+        needs = {
+            EightBitState.needed_by: ('optimizer_state="fp32"', optimizer_state == "8bit"),
+            'master_weights="split24"': ('master_weights="split"', master_weights == "split24"),
+        }
+        for needed_by, (instead, is_asked) in needs.items():
+            if is_asked:
+                why = (self._eight_bit_obstacle if optimizer_state == "8bit" else self._one_pass_obstacle)(optimizer)
+                one_pass_step.check_needed(needed_by, instead, fused_step, master_weights, why)
         if optimizer_state == "8bit":
-            one_pass_step.check_needed(
-                EightBitState.needed_by,
-                'optimizer_state="fp32"',
-                fused_step,
-                master_weights,
-                self._eight_bit_obstacle(optimizer),
-            )
             self._check_state8(optimizer.param_groups)
         if fused_step is True:
             params = [param for group in optimizer.param_groups for param in group["params"]]
             one_pass_step.check_can_serve(optimizer, params, master_weights != "none")
         self._certified = Certified()
-        if master_weights == "split":
-            self._check_split(optimizer, on_model_write)
+        if master_weights in _SPLIT:
+            self._check_split(optimizer, on_model_write, master_weights)
         arrivals.check_choice(gradient_release)
         self.scaler = make_scaler(dynamic, loss_scale, scaler)
         arrivals.check_served(
@@ -183,7 +186,12 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._patch_step_function()
 
     def _make(self, optimizer: Optimizer, master_weights: str, on_model_write: str) -> None:
-        kinds: dict[str, Callable[[], Masters]] = {"full": FullMasters, "none": NoMasters, "split": SplitMasters}
+        kinds: dict[str, Callable[[], Masters]] = {
+            "full": FullMasters,
+            "none": NoMasters,
+            "split": SplitMasters,
+            "split24": functools.partial(SplitMasters, 24),
+        }
         self._masters = kinds[master_weights]()
         self._holder = parallel.holder_of(optimizer)
         self._pairs = Pairs(self._holder.param_groups, self._names, self._adopt)
@@ -225,7 +233,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def _make_taker(self) -> Any:
         """What is done with gradients that arrive."""
         row = one_pass_step.require_row(self.optimizer)
-        one_by_one = OneByOne(row, self.optimizer, self._pairs, self._masters, self._state_format)
+        one_by_one = OneByOne(row, self.optimizer, self._pairs, self._masters, *self._forms())
         return SteppedOnArrival(one_by_one, self._model_writes)
 
     def _make_released(self) -> Any:
@@ -240,14 +248,18 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         general: Any = WrappedStep(*parts, self._classes, why) if self._masters.are_whole else StreamedStep(*parts)
         if row is None:
             return general
-        form = self._state_format
-        return OnePassStep(self.fused_step, row, *parts, form, form.needed_by, general)
+        return OnePassStep(self.fused_step, row, *parts, *self._forms(), general)
 
     def _make_state_format(self) -> StateFormat:
         row = row_of(type(self.optimizer))
-        if row is None or self.optimizer_state == "fp32":
-            return FullState(row)
-        return EightBitState(row, self._outcome.number)
+        return FullState(row) if row is None or self.optimizer_state == "fp32" else EightBitState(row)
+
+    def _forms(self) -> tuple[StateFormat, str, Callable[[], int]]:
+        """What a one-pass step works on: the state, the argument that leaves no other step, the number of the step."""
+        needed_by = self._state_format.needed_by
+        if self.master_weights == "split24":
+            needed_by = needed_by or 'master_weights="split24"'
+        return self._state_format, needed_by, self._outcome.number
 
     def _one_pass_obstacle(self, optimizer: Optimizer) -> str:
         """Why an optimizer about to be wrapped can't be stepped in one pass, in words; "" where it can."""
@@ -277,26 +289,27 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                     'Use optimizer_state="fp32".'
                 )
 
-    def _check_split(self, optimizer: Optimizer, on_model_write: str) -> None:
+    def _check_split(self, optimizer: Optimizer, on_model_write: str, master_weights: str) -> None:
         if on_model_write == "ignore":
             raise ValueError(
-                'on_model_write="ignore" does not go with master_weights="split": the model\'s weights are part of the '
-                'masters, so a write to them can\'t be ignored. Use "refresh" or "error".'
+                f'on_model_write="ignore" does not go with master_weights="{master_weights}": the model\'s weights are '
+                'part of the masters, so a write to them can\'t be ignored. Use "refresh" or "error".'
             )
         if parallel.is_zero(optimizer):
             raise ValueError(
                 'master_weights="split" does not go with ZeroRedundancyOptimizer: it sends 16-bit weights and knows of '
                 'no remainders. Use master_weights="full", which ZeRO spreads over the ranks.'
             )
-        self._certified.check(optimizer)
+        if master_weights == "split":
+            self._certified.check(optimizer)
         for number, group in enumerate(optimizer.param_groups):
-            self._check_plain(group, number)
+            self._check_plain(group, number, master_weights)
 
-    def _check_plain(self, group: dict[str, Any], number: int) -> None:
+    def _check_plain(self, group: dict[str, Any], number: int, master_weights: str) -> None:
         for index, param in enumerate(group["params"]):
             if isinstance(param, Tensor) and param.dtype in HALF_DTYPES:
                 where = f"group {number}, param {index}{quoted(name_of(group, index, param, self._names))}"
-                check_plain(where, param)
+                check_plain(where, param, master_weights)
 
     def _adopt(self, model: Tensor) -> Tensor | None:
         """The master of a 16-bit parameter, with the optimizer state that the parameter had, in FP32."""
@@ -408,8 +421,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         parallel.check_meshes([*self._pairs.models, *params])
         if self.optimizer_state == "8bit":
             self._check_state8([{**self.defaults, **group}], number)
+        if self.master_weights in _SPLIT:
+            self._check_plain({**group, "params": params}, number, self.master_weights)
         if self.master_weights == "split":
-            self._check_plain({**group, "params": params}, number)
             self._certified.check_settings(self.optimizer, {**self.defaults, **settings_of(group)})
         self.optimizer.add_param_group(group)
         self._pairs.add_group(self.optimizer.param_groups[-1], number, names, self._adopt)

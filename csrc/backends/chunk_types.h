@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../launch/split.h"
+#include "../launch/split24.h"
 #include "step_level.h"
 
 FP16OPT_BEGIN
@@ -18,11 +19,17 @@ SplitMaster<Model> split(const StepChunk& c) {
     return SplitMaster<Model>(c.model, c.master);
 }
 
+template <class Model>
+Split24Master<Model> split24(const StepChunk& c) {
+    return Split24Master<Model>(c.model, c.master, c.master_dither);
+}
+
 // Calls step(gradient, master) with the types of this chunk. A 16-bit gradient has its parameter's dtype; an FP32 one is a
 // gradient that was unscaled before.
 template <class Model, class Step>
 uint32_t step_as(const StepChunk& c, Step&& step) {
     const bool wide = c.grad_dtype == DType::single;
+    if (c.split24) return wide ? step(float(), split24<Model>(c)) : step(Model(), split24<Model>(c));
     if (c.split) return wide ? step(float(), split<Model>(c)) : step(Model(), split<Model>(c));
     return wide ? step(float(), full<Model>(c)) : step(Model(), full<Model>(c));
 }

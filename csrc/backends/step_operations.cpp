@@ -6,6 +6,7 @@
 #include "../functors/power.h"
 #include "../functors/scalars.h"
 #include "../functors/ratio8.h"
+#include "../functors/split24.h"
 #include "lists.h"
 #include "state8_level.h"
 
@@ -30,7 +31,7 @@ void require_lists(const StepLists& lists, size_t groups, DType state = DType::s
             require(table.dtypes[list][i] == state, "state must be float32, or codes of 8 bits");
         }
         const DType master = table.dtypes[1][i];
-        require(master == DType::single || (lists.models != nullptr && is_narrow(master)),
+        require(master == DType::single || (lists.models != nullptr && (is_narrow(master) || master == DType::byte)),
                 "masters must be float32, or remainders beside models");
         const DType grad = table.dtypes[0][i];
         if (lists.models == nullptr) {
@@ -57,7 +58,10 @@ StepChunk chunk_of(const StepLists& lists, const Chunk& c, bool stream) {
         chunk.model = at<void>(*lists.models, table, list, c);
     }
     chunk.numel = c.numel;
-    chunk.split = is_narrow(table.dtypes[1][size_t(c.tensor)]);
+    const DType master = table.dtypes[1][size_t(c.tensor)];
+    chunk.split = is_narrow(master);
+    chunk.split24 = master == DType::byte;
+    chunk.master_dither = master_dither_at(uint64_t(c.start), lists.number);
     chunk.stream = stream;
     return chunk;
 }
@@ -118,10 +122,11 @@ SgdScalars scalars_of(const SgdOptions& o, bool first) {
     return sgd_scalars(o.lr, o.momentum, o.dampening, o.weight_decay, o.nesterov, first);
 }
 
-State8Chunk codes_of(const State8& state, const StepChunk& chunk, const Chunk& part, float limit) {
-    float* scales = static_cast<float*>(state.scales[size_t(part.tensor)]) + part.start / kStateBlock;
+State8Chunk codes_of(const StepLists& lists, const Pointers& scales_of, const StepChunk& chunk, const Chunk& part,
+                     float limit) {
+    float* scales = static_cast<float*>(scales_of[size_t(part.tensor)]) + part.start / kStateBlock;
     return {reinterpret_cast<int8_t*>(chunk.exp_avg), reinterpret_cast<uint8_t*>(chunk.exp_avg_sq), scales, limit,
-            dither_at(uint64_t(part.start), state.step)};
+            dither_at(uint64_t(part.start), lists.number)};
 }
 
 static_assert(kChunk % kStateBlock == 0, "chunks begin where blocks do");
@@ -141,16 +146,16 @@ void adam(const StepLists& lists, const Pointers& steps, const std::vector<AdamO
     });
 }
 
-void adam8(const StepLists& lists, const State8& state, const Pointers& steps, const std::vector<AdamOptions>& groups,
+void adam8(const StepLists& lists, const Pointers& scales, const Pointers& steps, const std::vector<AdamOptions>& groups,
            const std::vector<float>& limits, float inv_scale, float coefficient, int threads) {
     require_lists(lists, groups.size(), DType::byte);
     require(lists.state.size() == 2 && limits.size() == groups.size(), "Adam's 8-bit state is two lists, with a limit a group");
-    require(state.scales.size() == lists.table.numels.size(), "scales must have one entry for each tensor");
+    require(scales.size() == lists.table.numels.size(), "scales must have one entry for each tensor");
     const std::vector<AdamScalars> scalars = scalars_of(lists, steps, groups);
     const auto* level = current_level().state8;
     run(lists, threads, [&](const StepChunk& chunk, const Chunk& part) {
         const size_t place = size_t(part.tensor), group = size_t(lists.group_of[place]);
-        return level->adam(chunk, codes_of(state, chunk, part, limits[group]),
+        return level->adam(chunk, codes_of(lists, scales, chunk, part, limits[group]),
                            factors_of(inv_scale, coefficient, groups[group].maximize), scalars[place]);
     });
 }
@@ -168,17 +173,17 @@ void sgd(const StepLists& lists, const std::vector<uint8_t>& first, const std::v
     });
 }
 
-void sgd8(const StepLists& lists, const State8& state, const std::vector<uint8_t>& first,
+void sgd8(const StepLists& lists, const Pointers& scales, const std::vector<uint8_t>& first,
           const std::vector<SgdOptions>& groups, float inv_scale, float coefficient, int threads) {
     require_lists(lists, groups.size(), DType::byte);
     require(first.size() == lists.table.numels.size(), "first must have one entry for each tensor");
     require(lists.state.size() == 1, "SGD's 8-bit state is one list");
-    require(state.scales.size() == lists.table.numels.size(), "scales must have one entry for each tensor");
+    require(scales.size() == lists.table.numels.size(), "scales must have one entry for each tensor");
     const auto* level = current_level().state8;
     run(lists, threads, [&](const StepChunk& chunk, const Chunk& part) {
         const size_t place = size_t(part.tensor);
         const SgdOptions& o = groups[size_t(lists.group_of[place])];
-        return level->sgd(chunk, codes_of(state, chunk, part, 1.0f), factors_of(inv_scale, coefficient, o.maximize),
+        return level->sgd(chunk, codes_of(lists, scales, chunk, part, 1.0f), factors_of(inv_scale, coefficient, o.maximize),
                           scalars_of(o, first[place] != 0));
     });
 }

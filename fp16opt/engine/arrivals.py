@@ -305,8 +305,8 @@ class Arrivals:
         """
         if of is not None:
             raise RuntimeError(
-                f"a clip of some parameters' gradients: with {self._said} they were freed one by one. Clip all of them, "
-                "or use gradient_release=False."
+                f"a clip of some parameters' gradients: with {self._said} they were freed one by one. Clip all of "
+                "them, or use gradient_release=False."
             )
         came = [place for place in self.places if place.has_come]
         if self.stage is Stage.READY or self.pending is None or not came:

@@ -208,6 +208,7 @@ class OnePassStep:
         row: Of the optimizer's class.
         optimizer: The wrapped optimizer. Its state is used and filled.
         form: What that state is made of.
+        number: Gives the number of the step that is being taken, by which what is kept in 8 bits is rounded.
         needed_by: The argument that leaves no other way to step, as one writes it; "" where ``fallback`` may step.
         fallback: A wrapped or a streamed step.
     """
@@ -224,6 +225,7 @@ class OnePassStep:
         gradients: Gradients,
         form: StateFormat,
         needed_by: str,
+        number: Callable[[], int],
         fallback: Any,
     ) -> None:
         self.wanted = wanted
@@ -233,6 +235,7 @@ class OnePassStep:
         self.gradients = gradients
         self.form = form
         self.needed_by = needed_by
+        self._number = number
         self.fallback: Any = fallback
         self.rounded_all = False
         self._row = row
@@ -378,6 +381,7 @@ class OnePassStep:
         if not call.waits:
             one = torch.ones((), dtype=torch.float32, device=group.device)
             factors = Factors(one, one)
+        by_number = {"number": self._number()} if self.form.needs_number or self.masters.needs_number else {}
         call.row.call(
             call.columns,
             options,
@@ -388,6 +392,7 @@ class OnePassStep:
             stats=None if call.own else group.cast,
             found_inf=found_inf,
             tables=call.tables,
+            **by_number,
         )
         if any(call.first) and (found_inf is None or not bool(found_inf)):  # a step that skips leaves nothing in them
             for name in call.names:

@@ -61,14 +61,21 @@ class OneByOne:
 
     Args:
         row: Of the optimizer's class.
-        form: What its state is made of.
+        form, needed_by, number: As :class:`OnePassStep` has them.
     """
 
     def __init__(
-        self, row: OnePassRow, optimizer: Optimizer, pairs: Pairs, masters: Masters, form: StateFormat
+        self,
+        row: OnePassRow,
+        optimizer: Optimizer,
+        pairs: Pairs,
+        masters: Masters,
+        form: StateFormat,
+        needed_by: str,
+        number: Callable[[], int],
     ) -> None:
         self._parts = row, optimizer
-        self._form = form
+        self._forms = form, needed_by or "gradient_release", number
         self._pairs = pairs
         self._masters = masters
         self._steps: dict[int, tuple[int, OnePassStep, OneGradient]] = {}
@@ -88,7 +95,7 @@ class OneByOne:
             gradient = OneGradient()
             pairs: Any = One(self._pairs, place.pair)
             given: Any = gradient
-            parts = *self._parts, pairs, self._masters, given, self._form, "gradient_release"
+            parts = *self._parts, pairs, self._masters, given, *self._forms
             kept = self._pairs.generation, OnePassStep(True, *parts, None), gradient
             self._steps[place.position] = kept
         _, step, gradient = kept

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,9 +30,11 @@ class StateFormat(Protocol):
 
     Attributes:
         needed_by: the argument that asked for it, where the wrapped optimizer could not step on such state; else "".
+        needs_number: whether steps round state by the number of the step.
     """
 
     needed_by: str
+    needs_number: bool
 
     def row(self, group: dict[str, Any], numel: int) -> OnePassRow:
         """How a parameter of a group, of ``numel`` elements in all, is stepped."""
@@ -55,6 +57,7 @@ class FullState:
     """
 
     needed_by = ""
+    needs_number = False
 
     def __init__(self, row: OnePassRow | None) -> None:
         self._row: Any = row
@@ -162,6 +165,18 @@ def has_eight_bits(row: OnePassRow | None) -> bool:
     return any(row is FUNCTORS[name] for name in ("sgd", "adam", "adamw"))
 
 
+def _call_adam(columns: Columns, options: Any, group_of: Any, factors: Any, first: list[bool], **rest: Any) -> None:
+    first_codes, second_codes, scales = (columns[name] for name in _MOMENTS)
+    lists = columns["grads"], columns["masters"], first_codes, second_codes, scales, columns["step"]
+    state8.multi_tensor_adam8(*lists, options, group_of, factors, rest.pop("number"), **rest)
+
+
+def _call_sgd(columns: Columns, options: Any, group_of: Any, factors: Any, first: list[bool], **rest: Any) -> None:
+    codes, scales = (columns[name] for name in _MOMENTUM)
+    lists = columns["grads"], columns["masters"], codes, scales
+    state8.multi_tensor_sgd8(*lists, options, group_of, factors, rest.pop("number"), first=first, **rest)
+
+
 def eight_bit_obstacle(group: Mapping[str, Any]) -> str:
     """Why a group's state can't be kept in 8 bits, in words; "" where it can: AMSGrad's maximum of v has no code."""
     return "amsgrad=True, whose largest v so far has no 8-bit form" if group.get("amsgrad") else ""
@@ -175,19 +190,18 @@ class EightBitState:
 
     Args:
         row: of the wrapped optimizer's class: SGD, Adam or AdamW.
-        number: gives the number of the step that is being taken, by which codes are rounded.
     """
 
     needed_by = 'optimizer_state="8bit"'
+    needs_number = True
 
-    def __init__(self, row: OnePassRow, number: Callable[[], int]) -> None:
+    def __init__(self, row: OnePassRow) -> None:
         self._is_sgd = row is FUNCTORS["sgd"]
-        self._number = number
         self._full = row
         if self._is_sgd:
-            kinds: dict[str, Any] = {"state": _momentum, "make": _make_momentum, "call": self._call_sgd}
+            kinds: dict[str, Any] = {"state": _momentum, "make": _make_momentum, "call": _call_sgd}
         else:
-            kinds = {"state": _moments, "make": _make_moments, "call": self._call_adam}
+            kinds = {"state": _moments, "make": _make_moments, "call": _call_adam}
         self._coded = dataclasses.replace(self._full, check=_check_codes, **kinds)
 
     def row(self, group: dict[str, Any], numel: int) -> OnePassRow:
@@ -206,20 +220,6 @@ class EightBitState:
         """Codes take the place of FP32 state, rounded to nearest, and of codes that were made with other betas."""
         if self.row(group, numel) is self._coded:
             (_adopt_momentum if self._is_sgd else _adopt_moments)(state, group)
-
-    def _call_adam(
-        self, columns: Columns, options: Any, group_of: Any, factors: Any, first: list[bool], **rest: Any
-    ) -> None:
-        first_codes, second_codes, scales = (columns[name] for name in _MOMENTS)
-        lists = columns["grads"], columns["masters"], first_codes, second_codes, scales, columns["step"]
-        state8.multi_tensor_adam8(*lists, options, group_of, factors, self._number(), **rest)
-
-    def _call_sgd(
-        self, columns: Columns, options: Any, group_of: Any, factors: Any, first: list[bool], **rest: Any
-    ) -> None:
-        codes, scales = (columns[name] for name in _MOMENTUM)
-        lists = columns["grads"], columns["masters"], codes, scales
-        state8.multi_tensor_sgd8(*lists, options, group_of, factors, self._number(), first=first, **rest)
 
 
 def adopt_all(form: StateFormat, pairs: Iterable[Pair], optimizer: Optimizer) -> None:

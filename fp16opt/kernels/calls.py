@@ -25,7 +25,7 @@ class Operation(NamedTuple):
         counters: a further list, of one float32 number for each entry that takes part, wherever these lie; "" for none.
         scales: a further list before it, of float32 tensors with a number for every ``block`` elements; "" for none.
         block: elements.
-        on_cuda: whether there is a CUDA kernel; else torch operations serve there.
+        coded: the backends whose kernels take lists of 8-bit codes; elsewhere torch operations serve these.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Operation(NamedTuple):
     counters: str = ""
     scales: str = ""
     block: int = 1
-    on_cuda: bool = True
+    coded: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:

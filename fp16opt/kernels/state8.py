@@ -18,7 +18,7 @@ from .reference_state8 import BLOCK, block_count, ratio_limit
 from .reference_steps import AdamOptions, Factors, SgdOptions
 from .stats import CastStats
 from .steps import StepTables, check_betas
-from .tables import BFLOAT, HALF, SINGLE, call_for
+from .tables import BFLOAT, HALF, REMAINDERS, SINGLE, call_for
 
 __all__ = [
     "BLOCK",
@@ -44,7 +44,7 @@ def _owned(grad: torch.dtype, master: torch.dtype, *codes: torch.dtype) -> bool:
 
 def _with_models(grad: torch.dtype, master: torch.dtype, *rest: torch.dtype) -> bool:
     *codes, model = rest
-    fits = model in (HALF, BFLOAT) and grad in (SINGLE, model) and master in (SINGLE, torch.int16)
+    fits = model in (HALF, BFLOAT) and grad in (SINGLE, model) and master in (SINGLE, *REMAINDERS)
     return fits and tuple(codes) == _CODES[: len(codes)]
 
 
@@ -52,9 +52,9 @@ def _operation(name: str, *codes: str, counters: str = "") -> dict[bool, Operati
     """By whether there are models: the operation as the guards see it."""
     lists = ("grads", "masters", *codes)
     models = Operation(
-        name, (*lists, "models"), _with_models, _MODELS, (len(lists),), 1, counters, "scales", BLOCK, False
+        name, (*lists, "models"), _with_models, _MODELS, (len(lists),), 1, counters, "scales", BLOCK, ("cpu",)
     )
-    return {False: Operation(name, lists, _owned, _OWN, (1,), 1, counters, "scales", BLOCK, False), True: models}
+    return {False: Operation(name, lists, _owned, _OWN, (1,), 1, counters, "scales", BLOCK, ("cpu",)), True: models}
 
 
 _ADAM = _operation("multi_tensor_adam8", "exp_avg_codes", "exp_avg_sq_codes", counters="steps")
@@ -118,10 +118,10 @@ def multi_tensor_adam8(
             return
         for _, row in plan.by_reference:
             grad, master, first, second, *others, scale, count = call.row(row)
-            with reference_steps.whole(row, master, others[0] if others else None, found) as single:
+            with reference_steps.whole(row, master, others[0] if others else None, found, number) as single:
                 t, group = float(count.add_(1.0)), options[group_of[row]]
                 reference_state8.adam(grad, single, (first, second, scale), t, group, factors, number)
-        if plan.serving is not None:
+        if plan.serving is not None and plan.direct:
             overflow = 0 if found is None else found.overflow
             limits = [ratio_limit(o.beta1, o.beta2) for o in options]
             groups = [(float(o.lr), *o[1:]) for o in options]
@@ -178,10 +178,10 @@ def multi_tensor_sgd8(
             return
         for _, row in plan.by_reference:
             grad, master, codes, *others, scale = call.row(row)
-            with reference_steps.whole(row, master, others[0] if others else None, found) as single:
+            with reference_steps.whole(row, master, others[0] if others else None, found, number) as single:
                 group = options[group_of[row]]
                 reference_state8.sgd(grad, single, (codes, scale), bool(first[row]), group, factors, number)
-        if plan.serving is not None:
+        if plan.serving is not None and plan.direct:
             overflow = 0 if found is None else found.overflow
             groups = [(float(o.lr), *o[1:]) for o in options]
             arguments = (*factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)

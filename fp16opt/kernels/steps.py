@@ -17,7 +17,7 @@ from .calls import Entries, Operation, PointerTables
 from .checks import check_given
 from .reference_steps import AdamOptions, Factors, LionOptions, SgdOptions
 from .stats import CastStats
-from .tables import BFLOAT, HALF, SINGLE, call_for
+from .tables import BFLOAT, HALF, REMAINDERS, SINGLE, call_for
 
 __all__ = [
     "AdamOptions",
@@ -41,14 +41,14 @@ def _owned(grad: torch.dtype, *others: torch.dtype) -> bool:
 
 def _with_models(grad: torch.dtype, *others: torch.dtype) -> bool:
     master, *singles, model = others
-    fits = model in (HALF, BFLOAT) and grad in (SINGLE, model) and master in (SINGLE, torch.int16)
+    fits = model in (HALF, BFLOAT) and grad in (SINGLE, model) and master in (SINGLE, *REMAINDERS)
     return fits and all(dtype == SINGLE for dtype in singles)
 
 
 def _operation(name: str, *state: str, counters: str = "") -> dict[bool, Operation]:
     """By whether there are models: the operation as the guards see it."""
     lists = ("grads", "masters", *state)
-    models = Operation(name, (*lists, "models"), _with_models, _MODELS, (len(lists),), 1, counters)
+    models = Operation(name, (*lists, "models"), _with_models, _MODELS, (len(lists),), 1, counters, coded=("cpu",))
     return {False: Operation(name, lists, _owned, "float32 each", (1,), 1, counters), True: models}
 
 
@@ -88,13 +88,15 @@ def multi_tensor_adam(
     models: Entries | None = None,
     stats: CastStats | None = None,
     found_inf: Tensor | None = None,
+    number: int = 0,
     tables: StepTables | None = None,
 ) -> None:
     """One Adam or AdamW step of n tensors, in one pass over their memory.
 
     Args:
         grads: n tensors, still scaled: float32, or the dtype of ``models[i]``. Read only.
-        masters: n float32 tensors of the same shapes, or int16 remainders to ``models``. Written, as all the following.
+        masters: n float32 tensors of the same shapes, or int16 or int8 remainders to ``models``. Written, as all the
+            following.
         exp_avgs, exp_avg_sqs: n float32 tensors of the same shapes.
         steps: n float32 tensors of one element, each its own: how many steps were taken. Counted up. Where they are not
             on the device of the others, the step is decided on the host: one wait, if ``found_inf`` is given.
@@ -107,6 +109,7 @@ def multi_tensor_adam(
         stats: for n tensors; written with ``models``, as by :func:`fp16opt.kernels.multi_tensor_cast`.
         found_inf: float32, shape [], on the device: where it is not 0, nothing is written. Compiled kernels look at it
             there; torch operations wait for it.
+        number: of the step, by which masters with int8 remainders are rounded; modulo 2**32.
         tables: the cache of this call site.
 
     Raises:
@@ -136,7 +139,7 @@ def multi_tensor_adam(
         for _, row in plan.by_reference:
             grad, master, first, second, *others, count = call.row(row)
             model = others.pop() if found is not None else None
-            with reference_steps.whole(row, master, model, found) as single:
+            with reference_steps.whole(row, master, model, found, number) as single:
                 t = float(count.add_(1.0))
                 largest = others[0] if others else None
                 reference_steps.adam(grad, single, first, second, largest, t, options[group_of[row]], factors)
@@ -145,7 +148,7 @@ def multi_tensor_adam(
         elif plan.serving is not None:
             overflow = 0 if found is None else found.overflow
             groups = [(float(o.lr), *o[1:]) for o in options]
-            arguments = (*factors, overflow, found is not None, group_of, groups)
+            arguments = (*factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
             plan.serving.launch(call, "adam", *arguments, results=(overflow,))
 
 
@@ -161,19 +164,21 @@ def multi_tensor_sgd(
     models: Entries | None = None,
     stats: CastStats | None = None,
     found_inf: Tensor | None = None,
+    number: int = 0,
     tables: StepTables | None = None,
 ) -> None:
     """One SGD step of n tensors, in one pass over their memory.
 
     Args:
         grads: n tensors, still scaled: float32, or the dtype of ``models[i]``. Read only.
-        masters: n float32 tensors of the same shapes, or int16 remainders to ``models``. Written, as all the following.
+        masters: n float32 tensors of the same shapes, or int16 or int8 remainders to ``models``. Written, as all the
+            following.
         options: of the param_groups. An ``lr`` that is a tensor on the device is read there.
         group_of: for each of the n entries, its place in ``options``.
         factors: what gradients are multiplied by.
         momentum_buffers: n float32 tensors of the same shapes; None steps without momentum.
         first: given with momentum_buffers: which of the n hold nothing yet.
-        models, stats, found_inf, tables: as for :func:`multi_tensor_adam`.
+        models, stats, found_inf, number, tables: as for :func:`multi_tensor_adam`.
 
     Raises:
         TypeError: a wrong type or dtype. ValueError: lengths, shapes or devices that differ. Nothing is written then.
@@ -202,7 +207,7 @@ def multi_tensor_sgd(
             grad, master, *kept = call.row(row)
             model = kept.pop() if found is not None else None
             begins = fresh if isinstance(fresh, bool) else bool(fresh[row])
-            with reference_steps.whole(row, master, model, found) as single:
+            with reference_steps.whole(row, master, model, found, number) as single:
                 buffer = kept[0] if kept else None
                 reference_steps.sgd(grad, single, buffer, begins, options[group_of[row]], factors)
         if plan.serving is cuda:
@@ -211,7 +216,7 @@ def multi_tensor_sgd(
         elif plan.serving is not None:
             overflow = 0 if found is None else found.overflow
             groups = [(float(o.lr), *o[1:]) for o in options]
-            arguments = (*factors, overflow, found is not None, group_of, groups)
+            arguments = (*factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
             plan.serving.launch(call, "sgd", *arguments, results=(overflow,), flags=fresh)
 
 

@@ -18,6 +18,9 @@ from . import backends, cuda, native
 from .calls import Call, Entries, Operation, Plan, PointerTables
 
 HALF, BFLOAT, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
+REMAINDERS = (torch.int16, torch.int8)
+"""The dtypes of what is kept beside the weights of split masters."""
+CODES = (torch.int8, torch.uint8)
 HALF_DTYPES = (HALF, BFLOAT)
 """The dtypes of parameters that get masters."""
 
@@ -47,7 +50,7 @@ def _sixteen_bits(dtype: torch.dtype) -> bool:
 
 
 def _split_accepts(master: torch.dtype, param: torch.dtype, remainder: torch.dtype) -> bool:
-    return master == SINGLE and param in (HALF, BFLOAT) and remainder == torch.int16
+    return master == SINGLE and param in (HALF, BFLOAT) and remainder in REMAINDERS
 
 
 def _join_accepts(param: torch.dtype, remainder: torch.dtype, out: torch.dtype) -> bool:
@@ -104,7 +107,7 @@ SPLIT = Operation(
     "multi_tensor_split",
     ("masters", "params", "remainders"),
     _split_accepts,
-    "float32 masters into float16 or bfloat16 params and int16 remainders",
+    "float32 masters into float16 or bfloat16 params and int16 or int8 remainders",
     written=(1, 2),
     shape_of=1,
 )
@@ -112,7 +115,7 @@ JOIN = Operation(
     "multi_tensor_join",
     ("params", "remainders", "outs"),
     _join_accepts,
-    "float16 or bfloat16 params and int16 remainders into float32",
+    "float16 or bfloat16 params and int16 or int8 remainders into float32",
     written=(2,),
     shape_of=2,
 )
@@ -120,7 +123,7 @@ RENEW = Operation(
     "multi_tensor_renew",
     ("params", "remainders"),
     _renew_accepts,
-    "float16 or bfloat16 params and int16 remainders",
+    "float16 or bfloat16 params and int16 or int8 remainders",
     written=(1,),
 )
 
@@ -238,6 +241,10 @@ def same_walk(a: Tensor, b: Tensor) -> bool:
     return a.stride() == b.stride() or a.numel() == 0 or _walk(a) == _walk(b)
 
 
+def _is_coded(lists: Sequence[Entries], i: int) -> bool:
+    return any(tensor is not None and tensor.dtype in CODES for tensor in (entries[i] for entries in lists))
+
+
 def _is_plain(tensor: Tensor) -> bool:
     """Whether the address of the tensor is where its values are, as they are."""
     overridden = getattr(type(tensor), "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
@@ -292,10 +299,11 @@ def check_lists(operation: Operation, lists: Sequence[Entries], device: torch.de
             direct.append(place)
     where = found or device or torch.device("cpu")
     serving = backends.compiled_for(where)
-    serving = None if serving is cuda and not operation.on_cuda else serving
     is_plain = len(direct) == len(used)
     if serving is cuda:  # float64 is rare, and would make every kernel longer
         direct = [place for place in direct if getattr(lists[0][used[place]], "dtype", None) != DOUBLE]
+    if serving is not None and ("cuda" if serving is cuda else "cpu") not in operation.coded:
+        direct = [place for place in direct if not _is_coded(lists[:width], used[place])]
     served = set(direct) if serving is not None else set()
     by_reference = [(place, row) for place, row in enumerate(used) if place not in served]
     counts_here = counted_on is None or counted_on == where
