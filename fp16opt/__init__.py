@@ -4,6 +4,7 @@ from .apex import install_as_apex
 from .certify import Check, Report, certify
 from .engine.checkpoint import optimizer_state
 from .engine.diagnostics import Overflow
+from .engine.memory import Memory
 from .engine.one_pass_classes import register_one_pass
 from .grad_scaler import GradScaler
 from .optimizer import MixedPrecisionOptimizer
@@ -17,6 +18,7 @@ __all__ = [
     "GradScaler",
     "LossScaleError",
     "LossScaler",
+    "Memory",
     "MixedPrecisionOptimizer",
     "Overflow",
     "Report",

@@ -31,6 +31,7 @@ from .engine.diagnostics import Overflow
 from .engine.gradients import Gradients
 from .engine.master_classes import MasterClasses
 from .engine.masters import FullMasters, Masters, NoMasters
+from .engine.memory import Memory, measure
 from .engine.model_writes import POLICIES, ModelWrites
 from .engine.one_pass_rows import counters_saved, no_row, row_of
 from .engine.one_pass_step import OnePassStep
@@ -289,7 +290,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             f"  parameters: {self._summary()}\n  grad_accumulation: {self.grad_accumulation!r}, "
             f"on_model_write: {self.on_model_write!r}, master_weights: {self.master_weights!r}, "
             f"gradient_release: {self.gradient_release!r}\n"
-            f"  step: {self._stepper.describe()}\n)"
+            f"  step: {self._stepper.describe()}\n  memory: {self.memory()}\n)"
         )
 
     def _summary(self) -> str:
@@ -757,6 +758,32 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def model_params(self) -> Iterator[Tensor]:
         """The model's parameters, in param_groups order; pairs with :meth:`master_params`."""
         return iter(list(self._pairs.models))
+
+    def memory(self) -> Memory:
+        """What the tensors of this training take now on this rank, by kind; activations are the model's business.
+
+        Gradients are those that are there: call it between ``backward`` and ``step`` to see them.
+
+        Returns:
+            Bytes; ``str`` of it says how many a parameter. No sync.
+
+        Example:
+            >>> weight = torch.nn.Parameter(torch.ones(1000, dtype=torch.float16))
+            >>> opt = MixedPrecisionOptimizer(torch.optim.AdamW([weight]))
+            >>> opt.memory().masters
+            4000
+        """
+        self._pairs.verify()
+        apart = [pair for pair in self._pairs.all if pair.master is not pair.model]
+        masters = [[pair.master for pair in apart], [self._masters.operand(pair) for pair in apart]]
+        kinds = {
+            "weights": self._pairs.models,
+            "masters": masters,
+            "moments": self._holder.state,
+            "gradients": self._gradients.tensors(),
+            "engine": self,
+        }
+        return measure(self._pairs.models, kinds)
 
     # -- checkpoints and the model's own weights ---------------------------------------------------------------------
 

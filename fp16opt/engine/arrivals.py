@@ -24,7 +24,7 @@ from .accumulation import Pending, Stage, Verdict
 from .one_pass_step import NO_MASTERS, obstacle
 from .pairs import HALF_DTYPES, Pair, Pairs
 from .ranks import Ranks, Replicas
-from .sights import GRAD, store
+from .sights import GRAD, store, stored
 
 CHOICES = (False, True, "held")
 
@@ -323,8 +323,9 @@ class Arrivals:
         return self._stats
 
     def tensors(self) -> list[Tensor]:
-        """What is kept of gradients, to be counted."""
-        return self.taker.tensors()
+        """What is kept of gradients, and any that somebody else has put into parameters or masters."""
+        found = [*stored(self.pairs.models), *stored(self.pairs.masters)]
+        return [*self.taker.tensors(), *(grad for grad in found if grad is not None)]
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
