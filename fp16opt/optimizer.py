@@ -29,6 +29,7 @@ from .engine.arrivals import Arrivals
 from .engine.closures import ClosureHabits, Evaluations
 from .engine.diagnostics import Overflow
 from .engine.gradients import Gradients
+from .engine.held_step import HeldOnArrival, HeldStep
 from .engine.master_classes import MasterClasses
 from .engine.masters import FullMasters, Masters, NoMasters
 from .engine.memory import Memory, measure
@@ -94,7 +95,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             operations with the same bits. False: the wrapped optimizer's own step, to the bit.
         gradient_release: True: each parameter is stepped in backward when its gradient arrives, and the gradient is
             freed. It takes a one-pass step, one backward a step, a static scale and no clip; a gradient that is not
-            finite leaves its parameter alone, while others are stepped.
+            finite leaves its parameter alone, while others are stepped. "held": a code of 8 bits of each gradient is
+            kept and stepped from; any scaler, and a clip.
 
     Raises:
         TypeError: ``optimizer`` is no torch Optimizer, or wrapped already.
@@ -199,9 +201,15 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """What is done with gradients that arrive."""
         row = one_pass_step.require_row(self.optimizer)
         one_by_one = OneByOne(row, self.optimizer, self._pairs, self._masters)
+        if self.gradient_release == "held":
+            return HeldOnArrival(one_by_one)
         return SteppedOnArrival(one_by_one, self._model_writes)
 
     def _make_released(self) -> Any:
+        """What ``step`` does with gradients that have arrived."""
+        taker = self._accumulation.taker
+        if self.gradient_release == "held":
+            return HeldStep(self.optimizer, taker)
         self._outcome.log.what = "parameters left alone while the others were stepped"
         self._outcome.log.advice = "Use a lower scale."
         return ReleasedStep(self.optimizer)

@@ -49,6 +49,8 @@ ENGINE = [
     "streamed_step",
     "arrivals",
     "released_step",
+    "held_codes",
+    "held_step",
     "outcome",
     "closures",
     "under_grad_scaler",

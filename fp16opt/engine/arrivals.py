@@ -22,7 +22,7 @@ from ..kernels.tables import same_walk
 from ..scaling import LossScaler
 from .accumulation import Pending, Stage, Verdict
 from .one_pass_step import NO_MASTERS, obstacle
-from .pairs import HALF_DTYPES, Pair, Pairs
+from .pairs import Pair, Pairs
 from .ranks import Ranks, Replicas
 from .sights import GRAD, store, stored
 
@@ -132,9 +132,11 @@ class Taker(Protocol):
 
     Attributes:
         release: the value of ``gradient_release`` that asks for it.
+        can_drop: whether gradients that came can be cleared, or have done their work.
     """
 
     release: bool | str
+    can_drop: bool
 
     def begin(self, scaler: LossScaler) -> None:
         """A backward is about to begin.
@@ -305,6 +307,7 @@ class Arrivals:
         if self.stage is Stage.READY or self.pending is None or not came:
             self._start()
             return None
+        self._check_none()
         self.taker.settle(came)
         for group, stats in zip(self.pairs.devices, self._stats, strict=True):
             stats.touched = True
@@ -356,7 +359,7 @@ class Arrivals:
         """Gradients are cleared. What parameters were stepped by stays to be counted by ``step``."""
         for param in self.pairs.models:
             store(param, None)
-        if self.interrupted or self.taker.release != True:  # noqa: E712  # "held": what waits is dropped
+        if self.interrupted or self.taker.can_drop:
             self._start()
 
     # -- gradients that came otherwise -------------------------------------------------------------------------------
@@ -420,8 +423,3 @@ def _remove(handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()
     handles.clear()
-
-
-def is_small(param: Tensor) -> bool:
-    """Whether a parameter's gradient is kept as it is, where large ones are coded."""
-    return param.numel() < 4096 or param.dtype not in HALF_DTYPES
