@@ -1,6 +1,6 @@
 """Codes of 8 bits for gradients that wait for the verdict: a byte an element, and an FP32 scale for each 256.
 
-A code has a sign and 7 bits, which step like a float's exponent and 4 bits of its mantissa, moved so that zero has one::
+A code has a sign and 7 bits, which step like a float's exponent and 4 bits of its mantissa, moved so that 0 has one::
 
     encode  S = the largest |g| of the block; u = |g| / S; x = 1 + 247 u; a = min(127, (bits(x) + h - bits(1)) >> 19)
     decode  g = sign * (float_from_bits((a << 19) + bits(1)) - 1) * (S / 247)
