@@ -210,11 +210,11 @@ WIDTH, HEADS, CONTEXT, BATCH = 64, 4, 64, 8
 class Block(nn.Module):
     """Attention and a perceptron, each behind a norm."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
-        self.qkv, self.project = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x``: batch x time x width."""
@@ -227,11 +227,11 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Characters in, logits out."""
 
-    def __init__(self, characters: int) -> None:
+    def __init__(self, characters: int, width: int = WIDTH, layers: int = 2) -> None:
         super().__init__()
-        self.token, self.position = nn.Embedding(characters, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.Sequential(Block(), Block())
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, characters)
+        self.token, self.position = nn.Embedding(characters, width), nn.Embedding(CONTEXT, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, characters)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """FP32 logits."""
@@ -239,13 +239,15 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(x))).float()
 
 
-def _text() -> tuple[int, Tensor]:
+def read_text() -> tuple[int, Tensor]:
+    """How many characters Python's language reference has, and it as their numbers."""
     text = "\n".join(topics[name] for name in sorted(topics))
     index = {character: number for number, character in enumerate(sorted(set(text)))}
     return len(index), torch.tensor([index[character] for character in text])
 
 
-def _loss(model: nn.Module, tokens: Tensor, seed: int, batch: int = BATCH) -> Tensor:
+def loss_of(model: nn.Module, tokens: Tensor, seed: int, batch: int = BATCH) -> Tensor:
+    """The cross entropy of the next characters, in stretches that the seed chooses."""
     starts = torch.randint(len(tokens) - CONTEXT - 1, (batch, 1), generator=torch.Generator().manual_seed(seed))
     drawn = tokens[starts + torch.arange(CONTEXT + 1)]
     return F.cross_entropy(model(drawn[:, :-1]).flatten(0, 1), drawn[:, 1:].flatten())
@@ -253,14 +255,14 @@ def _loss(model: nn.Module, tokens: Tensor, seed: int, batch: int = BATCH) -> Te
 
 def model(make: Maker, quick: bool) -> dict[str, float]:
     """See the module."""
-    characters, tokens = _text()
+    characters, tokens = read_text()
     split = len(tokens) * 9 // 10
     torch.manual_seed(0)
     net = GPT(characters)
     made = make(list(net.parameters()))
     largest = 0.0
     for step in range(10 if quick else 1200):
-        (0.01 * _loss(net, tokens[:split], step)).backward()
+        (0.01 * loss_of(net, tokens[:split], step)).backward()
         before = made.values() if step % 10 == 0 else None
         made.optimizer.step()
         made.optimizer.zero_grad()
@@ -268,7 +270,7 @@ def model(make: Maker, quick: bool) -> dict[str, float]:
             moves = [(a - b).abs().max() / LR for a, b in zip(made.values(), before, strict=True)]
             largest = max(largest, float(torch.stack(moves).max()))
     with torch.no_grad():
-        losses = [_loss(net, tokens[split:], 10_000 + k, 32) for k in range(2 if quick else 30)]
+        losses = [loss_of(net, tokens[split:], 10_000 + k, 32) for k in range(2 if quick else 30)]
     return {"model, validation loss": float(torch.stack(losses).mean()), "model, largest update": largest}
 
 

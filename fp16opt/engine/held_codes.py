@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 BLOCK = 256
-_SLAB = 2**10  # blocks that are coded at a time: temporaries of FP32 and int64 stay small
+_SLABS = {"cpu": 2**8}  # blocks that are coded at a time: temporaries of FP32 and int64 stay small, and in caches
+_SLAB = 2**12  # elsewhere, where a launch costs more than memory
 _TOP, _ONE, _DROPPED = 247.0, 0x3F800000, 19
 _PLACE, _SCALE = 0x9E3779B1, 0x85EBCA77  # odd: golden ratio, and a constant of MurmurHash3's finalizer
 
@@ -58,8 +59,9 @@ def encode(grad: Tensor) -> Codes:
     blocks = -(-flat.numel() // BLOCK)
     codes = torch.empty_like(flat, dtype=torch.int8)
     scales = torch.empty(blocks, dtype=torch.float32, device=flat.device)
-    for first in range(0, blocks, _SLAB):
-        part = flat[first * BLOCK : (first + _SLAB) * BLOCK]
+    slab = _SLABS.get(flat.device.type, _SLAB)
+    for first in range(0, blocks, slab):
+        part = flat[first * BLOCK : (first + slab) * BLOCK]
         count = -(-part.numel() // BLOCK)
         values = torch.zeros(count * BLOCK, dtype=torch.float32, device=flat.device)
         values[: part.numel()] = part
@@ -92,11 +94,12 @@ def decode(held: Codes, out: Tensor) -> Tensor:
         [0.0, -1.0]
     """
     flat = in_memory_order(out)
-    for first in range(0, held.scales.numel(), _SLAB):
-        part = held.codes[first * BLOCK : (first + _SLAB) * BLOCK]
+    slab = _SLABS.get(flat.device.type, _SLAB)
+    for first in range(0, held.scales.numel(), slab):
+        part = held.codes[first * BLOCK : (first + slab) * BLOCK]
         steps = part.to(torch.int32)
         values = (steps.abs() << _DROPPED).add_(_ONE).view(torch.float32).sub_(1.0)
-        unit = held.scales[first : first + _SLAB] / _TOP
+        unit = held.scales[first : first + slab] / _TOP
         values.mul_(unit.repeat_interleave(BLOCK)[: part.numel()])
-        flat[first * BLOCK : (first + _SLAB) * BLOCK] = torch.where(steps < 0, -values, values)
+        flat[first * BLOCK : (first + slab) * BLOCK] = torch.where(steps < 0, -values, values)
     return out
