@@ -5,6 +5,7 @@ from .averaging import AveragedMasters, ema
 from .certify import Check, Report, certify
 from .engine.checkpoint import optimizer_state
 from .engine.diagnostics import Overflow
+from .engine.memory import Memory
 from .engine.one_pass_classes import register_one_pass
 from .foreign import Loaded, load_foreign
 from .grad_scaler import GradScaler
@@ -23,6 +24,7 @@ __all__ = [
     "Loaded",
     "LossScaleError",
     "LossScaler",
+    "Memory",
     "MixedPrecisionOptimizer",
     "Monitor",
     "Overflow",

@@ -29,8 +29,10 @@ from .engine.arrivals import Arrivals
 from .engine.closures import ClosureHabits, Evaluations
 from .engine.diagnostics import Overflow
 from .engine.gradients import Gradients
+from .engine.held_step import HeldOnArrival, HeldStep
 from .engine.master_classes import MasterClasses
 from .engine.masters import FullMasters, Masters, NoMasters
+from .engine.memory import Memory, measure
 from .engine.model_writes import POLICIES, ModelWrites
 from .engine.one_pass_rows import counters_saved, no_row, row_of
 from .engine.one_pass_step import OnePassStep
@@ -109,7 +111,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             elements on. They step in one pass. Checkpoints hold FP32.
         gradient_release: True: each parameter is stepped in backward when its gradient arrives, and the gradient is
             freed. It takes a one-pass step, one backward a step, a static scale and no clip; a gradient that is not
-            finite leaves its parameter alone, while others are stepped.
+            finite leaves its parameter alone, while others are stepped. "held": a code of 8 bits of each gradient is
+            kept and stepped from; any scaler, and a clip.
 
     Raises:
         TypeError: ``optimizer`` is no torch Optimizer, or wrapped already.
@@ -234,9 +237,15 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """What is done with gradients that arrive."""
         row = one_pass_step.require_row(self.optimizer)
         one_by_one = OneByOne(row, self.optimizer, self._pairs, self._masters, *self._forms())
+        if self.gradient_release == "held":
+            return HeldOnArrival(one_by_one)
         return SteppedOnArrival(one_by_one, self._model_writes)
 
     def _make_released(self) -> Any:
+        """What ``step`` does with gradients that have arrived."""
+        taker = self._accumulation.taker
+        if self.gradient_release == "held":
+            return HeldStep(self.optimizer, taker)
         self._outcome.log.what = "parameters left alone while the others were stepped"
         self._outcome.log.advice = "Use a lower scale."
         return ReleasedStep(self.optimizer)
@@ -372,7 +381,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             f"  parameters: {self._summary()}\n  grad_accumulation: {self.grad_accumulation!r}, "
             f"on_model_write: {self.on_model_write!r}, master_weights: {self.master_weights!r}, "
             f"optimizer_state: {self.optimizer_state!r}, gradient_release: {self.gradient_release!r}\n"
-            f"  step: {self._stepper.describe()}\n)"
+            f"  step: {self._stepper.describe()}\n  memory: {self.memory()}\n)"
         )
 
     def _summary(self) -> str:
@@ -938,6 +947,32 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def model_params(self) -> Iterator[Tensor]:
         """The model's parameters, in param_groups order; pairs with :meth:`master_params`."""
         return iter(list(self._pairs.models))
+
+    def memory(self) -> Memory:
+        """What the tensors of this training take now on this rank, by kind; activations are the model's business.
+
+        Gradients are those that are there: call it between ``backward`` and ``step`` to see them.
+
+        Returns:
+            Bytes; ``str`` of it says how many a parameter. No sync.
+
+        Example:
+            >>> weight = torch.nn.Parameter(torch.ones(1000, dtype=torch.float16))
+            >>> opt = MixedPrecisionOptimizer(torch.optim.AdamW([weight]))
+            >>> opt.memory().masters
+            4000
+        """
+        self._pairs.verify()
+        apart = [pair for pair in self._pairs.all if pair.master is not pair.model]
+        masters = [[pair.master for pair in apart], [self._masters.operand(pair) for pair in apart]]
+        kinds = {
+            "weights": self._pairs.models,
+            "masters": masters,
+            "moments": self._holder.state,
+            "gradients": self._gradients.tensors(),
+            "engine": self,
+        }
+        return measure(self._pairs.models, kinds)
 
     # -- checkpoints and the model's own weights ---------------------------------------------------------------------
 

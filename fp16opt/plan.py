@@ -14,8 +14,12 @@ from dataclasses import dataclass
 from .engine.arguments import check_choice
 
 SHARDS = ("none", "ddp", "zero", "fsdp2")
-OPTIMIZERS = {"sgd": 0, "sgd-momentum": 4, "adam": 8, "adamw": 8}  # bytes of FP32 state a parameter
-MASTERS = {"full": 4, "split": 2}  # bytes a parameter beside the 16-bit weight
+OPTIMIZERS = {"sgd": 0, "sgd-momentum": 4, "lion": 4, "adam": 8, "adamw": 8}  # bytes of FP32 state a parameter
+_SCALE = 4 / 128  # an FP32 scale for each block of 8-bit state
+EIGHT_BITS = {"sgd": 0, "sgd-momentum": 1 + _SCALE, "adam": 2 + _SCALE, "adamw": 2 + _SCALE}  # as OPTIMIZERS, in 8 bits
+STATES = ("fp32", "8bit")
+MASTERS = {"full": 4, "split": 2, "split24": 1}  # bytes a parameter beside the 16-bit weight
+RELEASES = {"no": 2.0, "yes": 0.0, "held": 1 + 4 / 256}  # bytes of a gradient that are kept until the step
 HALF = 2  # bytes of a weight or a gradient in FP16 or BF16
 SINGLE = 4
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes of gradients in DDP's first message, and in the others
@@ -30,8 +34,12 @@ class Plan:
         ranks: processes that share it.
         shard: "none" (one rank), "ddp", "zero" (ZeRO-1 around DDP) or "fsdp2".
         optimizer: a key of ``OPTIMIZERS``.
-        masters: "full": FP32, stepped by torch; "split": the 16 low bits beside the 16-bit weight, stepped by
-            ``fused_step=True``. Only where nothing is sharded: for "zero" and "fsdp2" it is what they would take.
+        masters: "full": FP32; "split": 16 bits beside the 16-bit weight; "split24": 8 bits. Split ones only where
+            nothing is sharded: for "zero" and "fsdp2" it is what they would take.
+        state: "fp32", or "8bit": what ``optimizer_state`` is. Parameters of fewer than 4,096 elements, which keep FP32
+            state, are not counted apart.
+        release: "no"; "yes": each gradient is used and freed in backward; "held": a code of 8 bits is kept. What
+            ``gradient_release`` is, on one rank.
         layers: blocks that FSDP2 gathers one after the other; two are whole at a time.
         clip: whether gradients are clipped, in the worst case with a factor below 1.
         network: bytes/s that a rank sends, and receives.
@@ -52,6 +60,8 @@ class Plan:
     shard: str = "none"
     optimizer: str = "adamw"
     masters: str = "full"
+    state: str = "fp32"
+    release: str = "no"
     layers: int = 32
     clip: bool = True
     network: float = 50e9
@@ -62,6 +72,8 @@ class Plan:
         check_choice("shard", self.shard, SHARDS)
         check_choice("optimizer", self.optimizer, tuple(OPTIMIZERS))
         check_choice("masters", self.masters, tuple(MASTERS))
+        check_choice("state", self.state, STATES)
+        check_choice("release", self.release, tuple(RELEASES))
         for name in ("params", "ranks", "layers", "network", "memory"):
             value = getattr(self, name)
             if not (value >= 1 and math.isfinite(value)):
@@ -70,6 +82,12 @@ class Plan:
             raise ValueError(f"compute: expected 0 seconds or more, got {self.compute}.")
         if self.shard == "none" and self.ranks > 1:
             raise ValueError(f"ranks: expected 1 where nothing is shared, got {self.ranks}. Choose shard='ddp'.")
+        if self.state == "8bit" and self.optimizer not in EIGHT_BITS:
+            raise ValueError(
+                f"state: {self.optimizer!r} has no 8-bit state. Use 'fp32', or one of {', '.join(EIGHT_BITS)}."
+            )
+        if self.release != "no" and self.shard != "none":
+            raise ValueError(f"release: {self.release!r} is for one rank, got shard={self.shard!r}. Use 'no'.")
 
     @property
     def _stepped(self) -> float:
@@ -78,7 +96,17 @@ class Plan:
 
     @property
     def _is_split(self) -> bool:
-        return self.masters == "split"
+        return self.masters != "full"
+
+    @property
+    def _in_one_pass(self) -> bool:
+        """Whether gradients wait in 16 bits for a one-pass step: else FP32 ones are made, which torch steps with."""
+        return self._is_split or self.state == "8bit" or self.release != "no"
+
+    @property
+    def _state_bytes(self) -> float:
+        """Of optimizer state, a parameter."""
+        return EIGHT_BITS[self.optimizer] if self.state == "8bit" else OPTIMIZERS[self.optimizer]
 
     @property
     def _held(self) -> float:
@@ -89,10 +117,10 @@ class Plan:
         """Bytes a rank, by what they hold; activations are the model's own business."""
         parts = {
             "16-bit weights": HALF * self._held,
-            "16-bit gradients": HALF * self._held,
+            "16-bit gradients" if self.release == "no" else "gradients kept": RELEASES[self.release] * self._held,
             "masters": MASTERS[self.masters] * self._stepped,
-            "FP32 master gradients": 0.0 if self._is_split else SINGLE * self._stepped,  # split: they wait in 16 bits
-            "optimizer state": OPTIMIZERS[self.optimizer] * self._stepped,
+            "FP32 master gradients": 0.0 if self._in_one_pass else SINGLE * self._stepped,
+            "optimizer state": self._state_bytes * self._stepped,
         }
         if self.shard in ("ddp", "zero"):
             parts["DDP's buckets (none with gradient_as_bucket_view)"] = HALF * self.params
@@ -135,9 +163,11 @@ class Plan:
 
     def step_bytes(self) -> float:
         """Bytes that the optimizer's passes read and write on a rank."""
-        state = OPTIMIZERS[self.optimizer]
-        if self._is_split:  # look at the gradient; then read it again, read and write all else
-            return self._stepped * (HALF + HALF + 2 * (2 * HALF) + 2 * state)
+        state = self._state_bytes
+        if self._in_one_pass:  # look at the gradient; then read it again, read and write all else
+            code = 2 * RELEASES["held"] if self.release == "held" else 0.0  # written, and read
+            weight = SINGLE + HALF + SINGLE if self.masters == "full" else 2 * (HALF + MASTERS[self.masters])
+            return self._stepped * (HALF + (code or HALF) + weight + 2 * state)
         unscale = HALF + SINGLE  # read the gradient, write FP32, clipped on the way
         clip = HALF if self.clip else 0  # the norm is needed before: one look at the gradient
         step = SINGLE + 2 * SINGLE + 2 * state  # read the gradient; read and write master and state
@@ -149,14 +179,19 @@ class Plan:
         return self.step_bytes() / self.memory + max(self.traffic() / self.network, self.compute)
 
     def _notes(self) -> list[str]:
+        notes = []
         if self._is_split and self.shard in ("zero", "fsdp2"):
-            return [f"With {self.shard}, split masters are refused so far: this is what they would take."]
-        return []
+            notes.append(f"With {self.shard}, split masters are refused so far: this is what they would take.")
+        if self.release != "no":
+            notes.append("In backward the 16-bit gradient of one parameter at a time comes on top, and is freed.")
+        return notes
 
     def report(self) -> str:
         """All of it as text."""
         shown = (
             f"{self.params:.4g} parameters, {self.ranks} ranks, {self.shard}, {self.optimizer}, {self.masters} masters"
+            + (", 8-bit state" if self.state == "8bit" else "")
+            + {"no": "", "yes": ", gradients released", "held": ", gradients held in 8 bits"}[self.release]
         )
         lines = [shown, *self._notes(), "", f"{'memory a rank':<52}{size(self.memory_total()):>12}"]
         lines += [f"  {name:<50}{size(value):>12}" for name, value in self.memory_parts().items()]
@@ -207,6 +242,10 @@ def parse(arguments: Sequence[str]) -> Plan:
     parser.add_argument("--shard", choices=SHARDS, help="default: none for one rank, ddp for more")
     parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw")
     parser.add_argument("--masters", choices=tuple(MASTERS), default="full")
+    parser.add_argument("--state", choices=STATES, default="fp32", help="optimizer_state")
+    parser.add_argument(
+        "--release", nargs="?", choices=tuple(RELEASES), const="yes", default="no", help="gradient_release; alone: yes"
+    )
     parser.add_argument("--layers", type=int, default=32, help="blocks that fully_shard is applied to")
     parser.add_argument("--no-clip", dest="clip", action="store_false")
     parser.add_argument("--network", type=float, default=50.0, help="GB/s that a rank sends")

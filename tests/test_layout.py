@@ -25,6 +25,7 @@ Files = dict[str, ast.Module]  # by path inside the package: "engine/pairs.py"
 # The engine's files in the order in which a gradient walks through them: each may import those before it.
 ENGINE = [
     "dtensors",
+    "memory",
     "schema",
     "snapshot",
     "arguments",
@@ -49,6 +50,8 @@ ENGINE = [
     "streamed_step",
     "arrivals",
     "released_step",
+    "held_codes",
+    "held_step",
     "outcome",
     "closures",
     "under_grad_scaler",

@@ -22,9 +22,9 @@ from ..kernels.tables import same_walk
 from ..scaling import LossScaler
 from .accumulation import Pending, Stage, Verdict
 from .one_pass_step import NO_MASTERS, obstacle
-from .pairs import HALF_DTYPES, Pair, Pairs
+from .pairs import Pair, Pairs
 from .ranks import Ranks, Replicas
-from .sights import GRAD, store
+from .sights import GRAD, store, stored
 
 CHOICES = (False, True, "held")
 
@@ -132,9 +132,11 @@ class Taker(Protocol):
 
     Attributes:
         release: the value of ``gradient_release`` that asks for it.
+        can_drop: whether gradients that came can be cleared, or have done their work.
     """
 
     release: bool | str
+    can_drop: bool
 
     def begin(self, scaler: LossScaler) -> None:
         """A backward is about to begin.
@@ -312,6 +314,7 @@ class Arrivals:
         if self.stage is Stage.READY or self.pending is None or not came:
             self._start()
             return None
+        self._check_none()
         self.taker.settle(came)
         for group, stats in zip(self.pairs.devices, self._stats, strict=True):
             stats.touched = True
@@ -339,8 +342,9 @@ class Arrivals:
         return self._stats
 
     def tensors(self) -> list[Tensor]:
-        """What is kept of gradients, to be counted."""
-        return self.taker.tensors()
+        """What is kept of gradients, and any that somebody else has put into parameters or masters."""
+        found = [*stored(self.pairs.models), *stored(self.pairs.masters)]
+        return [*self.taker.tensors(), *(grad for grad in found if grad is not None)]
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -372,7 +376,7 @@ class Arrivals:
         """Gradients are cleared. What parameters were stepped by stays to be counted by ``step``."""
         for param in self.pairs.models:
             store(param, None)
-        if self.interrupted or self.taker.release != True:  # noqa: E712  # "held": what waits is dropped
+        if self.interrupted or self.taker.can_drop:
             self._start()
 
     # -- gradients that came otherwise -------------------------------------------------------------------------------
@@ -436,8 +440,3 @@ def _remove(handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()
     handles.clear()
-
-
-def is_small(param: Tensor) -> bool:
-    """Whether a parameter's gradient is kept as it is, where large ones are coded."""
-    return param.numel() < 4096 or param.dtype not in HALF_DTYPES

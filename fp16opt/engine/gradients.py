@@ -86,6 +86,13 @@ class Gradients:
                     return True
         return self.summing and any(rows.sums for rows in self._rows)
 
+    def tensors(self) -> list[Tensor]:
+        """Every gradient that is there, the masters' too, and memory that is kept for them."""
+        found = [*self.of_model(), *stored(self.pairs.masters), *stored(self.pairs.elsewhere)]
+        for rows in self._rows:
+            found += [*rows.buffers, *rows.held.values()]
+        return [tensor for tensor in found if tensor is not None]
+
     def see(self) -> None:
         """Remember the model's gradients as they are now."""
         self.sight = Sight(self.of_model())

@@ -115,6 +115,7 @@ class SteppedOnArrival:
     """Each gradient that arrives steps its parameter, unless it is not finite."""
 
     release = True
+    can_drop = False
 
     def __init__(self, one_by_one: OneByOne, model_writes: ModelWrites) -> None:
         self._one_by_one = one_by_one

@@ -155,6 +155,8 @@ class StreamedStep:
         masters: Split ones.
     """
 
+    all_or_nothing = True
+
     def __init__(self, optimizer: Optimizer, pairs: Pairs, masters: Masters, gradients: Gradients) -> None:
         self.optimizer = optimizer
         self.pairs = pairs

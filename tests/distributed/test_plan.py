@@ -211,3 +211,51 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         with pytest.raises(SystemExit):
             parse(wrong)
     assert "expected a number of 1 or more" in capsys.readouterr().err
+
+
+# -- formats and released gradients ------------------------------------------------------------------------------------
+
+
+def test_bytes_of_formats_and_of_released_gradients() -> None:
+    """AdamW: weights + gradients + masters + moments, with scales of 4 bytes for 128 codes and for 256."""
+    for given, wanted in (
+        ({"masters": "split", "state": "8bit"}, 2 + 2 + 2 + 2 + 4 / 128),
+        ({"masters": "split24", "state": "8bit"}, 2 + 2 + 1 + 2 + 4 / 128),
+        ({"masters": "split24", "state": "8bit", "release": "yes"}, 2 + 0 + 1 + 2 + 4 / 128),
+        ({"masters": "split24", "state": "8bit", "release": "held"}, 2 + 1 + 4 / 256 + 1 + 2 + 4 / 128),
+        ({"masters": "full", "state": "8bit"}, 2 + 2 + 4 + 2 + 4 / 128),
+        ({"masters": "split", "optimizer": "sgd-momentum", "state": "8bit"}, 2 + 2 + 2 + 1 + 4 / 128),
+        ({"masters": "split", "optimizer": "lion"}, 2 + 2 + 2 + 4),
+    ):
+        plan = Plan(params=1e9, **given)  # type: ignore[arg-type]
+        assert plan.memory_total() == pytest.approx(wanted * 1e9, rel=1e-12), given
+
+
+def test_steps_move_fewer_bytes_with_smaller_formats() -> None:
+    ratio8 = Plan(params=1e9, masters="split", state="8bit").step_bytes()
+    assert ratio8 == pytest.approx(1e9 * (2 + 2 + 8 + 2 * (2 + 4 / 128)))
+    assert Plan(params=1e9, masters="split24", state="8bit").step_bytes() == pytest.approx(ratio8 - 2e9)
+    held = Plan(params=1e9, masters="split", state="8bit", release="held").step_bytes()
+    assert held == pytest.approx(ratio8 + 1e9 * (2 * (1 + 4 / 256) - 2))
+
+
+def test_the_command_line_asks_for_formats() -> None:
+    plan = parse(["--params", "1e9", "--state", "8bit", "--masters", "split24", "--release"])
+    assert (plan.state, plan.masters, plan.release) == ("8bit", "split24", "yes")
+    assert parse(["--params", "1e9", "--release", "held"]).release == "held"
+    assert "8-bit state, gradients released" in plan.report()
+    assert "of one parameter at a time comes on top" in plan.report()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"state": "4bit"}, "state: expected one of 'fp32', '8bit', got '4bit'"),
+        ({"release": "later"}, "release: expected one of 'no', 'yes', 'held', got 'later'"),
+        ({"state": "8bit", "optimizer": "lion"}, "state: 'lion' has no 8-bit state. Use 'fp32'"),
+        ({"release": "yes", "ranks": 2, "shard": "ddp"}, "release: 'yes' is for one rank, got shard='ddp'"),
+    ],
+)
+def test_plans_that_can_not_be(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Plan(params=1e9, **given)

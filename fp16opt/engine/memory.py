@@ -1,0 +1,113 @@
+"""What a training's tensors take, by what they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .dtensors import local
+
+_PACKAGE = __name__.split(".")[0]
+_ENDS = (str, bytes, int, float, bool, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of tensors on this rank; memory that several share counts once, for the first of these.
+
+    Attributes:
+        parameters: how many elements the parameters have.
+        weights: the model's parameters.
+        masters: what is kept beside 16-bit weights to make them FP32.
+        moments: optimizer state, step counters included.
+        gradients: the model's, the masters' and what is kept of them.
+        engine: statistics, samples and the loss scale.
+
+    Example:
+        >>> Memory(1000, weights=2000, masters=4000, moments=8000, gradients=2000).per_parameter()
+        16.0
+        >>> print(Memory(1000, weights=2000, masters=4000, moments=8000))
+        14.00 bytes a parameter: weights 2.00, masters 4.00, moments 8.00, gradients 0.00, engine 0.00
+    """
+
+    parameters: int
+    weights: int = 0
+    masters: int = 0
+    moments: int = 0
+    gradients: int = 0
+    engine: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it, in bytes."""
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, int]:
+        """Bytes by kind."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "parameters"}
+
+    def per_parameter(self) -> float:
+        """Bytes for each element of a parameter; 0 where there are none."""
+        return self.total / self.parameters if self.parameters else 0.0
+
+    def __str__(self) -> str:
+        count = max(self.parameters, 1)
+        parts = ", ".join(f"{name} {value / count:.2f}" for name, value in self.parts().items())
+        return f"{self.per_parameter():.2f} bytes a parameter: {parts}"
+
+
+def measure(parameters: Iterable[Tensor], kinds: Mapping[str, Any]) -> Memory:
+    """Count what is there now. No sync.
+
+    Args:
+        parameters: the model's.
+        kinds: by attribute of :class:`Memory`, in the order in which shared memory is counted: whatever holds tensors.
+            Of objects those of this package are searched.
+    """
+    seen: set[tuple[str, int]] = set()
+    taken = {name: sum(_bytes(tensors_in(holder), seen)) for name, holder in kinds.items()}
+    return Memory(sum(local(parameter).numel() for parameter in parameters), **taken)
+
+
+def _bytes(tensors: Iterable[Tensor], seen: set[tuple[str, int]]) -> Iterator[int]:
+    """The size of each piece of memory that is not ``seen`` yet."""
+    for tensor in tensors:
+        piece = local(tensor)
+        if piece.layout is not torch.strided:
+            yield from _bytes((piece._indices(), piece._values()), seen)
+            continue
+        storage = piece.untyped_storage()
+        address = (str(piece.device), storage.data_ptr() or id(tensor))
+        if storage.nbytes() and address not in seen:
+            seen.add(address)
+            yield storage.nbytes()
+
+
+def tensors_in(holder: Any) -> Iterator[Tensor]:
+    """Every tensor that ``holder`` leads to, through containers and objects of this package, once each.
+
+    Example:
+        >>> [tensor.numel() for tensor in tensors_in({"a": [torch.zeros(2)], "b": (1, torch.zeros(3))})]
+        [2, 3]
+    """
+    known: set[int] = set()
+    open_ = [holder]
+    while open_:
+        item = open_.pop()
+        if isinstance(item, _ENDS) or id(item) in known:
+            continue
+        known.add(id(item))
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, Mapping):
+            open_ += reversed(list(item.values()))
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            open_ += reversed(list(item))
+        elif type(item).__module__.split(".")[0] == _PACKAGE and not isinstance(item, type):
+            open_ += list(vars(item).values()) if hasattr(item, "__dict__") else []
+            names = (name for cls in type(item).__mro__ for name in cls.__dict__.get("__slots__", ()))
+            open_ += [getattr(item, name) for name in names if hasattr(item, name)]

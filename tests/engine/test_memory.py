@@ -1,0 +1,115 @@
+"""opt.memory(): bytes by kind, against arithmetic, against all tensors that are alive, and against the plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+from fp16opt import Memory, MixedPrecisionOptimizer
+from fp16opt.plan import Plan
+
+WIDTH, LAYERS = 128, 4
+COUNT = WIDTH * WIDTH * LAYERS
+
+
+def made(cls: Any = AdamW, dtype: torch.dtype = torch.float16, **more: Any) -> Any:
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, dtype=dtype) for _ in range(LAYERS)))
+    options = {"lr": 1e-3} if cls is AdamW else {"lr": 1e-3, "momentum": 0.9}
+    return net, MixedPrecisionOptimizer(cls(net.parameters(), **options), loss_scale=8.0, **more)
+
+
+def backward(net: nn.Module, opt: MixedPrecisionOptimizer) -> None:
+    opt.zero_grad()
+    opt.backward(net(torch.ones(2, WIDTH, dtype=next(net.parameters()).dtype)).float().square().mean())
+
+
+# (arguments, the plan's, bytes a parameter: weights, masters, moments, gradients)
+MODES: dict[str, tuple[dict[str, Any], dict[str, str], tuple[float, float, float, float]]] = {
+    "one pass": ({}, {"masters": "full"}, (2, 4, 8, 2)),
+    "general": ({"fused_step": False}, {"masters": "full"}, (2, 4, 8, 6)),
+    "split": ({"master_weights": "split"}, {"masters": "split"}, (2, 2, 8, 2)),
+    "released": ({"gradient_release": True}, {"release": "yes"}, (2, 4, 8, 0)),
+    "split, released": (
+        {"gradient_release": True, "master_weights": "split"}, {"masters": "split", "release": "yes"}, (2, 2, 8, 0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_kind_is_counted_and_the_plan_agrees(mode: str) -> None:
+    given, asked, wanted = MODES[mode]
+    net, opt = made(**given)
+    for _ in range(2):
+        backward(net, opt)
+        if mode == "general":
+            opt.update_master_grads()
+        found = opt.memory()
+        opt.step()
+    assert found.parameters == COUNT
+    each = [value / COUNT for value in (found.weights, found.masters, found.moments, found.gradients)]
+    assert each == pytest.approx(wanted, rel=1e-3, abs=1e-3)
+    assert found.engine / COUNT < 0.02
+    assert found.total == sum(found.parts().values())
+    plan = Plan(params=COUNT, **asked)  # type: ignore[arg-type]
+    if mode != "one pass":  # the plan of full masters is for torch's own step
+        assert plan.memory_total() == pytest.approx(found.total, rel=0.02)
+
+
+def test_what_is_shared_counts_once_and_what_is_gone_does_not() -> None:
+    net, opt = made(SGD, torch.float32)
+    assert opt.memory() == Memory(COUNT, weights=4 * COUNT, engine=opt.memory().engine)
+    backward(net, opt)
+    assert opt.memory().gradients == 4 * COUNT
+    opt.step()
+    assert opt.memory().moments == 4 * COUNT
+    opt.zero_grad()
+    assert opt.memory().gradients == 0
+    flat = torch.zeros(2 * COUNT, dtype=torch.float16)
+    views = [nn.Parameter(flat[:COUNT]), nn.Parameter(flat[COUNT:])]
+    assert MixedPrecisionOptimizer(SGD(views, lr=0.1)).memory().weights == 4 * COUNT
+
+
+def test_gradients_that_others_keep_and_sparse_ones_are_counted() -> None:
+    table = nn.Embedding(1000, 4, sparse=True)
+    opt = MixedPrecisionOptimizer(SGD(table.parameters(), lr=0.1))
+    opt.backward(table(torch.tensor([1, 2, 3])).sum())
+    assert opt.memory().gradients == 3 * (4 * 4 + 8)
+
+
+def test_sums_are_gradients_too() -> None:
+    net, opt = made(grad_accumulation="fp32")
+    backward(net, opt)
+    assert opt.memory().gradients == 4 * COUNT
+
+
+def test_repr_and_str_say_it() -> None:
+    net, opt = made()
+    wanted = "memory: 6.00 bytes a parameter: weights 2.00, masters 4.00, moments 0.00, gradients 0.00, engine 0.0"
+    assert wanted in repr(opt)
+    backward(net, opt)
+    assert str(opt.memory()).startswith("8.0")
+    assert Memory(0).per_parameter() == 0.0
+
+
+def test_nothing_that_lasts_is_missed() -> None:
+    """All tensors that wrapping and stepping have made, counted by what Python still holds."""
+    import gc
+
+    def alive() -> int:
+        gc.collect()
+        found: dict[int, int] = {}
+        for item in gc.get_objects():
+            if issubclass(type(item), Tensor) and item.layout is torch.strided:
+                storage = item.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+        return sum(found.values())
+
+    before = alive()
+    net, opt = made(master_weights="split")
+    backward(net, opt)
+    opt.clip_master_grads(1.0)
+    opt.step()
+    assert alive() - before == pytest.approx(opt.memory().total, rel=1e-3)
