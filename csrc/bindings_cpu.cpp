@@ -149,11 +149,11 @@ void bind_steps(py::module_& module) {
     });
     module.def("lion", [](const Table& table, const py::object& addresses, int threads, int64_t n, uintptr_t inv_scale,
                           uintptr_t coefficient, uintptr_t overflow, bool has_models, const py::sequence& group_of,
-                          const std::vector<std::tuple<double, double, double, double, bool>>& options) {
+                          const std::vector<std::tuple<double, double, double, double, bool>>& options, uint32_t number) {
         require_rows(table, n);
         const PointerLists given(addresses);
         const auto groups = options_of<LionOptions>(options);
-        const StepLists lists = step_lists(table, given, 0, has_models, overflow, group_of);
+        const StepLists lists = step_lists(table, given, 0, has_models, overflow, group_of, number);
         py::gil_scoped_release release;
         lion(lists, groups, *address<const float>(inv_scale), *address<const float>(coefficient), threads);
     });

@@ -89,6 +89,7 @@ def lion(
     has_models: bool,
     group_of: Sequence[int],
     options: Options,
+    number: int,
 ) -> None: ...
 def adam8(
     table: Table,

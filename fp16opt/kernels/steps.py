@@ -231,6 +231,7 @@ def multi_tensor_lion(
     models: Entries | None = None,
     stats: CastStats | None = None,
     found_inf: Tensor | None = None,
+    number: int = 0,
     tables: StepTables | None = None,
 ) -> None:
     """One Lion step of n tensors, in one pass over their memory.
@@ -242,7 +243,7 @@ def multi_tensor_lion(
         options: of the param_groups. An ``lr`` that is a tensor on the device is read there.
         group_of: for each of the n entries, its place in ``options``.
         factors: what gradients are multiplied by.
-        models, stats, found_inf, tables: as for :func:`multi_tensor_adam`.
+        models, stats, found_inf, number, tables: as for :func:`multi_tensor_adam`.
 
     Raises:
         TypeError: a wrong type or dtype. ValueError: lengths, shapes or devices that differ. Nothing is written then.
@@ -269,12 +270,12 @@ def multi_tensor_lion(
         for _, row in plan.by_reference:
             grad, master, average, *kept = call.row(row)
             model = kept[0] if found is not None else None
-            with reference_steps.whole(row, master, model, found) as single:
+            with reference_steps.whole(row, master, model, found, number) as single:
                 reference_steps.lion(grad, single, average, options[group_of[row]], factors)
         if plan.serving is cuda:
             cuda_steps.launch(call, "lion", options, group_of, factors, found, found_inf)
         elif plan.serving is not None:
             overflow = 0 if found is None else found.overflow
             groups = [(float(o.lr), *o[1:]) for o in options]
-            arguments = (*factors, overflow, found is not None, group_of, groups)
+            arguments = (*factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
             plan.serving.launch(call, "lion", *arguments, results=(overflow,))
