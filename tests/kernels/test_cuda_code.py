@@ -32,7 +32,7 @@ MAPPING = {
     "Join": (True, True),
     "Renew": (True, True),
 }
-STEPPING = {"AdamStep": (True, True), "SgdStep": (True, True)}
+STEPPING = {"AdamStep": (True, True), "SgdStep": (True, True), "LionStep": (True, True)}
 WIDE = {**FINDING, **MAPPING, **STEPPING}
 REGISTERS = {"AdamStep": 128}  # two blocks of 256 threads fit on a multiprocessor; else 80, and three
 # Bytes that one compiler puts on one card's stack, and no other on any.
