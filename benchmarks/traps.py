@@ -8,7 +8,7 @@ The first four look at one tensor of 16,384 elements whose gradients are known, 
   second moment of those, as the optimizer holds it, is divided by what it should be, 0.01. (FP32 itself has not
   forgotten all.)
 - *tiny*: the mean size of an update at gradients of 1e-6 to 1e-9, divided by FP32's.
-- *spike*: after 300 steps every 256th element meets one gradient of 1e3, or 1e5. The largest update of the others within
+- *spike*: after 300 steps every 256th element meets one gradient of 1e3, or 1e5. The largest update of the others in
   the next 200 steps, divided by lr.
 - *spread*: sizes of gradients within the tensor are spread lognormally, sigma 1 and 2. The error of the updates of
   steps 151 to 200, rms, divided by FP32's rms.
