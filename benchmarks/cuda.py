@@ -5,7 +5,8 @@
 Rows: unscale with check and norm, and masters to FP16, as shares of the card's own copy bandwidth; a whole step
 (unscale, clip, torch's fused AdamW, copy down) against GradScaler with clip_grad_norm_(foreach=True) and fused AdamW on
 FP32 parameters; kernels launched in a step besides the wrapped optimizer's; host time of a step with 1,000 tensors.
-Results are checked before they are timed. Times are those of CUDA events, host times those of the call alone;
+Results are checked before they are timed. Times are those of CUDA events behind work that keeps the
+device busy until all is queued, host times those of the call alone;
 contenders take turns, ratios are taken within a round. The JSON says card, driver, versions and command. Without a CUDA
 device it says so and does nothing.
 """
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor
 
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, kernels
-from fp16opt.kernels import CastStats, GradStats, PointerTables
+from fp16opt.kernels import CastStats, GradStats, PointerTables, cuda_devices
 
 MODELS = {
     "350M": routes.gpt_shapes(24, 1024, 50257, 1024),
@@ -126,23 +127,43 @@ class Call:
         """Nothing to bring back."""
 
 
+MOST_SLEEP = 2**34  # cycles: some seconds
+
+
+def timed(contender: Any, cycles: int) -> tuple[float, float, int]:
+    """(seconds on the device, seconds of the host's call, cycles that were slept).
+
+    The device sleeps first, for as long as the host needs to queue the whole call: else the first event would pass
+    while the stream is empty, and the host's time would count as the device's. Where it woke up too early the call is
+    made again behind a sleep twice as long; one that waits for the device itself is taken as it is.
+    """
+    while True:
+        contender.prepare()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(cycles)
+        begin.record()
+        start = time.perf_counter()
+        contender.run()
+        host = time.perf_counter() - start
+        end.record()
+        was_early = begin.query()
+        torch.cuda.synchronize()
+        if not was_early or cycles >= MOST_SLEEP:
+            return begin.elapsed_time(end) / 1e3, host, cycles
+        cycles *= 2
+
+
 def on_device(contenders: Sequence[Any], rounds: int, warmup: int = 5) -> dict[str, tuple[list[float], list[float]]]:
     """(seconds on the device, seconds of the host's call) of each contender, by round."""
     times: dict[str, tuple[list[float], list[float]]] = {c.name: ([], []) for c in contenders}
+    cycles = {c.name: 1 << 20 for c in contenders}
     for number in range(warmup + rounds):
         first = number % len(contenders)
         for contender in [*contenders[first:], *contenders[:first]]:
-            contender.prepare()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            begin.record()
-            start = time.perf_counter()
-            contender.run()
-            host = time.perf_counter() - start
-            end.record()
-            torch.cuda.synchronize()
+            device, host, cycles[contender.name] = timed(contender, cycles[contender.name])
             if number >= warmup:
-                times[contender.name][0].append(begin.elapsed_time(end) / 1e3)
+                times[contender.name][0].append(device)
                 times[contender.name][1].append(host)
     return times
 
@@ -252,8 +273,7 @@ def card() -> dict[str, str]:
         "memory, GiB": f"{properties.total_memory / 2**30:.1f}",
         "driver": driver(),
         "CUDA of torch": str(torch.version.cuda),
-        "code in the module": str(kernels.native.cuda_module().architectures),
-        "kernels": kernels.backend(DEVICE),
+        "kernels": cuda_devices.served(0).words,
     }
 
 

@@ -182,7 +182,7 @@ def contenders(lists: Lists, copy: PlainCopy) -> list[common.Contender]:
 def main() -> None:
     arguments = common.parse_arguments(__doc__ or "")
     if not native.available():
-        sys.exit(f"there are no compiled kernels to measure: _cpu is {native.status()['_cpu']}")
+        sys.exit(f"there are no compiled kernels to measure: _cpu is {native.status()}")
     lists = Lists(gpt_shapes(arguments.quick))
     common.print_versions()
     print(f"SIMD level {native.simd_level()}")

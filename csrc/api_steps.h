@@ -32,6 +32,7 @@ struct StepLists {
     std::vector<int32_t> group_of;       // by place
     // By row of the table, written for tensors with a model: what `cast` writes.
     int32_t* overflow;
+    uint32_t number = 0;  // of this step, by which codes and remainders of 8 bits are rounded
 };
 
 // `steps`: by place, the float32 number of steps done, which is counted up.
@@ -42,6 +43,12 @@ void adam(const StepLists& lists, const Pointers& steps, const std::vector<AdamO
 void sgd(const StepLists& lists, const std::vector<uint8_t>& first, const std::vector<SgdOptions>& groups, float inv_scale,
          float coefficient, int threads);
 
+// The same with 8-bit state: codes (functors/ratio8.h). `scales`: by place, one float32 for each block of 128 elements.
+// `limits`: by group, the largest |m| / sqrt(v) that codes stand for.
+void adam8(const StepLists& lists, const Pointers& scales, const Pointers& steps, const std::vector<AdamOptions>& groups,
+           const std::vector<float>& limits, float inv_scale, float coefficient, int threads);
+void sgd8(const StepLists& lists, const Pointers& scales, const std::vector<uint8_t>& first,
+          const std::vector<SgdOptions>& groups, float inv_scale, float coefficient, int threads);
 void lion(const StepLists& lists, const std::vector<LionOptions>& groups, float inv_scale, float coefficient, int threads);
 
 }  // namespace fp16opt

@@ -66,6 +66,11 @@ void bind_writing(py::module_& module) {
         py::gil_scoped_release release;
         scale(table, lists[0], *address<const float>(factor), threads);
     });
+    module.def("lerp", [](const Table& table, const py::object& addresses, int threads, int64_t, double weight) {
+        const PointerLists lists(addresses);
+        py::gil_scoped_release release;
+        lerp(table, lists[0], lists[1], weight, threads);
+    });
     module.def("axpby", [](const Table& table, const py::object& addresses, int threads, int64_t, float a, float b,
                            uint32_t check, uintptr_t found_inf) {
         const PointerLists lists(addresses);
@@ -94,10 +99,11 @@ void bind_writing(py::module_& module) {
 
 // The lists of a step, of which `others` follow those of the table. Groups come by row.
 StepLists step_lists(const Table& table, const PointerLists& given, size_t others, bool has_models, uintptr_t overflow,
-                     const py::sequence& group_of) {
+                     const py::sequence& group_of, uint32_t number) {
     const size_t lists = given.size() - others, state = 2 + (has_models ? 1 : 0);
     if (given.size() < state + others) throw std::invalid_argument("there are fewer lists of addresses than a step has");
-    StepLists result{table, given[0], given[1], {}, has_models ? &given[lists - 1] : nullptr, {}, address<int32_t>(overflow)};
+    StepLists result{table, given[0], given[1], {}, has_models ? &given[lists - 1] : nullptr, {}, address<int32_t>(overflow),
+                     number};
     for (size_t k = 2; k < lists - (has_models ? 1 : 0); ++k) result.state.push_back(&given[k]);
     result.group_of.reserve(table.rows.size());
     const auto groups = py::reinterpret_steal<py::object>(PySequence_Fast(group_of.ptr(), "group_of must be a sequence"));
@@ -121,35 +127,64 @@ std::vector<Options> options_of(const std::vector<std::tuple<Values...>>& given)
 void bind_steps(py::module_& module) {
     module.def("adam", [](const Table& table, const py::object& addresses, int threads, int64_t n, uintptr_t inv_scale,
                           uintptr_t coefficient, uintptr_t overflow, bool has_models, const py::sequence& group_of,
-                          const std::vector<std::tuple<double, double, double, double, double, bool, bool>>& options) {
+                          const std::vector<std::tuple<double, double, double, double, double, bool, bool>>& options, uint32_t number) {
         require_rows(table, n);
         const PointerLists given(addresses);
         const auto groups = options_of<AdamOptions>(options);
-        const StepLists lists = step_lists(table, given, 1, has_models, overflow, group_of);
+        const StepLists lists = step_lists(table, given, 1, has_models, overflow, group_of, number);
         py::gil_scoped_release release;
         adam(lists, given.all().back(), groups, *address<const float>(inv_scale), *address<const float>(coefficient), threads);
     });
     module.def("sgd", [](const Table& table, const py::object& addresses, int threads, int64_t n, uintptr_t inv_scale,
                          uintptr_t coefficient, uintptr_t overflow, bool has_models, const py::sequence& group_of,
                          const std::vector<std::tuple<double, double, double, double, bool, bool>>& options,
-                         const py::object& first) {
+                         uint32_t number, const py::object& first) {
         require_rows(table, n);
         const PointerLists given(addresses);
         const auto groups = options_of<SgdOptions>(options);
         const std::vector<uint8_t> fresh = flags_of(first, table.rows);
-        const StepLists lists = step_lists(table, given, 0, has_models, overflow, group_of);
+        const StepLists lists = step_lists(table, given, 0, has_models, overflow, group_of, number);
         py::gil_scoped_release release;
         sgd(lists, fresh, groups, *address<const float>(inv_scale), *address<const float>(coefficient), threads);
     });
     module.def("lion", [](const Table& table, const py::object& addresses, int threads, int64_t n, uintptr_t inv_scale,
                           uintptr_t coefficient, uintptr_t overflow, bool has_models, const py::sequence& group_of,
-                          const std::vector<std::tuple<double, double, double, double, bool>>& options) {
+                          const std::vector<std::tuple<double, double, double, double, bool>>& options, uint32_t number) {
         require_rows(table, n);
         const PointerLists given(addresses);
         const auto groups = options_of<LionOptions>(options);
-        const StepLists lists = step_lists(table, given, 0, has_models, overflow, group_of);
+        const StepLists lists = step_lists(table, given, 0, has_models, overflow, group_of, number);
         py::gil_scoped_release release;
         lion(lists, groups, *address<const float>(inv_scale), *address<const float>(coefficient), threads);
+    });
+}
+
+// Steps with 8-bit state: the lists of scales come behind those of the table, and Adam's counters behind these.
+void bind_state8(py::module_& module) {
+    module.def("adam8", [](const Table& table, const py::object& addresses, int threads, int64_t n, uintptr_t inv_scale,
+                           uintptr_t coefficient, uintptr_t overflow, bool has_models, const py::sequence& group_of,
+                           const std::vector<std::tuple<double, double, double, double, double, bool, bool>>& options,
+                           const std::vector<float>& limits, uint32_t number) {
+        require_rows(table, n);
+        const PointerLists given(addresses);
+        const auto groups = options_of<AdamOptions>(options);
+        const StepLists lists = step_lists(table, given, 2, has_models, overflow, group_of, number);
+        py::gil_scoped_release release;
+        adam8(lists, given[given.size() - 2], given.all().back(), groups, limits, *address<const float>(inv_scale),
+              *address<const float>(coefficient), threads);
+    });
+    module.def("sgd8", [](const Table& table, const py::object& addresses, int threads, int64_t n, uintptr_t inv_scale,
+                          uintptr_t coefficient, uintptr_t overflow, bool has_models, const py::sequence& group_of,
+                          const std::vector<std::tuple<double, double, double, double, bool, bool>>& options,
+                          uint32_t number, const py::object& first) {
+        require_rows(table, n);
+        const PointerLists given(addresses);
+        const auto groups = options_of<SgdOptions>(options);
+        const std::vector<uint8_t> fresh = flags_of(first, table.rows);
+        const StepLists lists = step_lists(table, given, 1, has_models, overflow, group_of, number);
+        py::gil_scoped_release release;
+        sgd8(lists, given.all().back(), fresh, groups, *address<const float>(inv_scale),
+             *address<const float>(coefficient), threads);
     });
 }
 
@@ -162,6 +197,7 @@ PYBIND11_MODULE(_cpu, module) {
     bind_finding(module);
     bind_writing(module);
     bind_steps(module);
+    bind_state8(module);
     module.def("clip_decision", &clip_decision);
     module.def("follow_scale", [](bool overflow, uintptr_t scale, uintptr_t clean, uintptr_t skips, uintptr_t settings) {
         follow_scale(overflow, address<float>(scale), address<int32_t>(clean), address<int32_t>(skips),

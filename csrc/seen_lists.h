@@ -1,4 +1,4 @@
-// How both modules get the addresses of tensors: as lists of integers, or read through DLPack's C exchange table where the
+// How the module gets the addresses of tensors: as lists of integers, or read through DLPack's C exchange table where the
 // tensor type offers one.
 #pragma once
 
@@ -7,6 +7,7 @@
 
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -243,12 +244,34 @@ T* address(uintptr_t at) {
     return reinterpret_cast<T*>(at);
 }
 
-// Each module has types of its own: addresses that one of them read are not given to the other.
+// Writes the addresses of `count` lists from the `first` on, of the tensors at `places` or of all, to memory, `stride` bytes
+// apart. Whether one of them is not what was there.
+bool put_addresses(const py::object& source, size_t first, size_t count, const std::optional<std::vector<size_t>>& places,
+                   uintptr_t to, size_t stride) {
+    const PointerLists lists(source);
+    char* at = address<char>(to);
+    bool moved = false;
+    const auto put = [&](void* pointer) {
+        moved |= std::memcmp(at, &pointer, sizeof(pointer)) != 0;
+        std::memcpy(at, &pointer, sizeof(pointer));
+        at += stride;
+    };
+    for (size_t k = first; k < first + count; ++k) {
+        if (!places) {
+            for (void* pointer : lists[k]) put(pointer);
+            continue;
+        }
+        for (size_t place : *places) put(lists[k].at(place));
+    }
+    return moved;
+}
+
 void bind_seen_lists(py::module_& module) {
-    py::class_<Addresses>(module, "Addresses", py::module_local());
-    py::class_<SeenLists>(module, "SeenLists", py::module_local())
+    py::class_<Addresses>(module, "Addresses");
+    py::class_<SeenLists>(module, "SeenLists")
         .def(py::init<const py::capsule&, const py::type&, py::object, const py::tuple&, size_t>())
         .def("match", &SeenLists::match);
+    module.def("put_addresses", &put_addresses);
 }
 
 }  // namespace

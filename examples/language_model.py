@@ -4,6 +4,7 @@
     python examples/language_model.py --dtype fp16 --steps 2000
     python examples/language_model.py --resume       # continue after an interruption, bit for bit
     python examples/language_model.py --device cuda
+    python examples/language_model.py --monitor      # then: python -m fp16opt report language-model-output/fp16.jsonl
 
 The model holds its weights in --dtype throughout. ``MixedPrecisionOptimizer`` keeps the FP32 masters that
 AdamW steps; with FP32 weights it has none to keep, and the same loop is plain FP32 training. Each step adds
@@ -13,6 +14,7 @@ up the gradients of several micro-batches in FP32, clips them, and follows a cos
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import time
 from dataclasses import dataclass, field
@@ -30,7 +32,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from fp16opt import MixedPrecisionOptimizer
+from fp16opt import MixedPrecisionOptimizer, Monitor
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -211,7 +213,10 @@ def train(run: Run, text: Text, args: argparse.Namespace) -> None:
     if args.resume and path.exists():
         restore(run, path, settings)
     end = min(args.steps, args.stop_after or args.steps)
-    with tqdm(total=args.steps, initial=run.step, desc=run.dtype, unit="step") as bar:
+    watched = contextlib.nullcontext()
+    if args.monitor:
+        watched = Monitor(run.optimizer, every=20, to=args.output / f"{run.dtype}.jsonl", start=run.step)
+    with watched, tqdm(total=args.steps, initial=run.step, desc=run.dtype, unit="step") as bar:
         while run.step < end:
             start = time.perf_counter()
             train_step(run, text)
@@ -267,6 +272,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("language-model-output"), help="folder for results")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoints in --output")
+    parser.add_argument("--monitor", action="store_true", help="write records for python -m fp16opt report to --output")
     parser.add_argument("--short", action="store_true", help="a few steps, to see that everything works")
     args = parser.parse_args()
     if args.short:

@@ -1,31 +1,41 @@
 """FP32 masters, loss scaling and fused kernels for training 16-bit weights with any torch optimizer."""
 
 from .apex import install_as_apex
+from .averaging import AveragedMasters, ema
 from .certify import Check, Report, certify
 from .engine.checkpoint import optimizer_state
 from .engine.diagnostics import Overflow
 from .engine.memory import Memory
 from .engine.one_pass_classes import register_one_pass
+from .foreign import Loaded, load_foreign
 from .grad_scaler import GradScaler
 from .optimizer import MixedPrecisionOptimizer
+from .reports import Diagnosis, Monitor, diagnose
 from .scaling import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AveragedMasters",
     "Check",
+    "Diagnosis",
     "DynamicLossScaler",
     "GradScaler",
+    "Loaded",
     "LossScaleError",
     "LossScaler",
     "Memory",
     "MixedPrecisionOptimizer",
+    "Monitor",
     "Overflow",
     "Report",
     "StaticLossScaler",
     "__version__",
     "certify",
+    "diagnose",
+    "ema",
     "install_as_apex",
+    "load_foreign",
     "optimizer_state",
     "register_one_pass",
 ]

@@ -28,6 +28,7 @@ Lists = Addresses | list[list[int]]
 Flags = bool | Sequence[bool]
 Options = list[tuple[float | bool, ...]]
 
+def put_addresses(source: Lists, first: int, count: int, places: list[int] | None, to: int, stride: int) -> bool: ...
 def unscale(
     table: Table,
     lists: Lists,
@@ -44,6 +45,7 @@ def unscale(
 def unscale_clipped(table: Table, lists: Lists, threads: int, n: int, inv_scale: int, factor: int) -> None: ...
 def l2norm(table: Table, lists: Lists, threads: int, n: int, sumsq: int, norm: int, norms: int) -> None: ...
 def scale(table: Table, lists: Lists, threads: int, n: int, factor: int) -> None: ...
+def lerp(table: Table, lists: Lists, threads: int, n: int, weight: float) -> None: ...
 def axpby(table: Table, lists: Lists, threads: int, n: int, a: float, b: float, check: int, found_inf: int) -> None: ...
 def cast(table: Table, lists: Lists, threads: int, n: int, overflow: int) -> None: ...
 def sample(table: Table, lists: Lists, threads: int, n: int, samples: int) -> None: ...
@@ -60,6 +62,7 @@ def adam(
     has_models: bool,
     group_of: Sequence[int],
     options: Options,
+    number: int,
 ) -> None: ...
 def sgd(
     table: Table,
@@ -72,6 +75,7 @@ def sgd(
     has_models: bool,
     group_of: Sequence[int],
     options: Options,
+    number: int,
     first: Flags,
 ) -> None: ...
 def lion(
@@ -85,6 +89,35 @@ def lion(
     has_models: bool,
     group_of: Sequence[int],
     options: Options,
+    number: int,
+) -> None: ...
+def adam8(
+    table: Table,
+    lists: Lists,
+    threads: int,
+    n: int,
+    inv_scale: int,
+    coefficient: int,
+    overflow: int,
+    has_models: bool,
+    group_of: Sequence[int],
+    options: Options,
+    limits: Sequence[float],
+    number: int,
+) -> None: ...
+def sgd8(
+    table: Table,
+    lists: Lists,
+    threads: int,
+    n: int,
+    inv_scale: int,
+    coefficient: int,
+    overflow: int,
+    has_models: bool,
+    group_of: Sequence[int],
+    options: Options,
+    number: int,
+    first: Flags,
 ) -> None: ...
 def clip_decision(norm: float, found_inf: float, only_finite: bool, max_norm: float) -> float: ...
 def follow_scale(overflow: bool, scale: int, clean: int, skips: int, settings: int) -> None: ...

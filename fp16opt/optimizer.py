@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from . import kernels, parallel
 from .certify.buckets import settings_of
-from .engine import arrivals, checkpoint, one_pass_step
-from .engine.accumulation import Accumulation, Pending, Stage, Verdict
+from .engine import arrivals, checkpoint, one_pass_step, state_formats
+from .engine.accumulation import Accumulation, Pending, Stage, Verdict, are_finite
 from .engine.arguments import (
     check_choice,
     check_loss,
@@ -36,21 +36,33 @@ from .engine.memory import Memory, measure
 from .engine.model_writes import POLICIES, ModelWrites
 from .engine.one_pass_rows import counters_saved, no_row, row_of
 from .engine.one_pass_step import OnePassStep
-from .engine.outcome import Outcome, warn_no_gradients
+from .engine.outcome import Outcome, read_at_once, warn_no_gradients, warn_plain_backward
 from .engine.pairs import HALF_DTYPES, Pairs, name_of
 from .engine.parts import Engine
 from .engine.ranks import Digest
 from .engine.released_step import OneByOne, ReleasedStep, SteppedOnArrival
 from .engine.sights import Sight
 from .engine.split import SplitMasters, check_plain
+from .engine.state_formats import EightBitState, FullState, StateFormat
 from .engine.streamed_step import Certified, StreamedStep
 from .engine.under_grad_scaler import UnderGradScaler
 from .engine.wrapped_step import HOOKS, StepFailed, WrappedStep, extras, make_hook_tables, remake_first_state
 from .kernels import decisions
 from .scaling import LossScaler
 
-_ACCUMULATION, _MASTER_WEIGHTS = ("model", "fp32"), ("full", "none", "split")
-_NOT_COPIED = (*HOOKS, "step", "_gradients", "_accumulation", "_classes", "_stepper", "_under", "_names")
+_ACCUMULATION, _MASTER_WEIGHTS = ("model", "fp32"), ("full", "none", "split", "split24")
+_SPLIT = ("split", "split24")
+_NOT_COPIED = (
+    *HOOKS,
+    "step",
+    "_gradients",
+    "_accumulation",
+    "_classes",
+    "_state_format",
+    "_stepper",
+    "_under",
+    "_names",
+)
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -89,10 +101,14 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             and ``fp32_state_dict``: "refresh" takes what differs into the masters and logs a warning, "error" raises,
             "ignore" does not look.
         master_weights: "full": FP32 masters. "split": the 16-bit weight and a 16-bit remainder, 4 bytes in place of 6.
-            "none": the optimizer steps 16-bit parameters, and loses small updates.
+            "split24": an 8-bit remainder, 3 bytes; masters of 24 bits, and one-pass steps only. "none": the optimizer
+            steps 16-bit parameters, and loses small updates.
         fused_step: "auto": SGD, Adam and AdamW are stepped by one kernel in a single pass where a compiled one serves
             the device and the step can be had (see ``repr``). True: by such a kernel or, without a compiler, by torch
             operations with the same bits. False: the wrapped optimizer's own step, to the bit.
+        optimizer_state: "fp32": moments are FP32 tensors, 8 bytes a parameter with Adam. "8bit": SGD with momentum,
+            Adam and AdamW (without amsgrad) keep codes, 2 bytes a parameter with Adam, of parameters from 4,096
+            elements on. They step in one pass. Checkpoints hold FP32.
         gradient_release: True: each parameter is stepped in backward when its gradient arrives, and the gradient is
             freed. It takes a one-pass step, one backward a step, a static scale and no clip; a gradient that is not
             finite leaves its parameter alone, while others are stepped. "held": a code of 8 bits of each gradient is
@@ -126,6 +142,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         on_model_write: str = "refresh",
         fused_step: bool | str = "auto",
         master_weights: str = "full",
+        optimizer_state: str = "fp32",
         gradient_release: bool | str = False,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
@@ -135,14 +152,25 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         check_choice("grad_accumulation", grad_accumulation, _ACCUMULATION)
         check_choice("on_model_write", on_model_write, POLICIES)
         check_choice("master_weights", master_weights, _MASTER_WEIGHTS)
+        check_choice("optimizer_state", optimizer_state, state_formats.CHOICES)
         one_pass_step.check_choice(fused_step)
         self._names = {id(param): name for name, param in named(named_parameters)}
+        needs = {
+            EightBitState.needed_by: ('optimizer_state="fp32"', optimizer_state == "8bit"),
+            'master_weights="split24"': ('master_weights="split"', master_weights == "split24"),
+        }
+        for needed_by, (instead, is_asked) in needs.items():
+            if is_asked:
+                why = (self._eight_bit_obstacle if optimizer_state == "8bit" else self._one_pass_obstacle)(optimizer)
+                one_pass_step.check_needed(needed_by, instead, fused_step, master_weights, why)
+        if optimizer_state == "8bit":
+            self._check_state8(optimizer.param_groups)
         if fused_step is True:
             params = [param for group in optimizer.param_groups for param in group["params"]]
             one_pass_step.check_can_serve(optimizer, params, master_weights != "none")
         self._certified = Certified()
-        if master_weights == "split":
-            self._check_split(optimizer, on_model_write)
+        if master_weights in _SPLIT:
+            self._check_split(optimizer, on_model_write, master_weights)
         arrivals.check_choice(gradient_release)
         self.scaler = make_scaler(dynamic, loss_scale, scaler)
         arrivals.check_served(
@@ -153,6 +181,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.grad_accumulation = grad_accumulation
         self.on_model_write = on_model_write
         self.fused_step = fused_step
+        self.optimizer_state = optimizer_state
         self.gradient_release = gradient_release
         with torch.inference_mode(False):
             self._make(optimizer, master_weights, on_model_write)
@@ -160,7 +189,12 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._patch_step_function()
 
     def _make(self, optimizer: Optimizer, master_weights: str, on_model_write: str) -> None:
-        kinds: dict[str, Callable[[], Masters]] = {"full": FullMasters, "none": NoMasters, "split": SplitMasters}
+        kinds: dict[str, Callable[[], Masters]] = {
+            "full": FullMasters,
+            "none": NoMasters,
+            "split": SplitMasters,
+            "split24": functools.partial(SplitMasters, 24),
+        }
         self._masters = kinds[master_weights]()
         self._holder = parallel.holder_of(optimizer)
         self._pairs = Pairs(self._holder.param_groups, self._names, self._adopt)
@@ -174,10 +208,12 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._habits = ClosureHabits()
         self._warned: set[str] = set()
         self._compose()
+        state_formats.adopt_all(self._state_format, self._pairs.all, self._holder)
 
     def _compose(self) -> None:
         """The components that live with gradients, which no copy has."""
         me = weakref.ref(self)
+        self._state_format = self._make_state_format()
         facts = _quietly(me, MixedPrecisionOptimizer._facts, [])
         round_down = _quietly(me, MixedPrecisionOptimizer.write_masters, None)
         ranks = parallel.ranks_of(self.optimizer, self._pairs, facts, round_down)
@@ -200,7 +236,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def _make_taker(self) -> Any:
         """What is done with gradients that arrive."""
         row = one_pass_step.require_row(self.optimizer)
-        one_by_one = OneByOne(row, self.optimizer, self._pairs, self._masters)
+        one_by_one = OneByOne(row, self.optimizer, self._pairs, self._masters, *self._forms())
         if self.gradient_release == "held":
             return HeldOnArrival(one_by_one)
         return SteppedOnArrival(one_by_one, self._model_writes, kernels.is_host(self._device))
@@ -219,28 +255,70 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         row = row_of(type(self.optimizer)) if self.fused_step else None
         why = no_row(type(self.optimizer)) if self.fused_step else "fused_step=False"
         general: Any = WrappedStep(*parts, self._classes, why) if self._masters.are_whole else StreamedStep(*parts)
-        return general if row is None else OnePassStep(self.fused_step, row, *parts, general)
+        if row is None:
+            return general
+        return OnePassStep(self.fused_step, row, *parts, *self._forms(), general)
 
-    def _check_split(self, optimizer: Optimizer, on_model_write: str) -> None:
+    def _make_state_format(self) -> StateFormat:
+        row = row_of(type(self.optimizer))
+        return FullState(row) if row is None or self.optimizer_state == "fp32" else EightBitState(row)
+
+    def _forms(self) -> tuple[StateFormat, str, Callable[[], int]]:
+        """What a one-pass step works on: the state, the argument that leaves no other step, the number of the step."""
+        needed_by = self._state_format.needed_by
+        if self.master_weights == "split24":
+            needed_by = needed_by or 'master_weights="split24"'
+        return self._state_format, needed_by, self._outcome.number
+
+    def _one_pass_obstacle(self, optimizer: Optimizer) -> str:
+        """Why an optimizer about to be wrapped can't be stepped in one pass, in words; "" where it can."""
+        if parallel.is_zero(optimizer):
+            return "ZeroRedundancyOptimizer steps its part of the parameters itself"
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        groups = enumerate(optimizer.param_groups)
+        names = [
+            name_of(group, index, param, self._names) or f"group {number}, param {index}"
+            for number, group in groups
+            for index, param in enumerate(group["params"])
+        ]
+        return one_pass_step.obstacle(optimizer, params, names)
+
+    def _eight_bit_obstacle(self, optimizer: Optimizer) -> str:
+        reason = self._one_pass_obstacle(optimizer)
+        if reason or state_formats.has_eight_bits(row_of(type(optimizer))):
+            return reason
+        return f"{type(optimizer).__name__} is not exactly SGD, Adam or AdamW of torch.optim"
+
+    def _check_state8(self, groups: Iterable[dict[str, Any]], first: int = 0) -> None:
+        for number, group in enumerate(groups, first):
+            reason = state_formats.eight_bit_obstacle(group)
+            if reason:
+                raise ValueError(
+                    f'optimizer_state="8bit" does not go with group {number}, which has {reason}. '
+                    'Use optimizer_state="fp32".'
+                )
+
+    def _check_split(self, optimizer: Optimizer, on_model_write: str, master_weights: str) -> None:
         if on_model_write == "ignore":
             raise ValueError(
-                'on_model_write="ignore" does not go with master_weights="split": the model\'s weights are part of the '
-                'masters, so a write to them can\'t be ignored. Use "refresh" or "error".'
+                f'on_model_write="ignore" does not go with master_weights="{master_weights}": the model\'s weights are '
+                'part of the masters, so a write to them can\'t be ignored. Use "refresh" or "error".'
             )
         if parallel.is_zero(optimizer):
             raise ValueError(
                 'master_weights="split" does not go with ZeroRedundancyOptimizer: it sends 16-bit weights and knows of '
                 'no remainders. Use master_weights="full", which ZeRO spreads over the ranks.'
             )
-        self._certified.check(optimizer)
+        if master_weights == "split":
+            self._certified.check(optimizer)
         for number, group in enumerate(optimizer.param_groups):
-            self._check_plain(group, number)
+            self._check_plain(group, number, master_weights)
 
-    def _check_plain(self, group: dict[str, Any], number: int) -> None:
+    def _check_plain(self, group: dict[str, Any], number: int, master_weights: str) -> None:
         for index, param in enumerate(group["params"]):
             if isinstance(param, Tensor) and param.dtype in HALF_DTYPES:
                 where = f"group {number}, param {index}{quoted(name_of(group, index, param, self._names))}"
-                check_plain(where, param)
+                check_plain(where, param, master_weights)
 
     def _adopt(self, model: Tensor) -> Tensor | None:
         """The master of a 16-bit parameter, with the optimizer state that the parameter had, in FP32."""
@@ -288,7 +366,12 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             outcome=self._outcome,
             scaler=self.scaler,
             device=self._device,
-            options={**options, "fused_step": self.fused_step, "gradient_release": self.gradient_release},
+            options={
+                **options,
+                "fused_step": self.fused_step,
+                "optimizer_state": self.optimizer_state,
+                "gradient_release": self.gradient_release,
+            },
         )
 
     def __repr__(self) -> str:
@@ -297,7 +380,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             f"{type(self).__name__}(\n  optimizer: {inner}\n  scaler: {self.scaler!r}\n"
             f"  parameters: {self._summary()}\n  grad_accumulation: {self.grad_accumulation!r}, "
             f"on_model_write: {self.on_model_write!r}, master_weights: {self.master_weights!r}, "
-            f"gradient_release: {self.gradient_release!r}\n"
+            f"optimizer_state: {self.optimizer_state!r}, gradient_release: {self.gradient_release!r}\n"
             f"  step: {self._stepper.describe()}\n  memory: {self.memory()}\n)"
         )
 
@@ -345,8 +428,11 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         names = {**self._names, **names}
         self._pairs.check_new_group({**group, "params": params}, number, names)
         parallel.check_meshes([*self._pairs.models, *params])
+        if self.optimizer_state == "8bit":
+            self._check_state8([{**self.defaults, **group}], number)
+        if self.master_weights in _SPLIT:
+            self._check_plain({**group, "params": params}, number, self.master_weights)
         if self.master_weights == "split":
-            self._check_plain({**group, "params": params}, number)
             self._certified.check_settings(self.optimizer, {**self.defaults, **settings_of(group)})
         self.optimizer.add_param_group(group)
         self._pairs.add_group(self.optimizer.param_groups[-1], number, names, self._adopt)
@@ -354,6 +440,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _follow(self) -> None:
         """Notice parameters that were changed, unfrozen, or added through the wrapped optimizer itself."""
+        if self._model_writes.lent:
+            self._model_writes.check_home(type(self).__name__)
         if self.master_weights == "split":
             self._certified.check(self.optimizer)
         if self._pairs.follow(self._holder.param_groups, self._names, self._adopt):
@@ -405,6 +493,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._close_driven()
         self._follow()
         pending: Pending = self._accumulation.enter(self.scaler if scaler is None else scaler)
+        if loss.numel() == 1:
+            self._accumulation.losses.append(loss.detach())  # a skip's log line says whether it was finite
         return loss.float() * pending.scale.to(loss.device)
 
     def backward(
@@ -469,7 +559,13 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._accumulation.update()
 
     @outside_inference
-    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+    def clip_master_grads(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        params: Iterable[Tensor] | Tensor | None = None,
+    ) -> Tensor:
         """Scale all master gradients so that their total norm is at most ``max_norm``.
 
         The factor is torch's, max_norm / (norm + 1e-6), at most 1; at 1 no gradient memory is touched. 16-bit gradients
@@ -480,19 +576,23 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             max_norm: Not negative.
             norm_type: p of the norm, positive; ``math.inf`` for the largest magnitude.
             error_if_nonfinite: Raise instead of leaving a non-finite norm to ``step``. Syncs with the device.
+            params: Parameters of the model, or masters: the norm is that of their gradients, and the others stay.
+                None: all of this optimizer. Those without a gradient may be any.
 
         Returns:
             The norm before clipping: float32, 0-dim, on the device; 0 where there are no gradients. No host sync.
 
         Raises:
-            TypeError, ValueError: ``max_norm`` or ``norm_type`` is no number, negative or nan.
+            TypeError, ValueError: ``max_norm`` or ``norm_type`` is no number, negative or nan; ``params`` are no
+                tensors, or one has a gradient and is not in this optimizer.
             RuntimeError: The norm is not finite and ``error_if_nonfinite``.
         """
         max_norm = check_number("max_norm", max_norm)
         norm_type = check_number("norm_type", norm_type, above_zero=True)
         self._accumulation.ranks.check_norm_type(norm_type)
         self._follow()
-        verdict = self._settle(write=False, norm_type=norm_type)
+        of = None if params is None else self._pairs.chosen(params)
+        verdict = self._settle(write=of is not None, norm_type=norm_type, of=of)
         norm = None if verdict is None else verdict.norm
         if verdict is None or norm is None:
             return torch.zeros((), dtype=torch.float32, device=self._device)
@@ -501,10 +601,40 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 f"the total norm of order {norm_type} of the master gradients is {norm.item()}: it can't be clipped. "
                 "Leave error_if_nonfinite=False to have step() skip, or see overflow_report() after it."
             )
-        single, factor = decisions.decide_clip(norm, verdict.found_inf, max_norm)
+        single, factor = self._outcome.clipped = decisions.decide_clip(norm, verdict.found_inf, max_norm)
         if not (kernels.is_host(self._device) and factor.item() == 1.0):  # elsewhere the kernel looks: nobody waits
-            self._gradients.clip(factor)
+            self._gradients.clip(factor, of)
         return single
+
+    @outside_inference
+    def clip_master_values(self, max_value: float, params: Iterable[Tensor] | Tensor | None = None) -> None:
+        """Bring every element of all master gradients to at most ``max_value`` in size, as ``clip_grad_value_`` does.
+
+        Where an element is not finite all gradients stay, and ``step`` skips: torch's would make numbers of infs.
+
+        Args:
+            max_value: Not negative.
+            params: Parameters of the model, or masters, whose gradients are meant; None: all of this optimizer.
+
+        Raises:
+            TypeError, ValueError: As :meth:`clip_master_grads`.
+
+        Syncs: never.
+
+        Example:
+            >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+            >>> opt = MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=1.0), loss_scale=128.0)
+            >>> opt.backward((weight.float() * torch.tensor([0.25, -4.0])).sum())
+            >>> opt.clip_master_values(0.5)
+            >>> next(opt.master_params()).grad
+            tensor([ 0.2500, -0.5000])
+        """
+        max_value = check_number("max_value", max_value)
+        self._follow()
+        of = None if params is None else self._pairs.chosen(params)
+        verdict = self._settle(write=True)
+        if verdict is not None:
+            self._gradients.clip_values(max_value, verdict.found_inf, of)
 
     @outside_inference
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -517,7 +647,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._accumulation.clear(set_to_none)
         self._under.withdraw(set_to_none)
 
-    def _settle(self, write: bool, norm_type: float | None = None) -> Verdict | None:
+    def _settle(self, write: bool, norm_type: float | None = None, of: set[int] | None = None) -> Verdict | None:
         """The verdict on the gradients as they are now, whoever made them; None where there is nothing to step."""
         self._accumulation.check_complete()
         if self._accumulation.stage is Stage.READY:
@@ -527,7 +657,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 self._accumulation.take_zeros(self.scaler)
         elif self._is_foreign() and self.__dict__.get("grad_scale") is not None:
             self._take_foreign()  # it has looked at them and left the unscaling to this step
-        verdict: Verdict | None = self._accumulation.settle(write, norm_type)
+        verdict: Verdict | None = self._accumulation.settle(write, norm_type, of)
         flag = self.__dict__.get("found_inf")
         if verdict is not None and flag is not None:  # torch's protocol: a GradScaler hands over its own verdict
             found = torch.maximum(verdict.found_inf, flag.to(self._device).reshape(()).clamp(max=1.0))
@@ -540,8 +670,12 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             raise RuntimeError(
                 "gradients were found that neither opt.backward(loss) nor opt.scale_loss(loss) made, and the loss "
                 f"scale is {self.loss_scale:g}: they would be unscaled wrongly. Use opt.backward(loss); or, for a "
-                "GradScaler to do the scaling, construct MixedPrecisionOptimizer without dynamic, loss_scale, scaler."
+                "GradScaler to do the scaling, construct MixedPrecisionOptimizer without dynamic, loss_scale, scaler. "
+                "Trainers that call backward themselves: Lightning, Accelerate, transformers, timm have a module in "
+                "fp16opt.integrations."
             )
+        if self.grad_accumulation == "fp32":
+            warn_plain_backward(self._warned)
         self._accumulation.take_foreign(self.scaler, self.__dict__.get("grad_scale"))
 
     def _make_gradients(self) -> None:
@@ -684,11 +818,12 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             used: The model's gradients that it was about, where others may be there by now.
         """
         old = float(self.scaler.scale) if skipped is True else 0.0
+        finite = are_finite(self._accumulation.losses) if skipped is True else None
         skipped = self._outcome.close(verdict, skipped, self._gradients.stats())
         self._accumulation.finish(used)
         self._under.stepped()
         self._accumulation.replicas.after_step(skipped, self._digest)
-        self._outcome.tell(skipped, self.scaler, old, verdict, self._pairs)
+        self._outcome.tell(skipped, self.scaler, old, finite, verdict, self._pairs)
 
     # -- under a GradScaler ------------------------------------------------------------------------------------------
 
@@ -753,6 +888,52 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._look_back()
         return self._outcome.report(self._pairs)
 
+    def stats(self) -> dict[str, float]:
+        """What is known of the run so far, in plain numbers under constant keys, for any logger.
+
+        All comes from passes that are made anyway. Counts are since construction (also where a checkpoint was loaded),
+        and of this rank.
+
+        Returns:
+            ``loss_scale``: the next backward's.
+            ``steps``: calls of ``step`` that had gradients (replays of a CUDA graph are not counted).
+            ``skipped_steps``, ``skipped_in_a_row``: for non-finite gradients, in all and up to now.
+            ``steps_since_calibration``: those taken, of which there are none before the scale is found.
+            ``step_was_skipped``: 1 if the last one was, else 0; ``parameters_blamed``: how many then had a gradient
+            that was not finite.
+            ``grad_norm``, ``clip_factor``: the norm before the last ``clip_master_grads``, and what that multiplied
+            gradients by; nan before the first.
+            ``model_writes_taken``: weights that something else wrote and masters took, one each parameter and step.
+
+        Syncs: once, where the numbers are on a device (and once more where a GradScaler drives).
+
+        Example:
+            >>> weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
+            >>> opt = MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=1.0), dynamic=True)
+            >>> opt.backward(weight.float().sum() * float("inf"))
+            >>> opt.step()
+            >>> stats = opt.stats()
+            >>> stats["loss_scale"], stats["skipped_steps"], stats["parameters_blamed"]
+            (32768.0, 1, 1)
+        """
+        self._close_driven()
+        norm, factor = self._outcome.clipped or (float("nan"), float("nan"))
+        found = self._outcome.numbers()
+        untold = [one.to(self._device) for one in self._model_writes.untold()]
+        numbers = read_at_once(
+            {
+                "loss_scale": self.scaler.scale,
+                **found,
+                "skipped_in_a_row": self.scaler.consecutive_skips,
+                "grad_norm": norm,
+                "clip_factor": factor,
+                "model_writes_taken": sum(untold, start=self._model_writes.taken),
+            }
+        )
+        numbers["steps_since_calibration"] = max(0, numbers["steps"] - numbers["skipped_steps"])
+        fractions = ("loss_scale", "grad_norm", "clip_factor")
+        return {name: value if name in fractions else int(value) for name, value in numbers.items()}
+
     def _look_back(self) -> None:
         """Somebody asks what became of steps: count and tell what was not yet. May sync."""
         self._close_driven()
@@ -795,11 +976,15 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     # -- checkpoints and the model's own weights ---------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, compact: bool = False) -> dict[str, Any]:
         """Plain tensors, numbers, strings, lists and dicts: ``torch.load(weights_only=True)`` reads them back.
 
         Keys: ``version``, ``optimizer`` (the wrapped optimizer's own), ``masters`` (FP32, in param_groups order, None
-        where a parameter is its own master), ``scaler``. Tensors are references, as in torch.
+        where a parameter is its own master), ``scaler``, ``steps`` (how many were taken). Tensors are references, as in
+        torch, but for FP32 ones of what is kept in fewer bits.
+
+        Args:
+            compact: Of state that is kept in 8 bits, give codes and not FP32 moments. Other programs can't read these.
         """
         parallel.refuse_plain_state(self._accumulation.ranks.alone, "state_dict")
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
@@ -807,9 +992,11 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._follow()
         self._model_writes.notice()
         self._model_writes.tell_if_due()
-        built = checkpoint.build(self.optimizer, self._saved_masters(), self.scaler)
+        built = checkpoint.build(self.optimizer, self._saved_masters(), self.scaler, self._outcome.steps_taken)
         if row_of(type(self.optimizer)) is not None:
             built["optimizer"] = counters_saved(built["optimizer"])
+        if self.optimizer_state == "8bit":
+            built["optimizer"] = state_formats.saved(built["optimizer"], compact)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             changed = post_hook(self, built)
             built = built if changed is None else changed
@@ -850,6 +1037,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             TypeError, ValueError: Something does not fit; the optimizer is as it was.
         """
         check = everywhere or (lambda work: work())
+        state_dict = check(lambda: self._decoded(state_dict))
         thawed = self._to_thaw(state_dict)
         masters = self._saved_masters()
         for position in thawed:  # they get a master if all fits
@@ -862,7 +1050,20 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self._model_writes.notice()
         masters = self._saved_masters()
         self._plan(state_dict, masters).apply()
+        if plan.has_masters:
+            self._outcome.steps_taken = state_dict.get("steps", 0)
         self._take_loaded(masters)
+
+    def _decoded(self, state_dict: Any) -> Any:
+        """A checkpoint with FP32 state in place of codes, of which the optimizer can make its own.
+
+        Raises:
+            TypeError, ValueError: Codes are damaged, or a moment can't be kept in 8 bits.
+        """
+        found = state_formats.expanded(state_dict, self._pairs.names)
+        if self.optimizer_state == "8bit":
+            state_formats.check_moments(found, self._pairs.names)
+        return found
 
     def _to_thaw(self, state_dict: Any) -> list[int]:
         """Where a checkpoint has a master, and the parameter is frozen here: the checkpoint decides."""
@@ -883,6 +1084,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             if value is not None and not self._masters.are_whole:
                 self._masters.write([pair], [value])
         self._masters.lay_out(self._pairs.all, self.state)
+        state_formats.adopt_all(self._state_format, self._pairs.all, self._holder)
         self._pairs.changed()
         self._accumulation.abandon()
         self.write_masters()
@@ -922,6 +1124,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def write_masters(self) -> None:
         """The model takes the masters' values, rounded, for code that wrote the masters in place. No host sync."""
+        self._model_writes.check_home(type(self).__name__)
         if self._pairs.has_pieces:
             self._pairs.take_pieces()
         with torch.no_grad():

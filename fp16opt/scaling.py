@@ -27,6 +27,12 @@ _SETTINGS = (
     *("init_scale", "growth_factor", "backoff_factor", "growth_interval"),
     *("hysteresis", "min_scale", "max_scale", "max_consecutive_skips"),
 )  # DynamicLossScaler's arguments, attributes and state_dict keys
+_POLICIES = ("doubling", "headroom")
+# Of policy="headroom": what its state holds, and the numbers of its rule.
+_HEADROOM = ("largest", "largest_before", "ceiling", "steps_left", "calibrated")
+_ROOM = 2.0**15  # the largest norm, scaled; FP16 ends at 65504
+_FIRST_DROP, _NEXT_DROPS = 2.0**10, 2.0**-10
+_FIRST_BLOCK, _BLOCK = 8, 64  # finite steps
 _RULE = ("growth_factor", "backoff_factor", "growth_interval", "hysteresis", "min_scale", "max_scale")
 
 
@@ -50,6 +56,9 @@ class LossScaler(abc.ABC):
 
     max_consecutive_skips: int | None = None
     """The optimizer raises `LossScaleError` at this many non-finite steps in a row. None: never."""
+
+    follows_norms: bool = False
+    """Whether `see` is to be called before `update`."""
 
     generation: int
     """Grows by one when the scale changed or may have: lets 1/scale be cached without reading it."""
@@ -81,6 +90,14 @@ class LossScaler(abc.ABC):
     @abc.abstractmethod
     def update(self, found_inf: Tensor) -> None:
         """Take note of one step. ``found_inf``: float32 [], exactly 0.0 or 1.0, any device. No sync."""
+
+    def see(self, norm: Tensor) -> None:  # noqa: B027  # most scalers need not look
+        """Take note of a step's gradients, where `follows_norms`. Several calls before `update` count as their largest.
+
+        Args:
+            norm: float32, shape [], any device: the largest of the norms of single tensors, unscaled and before a clip,
+                the same on every rank. No element is larger. No sync.
+        """
 
     def memory(self) -> ScaleMemory | None:
         """What a kernel needs to do what `update` does, but for `generation`; None where only `update` can. No sync."""
@@ -211,6 +228,18 @@ class DynamicLossScaler(LossScaler):
         min_scale: the floor; at least 2**-126, so that 1/scale stays finite.
         max_scale: the ceiling; at most 2**127.
         max_consecutive_skips: at this many in a row the optimizer raises `LossScaleError`; None: never.
+        policy: "doubling" is the rule above. "headroom" takes the scale from the gradients seen lately, as follows.
+
+    With "headroom" an overflow before the first finite step, and each that follows another, drops the scale to 2**10
+    at once, and from there by 2**-10, so that calibration takes one to three steps. From then on the optimizer, which
+    sums squares anyway, says the norm of each step's largest tensor; no element is larger. After the first 8 finite
+    steps, and then after every 64, the scale becomes the largest power of two at which the largest such norm of this
+    block and the one before is at most 2**15: half of what FP16 holds, so that a rise never overflows on gradients like
+    those seen. A norm over that lowers the scale before it overflows. Gradients inside of the model may be larger than
+    those of parameters: where one overflows, the scale backs off as ever and stays under what overflowed, until
+    ``growth_interval`` finite steps lift that ceiling by ``growth_factor``. All of it is in the checkpoint and the same
+    on every rank. It costs some operations on single numbers a step and, where masters are spread over ranks, a message
+    of 4 bytes.
 
     Scales and factors are rounded to float32. Scales stay powers of two if init_scale and both factors are.
     The rule is from Micikevicius et al., "Mixed Precision Training" (2018), section 3.2; the names are
@@ -247,7 +276,9 @@ class DynamicLossScaler(LossScaler):
         min_scale: float = 2.0**-14,
         max_scale: float = 2.0**24,
         max_consecutive_skips: int | None = None,
+        policy: str = "doubling",
     ) -> None:
+        self.policy = _policy("policy", policy)
         self.growth_factor = _factor("growth_factor", growth_factor, 1.0, math.inf)
         self.backoff_factor = _factor("backoff_factor", backoff_factor, 0.0, 1.0)
         self.growth_interval = _count("growth_interval", growth_interval)
@@ -263,6 +294,8 @@ class DynamicLossScaler(LossScaler):
         self.generation = 0
         self._scale = torch.tensor(self.init_scale, dtype=torch.float32, device="cpu")
         self._trackers = torch.zeros(2, dtype=torch.int32, device="cpu")  # clean steps, skips: both in a row
+        self._seen: Tensor | None = None
+        self._lately = torch.tensor([0.0, 0.0, self.max_scale, _FIRST_BLOCK, 0.0], dtype=torch.float32, device="cpu")
         self._set_constants()
 
     def _set_constants(self) -> None:
@@ -298,6 +331,11 @@ class DynamicLossScaler(LossScaler):
         return self._trackers[1]
 
     @property
+    def follows_norms(self) -> bool:  # type: ignore[override]
+        """Whether the policy is "headroom"."""
+        return self.policy == "headroom"
+
+    @property
     def growth_tracker(self) -> Tensor:
         """Finite steps in a row since the scale last changed: int32, shape []. No sync."""
         return self._trackers[0]
@@ -306,6 +344,7 @@ class DynamicLossScaler(LossScaler):
         """Move the scaler's tensors to ``device``; returns the scaler itself."""
         if self._trackers.device != torch.device(device):
             self._scale, self._trackers = self._scale.to(device), self._trackers.to(device)
+            self._lately = self._lately.to(device)
             self._set_constants()
         return self
 
@@ -318,6 +357,7 @@ class DynamicLossScaler(LossScaler):
         """
         self._scale.fill_(self._inside("scale", value))
         self._trackers[0] = 0
+        self._lately[2].fill_(self.max_scale)
         self.generation += 1
 
     def update(self, found_inf: Tensor) -> None:
@@ -329,14 +369,55 @@ class DynamicLossScaler(LossScaler):
         # Both trackers move in each operation, as small tensors cost by the call and not by the element.
         happened = self._other.ne(found_inf.to(self._other.device, non_blocking=True))  # [clean, skipped]
         self._trackers.add_(1).mul_(happened)
-        factors = torch.where(self._trackers.ge(self._limits), self._factors, 1.0)
+        reached = self._trackers.ge(self._limits)
+        factors = torch.where(reached, self._factors, 1.0)
         self._trackers.remainder_(self._wrap)  # growth_interval clean steps count as 0 again
-        self._scale.copy_(self._scale * factors.prod()).clamp_(self.min_scale, self.max_scale)
+        moved = self._scale * factors.prod() if self.policy == "doubling" else self._moved(happened[0], factors)
+        self._scale.copy_(moved).clamp_(self.min_scale, self.max_scale)
         self.generation += 1
+
+    def see(self, norm: Tensor) -> None:
+        """See :meth:`LossScaler.see`. A norm that is not finite is not counted."""
+        norm = norm.to(self._scale.device, torch.float32, non_blocking=True)
+        norm = torch.where(norm.isfinite(), norm, 0.0)
+        self._seen = norm if self._seen is None else torch.maximum(self._seen, norm)
+
+    def _moved(self, clean: Tensor, factors: Tensor) -> Tensor:
+        """The scale after a step, by policy "headroom"; what it remembers is brought up to date. No sync.
+
+        Args:
+            clean: bool, shape []: the step was finite.
+            factors: [the growth factor where the ceiling is to be lifted, the backoff factor where it is to back off],
+                1 elsewhere.
+        """
+        scale, (largest, before, ceiling, left, calibrated) = self._scale, self._lately.unbind()
+        seen = torch.zeros_like(scale) if self._seen is None else self._seen
+        self._seen = None
+        grow, back = factors.to(torch.float32).unbind()
+        backs_off = back < 1.0
+        backed = scale * back
+        first = torch.where(scale > _FIRST_DROP, _FIRST_DROP, scale * _NEXT_DROPS)
+        far = (calibrated <= 0) | (self._trackers[1] > self._limits[1])  # nothing is known, or not any more
+        dropped = torch.where(far, torch.minimum(backed, first), backed)
+        largest = torch.where(clean, torch.maximum(largest, seen), largest)
+        norm = torch.maximum(largest, before)
+        room = torch.where(norm > 0, _power_of_two(_ROOM / norm), scale)
+        left = left - clean.to(left.dtype)
+        block_ends = clean & (left <= 0)
+        ceiling = torch.where(backs_off, torch.minimum(ceiling, backed), (ceiling * grow).clamp(max=self.max_scale))
+        risen = torch.where(norm > 0, torch.minimum(room, ceiling), scale)
+        moved = torch.where(block_ends, risen, torch.minimum(scale, room))
+        left = torch.where(block_ends | backs_off, float(_BLOCK), left)
+        left = torch.where(backs_off & far, float(_FIRST_BLOCK), left)
+        before = torch.where(block_ends, largest, before)
+        largest = torch.where(block_ends, 0.0, largest)
+        calibrated = torch.maximum(calibrated, clean.to(calibrated.dtype))
+        self._lately.copy_(torch.stack([largest, before, ceiling, left, calibrated]))
+        return torch.where(clean, moved, torch.where(backs_off, dropped, scale))
 
     def memory(self) -> ScaleMemory | None:
         """What `update` reads and writes. The rule is written again, bit for bit, in csrc/functors/loss_scale.h."""
-        is_ours = type(self).update is DynamicLossScaler.update
+        is_ours = type(self).update is DynamicLossScaler.update and self.policy == "doubling"
         return ScaleMemory(self._scale, self._trackers, self._settings) if is_ours else None
 
     def back_off(self) -> bool:
@@ -348,6 +429,7 @@ class DynamicLossScaler(LossScaler):
         before = self._scale.clone()
         self._scale.copy_(before * self._factors[1]).clamp_(self.min_scale, self.max_scale)
         self._trackers[0] = 0
+        self._lately[2].clamp_(max=self._scale.item())
         self.generation += 1
         return bool(self._scale < before)
 
@@ -358,15 +440,18 @@ class DynamicLossScaler(LossScaler):
     def state_dict(self) -> dict[str, Any]:
         """Keys: type ('dynamic'), every constructor argument, scale, growth_tracker, consecutive_skips.
 
-        Does not sync: the last three are copies of the tensors.
+        Does not sync: the last three are copies of the tensors. policy is there where it is "headroom", and with it
+        headroom: what is known of gradients lately (float32, shape [5]).
         """
         clean, skips = self._trackers.clone()
+        lately = {} if self.policy == "doubling" else {"policy": self.policy, "headroom": self._lately.clone()}
         return {
             "type": "dynamic",
             **{name: getattr(self, name) for name in _SETTINGS},
             "scale": self._scale.clone(),
             "growth_tracker": clean,
             "consecutive_skips": skips,
+            **lately,
         }
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -382,13 +467,16 @@ class DynamicLossScaler(LossScaler):
         loaded = _read_dynamic(state_dict)
         for name in _SETTINGS:
             setattr(self, name, getattr(loaded, name))
+        self.policy, self._seen = loaded.policy, None
         self._scale.copy_(loaded._scale)
         self._trackers.copy_(loaded._trackers)
+        self._lately.copy_(loaded._lately)
         self._set_constants()
         self.generation += 1
 
     def __repr__(self) -> str:
-        settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in _SETTINGS)
+        names = _SETTINGS if self.policy == "doubling" else (*_SETTINGS, "policy")
+        settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
         return f"DynamicLossScaler({settings}; scale now {self._scale.item()})"
 
 
@@ -433,6 +521,29 @@ def _count(name: str, value: object, optional: bool = False, least: int = 1) -> 
     return count
 
 
+def _policy(name: str, value: object) -> str:
+    if value not in _POLICIES:
+        raise ValueError(f"{name} must be 'doubling' or 'headroom', got {value!r}.")
+    return str(value)
+
+
+def _power_of_two(value: Tensor) -> Tensor:
+    """The largest power of two that is not larger; 0 under the normal float32 numbers, inf for inf. Exact, no sync."""
+    return value.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
+
+
+def _lately(value: Any) -> Tensor:
+    """What a checkpoint says of gradients lately: float32, on the CPU."""
+    numbers = value.tolist() if isinstance(value, Tensor) and not value.is_meta else value
+    count = len(numbers) if isinstance(numbers, list | tuple) else 0
+    if count != len(_HEADROOM) or not all(isinstance(n, int | float) and 0 <= n < math.inf for n in numbers):
+        raise ValueError(
+            f"scaler state: headroom must be {len(_HEADROOM)} finite numbers ({', '.join(_HEADROOM)}), none negative, "
+            f"got {numbers!r}."
+        )
+    return torch.tensor(numbers, dtype=torch.float32, device="cpu")
+
+
 def _check_kind(state_dict: object, kind: str) -> None:
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"scaler state must be a dict, got {type(state_dict).__name__}.")
@@ -473,7 +584,7 @@ def _read_dynamic(state_dict: Mapping[str, Any]) -> DynamicLossScaler:
     _check_kind(state_dict, "dynamic")
     settings = {name: _field(state_dict, name) for name in _SETTINGS}
     try:
-        loaded = DynamicLossScaler(**settings)
+        loaded = DynamicLossScaler(**settings, policy=state_dict.get("policy", "doubling"))
     except (TypeError, ValueError) as error:
         raise type(error)(f"scaler state: {error}") from None
     clean = _count("scaler state: growth_tracker", _field(state_dict, "growth_tracker"), least=0)
@@ -482,4 +593,8 @@ def _read_dynamic(state_dict: Mapping[str, Any]) -> DynamicLossScaler:
         raise ValueError(f"scaler state: growth_tracker must be under growth_interval, got {clean}.")
     loaded.set_scale(loaded._inside("scaler state: scale", _field(state_dict, "scale")))
     loaded._trackers.copy_(torch.tensor([clean, skips], dtype=torch.int32))
+    if loaded.policy == "headroom":
+        if "headroom" not in state_dict:
+            raise ValueError("scaler state lacks the key 'headroom'. Pass the scaler's own state_dict().")
+        loaded._lately.copy_(_lately(state_dict["headroom"]))
     return loaded

@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -27,15 +27,24 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than a few seconds")
-    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "gpu: needs a CUDA device, or the fixture that pretends one")
+    config.addinivalue_line("markers", "card: needs a CUDA device itself: its memory, its profiler, its errors")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tenth", action="store_true", help="run every tenth test, for a first look at a change")
+
+
+@pytest.hookimpl(trylast=True)  # of those that marks and -k have left
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--tenth"):
+        config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % 10])
+        items[:] = items[::10]
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device and this machine has none")
     for item in items:
-        if "gpu" in item.keywords:
+        if "card" in item.keywords:
             item.add_marker(skip)
 
 
@@ -53,7 +62,7 @@ def stepping(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture(scope="session")
-def emulated_cuda(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+def emulated_cuda(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The CUDA kernels' source, running on the CPU."""
     import emulated
 

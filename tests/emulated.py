@@ -1,56 +1,115 @@
 """The CUDA kernels on a machine without a GPU: the same source, compiled as plain C++, in which a kernel's blocks and
-threads take their turns one after the other. What this shows: packing, indices, tails, alignment, lane and tree order,
-who adds up when, and the Python around it. What it can't show: races, barriers, and CUDA itself."""
+threads take their turns one after the other, in an order that is shuffled for every launch and phase. What this shows:
+packing, indices, tails, alignment, lane and tree order, who adds up when, that no order is relied on, and the Python
+around it. What it can't show: races within a phase, barriers, and CUDA itself."""
 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
+import runpy
 import shlex
 import shutil
 import subprocess
-import sysconfig
 from collections.abc import Sequence
-from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
-from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from fp16opt.kernels import backends, cuda, native
+from fp16opt.kernels import backends, cuda, cuda_devices, cuda_rows
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
+PARTS = 4  # compiled side by side
 
 
-def build(folder: Path, *more: str) -> ModuleType:
-    """The module, compiled into ``folder``. Skips the test where there is no compiler."""
+def flattened() -> str:
+    """The sources of this tree as one text, whatever the installed one is."""
+    return str(runpy.run_path(str(CSRC / "flatten.py"))["flatten"]())
+
+
+class Emulated:
+    """What :class:`fp16opt.kernels.cuda_driver.Card` is, on the host.
+
+    Args:
+        libraries: shared libraries with the kernels' entries.
+
+    Attributes:
+        paths: the same.
+        libraries: these, loaded.
+    """
+
+    def __init__(self, libraries: Sequence[Path]) -> None:
+        self.paths = list(libraries)
+        self.libraries = [ctypes.CDLL(str(path)) for path in libraries]
+        self._entries: dict[str, Any] = {}
+        self._kept: dict[int, Any] = {}
+
+    def entry(self, name: str) -> Any:
+        """A kernel's function, as cuLaunchKernel would call it."""
+        if name not in self._entries:
+            entry = next(getattr(one, f"fp16opt_{name}") for one in self.libraries if hasattr(one, f"fp16opt_{name}"))
+            entry.argtypes, entry.restype = (ctypes.POINTER(ctypes.c_char_p), ctypes.c_int64), None
+            self._entries[name] = entry
+        return self._entries[name]
+
+    def launch(self, name: str, blocks: int, stream: int, *arguments: bytes) -> None:
+        self.entry(name)((ctypes.c_char_p * len(arguments))(*arguments), blocks)
+
+    def keep(self, content: bytes, size: int) -> int:
+        memory = ctypes.create_string_buffer(content, max(1, size))
+        self._kept[ctypes.addressof(memory)] = memory
+        return ctypes.addressof(memory)
+
+    def give_back(self, address: int) -> None:
+        del self._kept[address]
+
+    def kept_tables(self) -> int:
+        """How many tables of captured calls were not given back."""
+        return len(self._kept)
+
+
+class Shuffle:
+    """The state of what puts the blocks and threads of all libraries in order: see csrc/launch/cuda.cuh."""
+
+    def __init__(self, libraries: Sequence[ctypes.CDLL]) -> None:
+        self._states = [ctypes.c_uint64.in_dll(library, "fp16opt_shuffle") for library in libraries]
+
+    @property
+    def value(self) -> int:
+        """0 is first to last; any other number is what the next order comes from."""
+        return max(state.value for state in self._states)
+
+    @value.setter
+    def value(self, value: int) -> None:
+        for state in self._states:
+            state.value = value
+
+
+def shuffle(device: Any) -> Shuffle:
+    """The state of what puts the blocks and threads of emulated kernels in order."""
+    return Shuffle(device.libraries)
+
+
+def build(folder: Path, *more: str) -> Emulated:
+    """The kernels, compiled into ``folder``. Skips the test where there is no compiler."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
-    if compiler is None or not CSRC.is_dir() or importlib.util.find_spec("pybind11") is None:
-        pytest.skip("needs a C++ compiler, pybind11 and the sources")
-    import pybind11
-
-    sources = [CSRC / "bindings_cuda.cpp", CSRC / "backends" / "cuda_table.cpp"]
-    sources += sorted((CSRC / "backends").glob("*.cu"))
-    include = ["-I", pybind11.get_include(), "-I", sysconfig.get_paths()["include"]]
-    command = [compiler, *FLAGS, *more, *include, '-DFP16OPT_CUDA_NAMES="none: emulated"']
-    objects, running = [], []
-    for source in sources:
-        objects.append(str(folder / f"{source.stem}.o"))
-        running.append(subprocess.Popen([*command, "-x", "c++", "-c", str(source), "-o", objects[-1]]))
-    assert [job.wait() for job in running] == [0] * len(running), shlex.join(command)
-    library = folder / "_cuda.so"
-    subprocess.run([compiler, *more, "-shared", *objects, "-o", str(library)], check=True)
-    loader = ExtensionFileLoader("_cuda", str(library))
-    spec = importlib.util.spec_from_loader("_cuda", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+    if compiler is None or not CSRC.is_dir():
+        pytest.skip("needs a C++ compiler and the sources")
+    kernels = list(cuda_rows.KERNELS.values())
+    libraries, running = [], []
+    for part in range(PARTS):
+        source = folder / f"kernels{part}.cpp"
+        entries = "".join(kernel.entry() for kernel in kernels[part::PARTS])
+        source.write_text(flattened() + cuda_rows.shared_assertions() + entries)
+        libraries.append(source.with_suffix(".so"))
+        command = [compiler, *FLAGS, *more, "-shared", str(source), "-o", str(libraries[-1])]
+        running.append(subprocess.Popen(command))
+    assert [job.wait() for job in running] == [0] * PARTS, shlex.join(command)
+    return Emulated(libraries)
 
 
 class HostStream:
@@ -60,6 +119,7 @@ class HostStream:
     current = 0
     waits: ClassVar[list[tuple[int, int]]] = []
     copies: ClassVar[list[int]] = []
+    held: ClassVar[list[int]] = []
 
     def __init__(self, device: torch.device) -> None:
         self.handle, self.index, self.captures = type(self).current, 0, type(self).capturing
@@ -69,6 +129,7 @@ class HostStream:
 
     def hold(self, tensors: Sequence[Tensor]) -> None:
         assert all(isinstance(tensor, Tensor) for tensor in tensors)
+        type(self).held.extend(tensor.data_ptr() for tensor in tensors)
 
     def staging(self, size: int) -> Tensor:
         type(self).copies.append(size)
@@ -77,18 +138,24 @@ class HostStream:
         return memory
 
 
-def use(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> type[HostStream]:
+def use(device: Any, monkeypatch: pytest.MonkeyPatch) -> type[HostStream]:
     """Have the emulated kernels serve CPU tensors for one test. Returns the class that stands for streams."""
+    monkeypatch.setattr(shuffle(device), "value", 1)
 
     class Noting(HostStream):
         waits: ClassVar[list[tuple[int, int]]] = []
         copies: ClassVar[list[int]] = []
+        held: ClassVar[list[int]] = []
 
     def compiled(device: torch.device) -> Any:
         return cuda if device.type == "cpu" else None
 
-    monkeypatch.setattr(native, "_cpu", module)  # which reads addresses for it
-    monkeypatch.setattr(native, "_cuda", module)
+    launch_on(device, monkeypatch)
     monkeypatch.setattr(cuda, "Stream", Noting)
     monkeypatch.setattr(backends, "compiled_for", compiled)
     return Noting
+
+
+def launch_on(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every launch from now on go to ``device``, which has the methods of a card."""
+    monkeypatch.setattr(cuda_devices, "kernels_on", lambda index: device)

@@ -7,34 +7,28 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import emulated
 import pytest
 import torch
 from pretended import LOOKS, Counting
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp16opt.kernels import cuda, native
+from fp16opt.kernels import cuda, cuda_devices
 
 NEW = ("empty", "empty_like", "empty_strided", "new_empty")  # memory whose values nobody may rely on
 
 
 class _Launches(Counting):
-    """The emulated module, every launch of which goes into the recording."""
+    """The emulated kernels, every launch of which goes into the recording."""
 
-    def __init__(self, module: Any, calls: list[Callable[[], None]]) -> None:
-        super().__init__(module)
+    def __init__(self, device: Any, calls: list[Callable[[], None]]) -> None:
+        super().__init__(device)
         self._calls = calls
 
-    def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)
-        if name in ("Table", "Where", "Column", "runs_on", "architectures") or not callable(value):
-            return value
-
-        def recorded(*args: Any) -> Any:
-            self._calls.append(lambda: value(*args))
-            return value(*args)
-
-        return recorded
+    def launch(self, name: str, blocks: int, stream: int, *arguments: bytes) -> None:
+        self._calls.append(lambda: self._device.launch(name, blocks, stream, *arguments))
+        super().launch(name, blocks, stream, *arguments)
 
 
 class Graph(TorchDispatchMode):
@@ -74,6 +68,6 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graph]:
     """Record what happens in the block, as a stream in capture would; it happens once, too, unlike there."""
     graph = Graph()
     with monkeypatch.context() as patch, graph:
-        patch.setattr(native, "_cuda", _Launches(native._cuda, graph.calls))
+        emulated.launch_on(_Launches(cuda_devices.kernels_on(0), graph.calls), patch)
         patch.setattr(cuda.Stream, "capturing", True)
         yield graph

@@ -33,7 +33,7 @@ from torch.nn import Parameter
 from fp16opt.scaling import StaticLossScaler
 
 PLACES: list[tuple[tuple[Any, ...], Any, type[Exception], str]] = [
-    (("version",), 2, ValueError, r"^version must be 1, got 2\. Load it with the fp16opt release that wrote"),
+    (("version",), 3, ValueError, r"^version must be one of 1, 2, got 3\. Load it with the fp16opt release that wrote"),
     (("version",), True, TypeError, "^version must be an int, got bool"),
     (("version",), "1", TypeError, "^version must be an int, got str"),
     (("optimizer",), [], TypeError, "^optimizer must be a dict, got list"),
@@ -250,7 +250,7 @@ def test_what_the_engine_needs_is_asked_of_every_class() -> None:
         (("scaler", "hysteresis"), 0, "hysteresis must be"),
         (IDS, [0, 1], "must have 3 params, got 2"),
         (("optimizer", "param_groups"), [], "must have 1 param_groups, got 0"),
-        (("version",), 7, "version must be 1, got 7"),
+        (("version",), 7, "version must be one of 1, 2, got 7"),
     ):
         refused(mine().train(2), edit(sd, *path, value=value), ValueError, message)
     for key in ("version", "optimizer", "masters", "scaler"):

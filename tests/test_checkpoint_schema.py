@@ -32,8 +32,8 @@ from fp16opt.scaling import DynamicLossScaler
 def test_build_is_plain_and_complete() -> None:
     room = Room().train(2)
     sd = room.build()
-    assert list(sd) == ["version", "optimizer", "masters", "scaler"]
-    assert sd["version"] == checkpoint.VERSION == 1
+    assert list(sd) == ["version", "optimizer", "masters", "scaler", "steps"]
+    assert sd["version"] == checkpoint.VERSION == 2
     assert [type(m) for m in sd["masters"]] == [Tensor, type(None)] * 3
     assert not any(m.requires_grad for m in sd["masters"] if m is not None)
     assert_same(through_file(sd), sd)
@@ -393,7 +393,7 @@ def test_optimizer_state_takes_ours_and_plain_ones_only() -> None:
         ([sd], TypeError, "^state_dict must be a dict, got list"),
         ({}, ValueError, "lacks 'version', 'optimizer', 'masters', 'scaler'"),
         ({"model": {}, "optimizer": sd, "epoch": 3}, ValueError, "of a saved checkpoint, the entry that holds it"),
-        ({**sd, "version": 2}, ValueError, "version must be 1, got 2"),
+        ({**sd, "version": 3}, ValueError, "version must be one of 1, 2, got 3"),
         ({**sd, "version": "1"}, TypeError, "version must be an int, got str"),
         ({key: sd[key] for key in sd if key != "masters"}, ValueError, "lacks 'masters'"),
         ({**sd, "optimizer": []}, TypeError, "^optimizer must be a dict, got list"),

@@ -38,10 +38,10 @@ def records(log: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
     return out
 
 
-def skip(skips: SkipLog, scaler: LossScaler) -> None:
+def skip(skips: SkipLog, scaler: LossScaler, loss_is_finite: bool | None = None) -> None:
     old = scaler.scale.item()
     scaler.update(torch.tensor(1.0))
-    skips.skipped(scaler, old, BAD)
+    skips.skipped(scaler, old, BAD, loss_is_finite)
 
 
 def test_overflow_reads_well() -> None:
@@ -93,11 +93,73 @@ def test_later_skips_are_warnings_by_name(log: pytest.LogCaptureFixture) -> None
     assert records(log) == []
     skip(skips, scaler)
     skip(skips, scaler)
-    names = "non-finite gradients in fc.weight (inf), fc.bias (inf and nan)."
+    names = "a rare overflow, non-finite gradients in fc.weight (inf), fc.bias (inf and nan)."
     assert records(log) == [
         ("WARNING", f"step skipped, loss scale stays at 8 (hysteresis): {names}"),
         ("WARNING", f"step skipped, loss scale 8 -> 4: {names}"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("finite", "words"),
+    [(True, "the loss is finite and gradients are not, "), (None, "gradients are not finite, ")],
+)
+def test_many_in_a_row_are_no_rare_overflow(
+    log: pytest.LogCaptureFixture, finite: bool | None, words: str
+) -> None:
+    skips, scaler = SkipLog(), DynamicLossScaler(init_scale=2.0**20)
+    skips.stepped()
+    logged = {}
+    for number in range(1, 18):
+        skip(skips, scaler, finite)
+        for level, text in records(log):
+            logged[number] = text
+            assert level == "WARNING"
+    assert list(logged) == [1, 2, 3, 4, 8, 16]
+    assert "a rare overflow" in logged[1]
+    assert "a rare overflow" in logged[2]
+    assert logged[3].startswith(f"{words}3 times in a row: step skipped, loss scale 262144 -> 131072, non-finite")
+    assert "in fc.weight (inf), fc.bias (inf and nan). See fp16opt.diagnose(model, loss_fn, optimizer)" in logged[3]
+    assert logged[16].startswith(f"{words}16 times in a row")
+    scaler.update(torch.tensor(0.0))
+    skip(skips, scaler, finite)
+    assert "a rare overflow" in records(log)[0][1], "a finite step ends the row"
+
+
+def test_calibration_under_a_scale_of_one_is_none(log: pytest.LogCaptureFixture) -> None:
+    skips, scaler = SkipLog(), DynamicLossScaler(init_scale=2.0)
+    skip(skips, scaler, True)
+    skip(skips, scaler, True)
+    got = records(log)
+    assert [level for level, _ in got] == ["INFO", "WARNING"]
+    assert got[1][1].startswith("the loss is finite and gradients are not, 2 times in a row: step skipped, loss")
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize("scaler", [DynamicLossScaler, StaticLossScaler])
+def test_a_loss_that_is_not_finite_is_told_apart(
+    log: pytest.LogCaptureFixture, calibrated: bool, scaler: type[LossScaler]
+) -> None:
+    skips, mine = SkipLog(), scaler()
+    if calibrated:
+        skips.stepped()
+    logged = []
+    for number in range(1, 10):
+        skip(skips, mine, False)
+        for level, text in records(log):
+            logged.append(number)
+            assert level == "WARNING"
+            assert text.startswith(f"step skipped: the loss itself is not finite ({number} in a row), so that no loss")
+            assert "in fc.weight (inf), fc.bias (inf and nan)" in text
+    assert logged == [1, 2, 4, 8]
+
+
+def test_at_the_floor_a_loss_that_is_not_finite_is_an_error(log: pytest.LogCaptureFixture) -> None:
+    skips, scaler = SkipLog(), DynamicLossScaler(init_scale=1.0, min_scale=1.0)
+    skip(skips, scaler, False)
+    [(level, text)] = records(log)
+    assert level == "ERROR"
+    assert "the loss itself is not finite (1 in a row)" in text
 
 
 @pytest.mark.parametrize("stepped", [False, True])

@@ -75,6 +75,16 @@ void scale_chunk(DType dtype, void* values, int64_t n, float factor) {
     }
 }
 
+void lerp_chunk(DType of, void* averages, const void* values, int64_t n, double weight) {
+    float* at = static_cast<float*>(averages);
+    switch (of) {
+        case DType::half: return lerp_values(at, static_cast<const Half*>(values), n, weight);
+        case DType::bfloat16: return lerp_values(at, static_cast<const BFloat16*>(values), n, weight);
+        case DType::single: return lerp_values(at, static_cast<const float*>(values), n, weight);
+        case DType::wide: return lerp_values(static_cast<double*>(averages), static_cast<const double*>(values), n, weight);
+    }
+}
+
 // Memory of a dtype that is known only at run time. One branch for 64 elements costs nothing beside them.
 struct Stretch {
     DType dtype;
@@ -145,8 +155,9 @@ uint32_t cast_chunk(DType to, const float* master, void* param, int64_t n, bool 
 
 extern const StepLevel step_level;  // cpu_steps.cpp
 extern const SplitLevel split_level;  // cpu_split.cpp
+extern const State8Level state8_level;  // cpu_state8.cpp
 extern const CpuLevel level;
 const CpuLevel level = {FP16OPT_NAME(FP16OPT_LEVEL), unscale_chunk, unscale_clipped_chunk, sum_of_squares_chunk, scale_chunk,
-                        axpby_chunk, cast_chunk, &step_level, &split_level};
+                        lerp_chunk, axpby_chunk, cast_chunk, &step_level, &split_level, &state8_level};
 
 FP16OPT_END

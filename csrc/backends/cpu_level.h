@@ -14,6 +14,7 @@ enum CheckInputs : uint32_t { kCheckX = 1, kCheckY = 2 };
 
 struct StepLevel;  // step_level.h
 struct SplitLevel;  // split_level.h
+struct State8Level;  // state8_level.h
 
 // Pointers are to the chunk's first element and need no more than the element's own alignment.
 // `stream`: write around the caches. What rounds to 16 bits returns flags.
@@ -24,11 +25,13 @@ struct CpuLevel {
     void (*unscale_clipped)(DType from, const void* grad, void* out, int64_t n, float inv_scale, float factor, bool stream);
     double (*sum_of_squares)(DType dtype, const void* values, int64_t n);
     void (*scale)(DType dtype, void* values, int64_t n, float factor);
+    void (*lerp)(DType of, void* averages, const void* values, int64_t n, double weight);  // averages: double for wide, else float
     bool (*axpby)(const DType (&dtypes)[3], float a, const void* x, float b, const void* y, void* out, int64_t n,
                   uint32_t check);  // true: a checked input is not finite
     uint32_t (*cast)(DType to, const float* master, void* param, int64_t n, bool stream);
     const StepLevel* steps;
     const SplitLevel* splits;
+    const State8Level* state8;
 };
 
 // The levels that this build holds and this machine runs, the fastest first. Ends with nullptr.

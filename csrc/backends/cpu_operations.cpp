@@ -46,7 +46,7 @@ Table::Table(std::vector<int64_t> numels_, std::vector<int64_t> rows_, std::vect
     require(rows.size() == numels.size(), "rows must have one entry for each tensor");
     for (const auto& list : dtypes) {
         require(list.size() == numels.size(), "dtypes must have one entry for each tensor");
-        for (DType dtype : list) require(dtype >= DType::half && dtype <= DType::wide, "unknown dtype code");
+        for (DType dtype : list) require(dtype >= DType::half && dtype <= DType::byte, "unknown dtype code");
     }
     for (int32_t place : places) {
         require(place >= 0 && size_t(place) < numels.size(), "a place lies outside the lists");
@@ -124,6 +124,21 @@ void scale(const Table& table, const Pointers& tensors, float factor, int thread
     parallel_for(int64_t(table.chunks.size()), threads_for(table, threads), [&](int64_t i) {
         const Chunk& c = table.chunks[size_t(i)];
         level.scale(table.dtypes[0][size_t(c.tensor)], at<void>(tensors, table, 0, c), c.numel, factor);
+    });
+}
+
+void lerp(const Table& table, const Pointers& averages, const Pointers& values, double weight, int threads) {
+    require_pointers(table, {&averages, &values});
+    for (int32_t place : table.places) {
+        const DType average = table.dtypes[0][size_t(place)], value = table.dtypes[1][size_t(place)];
+        require(average == (value == DType::wide ? DType::wide : DType::single), "averages must be float32, or float64 of float64");
+    }
+    const CpuLevel& level = current_level();
+    parallel_for(int64_t(table.chunks.size()), threads_for(table, threads), [&](int64_t i) {
+        const Chunk& c = table.chunks[size_t(i)];
+        prefetch_next(table, c, {&averages, &values});
+        level.lerp(table.dtypes[1][size_t(c.tensor)], at<void>(averages, table, 0, c), at<void>(values, table, 1, c), c.numel,
+                   weight);
     });
 }
 

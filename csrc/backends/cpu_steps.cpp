@@ -1,6 +1,5 @@
 // The one-pass steps for every dtype, at one SIMD level. Compiled once for each level, like cpu.cpp.
-#include "../launch/split.h"
-#include "step_level.h"
+#include "chunk_types.h"
 
 FP16OPT_BEGIN
 namespace {
@@ -27,32 +26,6 @@ uint32_t sgd_as(const StepChunk& c, Master master, const SgdTerms<Floats>& terms
         sgd_loop<Grad, Master, Momentum::later>(terms, grad, master, c.exp_avg, c.numel);
     }
     return master.flags();
-}
-
-template <class Model>
-FullMaster<Model> full(const StepChunk& c) {
-    const bool aligned = reinterpret_cast<uintptr_t>(c.model) % 64 == 0;  // streaming stores need it
-    return FullMaster<Model>(c.master, c.model, kCanStream && c.stream && aligned);
-}
-
-template <class Model>
-SplitMaster<Model> split(const StepChunk& c) {
-    return SplitMaster<Model>(c.model, c.master);
-}
-
-// Calls step(gradient, master) with the types of this chunk. A 16-bit gradient has its parameter's dtype; an FP32 one is a
-// gradient that was unscaled before.
-template <class Model, class Step>
-uint32_t step_as(const StepChunk& c, Step&& step) {
-    const bool wide = c.grad_dtype == DType::single;
-    if (c.split) return wide ? step(float(), split<Model>(c)) : step(Model(), split<Model>(c));
-    return wide ? step(float(), full<Model>(c)) : step(Model(), full<Model>(c));
-}
-
-template <class Step>
-uint32_t step_any(const StepChunk& c, Step&& step) {
-    if (c.model == nullptr) return step(float(), OwnMaster(c.master));
-    return c.model_dtype == DType::half ? step_as<Half>(c, step) : step_as<BFloat16>(c, step);
 }
 
 uint32_t adam_chunk(const StepChunk& c, const GradFactors& factors, const AdamScalars& scalars) {

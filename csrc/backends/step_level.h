@@ -17,7 +17,9 @@ struct StepChunk {
     float* largest;
     void* model;
     int64_t numel;
-    bool split;   // `master` holds the remainders of masters that are split
+    bool split;    // `master` holds the remainders of masters that are split
+    bool split24;  // they are of 8 bits, and rounded with a dither: that of the first element
+    uint32_t master_dither;
     bool stream;  // write the 16-bit weights around the caches
 };
 

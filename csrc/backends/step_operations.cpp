@@ -5,15 +5,17 @@
 
 #include "../functors/power.h"
 #include "../functors/scalars.h"
+#include "../functors/ratio8.h"
+#include "../functors/split24.h"
 #include "lists.h"
-#include "step_level.h"
+#include "state8_level.h"
 
 namespace fp16opt {
 namespace {
 
 bool is_narrow(DType dtype) { return item_size(dtype) == 2; }
 
-void require_lists(const StepLists& lists, size_t groups) {
+void require_lists(const StepLists& lists, size_t groups, DType state = DType::single) {
     const Table& table = lists.table;
     const size_t count = 2 + lists.state.size() + (lists.models != nullptr ? 1 : 0);
     require(table.dtypes.size() == count, "the table was made for another number of lists");
@@ -26,10 +28,10 @@ void require_lists(const StepLists& lists, size_t groups) {
         const size_t i = size_t(place);
         require(lists.group_of[i] >= 0 && size_t(lists.group_of[i]) < groups, "a group lies outside the groups");
         for (size_t list = 2; list < 2 + lists.state.size(); ++list) {
-            require(table.dtypes[list][i] == DType::single, "state must be float32");
+            require(table.dtypes[list][i] == state, "state must be float32, or codes of 8 bits");
         }
         const DType master = table.dtypes[1][i];
-        require(master == DType::single || (lists.models != nullptr && is_narrow(master)),
+        require(master == DType::single || (lists.models != nullptr && (is_narrow(master) || master == DType::byte)),
                 "masters must be float32, or remainders beside models");
         const DType grad = table.dtypes[0][i];
         if (lists.models == nullptr) {
@@ -49,19 +51,22 @@ StepChunk chunk_of(const StepLists& lists, const Chunk& c, bool stream) {
     chunk.grad = at<void>(lists.grads, table, 0, c);
     chunk.master = at<void>(lists.masters, table, 1, c);
     float** state[3] = {&chunk.exp_avg, &chunk.exp_avg_sq, &chunk.largest};
-    for (size_t k = 0; k < lists.state.size(); ++k) *state[k] = at<float>(*lists.state[k], table, 2 + k, c);
+    for (size_t k = 0; k < lists.state.size(); ++k) *state[k] = at<float>(*lists.state[k], table, 2 + k, c);  // or codes
     if (lists.models != nullptr) {
         const size_t list = 2 + lists.state.size();
         chunk.model_dtype = table.dtypes[list][size_t(c.tensor)];
         chunk.model = at<void>(*lists.models, table, list, c);
     }
     chunk.numel = c.numel;
-    chunk.split = is_narrow(table.dtypes[1][size_t(c.tensor)]);
+    const DType master = table.dtypes[1][size_t(c.tensor)];
+    chunk.split = is_narrow(master);
+    chunk.split24 = master == DType::byte;
+    chunk.master_dither = master_dither_at(uint64_t(c.start), lists.number);
     chunk.stream = stream;
     return chunk;
 }
 
-// Runs `step(chunk, place)` on all chunks and keeps the flags of what they wrote.
+// Runs `step(chunk, part)` on all chunks and keeps the flags of what they wrote; `part` is the chunk in the table.
 template <class Step>
 void run(const StepLists& lists, int threads, Step&& step) {
     const Table& table = lists.table;
@@ -76,7 +81,7 @@ void run(const StepLists& lists, int threads, Step&& step) {
         [&](const Chunk& c) {
             const auto state = [&](size_t k) { return k < lists.state.size() ? lists.state[k] : nullptr; };
             prefetch_next(table, c, {&lists.grads, &lists.masters, state(0), state(1), state(2), lists.models});
-            return step(chunk_of(lists, c, stream), size_t(c.tensor));
+            return step(chunk_of(lists, c, stream), c);
         },
         [&](size_t place, uint32_t flags) {
             if (narrows) lists.overflow[table.rows[place]] |= int32_t(flags);
@@ -87,13 +92,9 @@ GradFactors factors_of(float inv_scale, float coefficient, bool maximize) {
     return {inv_scale, maximize ? -coefficient : coefficient};
 }
 
-}  // namespace
-
-void adam(const StepLists& lists, const Pointers& steps, const std::vector<AdamOptions>& groups, float inv_scale,
-          float coefficient, int threads) {
-    require_lists(lists, groups.size());
+// Counts up, and by place the numbers of the step.
+std::vector<AdamScalars> scalars_of(const StepLists& lists, const Pointers& steps, const std::vector<AdamOptions>& groups) {
     require(steps.size() == lists.table.numels.size(), "steps must have one entry for each tensor");
-    require(lists.state.size() == 2 || lists.state.size() == 3, "Adam's state is two or three lists");
     std::vector<AdamScalars> scalars(steps.size());
     int32_t last_group = -1;
     float last_step = 0.0f;
@@ -114,10 +115,48 @@ void adam(const StepLists& lists, const Pointers& steps, const std::vector<AdamO
         last_group = lists.group_of[i];
         last_step = *step;
     }
+    return scalars;
+}
+
+SgdScalars scalars_of(const SgdOptions& o, bool first) {
+    return sgd_scalars(o.lr, o.momentum, o.dampening, o.weight_decay, o.nesterov, first);
+}
+
+State8Chunk codes_of(const StepLists& lists, const Pointers& scales_of, const StepChunk& chunk, const Chunk& part,
+                     float limit) {
+    float* scales = static_cast<float*>(scales_of[size_t(part.tensor)]) + part.start / kStateBlock;
+    return {reinterpret_cast<int8_t*>(chunk.exp_avg), reinterpret_cast<uint8_t*>(chunk.exp_avg_sq), scales, limit,
+            dither_at(uint64_t(part.start), lists.number)};
+}
+
+static_assert(kChunk % kStateBlock == 0, "chunks begin where blocks do");
+
+}  // namespace
+
+void adam(const StepLists& lists, const Pointers& steps, const std::vector<AdamOptions>& groups, float inv_scale,
+          float coefficient, int threads) {
+    require_lists(lists, groups.size());
+    require(lists.state.size() == 2 || lists.state.size() == 3, "Adam's state is two or three lists");
+    const std::vector<AdamScalars> scalars = scalars_of(lists, steps, groups);
     const auto* level = current_level().steps;
-    run(lists, threads, [&](const StepChunk& chunk, size_t place) {
+    run(lists, threads, [&](const StepChunk& chunk, const Chunk& part) {
+        const size_t place = size_t(part.tensor);
         const AdamOptions& o = groups[size_t(lists.group_of[place])];
         return level->adam(chunk, factors_of(inv_scale, coefficient, o.maximize), scalars[place]);
+    });
+}
+
+void adam8(const StepLists& lists, const Pointers& scales, const Pointers& steps, const std::vector<AdamOptions>& groups,
+           const std::vector<float>& limits, float inv_scale, float coefficient, int threads) {
+    require_lists(lists, groups.size(), DType::byte);
+    require(lists.state.size() == 2 && limits.size() == groups.size(), "Adam's 8-bit state is two lists, with a limit a group");
+    require(scales.size() == lists.table.numels.size(), "scales must have one entry for each tensor");
+    const std::vector<AdamScalars> scalars = scalars_of(lists, steps, groups);
+    const auto* level = current_level().state8;
+    run(lists, threads, [&](const StepChunk& chunk, const Chunk& part) {
+        const size_t place = size_t(part.tensor), group = size_t(lists.group_of[place]);
+        return level->adam(chunk, codes_of(lists, scales, chunk, part, limits[group]),
+                           factors_of(inv_scale, coefficient, groups[group].maximize), scalars[place]);
     });
 }
 
@@ -127,11 +166,25 @@ void sgd(const StepLists& lists, const std::vector<uint8_t>& first, const std::v
     require(first.size() == lists.table.numels.size(), "first must have one entry for each tensor");
     require(lists.state.size() <= 1, "SGD's state is one list at most");
     const auto* level = current_level().steps;
-    run(lists, threads, [&](const StepChunk& chunk, size_t place) {
+    run(lists, threads, [&](const StepChunk& chunk, const Chunk& part) {
+        const size_t place = size_t(part.tensor);
         const SgdOptions& o = groups[size_t(lists.group_of[place])];
-        const SgdScalars scalars =
-            sgd_scalars(o.lr, o.momentum, o.dampening, o.weight_decay, o.nesterov, first[place] != 0);
-        return level->sgd(chunk, factors_of(inv_scale, coefficient, o.maximize), scalars);
+        return level->sgd(chunk, factors_of(inv_scale, coefficient, o.maximize), scalars_of(o, first[place] != 0));
+    });
+}
+
+void sgd8(const StepLists& lists, const Pointers& scales, const std::vector<uint8_t>& first,
+          const std::vector<SgdOptions>& groups, float inv_scale, float coefficient, int threads) {
+    require_lists(lists, groups.size(), DType::byte);
+    require(first.size() == lists.table.numels.size(), "first must have one entry for each tensor");
+    require(lists.state.size() == 1, "SGD's 8-bit state is one list");
+    require(scales.size() == lists.table.numels.size(), "scales must have one entry for each tensor");
+    const auto* level = current_level().state8;
+    run(lists, threads, [&](const StepChunk& chunk, const Chunk& part) {
+        const size_t place = size_t(part.tensor);
+        const SgdOptions& o = groups[size_t(lists.group_of[place])];
+        return level->sgd(chunk, codes_of(lists, scales, chunk, part, 1.0f), factors_of(inv_scale, coefficient, o.maximize),
+                          scalars_of(o, first[place] != 0));
     });
 }
 
@@ -139,8 +192,8 @@ void lion(const StepLists& lists, const std::vector<LionOptions>& groups, float 
     require_lists(lists, groups.size());
     require(lists.state.size() == 1, "Lion's state is one list");
     const auto* level = current_level().steps;
-    run(lists, threads, [&](const StepChunk& chunk, size_t place) {
-        const LionOptions& o = groups[size_t(lists.group_of[place])];
+    run(lists, threads, [&](const StepChunk& chunk, const Chunk& part) {
+        const LionOptions& o = groups[size_t(lists.group_of[size_t(part.tensor)])];
         const LionScalars scalars = lion_scalars(o.lr, o.beta1, o.beta2, o.weight_decay);
         return level->lion(chunk, factors_of(inv_scale, coefficient, o.maximize), scalars);
     });

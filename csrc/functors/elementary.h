@@ -27,4 +27,17 @@ FP16OPT_HD float quotient(float x, float by, float inverse) {
     return x / by;
 }
 
+// `b` where one of the two is a nan.
+FP16OPT_HD float smaller(float a, float b) { return a < b ? a : b; }
+
+// a / b for b > 0; else 0.
+FP16OPT_HD float ratio_or_zero(float a, float b) { return b > 0.0f ? a / b : 0.0f; }
+
+FP16OPT_HD uint32_t smaller_word(uint32_t a, uint32_t b) { return a < b ? a : b; }
+FP16OPT_HD uint32_t larger_word(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
+// Whole numbers below 2^31, exact below 2^24; and truncated.
+FP16OPT_HD float to_floats(uint32_t x) { return float(int32_t(x)); }
+FP16OPT_HD uint32_t to_words(float x) { return uint32_t(int32_t(x)); }
+
 FP16OPT_END

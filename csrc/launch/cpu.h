@@ -5,6 +5,7 @@
 #include "../functors/accumulate.h"
 #include "../functors/axpby.h"
 #include "../functors/flags.h"
+#include "../functors/lerp.h"
 #include "../functors/scale.h"
 #include "../functors/unscale.h"
 #include "../backends/cpu_level.h"
@@ -17,6 +18,34 @@ constexpr int kVectors = int(sizeof(Block) / sizeof(Floats));
 constexpr int kSumVectors = int(sizeof(SumBlock) / sizeof(SumFloats));
 constexpr uint32_t kInfinity = 0x7f800000u;
 
+// Sums of neighbours, half as many.
+template <class T>
+FP16OPT_HD void add_neighbours(const T* from, T* to, int count) {
+    for (int i = 0; i < count; ++i) to[i] = from[2 * i] + from[2 * i + 1];
+}
+
+// For a block of which a group has left float32's range, or is zero: group_term, in loops that a compiler vectorises.
+template <class Of>
+FP16OPT_NOINLINE static void add_groups_of_any_range(const SumBlock& b, double* lanes) {
+    if (!any_from(b, 1)) return;
+    constexpr int kGroups = kBlock / kGroup;
+    alignas(64) float values[kBlock], pairs[4 * kGroups], fours[2 * kGroups], eights[kGroups];
+    alignas(64) double wide[kBlock], wide_pairs[4 * kGroups], wide_fours[2 * kGroups], terms[kGroups];
+    store(values, b, false);
+    for (int i = 0; i < kBlock; ++i) wide[i] = square(double(values[i]));
+    add_neighbours(wide, wide_pairs, 4 * kGroups);
+    add_neighbours(wide_pairs, wide_fours, 2 * kGroups);
+    add_neighbours(wide_fours, terms, kGroups);
+    for (int i = 0; i < kBlock; ++i) values[i] = square(values[i]);
+    add_neighbours(values, pairs, 4 * kGroups);
+    add_neighbours(pairs, fours, 2 * kGroups);
+    add_neighbours(fours, eights, kGroups);
+    for (int g = 0; g < kGroups; ++g) {
+        const double near = kSumsStored<Of> ? double(eights[g]) : double(fours[2 * g]) + double(fours[2 * g + 1]);
+        lanes[g] += is_in_range(eights[g]) ? near : terms[g];
+    }
+}
+
 // The running sums of a chunk.
 struct Lanes {
     alignas(64) double sums[kLanes];
@@ -28,12 +57,10 @@ struct Lanes {
         used = reached < kLanes ? int(reached) : kLanes;
         memset(sums, 0, size_t(used) * sizeof(double));
     }
+    // `Of`: as for group_term.
+    template <class Of>
     FP16OPT_HD void add(const SumBlock& b) {
-        add_groups(b, sums + at);
-        at = (at + kBlock / kGroup) % kLanes;
-    }
-    FP16OPT_HD void add_stored(const SumBlock& b) {
-        add_stored_groups(b, sums + at);
+        if (!add_groups<Of>(b, sums + at)) add_groups_of_any_range<Of>(b, sums + at);
         at = (at + kBlock / kGroup) % kLanes;
     }
     FP16OPT_HD void unscale_squares(float inv_scale) {
@@ -106,7 +133,7 @@ struct UnscaleLoop {
         SumBlock product;
         load(grad, product);
         if (sums_stored()) {
-            lanes.add_stored(product);
+            lanes.add<From>(product);
             if (!kWrites) return;
         }
         times_inv_scale(product);
@@ -120,7 +147,7 @@ struct UnscaleLoop {
             product = after;
         }
         if (kWrites) store(out, product, stream);
-        if (!sums_stored()) lanes.add(product);
+        if (!sums_stored()) lanes.add<float>(product);
     }
 
     FP16OPT_HD double run(const From* grad, float* out, int64_t n) {
@@ -138,10 +165,10 @@ struct UnscaleLoop {
         }
         if (sums_stored()) lanes.unscale_squares(inv_scale);
         // The squares of finite float32 stay finite in a double, and so does their sum over a chunk. So a finite sum
-        // proves that all that was written is finite (of stored values: unless the factor is extreme), and only
-        // otherwise is the chunk read again.
+        // proves that all that was written is finite (of stored values: unless it is near what float32 can't square), and
+        // only otherwise is the chunk read again.
         const double sumsq = lanes.total();
-        const bool proves = is_finite(sumsq) && !(sums_stored() && may_overflow_halves(inv_scale));
+        const bool proves = sums_stored() ? sumsq < 0x1p255 : is_finite(sumsq);
         if (FP16OPT_UNLIKELY(!proves && !add)) find_flags(grad, out, n);
         return sumsq;
     }
@@ -224,13 +251,13 @@ FP16OPT_HD double sum_of_squares(const From* values, int64_t n) {
     SumBlock b;
     for (; i + kBlock <= n; i += kBlock) {
         load(values + i, b);
-        kSumsStored<From> ? lanes.add_stored(b) : lanes.add(b);
+        lanes.add<From>(b);
     }
     if (const int rest = int(n - i)) {
         From padded[kBlock] = {};
         memcpy(padded, values + i, size_t(rest) * sizeof(From));
         load(padded, b);
-        kSumsStored<From> ? lanes.add_stored(b) : lanes.add(b);
+        lanes.add<From>(b);
     }
     return lanes.total();
 }
@@ -275,6 +302,40 @@ FP16OPT_HD void scale_values(T* values, int64_t n, float factor) {
 
 FP16OPT_HD void scale_values(double* values, int64_t n, float factor) {
     for (int64_t i = 0; i < n; ++i) values[i] = scale(values[i], double(factor));
+}
+
+// Running averages take values in. From the nearer end: see functors/lerp.h.
+template <class From>
+FP16OPT_HD void lerp_values(float* averages, const From* values, int64_t n, double weight) {
+    const bool from_average = weight < 0.5;
+    const Floats part = splat(float(from_average ? weight : 1.0 - weight));
+    auto block = [=](float* average, const From* value) {
+        Block a, v;
+        load(static_cast<const float*>(average), a);
+        load(value, v);
+        for (int i = 0; i < kVectors; ++i) {
+            a.v[i] = from_average ? lerp(a.v[i], v.v[i], part) : lerp(v.v[i], a.v[i], part);
+        }
+        store(average, a);
+    };
+    int64_t i = 0;
+    for (; i + kBlock <= n; i += kBlock) block(averages + i, values + i);
+    if (const int rest = int(n - i)) {
+        float result[kBlock] = {};
+        From padded[kBlock] = {};
+        memcpy(result, averages + i, size_t(rest) * sizeof(float));
+        memcpy(padded, values + i, size_t(rest) * sizeof(From));
+        block(result, padded);
+        memcpy(averages + i, result, size_t(rest) * sizeof(float));
+    }
+}
+
+FP16OPT_HD void lerp_values(double* averages, const double* values, int64_t n, double weight) {
+    const bool from_average = weight < 0.5;
+    const double part = from_average ? weight : 1.0 - weight;
+    for (int64_t i = 0; i < n; ++i) {
+        averages[i] = from_average ? lerp(averages[i], values[i], part) : lerp(values[i], averages[i], part);
+    }
 }
 
 template <class To>

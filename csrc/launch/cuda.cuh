@@ -3,8 +3,8 @@
 // after the other, so that programs can be tested, bit for bit, on a machine without a GPU.
 #pragma once
 
+#include "chunk.h"
 #include "eight.h"
-#include "pack.h"
 
 FP16OPT_BEGIN
 
@@ -21,13 +21,46 @@ FP16OPT_HD T read_fresh(const T* at) {
 #endif
 }
 
+#if !defined(__CUDACC__)
+// Where a host runs a kernel: 0 takes blocks and threads in order; any other number is the state of a generator that puts
+// them in another order for each launch and phase. A GPU runs them in any, and results must not depend on it.
+extern "C" {
+inline __attribute__((visibility("default"))) uint64_t fp16opt_shuffle = 0;
+}
+
+// An order of `count` things: the i-th to take is at(i).
+class Order {
+public:
+    explicit Order(int64_t count) : count_(count) {
+        if (fp16opt_shuffle == 0 || count < 2) return;
+        first_ = next() % count;
+        do {
+            step_ = 1 + next() % (count - 1);
+        } while (divisor(count, step_) != 1);
+    }
+    int64_t at(int64_t i) const { return (first_ + i * step_) % count_; }
+
+private:
+    static int64_t next() {  // Knuth's MMIX generator, of which the upper bits are good
+        fp16opt_shuffle = (fp16opt_shuffle * 6364136223846793005ull + 1442695040888963407ull) | (uint64_t(1) << 63);
+        return int64_t(fp16opt_shuffle >> 24);
+    }
+    static int64_t divisor(int64_t a, int64_t b) { return b == 0 ? a : divisor(b, a % b); }
+
+    int64_t count_, first_ = 0, step_ = 1;
+};
+#endif
+
 template <class Phase>
 FP16OPT_HD void for_threads(Phase&& phase) {
 #if defined(__CUDA_ARCH__)
     phase(int(threadIdx.x));
     __syncthreads();
-#else
+#elif defined(__CUDACC__)
     for (int t = 0; t < kThreads; ++t) phase(t);
+#else
+    const Order order(kThreads);
+    for (int t = 0; t < kThreads; ++t) phase(int(order.at(t)));
 #endif
 }
 
@@ -148,9 +181,7 @@ FP16OPT_HD void put_thread(Shared& s, int t, const Found& found) {
 // Adds the chunks of one tensor, in order, to s.total.
 template <int finds>
 FP16OPT_HD void add_chunks(const Lists& lists, int64_t first, int64_t end, Shared& s) {
-    for_threads([&](int t) {
-        if (t == 0) s.total = Found{0.0, 0, 0};
-    });
+    Found total{0.0, 0, 0};  // of thread 0, in registers: in shared memory every addition would wait for a store before it
     for (int64_t base = first; base < end; base += kThreads) {
         const int count = end - base < kThreads ? int(end - base) : kThreads;
         for_threads([&](int t) {
@@ -163,12 +194,15 @@ FP16OPT_HD void add_chunks(const Lists& lists, int64_t first, int64_t end, Share
         for_threads([&](int t) {
             if (t != 0) return;
             for (int k = 0; k < count; ++k) {
-                if (finds & kSumsq) s.total.sumsq += s.sums[k];
-                if (finds & kDigest) s.total.digest += s.digests[k];
-                if (finds & kFlags) s.total.flags |= s.flags[k];
+                if (finds & kSumsq) total.sumsq += s.sums[k];
+                if (finds & kDigest) total.digest += s.digests[k];
+                if (finds & kFlags) total.flags |= s.flags[k];
             }
         });
     }
+    for_threads([&](int t) {
+        if (t == 0) s.total = total;
+    });
 }
 
 // A block's part of an operation that reports something for each tensor. `Operation` has:
@@ -213,9 +247,7 @@ FP16OPT_HD void run_finding(const Operation& operation, const Lists& lists, int6
 
 // The sum of n numbers, one by one from the first, and whether any flag is set; in s.total.
 FP16OPT_HD void total_of_rows(const double* sumsq, const int32_t* flags, int64_t n, Shared& s) {
-    for_threads([&](int t) {
-        if (t == 0) s.total = Found{0.0, 0, 0};
-    });
+    Found total{0.0, 0, 0};  // as in add_chunks
     for (int64_t base = 0; base < n; base += kThreads) {
         const int count = n - base < kThreads ? int(n - base) : kThreads;
         for_threads([&](int t) {
@@ -226,11 +258,14 @@ FP16OPT_HD void total_of_rows(const double* sumsq, const int32_t* flags, int64_t
         for_threads([&](int t) {
             if (t != 0) return;
             for (int k = 0; k < count; ++k) {
-                s.total.sumsq += s.sums[k];
-                s.total.flags |= s.flags[k];
+                total.sumsq += s.sums[k];
+                total.flags |= s.flags[k];
             }
         });
     }
+    for_threads([&](int t) {
+        if (t == 0) s.total = total;
+    });
 }
 
 // Both are rounded correctly on a GPU and on a host.

@@ -2,7 +2,6 @@
 // step's end. Each takes the place of a dozen launches that would each move a few bytes.
 #pragma once
 
-#include "../cuda_api.h"
 #include "../functors/clip.h"
 #include "../functors/loss_scale.h"
 #include "cuda.cuh"
@@ -40,6 +39,20 @@ struct DecideClip {
             *factor = decided_factor(value, found_inf == nullptr ? 0.0f : *found_inf, only_finite, max_norm);
         });
     }
+};
+
+struct CudaClosing {
+    const float* found_inf;  // 0 or 1; null where nobody is told of an overflow here
+    float* last;             // becomes found_inf; or null
+    double* skipped;         // found_inf is added; or null
+    float* scale;            // follows, with `settings` and the two counts; null for a static scale
+    int32_t *clean, *skips;
+    const double* settings;  // a ScaleSettings
+    const int32_t* flags;    // n of them
+    int32_t* kept;           // take their values
+    int64_t n;
+    uint32_t* cleared;  // `words` of them become 0
+    int64_t words;
 };
 
 // The end of a step: the scale follows, the outcome is counted, flags are kept, and statistics cleared for the next step.

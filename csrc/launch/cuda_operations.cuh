@@ -15,7 +15,7 @@ constexpr uint32_t kInfiniteBits = 0x7f800000u;
 // As many rows as keep 64 bytes of each thread's loads in flight.
 template <class T>
 constexpr FP16OPT_HD int rows_ahead() {
-    return sizeof(T) == 8 ? 1 : sizeof(T) == 4 ? 2 : 4;
+    return sizeof(T) == 4 ? 2 : 4;
 }
 
 FP16OPT_HD uint32_t magnitude(float x) { return bit_cast<uint32_t>(x) & 0x7fffffffu; }
@@ -34,7 +34,6 @@ FP16OPT_HD void widen_to(const Eight<T>& from, Eight<float>& to) {
     FP16OPT_UNROLL
     for (int i = 0; i < kGroup; ++i) to.v[i] = widen(from.get(i));
 }
-FP16OPT_HD void widen_to(const Eight<double>& from, Eight<double>& to) { to = from; }
 
 // outs = grads * inv_scale, or outs += where lists.add; then norm and found_inf over all n rows. Lists: grads, outs.
 // Without `write` there need be no outs, and all else is as if they were written.
@@ -63,7 +62,7 @@ struct Unscale {
     FP16OPT_HD void group(const Eight<From>& grad, float* out, bool aligned, int valid, float factor, Found& found) const {
         Eight<float> product, result;
         widen_to(grad, product);
-        if constexpr (kSumsStored<From> && !kAdd) found.sumsq += stored_group_of(product);
+        if constexpr (kSumsStored<From> && !kAdd) found.sumsq += group_term<From>(product.v);
         FP16OPT_UNROLL
         for (int i = 0; i < kGroup; ++i) {  // padding stays 0, also where the factor is not finite
             product.v[i] = i < valid ? unscale(product.v[i], factor) : 0.0f;
@@ -79,7 +78,7 @@ struct Unscale {
             found.flags |= flags_of(product, product, result, false);
         }
         if (write) store(result, out, aligned, valid);
-        if constexpr (!kSumsStored<From> || kAdd) found.sumsq += group_of(result);
+        if constexpr (!kSumsStored<From> || kAdd) found.sumsq += group_term<float>(result.v);
     }
 
     template <class From, bool kAdd>
@@ -106,38 +105,11 @@ struct Unscale {
         return work_as<From, true>(lists, chunk, thread);
     }
 
-    // Two elements at a time: eight doubles and what becomes of them would take more registers than all else here.
-    FP16OPT_HD Found work_wide(const Lists& lists, const Chunk& chunk, int thread) const {
-        const double* grad = lists.at<const double>(0, chunk);
-        double* out = lists.at<double>(write ? 1 : 0, chunk);
-        const bool aligned = is_aligned(grad), out_aligned = is_aligned(out), add = lists.add[chunk.tensor] != 0;
-        const double factor = double(*inv_scale);
-        Found found{0.0, 0, 0};
-        for (int i = thread * kGroup; i < chunk.numel; i += kRow) {
-            double pairs[kGroup / 2];
-            FP16OPT_UNROLL
-            for (int k = 0; k < kGroup / 2; ++k) {
-                const int first = i + 2 * k, left = chunk.numel - first;
-                Two value(grad + first, aligned, left), before(out + first, out_aligned, add ? left : 0);
-                for (int j = 0; j < 2; ++j) {
-                    const double product = j < left ? unscale(value.v[j], factor) : 0.0;
-                    value.v[j] = add ? accumulate(before.v[j], product) : product;
-                    found.flags |= add ? grad_flags(product, before.v[j], value.v[j]) : grad_flags(product);
-                }
-                if (write) value.store(out + first, out_aligned, left);
-                pairs[k] = square(value.v[0]) + square(value.v[1]);
-            }
-            found.sumsq += (pairs[0] + pairs[1]) + (pairs[2] + pairs[3]);
-        }
-        return found;
-    }
-
     FP16OPT_HD Found work(const Lists& lists, const Chunk& chunk, int thread) const {
         switch (lists.dtype(0, chunk)) {
             case DType::half: return work_of<Half>(lists, chunk, thread);
             case DType::bfloat16: return work_of<BFloat16>(lists, chunk, thread);
-            case DType::single: return work_of<float>(lists, chunk, thread);
-            default: return work_wide(lists, chunk, thread);
+            default: return work_of<float>(lists, chunk, thread);
         }
     }
 
@@ -162,16 +134,16 @@ struct UnscaleClipped {
 
     FP16OPT_HD bool is_needed() const { return true; }
 
-    template <class From, class Out>
+    template <class From>
     FP16OPT_HD void write(const Lists& lists, const Chunk& chunk, int thread) const {
         const From* grad = lists.at<const From>(0, chunk);
-        Out* out = lists.at<Out>(1, chunk);
+        float* out = lists.at<float>(1, chunk);
         const bool aligned = is_aligned(grad), out_aligned = is_aligned(out);
-        const Out first = Out(*inv_scale), second = Out(*factor);
+        const float first = *inv_scale, second = *factor;
         for_groups<Eight<From>, rows_ahead<From>()>(
             chunk.numel, thread, [&](int i, Eight<From>& raw, int valid) { load(raw, grad + i, aligned, valid); },
             [&](int i, const Eight<From>& raw, int valid) {
-                Eight<Out> e;
+                Eight<float> e;
                 widen_to(raw, e);
                 FP16OPT_UNROLL
                 for (int k = 0; k < kGroup; ++k) e.v[k] = scale(unscale(e.v[k], first), second);
@@ -181,10 +153,9 @@ struct UnscaleClipped {
 
     FP16OPT_HD void work(const Lists& lists, const Chunk& chunk, int thread) const {
         switch (lists.dtype(0, chunk)) {
-            case DType::half: return write<Half, float>(lists, chunk, thread);
-            case DType::bfloat16: return write<BFloat16, float>(lists, chunk, thread);
-            case DType::single: return write<float, float>(lists, chunk, thread);
-            default: return write<double, double>(lists, chunk, thread);
+            case DType::half: return write<Half>(lists, chunk, thread);
+            case DType::bfloat16: return write<BFloat16>(lists, chunk, thread);
+            default: return write<float>(lists, chunk, thread);
         }
     }
 };
@@ -196,7 +167,7 @@ struct Norm {
     double *norm, *norms;
     static constexpr int finds = kSumsq;
 
-    template <class From, class Wide>
+    template <class From>
     static FP16OPT_HD Found work_as(const Lists& lists, const Chunk& chunk, int thread) {
         const From* values = lists.at<const From>(0, chunk);
         const bool aligned = is_aligned(values);
@@ -205,23 +176,18 @@ struct Norm {
             chunk.numel, thread,
             [&](int i, Eight<From>& raw, int valid) { load(raw, values + i, aligned, valid); },
             [&](int, const Eight<From>& raw, int) {
-                Eight<Wide> wide;
+                Eight<float> wide;
                 widen_to(raw, wide);
-                if constexpr (kSumsStored<From>) {
-                    found.sumsq += stored_group_of(wide);
-                } else {
-                    found.sumsq += group_of(wide);
-                }
+                found.sumsq += group_term<From>(wide.v);
             });
         return found;
     }
 
     FP16OPT_HD Found work(const Lists& lists, const Chunk& chunk, int thread) const {
         switch (lists.dtype(0, chunk)) {
-            case DType::half: return work_as<Half, float>(lists, chunk, thread);
-            case DType::bfloat16: return work_as<BFloat16, float>(lists, chunk, thread);
-            case DType::single: return work_as<float, float>(lists, chunk, thread);
-            default: return work_as<double, double>(lists, chunk, thread);
+            case DType::half: return work_as<Half>(lists, chunk, thread);
+            case DType::bfloat16: return work_as<BFloat16>(lists, chunk, thread);
+            default: return work_as<float>(lists, chunk, thread);
         }
     }
 
@@ -323,27 +289,11 @@ struct Scale {
             });
     }
 
-    FP16OPT_HD void work_wide(const Lists& lists, const Chunk& chunk, int thread) const {
-        double* values = lists.at<double>(0, chunk);
-        const bool aligned = is_aligned(values);
-        const double by = double(*factor);
-        for_groups<Eight<double>, rows_ahead<double>()>(
-            chunk.numel, thread,
-            [&](int i, Eight<double>& raw, int valid) { load(raw, values + i, aligned, valid); },
-            [&](int i, const Eight<double>& raw, int valid) {
-                Eight<double> scaled;
-                FP16OPT_UNROLL
-                for (int k = 0; k < kGroup; ++k) scaled.v[k] = scale(raw.v[k], by);
-                store(scaled, values + i, aligned, valid);
-            });
-    }
-
     FP16OPT_HD void work(const Lists& lists, const Chunk& chunk, int thread) const {
         switch (lists.dtype(0, chunk)) {
             case DType::half: return work_as<Half>(lists, chunk, thread);
             case DType::bfloat16: return work_as<BFloat16>(lists, chunk, thread);
-            case DType::single: return work_as<float>(lists, chunk, thread);
-            default: return work_wide(lists, chunk, thread);
+            default: return work_as<float>(lists, chunk, thread);
         }
     }
 };
@@ -382,7 +332,7 @@ struct Stretch {
 // outs = a * xs + b * ys. Lists: xs, ys, outs. found_inf is set to 1 where a checked input is not finite, never cleared.
 struct Axpby {
     float a, b;
-    bool check_x, check_y;
+    uint32_t check;  // 1: xs, 2: ys, 3: both
     float* found_inf;
 
     FP16OPT_HD bool is_needed() const { return true; }
@@ -397,7 +347,7 @@ struct Axpby {
             Eight<float> x, y;
             xs.get(i, x, valid);
             ys.get(i, y, valid);
-            bad |= (check_x && any_not_finite(x)) || (check_y && any_not_finite(y));
+            bad |= ((check & 1u) != 0 && any_not_finite(x)) || ((check & 2u) != 0 && any_not_finite(y));
             FP16OPT_UNROLL
             for (int k = 0; k < kGroup; ++k) x.v[k] = axpby(a, x.v[k], b, y.v[k]);
             outs.set(i, x, valid);

@@ -92,63 +92,6 @@ struct Eight<float> {
     FP16OPT_HD void set(int i, float value) { v[i] = value; }
 };
 
-// Two doubles, of which the first `left` are there, and zeros behind them.
-struct Two {
-    double v[2];
-
-    Two() = default;
-    FP16OPT_HD Two(const double* from, bool aligned, int left) : v{0.0, 0.0} {
-        if (aligned && left >= 2) {
-            const Bytes16 b = load16(from);
-            v[0] = bit_cast<double>(b.word[0] | uint64_t(b.word[1]) << 32);
-            v[1] = bit_cast<double>(b.word[2] | uint64_t(b.word[3]) << 32);
-        } else {
-            if (left >= 1) v[0] = from[0];
-            if (left >= 2) v[1] = from[1];
-        }
-    }
-    FP16OPT_HD void store(double* to, bool aligned, int left) const {
-        if (aligned && left >= 2) {
-            const uint64_t low = bit_cast<uint64_t>(v[0]), high = bit_cast<uint64_t>(v[1]);
-            store16(to, Bytes16{{uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32)}});
-        } else {
-            if (left >= 1) to[0] = v[0];
-            if (left >= 2) to[1] = v[1];
-        }
-    }
-};
-
-template <>
-struct Eight<double> {
-    double v[8];
-
-    FP16OPT_HD void load(const double* from) {
-        FP16OPT_UNROLL
-        for (int k = 0; k < 4; ++k) {
-            const Two two(from + 2 * k, true, 2);
-            v[2 * k] = two.v[0];
-            v[2 * k + 1] = two.v[1];
-        }
-    }
-    FP16OPT_HD void store(double* to) const {
-        FP16OPT_UNROLL
-        for (int k = 0; k < 4; ++k) {
-            Two two;
-            two.v[0] = v[2 * k];
-            two.v[1] = v[2 * k + 1];
-            two.store(to + 2 * k, true, 2);
-        }
-    }
-    FP16OPT_HD double get(int i) const { return v[i]; }
-    FP16OPT_HD void clear() {
-        FP16OPT_UNROLL
-        for (int i = 0; i < 8; ++i) v[i] = 0.0;
-    }
-    FP16OPT_HD void set(int i, double value) { v[i] = value; }
-};
-
-FP16OPT_HD double widen(double value) { return value; }
-
 // The elements from `from` on: the first `valid`, and zeros behind them.
 template <class T>
 FP16OPT_HD void load(Eight<T>& to, const T* from, bool aligned, int valid) {
@@ -177,30 +120,6 @@ FP16OPT_HD Eight<T> narrow_eight(const Eight<float>& from) {
     FP16OPT_UNROLL
     for (int i = 0; i < kGroup; ++i) result.set(i, narrow<T>(from.v[i]));
     return result;
-}
-
-// a*a + b*b. The square of a float32 is exact in a double, so the fused operation rounds what the addition alone would.
-FP16OPT_HD double square_sum(float a, float b) {
-#if defined(__CUDA_ARCH__)
-    return __fma_rn(double(b), double(b), square(double(a)));
-#else
-    return square(double(a)) + square(double(b));
-#endif
-}
-
-// The term that a group adds to its lane.
-FP16OPT_HD double group_of(const Eight<float>& e) {
-    return (square_sum(e.v[0], e.v[1]) + square_sum(e.v[2], e.v[3])) +
-           (square_sum(e.v[4], e.v[5]) + square_sum(e.v[6], e.v[7]));
-}
-// The same of values that were FP16: see l2norm.h.
-FP16OPT_HD double stored_group_of(const Eight<float>& e) {
-    return double(group_sum(square(e.v[0]), square(e.v[1]), square(e.v[2]), square(e.v[3]), square(e.v[4]), square(e.v[5]),
-                            square(e.v[6]), square(e.v[7])));
-}
-FP16OPT_HD double group_of(const Eight<double>& e) {
-    return group_sum(square(e.v[0]), square(e.v[1]), square(e.v[2]), square(e.v[3]), square(e.v[4]), square(e.v[5]),
-                     square(e.v[6]), square(e.v[7]));
 }
 
 FP16OPT_END

@@ -1,18 +1,12 @@
-// Lists of tensors, cut into chunks: the unit of parallel work and of the fixed summation order on every backend.
+// Lists of tensors, cut into chunks.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
+#include "chunk.h"
+
 namespace fp16opt {
-
-constexpr int64_t kChunk = 65536;  // elements
-
-struct Chunk {
-    int64_t start;   // first element within its tensor
-    int32_t tensor;  // place in the lists
-    int32_t numel;   // 1 .. kChunk
-};
 
 // Chunks of the tensors at `places`, in order. Empty tensors have none.
 inline std::vector<Chunk> pack(const std::vector<int64_t>& numels, const std::vector<int32_t>& places) {

@@ -64,50 +64,33 @@ FP16OPT_HD bool any_from(const Block256& b, uint32_t limit) {
     return _mm256_movemask_epi8(below) != -1;
 }
 
-// a*a + b*b with the bits of two multiplications and an addition: the square of a float32 is exact in a double, so the
-// fused operation rounds what the addition alone would round.
-FP16OPT_HD __m256d pair_sum(__m128 a, __m128 b) {
-    const __m256d wide = _mm256_cvtps_pd(b);
-    return _mm256_fmadd_pd(wide, wide, square(_mm256_cvtps_pd(a)));
-}
-
-// Of pairs 0+1 2+3 of groups 0 and 2, and of groups 1 and 3, the four sums in the order of the groups. A blend costs less
-// than a second shuffle would, and the order of two summands does not matter.
-FP16OPT_HD __m256d add_pairs(__m256d p02, __m256d p13) {
-    return _mm256_blend_pd(p02, p13, 0xa) + _mm256_shuffle_pd(p02, p13, 0x5);
-}
-
-// Adds the sums of the eight groups of a block to eight consecutive lanes. The additions are group_sum's, with four
-// groups side by side; between them lanes move, and no addition is reordered.
-FP16OPT_HD void add_groups(const Block256& b, double* lanes) {
-    for (int half = 0; half < 2; ++half) {
-        const __m256* g = b.v + 4 * half;
-        const __m256 even02 = _mm256_shuffle_ps(g[0], g[2], 0x88), odd02 = _mm256_shuffle_ps(g[0], g[2], 0xdd);
-        const __m256 even13 = _mm256_shuffle_ps(g[1], g[3], 0x88), odd13 = _mm256_shuffle_ps(g[1], g[3], 0xdd);
-        const __m256d front = add_pairs(pair_sum(_mm256_castps256_ps128(even02), _mm256_castps256_ps128(odd02)),
-                                        pair_sum(_mm256_castps256_ps128(even13), _mm256_castps256_ps128(odd13)));
-        const __m256d back = add_pairs(pair_sum(_mm256_extractf128_ps(even02, 1), _mm256_extractf128_ps(odd02, 1)),
-                                       pair_sum(_mm256_extractf128_ps(even13, 1), _mm256_extractf128_ps(odd13, 1)));
-        double* at = lanes + 4 * half;
-        _mm256_store_pd(at, _mm256_load_pd(at) + (front + back));
-    }
-}
-
-// The same for a block of values that were FP16. Their group sums are float32, four groups side by side in each half.
-FP16OPT_HD void add_stored_groups(const Block256& b, double* lanes) {
-    __m256 halves[2];  // of groups 0 to 3 and 4 to 7: the sums of their first four elements, then of their last four
+// Adds the terms of the eight groups of a block to eight consecutive lanes, with the bits of group_term: four groups side by
+// side, between the additions lanes move. False, and nothing is added, where one of them has left float32's range.
+template <class Of>
+FP16OPT_HD bool add_groups(const Block256& b, double* lanes) {
+    __m256 fours[2];  // of groups 0 to 3 and 4 to 7: the sums of their first four elements, then of their last four
     for (int half = 0; half < 2; ++half) {
         __m256 pairs[2];
         for (int k = 0; k < 2; ++k) {
             const __m256 low = b.v[4 * half + 2 * k], high = b.v[4 * half + 2 * k + 1];
             const __m256 even = _mm256_shuffle_ps(low, high, 0x88), odd = _mm256_shuffle_ps(low, high, 0xdd);
-            pairs[k] = _mm256_fmadd_ps(even, even, square(odd));  // the squares are exact: see l2norm.h
+            pairs[k] = square(even) + square(odd);
         }
-        halves[half] = _mm256_shuffle_ps(pairs[0], pairs[1], 0x88) + _mm256_shuffle_ps(pairs[0], pairs[1], 0xdd);
+        fours[half] = _mm256_shuffle_ps(pairs[0], pairs[1], 0x88) + _mm256_shuffle_ps(pairs[0], pairs[1], 0xdd);
     }
-    const __m256 sums = _mm256_permute2f128_ps(halves[0], halves[1], 0x20) + _mm256_permute2f128_ps(halves[0], halves[1], 0x31);
-    _mm256_store_pd(lanes, _mm256_load_pd(lanes) + _mm256_cvtps_pd(_mm256_castps256_ps128(sums)));
-    _mm256_store_pd(lanes + 4, _mm256_load_pd(lanes + 4) + _mm256_cvtps_pd(_mm256_extractf128_ps(sums, 1)));
+    const __m256 sums = _mm256_permute2f128_ps(fours[0], fours[1], 0x20) + _mm256_permute2f128_ps(fours[0], fours[1], 0x31);
+    if (!kStaysInRange<Of>) {
+        const __m256 enough = _mm256_cmp_ps(sums, _mm256_set1_ps(kLeastSum), _CMP_GE_OQ);
+        const __m256 finite = _mm256_cmp_ps(sums, _mm256_set1_ps(kMostSum), _CMP_LE_OQ);
+        if (FP16OPT_UNLIKELY(_mm256_movemask_ps(_mm256_and_ps(enough, finite)) != 0xff)) return false;
+    }
+    for (int half = 0; half < 2; ++half) {
+        const __m256 of = kSumsStored<Of> ? sums : fours[half];
+        const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(of)), high = _mm256_cvtps_pd(_mm256_extractf128_ps(of, 1));
+        double* at = lanes + 4 * half;
+        _mm256_store_pd(at, _mm256_load_pd(at) + (!kSumsStored<Of> ? low + high : half == 0 ? low : high));
+    }
+    return true;
 }
 
 typedef Block256 SumBlock;
@@ -282,20 +265,21 @@ FP16OPT_HD bool any_from(const Block& b, uint32_t limit) {
     return found != 0;
 }
 
-FP16OPT_HD void add_groups(const Block& b, double* lanes) {
-    for (int g = 0; g < kBlock / kGroup; ++g) {
-        double e[kGroup];
-        for (int i = 0; i < kGroup; ++i) e[i] = square(double(b.v[g * kGroup + i]));
-        lanes[g] += group_sum(e[0], e[1], e[2], e[3], e[4], e[5], e[6], e[7]);
+template <class Of>
+FP16OPT_HD bool add_groups(const Block& b, double* lanes) {
+    constexpr int kGroups = kBlock / kGroup;
+    float front[kGroups], back[kGroups];
+    bool in_range = true;
+    for (int g = 0; g < kGroups; ++g) {
+        front[g] = four_squares(b.v + g * kGroup);
+        back[g] = four_squares(b.v + g * kGroup + 4);
+        in_range &= kStaysInRange<Of> || is_in_range(front[g] + back[g]);
     }
-}
-
-FP16OPT_HD void add_stored_groups(const Block& b, double* lanes) {
-    for (int g = 0; g < kBlock / kGroup; ++g) {
-        float e[kGroup];
-        for (int i = 0; i < kGroup; ++i) e[i] = square(b.v[g * kGroup + i]);
-        lanes[g] += double(group_sum(e[0], e[1], e[2], e[3], e[4], e[5], e[6], e[7]));
+    if (FP16OPT_UNLIKELY(!in_range)) return false;
+    for (int g = 0; g < kGroups; ++g) {
+        lanes[g] += kSumsStored<Of> ? double(front[g] + back[g]) : double(front[g]) + double(back[g]);
     }
+    return true;
 }
 
 typedef Block SumBlock;

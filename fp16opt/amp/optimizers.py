@@ -52,7 +52,9 @@ class AmpLog(SkipLog):
         self.setup = setup
         self.blamed: list[int] = []  # ids of the scalers whose backwards of this step overflowed
 
-    def skipped(self, scaler: EngineScaler, old: float, overflows: Sequence[Overflow]) -> None:
+    def skipped(
+        self, scaler: EngineScaler, old: float, overflows: Sequence[Overflow], loss_is_finite: bool | None = None
+    ) -> None:
         """A step was skipped; ``scaler`` is the engine's, which never changes."""
         if self.setup.verbosity == 0:
             return
@@ -61,7 +63,7 @@ class AmpLog(SkipLog):
             logger.info("gradient overflow in loss %s: skipping the step.", ", ".join(str(i) for i, _ in blamed))
         for _, mine in blamed:
             if mine.overflowed:  # not where a clean backward followed in the same step
-                super().skipped(mine.rule, float(mine.before), overflows)
+                super().skipped(mine.rule, float(mine.before), overflows, loss_is_finite)
                 return
         logger.warning("step skipped: non-finite gradients in %s.", describe(overflows))
 
@@ -167,9 +169,9 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, compact: bool = False) -> dict[str, Any]:
         """The wrapped optimizer's own, and the FP32 masters under a key that torch's loader ignores."""
-        built = super().state_dict()
+        built = super().state_dict(compact=compact)
         state: dict[str, Any] = dict(built["optimizer"])
         if self.has_masters:
             state[MASTERS] = built["masters"]

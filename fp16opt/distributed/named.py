@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..engine import checkpoint
+from ..engine import checkpoint, state_formats
 from ..engine.dtensors import is_sharded
 from ..engine.pairs import HALF_DTYPES
 from ..engine.parts import Engine
@@ -23,6 +23,7 @@ from .modules import clean, engine_of, parameter_names, unwrapped
 from .zero import owners, sync
 
 KEYS = ("masters", "state", "scaler", "param_groups")
+_NO_SETTINGS = ("params", "fresh", "steps")
 _HOW = "Pass what fp16opt.distributed.state_dict returned for the same model and optimizer."
 
 
@@ -84,12 +85,18 @@ def state_dict(model: nn.Module, opt: Optimizer) -> dict[str, Any]:
         if fresh and master.requires_grad:
             state[name] = _first_state(holder, holder.param_groups[pair.group], master)
         elif master in holder.state:
-            state[name] = dict(holder.state[master])
+            state[name] = dict(state_formats.whole_entry(holder.state[master]))
     groups = []
     for group, members in zip(engine.optimizer.param_groups, _model_groups(engine), strict=True):
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        groups.append({**settings, "params": [names[id(param)] for param in members], "fresh": fresh})
+        groups.append({**settings, "params": [names[id(param)] for param in members], "fresh": fresh, **_steps(engine)})
     return {"masters": masters, "state": state, "scaler": engine.scaler.state_dict(), "param_groups": groups}
+
+
+def _steps(engine: Engine) -> dict[str, int]:
+    """The number of steps taken, where it matters: roundings go by it. Others' files go without."""
+    matters = engine.options["optimizer_state"] == "8bit" or engine.masters.needs_number
+    return {"steps": engine.outcome.steps_taken} if matters else {}
 
 
 def _first_state(optimizer: Optimizer, group: dict[str, Any], master: Tensor) -> dict[str, Any]:
@@ -228,7 +235,7 @@ def _positional(sd: Mapping[str, Any], engine: Engine, names: dict[int, str], va
     pairs = engine.pairs.all
     groups: list[dict[str, Any]] = []
     for number, group in enumerate(engine.holder.param_groups):
-        settings = {key: value for key, value in sd["param_groups"][number].items() if key not in ("params", "fresh")}
+        settings = {key: value for key, value in sd["param_groups"][number].items() if key not in _NO_SETTINGS}
         kept = {"param_names": group["param_names"]} if "param_names" in group else {}
         groups.append({**settings, **kept, "params": [i for i, p in enumerate(pairs) if p.group == number]})
     fresh = all(group.get("fresh") for group in sd["param_groups"])
@@ -239,7 +246,9 @@ def _positional(sd: Mapping[str, Any], engine: Engine, names: dict[int, str], va
             state[i] = {key: _like_master(value, pair.master) for key, value in entry.items()}
     masters = [None if pair.master is pair.model else value.float() for pair, value in zip(pairs, values, strict=True)]
     optimizer = {"state": state, "param_groups": groups}
-    return {"version": checkpoint.VERSION, "optimizer": optimizer, "masters": masters, "scaler": sd["scaler"]}
+    steps = max((group.get("steps", 0) for group in sd["param_groups"]), default=0)
+    positional = {"version": checkpoint.VERSION, "optimizer": optimizer, "masters": masters, "scaler": sd["scaler"]}
+    return {**positional, "steps": steps}
 
 
 def _like_master(value: Any, master: Tensor) -> Any:

@@ -75,6 +75,13 @@ class GroupRanks(Ranks):
         return list(verdicts.unbind()), norm
 
 
+    def largest(self, norms: Tensor) -> Tensor:
+        """See :meth:`fp16opt.engine.ranks.Ranks.largest`. A norm that is not finite travels as 0."""
+        there = torch.where(norms.isfinite(), norms, 0.0).to(self.device)
+        dist.all_reduce(there, dist.ReduceOp.MAX, group=self.group)
+        return there.to(norms.device)
+
+
 def _digits(base: float) -> int:
     """How many counts below ``base`` one float64 holds exactly."""
     return max(1, int(math.log(_EXACT) / math.log(base)))

@@ -55,6 +55,11 @@ class Pending:
         return self.scaler is scaler and self.generation == scaler.generation
 
 
+def are_finite(losses: list[Tensor]) -> bool | None:
+    """Whether all losses of a step are; None where nobody has seen any. Syncs."""
+    return all([bool(loss.isfinite().all()) for loss in losses]) if losses else None  # noqa: C419
+
+
 @dataclass
 class Verdict:
     """Whether the gradients that are about to be stepped are finite, over all ranks.
@@ -84,6 +89,7 @@ class Accumulation:
         pending: The scale of the present gradients.
         backwards: How many have begun.
         interrupted: Whether a backward raised half-way.
+        losses: Of the present gradients, unscaled, where they are single numbers.
     """
 
     def __init__(self, gradients: Gradients, device: torch.device, sums: bool, ranks: Ranks) -> None:
@@ -108,6 +114,8 @@ class Accumulation:
         self._edited: list[str] = []  # names of parameters whose master gradients were
         self._agreed = False
         self._unreduced: set[int] = set()
+        self.losses: list[Tensor] = []
+        self._norms: dict[int, Tensor] = {}  # of scalers that follow them, which were not told yet
 
     # -- the stages --------------------------------------------------------------------------------------------------
 
@@ -228,6 +236,8 @@ class Accumulation:
             self.stage = Stage.TAKEN
             return
         self.gradients.unscale_own(pending.inv_scale)
+        if pending.scaler.follows_norms and self.gradients.pairs.has_own:
+            self._take_norm(pending.scaler)  # now, as these are true, and may be clipped by anybody
         self.gradients.made = False
         self.gradients.see()
 
@@ -287,7 +297,7 @@ class Accumulation:
 
     # -- settling ----------------------------------------------------------------------------------------------------
 
-    def settle(self, write: bool, norm_type: float | None = None) -> Verdict | None:
+    def settle(self, write: bool, norm_type: float | None = None, of: set[int] | None = None) -> Verdict | None:
         """The verdict on the gradients as they are now; None where no backward left anything. No host sync.
 
         Where masters are spread over ranks it costs one message, with the norm or without. FP32 sums that were made
@@ -296,6 +306,7 @@ class Accumulation:
         Args:
             write: make FP32 gradients of all; else a look is enough.
             norm_type: p of the norm that is wanted too.
+            of: ids of the model's parameters whose norm it is; None: of all.
 
         Raises:
             RuntimeError: a backward was interrupted; or gradients were written that were read already.
@@ -309,7 +320,7 @@ class Accumulation:
         self._check_moved()
         if self.stage is Stage.SCALED:
             self._bring(self.pending, write)
-        return self._verdict(norm_type)
+        return self._verdict(norm_type, of)
 
     def update(self) -> None:
         """Make FP32 gradients anew of what is in the model now, a clip undone; what was edited there counts."""
@@ -338,6 +349,8 @@ class Accumulation:
                 self.stage = Stage.TAKEN
             else:
                 self.gradients.bring(self.pending.inv_scale, write=True)
+                if self.pending.scaler.follows_norms:  # now, as who reads them may clip them
+                    self._take_norm(self.pending.scaler)
 
     def _bring(self, pending: Pending, write: bool) -> None:
         if self.waits():
@@ -450,6 +463,8 @@ class Accumulation:
             for key, found in zip(keys, verdicts, strict=True):
                 scaler, earlier = self._verdicts[key]
                 self._verdicts[key] = (scaler, torch.maximum(earlier, found.to(earlier.device)))
+                if scaler.follows_norms:
+                    self._take_norm(scaler)
             self._unreduced = set()
 
     # -- what was found ----------------------------------------------------------------------------------------------
@@ -462,6 +477,23 @@ class Accumulation:
             found = found.clone() if earlier is None else torch.maximum(earlier[1], found)
         self._verdicts[key] = (pending.scaler, found)
         self._agreed = False
+        if pending.scaler.follows_norms and not self.replicas.local:
+            self._take_norm(pending.scaler)
+
+    def _take_norm(self, scaler: LossScaler) -> None:
+        """For a scaler that follows norms: that of the gradients as the last pass has found them."""
+        norm, earlier = self.gradients.largest_norm(self.device), self._norms.get(id(scaler))
+        self._norms[id(scaler)] = norm if earlier is None else torch.maximum(earlier, norm)
+
+    def _tell_norms(self) -> None:
+        """Scalers hear of norms: where masters are spread over ranks, by one message. No host sync."""
+        norms = torch.stack(list(self._norms.values()))
+        if not self.ranks.alone:
+            norms = self.ranks.largest(norms)
+        of = {id(scaler): scaler for scaler, _ in self._verdicts.values()}
+        for key, norm in zip(self._norms, norms.unbind(), strict=True):
+            of[key].see(norm)
+        self._norms = {}
 
     def blame(self, scaler: LossScaler, found: Tensor) -> None:
         """Count ``found`` (float32, 0-dim) into what ``scaler``'s backwards gave: it was found in another optimizer."""
@@ -477,23 +509,28 @@ class Accumulation:
         """The last verdict on gradients of the coming step; None where nobody has looked. No look, no host sync."""
         return self._verdict(None) if self._verdicts else None
 
-    def _verdict(self, norm_type: float | None) -> Verdict:
-        norm = self._agree(norm_type)
-        of = list(self._verdicts.values())
-        found = of[0][1] if len(of) == 1 else torch.stack([one for _, one in of]).amax()
-        return Verdict(found, of, self.gradients.flags(), norm)
+    def _verdict(self, norm_type: float | None, of: set[int] | None = None) -> Verdict:
+        norm = self._agree(norm_type, of)
+        if self._norms:
+            self._tell_norms()
+        each = list(self._verdicts.values())
+        found = each[0][1] if len(each) == 1 else torch.stack([one for _, one in each]).amax()
+        return Verdict(found, each, self.gradients.flags(), norm)
 
-    def _agree(self, norm_type: float | None) -> Tensor | None:
+    def _agree(self, norm_type: float | None, of: set[int] | None) -> Tensor | None:
         """One message for verdicts and norm, at the first of clipping and stepping; returns the norm."""
         if self._unreduced:
             self._reduce_sums()
         if self.ranks.alone:
-            return None if norm_type is None else self.gradients.norm(norm_type, self.device)
+            return None if norm_type is None else self.gradients.norm(norm_type, self.device, of)
         if self._agreed and norm_type is None:
             return None
         power = None
         if norm_type is not None:
-            power = self.gradients.power_sum(norm_type, self.device, self.ranks.counted)
+            counted = self.ranks.counted
+            power = self.gradients.power_sum(
+                norm_type, self.device, lambda param: (of is None or id(param) in of) and counted(param)
+            )
         found, norm = self.ranks.agree([verdict for _, verdict in self._verdicts.values()], norm_type, power)
         for (key, (scaler, _)), verdict in zip(list(self._verdicts.items()), found, strict=True):
             self._verdicts[key] = (scaler, verdict)

@@ -180,6 +180,7 @@ class Arrivals:
         device: where verdicts are kept.
 
     Attributes:
+        losses: Of the present gradients, unscaled, where they are single numbers.
         made: False: masters have no FP32 gradients to show.
         last: The scale of the last step.
     """
@@ -197,6 +198,7 @@ class Arrivals:
         self.pending: Pending | None = None
         self.backwards = 0
         self.interrupted = False
+        self.losses: list[Tensor] = []
         self._replicas = Replicas()
         self.places: list[Place] = []
         self._handles: list[Any] = []
@@ -297,12 +299,17 @@ class Arrivals:
 
     # -- the verdict -------------------------------------------------------------------------------------------------
 
-    def settle(self, write: bool, norm_type: float | None = None) -> Verdict | None:
+    def settle(self, write: bool, norm_type: float | None = None, of: set[int] | None = None) -> Verdict | None:
         """The verdict on what came; None where nothing did. No host sync.
 
         Raises:
-            RuntimeError: A norm is asked for that can't be had any more.
+            RuntimeError: A norm is asked for that can't be had: any more, or of some parameters alone.
         """
+        if of is not None:
+            raise RuntimeError(
+                f"a clip of some parameters' gradients: with {self._said} they were freed one by one. Clip all of "
+                "them, or use gradient_release=False."
+            )
         came = [place for place in self.places if place.has_come]
         if self.stage is Stage.READY or self.pending is None or not came:
             self._start()
@@ -314,12 +321,21 @@ class Arrivals:
             torch.cat([self.places[i].stats.nonfinite for i in group.positions], out=stats.nonfinite)
             torch.amax(torch.stack([self.places[i].stats.found_inf for i in group.positions]), 0, out=stats.found_inf)
         found = torch.stack([stats.found_inf.to(self.device) for stats in self._stats]).amax()
+        if self.pending.scaler.follows_norms:
+            self.pending.scaler.see(torch.stack([place.stats.norm.to(self.device) for place in came]).amax())
         norm = None if norm_type is None else self.taker.norm(norm_type, came, self.device)
         return Verdict(found, [(self.pending.scaler, found)], [stats.nonfinite for stats in self._stats], norm)
 
-    def clip(self, factor: Tensor) -> None:
+    def clip(self, factor: Tensor, of: set[int] | None = None) -> None:
         """See :class:`Taker`."""
         self.taker.clip(factor)
+
+    def clip_values(self, largest: float, found_inf: Tensor, of: set[int] | None = None) -> None:
+        """Raise ``RuntimeError``: there are no FP32 gradients to clip one by one."""
+        raise RuntimeError(
+            f"clip_master_values: with {self._said} gradients are freed when they come. Use clip_master_grads where "
+            "that goes, or gradient_release=False."
+        )
 
     def stats(self) -> list[kernels.GradStats]:
         """By device: what was found."""
@@ -334,6 +350,7 @@ class Arrivals:
 
     def _start(self) -> None:
         self.stage, self.pending, self.interrupted = Stage.READY, None, False
+        self.losses = []
         for place in self.places:
             if place.has_come:
                 place.has_come = False

@@ -37,13 +37,16 @@ from .snapshot import Snapshot
 __all__ = ["VERSION", "LoadPlan", "build", "carry_state", "optimizer_state", "plan_load"]
 
 
-def build(optimizer: Optimizer, masters: Sequence[Tensor | None], scaler: LossScaler) -> dict[str, Any]:
+def build(optimizer: Optimizer, masters: Sequence[Tensor | None], scaler: LossScaler, steps: int) -> dict[str, Any]:
     """The state_dict of a wrapped optimizer; ``torch.load(weights_only=True)`` reads it back.
 
     Like torch's, it refers to the live tensors: copy it (or save it) to keep this moment. Does not sync.
 
+    Args:
+        steps: how many were taken.
+
     Returns:
-        ``version`` (1), ``optimizer`` (the wrapped optimizer's own), ``masters`` and ``scaler``.
+        ``version`` (2), ``optimizer`` (the wrapped optimizer's own), ``masters``, ``scaler`` and ``steps``.
     """
     _drop_empty_strangers(optimizer)
     return {
@@ -51,6 +54,7 @@ def build(optimizer: Optimizer, masters: Sequence[Tensor | None], scaler: LossSc
         "optimizer": optimizer.state_dict(),
         "masters": [None if master is None else master.detach() for master in masters],
         "scaler": scaler.state_dict(),
+        "steps": steps,
     }
 
 

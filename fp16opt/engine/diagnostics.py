@@ -13,6 +13,8 @@ __all__ = ["Overflow", "SkipLog", "blamed", "describe", "overflows_from_flags", 
 
 logger = logging.getLogger("fp16opt")
 
+_MANY = 3  # skips in a row from which on they are no rare overflows
+
 
 class Overflow(NamedTuple):
     """A parameter whose gradient was not finite when a step was skipped.
@@ -83,9 +85,12 @@ class SkipLog:
     """Decides what to log after each skipped step.
 
     A dynamic scaler finds its scale by overflowing: until the first step is taken a skip is logged at INFO
-    level as calibration; afterwards it is a WARNING with the parameters' names. Where the scale can't go
-    lower, skips will go on: the 1st, 2nd, 4th, 8th ... of them is an ERROR (a WARNING with a static scaler),
-    the others are silent.
+    level as calibration; afterwards one is a rare overflow, a WARNING with the parameters' names. Three in a
+    row, or a scale that calibration has brought under 1, are no rare overflows: the warning says so, and at the
+    3rd, 4th, 8th, 16th ... alone. So does one where the loss itself was not finite, which no scale can help
+    (an ERROR at the lowest scale).
+    Where the scale can't go lower, skips will go on: the 1st, 2nd, 4th, 8th ... of them is an ERROR (a WARNING
+    with a static scaler), the others are silent.
 
     Attributes:
         elsewhere: Set while a skip is noted that a GradScaler decided: whether it logs that itself.
@@ -104,12 +109,15 @@ class SkipLog:
         """A step was taken: calibration is over."""
         self._calibrating = False
 
-    def skipped(self, scaler: LossScaler, old: float, overflows: Sequence[Overflow]) -> None:
+    def skipped(
+        self, scaler: LossScaler, old: float, overflows: Sequence[Overflow], loss_is_finite: bool | None = None
+    ) -> None:
         """A step was skipped, and the scaler has been updated. Syncs (a skip is known on the host anyway).
 
         Args:
             old: the loss scale that the step was made with.
             overflows: the parameters with non-finite gradients.
+            loss_is_finite: whether the losses of the step were finite; None where nobody has seen them.
         """
         if self.elsewhere is not None:
             calm = logging.INFO if self._calibrating else logging.WARNING
@@ -118,10 +126,33 @@ class SkipLog:
             return
         new = float(scaler.scale)
         stuck = not scaler.dynamic or (not new < old and scaler.at_floor())
-        if stuck:
+        in_a_row = int(scaler.consecutive_skips)
+        change = f"{old:g} -> {new:g}" if new != old else f"stays at {new:g} (hysteresis)"
+        if loss_is_finite is False:
+            if _is_power_of_two(in_a_row):
+                logger.log(
+                    logging.ERROR if stuck and scaler.dynamic else logging.WARNING,
+                    "step skipped: the loss itself is not finite (%d in a row), so that no loss scale can help; "
+                    "non-finite gradients in %s. Look for inf or nan in the data, or see fp16opt.diagnose(model, "
+                    "loss_fn).",
+                    in_a_row,
+                    blamed(overflows),
+                )
+        elif stuck:
             self._stuck += 1
-            if self._stuck & (self._stuck - 1) == 0:
+            if _is_power_of_two(self._stuck):
                 self._log_stuck(scaler.dynamic, new, overflows)
+        elif in_a_row >= _MANY if not self._calibrating else new < 1.0:
+            if in_a_row == _MANY or _is_power_of_two(in_a_row) or self._calibrating:
+                logger.warning(
+                    "%s, %d times in a row: step skipped, loss scale %s, non-finite gradients in %s. See "
+                    "fp16opt.diagnose(model, loss_fn, optimizer): it says where they overflow, and at which scale "
+                    "they would not.",
+                    "the loss is finite and gradients are not" if loss_is_finite else "gradients are not finite",
+                    in_a_row,
+                    change,
+                    blamed(overflows),
+                )
         elif self._calibrating:
             logger.info(
                 "calibrating the loss scale: step skipped, the scale is now %g. The first steps of a dynamic "
@@ -129,8 +160,9 @@ class SkipLog:
                 new,
             )
         else:
-            change = f"{old:g} -> {new:g}" if new != old else f"stays at {new:g} (hysteresis)"
-            logger.warning("step skipped, loss scale %s: non-finite gradients in %s.", change, blamed(overflows))
+            logger.warning(
+                "step skipped, loss scale %s: a rare overflow, non-finite gradients in %s.", change, blamed(overflows)
+            )
 
     def _log_stuck(self, dynamic: bool, scale: float, overflows: Sequence[Overflow]) -> None:
         if dynamic:
@@ -150,6 +182,10 @@ class SkipLog:
                 blamed(overflows),
                 self.advice,
             )
+
+
+def _is_power_of_two(count: int) -> bool:
+    return count & (count - 1) == 0
 
 
 def warn_cast(flags: Iterable[tuple[str, int]], warned: set[str]) -> None:

@@ -542,11 +542,17 @@ class Gradients:
 
     # -- norm and clip -----------------------------------------------------------------------------------------------
 
-    def norm(self, norm_type: float, device: torch.device) -> Tensor:
+    def norm(self, norm_type: float, device: torch.device, of: set[int] | None = None) -> Tensor:
         """float64, 0-dim, on ``device``: the norm over all gradients. No host sync.
 
         The 2-norm was summed by the pass that looked; it is read again only after a clip.
+
+        Args:
+            of: ids of the model's parameters whose gradients are meant; None: all.
         """
+        if of is not None:
+            power = self.power_sum(norm_type, device, lambda param: id(param) in of)
+            return power if norm_type == float("inf") else power.pow(1.0 / norm_type)
         with torch.no_grad():
             if norm_type != 2.0:
                 parts = [vector_norm(value, norm_type) for value in self._true_values() if value.numel()]
@@ -556,6 +562,11 @@ class Gradients:
                 self.write()
                 parts = [rows.sweep.norm(self.true_ones(rows.group)) for rows in self._rows]
             return total_norm(parts, norm_type, device)
+
+    def largest_norm(self, device: torch.device) -> Tensor:
+        """float32, 0-dim, on ``device``: the largest of the norms of single tensors at the last pass. No host sync."""
+        norms = [rows.sweep.largest_norm().to(device) for rows in self._rows]
+        return torch.stack(norms).amax() if norms else torch.zeros((), dtype=torch.float32, device=device)
 
     def _true_values(self) -> list[Tensor]:
         self.write()
@@ -576,7 +587,8 @@ class Gradients:
 
     def _power_sum(self, rows: Rows, norm_type: float, mask: list[bool]) -> Tensor:
         if norm_type == 2.0 and self._measured:
-            return rows.sweep.stats.sumsq.mul(torch.tensor(mask, device=rows.group.device)).sum()
+            mine = torch.tensor(mask, device=rows.group.device)
+            return rows.sweep.stats.sumsq.where(mine, 0.0).sum()  # not times the mask: inf * 0 is nan
         values = [value if mine else None for value, mine in zip(self.true_ones(rows.group), mask, strict=True)]
         if norm_type == 2.0:
             return rows.sweep.norm(values).square()
@@ -585,12 +597,16 @@ class Gradients:
             return torch.zeros((), dtype=torch.float64, device=rows.group.device)
         return torch.stack(parts).amax() if norm_type == float("inf") else torch.stack(parts).pow(norm_type).sum()
 
-    def clip(self, factor: Tensor) -> None:
+    def clip(self, factor: Tensor, of: set[int] | None = None) -> None:
         """Multiply all gradients by ``factor`` (float32, 0-dim): those that wait when they are used. No host sync.
 
-        A second factor would be a third rounding, so gradients that wait are made before one.
+        A second factor would be a third rounding, so gradients that wait are made before one. So they are where the
+        factor is not for all.
+
+        Args:
+            of: ids of the model's parameters whose gradients are meant; None: all.
         """
-        if self._clipped:
+        if self._clipped or of is not None:
             self.write()
         with torch.no_grad():
             for rows in self._rows:
@@ -598,10 +614,36 @@ class Gradients:
                 if rows.waiting is not None:
                     rows.factors = Factors(rows.factors.inv_scale, mine.reshape(()))
                 if not self.all_wait(rows.group):
-                    rows.sweep.scale(self.true_ones(rows.group), mine)
+                    rows.sweep.scale(self._meant(rows, of), mine)
         self._clipped, self._measured = not self.made, False
         if self.made or self.pairs.has_own:
             self._note_made()
+
+    def _meant(self, rows: Rows, of: set[int] | None) -> list[Tensor | None]:
+        """The true gradients of one device that belong to parameters with these ids, None elsewhere."""
+        values = self.true_ones(rows.group)
+        if of is None:
+            return values
+        return [value if id(model) in of else None for model, value in zip(rows.models, values, strict=True)]
+
+    def clip_values(self, largest: float, found_inf: Tensor, of: set[int] | None = None) -> None:
+        """Bring every element of all gradients to at most ``largest`` in size. No host sync.
+
+        Args:
+            largest: not negative.
+            found_inf: float32, 0-dim. Where it is 1.0 gradients stay, or an inf would become a number.
+            of: ids of the model's parameters whose gradients are meant; None: all.
+        """
+        self.write()
+        bound = torch.full_like(found_inf, largest, dtype=torch.float64).masked_fill_(found_inf > 0, float("inf"))
+        with torch.no_grad():
+            for rows in self._rows:
+                for value in self._meant(rows, of):
+                    if value is not None:
+                        mine = bound.to(value.device, value.dtype)
+                        value.clamp_(-mine, mine)
+        self._measured = False
+        self._note_made()
 
     # -- reading late, clearing --------------------------------------------------------------------------------------
 

@@ -21,12 +21,14 @@ class Masters(Protocol):
         words: what ``repr`` calls them.
         keeps_gradients: whether the memory of FP32 gradients is kept from one step to the next.
         are_whole: whether masters are ordinary tensors that their optimizer, and the user, may read and write.
+        needs_number: whether steps round them by the number of the step.
         has_ties: whether weights must be compared on the host before they are taken for written.
     """
 
     words: str
     keeps_gradients: bool
     are_whole: bool
+    needs_number: bool
 
     @property
     def has_ties(self) -> bool:
@@ -82,6 +84,7 @@ class FullMasters:
     words = "with FP32 masters"
     keeps_gradients = True
     are_whole = True
+    needs_number = False
     has_ties = False
 
     def make(self, model: Tensor) -> Tensor | None:

@@ -48,12 +48,18 @@ class ModelWrites:
 
     Args:
         policy: one of ``POLICIES``.
+
+    Attributes:
+        taken: how many writes masters have taken, a parameter and a step each, but for :meth:`untold` ones.
+        lent: what the model holds instead of its weights, in words; "" where it holds these.
     """
 
     def __init__(self, pairs: Pairs, masters: Masters, policy: str) -> None:
         self.pairs = pairs
         self.masters = masters
         self.policy = policy
+        self.taken = 0
+        self.lent = ""
         self._warned: set[str] = set()
         self._written_masters: set[int] = set()
         self._untold = False
@@ -151,10 +157,11 @@ class ModelWrites:
             waits: False leaves the look to the device, where the policy is "refresh"; :meth:`tell` says what was taken.
 
         Raises:
-            RuntimeError: the policy is "error" and a weight was written.
+            RuntimeError: the policy is "error" and a weight was written; or the model's weights are lent.
 
         Syncs: where it waits.
         """
+        self.check_home("MixedPrecisionOptimizer")
         if self.pairs.has_pieces:
             self.pairs.take_pieces()
         self.see_masters()
@@ -178,6 +185,7 @@ class ModelWrites:
             )
         for pair in written:
             self.masters.take_up(pair)
+        self.taken += len(written)
         self.accept(written)
         warn_model_write([pair.name for pair in written])
 
@@ -249,6 +257,29 @@ class ModelWrites:
                     self._master_versions[position] = versions[position]
             self._model_versions = self._versions(self.pairs.models)
 
+    # -- weights that are put aside for a while ------------------------------------------------------------------------
+
+    def lend(self, to: str) -> None:
+        """From here on the model holds other values, which are no write. :meth:`notice` first.
+
+        Args:
+            to: these, in words.
+        """
+        self.lent = to
+
+    def take_back(self, pairs: list[Pair]) -> None:
+        """These weights, which were all that was lent, hold again what they held."""
+        self.lent = ""
+        self.accept([pair for pair in pairs if pair.master is not pair.model])
+
+    def check_home(self, who: str) -> None:
+        """Raise ``RuntimeError`` where the model holds something else than its weights."""
+        if self.lent:
+            raise RuntimeError(
+                f"{who} was called while the model holds {self.lent}: masters and weights don't belong together now. "
+                "Leave the `with` block first."
+            )
+
     # -- in words ----------------------------------------------------------------------------------------------------
 
     def tell(self) -> None:
@@ -257,9 +288,18 @@ class ModelWrites:
         if flags := cast_flags(self._groups, self.pairs.names):
             warn_cast(flags, self._warned)
         for group, record in zip(self._groups, self._records, strict=True):
-            if not kernels.is_host(group.device) and any(taken := record.taken.tolist()):
-                record.taken.zero_()
+            if kernels.is_host(group.device):
+                continue
+            flags_now = record.taken.clone()
+            record.taken.zero_()  # before the wait: what is set meanwhile, by a replay say, is told next time
+            if any(taken := flags_now.tolist()):
+                self.taken += sum(map(bool, taken))
                 warn_model_write([self.pairs.names[i] for i, bit in zip(group.positions, taken, strict=True) if bit])
+
+    def untold(self) -> list[Tensor]:
+        """By device: how many parameters' writes were taken there that :meth:`tell` has not told of. No sync."""
+        groups = [] if not self._untold else zip(self._groups, self._records, strict=True)
+        return [record.taken.ne(0).sum() for group, record in groups if not kernels.is_host(group.device)]
 
     def tell_later(self) -> None:
         """:meth:`tell` is due, but would wait for a device: the next one who looks at it anyway does it."""

@@ -21,6 +21,18 @@ class CannotServe(Exception):
     """Something about a gradient or about optimizer state needs the wrapped optimizer's own step."""
 
 
+def check_state(name: str, tensor: object, master: Tensor) -> None:
+    """Raise :class:`CannotServe` unless this is FP32 state as torch keeps it. No sync."""
+    if not isinstance(tensor, Tensor):
+        raise CannotServe(f"the state of a parameter has no tensor {name!r}")
+    if tensor.dtype != torch.float32 or (tensor.shape != master.shape and name != "step"):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise CannotServe(f"state {name!r} is {dtype} of shape {tuple(tensor.shape)}")
+    away = tensor.device != master.device and not (name == "step" and tensor.device.type == "cpu")
+    if tensor.layout is not torch.strided or away or tensor.requires_grad:
+        raise CannotServe(f"state {name!r} is not a dense tensor on {master.device}")
+
+
 @dataclass(frozen=True)
 class OnePassRow:
     """What a one-pass step needs to know of an optimizer class.
@@ -32,6 +44,7 @@ class OnePassRow:
         make: fills the state of a parameter that has none: (state, group, model parameter).
         call: the kernel: (columns, options, group_of, factors, first, the rest by keyword).
         fills_first: whether a state tensor that is new holds nothing before the first step, which fills it.
+        check: raises :class:`CannotServe` unless a kernel takes a state tensor: (name, tensor, master).
         wanted: settings without which there is no step.
         neutral: settings that a class may lack, and what they are then.
         keys: from a setting to the group's key for it, or keys for its parts, where the class is not torch's own; such
@@ -44,6 +57,7 @@ class OnePassRow:
     make: Callable[[dict[str, Any], dict[str, Any], Tensor], None]
     call: Callable[..., None]
     fills_first: bool
+    check: Callable[[str, object, Tensor], None] = check_state
     wanted: tuple[str, ...] = ("lr",)
     neutral: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
@@ -120,11 +134,15 @@ def _adam_state(group: dict[str, Any]) -> tuple[str, ...]:
     return ("step", "exp_avg", "exp_avg_sq") + (("max_exp_avg_sq",) if group["amsgrad"] else ())
 
 
-def _make_adam_state(state: dict[str, Any], group: dict[str, Any], model: Tensor) -> None:
-    """What torch's ``Adam._init_group`` makes, but for counters where kernels want them."""
+def new_counter(group: dict[str, Any], model: Tensor) -> Tensor:
+    """A parameter's counter of steps at 0: where torch keeps it, or where kernels want it. No sync."""
     beside = group.get("fused") or group.get("capturable") or steps_on_device(model.device)
-    device = model.device if beside else torch.device("cpu")
-    state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+    return torch.zeros((), dtype=torch.float32, device=model.device if beside else torch.device("cpu"))
+
+
+def _make_adam_state(state: dict[str, Any], group: dict[str, Any], model: Tensor) -> None:
+    """What torch's ``Adam._init_group`` makes."""
+    state["step"] = new_counter(group, model)
     for name in _adam_state(group)[1:]:
         state[name] = torch.zeros_like(model, dtype=torch.float32, requires_grad=False)
 

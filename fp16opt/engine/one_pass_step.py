@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import operator
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from .one_pass_rows import (
 from .one_pass_trial import difference_of
 from .pairs import HALF_DTYPES, DeviceGroup, Pairs
 from .sights import stored
+from .state_formats import StateFormat
 from .wrapped_step import run_hooks
 
 CHOICES = (False, True, "auto")
@@ -107,17 +109,42 @@ def check_can_serve(optimizer: Optimizer, params: list[Tensor], makes_masters: b
         )
 
 
+def check_needed(needed_by: str, instead: str, wanted: bool | str, master_weights: str, obstacle: str) -> None:
+    """Raise ``ValueError`` where an argument asks for what only a one-pass step has, and there is none.
+
+    Args:
+        needed_by: the argument as one writes it.
+        instead: what to use otherwise.
+        wanted: ``fused_step``.
+        obstacle: why the optimizer about to be wrapped can't be stepped in one pass.
+    """
+    if wanted is False:
+        raise ValueError(
+            f"{needed_by} does not go with fused_step=False: it is a form of the one-pass step. "
+            f'Use fused_step="auto", or {instead}.'
+        )
+    if master_weights == "none":
+        raise ValueError(
+            f'{needed_by} does not go with master_weights="none": the one-pass step is one of masters. '
+            f'Use master_weights="split", or {instead}.'
+        )
+    if obstacle:
+        raise ValueError(f"{needed_by} can't be served: {obstacle}. Use {instead}.")
+
+
 @dataclass
 class _Call:
     """One kernel call on a device: rows with state of the same names, all with models or all without.
 
     Attributes:
+        row: how they are stepped.
         waits: whether its gradients wait in 16 bits.
         columns: by name, by row: masters, models; gradients and state while it runs.
         places: of each row in use, where its state is among all of the optimizer's.
         first: rows whose state holds nothing yet.
     """
 
+    row: OnePassRow
     waits: bool
     own: bool
     names: tuple[str, ...]
@@ -129,13 +156,20 @@ class _Call:
     first: list[bool] = field(default_factory=list)
     tables: steps.StepTables = field(default_factory=steps.StepTables)
 
-    def fill(self, grads: list[Tensor | None], states: list[dict[str, Any]]) -> None:
-        """Take this step's gradients, and the state as it is now: ``states`` are those of each row in use."""
+    def fill(self, grads: list[Tensor | None], states: list[dict[str, Any]]) -> bool:
+        """Take this step's gradients, and the state as it is now: ``states`` are those of each row in use.
+
+        Returns:
+            Whether all of the state is there.
+        """
         whole = len(self.rows) == self.count
         self.columns["grads"] = grads if whole else self._spread([grads[row] for row in self.rows])
+        lacking = 0
         for name in self.names:
             column = [state.get(name) for state in states]
+            lacking += sum(map(operator.is_, column, itertools.repeat(None)))
             self.columns[name] = column if whole else self._spread(column)
+        return not lacking
 
     def _spread(self, values: list[Tensor | None]) -> list[Tensor | None]:
         entries: list[Tensor | None] = [None] * self.count
@@ -162,7 +196,7 @@ class _Plan:
     generation: int
     kinds: list[bool | None]
     keys: list[Any]
-    settings: list[tuple[str, ...]]
+    settings: list[tuple[Any, ...]]
     calls: list[_Call]
 
 
@@ -172,7 +206,10 @@ class OnePassStep:
     Args:
         wanted: ``fused_step`` of the wrapper, checked.
         row: Of the optimizer's class.
-        optimizer: The wrapped optimizer. Its state is used and filled under torch's names.
+        optimizer: The wrapped optimizer. Its state is used and filled.
+        form: What that state is made of.
+        number: Gives the number of the step that is being taken, by which what is kept in 8 bits is rounded.
+        needed_by: The argument that leaves no other way to step, as one writes it; "" where ``fallback`` may step.
         fallback: A wrapped or a streamed step.
     """
 
@@ -186,6 +223,9 @@ class OnePassStep:
         pairs: Pairs,
         masters: Masters,
         gradients: Gradients,
+        form: StateFormat,
+        needed_by: str,
+        number: Callable[[], int],
         fallback: Any,
     ) -> None:
         self.wanted = wanted
@@ -193,6 +233,9 @@ class OnePassStep:
         self.pairs = pairs
         self.masters = masters
         self.gradients = gradients
+        self.form = form
+        self.needed_by = needed_by
+        self._number = number
         self.fallback: Any = fallback
         self.rounded_all = False
         self._row = row
@@ -210,10 +253,17 @@ class OnePassStep:
             self._lasting = obstacle(self.optimizer, self.pairs.models, self.pairs.names)
             if any(pair.model.requires_grad for pair in self.pairs.own_halves):
                 self._lasting = self._lasting or NO_MASTERS
-            if self.wanted == "auto" and not self._lasting:
+            if self.wanted == "auto" and not self._lasting and not self.needed_by:
                 plain = [str(g.device) for g in self.pairs.devices if backend(g.device) == "reference"]
                 self._lasting = f"no compiled kernels serve {plain[0]}" if plain else ""
-        return self._lasting or groups_obstacle(self._row, self.optimizer)
+        return self._lasting or self._groups_obstacle()
+
+    def _groups_obstacle(self) -> str:
+        for number, group in enumerate(self.optimizer.param_groups):
+            reason = self.form.obstacle(group)
+            if reason:
+                return f"group {number} has {reason}"
+        return groups_obstacle(self._row, self.optimizer)
 
     def describe(self) -> str:
         """See :class:`Stepper`."""
@@ -221,9 +271,14 @@ class OnePassStep:
         return f"general ({reason})" if reason else "fused"
 
     def takes_waiting(self) -> bool:
-        """See :class:`Stepper`. Where a kernel stepped before and does not any more, a warning says once why."""
+        """See :class:`Stepper`. Where a kernel stepped before and does not any more, a warning says once why.
+
+        Raises:
+            RuntimeError: There is no other way to step, and nothing has been done.
+        """
         reason = self._last_reason = self.reason()
         if reason:
+            self._check_not_needed(reason)
             self._warn(reason)
             return bool(self.fallback.takes_waiting())
         self._served = True
@@ -234,11 +289,18 @@ class OnePassStep:
             self._warned = True
             logger.warning("the wrapped optimizer steps itself from here on, and not in one pass: %s.", reason)
 
+    def _check_not_needed(self, reason: str) -> None:
+        if self.needed_by:
+            raise RuntimeError(
+                f"this step can't be taken in one pass: {reason}. With {self.needed_by} there is no other way: undo "
+                "that, or save, and load into an optimizer wrapped without."
+            )
+
     def skips_on_device(self) -> bool:
         """See :class:`Stepper`. A new momentum buffer is none where the step was left out: the host remembers."""
         if self.reason():
             return bool(self.fallback.skips_on_device())
-        if not all(steps_on_device(group.device) for group in self.pairs.devices):
+        if self.needed_by or not all(steps_on_device(group.device) for group in self.pairs.devices):
             return False
         if not self._row.fills_first:
             return True
@@ -266,6 +328,7 @@ class OnePassStep:
             try:
                 self.take(found_inf)
             except CannotServe as reason:
+                self._check_not_needed(str(reason))
                 self._warn(str(reason))
                 self._fall_back(found_inf)
 
@@ -288,7 +351,7 @@ class OnePassStep:
         Raises:
             CannotServe: A kernel can't take it; nothing was stepped.
         """
-        reason = groups_obstacle(self._row, self.optimizer)
+        reason = self._groups_obstacle()
         if reason:
             raise CannotServe(reason)
         planned = [(group, self._plan(group)) for group in self.pairs.devices]
@@ -318,7 +381,8 @@ class OnePassStep:
         if not call.waits:
             one = torch.ones((), dtype=torch.float32, device=group.device)
             factors = Factors(one, one)
-        self._row.call(
+        by_number = {"number": self._number()} if self.form.needs_number or self.masters.needs_number else {}
+        call.row.call(
             call.columns,
             options,
             call.group_of,
@@ -328,6 +392,7 @@ class OnePassStep:
             stats=None if call.own else group.cast,
             found_inf=found_inf,
             tables=call.tables,
+            **by_number,
         )
         if any(call.first) and (found_inf is None or not bool(found_inf)):  # a step that skips leaves nothing in them
             for name in call.names:
@@ -344,19 +409,23 @@ class OnePassStep:
         true = None if self.gradients.all_wait(group) else self.gradients.true_ones(group)
         kinds = _kinds(len(group), waiting, true)
         plan = self._plans.get(group.device)
-        settings = [self._row.state(self._row.settings(g)) for g in self.optimizer.param_groups]
-        if plan is None or not self._holds(plan, kinds, settings):
+        settings = [self.form.settings(self._row.settings(g)) for g in self.optimizer.param_groups]
+        if plan is None or not self._holds(plan, kinds, settings) or not self._filled(plan, waiting, true):
             plan = self._new_plan(group, kinds, settings, waiting, true)
             self._plans.pop(group.device, None)
             if not any(any(call.first) for call in plan.calls):
                 self._plans[group.device] = plan
-        else:
-            states = list(self.optimizer.state.values())
-            for call in plan.calls:
-                call.fill((waiting if call.waits else true) or [], [states[place] for place in call.places])
         return plan
 
-    def _holds(self, plan: _Plan, kinds: list[bool | None], settings: list[tuple[str, ...]]) -> bool:
+    def _filled(self, plan: _Plan, waiting: list[Tensor | None] | None, true: list[Tensor | None] | None) -> bool:
+        """Whether the calls of a plan found gradients and all state for this step."""
+        states = list(self.optimizer.state.values())
+        return all(
+            call.fill((waiting if call.waits else true) or [], [states[place] for place in call.places])
+            for call in plan.calls
+        )
+
+    def _holds(self, plan: _Plan, kinds: list[bool | None], settings: list[tuple[Any, ...]]) -> bool:
         keys = self.optimizer.state
         return (
             plan.generation == self.pairs.generation
@@ -370,7 +439,7 @@ class OnePassStep:
         self,
         group: DeviceGroup,
         kinds: list[bool | None],
-        settings: list[tuple[str, ...]],
+        settings: list[tuple[Any, ...]],
         waiting: list[Tensor | None] | None,
         true: list[Tensor | None] | None,
     ) -> _Plan:
@@ -384,9 +453,10 @@ class OnePassStep:
             if not waits and stored([pair.master])[0].layout is not torch.strided:  # type: ignore[union-attr]
                 raise CannotServe(f"the gradient of {pair.name!r} is sparse")
             settings_of = self._row.settings(self.optimizer.param_groups[pair.group])
-            names = settings[pair.group]
-            state, new = self._state_of(settings_of, pair.master, pair.model, names)
-            call = calls.setdefault((waits, own, names), _Call(waits, own, names, len(group)))
+            stepped = self.form.row(settings_of, pair.model.numel())
+            names = stepped.state(settings_of)
+            state, new = self._state_of(stepped, settings_of, pair.master, pair.model)
+            call = calls.setdefault((waits, own, names), _Call(stepped, waits, own, names, len(group)))
             if not call.group_of:
                 call.group_of, call.first = [0] * len(group), [False] * len(group)
                 call.columns = {"masters": [None] * len(group), "models": [None] * len(group)}
@@ -395,7 +465,7 @@ class OnePassStep:
             call.columns["masters"][row] = self.masters.operand(pair)
             call.columns["models"][row] = None if own else pair.model
             call.group_of[row] = pair.group
-            call.first[row] = new and self._row.fills_first
+            call.first[row] = new and stepped.fills_first
         keys = list(self.optimizer.state)
         place = {id(key): k for k, key in enumerate(keys)}
         for call in calls.values():
@@ -405,25 +475,27 @@ class OnePassStep:
         return _Plan(self.pairs.generation, kinds, keys, settings, list(calls.values()))
 
     def _state_of(
-        self, settings: dict[str, Any], master: Tensor, model: Tensor, names: tuple[str, ...]
+        self, row: OnePassRow, settings: dict[str, Any], master: Tensor, model: Tensor
     ) -> tuple[dict[str, Any], bool]:
         """A parameter's state, made as torch makes it where there is none, and whether it is new.
 
         What is new and filled by the first step is not in the optimizer yet: it holds nothing before the step was done.
         """
+        names = row.state(settings)
         if not names:
             return {}, False
         there = self.optimizer.state[master]
-        if self._row.fills_first and any(there.get(name) is None for name in names):
+        self.form.adopt(there, settings, model.numel())
+        if row.fills_first and any(there.get(name) is None for name in names):
             made: dict[str, Any] = {name: there[name] for name in names if there.get(name) is not None}
-            self._row.make(made, settings, model)
+            row.make(made, settings, model)
             return made, True
         new = not there
         if new:
-            self._row.make(there, settings, model)
+            row.make(there, settings, model)
         bring_counter(there, master.device)
         for name in names:
-            _check_state(name, there.get(name), master)
+            row.check(name, there.get(name), master)
         return there, new
 
 
@@ -432,14 +504,3 @@ def _kinds(count: int, waiting: list[Tensor | None] | None, true: list[Tensor | 
     if true is None:
         return waits  # type: ignore[return-value]
     return [False if grad is not None else kind for grad, kind in zip(true, waits, strict=True)]
-
-
-def _check_state(name: str, tensor: object, master: Tensor) -> None:
-    if not isinstance(tensor, Tensor):
-        raise CannotServe(f"the state of a parameter has no tensor {name!r}")
-    if tensor.dtype != torch.float32 or (tensor.shape != master.shape and name != "step"):
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        raise CannotServe(f"state {name!r} is {dtype} of shape {tuple(tensor.shape)}")
-    away = tensor.device != master.device and not (name == "step" and tensor.device.type == "cpu")
-    if tensor.layout is not torch.strided or away or tensor.requires_grad:
-        raise CannotServe(f"state {name!r} is not a dense tensor on {master.device}")

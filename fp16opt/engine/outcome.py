@@ -49,16 +49,26 @@ class Outcome:
 
     Attributes:
         log: what is logged after a skip.
+        steps: how many were taken or skipped, but for those that a CUDA graph has replayed.
+        clipped: the norm before the last clip and its factor (float32, 0-dim).
     """
 
     def __init__(self) -> None:
         self.log = SkipLog()
+        self.steps = 0
+        self.clipped: tuple[Tensor, Tensor] | None = None
         self._skipped_here = 0
+        self._taken_before = 0
         self._skipped_on_device: Tensor | None = None
         self._last_on_device: Tensor | None = None
         self._last: bool | Tensor = False
         self._kept: list[Tensor] = []
         self._flags: list[Tensor] | None = None
+
+    @property
+    def last(self) -> bool | Tensor:
+        """Whether the last step was skipped: decided, or the device's flag (float32, 0-dim), which the next writes."""
+        return self._last
 
     @property
     def last_was_skipped(self) -> bool:
@@ -69,6 +79,22 @@ class Outcome:
     def skipped_steps(self) -> int:
         """Syncs where decisions were taken on the device."""
         return self._skipped_here + (0 if self._skipped_on_device is None else int(self._skipped_on_device))
+
+    @property
+    def steps_taken(self) -> int:
+        """Steps that were not skipped, those before a checkpoint was loaded included. Syncs as :attr:`skipped_steps`.
+
+        Replays of a CUDA graph are not among them.
+        """
+        return max(0, self._taken_before + self.steps - self.skipped_steps)
+
+    @steps_taken.setter
+    def steps_taken(self, count: int) -> None:
+        self._taken_before = count - (self.steps - self.skipped_steps)
+
+    def number(self) -> int:
+        """Of the step that is being taken, from 1."""
+        return self.steps_taken + 1
 
     def nothing(self) -> None:
         """``step`` was called and there was nothing to step. No sync."""
@@ -84,6 +110,7 @@ class Outcome:
         Returns:
             ``skipped``, in memory that keeps its value until the next step. No host sync.
         """
+        self.steps += 1
         if isinstance(skipped, bool):
             self._flags = [flags.clone() for flags in verdict.flags] if skipped else None
             self._last = skipped
@@ -137,6 +164,21 @@ class Outcome:
         self._last = self._last_on_device
         return self._last_on_device, self._skipped_on_device
 
+    def numbers(self) -> dict[str, float | Tensor]:
+        """How many steps there were and were skipped, whether the last was, how many parameters it blames. No sync."""
+        skipped: float | Tensor = self._skipped_here
+        if self._skipped_on_device is not None:
+            skipped = self._skipped_on_device + self._skipped_here
+        last = self._last.gt(0) if isinstance(self._last, Tensor) else self._last
+        flags = [] if self._flags is None or last is False else self._flags
+        blamed = sum((one.ne(0).sum().to(flags[0].device) for one in flags), start=0 * last)
+        return {
+            "steps": self.steps,
+            "skipped_steps": skipped,
+            "step_was_skipped": last,
+            "parameters_blamed": blamed * last,
+        }
+
     def report(self, pairs: Pairs) -> list[Overflow]:
         """Which parameters had non-finite gradients if the last step was skipped, in param_groups order. Syncs."""
         if self._flags is None or not self.last_was_skipped:
@@ -148,19 +190,46 @@ class Outcome:
         return overflows_from_flags(bits, pairs.names, pairs.places())
 
     def tell(
-        self, skipped: bool | Tensor, scaler: LossScaler, old_scale: float, verdict: Verdict, pairs: Pairs
+        self,
+        skipped: bool | Tensor,
+        scaler: LossScaler,
+        old_scale: float,
+        loss_is_finite: bool | None,
+        verdict: Verdict,
+        pairs: Pairs,
     ) -> None:
         """Log a step that was decided on the host.
+
+        Args:
+            loss_is_finite: As for :meth:`SkipLog.skipped`.
 
         Raises:
             LossScaleError: a scaler's limit of non-finite steps in a row is reached.
         """
         if skipped is True:
             report = self.report(pairs)
-            self.log.skipped(scaler, old_scale, report)
+            self.log.skipped(scaler, old_scale, report, loss_is_finite)
             check_consecutive([one for one, _ in verdict.of], report)
         elif skipped is False:
             self.log.stepped()
+
+
+def read_at_once(numbers: dict[str, float | Tensor]) -> dict[str, float]:
+    """Numbers and 0-dim tensors as numbers. Syncs once, with the device of the first that lies on one.
+
+    Example:
+        >>> read_at_once({"a": torch.tensor(2, dtype=torch.int32), "b": 0.5})
+        {'a': 2.0, 'b': 0.5}
+    """
+    tensors = {name: value for name, value in numbers.items() if isinstance(value, Tensor)}
+    read: dict[str, float] = {}
+    if tensors:
+        away = [value.device for value in tensors.values() if not kernels.is_host(value.device)]
+        home = away[0] if away else torch.device("cpu")
+        wide = kernels.stats.sum_dtype(home)
+        together = torch.stack([value.detach().to(home, wide, non_blocking=True) for value in tensors.values()])
+        read = dict(zip(tensors, together.tolist(), strict=True))
+    return {name: read[name] if isinstance(value, Tensor) else float(value) for name, value in numbers.items()}
 
 
 def room_for(flags: list[Tensor], known: list[Tensor]) -> list[Tensor]:
@@ -198,4 +267,14 @@ def warn_no_gradients(names: Sequence[str], warned: set[str]) -> None:
             "backward gave no gradient to any parameter of this optimizer: %s. If the model's parameters were replaced "
             "after the optimizer was made, make and wrap the optimizer anew.",
             describe(names),
+        )
+
+
+def warn_plain_backward(warned: set[str]) -> None:
+    """Once: gradients came by a plain ``loss.backward()``, which sums nothing in FP32."""
+    if "plain backward" not in warned:
+        warned.add("plain backward")
+        logger.warning(
+            'grad_accumulation="fp32" has no effect: gradients came by a plain loss.backward(), which adds up '
+            "micro-batches in 16 bits. Use backward(loss) of this optimizer, or fp16opt.integrations in a trainer."
         )

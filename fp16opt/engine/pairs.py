@@ -261,6 +261,30 @@ class Pairs:
         """Their names in a line."""
         return describe([pair.name for pair in pairs])
 
+    def chosen(self, params: object) -> set[int] | None:
+        """The ids of the model's parameters among ``params``, which may be masters too; None where these are all.
+
+        Raises:
+            TypeError: they are no tensors.
+            ValueError: one has a gradient and is not trained here.
+        """
+        given = [params] if isinstance(params, Tensor) else list(params) if isinstance(params, Iterable) else params
+        if not isinstance(given, list) or not all(isinstance(param, Tensor) for param in given):
+            raise TypeError(
+                f"params: expected the parameters whose gradients are clipped, got {type(params).__name__}. Pass "
+                "module.parameters(), or None for all of this optimizer."
+            )
+        mine = {id(tensor): pair.model for pair in self.all for tensor in (pair.model, pair.master)}
+        mine.update({id(param): param for param in self.elsewhere})
+        for place, param in enumerate(given):
+            if id(param) not in mine and param.grad is not None:
+                raise ValueError(
+                    f"params: number {place}, of shape {tuple(param.shape)}, has a gradient and is not in this "
+                    "optimizer, so its loss scale is not known. Clip it with the optimizer that trains it."
+                )
+        ids = {id(mine[id(param)]) for param in given if id(param) in mine}
+        return None if len(ids) == len(self.all) + len(self.elsewhere) else ids
+
     def check_model(self, model: object) -> None:
         """Raise where ``model`` is no module that these parameters are of, or where not all masters are here."""
         if not isinstance(model, torch.nn.Module):

@@ -48,6 +48,14 @@ class Ranks:
         raise NotImplementedError("verdicts of masters that are all here need no message")
 
 
+    def largest(self, norms: Tensor) -> Tensor:
+        """The largest over the ranks of each of ``norms`` (float32, on this rank's device), in one message.
+
+        Asked only of classes that are not ``alone``.
+        """
+        raise NotImplementedError("norms of masters that are all here need no message")
+
+
 @dataclass
 class Digest:
     """What ranks that share gradients hold alike: names and values of masters, and the scaler in words."""

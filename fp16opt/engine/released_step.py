@@ -18,6 +18,7 @@ from .model_writes import ModelWrites
 from .one_pass_rows import CannotServe, OnePassRow, steps_on_device
 from .one_pass_step import OnePassStep
 from .pairs import HALF_DTYPES, DeviceGroup, Pair, Pairs
+from .state_formats import StateFormat
 from .wrapped_step import run_hooks
 
 
@@ -60,10 +61,21 @@ class OneByOne:
 
     Args:
         row: Of the optimizer's class.
+        form, needed_by, number: As :class:`OnePassStep` has them.
     """
 
-    def __init__(self, row: OnePassRow, optimizer: Optimizer, pairs: Pairs, masters: Masters) -> None:
+    def __init__(
+        self,
+        row: OnePassRow,
+        optimizer: Optimizer,
+        pairs: Pairs,
+        masters: Masters,
+        form: StateFormat,
+        needed_by: str,
+        number: Callable[[], int],
+    ) -> None:
         self._parts = row, optimizer
+        self._forms = form, needed_by or "gradient_release", number
         self._pairs = pairs
         self._masters = masters
         self._steps: dict[int, tuple[int, OnePassStep, OneGradient]] = {}
@@ -83,7 +95,8 @@ class OneByOne:
             gradient = OneGradient()
             pairs: Any = One(self._pairs, place.pair)
             given: Any = gradient
-            kept = self._pairs.generation, OnePassStep(True, *self._parts, pairs, self._masters, given, None), gradient
+            parts = *self._parts, pairs, self._masters, given, *self._forms
+            kept = self._pairs.generation, OnePassStep(True, *parts, None), gradient
             self._steps[place.position] = kept
         _, step, gradient = kept
         gradient.grad, gradient.factors = grad, factors

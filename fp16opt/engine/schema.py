@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-VERSION = 1
+VERSION = 2
+READ = (1, VERSION)
+"""Versions that load. 2 added the number of steps taken, and perhaps codes in place of FP32 state."""
 KEYS = ("version", "optimizer", "masters", "scaler")
 
 # State that torch.optim keeps with one number for every element of its parameter.
@@ -63,6 +65,15 @@ _SAME_GROUPS = "Construct the optimizer over the parameters and groups that it w
 def is_torch_class(optimizer: Optimizer) -> bool:
     """Whether this is a class of torch.optim itself: what it keeps is known. Subclasses may differ."""
     return getattr(torch.optim, type(optimizer).__name__, None) is type(optimizer)
+
+
+def state_keys(optimizer: Optimizer) -> frozenset[str] | None:
+    """What a parameter's state may hold, of torch.optim's own classes that keep tensors by name; None of others."""
+    name = type(optimizer).__name__
+    if not is_torch_class(optimizer) or name in ("Adafactor", "LBFGS"):
+        return None
+    sometimes = {key for (of, _), key in _WITH_SETTING.items() if of == name}
+    return frozenset({*_ALWAYS.get(name, "momentum_buffer").split(), *sometimes})
 
 
 def labels_of(optimizer: Optimizer, names: Sequence[str]) -> list[str]:
@@ -120,11 +131,18 @@ def check_outside(sd: object, any_form: bool = False) -> None:
         raise lacks(f"state_dict (with the keys {', '.join(found[:8]) or 'none'}{more})", lacking)
     if isinstance(sd["version"], bool) or not isinstance(sd["version"], int):
         raise TypeError(f"version must be an int, got {_type(sd['version'])}. {HOW_SAVED}")
-    if sd["version"] != VERSION:
+    if sd["version"] not in READ:
         raise ValueError(
-            f"version must be {VERSION}, got {sd['version']}. Load it with the fp16opt release that wrote "
-            "it, or a newer one."
+            f"version must be one of {', '.join(map(str, READ))}, got {sd['version']}. Load it with the fp16opt "
+            "release that wrote it, or a newer one."
         )
+    steps = sd.get("steps", 0)
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise TypeError(f"steps must be an int, got {_type(steps)}. {HOW_SAVED}")
+    if sd["version"] > 1 and "steps" not in sd:
+        raise lacks("state_dict", ["steps"])
+    if not 0 <= steps < 2**63:
+        raise ValueError(f"steps must be a number of steps taken, got {steps}. {HOW_SAVED}")
 
 
 def check_masters(saved: object, masters: Sequence[Tensor | None], labels: Sequence[str]) -> None:

@@ -25,9 +25,9 @@ def placeholder(param: Tensor) -> Tensor:
     return torch.full(shape, float("nan"), dtype=torch.float32, device=param.device).expand(param.shape)
 
 
-def plain_remainder(weight: Tensor) -> Tensor:
-    """int16: what ``weight`` needs beside it to stand for itself."""
-    rest = torch.zeros_like(weight, dtype=torch.int16, requires_grad=False)
+def plain_remainder(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """int16 or int8: what ``weight`` needs beside it to stand for itself."""
+    rest = torch.zeros_like(weight, dtype=dtype, requires_grad=False)
     if weight.dtype == torch.float16:  # with a remainder of 0 an infinite weight would stand for 65520
         rest.masked_fill_(torch.isinf(weight), -1)
     return rest
@@ -46,22 +46,29 @@ class SplitMasters:
     """Remainders, which with the model's weights make masters.
 
     The weights are the model's own tensors, so a write to them is a refresh: it drops the remainders of the tensor.
+
+    Args:
+        bits: of a master: 32, or 24, where only one-pass steps serve. Of 24 bits those of bfloat16 are rounded by the
+            number of the step.
     """
 
-    words = "with split masters"
     keeps_gradients = False
     are_whole = False
 
-    def __init__(self) -> None:
+    def __init__(self, bits: int = 32) -> None:
+        self.words = "with split masters" if bits == 32 else "with 24-bit masters"
+        self.needs_number = bits == 24
+        self._dtype = torch.int16 if bits == 32 else torch.int8
         self._made: list[tuple[Tensor, Tensor]] = []  # placeholder and remainder
         self._rests: dict[int, Tensor] = {}
         self._ties: dict[int, _Ties] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         ties = [(master, self._ties[id(master)]) for master, _ in self._made if id(master) in self._ties]
-        return {"made": self._made, "ties": ties}
+        return {"made": self._made, "ties": ties, "bits": 24 if self.needs_number else 32}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["bits"])  # type: ignore[misc]
         self._made = state["made"]
         for master, rest in self._made:  # copying gave the placeholders memory of their own
             master.data = placeholder(rest)
@@ -81,7 +88,7 @@ class SplitMasters:
         """
         master = torch.nn.Parameter(placeholder(model), requires_grad=True)
         master.__dict__.update(model.__dict__)
-        rest = plain_remainder(model.detach())
+        rest = plain_remainder(model.detach(), self._dtype)
         self._made.append((master, rest))
         self._rests[id(master)] = rest
         return master
@@ -160,7 +167,7 @@ class SplitMasters:
         """The weight stands for itself."""
         rest = self._rests.get(id(pair.master))
         if rest is not None:
-            rest.copy_(plain_remainder(pair.model.detach()))
+            rest.copy_(plain_remainder(pair.model.detach(), self._dtype))
             self._ties.pop(id(pair.master), None)
 
     def shown(self, pairs: Sequence[Pair]) -> Iterator[Tensor]:
@@ -230,10 +237,10 @@ class DecodedMaster(torch.nn.Parameter):
         return torch.nn.Parameter(self.detach(), requires_grad=self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-def check_plain(where: str, param: Tensor) -> None:
+def check_plain(where: str, param: Tensor, master_weights: str) -> None:
     """Raise ``ValueError`` for a parameter that is no plain tensor: its bytes can't be split."""
     if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise ValueError(
-            f'{where}: master_weights="split" takes plain tensors, got {type(param).__name__}. '
+            f'{where}: master_weights="{master_weights}" takes plain tensors, got {type(param).__name__}. '
             'Use master_weights="full".'
         )

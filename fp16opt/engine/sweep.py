@@ -82,8 +82,15 @@ class Sweep:
         reference.finish(self.stats)
 
     def norm(self, values: Entries) -> Tensor:
-        """The 2-norm over all rows, read again: float64, 0-dim."""
+        """The 2-norm over all rows, read again: float64, 0-dim, on the device also where no row has a tensor."""
+        if all(value is None for value in values):
+            return torch.zeros_like(self.stats.norm)
         return kernels.multi_tensor_l2norm(values, tables=self._norm)[0]
+
+    def largest_norm(self) -> Tensor:
+        """The largest of the rows' norms that the last pass has found: float32, 0-dim. No element is larger."""
+        sums = self.stats.sumsq
+        return sums.amax().sqrt().float() if len(sums) else torch.zeros_like(self.one)
 
     def scale(self, values: Entries, factor: Tensor) -> None:
         """``values *= factor`` in place. On the CPU a factor of 1 touches no memory."""

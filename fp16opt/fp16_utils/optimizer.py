@@ -201,13 +201,19 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
         """True: apex repeated the closure while it overflowed, whatever the wrapped class."""
         return True
 
-    def clip_master_grads(self, max_norm: float, norm_type: float = 2, error_if_nonfinite: bool = False) -> Tensor:
+    def clip_master_grads(
+        self,
+        max_norm: float,
+        norm_type: float = 2,
+        error_if_nonfinite: bool = False,
+        params: Iterable[Tensor] | Tensor | None = None,
+    ) -> Tensor:
         """Clip the masters' gradients by their total norm, as ``MixedPrecisionOptimizer`` does.
 
         Returns:
             The norm before clipping: float32, 0-dim, on the device. -1 after an overflow. No host sync.
         """
-        norm = super().clip_master_grads(max_norm, norm_type, error_if_nonfinite)
+        norm = super().clip_master_grads(max_norm, norm_type, error_if_nonfinite, params)
         verdict = self._accumulation.verdict()
         return norm if verdict is None else torch.where(verdict.found_inf > 0, torch.full_like(norm, -1.0), norm)
 
@@ -223,7 +229,7 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, compact: bool = False) -> dict[str, Any]:
         """apex's keys, with plain types only: ``torch.load(weights_only=True)`` reads it back.
 
         Keys: ``loss_scaler`` (a dict), ``dynamic_loss_scale``, ``overflow``, ``first_closure_call_this_step``,
@@ -231,7 +237,9 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
         Tensors are references, as in torch.
         """
         sizes = [len(group["params"]) for group in self._holder.param_groups]
-        state: dict[str, Any] = face_state(super().state_dict(), sizes, self.scaler.dynamic, self.overflow)
+        state: dict[str, Any] = face_state(
+            super().state_dict(compact=compact), sizes, self.scaler.dynamic, self.overflow
+        )
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -261,5 +269,11 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
 class _Quiet(SkipLog):
     """``verbose=False``."""
 
-    def skipped(self, scaler: scaling.LossScaler, old: float, overflows: Sequence[Overflow]) -> None:
+    def skipped(
+        self,
+        scaler: scaling.LossScaler,
+        old: float,
+        overflows: Sequence[Overflow],
+        loss_is_finite: bool | None = None,
+    ) -> None:
         """Say nothing."""

@@ -7,49 +7,25 @@ stand-ins for apex's three scaler classes admitted for the time of the call.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .. import scaling
+from ..saved_objects import admitted, stand_in
 
 __all__ = ["engine_scaler", "engine_state", "face_state", "load_apex_file"]
 
 KEYS = ("optimizer_state_dict", "fp32_from_fp16")
 
 
-class SavedScaler:
-    """A scaler of apex's as a file holds it: attributes, and nothing that runs."""
-
-    def __repr__(self) -> str:
-        return f"{type(self).__module__}.{type(self).__name__}({vars(self)!r})"
-
-
-def _stand_in(module: str, name: str) -> type[SavedScaler]:
-    """torch's unpickler admits a class by the name that it says it has."""
-    return type(name, (SavedScaler,), {"__module__": module, "__qualname__": name})
-
-
 STAND_INS = (
-    _stand_in("apex.amp.scaler", "LossScaler"),
-    _stand_in("apex.fp16_utils.loss_scaler", "LossScaler"),
-    _stand_in("apex.fp16_utils.loss_scaler", "DynamicLossScaler"),
+    stand_in("apex.amp.scaler", "LossScaler"),
+    stand_in("apex.fp16_utils.loss_scaler", "LossScaler"),
+    stand_in("apex.fp16_utils.loss_scaler", "DynamicLossScaler"),
 )
-
-
-@contextlib.contextmanager
-def _admitted() -> Iterator[None]:
-    """torch's list of admitted classes with the stand-ins, and as it was afterwards."""
-    before = torch.serialization.get_safe_globals()
-    torch.serialization.add_safe_globals(list(STAND_INS))
-    try:
-        yield
-    finally:
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(before)
 
 
 def load_apex_file(file: Any, map_location: Any = "cpu") -> Any:
@@ -71,7 +47,7 @@ def load_apex_file(file: Any, map_location: Any = "cpu") -> Any:
 
     Syncs: only where ``map_location`` puts tensors on a device that does.
     """
-    with _admitted():
+    with admitted(STAND_INS):
         return torch.load(file, map_location=map_location, weights_only=True)
 
 

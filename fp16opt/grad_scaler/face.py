@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -26,14 +26,17 @@ from .closures import Evaluation, Evaluations, take_closure
 from .gradients import OptimizerGradients
 from .torch_scale import TorchScale, new_state
 
+_LOSSES = 64  # how many of an iteration's losses are remembered, for the log line of a skip
+
 
 class GradScaler(TorchScale):
     """A drop-in replacement for ``torch.amp.GradScaler``.
 
-    It is called like torch's and raises torch's errors for calls in the wrong order. Beyond torch's it takes FP16 and
-    complex gradients, closures, and iterations without gradients; it has a floor under the scale; it says which
-    parameters overflowed; and :meth:`unscale_` measures the norm that :meth:`clip_grad_norm_` needs. Gradients pass
-    through the same kernels as those of :class:`fp16opt.MixedPrecisionOptimizer`, which a GradScaler can drive too.
+    It is called like torch's and raises torch's errors, for calls in the wrong order and for FP16 weights that are
+    stepped without masters. Beyond torch's it takes complex gradients, closures, and iterations without gradients; it
+    has a floor under the scale; it says which parameters overflowed; and :meth:`unscale_` measures the norm that
+    :meth:`clip_grad_norm_` needs. Gradients pass through the same kernels as those of
+    :class:`fp16opt.MixedPrecisionOptimizer`, which a GradScaler can drive too.
 
     Args:
         device: Device type of the parameters, "cuda" or "cpu". As in torch, "cuda" where there is no GPU warns and
@@ -43,11 +46,15 @@ class GradScaler(TorchScale):
         backoff_factor: Between 0 and 1; multiplies the scale in :meth:`update` after a non-finite gradient.
         growth_interval: Finite steps in a row before the scale grows.
         enabled: False: ``step`` is the optimizer's own, and all else does nothing.
+        policy: "doubling", or "headroom": see :class:`fp16opt.DynamicLossScaler`.
         min_scale: The floor. The default is the lowest at which 1/scale is finite; torch goes on to 0. 2**-14 gets
             a run that met a streak of bad batches back much sooner.
         max_scale: The ceiling. The default is the highest power of two.
         hysteresis: The scale backs off at this many non-finite steps in a row and at each one after.
         max_consecutive_skips: :meth:`update` raises ``fp16opt.LossScaleError`` at this many in a row; None: never.
+        allow_16bit_weights: True: FP16 parameters are stepped as they are, with a warning, and lose small updates.
+            False refuses them where torch does: in :meth:`unscale_`, and in :meth:`step` but for torch's fused
+            optimizers. BF16 parameters are warned of in either case.
 
     Raises:
         AssertionError: A factor is on the wrong side of 1 (torch's check).
@@ -70,6 +77,7 @@ class GradScaler(TorchScale):
         ([-0.5, -1.0], False)
     """
 
+    _steps_itself: bool = False  # unscaling for an optimizer of which torch does not ask the dtype
     _skips: int = 0
     _skips_counted: Tensor | None = None  # written in place, also by CUDA graphs that are replayed
 
@@ -77,11 +85,12 @@ class GradScaler(TorchScale):
         self._gradients: WeakKeyDictionary[Any, OptimizerGradients] = WeakKeyDictionary()
         self._warned: set[str] = set()
         self._log = SkipLog()
+        self._losses: deque[Tensor] = deque(maxlen=_LOSSES)
 
     def __getstate__(self) -> dict[str, Any]:
         """As torch's: refuses in the middle of an iteration. What belongs to living optimizers stays behind."""
         state = super().__getstate__()
-        for name in ("_gradients", "_warned", "_log", "_skips_counted"):
+        for name in ("_gradients", "_warned", "_log", "_skips_counted", "_losses"):
             state.pop(name, None)
         return {**state, "_skips": self.skipped_steps}
 
@@ -106,6 +115,7 @@ class GradScaler(TorchScale):
             AssertionError: Nothing was scaled yet.
             RuntimeError: It was called for this optimizer before in this iteration, or after its ``step``.
             TypeError: A gradient has a dtype or layout that can't be served. No gradient was touched.
+            ValueError: A gradient is FP16, which ``allow_16bit_weights`` would permit. As above.
 
         Syncs: never.
         """
@@ -116,7 +126,7 @@ class GradScaler(TorchScale):
     ) -> dict[torch.device, Tensor]:
         """torch's hook, from which ``unscale_`` and torch's other methods get their flags."""
         gradients = self._of(optimizer)
-        gradients.collect(optimizer)
+        gradients.collect(optimizer, allow_fp16 or self._steps_itself or self._allow_16bit_weights)
         halves = gradients.halves()
         if halves:
             self._warn_once(
@@ -129,6 +139,8 @@ class GradScaler(TorchScale):
             theirs: Any = SimpleNamespace(param_groups=[{"params": gradients.foreign}])
             for device, flag in super()._unscale_grads_(theirs, inv_scale, found_inf, True).items():
                 found[device] = torch.maximum(found[device], flag) if device in found else flag
+        if self._rule.follows_norms:
+            self._rule.see(gradients.largest_norm(self._rule.growth_tracker.device))
         return found
 
     def _warn_once(self, kind: str, text: str) -> None:
@@ -143,9 +155,9 @@ class GradScaler(TorchScale):
 
         They are unscaled first where :meth:`unscale_` was not called. The factor is that of
         ``torch.nn.utils.clip_grad_norm_``, max_norm / (norm + 1e-6), at most 1; at 1 no gradient memory is touched. The
-        2-norm comes from the pass that unscaled; squares are summed in float64. FP32 gradients on the CPU that were not
-        unscaled yet are unscaled and clipped in one write. Where an element is not finite gradients are not clipped:
-        ``step`` skips.
+        2-norm comes from the pass that unscaled, as exact as :func:`fp16opt.kernels.multi_tensor_l2norm` says. FP32
+        gradients on the CPU that were not unscaled yet are unscaled and clipped in one write. Where an element is not
+        finite gradients are not clipped: ``step`` skips.
 
         Args:
             optimizer: Its parameters' gradients are clipped together. Sparse ones are coalesced.
@@ -205,6 +217,8 @@ class GradScaler(TorchScale):
         if clipped is None:
             return None
         norm, found = clipped
+        if self._rule.follows_norms:
+            self._rule.see(gradients.largest_norm(self._rule.growth_tracker.device))
         state = self._per_optimizer_states[id(optimizer)]
         state["stage"] = OptState.UNSCALED
         state["found_inf_per_device"] = {norm.device: found}
@@ -252,6 +266,7 @@ class GradScaler(TorchScale):
         Raises:
             AssertionError: Nothing was scaled yet.
             RuntimeError: It was called for this optimizer before, since the last :meth:`update`.
+            TypeError, ValueError: As :meth:`unscale_`.
 
         Syncs: once where the decision is taken; not where torch's fused steps skip on the device.
         """
@@ -275,7 +290,11 @@ class GradScaler(TorchScale):
     def _step_once(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, bool | Tensor | None]:
         """(what the optimizer returned, whether it was skipped: None where there was nothing to step)."""
         if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
-            self.unscale_(optimizer)
+            self._steps_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
+            try:
+                self.unscale_(optimizer)
+            finally:
+                self._steps_itself = False
         found = self._found(optimizer)
         if found is None:
             self._warn_no_gradients(optimizer)
@@ -375,21 +394,31 @@ class GradScaler(TorchScale):
         device = self._rule.growth_tracker.device
         found = _any([flag.to(device) for s in states.values() for flag in s["found_inf_per_device"].values()])
         stepped = [g for o, g in self._gradients.items() if states.get(id(o), {}).get("stage") is OptState.STEPPED]
+        skipped = [gradients for gradients in stepped if gradients.skipped is True]
+        finite = self._losses_are_finite() if skipped else None
         self._next_iteration()
         if found is None:
             return
-        skipped = [gradients for gradients in stepped if gradients.skipped is True]
         old = float(self._rule.scale) if skipped else 0.0
         follow(self._rule, found)
         self._show()
         report = [overflow for gradients in skipped for overflow in gradients.report()]
         if skipped:
-            self._log.skipped(self._rule, old, report)
+            self._log.skipped(self._rule, old, report, finite)
         elif any(gradients.skipped is False for gradients in stepped):
             self._log.stepped()
         check_consecutive([self._rule], report)
 
+    def _see(self, outputs: Any) -> None:
+        if isinstance(outputs, Tensor) and outputs.numel() == 1:
+            self._losses.append(outputs.detach())
+
+    def _losses_are_finite(self) -> bool | None:
+        """Whether the losses of this iteration are; None where nobody has seen any. Syncs."""
+        return all([bool(loss.isfinite().all()) for loss in self._losses]) if self._losses else None  # noqa: C419
+
     def _next_iteration(self) -> None:
+        self._losses.clear()
         self._per_optimizer_states = defaultdict(new_state)
         for gradients in self._gradients.values():
             gradients.release()

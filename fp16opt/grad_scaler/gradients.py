@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..engine.diagnostics import Overflow, overflows_from_flags
+from ..engine.diagnostics import Overflow, describe, overflows_from_flags
 from ..engine.gradient_rows import coalesced, total_norm, vector_norm
 from ..engine.outcome import note, room_for
 from ..engine.pairs import HALF_DTYPES, OWN_DTYPES, name_of
@@ -97,14 +97,17 @@ class OptimizerGradients:
 
     # -- finding them ------------------------------------------------------------------------------------------------
 
-    def collect(self, optimizer: Optimizer) -> None:
+    def collect(self, optimizer: Optimizer, allow_fp16: bool = True) -> None:
         """Take in the gradients as they are now. 16-bit sparse ones are coalesced in FP32, in place of the old ones.
 
         Raises:
             TypeError: A parameter is no tensor, or its gradient has a dtype or layout that can't be served. Named; no
                 gradient has been touched then.
+            ValueError: There are FP16 gradients and not ``allow_fp16``: torch's error. As above.
         """
-        places, self.foreign = [], []
+        places: list[Place] = []
+        foreign: list[Tensor] = []
+        refused: list[str] = []
         seen: set[int] = set()
         for number, group in enumerate(optimizer.param_groups):
             for index, param in enumerate(group["params"]):
@@ -114,12 +117,24 @@ class OptimizerGradients:
                 if grad is None or id(param) in seen:
                     continue
                 seen.add(id(param))
+                if not allow_fp16 and grad.dtype is torch.float16:
+                    refused.append(name_of(group, index, param, {}) or _where(number, index))
                 if _is_foreign(grad):
-                    self.foreign.append(param)
+                    foreign.append(param)
                 else:
                     place = Place(param, group, number, index)
                     _check(place, grad)
                     places.append(place)
+        if refused:
+            mend = "Write optimizer = fp16opt.MixedPrecisionOptimizer(optimizer) after making it"
+            if getattr(optimizer, "master_weights", "") == "none":
+                mend = 'Wrap it with master_weights="full"'
+            raise ValueError(
+                "Attempting to unscale FP16 gradients. FP16 weights that are stepped without FP32 masters lose every "
+                f"update smaller than half a unit in the last place: {describe(refused)}. {mend}, or "
+                "GradScaler(allow_16bit_weights=True) to step them as they are."
+            )
+        self.foreign = foreign
         by_device: dict[torch.device, _Rows] = {}
         for place in places:
             values = _memory_of(place)
@@ -201,6 +216,18 @@ class OptimizerGradients:
             else:
                 parts = [self._sweep(rows).norm(rows.values) for rows in self._rows]
             return total_norm(parts, norm_type, device)
+
+    def largest_norm(self, device: torch.device) -> Tensor:
+        """float32, 0-dim, on ``device``: the largest of the norms of single gradients, as unscaled. No host sync.
+
+        Of DTensors the norms over all ranks: a message each.
+        """
+        norms = [sweep.largest_norm().to(device) for _, sweep in self._checked]
+        for grad in (param.grad for param in self.foreign):
+            if grad is not None:
+                norm = torch.linalg.vector_norm(grad.detach(), dtype=torch.float32)
+                norms.append((norm.full_tensor() if hasattr(norm, "full_tensor") else norm).to(device))
+        return torch.stack(norms).amax() if norms else torch.zeros((), dtype=torch.float32, device=device)
 
     def scale(self, factor: Tensor) -> None:
         """Multiply all gradients by ``factor`` (float32, 0-dim), in place. On the CPU 1.0 touches no memory."""

@@ -17,6 +17,7 @@ from ..scaling import LARGEST_SCALE, SMALLEST_SCALE, DynamicLossScaler
 
 _EXTRAS = "fp16opt"  # the key of state_dict that torch's loader does not look at
 _EXTRA_SETTINGS = ("min_scale", "max_scale", "hysteresis", "max_consecutive_skips")
+_HEADROOM = ("policy", "headroom")  # there where it is not the doubling rule
 _HOW_SAVED = "Pass a GradScaler's state_dict()."
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
@@ -54,6 +55,7 @@ class TorchScale(torch.amp.GradScaler):
     """The half of :class:`fp16opt.GradScaler` that knows no gradients. Its docstring says the arguments."""
 
     _scalings: int = 0  # how often something was scaled
+    _allow_16bit_weights: bool = False
 
     def __init__(
         self,
@@ -68,12 +70,18 @@ class TorchScale(torch.amp.GradScaler):
         max_scale: float = LARGEST_SCALE,
         hysteresis: int = 1,
         max_consecutive_skips: int | None = None,
+        policy: str = "doubling",
+        allow_16bit_weights: bool = False,
     ) -> None:
+        if not isinstance(allow_16bit_weights, bool):
+            raise TypeError(f"allow_16bit_weights: expected True or False, got {type(allow_16bit_weights).__name__}.")
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self._allow_16bit_weights = allow_16bit_weights
         if self._enabled:
             self._rule = _Rule(
                 *(init_scale, growth_factor, backoff_factor, growth_interval),
                 *(hysteresis, min_scale, max_scale, max_consecutive_skips),
+                policy=policy,
             )
             self._rule.set_factors(growth_factor, backoff_factor)
             self._per_optimizer_states = defaultdict(new_state)
@@ -81,6 +89,9 @@ class TorchScale(torch.amp.GradScaler):
 
     def _forget(self) -> None:
         """Start without what is tied to living optimizers: at construction, and in a copy."""
+
+    def _see(self, outputs: Any) -> None:
+        """Something is scaled."""
 
     def __repr__(self) -> str:
         name = type(self).__name__
@@ -111,6 +122,7 @@ class TorchScale(torch.amp.GradScaler):
         if not self._enabled:
             return outputs
         self._scalings += 1
+        self._see(outputs)
         if self._scale is not None:
             self._scale = self._rule.scale  # a copy
         try:
@@ -194,6 +206,9 @@ class TorchScale(torch.amp.GradScaler):
         if self._enabled:
             extras: dict[str, Any] = {name: getattr(self._rule, name) for name in _EXTRA_SETTINGS}
             state[_EXTRAS] = {**extras, "consecutive_skips": int(self._rule.consecutive_skips)}
+            if self._rule.follows_norms:
+                lately = self._rule.state_dict()["headroom"].tolist()
+                state[_EXTRAS].update(policy=self._rule.policy, headroom=lately)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -221,7 +236,7 @@ class TorchScale(torch.amp.GradScaler):
         extras = state_dict.get(_EXTRAS, {"consecutive_skips": 0})
         if not isinstance(extras, Mapping):
             raise TypeError(f"state_dict: {_EXTRAS!r} must be a dict, got {type(extras).__name__}. {_HOW_SAVED}")
-        extras = {name: extras[name] for name in (*_EXTRA_SETTINGS, "consecutive_skips") if name in extras}
+        extras = {name: extras[name] for name in (*_EXTRA_SETTINGS, "consecutive_skips", *_HEADROOM) if name in extras}
         low, high = (extras.get(name, getattr(self._rule, name)) for name in ("min_scale", "max_scale"))
         scale = state_dict["scale"]
         _check_scale(scale)

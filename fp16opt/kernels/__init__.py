@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from . import backends, cuda, reference
+from .averages import multi_tensor_lerp
 from .backends import backend
 from .calls import Entries, PointerTables
 from .checks import as_single, check_given, check_result
@@ -58,6 +59,7 @@ __all__ = [
     "multi_tensor_check",
     "multi_tensor_join",
     "multi_tensor_l2norm",
+    "multi_tensor_lerp",
     "multi_tensor_renew",
     "multi_tensor_sample",
     "multi_tensor_scale",
@@ -92,7 +94,7 @@ def multi_tensor_unscale(
 ) -> None:
     """``outs[i] = grads[i] * inv_scale``, with non-finite flags and the norm of what was written, in one pass.
 
-    One rounding for each multiplication and one for each addition. The norm of float16 ``grads`` that are not added to
+    One rounding for each multiplication and one for each addition. The norm of 16-bit ``grads`` that are not added to
     ``outs`` is taken of ``grads`` and multiplied by ``inv_scale``. A tensor is flagged where a *product* is infinite
     (``INF``) or not a number (``NAN``) and, when accumulating, where a sum is not finite although the value before it
     was.
@@ -212,10 +214,10 @@ def multi_tensor_unscale_clipped(
 def multi_tensor_l2norm(tensors: Entries, *, tables: PointerTables | None = None) -> tuple[Tensor, Tensor]:
     """The 2-norm over all tensors, and of each, summed in a fixed order.
 
-    Squares and sums are float64, but for float16 tensors: there a square, which is exact, and a sum of eight of them
-    are float32, and what follows is float64 (relative error of the norm below 1e-7). The result is bit-equal for every
-    thread count and vector width, and to the norm that :func:`multi_tensor_unscale` reports for the same values in
-    the same dtype.
+    Squares are float32 where they stay in its range, and so are the sums of four of them, of 16-bit tensors of eight;
+    all else is float64 (relative error of the norm below 1e-7; of float64 tensors everything is). The result is
+    bit-equal for every thread count and vector width, and to the norm that :func:`multi_tensor_unscale` reports for the
+    same values in the same dtype.
 
     Args:
         tensors: n tensors, float16 to float64. None counts 0.

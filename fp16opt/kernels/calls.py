@@ -23,6 +23,9 @@ class Operation(NamedTuple):
         written: the lists whose tensors autograd and users see change: their version counters move.
         shape_of: the list whose shapes and strides the others must have.
         counters: a further list, of one float32 number for each entry that takes part, wherever these lie; "" for none.
+        scales: a further list before it, of float32 tensors with a number for every ``block`` elements; "" for none.
+        block: elements.
+        coded: the backends whose kernels take lists of 8-bit codes; elsewhere torch operations serve these.
     """
 
     name: str
@@ -32,6 +35,14 @@ class Operation(NamedTuple):
     written: tuple[int, ...] = ()
     shape_of: int = 0
     counters: str = ""
+    scales: str = ""
+    block: int = 1
+    coded: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all lists that a call gives."""
+        return self.lists + tuple(name for name in (self.scales, self.counters) if name)
 
 
 @dataclass
@@ -42,9 +53,11 @@ class Plan:
         device: where all tensors live; of lists without any, where the call's results do.
         count: n, the common length of the lists.
         rows: positions that are not None in any list.
-        direct: places in ``rows`` whose memory may be walked linearly in all lists at once.
+        direct: places in ``rows`` whose memory may be walked linearly in all lists at once; on a GPU float64 is not
+            among them.
         by_reference: (place, row) of the entries that the reference version must serve: all where nothing is compiled.
         serving: the file that calls the compiled kernels, or None.
+        is_plain: whether the memory of all entries may be walked so, and the lists may be recognised.
         counts_here: whether the counters, if there are any, lie on the device.
         decided_here: whether the host has to look at a flag that says whether to write: not where only kernels write.
         compiled: what a compiled backend made of ``direct``, or None.
@@ -57,6 +70,7 @@ class Plan:
     direct: list[int]
     by_reference: list[tuple[int, int]]
     serving: Any
+    is_plain: bool
     counts_here: bool = True
     decided_here: bool = True
     compiled: Any = field(default=None)

@@ -1,4 +1,4 @@
-"""The calls into the compiled CUDA module: where its pointer tables lie, and on which stream it works.
+"""The calls of the CUDA kernels: where their tables lie, and on which stream they work.
 
 A kernel reads the addresses of its tensors from a table in the GPU's memory. The table stays there between calls;
 where an address changed, one copy that waits for nothing brings it up to date. Nothing in this file waits for the GPU,
@@ -8,38 +8,44 @@ so it gets a table that nothing changes any more.
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import struct
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import native
-from .calls import Call, PointerTables
+from . import cuda_devices, native
+from .calls import Call, Plan, PointerTables
+from .cuda_driver import Device
+from .cuda_rows import CHUNK, ENTRY, FOUND, KERNELS, LISTS, Blocks, Kernel
+from .reference import CHUNK as CHUNK_ELEMENTS
+from .reference import SAMPLED_WHOLE, sample_stride
 
 Outcome = tuple[Tensor | None, Tensor | None]
 """(float32 []: whether the last step was skipped; float64 []: how many were)."""
 ScaleMemory = tuple[Tensor | None, Tensor | None, Tensor | None]
 """(scale; trackers; settings): the tensors that a loss scaler's ``update`` reads and writes."""
 
-
-@functools.lru_cache(maxsize=64)
-def _runs_on(module: Any, index: int) -> bool:
-    return bool(module.runs_on(index))
+_MOST_MAPPING_BLOCKS = 2048
+"""Of kernels that may find nothing to do: as many as keep any GPU busy."""
+_MOST_LISTS = 8
+"""For which an entry of a table has dtypes."""
 
 
 def serves(device: torch.device) -> bool:
-    """Whether the compiled CUDA module is there and holds code that runs on ``device``. Does not sync.
+    """Whether the CUDA kernels serve ``device``. The first call for a card compiles and loads them; does not sync.
 
     Example:
         >>> serves(torch.device("cpu"))
         False
     """
-    module = native.cuda_module()
-    if module is None or device.type != "cuda" or torch.version.cuda is None:
+    if device.type != "cuda" or cuda_devices.release() is None or not torch.cuda.is_available():
         return False
-    return _runs_on(module, torch.cuda.current_device() if device.index is None else device.index)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return cuda_devices.kernels_on(index) is not None
 
 
 # -- what is asked of torch.cuda, in one place -------------------------------------------------------------------------
@@ -73,6 +79,8 @@ class Stream:
         """Keep the memory of ``tensors`` from being used again before the work queued here is done with it.
 
         Memory is given back in the order of the stream that it was allocated on, as a rule the device's default one.
+        Only what is the library's own or may be: tables, numbers, statistics. Tensors in lists are the callers', who
+        see to them when they use them on several streams, as with torch's own operations.
         """
         if self.handle != torch.cuda.default_stream(self._device).cuda_stream and not self.captures:
             for tensor in tensors:
@@ -83,101 +91,246 @@ class Stream:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
+def current_stream(device: torch.device) -> Stream:
+    """The stream that work on ``device`` is given to now."""
+    return Stream(device)
+
+
+def device_of(stream: Stream) -> Device:
+    """What launches kernels on the stream's device.
+
+    Raises:
+        RuntimeError: nothing does; checks before a call see to it that this does not happen.
+    """
+    device = cuda_devices.kernels_on(stream.index)
+    if device is None:
+        raise RuntimeError(f"the CUDA kernels do not serve cuda:{stream.index}. See python -m fp16opt.")
+    return device
+
+
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-class Site:
-    """The table of one call site in the GPU's memory.
+class Content:
+    """Bytes in host memory of which the GPU has a copy.
 
     Attributes:
+        host: them.
+        size: of the GPU's memory: it may go on behind the copy.
+    """
+
+    def __init__(self, copied: int, size: int) -> None:
+        self.host = ctypes.create_string_buffer(max(1, copied))
+        self.copied, self.size = copied, size
+        self.address = ctypes.addressof(self.host)
+
+    def put(self, at: int, content: bytes) -> bool:
+        """Write ``content``; whether it is other than what was there."""
+        end = at + len(content)
+        view = memoryview(self.host).cast("B")
+        if view[at:end] == content:
+            return False
+        view[at:end] = content
+        return True
+
+
+def _behind(start: int, count: int, size: int) -> int:
+    return (start + count * size + 15) // 16 * 16
+
+
+class Table(Content):
+    """Lists of tensors as kernels read them: first what changes with the addresses, then what does not.
+
+    Behind these, memory that a kernel's blocks share: counters, which begin at 0, and what chunks were found to hold.
+
+    Attributes:
+        chunk_count: how many chunks the lists are cut into.
+        entries: where the tensors' rows of it begin.
+    """
+
+    def __init__(self, call: Call) -> None:
+        plan = call.plan
+        self._places = None if len(plan.direct) == len(plan.rows) else plan.direct
+        self._rows = [plan.rows[place] for place in plan.direct]
+        self._flags: object = None
+        self._width, count = len(plan.operation.lists), len(plan.direct)
+        if self._width > _MOST_LISTS:
+            raise ValueError(
+                f"{plan.operation.name}: {self._width} lists, the CUDA kernels take up to {_MOST_LISTS}. Widen Entry."
+            )
+        columns = [call.column(which) for which in range(self._width)]
+        numels = [columns[0][place].numel() for place in plan.direct]
+        codes = [[native.CODES[column[place].dtype] for column in columns] for place in plan.direct]
+        chunks = [
+            CHUNK.packer().pack(start, entry, min(numel - start, CHUNK_ELEMENTS))
+            for entry, numel in enumerate(numels)
+            for start in range(0, numel, CHUNK_ELEMENTS)
+        ]
+        self.chunk_count, self._count = len(chunks), count
+        self._filled = sum(numel > 0 for numel in numels)
+        self._add = _behind(0, self._width * count, 8)
+        self._chunks = _behind(self._add, count, 1)
+        self.entries = _behind(self._chunks, len(chunks), CHUNK.packer().size)
+        self._counters = _behind(self.entries, count + 1, ENTRY.packer().size)
+        self._partial = _behind(self._counters, count + 1, 4)
+        super().__init__(self._partial, _behind(self._partial, len(chunks), FOUND.packer().size))
+        self.put(self._chunks, b"".join(chunks))
+        self.put(self.entries, b"".join(self._packed_entries(numels, codes)))
+
+    def _packed_entries(self, numels: list[int], codes: list[list[int]]) -> list[bytes]:
+        pack, first, packed = ENTRY.packer().pack, 0, []
+        for row, numel, dtypes in zip(self._rows, numels, codes, strict=True):
+            stride = 0 if numel <= SAMPLED_WHOLE else sample_stride(numel)
+            packed.append(pack(row, first, stride, bytes(dtypes)))
+            first += -(-numel // CHUNK_ELEMENTS)
+        return [*packed, pack(0, first, 0, b"")]
+
+    def point(self, call: Call, flags: bool | Sequence[bool] | None) -> tuple[int, int] | None:
+        """Take in addresses and flags: from where to where bytes changed, or None."""
+        moved = native.put_addresses(call, range(self._width), self._places, self.address, 8)
+        if flags != self._flags:
+            one = flags is None or isinstance(flags, bool)
+            self._flags = flags if one else list(flags)  # type: ignore[arg-type]
+            each = [bool(flags if one else flags[row]) for row in self._rows]  # type: ignore[index]
+            moved = self.put(self._add, bytes(each)) or moved
+        return (0, self._chunks) if moved else None
+
+    def lists(self, memory: int) -> bytes:
+        """The kernels' argument that says where in the GPU's memory everything is."""
+        offsets = (0, self._add, self._chunks, self.entries, self._partial, self._counters)
+        return LISTS.packer().pack(*(memory + at for at in offsets), self.chunk_count, self._count, self._filled)
+
+
+class Kept:
+    """Memory that a captured graph reads, for as long as this is there.
+
+    Args:
+        device: whose it is.
+        content: what it begins with.
+    """
+
+    def __init__(self, device: Device, content: Content) -> None:
+        self._device: Device | None = None
+        self.memory = device.keep(content.host.raw[: content.copied], content.size)
+        self._device = device
+
+    def forever(self) -> None:
+        """Leave it where it is, also when this is gone."""
+        self._device = None
+
+    def __del__(self) -> None:
+        if self._device is not None:
+            self._device.give_back(self.memory)
+
+
+class Site:
+    """The content of one call site in the GPU's memory.
+
+    Args:
+        content: of the host.
+
+    Attributes:
+        content: the same.
         numbers: the site of a step's numbers, or None.
+        lists: what kernels are told of a table at this place.
     """
 
     numbers: Site | None = None
+    lists: bytes = b""
 
-    def __init__(self, call: Call) -> None:
-        self.table = native.cuda_module().Table(*native.table_arguments(call))
+    def __init__(self, content: Content) -> None:
+        self.content: Any = content
         self._memory: Tensor | None = None
         self._stream: Stream | None = None
+        self.memory = 0
 
-    def place(self, lists: Any, add: bool | Sequence[bool] | None, device: torch.device, stream: Stream) -> Any:
-        """Bring the table up to date, in the order of ``stream``. Returns where kernels find it."""
-        size = self.table.point(lists, add)
+    def place(self, changed: tuple[int, int] | None, device: torch.device, stream: Stream) -> None:
+        """Bring the GPU's copy up to date, in the order of ``stream``."""
+        content = self.content
+        if changed is None and self._stream is not None and self._stream.handle == stream.handle:
+            return
         with torch.inference_mode(False):
             if self._memory is None:
-                self._memory = torch.empty(self.table.all_bytes(), dtype=torch.uint8, device=device)
+                self._memory = torch.empty(content.size, dtype=torch.uint8, device=device)
+                self._settle(self._memory.data_ptr())
+                changed = (0, content.copied)
             if self._stream is not None and self._stream.handle != stream.handle:
                 stream.wait_for(self._stream)  # the kernel before this one may still read it there
             stream.hold([self._memory])
             self._stream = stream
-            if size:
-                staging = stream.staging(size)
-                self.table.fill(staging.data_ptr())
-                self._memory[:size].copy_(staging, non_blocking=True)
-        return native.cuda_module().Where(self._memory.data_ptr(), stream.index, stream.handle)
+            if changed is not None:
+                begin, end = changed
+                staging = stream.staging(end - begin)
+                ctypes.memmove(staging.data_ptr(), content.address + begin, end - begin)
+                self._memory[begin:end].copy_(staging, non_blocking=True)
 
-    def place_for_graph(
-        self, lists: Any, add: bool | Sequence[bool] | None, stream: Stream, owner: PointerTables | None
-    ) -> Any:
-        """Write the table to memory of its own, for the graph that is being captured. Returns where it is.
+    def place_for_graph(self, stream: Stream, owner: PointerTables | None) -> None:
+        """Write the content to memory of its own, for the graph that is being captured.
 
         It stays as long as ``owner``: replays need the tensors and buffers of whoever made the call, so they end with
-        it. Where a call has no owner nothing tells when the graph is gone, and the memory is never given back.
+        it. Where a call has no owner nothing tells when the graph is gone, and the memory is never given back. It is
+        the driver's and not torch's: what torch's allocator gives during a capture is the graph's to use again.
         """
-        self.table.point(lists, add)
-        kept = self.table.keep(stream.index)
-        memory = kept.memory()
+        kept = Kept(device_of(stream), self.content)
+        self._settle(kept.memory)
         if owner is None:
             kept.forever()
         else:
             owner.captured.append(kept)
-        return native.cuda_module().Where(memory, stream.index, stream.handle)
+
+    def _settle(self, memory: int) -> None:
+        self.memory = memory
+        if isinstance(self.content, Table):
+            self.lists = self.content.lists(memory)
 
 
-class Queued:
-    """A call ready to be launched: its table, where that is, and what to do once it is in the stream.
-
-    Args:
-        call: the lists.
-        add: which of them are added to.
-    """
-
-    def __init__(
-        self,
-        call: Call,
-        add: bool | Sequence[bool] | None = None,
-    ) -> None:
-        self._call = call
-        device = call.plan.device
-        self._stream = Stream(device)
-        lists = native.addresses_of(call)
-        if self._stream.captures:
-            site = Site(call)
-            self.where = site.place_for_graph(lists, add, self._stream, call.owner)
-        else:
-            site = self._site()
-            try:
-                self.where = site.place(lists, add, device, self._stream)
-            except BaseException:
-                call.plan.compiled = None  # what of the table arrived is not known
-                raise
-        self.table = site.table
-
-    def _site(self) -> Site:
-        site = self._call.plan.compiled
-        if not isinstance(site, Site):
-            site = self._call.plan.compiled = Site(self._call)
+def site_of(call: Call, stream: Stream, flags: bool | Sequence[bool] | None) -> Site:
+    """The table of a call, brought up to date on the device: that of its plan, or in a capture one of its own."""
+    plan = call.plan
+    if stream.captures:
+        site = Site(Table(call))
+        site.content.point(call, flags)
+        site.place_for_graph(stream, call.owner)
         return site
-
-    def done(self, results: Sequence[object], *, writes: bool = True) -> None:
-        """After the launch: hold tensors for a side stream, and count what was written."""
-        for which in range(len(self._call.plan.operation.lists)):
-            self._stream.hold(self._call.column(which))
-        self._stream.hold([result for result in results if isinstance(result, Tensor)])
-        native.count_writes(self._call, results, lists=writes)
+    site = plan.compiled
+    if not isinstance(site, Site):
+        site = plan.compiled = Site(Table(call))
+    try:
+        site.place(site.content.point(call, flags), plan.device, stream)
+    except BaseException:
+        plan.compiled = None  # what of the table arrived is not known
+        raise
+    return site
 
 
 # -- operations --------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _packing(kernel: Kernel) -> tuple[struct.Struct, int | None]:
+    """What packs the functor's fields, and which of them is the length of the lists."""
+    names = [field.partition(":")[0] for field in kernel.fields.split()]
+    return kernel.struct.packer(), names.index("n") if "n" in names else None
+
+
+def _address(value: object) -> Any:
+    return value.data_ptr() if isinstance(value, Tensor) else 0 if value is None else value
+
+
+def queue(kernel: Kernel, stream: Stream, plan: Plan, site: Site, values: Sequence[object]) -> None:
+    """Launch one kernel over lists; ``values`` are the fields of its functor."""
+    chunks = site.content.chunk_count
+    if kernel.blocks is Blocks.MAPPING:
+        if chunks == 0:
+            return
+        blocks = min(chunks, _MOST_MAPPING_BLOCKS)
+    else:
+        blocks = max(chunks, 1)
+    packer, counted = _packing(kernel)
+    given = [_address(value) for value in values]
+    if counted is not None:
+        given.insert(counted, plan.count)
+    device_of(stream).launch(kernel.name, blocks, stream.handle, packer.pack(*given) or b"\0", site.lists)
 
 
 def launch(
@@ -188,33 +341,32 @@ def launch(
     flags: bool | Sequence[bool] | None = None,
     writes: bool = True,
 ) -> None:
-    """:func:`fp16opt.kernels.native.launch` for the compiled CUDA module, which has the flags in its table."""
-    queued = Queued(call, flags)
-    given = [value.data_ptr() if isinstance(value, Tensor) else value for value in arguments]
-    getattr(native.cuda_module(), function)(queued.table, queued.where, call.plan.count, *given)
-    queued.done(results, writes=writes)
+    """:func:`fp16opt.kernels.native.launch` for the CUDA kernels, which have the flags in their table."""
+    stream = current_stream(call.plan.device)
+    queue(KERNELS[function], stream, call.plan, site_of(call, stream, flags), arguments)
+    stream.hold([value for value in arguments if isinstance(value, Tensor)])
+    native.count_writes(call, results, lists=writes)
 
 
 # -- decisions ---------------------------------------------------------------------------------------------------------
 
 
-def _place(device: torch.device, *tensors: Tensor) -> Any:
-    """Where a kernel without tables runs; ``tensors``, which it uses, are held for a side stream."""
-    stream = Stream(device)
-    stream.hold(tensors)
-    return native.cuda_module().Where(0, stream.index, stream.handle)
+def _queue_single(name: str, device: torch.device, *values: object) -> None:
+    """Launch a kernel without tables."""
+    stream = current_stream(device)
+    packed = _packing(KERNELS[name])[0].pack(*(_address(value) for value in values))
+    device_of(stream).launch(name, 1, stream.handle, packed)
+    stream.hold([value for value in values if isinstance(value, Tensor)])
 
 
 def capture_scale(scale: Tensor, pair: Tensor) -> None:
     """:func:`fp16opt.kernels.decisions.capture_scale`."""
-    native.cuda_module().capture_scale(_place(scale.device, scale, pair), scale.data_ptr(), pair.data_ptr())
+    _queue_single("capture_scale", scale.device, scale, pair)
 
 
 def decide_clip(norm: Tensor, found_inf: Tensor | None, max_norm: float, only_finite: bool, results: Tensor) -> None:
     """:func:`fp16opt.kernels.decisions.decide_clip`; ``results``: float32, [2]."""
-    where = _place(norm.device, norm, results, *([] if found_inf is None else [found_inf]))
-    flag, address = 0 if found_inf is None else found_inf.data_ptr(), results.data_ptr()
-    native.cuda_module().decide_clip(where, norm.data_ptr(), flag, max_norm, only_finite, address, address + 4)
+    _queue_single("decide_clip", norm.device, norm, found_inf, max_norm, only_finite, results, results.data_ptr() + 4)
 
 
 def close_step(
@@ -230,13 +382,15 @@ def close_step(
     (last, skipped), (scale, trackers, settings) = outcome, scaler
     if settings is None:
         scale = None  # a static one
-    tensors = [found_inf, last, skipped, scale, trackers, settings, flags, kept, memory]
-    at = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    clean, skips = (0, at[4]) if settings is None else (at[4], at[4] + 4)
-    native.cuda_module().close_step(
-        _place(device, *(tensor for tensor in tensors if tensor is not None)),
-        *(at[0], at[1], at[2], at[3], clean, skips, at[5], at[6], at[7], 0 if kept is None else kept.numel()),
-        *(at[8], 0 if memory is None else memory.numel() // 4),
+    clean: Tensor | None = None
+    skips: Tensor | int | None = trackers
+    if settings is not None and trackers is not None:
+        clean, skips = trackers, trackers.data_ptr() + 4
+    _queue_single(
+        "close_step",
+        device,
+        *(found_inf, last, skipped, scale, clean, skips, settings, flags, kept, 0 if kept is None else kept.numel()),
+        *(memory, 0 if memory is None else memory.numel() // 4),
     )
     written = (last, skipped, scale, trackers, kept, memory)
     native.count_versions([tensor for tensor in written if tensor is not None])

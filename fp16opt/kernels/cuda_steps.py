@@ -1,4 +1,4 @@
-"""The calls of the one-pass steps into the compiled CUDA module; see :mod:`.cuda`.
+"""The one-pass steps on CUDA; see :mod:`.cuda`.
 
 Whatever a step multiplies by and whether it is skipped is read by the kernel, and so are counters of steps and learning
 rates that are tensors on the device. Numbers that the host knows lie in a second small table, which is copied to the
@@ -15,192 +15,135 @@ from torch import Tensor
 
 from . import native
 from .calls import Call
-from .cuda import Queued, Site, Stream
+from .cuda import Content, Site, Stream, current_stream, queue, site_of
+from .cuda_rows import KERNELS, MEMBER, Kernel, Struct
 
 if TYPE_CHECKING:
-    from .reference_steps import AdamOptions, Factors, LionOptions, SgdOptions
+    from .reference_steps import Factors
     from .stats import CastStats
 
 
-SGD, ADAM, LION = 0, 1, 2  # whose groups they are: StepKind in csrc/step_bindings.h
-
-
-class NumbersSite(Site):
-    """The numbers of one call site's steps in the GPU's memory.
+class Numbers(Content):
+    """What a step is told beyond its tensors: a member for each entry of the table, and behind them the param_groups.
 
     Attributes:
-        groups: how many param_groups there is room for.
+        groups: where these begin.
+        group_count: how many there is room for.
     """
 
-    def __init__(self, call: Call, kind: int, groups: int) -> None:
-        self.groups = groups
-        self.table = native.cuda_module().Numbers(call.plan.direct, kind, groups)
-        self._memory: Tensor | None = None
-        self._stream: Stream | None = None
+    def __init__(self, call: Call, group: Struct, group_count: int) -> None:
+        plan = call.plan
+        self._direct = plan.direct
+        self._places = None if len(plan.direct) == len(plan.rows) else plan.direct
+        self._rows = plan.rows
+        self._counters = len(plan.operation.lists) if plan.operation.counters and plan.counts_here else None
+        self._group, self._member = group.packer(), MEMBER.packer()
+        self._given: tuple[list[int], list[float]] | None = None
+        self.group_count = group_count
+        self.groups = len(plan.direct) * self._member.size
+        size = self.groups + group_count * self._group.size
+        super().__init__(size, size)
 
-
-class QueuedStep(Queued):
-    """A step ready to be launched.
-
-    Args:
-        call: the lists of the step.
-        first: for each entry whether its momentum buffer holds nothing yet; None where there are no such.
-        kind: whose numbers ``groups`` are: ``SGD``, ``ADAM`` or ``LION``.
-        groups: the numbers of each param_group, as the compiled module takes them.
-        group_of: the group of each place.
-        counted: whether the last list are counters of steps on the device.
-        numbers: the number of each entry's step, where there are no counters.
-    """
-
-    def __init__(
-        self,
-        call: Call,
-        first: bool | Sequence[bool] | None,
-        kind: int,
-        groups: list[tuple[Any, ...]],
-        group_of: list[int],
-        counted: bool = False,
-        numbers: Sequence[float] = (),
-    ) -> None:
-        super().__init__(call, first)
-        given = [groups, group_of, native.addresses_of(call) if counted else None, list(numbers)]
-        if self._stream.captures:
-            site = NumbersSite(call, kind, len(groups))
-            self.numbers_where = site.place_for_graph(given, None, self._stream, call.owner)
-        else:
-            site = self._numbers_site(call, kind, len(groups))
-            try:
-                self.numbers_where = site.place(given, None, self._device, self._stream)
-            except BaseException:
-                call.plan.compiled = None  # what of the numbers arrived is not known
-                raise
-        self.numbers = site.table
-
-    @property
-    def _device(self) -> torch.device:
-        return self._call.plan.device
-
-    def _numbers_site(self, call: Call, kind: int, groups: int) -> NumbersSite:
-        kept = call.plan.compiled.numbers
-        if not isinstance(kept, NumbersSite) or kept.groups != groups:
-            kept = call.plan.compiled.numbers = NumbersSite(call, kind, groups)
-        return kept
-
-    def launch(
-        self,
-        operation: Any,
-        factors: Factors,
-        found_inf: Tensor | None,
-        stats: CastStats | None,
-        more_state: bool,
-        also_read: Sequence[Tensor],
-        counters: Sequence[Tensor],
-    ) -> None:
-        """Launch, then hold what the kernel reads and tell autograd what it writes.
+    def point(
+        self, call: Call, groups: list[tuple[Any, ...]], group_of: Sequence[int], numbers: list[float]
+    ) -> tuple[int, int] | None:
+        """Take in what changed: from where to where, or None.
 
         Args:
-            operation: of the compiled module.
-            more_state: whether the lists have what a plain step has not: amsgrad's, or SGD's buffers.
-            also_read: tensors on the device that ``groups`` have the addresses of.
-            counters: the counters that are written.
+            groups: the fields of each.
+            group_of: by row, which of them.
+            numbers: by place, the number of each entry's step, where the host counts; else empty.
         """
-        operation(
-            *(self.table, self.where, self._call.plan.count, self.numbers, self.numbers_where),
-            *(factors.inv_scale.data_ptr(), factors.coefficient.data_ptr()),
-            0 if found_inf is None else found_inf.data_ptr(),
-            stats is not None,
-            0 if stats is None else stats.overflow.data_ptr(),
-            more_state,
-        )
-        read = [*factors, *also_read] if found_inf is None else [*factors, found_inf, *also_read]
-        self.done([] if stats is None else [stats.overflow])
-        self._stream.hold([*read, *counters])
+        begin = self.groups
+        if self._given is None or self._given[0] != group_of or self._given[1] != numbers:
+            self._given = list(group_of), numbers
+            for k, place in enumerate(self._direct):
+                number = numbers[place] if numbers else 0.0
+                self._member.pack_into(self.host, k * self._member.size, 0, number, group_of[self._rows[place]])
+            begin = 0
+        if self._counters is not None:
+            which = range(self._counters, self._counters + 1)
+            moved = native.put_addresses(call, which, self._places, self.address, self._member.size)
+            begin = 0 if moved else begin
+        moved = self.put(self.groups, b"".join(self._group.pack(*group) for group in groups))
+        return (begin, self.copied if moved else self.groups) if moved or begin == 0 else None
 
 
-def _numbers(
-    values: Sequence[float | Tensor], device: torch.device
-) -> tuple[list[tuple[float, int, bool]], list[Tensor]]:
-    """Learning rates as the compiled module takes them, and the tensors on ``device`` among them. No sync there."""
-    found: list[tuple[float, int, bool]] = []
-    kept: list[Tensor] = []
-    for value in values:
-        if not isinstance(value, Tensor) or (value.device.type == "cpu" and device.type != "cpu"):
-            found.append((float(value), 0, False))
-            continue
-        number = value.detach()
-        if number.device != device or number.dtype not in (torch.float32, torch.float64):
-            number = number.to(device, torch.float64)
-        found.append((0.0, number.data_ptr(), number.dtype == torch.float64))
-        kept.append(number)
-    return found, kept
+def _numbers_of(call: Call, kernel: Kernel, stream: Stream, group_count: int, given: Sequence[Any]) -> Site:
+    """The numbers of a step, brought up to date on the device like :func:`fp16opt.kernels.cuda.site_of`."""
+    plan = call.plan
+    group = kernel.group or Struct("", "")
+    if stream.captures:
+        site = Site(Numbers(call, group, group_count))
+        site.content.point(call, *given)
+        site.place_for_graph(stream, call.owner)
+        return site
+    site = plan.compiled.numbers
+    if site is None or site.content.group_count != group_count:
+        site = plan.compiled.numbers = Site(Numbers(call, group, group_count))
+    try:
+        site.place(site.content.point(call, *given), plan.device, stream)
+    except BaseException:
+        plan.compiled = None  # what of the numbers arrived is not known
+        raise
+    return site
 
 
-def adam(
+def _rate(value: float | Tensor, device: torch.device, kept: list[Tensor]) -> tuple[float, int, int]:
+    """A learning rate as the kernel reads it; a tensor on ``device`` goes as its address. No sync there."""
+    if not isinstance(value, Tensor) or (value.device.type == "cpu" and device.type != "cpu"):
+        return float(value), 0, 0
+    number = value.detach()
+    if number.device != device or number.dtype not in (torch.float32, torch.float64):
+        number = number.to(device, torch.float64)
+    kept.append(number)
+    return 0.0, number.data_ptr(), int(number.dtype == torch.float64)
+
+
+def launch(
     call: Call,
-    options: Sequence[AdamOptions],
+    name: str,
+    options: Sequence[tuple[Any, ...]],
     group_of: Sequence[int],
     factors: Factors,
     stats: CastStats | None,
     found_inf: Tensor | None,
+    more_state: bool | None = None,
+    first: bool | Sequence[bool] | None = None,
 ) -> None:
-    """:func:`fp16opt.kernels.steps.multi_tensor_adam` for the direct entries; decided if the host counts."""
+    """One step of the direct entries, in one launch; decided if the host counts the steps.
+
+    Args:
+        call: the lists: grads, masters, those of the state, models where there are ``stats``, counters where declared.
+        name: of the kernel.
+        options: of each param_group: the learning rate, then the other fields of the kernel's group.
+        group_of: by row, its place in ``options``.
+        factors, stats, found_inf: as for :func:`fp16opt.kernels.steps.multi_tensor_adam`.
+        more_state: whether the lists have what a plain step has not: amsgrad's, or SGD's buffers.
+        first: by row whether its state holds nothing yet; None where the kernel does not ask.
+    """
     plan = call.plan
     if not plan.rows:
         return
-    lrs, kept = _numbers([o.lr for o in options], plan.device)
-    groups = [
-        (lr, o.beta1, o.beta2, o.eps, o.weight_decay, o.decoupled, o.maximize)
-        for lr, o in zip(lrs, options, strict=True)
-    ]
-    counters = call.column(len(plan.operation.lists))
-    here = plan.counts_here
-    numbers = [] if here else (torch.stack([step.reshape(()) for step in counters]) + 1.0).tolist()
-    counters = [counters[place] for place in plan.direct]
-    groups_of_places = [group_of[row] for row in plan.rows]
-    queued = QueuedStep(call, None, ADAM, groups, groups_of_places, here, numbers)
-    amsgrad = len(plan.operation.lists) > (4 if stats is None else 5)
-    written = counters if here else []
-    queued.launch(native.cuda_module().adam, factors, found_inf, stats, amsgrad, kept, written)
-    if not here and counters:
+    kernel, stream, kept = KERNELS[name], current_stream(plan.device), list[Tensor]()
+    groups = [(*_rate(o[0], plan.device, kept), *o[1:]) for o in options]
+    counters: list[Tensor] = []
+    numbers: list[float] = []
+    if plan.operation.counters and not plan.counts_here:
+        counters = call.column(len(plan.operation.lists))
+        numbers = (torch.stack([step.reshape(()) for step in counters]) + 1.0).tolist()
+        counters = [counters[place] for place in plan.direct]
+    site = site_of(call, stream, first)
+    given = _numbers_of(call, kernel, stream, len(options), (groups, group_of, numbers))
+    models = -1 if stats is None else len(plan.operation.lists) - 1
+    overflow = None if stats is None else stats.overflow
+    table = site.memory + site.content.entries
+    members, packed_groups = given.memory, given.memory + given.content.groups
+    values = [*factors, found_inf, members, table, overflow, models, packed_groups]
+    values += [] if more_state is None else [more_state]
+    queue(kernel, stream, plan, site, values)
+    used = (*factors, found_inf, overflow, *kept)
+    stream.hold([tensor for tensor in used if tensor is not None])
+    native.count_writes(call, [] if overflow is None else [overflow])
+    if counters:
         torch._foreach_add_(counters, 1.0)
-
-
-def sgd(
-    call: Call,
-    options: Sequence[SgdOptions],
-    group_of: Sequence[int],
-    first: bool | Sequence[bool],
-    factors: Factors,
-    stats: CastStats | None,
-    found_inf: Tensor | None,
-) -> None:
-    """:func:`fp16opt.kernels.steps.multi_tensor_sgd` for the direct entries."""
-    plan = call.plan
-    if not plan.rows:
-        return
-    lrs, kept = _numbers([o.lr for o in options], plan.device)
-    groups = [
-        (lr, o.momentum, o.dampening, o.weight_decay, o.nesterov, o.maximize)
-        for lr, o in zip(lrs, options, strict=True)
-    ]
-    queued = QueuedStep(call, first, SGD, groups, [group_of[row] for row in plan.rows])
-    has_momentum = len(plan.operation.lists) > (2 if stats is None else 3)
-    queued.launch(native.cuda_module().sgd, factors, found_inf, stats, has_momentum, kept, [])
-
-
-def lion(
-    call: Call,
-    options: Sequence[LionOptions],
-    group_of: Sequence[int],
-    factors: Factors,
-    stats: CastStats | None,
-    found_inf: Tensor | None,
-) -> None:
-    """:func:`fp16opt.kernels.steps.multi_tensor_lion` for the direct entries."""
-    plan = call.plan
-    if not plan.rows:
-        return
-    lrs, kept = _numbers([o.lr for o in options], plan.device)
-    groups = [(lr, o.beta1, o.beta2, o.weight_decay, o.maximize) for lr, o in zip(lrs, options, strict=True)]
-    queued = QueuedStep(call, None, LION, groups, [group_of[row] for row in plan.rows])
-    queued.launch(native.cuda_module().lion, factors, found_inf, stats, False, kept, [])

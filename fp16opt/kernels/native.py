@@ -1,4 +1,4 @@
-"""The calls into the compiled modules, which see addresses and sizes and nothing else.
+"""The calls into the compiled CPU module, which sees addresses and sizes and nothing else.
 
 Everything that could go wrong with an address is settled here and in :mod:`fp16opt.kernels.tables`: dtype, device,
 shape, strides and layout are checked there; addresses are read afresh for every call, the tensors are kept alive until
@@ -7,6 +7,8 @@ the call returns, and here autograd is told what was written. Compiled code rele
 
 from __future__ import annotations
 
+import array
+import ctypes
 import importlib
 import json
 import warnings
@@ -19,8 +21,9 @@ from torch import Tensor
 
 from .calls import Call
 
-_CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
-_CODES[torch.int16] = 0  # remainders: 16 bits that only split masters look into
+CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
+CODES[torch.int16] = 0  # remainders: 16 bits that only split masters look into
+CODES[torch.int8] = CODES[torch.uint8] = 4  # codes of 8 bits
 
 
 def _reason_not_built(name: str) -> str:
@@ -45,7 +48,6 @@ def _load(name: str) -> tuple[Any, str]:
 
 
 _cpu, _cpu_missing = _load("_cpu")
-_cuda, _cuda_missing = _load("_cuda")
 _exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
 
@@ -59,27 +61,11 @@ def simd_level() -> str:
     return "" if _cpu is None else str(_cpu.simd_level())
 
 
-def status() -> dict[str, str]:
-    """State of each compiled module, in words, for ``python -m fp16opt``."""
+def status() -> str:
+    """State of the compiled CPU module, in words, for ``python -m fp16opt``."""
     if _cpu is None:
-        cpu = f"missing: {_cpu_missing}"
-    else:
-        cpu = f"loaded; this machine runs its SIMD levels {', '.join(_cpu.simd_levels())}"
-    return {"_cpu": cpu, "_cuda": _cuda_status()}
-
-
-def _cuda_status() -> str:
-    if _cuda is None:
-        return f"missing: {_cuda_missing}"
-    held = f"loaded; it holds code for {_cuda.architectures}"
-    if torch.cuda.is_available():
-        return held
-    return f"{held}; torch finds no CUDA device here"
-
-
-def cuda_module() -> Any:
-    """The compiled CUDA module, or None."""
-    return _cuda
+        return f"missing: {_cpu_missing}"
+    return f"loaded; this machine runs its SIMD levels {', '.join(_cpu.simd_levels())}"
 
 
 def clip_decision(norm: float, found_inf: float, only_finite: bool, max_norm: float) -> float:
@@ -98,18 +84,16 @@ def follow_scale(overflow: bool, scale: Tensor, trackers: Tensor, settings: Tens
     count_versions([trackers] if settings is None else [scale, trackers])
 
 
-def seen_lists(lists: tuple[Sequence[Tensor | None], ...], deciding: int, device: torch.device) -> Any:
+def seen_lists(lists: tuple[Sequence[Tensor | None], ...], deciding: int) -> Any:
     """A compiled proof that lists are as they were, which reads their addresses; None where there is none.
 
     It needs DLPack's exchange table, which torch offers from version 2.10 on. Entries that are None in one of the first
     ``deciding`` lists are left out.
     """
-    # Addresses are of the type of the module that read them, and that module is to use them.
-    module = _cuda if _cuda is not None and device.type == "cuda" else _cpu
-    if module is None or _exchange is None:
+    if _cpu is None or _exchange is None:
         return None
     try:
-        return module.SeenLists(_exchange, Tensor, Tensor.is_neg, lists, deciding)
+        return _cpu.SeenLists(_exchange, Tensor, Tensor.is_neg, lists, deciding)
     except (BufferError, RuntimeError, TypeError, ValueError):
         return None  # a tensor that DLPack can't describe; the caller compares attributes instead
 
@@ -118,7 +102,7 @@ def table_arguments(call: Call) -> tuple[list[int], list[int], list[list[int]], 
     """What the compiled form of a plan is made of: sizes, rows, codes of dtypes, places."""
     plan = call.plan
     columns = [call.column(which) for which in range(len(plan.operation.lists))]
-    codes = [[_CODES[tensor.dtype] for tensor in column] for column in columns]
+    codes = [[CODES[tensor.dtype] for tensor in column] for column in columns]
     return [tensor.numel() for tensor in columns[0]], plan.rows, codes, plan.direct
 
 
@@ -129,6 +113,36 @@ def addresses_of(call: Call) -> Any:
     direct = set(call.plan.direct)
     columns = [call.column(which) for which in range(len(call.lists))]
     return [[t.data_ptr() if place in direct else 0 for place, t in enumerate(column)] for column in columns]
+
+
+def put_addresses(call: Call, which: range, places: list[int] | None, at: int, stride: int) -> bool:
+    """Write the addresses of some of a call's lists to host memory, one list behind the other.
+
+    Args:
+        call: the lists.
+        which: of them.
+        places: of their tensors; None for all.
+        at: where the first one goes.
+        stride: bytes from one address to the next: 8, or more with other things between, which stay.
+
+    Returns:
+        Whether one is not what was there.
+    """
+    addresses = addresses_of(call)
+    if _cpu is not None:
+        moved: bool = _cpu.put_addresses(addresses, which.start, len(which), places, at, stride)
+        return moved
+    found = array.array("Q")
+    for one in which:
+        found.extend(addresses[one] if places is None else [addresses[one][place] for place in places])
+    step, count = stride // 8, len(found)
+    if count == 0:
+        return False
+    room = memoryview((ctypes.c_uint64 * ((count - 1) * step + 1)).from_address(at)).cast("B").cast("Q")[::step]
+    if room == memoryview(found):
+        return False
+    room[:] = found
+    return True
 
 
 def count_versions(tensors: list[Tensor]) -> None:

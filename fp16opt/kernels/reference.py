@@ -27,9 +27,11 @@ LANES = 256
 GROUP = 8
 """Consecutive elements that are added in a small tree before they enter a lane."""
 SLAB = 64 * CHUNK
+_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 _ROW = LANES * GROUP
+_LEAST_SUM = 2.0**-100  # below it what squares lose at float32's lower end might count
 _WORD = 4  # 16-bit elements in a 64-bit word of a sample
-_SAMPLED_WHOLE, _LEAST_STRIDE = 16384, 1009  # elements
+SAMPLED_WHOLE, _LEAST_STRIDE = 16384, 1009  # elements
 _KEY = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd constant of many bits, as the int64 with the same bits
 
 
@@ -85,18 +87,56 @@ def _padded(flat: Tensor, multiple: int) -> Tensor:
     return torch.nn.functional.pad(flat, (0, missing)) if missing else flat
 
 
+def _halves_of_groups(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums of squares of the first four elements of each group, the last dimension, and of the last four."""
+    e = (values * values).unbind(-1)
+    return (e[0] + e[1]) + (e[2] + e[3]), (e[4] + e[5]) + (e[6] + e[7])
+
+
+def _group_sums(values: Tensor, sums: torch.dtype) -> Tensor:
+    """The terms that groups add to their lanes, in ``sums``, the dtype of the lanes."""
+    if values.dtype == torch.float64 or sums == torch.float32:
+        front, back = _halves_of_groups(values.to(sums))
+        return front + back
+    front, back = _halves_of_groups(values.float())
+    total = front + back
+    groups = total.to(sums) if values.dtype in _SIXTEEN_BITS else front.to(sums) + back.to(sums)
+    if values.dtype == torch.float16:  # 2^-48 to 2^35
+        return groups
+    in_range = (total >= _LEAST_SUM) & torch.isfinite(total)
+    if values.device.type == "cpu" and bool(in_range.all()):  # elsewhere a look would wait
+        return groups
+    front, back = _halves_of_groups(values.to(sums))
+    return torch.where(in_range, groups, front + back)
+
+
+def summed_as_stored(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the squares of gradients are taken of them as they are stored, and multiplied by the factor's later.
+
+    Args:
+        dtype: of the gradients.
+        device: where they live. Where sums are float32 the squares of scaled bfloat16 might leave its range.
+
+    Example:
+        >>> summed_as_stored(torch.bfloat16, torch.device("cpu")), summed_as_stored(torch.float32, torch.device("cpu"))
+        (True, False)
+    """
+    return dtype == torch.float16 or (dtype == torch.bfloat16 and sum_dtype(device) == torch.float64)
+
+
 def _chunk_sums(flat: Tensor, factor: Tensor | None = None) -> Tensor:
     """Sum of squares of each chunk of ``flat`` (at most a slab), in the fixed order that every backend follows.
 
-    The squares of FP16 values, and the sums of eight of them, are float32: the former are exact there. From there on,
-    and of other values from the beginning, all is float64. ``factor`` is squared and multiplied to what the lanes hold.
+    Squares and the sums of four are float32, and so are the sums of eight where the values are 16-bit, whose squares
+    are exact there; from there on, and from the beginning in groups whose float32 sum is not in [2^-100, 2^128), all
+    is float64, as for float64 values. ``factor`` is squared and multiplied to what the lanes hold.
     """
     rows_of = CHUNK if flat.numel() > CHUNK else _ROW  # whole rows of zeros change no bit of a sum of squares
     sums = sum_dtype(flat.device)
-    wide = _padded(flat, rows_of).to(torch.float32 if flat.dtype == torch.float16 else sums)
-    squares = (wide * wide).view(-1, rows_of // _ROW if flat.numel() > CHUNK else wide.numel() // _ROW, LANES, GROUP)
-    e = squares.unbind(-1)
-    groups = (((e[0] + e[1]) + (e[2] + e[3])) + ((e[4] + e[5]) + (e[6] + e[7]))).to(sums)
+    padded = _padded(flat, rows_of)
+    rows = rows_of // _ROW if flat.numel() > CHUNK else padded.numel() // _ROW
+    values = padded.view(-1, rows, LANES, GROUP)
+    groups = _group_sums(values, sums)
     lanes = groups[:, 0]
     for row in range(1, groups.shape[1]):
         lanes = lanes + groups[:, row]
@@ -162,7 +202,7 @@ def unscale(
             product = total
         if write:
             written.copy_(product)
-        stored = grad.dtype == torch.float16 and not accumulate  # squared as they are, or as they are written
+        stored = summed_as_stored(grad.dtype, grad.device) and not accumulate
         sums.append(_chunk_sums(source[part], factor) if stored else _chunk_sums(product))
     if write:
         write_back(target, out, order)
@@ -251,6 +291,25 @@ def axpby(a: float, x: Tensor, b: float, y: Tensor, out: Tensor, found_inf: Tens
     write_back(target, out, order)
 
 
+def lerp(average: Tensor, value: Tensor, weight: float) -> None:
+    """``average`` goes the part ``weight`` of the way to ``value``, from whichever end is nearer.
+
+    Args:
+        average: float32 or float64. Written.
+        value: float16, bfloat16 or float32; float64 for a float64 ``average``.
+        weight: 0 to 1; it, or 1 - weight, is rounded to the dtype of ``average``.
+    """
+    order = memory_order(average)
+    values, target = flatten(value, order).values, flatten(average, order)
+    for part in slabs(values.numel()):
+        far, near = values[part].to(average.dtype), target.values[part]
+        if weight < 0.5:
+            near.copy_(near + (far - near) * weight)
+        else:
+            near.copy_(far + (near - far) * (1.0 - weight))
+    write_back(target, average, order)
+
+
 def cast(i: int, master: Tensor, param: Tensor, stats: CastStats) -> None:
     """Round ``master`` to the nearest 16-bit value, ties to even, and write flags to row ``i``.
 
@@ -309,7 +368,7 @@ def sample(tensor: Tensor) -> Tensor:
         0
     """
     numel, order = tensor.numel(), memory_order(tensor)
-    if numel <= _SAMPLED_WHOLE:
+    if numel <= SAMPLED_WHOLE:
         words = _padded(flatten(tensor, order).values.view(torch.int16), _WORD)
         words, stride = words.clone(memory_format=torch.contiguous_format).view(torch.int64), 1
     else:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import reference, reference_split
+from . import reference, reference_split, reference_split24
 from .stats import CastStats
 
 
@@ -159,7 +159,8 @@ def adam(
     o = options
     lr = float(o.lr)
     step_size = _single(-(lr / (1.0 - power(o.beta1, t))))
-    root = _single(math.sqrt(1.0 - power(o.beta2, t)))
+    # By a number torch's CUDA kernels do not divide: they multiply by its reciprocal. A tensor they divide by.
+    root = torch.full((), math.sqrt(1.0 - power(o.beta2, t)), dtype=torch.float32, device=master.device)
     state = [master, exp_avg, exp_avg_sq, *([] if max_exp_avg_sq is None else [max_exp_avg_sq])]
     views = _Views(*state)
     source = reference.flatten(grad, views.order).values
@@ -236,14 +237,15 @@ def lion(grad: Tensor, master: Tensor, exp_avg: Tensor, options: LionOptions, fa
 
 
 @contextlib.contextmanager
-def whole(row: int, master: Tensor, model: Tensor | None, stats: CastStats | None) -> Iterator[Tensor]:
+def whole(row: int, master: Tensor, model: Tensor | None, stats: CastStats | None, number: int = 0) -> Iterator[Tensor]:
     """A master in float32 to be stepped within, and then rounded into its 16-bit parameter, where it has one.
 
     Args:
         row: of ``stats``.
-        master: float32, or the int16 remainder of a split one.
+        master: float32, or the int16 or int8 remainder of a split one.
         model: float16 or bfloat16, or None.
         stats: as for :func:`fp16opt.kernels.multi_tensor_cast`.
+        number: of the step, by which int8 remainders are rounded.
     """
     if model is None or stats is None:
         yield master
@@ -252,6 +254,11 @@ def whole(row: int, master: Tensor, model: Tensor | None, stats: CastStats | Non
         reference_split.join(model, master, single)
         yield single
         reference_split.split(row, single, model, master, stats)
+    elif master.dtype == torch.int8:
+        single = torch.empty_like(model, dtype=torch.float32)
+        reference_split24.join(model, master, single)
+        yield single
+        reference_split24.split(row, single, model, master, stats, number)
     else:
         yield master
         reference.cast(row, master, model, stats)

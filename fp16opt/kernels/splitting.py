@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import reference_split
+from . import reference_split, reference_split24
 from .calls import Entries, PointerTables
 from .checks import check_given
 from .stats import CastStats
@@ -25,12 +25,13 @@ def multi_tensor_split(
 
     bfloat16: exact for every float32; the weight is rounded to nearest, ties away from zero. float16: the weight is
     rounded to nearest, ties to even; exact for magnitudes from 2^-16 up to 65520, below within 2^-40. From 65520 on the
-    weight is inf, and the master is kept to 9 bits.
+    weight is inf, and the master is kept to 9 bits. With int8 remainders masters have 24 bits, rounded to nearest: see
+    :mod:`fp16opt.kernels.reference_split24`.
 
     Args:
         masters: n float32 tensors.
         params: n float16 or bfloat16 tensors of the same shapes. Written.
-        remainders: n int16 tensors of the same shapes. Written.
+        remainders: n int16 or int8 tensors of the same shapes. Written.
         stats: for n tensors, as :func:`multi_tensor_cast` fills them.
         tables: the cache of this call site.
 
@@ -49,7 +50,8 @@ def multi_tensor_split(
         check_given(SPLIT.name, plan, {}, stats)
         for _, row in plan.by_reference:
             master, param, remainder = call.row(row)
-            reference_split.split(row, master, param, remainder, stats)
+            form = reference_split24 if remainder.dtype == torch.int8 else reference_split
+            form.split(row, master, param, remainder, stats)
         if plan.serving is not None:
             plan.serving.launch(call, "split", stats.overflow, results=(stats.overflow,))
 
@@ -61,7 +63,7 @@ def multi_tensor_join(
 
     Args:
         params: n float16 or bfloat16 tensors.
-        remainders: n int16 tensors of the same shapes.
+        remainders: n int16 or int8 tensors of the same shapes.
         outs: n float32 tensors of the same shapes. Written.
         tables: the cache of this call site.
 
@@ -77,6 +79,8 @@ def multi_tensor_join(
     with torch.no_grad():
         call = call_for(JOIN, (params, remainders, outs), tables, None)
         for _, row in call.plan.by_reference:
-            reference_split.join(*call.row(row))
+            param, remainder, out = call.row(row)
+            form = reference_split24 if remainder.dtype == torch.int8 else reference_split
+            form.join(param, remainder, out)
         if call.plan.serving is not None:
             call.plan.serving.launch(call, "join")

@@ -17,7 +17,7 @@ from .calls import Entries, Operation, PointerTables
 from .checks import check_given
 from .reference_steps import AdamOptions, Factors, LionOptions, SgdOptions
 from .stats import CastStats
-from .tables import BFLOAT, HALF, SINGLE, call_for
+from .tables import BFLOAT, HALF, REMAINDERS, SINGLE, call_for
 
 __all__ = [
     "AdamOptions",
@@ -25,6 +25,7 @@ __all__ = [
     "LionOptions",
     "SgdOptions",
     "StepTables",
+    "check_betas",
     "multi_tensor_adam",
     "multi_tensor_lion",
     "multi_tensor_sgd",
@@ -40,14 +41,14 @@ def _owned(grad: torch.dtype, *others: torch.dtype) -> bool:
 
 def _with_models(grad: torch.dtype, *others: torch.dtype) -> bool:
     master, *singles, model = others
-    fits = model in (HALF, BFLOAT) and grad in (SINGLE, model) and master in (SINGLE, torch.int16)
+    fits = model in (HALF, BFLOAT) and grad in (SINGLE, model) and master in (SINGLE, *REMAINDERS)
     return fits and all(dtype == SINGLE for dtype in singles)
 
 
 def _operation(name: str, *state: str, counters: str = "") -> dict[bool, Operation]:
     """By whether there are models: the operation as the guards see it."""
     lists = ("grads", "masters", *state)
-    models = Operation(name, (*lists, "models"), _with_models, _MODELS, (len(lists),), 1, counters)
+    models = Operation(name, (*lists, "models"), _with_models, _MODELS, (len(lists),), 1, counters, coded=("cpu",))
     return {False: Operation(name, lists, _owned, "float32 each", (1,), 1, counters), True: models}
 
 
@@ -58,18 +59,19 @@ _MOMENTUM = _operation("multi_tensor_sgd", "momentum_buffers")
 _LION = _operation("multi_tensor_lion", "exp_avgs")
 
 
-def _check_betas(name: str, options: Sequence[AdamOptions | LionOptions]) -> None:
-    for k, o in enumerate(options):
-        for beta, value in (("beta1", o.beta1), ("beta2", o.beta2)):
-            if not 0.0 <= value < 1.0:
-                raise ValueError(f"{name}: options[{k}].{beta} must be at least 0 and less than 1, got {value}.")
-
-
 @dataclass
 class StepTables:
     """What one call site of a step remembers between calls; see :class:`fp16opt.kernels.PointerTables`."""
 
     lists: PointerTables = field(default_factory=PointerTables)
+
+
+def check_betas(operation: str, options: Sequence[AdamOptions | LionOptions]) -> None:
+    """Raise ``ValueError`` for a beta of which no power is taken."""
+    for k, o in enumerate(options):
+        for beta, value in (("beta1", o.beta1), ("beta2", o.beta2)):
+            if not 0.0 <= value < 1.0:
+                raise ValueError(f"{operation}: options[{k}].{beta} must be at least 0 and less than 1, got {value}.")
 
 
 def multi_tensor_adam(
@@ -86,13 +88,15 @@ def multi_tensor_adam(
     models: Entries | None = None,
     stats: CastStats | None = None,
     found_inf: Tensor | None = None,
+    number: int = 0,
     tables: StepTables | None = None,
 ) -> None:
     """One Adam or AdamW step of n tensors, in one pass over their memory.
 
     Args:
         grads: n tensors, still scaled: float32, or the dtype of ``models[i]``. Read only.
-        masters: n float32 tensors of the same shapes, or int16 remainders to ``models``. Written, as all the following.
+        masters: n float32 tensors of the same shapes, or int16 or int8 remainders to ``models``. Written, as all the
+            following.
         exp_avgs, exp_avg_sqs: n float32 tensors of the same shapes.
         steps: n float32 tensors of one element, each its own: how many steps were taken. Counted up. Where they are not
             on the device of the others, the step is decided on the host: one wait, if ``found_inf`` is given.
@@ -105,6 +109,7 @@ def multi_tensor_adam(
         stats: for n tensors; written with ``models``, as by :func:`fp16opt.kernels.multi_tensor_cast`.
         found_inf: float32, shape [], on the device: where it is not 0, nothing is written. Compiled kernels look at it
             there; torch operations wait for it.
+        number: of the step, by which masters with int8 remainders are rounded; modulo 2**32.
         tables: the cache of this call site.
 
     Raises:
@@ -128,22 +133,22 @@ def multi_tensor_adam(
             raise ValueError(f"{operation.name}: {_NO_STATS}")
         numbers = {"factors.inv_scale": factors[0], "factors.coefficient": factors[1], "found_inf": found_inf}
         check_given(operation.name, plan, numbers, found, {"group_of": group_of}, len(options))
-        _check_betas(operation.name, options)
+        check_betas(operation.name, options)
         if found_inf is not None and plan.decided_here and found_inf.item():
             return
         for _, row in plan.by_reference:
             grad, master, first, second, *others, count = call.row(row)
             model = others.pop() if found is not None else None
-            with reference_steps.whole(row, master, model, found) as single:
+            with reference_steps.whole(row, master, model, found, number) as single:
                 t = float(count.add_(1.0))
                 largest = others[0] if others else None
                 reference_steps.adam(grad, single, first, second, largest, t, options[group_of[row]], factors)
         if plan.serving is cuda:
-            cuda_steps.adam(call, options, group_of, factors, found, found_inf)
+            cuda_steps.launch(call, "adam", options, group_of, factors, found, found_inf, max_exp_avg_sqs is not None)
         elif plan.serving is not None:
             overflow = 0 if found is None else found.overflow
             groups = [(float(o.lr), *o[1:]) for o in options]
-            arguments = (*factors, overflow, found is not None, group_of, groups)
+            arguments = (*factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
             plan.serving.launch(call, "adam", *arguments, results=(overflow,))
 
 
@@ -159,19 +164,21 @@ def multi_tensor_sgd(
     models: Entries | None = None,
     stats: CastStats | None = None,
     found_inf: Tensor | None = None,
+    number: int = 0,
     tables: StepTables | None = None,
 ) -> None:
     """One SGD step of n tensors, in one pass over their memory.
 
     Args:
         grads: n tensors, still scaled: float32, or the dtype of ``models[i]``. Read only.
-        masters: n float32 tensors of the same shapes, or int16 remainders to ``models``. Written, as all the following.
+        masters: n float32 tensors of the same shapes, or int16 or int8 remainders to ``models``. Written, as all the
+            following.
         options: of the param_groups. An ``lr`` that is a tensor on the device is read there.
         group_of: for each of the n entries, its place in ``options``.
         factors: what gradients are multiplied by.
         momentum_buffers: n float32 tensors of the same shapes; None steps without momentum.
         first: given with momentum_buffers: which of the n hold nothing yet.
-        models, stats, found_inf, tables: as for :func:`multi_tensor_adam`.
+        models, stats, found_inf, number, tables: as for :func:`multi_tensor_adam`.
 
     Raises:
         TypeError: a wrong type or dtype. ValueError: lengths, shapes or devices that differ. Nothing is written then.
@@ -200,15 +207,16 @@ def multi_tensor_sgd(
             grad, master, *kept = call.row(row)
             model = kept.pop() if found is not None else None
             begins = fresh if isinstance(fresh, bool) else bool(fresh[row])
-            with reference_steps.whole(row, master, model, found) as single:
+            with reference_steps.whole(row, master, model, found, number) as single:
                 buffer = kept[0] if kept else None
                 reference_steps.sgd(grad, single, buffer, begins, options[group_of[row]], factors)
         if plan.serving is cuda:
-            cuda_steps.sgd(call, options, group_of, fresh, factors, found, found_inf)
+            has_momentum = momentum_buffers is not None
+            cuda_steps.launch(call, "sgd", options, group_of, factors, found, found_inf, has_momentum, fresh)
         elif plan.serving is not None:
             overflow = 0 if found is None else found.overflow
             groups = [(float(o.lr), *o[1:]) for o in options]
-            arguments = (*factors, overflow, found is not None, group_of, groups)
+            arguments = (*factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
             plan.serving.launch(call, "sgd", *arguments, results=(overflow,), flags=fresh)
 
 
@@ -223,6 +231,7 @@ def multi_tensor_lion(
     models: Entries | None = None,
     stats: CastStats | None = None,
     found_inf: Tensor | None = None,
+    number: int = 0,
     tables: StepTables | None = None,
 ) -> None:
     """One Lion step of n tensors, in one pass over their memory.
@@ -234,7 +243,7 @@ def multi_tensor_lion(
         options: of the param_groups. An ``lr`` that is a tensor on the device is read there.
         group_of: for each of the n entries, its place in ``options``.
         factors: what gradients are multiplied by.
-        models, stats, found_inf, tables: as for :func:`multi_tensor_adam`.
+        models, stats, found_inf, number, tables: as for :func:`multi_tensor_adam`.
 
     Raises:
         TypeError: a wrong type or dtype. ValueError: lengths, shapes or devices that differ. Nothing is written then.
@@ -255,18 +264,18 @@ def multi_tensor_lion(
             raise ValueError(f"{operation.name}: {_NO_STATS}")
         numbers = {"factors.inv_scale": factors[0], "factors.coefficient": factors[1], "found_inf": found_inf}
         check_given(operation.name, plan, numbers, found, {"group_of": group_of}, len(options))
-        _check_betas(operation.name, options)
+        check_betas(operation.name, options)
         if found_inf is not None and plan.decided_here and found_inf.item():
             return
         for _, row in plan.by_reference:
             grad, master, average, *kept = call.row(row)
             model = kept[0] if found is not None else None
-            with reference_steps.whole(row, master, model, found) as single:
+            with reference_steps.whole(row, master, model, found, number) as single:
                 reference_steps.lion(grad, single, average, options[group_of[row]], factors)
         if plan.serving is cuda:
-            cuda_steps.lion(call, options, group_of, factors, found, found_inf)
+            cuda_steps.launch(call, "lion", options, group_of, factors, found, found_inf)
         elif plan.serving is not None:
             overflow = 0 if found is None else found.overflow
             groups = [(float(o.lr), *o[1:]) for o in options]
-            arguments = (*factors, overflow, found is not None, group_of, groups)
+            arguments = (*factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
             plan.serving.launch(call, "lion", *arguments, results=(overflow,))

@@ -18,12 +18,19 @@ from . import backends, cuda, native
 from .calls import Call, Entries, Operation, Plan, PointerTables
 
 HALF, BFLOAT, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
+REMAINDERS = (torch.int16, torch.int8)
+"""The dtypes of what is kept beside the weights of split masters."""
+CODES = (torch.int8, torch.uint8)
 HALF_DTYPES = (HALF, BFLOAT)
 """The dtypes of parameters that get masters."""
 
 
 def _unscale_accepts(grad: torch.dtype, out: torch.dtype) -> bool:
     return (grad in (HALF, BFLOAT, SINGLE) and out == SINGLE) or (grad == DOUBLE and out == DOUBLE)
+
+
+def _lerp_accepts(average: torch.dtype, value: torch.dtype) -> bool:
+    return _unscale_accepts(value, average)
 
 
 def _any_float(*dtypes: torch.dtype) -> bool:
@@ -43,7 +50,7 @@ def _sixteen_bits(dtype: torch.dtype) -> bool:
 
 
 def _split_accepts(master: torch.dtype, param: torch.dtype, remainder: torch.dtype) -> bool:
-    return master == SINGLE and param in (HALF, BFLOAT) and remainder == torch.int16
+    return master == SINGLE and param in (HALF, BFLOAT) and remainder in REMAINDERS
 
 
 def _join_accepts(param: torch.dtype, remainder: torch.dtype, out: torch.dtype) -> bool:
@@ -73,6 +80,13 @@ AXPBY = Operation(
     written=(2,),
     shape_of=2,
 )
+LERP = Operation(
+    "multi_tensor_lerp",
+    ("averages", "values"),
+    _lerp_accepts,
+    "float32 averages of float16, bfloat16 or float32 values, or float64 of float64",
+    written=(0,),
+)
 CAST = Operation(
     "multi_tensor_cast",
     ("masters", "params"),
@@ -93,7 +107,7 @@ SPLIT = Operation(
     "multi_tensor_split",
     ("masters", "params", "remainders"),
     _split_accepts,
-    "float32 masters into float16 or bfloat16 params and int16 remainders",
+    "float32 masters into float16 or bfloat16 params and int16 or int8 remainders",
     written=(1, 2),
     shape_of=1,
 )
@@ -101,7 +115,7 @@ JOIN = Operation(
     "multi_tensor_join",
     ("params", "remainders", "outs"),
     _join_accepts,
-    "float16 or bfloat16 params and int16 remainders into float32",
+    "float16 or bfloat16 params and int16 or int8 remainders into float32",
     written=(2,),
     shape_of=2,
 )
@@ -109,7 +123,7 @@ RENEW = Operation(
     "multi_tensor_renew",
     ("params", "remainders"),
     _renew_accepts,
-    "float16 or bfloat16 params and int16 remainders",
+    "float16 or bfloat16 params and int16 or int8 remainders",
     written=(1,),
 )
 
@@ -170,6 +184,21 @@ def _check_counter(operation: Operation, i: int, counter: object, device: torch.
     return counter
 
 
+def _check_scales(operation: Operation, i: int, scales: object, numel: int, device: torch.device) -> Tensor:
+    where, wanted = f"{operation.name}: {operation.scales}[{i}]", -(-numel // operation.block)
+    _check_dense(where, scales)
+    if not isinstance(scales, Tensor) or scales.numel() != wanted or not scales.is_contiguous():
+        raise ValueError(
+            f"{where} must be contiguous with {wanted} elements, one for every {operation.block} of the tensor's "
+            f"{numel}."
+        )
+    if scales.dtype != SINGLE:
+        raise TypeError(f"{operation.name}: wants float32, got {operation.scales}[{i}] {str(scales.dtype)[6:]}.")
+    if scales.device != device:
+        raise ValueError(f"{where} is on {scales.device}, the first tensor of the call on {device}.")
+    return scales
+
+
 def _walk(tensor: Tensor) -> list[tuple[int, int]]:
     """(stride, size) of the dimensions that move through memory, in the order of the dimensions."""
     return [(s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1]
@@ -212,6 +241,10 @@ def same_walk(a: Tensor, b: Tensor) -> bool:
     return a.stride() == b.stride() or a.numel() == 0 or _walk(a) == _walk(b)
 
 
+def _is_coded(lists: Sequence[Entries], i: int) -> bool:
+    return any(tensor is not None and tensor.dtype in CODES for tensor in (entries[i] for entries in lists))
+
+
 def _is_plain(tensor: Tensor) -> bool:
     """Whether the address of the tensor is where its values are, as they are."""
     overridden = getattr(type(tensor), "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
@@ -233,7 +266,7 @@ def check_lists(operation: Operation, lists: Sequence[Entries], device: torch.de
 
     Args:
         operation: what is to be done with the lists.
-        lists: as many as the operation has, counters behind the others.
+        lists: as many as the operation has; behind the others come scales, and counters.
         device: what counts for lists without tensors; None for the CPU.
 
     Returns:
@@ -244,8 +277,7 @@ def check_lists(operation: Operation, lists: Sequence[Entries], device: torch.de
         ValueError: a wrong length, device or shape, naming list and position.
     """
     width = len(operation.lists)
-    names = operation.lists + ((operation.counters,) if operation.counters else ())
-    used = _rows(operation, names, lists)
+    used = _rows(operation, operation.names, lists)
     direct: list[int] = []
     found: torch.device | None = None
     counted_on: torch.device | None = None
@@ -256,19 +288,28 @@ def check_lists(operation: Operation, lists: Sequence[Entries], device: torch.de
             found = row[0].device
         _check_row(operation, i, tensors, found or torch.device("cpu"))
         is_direct = _is_direct(tensors)
+        if operation.scales:
+            scales = _check_scales(operation, i, lists[width][i], tensors[0].numel(), found or torch.device("cpu"))
+            is_direct = _is_plain(scales) and is_direct
         if operation.counters:
-            counter = lists[width][i]
+            counter = lists[-1][i]
             counted_on = counted_on or getattr(counter, "device", None) or torch.device("cpu")
             is_direct = _is_plain(_check_counter(operation, i, counter, counted_on)) and is_direct
         if is_direct:
             direct.append(place)
     where = found or device or torch.device("cpu")
     serving = backends.compiled_for(where)
+    is_plain = len(direct) == len(used)
+    if serving is cuda:  # float64 is rare, and would make every kernel longer
+        direct = [place for place in direct if getattr(lists[0][used[place]], "dtype", None) != DOUBLE]
+    if serving is not None and ("cuda" if serving is cuda else "cpu") not in operation.coded:
+        direct = [place for place in direct if not _is_coded(lists[:width], used[place])]
     served = set(direct) if serving is not None else set()
     by_reference = [(place, row) for place, row in enumerate(used) if place not in served]
     counts_here = counted_on is None or counted_on == where
     decided_here = serving is not cuda or bool(by_reference) or not counts_here
-    return Plan(operation, where, len(lists[0]), used, direct, by_reference, serving, counts_here, decided_here)
+    served_by = (by_reference, serving, is_plain)
+    return Plan(operation, where, len(lists[0]), used, direct, *served_by, counts_here, decided_here)
 
 
 class _Attributes:
@@ -299,8 +340,8 @@ class _Attributes:
         return [[t.data_ptr() for t in column] for column in columns] if self._seen == self._read(lists) else None
 
 
-def _seen(lists: tuple[Entries, ...], deciding: int, device: torch.device) -> Any:
-    return native.seen_lists(lists, deciding, device) or _Attributes(lists, deciding)
+def _seen(lists: tuple[Entries, ...], deciding: int) -> Any:
+    return native.seen_lists(lists, deciding) or _Attributes(lists, deciding)
 
 
 class Seen:
@@ -317,8 +358,7 @@ class Seen:
     __slots__ = ("_seen",)
 
     def __init__(self, tensors: Entries | None = None) -> None:
-        device = next((tensor.device for tensor in tensors or () if tensor is not None), torch.device("cpu"))
-        self._seen = None if tensors is None else _seen((tensors,), 1, device)
+        self._seen = None if tensors is None else _seen((tensors,), 1)
 
     def __reduce__(self) -> tuple[type[Seen], tuple[()]]:
         return (Seen, ())
@@ -355,7 +395,7 @@ def call_for(
     plan = check_lists(operation, lists, device)
     tables.rebuilds += 1
     # Entries of odd layout are checked every time: their storage may be anything.
-    if plan.rows and len(plan.direct) == len(plan.rows):
-        tables.seen = _seen(lists, len(operation.lists), plan.device)
+    if plan.rows and plan.is_plain:
+        tables.seen = _seen(lists, len(operation.lists))
         tables.plan = plan
     return Call(plan, lists, None, tables)

@@ -65,7 +65,7 @@ def multi_tensor_renew(
 
     Args:
         params: n float16 or bfloat16 tensors.
-        remainders: n int16 tensors of the same shapes. Written.
+        remainders: n int16 or int8 tensors of the same shapes. Written.
         now, then: int64, shape [n]. Digests of the params, as :func:`multi_tensor_sample` gives them.
         taken: int32, shape [n]. Set to 1 where remainders were made anew; never cleared.
         tables: the cache of this call site.

@@ -15,7 +15,7 @@ import torch
 from torch.nn import Parameter
 
 from engine.checks import Problem, assert_same, assert_same_bits, parameters, snapshot
-from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, kernels
 
 SHAPES = ((), (70,), (3, 0), (33, 65), (5,))
 FUSED: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -162,6 +162,40 @@ def test_a_written_model_is_taken_and_told_when_somebody_asks(
     assert len(told) == 1
     assert "group 0, param 3" in told[0]
     assert "param 1" not in told[0]
+
+
+def test_what_is_taken_while_somebody_looks_is_told_to_the_next(
+    emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """The look waits for the device; a step that is replayed on another stream may take a weight meanwhile."""
+    pretended.pretend(emulated_cuda, monkeypatch)
+    flags: list[torch.Tensor] = []
+    take = kernels.multi_tensor_take
+
+    def noted(*args: Any, **kwargs: Any) -> None:
+        flags.append(args[4])
+        take(*args, **kwargs)
+
+    monkeypatch.setattr(kernels, "multi_tensor_take", noted)
+    run = Run(FUSED["AdamW"]).train(2, ())
+    WRITES["data"](run.params[3])
+    run.train(1, ())
+    tolist = torch.Tensor.tolist
+
+    def waiting(self: torch.Tensor) -> Any:
+        found = tolist(self)
+        if self.shape == flags[-1].shape and self.dtype == torch.int32 and any(found):
+            flags[-1][1] = 1
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "tolist", waiting)
+        run.opt.overflow_report()
+    run.train(1, ())
+    run.opt.overflow_report()
+    told = [r.message for r in caplog.records if "written" in r.message]
+    assert ["param 3" in message for message in told] == [True, False]
+    assert ["param 1" in message for message in told] == [False, True]
 
 
 def test_a_written_master_wins(emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

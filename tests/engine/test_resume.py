@@ -75,8 +75,8 @@ def _fresh(**settings: Any) -> tuple[list[torch.nn.Parameter], MixedPrecisionOpt
 def test_state_dict_keys_and_plain_contents() -> None:
     _, opt = _trained()
     sd = opt.state_dict()
-    assert set(sd) == {"version", "optimizer", "masters", "scaler"}
-    assert sd["version"] == 1
+    assert set(sd) == {"version", "optimizer", "masters", "scaler", "steps"}
+    assert sd["version"] == 2
     assert [None if m is None else m.dtype for m in sd["masters"]] == [torch.float32] * 3
     assert set(sd["optimizer"]) == {"state", "param_groups"}
 

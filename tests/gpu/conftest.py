@@ -1,15 +1,16 @@
-"""Everything in this folder needs a CUDA device and the compiled module."""
+"""A CUDA device with the compiled kernels; where there is none a pretended one, for all tests not marked ``card``."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+import card
 import pytest
 import torch
 
 from fp16opt import kernels
-from fp16opt.kernels import native
+from fp16opt.kernels import cuda_devices
 
 KERNELS = str(Path(__file__).parents[1] / "kernels")
 if KERNELS not in sys.path:  # the cases of the kernel tests serve here too
@@ -20,13 +21,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "/gpu/" in str(item.path):
             item.add_marker(pytest.mark.gpu)
-            if torch.cuda.is_available() and native.cuda_module() is None:
-                item.add_marker(pytest.mark.skip(reason="the compiled CUDA module is not installed"))
 
 
 @pytest.fixture
-def device() -> torch.device:
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """The first device, served by the compiled kernels."""
+    if not card.IS_THERE:
+        return card.pretend(request.getfixturevalue("emulated_cuda"), monkeypatch)
     first = torch.device("cuda", 0)
-    assert kernels.backend(first) == "cuda", native.status()
+    assert kernels.backend(first) == "cuda", cuda_devices.served(0).words
     return first

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from card import IS_THERE, seeds
 from engine.checks import assert_same_bits, normal, steps_in_one_pass
 from step_cases import KINDS, StepCase, assert_same_results, place, random_case, split_and_join
 from test_cuda_steps import random_split, two_steps
@@ -38,7 +39,7 @@ by_masters = pytest.mark.parametrize("masters", ["full", "split"])
 
 
 @pytest.mark.parametrize("special", [0.0, 0.05])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8))
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_have_the_bits_of_the_cpu(device: torch.device, kind: str, seed: int, special: float) -> None:
     case = random_case(np.random.default_rng(seed), kind, special, 30)
@@ -71,7 +72,7 @@ def test_found_inf_leaves_everything_untouched(device: torch.device, kind: str) 
 
 
 @pytest.mark.parametrize("special", [0.0, 0.1])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_split_and_join_have_the_bits_of_the_cpu(device: torch.device, seed: int, special: float) -> None:
     lists = random_split(np.random.default_rng(seed), special)
     ours, theirs = split_and_join(*lists, device), split_and_join(*lists, "cpu")
@@ -83,8 +84,9 @@ def test_split_and_join_have_the_bits_of_the_cpu(device: torch.device, seed: int
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_master_of_one_binade_in_256(device: torch.device, dtype: torch.dtype) -> None:
     """All bits of the mantissa, at exponents that come round."""
+    step = 1 if IS_THERE else 4099  # where it is pretended: some of them
     for exponent in range(0, 256, 5):
-        bits = torch.arange(1 << 23, dtype=torch.int32) | (exponent << 23)
+        bits = torch.arange(0, 1 << 23, step, dtype=torch.int32) | (exponent << 23)
         masters = torch.cat([bits, bits | (-(1 << 31))]).view(torch.float32)
         results = []
         for where in (device, torch.device("cpu")):
@@ -110,6 +112,7 @@ def test_written_weights_are_renewed(device: torch.device) -> None:
     assert rests[1][5] == -1
 
 
+@pytest.mark.card
 def test_more_than_2_to_the_31_elements(device: torch.device) -> None:
     numel = 2**31 + 65536 + 3
     free, _ = torch.cuda.mem_get_info(device)
@@ -182,13 +185,13 @@ def test_training_has_the_bits_of_the_cpu(device: torch.device, make: Any, maste
 
 
 def test_counters_are_saved_where_torch_has_them(device: torch.device) -> None:
-    for make, where in ((MAKERS["AdamW"], "cpu"), (MAKERS["fused amsgrad"], "cuda")):
+    for make, where in ((MAKERS["AdamW"], "cpu"), (MAKERS["fused amsgrad"], device.type)):
         _, opt = train(device, make, "full")
         saved = copy.deepcopy(opt.state_dict())
         states = saved["optimizer"]["state"].values()
         assert {state["step"].device.type for state in states} == {where}
         live = [state["step"] for state in opt.state.values()]
-        assert {step.device.type for step in live} == {"cuda"}
+        assert {step.device.type for step in live} == {device.type}
         opt.load_state_dict(saved)
         opt.param_groups[0]["differentiable"] = True
         assert not steps_in_one_pass(opt)
@@ -200,7 +203,8 @@ def test_counters_are_saved_where_torch_has_them(device: torch.device) -> None:
 def test_nothing_waits(device: torch.device, make: Any, masters: str) -> None:
     params = [nn.Parameter(normal(shape, torch.float16, k).to(device)) for k, shape in enumerate(SHAPES)]
     targets = targets_of(params)
-    opt = MixedPrecisionOptimizer(make(params), dynamic=True, fused_step=True, master_weights=masters)
+    scaler = DynamicLossScaler(init_scale=2.0**10)  # no finite loss here overflows
+    opt = MixedPrecisionOptimizer(make(params), scaler=scaler, fused_step=True, master_weights=masters)
     weights = [torch.full((), value, device=device) for value in (1.0, float("inf"), 0.5, 1.0, 2.0)]
     for k, weight in enumerate(weights):
         opt.zero_grad()

@@ -20,7 +20,7 @@ from engine.checks import assert_same_bits, normal
 from torch import Tensor, nn
 
 from fp16opt import DynamicLossScaler, GradScaler, MixedPrecisionOptimizer
-from fp16opt.kernels import native
+from fp16opt.kernels import cuda_devices
 
 pytestmark = pytest.mark.gpu
 FUSED: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -163,7 +163,7 @@ class Face(Loop):
     dtype = torch.float32
 
     def wrap(self) -> None:
-        self.face = GradScaler("cuda", init_scale=2.0**10, growth_interval=2)
+        self.face = GradScaler(self.factor.device.type, init_scale=2.0**10, growth_interval=2)
 
     def step(self) -> None:
         self.inner.zero_grad(set_to_none=True)
@@ -250,7 +250,8 @@ def test_eager_steps_go_on_after_a_capture(device: torch.device, kind: type[Loop
 
 
 def test_tables_of_a_capture_are_given_back(device: torch.device) -> None:
-    module = native.cuda_module()
+    module = cuda_devices.kernels_on(0)
+    assert module is not None
     before = module.kept_tables()
     loop = Loop(device)
     for _ in range(3):
@@ -267,6 +268,7 @@ def test_tables_of_a_capture_are_given_back(device: torch.device) -> None:
     assert module.kept_tables() == before
 
 
+@pytest.mark.card
 def test_few_kernels_are_launched(device: torch.device) -> None:
     """The count that the pretended device gives, on the real one."""
     loop = Loop(device)
@@ -308,6 +310,7 @@ def test_a_written_model_is_taken_and_told_when_somebody_asks(device: torch.devi
     assert [r for r in caplog.records if "written" in r.message and "param 1" in r.message]
 
 
+@pytest.mark.card
 @pytest.mark.parametrize("others", ["cpu", "cuda:1"])
 @pytest.mark.parametrize("overflowing", [0, 1])
 @pytest.mark.parametrize("fused_step", [False, "auto"])
@@ -337,6 +340,7 @@ def test_devices_agree(overflowing: int, others: str, fused_step: bool | str) ->
     assert torch.cuda.current_device() == 0
 
 
+@pytest.mark.card
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not installed")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
 def test_under_the_sanitizer(tool: str) -> None:

@@ -68,6 +68,16 @@ def exact_norm(grads: Sequence[Tensor | None]) -> Tensor:
     return torch.tensor(np.sqrt(total), dtype=torch.float32)
 
 
+def assert_norm(found: Tensor, exact: Tensor) -> None:
+    """``found`` is what the kernels promise of ``exact``, an :func:`exact_norm`.
+
+    Three roundings to float32 in a sum of squares (tests/kernels/test_kernel_bits.py), of which the root halves the
+    error, and one in each of the two numbers here.
+    """
+    assert (found.dtype, found.shape) == (exact.dtype, exact.shape)
+    assert float(found) == pytest.approx(float(exact), rel=3.5 * 2.0**-24, abs=0.0)
+
+
 def one(grad: float = 1.0, scaler: Any = None, lr: float = 0.5, cls: Any = SGD, **kwargs: Any) -> tuple:
     """One parameter with a scaled gradient, its optimizer and its scaler."""
     param = torch.nn.Parameter(torch.ones(2))

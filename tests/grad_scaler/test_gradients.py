@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import warnings
 import weakref
 
@@ -12,7 +13,7 @@ import torch
 from torch.optim import SGD, Adam
 
 from fp16opt import MixedPrecisionOptimizer
-from grad_scaler.pairs import Ours, Theirs, assert_same_bits, exact_norm, parameters, values
+from grad_scaler.pairs import Ours, Theirs, assert_norm, assert_same_bits, exact_norm, parameters, values
 
 SCALE = 1024.0
 HALF = (torch.float16, torch.bfloat16)
@@ -21,7 +22,7 @@ ALL = (*HALF, torch.float32, torch.float64, torch.complex64, torch.complex128, t
 
 def _unscaled(params: list[torch.Tensor], grads: list[torch.Tensor], cls: type = Ours) -> tuple:
     optimizer = SGD(params, lr=0.5)
-    scaler = cls("cpu", init_scale=SCALE)
+    scaler = cls("cpu", init_scale=SCALE, **({"allow_16bit_weights": True} if cls is Ours else {}))
     scaler.scale(torch.ones(()))
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad
@@ -69,19 +70,118 @@ def test_same_bits_as_torch_where_torch_can_unscale(dtype: torch.dtype) -> None:
         assert_same_bits(theirs, ours)
 
 
-def test_torch_refuses_fp16_gradients_and_ours_warns_once_by_name() -> None:
-    with pytest.raises(ValueError, match="FP16"):
-        _unscaled(parameters([(3,)], torch.float16), [torch.ones(3).half()], Theirs)
-    params = parameters([(3,)], torch.float16)
-    optimizer, scaler = SGD(params, lr=0.5), Ours("cpu", init_scale=SCALE)
-    scaler.scale(params[0].sum()).backward()
-    with pytest.warns(UserWarning, match=r"group 0, param 0.*MixedPrecisionOptimizer"):
-        scaler.step(optimizer)
+MENDED_BY = r"^Attempting to unscale FP16 gradients\..*group 0, param 0\. Write optimizer = fp16opt\.Mixed"
+
+
+def _half(cls: type = SGD, scaler: object = None, **kwargs: object) -> tuple:
+    """One FP16 weight with the scaled gradient 2, its optimizer and its scaler."""
+    (param,) = parameters([(3,)], torch.float16)
+    scaler = scaler or Ours("cpu", init_scale=SCALE)
+    scaler.scale((2.0 * param).sum()).backward()
+    return param, cls([param], lr=0.5, **kwargs), scaler
+
+
+@pytest.mark.parametrize("call", ["step", "unscale_", "clip_grad_norm_"])
+def test_fp16_weights_stepped_directly_raise_what_torch_raises_and_nothing_is_touched(call: str) -> None:
+    param, optimizer, scaler = _half()
+    grad, before = param.grad.clone(), param.detach().clone()
+    arguments = (1.0,) if call == "clip_grad_norm_" else ()
+    if call != "clip_grad_norm_":
+        with pytest.raises(ValueError, match=r"^Attempting to unscale FP16 gradients\.$"):
+            getattr(_half(scaler=Theirs("cpu"))[2], call)(optimizer)
+    for _ in range(2):  # as often as it is called
+        with pytest.raises(ValueError, match=MENDED_BY):
+            getattr(scaler, call)(optimizer, *arguments)
+    assert torch.equal(param.grad, grad)
+    assert torch.equal(param, before)
+    mended = MixedPrecisionOptimizer(optimizer)
+    scaler.step(mended)  # the same iteration goes on with the line that the message gives
     scaler.update()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scaler.scale(params[0].sum()).backward()
+    assert_same_bits(next(mended.master_params()), before.float() - 1.0)
+
+
+def test_fp16_among_fp32_weights_is_refused_before_any_gradient_is_written() -> None:
+    params = [*parameters([(4, 2)]), *parameters([(3,)], torch.float16)]
+    optimizer, scaler = SGD([{"params": params, "name": "all"}], lr=0.5), Ours("cpu", init_scale=SCALE)
+    scaler.scale(params[0].sum() + params[1].float().sum()).backward()
+    with pytest.raises(ValueError, match=r"group 0, param 1\. Write"):
         scaler.step(optimizer)
+    assert [float(p.grad.max()) for p in params] == [SCALE, SCALE]
+    params[1].grad = None
+    scaler.step(optimizer)  # what was refused is not remembered
+    assert float(params[0].grad.max()) == 1.0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_torch_s_fused_steps_are_refused_where_torch_refuses_them(fused: bool) -> None:
+    """torch's own scaler leaves the unscaling to a fused step, and asks for no dtype then."""
+    outcomes = []
+    for scaler in (Theirs("cpu", init_scale=SCALE), Ours("cpu", init_scale=SCALE)):
+        for explicit in (True, False):
+            _, optimizer, _ = _half(Adam, scaler, fused=fused)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                try:
+                    if explicit:
+                        scaler.unscale_(optimizer)
+                    scaler.step(optimizer)
+                    outcomes.append("stepped")
+                except ValueError:
+                    outcomes.append("refused")
+    assert outcomes == ["refused", "stepped" if fused else "refused"] * 2
+
+
+def test_a_closure_with_fp16_gradients_is_refused_and_undone() -> None:
+    param, optimizer, scaler = _half()
+    before = param.detach().clone()
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (2.0 * param).sum()
+        scaler.scale(loss).backward()
+        return loss
+
+    with pytest.raises(ValueError, match=MENDED_BY):
+        scaler.step(optimizer, closure)
+    assert torch.equal(param, before)
+
+
+def test_a_wrapper_without_masters_is_refused_and_told_of_masters() -> None:
+    param, optimizer, scaler = _half()
+    wrapped = MixedPrecisionOptimizer(optimizer, master_weights="none")
+    with pytest.raises(ValueError, match=r'group 0, param 0\. Wrap it with master_weights="full", or GradScaler'):
+        scaler.step(wrapped)
+    assert param.grad is not None
+
+
+def test_allowed_16_bit_weights_are_warned_of_once_by_name() -> None:
+    for dtype, allowed in ((torch.float16, True), (torch.bfloat16, True), (torch.bfloat16, False)):
+        (param,) = parameters([(3,)], dtype)
+        optimizer, scaler = SGD([param], lr=0.5), Ours("cpu", init_scale=SCALE, allow_16bit_weights=allowed)
+        scaler.scale(param.sum()).backward()
+        before = param.detach().clone()
+        with pytest.warns(UserWarning, match=r"group 0, param 0.*MixedPrecisionOptimizer"):
+            scaler.step(optimizer)
+        assert torch.equal(param, before - 0.5)
+        scaler.update()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            scaler.scale(param.sum()).backward()
+            scaler.step(optimizer)
+
+
+def test_allow_16bit_weights_is_a_bool_and_travels_in_copies_and_not_in_checkpoints() -> None:
+    with pytest.raises(TypeError, match="allow_16bit_weights: expected True or False, got int"):
+        Ours("cpu", allow_16bit_weights=1)
+    allowed = Ours("cpu", init_scale=SCALE, allow_16bit_weights=True)
+    _, optimizer, copied = _half(scaler=pickle.loads(pickle.dumps(allowed)))
+    with pytest.warns(UserWarning, match="without FP32 masters"):
+        copied.step(optimizer)
+    plain = Ours("cpu")
+    plain.load_state_dict(allowed.state_dict())  # the code says it, not the file
+    _, optimizer, _ = _half(scaler=plain)
+    with pytest.raises(ValueError, match=MENDED_BY):
+        plain.step(optimizer)
 
 
 def test_a_wrapped_optimizer_is_not_warned_of() -> None:
@@ -96,7 +196,7 @@ def test_a_wrapped_optimizer_is_not_warned_of() -> None:
 def test_fp16_that_grows_too_large_in_unscaling_is_an_overflow() -> None:
     param = torch.nn.Parameter(torch.ones(2).half())
     param.grad = torch.tensor([1.0, 60000.0]).half()
-    optimizer, scaler = SGD([param], lr=1.0), Ours("cpu", init_scale=0.5)
+    optimizer, scaler = SGD([param], lr=1.0), Ours("cpu", init_scale=0.5, allow_16bit_weights=True)
     scaler.scale(torch.ones(()))
     with pytest.warns(UserWarning, match="without FP32 masters"):
         scaler.step(optimizer)
@@ -129,7 +229,7 @@ def test_sparse_gradients(dtype: torch.dtype) -> None:
     assert param.grad.layout is torch.sparse_coo
     dense = torch.tensor([[0, 0], [2.0, 0], [0, 0], [0.5, 0]], dtype=dtype)
     assert torch.equal(param.grad.to_dense(), dense)
-    assert_same_bits(scaler.clip_grad_norm_(optimizer, 1e9), exact_norm([dense]))
+    assert_norm(scaler.clip_grad_norm_(optimizer, 1e9), exact_norm([dense]))
     scaler.clip_grad_norm_(optimizer, 1.0)
     assert float(exact_norm([param.grad])) == pytest.approx(1.0, rel=1e-2)
     scaler.step(optimizer)
@@ -205,7 +305,7 @@ def test_odd_strides_and_gradients_with_a_graph(kind: str) -> None:
     param = torch.nn.Parameter(torch.zeros(4, 3, 2, 6))
     scaler, optimizer = _unscaled([param], [grad])
     assert_same_bits(param.grad, base / SCALE)
-    assert_same_bits(scaler.clip_grad_norm_(optimizer, 1e9), exact_norm([base / SCALE]))
+    assert_norm(scaler.clip_grad_norm_(optimizer, 1e9), exact_norm([base / SCALE]))
 
 
 def test_gradient_made_with_create_graph_can_be_unscaled() -> None:

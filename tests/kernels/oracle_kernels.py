@@ -39,21 +39,33 @@ def encode(values: Array, kind: str) -> Array:
     return values
 
 
+def added(values: Array) -> Array:
+    """Neighbours along the last dimension."""
+    result: Array = values[:, 0::2] + values[:, 1::2]
+    return result
+
+
 def sum_of_squares(values: Array, stored: str = "", factor: float = 1.0) -> float:
     """Chunks of 65536; groups of 8 in a tree; group g to lane g mod 256; a tree over the lanes; chunks in order.
 
-    Squares and groups in float32 for values that are ``stored`` as "half", else in float64; then float64. Each lane is
-    multiplied by the square of ``factor``.
+    In float32: squares, and sums of four of them; of values that are ``stored`` in 16 bits of eight. All else is
+    float64, as are whole groups whose float32 sum is less than 2^-100 or not finite. Each lane is multiplied by the
+    square of ``factor``.
     """
-    total, kind = 0.0, np.float32 if stored == "half" else np.float64
-    with np.errstate(over="ignore", invalid="ignore"):
+    total = 0.0
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         for start in range(0, values.size, 65536):
-            chunk = np.zeros(65536, dtype=kind)
-            part = values[start : start + 65536].astype(kind)
-            chunk[: part.size] = part * part
-            sums = chunk.reshape(-1, 8)
-            while sums.shape[1] > 1:
-                sums = sums[:, 0::2] + sums[:, 1::2]
+            part = values[start : start + 65536]
+            chunk = np.zeros(65536, dtype=values.dtype)
+            chunk[: part.size] = part
+            wide = chunk.astype(np.float64).reshape(-1, 8)
+            sums = added(added(added(wide * wide)))[:, 0]
+            if values.dtype != np.float64:
+                single = chunk.astype(np.float32).reshape(-1, 8)
+                fours = added(added(single * single))
+                eights = added(fours)[:, 0]
+                near = eights if stored in ("half", "bfloat16") else added(fours.astype(np.float64))[:, 0]
+                sums = np.where((eights >= 2.0**-100) & np.isfinite(eights), near, sums)
             lanes = np.zeros(256)
             for row in sums.reshape(32, 256):
                 lanes += row
@@ -87,7 +99,7 @@ def unscale(grad: Array, kind: str, inv_scale: np.float32, before: Array | None 
     bits = INF * bool(np.isinf(product).any()) | NAN * bool(np.isnan(product).any())
     if before is not None and bool((~np.isfinite(out) & np.isfinite(before) & np.isfinite(product)).any()):
         bits |= INF
-    if kind == "half" and before is None:
+    if kind in ("half", "bfloat16") and before is None:
         return Unscaled(out, bits, sum_of_squares(wide, kind, float(inv_scale)))
     return Unscaled(out, bits, sum_of_squares(out))
 
@@ -102,6 +114,16 @@ def axpby(a: float, x: Array, b: float, y: Array, kind: str) -> Array:
     """``x`` and ``y`` decoded; the result in the type ``kind``."""
     with np.errstate(all="ignore"):
         return encode(np.float32(a) * x + np.float32(b) * y, kind)
+
+
+def lerp(average: Array, value: Array, kind: str, weight: float) -> Array:
+    """``average`` in float32 or float64; ``value`` stored as ``kind``. From the nearer end, each operation rounded."""
+    wide = decode(value, kind)
+    number = average.dtype.type
+    with np.errstate(all="ignore"):
+        if weight < 0.5:
+            return average + number(weight) * (wide - average)
+        return wide + number(1.0 - weight) * (average - wide)
 
 
 class Cast(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from fractions import Fraction
-from types import ModuleType
 from typing import Any
 
 import emulated
@@ -25,7 +24,7 @@ compiled = pytest.mark.skipif(not native.available(), reason="the compiled CPU m
 
 
 @pytest.fixture
-def host(emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
+def host(emulated_cuda: emulated.Emulated, monkeypatch: pytest.MonkeyPatch) -> Any:
     return emulated.use(emulated_cuda, monkeypatch)
 
 
@@ -43,7 +42,7 @@ def two_steps(case: StepCase, seed: int) -> StepCase:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_have_the_bits_of_the_cpu_and_of_plain_torch(
-    emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: str, seed: int, special: float
+    emulated_cuda: emulated.Emulated, monkeypatch: pytest.MonkeyPatch, kind: str, seed: int, special: float
 ) -> None:
     case = random_case(np.random.default_rng(seed), kind, special)
     with monkeypatch.context() as patch:
@@ -191,46 +190,6 @@ def test_autograd_sees_the_writes(host: Any) -> None:
     assert all(p._version > old for p, old in zip(params, before, strict=True))
 
 
-def test_wrong_tables_are_refused(host: Any) -> None:
-    module = native.cuda_module()
-    where = module.Where(0, 0, 0)
-
-    def call(name: str, dtypes: list[int], models: bool, more: bool, row: int = 0) -> None:
-        table = module.Table([4], [row], [[d] for d in dtypes], [0])
-        numbers = module.Numbers([0], ("sgd", "adam", "lion").index(name), 1)
-        getattr(module, name)(table, where, 1, numbers, where, 0, 0, 0, models, 0, more)
-
-    for name, dtypes, models, more, message in (
-        ("adam", [2, 2, 2], False, False, "another number of lists"),
-        ("adam", [2, 2, 2, 2], False, True, "another number of lists"),
-        ("adam", [0, 2, 2, 2], False, False, "a dtype that the operation does not take"),
-        ("adam", [0, 2, 2, 0, 0], True, False, "a dtype that the operation does not take"),
-        ("adam", [0, 3, 2, 2, 0], True, False, "a dtype that the operation does not take"),
-        ("sgd", [0, 2, 2], True, False, "a dtype that the operation does not take"),
-        ("sgd", [2, 2], False, True, "another number of lists"),
-        ("lion", [2, 2], False, False, "another number of lists"),
-        ("lion", [0, 2, 0, 0], True, False, "a dtype that the operation does not take"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call(name, dtypes, models, more)
-    with pytest.raises(ValueError, match="a row lies outside"):
-        call("sgd", [2, 2], False, False, row=1)
-    for name, dtypes in (("split", [2, 2, 0]), ("join", [0, 0, 0])):
-        table = module.Table([4], [0], [[d] for d in dtypes], [0])
-        with pytest.raises(ValueError, match="a dtype that the operation does not take"):
-            getattr(module, name)(table, where, 1, *((0,) if name == "split" else ()))
-
-
-def test_numbers_that_do_not_fit_are_refused(emulated_cuda: ModuleType) -> None:
-    with pytest.raises(ValueError, match="there is no such step"):
-        emulated_cuda.Numbers([0], 3, 1)
-    numbers = emulated_cuda.Numbers([0], 0, 2)
-    with pytest.raises(ValueError, match="there are more or fewer groups"):
-        numbers.point([[((0.1, 0, False), 0.9, 0.0, 0.0, False, False)], [0], None, []], None)
-    with pytest.raises(IndexError):
-        emulated_cuda.Numbers([3], 0, 0).point([[], [0], None, []], None)
-
-
 # -- powers ------------------------------------------------------------------------------------------------------------
 
 
@@ -296,7 +255,7 @@ def random_split(rng: np.random.Generator, special: float) -> list[list[Tensor |
 @pytest.mark.parametrize("special", [0.0, 0.1])
 @pytest.mark.parametrize("seed", range(5))
 def test_split_and_join_have_the_bits_of_the_cpu(
-    emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch, seed: int, special: float
+    emulated_cuda: emulated.Emulated, monkeypatch: pytest.MonkeyPatch, seed: int, special: float
 ) -> None:
     lists = random_split(np.random.default_rng(seed), special)
     wanted = split_and_join(*lists, "cpu")
@@ -313,7 +272,7 @@ def test_split_and_join_have_the_bits_of_the_cpu(
                 assert same.all(), f"{name}[{k}]"
 
 
-def test_weights_that_were_written_stand_for_themselves(emulated_cuda: ModuleType) -> None:
+def test_weights_that_were_written_stand_for_themselves(emulated_cuda: emulated.Emulated) -> None:
     _, params, rests = random_split(np.random.default_rng(7), 0.1)
     count = len(params)
     then = torch.zeros(count, dtype=torch.int64)

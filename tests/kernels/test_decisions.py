@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import emulated
 import numpy as np
+import pretended
 import pytest
 import torch
 from hypothesis import given
@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from fp16opt import DynamicLossScaler, StaticLossScaler
 from fp16opt.engine import outcome as closing
 from fp16opt.grad_scaler.torch_scale import _Rule
-from fp16opt.kernels import GradStats, decisions, native
+from fp16opt.kernels import GradStats, cuda_devices, decisions, native
 
 SCALES = st.integers(-14, 24).map(lambda e: 2.0**e)
 FACTORS = st.floats(1.0 + 2.0**-10, 1e6, width=32) | st.sampled_from([2.0, 1.1, 3.0, 2.0**40])
 
 
 @pytest.fixture
-def compiled(emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
+def compiled(emulated_cuda: emulated.Emulated, monkeypatch: pytest.MonkeyPatch) -> Any:
     return emulated.use(emulated_cuda, monkeypatch)
 
 
@@ -162,7 +162,7 @@ LIMITS = st.floats(0.0, math.inf) | st.sampled_from([1.0, 1e39, 1e300])
 @pytest.mark.parametrize("only_finite", [False, True])
 @given(norm=NORMS, max_norm=LIMITS, found=st.sampled_from([None, 0.0, 1.0]))
 def test_a_clip_is_decided_as_in_torch(
-    emulated_cuda: ModuleType, by: str, only_finite: bool, norm: float, max_norm: float, found: float | None
+    emulated_cuda: emulated.Emulated, by: str, only_finite: bool, norm: float, max_norm: float, found: float | None
 ) -> None:
     given_norm = torch.tensor(norm, dtype=torch.float64)
     flag = None if found is None else torch.tensor(found)
@@ -189,7 +189,7 @@ def test_the_factor_is_that_of_torchs_clip(norm: float, max_norm: float) -> None
 
 
 @given(st.floats(2.0**-126, 2.0**127, width=32))
-def test_a_captured_scale_and_its_inverse(emulated_cuda: ModuleType, value: float) -> None:
+def test_a_captured_scale_and_its_inverse(emulated_cuda: emulated.Emulated, value: float) -> None:
     scale = torch.tensor(value)
     with pytest.MonkeyPatch.context() as patch:
         emulated.use(emulated_cuda, patch)
@@ -239,16 +239,18 @@ def test_decisions_run_on_the_current_stream_and_hold_what_they_use(
     held: list[int] = []
     launched: list[tuple[Any, ...]] = []
     monkeypatch.setattr(compiled, "hold", lambda self, tensors: held.extend(t.data_ptr() for t in tensors))
+
+    class Noted(pretended.Counting):
+        def launch(self, name: str, blocks: int, stream: int, *arguments: bytes) -> None:
+            launched.append((name, blocks, stream, len(arguments)))
+            super().launch(name, blocks, stream, *arguments)
+
     monkeypatch.setattr(compiled, "current", 7)
-    module = native.cuda_module()
-    noted = SimpleNamespace(Where=lambda *where: launched.append(where) or module.Where(*where))
-    for name in ("decide_clip", "capture_scale", "close_step"):
-        setattr(noted, name, getattr(module, name))
-    monkeypatch.setattr(native, "_cuda", noted)
+    emulated.launch_on(Noted(cuda_devices.kernels_on(0)), monkeypatch)
     norm, found, scale = torch.tensor(2.0, dtype=torch.float64), torch.tensor(0.0), torch.tensor(8.0)
     results = [*decisions.decide_clip(norm, found, 1.0), *decisions.capture_scale(scale)]
     flags, kept, stats = *torch.zeros(2, 1, dtype=torch.int32), GradStats.allocate(1, "cpu")
     decisions.close_step(stats=stats, flags=flags, kept=kept, found_inf=found)
-    assert launched == [(0, 0, 7)] * 3
+    assert launched == [(name, 1, 7, 1) for name in ("decide_clip", "capture_scale", "close_step")]
     used = [norm, found, scale, results[0], results[2], flags, kept, stats.memory]
     assert {tensor.data_ptr() for tensor in used if tensor is not None} <= set(held)

@@ -31,6 +31,7 @@ from fp16opt.kernels import (
     multi_tensor_axpby,
     multi_tensor_cast,
     multi_tensor_l2norm,
+    multi_tensor_lerp,
     multi_tensor_scale,
     multi_tensor_unscale,
 )
@@ -127,6 +128,20 @@ def test_scale_of_random_lists(implementation: str, seed: int, factor: float) ->
     for i, (tensor, values) in enumerate(zip(tensors, wanted, strict=True)):
         if tensor is not None and values is not None:
             assert_same_values(raw(tensor), values, KINDS[tensor.dtype], f"tensor {i}")
+
+
+@pytest.mark.parametrize("weight", [0.0, 1e-4, 0.3, 0.5, 0.9, 1.0])
+def test_lerp_of_random_lists(implementation: str, weight: float) -> None:
+    combinations = [*((torch.float32, value) for value in UP_TO_SINGLE), (torch.float64, torch.float64)]
+    averages, values = random_rows(np.random.default_rng(int(weight * 1e4)), combinations, 0.01)
+    wanted = [
+        None if a is None or v is None else oracle.lerp(raw(a), raw(v, a), KINDS[v.dtype], weight)
+        for a, v in zip(averages, values, strict=True)
+    ]
+    multi_tensor_lerp(averages, values, weight, tables=PointerTables())
+    for i, (average, want) in enumerate(zip(averages, wanted, strict=True)):
+        if average is not None and want is not None:
+            assert_same_values(raw(average), want, KINDS[average.dtype], f"tensor {i}")
 
 
 @pytest.mark.parametrize("in_place", ["", "x", "y"])
@@ -254,12 +269,72 @@ def test_halves_times_an_extreme_factor(implementation: str, inv_scale: float, w
         assert_same_number(stats.sumsq.item(), wanted.sumsq, "sumsq")
 
 
-def test_norm_of_halves_is_true_to_float32(level: str) -> None:
-    """Each square is exact, and a sum of eight is rounded three times: (1 + 2^-24)^3, of which a norm has the root."""
-    rng = np.random.default_rng(5)
-    values = torch.from_numpy((rng.standard_normal(200_003) * 2.0 ** rng.uniform(-20, 12, 200_003)).astype(np.float16))
+RANGES = [
+    (torch.float16, -20, 12),
+    (torch.bfloat16, -133, 126),
+    (torch.float32, -148, 126),
+    *((dtype, low, low + 8) for dtype in (torch.bfloat16, torch.float32) for low in (-57, -53, 55, 59)),
+]
+
+
+def of_exponents(rng: np.random.Generator, numel: int, dtype: torch.dtype, low: int, high: int) -> Tensor:
+    """Random numbers of magnitudes from 2^low to 2^high, which are of one binade in each group of eight."""
+    binades = np.repeat(rng.uniform(low, high, -(-numel // 8)), 8)[:numel]
+    return torch.from_numpy(rng.uniform(1, 2, numel) * rng.choice([-1, 1], numel) * 2.0**binades).to(dtype)
+
+
+@pytest.mark.parametrize(("dtype", "low", "high"), RANGES, ids=str)
+def test_norms_are_true_to_float32(level: str, dtype: torch.dtype, low: int, high: int) -> None:
+    """The bound of each group's sum, and so of all that is added to it in float64:
+
+    float16, bfloat16: squares have 22 and 16 bits and are exact, a sum of eight is rounded three times.
+    float32: a square is rounded once, a sum of four twice, and the two halves are added in float64.
+    So in float32's normal range the sum is true to (1 + 2^-24)^3. Squares that leave it at the lower end are off by
+    2^-150 each, eight of them by 2^-147, which of a sum from 2^-100 on is 2^-47. A group below that, or whose sum is
+    above the range, is computed in float64, where every square is exact. A norm has the root: half the error.
+    Sums in float64 add less than 2^-40 here.
+    """
+    bound = 1.5 * 2.0**-24 + 2.0**-40
+    values = of_exponents(np.random.default_rng(5), 200_003, dtype, low, high)
     true = math.sqrt(math.fsum((values.double() ** 2).tolist()))
-    assert abs(multi_tensor_l2norm([values])[0].item() / true - 1.0) < 1.5 * 2.0**-24
+    norm, norms = multi_tensor_l2norm([values, *values[:4096].split(8)])
+    assert abs(norms[0].item() / true - 1.0) < bound
+    assert norm.item() >= norms[0].item()
+    for group, found in zip(values[:4096].split(8), norms[1:].tolist(), strict=True):
+        assert found == pytest.approx(math.sqrt(math.fsum((group.double() ** 2).tolist())), rel=bound)
+
+
+@pytest.mark.parametrize(("dtype", "low", "high"), RANGES, ids=str)
+def test_norms_of_groups_in_and_out_of_range_have_the_bits_of_the_oracle(
+    implementation: str, dtype: torch.dtype, low: int, high: int
+) -> None:
+    rng = np.random.default_rng(6)
+    values = [of_exponents(rng, numel, dtype, low, high) for numel in (70_000, 4096, 64, 9)]
+    values[1][64:640] = 0.0
+    sums = [oracle.sum_of_squares(oracle.decode(raw(t), KINDS[dtype]), KINDS[dtype]) for t in values]
+    assert multi_tensor_l2norm(values)[1].tolist() == [math.sqrt(s) for s in sums]
+    for factor in (1.0, 0.3, 2.0**-60, 2.0**60):
+        wanted = [oracle.unscale(raw(t), KINDS[dtype], np.float32(factor)) for t in values]
+        stats = GradStats.allocate(len(values), "cpu")
+        outs = [torch.empty(t.shape) for t in values]
+        multi_tensor_unscale(values, outs, torch.tensor(factor), stats)
+        assert stats.sumsq.tolist() == [w.sumsq for w in wanted]
+        assert stats.nonfinite.tolist() == [w.nonfinite for w in wanted]
+
+
+def test_a_group_that_float32_can_not_hold_counts_whatever_is_beside_it(level: str) -> None:
+    """Within one block of 64: tiny, huge, zero and plain groups."""
+    values = torch.zeros(64)
+    values[:8], values[8:16], values[16:24], values[63] = 1e-30, 3e38, 1.0, 1e-45
+    one = (values.double() ** 2).tolist()
+    squares = [8 * one[0], 8 * one[8], 8 * one[16], one[63]]
+    stats = GradStats.allocate(4, "cpu")
+    parts = [values.clone() for _ in squares]
+    for keep, part in enumerate(parts):
+        part.view(8, 8)[[row for row in range(8) if row != (keep if keep < 3 else 7)]] = 0.0
+    multi_tensor_unscale(parts, parts, torch.tensor(1.0), stats)
+    assert stats.sumsq.tolist() == squares
+    assert multi_tensor_l2norm([values])[0].item() == pytest.approx(math.sqrt(math.fsum(squares)), rel=1e-15)
 
 
 @pytest.mark.parametrize("exponent", range(15))

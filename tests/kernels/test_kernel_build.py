@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
+import emulated
 import pytest
 import torch
 
@@ -44,7 +45,7 @@ def build(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*command, "--build-temp", str(folder / "temp")],
         cwd=ROOT,
-        env={**os.environ, "FP16OPT_CUDA": "0", **environment},
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=False,
@@ -78,137 +79,18 @@ def test_the_module_can_be_demanded_or_skipped(tmp_path: Path) -> None:
     assert outcome(tmp_path / "skipped").startswith("skipped")
 
 
-HIDDEN = """
-import runpy, shutil, sys
-which = shutil.which
-shutil.which = lambda name, *args, **kwargs: None if name == "nvcc" else which(name, *args, **kwargs)
-runpy.run_path("setup.py", run_name="__main__")
-"""
-
-
-def build_without_nvcc(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """:func:`build` on a machine that has no nvcc, wherever this one keeps its own."""
-    command = [sys.executable, "-c", HIDDEN, "build_ext", "--build-lib", str(folder / "lib")]
-    return subprocess.run(
-        [*command, "--build-temp", str(folder / "temp")],
-        cwd=ROOT,
-        env={**os.environ, "CUDA_HOME": "", "CUDA_PATH": "", "FP16OPT_CPU": "0", **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 @needs_build_tools
-def test_the_cuda_module_can_be_demanded(tmp_path: Path) -> None:
-    done = build_without_nvcc(tmp_path, FP16OPT_CUDA="1")
-    assert done.returncode != 0
-    assert "FP16OPT_CUDA=1 is set, but nvcc, CUDA's compiler, was not found (on PATH, or in CUDA_HOME)" in done.stderr
-    assert not list(tmp_path.rglob("*.so"))
-
-
-@needs_build_tools
-def test_without_nvcc_the_cuda_module_is_silently_left_out(tmp_path: Path) -> None:
-    done = build_without_nvcc(tmp_path, FP16OPT_CUDA="")
-    assert done.returncode == 0, done.stderr
-    assert "CUDA" not in done.stderr, "a machine without CUDA is nothing to warn of"
-    noted = json.loads((tmp_path / "lib" / "fp16opt" / "_build.json").read_text())
-    assert noted["_cuda"].startswith("could not be built when fp16opt was installed: nvcc, CUDA's compiler, was not")
-
-
-@needs_build_tools
-def test_architectures_must_be_numbers(tmp_path: Path) -> None:
-    done = build(tmp_path, FP16OPT_CPU="0", FP16OPT_CUDA="1", FP16OPT_CUDA_ARCHS="ampere", **pretended_nvcc(tmp_path))
-    assert done.returncode != 0
-    assert "FP16OPT_CUDA=1 is set, but FP16OPT_CUDA_ARCHS is 'ampere'; give numbers, as in '75 80 90'" in done.stderr
-
-
-# What `nvcc --list-gpu-arch` of these releases prints, as numbers.
-LISTED = {
-    "12.0": "50 52 53 60 61 62 70 72 75 80 86 87 89 90",
-    "12.4": "50 52 53 60 61 62 70 72 75 80 86 87 89 90",
-    "12.8": "50 52 53 60 61 62 70 72 75 80 86 87 89 90 100 101 120",
-    "12.9": "50 52 53 60 61 62 70 72 75 80 86 87 89 90 100 101 103 120 121",
-    "13.0": "75 80 86 87 88 89 90 100 103 110 120 121",
-}
-
-
-def pretended_nvcc(folder: Path, listed: str = LISTED["12.9"], code: int = 0) -> dict[str, str]:
-    """The environment of a machine whose nvcc knows these architectures, and compiles nothing."""
-    program = folder / "cuda" / "bin" / "nvcc"
-    program.parent.mkdir(parents=True)
-    names = " ".join(f"compute_{number}" for number in listed.split())
-    program.write_text(f"#!/bin/sh\n[ \"$1\" = --list-gpu-arch ] || exit 1\nprintf '%s\\n' {names}\nexit {code}\n")
-    program.chmod(0o755)
-    return {"CUDA_HOME": str(folder / "cuda")}
-
-
-def setup_says(expression: str, **environment: str) -> str:
-    """What an expression over setup.py's names gives."""
-    code = f"import setuptools; setuptools.setup = lambda **k: None; import setup; print({expression})"
-    clean = {key: value for key, value in os.environ.items() if key not in ("FP16OPT_CUDA_ARCHS", "CUDA_HOME")}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, env={**clean, **environment}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 or "BuildFailed" in done.stderr, done.stderr
-    return (done.stdout or done.stderr.splitlines()[-1]).strip()
-
-
-@needs_build_tools
-@pytest.mark.parametrize("release", list(LISTED))
-def test_the_build_takes_the_architectures_that_a_release_knows(tmp_path: Path, release: str) -> None:
-    environment = pretended_nvcc(tmp_path, LISTED[release])
-    known = {int(number) for number in LISTED[release].split()}
-    wanted = [arch for arch in (70, 75, 80, 86, 89, 90, 100, 120) if arch in known]
-    assert setup_says("setup.cuda_architectures()", **environment) == str(wanted)
-    assert (70 in wanted) is release.startswith("12.")
-    rule = setup_says("setup.cuda_rules()[1]", **environment)
-    codes = re.findall(r"-gencode=arch=compute_(\d+),code=(sm|compute)_(\d+)", rule)
-    assert [int(a) for a, kind, b in codes if kind == "sm" and a == b] == wanted
-    assert [(int(a), int(b)) for a, kind, b in codes if kind == "compute"] == [(wanted[-1], wanted[-1])], "PTX"
-    names = " ".join(f"sm_{arch}" for arch in wanted)
-    assert f'FP16OPT_CUDA_NAMES="{names} compute_{wanted[-1]}"' in setup_says(
-        "setup.cuda_units()[0].flags", **environment
-    )
-
-
-@needs_build_tools
-def test_architectures_that_are_asked_for_are_not_looked_up(tmp_path: Path) -> None:
-    environment = pretended_nvcc(tmp_path, "75", code=1)
-    for text, wanted in (("70", [70]), ("9.0 sm_80;75", [75, 80, 90]), ("SM_120,7.0", [70, 120])):
-        assert setup_says("setup.cuda_architectures()", FP16OPT_CUDA_ARCHS=text, **environment) == str(wanted)
-
-
-@needs_build_tools
-@pytest.mark.parametrize("listed", ["50 52", ""])
-def test_an_nvcc_that_knows_none_of_ours_is_refused(tmp_path: Path, listed: str) -> None:
-    said = setup_says("setup.cuda_architectures()", **pretended_nvcc(tmp_path, listed))
-    assert "lists no GPU that this package knows" in said
-
-
-@needs_build_tools
-def test_an_nvcc_that_fails_is_told_where_the_module_is_demanded(tmp_path: Path) -> None:
-    environment = {"FP16OPT_CPU": "0", "FP16OPT_CUDA": "1", **pretended_nvcc(tmp_path)}
-    done = build(tmp_path, **environment)
-    assert done.returncode != 0
-    assert "FP16OPT_CUDA=1 is set, but the compiler" in done.stderr
-    assert "nvcc" in done.stderr.rsplit("FP16OPT_CUDA=1", 1)[1], "the message names what failed"
-
-
-@needs_build_tools
-def test_the_cuda_module_is_skipped_or_silently_left_out(tmp_path: Path) -> None:
-    assert build(tmp_path / "skipped", FP16OPT_CPU="0").returncode == 0
-    noted = json.loads((tmp_path / "skipped" / "lib" / "fp16opt" / "_build.json").read_text())
-    assert noted["_cuda"] == "skipped, because FP16OPT_CUDA=0 was set when fp16opt was installed"
-
-
-@needs_build_tools
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc, CUDA's compiler")
-def test_the_nvcc_of_this_machine_lists_what_the_build_reads() -> None:
-    listed = subprocess.run(["nvcc", "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout.split()
-    found = [int(number) for number in setup_says("setup.cuda_architectures()").strip("[]").split(",")]
-    assert {75, 80, 86, 89, 90} <= set(found)
-    assert {f"compute_{arch}" for arch in found} <= set(listed)
-    assert ("compute_70" in listed) == (70 in found)
+def test_the_build_leaves_the_source_of_the_cuda_kernels(tmp_path: Path) -> None:
+    """In one text, with every header of ours in it once, and whatever becomes of the CPU module."""
+    assert build(tmp_path, CXX="/bin/false").returncode == 0
+    text = (tmp_path / "lib" / "fp16opt" / "_cuda.cuh").read_text()
+    assert text == emulated.flattened()
+    assert '#include "' not in text
+    names = re.findall(r'^#line 1 "(.+)"$', text, re.MULTILINE)
+    assert len(names) == len(set(names))
+    assert {"launch/cuda.cuh", "launch/cuda_steps.cuh", "functors/adam.h", "core/half.h"} <= set(names)
+    system = set(re.findall(r"#include <(.+)>", text))
+    assert system == {"cstddef", "cstdint", "cstring"}, "for a host compiler; NVRTC has none"
 
 
 @needs_build_tools
@@ -220,12 +102,12 @@ def test_flags_never_allow_contraction_or_fast_math() -> None:
 
 
 def test_only_the_bindings_know_python_and_nothing_knows_torch() -> None:
-    sources = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp", ".cu", ".cuh")]
+    sources = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp", ".cuh")]
     assert sources
     for path in sources:
         includes = re.findall(r'#include [<"](.*)[>"]', path.read_text())
         assert not [name for name in includes if "torch" in name or "ATen" in name or "c10" in name]
-        if path.name not in ("bindings_cpu.cpp", "bindings_cuda.cpp", "seen_lists.h", "dlpack_exchange.h"):
+        if path.name not in ("bindings_cpu.cpp", "seen_lists.h", "dlpack_exchange.h"):
             assert not [name for name in includes if "pybind" in name or "Python" in name]
         if path.parent.name in ("core", "functors"):
             allowed = ("cstdint", "cstring", *(other.name for other in sources))
@@ -251,7 +133,8 @@ def test_report_of_a_complete_install(tmp_path: Path) -> None:
     facts = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in done.stdout.splitlines())
     assert facts["fp16opt"] == fp16opt.__version__
     assert facts["torch"].startswith(torch.__version__)
-    assert "module _cuda" in facts
+    assert facts["module _cpu"] == native.status()
+    assert any(name.startswith("CUDA ") for name in facts)
     assert facts["threads"].split()[0].isdigit()
     if native.available():
         assert facts["device cpu"] == "compiled kernels (_cpu)"

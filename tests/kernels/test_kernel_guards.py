@@ -21,6 +21,7 @@ from fp16opt.kernels import (
     multi_tensor_axpby,
     multi_tensor_cast,
     multi_tensor_l2norm,
+    multi_tensor_lerp,
     multi_tensor_sample,
     multi_tensor_scale,
     multi_tensor_unscale,
@@ -159,6 +160,15 @@ CASES: list[tuple[str, type[Exception], str, Callable[[], object]]] = [
             1.0, [SINGLE], 1.0, [SINGLE], [SINGLE.clone()], found_inf=torch.zeros((), dtype=torch.int32)
         ),
     ),
+    (
+        "lerp dtype",
+        TypeError,
+        r"multi_tensor_lerp: wants float32 averages of .*, got averages\[0\] float16, values\[0\] float32",
+        lambda: multi_tensor_lerp([HALF], [SINGLE], 0.5),
+    ),
+    ("weight", TypeError, r"weight must be a number, got bool", lambda: multi_tensor_lerp([], [], True)),
+    ("weight range", ValueError, r"weight must be from 0 to 1, got 1.5", lambda: multi_tensor_lerp([], [], 1.5)),
+    ("weight nan", ValueError, r"weight must be from 0 to 1, got nan", lambda: multi_tensor_lerp([], [], float("nan"))),
     (
         "cast dtype",
         TypeError,
@@ -460,6 +470,8 @@ class TestCompiledModule:
         with pytest.raises(ValueError, match="float64"):
             native._cpu.axpby(wide, [[0]] * 3, 1, 1, 1.0, 1.0, 0, 0)
         mixed = native._cpu.Table([1], [0], [[2], [3]], [0])
+        with pytest.raises(ValueError, match="averages must be float32, or float64 of float64"):
+            native._cpu.lerp(mixed, [[0]] * 2, 1, 1, 0.5)
         with pytest.raises(ValueError, match="outs must be float32"):
             native._cpu.unscale(mixed, [[0]] * 2, 1, 1, address, 0, 0, 0, 0, True, False)
         with pytest.raises(ValueError, match="outs must be float32"):

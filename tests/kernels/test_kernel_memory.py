@@ -24,6 +24,7 @@ from fp16opt.kernels import (
     multi_tensor_axpby,
     multi_tensor_cast,
     multi_tensor_l2norm,
+    multi_tensor_lerp,
     multi_tensor_sample,
     multi_tensor_scale,
     multi_tensor_unscale,
@@ -64,6 +65,7 @@ WRITERS: dict[str, Callable[[Tensor, Tensor], None]] = {
     ),
     "scale": lambda t, x: multi_tensor_scale([t], torch.tensor(0.5)),
     "axpby": lambda t, x: multi_tensor_axpby(1.0, [x], 1.0, [x], [t]),
+    "lerp": lambda t, x: multi_tensor_lerp([t], [x], 0.5),
     "cast": lambda t, x: multi_tensor_cast([x], [t], CastStats.allocate(1, "cpu")),
 }
 

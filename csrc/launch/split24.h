@@ -1,0 +1,115 @@
+// Masters that are kept as the model's own weights and 8-bit remainders, for the CPU loops: see FullMaster in steps.h.
+#pragma once
+
+#include "words.h"
+
+#include "../functors/split24.h"
+
+FP16OPT_BEGIN
+
+constexpr uint32_t kLeastHalfExponent = 113u << 23;  // float32's, of the smallest normal half; subnormals have its step
+
+FP16OPT_HD Words step_exponents(Floats wide) {
+    return larger_word(bit_cast<Words>(wide) & 0x7f800000u, splat_word(kLeastHalfExponent));
+}
+
+FP16OPT_HD void join24_finite(Half, const Half* weights, const Codes& remainders, Block& p) {
+    load(weights, p);
+    for (int k = 0; k < kVectors; ++k) {
+        const Floats step = bit_cast<Floats>(step_exponents(p.v[k]) - (18u << 23));
+        const Floats near = steps_added(p.v[k], to_floats(remainders.v[k]), step);
+        p.v[k] = bit_cast<Floats>(bit_cast<Words>(near) | (bit_cast<Words>(p.v[k]) & 0x80000000u));
+    }
+}
+FP16OPT_HD void join24_finite(BFloat16, const BFloat16* weights, const Codes& remainders, Block& p) {
+    load(weights, p);
+    for (int k = 0; k < kVectors; ++k) p.v[k] = bit_cast<Floats>(bit_cast<Words>(p.v[k]) + (remainders.v[k] << 8));
+}
+
+// `wide`: memory for the weights.
+FP16OPT_HD void split24_finite(Half, const Block& p, Half* weights, Codes& remainders, uint32_t) {
+    Narrow narrow;
+    Block wide;
+    narrow_to(Half{}, p, narrow);
+    store(static_cast<void*>(weights), narrow, false);
+    load(static_cast<const Half*>(weights), wide);
+    for (int k = 0; k < kVectors; ++k) {
+        const Floats per_one = bit_cast<Floats>((272u << 23) - step_exponents(wide.v[k]));
+        const Floats away = steps_away(p.v[k], wide.v[k], per_one);
+        const Floats whole = (away + kRounder) - kRounder;
+        remainders.v[k] = to_words(smaller(larger(whole, splat(-kMostSteps24)), kMostSteps24));
+    }
+}
+FP16OPT_HD void split24_finite(BFloat16, const Block& p, BFloat16* weights, Codes& remainders, uint32_t dither) {
+    Codes dithers;
+    words_from(dither, kMasterIndexStride, dithers);
+    Block rounded;
+    for (int k = 0; k < kVectors; ++k) {
+        const Words bits = dithered_bits(bit_cast<Words>(p.v[k]), dithers.v[k]);
+        remainders.v[k] = bits >> 8;
+        rounded.v[k] = bit_cast<Floats>((bits & 0xffffff00u) | 1u);  // the last bit turns ties away from zero
+    }
+    Narrow narrow;
+    narrow_to(BFloat16{}, rounded, narrow);
+    store(static_cast<void*>(weights), narrow, false);
+}
+
+template <class Model>
+class Split24Master {
+public:
+    FP16OPT_HD Split24Master(void* model, void* remainder, uint32_t dither)
+        : model_(static_cast<Model*>(model)), remainder_(static_cast<int8_t*>(remainder)), dither_(dither) {}
+
+    FP16OPT_HD void read(int64_t i, int valid, Block& p) const {
+        Codes remainders;
+        get(static_cast<const int8_t*>(remainder_ + i), valid, remainders);
+        Model padded[kBlock];
+        const Model* weights = model_ + i;
+        if (valid < kBlock) {
+            memset(padded, 0, sizeof(padded));
+            memcpy(padded, weights, size_t(valid) * sizeof(Model));
+            weights = padded;
+        } else {
+            prefetch_block(model_ + i);
+        }
+        join24_finite(Model{}, weights, remainders, p);
+        if (FP16OPT_UNLIKELY(any_from(p, kInfinity))) {
+            float joined[kBlock] = {};
+            for (int k = 0; k < valid; ++k) joined[k] = join24(Model{}, weights[k].bits, uint8_t(remainder_[i + k]));
+            load(static_cast<const float*>(joined), p);
+        }
+    }
+
+    FP16OPT_HD void write(int64_t i, int valid, const Block& p) {
+        const uint32_t dither = dither_ + uint32_t(i) * kMasterIndexStride;
+        if (FP16OPT_UNLIKELY(any_from(p, first_infinite<Model>()))) return write_special(i, valid, p, dither);
+        Model padded[kBlock];
+        Codes remainders;
+        Model* weights = valid == kBlock ? model_ + i : padded;
+        split24_finite(Model{}, p, weights, remainders, dither);
+        if (valid < kBlock) memcpy(model_ + i, padded, size_t(valid) * sizeof(Model));
+        set(remainder_ + i, valid, remainders);
+    }
+
+    FP16OPT_HD void finish() const {}
+    FP16OPT_HD uint32_t flags() const { return flags_; }
+
+private:
+    FP16OPT_NOINLINE void write_special(int64_t i, int valid, const Block& p, uint32_t dither) {
+        float master[kBlock];
+        store(master, p);
+        for (int k = 0; k < valid; ++k) {
+            const Parts24 parts = split24(Model{}, master[k], dither + uint32_t(k) * kMasterIndexStride);
+            model_[i + k].bits = parts.weight;
+            remainder_[i + k] = int8_t(parts.remainder);
+            flags_ |= cast_flags(master[k], first_infinite<Model>());
+        }
+    }
+
+    Model* model_;
+    int8_t* remainder_;
+    uint32_t dither_;
+    uint32_t flags_ = 0;
+};
+
+FP16OPT_END

@@ -1,0 +1,347 @@
+"""What optimizer state of one-pass steps is made of: FP32 tensors under torch's names, or codes of 8 bits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..kernels import state8
+from .one_pass_rows import FUNCTORS, CannotServe, Columns, OnePassRow, check_state, new_counter
+from .pairs import Pair
+
+CHOICES = ("fp32", "8bit")
+LEAST = 4096
+"""Elements from which on a parameter's state is kept in 8 bits."""
+
+_FORMAT, _BLOCK, _LIMIT = "codes_format", "codes_block", "ratio_limit"
+_MOMENTS = ("exp_avg_codes", "exp_avg_sq_codes", "exp_avg_sq_scales")
+_MOMENTUM = ("momentum_codes", "momentum_scales")
+_OWN_NAMES = frozenset({*_MOMENTS, *_MOMENTUM, _FORMAT, _BLOCK, _LIMIT})
+_HOW_SAVED = "Pass what state_dict(compact=True) of this class returned."
+
+
+class StateFormat(Protocol):
+    """How the state of an optimizer that steps in one pass is kept.
+
+    Attributes:
+        needed_by: the argument that asked for it, where the wrapped optimizer could not step on such state; else "".
+        needs_number: whether steps round state by the number of the step.
+    """
+
+    needed_by: str
+    needs_number: bool
+
+    def row(self, group: dict[str, Any], numel: int) -> OnePassRow:
+        """How a parameter of a group, of ``numel`` elements in all, is stepped."""
+
+    def settings(self, group: dict[str, Any]) -> tuple[Any, ...]:
+        """What of a group's settings decides about the state that a step needs."""
+
+    def obstacle(self, group: dict[str, Any]) -> str:
+        """Why state of this form can't be had for a group, in words; "" where it can."""
+
+    def adopt(self, state: dict[str, Any], group: dict[str, Any], numel: int) -> None:
+        """Bring a parameter's state to this form. No host sync."""
+
+
+class FullState:
+    """FP32 tensors of the parameters' shapes under torch's names.
+
+    Args:
+        row: of the wrapped optimizer's class; None where it has none, and nobody asks.
+    """
+
+    needed_by = ""
+    needs_number = False
+
+    def __init__(self, row: OnePassRow | None) -> None:
+        self._row: Any = row
+
+    def row(self, group: dict[str, Any], numel: int) -> OnePassRow:
+        """The class's own."""
+        row: OnePassRow = self._row
+        return row
+
+    def settings(self, group: dict[str, Any]) -> tuple[Any, ...]:
+        """Names of state tensors."""
+        names: tuple[str, ...] = self._row.state(group)
+        return names
+
+    def obstacle(self, group: dict[str, Any]) -> str:
+        """None."""
+        return ""
+
+    def adopt(self, state: dict[str, Any], group: dict[str, Any], numel: int) -> None:
+        """It has it."""
+
+
+# -- Adam --------------------------------------------------------------------------------------------------------------
+
+
+def _limit(group: Mapping[str, Any]) -> float:
+    beta1, beta2 = group["betas"]
+    return state8.ratio_limit(float(beta1), float(beta2))
+
+
+def _moments(_: dict[str, Any]) -> tuple[str, ...]:
+    return ("step", *_MOMENTS)
+
+
+def _new_moments(like: Tensor) -> dict[str, Tensor]:
+    """Codes of zeros, in the strides of ``like``."""
+    codes = [torch.zeros_like(like, dtype=dtype, requires_grad=False) for dtype in (torch.int8, torch.uint8)]
+    scales = torch.zeros(state8.block_count(like.numel()), dtype=torch.float32, device=like.device)
+    return dict(zip(_MOMENTS, (*codes, scales), strict=True))
+
+
+def _make_moments(state: dict[str, Any], group: dict[str, Any], model: Tensor) -> None:
+    state["step"] = new_counter(group, model)
+    state.update(_new_moments(model))
+    state[_LIMIT] = _limit(group)
+
+
+def _encode_moments(state: dict[str, Any], exp_avg: Tensor, exp_avg_sq: Tensor, limit: float) -> None:
+    """FP32 moments out of ``state``, codes in."""
+    codes = _new_moments(exp_avg)
+    first, second, scales = codes.values()
+    state8.encode_moments(exp_avg, exp_avg_sq, first, second, scales, limit)
+    state.update(codes)
+    state[_LIMIT] = limit
+
+
+def _adopt_moments(state: dict[str, Any], group: dict[str, Any]) -> None:
+    limit = _limit(group)
+    if isinstance(state.get("exp_avg"), Tensor) and isinstance(state.get("exp_avg_sq"), Tensor):
+        _encode_moments(state, state.pop("exp_avg").float(), state.pop("exp_avg_sq").float(), limit)
+    elif _LIMIT in state and state[_LIMIT] != limit:  # the betas were changed: once more, rounded to nearest
+        first, second, scales = (state[name] for name in _MOMENTS)
+        _encode_moments(state, *state8.decode_moments(first, second, scales, state[_LIMIT]), limit)
+
+
+# -- SGD ---------------------------------------------------------------------------------------------------------------
+
+
+def _momentum(_: dict[str, Any]) -> tuple[str, ...]:
+    return _MOMENTUM
+
+
+def _make_momentum(state: dict[str, Any], group: dict[str, Any], model: Tensor) -> None:
+    state["momentum_codes"] = torch.zeros_like(model, dtype=torch.int8, requires_grad=False)
+    blocks = state8.block_count(model.numel())
+    state["momentum_scales"] = torch.zeros(blocks, dtype=torch.float32, device=model.device)
+
+
+def _adopt_momentum(state: dict[str, Any], group: dict[str, Any]) -> None:
+    buffer = state.get("momentum_buffer")
+    if isinstance(buffer, Tensor):
+        del state["momentum_buffer"]
+        _make_momentum(state, group, buffer)
+        state8.encode_momentum(buffer.float(), state["momentum_codes"], state["momentum_scales"])
+
+
+# -- both --------------------------------------------------------------------------------------------------------------
+
+
+def _check_codes(name: str, tensor: object, master: Tensor) -> None:
+    """Raise :class:`CannotServe` unless this is what a kernel takes."""
+    if not isinstance(tensor, Tensor):
+        raise CannotServe(f"the state of a parameter has no tensor {name!r}")
+    if name == "step":
+        return check_state(name, tensor, master)
+    blocks = name.endswith("scales")
+    shape = (state8.block_count(master.numel()),) if blocks else tuple(master.shape)
+    if tuple(tensor.shape) != shape or tensor.device != master.device or tensor.requires_grad:
+        raise CannotServe(f"state {name!r} is of shape {tuple(tensor.shape)} on {tensor.device}")
+    return None
+
+
+def has_eight_bits(row: OnePassRow | None) -> bool:
+    """Whether there is an 8-bit form of a class's state: of torch's SGD, Adam and AdamW."""
+    return any(row is FUNCTORS[name] for name in ("sgd", "adam", "adamw"))
+
+
+def _call_adam(columns: Columns, options: Any, group_of: Any, factors: Any, first: list[bool], **rest: Any) -> None:
+    first_codes, second_codes, scales = (columns[name] for name in _MOMENTS)
+    lists = columns["grads"], columns["masters"], first_codes, second_codes, scales, columns["step"]
+    state8.multi_tensor_adam8(*lists, options, group_of, factors, rest.pop("number"), **rest)
+
+
+def _call_sgd(columns: Columns, options: Any, group_of: Any, factors: Any, first: list[bool], **rest: Any) -> None:
+    codes, scales = (columns[name] for name in _MOMENTUM)
+    lists = columns["grads"], columns["masters"], codes, scales
+    state8.multi_tensor_sgd8(*lists, options, group_of, factors, rest.pop("number"), first=first, **rest)
+
+
+def eight_bit_obstacle(group: Mapping[str, Any]) -> str:
+    """Why a group's state can't be kept in 8 bits, in words; "" where it can: AMSGrad's maximum of v has no code."""
+    return "amsgrad=True, whose largest v so far has no 8-bit form" if group.get("amsgrad") else ""
+
+
+class EightBitState:
+    """Codes of 8 bits, and one FP32 scale for each 128 of them; FP32 state for parameters of fewer than 4,096 elements.
+
+    Adam and AdamW: ``exp_avg_codes`` (int8), ``exp_avg_sq_codes`` (uint8), ``exp_avg_sq_scales`` and the number
+    ``ratio_limit``. SGD: ``momentum_codes`` (int8) and ``momentum_scales``.
+
+    Args:
+        row: of the wrapped optimizer's class: SGD, Adam or AdamW.
+    """
+
+    needed_by = 'optimizer_state="8bit"'
+    needs_number = True
+
+    def __init__(self, row: OnePassRow) -> None:
+        self._is_sgd = row is FUNCTORS["sgd"]
+        self._full = row
+        if self._is_sgd:
+            kinds: dict[str, Any] = {"state": _momentum, "make": _make_momentum, "call": _call_sgd}
+        else:
+            kinds = {"state": _moments, "make": _make_moments, "call": _call_adam}
+        self._coded = dataclasses.replace(self._full, check=_check_codes, **kinds)
+
+    def row(self, group: dict[str, Any], numel: int) -> OnePassRow:
+        """See the class."""
+        return self._coded if numel >= LEAST and (not self._is_sgd or group["momentum"]) else self._full
+
+    def settings(self, group: dict[str, Any]) -> tuple[Any, ...]:
+        """Names of state tensors, and what Adam's codes mean."""
+        return self._full.state(group) if self._is_sgd else (*self._full.state(group), _limit(group))
+
+    def obstacle(self, group: dict[str, Any]) -> str:
+        """See :func:`eight_bit_obstacle`."""
+        return eight_bit_obstacle(group)
+
+    def adopt(self, state: dict[str, Any], group: dict[str, Any], numel: int) -> None:
+        """Codes take the place of FP32 state, rounded to nearest, and of codes that were made with other betas."""
+        if self.row(group, numel) is self._coded:
+            (_adopt_momentum if self._is_sgd else _adopt_moments)(state, group)
+
+
+def adopt_all(form: StateFormat, pairs: Iterable[Pair], optimizer: Optimizer) -> None:
+    """Bring all of an optimizer's state to the form in which it is kept. No host sync."""
+    for pair in pairs:
+        if pair.master in optimizer.state:
+            form.adopt(optimizer.state[pair.master], optimizer.param_groups[pair.group], pair.model.numel())
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def whole_entry(entry: Any) -> Any:
+    """A parameter's state with FP32 moments under torch's names in place of codes; others as they are. No host sync."""
+    if not isinstance(entry, Mapping) or not _OWN_NAMES & entry.keys():
+        return entry
+    kept = {key: value for key, value in entry.items() if key not in _OWN_NAMES}
+    block = entry.get(_BLOCK, state8.BLOCK)
+    if "momentum_codes" in entry:
+        kept["momentum_buffer"] = state8.decode_momentum(*(entry[name] for name in _MOMENTUM), block=block)
+    else:
+        first, second, scales = (entry[name] for name in _MOMENTS)
+        moments = state8.decode_moments(first, second, scales, entry[_LIMIT], block=block)
+        kept["exp_avg"], kept["exp_avg_sq"] = moments
+    return kept
+
+
+def _compact_entry(entry: Any) -> Any:
+    """With what one needs to know to read the codes."""
+    if not isinstance(entry, Mapping) or not _OWN_NAMES & entry.keys():
+        return entry
+    return {**entry, _FORMAT: "block8" if "momentum_codes" in entry else "ratio8", _BLOCK: state8.BLOCK}
+
+
+def saved(state_dict: dict[str, Any], compact: bool) -> dict[str, Any]:
+    """An optimizer's ``state_dict()`` as checkpoints have it: FP32, or with ``compact`` codes. No host sync."""
+    entry = _compact_entry if compact else whole_entry
+    return {**state_dict, "state": {key: entry(value) for key, value in state_dict["state"].items()}}
+
+
+def expanded(state_dict: Any, names: Sequence[str]) -> Any:
+    """A checkpoint with FP32 moments where it has codes: of any block size and limit.
+
+    Args:
+        state_dict: anything that may be loaded; what has no codes is returned as it is.
+        names: of the parameters, for messages.
+
+    Raises:
+        TypeError, ValueError: codes are damaged. Nothing is changed.
+
+    Syncs where there are codes.
+    """
+    inner = state_dict.get("optimizer", state_dict) if isinstance(state_dict, Mapping) else None
+    state = inner.get("state") if isinstance(inner, Mapping) else None
+    if not isinstance(state, Mapping):
+        return state_dict
+    coded = [key for key, entry in state.items() if isinstance(entry, Mapping) and _OWN_NAMES & entry.keys()]
+    if not coded:
+        return state_dict
+    for key in coded:
+        _check_saved(state[key], _label(key, names))
+    whole = {**inner, "state": {key: whole_entry(entry) for key, entry in state.items()}}  # type: ignore[dict-item]
+    return whole if inner is state_dict else {**state_dict, "optimizer": whole}
+
+
+def _check_saved(entry: Mapping[str, Any], label: str) -> None:
+    """Raise unless codes of a checkpoint can be decoded."""
+    form, block = entry.get(_FORMAT), entry.get(_BLOCK)
+    known = {"ratio8": _MOMENTS, "block8": _MOMENTUM}
+    if form not in known:
+        raise ValueError(
+            f"{label}: {_FORMAT} must be 'ratio8' or 'block8', got {form!r}. Save it with state_dict(), which holds "
+            "FP32, with the fp16opt release that wrote it."
+        )
+    if not isinstance(block, int) or isinstance(block, bool) or not 0 < block <= 65536 or block & (block - 1):
+        raise ValueError(f"{label}: {_BLOCK} must be a power of two up to 65536, got {block!r}. {_HOW_SAVED}")
+    for name in known[form]:
+        if not isinstance(entry.get(name), Tensor):
+            raise TypeError(f"{label}: {name} must be a tensor, got {type(entry.get(name)).__name__}. {_HOW_SAVED}")
+    codes: list[Tensor] = [entry[name] for name in known[form][:-1]]
+    scales: Tensor = entry[known[form][-1]]
+    for name, code, dtype in zip(known[form], codes, (torch.int8, torch.uint8), strict=False):
+        if code.dtype != dtype or code.shape != codes[0].shape or code.layout != torch.strided or code.is_meta:
+            raise ValueError(
+                f"{label}: {name} must be {str(dtype)[6:]} of shape {list(codes[0].shape)}, got {str(code.dtype)[6:]} "
+                f"of shape {list(code.shape)}. {_HOW_SAVED}"
+            )
+    if bool((codes[0] == -128).any()):
+        raise ValueError(f"{label}: {known[form][0]} holds -128, which is no code. {_HOW_SAVED}")
+    wanted, name = -(-codes[0].numel() // block), known[form][-1]
+    if scales.dtype != torch.float32 or tuple(scales.shape) != (wanted,) or scales.is_meta:
+        raise ValueError(
+            f"{label}: {name} must be float32 of shape [{wanted}], one for every {block} elements, got "
+            f"{str(scales.dtype)[6:]} of shape {list(scales.shape)}. {_HOW_SAVED}"
+        )
+    if not bool(((scales >= 0) & scales.isfinite()).all()):
+        raise ValueError(f"{label}: {name} must be finite and not negative. {_HOW_SAVED}")
+    limit = entry.get(_LIMIT)
+    if form == "ratio8" and not (isinstance(limit, float) and 2.0**-20 <= limit <= 2.0**20):
+        raise ValueError(f"{label}: {_LIMIT} must be a number from 2**-20 to 2**20, got {limit!r}. {_HOW_SAVED}")
+
+
+def check_moments(state_dict: Any, names: Sequence[str]) -> None:
+    """Raise ``ValueError`` for a moment that is to be kept in 8 bits and has no code. Syncs."""
+    inner = state_dict.get("optimizer", state_dict) if isinstance(state_dict, Mapping) else None
+    state = inner.get("state") if isinstance(inner, Mapping) else None
+    for key, entry in state.items() if isinstance(state, Mapping) else ():
+        moments = (
+            {k: entry.get(k) for k in ("exp_avg_sq", "exp_avg", "momentum_buffer")}
+            if isinstance(entry, Mapping)
+            else {}
+        )
+        for name, value in moments.items():
+            if not isinstance(value, Tensor) or value.is_meta or value.layout != torch.strided:
+                continue  # others judge it
+            low = 0.0 if name == "exp_avg_sq" else -torch.inf
+            if not bool((value >= low).all()):
+                raise ValueError(
+                    f'{_label(key, names)}: {name} holds numbers that optimizer_state="8bit" has no code for: nan, or '
+                    'negative ones where there are only squares. Load it with optimizer_state="fp32", or repair it.'
+                )
+
+
+def _label(key: object, names: Sequence[str]) -> str:
+    return names[key] if isinstance(key, int) and 0 <= key < len(names) else f"state {key!r}"

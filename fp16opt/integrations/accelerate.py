@@ -1,0 +1,264 @@
+"""For Accelerate: an Accelerator that trains 16-bit weights with FP32 masters; our GradScaler for Accelerate's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import accelerate
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ..grad_scaler import GradScaler
+from ..optimizer import MixedPrecisionOptimizer
+from .together import Together, has_halves, named_parameters
+
+
+class MasterWeightsOptimizer(AcceleratedOptimizer):
+    """Accelerate's own wrapping of an optimizer, which knows of the skips of a ``MixedPrecisionOptimizer`` inside."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped. May sync with the device."""
+        if isinstance(self.optimizer, MixedPrecisionOptimizer):
+            return self.optimizer.step_was_skipped
+        return bool(super().step_was_skipped)
+
+
+class Accelerator(accelerate.Accelerator):
+    """``accelerate.Accelerator`` with one more argument: ``prepare`` wraps optimizers of 16-bit models.
+
+    Args:
+        master_weights: Options of ``fp16opt.MixedPrecisionOptimizer``: ``{"dynamic": True}`` for FP16, ``{}`` for a
+            static scale of 1. None: Accelerate as it is. If one of the models has 16-bit parameters, be they frozen
+            as under FP32 adapters, all optimizers are wrapped; several share one scaler, which follows once all have
+            stepped.
+        *args, **kwargs: Accelerate's own. ``mixed_precision="fp16"`` has a scaler of its own and is refused.
+
+    ``backward`` scales, ``clip_grad_norm_`` and ``clip_grad_value_`` clip true gradients, of some parameters too;
+    ``optimizer_step_was_skipped`` tells, prepared schedulers wait for skips, ``save_state`` and ``load_state`` have
+    masters and scale.
+
+    Raises:
+        ValueError: ``master_weights`` with a scaler of Accelerate's, or with DeepSpeed or Megatron-LM, which keep
+            masters of their own.
+        TypeError: ``master_weights`` is no dict.
+
+    Example:
+        >>> import torch
+        >>> accelerator = Accelerator(cpu=True, master_weights={"dynamic": True})
+        >>> model = torch.nn.Linear(2, 1).half()
+        >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> accelerator.backward(model(torch.ones(1, 2, dtype=torch.float16)).float().sum() * 0.25)
+        >>> optimizer.step()
+        >>> accelerator.optimizer_step_was_skipped, [str(p.dtype) for p in optimizer.param_groups[0]["params"]]
+        (False, ['torch.float32', 'torch.float32'])
+    """
+
+    def __init__(self, *args: Any, master_weights: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        check_options(master_weights)
+        super().__init__(*args, **kwargs)
+        self.begin(master_weights)
+
+    def begin(self, master_weights: dict[str, Any] | None) -> None:
+        """Take the options of optimizers that will be prepared.
+
+        Raises:
+            ValueError: See the class.
+        """
+        self.master_weights = master_weights
+        self._together: Together | None = None
+        self._is_preparing = False
+        if master_weights is None:
+            return
+        if self.scaler is not None or self.mixed_precision == "fp16":
+            raise ValueError(
+                'master_weights with mixed_precision="fp16": Accelerate would scale the loss a second time. Leave '
+                "mixed_precision out, and give the model 16-bit weights; or leave master_weights out, and wrap the "
+                "optimizer in MixedPrecisionOptimizer(optimizer), which Accelerate's scaler then drives."
+            )
+        if self.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+            raise ValueError(f"master_weights: {self.distributed_type.value} keeps masters of its own. Leave them out.")
+
+    # -- preparing ---------------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: list[bool | None] | None = None) -> Any:
+        """Accelerate's; then optimizers are wrapped, when their model is on its device and sharded.
+
+        Raises:
+            RuntimeError: Optimizers were wrapped in an earlier call, and would not share their scale with these.
+            TypeError, ValueError: As ``MixedPrecisionOptimizer`` raises them.
+        """
+        if self.master_weights is None:
+            return super().prepare(*args, device_placement=device_placement)
+        self._is_preparing = True
+        try:
+            result = super().prepare(*args, device_placement=device_placement)
+        finally:
+            self._is_preparing = False
+        self._wrap()
+        return result
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
+        """Accelerate's, of a class that knows of skips."""
+        if self.master_weights is None:
+            return super().prepare_optimizer(optimizer, device_placement)
+        if isinstance(optimizer, MasterWeightsOptimizer):
+            if not any(one is optimizer for one in self._optimizers):  # after free_memory
+                self._optimizers.append(optimizer)
+            return optimizer
+        if device_placement is None:
+            device_placement = self.device_placement
+        prepared = MasterWeightsOptimizer(optimizer, device_placement=device_placement)
+        self._optimizers.append(prepared)
+        if not self._is_preparing:
+            self._wrap()
+        return prepared
+
+    def _wrap(self) -> None:
+        """Wrap what was prepared and is not wrapped yet, if anything that was prepared has 16-bit parameters."""
+        inside = [one.optimizer for one in self._optimizers]
+        new = [one for one in inside if not isinstance(one, MixedPrecisionOptimizer)]
+        known = [] if self._together is None else self._together.optimizers
+        trained = [param for one in new for group in one.param_groups for param in group["params"]]
+        held = [param for model in self._models for param in model.parameters()]  # frozen ones too: see PEFT
+        if not (new and (known or has_halves([*trained, *held]))):
+            if inside and not new:
+                self._join(Together(inside))
+            return
+        if any(one is other for one in inside for other in known):
+            raise RuntimeError(
+                "optimizers were prepared before, and one loss scale is to serve all. Prepare all optimizers in one "
+                "call of accelerator.prepare; free_memory() ends a training."
+            )
+        self._join(Together(inside, named_parameters(*self._models), self.master_weights))
+
+    def _join(self, together: Together) -> None:
+        for prepared, wrapped in zip(self._optimizers, together.optimizers, strict=True):
+            if prepared.optimizer is not wrapped:
+                prepared.optimizer = wrapped
+        for model in self._models:
+            if isinstance(model, DistributedDataParallel):
+                self._attach(together, model)
+        self._together = together
+
+    def _attach(self, together: Together, model: nn.Module) -> None:
+        from ..distributed import attach
+
+        known = {id(param) for param in model.parameters()}
+        for one in together.optimizers:
+            if all(id(param) in known for param in one.model_params()):
+                attach(one, model)
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Divide by the number of micro-batches, scale, and run autograd.
+
+        Raises:
+            TypeError, RuntimeError: As ``MixedPrecisionOptimizer.backward`` raises them.
+        """
+        if self._together is None:
+            super().backward(loss, **kwargs)
+            return
+        with self._together.backward(loss / self.gradient_accumulation_steps) as scaled:
+            scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
+    ) -> Tensor | None:
+        """Clip the true gradients of ``parameters`` by their norm.
+
+        Returns:
+            The norm before: float32, 0-dim.
+
+        Raises:
+            RuntimeError: In the middle of an accumulation: what is clipped there would be added to.
+            ValueError: A parameter has a gradient and is in no prepared optimizer.
+        """
+        if self._together is None:
+            before: Tensor | None = super().clip_grad_norm_(parameters, max_norm, norm_type)
+            return before
+        self._check_complete("clip_grad_norm_")
+        return self._together.clip_grad_norm(parameters, float(max_norm), float(norm_type))
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """Clip the true gradients of ``parameters`` by value. An overflow stays one, and is skipped.
+
+        Raises:
+            RuntimeError, ValueError: As :meth:`clip_grad_norm_`.
+        """
+        if self._together is None:
+            super().clip_grad_value_(parameters, clip_value)
+            return
+        self._check_complete("clip_grad_value_")
+        self._together.clip_grad_value(parameters, float(clip_value))
+
+    def _check_complete(self, what: str) -> None:
+        if not self.sync_gradients:
+            raise RuntimeError(
+                f"{what} was called in the middle of an accumulation. Call it where accelerator.sync_gradients is "
+                "True, before optimizer.step()."
+            )
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Accelerate's; optimizers that are prepared next begin a training of their own."""
+        self._together = None
+        return super().free_memory(*objects)
+
+
+def take_over(accelerator: accelerate.Accelerator, master_weights: dict[str, Any] | None) -> Accelerator:
+    """Make an accelerator that somebody else has made one of :class:`Accelerator`. Nothing may be prepared yet.
+
+    transformers makes its own and has no hook for another class.
+
+    Raises:
+        TypeError, ValueError: As the constructor raises them.
+    """
+    check_options(master_weights)
+    accelerator.__class__ = Accelerator
+    accelerator.begin(master_weights)
+    return cast(Accelerator, accelerator)
+
+
+def check_options(master_weights: object) -> None:
+    """Raise ``TypeError`` for anything but a dict or None."""
+    if not (master_weights is None or isinstance(master_weights, dict)):
+        raise TypeError(
+            f"master_weights: expected a dict of MixedPrecisionOptimizer's options, or None, got "
+            f"{type(master_weights).__name__}. For its defaults give {{}}."
+        )
+
+
+def use_fp16opt_scaler(accelerator: accelerate.Accelerator, **settings: Any) -> GradScaler:
+    """Put ``fp16opt.GradScaler`` in the place of the scaler that Accelerate's own class has for "fp16".
+
+    For models with FP32 weights under autocast, and for 16-bit ones whose optimizers are wrapped in
+    ``MixedPrecisionOptimizer(optimizer)``. Call it before ``prepare``.
+
+    Args:
+        accelerator: With ``mixed_precision="fp16"``.
+        **settings: Of ``fp16opt.GradScaler``.
+
+    Returns:
+        The scaler.
+
+    Raises:
+        ValueError: Another ``mixed_precision``: Accelerate then scales nothing.
+        RuntimeError: Optimizers were prepared with the other scaler already.
+    """
+    if accelerator.mixed_precision != "fp16":
+        raise ValueError(
+            f'accelerator: expected mixed_precision="fp16", got {accelerator.mixed_precision!r}: Accelerate scales no '
+            "loss then. For 16-bit weights use fp16opt.integrations.accelerate.Accelerator."
+        )
+    if accelerator._optimizers:
+        raise RuntimeError(
+            "optimizers were prepared already, with the scaler that was there. Call use_fp16opt_scaler before prepare."
+        )
+    scaler = GradScaler(accelerator.device.type, **settings)
+    accelerator.scaler = scaler
+    return scaler

@@ -1,0 +1,82 @@
+"""For transformers: a Trainer that trains 16-bit weights with FP32 masters, and the same as a mixin for TRL's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.optim import Optimizer
+
+from ..optimizer import MixedPrecisionOptimizer
+from .accelerate import check_options, take_over
+
+
+class MasterWeightsMixin:
+    """FP32 masters and loss scaling for ``transformers.Trainer`` and what is derived from it.
+
+    The Trainer's optimizer is wrapped in ``fp16opt.MixedPrecisionOptimizer`` where the Trainer prepares it, with the
+    model's parameter names. The loss is scaled, true gradients are clipped and their norm is logged, skipped steps keep
+    the scheduler where it is, checkpoints have masters and scale. ``loss_scale`` and ``skipped_steps`` are logged.
+
+    Args:
+        master_weights: Options of ``MixedPrecisionOptimizer``. None: ``{"dynamic": True}`` where the model has FP16
+            parameters, ``{}`` where it has BF16 ones.
+        *args, **kwargs: The Trainer's own. ``TrainingArguments(fp16=True)`` scales by itself and is refused; a model in
+            16 bits needs neither it nor ``bf16=True``.
+
+    Raises:
+        TypeError, ValueError: As ``fp16opt.integrations.accelerate.Accelerator`` raises them.
+
+    Example:
+        >>> from trl import SFTTrainer                                    # doctest: +SKIP
+        >>> class Tuning(MasterWeightsMixin, SFTTrainer): ...             # doctest: +SKIP
+    """
+
+    accelerator: Any
+
+    def __init__(self, *args: Any, master_weights: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        check_options(master_weights)
+        self.master_weights = master_weights
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The Trainer's; then its accelerator is one that has masters."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.accelerator = take_over(self.accelerator, self.master_weights or {})
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        """The Trainer's. It is wrapped where the Trainer prepares it."""
+        made: Optimizer = super().create_optimizer(model)  # type: ignore[misc]
+        if self.master_weights is None:
+            of = getattr(self, "model", None) if model is None else model
+            dynamic = of is not None and any(param.dtype == torch.float16 for param in of.parameters())
+            self.accelerator.master_weights = {"dynamic": True} if dynamic else {}
+        return made
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """The Trainer's, with ``loss_scale`` and ``skipped_steps`` beside the loss. Syncs with the device."""
+        optimizer: Any = getattr(self, "optimizer", None)
+        inside = getattr(optimizer, "optimizer", None)
+        if "loss" in logs and isinstance(inside, MixedPrecisionOptimizer):
+            logs = {**logs, "loss_scale": inside.loss_scale, "skipped_steps": float(inside.skipped_steps)}
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+
+class Trainer(MasterWeightsMixin, transformers.Trainer):
+    """``transformers.Trainer`` with FP32 masters and loss scaling; see :class:`MasterWeightsMixin`.
+
+    Example:
+        >>> import tempfile
+        >>> sizes = {"n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 16, "n_positions": 8}
+        >>> config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=1)
+        >>> model = transformers.GPT2LMHeadModel(config).half()
+        >>> data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 4
+        >>> told = {"max_steps": 2, "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+        >>> args = transformers.TrainingArguments(tempfile.mkdtemp(), logging_strategy="no", **told)
+        >>> trainer = Trainer(model, args, train_dataset=data)
+        >>> trainer.remove_callback(transformers.PrinterCallback)
+        >>> trainer.train().global_step, trainer.optimizer.optimizer.loss_scale
+        (2, 65536.0)
+    """

@@ -1,0 +1,49 @@
+"""The operation by which running averages take values in."""
+
+from __future__ import annotations
+
+import torch
+
+from . import cuda, reference
+from .calls import Entries, PointerTables
+from .tables import LERP, call_for
+
+
+def multi_tensor_lerp(
+    averages: Entries, values: Entries, weight: float, *, tables: PointerTables | None = None
+) -> None:
+    """``averages[i] += weight * (values[i] - averages[i])``; with a weight of 1/2 or more from the other end.
+
+    That is ``values[i] + (1 - weight) * (averages[i] - values[i])``: a weight of 1 gives the values themselves, as in
+    ``torch.lerp``. One rounding each for subtraction, multiplication and addition.
+
+    Args:
+        averages: n tensors, float32 or float64. Written.
+        values: n tensors of the same shapes: float16, bfloat16 or float32; float64 for float64 ``averages``.
+        weight: 0 to 1. It, or 1 - weight, is rounded to the dtype of the averages.
+        tables: the cache of this call site.
+
+    Raises:
+        TypeError, ValueError: as :func:`multi_tensor_unscale`, and for a weight that is no number from 0 to 1.
+
+    On CUDA devices torch operations serve.
+
+    Example:
+        >>> averages = [torch.tensor([0.0, 8.0])]
+        >>> multi_tensor_lerp(averages, [torch.tensor([1.0, 0.0]).half()], 0.25)
+        >>> averages
+        [tensor([0.2500, 6.0000])]
+    """
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+        raise TypeError(f"{LERP.name}: weight must be a number, got {type(weight).__name__}.")
+    if not 0.0 <= weight <= 1.0:
+        raise ValueError(f"{LERP.name}: weight must be from 0 to 1, got {weight!r}.")
+    with torch.no_grad():
+        call = call_for(LERP, (averages, values), tables, None)
+        plan = call.plan
+        compiled = None if plan.serving is cuda else plan.serving
+        for row in (row for _, row in plan.by_reference) if compiled is not None else plan.rows:
+            average, value = call.row(row)
+            reference.lerp(average, value, float(weight))
+        if compiled is not None:
+            compiled.launch(call, "lerp", float(weight))

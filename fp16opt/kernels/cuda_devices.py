@@ -1,0 +1,252 @@
+"""Which cards the CUDA kernels serve: compiled for the card at first use, or found on disk, and loaded; or why not."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from . import cubin_cache
+from .cubin_cache import CacheError, Cubins
+from .cuda_driver import Card, Device, Driver, DriverError
+from .cuda_rows import KERNELS, OPTIONS, digest, source_of
+from .nvrtc import Nvrtc, NvrtcError, find
+
+logger = logging.getLogger("fp16opt")
+
+OLDEST = 70
+"""The compute capability, times ten, from which on cards are served: V100 (PTX of older ones lacks what is used)."""
+CARDS = (70, 75, 80, 86, 89, 90, 100, 120)
+"""What ``python -m fp16opt compile`` compiles for where there is no card to ask."""
+_MOST_THREADS = 8
+
+
+class Served(NamedTuple):
+    """What became of one device.
+
+    Attributes:
+        device: what launches kernels there, or None: torch operations serve.
+        words: what serves, or why not and what mends it.
+    """
+
+    device: Device | None
+    words: str
+
+
+def release() -> tuple[int, int] | None:
+    """The CUDA release that torch was built for, as in (12, 8); None without one, and for ROCm."""
+    if torch.version.cuda is None:
+        return None
+    major, _, minor = torch.version.cuda.partition(".")
+    return int(major), int(minor.partition(".")[0] or 0)
+
+
+def compile_all(nvrtc: Nvrtc, capability: int) -> Cubins:
+    """Compile all kernels for a card, in as many threads as there are processors, up to 8.
+
+    Args:
+        capability: of the card, as in 86.
+
+    Raises:
+        NvrtcError: this NVRTC makes no code for such cards, or a kernel does not compile.
+    """
+    arch = nvrtc.arch_for(capability)
+    if arch is None:
+        known = ", ".join(f"sm_{known}" for known in nvrtc.archs)
+        raise NvrtcError(
+            f"{nvrtc} makes no code for sm_{capability}, only for {known}: "
+            f"install a torch built for {'CUDA 12' if capability < nvrtc.archs[0] else 'a newer CUDA'}"
+        )
+    began = time.perf_counter()
+    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
+        jobs = {
+            name: pool.submit(nvrtc.compile, source_of(kernel), f"fp16opt_{name}", arch, OPTIONS)
+            for name, kernel in KERNELS.items()
+        }
+        code = {name: job.result()[0] for name, job in jobs.items()}
+    took = time.perf_counter() - began
+    logger.info("compiled %d CUDA kernels for sm_%d with %r in %.1f s", len(code), arch, nvrtc, took)
+    return Cubins(arch, nvrtc.version, code)
+
+
+def _store(capability: int, cubins: Cubins) -> None:
+    try:
+        cubin_cache.store(digest(), capability, cubins)
+    except CacheError as error:
+        logger.warning("compiled CUDA kernels are kept in memory, and compiled again in each process: %s", error)
+
+
+def _compiled(capability: int, cuda: tuple[int, int]) -> Cubins:
+    cubins = compile_all(find([cuda[0]]), capability)
+    _store(capability, cubins)
+    return cubins
+
+
+def _load(index: int, cuda: tuple[int, int]) -> Served:
+    """Have the kernels on one card.
+
+    Raises:
+        DriverError, NvrtcError, OSError: it can't be, and why.
+    """
+    if sys.platform != "linux":
+        raise DriverError(f"the CUDA kernels are launched on Linux only, this is {sys.platform}")
+    major, minor = torch.cuda.get_device_capability(index)
+    capability = 10 * major + minor
+    if capability < OLDEST:
+        raise DriverError(f"it is of compute capability {major}.{minor}, and the CUDA kernels need 7.0 or newer")
+    driver = Driver()
+    cubins, complaints = cubin_cache.load(digest(), capability, cuda)
+    for complaint in complaints:
+        logger.warning("compiled CUDA kernels are not taken from the disk: %s", complaint)
+    origin = "from the cache"
+    if cubins is not None:
+        try:
+            if cubins.code.keys() < KERNELS.keys():
+                raise DriverError("they are not all there")
+            return Served(Card(driver, index, cubins.code), _words(cubins, origin))
+        except DriverError as error:
+            logger.warning("compiled CUDA kernels from the disk are compiled again: %s", error)
+    cubins, origin = _compiled(capability, cuda), "compiled by this process"
+    try:
+        return Served(Card(driver, index, cubins.code), _words(cubins, origin))
+    except DriverError as error:
+        raise DriverError(
+            f"the driver, made for CUDA {_dotted(driver.version)}, refuses code for sm_{cubins.arch} of NVRTC "
+            f"{_dotted(cubins.version)} ({error}): update it, or install a torch built for a CUDA that it knows"
+        ) from None
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def _words(cubins: Cubins, origin: str) -> str:
+    return f"CUDA kernels for sm_{cubins.arch}, NVRTC {_dotted(cubins.version)}, {origin}"
+
+
+class _Known:
+    """What is known of the devices, in this process: a forked child finds out anew.
+
+    What the driver gave a parent is of no use to its child, and a lock that another of the parent's threads held when
+    it forked would never be given back.
+    """
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.RLock()
+        self._found: dict[int, Served] = {}
+        self._said: set[str] = set()
+
+    def of(self, index: int) -> Served:
+        if self._process != os.getpid():
+            self._begin()
+        served = self._found.get(index)
+        if served is None:
+            with self._lock:
+                served = self._found.get(index) or self._find_out(index)
+                self._found[index] = served
+        return served
+
+    def _find_out(self, index: int) -> Served:
+        cuda = release()
+        if cuda is None or not torch.cuda.is_available() or not 0 <= index < torch.cuda.device_count():
+            return Served(None, "torch finds no such CUDA device")
+        try:
+            return _load(index, cuda)
+        except (DriverError, NvrtcError, OSError) as error:
+            words = str(error)
+        if words not in self._said:
+            self._said.add(words)
+            name = torch.cuda.get_device_name(index)
+            warnings.warn(
+                f"slower torch operations serve cuda:{index} ({name}) in place of fp16opt's kernels: {words}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return Served(None, words)
+
+
+_known = _Known()
+
+
+def served(index: int) -> Served:
+    """What serves a device. Its first call compiles, if need be, and loads; does not sync.
+
+    Args:
+        index: the device's number.
+    """
+    return _known.of(index)
+
+
+def kernels_on(index: int) -> Device | None:
+    """What launches kernels on a device; None where torch operations serve it. As :func:`served`."""
+    return _known.of(index).device
+
+
+# -- for people --------------------------------------------------------------------------------------------------------
+
+
+def facts() -> list[tuple[str, str]]:
+    """What there is to compile, keep and launch kernels with, as (name, words). Compiles nothing."""
+    cuda = release()
+    if cuda is None:
+        return [("CUDA kernels", "this torch is built without CUDA")]
+    try:
+        compiler = repr(find([cuda[0]]))
+    except NvrtcError as error:
+        compiler = f"missing: {error}"
+    try:
+        version = Driver().version
+        driver = f"for CUDA up to {version[0]}.{version[1]}"
+    except DriverError as error:
+        driver = f"missing: {error}"
+    try:
+        kept = len(cubin_cache.names(digest()))
+    except OSError as error:
+        return [("CUDA kernels", f"missing: {error}")]
+    cache = f"{cubin_cache.folder()} ({kept} {'card' if kept == 1 else 'cards'} compiled for)"
+    return [("CUDA compiler", compiler), ("CUDA driver", driver), ("CUDA cache", cache)]
+
+
+def ahead(capabilities: Sequence[int] = ()) -> list[tuple[int, Path | None, str]]:
+    """Compile all kernels ahead of their first use, and keep them on disk; there need be no GPU.
+
+    Args:
+        capabilities: of the cards, as in [70, 90]. None given: those of this machine's cards, and where there are none
+            all that NVRTC knows of :data:`CARDS`.
+
+    Returns:
+        For each card: its capability, the file, or None and why not.
+
+    Raises:
+        NvrtcError: there is no NVRTC.
+    """
+    cuda = release()
+    majors = [13, 12, 11] if cuda is None else [cuda[0]]
+    nvrtc = find(majors)
+    if not capabilities and cuda is not None and torch.cuda.is_available():
+        found = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
+        capabilities = sorted({10 * major + minor for major, minor in found})
+    outcomes: list[tuple[int, Path | None, str]] = []
+    for capability in capabilities or [card for card in CARDS if card in nvrtc.archs]:
+        began = time.perf_counter()
+        try:
+            if capability < OLDEST:
+                raise NvrtcError(f"sm_{capability} is older than sm_{OLDEST}, the oldest that is served")
+            path = cubin_cache.store(digest(), capability, compile_all(nvrtc, capability))
+            outcomes.append((capability, path, f"{nvrtc!r}, {time.perf_counter() - began:.1f} s"))
+        except (NvrtcError, CacheError) as error:
+            outcomes.append((capability, None, str(error)))
+    return outcomes

@@ -1,0 +1,218 @@
+"""CUDA's driver: kernels are loaded into torch's context and launched there.
+
+What is called here: https://docs.nvidia.com/cuda/cuda-driver-api/. Every function has its argument types, or addresses
+would go as 32 bits. Nothing waits for the GPU, but where it says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from typing import Protocol
+
+THREADS = 256  # of a block
+_NAME = "libcuda.so.1"
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_ADDRESS = c_uint64  # a CUdeviceptr
+_SIGNATURES = {
+    "cuInit": (c_uint,),
+    "cuDriverGetVersion": (POINTER(c_int),),
+    "cuGetErrorName": (c_int, POINTER(c_char_p)),
+    "cuGetErrorString": (c_int, POINTER(c_char_p)),
+    "cuDeviceGet": (POINTER(c_int), c_int),
+    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
+    "cuCtxGetCurrent": (POINTER(c_void_p),),
+    "cuCtxPushCurrent_v2": (c_void_p,),
+    "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
+    "cuModuleLoadData": (POINTER(c_void_p), c_char_p),
+    "cuModuleGetFunction": (POINTER(c_void_p), c_void_p, c_char_p),
+    "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
+    "cuMemAlloc_v2": (POINTER(_ADDRESS), c_size_t),
+    "cuMemFree_v2": (_ADDRESS,),
+    "cuStreamCreate": (POINTER(c_void_p), c_uint),
+    "cuStreamSynchronize": (c_void_p,),
+    "cuStreamDestroy_v2": (c_void_p,),
+    "cuMemcpyHtoDAsync_v2": (_ADDRESS, c_char_p, c_size_t, c_void_p),
+    "cuLaunchKernel": (c_void_p, *(c_uint,) * 7, c_void_p, POINTER(c_char_p), POINTER(c_void_p)),
+}
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+
+
+class DriverError(RuntimeError):
+    """The driver is not there, or refuses a call; the message has its own words."""
+
+
+class Device(Protocol):
+    """What launches kernels: a card, or in tests something that stands for one."""
+
+    def launch(self, name: str, blocks: int, stream: int, *arguments: bytes) -> None:
+        """Queue a kernel with packed structs."""
+
+    def keep(self, content: bytes, size: int) -> int:
+        """Memory of ``size`` bytes that begins with ``content``: its address."""
+
+    def give_back(self, address: int) -> None:
+        """End of what :meth:`keep` gave."""
+
+    def kept_tables(self) -> int:
+        """How much of what :meth:`keep` gave was not given back."""
+
+
+class Driver:
+    """The driver's library.
+
+    Args:
+        path: of the library, or its name for the loader.
+
+    Attributes:
+        version: the newest CUDA release whose code it takes for sure, as in (13, 0).
+
+    Raises:
+        DriverError: it can't be loaded, or finds no card.
+    """
+
+    def __init__(self, path: str = _NAME) -> None:
+        try:
+            self._library = ctypes.CDLL(path)
+        except OSError as error:
+            raise DriverError(f"{_NAME}, NVIDIA's driver, can't be loaded: {error}") from None
+        for name, types in _SIGNATURES.items():
+            if not hasattr(self._library, name):
+                raise DriverError(f"NVIDIA's driver has no {name}: it is too old")
+            getattr(self._library, name).argtypes = types
+        self.launch_kernel = self._library.cuLaunchKernel
+        self.current_context = self._library.cuCtxGetCurrent
+        self.call("cuInit", 0)
+        number = c_int()
+        self.call("cuDriverGetVersion", byref(number))
+        self.version = (number.value // 1000, number.value % 1000 // 10)
+
+    def check(self, code: int, what: str) -> None:
+        """Raise DriverError unless ``code`` is CUDA_SUCCESS."""
+        if code == 0:
+            return
+        texts = []
+        for function in (self._library.cuGetErrorName, self._library.cuGetErrorString):
+            text = c_char_p()
+            function(code, byref(text))
+            texts.append((text.value or str(code).encode()).decode())
+        raise DriverError(f"{what}: CUDA reports {texts[0]}: {texts[1]}")
+
+    def call(self, name: str, *arguments: object) -> None:
+        """Call one function. Raises DriverError where it fails."""
+        self.check(getattr(self._library, name)(*arguments), name)
+
+    @contextmanager
+    def relaxed(self) -> Iterator[None]:
+        """Calls that a capture on this thread would forbid are allowed: what they do is no part of the graph."""
+        mode = c_int(_RELAXED)
+        self.call("cuThreadExchangeStreamCaptureMode", byref(mode))
+        try:
+            yield
+        finally:
+            self.call("cuThreadExchangeStreamCaptureMode", byref(mode))
+
+
+class Card:
+    """Kernels loaded into the context that torch uses on one device: its primary one.
+
+    Args:
+        driver: the driver.
+        index: the device's number, in torch as in CUDA.
+        code: the kernels' machine code by name.
+        prefix: before each name in the code.
+
+    Raises:
+        DriverError: the driver refuses the code, or the device.
+    """
+
+    def __init__(self, driver: Driver, index: int, code: Mapping[str, bytes], prefix: str = "fp16opt_") -> None:
+        self._driver = driver
+        device, context = c_int(), c_void_p()
+        driver.call("cuDeviceGet", byref(device), index)
+        driver.call("cuDevicePrimaryCtxRetain", byref(context), device.value)
+        self._context = context.value
+        self._functions: dict[str, int | None] = {}
+        self._kept = 0
+        with self._here(), driver.relaxed():
+            for name, cubin in code.items():
+                module, function = c_void_p(), c_void_p()
+                driver.call("cuModuleLoadData", byref(module), cubin)
+                driver.call("cuModuleGetFunction", byref(function), module, (prefix + name).encode())
+                self._functions[name] = function.value
+
+    def _is_current(self) -> bool:
+        context = c_void_p()
+        self._driver.check(self._driver.current_context(byref(context)), "cuCtxGetCurrent")
+        return context.value == self._context
+
+    @contextmanager
+    def _here(self) -> Iterator[None]:
+        """The device's context is the thread's: pushed where it has none, or that of another device."""
+        if self._is_current():
+            yield
+            return
+        self._driver.call("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            self._driver.call("cuCtxPopCurrent_v2", byref(c_void_p()))
+
+    def launch(self, name: str, blocks: int, stream: int, *arguments: bytes) -> None:
+        """Queue a kernel; the structs are copied before this returns. Does not wait.
+
+        Args:
+            name: of the kernel.
+            blocks: how many.
+            stream: the address of a stream of this device.
+            arguments: packed structs.
+
+        Raises:
+            DriverError: with CUDA's words; also for what kernels before this one did. ValueError: too many blocks.
+        """
+        if blocks > 0x7FFFFFFF:
+            raise ValueError(f"{name}: more than 2^31 chunks in one call, {blocks}. Make several calls.")
+        if not self._is_current():
+            with self._here():
+                return self.launch(name, blocks, stream, *arguments)
+        given = (c_char_p * len(arguments))(*arguments)
+        code = self._driver.launch_kernel(
+            self._functions[name], blocks, 1, 1, THREADS, 1, 1, 0, stream or None, given, None
+        )
+        if code != 0:
+            self._driver.check(code, f"multi_tensor_{name}")
+        return None
+
+    def keep(self, content: bytes, size: int) -> int:
+        """Memory of the device, for a graph that is being captured. Waits for the copy, not for the capturing stream.
+
+        Returns:
+            Its address, until :meth:`give_back`.
+        """
+        driver, memory, stream = self._driver, _ADDRESS(), c_void_p()
+        with self._here(), driver.relaxed():
+            driver.call("cuMemAlloc_v2", byref(memory), max(1, size))
+            self._kept += 1
+            try:
+                driver.call("cuStreamCreate", byref(stream), _NON_BLOCKING)
+                try:
+                    driver.call("cuMemcpyHtoDAsync_v2", memory, content, len(content), stream)
+                    driver.call("cuStreamSynchronize", stream)
+                finally:
+                    driver.call("cuStreamDestroy_v2", stream)
+            except BaseException:
+                self.give_back(memory.value)
+                raise
+        return int(memory.value)
+
+    def give_back(self, address: int) -> None:
+        """Free what :meth:`keep` gave. Waits for the device."""
+        with self._here(), self._driver.relaxed():
+            self._driver.call("cuMemFree_v2", address)
+        self._kept -= 1
+
+    def kept_tables(self) -> int:
+        """How much of what :meth:`keep` gave was not given back."""
+        return self._kept

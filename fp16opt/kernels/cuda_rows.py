@@ -1,0 +1,193 @@
+"""The CUDA kernels, one row each, and how the structs that they read are laid out on the host.
+
+A row says what csrc/ can't know of itself: the kernel's name, the functor that it runs, the fields of that functor as
+the host packs them, and over how many blocks it goes. From it come the kernel's entry, assertions in the source, which
+fail to compile where the two sides disagree, and the packing.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import struct
+from enum import Enum
+from pathlib import Path
+from typing import NamedTuple
+
+SOURCE = Path(__file__).resolve().parent.parent / "_cuda.cuh"
+"""All of the device's code in one text, which setup.py makes out of csrc/."""
+
+OPTIONS = ("--std=c++17", "--fmad=false")
+"""Of NVRTC, besides the architecture. No contraction and no fast-math: the bits are those of the CPU."""
+
+
+class Struct(NamedTuple):
+    """A struct of the device's code.
+
+    Attributes:
+        name: in C++, in the namespace fp16opt.
+        fields: "name:code" with the codes of :mod:`struct`: P address, q int64, i int32, I uint32, d double, f float,
+            ? bool.
+    """
+
+    name: str
+    fields: str
+
+    @property
+    def codes(self) -> list[str]:
+        """The code of each field."""
+        return [field.partition(":")[2] for field in self.fields.split()]
+
+    def packer(self) -> struct.Struct:
+        """What packs values of all fields as the device reads them.
+
+        Example:
+            >>> Struct("Chunk", "start:q tensor:i numel:i").packer().size
+            16
+        """
+        padded = any(code[-1] in "Pqd" for code in self.codes)
+        return struct.Struct("@" + "".join(self.codes) + ("0P" if padded else ""))
+
+    def assertions(self) -> list[str]:
+        """Lines of C++ that fail to compile where the device lays the struct out in another way."""
+        lines = [f"FP16OPT_SIZE({self.name}, {max(1, self.packer().size)});"]
+        for k, field in enumerate(self.fields.split()):
+            code, before = self.codes[k], "".join(self.codes[:k])
+            offset = struct.calcsize(f"@{before}0{code[-1]}")
+            lines.append(f"FP16OPT_FIELD({self.name}, {field.partition(':')[0]}, {offset});")
+        return lines
+
+
+class Blocks(Enum):
+    """How a kernel goes over its lists."""
+
+    FINDING = "a block for each chunk, at least one: empty tensors have statistics too"
+    STEPPING = "the same, with the numbers of a step"
+    MAPPING = "blocks that take chunk after chunk, none for no chunks"
+    SINGLE = "one block, and no lists"
+
+
+class Kernel(NamedTuple):
+    """One kernel.
+
+    Attributes:
+        name: as the host asks for it.
+        functor: the struct in csrc/launch/ that has its code.
+        fields: of the functor, as in :class:`Struct`. A field ``n`` is filled with the length of the lists.
+        blocks: how it goes over its lists.
+        group: of steps: the struct with a param_group's numbers. Its first three fields are the learning rate.
+    """
+
+    name: str
+    functor: str
+    fields: str
+    blocks: Blocks
+    group: Struct | None = None
+
+    @property
+    def struct(self) -> Struct:
+        """What its functor holds."""
+        return Struct(self.functor, self.fields)
+
+    def entry(self) -> str:
+        """C++ that asserts the layout, and makes the entry ``fp16opt_NAME``."""
+        structs = [self.struct] if self.group is None else [self.struct, self.group]
+        lines = [line for one in structs for line in one.assertions()]
+        return "\n".join([*lines, f"FP16OPT_{self.blocks.name}({self.name}, {self.functor})", ""])
+
+
+_RATE = "lr.value:d lr.at:P lr.is_wide:q"
+_STEP = "inv_scale:P coefficient:P found_inf:P members:P table:P overflow:P model_list:i groups:P"
+_DIGESTS = "now:P then:P taken:P"
+
+CHUNK = Struct("Chunk", "start:q tensor:i numel:i")
+ENTRY = Struct("Entry", "row:q first_chunk:q stride:q dtypes:8s")
+FOUND = Struct("Found", "sumsq:d digest:q flags:I")
+LISTS = Struct("Lists", "pointers:P add:P chunks:P table:P partial:P counters:P chunk_count:q entries:i filled:i")
+MEMBER = Struct("Member", "step:P number:f group:i")
+
+# Those that take longest to compile come first.
+KERNELS = {
+    kernel.name: kernel
+    for kernel in (
+        Kernel(
+            "unscale",
+            "Unscale",
+            "inv_scale:P nonfinite:P sumsq:P n:q norm:P found_inf:P write:?",
+            Blocks.FINDING,
+        ),
+        Kernel(
+            "adam",
+            "AdamStep",
+            f"{_STEP} amsgrad:?",
+            Blocks.STEPPING,
+            Struct("AdamGroup", f"{_RATE} beta1:d beta2:d eps:d weight_decay:d decoupled:i maximize:i"),
+        ),
+        Kernel(
+            "sgd",
+            "SgdStep",
+            f"{_STEP} has_momentum:?",
+            Blocks.STEPPING,
+            Struct("SgdGroup", f"{_RATE} momentum:d dampening:d weight_decay:d nesterov:i maximize:i"),
+        ),
+        Kernel(
+            "lion",
+            "LionStep",
+            _STEP,
+            Blocks.STEPPING,
+            Struct("LionGroup", f"{_RATE} beta1:d beta2:d weight_decay:d maximize:i"),
+        ),
+        Kernel("l2norm", "Norm", "sumsq:P n:q norm:P norms:P", Blocks.FINDING),
+        Kernel("unscale_clipped", "UnscaleClipped", "inv_scale:P factor:P", Blocks.MAPPING),
+        Kernel("scale", "Scale", "factor:P", Blocks.MAPPING),
+        Kernel("axpby", "Axpby", "a:f b:f check:I found_inf:P", Blocks.MAPPING),
+        Kernel("cast", "Cast", "overflow:P", Blocks.FINDING),
+        Kernel("sample", "Sample", "samples:P", Blocks.FINDING),
+        Kernel("take", "Take", _DIGESTS, Blocks.MAPPING),
+        Kernel("split", "Split", "overflow:P", Blocks.FINDING),
+        Kernel("join", "Join", "", Blocks.MAPPING),
+        Kernel("renew", "Renew", _DIGESTS, Blocks.MAPPING),
+        Kernel("capture_scale", "CaptureScale", "scale:P pair:P", Blocks.SINGLE),
+        Kernel(
+            "decide_clip", "DecideClip", "norm:P found_inf:P max_norm:d only_finite:? single:P factor:P", Blocks.SINGLE
+        ),
+        Kernel(
+            "close_step",
+            "CloseStep",
+            "c.found_inf:P c.last:P c.skipped:P c.scale:P c.clean:P c.skips:P c.settings:P c.flags:P c.kept:P c.n:q "
+            "c.cleared:P c.words:q",
+            Blocks.SINGLE,
+        ),
+    )
+}
+
+
+def shared_assertions() -> str:
+    """C++ that asserts the layout of the structs that all kernels with lists read."""
+    structs = (CHUNK, ENTRY, FOUND, LISTS, MEMBER)
+    return "\n".join(line for one in structs for line in one.assertions()) + "\n"
+
+
+@functools.cache
+def device_code(path: Path = SOURCE) -> str:
+    """All of the device's code.
+
+    Raises:
+        OSError: this install was made without it.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise OSError(f"{path}, the source of the CUDA kernels, is missing: reinstall fp16opt") from None
+
+
+def source_of(kernel: Kernel) -> str:
+    """What NVRTC compiles for one kernel."""
+    return device_code() + shared_assertions() + kernel.entry()
+
+
+@functools.cache
+def digest() -> str:
+    """Of all sources and options, as 16 hexadecimal digits: other code has other ones."""
+    parts = [device_code(), shared_assertions(), *(kernel.entry() for kernel in KERNELS.values()), *OPTIONS]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

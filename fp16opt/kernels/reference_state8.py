@@ -1,0 +1,256 @@
+"""Steps with 8-bit optimizer state written plainly in torch: the specification of ``csrc/functors/ratio8.h``.
+
+See :mod:`.reference`. Blocks are 128 consecutive elements in the memory order of the codes, and a tail acts as if
+padded with zeros. Adam ("ratio8"): with r = sqrt(v) and S the block's largest r, v is kept as uint8 c with
+r = S (c / 255)^2, and m as int8 that stands for m / r. SGD ("block8"): the momentum is kept as int8 that stands for its
+share of the block's largest.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import reference_steps
+from .reference import SLAB, flatten, memory_order, write_back
+from .reference_steps import AdamOptions, Factors, SgdOptions
+
+BLOCK = 128
+"""Consecutive elements with one scale."""
+_SATURATED = 64.0  # the limit where the ratio has no bound
+_INDEX_STRIDE, _STEP_STRIDE = 0x9E3779B1, 0x85EBCA77
+_LARGEST_ROOT, _LEAST_SCALE = 2.0**62, 2.0**-46
+_LARGEST_MOMENTUM, _LEAST_MOMENTUM = 2.0**126, 2.0**-100
+_SHARES = float.fromhex("0x1.fe0004p7")
+_SHIFT, _ONE_BITS = 19, 0x3F800000
+
+
+@functools.lru_cache(maxsize=64)
+def ratio_limit(beta1: float, beta2: float) -> float:
+    """The largest \\|m\\| / sqrt(v) that exact Adam can reach, up to the next power of two.
+
+    From Cauchy and Schwarz: (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)). Where beta1^2 >= beta2 there is no
+    bound; then the codes end at 64, and larger ratios are kept as 64.
+
+    Args:
+        beta1, beta2: at least 0, less than 1.
+
+    Example:
+        >>> ratio_limit(0.9, 0.999), ratio_limit(0.9, 0.95), ratio_limit(0.9, 0.5)
+        (8.0, 2.0, 64.0)
+    """
+    if beta1 * beta1 >= beta2:
+        return _SATURATED
+    bound = (1.0 - beta1) / math.sqrt((1.0 - beta2) * (1.0 - beta1 * beta1 / beta2))
+    return float(2.0 ** math.ceil(math.log2(bound)))
+
+
+def block_count(numel: int) -> int:
+    """How many scales a tensor of ``numel`` elements has.
+
+    Example:
+        >>> block_count(0), block_count(128), block_count(129)
+        (0, 1, 2)
+    """
+    return -(-numel // BLOCK)
+
+
+class _Dither(NamedTuple):
+    """What rounds elements up or down: 32 bits each, or None for nearest, ties to even."""
+
+    bits: Tensor | None
+
+    @classmethod
+    def of(cls, part: slice, step: int, device: torch.device) -> _Dither:
+        index = torch.arange(part.start, part.stop, dtype=torch.int64, device=device)
+        return cls((index * _INDEX_STRIDE + (step & 0xFFFFFFFF) * _STEP_STRIDE) & 0xFFFFFFFF)
+
+    def low(self) -> Tensor | int:
+        return 1 << 18 if self.bits is None else self.bits & 0x7FFFF
+
+    def round(self, values: Tensor) -> Tensor:
+        if self.bits is None:
+            return values.round().long()
+        return (values + (self.bits >> 16).float() * 2.0**-16).long()
+
+
+def _single(value: float) -> float:
+    return float(torch.tensor(value, dtype=torch.float32))
+
+
+def _root(values: Tensor) -> Tensor:
+    return values.double().sqrt().float()
+
+
+def _largest(values: Tensor) -> Tensor:
+    """Of each block."""
+    missing = -values.numel() % BLOCK
+    return torch.nn.functional.pad(values, (0, missing)).view(-1, BLOCK).amax(1)
+
+
+def _each(per_block: Tensor, numel: int, block: int = BLOCK) -> Tensor:
+    return per_block.repeat_interleave(block)[:numel]
+
+
+def _decode_root(codes: Tensor, scales: Tensor, block: int = BLOCK) -> Tensor:
+    share = codes.float() * _single(1.0 / 255.0)
+    return _each(scales, codes.numel(), block) * (share * share)
+
+
+def _decode_signed(codes: Tensor, per: Tensor, limit: float) -> Tensor:
+    wide = ((codes.long().abs() << _SHIFT) + _ONE_BITS).to(torch.int32).view(torch.float32)
+    value = ((wide - 1.0) * (limit * _single(1.0 / 247.0))) * per
+    return torch.where(codes < 0, -value, value)
+
+
+def _encode_signed(values: Tensor, per: Tensor, limit: float, dither: _Dither) -> Tensor:
+    share = torch.where(per > 0, values.abs() / per, 0.0)
+    wide = share * (247.0 * (1.0 / limit)) + 1.0
+    bits = wide.contiguous().view(torch.int32).long() & 0x7FFFFFFF
+    code = ((bits + dither.low() - _ONE_BITS) >> _SHIFT).clamp(max=127)
+    return torch.where(values.signbit(), -code, code)
+
+
+def _encode_moments(
+    first: Tensor, second: Tensor, limit: float, dither: _Dither, codes: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """``codes`` of ``first`` and ``second``, one-dimensional, from a multiple of a block on."""
+    root = _root(second)
+    kept = torch.where(root < _LARGEST_ROOT, root, _LARGEST_ROOT)
+    largest = _largest(kept)
+    scales = torch.where(largest >= _LEAST_SCALE, largest, 0.0)
+    each = _each(scales, kept.numel())
+    inverse = _each(torch.where(scales > 0, torch.ones_like(scales) / scales, 0.0), kept.numel())
+    shares = dither.round(_root(kept * inverse) * _SHARES).clamp(max=255)
+    shares = torch.maximum(shares, (kept > 0).long())
+    ratios = _encode_signed(first, kept, limit, dither)
+    codes[0].copy_(torch.where(each > 0, ratios, 0))
+    codes[1].copy_(torch.where(each > 0, shares, 0))
+    codes[2].copy_(scales)
+
+
+def _encode_momentum(momentum: Tensor, dither: _Dither, codes: Tensor, scales: Tensor) -> None:
+    magnitude = momentum.abs()
+    largest = _largest(torch.where(magnitude < _LARGEST_MOMENTUM, magnitude, _LARGEST_MOMENTUM))
+    scales.copy_(torch.where(largest >= _LEAST_MOMENTUM, largest, 0.0))
+    codes.copy_(_encode_signed(momentum, _each(scales, momentum.numel()), 1.0, dither))
+
+
+class _Codes:
+    """Codes of one tensor, flattened in their memory order, with other tensors of its shape."""
+
+    def __init__(self, scales: Tensor, *tensors: Tensor, block: int = BLOCK) -> None:
+        self.order = memory_order(tensors[0])
+        self.scales = scales
+        self.block = block  # a power of two, up to a slab
+        self.tensors = tensors
+        self.flats = [flatten(tensor, self.order) for tensor in tensors]
+        self.numel = tensors[0].numel()
+
+    def parts(self) -> list[tuple[slice, Tensor, list[Tensor]]]:
+        """By slab: which elements, their blocks' scales, and the tensors' elements."""
+        found = []
+        for start in range(0, self.numel, SLAB):
+            part = slice(start, min(start + SLAB, self.numel))
+            blocks = slice(start // self.block, -(-part.stop // self.block))
+            found.append((part, self.scales[blocks], [flat.values[part] for flat in self.flats]))
+        return found
+
+    def write_back(self) -> None:
+        for flat, tensor in zip(self.flats, self.tensors, strict=True):
+            write_back(flat, tensor, self.order)
+
+
+def adam(
+    grad: Tensor,
+    master: Tensor,
+    codes: tuple[Tensor, Tensor, Tensor],
+    t: float,
+    options: AdamOptions,
+    factors: Factors,
+    step: int,
+) -> None:
+    """One Adam or AdamW step of one tensor.
+
+    Args:
+        grad: float16, bfloat16 or float32, as stored. Read only.
+        master: float32. Written.
+        codes: int8 of m, uint8 of v, of the master's shape, and float32 scales. Written.
+        t: the number of this step, from 1, for the bias corrections.
+        options, factors: as for :func:`.reference_steps.adam`.
+        step: what the dither goes by.
+    """
+    limit = ratio_limit(options.beta1, options.beta2)
+    views = _Codes(codes[2], codes[0], codes[1], master)
+    source = flatten(grad, views.order).values
+    for part, scales, (first, second, single) in views.parts():
+        root = _decode_root(second, scales)
+        m, v = _decode_signed(first, root, limit), root * root
+        reference_steps.adam(source[part], single, m, v, None, t, options, factors)
+        _encode_moments(m, v, limit, _Dither.of(part, step, m.device), (first, second, scales))
+    views.write_back()
+
+
+def sgd(
+    grad: Tensor,
+    master: Tensor,
+    codes: tuple[Tensor, Tensor],
+    first: bool,
+    options: SgdOptions,
+    factors: Factors,
+    step: int,
+) -> None:
+    """One SGD step of one tensor with momentum.
+
+    Args:
+        grad, master, options, factors, step: as for :func:`adam`.
+        codes: int8 of the momentum buffer, and float32 scales. Written.
+        first: whether they hold nothing yet.
+    """
+    views = _Codes(codes[1], codes[0], master)
+    source = flatten(grad, views.order).values
+    for part, scales, (shares, single) in views.parts():
+        buffer = _decode_signed(shares, _each(scales, shares.numel()), 1.0)
+        reference_steps.sgd(source[part], single, buffer, first, options, factors)
+        _encode_momentum(buffer, _Dither.of(part, step, buffer.device), shares, scales)
+    views.write_back()
+
+
+def encode_moments(exp_avg: Tensor, exp_avg_sq: Tensor, codes: tuple[Tensor, Tensor, Tensor], limit: float) -> None:
+    """``codes`` of float32 moments, rounded to nearest; see :func:`adam`."""
+    views = _Codes(codes[2], codes[0], codes[1], exp_avg, exp_avg_sq)
+    for _, scales, (first, second, m, v) in views.parts():
+        _encode_moments(m, v, limit, _Dither(None), (first, second, scales))
+    views.write_back()
+
+
+def decode_moments(
+    codes: tuple[Tensor, Tensor, Tensor], limit: float, exp_avg: Tensor, exp_avg_sq: Tensor, block: int
+) -> None:
+    """Write the moments that ``codes`` stand for, with a scale for each ``block`` elements; see :func:`adam`."""
+    views = _Codes(codes[2], codes[0], codes[1], exp_avg, exp_avg_sq, block=block)
+    for _, scales, (first, second, m, v) in views.parts():
+        root = _decode_root(second, scales, block)
+        m.copy_(_decode_signed(first, root, limit))
+        v.copy_(root * root)
+    views.write_back()
+
+
+def encode_momentum(momentum_buffer: Tensor, codes: tuple[Tensor, Tensor]) -> None:
+    """``codes`` of a float32 momentum buffer, rounded to nearest; see :func:`sgd`."""
+    views = _Codes(codes[1], codes[0], momentum_buffer)
+    for _, scales, (shares, buffer) in views.parts():
+        _encode_momentum(buffer, _Dither(None), shares, scales)
+    views.write_back()
+
+
+def decode_momentum(codes: tuple[Tensor, Tensor], momentum_buffer: Tensor, block: int) -> None:
+    """Write the momentum buffer that ``codes`` stand for, with a scale for each ``block`` elements; see :func:`sgd`."""
+    views = _Codes(codes[1], codes[0], momentum_buffer, block=block)
+    for _, scales, (shares, buffer) in views.parts():
+        buffer.copy_(_decode_signed(shares, _each(scales, shares.numel(), block), 1.0))
+    views.write_back()

@@ -1,0 +1,269 @@
+"""The one-pass steps with optimizer state in 8 bits, and the way from FP32 state to codes and back.
+
+Formats: see :mod:`fp16opt.kernels.reference_state8`. A code's rounding depends on the element's index, the number of
+the step and the value, and on nothing else; so every backend, thread count and vector width gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import reference_state8, reference_steps
+from .calls import Entries, Operation
+from .checks import check_given
+from .reference_state8 import BLOCK, block_count, ratio_limit
+from .reference_steps import AdamOptions, Factors, SgdOptions
+from .stats import CastStats
+from .steps import StepTables, check_betas
+from .tables import BFLOAT, HALF, REMAINDERS, SINGLE, call_for
+
+__all__ = [
+    "BLOCK",
+    "block_count",
+    "decode_moments",
+    "decode_momentum",
+    "encode_moments",
+    "encode_momentum",
+    "multi_tensor_adam8",
+    "multi_tensor_sgd8",
+    "ratio_limit",
+]
+
+_NO_STATS = "stats must be given along with models, got None. Use CastStats.allocate."
+_OWN = "float32, and codes of int8 and uint8"
+_MODELS = "float32 and codes of int8 and uint8, but for models of float16 or bfloat16 and gradients of these or float32"
+_CODES = (torch.int8, torch.uint8)
+
+
+def _owned(grad: torch.dtype, master: torch.dtype, *codes: torch.dtype) -> bool:
+    return grad == SINGLE and master == SINGLE and codes == _CODES[: len(codes)]
+
+
+def _with_models(grad: torch.dtype, master: torch.dtype, *rest: torch.dtype) -> bool:
+    *codes, model = rest
+    fits = model in (HALF, BFLOAT) and grad in (SINGLE, model) and master in (SINGLE, *REMAINDERS)
+    return fits and tuple(codes) == _CODES[: len(codes)]
+
+
+def _operation(name: str, *codes: str, counters: str = "") -> dict[bool, Operation]:
+    """By whether there are models: the operation as the guards see it."""
+    lists = ("grads", "masters", *codes)
+    models = Operation(
+        name, (*lists, "models"), _with_models, _MODELS, (len(lists),), 1, counters, "scales", BLOCK, ("cpu",)
+    )
+    return {False: Operation(name, lists, _owned, _OWN, (1,), 1, counters, "scales", BLOCK, ("cpu",)), True: models}
+
+
+_ADAM = _operation("multi_tensor_adam8", "exp_avg_codes", "exp_avg_sq_codes", counters="steps")
+_SGD = _operation("multi_tensor_sgd8", "momentum_codes")
+
+
+def _there(models: Entries | None) -> tuple[Entries, ...]:
+    return () if models is None else (models,)
+
+
+def multi_tensor_adam8(
+    grads: Entries,
+    masters: Entries,
+    exp_avg_codes: Entries,
+    exp_avg_sq_codes: Entries,
+    scales: Entries,
+    steps: Entries,
+    options: Sequence[AdamOptions],
+    group_of: Sequence[int],
+    factors: Factors,
+    number: int,
+    *,
+    models: Entries | None = None,
+    stats: CastStats | None = None,
+    found_inf: Tensor | None = None,
+    tables: StepTables | None = None,
+) -> None:
+    """One Adam or AdamW step of n tensors whose moments are kept in 8 bits, in one pass over their memory.
+
+    Args:
+        grads, masters, steps, options, group_of, factors: as for :func:`fp16opt.kernels.steps.multi_tensor_adam`.
+        exp_avg_codes: n int8 tensors of the same shapes. Written, as all the following.
+        exp_avg_sq_codes: n uint8 tensors of the same shapes.
+        scales: n contiguous float32 tensors, each of one number for every 128 elements.
+        number: of the step, which the rounding of codes goes by; modulo 2**32.
+        models, stats, found_inf, tables: as for :func:`fp16opt.kernels.steps.multi_tensor_adam`.
+
+    Raises:
+        TypeError: a wrong type or dtype. ValueError: lengths, shapes or devices that differ. Nothing is written then.
+
+    Example:
+        >>> master, step = [torch.ones(1)], [torch.zeros(())]
+        >>> codes = [torch.zeros(1, dtype=torch.int8)], [torch.zeros(1, dtype=torch.uint8)], [torch.zeros(1)]
+        >>> options = [AdamOptions(0.1, 0.9, 0.999, 1e-8, 0.0, True, False)]
+        >>> one = torch.tensor(1.0)
+        >>> multi_tensor_adam8([torch.ones(1)], master, *codes, step, options, [0], Factors(one, one), 1)
+        >>> master[0], codes[1][0]
+        (tensor([0.9000]), tensor([255], dtype=torch.uint8))
+    """
+    with torch.no_grad():
+        operation = _ADAM[models is not None]
+        lists = (grads, masters, exp_avg_codes, exp_avg_sq_codes, *_there(models), scales, steps)
+        call = call_for(operation, lists, None if tables is None else tables.lists, getattr(factors[0], "device", None))
+        plan, found = call.plan, None if models is None else stats
+        if models is not None and stats is None:
+            raise ValueError(f"{operation.name}: {_NO_STATS}")
+        numbers = {"factors.inv_scale": factors[0], "factors.coefficient": factors[1], "found_inf": found_inf}
+        check_given(operation.name, plan, numbers, found, {"group_of": group_of}, len(options))
+        check_betas(operation.name, options)
+        if found_inf is not None and plan.decided_here and found_inf.item():
+            return
+        for _, row in plan.by_reference:
+            grad, master, first, second, *others, scale, count = call.row(row)
+            with reference_steps.whole(row, master, others[0] if others else None, found, number) as single:
+                t, group = float(count.add_(1.0)), options[group_of[row]]
+                reference_state8.adam(grad, single, (first, second, scale), t, group, factors, number)
+        if plan.serving is not None and plan.direct:
+            overflow = 0 if found is None else found.overflow
+            limits = [ratio_limit(o.beta1, o.beta2) for o in options]
+            groups = [(float(o.lr), *o[1:]) for o in options]
+            arguments = (*factors, overflow, found is not None, group_of, groups, limits, number & 0xFFFFFFFF)
+            plan.serving.launch(call, "adam8", *arguments, results=(overflow,))
+
+
+def multi_tensor_sgd8(
+    grads: Entries,
+    masters: Entries,
+    momentum_codes: Entries,
+    scales: Entries,
+    options: Sequence[SgdOptions],
+    group_of: Sequence[int],
+    factors: Factors,
+    number: int,
+    *,
+    first: Sequence[bool],
+    models: Entries | None = None,
+    stats: CastStats | None = None,
+    found_inf: Tensor | None = None,
+    tables: StepTables | None = None,
+) -> None:
+    """One SGD step of n tensors whose momentum is kept in 8 bits, in one pass over their memory.
+
+    Args:
+        grads, masters, options, group_of, factors: as for :func:`fp16opt.kernels.steps.multi_tensor_sgd`.
+        momentum_codes: n int8 tensors of the same shapes. Written, as ``scales``.
+        scales, number: as for :func:`multi_tensor_adam8`.
+        first: which of the n hold nothing yet.
+        models, stats, found_inf, tables: as for :func:`fp16opt.kernels.steps.multi_tensor_adam`.
+
+    Raises:
+        TypeError: a wrong type or dtype. ValueError: lengths, shapes or devices that differ. Nothing is written then.
+
+    Example:
+        >>> master, one = [torch.ones(1)], torch.tensor(1.0)
+        >>> codes, scales = [torch.zeros(1, dtype=torch.int8)], [torch.zeros(1)]
+        >>> options = [SgdOptions(0.25, 0.9, 0.0, 0.0, False, False)]
+        >>> multi_tensor_sgd8([torch.ones(1)], master, codes, scales, options, [0], Factors(one, one), 1, first=[True])
+        >>> master[0], codes[0]
+        (tensor([0.7500]), tensor([127], dtype=torch.int8))
+    """
+    with torch.no_grad():
+        operation = _SGD[models is not None]
+        lists = (grads, masters, momentum_codes, *_there(models), scales)
+        call = call_for(operation, lists, None if tables is None else tables.lists, getattr(factors[0], "device", None))
+        plan, found = call.plan, None if models is None else stats
+        if models is not None and stats is None:
+            raise ValueError(f"{operation.name}: {_NO_STATS}")
+        numbers = {"factors.inv_scale": factors[0], "factors.coefficient": factors[1], "found_inf": found_inf}
+        check_given(operation.name, plan, numbers, found, {"group_of": group_of, "first": first}, len(options))
+        if found_inf is not None and plan.decided_here and found_inf.item():
+            return
+        for _, row in plan.by_reference:
+            grad, master, codes, *others, scale = call.row(row)
+            with reference_steps.whole(row, master, others[0] if others else None, found, number) as single:
+                group = options[group_of[row]]
+                reference_state8.sgd(grad, single, (codes, scale), bool(first[row]), group, factors, number)
+        if plan.serving is not None and plan.direct:
+            overflow = 0 if found is None else found.overflow
+            groups = [(float(o.lr), *o[1:]) for o in options]
+            arguments = (*factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
+            plan.serving.launch(call, "sgd8", *arguments, results=(overflow,), flags=first)
+
+
+# -- from FP32 state to codes and back ---------------------------------------------------------------------------------
+
+
+def encode_moments(
+    exp_avg: Tensor, exp_avg_sq: Tensor, exp_avg_codes: Tensor, exp_avg_sq_codes: Tensor, scales: Tensor, limit: float
+) -> None:
+    """Write codes of Adam's moments, rounded to nearest. No host sync.
+
+    What :func:`decode_moments` gave is encoded as it was.
+
+    Args:
+        exp_avg, exp_avg_sq: float32, of one shape; the latter not negative.
+        exp_avg_codes, exp_avg_sq_codes: int8 and uint8 of that shape.
+        scales: float32, contiguous, one for every 128 elements.
+        limit: what :func:`ratio_limit` says of the betas.
+
+    Example:
+        >>> codes = torch.zeros(2, dtype=torch.int8), torch.zeros(2, dtype=torch.uint8), torch.zeros(1)
+        >>> encode_moments(torch.tensor([1.0, -0.5]), torch.tensor([4.0, 1.0]), *codes, 8.0)
+        >>> codes
+        (tensor([ 64, -64], dtype=torch.int8), tensor([255, 180], dtype=torch.uint8), tensor([2.]))
+    """
+    with torch.no_grad():
+        reference_state8.encode_moments(exp_avg, exp_avg_sq, (exp_avg_codes, exp_avg_sq_codes, scales), limit)
+
+
+def decode_moments(
+    exp_avg_codes: Tensor, exp_avg_sq_codes: Tensor, scales: Tensor, limit: float, *, block: int = BLOCK
+) -> tuple[Tensor, Tensor]:
+    """Adam's moments that codes stand for: new float32 tensors in the codes' strides. No host sync.
+
+    Args:
+        exp_avg_codes, exp_avg_sq_codes, scales, limit: as for :func:`encode_moments`.
+        block: how many elements have one scale: a power of two up to 65,536.
+
+    Example:
+        >>> codes = torch.zeros(1, dtype=torch.int8), torch.full((1,), 255, dtype=torch.uint8), torch.full((1,), 2.0)
+        >>> decode_moments(*codes, 8.0)
+        (tensor([0.]), tensor([4.]))
+    """
+    with torch.no_grad():
+        first, second = (torch.empty_like(exp_avg_codes, dtype=SINGLE) for _ in range(2))
+        reference_state8.decode_moments((exp_avg_codes, exp_avg_sq_codes, scales), limit, first, second, block)
+        return first, second
+
+
+def encode_momentum(momentum_buffer: Tensor, momentum_codes: Tensor, scales: Tensor) -> None:
+    """Write codes of SGD's momentum, rounded to nearest. No host sync.
+
+    Args:
+        momentum_buffer: float32.
+        momentum_codes: int8 of the same shape.
+        scales: float32, contiguous, one for every 128 elements.
+
+    Example:
+        >>> codes, scales = torch.zeros(2, dtype=torch.int8), torch.zeros(1)
+        >>> encode_momentum(torch.tensor([4.0, -2.0]), codes, scales)
+        >>> codes, scales
+        (tensor([ 127, -111], dtype=torch.int8), tensor([4.]))
+    """
+    with torch.no_grad():
+        reference_state8.encode_momentum(momentum_buffer, (momentum_codes, scales))
+
+
+def decode_momentum(momentum_codes: Tensor, scales: Tensor, *, block: int = BLOCK) -> Tensor:
+    """SGD's momentum that codes stand for: a new float32 tensor in the codes' strides. No host sync.
+
+    Args:
+        momentum_codes, scales: as for :func:`encode_momentum`.
+        block: as for :func:`decode_moments`.
+
+    Example:
+        >>> decode_momentum(torch.tensor([127], dtype=torch.int8), torch.tensor([4.0]))
+        tensor([4.])
+    """
+    with torch.no_grad():
+        made = torch.empty_like(momentum_codes, dtype=SINGLE)
+        reference_state8.decode_momentum((momentum_codes, scales), made, block)
+        return made

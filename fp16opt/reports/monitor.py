@@ -1,0 +1,514 @@
+"""Monitor: what gradients, masters and updates of a run do, written down every so many steps."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import sys
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..engine.arguments import check_number
+from ..engine.dtensors import local
+from ..engine.outcome import read_at_once
+from ..engine.pairs import HALF_DTYPES, Pair
+from ..engine.parts import Engine
+from ..engine.sights import GRAD
+from ..optimizer import MixedPrecisionOptimizer
+from .sinks import JsonLines, Record, Sink, make_sink
+from .statistics import GRADIENT, UPDATE, of_gradient, of_update
+
+FORMAT = 1
+_WIDTH = len(GRADIENT) + len(UPDATE) + 1  # and the norm's square where it is known better, or -1
+_LARGEST = GRADIENT.index("largest")
+
+
+@dataclass
+class _Step:
+    """A step whose numbers may still lie on the device."""
+
+    step: int
+    seconds: float | None
+    loss_scale: Tensor
+    skipped: bool | Tensor
+    clipped: tuple[Tensor, Tensor] | None
+
+
+@dataclass
+class _Sample:
+    """What the step that is sampled has given so far, by position of each parameter.
+
+    Attributes:
+        folded: numbers of 16-bit gradients that were added to FP32 sums, and gone by the time of the step.
+    """
+
+    before: dict[int, Tensor] = field(default_factory=dict)
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+    folded: dict[int, Tensor] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class Monitor:
+    """Writes down what the numbers of a run do, for ``python -m fp16opt report`` and other loggers.
+
+    Every step: loss scale, skip, norm before the clip, seconds. The first and then each ``every``-th step, for each
+    parameter: see :data:`fp16opt.reports.monitor.NUMBERS`. Such a step keeps a copy of the masters (4 bytes a
+    parameter) while it runs and reads gradients, masters and weights once more; the others cost a clock and a list.
+
+    It uses the optimizer's step hooks alone and changes nothing. Detach it with ``with`` or :meth:`detach`; where the
+    last reference to the optimizer goes it goes too. Where masters are spread over ranks (FSDP2, ZeRO) all ranks make
+    one, sampled numbers are summed up by one message, and rank 0 writes; under DDP rank 0 alone looks.
+
+    Args:
+        opt: The optimizer. Names come from its ``named_parameters``.
+        every: Steps from one sample to the next.
+        to: Where records go: a path (JSON lines), a ``SummaryWriter``, a run of Weights & Biases, any callable that
+            takes a dict, or several of them.
+        depth: Sum up parameters by the first so many parts of their names, such as 2 for "blocks.0"; None: each.
+        start: How many steps were taken before, where a run goes on.
+
+    Raises:
+        TypeError, ValueError: An argument is of another kind or out of range.
+
+    Syncs: in sampled steps, once. Else only where what a step gave lies on the host anyway.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
+        >>> opt = MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=2.0**-13), loss_scale=2.0**-10)
+        >>> records = []
+        >>> with Monitor(opt, to=records.append):
+        ...     opt.backward(weight.float().sum() * 2.0**-9)
+        ...     opt.step()
+        >>> [record["kind"] for record in records]
+        ['run', 'step', 'sample']
+        >>> row = records[2]["rows"]["group 0, param 0"]
+        >>> row["underflow"], row["lost"]
+        (1.0, 1.0)
+    """
+
+    def __init__(
+        self,
+        opt: MixedPrecisionOptimizer,
+        every: int = 100,
+        to: Any = "run.jsonl",
+        *,
+        depth: int | None = None,
+        start: int = 0,
+    ) -> None:
+        if not isinstance(opt, MixedPrecisionOptimizer):
+            raise TypeError(f"opt: expected a MixedPrecisionOptimizer, got {type(opt).__name__}. Wrap the optimizer.")
+        check_number("every", every, above_zero=True)
+        check_number("start", start)
+        check_number("depth", 1 if depth is None else depth, above_zero=True)
+        sinks = to if isinstance(to, (list, tuple)) else [to]
+        self.every, self.depth, self.steps = int(every), depth, int(start)
+        self._sinks: list[Sink] = [make_sink(one) for one in sinks]
+        self._engine: Engine | None = opt.engine
+        self._writes = _rank() == 0
+        self._waiting: list[_Step] = []
+        self._sample: _Sample | None = None
+        self._folding: list[Any] = []
+        self._clipped = self._engine.outcome.clipped
+        self._closed = self._engine.outcome.steps
+        self._clock: float | None = None
+        self._lay_rows()
+        self._handles = [opt.register_step_pre_hook(self._before), opt.register_step_post_hook(self._after)]
+        if self._writes:
+            self._emit(self._header(opt))
+        self._arm()
+        me = weakref.ref(self)
+        self._at_exit: Callable[[], None] = lambda: _finish(me)
+        atexit.register(self._at_exit)
+
+    # -- attached and detached ---------------------------------------------------------------------------------------
+
+    def detach(self) -> None:
+        """Take the hooks out, and write what waits. Does nothing the second time. May sync."""
+        if self._engine is None:
+            return
+        for handle in [*self._handles, *self._folding]:
+            handle.remove()
+        self._folding, self._sample = [], None
+        self._flush()
+        self._engine = None
+        atexit.unregister(self._at_exit)
+        for sink in self._sinks:
+            if isinstance(sink, JsonLines):
+                sink.close()
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.detach()
+
+    # -- what is written ---------------------------------------------------------------------------------------------
+
+    def _emit(self, record: Record) -> None:
+        for sink in self._sinks:
+            sink(record)
+
+    def _header(self, opt: MixedPrecisionOptimizer) -> Record:
+        from .. import __version__
+
+        scaler = opt.scaler
+        return {
+            "kind": "run",
+            "format": FORMAT,
+            "version": __version__,
+            "every": self.every,
+            "first_step": self.steps,
+            "ranks": _ranks(),
+            "optimizer": type(opt.optimizer).__name__,
+            "scaler": repr(scaler),
+            "dynamic": scaler.dynamic,
+            "masters": opt.master_weights,
+            "rows": self._kinds,
+        }
+
+    def _flush(self) -> None:
+        """Write the steps that wait. Syncs where their numbers lie on a device."""
+        waiting, self._waiting = self._waiting, []
+        if not self._writes or not waiting:
+            return
+        numbers: dict[str, float | Tensor] = {}
+        for one in waiting:
+            numbers[f"{one.step} scale"] = one.loss_scale
+            numbers[f"{one.step} skipped"] = one.skipped
+            if one.clipped is not None:
+                numbers[f"{one.step} norm"], numbers[f"{one.step} factor"] = one.clipped
+        read = read_at_once(numbers)
+        for one in waiting:
+            self._emit(
+                {
+                    "kind": "step",
+                    "step": one.step,
+                    "loss_scale": read[f"{one.step} scale"],
+                    "skipped": bool(read[f"{one.step} skipped"]),
+                    "grad_norm": read.get(f"{one.step} norm"),
+                    "clip_factor": read.get(f"{one.step} factor"),
+                    "seconds": one.seconds,
+                }
+            )
+
+    # -- the hooks ---------------------------------------------------------------------------------------------------
+
+    def _before(self, opt: Any, args: Any, kwargs: Any) -> None:
+        if self.steps % self.every or self._engine is None or not self._looks():
+            return
+        begun = time.perf_counter()
+        sample, parts = self._sample or _Sample(), self._engine
+        self._sample = sample
+        with torch.no_grad():
+            for position, pair in enumerate(parts.pairs.all):
+                if pair.master is pair.model:
+                    if pair.model.requires_grad:
+                        sample.before[position] = local(pair.model.detach()).clone()
+                    continue
+                value = local(parts.masters.read([pair])[0])
+                sample.before[position] = value.clone() if parts.masters.are_whole else value
+            if not (kwargs.get("closure") or any(map(callable, args[1:]))):  # a closure makes gradients later
+                self._look(parts, sample)
+        sample.seconds += time.perf_counter() - begun
+
+    def _after(self, opt: Any, args: Any, kwargs: Any) -> None:
+        now, parts = time.perf_counter(), self._engine
+        if parts is None or parts.outcome.steps == self._closed:  # there was nothing to step
+            return
+        self._closed = parts.outcome.steps
+        self.steps += 1
+        sample, self._sample = self._sample, None
+        took = 0.0 if sample is None else sample.seconds
+        seconds = None if self._clock is None else now - self._clock - took
+        self._note(parts, seconds)
+        if sample is not None:
+            self._finish_sample(opt, parts, sample)
+            now = time.perf_counter()
+        self._clock = now
+        if self.steps % self.every == 0:
+            self._arm()
+
+    def _note(self, parts: Engine, seconds: float | None) -> None:
+        """What every step gives, without a look at a device."""
+        if not self._writes:
+            return
+        last, clipped = parts.outcome.last, parts.outcome.clipped
+        pending = parts.accumulation.last
+        scale = parts.scaler.scale if pending is None else pending.scale
+        skipped = last.clone() if isinstance(last, Tensor) else last
+        self._waiting.append(_Step(self.steps, seconds, scale, skipped, None if clipped is self._clipped else clipped))
+        self._clipped = clipped
+        if skipped is True or len(self._waiting) >= self.every:
+            self._flush()
+
+    # -- a sample ----------------------------------------------------------------------------------------------------
+
+    def _looks(self) -> bool:
+        """Whether this rank reads tensors: rank 0, or all where each has a part of the masters."""
+        return self._writes or (self._engine is not None and not self._engine.accumulation.ranks.alone)
+
+    def _arm(self) -> None:
+        """The next step is sampled: where gradients are folded into FP32 sums, look at each before it goes."""
+        parts = self._engine
+        if parts is None or parts.options["grad_accumulation"] != "fp32" or not self._looks():
+            return
+        sample = self._sample = _Sample()
+        for position, pair in enumerate(parts.pairs.all):
+            if pair.model.dtype in HALF_DTYPES and pair.model.requires_grad and pair.model.is_leaf:
+                fold = _folder(sample, position)
+                self._folding.append(pair.model.register_post_accumulate_grad_hook(fold))  # type: ignore[no-untyped-call]
+
+    def _look(self, parts: Engine, sample: _Sample) -> None:
+        """Numbers of the gradients that are there now."""
+        pending = parts.accumulation.pending or parts.accumulation.last
+        clipped = parts.outcome.clipped
+        factor = None if clipped is None or clipped is self._clipped else clipped[1]
+        looked = parts.accumulation.stage.value in ("looked", "taken")
+        sums = {id(group): one.sumsq for group, one in zip(parts.pairs.devices, parts.gradients.stats(), strict=True)}
+        for position, pair in enumerate(parts.pairs.all):
+            grad, scaled = _gradient(pair, parts.gradients.own_are_scaled)
+            if grad is None:
+                continue
+            found = of_gradient(grad)
+            if position in sample.folded:
+                found = torch.cat([found[:2], sample.folded[position][2:]])
+                found[0] = sample.folded[position][0]
+            if pending is not None:
+                inverse = pending.inv_scale.to(found)
+                if scaled:
+                    found[1] *= inverse.square()
+                if scaled or position in sample.folded:
+                    found[_LARGEST] *= inverse
+            if factor is not None and not scaled:  # clipped where it lies
+                found[1] /= factor.to(found).square()
+                found[_LARGEST] /= 1.0 if position in sample.folded else factor.to(found)
+            known = sums[id(pair.device)][pair.row].to(found) if looked else torch.full_like(found[0], -1.0)
+            sample.gradients[position] = torch.cat([found, known.reshape(1)])
+
+    def _finish_sample(self, opt: Any, parts: Engine, sample: _Sample) -> None:
+        begun = time.perf_counter()
+        for handle in self._folding:
+            handle.remove()
+        self._folding = []
+        with torch.no_grad():
+            if not sample.gradients:  # of a closure
+                self._look(parts, sample)
+            updates = {}
+            for position, before in sample.before.items():
+                pair = parts.pairs.all[position]
+                value = pair.model.detach() if pair.master is pair.model else parts.masters.read([pair])[0]
+                updates[position] = of_update(before, local(value), local(pair.model.detach()))
+            table = self._gather(parts, sample.gradients, updates)
+        if self._writes:
+            self._flush()
+            skipped = parts.outcome.last_was_skipped
+            whole = [name for name, kind in self._kinds.items() if kind["stepped"] in ("float16", "bfloat16")]
+            rows = {
+                name: _in_words(numbers, skipped, name in whole)
+                for name, numbers in zip(self._rows, table, strict=True)
+            }
+            seconds = sample.seconds + time.perf_counter() - begun
+            record = {"kind": "sample", "step": self.steps, "skipped": skipped, **_of_stats(opt.stats())}
+            self._emit({**record, "sample_seconds": seconds, "rows": rows})
+
+    def _lay_rows(self) -> None:
+        """Which row each parameter counts to; where masters are spread over ranks the same rows on all of them."""
+        parts = self._engine
+        if parts is None:
+            return
+        mine = [(_prefix(pair.name, self.depth), _kind(pair)) for pair in parts.pairs.all]
+        everyone = [mine] if parts.accumulation.ranks.alone else _all_gathered(mine)
+        self._kinds: dict[str, dict[str, Any]] = {}
+        for name, kind in (row for rows in everyone for row in rows):
+            self._kinds.setdefault(name, kind)
+        self._rows = list(self._kinds) if len(everyone) == 1 else sorted(self._kinds)
+        place = {name: number for number, name in enumerate(self._rows)}
+        self._places = [place[name] for name, _ in mine]
+
+    def _gather(self, parts: Engine, gradients: dict[int, Tensor], updates: dict[int, Tensor]) -> list[list[float]]:
+        """By row: sums over its parameters and over the ranks, and the largest gradient. Syncs once."""
+        alone, device = parts.accumulation.ranks.alone, parts.device
+        self._follow(parts)
+        lines = []
+        positions = sorted(set(gradients) | set(updates))
+        for position in positions:
+            line = torch.zeros(_WIDTH, dtype=torch.float64, device=device)
+            if alone or parts.accumulation.ranks.counted(parts.pairs.models[position]):
+                if position in gradients:
+                    line[: len(GRADIENT)] = gradients[position][:-1].to(device)
+                    line[-1] = gradients[position][-1].to(device)
+                if position in updates:
+                    line[len(GRADIENT) : -1] = updates[position].to(device)
+            lines.append(line)
+        numbers = torch.stack(lines) if lines else torch.zeros(0, _WIDTH, dtype=torch.float64, device=device)
+        known = numbers[:, -1]
+        numbers[:, 1] = torch.where(known >= 0, known, numbers[:, 1])
+        rows = torch.tensor([self._places[position] for position in positions], dtype=torch.int64).to(device)
+        table = torch.zeros(len(self._rows), _WIDTH, dtype=numbers.dtype, device=device).index_add_(0, rows, numbers)
+        largest = torch.zeros(len(self._rows), dtype=numbers.dtype, device=device)
+        largest.scatter_reduce_(0, rows, numbers[:, _LARGEST], "amax")
+        if not alone:
+            table, largest = _over_ranks(table, largest, parts.accumulation.ranks.group)
+        table[:, _LARGEST] = largest
+        read: list[list[float]] = table.tolist()
+        return read
+
+    def _follow(self, parts: Engine) -> None:
+        """Rows of parameters that came since, as ``add_param_group`` brings them: rows of their own."""
+        for pair in parts.pairs.all[len(self._places) :]:
+            name = _prefix(pair.name, self.depth)
+            if name not in self._kinds:
+                self._kinds[name] = _kind(pair)
+                self._rows.append(name)
+            self._places.append(self._rows.index(name))
+
+
+NUMBERS = {
+    "grad_norm": "norm of the unscaled gradient, before the clip",
+    "grad_largest": "its largest magnitude",
+    "zero": "share of its 16-bit elements that are zero",
+    "subnormal": "share of them that are subnormal: fewer bits than usual",
+    "underflow": "share of them that the loss depends on and FP16 does not hold as normal numbers: subnormal ones, and "
+    "zeros as far as subnormal ones make it likely that they are no true zeros",
+    "near_overflow": "share of them within a factor of 2 of the largest number of the dtype, or beyond",
+    "weight_norm": "norm of the master",
+    "update_ratio": "norm of the update over that of the master",
+    "update_ulps": "mean size of the update over the mean distance between 16-bit weights there",
+    "lost": "share of updates under half that distance: without masters they would be lost; where there are none, the "
+    "share of elements with a gradient that did not move",
+    "distance": "norm of master minus weight over that of the master",
+}
+"""What a sample says of each row; None where there is nothing to say it of."""
+
+
+def _folder(sample: _Sample, position: int) -> Callable[[Tensor], None]:
+    def fold(param: Tensor) -> None:
+        grad = GRAD.__get__(param)
+        if grad is None or grad.layout is not torch.strided or grad.dtype not in HALF_DTYPES:
+            return
+        with torch.no_grad():
+            found, earlier = of_gradient(local(grad)), sample.folded.get(position)
+            if earlier is not None:
+                largest = torch.maximum(earlier[_LARGEST], found[_LARGEST])
+                found = earlier + found
+                found[_LARGEST] = largest
+            sample.folded[position] = found
+
+    return fold
+
+
+def _gradient(pair: Pair, own_are_scaled: bool) -> tuple[Tensor | None, bool]:
+    """(this rank's piece of a pair's gradient as it lies in memory, whether it is still scaled)."""
+    own = pair.master is pair.model
+    grad = GRAD.__get__(pair.model)
+    scaled = own_are_scaled if own else grad is not None and grad.dtype in HALF_DTYPES
+    if grad is None and not own:
+        grad = GRAD.__get__(pair.master)
+    if grad is None:
+        return None, False
+    grad = grad._values() if grad.layout is torch.sparse_coo else grad
+    return local(grad.detach()), scaled
+
+
+def _in_words(numbers: Sequence[float], skipped: bool, has_no_master: bool) -> dict[str, float | None]:
+    """A row of a sample, under the names of ``NUMBERS``.
+
+    Args:
+        has_no_master: 16-bit weights are stepped themselves, so that a lost update is one of zero where the gradient
+            is not.
+    """
+    found = dict(zip(GRADIENT, numbers, strict=False))
+    update = dict(zip((f"of {name}" for name in UPDATE), numbers[len(GRADIENT) :], strict=False))
+    count, zero, subnormal = found["count"], found["zero"], found["subnormal"]
+    row: dict[str, float | None] = dict.fromkeys(NUMBERS)
+    if count:
+        row.update(grad_norm=_root(found["sumsq"]), grad_largest=found["largest"])
+        row.update(zero=zero / count, subnormal=subnormal / count, near_overflow=found["near_overflow"] / count)
+        most = zero if subnormal > (count - zero) / 2 or zero == count else min(zero, subnormal)
+        row["underflow"] = (subnormal + most) / count
+    if update["of count"] and not skipped:
+        norm = _root(update["of master_sumsq"])
+        row["weight_norm"] = norm
+        row["update_ratio"] = _root(update["of update_sumsq"]) / norm if norm else None
+        row["distance"] = _root(update["of distance_sumsq"]) / norm if norm else None
+        if update["of ulp"]:
+            row["update_ulps"] = update["of update"] / update["of ulp"]
+            row["lost"] = update["of lost"] / update["of moved"] if update["of moved"] else None
+            if has_no_master and count:
+                still = update["of count"] - update["of moved"] - zero
+                row["lost"] = max(0.0, still) / (count - zero) if count > zero else None
+    return row
+
+
+def _root(value: float) -> float:
+    return math.sqrt(value) if value >= 0 else math.nan
+
+
+def _of_stats(stats: dict[str, float]) -> Record:
+    names = ("skipped_steps", "parameters_blamed", "model_writes_taken", "steps_since_calibration")
+    return {"loss_scale": stats["loss_scale"], **{name: stats[name] for name in names}}
+
+
+def _kind(pair: Pair) -> dict[str, Any]:
+    dtype, stepped = (str(one.dtype).removeprefix("torch.") for one in (pair.model, pair.master))
+    return {"dtype": dtype, "stepped": stepped, "elements": pair.model.numel()}
+
+
+def _prefix(name: str, depth: int | None) -> str:
+    """The first ``depth`` parts of a dotted name.
+
+    Example:
+        >>> _prefix("blocks.0.mlp.weight", 2)
+        'blocks.0'
+    """
+    return name if depth is None else ".".join(name.split(".")[:depth])
+
+
+def _finish(monitor: weakref.ref[Monitor]) -> None:
+    there = monitor()
+    if there is not None:
+        there.detach()
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+
+def _dist() -> Any:
+    """``torch.distributed``, where there is a process group."""
+    dist = sys.modules.get("torch.distributed")
+    return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
+
+
+def _rank() -> int:
+    dist = _dist()
+    return 0 if dist is None else int(dist.get_rank())
+
+
+def _ranks() -> int:
+    dist = _dist()
+    return 1 if dist is None else int(dist.get_world_size())
+
+
+def _all_gathered(mine: list[tuple[str, dict[str, Any]]]) -> list[list[tuple[str, dict[str, Any]]]]:
+    everyone: list[Any] = [None] * _ranks()
+    _dist().all_gather_object(everyone, mine)
+    return everyone
+
+
+def _over_ranks(table: Tensor, largest: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+    """Sums of ``table`` and maxima of ``largest`` over the ranks, by one message: each rank has a column."""
+    dist = _dist()
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    columns = torch.zeros(len(largest), size, dtype=table.dtype, device=table.device)
+    columns[:, rank] = largest
+    together = torch.cat([table, columns], dim=1)
+    dist.all_reduce(together, group=group)
+    return together[:, : table.shape[1]].clone(), together[:, table.shape[1] :].amax(1)
+

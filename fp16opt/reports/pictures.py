@@ -1,0 +1,210 @@
+"""The pictures of a report, by matplotlib, which is imported when one is drawn."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+from .reading import LARGEST, RunRead
+
+_INK, _RED, _BLUE, _GREY = "#1b1f24", "#c1121f", "#00629b", "#8a8f98"
+_LABELS = 40  # rows that are named at most
+_DPI, _DPI_TOGETHER = 110, 70
+
+
+def _figure(width: float, height: float) -> Any:
+    try:
+        module = importlib.import_module("matplotlib.figure")
+    except ImportError:
+        raise ImportError("the report's pictures need matplotlib: pip install matplotlib") from None
+    return module.Figure(figsize=(width, height), layout="constrained")
+
+
+def scale_and_skips(axes: Any, run: RunRead) -> None:
+    """The loss scale of every step, with a mark where one was skipped."""
+    steps = [step["step"] for step in run.steps]
+    scales = [step["loss_scale"] for step in run.steps]
+    axes.step(steps, scales, where="post", color=_BLUE, linewidth=1.6)
+    skips = [(step["step"], step["loss_scale"]) for step in run.steps if step["skipped"]]
+    if skips:
+        label = f"{len(skips)} skipped"
+        axes.plot(*zip(*skips, strict=True), "|", color=_RED, markersize=11, markeredgewidth=1.4, label=label)
+        axes.legend(loc="best", frameon=False)
+    axes.set_yscale("log", base=2)
+    if scales:
+        axes.set_ylim(min(scales) / 4, max(scales) * 4)
+    _title(axes, "Loss scale, and skipped steps", "loss scale")
+
+
+def norms(axes: Any, run: RunRead) -> None:
+    """The norm before the clip, and the seconds that a step took."""
+    known = [(step["step"], step["grad_norm"]) for step in run.steps if _good(step["grad_norm"])]
+    if not known:  # nobody clips: of the samples
+        known = [(sample["step"], _total(sample)) for sample in run.samples if _good(_total(sample))]
+    if known:
+        axes.plot(*zip(*known, strict=True), color=_BLUE, linewidth=1.0)
+        if min(value for _, value in known) > 0:
+            axes.set_yscale("log")
+    _title(axes, "Norm of all gradients, before the clip", "norm")
+    seconds = [(step["step"], 1e3 * step["seconds"]) for step in run.steps if step["seconds"]]
+    if seconds:
+        other = axes.twinx()
+        other.plot(*zip(*seconds, strict=True), color=_GREY, linewidth=0.6, alpha=0.7)
+        other.set_ylabel("milliseconds a step", color=_GREY)
+        other.set_ylim(0, 3 * sorted(value for _, value in seconds)[len(seconds) // 2])
+
+
+def _total(sample: dict[str, Any]) -> float:
+    squares = [row["grad_norm"] ** 2 for row in sample["rows"].values() if row["grad_norm"] is not None]
+    return math.sqrt(sum(squares)) if all(map(math.isfinite, squares)) else math.inf
+
+
+def norms_by_layer(axes: Any, run: RunRead) -> None:
+    """A heat map of gradient norms."""
+    _heat(axes, run, "grad_norm", "Gradient norms by layer (log10)", _log10, "viridis")
+
+
+def underflow_by_layer(axes: Any, run: RunRead) -> None:
+    """A heat map of the shares of 16-bit gradients that underflow."""
+    title = "16-bit gradients that underflow, % of each layer's"
+    _heat(axes, run, "underflow", title, lambda value: 100 * value, "magma_r", (0.0, 100.0))
+
+
+def margins(axes: Any, run: RunRead) -> None:
+    """How far the largest scaled gradient of each layer is from where its dtype ends."""
+    limit = None
+    for row in run.rows:
+        kind = run.header.get("rows", {}).get(row, {}).get("dtype")
+        if kind not in ("float16", "bfloat16"):
+            continue
+        scales = {step["step"]: step["loss_scale"] for step in run.steps}
+        points = [
+            (sample["step"], sample["rows"][row]["grad_largest"] * scales.get(sample["step"], sample["loss_scale"]))
+            for sample in run.samples
+            if row in sample["rows"] and _good(sample["rows"][row]["grad_largest"])
+        ]
+        points = [(step, value) for step, value in points if value > 0]
+        limit = max(limit or 0.0, LARGEST[kind])
+        if points:
+            axes.plot(*zip(*points, strict=True), color=_BLUE, linewidth=0.8, alpha=0.5)
+    if limit is not None:
+        axes.axhline(limit, color=_RED, linewidth=1.4)
+        axes.text(0.01, limit, " overflow", color=_RED, va="bottom", transform=axes.get_yaxis_transform())
+        tiny = 2.0**-14 if limit == LARGEST["float16"] else 2.0**-126
+        axes.axhline(tiny, color=_GREY, linewidth=1.0, linestyle="--")
+        axes.text(0.01, tiny, " subnormal below", color=_GREY, va="bottom", transform=axes.get_yaxis_transform())
+        axes.set_yscale("log", base=2)
+    _title(axes, "Largest scaled gradient of each layer, and the format's limits", "magnitude")
+
+
+def updates(axes: Any, run: RunRead) -> None:
+    """A heat map of the sizes of updates, in units of the last place of the 16-bit weight."""
+    title = "Updates in ulps of the weight (log2; below -1 lost without masters)"
+    _heat(axes, run, "update_ulps", title, _log2, "PuOr", (-8.0, 6.0))
+
+
+PANELS: dict[str, Callable[[Any, RunRead], None]] = {
+    "scale": scale_and_skips,
+    "norm": norms,
+    "norms by layer": norms_by_layer,
+    "underflow": underflow_by_layer,
+    "margins": margins,
+    "updates": updates,
+}
+"""What a report shows, in order."""
+
+
+def _heat(
+    axes: Any,
+    run: RunRead,
+    name: str,
+    title: str,
+    change: Callable[[float], float],
+    colors: str,
+    between: tuple[float, float] | None = None,
+) -> None:
+    rows = [row for row in run.rows if any(value is not None for value in run.values(row, name))]
+    table = [[_changed(value, change) for value in run.values(row, name)] for row in rows]
+    _title(axes, title, "")
+    if not table or not table[0]:
+        axes.text(0.5, 0.5, "nothing of this kind in the run", ha="center", transform=axes.transAxes, color=_GREY)
+        axes.set_yticks([])
+        return
+    low, high = between or (None, None)
+    axes.set_facecolor("#f2b5b5")  # where there is no finite number
+    extent = (-0.5, len(run.samples) - 0.5, len(rows) - 0.5, -0.5)
+    image = axes.imshow(
+        table, aspect="auto", cmap=colors, interpolation="nearest", vmin=low, vmax=high, extent=extent
+    )
+    every = max(1, math.ceil(len(rows) / _LABELS))
+    axes.set_yticks(range(0, len(rows), every), [row[-34:] for row in rows[::every]], fontsize=7)
+    spots = range(0, len(run.samples), max(1, len(run.samples) // 8))
+    axes.set_xticks(list(spots), [str(run.samples[spot]["step"]) for spot in spots])
+    axes.figure.colorbar(image, ax=axes, pad=0.01)
+
+
+def _changed(value: float | None, change: Callable[[float], float]) -> float:
+    return math.nan if value is None or not math.isfinite(value) else change(value)
+
+
+def _log10(value: float) -> float:
+    return math.log10(value) if value > 0 else math.nan
+
+
+def _log2(value: float) -> float:
+    return math.log2(value) if value > 0 else math.nan
+
+
+def _good(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def _title(axes: Any, title: str, unit: str) -> None:
+    axes.set_title(title, loc="left", fontsize=10, color=_INK)
+    axes.set_xlabel("step")
+    axes.set_ylabel(unit)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _height(run: RunRead, name: str) -> float:
+    """In inches: heat maps grow with their rows."""
+    heat = name not in ("scale", "norm", "margins")
+    return max(2.6, 1.1 + 0.17 * min(len(run.rows), _LABELS)) if heat else 2.8
+
+
+def one(run: RunRead, name: str) -> bytes:
+    """One of ``PANELS`` as a PNG.
+
+    Raises:
+        ImportError: There is no matplotlib.
+    """
+    figure = _figure(9.0, _height(run, name))
+    PANELS[name](figure.subplots(), run)
+    return _png(figure)
+
+
+def together(run: RunRead) -> bytes:
+    """All of them as one PNG, in two columns.
+
+    Raises:
+        ImportError: There is no matplotlib.
+    """
+    names = list(PANELS)
+    pairs = [names[:2], names[2:4], names[4:]]
+    heights = [max(_height(run, name) for name in pair) for pair in pairs]
+    figure = _figure(15.0, sum(heights))
+    axes = figure.subplots(3, 2, gridspec_kw={"height_ratios": heights})
+    for line, pair in zip(axes, pairs, strict=True):
+        for place, name in zip(line, pair, strict=True):
+            PANELS[name](place, run)
+    return _png(figure, _DPI_TOGETHER)
+
+
+def _png(figure: Any, dpi: int = _DPI) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=dpi, metadata={"Software": None})
+    return buffer.getvalue()

@@ -1,0 +1,201 @@
+"""A run as a monitor has written it down, and what is remarkable about it, in words."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import sinks
+
+LARGEST = {"float16": 65504.0, "bfloat16": 3.3895e38, "float32": 3.4028e38}
+"""The largest finite number of each dtype."""
+
+
+@dataclass
+class RunRead:
+    """The records of one run, in order.
+
+    Attributes:
+        header: of the last start; a run that goes on has several.
+        steps: one record each.
+        samples: of the steps that were looked at.
+        rows: their names, in the model's order.
+    """
+
+    header: dict[str, Any]
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[str]:
+        """Names of parameters or prefixes."""
+        names = dict.fromkeys(self.header.get("rows", {}))
+        for sample in self.samples:
+            names.update(dict.fromkeys(sample["rows"]))
+        return list(names)
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the loss scale moves."""
+        return bool(self.header.get("dynamic"))
+
+    @property
+    def masters(self) -> str:
+        """"full", "split" or "none"."""
+        return str(self.header.get("masters", "full"))
+
+    def values(self, row: str, name: str) -> list[float | None]:
+        """One number of a row, of each sample."""
+        return [sample["rows"].get(row, {}).get(name) for sample in self.samples]
+
+    @property
+    def calibrated(self) -> int:
+        """The first step that was taken; the first of all where none was."""
+        return next((step["step"] for step in self.steps if not step["skipped"]), 0)
+
+    def skipped(self) -> list[int]:
+        """Numbers of steps that were skipped."""
+        return [step["step"] for step in self.steps if step["skipped"]]
+
+
+def load(path: str | os.PathLike[str]) -> RunRead:
+    """Read what a monitor has written.
+
+    Raises:
+        ValueError: It holds no run, or one of a format that is not known here.
+    """
+    run: RunRead | None = None
+    for record in sinks.read(path):
+        if record["kind"] == "run":
+            if record.get("format") != 1:
+                raise ValueError(
+                    f"{path}: expected records of format 1, got {record.get('format')!r}. A newer fp16opt reads them."
+                )
+            run = RunRead(record) if run is None else RunRead(record, run.steps, run.samples)
+        elif run is not None and record["kind"] == "step":
+            run.steps.append(record)
+        elif run is not None and record["kind"] == "sample":
+            run.samples.append(record)
+    if run is None:
+        raise ValueError(f"{path}: expected records of fp16opt.Monitor, and there is none that begins a run.")
+    return run
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something to look at.
+
+    Attributes:
+        weight: how much it matters; larger is worse.
+    """
+
+    row: str
+    weight: float
+    words: str
+
+
+def of_run(run: RunRead) -> list[str]:
+    """The run as a whole, in sentences."""
+    count, skipped = len(run.steps), run.skipped()
+    words = [f"{count} steps, {len(skipped)} skipped, {len(run.samples)} looked at."]
+    scales = [step["loss_scale"] for step in run.steps]
+    if scales:
+        words.append(f"The loss scale went from {scales[0]:g} to {scales[-1]:g}.")
+    first = next((n for n, step in enumerate(run.steps) if not step["skipped"]), count)
+    later = len(skipped) - first
+    if count and first == count:
+        words.append("No step was taken: gradients were never finite. Ask fp16opt.diagnose why.")
+    elif not run.dynamic and later > 0.05 * count:
+        words.append(
+            f"{later / count:.0%} of the steps were skipped at a fixed scale: it is too high. Use a lower one, or "
+            "dynamic=True."
+        )
+    elif first and run.dynamic:
+        words.append(f"Calibration took {first} skips.")
+    if 0 < later <= 0.05 * count:
+        words.append(f"Skipped later: step {', '.join(map(str, skipped[first:][:5]))}: bad batches, or rare overflows.")
+    under = _mean([_late(run, row, "underflow") for row in run.rows])
+    if under is not None and under > 0.05 and run.masters == "none":
+        words.append(
+            f"On average {under:.0%} of the gradients underflow when they are unscaled in 16 bits, which masters avoid."
+        )
+    elif under is not None and under > 0.05:
+        words.append(
+            f"On average {under:.0%} of the 16-bit gradients underflow: the scale is too low. Use a higher one, or "
+            "dynamic=True."
+        )
+    lost = _mean([_late(run, row, "lost") for row in run.rows])
+    if lost is not None and lost > 0.05:
+        held = "are lost: use masters" if run.masters == "none" else "would be lost without masters"
+        words.append(f"{lost:.0%} of the updates are under half a unit in the last place of the weight and {held}.")
+    return words
+
+
+def worth_a_look(run: RunRead, limit: int = 5) -> list[Finding]:
+    """The rows that are most remarkable, the worst first, each once."""
+    found = [finding for row in run.rows for finding in _of_row(run, row)]
+    best: dict[str, Finding] = {}
+    for finding in sorted(found, key=lambda one: -one.weight):
+        best.setdefault(finding.row, finding)
+    return list(best.values())[:limit]
+
+
+def _of_row(run: RunRead, row: str) -> list[Finding]:
+    kind = run.header.get("rows", {}).get(row, {}).get("dtype", "float16")
+    found = []
+    norms = run.values(row, "grad_norm")
+    known = [(sample["step"], norm) for sample, norm in zip(run.samples, norms, strict=True) if norm is not None]
+    bad = [step for step, norm in known if not math.isfinite(norm) and step >= run.calibrated]
+    finite = [norm for _, norm in known if math.isfinite(norm)]
+    if bad:
+        share = len(bad) / len(run.samples)
+        words = f"its gradient was not finite in {len(bad)} of {len(run.samples)} samples, first in step {bad[0]}"
+        found.append(Finding(row, 50.0 + 40.0 * share, words))
+    zero, under = _late(run, row, "zero"), _late(run, row, "underflow")
+    if zero == 1.0:
+        words = "its gradient is all zero: it underflows, or the loss does not depend on it (diagnose tells which)"
+        found.append(Finding(row, 60.0, words))
+    elif under is not None and under > 0.02:
+        held = "when unscaled in 16 bits, without a master" if run.masters == "none" else "at the present loss scale"
+        words = f"{under:.0%} of its gradients underflow {held}"
+        found.append(Finding(row, 20.0 + 40.0 * under, words))
+    near = max([value for value in run.values(row, "near_overflow") if value is not None], default=0.0)
+    if near > 0.0 and not bad:
+        words = f"its largest gradients come within a factor of 2 of {LARGEST.get(kind, math.inf):g}, where {kind} ends"
+        found.append(Finding(row, 15.0, words))
+    lost, ratio = _late(run, row, "lost"), _late(run, row, "update_ratio")
+    if lost is not None and lost > 0.05:
+        held = "are lost, as there are no masters" if run.masters == "none" else "only masters keep"
+        words = f"{lost:.0%} of its updates are under half an ulp of the weight and {held}"
+        words = words if run.masters == "none" else f"{lost:.0%} of its updates, under half an ulp, {held}"
+        found.append(Finding(row, (40.0 if run.masters == "none" else 5.0) + 10.0 * lost, words))
+    if ratio is not None and ratio > 0.1:
+        found.append(Finding(row, 18.0, f"a step moves it by {ratio:.0%} of its own norm"))
+    if ratio == 0.0:
+        found.append(Finding(row, 55.0, "it stands still: its update is zero"))
+    usual = _median(finite[1:]) if len(finite) > 3 else 0.0
+    if usual > 0 and finite[-1] > 100 * usual:
+        found.append(Finding(row, 12.0, f"its gradient norm has grown to {finite[-1] / usual:.0f} times its median"))
+    distance = _late(run, row, "distance")
+    if distance is not None and distance > (2.0**-8 if kind == "float16" else 2.0**-6):
+        words = f"its weights are {distance:.1%} away from the masters: too large or too small for {kind}"
+        found.append(Finding(row, 25.0, words))
+    return found
+
+
+def _late(run: RunRead, row: str, name: str) -> float | None:
+    """The mean of a number over the later half of the samples."""
+    values = [value for value in run.values(row, name)[len(run.samples) // 2 :] if value is not None]
+    return _mean([value if math.isfinite(value) else None for value in values])
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return sum(there) / len(there) if there else None
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]

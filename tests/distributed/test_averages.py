@@ -1,0 +1,125 @@
+"""AveragedMasters on several ranks: DDP, FSDP2 with DTensors for averages, and ZeRO, which is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from distributed.models import Net, assert_alike, batch
+from distributed.test_sharded import full, sharded, step, wrap
+from distributed.world import World, raised
+from fp16opt import AveragedMasters, MixedPrecisionOptimizer, distributed, ema
+
+STEPS = range(4)
+
+
+def alone(norm: bool = True) -> tuple[Net, AveragedMasters]:
+    """The same training in one process."""
+    plain = Net(norm=norm)
+    opt = wrap(plain)
+    distributed.attach(opt, None)
+    averaged = AveragedMasters(plain, opt, ema(0.75))
+    for number in STEPS:
+        step(plain, opt, number, 0)
+        averaged.update()
+    return plain, averaged
+
+
+def under_ddp(rank: int, size: int) -> None:
+    plain, wanted = alone()
+    net = Net()
+    ddp = DistributedDataParallel(net)
+    opt = wrap(net)
+    averaged = AveragedMasters(ddp, opt, ema(0.75))
+    for number in STEPS:
+        step(ddp, opt, number, 0)
+        averaged.update()
+    found = averaged.fp32_state_dict()
+    assert found.keys() == plain.state_dict().keys()
+    for name, value in wanted.fp32_state_dict().items():
+        assert torch.equal(found[name], value), name
+    assert_alike(list(found.values()))
+    before = [param.detach().clone() for param in net.parameters()]
+    with averaged.swap():
+        assert_alike(list(net.parameters()))
+        assert torch.equal(net.a.weight.detach(), found["a.weight"].half())
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), before, strict=True))
+    step(ddp, opt, 9, rank)
+    assert_alike(list(net.parameters()))
+
+
+def under_fsdp2(rank: int, size: int, folder: str, whole_net: bool) -> None:
+    plain, wanted = alone(norm=not whole_net)  # FSDP2 wants one dtype in a group
+    net = fully_shard(Net(norm=False)) if whole_net else sharded(Net())  # a whole one stays gathered after evaluation
+    opt = wrap(net)
+    averaged = AveragedMasters(net, opt, ema(0.75))
+    for number in STEPS:
+        step(net, opt, number, 0)
+        averaged.update()
+        with torch.no_grad():
+            net(batch(number, 0))  # leaves gathered weights in the outermost module
+    found = averaged.fp32_state_dict()
+    for name, value in wanted.fp32_state_dict().items():
+        assert isinstance(found[name], DTensor), name
+        assert torch.equal(full(found[name]), value), name
+    weights = [full(param) for param in net.parameters()]
+    assert all(isinstance(param, DTensor) for param in net.parameters())
+    with torch.no_grad():
+        before = net(batch(7, 0))
+        with averaged.swap(), wanted.swap():
+            inside = net(batch(7, 0))
+            assert torch.equal(inside, plain(batch(7, 0)))  # it is the averages that are gathered
+        assert not torch.equal(inside, before)
+        assert torch.equal(net(batch(7, 0)), before)
+    if whole_net:
+        assert not isinstance(net.a.weight, DTensor)
+    net.reshard()
+    assert all(torch.equal(full(a), b) for a, b in zip(net.parameters(), weights, strict=True))
+    # through torch's own sharded files, and from a whole state_dict
+    dcp.save(averaged.state_dict(), checkpoint_id=folder)
+    other = AveragedMasters(net, opt, ema(0.75))
+    state = {name: torch.empty_like(value) for name, value in other.state_dict().items()}
+    dcp.load(state, checkpoint_id=folder)
+    whole = AveragedMasters(net, opt, ema(0.75))
+    for loaded, source in ((other, state), (whole, wanted.state_dict())):
+        loaded.load_state_dict(source)
+        assert loaded.updates == len(STEPS)
+        for name, value in found.items():
+            assert torch.equal(full(loaded.fp32_state_dict()[name]), full(value)), name
+    assert "module.a.weight: spread over ranks" in raised(ValueError, lambda: wanted.load_state_dict(found_as(state)))
+    step(net, opt, 8, 0)
+    averaged.update()
+
+
+def found_as(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Sharded, but for the count."""
+    return {name: value for name, value in state.items() if name == "n_averaged" or isinstance(value, DTensor)}
+
+
+def under_zero(rank: int, size: int) -> None:
+    net = Net(norm=False)
+    zero = ZeroRedundancyOptimizer(net.parameters(), SGD, lr=0.1)
+    opt = MixedPrecisionOptimizer(zero, named_parameters=net.named_parameters())
+    message = raised(RuntimeError, lambda: AveragedMasters(net, opt, ema(0.5)))
+    assert "ZeroRedundancyOptimizer spreads them" in message
+
+
+def test_ddp(two: World) -> None:
+    two.run(under_ddp)
+
+
+@pytest.mark.parametrize("whole_net", [False, True])
+def test_fsdp2(two: World, tmp_path: Path, whole_net: bool) -> None:
+    two.run(under_fsdp2, str(tmp_path / "averages"), whole_net)
+
+
+def test_zero_is_refused(two: World) -> None:
+    two.run(under_zero)

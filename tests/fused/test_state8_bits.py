@@ -1,0 +1,171 @@
+"""multi_tensor_adam8 and multi_tensor_sgd8 against numpy, bit for bit, on every backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fp16opt.kernels import CastStats, multi_tensor_join, multi_tensor_split, state8
+from fp16opt.kernels.state8 import multi_tensor_adam8, multi_tensor_sgd8
+from fp16opt.kernels.steps import AdamOptions, Factors, SgdOptions, StepTables
+from fused import oracle_state8 as oracle
+from fused.conftest import LEVELS
+from fused.test_fused_bits import ADAM, SGD, spread
+
+SIZES = (0, 1, 127, 129, 192, 1000, 65536 + 130, 140000)  # the last for threads
+ADAM_CASES: dict[str, dict[str, Any]] = {
+    "adamw": {"weight_decay": 0.1},
+    "l2": {"decoupled": False, "weight_decay": 0.1, "maximize": True},
+    "limit 2": {"betas": (0.9, 0.95)},
+    "limit 32": {"betas": (0.0, 0.999), "eps": 0.0},
+    "saturates": {"betas": (0.9, 0.5)},
+}
+SGD_CASES: dict[str, dict[str, Any]] = {
+    "momentum": {"momentum": 0.9},
+    "dampening": {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01, "maximize": True},
+    "nesterov": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+}
+KINDS = {"half": torch.float16, "bfloat16": torch.bfloat16, "half split": torch.float16, "own": None}
+INV_SCALE, CLIP = 2.0**-9, 0.3721
+GIVEN = Factors(torch.tensor(INV_SCALE), torch.tensor(CLIP))
+
+
+FEW = ["reference", *[f"{level}-{n}" for level, n in zip(LEVELS, (2, 3, 1), strict=False)]]
+few = pytest.mark.parametrize("implementation", FEW, indirect=True)
+"""Each SIMD level once, each with another number of threads; :func:`test_threads` has all of them."""
+
+
+class Problem:
+    """Parameters for the oracle, and the same as lists of tensors."""
+
+    def __init__(self, kind: str, state: type) -> None:
+        self.rng = np.random.default_rng(0)
+        self.dtype = KINDS[kind]
+        masters = [torch.from_numpy(spread(self.rng, n, -4, 2)) for n in SIZES]
+        self.stats = CastStats.allocate(len(SIZES), "cpu")
+        self.models = None if self.dtype is None else [torch.zeros(n, dtype=self.dtype) for n in SIZES]
+        self.masters = masters
+        if "split" in kind:
+            assert self.models is not None
+            self.masters = [torch.zeros(n, dtype=torch.int16) for n in SIZES]
+            multi_tensor_split(masters, self.models, self.masters, self.stats)
+        self.elements = [oracle.Element(p, state.zeros(p.size)) for p in map(np.copy, self.values())]
+        self.scales = [torch.zeros(state8.block_count(n)) for n in SIZES]
+        self.first = [torch.zeros(n, dtype=torch.int8) for n in SIZES]
+        self.second = [torch.zeros(n, dtype=torch.uint8) for n in SIZES]
+
+    def values(self) -> list[oracle.Array]:
+        if self.masters[0].dtype == torch.float32:
+            return [master.numpy() for master in self.masters]
+        outs = [torch.zeros(n) for n in SIZES]
+        assert self.models is not None
+        multi_tensor_join(self.models, self.masters, outs)
+        return [out.numpy() for out in outs]
+
+    def grads(self, step: int) -> list[Tensor]:
+        """Of any size, also such as leave v at zero, or beyond its range; one block at rest."""
+        dtype = self.dtype if self.dtype is not None and step != 1 else torch.float32
+        made = [spread(self.rng, n, -26 if step == 2 else -3, 3) for n in SIZES]
+        for values in made:
+            values[128:256] = 0.0
+            if self.dtype != torch.float16 and step == 1:
+                values[300:310] = 1e30
+        return [torch.from_numpy(values).to(dtype) for values in made]
+
+    def check(self, got: list[Tensor] | list[oracle.Array], want: list[oracle.Array], what: str) -> None:
+        for n, tensor, b in zip(SIZES, got, want, strict=True):
+            a = tensor.numpy() if isinstance(tensor, Tensor) else tensor
+            kind = {1: np.int8, 4: np.int32}[a.itemsize]
+            same = a.view(kind) == b.view(kind)
+            if kind == np.int32:
+                same |= np.isnan(a) & np.isnan(b)
+            assert same.all(), f"{what} of {n}: {np.flatnonzero(~same)[:5]}, {a[~same][:3]} wanted {b[~same][:3]}"
+
+    def settle(self) -> None:
+        """The oracle goes on with masters as they are kept: split ones are not exact at the far ends."""
+        for e, kept in zip(self.elements, self.values(), strict=True):
+            if self.masters[0].dtype == torch.float32:
+                assert np.array_equal(e.p.view(np.int32), kept.view(np.int32)) or np.isnan(e.p).any()
+            e.p = kept.copy()
+
+
+@few
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ADAM_CASES)
+def test_adam_has_the_bits_of_the_oracle(case: str, kind: str, implementation: str) -> None:
+    o = {**ADAM, **ADAM_CASES[case]}
+    problem = Problem(kind, oracle.Moments)
+    options = [AdamOptions(o["lr"], *o["betas"], o["eps"], o["weight_decay"], o["decoupled"], o["maximize"])]
+    steps, tables = [torch.tensor(0.0) for _ in SIZES], StepTables()
+    for number in (1, 2, 3, 0xFFFFFFFF + 7):
+        grads = problem.grads(number)
+        multi_tensor_adam8(
+            grads, problem.masters, problem.first, problem.second, problem.scales, steps, options, [0] * len(SIZES),
+            GIVEN, number, models=problem.models, stats=problem.stats, tables=tables,
+        )  # fmt: skip
+        for e, grad in zip(problem.elements, grads, strict=True):
+            oracle.adam(e, grad.float().numpy(), INV_SCALE, CLIP, number, **o)
+        problem.settle()
+        problem.check(problem.first, [e.state.m for e in problem.elements], f"step {number}: codes of exp_avg")
+        problem.check(problem.second, [e.state.v for e in problem.elements], f"step {number}: codes of exp_avg_sq")
+        problem.check(problem.scales, [e.state.scales for e in problem.elements], f"step {number}: scales")
+    assert [float(s) for s in steps] == [4.0] * len(SIZES)
+
+
+@few
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", SGD_CASES)
+def test_sgd_has_the_bits_of_the_oracle(case: str, kind: str, implementation: str) -> None:
+    o = {**SGD, **SGD_CASES[case]}
+    problem = Problem(kind, oracle.Momentum)
+    for codes, scales in zip(problem.first, problem.scales, strict=True):  # the first step does not look at them
+        codes.fill_(77)
+        scales.fill_(float("nan"))
+    for number in (1, 2, 3, 4):
+        grads = problem.grads(number)
+        multi_tensor_sgd8(
+            grads, problem.masters, problem.first, problem.scales, [SgdOptions(**o)], [0] * len(SIZES), GIVEN, number,
+            first=[number == 1] * len(SIZES), models=problem.models, stats=problem.stats,
+        )  # fmt: skip
+        for e, grad in zip(problem.elements, grads, strict=True):
+            oracle.sgd(e, grad.float().numpy(), INV_SCALE, CLIP, number, number == 1, **o)
+        problem.settle()
+        problem.check(problem.first, [e.state.codes for e in problem.elements], f"step {number}: codes")
+        problem.check(problem.scales, [e.state.scales for e in problem.elements], f"step {number}: scales")
+
+
+def test_threads(implementation: str) -> None:
+    """The emulated CUDA backend is among them: it has no such kernel, and takes torch operations."""
+    test_adam_has_the_bits_of_the_oracle("adamw", "half split", implementation)
+    test_sgd_has_the_bits_of_the_oracle("momentum", "bfloat16", implementation)
+
+
+def test_layouts_walk_in_memory_order(implementation: str) -> None:
+    """Blocks are those of memory: a transposed tensor has the codes of the plain one, one with gaps too."""
+    rng = np.random.default_rng(3)
+    base, grad = (torch.from_numpy(rng.standard_normal((40, 30)).astype(np.float32)) for _ in range(2))
+    options = [AdamOptions(0.1, 0.9, 0.99, 1e-8, 0.1, True, False)]
+    results = []
+    for arrange in (lambda t: t.clone(), lambda t: t.t().contiguous().t(), lambda t: torch.stack([t, t], -1)[..., 0]):
+        transposed = arrange(base).stride(0) == 1
+        values = [base.t().reshape(40, 30), grad.t().reshape(40, 30)] if transposed else [base, grad]
+        place = (lambda t: t.reshape(30, 40).t()) if transposed else arrange
+        master, g = (place(v.clone()) for v in values) if transposed else (arrange(v) for v in values)
+        first, second = (arrange(torch.zeros(40, 30, dtype=d)) for d in (torch.int8, torch.uint8))
+        scales, step = torch.zeros(state8.block_count(1200)), torch.tensor(0.0)
+        for number in (1, 2):
+            multi_tensor_adam8([g], [master], [first], [second], [scales], [step], options, [0], GIVEN, number)
+        in_memory = (lambda t: t.t()) if transposed else (lambda t: t)
+        results.append([in_memory(t).reshape(-1).clone() for t in (master, first, second)] + [scales])
+    plain, other, gaps = results
+    assert all(torch.equal(a, b) for a, b in zip(plain, gaps, strict=True))
+    wanted = oracle.Element(base.t().reshape(-1).numpy().copy(), oracle.Moments.zeros(1200))
+    o = {**ADAM, "lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.1}
+    for number in (1, 2):
+        oracle.adam(wanted, grad.t().reshape(-1).numpy(), INV_SCALE, CLIP, number, **o)
+    assert np.array_equal(other[1].numpy(), wanted.state.m)
+    assert np.array_equal(other[2].numpy(), wanted.state.v)

@@ -1,0 +1,377 @@
+"""Accelerate: 24 steps of its loop are those of a loop by hand; clips, skips and files go with the masters."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contract import oracle
+from torch import Tensor, nn
+
+pytest.importorskip("accelerate")
+
+import accelerate
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+from fp16opt import DynamicLossScaler, GradScaler, MixedPrecisionOptimizer
+from fp16opt.integrations.accelerate import Accelerator, use_fp16opt_scaler
+from fp16opt.integrations.together import SharedLossScaler
+from integrations.byhand import (
+    BF16,
+    HALF,
+    OVERFLOWING,
+    STEPS,
+    ByHand,
+    adamw,
+    assert_same_weights,
+    batches,
+    halving,
+    loss_of,
+    network,
+)
+
+DTYPES = {"fp16": HALF, "bf16": BF16}
+every_dtype = pytest.mark.parametrize("precision", DTYPES)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """Accelerate keeps its settings in the process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lr_scheduler.*")
+        yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def masters(precision: str, **options: Any) -> dict[str, Any]:
+    scaler = {"scaler": DynamicLossScaler(OVERFLOWING, growth_interval=5)} if precision == "fp16" else {}
+    return {"fused_step": False, **scaler, **options}
+
+
+def scale_of(precision: str) -> oracle.Scale:
+    return oracle.Scale(OVERFLOWING, 5) if precision == "fp16" else oracle.Scale(1.0)
+
+
+class Loop:
+    """A training as Accelerate's documentation writes it, one batch after the other."""
+
+    def __init__(
+        self, precision: str, micro: int = 1, master_weights: dict[str, Any] | None = None, scheduled: bool = True
+    ) -> None:
+        self.dtype = DTYPES[precision]
+        self.accelerator = Accelerator(
+            cpu=True,
+            gradient_accumulation_steps=micro,
+            master_weights=masters(precision) if master_weights is None else master_weights,
+        )
+        net = network(self.dtype)
+        optimizer = adamw(net.parameters())
+        scheduler = halving(optimizer) if scheduled else None
+        prepared = self.accelerator.prepare(*filter(None, [optimizer, net, scheduler]))
+        self.optimizer, self.net = prepared[:2]
+        self.scheduler = prepared[2] if scheduled else None
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.skipped: list[bool] = []
+
+    def train(self, data: Any, clip: float | None = None, clip_value: float | None = None) -> Loop:
+        for batch in data:
+            with self.accelerator.accumulate(self.net):
+                loss = loss_of(self.net, batch, self.dtype)
+                self.losses.append(loss.item())
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients and clip is not None:
+                    self.norms.append(float(self.accelerator.clip_grad_norm_(self.net.parameters(), clip)))
+                if self.accelerator.sync_gradients and clip_value is not None:
+                    self.accelerator.clip_grad_value_(self.net.parameters(), clip_value)
+                self.optimizer.step()
+                if self.accelerator.sync_gradients:
+                    self.skipped.append(self.accelerator.optimizer_step_was_skipped)
+                if self.scheduler is not None:
+                    self.scheduler.step()
+                self.optimizer.zero_grad()
+        return self
+
+
+RUNS: dict[str, tuple[int, dict[str, Any]]] = {
+    "plain": (1, {}),
+    "clip": (1, {"clip": 0.5}),
+    "by value": (1, {"clip_value": 0.125}),
+    "two micro-batches": (2, {}),
+    "all of it": (2, {"clip": 0.5, "clip_value": 0.125}),
+}
+
+
+@every_dtype
+@pytest.mark.parametrize("run", RUNS)
+def test_accelerates_loop_is_the_loop_by_hand(precision: str, run: str) -> None:
+    """The optimizer comes before its model, and a scheduler waits for skips, as Accelerate's do."""
+    micro, told = RUNS[run]
+    data = batches(STEPS * micro)
+    loop = Loop(precision, micro).train(data, **told)
+    hand = ByHand(
+        network(DTYPES[precision]), scale=scale_of(precision), micro=micro, schedule=halving, waits=True, **told
+    ).train(data, DTYPES[precision])
+    assert loop.losses == hand.losses
+    assert_same_weights(loop.net, loop.optimizer.optimizer, hand)
+    assert loop.skipped == hand.skipped
+    assert loop.optimizer.optimizer.loss_scale == hand.scale.value
+    assert loop.scheduler.get_last_lr() == hand.scheduler.get_last_lr()
+    if precision == "fp16":
+        assert 2 <= sum(hand.skipped) < STEPS / 2
+    if "clip" in told:
+        assert [norm for norm, skipped in zip(loop.norms, loop.skipped, strict=True) if not skipped] == hand.norms
+
+
+@every_dtype
+def test_by_default_it_is_the_engines_own_step(precision: str) -> None:
+    """One-pass steps, to the bit of those that are driven without Accelerate."""
+    data = batches(2 * STEPS)
+    options = {key: value for key, value in masters(precision).items() if key != "fused_step"}
+    loop = Loop(precision, 2, options, scheduled=False).train(data, clip=0.5)
+    net = network(DTYPES[precision])
+    settings = {key: value for key, value in masters(precision).items() if key != "fused_step"}
+    opt = MixedPrecisionOptimizer(adamw(net.parameters()), **settings)
+    for start in range(0, len(data), 2):
+        opt.zero_grad()
+        for batch in data[start : start + 2]:
+            opt.backward(loss_of(net, batch, DTYPES[precision]) / 2)
+        opt.clip_master_grads(0.5)
+        opt.step()
+    for mine, want in zip(loop.optimizer.optimizer.master_params(), opt.master_params(), strict=True):
+        assert torch.equal(mine, want)
+    assert loop.optimizer.optimizer.loss_scale == opt.loss_scale
+
+
+@every_dtype
+@pytest.mark.parametrize("fused", [False, "auto"], ids=["torch's step", "one pass"])
+def test_saved_in_the_middle_it_ends_in_the_same_bits(precision: str, fused: Any, tmp_path: Path) -> None:
+    data = batches(2 * STEPS)
+    whole = Loop(precision, 2, masters(precision, fused_step=fused)).train(data, clip=0.5)
+    half = Loop(precision, 2, masters(precision, fused_step=fused)).train(data[:STEPS], clip=0.5)
+    half.accelerator.save_state(tmp_path / "half")
+    rest = Loop(precision, 2, masters(precision, fused_step=fused))
+    rest.accelerator.load_state(tmp_path / "half")
+    rest.train(data[STEPS:], clip=0.5)
+    assert rest.losses == whole.losses[STEPS:]
+    one, other = rest.optimizer.state_dict(), whole.optimizer.state_dict()
+    assert_same(one, other, "optimizer")
+    assert_same(dict(rest.net.state_dict()), dict(whole.net.state_dict()), "model")
+    assert rest.scheduler.get_last_lr() == whole.scheduler.get_last_lr()
+
+
+def assert_same(one: Any, other: Any, where: str) -> None:
+    if isinstance(one, dict):
+        assert list(one) == list(other), where
+        for key in one:
+            assert_same(one[key], other[key], f"{where}.{key}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), where
+        for place, (a, b) in enumerate(zip(one, other, strict=True)):
+            assert_same(a, b, f"{where}[{place}]")
+    elif isinstance(one, Tensor):
+        assert one.dtype == other.dtype, where
+        assert torch.equal(one, other), where
+    else:
+        assert one == other, where
+
+
+# -- clipping ----------------------------------------------------------------------------------------------------------
+
+
+def test_some_parameters_are_clipped_by_their_own_norm() -> None:
+    loop = Loop("fp16", master_weights={"loss_scale": 64.0, "fused_step": False}, scheduled=False)
+    batch = batches(1)[0]
+    loop.accelerator.backward(loss_of(loop.net, batch, HALF))
+    grads = [oracle.unscaled(param.grad, 64.0) for param in loop.net.parameters()]
+    norm = loop.accelerator.clip_grad_norm_(list(loop.net.parameters())[:2], 0.5)
+    assert float(norm) == pytest.approx(oracle.total_norm(grads[:2]), rel=2.0**-22)
+    want = [*oracle.clipped(grads[:2], float(norm), 0.5), *grads[2:]]
+    got = [param.grad for param in loop.optimizer.optimizer.master_params()]
+    assert_same(got, want, "gradient")
+    assert float(loop.accelerator.clip_grad_norm_(loop.net.parameters(), 1e9, norm_type=float("inf"))) == max(
+        float(g.abs().max()) for g in want
+    )
+
+
+def test_two_optimizers_are_clipped_by_one_norm_and_share_a_scale() -> None:
+    accelerator = Accelerator(cpu=True, master_weights={"loss_scale": 64.0})
+    nets = [network(HALF), network(HALF, seed=5)]
+    *nets, one, other = accelerator.prepare(*nets, *(adamw(net.parameters()) for net in nets))
+    batch = batches(1)[0]
+    accelerator.backward(loss_of(nets[0], batch, HALF) + loss_of(nets[1], batch, HALF))
+    params = [param for net in nets for param in net.parameters()]
+    grads = [oracle.unscaled(param.grad, 64.0) for param in params]
+    norm = accelerator.clip_grad_norm_(params, 0.5)
+    assert float(norm) == pytest.approx(oracle.total_norm(grads), rel=1e-5)  # torch's, which adds up in FP32
+    clipped = [p.grad.clone() for opt in (one, other) for p in opt.optimizer.master_params()]
+    assert oracle.total_norm(clipped) == pytest.approx(0.5, rel=1e-5)
+    accelerator.clip_grad_value_(params, 0.01)
+    values = [p.grad for opt in (one, other) for p in opt.optimizer.master_params()]
+    assert_same(values, [g.clamp(-0.01, 0.01) for g in clipped], "gradient")
+    stray = nn.Parameter(torch.ones(2))
+    stray.grad = torch.ones(2)
+    with pytest.raises(ValueError, match=r"parameters: number 12, of shape \(2,\), has a gradient and is in none of"):
+        accelerator.clip_grad_norm_([*params, stray], 0.5)
+    with pytest.raises(ValueError, match=r"parameters: number 12, of shape \(2,\), has a gradient and is in none of"):
+        accelerator.clip_grad_value_([*params, stray], 0.5)
+    assert isinstance(one.optimizer.scaler, SharedLossScaler)
+    assert one.optimizer.scaler.rule is other.optimizer.scaler.rule
+
+
+def test_a_clip_by_value_hides_no_overflow() -> None:
+    loop = Loop("fp16", scheduled=False).train(batches(3), clip_value=0.1)
+    assert loop.skipped == [True, True, True]
+
+
+def test_a_clip_in_the_middle_of_an_accumulation_is_refused() -> None:
+    loop = Loop("fp16", 2, scheduled=False)
+    with loop.accelerator.accumulate(loop.net):
+        loop.accelerator.backward(loss_of(loop.net, batches(1)[0], HALF))
+        for clip in (loop.accelerator.clip_grad_norm_, loop.accelerator.clip_grad_value_):
+            with pytest.raises(RuntimeError, match="was called in the middle of an accumulation"):
+                clip(loop.net.parameters(), 0.5)
+
+
+# -- preparing ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_by_one_in_any_order() -> None:
+    accelerator = Accelerator(cpu=True, master_weights={"loss_scale": 64.0})
+    net = accelerator.prepare(network(HALF))
+    optimizer = accelerator.prepare_optimizer(adamw(net.parameters()))
+    assert isinstance(optimizer.optimizer, MixedPrecisionOptimizer)
+    assert accelerator.prepare_optimizer(optimizer) is optimizer
+    accelerator.prepare(torch.utils.data.DataLoader([1, 2]))  # for instance to validate; nothing is wrapped anew
+    accelerator.backward(loss_of(net, batches(1)[0], HALF))
+    optimizer.step()
+    assert not accelerator.optimizer_step_was_skipped
+    names = {name for name, _ in net.named_parameters()}
+    assert set(optimizer.optimizer.engine.pairs.names) == names
+
+
+def test_optimizers_of_fp32_models_stay_as_they_are() -> None:
+    accelerator = Accelerator(cpu=True, master_weights={"dynamic": True})
+    net, optimizer = accelerator.prepare(*(lambda net: (net, adamw(net.parameters())))(network()))
+    assert not isinstance(optimizer.optimizer, MixedPrecisionOptimizer)
+    accelerator.backward(loss_of(net, batches(1)[0], torch.float32))
+    accelerator.clip_grad_norm_(net.parameters(), 0.5)
+    accelerator.clip_grad_value_(net.parameters(), 0.5)
+    optimizer.step()
+    assert not optimizer.step_was_skipped
+    plain = Accelerator(cpu=True)
+    _, optimizer = plain.prepare(*(lambda net: (net, adamw(net.parameters())))(network(HALF)))
+    assert isinstance(optimizer.optimizer, torch.optim.AdamW)
+
+
+def test_one_that_is_wrapped_already_stays() -> None:
+    accelerator = Accelerator(cpu=True, master_weights={})
+    net = network(HALF)
+    own = MixedPrecisionOptimizer(adamw(net.parameters()), dynamic=True)
+    net, optimizer = accelerator.prepare(net, own)
+    assert optimizer.optimizer is own
+    accelerator.backward(loss_of(net, batches(1)[0], HALF))
+    optimizer.step()
+    assert own.step_was_skipped is accelerator.optimizer_step_was_skipped
+
+
+def test_a_second_training_begins_after_free_memory() -> None:
+    accelerator = Accelerator(cpu=True, master_weights={"dynamic": True})
+    net = network(HALF)
+    accelerator.prepare(net, adamw(net.parameters()))
+    with pytest.raises(RuntimeError, match="optimizers were prepared before, and one loss scale is to serve all"):
+        accelerator.prepare(adamw(network(HALF, 5).parameters()))
+    accelerator.free_memory()
+    net = network(HALF)
+    _, optimizer = accelerator.prepare(net, adamw(net.parameters()))
+    assert isinstance(optimizer.optimizer, MixedPrecisionOptimizer)
+
+
+def test_schedule_free_takes_the_model_along() -> None:
+    schedulefree = pytest.importorskip("schedulefree")
+    accelerator = Accelerator(cpu=True, master_weights={"loss_scale": 64.0})
+    net = network(HALF)
+    net, optimizer = accelerator.prepare(net, schedulefree.AdamWScheduleFree(net.parameters(), lr=0.05))
+    optimizer.train()
+    for batch in batches(4):
+        accelerator.backward(loss_of(net, batch, HALF))
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = [param.detach().clone() for param in net.parameters()]
+    optimizer.eval()
+    assert not all(map(torch.equal, trained, net.parameters()))
+    for param, master in zip(net.parameters(), optimizer.optimizer.master_params(), strict=True):
+        assert torch.equal(param, master.to(HALF))
+    optimizer.train()
+    assert all(map(torch.equal, trained, net.parameters()))
+
+
+@pytest.mark.parametrize("given", [True, "dynamic", 2.0])
+def test_options_are_a_dict(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"master_weights: expected a dict of .*, or None, got (bool|str|float)"):
+        Accelerator(cpu=True, master_weights=given)
+
+
+# -- Accelerate's own class --------------------------------------------------------------------------------------------
+
+
+def gpu_like(monkeypatch: pytest.MonkeyPatch, cls: Any = accelerate.Accelerator, **options: Any) -> Any:
+    """An accelerator with "fp16", which Accelerate gives to GPUs alone."""
+    made = cls(cpu=True)
+    monkeypatch.setattr(type(made.state), "mixed_precision", property(lambda self: "fp16"))
+    made.native_amp = True
+    return made
+
+
+def test_our_scaler_in_accelerates_own_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It drives the wrapper: skips, clip and scheduler as by hand."""
+    accelerator = gpu_like(monkeypatch)
+    scaler = use_fp16opt_scaler(accelerator, init_scale=OVERFLOWING, growth_interval=5)
+    assert isinstance(scaler, GradScaler)
+    assert accelerator.scaler is scaler
+    net = network(HALF)
+    bare = adamw(net.parameters())
+    opt = MixedPrecisionOptimizer(bare, fused_step=False)
+    net, optimizer, scheduler = accelerator.prepare(net, opt, halving(bare))
+    data, losses, skipped = batches(STEPS), [], []
+    for batch in data:
+        loss = loss_of(net, batch, HALF)
+        losses.append(loss.item())
+        accelerator.backward(loss)
+        accelerator.clip_grad_value_(net.parameters(), 0.125)
+        optimizer.step()
+        skipped.append(accelerator.optimizer_step_was_skipped)
+        scheduler.step()
+        optimizer.zero_grad()
+    hand = ByHand(network(HALF), scale=scale_of("fp16"), clip_value=0.125, schedule=halving, waits=True)
+    hand.train(data, HALF)
+    assert losses == hand.losses
+    assert_same_weights(net, opt, hand)
+    assert skipped == hand.skipped
+    assert sum(skipped) > 1
+    with pytest.raises(RuntimeError, match="optimizers were prepared already, with the scaler that was there"):
+        use_fp16opt_scaler(accelerator)
+
+
+def test_our_scaler_needs_fp16() -> None:
+    with pytest.raises(ValueError, match="accelerator: expected mixed_precision=\"fp16\", got 'no'"):
+        use_fp16opt_scaler(accelerate.Accelerator(cpu=True))
+
+
+def test_two_scales_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AcceleratorState, "mixed_precision", property(lambda self: "fp16"))
+    monkeypatch.setattr(accelerate.Accelerator, "__init__", lambda self, **_: setattr(self, "scaler", object()))
+    with pytest.raises(ValueError, match="Accelerate would scale the loss a second time"):
+        Accelerator(master_weights={})
+
+
+def test_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = accelerate.utils.DistributedType.DEEPSPEED
+    monkeypatch.setattr(accelerate.Accelerator, "distributed_type", property(lambda self: kind))
+    with pytest.raises(ValueError, match="master_weights: DEEPSPEED keeps masters of its own"):
+        Accelerator(cpu=True, master_weights={})

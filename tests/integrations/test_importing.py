@@ -1,0 +1,42 @@
+"""fp16opt imports no trainer, and the integrations are importable only where theirs is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fp16opt
+
+TRAINERS = ("lightning", "accelerate", "transformers", "timm", "trl", "peft")
+QUESTION = """
+import sys
+import fp16opt, fp16opt.integrations, fp16opt.integrations.together
+found = sorted({{name.split(".")[0] for name in sys.modules}} & {set})
+raise SystemExit(f"imported: {{found}}" if found else 0)
+"""
+
+
+def test_importing_fp16opt_imports_no_trainer() -> None:
+    package = str(Path(fp16opt.__file__).parent.parent)
+    path = os.pathsep.join([package, *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", QUESTION.format(set=set(TRAINERS))],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_all_of_them_are_here_where_they_must_be(name: str) -> None:
+    """The stage of the CI that installs them says so; else its tests would be skipped unseen."""
+    if os.environ.get("FP16OPT_REQUIRE_TRAINERS") != "1" and importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed (requirements-trainers.txt)")
+    assert importlib.util.find_spec(name) is not None

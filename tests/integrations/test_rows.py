@@ -1,0 +1,286 @@
+"""The wrapper in trainers as they are, without fp16opt.integrations: right, or it raises, and never wrong in silence.
+
+Each test is a row of a table that was made before the engine was rebuilt, where seven such uses gave a wrong curve.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contract import oracle
+from torch import Tensor
+
+pytest.importorskip("lightning")
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
+import accelerate
+import lightning
+import transformers
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+from fp16opt import DynamicLossScaler, GradScaler, MixedPrecisionOptimizer
+from integrations.byhand import (
+    BF16,
+    HALF,
+    OVERFLOWING,
+    STEPS,
+    ByHand,
+    adamw,
+    assert_same_weights,
+    batches,
+    halving,
+    loss_of,
+    network,
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="lightning")
+        yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def dynamic() -> dict[str, Any]:
+    return {"scaler": DynamicLossScaler(OVERFLOWING, growth_interval=5), "fused_step": False}
+
+
+def rule() -> oracle.Scale:
+    return oracle.Scale(OVERFLOWING, 5)
+
+
+# -- Lightning ---------------------------------------------------------------------------------------------------------
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.net = network()
+        self.options = options
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = loss_of(self.net, batch, next(self.net.parameters()).dtype)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        self.opt = MixedPrecisionOptimizer(adamw(self.parameters()), **self.options)
+        return self.opt
+
+
+class Hooked(Module):
+    """What the error message of a plain backward proposed: the optimizer's own backward, in Lightning's hook."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.opt.backward(loss)
+
+
+class Manual(Module):
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__(options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = super().training_step(batch, batch_idx)
+        opt = self.optimizers().optimizer
+        opt.zero_grad()
+        opt.backward(loss)
+        self.optimizers().step()
+
+
+def fit(module: Module, precision: str, tmp_path: Path, data: Any, **told: Any) -> Module:
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        precision=precision,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        **told,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=None))
+    return module
+
+
+def test_lightning_bf16_true(tmp_path: Path) -> None:
+    data = batches(2 * STEPS)
+    told = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
+    module = fit(Module({"fused_step": False}), "bf16-true", tmp_path, data, **told)
+    hand = ByHand(network(BF16), micro=2, clip=0.5).train(data, BF16)
+    # Lightning's clip takes torch's norm, which is added up in FP32: the factor may be a rounding off, and a weight of
+    # BF16 by 2**-8 of itself with it.
+    assert module.losses == pytest.approx(hand.losses, rel=2.0**-7)
+
+
+def test_lightning_16_true_with_a_scale_raises(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"Trainers that call backward themselves: .*fp16opt\.integrations"):
+        fit(Module(dynamic()), "16-true", tmp_path, batches(2))
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_lightning_16_true_with_a_backward_hook(micro: int, tmp_path: Path) -> None:
+    """It ran training_step again at each overflow, or fell to the lowest scale."""
+    data = batches(micro * STEPS)
+    module = fit(Hooked(dynamic()), "16-true", tmp_path, data, accumulate_grad_batches=micro, gradient_clip_val=1e9)
+    hand = ByHand(network(HALF), scale=rule(), micro=micro).train(data, HALF)
+    assert module.losses == hand.losses
+    assert_same_weights(module, module.opt, hand)
+    assert module.opt.skipped_steps == sum(hand.skipped) > 1
+    assert module.opt.loss_scale == hand.scale.value
+
+
+def test_lightning_manual_optimization(tmp_path: Path) -> None:
+    data = batches(STEPS)
+    module = fit(Manual(dynamic()), "16-true", tmp_path, data)
+    hand = ByHand(network(HALF), scale=rule()).train(data, HALF)
+    assert module.losses == hand.losses
+    assert_same_weights(module, module.opt, hand)
+    assert module.opt.loss_scale == hand.scale.value
+
+
+def test_fabric_with_scale_loss_and_clip_gradients() -> None:
+    """Masters had no gradients yet when they were clipped."""
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, precision="16-true")
+    model = fabric.setup_module(network())
+    opt = MixedPrecisionOptimizer(adamw(model.parameters()), loss_scale=256.0, fused_step=False)
+    optimizer = fabric.setup_optimizers(opt)
+    data, losses = batches(STEPS), []
+    for batch in data:
+        loss = loss_of(model, batch, HALF)
+        losses.append(loss.item())
+        fabric.backward(opt.scale_loss(loss))
+        fabric.clip_gradients(model, optimizer, clip_val=0.125)
+        optimizer.step()
+        optimizer.zero_grad()
+    hand = ByHand(network(HALF), scale=oracle.Scale(256.0), clip_value=0.125).train(data, HALF)
+    assert losses == hand.losses
+    assert_same_weights(model, opt, hand)
+
+
+# -- Accelerate --------------------------------------------------------------------------------------------------------
+
+
+def prepared(options: dict[str, Any], dtype: torch.dtype = HALF, scaler: Any = None) -> Any:
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.scaler = scaler
+    net = network(dtype)
+    bare = adamw(net.parameters())
+    opt = MixedPrecisionOptimizer(bare, **options)
+    net, optimizer, scheduler = accelerator.prepare(net, opt, halving(bare))
+    return accelerator, net, opt, optimizer, scheduler
+
+
+def test_accelerate_with_a_scale_raises() -> None:
+    accelerator, net, _, optimizer, _ = prepared(dynamic())
+    accelerator.backward(loss_of(net, batches(1)[0], HALF))
+    with pytest.raises(RuntimeError, match=r"Trainers that call backward themselves: .*fp16opt\.integrations"):
+        optimizer.step()
+
+
+def test_accelerates_clip_after_the_optimizers_own_backward_raises() -> None:
+    """It was ignored, or crushed scaled gradients."""
+    accelerator, net, opt, optimizer, _ = prepared(dynamic())
+    opt.backward(loss_of(net, batches(1)[0], HALF))
+    accelerator.clip_grad_norm_(net.parameters(), 0.5)
+    with pytest.raises(RuntimeError, match="the model's gradients were written after backward"):
+        optimizer.step()
+
+
+def test_fp32_sums_that_plain_backwards_do_not_make_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator, net, _, optimizer, _ = prepared({"grad_accumulation": "fp32"}, BF16)
+    for _ in range(2):
+        accelerator.backward(loss_of(net, batches(1)[0], BF16))
+        optimizer.step()
+        optimizer.zero_grad()
+    said = [record.message for record in caplog.records if "grad_accumulation" in record.message]
+    assert len(said) == 1
+    assert 'grad_accumulation="fp32" has no effect' in said[0]
+
+
+def test_schedule_frees_eval_reaches_the_model() -> None:
+    schedulefree = pytest.importorskip("schedulefree")
+    accelerator = accelerate.Accelerator(cpu=True)
+    net = network(BF16)
+    opt = MixedPrecisionOptimizer(schedulefree.AdamWScheduleFree(net.parameters(), lr=0.05))
+    net, optimizer = accelerator.prepare(net, opt)
+    optimizer.train()
+    for batch in batches(4):
+        accelerator.backward(loss_of(net, batch, BF16))
+        optimizer.step()
+        optimizer.zero_grad()
+    before = [param.detach().clone() for param in net.parameters()]
+    optimizer.eval()
+    assert not all(map(torch.equal, before, net.parameters()))
+    for param, master in zip(net.parameters(), opt.master_params(), strict=True):
+        assert torch.equal(param, master.to(BF16))
+
+
+@pytest.mark.parametrize("scaler", [torch.amp.GradScaler, GradScaler], ids=["torch's", "ours"])
+@pytest.mark.parametrize("clear", ["optimizer", "model"])
+def test_a_scaler_of_accelerates_counts_its_skips(scaler: Callable[..., Any], clear: str) -> None:
+    """transformers clears by ``model.zero_grad()``, and the count of skips stayed 0."""
+    made = scaler("cpu", init_scale=OVERFLOWING, growth_interval=5)
+    accelerator, net, opt, optimizer, scheduler = prepared({"fused_step": False}, scaler=made)
+    data, losses = batches(STEPS), []
+    for batch in data:
+        loss = loss_of(net, batch, HALF)
+        losses.append(loss.item())
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        (net if clear == "model" else optimizer).zero_grad()
+    hand = ByHand(network(HALF), scale=rule(), schedule=halving, waits=True).train(data, HALF)
+    assert losses == hand.losses
+    assert_same_weights(net, opt, hand)
+    assert opt.skipped_steps == sum(hand.skipped) > 1
+
+
+# -- transformers ------------------------------------------------------------------------------------------------------
+
+
+class Regressor(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network(HALF)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": loss_of(self.net, (x, labels), HALF)}
+
+
+def test_the_stock_trainer_with_a_scale_raises(tmp_path: Path) -> None:
+    model = Regressor()
+    args = transformers.TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, max_steps=2, save_strategy="no"
+    )
+    opt = MixedPrecisionOptimizer(adamw(model.parameters()), dynamic=True)
+    data = [{"x": x[0], "labels": y[0]} for x, y in batches(16)]
+    schedule = transformers.get_scheduler("constant", opt.optimizer)
+    trainer = transformers.Trainer(model, args, train_dataset=data, optimizers=(opt, schedule))
+    with pytest.raises(RuntimeError, match=r"Trainers that call backward themselves: .*fp16opt\.integrations"):
+        trainer.train()
+
+
+def test_the_stock_scaler_refuses_16_bit_weights_that_ours_trains(tmp_path: Path) -> None:
+    """What stops the stock Trainer at ``fp16=True`` with a model in FP16, which a GPU alone gets to."""
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu")
+    net = network(HALF)
+    net, optimizer = accelerator.prepare(net, adamw(net.parameters()))
+    accelerator.backward(loss_of(net, batches(1)[0], HALF))
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        optimizer.step()

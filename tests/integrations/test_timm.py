@@ -1,0 +1,233 @@
+"""timm: MasterScaler in the place of NativeScaler, 24 steps against a loop by hand; timm's own models; apex."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contract import oracle
+from torch import nn
+
+import fp16opt
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
+from fp16opt.integrations.timm import MasterScaler
+from integrations.byhand import (
+    BF16,
+    HALF,
+    OVERFLOWING,
+    STEPS,
+    ByHand,
+    adamw,
+    assert_same_weights,
+    batches,
+    halving,
+    loss_of,
+    network,
+)
+from integrations.stand_in import import_timm
+
+DTYPES = {"fp16": HALF, "bf16": BF16}
+every_dtype = pytest.mark.parametrize("precision", DTYPES)
+needs_timm = pytest.mark.skipif(
+    importlib.util.find_spec("timm") is None, reason="timm is not installed (requirements-trainers-nodeps.txt)"
+)
+
+
+def masters(precision: str) -> dict[str, Any]:
+    return {"scaler": DynamicLossScaler(OVERFLOWING, growth_interval=5)} if precision == "fp16" else {}
+
+
+def scale_of(precision: str) -> oracle.Scale:
+    return oracle.Scale(OVERFLOWING, 5) if precision == "fp16" else oracle.Scale(1.0)
+
+
+class Loop:
+    """timm's train_one_epoch in outline."""
+
+    def __init__(self, precision: str, fused: Any = False) -> None:
+        self.dtype = DTYPES[precision]
+        self.net = network(self.dtype)
+        bare = adamw(self.net.parameters())
+        self.optimizer = MixedPrecisionOptimizer(bare, fused_step=fused, **masters(precision))
+        self.scheduler = halving(bare)
+        self.loss_scaler = MasterScaler()
+        self.losses: list[float] = []
+
+    def train(self, data: Any, **clip: Any) -> Loop:
+        for number, batch in enumerate(data):
+            loss = loss_of(self.net, batch, self.dtype)
+            self.losses.append(loss.item())
+            last = number % 2 == 1
+            self.loss_scaler(loss / 2, self.optimizer, parameters=self.net.parameters(), need_update=last, **clip)
+            if last:
+                self.optimizer.zero_grad()
+                self.scheduler.step()
+        return self
+
+
+@every_dtype
+@pytest.mark.parametrize(
+    ("clip", "by_hand"),
+    [
+        ({}, {}),
+        ({"clip_grad": 0.5}, {"clip": 0.5}),
+        ({"clip_grad": 0.125, "clip_mode": "value"}, {"clip_value": 0.125}),
+    ],
+    ids=["plain", "norm", "value"],
+)
+def test_timms_loop_is_the_loop_by_hand(precision: str, clip: Any, by_hand: Any) -> None:
+    data = batches(2 * STEPS)
+    loop = Loop(precision).train(data, **clip)
+    hand = ByHand(network(DTYPES[precision]), scale=scale_of(precision), micro=2, schedule=halving, **by_hand)
+    hand.train(data, DTYPES[precision])
+    assert loop.losses == hand.losses
+    assert_same_weights(loop.net, loop.optimizer, hand)
+    assert loop.optimizer.skipped_steps == sum(hand.skipped)
+    assert loop.optimizer.loss_scale == hand.scale.value
+
+
+@every_dtype
+def test_resumed_in_the_middle_it_ends_in_the_same_bits(precision: str, tmp_path: Path) -> None:
+    """With one-pass steps, from a file as timm's CheckpointSaver writes it; the scale comes twice."""
+    data = batches(2 * STEPS)
+    whole = Loop(precision, "auto").train(data, clip_grad=0.5)
+    half = Loop(precision, "auto").train(data[:STEPS], clip_grad=0.5)
+    saved = {
+        "state_dict": half.net.state_dict(),
+        "optimizer": half.optimizer.state_dict(),
+        MasterScaler.state_dict_key: half.loss_scaler.state_dict(),
+        "scheduler": half.scheduler.state_dict(),
+    }
+    torch.save(saved, tmp_path / "half.pt")
+    rest, loaded = Loop(precision, "auto"), torch.load(tmp_path / "half.pt", weights_only=True)
+    rest.net.load_state_dict(loaded["state_dict"])
+    rest.optimizer.load_state_dict(loaded["optimizer"])
+    rest.loss_scaler.load_state_dict(loaded[MasterScaler.state_dict_key])
+    rest.scheduler.load_state_dict(loaded["scheduler"])
+    rest.train(data[STEPS:], clip_grad=0.5)
+    assert rest.losses == whole.losses[STEPS:]
+    for one, other in zip(rest.optimizer.master_params(), whole.optimizer.master_params(), strict=True):
+        assert torch.equal(one, other)
+    assert rest.optimizer.loss_scale == whole.optimizer.loss_scale
+
+
+def test_a_scale_is_loaded_before_and_after_the_first_call() -> None:
+    weight = nn.Parameter(torch.ones(2, dtype=HALF))
+    optimizer = MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=0.5), scaler=DynamicLossScaler(64.0))
+    scaler = MasterScaler("cuda")
+    assert scaler.state_dict() == {}
+    native = torch.amp.GradScaler("cpu", init_scale=512.0)
+    native.scale(torch.ones(()))
+    scaler.load_state_dict(native.state_dict())
+    scaler(weight.float().sum(), optimizer, need_update=False)
+    assert optimizer.loss_scale == 512.0
+    optimizer.zero_grad()
+    scaler.load_state_dict(DynamicLossScaler(32.0).state_dict())
+    assert optimizer.loss_scale == 32.0
+    with pytest.raises(ValueError, match="this scaler is dynamic"):
+        scaler.load_state_dict(fp16opt.StaticLossScaler(2.0).state_dict())
+
+
+def test_what_it_can_not_do_is_refused() -> None:
+    weight = nn.Parameter(torch.ones(2, dtype=HALF))
+    bare = torch.optim.SGD([weight], lr=0.5)
+    scaler = MasterScaler()
+    with pytest.raises(TypeError, match="optimizer: expected a MixedPrecisionOptimizer, got SGD"):
+        scaler(weight.float().sum(), bare)  # type: ignore[arg-type]
+    optimizer = MixedPrecisionOptimizer(bare)
+    with pytest.raises(ValueError, match="clip_mode: expected 'norm', 'value' or 'agc', got 'max'"):
+        scaler(weight.float().sum(), optimizer, clip_grad=1.0, clip_mode="max")
+    assert weight.grad is None
+
+
+@needs_timm
+def test_adaptive_clipping_is_timms_own_on_masters() -> None:
+    import_timm()
+    from timm.utils.agc import adaptive_clip_grad
+
+    net = network(HALF)
+    optimizer = MixedPrecisionOptimizer(adamw(net.parameters()), loss_scale=64.0, fused_step=False)
+    scaler = MasterScaler()
+    params = list(net.parameters())[:2]
+    batch = batches(1)[0]
+    loss_of(net, batch, HALF).mul(64.0).backward()
+    want = [nn.Parameter(param.detach().float()) for param in params]
+    for master, param in zip(want, params, strict=True):
+        master.grad = oracle.unscaled(param.grad, 64.0)
+    adaptive_clip_grad(want, 0.01)
+    net.zero_grad()
+    scaler(loss_of(net, batch, HALF), optimizer, clip_grad=0.01, clip_mode="agc", parameters=params)
+    for got, master in zip(optimizer.master_params(), want, strict=False):
+        assert torch.equal(got.grad, master.grad)
+    optimizer.zero_grad()
+    scaler(loss_of(net, batch, HALF) * float("inf"), optimizer, clip_grad=0.01, clip_mode="agc")
+    assert optimizer.step_was_skipped
+
+
+@needs_timm
+def test_a_model_of_timms_in_fp16_with_its_own_optimizer() -> None:
+    timm = import_timm()
+    from timm.optim import create_optimizer_v2
+
+    torch.manual_seed(0)
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=24, depth=1, num_heads=2, num_classes=4
+    ).to(HALF)
+    images, labels = torch.randn(16, 3, 32, 32, dtype=HALF), torch.arange(16) % 4
+    optimizer = MixedPrecisionOptimizer(create_optimizer_v2(model, opt="adamw", lr=5e-3), dynamic=True)
+    loss_scaler, losses = MasterScaler(), []
+    for _ in range(30):
+        loss = nn.functional.cross_entropy(model(images).float(), labels)
+        losses.append(loss.item())
+        loss_scaler(loss, optimizer, clip_grad=1.0, parameters=model.parameters())
+        optimizer.zero_grad()
+    assert losses[-1] < 0.2 * losses[0]
+
+
+APEX = """
+import sys
+import torch
+from integrations.stand_in import import_timm
+import_timm()
+from timm.utils import ApexScaler
+from apex import amp
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+scaler, x = ApexScaler(), torch.randn(32, 8)
+losses = []
+for _ in range(20):
+    loss = (model(x).squeeze(1) - x.sum(dim=1)).square().mean()
+    losses.append(loss.item())
+    optimizer.zero_grad()
+    scaler(loss, optimizer, clip_grad=5.0, parameters=model.parameters())
+assert next(model.parameters()).dtype == torch.float16, "O2"
+assert losses[-1] < 0.2 * losses[0], losses
+assert "fp16opt" in amp.scale_loss.__module__, amp.scale_loss.__module__
+print("trained", ApexScaler.state_dict_key, sorted(scaler.state_dict()))
+"""
+
+
+@needs_timm
+def test_timms_apex_scaler_runs_through_ours(tmp_path: Path) -> None:
+    """``python -m fp16opt.apex train.py --amp --amp-impl apex`` needs no apex."""
+    (tmp_path / "train.py").write_text(APEX)
+    package = str(Path(fp16opt.__file__).parent.parent)
+    path = os.pathsep.join([package, str(Path(__file__).parent.parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-m", "fp16opt.apex", str(tmp_path / "train.py")],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "trained amp ['loss_scaler0']\n"

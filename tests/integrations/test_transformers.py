@@ -1,0 +1,331 @@
+"""transformers' Trainer, TRL and PEFT: 24 steps are those of a loop by hand; a tiny language model trains in FP16."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contract import oracle
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import transformers
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
+from fp16opt.integrations.transformers import MasterWeightsMixin, Trainer
+from integrations.byhand import (
+    BF16,
+    HALF,
+    OVERFLOWING,
+    STEPS,
+    ByHand,
+    adamw,
+    assert_same_weights,
+    batches,
+    loss_of,
+    network,
+)
+
+DTYPES = {"fp16": HALF, "bf16": BF16}
+every_dtype = pytest.mark.parametrize("precision", DTYPES)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """Accelerate keeps its settings in the process."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lr_scheduler.*")
+        yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+class Regressor(nn.Module):
+    """What the Trainer trains: a module whose forward returns its loss."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.net = network(dtype)
+        self.losses: list[float] = []
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        loss = loss_of(self.net, (x, labels), next(self.net.parameters()).dtype)
+        if self.training:
+            self.losses.append(loss.item())
+        return {"loss": loss, "logits": self.net(x.to(self.net[0].weight.dtype))}
+
+
+def rows(count: int) -> list[dict[str, Tensor]]:
+    """Single samples, of which 4 are a micro-batch of ``batches``."""
+    return [{"x": a, "labels": b} for x, y in batches(count) for a, b in zip(x, y, strict=True)]
+
+
+class InOrder:
+    """Batches in the order in which they are given."""
+
+    def get_train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(
+            self.train_dataset, self.args.per_device_train_batch_size, collate_fn=self.data_collator
+        )
+
+
+class Ordered(InOrder, Trainer):
+    pass
+
+
+class OrderedStock(InOrder, transformers.Trainer):
+    pass
+
+
+def arguments(folder: Path, **options: Any) -> Any:
+    defaults: dict[str, Any] = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_steps": STEPS,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "learning_rate": 2.0**-6,
+        "lr_scheduler_type": "linear",
+        "max_grad_norm": 0.5,
+        "seed": 0,
+    }
+    return transformers.TrainingArguments(**{**defaults, **options})
+
+
+def masters(precision: str, **options: Any) -> dict[str, Any]:
+    scaler = {"scaler": DynamicLossScaler(OVERFLOWING, growth_interval=5)} if precision == "fp16" else {}
+    return {"fused_step": False, **scaler, **options}
+
+
+def scale_of(precision: str) -> oracle.Scale:
+    return oracle.Scale(OVERFLOWING, 5) if precision == "fp16" else oracle.Scale(1.0)
+
+
+def linear(optimizer: Any) -> Any:
+    return transformers.get_scheduler("linear", optimizer, 0, STEPS)
+
+
+def run(precision: str, folder: Path, resume: Any = None, options: Any = None, **told: Any) -> Any:
+    model = Regressor(DTYPES[precision])
+    trainer = Ordered(
+        model,
+        arguments(folder, **told),
+        train_dataset=rows(2 * STEPS),
+        optimizers=(adamw(model.parameters()), None),
+        master_weights=masters(precision) if options is None else options,
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+@every_dtype
+@pytest.mark.parametrize("clip", [0.5, 0.0], ids=["clip", "no clip"])
+def test_the_trainers_loop_is_the_loop_by_hand(precision: str, clip: float, tmp_path: Path) -> None:
+    """Two micro-batches, a scheduler that waits for skips, the norm of true gradients in the log."""
+    trainer = run(precision, tmp_path, max_grad_norm=clip)
+    hand = ByHand(
+        network(DTYPES[precision]),
+        scale=scale_of(precision),
+        micro=2,
+        clip=clip or None,
+        schedule=linear,
+        waits=True,
+    ).train(batches(2 * STEPS), DTYPES[precision])
+    optimizer = trainer.optimizer.optimizer
+    assert trainer.model.losses == hand.losses
+    assert_same_weights(trainer.model, optimizer, hand)
+    assert optimizer.skipped_steps == sum(hand.skipped)
+    assert optimizer.loss_scale == hand.scale.value
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logs) == STEPS
+    norms = [entry["grad_norm"] for entry, skipped in zip(logs, hand.skipped, strict=True) if not skipped]
+    assert norms == hand.norms
+    assert [entry["learning_rate"] for entry in logs] == hand.rates
+    assert [entry["skipped_steps"] for entry in logs][-1] == sum(hand.skipped)
+    assert logs[-1]["loss_scale"] == hand.scale.value
+    if precision == "fp16":
+        assert 2 <= sum(hand.skipped) < STEPS / 2
+    if clip:
+        assert max(hand.norms) > clip
+
+
+@every_dtype
+@pytest.mark.parametrize("fused", [False, "auto"], ids=["torch's step", "one pass"])
+def test_resumed_in_the_middle_it_ends_in_the_same_bits(precision: str, fused: Any, tmp_path: Path) -> None:
+    told = {"save_strategy": "steps", "save_steps": STEPS // 2}
+    whole = run(precision, tmp_path / "whole", options=masters(precision, fused_step=fused), **told)
+    checkpoint = tmp_path / "whole" / f"checkpoint-{STEPS // 2}"
+    rest = run(precision, tmp_path / "rest", str(checkpoint), masters(precision, fused_step=fused), **told)
+    assert rest.model.losses == whole.model.losses[STEPS:]
+    for one, other in zip(
+        rest.optimizer.optimizer.master_params(), whole.optimizer.optimizer.master_params(), strict=True
+    ):
+        assert torch.equal(one, other)
+    for one, other in zip(rest.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert rest.optimizer.optimizer.loss_scale == whole.optimizer.optimizer.loss_scale
+    mine, want = rest.optimizer.state_dict()["optimizer"], whole.optimizer.state_dict()["optimizer"]
+    for number, state in want["state"].items():
+        assert all(torch.equal(mine["state"][number][key], value) for key, value in state.items())
+
+
+def test_evaluation_and_the_best_model(tmp_path: Path) -> None:
+    model = Regressor(HALF)
+    told = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4, "max_steps": 8}
+    trainer = Ordered(
+        model,
+        arguments(tmp_path, load_best_model_at_end=True, label_names=["labels"], **told),
+        train_dataset=rows(16),
+        eval_dataset=rows(2),
+        master_weights={"loss_scale": 64.0},
+    )
+    trainer.train()
+    assert len([entry for entry in trainer.state.log_history if "eval_loss" in entry]) == 2
+    best = torch.load if trainer.state.best_model_checkpoint is None else trainer.state.best_model_checkpoint
+    assert str(best).endswith(("checkpoint-4", "checkpoint-8"))
+    assert next(model.parameters()).dtype == HALF
+
+
+@pytest.mark.parametrize(("dtype", "dynamic"), [(HALF, True), (BF16, False)], ids=str)
+def test_without_options_it_goes_by_the_models_dtype(dtype: torch.dtype, dynamic: bool, tmp_path: Path) -> None:
+    model = Regressor(dtype)
+    trainer = Ordered(model, arguments(tmp_path, max_steps=1), train_dataset=rows(4))
+    trainer.train()
+    assert trainer.optimizer.optimizer.scaler.dynamic is dynamic
+    assert set(trainer.optimizer.optimizer.engine.pairs.names) == {name for name, _ in model.named_parameters()}
+    trainer.train()  # a second time, with the optimizer that is there
+    assert isinstance(trainer.optimizer.optimizer, MixedPrecisionOptimizer)
+
+
+def test_an_fp32_model_is_left_alone(tmp_path: Path) -> None:
+    trainer = Ordered(Regressor(torch.float32), arguments(tmp_path, max_steps=2), train_dataset=rows(8))
+    trainer.train()
+    assert not isinstance(trainer.optimizer.optimizer, MixedPrecisionOptimizer)
+    assert "loss_scale" not in trainer.state.log_history[0]
+
+
+def test_options_are_a_dict(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="master_weights: expected a dict of"):
+        Ordered(Regressor(HALF), arguments(tmp_path), master_weights=True)
+
+
+# -- language models ---------------------------------------------------------------------------------------------------
+
+
+def tiny(dtype: torch.dtype) -> Any:
+    """A language model from its configuration, without dropout."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+    )
+    return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+def texts(count: int) -> list[dict[str, Tensor]]:
+    rng = torch.Generator().manual_seed(3)
+    starts = torch.randint(0, 32, (count, 1), generator=rng)
+    ids = (starts + 3 * torch.arange(12)) % 32
+    return [{"input_ids": row, "labels": row.clone()} for row in ids]
+
+
+@every_dtype
+def test_a_language_model_in_16_bits_trains_and_learns(precision: str, tmp_path: Path) -> None:
+    model = tiny(DTYPES[precision])
+    args = arguments(tmp_path, learning_rate=2e-2, lr_scheduler_type="constant", max_steps=30)
+    trainer = Ordered(model, args, train_dataset=texts(240), master_weights={"dynamic": precision == "fp16"})
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < 0.6 * losses[0]
+    for param, master in zip(trained_params(model, trainer), trainer.optimizer.optimizer.master_params(), strict=True):
+        assert torch.equal(param, master.to(param.dtype))
+
+
+def trained_params(model: nn.Module, trainer: Any) -> list[Tensor]:
+    return list(trainer.optimizer.optimizer.model_params())
+
+
+@pytest.mark.parametrize("adapters", [torch.float32, HALF], ids=str)
+def test_adapters_on_a_frozen_base_in_16_bits(adapters: torch.dtype, tmp_path: Path) -> None:
+    """PEFT: the base stays as it is; adapters in FP32 are their own masters, those in 16 bits have some."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(tiny(HALF), config, autocast_adapter_dtype=adapters == torch.float32)
+    base = {name: param.detach().clone() for name, param in model.named_parameters() if not param.requires_grad}
+    args = arguments(tmp_path, learning_rate=2e-2, lr_scheduler_type="constant", max_steps=8)
+    trainer = Ordered(model, args, train_dataset=texts(64), master_weights=masters("fp16"))
+    trainer.train()
+    optimizer = trainer.optimizer.optimizer
+    assert optimizer.scaler.dynamic
+    assert {param.dtype for param in optimizer.model_params()} == {adapters}
+    assert {master.dtype for master in optimizer.master_params()} == {torch.float32}
+    for name, param in model.named_parameters():
+        if name in base:
+            assert torch.equal(param, base[name]), name
+    moved = [bool(param.any()) for name, param in model.named_parameters() if "lora_B" in name]
+    assert all(moved), "the adapters were trained"
+
+
+def test_sft_trainer_with_the_mixin(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+
+    class Tuning(MasterWeightsMixin, trl.SFTTrainer):
+        pass
+
+    words = [f"w{number}" for number in range(29)]
+    tokenizer = word_tokenizer(words)
+    args = trl.SFTConfig(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        max_steps=4,
+        per_device_train_batch_size=4,
+        logging_steps=1,
+        save_strategy="no",
+        max_length=12,
+        bf16=False,
+        gradient_checkpointing=False,
+    )
+    import datasets
+
+    data = datasets.Dataset.from_dict({"text": [" ".join(words[i : i + 8]) for i in range(20)]})
+    model = tiny(HALF)
+    trainer = Tuning(model, args, train_dataset=data, processing_class=tokenizer, master_weights={"dynamic": True})
+    trainer.train()
+    assert isinstance(trainer.optimizer.optimizer, MixedPrecisionOptimizer)
+    assert trainer.state.log_history[0]["loss_scale"] > 1.0
+    assert next(model.parameters()).dtype == HALF
+
+
+def word_tokenizer(words: list[str]) -> Any:
+    """A tokenizer of whole words, as nothing can be downloaded."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {word: number for number, word in enumerate(["<s>", "</s>", "<pad>", *words])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<pad>"
+    )

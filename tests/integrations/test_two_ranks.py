@@ -1,0 +1,32 @@
+"""The trainers on two processes with gloo between them, each a program that compares itself with a loop by hand."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fp16opt
+
+HERE = Path(__file__).parent
+PROGRAMS = {"lightning": "two_ranks_lightning.py"}
+
+
+@pytest.mark.parametrize("trainer", PROGRAMS)
+def test_two_ranks(trainer: str, tmp_path: Path) -> None:
+    pytest.importorskip(trainer)
+    path = os.pathsep.join([str(Path(fp16opt.__file__).parent.parent), str(HERE.parent), *sys.path])
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launch, str(HERE / PROGRAMS[trainer]), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("all is well") == 2, done.stdout

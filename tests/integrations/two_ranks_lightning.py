@@ -1,0 +1,134 @@
+"""Two ranks on gloo, started by torchrun: Lightning's strategies with the plugin, against a loop by hand.
+
+Each rank checks what it has; one that fails ends the program with an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+import torch.distributed as dist
+from contract import oracle
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from fp16opt import DynamicLossScaler
+from fp16opt.integrations.lightning import MasterWeightsModelParallel, MasterWeightsPrecision
+from integrations.byhand import HALF, OVERFLOWING, ByHand, adamw, batches, loss_of, network
+
+STEPS = 8
+TOLD = {
+    "accelerator": "cpu",
+    "devices": 2,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "use_distributed_sampler": False,
+    "gradient_clip_val": 0.5,
+    "accumulate_grad_batches": 2,
+}
+
+
+class Module(lightning.LightningModule):
+    """Both ranks see the same batches, so that averages over ranks are what each rank has."""
+
+    def __init__(self, sharded: bool) -> None:
+        super().__init__()
+        self.net = network(HALF)
+        self.sharded = sharded
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        if self.sharded and not isinstance(next(self.net.parameters()), DTensor):
+            for layer in self.net:
+                if any(True for _ in layer.parameters()):
+                    fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = loss_of(self.net, batch, HALF)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return adamw(self.parameters())
+
+
+def plugin() -> MasterWeightsPrecision:
+    scaler = DynamicLossScaler(OVERFLOWING, growth_interval=5)
+    return MasterWeightsPrecision("16-true", fused_step=False, scaler=scaler)
+
+
+def run(strategy: Any, sharded: bool, epochs: int, ckpt: Path | None = None) -> lightning.Trainer:
+    trainer = lightning.Trainer(strategy=strategy, plugins=plugin(), max_epochs=epochs, **TOLD)
+    loader = torch.utils.data.DataLoader(batches(STEPS), batch_size=None)
+    trainer.fit(Module(sharded), loader, ckpt_path=ckpt, weights_only=True if ckpt else None)
+    return trainer
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def check(what: str, trainer: lightning.Trainer, hand: ByHand, losses: list[float]) -> None:
+    (optimizer,) = trainer.optimizers
+    if trainer.lightning_module.losses != losses:
+        raise SystemExit(f"{what}: losses {trainer.lightning_module.losses}, wanted {losses}")
+    if optimizer.skipped_steps != sum(hand.skipped) or not optimizer.skipped_steps:
+        raise SystemExit(f"{what}: {optimizer.skipped_steps} skipped, wanted {sum(hand.skipped)}")
+    for number, (got, want) in enumerate(zip(optimizer.master_params(), hand.masters, strict=True)):
+        if not torch.equal(whole(got.detach()), want.detach()):
+            raise SystemExit(f"{what}: master {number} is off by {(whole(got.detach()) - want.detach()).abs().max()}")
+    for got, master in zip(trainer.lightning_module.parameters(), hand.masters, strict=True):
+        if not torch.equal(whole(got.detach()), master.detach().to(HALF)):
+            raise SystemExit(f"{what}: the model is not its masters")
+
+
+def main(folder: Path) -> None:
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning", "fp16opt"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    data = batches(STEPS)
+    hand = ByHand(network(HALF), scale=oracle.Scale(OVERFLOWING, 5), micro=2, clip=0.5).train(data * 4, HALF)
+    check("DDP", run(DDPStrategy(process_group_backend="gloo"), False, 4), hand, hand.losses)
+
+    def sharding() -> Any:
+        return MasterWeightsModelParallel(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
+
+    check("FSDP2", run(sharding(), True, 4), hand, hand.losses)
+    half = run(sharding(), True, 2)
+    half.save_checkpoint(folder / "half.ckpt")
+    rest = run(sharding(), True, 4, folder / "half.ckpt")
+    (optimizer,) = rest.optimizers
+    for number, (got, want) in enumerate(zip(optimizer.master_params(), hand.masters, strict=True)):
+        if not torch.equal(whole(got.detach()), want.detach()):
+            raise SystemExit(f"FSDP2 resumed: master {number} is off")
+    if rest.lightning_module.losses != hand.losses[2 * STEPS :]:
+        raise SystemExit("FSDP2 resumed: the losses are others")
+    alone = sharding()
+    alone._save_distributed_checkpoint = False
+    try:
+        run(alone, True, 1).save_checkpoint(folder / "whole.ckpt")
+    except RuntimeError as error:
+        if "save_distributed_checkpoint=False: masters are saved in pieces" not in str(error):
+            raise
+    else:
+        raise SystemExit("FSDP2: a checkpoint in one file was not refused")
+    if not isinstance(next(rest.lightning_module.parameters()), DTensor):
+        raise SystemExit("FSDP2: nothing was sharded")
+    print(f"rank {os.environ['RANK']}: all is well, {sum(hand.skipped)} of {len(hand.skipped)} steps were skipped")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,172 @@
+"""``python -m fp16opt report``: what is said of a run is so, and the page stands alone."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp16opt import __main__ as program
+from fp16opt.reports import page, pictures, reading, sinks
+from fp16opt.reports.monitor import NUMBERS
+
+ROWS = {"a.weight": {"dtype": "float16", "elements": 100}, "b.<weight>": {"dtype": "float16", "elements": 10}}
+FINE = dict.fromkeys(NUMBERS, 0.0) | {"grad_norm": 1.0, "grad_largest": 0.1, "weight_norm": 2.0, "update_ratio": 1e-3}
+FINE |= {"update_ulps": 4.0}
+
+
+def write(path: Path, *, count: int = 20, header: dict[str, Any] | None = None, skips: tuple[int, ...] = (),
+          **changes: dict[str, Any]) -> Path:  # fmt: skip
+    """A run; ``changes`` are of rows, in all samples, by "a" and "b"."""
+    sink = sinks.JsonLines(path)
+    sink({"kind": "run", "format": 1, "version": "1", "every": 5, "ranks": 1, "optimizer": "SGD", "scaler": "x",
+          "dynamic": True, "masters": "full", "rows": ROWS, **(header or {})})  # fmt: skip
+    for step in range(1, count + 1):
+        sink({"kind": "step", "step": step, "loss_scale": 2.0**10, "skipped": step in skips, "grad_norm": 1.0,
+              "clip_factor": 1.0, "seconds": None if step == 1 else 0.01})  # fmt: skip
+        if step % 5 == 1:
+            rows = {name: FINE | changes.get(name[0], {}) for name in ROWS}
+            sink({"kind": "sample", "step": step, "skipped": False, "loss_scale": 2.0**10, "skipped_steps": 0,
+                  "rows": rows})  # fmt: skip
+    sink.close()
+    return path
+
+
+def said(path: Path) -> tuple[str, dict[str, str]]:
+    run = reading.load(path)
+    return " ".join(reading.of_run(run)), {one.row: one.words for one in reading.worth_a_look(run)}
+
+
+def test_a_good_run_says_so(tmp_path: Path) -> None:
+    words, looks = said(write(tmp_path / "run.jsonl"))
+    assert words == "20 steps, 0 skipped, 4 looked at. The loss scale went from 1024 to 1024."
+    assert looks == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ({"skips": (1, 2, 3)}, "Calibration took 3 skips."),
+        ({"skips": (9,)}, "Skipped later: step 9: bad batches, or rare overflows."),
+        ({"skips": tuple(range(1, 21))}, "No step was taken: gradients were never finite. Ask fp16opt.diagnose why."),
+        (
+            {"skips": (3, 7, 9, 12), "header": {"dynamic": False}},
+            "20% of the steps were skipped at a fixed scale: it is too high.",
+        ),
+        ({"a": {"underflow": 0.5}, "b": {"underflow": 0.1}}, "On average 30% of the 16-bit gradients underflow"),
+        ({"a": {"lost": 0.5}, "b": {"lost": 0.3}}, "40% of the updates are under half a unit in the last place"),
+        ({"a": {"lost": 0.5}, "b": {"lost": 0.3}}, "would be lost without masters."),
+        ({"a": {"lost": 0.5}, "header": {"masters": "none"}}, "are lost: use masters."),
+    ],
+)
+def test_the_run_in_sentences(tmp_path: Path, arguments: dict[str, Any], wanted: str) -> None:
+    assert wanted in said(write(tmp_path / "run.jsonl", **arguments))[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"grad_norm": math.inf}, "its gradient was not finite in 4 of 4 samples, first in step 1"),
+        ({"zero": 1.0, "underflow": 1.0}, "its gradient is all zero"),
+        ({"underflow": 0.25}, "25% of its gradients underflow at the present loss scale"),
+        ({"near_overflow": 0.01}, "its largest gradients come within a factor of 2 of 65504, where float16 ends"),
+        ({"lost": 0.75}, "75% of its updates, under half an ulp, only masters keep"),
+        ({"update_ratio": 0.5}, "a step moves it by 50% of its own norm"),
+        ({"update_ratio": 0.0}, "it stands still: its update is zero"),
+        ({"distance": 0.02}, "its weights are 2.0% away from the masters"),
+    ],
+)
+def test_a_row_that_is_worth_a_look(tmp_path: Path, changes: dict[str, Any], wanted: str) -> None:
+    _, looks = said(write(tmp_path / "run.jsonl", a=changes))
+    assert list(looks) == ["a.weight"]
+    assert wanted in looks["a.weight"]
+
+
+def test_samples_of_the_calibration_are_nobody_s_fault(tmp_path: Path) -> None:
+    _, looks = said(write(tmp_path / "run.jsonl", skips=tuple(range(1, 7)), a={"grad_norm": math.inf}))
+    assert "in 2 of 4 samples, first in step 11" in looks["a.weight"]
+
+
+def test_the_worst_comes_first_and_five_are_listed(tmp_path: Path) -> None:
+    rows = {f"row{n}": {"dtype": "float16", "elements": 1} for n in range(8)}
+    path = tmp_path / "run.jsonl"
+    sink = sinks.JsonLines(path)
+    sink({"kind": "run", "format": 1, "rows": rows, "dynamic": True})
+    sink({"kind": "sample", "step": 1, "loss_scale": 1.0,
+          "rows": {name: FINE | {"underflow": 0.1 * n} for n, name in enumerate(rows)}})  # fmt: skip
+    sink.close()
+    assert [one.row for one in reading.worth_a_look(reading.load(path))] == ["row7", "row6", "row5", "row4", "row3"]
+
+
+def test_a_run_that_went_on_is_one_run(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.jsonl")
+    write(path)
+    run = reading.load(path)
+    assert (len(run.steps), len(run.samples)) == (40, 8)
+
+
+class Links(HTMLParser):
+    """Everything that a page would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [value or "" for name, value in attrs if name in ("src", "href")]
+
+
+def test_the_page_stands_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = write(tmp_path / "run.jsonl", skips=(1, 9), b={"underflow": 0.4, "update_ulps": 0.1, "grad_norm": math.nan})
+    output = tmp_path / "page.html"
+    assert program.main(["report", str(path), "-o", str(output), "--png"]) == 0
+    printed = capsys.readouterr().out
+    assert f"The page is {output}." in printed
+    assert "1. b.<weight>: its gradient was not finite" in printed
+    text = output.read_text()
+    links = Links()
+    links.feed(text)
+    assert len(links.found) == len(pictures.PANELS) == 6
+    assert all(link.startswith("data:image/png;base64,") for link in links.found)
+    assert "b.&lt;weight&gt;" in text
+    assert "b.<weight>" not in text
+    assert not re.search(r"https?://", text)
+    assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_of_nothing_has_a_page(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "run.jsonl"
+    sinks.JsonLines(path)({"kind": "run", "format": 1, "rows": {}})
+    assert "0 steps" in page.page(reading.load(path), "empty")
+    assert pictures.together(reading.load(path)).startswith(b"\x89PNG")
+
+
+def test_what_it_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.jsonl"
+    assert program.main(["report", str(path)]) == 2
+    assert "No such file" in capsys.readouterr().err
+    path.write_text("")
+    with pytest.raises(ValueError, match=r"expected records of fp16opt\.Monitor, and there is none that begins a run"):
+        reading.load(path)
+    assert program.main(["report", str(path)]) == 2
+    assert "fp16opt report: " in capsys.readouterr().err
+    path.write_text('{"kind":"run","format":9}\n')
+    with pytest.raises(ValueError, match="expected records of format 1, got 9"):
+        reading.load(path)
+    write(tmp_path / "good.jsonl")
+
+    def missing(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(ImportError, match="the report's pictures need matplotlib: pip install matplotlib"):
+        pictures.one(reading.load(tmp_path / "good.jsonl"), "scale")
