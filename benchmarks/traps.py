@@ -8,8 +8,8 @@ The first four look at one tensor of 16,384 elements whose gradients are known, 
   second moment of those, as the optimizer holds it, is divided by what it should be, 0.01. (FP32 itself has not
   forgotten all.)
 - *tiny*: the mean size of an update at gradients of 1e-6 to 1e-9, divided by FP32's.
-- *spike*: after 300 steps every 256th element meets one gradient of 1,000. The largest update of the others within the
-  next 200 steps, divided by lr.
+- *spike*: after 300 steps every 256th element meets one gradient of 1e3, or 1e5. The largest update of the others in
+  the next 200 steps, divided by lr.
 - *spread*: sizes of gradients within the tensor are spread lognormally, sigma 1 and 2. The error of the updates of
   steps 151 to 200, rms, divided by FP32's rms.
 - *model*: a small GPT reads characters for 1,200 steps, its loss multiplied by 0.01: validation loss, and the largest
@@ -177,17 +177,21 @@ def tiny(make: Maker, quick: bool) -> dict[str, float]:
 
 def spike(make: Maker, quick: bool) -> dict[str, float]:
     """See the module."""
-    made = make(_weight())
     spiked = torch.zeros(COUNT, dtype=torch.bool)
     spiked[::256] = True
     warm, after = (30, 20) if quick else (300, 200)
 
-    def grads() -> Iterator[Tensor]:
+    def grads(size: float) -> Iterator[Tensor]:
         for step in range(warm + after):
             grad = _draw(step)
-            yield torch.where(spiked, 1000.0, grad) if step == warm else grad
+            yield torch.where(spiked, size, grad) if step == warm else grad
 
-    return {"spike": max(float(move[~spiked].abs().max()) for move in _updates(made, grads(), warm))}
+    return {
+        f"spike of {size:g}": max(
+            float(move[~spiked].abs().max()) for move in _updates(make(_weight()), grads(size), warm)
+        )
+        for size in (1e3, 1e5)
+    }
 
 
 def spread(make: Maker, quick: bool) -> dict[str, Any]:

@@ -239,7 +239,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         one_by_one = OneByOne(row, self.optimizer, self._pairs, self._masters, *self._forms())
         if self.gradient_release == "held":
             return HeldOnArrival(one_by_one)
-        return SteppedOnArrival(one_by_one, self._model_writes)
+        return SteppedOnArrival(one_by_one, self._model_writes, kernels.is_host(self._device))
 
     def _make_released(self) -> Any:
         """What ``step`` does with gradients that have arrived."""

@@ -112,14 +112,19 @@ class OneByOne:
 
 
 class SteppedOnArrival:
-    """Each gradient that arrives steps its parameter, unless it is not finite."""
+    """Each gradient that arrives steps its parameter, unless it is not finite.
+
+    Args:
+        waits: Whether weights that others wrote are looked at on the host.
+    """
 
     release = True
     can_drop = False
 
-    def __init__(self, one_by_one: OneByOne, model_writes: ModelWrites) -> None:
+    def __init__(self, one_by_one: OneByOne, model_writes: ModelWrites, waits: bool) -> None:
         self._one_by_one = one_by_one
         self._model_writes = model_writes
+        self._waits = waits
 
     def begin(self, scaler: LossScaler) -> None:
         """Weights that were written by others are noticed before they are stepped."""
@@ -128,7 +133,7 @@ class SteppedOnArrival:
                 "backward with a dynamic scaler: gradient_release=True steps parameters before an overflow elsewhere "
                 'is known. Use a StaticLossScaler, or gradient_release="held".'
             )
-        self._model_writes.notice()
+        self._model_writes.notice(waits=self._waits)
 
     def take(self, place: Place, grad: Tensor, factors: Factors) -> None:
         """Step it. Where that is decided on the device nobody waits."""

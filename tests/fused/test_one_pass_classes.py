@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fp16opt import MixedPrecisionOptimizer, register_one_pass
+from fp16opt.engine import one_pass_rows
 from fused import oracle_fused as oracle
 from fused.oracle_fused import Element
 from fused.test_fused_steps import give_grads, parameters
@@ -109,6 +110,16 @@ def test_lion_skips_resumes_and_goes_on_as_before() -> None:
         one.step()
     assert_same([*again.master_params()], [*opt.master_params()])
     assert_same(others, params)
+
+
+def test_a_copy_where_the_class_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It steps itself; released gradients have no other step, and say so."""
+    plain = MixedPrecisionOptimizer(PlainLion([half()]))
+    released = MixedPrecisionOptimizer(PlainLion([half()]), gradient_release=True)
+    monkeypatch.delitem(one_pass_rows.ROWS, PlainLion)
+    assert "step: general (PlainLion is not exactly SGD" in repr(copy.deepcopy(plain))
+    with pytest.raises(ValueError, match=r"PlainLion is not exactly SGD.*Call fp16opt.register_one_pass for it first"):
+        copy.deepcopy(released)
 
 
 # -- what a class must be ----------------------------------------------------------------------------------------------

@@ -8,8 +8,10 @@ import logging
 import math
 import pickle
 import weakref
+from types import ModuleType
 from typing import Any
 
+import pretended
 import pytest
 import torch
 from engine.checks import assert_same, snapshot
@@ -246,6 +248,32 @@ def test_it_leaves_no_cycle_and_its_hooks_go_with_it() -> None:
         gc.enable()
     net(batch(torch.float16, 1)).backward()
     assert net.wide.weight.grad is not None
+
+
+@pytest.mark.parametrize("masters", ["full", "split"])
+def test_on_a_device_nobody_waits_and_the_bits_are_those_of_the_host(
+    emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch, masters: str
+) -> None:
+    """Pretended on the CPU, with the emulated CUDA kernels; the second of four backwards overflows in one parameter."""
+
+    def run(net: nn.Module, opt: MixedPrecisionOptimizer, steps: range) -> None:
+        for step in steps:
+            handle = net.wide.weight.register_hook(lambda grad: grad * math.inf) if step == 1 else None
+            train(net, opt, range(step, step + 1))
+            if handle is not None:
+                handle.remove()
+
+    wanted = made(master_weights=masters)
+    run(*wanted, range(4))
+    pretended.pretend(emulated_cuda, monkeypatch)
+    got = made(master_weights=masters)
+    run(*got, range(3))
+    with pretended.watching(monkeypatch) as seen:
+        run(*got, range(3, 4))
+    assert seen.looks == []
+    assert got[1].skipped_steps == wanted[1].skipped_steps == 1
+    assert_same(snapshot(got[1]), snapshot(wanted[1]))
+    assert_same([*got[0].parameters()], [*wanted[0].parameters()])
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
