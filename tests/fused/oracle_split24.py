@@ -11,7 +11,7 @@ Array = np.ndarray[Any, Any]
 
 def dither(index: Array, step: int) -> Array:
     """0 to 255 for each element."""
-    mixed = index.astype(np.uint64) * np.uint64(0xC2B2AE35) + np.uint64(step * 0x27D4EB2F % 2**32)
+    mixed = index.astype(np.uint64) * np.uint64(0x85EBCA77) + np.uint64(step * 0x9E3779B1 % 2**32)
     return ((mixed & np.uint64(0xFFFFFFFF)) >> np.uint64(24)).astype(np.int64)
 
 

@@ -114,8 +114,8 @@ def test_all_floats(kind: str) -> None:
 
 def test_every_weight_and_remainder_of_bfloat16_decodes_and_encodes_to_itself() -> None:
     """As masters: what a step leaves can be any of them, but those that no master is rounded to."""
-    weights = np.repeat(np.arange(2**16, dtype=np.uint16), 256)
-    rests = np.tile(np.arange(256, dtype=np.uint8).view(np.int8), 2**16)
+    weights = np.repeat(np.arange(0, 2**16, 5, dtype=np.uint16), 256)
+    rests = np.tile(np.arange(256, dtype=np.uint8).view(np.int8), weights.size // 256)
     values = oracle.join_bfloat16(weights, rests)
     ordinary = np.isfinite(values) & np.isfinite((weights.astype(np.uint32) << 16).view(np.float32))
     weight, rest = oracle.split_bfloat16(values, None)
@@ -184,7 +184,7 @@ def test_the_dither_carries_what_is_less_than_half_a_place(implementation: str) 
     multi_tensor_join(model, rest, out)
     wanted = lr * (number + 1)
     assert float(out[0].mean() - 1) == pytest.approx(wanted, rel=0.03)
-    assert float((out[0] - 1).min()) > 0.5 * wanted
+    assert float((out[0] - 1 - wanted).abs().max()) <= 2 * 2.0**-15, "two places"
 
 
 def test_a_weight_that_was_written_stands_for_itself() -> None:
