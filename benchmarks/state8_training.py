@@ -166,7 +166,7 @@ def train(task: Task, mode: str, seed: int, steps: int, is_sgd: bool) -> Result:
         opt.step()
         for old, new in zip(before, opt.master_params() if looks else (), strict=True):
             largest = max(largest, float((new.detach() - old).abs().max()) / rate)
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     with torch.no_grad():
         return Result(statistics.fmean(losses[-max(1, steps // 10) :]), task.validation(model), largest)
 
