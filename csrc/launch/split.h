@@ -41,9 +41,11 @@ FP16OPT_HD void weights_of(BFloat16, const Block&, const Singles& master, Shorts
 FP16OPT_HD void widen_weights(Half, const void* weights, Block& wide) {
     load(static_cast<const Half*>(weights), wide);
 }
-FP16OPT_HD void widen_weights(BFloat16, const void*, Block& wide) { memset(&wide, 0, sizeof(wide)); }
+FP16OPT_HD void widen_weights(BFloat16, const void* weights, Block& wide) {
+    load(static_cast<const BFloat16*>(weights), wide);
+}
 
-// Whether all of a block goes the short way: float16, in 32 bits at a time, where weights and masters are finite.
+// Whether a block must go the long way: it goes the short one, in 32 bits at a time, where weights and masters are finite.
 template <class Model>
 FP16OPT_HD bool is_special(const Block&, uint32_t) {
     return true;
@@ -53,6 +55,10 @@ FP16OPT_HD bool is_special(const Block&, uint32_t) {
 
 template <>
 FP16OPT_HD bool is_special<Half>(const Block& b, uint32_t limit) {
+    return any_from(b, limit);
+}
+template <>
+FP16OPT_HD bool is_special<BFloat16>(const Block& b, uint32_t limit) {
     return any_from(b, limit);
 }
 
@@ -65,7 +71,7 @@ FP16OPT_HD __m512i exponents_of(Floats wide) {
     const __m512i found = _mm512_and_si512(_mm512_castps_si512(wide), _mm512_set1_epi32(0x7f800000));
     return _mm512_max_epi32(found, _mm512_set1_epi32(kLeastExponent));
 }
-FP16OPT_HD void join_finite(const Block& wide, const uint16_t* remainders, Block& p) {
+FP16OPT_HD void join_finite(Half, const Block& wide, const uint16_t* remainders, Block& p) {
     for (int i = 0; i < 4; ++i) {
         const __m512i exponent = exponents_of(wide.v[i]);
         const Floats step = _mm512_castsi512_ps(_mm512_sub_epi32(exponent, _mm512_set1_epi32(26 << 23)));
@@ -74,7 +80,7 @@ FP16OPT_HD void join_finite(const Block& wide, const uint16_t* remainders, Block
         p.v[i] = _mm512_or_ps(near, _mm512_and_ps(wide.v[i], _mm512_set1_ps(-0.0f)));
     }
 }
-FP16OPT_HD void remainders_of_finite(const Block& master, const Block& wide, uint16_t* remainders) {
+FP16OPT_HD void remainders_of_finite(Half, const Block& master, const Block& wide, uint16_t* remainders) {
     for (int i = 0; i < 4; ++i) {
         const __m512i per_one = _mm512_sub_epi32(_mm512_set1_epi32(280 << 23), exponents_of(wide.v[i]));
         const Floats away = steps_away(master.v[i], wide.v[i], Floats(_mm512_castsi512_ps(per_one)));
@@ -90,7 +96,7 @@ FP16OPT_HD __m256i exponents_of(Floats wide) {
     const __m256i found = _mm256_and_si256(_mm256_castps_si256(wide), _mm256_set1_epi32(0x7f800000));
     return _mm256_max_epi32(found, _mm256_set1_epi32(kLeastExponent));
 }
-FP16OPT_HD void join_finite(const Block& wide, const uint16_t* remainders, Block& p) {
+FP16OPT_HD void join_finite(Half, const Block& wide, const uint16_t* remainders, Block& p) {
     for (int i = 0; i < 8; ++i) {
         const __m256i exponent = exponents_of(wide.v[i]);
         const Floats step = _mm256_castsi256_ps(_mm256_sub_epi32(exponent, _mm256_set1_epi32(26 << 23)));
@@ -103,7 +109,7 @@ FP16OPT_HD __m256i steps_of(Floats master, Floats wide) {
     const __m256i per_one = _mm256_sub_epi32(_mm256_set1_epi32(280 << 23), exponents_of(wide));
     return _mm256_cvtps_epi32(steps_away(master, wide, Floats(_mm256_castsi256_ps(per_one))));
 }
-FP16OPT_HD void remainders_of_finite(const Block& master, const Block& wide, uint16_t* remainders) {
+FP16OPT_HD void remainders_of_finite(Half, const Block& master, const Block& wide, uint16_t* remainders) {
     for (int i = 0; i < 8; i += 2) {
         const __m256i low = steps_of(master.v[i], wide.v[i]), high = steps_of(master.v[i + 1], wide.v[i + 1]);
         const __m256i codes = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8);
@@ -113,12 +119,66 @@ FP16OPT_HD void remainders_of_finite(const Block& master, const Block& wide, uin
 }
 
 #endif
+// Of bfloat16 a master is weight and remainder as one integer. A weight that is rounded up on a tie has the even neighbour's
+// last bit set before.
+#if defined(FP16OPT_AVX512)
+
+FP16OPT_HD void join_finite(BFloat16, const Block& wide, const uint16_t* remainders, Block& p) {
+    for (int i = 0; i < 4; ++i) {
+        const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(remainders + 16 * i));
+        p.v[i] = _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(wide.v[i]), _mm512_cvtepi16_epi32(codes)));
+    }
+}
+FP16OPT_HD void remainders_of_finite(BFloat16, const Block& master, const Block&, uint16_t* remainders) {
+    for (int i = 0; i < 4; ++i) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(remainders + 16 * i),
+                            _mm512_cvtepi32_epi16(_mm512_castps_si512(master.v[i])));
+    }
+}
+FP16OPT_HD void narrow_weights(BFloat16, const Block& p, Narrow& narrow) {
+    Block away;
+    const __m512i last = _mm512_set1_epi32(1);
+    for (int i = 0; i < 4; ++i) away.v[i] = _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(p.v[i]), last));
+    narrow_to(BFloat16{}, away, narrow);
+}
+
 #else
 
-FP16OPT_HD void join_finite(const Block&, const uint16_t*, Block&) {}
-FP16OPT_HD void remainders_of_finite(const Block&, const Block&, uint16_t*) {}
+FP16OPT_HD void join_finite(BFloat16, const Block& wide, const uint16_t* remainders, Block& p) {
+    for (int i = 0; i < 8; ++i) {
+        const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(remainders + 8 * i));
+        p.v[i] = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(wide.v[i]), _mm256_cvtepi16_epi32(codes)));
+    }
+}
+FP16OPT_HD void remainders_of_finite(BFloat16, const Block& master, const Block&, uint16_t* remainders) {
+    const __m256i lower = _mm256_set1_epi32(0xffff);
+    for (int i = 0; i < 8; i += 2) {
+        const __m256i low = _mm256_and_si256(_mm256_castps_si256(master.v[i]), lower);
+        const __m256i high = _mm256_and_si256(_mm256_castps_si256(master.v[i + 1]), lower);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(remainders + 8 * i),
+                            _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8));
+    }
+}
+FP16OPT_HD void narrow_weights(BFloat16, const Block& p, Narrow& narrow) {
+    Block away;
+    const __m256i last = _mm256_set1_epi32(1);
+    for (int i = 0; i < 8; ++i) away.v[i] = _mm256_castsi256_ps(_mm256_or_si256(_mm256_castps_si256(p.v[i]), last));
+    narrow_to(BFloat16{}, away, narrow);
+}
 
 #endif
+
+#else
+
+template <class Model>
+FP16OPT_HD void join_finite(Model, const Block&, const uint16_t*, Block&) {}
+template <class Model>
+FP16OPT_HD void remainders_of_finite(Model, const Block&, const Block&, uint16_t*) {}
+FP16OPT_HD void narrow_weights(BFloat16, const Block& p, Narrow& narrow) { narrow_to(BFloat16{}, p, narrow); }
+
+#endif
+
+FP16OPT_HD void narrow_weights(Half, const Block& p, Narrow& narrow) { narrow_to(Half{}, p, narrow); }
 
 // Masters that are kept as the model's own weights and remainders: see FullMaster.
 template <class Model>
@@ -133,12 +193,12 @@ public:
             prefetch_block(remainder_ + i);
             Block wide;
             widen_weights(Model{}, model_ + i, wide);
-            if (!is_special<Model>(wide, kInfinity)) return join_finite(wide, remainder_ + i, p);
+            if (!is_special<Model>(wide, kInfinity)) return join_finite(Model{}, wide, remainder_ + i, p);
         }
         const Shorts weights(model_ + i, valid), remainders(remainder_ + i, valid);
         Block wide;
         widen_weights(Model{}, weights.v, wide);
-        if (!is_special<Model>(wide, kInfinity)) return join_finite(wide, remainders.v, p);
+        if (!is_special<Model>(wide, kInfinity)) return join_finite(Model{}, wide, remainders.v, p);
         Singles joined(wide);
         for (int k = 0; k < kBlock; ++k) joined.v[k] = join(Model{}, joined.v[k], weights.v[k], remainders.v[k]);
         load(static_cast<const float*>(joined.v), p);
@@ -149,11 +209,11 @@ public:
         Block wide;
         if (!is_special<Model>(p, first_infinite<Model>())) {
             Narrow narrow;
-            narrow_to(Model{}, p, narrow);
+            narrow_weights(Model{}, p, narrow);
             void* const to = valid == kBlock ? static_cast<void*>(model_ + i) : weights.v;
             store(to, narrow, false);
             widen_weights(Model{}, to, wide);
-            remainders_of_finite(p, wide, valid == kBlock ? remainder_ + i : remainders.v);
+            remainders_of_finite(Model{}, p, wide, valid == kBlock ? remainder_ + i : remainders.v);
             if (valid == kBlock) return;
         } else {
             const Singles master(p);

@@ -11,7 +11,7 @@ Array = np.ndarray[Any, Any]
 
 def dither(index: Array, step: int) -> Array:
     """0 to 255 for each element."""
-    mixed = index.astype(np.uint64) * np.uint64(0xC2B2AE35) + np.uint64(step * 0x27D4EB2F % 2**32)
+    mixed = index.astype(np.uint64) * np.uint64(0x85EBCA77) + np.uint64(step * 0x9E3779B1 % 2**32)
     return ((mixed & np.uint64(0xFFFFFFFF)) >> np.uint64(24)).astype(np.int64)
 
 
@@ -38,7 +38,7 @@ def join_bfloat16(weight: Array, rest: Array) -> Array:
 
 
 def last_place(weight: Array) -> Array:
-    """Of float16 weights as float64: what the last bit of each is worth; that of subnormals for 0, and for inf and nan."""
+    """Of float16 weights as float64: what the last bit is worth; for 0, inf and nan that of subnormals."""
     _, exponent = np.frexp(np.where(np.isfinite(weight) & (weight != 0), weight, 2.0**-24))
     return 2.0 ** (np.maximum(exponent - 1, -14) - 10.0)
 
@@ -62,9 +62,8 @@ def join_float16(weight: Array, rest: Array) -> Array:
         near = (wide + rest * last_place(wide) / 256).astype(np.float32)
     near = np.copysign(near, half.astype(np.float32))
     code = rest.view(np.uint8).astype(np.int64)
-    coarse = (
-        (((weight.astype(np.int64) & 0x8000) << 16) | (0x477FF000 + (code << 22))).astype(np.uint32).view(np.float32)
-    )
+    sign = (weight.astype(np.int64) & 0x8000) << 16
+    coarse = (sign | (0x477FF000 + (code << 22))).astype(np.uint32).view(np.float32)
     return np.where(np.isinf(half) & (code != 0xFF), coarse, np.where(np.isnan(half), np.float32("nan"), near))
 
 

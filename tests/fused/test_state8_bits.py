@@ -169,3 +169,58 @@ def test_layouts_walk_in_memory_order(implementation: str) -> None:
         oracle.adam(wanted, grad.t().reshape(-1).numpy(), INV_SCALE, CLIP, number, **o)
     assert np.array_equal(other[1].numpy(), wanted.state.m)
     assert np.array_equal(other[2].numpy(), wanted.state.v)
+
+
+@pytest.mark.parametrize("number", [None, 1, 77], ids=["nearest", "dithered", "dithered later"])
+def test_bounds_of_one_rounding(number: int | None) -> None:
+    """What the page on optimizer state says of both formats, and that what was kept is kept as it is."""
+    rng = np.random.default_rng(number or 0)
+    n, half = 128 * 500, 0.5 if number is None else 1.0
+    v = (10.0 ** rng.uniform(-12, -4, n) * np.repeat(10.0 ** rng.uniform(-12, 12, n // 128), 128)).astype(np.float32)
+    r = np.sqrt(v)
+    ratio = (rng.standard_normal(n) * 2).clip(-8, 8).astype(np.float32)
+    state = oracle.Moments.zeros(n)
+    state.encode(ratio * r, v, number)
+    m, second = state.decode()
+    scale = np.repeat(state.scales, 128).astype(np.float64)
+    kept, there = np.sqrt(second.astype(np.float64)), state.v > 1
+    bound = 2 * np.sqrt(r / scale) / 255 * half + (half / 255) ** 2
+    assert (np.abs(kept - r)[there] / scale[there] <= bound[there] * (1 + 1e-4)).all()
+    apart = np.abs(m / kept - (ratio * r) / r)
+    assert (apart <= (np.abs(ratio) + 8 / 247) / 16 * half * (1 + 1e-4)).all()
+    again = oracle.Moments.zeros(n)
+    again.encode(m, second, None)
+    assert np.array_equal(again.m, state.m)
+    assert np.array_equal(again.v, state.v)
+    assert np.array_equal(again.scales, state.scales)
+    momentum = oracle.Momentum.zeros(n)
+    values = (ratio * r).astype(np.float32)
+    momentum.encode(values, number)
+    decoded, largest = momentum.decode(), np.repeat(momentum.scales, 128)
+    assert (np.abs(decoded - values) <= (np.abs(values) + largest / 247) / 16 * half * (1 + 1e-4)).all()
+    back = oracle.Momentum.zeros(n)
+    back.encode(decoded, None)
+    assert np.array_equal(back.codes, momentum.codes)
+    assert np.array_equal(back.scales, momentum.scales)
+
+
+def test_every_code_comes_back() -> None:
+    """All codes of v with all of m, at scales over the whole range: FP32 and back changes nothing."""
+    m, v = (a.reshape(-1) for a in np.meshgrid(np.arange(-127, 128, dtype=np.int8), np.arange(1, 256, dtype=np.uint8)))
+    rows = -(-m.size // 127)
+    for scale in 2.0 ** np.linspace(-45.9, 61.9, 40):
+        codes = oracle.Moments.zeros(rows * 128)
+        codes.m = np.concatenate([np.concatenate([m, m])[: rows * 127].reshape(rows, 127), np.full((rows, 1), 127)], 1)
+        codes.v = np.concatenate([np.concatenate([v, v])[: rows * 127].reshape(rows, 127), np.full((rows, 1), 255)], 1)
+        codes.m, codes.v = codes.m.reshape(-1).astype(np.int8), codes.v.reshape(-1).astype(np.uint8)
+        codes.scales = np.full(rows, scale, np.float32)
+        first, second, scales = (torch.from_numpy(a.copy()) for a in (codes.m, codes.v, codes.scales))
+        moments = state8.decode_moments(first, second, scales, 8.0)
+        wanted = codes.decode()
+        assert np.array_equal(moments[0].numpy(), wanted[0])
+        assert np.array_equal(moments[1].numpy(), wanted[1])
+        again = torch.zeros_like(first), torch.zeros_like(second), torch.zeros_like(scales)
+        state8.encode_moments(*moments, *again, 8.0)
+        assert torch.equal(again[0], first)
+        assert torch.equal(again[1], second)
+        assert torch.equal(again[2], scales)

@@ -243,7 +243,7 @@ ONE = torch.ones(2)
         (
             lambda: multi_tensor_join([ONE.half()], [ONE.half()], [ONE]),
             TypeError,
-            r"multi_tensor_join: wants .*int16 remainders into float32, got .*remainders\[0\] float16",
+            r"multi_tensor_join: wants .*int16 or int8 remainders into float32, got .*remainders\[0\] float16",
         ),
         (lambda: multi_tensor_join([ONE.half()], [], [ONE]), ValueError, r"remainders has 0 entries, params has 1"),
     ],
