@@ -354,6 +354,25 @@ def test_manual_optimization_is_the_loop_by_hand(precision: str, how: str, tmp_p
     assert torch.get_default_dtype() == torch.float32
 
 
+class Averaging(torch.optim.SGD):
+    """Makes state in the default dtype, as optimizers of other packages do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param].setdefault("weight_sum", torch.zeros(()))
+        return super().step(closure)
+
+
+def test_state_made_in_a_manual_step_is_fp32(tmp_path: Path) -> None:
+    """Lightning runs it with FP16 as the default dtype."""
+    module = Manual()
+    module.make = lambda params: Averaging(params, lr=0.1)
+    made = fit(module, MasterWeightsPrecision("16-true", loss_scale=8.0), tmp_path, batches(2))
+    sums = [state["weight_sum"] for state in optimizer_of(made).state.values()]
+    assert {each.dtype for each in sums} == {torch.float32}
+
+
 class TwoNets(Module):
     """Two optimizers in turns, as a GAN has them; the second net learns from the first one's output."""
 
