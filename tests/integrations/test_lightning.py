@@ -27,6 +27,7 @@ from fp16opt.integrations.together import SharedLossScaler, Together
 from integrations.byhand import (
     BF16,
     HALF,
+    ONE_PASS,
     OVERFLOWING,
     STEPS,
     ByHand,
@@ -183,7 +184,7 @@ def by_engine(data: Any, dtype: torch.dtype, clip: float, micro: int, **options:
 @every_precision
 @pytest.mark.parametrize("masters", ["full", "split"])
 def test_by_default_it_is_the_engines_own_step(precision: str, masters: str, tmp_path: Path) -> None:
-    """One-pass steps, to the bit of those that are driven without Lightning."""
+    """One-pass steps, to the bit of those that are driven without Lightning, and within their bounds of the loop."""
     data = batches(2 * STEPS)
     module = Module()
     plugin = MasterWeightsPrecision(precision, master_weights=masters, **settings_of(precision))
@@ -196,6 +197,10 @@ def test_by_default_it_is_the_engines_own_step(precision: str, masters: str, tmp
     for mine, want in zip(module.parameters(), net.parameters(), strict=True):
         assert torch.equal(mine, want)
     assert optimizer_of(made).loss_scale == opt.loss_scale
+    if masters == "full":
+        hand = ByHand(network(DTYPES[precision]), scale=scale_of(precision), micro=2, clip=0.5)
+        assert_same_weights(module, optimizer_of(made), hand.train(data, DTYPES[precision]), ONE_PASS)
+        assert made.optimizers[0].skipped_steps == sum(hand.skipped)
 
 
 # -- resuming ---------------------------------------------------------------------------------------------------------
