@@ -19,6 +19,7 @@ from fp16opt import kernels
 
 HALF, BF16 = torch.float16, torch.bfloat16
 STEPS = 24
+ONE_PASS = 2 * STEPS  # units in the last place: a kernel's step and torch's each round once a step, see tests/fused
 OVERFLOWING = 2.0**22  # a loss scale at which the first gradients of `network` do not fit into FP16
 
 

@@ -23,6 +23,7 @@ from fp16opt.integrations.together import SharedLossScaler
 from integrations.byhand import (
     BF16,
     HALF,
+    ONE_PASS,
     OVERFLOWING,
     STEPS,
     ByHand,
@@ -130,7 +131,7 @@ def test_accelerates_loop_is_the_loop_by_hand(precision: str, run: str) -> None:
 
 @every_dtype
 def test_by_default_it_is_the_engines_own_step(precision: str) -> None:
-    """One-pass steps, to the bit of those that are driven without Accelerate."""
+    """One-pass steps, to the bit of those that are driven without Accelerate, and within their bounds of the loop."""
     data = batches(2 * STEPS)
     options = {key: value for key, value in masters(precision).items() if key != "fused_step"}
     loop = Loop(precision, 2, options, scheduled=False).train(data, clip=0.5)
@@ -146,6 +147,8 @@ def test_by_default_it_is_the_engines_own_step(precision: str) -> None:
     for mine, want in zip(loop.optimizer.optimizer.master_params(), opt.master_params(), strict=True):
         assert torch.equal(mine, want)
     assert loop.optimizer.optimizer.loss_scale == opt.loss_scale
+    hand = ByHand(network(DTYPES[precision]), scale=scale_of(precision), micro=2, clip=0.5)
+    assert_same_weights(loop.net, loop.optimizer.optimizer, hand.train(data, DTYPES[precision]), ONE_PASS)
 
 
 @every_dtype

@@ -27,6 +27,7 @@ from fp16opt.integrations.together import SharedLossScaler, Together
 from integrations.byhand import (
     BF16,
     HALF,
+    ONE_PASS,
     OVERFLOWING,
     STEPS,
     ByHand,
@@ -183,7 +184,7 @@ def by_engine(data: Any, dtype: torch.dtype, clip: float, micro: int, **options:
 @every_precision
 @pytest.mark.parametrize("masters", ["full", "split"])
 def test_by_default_it_is_the_engines_own_step(precision: str, masters: str, tmp_path: Path) -> None:
-    """One-pass steps, to the bit of those that are driven without Lightning."""
+    """One-pass steps, to the bit of those that are driven without Lightning, and within their bounds of the loop."""
     data = batches(2 * STEPS)
     module = Module()
     plugin = MasterWeightsPrecision(precision, master_weights=masters, **settings_of(precision))
@@ -196,6 +197,10 @@ def test_by_default_it_is_the_engines_own_step(precision: str, masters: str, tmp
     for mine, want in zip(module.parameters(), net.parameters(), strict=True):
         assert torch.equal(mine, want)
     assert optimizer_of(made).loss_scale == opt.loss_scale
+    if masters == "full":
+        hand = ByHand(network(DTYPES[precision]), scale=scale_of(precision), micro=2, clip=0.5)
+        assert_same_weights(module, optimizer_of(made), hand.train(data, DTYPES[precision]), ONE_PASS)
+        assert made.optimizers[0].skipped_steps == sum(hand.skipped)
 
 
 # -- resuming ---------------------------------------------------------------------------------------------------------
@@ -352,6 +357,25 @@ def test_manual_optimization_is_the_loop_by_hand(precision: str, how: str, tmp_p
     assert_same_weights(module, optimizer_of(made), hand)
     assert optimizer_of(made).skipped_steps == sum(hand.skipped)
     assert torch.get_default_dtype() == torch.float32
+
+
+class Averaging(torch.optim.SGD):
+    """Makes state in the default dtype, as optimizers of other packages do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param].setdefault("weight_sum", torch.zeros(()))
+        return super().step(closure)
+
+
+def test_state_made_in_a_manual_step_is_fp32(tmp_path: Path) -> None:
+    """Lightning runs it with FP16 as the default dtype."""
+    module = Manual()
+    module.make = lambda params: Averaging(params, lr=0.1)
+    made = fit(module, MasterWeightsPrecision("16-true", loss_scale=8.0), tmp_path, batches(2))
+    sums = [state["weight_sum"] for state in optimizer_of(made).state.values()]
+    assert {each.dtype for each in sums} == {torch.float32}
 
 
 class TwoNets(Module):

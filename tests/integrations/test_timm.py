@@ -20,6 +20,7 @@ from fp16opt.integrations.timm import MasterScaler
 from integrations.byhand import (
     BF16,
     HALF,
+    ONE_PASS,
     OVERFLOWING,
     STEPS,
     ByHand,
@@ -90,6 +91,15 @@ def test_timms_loop_is_the_loop_by_hand(precision: str, clip: Any, by_hand: Any)
     assert_same_weights(loop.net, loop.optimizer, hand)
     assert loop.optimizer.skipped_steps == sum(hand.skipped)
     assert loop.optimizer.loss_scale == hand.scale.value
+
+
+@every_dtype
+def test_by_default_it_is_within_the_bounds_of_one_pass_steps(precision: str) -> None:
+    data = batches(2 * STEPS)
+    loop = Loop(precision, "auto").train(data, clip_grad=0.5)
+    hand = ByHand(network(DTYPES[precision]), scale=scale_of(precision), micro=2, schedule=halving, clip=0.5)
+    assert_same_weights(loop.net, loop.optimizer, hand.train(data, DTYPES[precision]), ONE_PASS)
+    assert loop.optimizer.skipped_steps == sum(hand.skipped)
 
 
 @every_dtype

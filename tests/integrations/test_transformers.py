@@ -24,6 +24,7 @@ from fp16opt.integrations.transformers import MasterWeightsMixin, Trainer
 from integrations.byhand import (
     BF16,
     HALF,
+    ONE_PASS,
     OVERFLOWING,
     STEPS,
     ByHand,
@@ -129,6 +130,16 @@ def run(precision: str, folder: Path, resume: Any = None, options: Any = None, *
     )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
+
+
+@every_dtype
+def test_by_default_it_is_within_the_bounds_of_one_pass_steps(precision: str, tmp_path: Path) -> None:
+    trainer = run(precision, tmp_path, options=masters(precision, fused_step="auto"))
+    hand = ByHand(
+        network(DTYPES[precision]), scale=scale_of(precision), micro=2, clip=0.5, schedule=linear, waits=True
+    ).train(batches(2 * STEPS), DTYPES[precision])
+    assert_same_weights(trainer.model, trainer.optimizer.optimizer, hand, ONE_PASS)
+    assert trainer.optimizer.optimizer.skipped_steps == sum(hand.skipped)
 
 
 @every_dtype

@@ -12,7 +12,7 @@ import pytest
 import fp16opt
 
 HERE = Path(__file__).parent
-PROGRAMS = {"lightning": "two_ranks_lightning.py"}
+PROGRAMS = {"lightning": "two_ranks_lightning.py", "accelerate": "two_ranks_accelerate.py"}
 
 
 @pytest.mark.parametrize("trainer", PROGRAMS)
