@@ -156,7 +156,8 @@ class _Plan:
                 self._masters.append(None)
             else:
                 self._masters.append(value.float())
-        self._state = self._by_name() if found.state is not None else self._by_position()
+        named = found.state if found.state is not None else _named_state(found)
+        self._state = self._by_position() if named is None else self._by_name(named)
         self._check_keys(optimizer.optimizer)
         scale = found.scale if isinstance(engine.scaler, DynamicLossScaler) else None
         self._scaler = self._current["scaler"] if scale is None else _scaled(self._current["scaler"], scale)
@@ -234,8 +235,7 @@ class _Plan:
 
     # -- optimizer state -----------------------------------------------------------------------------------------------
 
-    def _by_name(self) -> dict[int, dict[str, Any]]:
-        named = self._found.state or {}
+    def _by_name(self, named: Mapping[str, dict[str, Any]]) -> dict[int, dict[str, Any]]:
         unknown = [
             name for name in named if name.removeprefix("module.") not in self._names and name not in self._names
         ]
@@ -294,6 +294,16 @@ class _Plan:
                 theirs = self._found.groups[number]
                 group.update({key: theirs[key] for key in group if key in theirs and key not in _KEPT})
         return groups
+
+
+def _named_state(found: Found) -> dict[str, dict[str, Any]] | None:
+    """The state by name, where torch's own named param groups tell it; None elsewhere."""
+    ids = [i for group in found.groups for i in group.get("params", ())]
+    names = [str(name) for group in found.groups for name in group.get("param_names") or ()]
+    state = (found.optimizer or {}).get("state")
+    if not names or len(names) != len(ids) or not isinstance(state, Mapping) or not set(state) <= set(ids):
+        return None
+    return {name: dict(state[i]) for i, name in zip(ids, names, strict=True) if i in state}
 
 
 def _scaled(state: dict[str, Any], scale: Scale) -> dict[str, Any]:

@@ -297,6 +297,8 @@ class GradScaler(TorchScale):
                 self._steps_itself = False
         found = self._found(optimizer)
         if found is None:
+            if isinstance(optimizer, MixedPrecisionOptimizer):
+                optimizer.step()  # which refuses gradients that wait in the model, where it has a scale of its own
             self._warn_no_gradients(optimizer)
             return None, None
         if self._skips_on_device(optimizer, found):

@@ -331,6 +331,16 @@ def test_megatron(tmp_path: Path) -> None:
     assert opt.scaler.state_dict()["growth_tracker"] == 9
 
 
+def test_a_scale_outside_the_bounds_is_moved_into_them(tmp_path: Path) -> None:
+    wide, old = trained()
+    scaler = {"scale": 2.0**32, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9000}
+    content = {"optimizer_states": [old.state_dict()], "state_dict": wide.state_dict()}
+    path = save({**content, "MixedPrecision": {**scaler, "_growth_tracker": 8000}}, tmp_path)
+    new, opt = target()
+    assert load_foreign(path, new, opt).loss_scale == 2.0**24
+    assert (opt.loss_scale, int(opt.scaler.state_dict()["growth_tracker"])) == (2.0**24, 1999)
+
+
 @pytest.mark.parametrize("flat", [False, True])
 def test_fairseq(tmp_path: Path, flat: bool) -> None:
     net, _, _ = halves_and_masters()
@@ -414,6 +424,21 @@ def test_trainer_with_safetensors(tmp_path: Path) -> None:
     save_file(wide.state_dict(), str(tmp_path / "model.safetensors"))
     assert load_foreign(tmp_path, new, opt).masters == 6
     assert_loaded(new, opt, wide.state_dict(), old)
+
+
+def test_names_in_the_groups_decide_whatever_the_order(tmp_path: Path) -> None:
+    wide, _ = trained()
+    named = list(wide.named_parameters())
+    old = AdamW(named[::-1], lr=0.01)  # the other way round, in one group; b.weight and a.weight have other shapes
+    wide.b(wide.norm(wide.a(torch.ones(2, 4)))).square().mean().backward()
+    old.step()
+    path = save({"optimizer_states": [old.state_dict()], "state_dict": wide.state_dict()}, tmp_path)
+    new = Net(seed=1)
+    opt = MixedPrecisionOptimizer(AdamW(new.parameters(), lr=0.5))
+    load_foreign(path, new, opt)
+    for (_, theirs), master in zip(named, opt.master_params(), strict=True):
+        assert torch.equal(opt.state[master]["exp_avg"], old.state[theirs]["exp_avg"])
+    assert opt.param_groups[0]["lr"] == 0.01
 
 
 # -- FlashOptim

@@ -1,0 +1,195 @@
+"""What docs/old-lines.md says of lines that are left in older scripts, row by row."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import StepLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from fp16opt import AveragedMasters, GradScaler, MixedPrecisionOptimizer, ema
+from fp16opt.fp16_utils import FP16_Optimizer
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "old-lines.md"
+
+
+def make(**options: object) -> tuple[nn.Linear, MixedPrecisionOptimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2).half()
+    return model, MixedPrecisionOptimizer(SGD(model.parameters(), lr=0.1), **options)
+
+
+def loss_of(model: nn.Linear) -> torch.Tensor:
+    return (model(torch.ones(3, 4).half()).float() - 1.0).square().mean()
+
+
+def plain_backward() -> None:
+    model, opt = make(loss_scale=8.0)
+    loss_of(model).backward()
+    with pytest.raises(RuntimeError, match=r"gradients were found that neither opt\.backward"):
+        opt.step()
+
+
+def two_scales() -> None:
+    model, opt = make(dynamic=True)
+    scaler = GradScaler("cpu")
+    scaler.scale(loss_of(model)).backward()
+    with pytest.raises(RuntimeError, match="the loss scale is 65536"):
+        scaler.step(opt)
+
+
+def never_wrapped() -> None:
+    model, _ = make()
+    model = nn.Linear(4, 2).half()
+    scaler = GradScaler("cpu")
+    scaler.scale(loss_of(model)).backward()
+    with pytest.raises(
+        ValueError, match=r"Attempting to unscale FP16 gradients\..*MixedPrecisionOptimizer\(optimizer\)"
+    ):
+        scaler.step(SGD(model.parameters(), lr=0.1))
+
+
+def clips_the_model() -> None:
+    model, opt = make(loss_scale=1024.0)
+    opt.backward(loss_of(model))
+    clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(RuntimeError, match="group 0, param 0"):
+        opt.step()
+
+
+def clips_masters() -> None:
+    model, opt = make(loss_scale=1024.0)
+    before = [master.detach().clone() for master in opt.master_params()]
+    opt.backward(loss_of(model))
+    clip_grad_norm_(opt.master_params(), 0.01)
+    opt.step()
+    moved = torch.cat([(a - b).reshape(-1) for a, b in zip(opt.master_params(), before, strict=True)])
+    assert float(moved.norm()) == pytest.approx(0.1 * 0.01, rel=1e-3)
+
+
+def converts() -> None:
+    model, opt = make()
+    model.float()
+    with pytest.raises(RuntimeError, match=r"group 0, param 0.*had dtype torch\.float16"):
+        opt.step()
+
+
+def loads_the_model(caplog: pytest.LogCaptureFixture) -> None:
+    model, opt = make()
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
+    opt.backward(0.0 * loss_of(model))
+    with caplog.at_level(logging.WARNING, "fp16opt"):
+        opt.step()
+    assert len(caplog.records) == 1
+    assert not any(bool(master.any()) for master in opt.master_params())
+
+
+def loads_plain_state() -> None:
+    wide = nn.Linear(4, 2)
+    old = AdamW(wide.parameters(), lr=0.25)
+    loss_of_wide = wide(torch.ones(1, 4)).sum()
+    loss_of_wide.backward()
+    old.step()
+    model = nn.Linear(4, 2).half()
+    opt = MixedPrecisionOptimizer(AdamW(model.parameters(), lr=0.1))
+    opt.load_state_dict(old.state_dict())
+    assert opt.param_groups[0]["lr"] == 0.25
+    assert torch.equal(opt.state[next(opt.master_params())]["exp_avg"], old.state[wide.weight]["exp_avg"])
+
+
+def loads_apex_s_state() -> None:
+    _, opt = make()
+    apex = FP16_Optimizer(SGD(nn.Linear(4, 2).half().parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="state_dict is of an FP16_Optimizer"):
+        opt.load_state_dict(apex.state_dict())
+
+
+def saves_the_model() -> None:
+    model, opt = make()
+    opt.backward(loss_of(model))
+    opt.step()
+    shipped = opt.fp32_state_dict(model)
+    assert shipped["weight"].dtype == torch.float32
+    assert torch.equal(shipped["weight"].half(), model.state_dict()["weight"])
+    assert not torch.equal(shipped["weight"], model.state_dict()["weight"].float())
+
+
+def compares_scales() -> None:
+    model, opt = make(dynamic=True)
+    opt.backward(loss_of(model) * float("inf"))
+    opt.step()
+    assert (opt.step_was_skipped, opt.skipped_steps) == (True, 1)
+
+
+def averages_the_model() -> None:
+    model, opt = make()
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    opt.refresh_masters()
+    theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9999))
+    ours = AveragedMasters(model, opt, ema(0.9999))
+    theirs.update_parameters(model)
+    ours.update()
+    first = theirs.module.weight.detach().clone()
+    for _ in range(5):
+        opt.zero_grad()
+        opt.backward(loss_of(model))
+        opt.step()
+        theirs.update_parameters(model)
+        ours.update()
+    assert torch.equal(theirs.module.weight, first)
+    assert not torch.equal(ours.fp32_state_dict()["weight"], first.float())
+
+
+def schedules() -> None:
+    model = nn.Linear(4, 2).half()
+    optimizer = SGD(model.parameters(), lr=0.5)
+    scheduler = StepLR(optimizer, 1, gamma=0.5)
+    opt = MixedPrecisionOptimizer(optimizer)
+    opt.backward(loss_of(model))
+    opt.step()
+    scheduler.step()
+    assert opt.param_groups[0]["lr"] == 0.25
+
+
+def imports_apex() -> None:
+    assert importlib.util.find_spec("apex") is None
+    assert importlib.util.find_spec("fp16opt.amp") is not None
+
+
+ROWS: dict[str, Callable[..., None]] = {
+    "`loss.backward()`": plain_backward,
+    "`scaler.scale(loss).backward()`": two_scales,
+    "`scaler.step(optimizer)`": never_wrapped,
+    "`clip_grad_norm_(model": clips_the_model,
+    "`clip_grad_norm_(opt": clips_masters,
+    "`model.half()`": converts,
+    "`model.load_state_dict": loads_the_model,
+    "`opt.load_state_dict": loads_plain_state,
+    '`checkpoint["optimizer"]`': loads_apex_s_state,
+    "`torch.save(model": saves_the_model,
+    "`scale_before": compares_scales,
+    "`AveragedModel(model)`": averages_the_model,
+    "`scheduler": schedules,
+    "`from apex": imports_apex,
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_row(row: str, request: pytest.FixtureRequest) -> None:
+    needed = {"caplog": request.getfixturevalue("caplog")} if ROWS[row] is loads_the_model else {}
+    ROWS[row](**needed)
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="run from an installed package, without the repository")
+def test_every_row_of_the_page_is_run() -> None:
+    rows = [line[2:] for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| ")][1:]
+    assert [next((start for start in ROWS if row.startswith(start)), row) for row in rows] == list(ROWS)
