@@ -24,7 +24,7 @@ _CAPTIONS = {
     "norms by layer": "A row that darkens loses its gradient, one that brightens grows. Pink: not finite, or none.",
     "underflow": "Share of each layer's 16-bit gradients that are subnormal or vanished. Much of it: raise the scale.",
     "margins": "Each line is a layer. Near the red line a step will be skipped; near the grey one gradients vanish.",
-    "updates": "Orange: updates smaller than the distance between 16-bit weights, which only masters keep.",
+    "updates": "Orange: smaller than the distance between 16-bit weights; only masters keep them. Pink: none.",
 }
 
 
