@@ -16,11 +16,11 @@ from .. import kernels
 from ..kernels import stats
 from ..kernels.tables import is_dense
 
-STRETCH = 2**16
-"""Elements looked at together on the CPU: their copies stay in its caches. Elsewhere a tensor is one stretch."""
-
 WHOLE, LATTICE = 2**14, 17
 """Of tensors up to the first size shares are of all elements, of larger ones of one in the second."""
+
+STRETCH = LATTICE * 2**14
+"""Elements looked at together on the CPU: their copies stay in its caches. Elsewhere a tensor is one stretch."""
 
 GRADIENT = ("count", "sumsq", "largest", "zero", "subnormal", "near_overflow")
 """What :func:`of_gradient` gives. The last three are counts, of 16-bit gradients alone."""
@@ -47,13 +47,25 @@ def _stretches(flat: list[Tensor]) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(torch.split(one, length) for one in flat), strict=True)
 
 
-def _some(flat: list[Tensor]) -> tuple[list[Tensor], float]:
-    """(elements from which shares are taken, how many elements each of them stands for)."""
-    count = flat[0].numel()
-    if count <= WHOLE:
-        return flat, 1.0
-    some = [one[::LATTICE].contiguous() for one in flat]
-    return some, count / some[0].numel()
+class _Some:
+    """The elements from which shares are taken, gathered while they are in the caches.
+
+    Attributes:
+        each: how many elements each of them stands for.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._all = count <= WHOLE
+        self.each = 1.0 if self._all else count / -(-count // LATTICE)
+        self._parts: list[tuple[Tensor, ...]] = []
+
+    def add(self, *part: Tensor) -> None:
+        """A stretch of each tensor."""
+        self._parts.append(part if self._all else tuple(one[::LATTICE].contiguous() for one in part))
+
+    def gathered(self) -> list[Tensor]:
+        """Of each tensor."""
+        return [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*self._parts, strict=True)]
 
 
 def of_gradient(grad: Tensor, with_norm: bool = True) -> Tensor:
@@ -78,8 +90,9 @@ def of_gradient(grad: Tensor, with_norm: bool = True) -> Tensor:
         return found
     found[0] = flat[0].numel()
     half = grad.dtype in kernels.HALF_DTYPES
-    largest = []
+    largest, some = [], _Some(flat[0].numel())
     for (part,) in _stretches(flat):
+        some.add(part)
         if half and not with_norm:
             largest.append((part.view(torch.int16) & _MAGNITUDE).amax().view(part.dtype))
             continue
@@ -91,12 +104,11 @@ def of_gradient(grad: Tensor, with_norm: bool = True) -> Tensor:
         largest.append(torch.maximum(-least, most))
     found[2] = torch.stack(largest).to(wide).amax()
     if half:
-        (some,), each = _some(flat)
         normal, large = _limits(grad.dtype)
-        bits = some.view(torch.int16) & _MAGNITUDE
-        zero = some.numel() - torch.count_nonzero(bits)
+        bits = some.gathered()[0].view(torch.int16) & _MAGNITUDE
+        zero = bits.numel() - torch.count_nonzero(bits)
         counts = [zero, torch.count_nonzero(bits < normal) - zero, torch.count_nonzero(bits >= large)]
-        found[3:] = torch.stack(counts) * each
+        found[3:] = torch.stack(counts).to(wide) * some.each
         near = ~(found[2] < torch.finfo(grad.dtype).max / 2)  # at least one, whether the lattice has met it or not
         found[5] = torch.maximum(found[5], near.to(wide))
     return found
@@ -131,12 +143,14 @@ def of_update(before: Tensor, after: Tensor, weight: Tensor) -> Tensor:
     if flat[0].numel() == 0:
         return found
     found[0] = flat[0].numel()
-    for old, new, _ in _stretches(flat):
+    some = _Some(flat[0].numel())
+    for old, new, held in _stretches(flat):
+        some.add(old, new, held)
         new = _single(new)
         update = new - _single(old)
         found[1] += torch.dot(new, new)
         found[2] += torch.dot(update, update)
-    (old, new, held), each = _some(flat)
+    old, new, held = some.gathered()
     old, new = _single(old), _single(new)
     size, away = (new - old).abs(), new - held
     numbers = [torch.dot(away, away), size.sum()]
@@ -145,7 +159,7 @@ def of_update(before: Tensor, after: Tensor, weight: Tensor) -> Tensor:
         ulp, moved = _ulp(old, weight.dtype, bits), torch.count_nonzero(size)
         lost = torch.count_nonzero(size < ulp * 0.5) - (size.numel() - moved)
         numbers += [ulp.sum(), moved, lost]
-    found[3 : 3 + len(numbers)] = torch.stack([number.to(wide) for number in numbers]) * each
+    found[3 : 3 + len(numbers)] = torch.stack([number.to(wide) for number in numbers]) * some.each
     return found
 
 

@@ -47,7 +47,9 @@ def test_a_gradient_in_numbers(n: int, dtype: torch.dtype) -> None:
     counts[2] = max(counts[2], half * (values.max() >= most / 2))
     want = np.array([n, (values**2).sum(), values.max(), *counts])
     got = statistics.of_gradient(grad)
-    np.testing.assert_allclose(got.numpy(), want, rtol=1e-6)
+    # A stretch of FP16 squares is summed up in float32: 2**18 terms of one sign, in lanes, are off by about 1e-5.
+    assert got[1].item() == pytest.approx(want[1], rel=1e-4 if dtype == HALF else 1e-12)
+    np.testing.assert_allclose(np.delete(got.numpy(), 1), np.delete(want, 1), rtol=1e-12)
     without = statistics.of_gradient(grad, with_norm=False).numpy()
     assert without[1] == 0.0
     assert (np.delete(without, 1) == np.delete(got.numpy(), 1)).all()
