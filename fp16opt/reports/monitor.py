@@ -156,13 +156,11 @@ class Monitor:
             sink(record)
 
     def _header(self, opt: MixedPrecisionOptimizer) -> Record:
-        from .. import __version__
-
         scaler = opt.scaler
         return {
             "kind": "run",
             "format": FORMAT,
-            "version": __version__,
+            "torch": str(torch.__version__),
             "every": self.every,
             "first_step": self.steps,
             "ranks": _ranks(),

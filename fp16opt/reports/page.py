@@ -44,7 +44,7 @@ def page(run: RunRead, title: str) -> str:
         figures.append(f'<p><img alt="{alt}" src="data:image/png;base64,{data}"></p><p class="small">{caption}</p>')
     header = run.header
     about = (
-        f"fp16opt {header.get('version')}, {header.get('optimizer')}, masters: {run.masters}, ranks: "
+        f"torch {header.get('torch')}, {header.get('optimizer')}, masters: {run.masters}, ranks: "
         f"{header.get('ranks')}, a sample every {header.get('every')} steps. Scaler: {header.get('scaler')}."
     )
     words = " ".join(reading.of_run(run))

@@ -24,7 +24,7 @@ def write(path: Path, *, count: int = 20, header: dict[str, Any] | None = None, 
           **changes: dict[str, Any]) -> Path:  # fmt: skip
     """A run; ``changes`` are of rows, in all samples, by "a" and "b"."""
     sink = sinks.JsonLines(path)
-    sink({"kind": "run", "format": 1, "version": "1", "every": 5, "ranks": 1, "optimizer": "SGD", "scaler": "x",
+    sink({"kind": "run", "format": 1, "torch": "2", "every": 5, "ranks": 1, "optimizer": "SGD", "scaler": "x",
           "dynamic": True, "masters": "full", "rows": ROWS, **(header or {})})  # fmt: skip
     for step in range(1, count + 1):
         sink({"kind": "step", "step": step, "loss_scale": 2.0**10, "skipped": step in skips, "grad_norm": 1.0,
