@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import fp16opt
+from fp16opt.reports import sinks
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 NEEDED = ("sklearn", "matplotlib", "tqdm")
@@ -112,8 +113,10 @@ def test_language_model_short_mode_and_resume_bit_exact(tmp_path: Path) -> None:
     run_example("language_model.py", parts, "--short", "--dtype", "fp16", "bf16", "--stop-after", "3")
     for dtype in ("fp16", "bf16"):
         assert load(parts / f"{dtype}.pt")["progress"]["step"] == 3
-    run_example("language_model.py", parts, "--short", "--dtype", "fp16", "bf16", "--resume")
+    run_example("language_model.py", parts, "--short", "--dtype", "fp16", "bf16", "--resume", "--monitor")
     for dtype in ("fp16", "bf16"):
+        steps = [r["step"] for r in sinks.read(parts / f"{dtype}.jsonl") if r["kind"] == "step"]
+        assert steps == [4, 5, 6, 7, 8]
         assert_same_bits(load(whole / f"{dtype}.pt"), load(parts / f"{dtype}.pt"))
 
 

@@ -156,13 +156,11 @@ class Monitor:
             sink(record)
 
     def _header(self, opt: MixedPrecisionOptimizer) -> Record:
-        from .. import __version__
-
         scaler = opt.scaler
         return {
             "kind": "run",
             "format": FORMAT,
-            "version": __version__,
+            "torch": str(torch.__version__),
             "every": self.every,
             "first_step": self.steps,
             "ranks": _ranks(),
@@ -276,7 +274,7 @@ class Monitor:
             grad, scaled = _gradient(pair, parts.gradients.own_are_scaled)
             if grad is None:
                 continue
-            found = of_gradient(grad)
+            found = of_gradient(grad, with_norm=not looked)
             if position in sample.folded:
                 found = torch.cat([found[:2], sample.folded[position][2:]])
                 found[0] = sample.folded[position][0]
@@ -349,7 +347,7 @@ class Monitor:
             lines.append(line)
         numbers = torch.stack(lines) if lines else torch.zeros(0, _WIDTH, dtype=torch.float64, device=device)
         known = numbers[:, -1]
-        numbers[:, 1] = torch.where(known >= 0, known, numbers[:, 1])
+        numbers[:, 1] = torch.where(known == -1.0, numbers[:, 1], known)
         rows = torch.tensor([self._places[position] for position in positions], dtype=torch.int64).to(device)
         table = torch.zeros(len(self._rows), _WIDTH, dtype=numbers.dtype, device=device).index_add_(0, rows, numbers)
         largest = torch.zeros(len(self._rows), dtype=numbers.dtype, device=device)
@@ -394,7 +392,7 @@ def _folder(sample: _Sample, position: int) -> Callable[[Tensor], None]:
         if grad is None or grad.layout is not torch.strided or grad.dtype not in HALF_DTYPES:
             return
         with torch.no_grad():
-            found, earlier = of_gradient(local(grad)), sample.folded.get(position)
+            found, earlier = of_gradient(local(grad), with_norm=False), sample.folded.get(position)
             if earlier is not None:
                 largest = torch.maximum(earlier[_LARGEST], found[_LARGEST])
                 found = earlier + found

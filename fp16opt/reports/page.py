@@ -24,7 +24,7 @@ _CAPTIONS = {
     "norms by layer": "A row that darkens loses its gradient, one that brightens grows. Pink: not finite, or none.",
     "underflow": "Share of each layer's 16-bit gradients that are subnormal or vanished. Much of it: raise the scale.",
     "margins": "Each line is a layer. Near the red line a step will be skipped; near the grey one gradients vanish.",
-    "updates": "Orange: updates smaller than the distance between 16-bit weights, which only masters keep.",
+    "updates": "Orange: smaller than the distance between 16-bit weights; only masters keep them. Pink: none.",
 }
 
 
@@ -44,7 +44,7 @@ def page(run: RunRead, title: str) -> str:
         figures.append(f'<p><img alt="{alt}" src="data:image/png;base64,{data}"></p><p class="small">{caption}</p>')
     header = run.header
     about = (
-        f"fp16opt {header.get('version')}, {header.get('optimizer')}, masters: {run.masters}, ranks: "
+        f"torch {header.get('torch')}, {header.get('optimizer')}, masters: {run.masters}, ranks: "
         f"{header.get('ranks')}, a sample every {header.get('every')} steps. Scaler: {header.get('scaler')}."
     )
     words = " ".join(reading.of_run(run))

@@ -56,6 +56,16 @@ class RunRead:
         """The first step that was taken; the first of all where none was."""
         return next((step["step"] for step in self.steps if not step["skipped"]), 0)
 
+    def spoilt(self) -> list[int]:
+        """Steps of samples, after the calibration, in which nearly all rows had a gradient that was not finite."""
+        found = []
+        for sample in self.samples:
+            norms = [row["grad_norm"] for row in sample["rows"].values() if row["grad_norm"] is not None]
+            bad = [norm for norm in norms if not math.isfinite(norm)]
+            if sample["step"] >= self.calibrated and len(norms) > 2 and len(bad) >= 0.8 * len(norms):
+                found.append(sample["step"])
+        return found
+
     def skipped(self) -> list[int]:
         """Numbers of steps that were skipped."""
         return [step["step"] for step in self.steps if step["skipped"]]
@@ -117,6 +127,12 @@ def of_run(run: RunRead) -> list[str]:
         words.append(f"Calibration took {first} skips.")
     if 0 < later <= 0.05 * count:
         words.append(f"Skipped later: step {', '.join(map(str, skipped[first:][:5]))}: bad batches, or rare overflows.")
+    spoilt = run.spoilt()
+    if spoilt:
+        words.append(
+            f"In step {', '.join(map(str, spoilt[:5]))} the gradients of nearly all layers were not finite: that is a "
+            "loss that is inf or nan, from the data or the forward."
+        )
     under = _mean([_late(run, row, "underflow") for row in run.rows])
     if under is not None and under > 0.05 and run.masters == "none":
         words.append(
@@ -148,7 +164,8 @@ def _of_row(run: RunRead, row: str) -> list[Finding]:
     found = []
     norms = run.values(row, "grad_norm")
     known = [(sample["step"], norm) for sample, norm in zip(run.samples, norms, strict=True) if norm is not None]
-    bad = [step for step, norm in known if not math.isfinite(norm) and step >= run.calibrated]
+    apart = run.spoilt()
+    bad = [step for step, norm in known if not math.isfinite(norm) and step >= run.calibrated and step not in apart]
     finite = [norm for _, norm in known if math.isfinite(norm)]
     if bad:
         share = len(bad) / len(run.samples)
@@ -162,8 +179,9 @@ def _of_row(run: RunRead, row: str) -> list[Finding]:
         held = "when unscaled in 16 bits, without a master" if run.masters == "none" else "at the present loss scale"
         words = f"{under:.0%} of its gradients underflow {held}"
         found.append(Finding(row, 20.0 + 40.0 * under, words))
-    near = max([value for value in run.values(row, "near_overflow") if value is not None], default=0.0)
-    if near > 0.0 and not bad:
+    near = zip(run.samples, run.values(row, "near_overflow"), strict=True)
+    calm = [value or 0.0 for sample, value in near if sample["step"] >= run.calibrated and sample["step"] not in apart]
+    if max(calm, default=0.0) > 0.0 and not bad:
         words = f"its largest gradients come within a factor of 2 of {LARGEST.get(kind, math.inf):g}, where {kind} ends"
         found.append(Finding(row, 15.0, words))
     lost, ratio = _late(run, row, "lost"), _late(run, row, "update_ratio")

@@ -24,7 +24,7 @@ def write(path: Path, *, count: int = 20, header: dict[str, Any] | None = None, 
           **changes: dict[str, Any]) -> Path:  # fmt: skip
     """A run; ``changes`` are of rows, in all samples, by "a" and "b"."""
     sink = sinks.JsonLines(path)
-    sink({"kind": "run", "format": 1, "version": "1", "every": 5, "ranks": 1, "optimizer": "SGD", "scaler": "x",
+    sink({"kind": "run", "format": 1, "torch": "2", "every": 5, "ranks": 1, "optimizer": "SGD", "scaler": "x",
           "dynamic": True, "masters": "full", "rows": ROWS, **(header or {})})  # fmt: skip
     for step in range(1, count + 1):
         sink({"kind": "step", "step": step, "loss_scale": 2.0**10, "skipped": step in skips, "grad_norm": 1.0,
@@ -90,6 +90,22 @@ def test_a_row_that_is_worth_a_look(tmp_path: Path, changes: dict[str, Any], wan
 def test_samples_of_the_calibration_are_nobody_s_fault(tmp_path: Path) -> None:
     _, looks = said(write(tmp_path / "run.jsonl", skips=tuple(range(1, 7)), a={"grad_norm": math.inf}))
     assert "in 2 of 4 samples, first in step 11" in looks["a.weight"]
+
+
+def test_a_sample_in_which_all_is_bad_is_told_of_the_run_and_not_of_rows(tmp_path: Path) -> None:
+    rows = {f"row{n}": {"dtype": "float16", "elements": 1} for n in range(6)}
+    path = tmp_path / "run.jsonl"
+    sink = sinks.JsonLines(path)
+    sink({"kind": "run", "format": 1, "rows": rows, "dynamic": True})
+    for step in range(1, 4):
+        common = {"step": step, "loss_scale": 1.0}
+        sink({"kind": "step", "skipped": step == 2, "grad_norm": None, "seconds": None, **common})
+        bad = {"grad_norm": math.nan, "near_overflow": 1.0} if step == 2 else {}
+        sink({"kind": "sample", **common, "rows": dict.fromkeys(rows, FINE | bad)})
+    sink.close()
+    words, looks = said(path)
+    assert "In step 2 the gradients of nearly all layers were not finite" in words
+    assert looks == {}
 
 
 def test_the_worst_comes_first_and_five_are_listed(tmp_path: Path) -> None:
