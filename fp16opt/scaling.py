@@ -279,6 +279,7 @@ class DynamicLossScaler(LossScaler):
         policy: str = "doubling",
     ) -> None:
         self.policy = _policy("policy", policy)
+        self.follows_norms = policy == "headroom"
         self.growth_factor = _factor("growth_factor", growth_factor, 1.0, math.inf)
         self.backoff_factor = _factor("backoff_factor", backoff_factor, 0.0, 1.0)
         self.growth_interval = _count("growth_interval", growth_interval)
@@ -329,11 +330,6 @@ class DynamicLossScaler(LossScaler):
     def consecutive_skips(self) -> Tensor:
         """Non-finite steps in a row, up to now: int32, shape []. Reading it does not sync."""
         return self._trackers[1]
-
-    @property
-    def follows_norms(self) -> bool:  # type: ignore[override]
-        """Whether the policy is "headroom"."""
-        return self.policy == "headroom"
 
     @property
     def growth_tracker(self) -> Tensor:
@@ -467,7 +463,7 @@ class DynamicLossScaler(LossScaler):
         loaded = _read_dynamic(state_dict)
         for name in _SETTINGS:
             setattr(self, name, getattr(loaded, name))
-        self.policy, self._seen = loaded.policy, None
+        self.policy, self.follows_norms, self._seen = loaded.policy, loaded.follows_norms, None
         self._scale.copy_(loaded._scale)
         self._trackers.copy_(loaded._trackers)
         self._lately.copy_(loaded._lately)
