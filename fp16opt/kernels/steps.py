@@ -141,7 +141,8 @@ def multi_tensor_adam(
                 largest = others[0] if others else None
                 reference_steps.adam(grad, single, first, second, largest, t, options[group_of[row]], factors)
         if plan.serving is cuda:
-            cuda_steps.adam(call, options, group_of, factors, found, found_inf)
+            if plan.direct or not plan.by_reference:
+                cuda_steps.adam(call, options, group_of, factors, found, found_inf)
         elif plan.serving is not None:
             overflow = 0 if found is None else found.overflow
             groups = [(float(o.lr), *o[1:]) for o in options]
@@ -208,7 +209,8 @@ def multi_tensor_sgd(
                 buffer = kept[0] if kept else None
                 reference_steps.sgd(grad, single, buffer, begins, options[group_of[row]], factors)
         if plan.serving is cuda:
-            cuda_steps.sgd(call, options, group_of, fresh, factors, found, found_inf)
+            if plan.direct or not plan.by_reference:
+                cuda_steps.sgd(call, options, group_of, fresh, factors, found, found_inf)
         elif plan.serving is not None:
             overflow = 0 if found is None else found.overflow
             groups = [(float(o.lr), *o[1:]) for o in options]
