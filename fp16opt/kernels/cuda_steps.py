@@ -123,7 +123,7 @@ def launch(
         first: by row whether its state holds nothing yet; None where the kernel does not ask.
     """
     plan = call.plan
-    if not plan.rows:
+    if not plan.direct and (plan.by_reference or not plan.rows):
         return
     kernel, stream, kept = KERNELS[name], current_stream(plan.device), list[Tensor]()
     groups = [(*_rate(o[0], plan.device, kept), *o[1:]) for o in options]

@@ -70,7 +70,7 @@ def test_clip_and_two_scalers() -> None:
 
 
 def test_it_is_checked() -> None:
-    with pytest.raises(ValueError, match="master_weights: expected one of 'full', 'none', 'split', got 'half'"):
+    with pytest.raises(ValueError, match="expected one of 'full', 'none', 'split', 'split24', got 'half'"):
         MixedPrecisionOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), master_weights="half")
 
 

@@ -299,7 +299,9 @@ def test_weights_that_were_written_stand_for_themselves(emulated_cuda: emulated.
 def test_what_renewing_refuses() -> None:
     one = torch.zeros(1, dtype=torch.int64)
     taken, rest = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int16)
-    with pytest.raises(TypeError, match="multi_tensor_renew: wants float16 or bfloat16 params and int16 remainders"):
+    with pytest.raises(
+        TypeError, match="multi_tensor_renew: wants float16 or bfloat16 params and int16 or int8 remainders"
+    ):
         multi_tensor_renew([torch.ones(2)], [rest], one, one, taken)
     with pytest.raises(ValueError, match="multi_tensor_renew: now must be contiguous with 1 element"):
         multi_tensor_renew([torch.ones(2).half()], [rest], torch.zeros(2, dtype=torch.int64), one, taken)
