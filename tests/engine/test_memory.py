@@ -35,6 +35,15 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, str], tuple[float, float, float
     "released": ({"gradient_release": True}, {"release": "yes"}, (2, 4, 8, 0)),
     "split, released": (
         {"gradient_release": True, "master_weights": "split"}, {"masters": "split", "release": "yes"}, (2, 2, 8, 0)),
+    "split, 8 bits": (
+        {"master_weights": "split", "optimizer_state": "8bit"}, {"masters": "split", "state": "8bit"},
+        (2, 2, 2 + 4 / 128, 2)),
+    "split24, 8 bits, held": (
+        {"master_weights": "split24", "optimizer_state": "8bit", "gradient_release": "held"},
+        {"masters": "split24", "state": "8bit", "release": "held"}, (2, 1, 2 + 4 / 128, 1 + 4 / 256)),
+    "split24, 8 bits, released": (
+        {"master_weights": "split24", "optimizer_state": "8bit", "gradient_release": True},
+        {"masters": "split24", "state": "8bit", "release": "yes"}, (2, 1, 2 + 4 / 128, 0)),
 }  # fmt: skip
 
 

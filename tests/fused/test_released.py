@@ -90,6 +90,18 @@ def test_it_has_the_ordinary_steps_bits(name: str, dtype: torch.dtype, masters: 
     assert_same([*net.parameters()], [*other.parameters()])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["momentum", "adamw"])
+def test_it_has_the_ordinary_steps_bits_in_eight_bits_too(name: str, dtype: torch.dtype) -> None:
+    modes = {"master_weights": "split24", "optimizer_state": "8bit"}
+    net, opt = made(name, dtype, **modes)
+    other, plain = made(name, dtype, release=False, **modes)
+    train(net, opt, range(3), dtype)
+    train(other, plain, range(3), dtype)
+    assert_same([*net.parameters()], [*other.parameters()])
+    assert_same(opt.state_dict(), plain.state_dict())
+
+
 def test_parameters_are_stepped_and_freed_while_backward_runs() -> None:
     net, opt = made()
     before = net.tied.weight.detach().clone()
