@@ -81,6 +81,7 @@ class AveragedMasters:
 
     Example:
         >>> model = torch.nn.Linear(1, 1, bias=False).half()
+        >>> _ = torch.nn.init.ones_(model.weight)
         >>> opt = MixedPrecisionOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
         >>> averaged = AveragedMasters(model, opt, ema(0.75))
         >>> for _ in range(2):

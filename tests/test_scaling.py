@@ -222,6 +222,7 @@ def test_other_scalers_may_be_made() -> None:
     assert issubclass(LossScaleError, RuntimeError)
 
 
+@pytest.mark.card
 @pytest.mark.gpu
 def test_on_the_gpu_as_on_the_cpu() -> None:
     cpu, gpu = DynamicLossScaler(**ODD), DynamicLossScaler(**ODD).to("cuda")

@@ -231,6 +231,11 @@ class _WithoutCasts:
         """As the stepper says."""
         return self.stepper.rounded_all
 
+    @property
+    def all_or_nothing(self) -> bool:
+        """As the stepper says."""
+        return self.stepper.all_or_nothing
+
     def takes_waiting(self) -> bool:
         """As the stepper says."""
         return self.stepper.takes_waiting()

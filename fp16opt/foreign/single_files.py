@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..fp16_utils.saved_files import engine_scaler
 from ..saved_objects import read
 from .found import Found, Scale, entry, refuse, tensors, torch_scale
 
@@ -46,6 +45,8 @@ def apex(saved: Any, path: Path) -> Found:
     state = saved.get("optimizer", saved) if isinstance(saved, Mapping) else saved
     inner = entry(state, "optimizer_state_dict", path)
     masters = entry(state, "fp32_from_fp16", path, Sequence)
+    from ..fp16_utils.saved_files import engine_scaler  # a face, which ``import fp16opt`` alone does not load
+
     scaler = engine_scaler(state["loss_scaler"]) if state.get("loss_scaler") is not None else None
     scale = None if scaler is None else Scale(float(scaler.scale), int(scaler.state_dict().get("growth_tracker", 0)))
     return Found("apex", _model(saved), masters, optimizer=inner, groups=inner.get("param_groups", ()), scale=scale)

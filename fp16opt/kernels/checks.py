@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ def check_given(
     numbers: dict[str, Tensor | None],
     stats: GradStats | CastStats | None = None,
     each: dict[str, bool | Sequence[int] | None] | None = None,
-    groups: int | None = None,
+    options: Sequence[Any] | None = None,
 ) -> None:
     """Raise unless what is given beside the lists of a call fits to them.
 
@@ -45,7 +46,7 @@ def check_given(
         numbers: by name: float32, one element, on the device of the call. None is passed over.
         stats: for as many tensors, on that device. What else must hold they check themselves, when they are made.
         each: by name: one value for each entry. One for all, and None, are passed over.
-        groups: how many groups there are for ``group_of`` in ``each``.
+        options: of the groups that ``group_of`` in ``each`` chooses from. Their betas must have powers.
     """
     for key, number in numbers.items():
         if number is not None and (
@@ -65,10 +66,15 @@ def check_given(
             continue
         if len(values) != plan.count:
             raise ValueError(f"{name}: {key} has {len(values)} entries, grads has {plan.count}. Give one each.")
-        if groups is not None and key == "group_of" and values and not 0 <= min(values) <= max(values) < groups:
+        if options is not None and key == "group_of" and values and not 0 <= min(values) <= max(values) < len(options):
             raise ValueError(
-                f"{name}: group_of reaches from {min(values)} to {max(values)}, there are {groups} options."
+                f"{name}: group_of reaches from {min(values)} to {max(values)}, there are {len(options)} options."
             )
+    for k, given in enumerate(options or ()):
+        for beta in ("beta1", "beta2"):
+            value = getattr(given, beta, 0.0)
+            if not 0.0 <= value < 1.0:
+                raise ValueError(f"{name}: options[{k}].{beta} must be at least 0 and less than 1, got {value}.")
 
 
 def as_single(name: str, value: float) -> float:

@@ -17,7 +17,7 @@ from .checks import check_given
 from .reference_state8 import BLOCK, block_count, ratio_limit
 from .reference_steps import AdamOptions, Factors, SgdOptions
 from .stats import CastStats
-from .steps import StepTables, check_betas
+from .steps import StepTables
 from .tables import BFLOAT, HALF, REMAINDERS, SINGLE, call_for
 
 __all__ = [
@@ -112,8 +112,7 @@ def multi_tensor_adam8(
         if models is not None and stats is None:
             raise ValueError(f"{operation.name}: {_NO_STATS}")
         numbers = {"factors.inv_scale": factors[0], "factors.coefficient": factors[1], "found_inf": found_inf}
-        check_given(operation.name, plan, numbers, found, {"group_of": group_of}, len(options))
-        check_betas(operation.name, options)
+        check_given(operation.name, plan, numbers, found, {"group_of": group_of}, options)
         if found_inf is not None and plan.decided_here and found_inf.item():
             return
         for _, row in plan.by_reference:
@@ -173,7 +172,7 @@ def multi_tensor_sgd8(
         if models is not None and stats is None:
             raise ValueError(f"{operation.name}: {_NO_STATS}")
         numbers = {"factors.inv_scale": factors[0], "factors.coefficient": factors[1], "found_inf": found_inf}
-        check_given(operation.name, plan, numbers, found, {"group_of": group_of, "first": first}, len(options))
+        check_given(operation.name, plan, numbers, found, {"group_of": group_of, "first": first}, options)
         if found_inf is not None and plan.decided_here and found_inf.item():
             return
         for _, row in plan.by_reference:

@@ -25,7 +25,6 @@ __all__ = [
     "LionOptions",
     "SgdOptions",
     "StepTables",
-    "check_betas",
     "multi_tensor_adam",
     "multi_tensor_lion",
     "multi_tensor_sgd",
@@ -64,14 +63,6 @@ class StepTables:
     """What one call site of a step remembers between calls; see :class:`fp16opt.kernels.PointerTables`."""
 
     lists: PointerTables = field(default_factory=PointerTables)
-
-
-def check_betas(operation: str, options: Sequence[AdamOptions | LionOptions]) -> None:
-    """Raise ``ValueError`` for a beta of which no power is taken."""
-    for k, o in enumerate(options):
-        for beta, value in (("beta1", o.beta1), ("beta2", o.beta2)):
-            if not 0.0 <= value < 1.0:
-                raise ValueError(f"{operation}: options[{k}].{beta} must be at least 0 and less than 1, got {value}.")
 
 
 def multi_tensor_adam(
@@ -132,8 +123,7 @@ def multi_tensor_adam(
         if models is not None and stats is None:
             raise ValueError(f"{operation.name}: {_NO_STATS}")
         numbers = {"factors.inv_scale": factors[0], "factors.coefficient": factors[1], "found_inf": found_inf}
-        check_given(operation.name, plan, numbers, found, {"group_of": group_of}, len(options))
-        check_betas(operation.name, options)
+        check_given(operation.name, plan, numbers, found, {"group_of": group_of}, options)
         if found_inf is not None and plan.decided_here and found_inf.item():
             return
         for _, row in plan.by_reference:
@@ -199,7 +189,7 @@ def multi_tensor_sgd(
         if models is not None and stats is None:
             raise ValueError(f"{operation.name}: {_NO_STATS}")
         numbers = {"factors.inv_scale": factors[0], "factors.coefficient": factors[1], "found_inf": found_inf}
-        check_given(operation.name, plan, numbers, found, {"group_of": group_of, "first": first}, len(options))
+        check_given(operation.name, plan, numbers, found, {"group_of": group_of, "first": first}, options)
         if found_inf is not None and plan.decided_here and found_inf.item():
             return
         fresh = False if first is None else first
@@ -263,8 +253,7 @@ def multi_tensor_lion(
         if models is not None and stats is None:
             raise ValueError(f"{operation.name}: {_NO_STATS}")
         numbers = {"factors.inv_scale": factors[0], "factors.coefficient": factors[1], "found_inf": found_inf}
-        check_given(operation.name, plan, numbers, found, {"group_of": group_of}, len(options))
-        check_betas(operation.name, options)
+        check_given(operation.name, plan, numbers, found, {"group_of": group_of}, options)
         if found_inf is not None and plan.decided_here and found_inf.item():
             return
         for _, row in plan.by_reference:

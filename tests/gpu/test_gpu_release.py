@@ -11,7 +11,7 @@ from torch import nn
 
 from fp16opt import MixedPrecisionOptimizer
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.card
 
 
 def trained(release: Any, width: int, spoil: bool = False) -> tuple[nn.Module, MixedPrecisionOptimizer]:

@@ -418,6 +418,7 @@ def test_tensor_subclasses_go_through_torchs_operations() -> None:
         distributed.destroy_process_group()
 
 
+@pytest.mark.card
 @pytest.mark.gpu
 def test_parameters_on_several_devices() -> None:
     params = [torch.nn.Parameter(torch.zeros(3, device=device)) for device in ("cuda", "cpu")]

@@ -207,7 +207,7 @@ def test_clipping_uses_the_table_of_the_pass_before(host: Any) -> None:
 def table_of(sizes: list[int], places: list[int], dtype: torch.dtype = torch.float32) -> cuda.Table:
     """The table of one list of tensors without memory, of which those at ``places`` are served."""
     lists: list[list[torch.Tensor | None]] = [[torch.empty(size, dtype=dtype, device="meta") for size in sizes]]
-    plan = Plan(tables.L2NORM, torch.device("meta"), len(sizes), list(range(len(sizes))), places, [], cuda)
+    plan = Plan(tables.L2NORM, torch.device("meta"), len(sizes), list(range(len(sizes))), places, [], cuda, True)
     return cuda.Table(Call(plan, tuple(lists), None, None))
 
 
@@ -239,7 +239,7 @@ def test_tensors_of_more_than_2_to_the_31_elements_are_packed() -> None:
 
 def test_more_lists_than_an_entry_has_room_for_are_refused() -> None:
     operation = tables.L2NORM._replace(name="multi_tensor_wide", lists=tuple("abcdefghi"))
-    plan = Plan(operation, torch.device("meta"), 0, [], [], [], cuda)
+    plan = Plan(operation, torch.device("meta"), 0, [], [], [], cuda, True)
     with pytest.raises(ValueError, match=r"multi_tensor_wide: 9 lists, the CUDA kernels take up to 8. Widen Entry."):
         cuda.Table(Call(plan, ([],) * 9, None, None))
 
