@@ -35,8 +35,9 @@ MAPPING = {
 STEPPING = {"AdamStep": (True, True), "SgdStep": (True, True), "LionStep": (True, True)}
 WIDE = {**FINDING, **MAPPING, **STEPPING}
 REGISTERS = {"AdamStep": 128}  # two blocks of 256 threads fit on a multiprocessor; else 80, and three
+TWO_BLOCKS = (100,)  # cards on which cuda_entries.cuh reckons with two blocks of every kernel
 # Bytes that one compiler puts on one card's stack, and no other on any.
-SPILLS = {(12, 70, "UnscaleClipped"): 16, (13, 120, "Sample"): 24}
+SPILLS = {(12, 70, "UnscaleClipped"): 20, (13, 120, "Sample"): 24, (13, 120, "SgdStep"): 16}
 SINGLE = {"CaptureScale", "DecideClip", "CloseStep"}  # one block, over a few numbers
 
 # With each release of CUDA: its oldest card, and a newer one. The others are compiled for with `-m slow`.
@@ -162,7 +163,8 @@ def test_nothing_is_spilled_and_no_atomic_adds_numbers(compiled: Compiled) -> No
         few = SPILLS.get((*compiled.of, name), 0)
         assert all(int(number) <= few for number in spills[0]), f"{name}: {log}"
         (registers,) = re.findall(r"Used (\d+) registers", log)
-        assert int(registers) <= REGISTERS.get(name, 80), f"{name}: fewer blocks fit than were reckoned with"
+        most = 128 if compiled.of[1] in TWO_BLOCKS else REGISTERS.get(name, 80)
+        assert int(registers) <= most, f"{name}: fewer blocks fit than were reckoned with"
     for name, body in compiled.kernels.items():
         used = instructions(body)
         assert not [op for op in used if re.match(r"(ld|st)\.local", op)], name
