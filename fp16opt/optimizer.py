@@ -165,6 +165,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 one_pass_step.check_needed(needed_by, instead, fused_step, master_weights, why)
         if optimizer_state == "8bit":
             self._check_state8(optimizer.param_groups)
+            state_formats.check_moments(optimizer.state_dict(), self._names_of(optimizer))
         if fused_step is True:
             params = [param for group in optimizer.param_groups for param in group["params"]]
             one_pass_step.check_can_serve(optimizer, params, master_weights != "none")
@@ -246,6 +247,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         taker = self._accumulation.taker
         if self.gradient_release == "held":
             return HeldStep(self.optimizer, taker)
+        self._outcome.all_or_nothing = False
         self._outcome.log.what = "parameters left alone while the others were stepped"
         self._outcome.log.advice = "Use a lower scale."
         return ReleasedStep(self.optimizer)
@@ -275,13 +277,15 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if parallel.is_zero(optimizer):
             return "ZeroRedundancyOptimizer steps its part of the parameters itself"
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        groups = enumerate(optimizer.param_groups)
-        names = [
+        return one_pass_step.obstacle(optimizer, params, self._names_of(optimizer))
+
+    def _names_of(self, optimizer: Optimizer) -> list[str]:
+        """What messages call the parameters of an optimizer about to be wrapped."""
+        return [
             name_of(group, index, param, self._names) or f"group {number}, param {index}"
-            for number, group in groups
+            for number, group in enumerate(optimizer.param_groups)
             for index, param in enumerate(group["params"])
         ]
-        return one_pass_step.obstacle(optimizer, params, names)
 
     def _eight_bit_obstacle(self, optimizer: Optimizer) -> str:
         reason = self._one_pass_obstacle(optimizer)
@@ -381,7 +385,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             f"  parameters: {self._summary()}\n  grad_accumulation: {self.grad_accumulation!r}, "
             f"on_model_write: {self.on_model_write!r}, master_weights: {self.master_weights!r}, "
             f"optimizer_state: {self.optimizer_state!r}, gradient_release: {self.gradient_release!r}\n"
-            f"  step: {self._stepper.describe()}\n  memory: {self.memory()}\n)"
+            f"  step: {self._stepper.describe()}\n  memory: {self._measured()}\n)"
         )
 
     def _summary(self) -> str:
@@ -398,6 +402,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but hooks, a scheduler's patch of ``step``, and gradients (torch copies parameters without theirs)."""
+        self._model_writes.check_home("a copy or pickle")
         self._model_writes.see_masters()
         kept = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
         return {**kept, "_wrapped_extras": extras(self.optimizer)}
@@ -942,6 +947,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def master_params(self) -> Iterator[Tensor]:
         """What the wrapped optimizer steps, in param_groups order: FP32 masters, and parameters that are their own."""
         self._pairs.verify()
+        if not self._masters.are_whole:  # then the weights are part of them
+            self._model_writes.check_home("master_params()")
         return self._masters.shown(self._pairs.all)
 
     def model_params(self) -> Iterator[Tensor]:
@@ -963,6 +970,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             4000
         """
         self._pairs.verify()
+        return self._measured()
+
+    def _measured(self) -> Memory:
+        """Bytes by kind, also where parameters were changed since."""
         apart = [pair for pair in self._pairs.all if pair.master is not pair.model]
         masters = [[pair.master for pair in apart], [self._masters.operand(pair) for pair in apart]]
         kinds = {

@@ -374,7 +374,7 @@ class Arrivals:
 
     def clear(self, set_to_none: bool) -> None:
         """Gradients are cleared. What parameters were stepped by stays to be counted by ``step``."""
-        for param in self.pairs.models:
+        for param in [*self.pairs.models, *self.pairs.masters]:
             store(param, None)
         if self.interrupted or self.taker.can_drop:
             self._start()
@@ -399,7 +399,8 @@ class Arrivals:
         return False
 
     def _check_none(self) -> None:
-        found = [pair for pair in self.pairs.all if GRAD.__get__(pair.model) is not None]
+        held = zip(self.pairs.all, stored(self.pairs.models), stored(self.pairs.masters), strict=True)
+        found = [pair for pair, *grads in held if any(grad is not None for grad in grads)]
         if found:
             raise RuntimeError(
                 f"gradients are there that no backward made: {self.pairs.describe(found)}. With "

@@ -33,6 +33,7 @@ from .schema import (
     lacks,
 )
 from .snapshot import Snapshot
+from .state_formats import expanded
 
 __all__ = ["VERSION", "LoadPlan", "build", "carry_state", "optimizer_state", "plan_load"]
 
@@ -104,6 +105,7 @@ def optimizer_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         >>> plain.state_dict()["state"][0]["momentum_buffer"], plain.param_groups[0]["lr"]
         (tensor([1., 1.]), 0.5)
     """
+    state_dict = expanded(state_dict, ())
     check_outside(state_dict)
     found: Any = state_dict["optimizer"] if is_ours(state_dict) else state_dict
     if not isinstance(found, Mapping):

@@ -249,13 +249,9 @@ class ModelWrites:
             if self.policy != "ignore":
                 kernels.multi_tensor_sample([weight.detach()], record.then[pair.row : pair.row + 1])
                 record.strides[pair.row] = weight.stride()
-        if pairs:
-            taken = {id(pair) for pair in pairs}
-            versions = self._versions(self.pairs.masters)
-            for position, pair in enumerate(self.pairs.all):
-                if id(pair) in taken:
-                    self._master_versions[position] = versions[position]
-            self._model_versions = self._versions(self.pairs.models)
+            position = pair.device.positions[pair.row]
+            self._master_versions[position] = version(pair.master)
+            self._model_versions[position] = version(pair.model)
 
     # -- weights that are put aside for a while ------------------------------------------------------------------------
 

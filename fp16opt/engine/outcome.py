@@ -50,6 +50,7 @@ class Outcome:
     Attributes:
         log: what is logged after a skip.
         steps: how many were taken or skipped, but for those that a CUDA graph has replayed.
+        all_or_nothing: whether a skipped step has stepped nothing; else it counts as taken too.
         clipped: the norm before the last clip and its factor (float32, 0-dim).
     """
 
@@ -59,6 +60,7 @@ class Outcome:
         self.clipped: tuple[Tensor, Tensor] | None = None
         self._skipped_here = 0
         self._taken_before = 0
+        self.all_or_nothing = True
         self._skipped_on_device: Tensor | None = None
         self._last_on_device: Tensor | None = None
         self._last: bool | Tensor = False
@@ -86,11 +88,14 @@ class Outcome:
 
         Replays of a CUDA graph are not among them.
         """
-        return max(0, self._taken_before + self.steps - self.skipped_steps)
+        return max(0, self._taken_before + self.steps - self._left_out())
 
     @steps_taken.setter
     def steps_taken(self, count: int) -> None:
-        self._taken_before = count - (self.steps - self.skipped_steps)
+        self._taken_before = count - (self.steps - self._left_out())
+
+    def _left_out(self) -> int:
+        return self.skipped_steps if self.all_or_nothing else 0
 
     def number(self) -> int:
         """Of the step that is being taken, from 1."""

@@ -142,10 +142,11 @@ class SteppedOnArrival:
             self._one_by_one.step(place, grad, factors, found)
         elif not bool(found):
             self._one_by_one.step(place, grad, factors, None)
+        if place.pair.master is not place.pair.model:
+            self._model_writes.accept([place.pair])  # so that what others write from here on shows
 
     def settle(self, places: Sequence[Place]) -> None:
-        """The weights as they are now are the engine's."""
-        self._model_writes.accept([place.pair for place in places if place.pair.master is not place.pair.model])
+        """They were stepped when they came."""
 
     def norm(self, norm_type: float, places: Sequence[Place], device: torch.device) -> Tensor:
         """Raise: parameters were stepped by now."""

@@ -336,10 +336,11 @@ def check_moments(state_dict: Any, names: Sequence[str]) -> None:
             if not isinstance(value, Tensor) or value.is_meta or value.layout != torch.strided:
                 continue  # others judge it
             low = 0.0 if name == "exp_avg_sq" else -torch.inf
-            if not bool((value >= low).all()):
+            if not bool(((value >= low) & value.isfinite()).all()):
                 raise ValueError(
-                    f'{_label(key, names)}: {name} holds numbers that optimizer_state="8bit" has no code for: nan, or '
-                    'negative ones where there are only squares. Load it with optimizer_state="fp32", or repair it.'
+                    f'{_label(key, names)}: {name} holds numbers that optimizer_state="8bit" has no code for: nan or '
+                    "inf, or negative ones where there are only squares. Use "
+                    'optimizer_state="fp32", or repair it.'
                 )
 
 

@@ -97,6 +97,12 @@ class GradScaler(TorchScale):
     # -- unscaling and clipping ------------------------------------------------------------------------------------
 
     def _of(self, optimizer: Optimizer) -> OptimizerGradients:
+        if getattr(optimizer, "gradient_release", False):
+            raise ValueError(
+                "a GradScaler can't drive a MixedPrecisionOptimizer with gradient_release: its gradients are used "
+                "before they could be unscaled. Use loss_scale=... of the wrapper and opt.backward(loss), or "
+                "gradient_release=False."
+            )
         found = self._gradients.get(optimizer)
         if found is None:
             found = self._gradients[optimizer] = OptimizerGradients()

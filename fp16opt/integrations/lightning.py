@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..optimizer import MixedPrecisionOptimizer
-from .together import Together, WaitingScheduler, named_parameters
+from .together import Together, WaitingScheduler, check_not_released, named_parameters
 
 _PRECISIONS = ("16-true", "bf16-true")
 Precision = Literal["16-true", "bf16-true"]
@@ -120,8 +120,13 @@ class MasterWeightsPrecision(HalfPrecision):
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        """Scale the loss, then Lightning's ``on_before_backward``, as its own AMP plugin does."""
+        """Scale the loss, then Lightning's ``on_before_backward``, as its own AMP plugin does.
+
+        Raises:
+            RuntimeError: After ``toggle_optimizer``, which does not reach the model's weights.
+        """
         if self._together is not None:
+            _check_toggled(self._together.optimizers)
             tensor = self._together.scale(tensor)
         scaled: Tensor = super().pre_backward(tensor, module)
         return scaled
@@ -328,13 +333,30 @@ class FabricMasterWeightsPrecision(FabricHalfPrecision):
         """Gradients of masters are true when they are read. Fabric is about to clip them; what is inf becomes nan.
 
         torch's ``clip_grad_value_`` would make a number of an inf, and the overflow would be stepped. Syncs.
+
+        Raises:
+            RuntimeError: ``gradient_release``: there are none to clip.
         """
+        if isinstance(optimizer, MixedPrecisionOptimizer):
+            check_not_released(optimizer, "clip_gradients")
         if isinstance(optimizer, MixedPrecisionOptimizer) and not bool(
             optimizer.clip_master_grads(float("inf")).isfinite()
         ):
             for master in optimizer.master_params():
                 if master.grad is not None:
                     master.grad.masked_fill_(master.grad.isinf(), float("nan"))
+
+
+def _check_toggled(optimizers: Sequence[MixedPrecisionOptimizer]) -> None:
+    """Raise ``RuntimeError`` where Lightning has switched masters off, as weights of the model know nothing of it."""
+    for one in optimizers:
+        for model, master in zip(one.model_params(), one.master_params(), strict=True):
+            if model.requires_grad and not master.requires_grad:
+                raise RuntimeError(
+                    "toggle_optimizer switches off what the other optimizers hold, which are FP32 masters: the model's "
+                    "weights go on making gradients. Leave toggle_optimizer and untoggle_optimizer out, and set "
+                    "requires_grad_ of the other networks' parameters yourself."
+                )
 
 
 def _driven(scheduler: Any, optimizers: Sequence[MixedPrecisionOptimizer]) -> list[MixedPrecisionOptimizer]:

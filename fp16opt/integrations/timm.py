@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..optimizer import MixedPrecisionOptimizer
-from .together import masters_of
+from .together import check_not_released, masters_of
 
 
 class MasterScaler:
@@ -91,6 +91,7 @@ class MasterScaler:
         elif mode == "value":
             optimizer.clip_master_values(to, params=parameters)
         else:
+            check_not_released(optimizer, 'clip_mode="agc"')
             from timm.utils.agc import adaptive_clip_grad
 
             given = [parameters] if isinstance(parameters, Tensor) else parameters

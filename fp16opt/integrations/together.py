@@ -69,6 +69,15 @@ class SharedLossScaler(LossScaler):
         return self.rule.max_consecutive_skips
 
     @property
+    def follows_norms(self) -> bool:  # type: ignore[override]
+        """Whether the shared scaler looks at the norms of gradients."""
+        return self.rule.follows_norms
+
+    def see(self, norm: Tensor) -> None:
+        """Tell the shared scaler of this optimizer's gradients. No sync."""
+        self.rule.see(norm)
+
+    @property
     def generation(self) -> int:  # type: ignore[override]
         """Grows by one when the scale changed or may have."""
         return self.rule.generation
@@ -235,8 +244,13 @@ class Together:
         of = self._owners(given)
         if len(of) == 1:
             return of[0].clip_master_grads(max_norm, norm_type, params=given)
+        for one in of:
+            check_not_released(one, "a clip by one norm over several optimizers")
         masters = [master for one in of for master in masters_of(one, given)]
-        return nn.utils.clip_grad_norm_(masters, max_norm, norm_type)
+        norm = nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None], norm_type)
+        # An overflow is left to the steps: at a norm of 0 nothing is made a number.
+        nn.utils.clip_grads_with_norm_(masters, max_norm, torch.where(norm.isfinite(), norm, 0.0))
+        return norm
 
     def clip_grad_value(self, params: Iterable[Tensor] | Tensor, max_value: float) -> None:
         """Clip the master gradients of the model's parameters ``params`` by value.
@@ -289,6 +303,15 @@ def check_alike(optimizers: Sequence[MixedPrecisionOptimizer]) -> None:
                 f"optimizer {number} has a loss scaler of its own, and one backward serves all {len(optimizers)}. Wrap "
                 "them with one scaler=fp16opt.DynamicLossScaler(), or leave them unwrapped."
             )
+
+
+def check_not_released(optimizer: MixedPrecisionOptimizer, what: str) -> None:
+    """Raise ``RuntimeError`` where gradients are freed in backward, so that a clip on masters would find none."""
+    if optimizer.gradient_release:
+        raise RuntimeError(
+            f"{what}: with gradient_release={optimizer.gradient_release!r} masters have no gradients. Use "
+            "clip_master_grads of one optimizer where that goes, or gradient_release=False."
+        )
 
 
 def check_trains(optimizers: Sequence[Optimizer], known: set[int]) -> None:

@@ -21,8 +21,8 @@ class MasterWeightsMixin:
     the scheduler where it is, checkpoints have masters and scale. ``loss_scale`` and ``skipped_steps`` are logged.
 
     Args:
-        master_weights: Options of ``MixedPrecisionOptimizer``. None: ``{"dynamic": True}`` where the model has FP16
-            parameters, ``{}`` where it has BF16 ones.
+        master_weights: Options of ``MixedPrecisionOptimizer``. Where the model has FP16 parameters the scale is
+            dynamic, unless ``dynamic``, ``loss_scale`` or ``scaler`` is among them.
         *args, **kwargs: The Trainer's own. ``TrainingArguments(fp16=True)`` scales by itself and is refused; a model in
             16 bits needs neither it nor ``bf16=True``.
 
@@ -49,10 +49,11 @@ class MasterWeightsMixin:
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """The Trainer's. It is wrapped where the Trainer prepares it."""
         made: Optimizer = super().create_optimizer(model)  # type: ignore[misc]
-        if self.master_weights is None:
-            of = getattr(self, "model", None) if model is None else model
-            dynamic = of is not None and any(param.dtype == torch.float16 for param in of.parameters())
-            self.accelerator.master_weights = {"dynamic": True} if dynamic else {}
+        given = self.master_weights or {}
+        of = getattr(self, "model", None) if model is None else model
+        halves = of is not None and any(param.dtype == torch.float16 for param in of.parameters())
+        says = any(name in given for name in ("dynamic", "loss_scale", "scaler"))
+        self.accelerator.master_weights = {"dynamic": True, **given} if halves and not says else dict(given)
         return made
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

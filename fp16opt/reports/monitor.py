@@ -104,6 +104,11 @@ class Monitor:
     ) -> None:
         if not isinstance(opt, MixedPrecisionOptimizer):
             raise TypeError(f"opt: expected a MixedPrecisionOptimizer, got {type(opt).__name__}. Wrap the optimizer.")
+        if opt.gradient_release:
+            raise ValueError(
+                f"opt: gradient_release={opt.gradient_release!r} frees gradients before there is anything to sample. "
+                "Use opt.stats() for numbers of steps, or gradient_release=False."
+            )
         check_number("every", every, above_zero=True)
         check_number("start", start)
         check_number("depth", 1 if depth is None else depth, above_zero=True)

@@ -703,3 +703,39 @@ def test_fabrics_several_optimizers_come_in_one_call() -> None:
     assert len({id(one.scaler.rule) for one in both}) == 1
     with pytest.raises(RuntimeError, match="wrap was called before"):
         plugin.wrap(adamw(nets[0].parameters()))
+
+
+class Toggling(lightning.LightningModule):
+    """Two networks, of which one is switched off while the other is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.one, self.two = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first = self.optimizers()[0]  # type: ignore[index]
+        self.toggle_optimizer(first)
+        self.manual_backward(self.two(self.one(torch.ones(2, 4).to(self.one.weight.dtype))).float().sum())
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.one, self.two)]
+
+    def train_dataloader(self) -> Any:
+        return [0]
+
+
+def test_toggled_optimizers_are_refused(tmp_path: Path) -> None:
+    """Lightning switches off masters, and the model's weights would go on making gradients."""
+    trainer = lightning.Trainer(
+        max_steps=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        plugins=MasterWeightsPrecision("16-true"),
+    )
+    with pytest.raises(RuntimeError, match="toggle_optimizer switches off what the other optimizers hold"):
+        trainer.fit(Toggling())

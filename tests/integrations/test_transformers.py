@@ -340,3 +340,19 @@ def word_tokenizer(words: list[str]) -> Any:
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<pad>"
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (None, {"dynamic": True}),
+        ({"grad_accumulation": "fp32"}, {"dynamic": True, "grad_accumulation": "fp32"}),
+        ({"loss_scale": 8.0}, {"loss_scale": 8.0}),
+        ({"dynamic": False}, {"dynamic": False}),
+    ],
+)
+def test_options_leave_the_scale_dynamic_unless_they_say_otherwise(given: Any, wanted: Any, tmp_path: Path) -> None:
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    trainer = Trainer(Regressor(HALF), args, train_dataset=rows(1), master_weights=given)
+    trainer.create_optimizer()
+    assert trainer.accelerator.master_weights == wanted

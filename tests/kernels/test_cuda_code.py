@@ -37,7 +37,7 @@ WIDE = {**FINDING, **MAPPING, **STEPPING}
 REGISTERS = {"AdamStep": 128}  # two blocks of 256 threads fit on a multiprocessor; else 80, and three
 TWO_BLOCKS = (100,)  # cards on which cuda_entries.cuh reckons with two blocks of every kernel
 # Bytes that one compiler puts on one card's stack, and no other on any.
-SPILLS = {(12, 70, "UnscaleClipped"): 20, (13, 120, "Sample"): 24, (13, 120, "SgdStep"): 16}
+SPILLS = {(12, 70, "UnscaleClipped"): 20, (13, 120, "Sample"): 24, (13, 120, "SgdStep"): 16, (13, 120, "LionStep"): 24}
 SINGLE = {"CaptureScale", "DecideClip", "CloseStep"}  # one block, over a few numbers
 
 # With each release of CUDA: its oldest card, and a newer one. The others are compiled for with `-m slow`.

@@ -1,0 +1,60 @@
+"""Several optimizers of one trainer, without a trainer: what they share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
+from fp16opt.integrations.together import Together
+
+
+def weights(count: int = 2) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.ones(4, dtype=torch.float16)) for _ in range(count)]
+
+
+def together(params: list[torch.nn.Parameter], **options: Any) -> Together:
+    return Together([torch.optim.SGD([p], lr=1.0, momentum=0.9) for p in params], options=options)
+
+
+def backward(both: Together, loss: torch.Tensor) -> None:
+    with both.backward(loss) as scaled:
+        scaled.backward()  # type: ignore[no-untyped-call]
+
+
+def test_a_shared_scaler_that_follows_norms_hears_of_them() -> None:
+    scaler = DynamicLossScaler(policy="headroom", init_scale=2.0**24, growth_interval=5)
+    one, two = weights()
+    both = together([one, two], scaler=scaler)
+    alone = weights(1)[0]
+    other = DynamicLossScaler(policy="headroom", init_scale=2.0**24, growth_interval=5)
+    single = MixedPrecisionOptimizer(torch.optim.SGD([alone], lr=0.0), scaler=other)
+    for _ in range(60):
+        backward(both, (one.float() * 2.0**-6 + two.float() * 2.0**-6).sum())
+        single.backward((alone.float() * 2.0**-6).sum())
+        for opt in (*both.optimizers, single):
+            opt.step()
+            opt.zero_grad()
+    assert float(scaler.scale) == float(other.scale) > 1024.0
+
+
+def test_a_clip_over_an_overflow_leaves_the_others_gradients() -> None:
+    one, two = weights()
+    both = together([one, two], loss_scale=64.0)
+    backward(both, one.float().sum() + two.float().sum() * 3.0e38)
+    norm = both.clip_grad_norm([one, two], 0.5)
+    assert not bool(norm.isfinite())
+    for opt in both.optimizers:
+        opt.step()
+    assert one.tolist() == [0.0] * 4
+    assert [opt.step_was_skipped for opt in both.optimizers] == [False, True]
+
+
+def test_a_clip_over_several_whose_gradients_were_released_raises() -> None:
+    one, two = weights()
+    both = together([one, two], loss_scale=1.0, gradient_release=True)
+    backward(both, one.float().sum() + two.float().sum())
+    with pytest.raises(RuntimeError, match="masters have no gradients"):
+        both.clip_grad_norm([one, two], 0.5)
