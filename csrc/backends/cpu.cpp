@@ -36,7 +36,8 @@ UnscaleResult unscale_chunk(DType from, const void* grad, void* out, int64_t n, 
         case DType::half: return unscale_as<Half>(grad, out, n, inv_scale, add, stream);
         case DType::bfloat16: return unscale_as<BFloat16>(grad, out, n, inv_scale, add, stream);
         case DType::single: return unscale_as<float>(grad, out, n, inv_scale, add, stream);
-        case DType::wide: break;
+        case DType::wide:
+        case DType::byte: break;
     }
     UnscaleWideLoop loop{double(inv_scale), add, Lanes(n)};
     loop.run(static_cast<const double*>(grad), static_cast<double*>(out), n);
@@ -49,7 +50,8 @@ void unscale_clipped_chunk(DType from, const void* grad, void* out, int64_t n, f
         case DType::half: return unscale_clipped_as<Half>(grad, out, n, inv_scale, factor, stream);
         case DType::bfloat16: return unscale_clipped_as<BFloat16>(grad, out, n, inv_scale, factor, stream);
         case DType::single: return unscale_clipped_as<float>(grad, out, n, inv_scale, factor, stream);
-        case DType::wide: break;
+        case DType::wide:
+        case DType::byte: break;
     }
     const double* of = static_cast<const double*>(grad);
     double* to = static_cast<double*>(out);
@@ -61,7 +63,8 @@ double sum_of_squares_chunk(DType dtype, const void* values, int64_t n) {
         case DType::half: return sum_of_squares(static_cast<const Half*>(values), n);
         case DType::bfloat16: return sum_of_squares(static_cast<const BFloat16*>(values), n);
         case DType::single: return sum_of_squares(static_cast<const float*>(values), n);
-        case DType::wide: break;
+        case DType::wide:
+        case DType::byte: break;
     }
     return sum_of_squares(static_cast<const double*>(values), n);
 }
@@ -72,6 +75,7 @@ void scale_chunk(DType dtype, void* values, int64_t n, float factor) {
         case DType::bfloat16: return scale_values(static_cast<BFloat16*>(values), n, factor);
         case DType::single: return scale_values(static_cast<float*>(values), n, factor);
         case DType::wide: return scale_values(static_cast<double*>(values), n, factor);
+        case DType::byte: break;  // no operation hands it here
     }
 }
 
@@ -82,6 +86,7 @@ void lerp_chunk(DType of, void* averages, const void* values, int64_t n, double 
         case DType::bfloat16: return lerp_values(at, static_cast<const BFloat16*>(values), n, weight);
         case DType::single: return lerp_values(at, static_cast<const float*>(values), n, weight);
         case DType::wide: return lerp_values(static_cast<double*>(averages), static_cast<const double*>(values), n, weight);
+        case DType::byte: break;  // no operation hands it here
     }
 }
 
