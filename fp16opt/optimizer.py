@@ -127,7 +127,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         (1.0, 0.9998779296875)
     """
 
-    # A GradScaler must leave this alone; else Lightning would refuse to clip, and Accelerate miss skips.
+    # A GradScaler must leave this alone; else Lightning would refuse to clip, and Accelerate miss skips. Where there is
+    # a scale of its own it is set: then a GradScaler tells ``step`` that it came, which refuses.
     _step_supports_amp_scaling = False
 
     def __init__(
@@ -186,6 +187,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.gradient_release = gradient_release
         with torch.inference_mode(False):
             self._make(optimizer, master_weights, on_model_write)
+        self._step_supports_amp_scaling = not self._under.serves(self.scaler)
         make_hook_tables(self)
         self._patch_step_function()
 
@@ -198,7 +200,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         }
         self._masters = kinds[master_weights]()
         self._holder = parallel.holder_of(optimizer)
-        self._pairs = Pairs(self._holder.param_groups, self._names, self._adopt)
+        self._pairs = Pairs(self._holder.param_groups, self._names, self._adopt if self._masters.are_apart else None)
         for pair in self._pairs.all if master_weights != "none" else ():
             if pair.master is pair.model:
                 self._carry_state(pair.model, pair.model)
@@ -324,11 +326,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 where = f"group {number}, param {index}{quoted(name_of(group, index, param, self._names))}"
                 check_plain(where, param, master_weights)
 
-    def _adopt(self, model: Tensor) -> Tensor | None:
+    def _adopt(self, model: Tensor) -> Tensor:
         """The master of a 16-bit parameter, with the optimizer state that the parameter had, in FP32."""
         master = self._masters.make(model)
-        if master is not None:
-            self._carry_state(model, master)
+        self._carry_state(model, master)
         return master
 
     def _carry_state(self, param: Tensor, master: Tensor) -> None:
@@ -440,7 +441,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if self.master_weights == "split":
             self._certified.check_settings(self.optimizer, {**self.defaults, **settings_of(group)})
         self.optimizer.add_param_group(group)
-        self._pairs.add_group(self.optimizer.param_groups[-1], number, names, self._adopt)
+        adopt = self._adopt if self._masters.are_apart else None
+        self._pairs.add_group(self.optimizer.param_groups[-1], number, names, adopt)
         self._grow()
 
     def _follow(self) -> None:
@@ -449,7 +451,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self._model_writes.check_home(type(self).__name__)
         if self.master_weights == "split":
             self._certified.check(self.optimizer)
-        if self._pairs.follow(self._holder.param_groups, self._names, self._adopt):
+        adopt = self._adopt if self._masters.are_apart else None
+        if self._pairs.follow(self._holder.param_groups, self._names, adopt):
             self._grow()
 
     def _grow(self) -> None:
@@ -654,7 +657,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _settle(self, write: bool, norm_type: float | None = None, of: set[int] | None = None) -> Verdict | None:
         """The verdict on the gradients as they are now, whoever made them; None where there is nothing to step."""
-        self._accumulation.check_complete()
+        flag = self.__dict__.get("found_inf")
+        if flag is not None:
+            self.check_driven()
         if self._accumulation.stage is Stage.READY:
             if self._accumulation.has_strange():
                 self._take_foreign()
@@ -663,7 +668,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         elif self._is_foreign() and self.__dict__.get("grad_scale") is not None:
             self._take_foreign()  # it has looked at them and left the unscaling to this step
         verdict: Verdict | None = self._accumulation.settle(write, norm_type, of)
-        flag = self.__dict__.get("found_inf")
         if verdict is not None and flag is not None:  # torch's protocol: a GradScaler hands over its own verdict
             found = torch.maximum(verdict.found_inf, flag.to(self._device).reshape(()).clamp(max=1.0))
             verdict = Verdict(found, [(scaler, found) for scaler, _ in verdict.of], verdict.flags, verdict.norm)
@@ -835,6 +839,24 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def _is_foreign(self) -> bool:
         pending = self._accumulation.pending
         return pending is not None and pending.foreign
+
+    def check_driven(self) -> None:
+        """A GradScaler came.
+
+        Raises:
+            RuntimeError: The gradients were made by :meth:`backward`, with a loss scale of this optimizer.
+        """
+        pending = self._accumulation.pending
+        if pending is None or pending.foreign or self._under.serves(self.scaler):
+            return
+        for name in ("grad_scale", "found_inf"):  # torch's deletes them only where step returns
+            self.__dict__.pop(name, None)
+        raise RuntimeError(
+            f"opt.backward(loss) made the gradients at this optimizer's loss scale of {self.loss_scale:g}, and a "
+            "GradScaler came to unscale them by its own. Drop one of the two: call opt.step() without a GradScaler; or "
+            "construct MixedPrecisionOptimizer without dynamic, loss_scale, scaler and call scaler.scale(loss)"
+            ".backward()."
+        )
 
     def note_left_out(self, is_logged: bool = True) -> None:
         """A GradScaler did not call :meth:`step` because it found gradients that are not finite: count the skip.

@@ -74,7 +74,6 @@ class GroupRanks(Ranks):
             norm = torch.where(flags.amax() > 0, torch.full_like(norm, math.inf), norm).to(home)
         return list(verdicts.unbind()), norm
 
-
     def largest(self, norms: Tensor) -> Tensor:
         """See :meth:`fp16opt.engine.ranks.Ranks.largest`. A norm that is not finite travels as 0."""
         there = torch.where(norms.isfinite(), norms, 0.0).to(self.device)

@@ -267,7 +267,7 @@ class Accumulation:
         pairs = self.gradients.pairs
         if scale == 1.0:
             return
-        apart = [i for i in positions if not self._is_own(i)]  # others are set aside, and added
+        apart = [i for i in positions if pairs.models[i] is not pairs.masters[i]]  # others are set aside, and added
         grads = [(i, pairs.models[i].grad) for i in apart]
         found = [pairs.all[i] for i, grad in grads if grad is not None and bool((grad != 0).any())]
         if found:
@@ -380,8 +380,8 @@ class Accumulation:
             return
         self._edited += [pairs.all[i].name for i in edited]
         grads = gradients.of_model()
-        own = [i for i in moved if self._is_own(i)]
-        others = [i for i in moved if not self._is_own(i)]
+        own = [i for i in moved if pairs.models[i] is pairs.masters[i]]
+        others = [i for i in moved if pairs.models[i] is not pairs.masters[i]]
         written = [i for i in others if grads[i] is not None]
         gone = [i for i in others if grads[i] is None]
         unread = self.stage is Stage.SCALED
@@ -409,10 +409,6 @@ class Accumulation:
             if edited or own:  # what is stepped is what was found now, whoever found something before
                 found = self.gradients.found_inf(self.device).clone()
                 self._verdicts = {key: (scaler, found) for key, (scaler, _) in self._verdicts.items()}
-
-    def _is_own(self, position: int) -> bool:
-        """Whether a parameter is its own master."""
-        return self.gradients.pairs.models[position] is self.gradients.pairs.masters[position]
 
     def _writes_count(self, unread: bool) -> bool:
         """Whether 16-bit gradients are the user's still."""

@@ -48,14 +48,6 @@ def aligned(grad: Tensor, param: Tensor) -> Tensor:
     return moved
 
 
-def drop_grad(param: Tensor, keep: bool) -> None:
-    """Free a gradient, or leave zeros in its place."""
-    if keep and param.grad is not None:
-        param.grad.zero_()
-    else:
-        param.grad = None
-
-
 def check_whole(param: object, where: str) -> None:
     """Raise ``ValueError`` for a piece of FSDP1."""
     if hasattr(param, "_fsdp_flattened"):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels.reference_steps import Factors
+from ..kernels.tables import same_walk
 from .dtensors import aligned, local
 from .pairs import HALF_DTYPES, DeviceGroup, Pairs
 from .sights import store
@@ -184,6 +185,11 @@ def coalesced(grad: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     return torch.sparse_coo_tensor(grad._indices(), grad._values().to(dtype), grad.shape).coalesce()
 
 
+def can_wait(grad: Tensor, model: Tensor) -> bool:
+    """Whether kernels can walk a gradient along with its parameter, so that it stays where it is until a step."""
+    return grad.layout is torch.strided and grad.dtype == model.dtype and same_walk(grad, model)
+
+
 def dense(grads: list[Tensor | None], rows: Rows) -> list[Tensor | None]:
     """The tensors that hold the gradients' elements, for kernels; of 16-bit ones without masters FP32 copies."""
     values: list[Tensor | None] = []
@@ -196,7 +202,8 @@ def dense(grads: list[Tensor | None], rows: Rows) -> list[Tensor | None]:
                 grad = grad.coalesce()
                 store(rows.masters[row], grad)
             grad = grad._values()
-        grad = local(grad)
+        if type(grad) is not Tensor:
+            grad = local(grad)
         values.append(grad.detach() if grad.requires_grad else grad)
     return values
 

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels.reference_steps import Factors
-from ..kernels.tables import same_walk
 from .dtensors import aligned, local
-from .gradient_rows import OwnRows, Rows, Taken, coalesced, dense, total_norm, vector_norm
+from .gradient_rows import OwnRows, Rows, Taken, can_wait, coalesced, dense, total_norm, vector_norm
 from .masters import Masters
 from .pairs import DeviceGroup, Pairs
-from .sights import GRAD, FadedSight, Sight, drop_grad, store, stored
+from .sights import GRAD, FadedSight, Sight, drop_grads, store, stored
 
 
 class Gradients:
@@ -142,7 +141,7 @@ class Gradients:
                 if grad is not None:
                     # DDP writes the next gradient into the same memory, where gradients are views of its buckets.
                     rows.held[row] = grad.clone() if keep or grad._is_view() else grad
-                    drop_grad(model, keep)
+                    drop_grads([model], keep)
         self.own_are_scaled = True
 
     def unscale_own(self, inv_scale: Tensor) -> None:
@@ -226,13 +225,16 @@ class Gradients:
         sweep.stats.touched = True
         live: set[int] = set()
         if group.own:  # looked at only now: until then they are the user's to edit
-            own = dense(rows.spread(group.own, [model.grad for model in rows.own_models]), rows)
-            live.update(row for row in group.own if own[row] is not None)
+            grads = [model.grad for model in rows.own_models]
+            own = rows.spread(group.own, grads)
+            if not rows.usual_own.again(grads):
+                own = dense(own, rows)
+            live.update([row for row, grad in zip(group.own, grads, strict=True) if grad is not None])
             sweep.judge(own)
         if group.copied:
             rows.factors = Factors(inv_scale, sweep.one)
             grads = [model.grad for model in rows.copied_models]
-            if rows.usual.again(grads):
+            if self._are_usual(rows, grads):
                 waiting, taken = grads, None
                 live.update(group.copied)
             else:
@@ -264,22 +266,30 @@ class Gradients:
         """(what can wait, of rows with masters; the others, made at once). Rows with a gradient go into ``live``."""
         waiting: list[Tensor | None] = []
         taken = Taken(len(rows.models))
-        plain = True
         for row, grad in zip(rows.group.copied, grads, strict=True):
             waits = None
             if grad is not None:
                 live.add(row)
                 grad = aligned(grad.detach() if grad.requires_grad else grad, rows.models[row])
-                piece, model = local(grad), rows.group.models[row]
-                if grad.layout is torch.strided and grad.dtype == model.dtype and same_walk(piece, model):
-                    waits = piece
+                if can_wait(local(grad), rows.group.models[row]):
+                    waits = local(grad)
                 else:
                     self._take_odd(rows, row, grad, taken)
-            plain = plain and waits is grads[len(waiting)] and waits is not None
             waiting.append(waits)
-        if plain:
-            rows.usual = kernels.Seen(grads)
         return waiting, taken if taken.used else None
+
+    def _are_usual(self, rows: Rows, grads: list[Tensor | None]) -> bool:
+        """Whether every 16-bit parameter has a gradient, and all can wait as they are."""
+        if rows.usual.again(grads):
+            return True
+        models = [rows.group.models[row] for row in rows.group.copied]
+        usual = all(
+            type(grad) is Tensor and not grad.requires_grad and can_wait(grad, model)
+            for grad, model in zip(grads, models, strict=True)
+        )
+        if usual and not self.pairs.has_pieces:
+            rows.usual = kernels.Seen(grads)
+        return usual and not self.pairs.has_pieces
 
     def _take_odd(self, rows: Rows, row: int, grad: Tensor, taken: Taken) -> None:
         """A gradient that can't wait: sparse, of another dtype, or laid out otherwise than its parameter."""
@@ -391,8 +401,7 @@ class Gradients:
             rows.flags = rows.sweep.stats.nonfinite.clone()
             rows.sums = rows.live - set(rows.group.own) if self.made else set()
             if self.made:
-                for model in rows.copied_models:
-                    model.grad = None
+                drop_grads(rows.copied_models)
         self.summing = True
 
     def sum_up(self, inv_scale: Tensor, keep: bool = False) -> None:
@@ -408,21 +417,35 @@ class Gradients:
             for rows in self._rows:
                 self._sum_up(rows, inv_scale.to(rows.group.device))
         for rows in self._rows:
-            for model in rows.copied_models:
-                drop_grad(model, keep)
-        for model in self.pairs.elsewhere:
-            drop_grad(model, keep)
+            drop_grads(rows.copied_models, keep)
+        drop_grads(self.pairs.elsewhere, keep)
         self.made, self._measured, self._clipped = True, True, False
         self._forget_gone()
         self._note_made()
 
     def _sum_up(self, rows: Rows, inv_scale: Tensor) -> None:
-        sweep = rows.sweep
+        sweep, group = rows.sweep, rows.group
         sweep.stats.touched = True
         own_flags = sweep.stats.nonfinite.clone()
+        grads = [model.grad for model in rows.copied_models]
+        rows.live.update([row for row in group.own if rows.models[row].grad is not None])
+        sums = stored([rows.masters[row] for row in group.copied if row in rows.sums])
+        is_whole = len(sums) in (0, len(grads)) and not any([one is None or one.is_sparse for one in sums])  # noqa: C419
+        if is_whole and group.copied and self._are_usual(rows, grads):
+            entries = rows.spread(group.copied, grads)
+            outs = rows.spread(group.copied, sums) if sums else self._outs(rows, entries)
+            sweep.take(entries, outs, inv_scale, bool(sums))
+            rows.sums.update(group.copied)
+            rows.live.update(group.copied)
+        else:
+            self._add_up(rows, grads, inv_scale)
+        rows.flags = self._known(rows) | sweep.stats.nonfinite | own_flags
+
+    def _add_up(self, rows: Rows, grads: list[Tensor | None], inv_scale: Tensor) -> None:
+        """Add the 16-bit gradients of one device to what there is of sums."""
+        sweep = rows.sweep
         taken, later = Taken(len(rows.models)), []
-        for row in rows.group.copied:
-            grad = rows.models[row].grad
+        for row, grad in zip(rows.group.copied, grads, strict=True):
             if grad is None:
                 continue
             grad = aligned(grad.detach() if grad.requires_grad else grad, rows.models[row])
@@ -444,8 +467,6 @@ class Gradients:
         if later:
             sums = rows.spread([row for row, _ in later], stored([rows.masters[row] for row, _ in later]))
             sweep.measure(dense(sums, rows), self._known(rows))
-        rows.live.update(row for row in rows.group.own if rows.models[row].grad is not None)
-        rows.flags = self._known(rows) | sweep.stats.nonfinite | own_flags
 
     def _known(self, rows: Rows) -> Tensor:
         """Flags of what is in the sums."""

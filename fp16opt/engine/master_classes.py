@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +20,8 @@ class MasterClasses:
     Copies and pickles of such parameters are plain ones again.
 
     Args:
-        read: called before ``.grad`` is read; None once what it belongs to is gone.
+        read: called before ``.grad`` is read, unless the model's parameter shares it, as under a GradScaler: then it
+            was made, and who drives reads each of them many times.
         edit: called before ``.grad`` is set.
 
     Attributes:
@@ -29,6 +31,8 @@ class MasterClasses:
     def __init__(self, read: Callable[[], None], edit: Callable[[], None]) -> None:
         self._read, self._edit = read, edit
         self._of: dict[type, type] = {}
+        # By id of their masters, which live as long as this. Weak: classes are freed by the garbage collector only.
+        self._models: dict[int, weakref.ref[Tensor]] = {}
         self.adopted: list[tuple[Tensor, type, type]] = []
 
     def made(self, cls: type) -> bool:
@@ -41,8 +45,9 @@ class MasterClasses:
             cls = type(pair.master)
             if pair.master is not pair.model and not self.made(cls):
                 if cls not in self._of:
-                    self._of[cls] = _subclass(cls, self._read, self._edit)
+                    self._of[cls] = _subclass(cls, self._models, self._read, self._edit)
                 pair.master.__class__ = self._of[cls]
+                self._models[id(pair.master)] = weakref.ref(pair.model)
                 self.adopted.append((pair.master, self._of[cls], cls))
 
     @contextlib.contextmanager
@@ -57,7 +62,9 @@ class MasterClasses:
                 master.__class__ = cls
 
 
-def _subclass(cls: Any, read: Callable[[], None], edit: Callable[[], None]) -> type:
+def _subclass(
+    cls: Any, models: dict[int, weakref.ref[Tensor]], read: Callable[[], None], edit: Callable[[], None]
+) -> type:
     class MasterParameter(cls):  # type: ignore[misc]
         """An FP32 master whose gradient is made of the model's when it is read."""
 
@@ -66,8 +73,11 @@ def _subclass(cls: Any, read: Callable[[], None], edit: Callable[[], None]) -> t
 
         @property
         def grad(self) -> Tensor | None:
-            read()
             found: Tensor | None = GRAD.__get__(self)
+            model = models[id(self)]() if id(self) in models else None
+            if found is None or model is None or found is not GRAD.__get__(model):
+                read()
+                found = GRAD.__get__(self)
             return found
 
         @grad.setter

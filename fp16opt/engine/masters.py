@@ -19,6 +19,7 @@ class Masters(Protocol):
 
     Attributes:
         words: what ``repr`` calls them.
+        are_apart: whether 16-bit parameters get any.
         keeps_gradients: whether the memory of FP32 gradients is kept from one step to the next.
         are_whole: whether masters are ordinary tensors that their optimizer, and the user, may read and write.
         needs_number: whether steps round them by the number of the step.
@@ -26,6 +27,7 @@ class Masters(Protocol):
     """
 
     words: str
+    are_apart: bool
     keeps_gradients: bool
     are_whole: bool
     needs_number: bool
@@ -35,8 +37,8 @@ class Masters(Protocol):
         """See the class."""
         ...
 
-    def make(self, model: Tensor) -> Tensor | None:
-        """The master of a 16-bit parameter, with its value; None where it is to be its own."""
+    def make(self, model: Tensor) -> Tensor:
+        """The master of a 16-bit parameter, with its value."""
 
     def like(self, pair: Pair) -> Tensor:
         """New FP32 memory in the shape and strides of a master."""
@@ -82,12 +84,13 @@ class FullMasters:
     """FP32 tensors of the parameters' shapes and strides."""
 
     words = "with FP32 masters"
+    are_apart = True
     keeps_gradients = True
     are_whole = True
     needs_number = False
     has_ties = False
 
-    def make(self, model: Tensor) -> Tensor | None:
+    def make(self, model: Tensor) -> Tensor:
         """See :class:`Masters`. Leaves, with the marks that users set on parameters (Muon variants read them)."""
         data = model.detach().to(torch.float32, memory_format=torch.preserve_format, copy=True)
         master = torch.nn.Parameter(data, requires_grad=True)
@@ -160,10 +163,7 @@ class NoMasters(FullMasters):
     """16-bit parameters are stepped themselves, and lose updates smaller than half a unit in the last place."""
 
     words = "without masters"
-
-    def make(self, model: Tensor) -> Tensor | None:
-        """None: it is its own."""
-        return None
+    are_apart = False
 
 
 def rounded(pair: Pair) -> Tensor:

@@ -26,8 +26,8 @@ OWN_DTYPES = (torch.float32, torch.float64)
 
 _PARAMS = operator.itemgetter("params")
 
-Adopt = Callable[[Tensor], "Tensor | None"]
-"""Makes the master of a 16-bit parameter, optimizer state included; None where it is to be its own."""
+Adopt = Callable[[Tensor], Tensor]
+"""Makes the master of a 16-bit parameter, optimizer state included."""
 
 
 class DeviceGroup:
@@ -89,7 +89,7 @@ class Pairs:
     Args:
         groups: the wrapped optimizer's ``param_groups``. Their ``params`` lists are changed in place.
         names: from ``id(parameter)`` to its name; may be empty.
-        adopt: makes masters.
+        adopt: makes masters; None where 16-bit parameters are to be their own.
 
     Raises:
         TypeError, ValueError: a parameter can't be served; nothing has been changed then.
@@ -107,7 +107,7 @@ class Pairs:
         own_halves: pairs of 16-bit parameters that are their own masters.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], names: dict[int, str], adopt: Adopt) -> None:
+    def __init__(self, groups: list[dict[str, Any]], names: dict[int, str], adopt: Adopt | None) -> None:
         self.generation = self.layout = 0
         self.elsewhere: list[Tensor] = []
         self.names_elsewhere: list[str] | None = None
@@ -124,7 +124,7 @@ class Pairs:
     def __len__(self) -> int:
         return len(self.all)
 
-    def _append(self, group: dict[str, Any], number: int, names: dict[int, str], adopt: Adopt) -> None:
+    def _append(self, group: dict[str, Any], number: int, names: dict[int, str], adopt: Adopt | None) -> None:
         params = group["params"]
         nowhere = DeviceGroup(torch.device("cpu"), [], [])
         for index, param in enumerate(params):
@@ -132,8 +132,8 @@ class Pairs:
             pair = Pair(param, param, name, number, index, nowhere, 0)
             self.all.append(pair)
             self._known.append((param.dtype, param.shape, param.device))
-            if param.dtype in HALF_DTYPES and param.requires_grad:
-                _give_master(pair, params, adopt)
+            if adopt is not None and param.dtype in HALF_DTYPES and param.requires_grad:
+                pair.master = params[index] = adopt(param)
         self.group_sizes.append(len(params))
 
     def check_new_group(self, group: dict[str, Any], number: int, names: dict[int, str]) -> None:
@@ -148,12 +148,12 @@ class Pairs:
                 )
         check_apart([(pair.name, pair.model) for pair in self.all] + _labelled([group], names, number))
 
-    def add_group(self, group: dict[str, Any], number: int, names: dict[int, str], adopt: Adopt) -> None:
+    def add_group(self, group: dict[str, Any], number: int, names: dict[int, str], adopt: Adopt | None) -> None:
         """Take in a group whose ``params`` list is the wrapped optimizer's own."""
         self._append(group, number, names, adopt)
         self._rebuild()
 
-    def follow(self, groups: list[dict[str, Any]], names: dict[int, str], adopt: Adopt) -> bool:
+    def follow(self, groups: list[dict[str, Any]], names: dict[int, str], adopt: Adopt | None) -> bool:
         """Notice parameters that were changed, unfrozen, or came through the wrapped optimizer itself.
 
         Returns:
@@ -172,25 +172,25 @@ class Pairs:
                 f"got {sizes}. Use add_param_group of the wrapper."
             )
         came = len(groups) > known
-        if not came and not self.own_halves:
+        thawed = [] if adopt is None else [pair for pair in self.own_halves if pair.model.requires_grad]
+        if not (came or thawed):
             return False
-        thawed = [pair for pair in self.own_halves if pair.model.requires_grad]
         for number in range(known, len(groups)):
             self.check_new_group(groups[number], number, names)
             self._append(groups[number], number, names, adopt)
-        before = [pair.master for pair in thawed]
-        for pair in thawed:
-            _give_master(pair, groups[pair.group]["params"], adopt)
-        came = came or any(pair.master is not master for pair, master in zip(thawed, before, strict=True))
-        if came:
-            self._rebuild()
-        return came
+        if adopt is not None:
+            self._give_masters(thawed, groups, adopt)
+        self._rebuild()
+        return True
 
     def give_masters(self, pairs: Iterable[Pair], groups: list[dict[str, Any]], adopt: Adopt) -> None:
         """Give masters to 16-bit parameters that were frozen when they came: a checkpoint has masters for them."""
-        for pair in pairs:
-            _give_master(pair, groups[pair.group]["params"], adopt)
+        self._give_masters(pairs, groups, adopt)
         self._rebuild()
+
+    def _give_masters(self, pairs: Iterable[Pair], groups: list[dict[str, Any]], adopt: Adopt) -> None:
+        for pair in pairs:
+            pair.master = groups[pair.group]["params"][pair.index] = adopt(pair.model)
 
     def changed(self) -> None:
         """Optimizer state or masters were replaced: nothing that was proved of them holds."""
@@ -296,12 +296,6 @@ class Pairs:
         mine = {id(param) for param in self.models}
         if not any(id(param) in mine for param in model.parameters()):
             raise ValueError("model: none of its parameters is in this optimizer. Pass the model that it trains.")
-
-
-def _give_master(pair: Pair, params: list[Tensor], adopt: Adopt) -> None:
-    master = adopt(pair.model)
-    if master is not None:
-        pair.master = params[pair.index] = master
 
 
 def name_of(group: dict[str, Any], index: int, param: object, names: dict[int, str]) -> str | None:

@@ -47,7 +47,6 @@ class Ranks:
         """
         raise NotImplementedError("verdicts of masters that are all here need no message")
 
-
     def largest(self, norms: Tensor) -> Tensor:
         """The largest over the ranks of each of ``norms`` (float32, on this rank's device), in one message.
 

@@ -29,13 +29,13 @@ def store(tensor: Tensor, grad: Tensor | None) -> None:
     GRAD.__set__(tensor, grad)
 
 
-def drop_grad(param: Tensor, keep: bool) -> None:
-    """Free a gradient, or leave zeros in its place."""
-    grad = GRAD.__get__(param)
-    if keep and grad is not None:
-        grad.zero_()
-    else:
-        GRAD.__set__(param, None)
+def drop_grads(params: Sequence[Tensor], keep: bool = False) -> None:
+    """Free their gradients, or leave zeros in their places."""
+    for param in params:
+        if not keep:
+            GRAD.__set__(param, None)
+        elif (grad := GRAD.__get__(param)) is not None:
+            grad.zero_()
 
 
 class Sight:

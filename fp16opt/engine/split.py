@@ -53,6 +53,7 @@ class SplitMasters:
     """
 
     keeps_gradients = False
+    are_apart = True
     are_whole = False
 
     def __init__(self, bits: int = 32) -> None:
@@ -80,7 +81,7 @@ class SplitMasters:
         """Whether a checkpoint was loaded since the last step that has weights on ties."""
         return bool(self._ties)
 
-    def make(self, model: Tensor) -> Tensor | None:
+    def make(self, model: Tensor) -> Tensor:
         """A placeholder.
 
         Raises:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
+
 import torch
 from torch import Tensor
 
@@ -23,7 +26,8 @@ class Sweep:
         self.device = device
         self.stats = kernels.GradStats.allocate(rows, device)
         self.one = torch.ones((), dtype=torch.float32, device=device)
-        self._look, self._take, self._judge = PointerTables(), PointerTables(), PointerTables()
+        self._look, self._take, self._in_place = PointerTables(), PointerTables(), PointerTables()
+        self._judge, self._round = PointerTables(), PointerTables()
         self._norm, self._scale = PointerTables(), PointerTables()
 
     def look(self, grads: Entries, inv_scale: Tensor) -> None:
@@ -32,7 +36,8 @@ class Sweep:
 
     def take(self, grads: Entries, outs: Entries, inv_scale: Tensor, adds: bool | list[bool] = False) -> None:
         """``outs = grads * inv_scale``, or added to, looked at on the way. ``outs`` may be ``grads``."""
-        kernels.multi_tensor_unscale(grads, outs, inv_scale, self.stats, accumulate=adds, tables=self._take)
+        tables = self._in_place if outs is grads else self._take
+        kernels.multi_tensor_unscale(grads, outs, inv_scale, self.stats, accumulate=adds, tables=tables)
 
     def write(self, grads: Entries, outs: Entries, inv_scale: Tensor, coefficient: Tensor) -> None:
         """``outs = (grads * inv_scale) * coefficient``, of gradients that were looked at."""
@@ -41,10 +46,10 @@ class Sweep:
     def judge(self, values: Entries) -> None:
         """Look at gradients that are true already: float32 or float64; in 16 bits where there are no masters."""
         halves = [value if value is not None and value.dtype in kernels.HALF_DTYPES else None for value in values]
-        wide = [value if half is None else None for value, half in zip(values, halves, strict=True)]
-        if any(half is not None for half in halves):
+        if any(map(operator.is_not, halves, itertools.repeat(None))):
             self.look(halves, self.one)
-        kernels.multi_tensor_unscale(wide, wide, self.one, self.stats, write=False, tables=self._judge)
+            values = [value if half is None else None for value, half in zip(values, halves, strict=True)]
+        kernels.multi_tensor_unscale(values, values, self.one, self.stats, write=False, tables=self._judge)
 
     def measure(self, sums: Entries, known: Tensor) -> None:
         """Sums of squares of FP32 sums. Flags stay, and rise where a sum is not finite that was not ``known`` to be."""
@@ -63,7 +68,7 @@ class Sweep:
     def round(self, rows: list[int], wide: Entries, outs: Entries) -> None:
         """``outs = wide`` in the 16 bits of parameters without masters; what is too large for them counts as inf."""
         found = kernels.CastStats.allocate(len(rows), self.device)
-        kernels.multi_tensor_cast(wide, outs, found)
+        kernels.multi_tensor_cast(wide, outs, found, tables=self._round)
         self.flag(rows, (found.overflow & kernels.TOO_LARGE).ne(0) * kernels.INF)
 
     def forget_flags(self) -> None:
@@ -83,7 +88,7 @@ class Sweep:
 
     def norm(self, values: Entries) -> Tensor:
         """The 2-norm over all rows, read again: float64, 0-dim, on the device also where no row has a tensor."""
-        if all(value is None for value in values):
+        if all(map(operator.is_, values, itertools.repeat(None))):
             return torch.zeros_like(self.stats.norm)
         return kernels.multi_tensor_l2norm(values, tables=self._norm)[0]
 

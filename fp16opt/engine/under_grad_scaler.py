@@ -19,7 +19,7 @@ from ..scaling import LossScaler
 from .accumulation import Accumulation, Stage, Verdict
 from .gradients import Gradients
 from .pairs import Pairs
-from .sights import Sight, store, stored
+from .sights import GRAD, Sight, store, stored
 
 CAN_SHARE = hasattr(Tensor, "grad_dtype")  # torch before 2.10 wants a parameter's gradient in the parameter's dtype
 
@@ -85,7 +85,7 @@ class UnderGradScaler:
         for position, (model, grad) in enumerate(zip(self.pairs.models, stored(self.pairs.masters), strict=True)):
             if model.grad is not None and grad is not None and self.pairs.masters[position] is not model:
                 model.grad_dtype = None
-                store(model, grad)
+                GRAD.__set__(model, grad)
                 self._shared.append(position)
         self.gradients.see()
         self._seen = Sight(self.gradients.of_model())

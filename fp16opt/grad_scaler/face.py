@@ -131,6 +131,8 @@ class GradScaler(TorchScale):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """torch's hook, from which ``unscale_`` and torch's other methods get their flags."""
+        if isinstance(optimizer, MixedPrecisionOptimizer):
+            optimizer.check_driven()
         gradients = self._of(optimizer)
         gradients.collect(optimizer, allow_fp16 or self._steps_itself or self._allow_16bit_weights)
         halves = gradients.halves()

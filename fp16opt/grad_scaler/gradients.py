@@ -49,15 +49,17 @@ class Place(NamedTuple):
 class _Rows:
     """The gradients of one device, in the order of the optimizer's parameters.
 
-    ``values`` are dense and real: the values of sparse gradients, complex ones seen as pairs of real numbers.
+    ``values`` are dense and real: the values of sparse gradients, complex ones seen as pairs of real numbers. Where
+    all are ``plain`` they are the gradients themselves, float32 or float64.
     """
 
     device: torch.device
     places: list[Place] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
+    is_plain: bool = True
 
     def is_dense(self) -> bool:
-        return all(place.grad.layout is torch.strided for place in self.places)
+        return self.is_plain or all(place.grad.layout is torch.strided for place in self.places)
 
 
 class OptimizerGradients:
@@ -105,7 +107,7 @@ class OptimizerGradients:
                 gradient has been touched then.
             ValueError: There are FP16 gradients and not ``allow_fp16``: torch's error. As above.
         """
-        places: list[Place] = []
+        places: list[tuple[Place, Tensor | None]] = []
         foreign: list[Tensor] = []
         refused: list[str] = []
         seen: set[int] = set()
@@ -117,6 +119,9 @@ class OptimizerGradients:
                 if grad is None or id(param) in seen:
                     continue
                 seen.add(id(param))
+                if type(grad) is Tensor and grad.dtype in OWN_DTYPES and grad.layout is torch.strided:
+                    places.append((Place(param, group, number, index), grad.detach() if grad.requires_grad else grad))
+                    continue
                 if not allow_fp16 and grad.dtype is torch.float16:
                     refused.append(name_of(group, index, param, {}) or _where(number, index))
                 if _is_foreign(grad):
@@ -124,7 +129,7 @@ class OptimizerGradients:
                 else:
                     place = Place(param, group, number, index)
                     _check(place, grad)
-                    places.append(place)
+                    places.append((place, None))
         if refused:
             mend = "Write optimizer = fp16opt.MixedPrecisionOptimizer(optimizer) after making it"
             if getattr(optimizer, "master_weights", "") == "none":
@@ -136,11 +141,12 @@ class OptimizerGradients:
             )
         self.foreign = foreign
         by_device: dict[torch.device, _Rows] = {}
-        for place in places:
-            values = _memory_of(place)
+        for place, plain in places:
+            values = _memory_of(place) if plain is None else plain
             rows = by_device.setdefault(values.device, _Rows(values.device))
             rows.places.append(place)
             rows.values.append(values)
+            rows.is_plain = rows.is_plain and plain is not None
         self._rows = list(by_device.values())
 
     def halves(self) -> list[str]:
@@ -178,8 +184,8 @@ class OptimizerGradients:
                 _unscale(rows.values, sweep, inv_scale.to(rows.device, non_blocking=True))
                 self._checked.append((rows.places, sweep))
                 found[rows.device] = sweep.stats.found_inf
-        if all(rows.is_dense() for rows in self._rows):
-            self._measured = Sight([*self._grads()])
+        if all([rows.is_dense() for rows in self._rows]):  # noqa: C419
+            self._measured = Sight(self._grads())
         return found
 
     def unscale_and_clip(self, inv_scale: Tensor, max_norm: float) -> tuple[Tensor, Tensor] | None:
@@ -192,7 +198,7 @@ class OptimizerGradients:
         if self.foreign or len(self._rows) != 1:
             return None
         (rows,) = self._rows
-        if not rows.is_dense() or any(place.grad.dtype is not torch.float32 for place in rows.places):
+        if not rows.is_plain or any([value.dtype is not torch.float32 for value in rows.values]):  # noqa: C419
             return None
         sweep, inv_scale = self._sweep(rows), inv_scale.to(rows.device, non_blocking=True)
         sweep.look(rows.values, inv_scale)
@@ -209,7 +215,8 @@ class OptimizerGradients:
         """
         with torch.no_grad():
             if norm_type != 2.0:
-                dense = [grad._values() if grad.layout is torch.sparse_coo else grad for grad in self._grads()]
+                grads = [grad for grad in self._grads() if grad is not None]
+                dense = [grad._values() if grad.layout is torch.sparse_coo else grad for grad in grads]
                 parts = [vector_norm(grad, norm_type) for grad in dense if grad.numel()]
             elif self._is_measured():
                 parts = [sweep.stats.norm for _, sweep in self._checked]
@@ -241,13 +248,14 @@ class OptimizerGradients:
             sweep = self._sweeps[rows.device] = Sweep(rows.device, len(rows.values))
         return sweep
 
-    def _grads(self) -> list[Tensor]:
-        return [place.grad for rows in self._rows for place in rows.places]
+    def _grads(self) -> list[Tensor | None]:
+        """As they are now; None where one was cleared."""
+        return [place.param.grad for rows in self._rows for place in rows.places]
 
     def _is_measured(self) -> bool:
         """Whether no gradient came, was written or replaced since :meth:`unscale` summed its squares."""
         now = self._grads()
-        return self._measured is not None and len(now) == len(self._measured.grads) and not self._measured.moved([*now])
+        return self._measured is not None and len(now) == len(self._measured.grads) and not self._measured.moved(now)
 
     # -- what was found ----------------------------------------------------------------------------------------------
 

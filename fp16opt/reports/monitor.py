@@ -514,4 +514,3 @@ def _over_ranks(table: Tensor, largest: Tensor, group: Any) -> tuple[Tensor, Ten
     together = torch.cat([table, columns], dim=1)
     dist.all_reduce(together, group=group)
     return together[:, : table.shape[1]].clone(), together[:, table.shape[1] :].amax(1)
-

@@ -88,4 +88,3 @@ def main(arguments: Sequence[str]) -> tuple[int, str]:
     except (OSError, ValueError, ImportError) as error:
         return 2, f"fp16opt report: {error}"
     return 0, f"{in_words(run)}\nThe page is {output}."
-

@@ -136,9 +136,7 @@ def _heat(
     low, high = between or (None, None)
     axes.set_facecolor("#f2b5b5")  # where there is no finite number
     extent = (-0.5, len(run.samples) - 0.5, len(rows) - 0.5, -0.5)
-    image = axes.imshow(
-        table, aspect="auto", cmap=colors, interpolation="nearest", vmin=low, vmax=high, extent=extent
-    )
+    image = axes.imshow(table, aspect="auto", cmap=colors, interpolation="nearest", vmin=low, vmax=high, extent=extent)
     every = max(1, math.ceil(len(rows) / _LABELS))
     axes.set_yticks(range(0, len(rows), every), [row[-34:] for row in rows[::every]], fontsize=7)
     spots = range(0, len(run.samples), max(1, len(run.samples) // 8))

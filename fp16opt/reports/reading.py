@@ -44,7 +44,7 @@ class RunRead:
 
     @property
     def masters(self) -> str:
-        """"full", "split" or "none"."""
+        """ "full", "split" or "none"."""
         return str(self.header.get("masters", "full"))
 
     def values(self, row: str, name: str) -> list[float | None]:

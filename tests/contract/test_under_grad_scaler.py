@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -201,3 +203,49 @@ def test_a_batch_that_is_abandoned_after_unscale_counts_nothing_more(cls: Any, m
     world.drive(GRADS, True)
     world.expect_stepped(GRADS)
     assert int(world.opt.skipped_steps) == 0
+
+
+@SCALERS
+@UNSCALES
+@pytest.mark.parametrize("scale", [{"dynamic": True}, {"loss_scale": 128.0}], ids=["dynamic", "static"])
+def test_gradients_of_a_scale_of_its_own_are_not_unscaled_again(
+    cls: Any, unscales: bool, scale: dict[str, Any]
+) -> None:
+    """A GradScaler that has scaled another loss divided them by its scale, and nobody said so."""
+    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
+    opt = fp16opt.MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=0.5), **scale)
+    grad_scaler = cls("cpu", init_scale=64.0)
+    grad_scaler.scale(torch.ones(()))
+    opt.backward((weight.float() * 0.125).sum())
+    call = grad_scaler.unscale_ if unscales and cls is fp16opt.GradScaler else grad_scaler.step
+    if unscales and cls is torch.amp.GradScaler:  # which asks nobody
+        grad_scaler.unscale_(opt)
+    with pytest.raises(RuntimeError, match=r"at this optimizer's loss scale .* a GradScaler came"):
+        call(opt)
+    assert weight.tolist() == [1.0] * 4
+    opt.zero_grad()
+    opt.backward((weight.float() * 0.125).sum())
+    opt.step()
+    assert weight.tolist() == [1.0 - 0.5 * 0.125] * 4
+
+
+@SCALERS
+def test_reading_master_gradients_takes_time_that_grows_with_their_number(cls: Any) -> None:
+    """Each read once looked at all of the model's gradients: 1,600 parameters took 250 times as long as 100."""
+    times = []
+    for count in (100, 800):
+        params = [torch.nn.Parameter(torch.ones(2, dtype=torch.float16)) for _ in range(count)]
+        opt = fp16opt.MixedPrecisionOptimizer(torch.optim.SGD(params, lr=0.5))
+        grad_scaler = cls("cpu", init_scale=64.0)
+        best = math.inf
+        for _ in range(5):
+            opt.zero_grad()
+            grad_scaler.scale(torch.stack([param.float().sum() for param in params]).sum()).backward()
+            began = time.process_time()
+            grad_scaler.unscale_(opt)
+            clip_grad_norm_(list(opt.master_params()), 1.0)
+            grad_scaler.step(opt)
+            best = min(best, time.process_time() - began)
+            grad_scaler.update()
+        times.append(best)
+    assert times[1] / times[0] < 20.0  # 8 where it grows with the number, 64 with its square
