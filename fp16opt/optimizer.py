@@ -687,21 +687,21 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             warn_plain_backward(self._warned)
         self._accumulation.take_foreign(self.scaler, self.__dict__.get("grad_scale"))
 
-    def _make_gradients(self) -> None:
-        """A master's gradient is read. Nothing is looked at while autograd runs."""
+    def _make_gradients(self, model: Tensor, master_grad: Tensor | None) -> None:
+        """The gradient of a parameter's master, ``master_grad`` so far, is read. Nothing is looked at in autograd."""
         if torch._C._current_graph_task_id() != -1:
             return
         if (self._accumulation.stage is Stage.READY or self._is_foreign()) and self._under.serves(self.scaler):
             self._close_left_out(self._under.renewed(self.scaler))
-            if self._accumulation.stage is Stage.READY:
+            if self._accumulation.stage is Stage.READY and self._accumulation.is_strange(model, master_grad):
                 self._under.make(self.scaler)
         if not self._gradients.made:
             self._accumulation.read()
 
-    def _prepare_edit(self) -> None:
-        """A master's gradient is set: the others are made, so that the edit shows."""
+    def _prepare_edit(self, model: Tensor, master_grad: Tensor | None) -> None:
+        """The gradient of a parameter's master is set: the others are made, so that the edit shows."""
         if self._accumulation.stage is not Stage.READY and not self._gradients.made:
-            self._make_gradients()
+            self._make_gradients(model, master_grad)
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
@@ -1193,11 +1193,11 @@ class _Given:
         return self._loss
 
 
-def _quietly(me: weakref.ref[Any], method: Callable[[Any], Any], without: Any) -> Callable[[], Any]:
+def _quietly(me: weakref.ref[Any], method: Callable[..., Any], without: Any) -> Callable[..., Any]:
     """A call of a method that does not keep the optimizer alive; ``without`` once it is gone."""
 
-    def call() -> Any:
+    def call(*arguments: Any) -> Any:
         there = me()
-        return without if there is None else method(there)
+        return without if there is None else method(there, *arguments)
 
     return call

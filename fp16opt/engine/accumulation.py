@@ -255,6 +255,13 @@ class Accumulation:
         left_over = self.left_over
         return [i for i, grad in enumerate(grads) if grad is not None and not left_over.holds(i, grad)]
 
+    def is_strange(self, model: Tensor, master_grad: Tensor | None) -> bool:
+        """Whether one parameter has such a gradient, or none while its master still has one."""
+        grad = model.grad
+        if grad is None:
+            return master_grad is not None
+        return self.left_over is None or not self.left_over.holds(self.gradients.pairs.places[id(model)], grad)
+
     def has_strange(self) -> bool:
         """Whether there are such gradients, be it of parameters that other ranks step: then all ranks take part."""
         left, elsewhere = self._left_elsewhere, self.gradients.pairs.elsewhere

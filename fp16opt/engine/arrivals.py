@@ -393,6 +393,10 @@ class Arrivals:
         """Gradients that came without a backward of ours are refused where they come."""
         return []
 
+    def is_strange(self, model: Tensor, master_grad: Tensor | None) -> bool:
+        """As :meth:`strange`."""
+        return False
+
     def has_strange(self) -> bool:
         """Raise ``RuntimeError`` where somebody has put gradients into parameters: no hook hears of that."""
         self._check_none()

@@ -13,6 +13,8 @@ from torch import Tensor
 from .pairs import Pairs
 from .sights import GRAD
 
+Asked = Callable[[Tensor, "Tensor | None"], None]
+
 
 class MasterClasses:
     """Subclasses of Parameter (and of DTensor) whose ``grad`` makes true gradients before it is read or set.
@@ -20,15 +22,15 @@ class MasterClasses:
     Copies and pickles of such parameters are plain ones again.
 
     Args:
-        read: called before ``.grad`` is read, unless the model's parameter shares it, as under a GradScaler: then it
-            was made, and who drives reads each of them many times.
-        edit: called before ``.grad`` is set.
+        read: called with the model's parameter, and what the master holds, before ``.grad`` is read; not where the
+            two hold the same, as under a GradScaler: then it was made, and who drives reads each of them many times.
+        edit: called likewise before ``.grad`` is set.
 
     Attributes:
         adopted: (master, its class, the ordinary class) of those that have one of them.
     """
 
-    def __init__(self, read: Callable[[], None], edit: Callable[[], None]) -> None:
+    def __init__(self, read: Asked, edit: Asked) -> None:
         self._read, self._edit = read, edit
         self._of: dict[type, type] = {}
         # By id of their masters, which live as long as this. Weak: classes are freed by the garbage collector only.
@@ -63,7 +65,10 @@ class MasterClasses:
 
 
 def _subclass(
-    cls: Any, models: dict[int, weakref.ref[Tensor]], read: Callable[[], None], edit: Callable[[], None]
+    cls: Any,
+    models: dict[int, weakref.ref[Tensor]],
+    read: Asked,
+    edit: Asked,
 ) -> type:
     class MasterParameter(cls):  # type: ignore[misc]
         """An FP32 master whose gradient is made of the model's when it is read."""
@@ -74,21 +79,24 @@ def _subclass(
         @property
         def grad(self) -> Tensor | None:
             found: Tensor | None = GRAD.__get__(self)
-            model = models[id(self)]() if id(self) in models else None
-            if found is None or model is None or found is not GRAD.__get__(model):
-                read()
+            reference = models.get(id(self))  # none of one that was made of this class by somebody else
+            model = None if reference is None else reference()
+            if model is not None and (found is None or found is not GRAD.__get__(model)):
+                read(model, found)
                 found = GRAD.__get__(self)
             return found
 
         @grad.setter
         def grad(self, value: Tensor | None) -> None:
-            edit()
+            reference = models.get(id(self))  # none of one that was made of this class by somebody else
+            model = None if reference is None else reference()
+            if model is not None:
+                edit(model, GRAD.__get__(self))
             GRAD.__set__(self, value)
 
         @grad.deleter
         def grad(self) -> None:
-            edit()
-            GRAD.__set__(self, None)
+            self.grad = None
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             plain = self.detach()

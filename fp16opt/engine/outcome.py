@@ -192,7 +192,7 @@ class Outcome:
         for group, flags in zip(pairs.devices, self._flags, strict=False):
             for position, flag in zip(group.positions, flags.tolist(), strict=False):
                 bits[position] = flag
-        return overflows_from_flags(bits, pairs.names, pairs.places())
+        return overflows_from_flags(bits, pairs.names, pairs.indices())
 
     def tell(
         self,

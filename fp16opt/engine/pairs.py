@@ -99,6 +99,7 @@ class Pairs:
             proved of them holds while it stands.
         layout: grows where parameters were laid out in other strides or memory of other kinds.
         models, masters, names: of each pair.
+        places: by id of a model's parameter, where it is among them.
         devices: in the order of their first parameters.
         elsewhere: model parameters whose masters are on other ranks.
         names_elsewhere: theirs; None until :meth:`name` has given names that are the same on all ranks.
@@ -210,6 +211,7 @@ class Pairs:
         self.models = [pair.model for pair in self.all]
         self.masters = [pair.master for pair in self.all]
         self.names = [pair.name for pair in self.all]
+        self.places = {id(model): position for position, model in enumerate(self.models)}
         self.has_pieces = any(map(is_sharded, self.models))
         self.has_own = any(map(operator.is_, self.models, self.masters))
         self.own_halves = [pair for pair in self.all if pair.master is pair.model and pair.model.dtype in HALF_DTYPES]
@@ -253,7 +255,7 @@ class Pairs:
         if all(id(param) in names for param in self.elsewhere):
             self.names_elsewhere = [names[id(param)] for param in self.elsewhere]
 
-    def places(self) -> list[tuple[int, int]]:
+    def indices(self) -> list[tuple[int, int]]:
         """(group, index) of each pair."""
         return [(pair.group, pair.index) for pair in self.all]
 

@@ -249,3 +249,22 @@ def test_reading_master_gradients_takes_time_that_grows_with_their_number(cls: A
             grad_scaler.update()
         times.append(best)
     assert times[1] / times[0] < 20.0  # 8 where it grows with the number, 64 with its square
+
+
+def test_reading_master_gradients_after_a_step_takes_time_that_grows_with_their_number() -> None:
+    """As a logger does, at a scale of 1."""
+    times = []
+    for count in (100, 800):
+        params = [torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(count)]
+        opt = fp16opt.MixedPrecisionOptimizer(torch.optim.SGD(params, lr=0.5))
+        best = math.inf
+        for _ in range(5):
+            opt.zero_grad()
+            opt.backward(torch.stack([param.float().sum() for param in params]).sum())
+            opt.step()
+            began = time.process_time()
+            grads = [param.grad for param in opt.master_params()]
+            best = min(best, time.process_time() - began)
+        assert all(grad is not None and grad.tolist() == [1.0, 1.0] for grad in grads)
+        times.append(best)
+    assert times[1] / times[0] < 20.0  # as above
