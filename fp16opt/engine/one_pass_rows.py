@@ -249,7 +249,7 @@ def group_obstacle(row: OnePassRow, group: dict[str, Any]) -> str:
         return "differentiable=True"
     if group.get("capturable") and not all(map(steps_on_device, {param.device for param in group["params"]})):
         return "capturable=True"  # for a graph, which torch operations here could not be part of
-    missing = [key for key in row.keys_used() if key not in group]
+    missing = [key for key in row.keys_used() if key not in group] if row.keys else []
     if missing:
         return f"no {missing[0]!r}"
     group = row.settings(group)

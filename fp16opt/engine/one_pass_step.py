@@ -304,15 +304,10 @@ class OnePassStep:
             return False
         if not self._row.fills_first:
             return True
-        state = self.optimizer.state
-        stepped = [
-            (group, pair.master)
-            for group in self.optimizer.param_groups
-            for pair in self.pairs.all
-            if pair.model.grad is not None and self.optimizer.param_groups[pair.group] is group
-        ]
-        names = [(master, self._row.state(self._row.settings(group))) for group, master in stepped]
-        return all(state.get(master, {}).get(name) is not None for master, wanted in names for name in wanted)
+        state, groups = self.optimizer.state, self.optimizer.param_groups
+        names = [self._row.state(self._row.settings(group)) for group in groups]
+        stepped = [pair for pair in self.pairs.all if pair.model.grad is not None]
+        return all(state.get(pair.master, {}).get(name) is not None for pair in stepped for name in names[pair.group])
 
     # -- the step ----------------------------------------------------------------------------------------------------
 

@@ -173,6 +173,8 @@ class Pairs:
                 f"got {sizes}. Use add_param_group of the wrapper."
             )
         came = len(groups) > known
+        if not came and not self.own_halves:
+            return False
         thawed = [] if adopt is None else [pair for pair in self.own_halves if pair.model.requires_grad]
         if not (came or thawed):
             return False
