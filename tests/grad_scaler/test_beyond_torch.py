@@ -255,6 +255,8 @@ def test_no_false_warning_where_the_scheduler_is_stepped_plainly() -> None:
         warnings.simplefilter("error")
         iteration(scaler, optimizer, param, math.inf)
         scheduler.step()
+    assert scaler.step_was_skipped(optimizer)
+    assert scheduler.last_epoch == 1
 
 
 def test_disabled_moves_the_scheduler_always() -> None:
