@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from . import kernels
 from .engine.dtensors import is_sharded, local
 from .engine.pairs import HALF_DTYPES, DeviceGroup, Pair
-from .engine.parts import Engine
+from .engine.parts import Engine, inside
 from .kernels.calls import Entries
 from .optimizer import MixedPrecisionOptimizer, outside_inference
 
@@ -68,7 +69,8 @@ class AveragedMasters:
 
     Args:
         model: The module, DDP or not, FSDP2 or not. Its parameters that ``optimizer`` has are averaged.
-        optimizer: The ``MixedPrecisionOptimizer`` that trains them. Not around a ZeroRedundancyOptimizer.
+        optimizer: The ``MixedPrecisionOptimizer`` that trains them, or a trainer's optimizer that holds it. Not around
+            a ZeroRedundancyOptimizer.
         rule: :func:`ema`, or a function from the number of updates until now to the weight of the newest values:
             ``lambda n: 1 / (n + 1)`` weighs all alike (SWA).
 
@@ -97,21 +99,22 @@ class AveragedMasters:
         True
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: MixedPrecisionOptimizer, rule: Rule) -> None:
-        if not isinstance(optimizer, MixedPrecisionOptimizer):
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, rule: Rule) -> None:
+        wrapper = inside(optimizer)
+        if not isinstance(wrapper, MixedPrecisionOptimizer):
             raise TypeError(
                 f"optimizer: expected a fp16opt.MixedPrecisionOptimizer, got {type(optimizer).__name__}. Wrap it first."
             )
         if not callable(rule):
             raise TypeError(f"rule: expected fp16opt.ema(decay) or another function, got {type(rule).__name__}.")
         self._model = model
-        self._optimizer = optimizer
+        self._optimizer = wrapper
         self._averages: dict[Tensor, Tensor] = {}
         self._generation = -1
         self._devices: list[tuple[DeviceGroup, Entries, kernels.PointerTables]] = []
         self.rule = rule
         self.updates = 0
-        self._follow(optimizer.engine)
+        self._follow(wrapper.engine)
         if not self._averages:
             raise ValueError("model: none of its parameters is in this optimizer. Pass the model that it trains.")
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ..engine.dtensors import is_sharded
 from ..engine.pairs import Pairs
-from ..engine.parts import Engine
+from ..engine.parts import Engine, inside
 from ..engine.ranks import Replicas
 from .exchange import compare, require_process_group, together
 from .facts import facts
@@ -47,7 +47,7 @@ def attach(opt: Optimizer, ddp_model: nn.Module | None, *, verify_ranks_every: i
         raise TypeError(f"verify_ranks_every: expected an int, got {type(verify_ranks_every).__name__}.")
     if verify_ranks_every < 0:
         raise ValueError(f"verify_ranks_every: expected 0 or more, got {verify_ranks_every}.")
-    Joinable.register(type(opt))
+    Joinable.register(type(inside(opt)))
     if ddp_model is None:
         _replace(engine, Independent())
         return

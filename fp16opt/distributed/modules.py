@@ -6,19 +6,20 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..engine.parts import Engine
+from ..engine.parts import Engine, inside
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def engine_of(opt: object) -> Engine:
-    """The components of a wrapper.
+    """The components of a wrapper, be it inside of a trainer's optimizer.
 
     Raises:
         TypeError: it is anything else.
     """
-    engine = getattr(opt, "engine", None)
-    if not (isinstance(opt, Optimizer) and isinstance(engine, Engine)):
+    found = inside(opt)
+    engine = getattr(found, "engine", None)
+    if not (isinstance(found, Optimizer) and isinstance(engine, Engine)):
         raise TypeError(
             f"opt: expected a fp16opt.MixedPrecisionOptimizer, got {type(opt).__name__}. Wrap the optimizer first."
         )

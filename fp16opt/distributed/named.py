@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..engine import checkpoint, state_formats
 from ..engine.dtensors import is_sharded
 from ..engine.pairs import HALF_DTYPES
-from ..engine.parts import Engine
+from ..engine.parts import Engine, inside
 from ..engine.wrapped_step import HOOKS
 from .exchange import together
 from .facts import is_zero
@@ -148,7 +148,7 @@ def load_state_dict(model: nn.Module, opt: Optimizer, state_dict: Mapping[str, A
     names: dict[int, str] = everywhere(lambda: _check(model, opt, engine, state_dict))
     saved = state_dict["masters"]
     values = [laid_out(saved[names[id(pair.model)]], pair.master) for pair in engine.pairs.all]
-    load_checked: Any = opt.load_checked  # type: ignore[attr-defined]
+    load_checked: Any = inside(opt).load_checked  # type: ignore[attr-defined]
     load_checked(_positional(state_dict, engine, names, values), everywhere)
     with torch.no_grad():
         for pair, value in zip(engine.pairs.all, values, strict=True):

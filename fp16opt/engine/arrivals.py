@@ -237,21 +237,24 @@ class Arrivals:
     def enter(self, scaler: LossScaler) -> Pending:
         """The step's backward, with ``scaler``'s present scale, is about to begin.
 
+        One before it that made no gradients here, as that of another optimizer's loss, counts for nothing.
+
         Raises:
             RuntimeError: There was one already.
         """
         self.check_complete()
-        if self.stage is not Stage.READY:
+        if self.any_there():
             raise RuntimeError(
                 f"a further backward in one step: with {self._said} gradients are taken as they "
-                "come, and can't be added up. Call step() after each backward, or use gradient_release=False."
+                "come, and can't be added up. Call step() after each backward, or use gradient_release=False. If the "
+                "one before was of another optimizer's loss, switch requires_grad of these parameters off meanwhile."
             )
         refuse_ranks(self._said, RuntimeError)
         self._check_none()
         if any(pair.model.requires_grad > known for pair, known in zip(self.pairs.all, self._hooked, strict=True)):
             self.grow()  # unfrozen since
         self.taker.begin(scaler)
-        self.pending, self.stage = Pending.capture(scaler), Stage.SCALED
+        self.pending, self.stage, self.losses = Pending.capture(scaler), Stage.SCALED, []
         self.backwards += 1
         return self.pending
 
@@ -263,7 +266,8 @@ class Arrivals:
             raise RuntimeError(
                 f"a gradient of parameter {place.pair.name!r} came that neither opt.backward(loss) nor "
                 f"opt.scale_loss(loss) announced. With {self._said} it is used at once, so its "
-                "loss scale must be known: call opt.backward(loss)."
+                "loss scale must be known: call opt.backward(loss) on the optimizer of this parameter. If another "
+                "optimizer's loss came through here, switch requires_grad of these parameters off meanwhile."
             )
         if place.has_come:
             raise RuntimeError(

@@ -38,3 +38,12 @@ class Engine:
     scaler: LossScaler
     device: torch.device
     options: dict[str, Any]
+
+
+def inside(optimizer: object) -> object:
+    """A ``MixedPrecisionOptimizer`` that a trainer holds in an optimizer of its own, as ``.optimizer``.
+
+    Accelerate's prepared optimizers are such, and Lightning's and Fabric's. Anything else is returned as it is.
+    """
+    held = getattr(optimizer, "optimizer", None)
+    return held if isinstance(getattr(held, "engine", None), Engine) else optimizer

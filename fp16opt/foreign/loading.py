@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..engine.pairs import Pair
+from ..engine.parts import inside
 from ..engine.schema import state_keys
 from ..optimizer import MixedPrecisionOptimizer
 from ..saved_objects import read
@@ -47,7 +48,7 @@ class Loaded(NamedTuple):
     loss_scale: float | None
 
 
-def load_foreign(path: Any, model: torch.nn.Module, optimizer: MixedPrecisionOptimizer, kind: str = "auto") -> Loaded:
+def load_foreign(path: Any, model: torch.nn.Module, optimizer: Optimizer, kind: str = "auto") -> Loaded:
     """Go on from a checkpoint of another library: masters, moments, step counts, settings and loss scale.
 
     Where the file has parameters' names they are matched by name, else by their order in the param groups. The
@@ -58,7 +59,8 @@ def load_foreign(path: Any, model: torch.nn.Module, optimizer: MixedPrecisionOpt
         path: A file of ``torch.save``; or a folder: of DeepSpeed (ZeRO 1 or 2, all ranks' files), or of Hugging Face's
             Trainer.
         model: The module that ``optimizer`` trains, on one rank.
-        optimizer: The wrapper. Its own ``load_state_dict`` does the loading, and checks every shape and setting.
+        optimizer: The wrapper, or a trainer's optimizer that holds it. Its own ``load_state_dict`` does the loading,
+            and checks every shape and setting.
         kind: "auto" tells it by the keys. "deepspeed"; "megatron": ``Float16OptimizerWithFloat16Params``; "fairseq":
             FP16 optimizers, flat or not, whose masters are the 16-bit weights; "apex": FP16_Optimizer; "amp": apex.amp,
             O2; "flashoptim"; "trainer" and "lightning": FP32 runs, with or without a GradScaler.
@@ -89,7 +91,8 @@ def load_foreign(path: Any, model: torch.nn.Module, optimizer: MixedPrecisionOpt
         >>> torch.equal(new.weight, old.weight), opt.param_groups[0]["lr"]
         (True, 0.5)
     """
-    if not isinstance(optimizer, MixedPrecisionOptimizer):
+    wrapper = inside(optimizer)
+    if not isinstance(wrapper, MixedPrecisionOptimizer):
         raise TypeError(
             f"optimizer: expected a fp16opt.MixedPrecisionOptimizer, got {type(optimizer).__name__}. Wrap it first."
         )
@@ -101,10 +104,13 @@ def load_foreign(path: Any, model: torch.nn.Module, optimizer: MixedPrecisionOpt
     from ..distributed.modules import clean, parameter_names, unwrapped
 
     names = parameter_names(model)
-    plan = _Plan(where, _find(where, kind), optimizer, names)
+    found = _find(where, kind)
+    if single_files.is_own(found.optimizer):
+        raise _own(where)
+    plan = _Plan(where, found, wrapper, names)
     held = {clean(name): value for name, value in unwrapped(model).state_dict(keep_vars=True).items()}
     rest = plan.rest(held)
-    optimizer.load_state_dict(plan.state_dict())
+    wrapper.load_state_dict(plan.state_dict())
     with torch.no_grad():
         for target, value in [*plan.own, *rest]:
             target.detach().copy_(value)
@@ -115,17 +121,31 @@ def _find(path: Path, kind: str) -> Found:
     if kind == "deepspeed" or (kind == "auto" and deepspeed.folder_of(path) is not None):
         return deepspeed.find(path)
     if path.is_dir():
+        from ..distributed.files import MANIFEST
+
+        if (path / MANIFEST).is_file():
+            raise refuse(path, "was saved by fp16opt.distributed", "Load it with fp16opt.distributed.load.")
         if kind not in ("auto", "trainer") or not (path / "optimizer.pt").is_file():
             raise refuse(path, "this folder has neither DeepSpeed's files nor an optimizer.pt", "Pass the file itself.")
         return single_files.trainer_folder(path)
     if kind == "trainer":
         raise refuse(path, "is a file", "Pass the folder that the Trainer wrote, checkpoint-NUMBER.")
     saved = read(path)
+    if single_files.has_own(saved):
+        raise _own(path)
     kind = single_files.recognise(saved) if kind == "auto" else kind
     if not kind:
         keys = ", ".join(sorted(map(repr, saved))[:8]) if isinstance(saved, Mapping) else type(saved).__name__
         raise refuse(path, f"is of no known kind; it holds {keys}", f"Name its kind: one of {', '.join(KINDS[1:])}.")
     return _FILES[kind](saved, path)
+
+
+def _own(path: Path) -> ValueError:
+    return refuse(
+        path,
+        "holds a state_dict of fp16opt's own, which needs no conversion",
+        "Load it with optimizer.load_state_dict, or the trainer that saved it; load_foreign is for files of others.",
+    )
 
 
 class _Plan:

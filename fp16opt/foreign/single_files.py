@@ -15,6 +15,16 @@ from .found import Found, Scale, entry, refuse, tensors, torch_scale
 _MANTISSA = {torch.float16: (10, -14), torch.bfloat16: (7, -126)}
 
 
+def is_own(state: Any) -> bool:
+    """Whether this is what ``MixedPrecisionOptimizer.state_dict()`` gave."""
+    return isinstance(state, Mapping) and {"version", "optimizer", "masters", "scaler"} <= set(state)
+
+
+def has_own(saved: Any) -> bool:
+    """Whether a file's content is such, or has it as an entry."""
+    return is_own(saved) or (isinstance(saved, Mapping) and any(map(is_own, saved.values())))
+
+
 def recognise(saved: Any) -> str:
     """The kind of a file's content; "" for none of these."""
     if not isinstance(saved, Mapping):

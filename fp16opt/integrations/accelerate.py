@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import accelerate
@@ -15,6 +17,8 @@ from torch.optim import Optimizer
 from ..grad_scaler import GradScaler
 from ..optimizer import MixedPrecisionOptimizer
 from .together import Together, has_halves, named_parameters
+
+_SCALE_THEMSELVES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
 class MasterWeightsOptimizer(AcceleratedOptimizer):
@@ -80,7 +84,7 @@ class Accelerator(accelerate.Accelerator):
                 "mixed_precision out, and give the model 16-bit weights; or leave master_weights out, and wrap the "
                 "optimizer in MixedPrecisionOptimizer(optimizer), which Accelerate's scaler then drives."
             )
-        if self.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        if self.distributed_type in _SCALE_THEMSELVES:
             raise ValueError(f"master_weights: {self.distributed_type.value} keeps masters of its own. Leave them out.")
 
     # -- preparing ---------------------------------------------------------------------------------------------------
@@ -204,10 +208,62 @@ class Accelerator(accelerate.Accelerator):
                 "True, before optimizer.step()."
             )
 
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Accelerate's. Under FSDP2, whose calls for sharded state have no place for masters, in folders of their own.
+
+        Raises:
+            FileExistsError: Under FSDP2: masters were saved into this folder before.
+        """
+        if self._together is None or self.distributed_type != DistributedType.FSDP:
+            return super().save_state(output_dir, *args, **kwargs)
+        from ..distributed import save
+
+        if output_dir is not None and _masters_in(output_dir, 0).exists():
+            raise FileExistsError(
+                f"{output_dir}: masters were saved there before. Save every checkpoint under a name of its own."
+            )
+        with self._without_optimizers() as held:
+            where = super().save_state(output_dir, *args, **kwargs)
+        for number, one in enumerate(held):
+            save(_masters_in(where, number), self._models[number], one)
+        return where
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Accelerate's, and under FSDP2 what :meth:`save_state` saved, on any number of ranks."""
+        if self._together is None or self.distributed_type != DistributedType.FSDP:
+            super().load_state(input_dir, *args, **kwargs)
+            return
+        from ..distributed import load
+
+        folders: list[str] = []
+        handle = self.register_load_state_pre_hook(lambda models, folder: folders.append(folder))
+        try:
+            with self._without_optimizers() as held:
+                super().load_state(input_dir, *args, **kwargs)
+        finally:
+            handle.remove()
+        for number, one in enumerate(held):
+            load(_masters_in(folders[0], number), self._models[number], one)
+
+    @contextlib.contextmanager
+    def _without_optimizers(self) -> Iterator[list[Any]]:
+        """Accelerate sees none of them inside."""
+        held, self._optimizers = self._optimizers, []
+        try:
+            yield held
+        finally:
+            self._optimizers = held
+
     def free_memory(self, *objects: Any) -> Any:
         """Accelerate's; optimizers that are prepared next begin a training of their own."""
         self._together = None
         return super().free_memory(*objects)
+
+
+def _masters_in(folder: str, number: int) -> Path:
+    return Path(folder) / f"masters_{number}"
 
 
 def take_over(accelerator: accelerate.Accelerator, master_weights: dict[str, Any] | None) -> Accelerator:
@@ -237,7 +293,8 @@ def use_fp16opt_scaler(accelerator: accelerate.Accelerator, **settings: Any) -> 
     """Put ``fp16opt.GradScaler`` in the place of the scaler that Accelerate's own class has for "fp16".
 
     For models with FP32 weights under autocast, and for 16-bit ones whose optimizers are wrapped in
-    ``MixedPrecisionOptimizer(optimizer)``. Call it before ``prepare``.
+    ``MixedPrecisionOptimizer(optimizer)``. Call it before ``prepare``. On a CPU, where Accelerate leaves its "fp16"
+    off, it is on with this call: models run under autocast, and clips see true gradients.
 
     Args:
         accelerator: With ``mixed_precision="fp16"``.
@@ -247,7 +304,7 @@ def use_fp16opt_scaler(accelerator: accelerate.Accelerator, **settings: Any) -> 
         The scaler.
 
     Raises:
-        ValueError: Another ``mixed_precision``: Accelerate then scales nothing.
+        ValueError: Another ``mixed_precision``, or DeepSpeed or Megatron-LM: Accelerate then scales nothing.
         RuntimeError: Optimizers were prepared with the other scaler already.
     """
     if accelerator.mixed_precision != "fp16":
@@ -259,6 +316,12 @@ def use_fp16opt_scaler(accelerator: accelerate.Accelerator, **settings: Any) -> 
         raise RuntimeError(
             "optimizers were prepared already, with the scaler that was there. Call use_fp16opt_scaler before prepare."
         )
+    if accelerator.distributed_type in _SCALE_THEMSELVES:
+        raise ValueError(
+            f"accelerator: {accelerator.distributed_type.value} scales by itself, and would not ask this scaler. Leave "
+            "use_fp16opt_scaler out."
+        )
     scaler = GradScaler(accelerator.device.type, **settings)
     accelerator.scaler = scaler
+    accelerator.native_amp = True  # False on a CPU: then clips would not unscale
     return scaler

@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..optimizer import MixedPrecisionOptimizer
-from .together import Together, WaitingScheduler, check_not_released, named_parameters
+from .lightning_finetuning import adapt
+from .together import Together, WaitingScheduler, check_not_released, named_parameters, says_scale
 
 _PRECISIONS = ("16-true", "bf16-true")
 Precision = Literal["16-true", "bf16-true"]
@@ -35,7 +36,7 @@ def _settings(precision: str, options: dict[str, Any]) -> dict[str, Any]:
             f"precision: expected '16-true' or 'bf16-true', got {precision!r}. The weights are 16-bit here; for FP32 "
             "weights use Lightning's own precision='16-mixed'."
         )
-    if precision == "16-true" and not {"dynamic", "loss_scale", "scaler"} & set(options):
+    if precision == "16-true" and not says_scale(options):
         return {"dynamic": True, **options}
     return options
 
@@ -91,6 +92,7 @@ class MasterWeightsPrecision(HalfPrecision):
         self.schedulers_wait = schedulers_wait
         self.log_scale = log_scale
         self._together: Together | None = None
+        self._undo: Callable[[], None] | None = None
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
@@ -100,22 +102,27 @@ class MasterWeightsPrecision(HalfPrecision):
         Raises:
             TypeError, ValueError: As ``MixedPrecisionOptimizer`` raises them.
         """
-        self._together = None
+        self._end()
         if not optimizers:
             return model, optimizers, lr_schedulers
         together = Together([_ours(one) for one in optimizers], named_parameters(model), self.options)
-        if isinstance(model, DistributedDataParallel):
-            from ..distributed import attach
-
-            for one in together.optimizers:
-                attach(one, model)
+        together.attach(model)
         if self.schedulers_wait:
             for config in lr_schedulers:
                 if config.interval == "step":
                     of = _driven(config.scheduler, together.optimizers)
                     config.scheduler = WaitingScheduler(config.scheduler, _skipped(of))
         self._together = together
+        module: Any = model.module if isinstance(model, DistributedDataParallel) else model
+        self._undo = adapt(module.trainer)
+        _save_with_masters(module.trainer.strategy)
         return model, list(together.optimizers), lr_schedulers
+
+    def _end(self) -> None:
+        self._together = None
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -191,16 +198,17 @@ class MasterWeightsPrecision(HalfPrecision):
 
     def teardown(self) -> None:
         """The training is over."""
-        self._together = None
+        self._end()
         super().teardown()
 
 
 class MasterWeightsModelParallel(ModelParallelStrategy):
     """Lightning's ``ModelParallelStrategy`` (FSDP2, tensor parallelism), whose checkpoints have the masters.
 
-    Train with Lightning's own if you save nothing: torch's calls for sharded optimizer state have no place for masters
-    and scaler. Here they are in Lightning's own checkpoint folder, by parameter name, and resume on another number of
-    ranks. Takes the arguments of Lightning's; ``save_distributed_checkpoint`` must stay True.
+    Torch's calls for sharded optimizer state, which Lightning's own makes, have no place for masters and scaler. Here
+    they are in Lightning's own checkpoint folder, by parameter name, and resume on another number of ranks.
+    :class:`MasterWeightsPrecision` makes one of Lightning's own; to be named for subclasses alone. Takes the arguments
+    of Lightning's; ``save_distributed_checkpoint`` must stay True.
     """
 
     optimizers: list[Any]
@@ -244,6 +252,12 @@ class MasterWeightsModelParallel(ModelParallelStrategy):
         state = {key: state_dict(self.model, optimizer)}
         load(state, checkpoint_id=path)
         load_state_dict(self.model, optimizer, state[key])
+
+
+def _save_with_masters(strategy: Any) -> None:
+    """Lightning's own strategy is made the one whose checkpoints have masters, as there is no hook for these."""
+    if type(strategy) is ModelParallelStrategy:
+        strategy.__class__ = MasterWeightsModelParallel
 
 
 class FabricMasterWeightsPrecision(FabricHalfPrecision):
@@ -301,11 +315,8 @@ class FabricMasterWeightsPrecision(FabricHalfPrecision):
         inside = [one.optimizer if is_wrapped(one) else one for one in optimizers]
         forward = getattr(model, "_forward_module", model)
         together = Together(inside, () if forward is None else named_parameters(forward), self.options)
-        if isinstance(forward, DistributedDataParallel):
-            from ..distributed import attach
-
-            for one in together.optimizers:
-                attach(one, forward)
+        if forward is not None:
+            together.attach(forward)
         self._together = together
         return together.optimizers[0] if len(together.optimizers) == 1 else tuple(together.optimizers)
 

@@ -5,10 +5,44 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..optimizer import MixedPrecisionOptimizer
-from .together import check_not_released, masters_of
+from .together import Together, check_not_released, masters_of, named_parameters, scaled_by_dtype
+
+
+def with_masters(
+    optimizer: Optimizer, model: nn.Module, **options: Any
+) -> tuple[MixedPrecisionOptimizer, MasterScaler]:
+    """``optimizer, loss_scaler = with_masters(optimizer, model)``: in the place of ``loss_scaler = NativeScaler()``.
+
+    Call it once, when the optimizer was made and the model is on its device, and before a checkpoint is loaded.
+
+    Args:
+        optimizer: What ``create_optimizer_v2`` made. One that is wrapped already stays.
+        model: Whose parameters it trains, for names in messages. A model that is under DDP by now is attached.
+        **options: Of ``MixedPrecisionOptimizer``. Where the model has FP16 parameters ``dynamic=True``, unless they say
+            otherwise.
+
+    Returns:
+        The ``MixedPrecisionOptimizer``, and what is called as a NativeScaler is.
+
+    Raises:
+        TypeError, ValueError: As ``MixedPrecisionOptimizer`` raises them; the optimizer trains nothing of the model.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(2, 1).half()
+        >>> optimizer, loss_scaler = with_masters(torch.optim.SGD(model.parameters(), lr=0.5), model)
+        >>> loss_scaler(model(torch.ones(1, 2).half()).float().sum() * 0.25, optimizer)
+        >>> optimizer.step_was_skipped, optimizer.loss_scale
+        (False, 65536.0)
+    """
+    names = named_parameters(model)
+    together = Together([optimizer], names, scaled_by_dtype(options, (param for _, param in names)))
+    together.attach(model)
+    return together.optimizers[0], MasterScaler()
 
 
 class MasterScaler:
@@ -63,8 +97,8 @@ class MasterScaler:
         """
         if not isinstance(optimizer, MixedPrecisionOptimizer):
             raise TypeError(
-                f"optimizer: expected a MixedPrecisionOptimizer, got {type(optimizer).__name__}. Write optimizer = "
-                "fp16opt.MixedPrecisionOptimizer(create_optimizer_v2(model, ...), dynamic=True)."
+                f"optimizer: expected a MixedPrecisionOptimizer, got {type(optimizer).__name__}. Write optimizer, "
+                "loss_scaler = with_masters(optimizer, model), from fp16opt.integrations.timm."
             )
         if clip_mode not in ("norm", "value", "agc"):
             raise ValueError(f"clip_mode: expected 'norm', 'value' or 'agc', got {clip_mode!r}.")

@@ -191,6 +191,18 @@ class Together:
         of = _Round(scaler, count)
         return {**settings, "scaler": [SharedLossScaler(of, member) for member in range(count)]}
 
+    def attach(self, model: nn.Module) -> None:
+        """Tell all of them that ``model`` reduces their gradients, where it is under DDP.
+
+        Raises:
+            ValueError: One has parameters that the model lacks; or ranks differ.
+        """
+        if isinstance(model, DistributedDataParallel):
+            from ..distributed import attach
+
+            for one in self.optimizers:
+                attach(one, model)
+
     @contextlib.contextmanager
     def backward(self, loss: Tensor) -> Iterator[Tensor]:
         """Yields the scaled loss, float32. Run autograd on it inside; on the way out gradients are up to date.
@@ -336,6 +348,18 @@ def masters_of(optimizer: MixedPrecisionOptimizer, params: Sequence[Tensor]) -> 
     asked = {id(param) for param in params}
     pairs = zip(optimizer.model_params(), optimizer.master_params(), strict=True)
     return [master for model, master in pairs if id(model) in asked]
+
+
+def scaled_by_dtype(options: Mapping[str, Any], params: Iterable[Tensor]) -> dict[str, Any]:
+    """Options of the wrapper, with a dynamic scale where there are FP16 parameters, unless they say otherwise."""
+    if says_scale(options) or all(param.dtype != torch.float16 for param in params):
+        return dict(options)
+    return {"dynamic": True, **options}
+
+
+def says_scale(options: Mapping[str, Any]) -> bool:
+    """Whether options of the wrapper say what scales the loss."""
+    return not {"dynamic", "loss_scale", "scaler"}.isdisjoint(options)
 
 
 def has_halves(params: Iterable[Tensor]) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import transformers
 from torch import nn
 from torch.optim import Optimizer
 
+from ..engine.parts import inside
 from ..optimizer import MixedPrecisionOptimizer
 from .accelerate import check_options, take_over
+from .together import scaled_by_dtype
 
 
 class MasterWeightsMixin:
@@ -27,7 +28,8 @@ class MasterWeightsMixin:
             16 bits needs neither it nor ``bf16=True``.
 
     Raises:
-        TypeError, ValueError: As ``fp16opt.integrations.accelerate.Accelerator`` raises them.
+        TypeError, ValueError: As ``fp16opt.integrations.accelerate.Accelerator`` raises them; and for
+            ``gradient_release=True`` unless ``max_grad_norm`` is 0.
 
     Example:
         >>> from trl import SFTTrainer                                    # doctest: +SKIP
@@ -35,6 +37,7 @@ class MasterWeightsMixin:
     """
 
     accelerator: Any
+    args: Any
 
     def __init__(self, *args: Any, master_weights: dict[str, Any] | None = None, **kwargs: Any) -> None:
         check_options(master_weights)
@@ -49,19 +52,28 @@ class MasterWeightsMixin:
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """The Trainer's. It is wrapped where the Trainer prepares it."""
         made: Optimizer = super().create_optimizer(model)  # type: ignore[misc]
-        given = self.master_weights or {}
         of = getattr(self, "model", None) if model is None else model
-        halves = of is not None and any(param.dtype == torch.float16 for param in of.parameters())
-        says = any(name in given for name in ("dynamic", "loss_scale", "scaler"))
-        self.accelerator.master_weights = {"dynamic": True, **given} if halves and not says else dict(given)
+        given = scaled_by_dtype(self.master_weights or {}, () if of is None else of.parameters())
+        if given.get("gradient_release") is True and self.args.max_grad_norm > 0:
+            raise ValueError(
+                f"max_grad_norm={self.args.max_grad_norm}: with gradient_release=True parameters are stepped before "
+                'the norm is known. Use TrainingArguments(max_grad_norm=0), or gradient_release="held".'
+            )
+        self.accelerator.master_weights = given
         return made
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """The Trainer's, for its log; None where gradients were released before there was a norm."""
+        optimizer = inside(getattr(self, "optimizer", None))
+        if isinstance(optimizer, MixedPrecisionOptimizer) and optimizer.gradient_release is True:
+            return None
+        return super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """The Trainer's, with ``loss_scale`` and ``skipped_steps`` beside the loss. Syncs with the device."""
-        optimizer: Any = getattr(self, "optimizer", None)
-        inside = getattr(optimizer, "optimizer", None)
-        if "loss" in logs and isinstance(inside, MixedPrecisionOptimizer):
-            logs = {**logs, "loss_scale": inside.loss_scale, "skipped_steps": float(inside.skipped_steps)}
+        optimizer = inside(getattr(self, "optimizer", None))
+        if "loss" in logs and isinstance(optimizer, MixedPrecisionOptimizer):
+            logs = {**logs, "loss_scale": optimizer.loss_scale, "skipped_steps": float(optimizer.skipped_steps)}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..engine.diagnostics import describe
 from ..engine.dtensors import local
+from ..engine.parts import inside
 from .probing import Broken, Probe, Reach, Run, agreed, range_of
 
 UNDERFLOW = 0.05
@@ -65,8 +66,8 @@ def diagnose(model: nn.Module, loss_fn: Callable[[], Tensor], optimizer: object 
         model: Called by ``loss_fn``. Its modules are the ones that are named.
         loss_fn: Takes nothing and gives the loss, one floating element, of the batch that went wrong: the same in every
             call. It is called once to six times, mostly up to three.
-        optimizer: Whose loss scale is the present one: a ``MixedPrecisionOptimizer``, one of its faces, or a
-            ``GradScaler``. None: the scale is 1.
+        optimizer: Whose loss scale is the present one: a ``MixedPrecisionOptimizer``, one of its faces, a
+            trainer's optimizer that holds one, or a ``GradScaler``. None: the scale is 1.
 
     Raises:
         TypeError, ValueError: An argument is of another kind, or ``loss_fn`` gives no loss that a backward can start
@@ -117,8 +118,9 @@ def _scale_of(optimizer: object) -> float:
         return 1.0
     if isinstance(optimizer, torch.amp.GradScaler):
         return float(optimizer.get_scale())
-    if isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "loss_scale"):
-        return float(optimizer.loss_scale)
+    held = inside(optimizer)
+    if isinstance(held, torch.optim.Optimizer) and hasattr(held, "loss_scale"):
+        return float(held.loss_scale)
     raise TypeError(
         f"optimizer: expected a MixedPrecisionOptimizer or a GradScaler, for its loss scale, got "
         f"{type(optimizer).__name__}. Without loss scaling leave it out."

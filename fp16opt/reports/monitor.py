@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..engine.arguments import check_number
 from ..engine.dtensors import local
 from ..engine.outcome import read_at_once
 from ..engine.pairs import HALF_DTYPES, Pair
-from ..engine.parts import Engine
+from ..engine.parts import Engine, inside
 from ..engine.sights import GRAD
 from ..optimizer import MixedPrecisionOptimizer
 from .sinks import JsonLines, Record, Sink, make_sink
@@ -67,7 +68,7 @@ class Monitor:
     one, sampled numbers are summed up by one message, and rank 0 writes; under DDP rank 0 alone looks.
 
     Args:
-        opt: The optimizer. Names come from its ``named_parameters``.
+        opt: The optimizer, or a trainer's that holds it. Names come from its ``named_parameters``.
         every: Steps from one sample to the next.
         to: Where records go: a path (JSON lines), a ``SummaryWriter``, a run of Weights & Biases, any callable that
             takes a dict, or several of them.
@@ -95,19 +96,20 @@ class Monitor:
 
     def __init__(
         self,
-        opt: MixedPrecisionOptimizer,
+        opt: Optimizer,
         every: int = 100,
         to: Any = "run.jsonl",
         *,
         depth: int | None = None,
         start: int = 0,
     ) -> None:
-        if not isinstance(opt, MixedPrecisionOptimizer):
+        wrapper = inside(opt)
+        if not isinstance(wrapper, MixedPrecisionOptimizer):
             raise TypeError(f"opt: expected a MixedPrecisionOptimizer, got {type(opt).__name__}. Wrap the optimizer.")
-        if opt.gradient_release:
+        if wrapper.gradient_release:
             raise ValueError(
-                f"opt: gradient_release={opt.gradient_release!r} frees gradients before there is anything to sample. "
-                "Use opt.stats() for numbers of steps, or gradient_release=False."
+                f"opt: gradient_release={wrapper.gradient_release!r} frees gradients before there is anything to "
+                "sample. Use opt.stats() for numbers of steps, or gradient_release=False."
             )
         check_number("every", every, above_zero=True)
         check_number("start", start)
@@ -115,7 +117,7 @@ class Monitor:
         sinks = to if isinstance(to, (list, tuple)) else [to]
         self.every, self.depth, self.steps = int(every), depth, int(start)
         self._sinks: list[Sink] = [make_sink(one) for one in sinks]
-        self._engine: Engine | None = opt.engine
+        self._engine: Engine | None = wrapper.engine
         self._writes = _rank() == 0
         self._waiting: list[_Step] = []
         self._sample: _Sample | None = None
@@ -124,9 +126,9 @@ class Monitor:
         self._closed = self._engine.outcome.steps
         self._clock: float | None = None
         self._lay_rows()
-        self._handles = [opt.register_step_pre_hook(self._before), opt.register_step_post_hook(self._after)]
+        self._handles = [wrapper.register_step_pre_hook(self._before), wrapper.register_step_post_hook(self._after)]
         if self._writes:
-            self._emit(self._header(opt))
+            self._emit(self._header(wrapper))
         self._arm()
         me = weakref.ref(self)
         self._at_exit: Callable[[], None] = lambda: _finish(me)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 pytest.importorskip("lightning")
 
 import lightning
-from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
@@ -112,10 +112,11 @@ def loader(data: Any) -> torch.utils.data.DataLoader[Any]:
     return torch.utils.data.DataLoader(data, batch_size=None)
 
 
-def fit(module: Any, plugin: Any, tmp_path: Path, data: Any, **options: Any) -> lightning.Trainer:
+def fit(
+    module: Any, plugin: Any, tmp_path: Path, data: Any, ckpt: Path | None = None, **options: Any
+) -> lightning.Trainer:
     made = trainer(plugin, tmp_path, **{"max_epochs": -1, **options})
-    ckpt = made.__dict__.pop("ckpt", None)
-    made.fit(module, loader(data), ckpt_path=ckpt)
+    made.fit(module, loader(data), ckpt_path=ckpt, weights_only=True if ckpt else None)
     return made
 
 
@@ -493,6 +494,19 @@ def test_optimizers_that_are_wrapped_already_stay(tmp_path: Path) -> None:
     assert (first.grad_accumulation, second.grad_accumulation) == ("model", "fp32")
 
 
+@pytest.mark.parametrize("release", [True, "held"])
+def test_two_nets_release_their_gradients(release: Any, tmp_path: Path) -> None:
+    """A backward of the one's loss makes no gradients of the other's, and ends no step of it."""
+    runs = []
+    for option in (False, release):
+        plugin = MasterWeightsPrecision("16-true", loss_scale=64.0, gradient_release=option)
+        module = TwoNets()
+        fit(module, plugin, tmp_path, batches(6), steps=12)
+        runs.append((module.losses, {name: value.clone() for name, value in module.state_dict().items()}))
+    assert_same(runs[1], runs[0], "with gradients released")
+    assert len(set(runs[0][0])) > 6, "both were trained"
+
+
 def test_two_scales_for_one_backward_are_refused(tmp_path: Path) -> None:
     module = TwoNets(lambda made: [MixedPrecisionOptimizer(one, dynamic=True) for one in made])
     with pytest.raises(ValueError, match="optimizer 1 has a loss scaler of its own, and one backward serves all 2"):
@@ -624,6 +638,97 @@ def test_an_optimizer_of_an_earlier_fit_is_refused(tmp_path: Path) -> None:
     fit(module, MasterWeightsPrecision("16-true"), tmp_path, batches(1), steps=1)
     with pytest.raises(ValueError, match=r"optimizer 0 \(AdamW\) has none of the model's parameters\. Make it anew"):
         fit(module, MasterWeightsPrecision("16-true"), tmp_path, batches(1), steps=1)
+
+
+# -- finetuning --------------------------------------------------------------------------------------------------------
+
+
+class Headed(Module):
+    """A backbone that is frozen at first, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = self.net[:3], self.net[3]
+
+    def configure_optimizers(self) -> Any:
+        return adamw([param for param in self.parameters() if param.requires_grad])
+
+
+class Unfreezing(BaseFinetuning):
+    """The backbone joins in the second epoch, at a rate of its own; in the third all rates are halved."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, lr=2.0**-8)
+        if epoch == 2:
+            for group in optimizer.param_groups:
+                group["lr"] /= 2.0
+
+
+def finetuned(tmp_path: Path, epochs: int, **options: Any) -> lightning.Trainer:
+    plugin = MasterWeightsPrecision("16-true", loss_scale=256.0, fused_step=False)
+    told = {"max_epochs": epochs, "steps": -1, "callbacks": [Unfreezing()], **options}
+    return fit(Headed(), plugin, tmp_path, batches(8), **told)
+
+
+def test_a_backbone_that_is_unfrozen_gets_masters(tmp_path: Path) -> None:
+    made = finetuned(tmp_path, 3)
+    net = network(HALF)
+    parts = [list(net[3].parameters()), list(net[:3].parameters())]
+    masters = [[nn.Parameter(param.detach().float()) for param in part] for part in parts]
+    optimizer, losses = adamw(masters[0]), []
+    for epoch in range(3):
+        if epoch == 1:
+            optimizer.add_param_group({"params": masters[1], "lr": 2.0**-8})
+        if epoch == 2:
+            for group in optimizer.param_groups:
+                group["lr"] /= 2.0
+        pairs = list(zip(parts[0], masters[0], strict=True))
+        pairs += list(zip(parts[1], masters[1], strict=True)) if epoch else []
+        for batch in batches(8):
+            net.zero_grad()
+            loss = loss_of(net, batch, HALF)
+            losses.append(loss.item())
+            (loss * 256.0).backward()
+            for param, master in pairs:
+                master.grad = oracle.unscaled(param.grad, 256.0)
+            optimizer.step()
+            with torch.no_grad():
+                for param, master in pairs:
+                    param.copy_(master)
+    assert made.lightning_module.losses == losses
+    assert_same(
+        [m.data for m in optimizer_of(made).master_params()], [m.data for m in masters[0] + masters[1]], "masters"
+    )
+    assert_same(made.lightning_module.net.state_dict(), net.state_dict(), "model")
+
+
+def test_finetuning_resumes_with_its_groups(tmp_path: Path) -> None:
+    """Groups and masters are back. That the backbone is frozen again is Lightning's own doing."""
+    half = finetuned(tmp_path, 2)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    rest = finetuned(tmp_path, 2, ckpt=tmp_path / "half.ckpt")
+    assert_same(optimizer_of(rest).state_dict(), optimizer_of(half).state_dict(), "optimizer")
+    assert [len(group["params"]) for group in optimizer_of(rest).param_groups] == [2, 4]
+
+    class Regrouped(Headed):
+        def configure_optimizers(self) -> Any:
+            return adamw([*self.head.parameters()][:1])
+
+    plugin = MasterWeightsPrecision("16-true", loss_scale=256.0)
+    told = {"max_epochs": 3, "steps": -1, "callbacks": [Unfreezing()], "ckpt": tmp_path / "half.ckpt"}
+    with pytest.raises(ValueError, match="group 0 of the checkpoint has other parameters than that of configure_optim"):
+        fit(Regrouped(), plugin, tmp_path, batches(8), **told)
+
+
+def test_a_finetuning_callback_is_as_it_was_after_the_fit(tmp_path: Path) -> None:
+    callback = BackboneFinetuning(1, lambda epoch: 1.5)
+    made = finetuned(tmp_path, 3, callbacks=[callback])
+    assert [group["lr"] for group in optimizer_of(made).param_groups] == pytest.approx([2.0**-6, 0.15 * 2.0**-6])
+    assert not {"on_fit_start", "on_train_epoch_start"} & set(vars(callback))
 
 
 # -- Fabric ------------------------------------------------------------------------------------------------------------

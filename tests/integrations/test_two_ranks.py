@@ -12,12 +12,16 @@ import pytest
 import fp16opt
 
 HERE = Path(__file__).parent
-PROGRAMS = {"lightning": "two_ranks_lightning.py", "accelerate": "two_ranks_accelerate.py"}
+PROGRAMS = {
+    "lightning": "two_ranks_lightning.py",
+    "accelerate": "two_ranks_accelerate.py",
+    "accelerate, FSDP2": "two_ranks_accelerate_fsdp2.py",
+}
 
 
 @pytest.mark.parametrize("trainer", PROGRAMS)
 def test_two_ranks(trainer: str, tmp_path: Path) -> None:
-    pytest.importorskip(trainer)
+    pytest.importorskip(trainer.split(",")[0])
     path = os.pathsep.join([str(Path(fp16opt.__file__).parent.parent), str(HERE.parent), *sys.path])
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(

@@ -1,0 +1,121 @@
+"""Two ranks on gloo, started by torchrun: Accelerate's FSDP2 with master_weights, against a loop by hand.
+
+Accelerate has FSDP2 for accelerators alone and passes its plugin over on a CPU: here its state says that it is one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from contract import oracle
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fp16opt import DynamicLossScaler
+from fp16opt.integrations.accelerate import Accelerator
+from integrations.byhand import HALF, OVERFLOWING, ByHand, adamw, batches, loss_of, network
+
+STEPS = 16
+
+
+def sharding() -> Any:
+    """As on accelerators."""
+    made: Any = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1, cpu_ram_efficient_loading=False
+    )
+    return made
+
+
+class Sharded(AcceleratorState):
+    """What Accelerate's state is where there are accelerators and a plugin."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.distributed_type = DistributedType.FSDP
+        self.fsdp_plugin = sharding()
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+class Loop:
+    """A training as Accelerate's documentation writes it."""
+
+    def __init__(self) -> None:
+        for state in (AcceleratorState, GradientState):
+            state._reset_state()
+        options = {"scaler": DynamicLossScaler(OVERFLOWING, growth_interval=5), "fused_step": False}
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, master_weights=options)
+        net = network(HALF)
+        self.net, self.optimizer = self.accelerator.prepare(net, adamw(net.parameters()))
+        if not all(isinstance(param, DTensor) for param in self.net.parameters()):
+            raise SystemExit("nothing was sharded")
+        self.losses: list[float] = []
+        self.skipped: list[bool] = []
+
+    def train(self, data: Any) -> Loop:
+        for batch in data:
+            with self.accelerator.accumulate(self.net):
+                loss = loss_of(self.net, batch, HALF)
+                self.losses.append(loss.item())
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.net.parameters(), 0.5)
+                self.optimizer.step()
+                if self.accelerator.sync_gradients:
+                    self.skipped.append(self.accelerator.optimizer_step_was_skipped)
+                self.optimizer.zero_grad()
+        return self
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def check(what: str, loop: Loop, hand: ByHand) -> None:
+    for number, (got, want) in enumerate(zip(loop.optimizer.optimizer.master_params(), hand.masters, strict=True)):
+        if not whole(got.detach()).equal(want.detach()):
+            raise SystemExit(f"{what}: master {number} is off by {(whole(got.detach()) - want.detach()).abs().max()}")
+    for got, want in zip(loop.net.parameters(), hand.models, strict=True):
+        if not whole(got.detach()).equal(want.detach()):
+            raise SystemExit(f"{what}: the model is not its masters")
+
+
+def main(folder: Path) -> None:
+    """Both ranks see the same batches, so that averages over ranks are what each rank has."""
+    import accelerate.accelerator
+
+    accelerate.accelerator.AcceleratorState = Sharded
+    data = batches(2 * STEPS)
+    hand = ByHand(network(HALF), scale=oracle.Scale(OVERFLOWING, 5), micro=2, clip=0.5).train(data, HALF)
+    loop = Loop().train(data)
+    if loop.losses != hand.losses or loop.skipped != hand.skipped or not any(loop.skipped):
+        raise SystemExit(f"losses {loop.losses}, wanted {hand.losses}; skips {loop.skipped}, wanted {hand.skipped}")
+    check("whole", loop, hand)
+    half = Loop().train(data[:STEPS])
+    half.accelerator.save_state(str(folder / "half"))
+    try:
+        half.accelerator.save_state(str(folder / "half"))
+    except FileExistsError as error:
+        if "masters were saved there before" not in str(error):
+            raise
+    else:
+        raise SystemExit("a second state in the same folder was not refused")
+    rest = Loop()
+    rest.accelerator.load_state(str(folder / "half"))
+    rest.train(data[STEPS:])
+    if rest.losses != hand.losses[STEPS:]:
+        raise SystemExit(f"resumed: losses {rest.losses}, wanted {hand.losses[STEPS:]}")
+    check("resumed", rest, hand)
+    if rest.optimizer.optimizer.loss_scale != hand.scale.value:
+        raise SystemExit(f"resumed: the scale is {rest.optimizer.optimizer.loss_scale}, wanted {hand.scale.value}")
+    print(f"rank {os.environ['RANK']}: all is well, {sum(loop.skipped)} of {len(loop.skipped)} steps were skipped")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
