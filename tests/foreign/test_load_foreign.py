@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 import fp16opt
+import fp16opt.distributed
 from fp16opt import Loaded, MixedPrecisionOptimizer, load_foreign
 from fp16opt.foreign.single_files import with_error_bits
 
@@ -626,3 +627,29 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="model: parameter 'group 0, param 0' of the optimizer is not in it"):
         load_foreign(path, Net(), opt)
     refused(tmp_path, new, opt, "no zero_pp_rank_.* is there", kind="deepspeed")
+
+
+@pytest.mark.parametrize("put", ["itself", "an entry", "lightning", "trainer", "a folder"])
+def test_files_of_our_own_are_told(put: str, tmp_path: Path) -> None:
+    """A user who tries it on one is sent to the call that loads it."""
+    model = torch.nn.Linear(4, 1).half()
+    opt = MixedPrecisionOptimizer(torch.optim.AdamW(model.parameters()), dynamic=True)
+    state, path, kind = opt.state_dict(), tmp_path / "file.pt", "auto"
+    words = r"holds a state_dict of fp16opt's own, which needs no conversion. Load it with optimizer.load_state_dict"
+    if put == "itself":
+        torch.save(state, path)
+    elif put == "an entry":
+        torch.save({"net": model.state_dict(), "opt": state}, path)
+    elif put == "lightning":
+        torch.save({"state_dict": model.state_dict(), "optimizer_states": [state]}, path)
+        kind = "lightning"
+    elif put == "trainer":
+        path = tmp_path / "checkpoint-1"
+        path.mkdir()
+        torch.save(state, path / "optimizer.pt")
+        torch.save(model.state_dict(), path / "pytorch_model.bin")
+    else:
+        path, words = tmp_path / "ours", r"was saved by fp16opt.distributed. Load it with fp16opt.distributed.load"
+        fp16opt.distributed.save(path, model, opt)
+    with pytest.raises(ValueError, match=words):
+        load_foreign(path, model, opt, kind)

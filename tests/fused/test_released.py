@@ -365,6 +365,23 @@ def test_a_second_backward_is_refused_before_it_begins() -> None:
     train(net, opt, range(1, 2))
 
 
+@pytest.mark.parametrize("release", [True, "held"])
+def test_another_optimizers_backward_is_no_step_of_this(release: Any) -> None:
+    """As a trainer announces each loss to all of its optimizers; what came to this one can't be added to."""
+    net, opt = made(release=release)
+    want, alone = made(release=release)
+    train(want, alone, range(2))
+    for step in range(2):
+        opt.scale_loss(torch.full((), torch.inf))
+        opt.backward(net(batch(torch.float16, step)))
+        opt.step()
+    assert_same([*net.parameters()], [*want.parameters()])
+    assert opt.skipped_steps == 0
+    opt.backward(net(batch(torch.float16, 2)))
+    with pytest.raises(RuntimeError, match="If the one before was of another optimizer's loss, switch requires_grad"):
+        opt.scale_loss(torch.ones(()))
+
+
 def test_gradients_of_another_backward_are_refused() -> None:
     net, opt = made()
     with pytest.raises(RuntimeError, match=r"a gradient of parameter '.*' came that neither opt.backward"):

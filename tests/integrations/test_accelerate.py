@@ -15,9 +15,21 @@ from torch import Tensor, nn
 pytest.importorskip("accelerate")
 
 import accelerate
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from fp16opt import DynamicLossScaler, GradScaler, MixedPrecisionOptimizer
+import fp16opt.distributed
+from fp16opt import (
+    AveragedMasters,
+    DynamicLossScaler,
+    GradScaler,
+    MixedPrecisionOptimizer,
+    Monitor,
+    diagnose,
+    ema,
+    load_foreign,
+)
+from fp16opt.fp16_utils import FP16_Optimizer
 from fp16opt.integrations.accelerate import Accelerator, use_fp16opt_scaler
 from fp16opt.integrations.together import SharedLossScaler
 from integrations.byhand import (
@@ -320,20 +332,39 @@ def test_options_are_a_dict(given: Any) -> None:
         Accelerator(cpu=True, master_weights=given)
 
 
+def test_prepared_optimizers_are_taken_as_they_are(tmp_path: Path) -> None:
+    """By what asks for the wrapper: monitor, averages, files, diagnosis."""
+    loop = Loop("fp16", master_weights={"loss_scale": 64.0}, scheduled=False)
+    records: list[Any] = []
+    averaged = AveragedMasters(loop.net, loop.optimizer, ema(0.5))
+    with Monitor(loop.optimizer, every=1, to=records.append):
+        loop.train(batches(2))
+        averaged.update()
+    assert [record["loss_scale"] for record in records if record["kind"] == "step"] == [64.0, 64.0]
+    average = averaged.fp32_state_dict()["0.weight"]
+    assert torch.equal(average, next(loop.optimizer.optimizer.master_params()))
+    found = diagnose(loop.net, lambda: loss_of(loop.net, batches(1)[0], HALF), loop.optimizer)
+    assert found.scale == 64.0
+    old = network(HALF, seed=5)
+    fp16 = FP16_Optimizer(adamw(old.parameters()))
+    torch.save({"model": old.state_dict(), "optimizer": fp16.state_dict()}, tmp_path / "apex.pt")
+    assert load_foreign(tmp_path / "apex.pt", loop.net, loop.optimizer).masters == 6
+    assert_same(dict(loop.net.state_dict()), dict(old.state_dict()), "model")
+    fp16opt.distributed.save(tmp_path / "ours", loop.net, loop.optimizer)
+    before = [master.detach().clone() for master in loop.optimizer.optimizer.master_params()]
+    loop.train(batches(1))
+    fp16opt.distributed.load(tmp_path / "ours", loop.net, loop.optimizer)
+    assert_same([master.data for master in loop.optimizer.optimizer.master_params()], before, "masters")
+    with pytest.raises(TypeError, match=r"expected a fp16opt.MixedPrecisionOptimizer, got AcceleratedOptimizer"):
+        AveragedMasters(loop.net, AcceleratedOptimizer(adamw(loop.net.parameters())), ema(0.5))
+
+
 # -- Accelerate's own class --------------------------------------------------------------------------------------------
 
 
-def gpu_like(monkeypatch: pytest.MonkeyPatch, cls: Any = accelerate.Accelerator, **options: Any) -> Any:
-    """An accelerator with "fp16", which Accelerate gives to GPUs alone."""
-    made = cls(cpu=True)
-    monkeypatch.setattr(type(made.state), "mixed_precision", property(lambda self: "fp16"))
-    made.native_amp = True
-    return made
-
-
-def test_our_scaler_in_accelerates_own_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It drives the wrapper: skips, clip and scheduler as by hand."""
-    accelerator = gpu_like(monkeypatch)
+def test_our_scaler_in_accelerates_own_class() -> None:
+    """It drives the wrapper: skips, clip and scheduler as by hand. On a CPU Accelerate alone would not unscale."""
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="fp16")
     scaler = use_fp16opt_scaler(accelerator, init_scale=OVERFLOWING, growth_interval=5)
     assert isinstance(scaler, GradScaler)
     assert accelerator.scaler is scaler
@@ -358,6 +389,38 @@ def test_our_scaler_in_accelerates_own_class(monkeypatch: pytest.MonkeyPatch) ->
     assert skipped == hand.skipped
     assert sum(skipped) > 1
     with pytest.raises(RuntimeError, match="optimizers were prepared already, with the scaler that was there"):
+        use_fp16opt_scaler(accelerator)
+
+
+def test_our_scaler_with_fp32_weights_under_autocast() -> None:
+    """Clips by norm are of true gradients, and forwards are in FP16, as on a GPU."""
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="fp16")
+    use_fp16opt_scaler(accelerator, init_scale=1024.0)
+    net, optimizer = accelerator.prepare(*(lambda net: (net, adamw(net.parameters())))(network()))
+    by_hand = network()
+    for batch in batches(4):
+        seen: list[torch.dtype] = []
+        handle = net[0].register_forward_hook(lambda module, args, made, seen=seen: seen.append(made.dtype))
+        accelerator.backward(loss_of(net, batch, torch.float32))
+        handle.remove()
+        assert seen == [HALF]
+        norm = accelerator.clip_grad_norm_(net.parameters(), 0.5)
+        by_hand.load_state_dict(net.state_dict())
+        by_hand.zero_grad()
+        with torch.autocast("cpu", HALF):
+            (loss_of(by_hand, batch, torch.float32) * 1024.0).backward()
+        wanted = oracle.total_norm([param.grad / 1024.0 for param in by_hand.parameters()])
+        assert float(norm) == pytest.approx(wanted, rel=1e-5)  # torch's, which adds up in FP32
+        optimizer.step()
+        assert not accelerator.optimizer_step_was_skipped
+        optimizer.zero_grad()
+
+
+def test_our_scaler_is_refused_where_nobody_asks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="fp16")
+    kind = accelerate.utils.DistributedType.DEEPSPEED
+    monkeypatch.setattr(accelerate.Accelerator, "distributed_type", property(lambda self: kind))
+    with pytest.raises(ValueError, match="accelerator: DEEPSPEED scales by itself, and would not ask this scaler"):
         use_fp16opt_scaler(accelerator)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import fp16opt
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
-from fp16opt.integrations.timm import MasterScaler
+from fp16opt.integrations.timm import MasterScaler, with_masters
 from integrations.byhand import (
     BF16,
     HALF,
@@ -55,9 +55,8 @@ class Loop:
         self.dtype = DTYPES[precision]
         self.net = network(self.dtype)
         bare = adamw(self.net.parameters())
-        self.optimizer = MixedPrecisionOptimizer(bare, fused_step=fused, **masters(precision))
         self.scheduler = halving(bare)
-        self.loss_scaler = MasterScaler()
+        self.optimizer, self.loss_scaler = with_masters(bare, self.net, fused_step=fused, **masters(precision))
         self.losses: list[float] = []
 
     def train(self, data: Any, **clip: Any) -> Loop:
@@ -156,6 +155,26 @@ def test_what_it_can_not_do_is_refused() -> None:
     assert weight.grad is None
 
 
+def test_two_lines_are_all() -> None:
+    """The scale goes by the model's dtype, names are the model's; one that is wrapped stays; a stranger is refused."""
+    for dtype, dynamic in ((HALF, True), (BF16, False)):
+        net = network(dtype)
+        optimizer, loss_scaler = with_masters(adamw(net.parameters()), net)
+        assert optimizer.scaler.dynamic is dynamic
+        assert optimizer.engine.pairs.names == [name for name, _ in net.named_parameters()]
+        assert with_masters(optimizer, net)[0] is optimizer
+        before = next(net.parameters()).detach().clone()
+        loss_scaler(loss_of(net, batches(1)[0], dtype) * 2.0**-8, optimizer)
+        assert not torch.equal(next(net.parameters()), before)
+    net = network(HALF)
+    assert not with_masters(adamw(net.parameters()), net, loss_scale=8.0)[0].scaler.dynamic
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"optimizer 0 \(AdamW\) has none of the model's parameters"):
+        with_masters(adamw(network(HALF).parameters()), network(HALF))
+
+
 @needs_timm
 def test_adaptive_clipping_is_timms_own_on_masters() -> None:
     import_timm()
@@ -190,8 +209,8 @@ def test_a_model_of_timms_in_fp16_with_its_own_optimizer() -> None:
         "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=24, depth=1, num_heads=2, num_classes=4
     ).to(HALF)
     images, labels = torch.randn(16, 3, 32, 32, dtype=HALF), torch.arange(16) % 4
-    optimizer = MixedPrecisionOptimizer(create_optimizer_v2(model, opt="adamw", lr=5e-3), dynamic=True)
-    loss_scaler, losses = MasterScaler(), []
+    optimizer, loss_scaler = with_masters(create_optimizer_v2(model, opt="adamw", lr=5e-3), model)
+    losses = []
     for _ in range(30):
         loss = nn.functional.cross_entropy(model(images).float(), labels)
         losses.append(loss.item())
