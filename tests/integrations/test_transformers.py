@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Iterator
@@ -298,36 +299,165 @@ def test_adapters_on_a_frozen_base_in_16_bits(adapters: torch.dtype, tmp_path: P
     assert all(moved), "the adapters were trained"
 
 
+class Speaking(nn.Module):
+    """A language model whose forward returns its loss, in FP32 and without settings of a Trainer's."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+        self.losses: list[float] = []
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.inner(input_ids=input_ids).logits.float()
+        loss = 64.0 * nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        self.losses.append(loss.item())
+        return {"loss": loss, "logits": logits}
+
+
+def speaking(dtype: torch.dtype, adapters: torch.dtype) -> Speaking:
+    """A frozen base of ``dtype`` with adapters that don't start at zero."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=4,
+        target_modules=["q_proj", "v_proj"],
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+        init_lora_weights=False,
+    )
+    base = tiny(dtype)
+    torch.manual_seed(1)
+    return Speaking(peft.get_peft_model(base, config, autocast_adapter_dtype=adapters == torch.float32))
+
+
+@pytest.mark.parametrize("adapters", ["in FP32", "in 16 bits"])
+@every_dtype
+def test_adapters_are_trained_as_by_hand(precision: str, adapters: str, tmp_path: Path) -> None:
+    """To the bit, with a scale that overflows at first, a clip, two micro-batches and a scheduler."""
+    dtype = DTYPES[precision]
+    kind = torch.float32 if adapters == "in FP32" else dtype
+    data = texts(2 * STEPS * 4)
+    model = speaking(dtype, kind)
+    args = arguments(tmp_path, max_grad_norm=4.0)
+    optimizers = (adamw([param for param in model.parameters() if param.requires_grad]), None)
+    trainer = Ordered(model, args, train_dataset=data, optimizers=optimizers, master_weights=masters(precision))
+    trainer.train()
+    by_hand = speaking(dtype, kind)
+    assert {param.dtype for param in by_hand.parameters() if param.requires_grad} == {kind}
+    hand = ByHand(by_hand, scale=scale_of(precision), clip=4.0, schedule=linear, waits=True)
+    loader = torch.utils.data.DataLoader(data, 4)
+    parts = [functools.partial(loss_of_batch, by_hand, batch) for batch in loader]
+    for start in range(0, len(parts), 2):
+        hand.step(parts[start : start + 2])
+    assert model.losses == hand.losses
+    assert_same_weights(model, trainer.optimizer.optimizer, hand)
+    for one, other in zip(model.parameters(), by_hand.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert trainer.optimizer.optimizer.skipped_steps == sum(hand.skipped)
+    assert max(hand.norms) > 4.0
+    assert sum(hand.skipped) >= 2 * (precision == "fp16")
+
+
+def loss_of_batch(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(**batch)["loss"]
+
+
+# -- gradients that are released ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("release", "clip"), [(True, 0.0), ("held", 0.0), ("held", 0.5)])
+def test_released_gradients_train_and_log(release: Any, clip: float, tmp_path: Path) -> None:
+    """Where parameters were stepped by the time of the log it is without a norm; else it is as ever."""
+    logs = {}
+    for option in (False, release):
+        trainer = run(
+            "fp16",
+            tmp_path,
+            options={"loss_scale": 64.0, "gradient_release": option},
+            gradient_accumulation_steps=1,
+            max_grad_norm=clip,
+        )
+        logs[option] = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["loss"] for entry in logs[release]] == [entry["loss"] for entry in logs[False]]
+    assert all(("grad_norm" in entry) is (release == "held") for entry in logs[release])
+    if release == "held":
+        assert [entry["grad_norm"] for entry in logs[release]] == [entry["grad_norm"] for entry in logs[False]]
+
+
+def test_a_clip_of_released_gradients_is_refused_by_its_argument(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"max_grad_norm=0.5: with gradient_release=True .*max_grad_norm=0"):
+        run("fp16", tmp_path, options={"loss_scale": 64.0, "gradient_release": True})
+
+
+# -- TRL ---------------------------------------------------------------------------------------------------------------
+
+TOLD = {
+    "use_cpu": True,
+    "report_to": [],
+    "disable_tqdm": True,
+    "max_steps": 4,
+    "per_device_train_batch_size": 4,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "max_length": 12,
+    "bf16": False,
+    "gradient_checkpointing": False,
+}
+WORDS = [f"w{number}" for number in range(29)]
+
+
+def check_tuned(trainer: Any, model: nn.Module, before: dict[str, Tensor]) -> None:
+    """Its masters were trained, and the model is they."""
+    optimizer = trainer.optimizer.optimizer
+    assert isinstance(optimizer, MixedPrecisionOptimizer)
+    assert trainer.state.log_history[0]["loss_scale"] > 1.0
+    assert {param.dtype for param in model.parameters()} == {HALF}
+    for param, master in zip(trained_params(model, trainer), optimizer.master_params(), strict=True):
+        assert torch.equal(param, master.to(HALF))
+    changed = [name for name, param in model.named_parameters() if not torch.equal(param, before[name])]
+    assert len(changed) > len(before) / 2
+
+
 def test_sft_trainer_with_the_mixin(tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
+    import datasets
 
     class Tuning(MasterWeightsMixin, trl.SFTTrainer):
         pass
 
-    words = [f"w{number}" for number in range(29)]
-    tokenizer = word_tokenizer(words)
-    args = trl.SFTConfig(
-        output_dir=str(tmp_path),
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        max_steps=4,
-        per_device_train_batch_size=4,
-        logging_steps=1,
-        save_strategy="no",
-        max_length=12,
-        bf16=False,
-        gradient_checkpointing=False,
-    )
+    args = trl.SFTConfig(output_dir=str(tmp_path), learning_rate=1e-2, **TOLD)
+    data = datasets.Dataset.from_dict({"text": [" ".join(WORDS[i : i + 8]) for i in range(20)]})
+    model = tiny(HALF)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    given = {"processing_class": word_tokenizer(WORDS), "master_weights": {"dynamic": True}}
+    trainer = Tuning(model, args, train_dataset=data, **given)
+    trainer.train()
+    check_tuned(trainer, model, before)
+
+
+def test_dpo_trainer_with_the_mixin(tmp_path: Path) -> None:
+    """The model that it refers to stays as it is."""
+    trl = pytest.importorskip("trl")
     import datasets
 
-    data = datasets.Dataset.from_dict({"text": [" ".join(words[i : i + 8]) for i in range(20)]})
-    model = tiny(HALF)
-    trainer = Tuning(model, args, train_dataset=data, processing_class=tokenizer, master_weights={"dynamic": True})
+    class Tuning(MasterWeightsMixin, trl.DPOTrainer):
+        pass
+
+    args = trl.DPOConfig(output_dir=str(tmp_path), learning_rate=1e-2, **TOLD)
+    rows = [{"prompt": word, "chosen": " w27", "rejected": " w28"} for word in WORDS[:20]]
+    model, reference = tiny(HALF), tiny(HALF)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    trainer = Tuning(
+        model,
+        reference,
+        args,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=word_tokenizer(WORDS),
+        master_weights={"dynamic": True},
+    )
     trainer.train()
-    assert isinstance(trainer.optimizer.optimizer, MixedPrecisionOptimizer)
-    assert trainer.state.log_history[0]["loss_scale"] > 1.0
-    assert next(model.parameters()).dtype == HALF
+    check_tuned(trainer, model, before)
+    assert all(torch.equal(param, before[name]) for name, param in reference.named_parameters())
+    assert trainer.state.log_history[3]["loss"] < trainer.state.log_history[0]["loss"]
 
 
 def word_tokenizer(words: list[str]) -> Any:
