@@ -51,7 +51,8 @@ void l2norm(const Table& table, const Pointers& tensors, double* sumsq, int64_t 
 void scale(const Table& table, const Pointers& tensors, float factor, int threads);
 
 // averages[i] goes the part `weight` of the way to values[i].
-void lerp(const Table& table, const Pointers& averages, const Pointers& values, double weight, int threads);
+void lerp(const Table& table, const Pointers& averages, const Pointers& values, double part, bool from_average,
+          int threads);
 
 // Returns whether a checked input is not finite.
 bool axpby(const Table& table, float a, const Pointers& xs, float b, const Pointers& ys, const Pointers& outs,

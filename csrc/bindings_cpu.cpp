@@ -66,10 +66,11 @@ void bind_writing(py::module_& module) {
         py::gil_scoped_release release;
         scale(table, lists[0], *address<const float>(factor), threads);
     });
-    module.def("lerp", [](const Table& table, const py::object& addresses, int threads, int64_t, double weight) {
+    module.def("lerp", [](const Table& table, const py::object& addresses, int threads, int64_t, double part,
+                          bool from_average) {
         const PointerLists lists(addresses);
         py::gil_scoped_release release;
-        lerp(table, lists[0], lists[1], weight, threads);
+        lerp(table, lists[0], lists[1], part, from_average, threads);
     });
     module.def("axpby", [](const Table& table, const py::object& addresses, int threads, int64_t, float a, float b,
                            uint32_t check, uintptr_t found_inf) {

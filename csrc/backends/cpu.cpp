@@ -79,13 +79,14 @@ void scale_chunk(DType dtype, void* values, int64_t n, float factor) {
     }
 }
 
-void lerp_chunk(DType of, void* averages, const void* values, int64_t n, double weight) {
+void lerp_chunk(DType of, void* averages, const void* values, int64_t n, double part, bool from_average) {
     float* at = static_cast<float*>(averages);
     switch (of) {
-        case DType::half: return lerp_values(at, static_cast<const Half*>(values), n, weight);
-        case DType::bfloat16: return lerp_values(at, static_cast<const BFloat16*>(values), n, weight);
-        case DType::single: return lerp_values(at, static_cast<const float*>(values), n, weight);
-        case DType::wide: return lerp_values(static_cast<double*>(averages), static_cast<const double*>(values), n, weight);
+        case DType::half: return lerp_values(at, static_cast<const Half*>(values), n, part, from_average);
+        case DType::bfloat16: return lerp_values(at, static_cast<const BFloat16*>(values), n, part, from_average);
+        case DType::single: return lerp_values(at, static_cast<const float*>(values), n, part, from_average);
+        case DType::wide:
+            return lerp_values(static_cast<double*>(averages), static_cast<const double*>(values), n, part, from_average);
         case DType::byte: break;  // no operation hands it here
     }
 }

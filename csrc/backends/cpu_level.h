@@ -25,7 +25,8 @@ struct CpuLevel {
     void (*unscale_clipped)(DType from, const void* grad, void* out, int64_t n, float inv_scale, float factor, bool stream);
     double (*sum_of_squares)(DType dtype, const void* values, int64_t n);
     void (*scale)(DType dtype, void* values, int64_t n, float factor);
-    void (*lerp)(DType of, void* averages, const void* values, int64_t n, double weight);  // averages: double for wide, else float
+    // averages: double for wide, else float
+    void (*lerp)(DType of, void* averages, const void* values, int64_t n, double part, bool from_average);
     bool (*axpby)(const DType (&dtypes)[3], float a, const void* x, float b, const void* y, void* out, int64_t n,
                   uint32_t check);  // true: a checked input is not finite
     uint32_t (*cast)(DType to, const float* master, void* param, int64_t n, bool stream);

@@ -127,7 +127,8 @@ void scale(const Table& table, const Pointers& tensors, float factor, int thread
     });
 }
 
-void lerp(const Table& table, const Pointers& averages, const Pointers& values, double weight, int threads) {
+void lerp(const Table& table, const Pointers& averages, const Pointers& values, double part, bool from_average,
+          int threads) {
     require_pointers(table, {&averages, &values});
     for (int32_t place : table.places) {
         const DType average = table.dtypes[0][size_t(place)], value = table.dtypes[1][size_t(place)];
@@ -138,7 +139,7 @@ void lerp(const Table& table, const Pointers& averages, const Pointers& values, 
         const Chunk& c = table.chunks[size_t(i)];
         prefetch_next(table, c, {&averages, &values});
         level.lerp(table.dtypes[1][size_t(c.tensor)], at<void>(averages, table, 0, c), at<void>(values, table, 1, c), c.numel,
-                   weight);
+                   part, from_average);
     });
 }
 

@@ -6,7 +6,7 @@
 FP16OPT_BEGIN
 
 // The part `weight` of the way from one value to another. Exact at a weight of 0, so from the nearer end: with a weight of
-// 1/2 or more the callers go the rest of the way back from `to`, as torch.lerp does.
+// 1/2 or more the caller goes the rest of the way back from `to`, as torch.lerp does.
 template <class T>
 FP16OPT_HD T lerp(T from, T to, T weight) {
     return from + weight * (to - from);

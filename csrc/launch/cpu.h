@@ -304,11 +304,10 @@ FP16OPT_HD void scale_values(double* values, int64_t n, float factor) {
     for (int64_t i = 0; i < n; ++i) values[i] = scale(values[i], double(factor));
 }
 
-// Running averages take values in. From the nearer end: see functors/lerp.h.
+// Running averages take values in: they go a part of the way, from the nearer end. See functors/lerp.h.
 template <class From>
-FP16OPT_HD void lerp_values(float* averages, const From* values, int64_t n, double weight) {
-    const bool from_average = weight < 0.5;
-    const Floats part = splat(float(from_average ? weight : 1.0 - weight));
+FP16OPT_HD void lerp_values(float* averages, const From* values, int64_t n, double of_way, bool from_average) {
+    const Floats part = splat(float(of_way));
     auto block = [=](float* average, const From* value) {
         Block a, v;
         load(static_cast<const float*>(average), a);
@@ -330,9 +329,7 @@ FP16OPT_HD void lerp_values(float* averages, const From* values, int64_t n, doub
     }
 }
 
-FP16OPT_HD void lerp_values(double* averages, const double* values, int64_t n, double weight) {
-    const bool from_average = weight < 0.5;
-    const double part = from_average ? weight : 1.0 - weight;
+FP16OPT_HD void lerp_values(double* averages, const double* values, int64_t n, double part, bool from_average) {
     for (int64_t i = 0; i < n; ++i) {
         averages[i] = from_average ? lerp(averages[i], values[i], part) : lerp(values[i], averages[i], part);
     }

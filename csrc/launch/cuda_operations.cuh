@@ -4,6 +4,7 @@
 #include "../functors/accumulate.h"
 #include "../functors/axpby.h"
 #include "../functors/flags.h"
+#include "../functors/lerp.h"
 #include "../functors/scale.h"
 #include "../functors/unscale.h"
 #include "cuda.cuh"
@@ -353,6 +354,49 @@ struct Axpby {
             outs.set(i, x, valid);
         }
         if (bad) *found_inf = 1.0f;  // whichever thread comes last writes the same
+    }
+};
+
+// Running averages take values in, from the nearer end: see functors/lerp.h. Lists: averages, values.
+struct Lerp {
+    float part;         // of the way
+    bool from_average;  // or else from the value
+
+    FP16OPT_HD bool is_needed() const { return true; }
+
+    template <class T>
+    FP16OPT_HD void work_as(const Lists& lists, const Chunk& chunk, int thread) const {
+        struct Pair {
+            Eight<float> average;
+            Eight<T> value;
+        };
+        float* averages = lists.at<float>(0, chunk);
+        const T* values = lists.at<const T>(1, chunk);
+        const bool aligned = is_aligned(averages), values_aligned = is_aligned(values);
+        for_groups<Pair, 2>(
+            chunk.numel, thread,
+            [&](int i, Pair& raw, int valid) {
+                load(raw.average, static_cast<const float*>(averages) + i, aligned, valid);
+                load(raw.value, values + i, values_aligned, valid);
+            },
+            [&](int i, const Pair& raw, int valid) {
+                Eight<float> result, value;
+                widen_to(raw.value, value);
+                FP16OPT_UNROLL
+                for (int k = 0; k < kGroup; ++k) {
+                    result.v[k] = from_average ? lerp(raw.average.v[k], value.v[k], part)
+                                               : lerp(value.v[k], raw.average.v[k], part);
+                }
+                store(result, averages + i, aligned, valid);
+            });
+    }
+
+    FP16OPT_HD void work(const Lists& lists, const Chunk& chunk, int thread) const {
+        switch (lists.dtype(1, chunk)) {
+            case DType::half: return work_as<Half>(lists, chunk, thread);
+            case DType::bfloat16: return work_as<BFloat16>(lists, chunk, thread);
+            default: return work_as<float>(lists, chunk, thread);
+        }
     }
 };
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import cuda, reference
+from . import reference
 from .calls import Entries, PointerTables
 from .tables import LERP, call_for
 
@@ -26,8 +26,6 @@ def multi_tensor_lerp(
     Raises:
         TypeError, ValueError: as :func:`multi_tensor_unscale`, and for a weight that is no number from 0 to 1.
 
-    On CUDA devices torch operations serve.
-
     Example:
         >>> averages = [torch.tensor([0.0, 8.0])]
         >>> multi_tensor_lerp(averages, [torch.tensor([1.0, 0.0]).half()], 0.25)
@@ -38,12 +36,13 @@ def multi_tensor_lerp(
         raise TypeError(f"{LERP.name}: weight must be a number, got {type(weight).__name__}.")
     if not 0.0 <= weight <= 1.0:
         raise ValueError(f"{LERP.name}: weight must be from 0 to 1, got {weight!r}.")
+    from_average = weight < 0.5  # the nearer end: so weights of 0 and 1 are exact, as in torch.lerp
+    part = float(weight) if from_average else 1.0 - float(weight)
     with torch.no_grad():
         call = call_for(LERP, (averages, values), tables, None)
         plan = call.plan
-        compiled = None if plan.serving is cuda else plan.serving
-        for row in (row for _, row in plan.by_reference) if compiled is not None else plan.rows:
+        for _, row in plan.by_reference:
             average, value = call.row(row)
-            reference.lerp(average, value, float(weight))
-        if compiled is not None:
-            compiled.launch(call, "lerp", float(weight))
+            reference.lerp(average, value, part, from_average)
+        if plan.serving is not None:
+            plan.serving.launch(call, "lerp", part, from_average)

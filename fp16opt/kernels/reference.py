@@ -291,22 +291,23 @@ def axpby(a: float, x: Tensor, b: float, y: Tensor, out: Tensor, found_inf: Tens
     write_back(target, out, order)
 
 
-def lerp(average: Tensor, value: Tensor, weight: float) -> None:
-    """``average`` goes the part ``weight`` of the way to ``value``, from whichever end is nearer.
+def lerp(average: Tensor, value: Tensor, part: float, from_average: bool) -> None:
+    """``average`` goes ``part`` of the way to ``value``; or ends that part of the way back from it.
 
     Args:
         average: float32 or float64. Written.
         value: float16, bfloat16 or float32; float64 for a float64 ``average``.
-        weight: 0 to 1; it, or 1 - weight, is rounded to the dtype of ``average``.
+        part: 0 to 1, rounded to the dtype of ``average``.
+        from_average: Which end the part is counted from.
     """
     order = memory_order(average)
     values, target = flatten(value, order).values, flatten(average, order)
-    for part in slabs(values.numel()):
-        far, near = values[part].to(average.dtype), target.values[part]
-        if weight < 0.5:
-            near.copy_(near + (far - near) * weight)
+    for slab in slabs(values.numel()):
+        far, near = values[slab].to(average.dtype), target.values[slab]
+        if from_average:
+            near.copy_(near + (far - near) * part)
         else:
-            near.copy_(far + (near - far) * (1.0 - weight))
+            near.copy_(far + (near - far) * part)
     write_back(target, average, order)
 
 

@@ -74,6 +74,12 @@ def scale(lists: Lists, tables: PointerTables) -> Any:
     return lists[0]
 
 
+def lerp(lists: Lists, tables: PointerTables) -> Any:
+    for weight in (0.001, 0.75):
+        kernels.multi_tensor_lerp(lists[0], lists[1], weight, tables=tables)
+    return lists[0]
+
+
 def axpby(lists: Lists, tables: PointerTables) -> Any:
     device = next(t.device for t in lists[0] if t is not None)
     found = torch.zeros((), device=device)
@@ -109,6 +115,8 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "unscale clipped": (clipped, (UP_TO_SINGLE, torch.float32)),
     "scale": (scale, (ANY,)),
     "axpby": (axpby, (UP_TO_SINGLE, UP_TO_SINGLE, UP_TO_SINGLE)),
+    "lerp": (lerp, (torch.float32, UP_TO_SINGLE)),
+    "lerp float64": (lerp, (torch.float64, torch.float64)),
     "cast": (cast, (torch.float32, SIXTEEN)),
     "sample": (sample, (SIXTEEN,)),
     "l2norm": (l2norm, (ANY,)),

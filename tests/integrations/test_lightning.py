@@ -21,7 +21,7 @@ import lightning
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 
-from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
+from fp16opt import DynamicLossScaler, Loaded, MixedPrecisionOptimizer, load_foreign
 from fp16opt.integrations.lightning import FabricMasterWeightsPrecision, MasterWeightsPrecision
 from fp16opt.integrations.together import SharedLossScaler, Together
 from integrations.byhand import (
@@ -265,6 +265,19 @@ def test_a_checkpoint_of_an_fp32_run_goes_on_with_masters(tmp_path: Path) -> Non
     for number, want in enumerate(plain.optimizers[0].state_dict()["state"].values()):
         assert torch.equal(state[number]["exp_avg"], want["exp_avg"])
         assert state[number]["exp_avg"].dtype == torch.float32
+
+
+def test_a_file_of_lightnings_own_is_read_for_any_loop(tmp_path: Path) -> None:
+    """As Lightning writes it after an FP32 run: masters and moments are its weights and state."""
+    plain = trainer(None, tmp_path, 4, max_epochs=-1)
+    plain.fit(Module(), loader(batches(8)))
+    plain.save_checkpoint(tmp_path / "fp32.ckpt")
+    net = Module().to(HALF)
+    opt = MixedPrecisionOptimizer(adamw(net.parameters()), dynamic=True)
+    assert load_foreign(tmp_path / "fp32.ckpt", net, opt) == Loaded("lightning", 6, 6, None)
+    for master, want in zip(opt.master_params(), plain.lightning_module.parameters(), strict=True):
+        assert torch.equal(master, want)
+        assert torch.equal(opt.state[master]["exp_avg"], plain.optimizers[0].state[want]["exp_avg"])
 
 
 # -- schedulers, logs -------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ pytest.importorskip("accelerate")
 import transformers
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
+from fp16opt import DynamicLossScaler, Loaded, MixedPrecisionOptimizer, load_foreign
 from fp16opt.integrations.transformers import MasterWeightsMixin, Trainer
 from integrations.byhand import (
     BF16,
@@ -232,6 +232,28 @@ def test_an_fp32_model_is_left_alone(tmp_path: Path) -> None:
 def test_options_are_a_dict(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="master_weights: expected a dict of"):
         Ordered(Regressor(HALF), arguments(tmp_path), master_weights=True)
+
+
+def test_a_folder_of_the_trainers_own_is_read_for_any_loop(tmp_path: Path) -> None:
+    """As the stock Trainer writes it after an FP32 run: masters and moments are its weights and state."""
+    told = {"max_steps": 4, "save_strategy": "steps", "save_steps": 4}
+    stock = OrderedStock(Regressor(torch.float32), arguments(tmp_path, **told), train_dataset=rows(8))
+    stock.train()
+    model = Regressor(HALF)
+    opt = MixedPrecisionOptimizer(type(stock.optimizer.optimizer)(grouped(stock, model)), dynamic=True)
+    assert load_foreign(tmp_path / "checkpoint-4", model, opt) == Loaded("trainer", 6, 6, None)
+    theirs = [param for group in stock.optimizer.param_groups for param in group["params"]]
+    for master, want in zip(opt.master_params(), theirs, strict=True):
+        assert torch.equal(master, want)
+        assert torch.equal(opt.state[master]["exp_avg"], stock.optimizer.state[want]["exp_avg"])
+    assert opt.param_groups[0]["weight_decay"] == stock.optimizer.param_groups[0]["weight_decay"]
+
+
+def grouped(stock: Any, model: nn.Module) -> list[dict[str, Any]]:
+    """The parameters of ``model`` in groups as the Trainer makes them."""
+    names = {id(param): name for name, param in stock.model.named_parameters()}
+    mine = dict(model.named_parameters())
+    return [{"params": [mine[names[id(p)]] for p in group["params"]]} for group in stock.optimizer.param_groups]
 
 
 # -- language models ---------------------------------------------------------------------------------------------------

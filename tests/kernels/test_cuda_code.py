@@ -28,6 +28,7 @@ MAPPING = {
     "UnscaleClipped": (True, True),
     "Scale": (True, True),
     "Axpby": (True, True),
+    "Lerp": (True, True),
     "Take": (True, True),
     "Join": (True, True),
     "Renew": (True, True),

@@ -471,7 +471,7 @@ class TestCompiledModule:
             native._cpu.axpby(wide, [[0]] * 3, 1, 1, 1.0, 1.0, 0, 0)
         mixed = native._cpu.Table([1], [0], [[2], [3]], [0])
         with pytest.raises(ValueError, match="averages must be float32, or float64 of float64"):
-            native._cpu.lerp(mixed, [[0]] * 2, 1, 1, 0.5)
+            native._cpu.lerp(mixed, [[0]] * 2, 1, 1, 0.5, False)
         with pytest.raises(ValueError, match="outs must be float32"):
             native._cpu.unscale(mixed, [[0]] * 2, 1, 1, address, 0, 0, 0, 0, True, False)
         with pytest.raises(ValueError, match="outs must be float32"):
