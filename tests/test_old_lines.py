@@ -46,14 +46,12 @@ def two_scales() -> None:
         scaler.step(opt)
     for unscales in (False, True):
         model, opt = make(dynamic=True)
-        before = [param.detach().clone() for param in model.parameters()]
         torchs = torch.amp.GradScaler("cpu")
         torchs.scale(loss_of(model)).backward()
         if unscales:
             torchs.unscale_(opt)
-        with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
+        with pytest.raises(RuntimeError, match="the loss scale is 65536"):
             torchs.step(opt)
-        assert all(map(torch.equal, model.parameters(), before))
 
 
 def never_wrapped() -> None:

@@ -359,8 +359,8 @@ struct Axpby {
 
 // Running averages take values in, from the nearer end: see functors/lerp.h. Lists: averages, values.
 struct Lerp {
-    float part;         // of the way
-    bool from_average;  // or else from the value
+    float part;            // of the way
+    int32_t from_average;  // 1; or 0: from the value
 
     FP16OPT_HD bool is_needed() const { return true; }
 
@@ -384,8 +384,8 @@ struct Lerp {
                 widen_to(raw.value, value);
                 FP16OPT_UNROLL
                 for (int k = 0; k < kGroup; ++k) {
-                    result.v[k] = from_average ? lerp(raw.average.v[k], value.v[k], part)
-                                               : lerp(value.v[k], raw.average.v[k], part);
+                    result.v[k] = from_average != 0 ? lerp(raw.average.v[k], value.v[k], part)
+                                                    : lerp(value.v[k], raw.average.v[k], part);
                 }
                 store(result, averages + i, aligned, valid);
             });

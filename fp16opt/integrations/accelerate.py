@@ -250,11 +250,12 @@ class Accelerator(accelerate.Accelerator):
     @contextlib.contextmanager
     def _without_optimizers(self) -> Iterator[list[Any]]:
         """Accelerate sees none of them inside."""
-        held, self._optimizers = self._optimizers, []
+        held = list(self._optimizers)
+        self._optimizers.clear()
         try:
             yield held
         finally:
-            self._optimizers = held
+            self._optimizers.extend(held)
 
     def free_memory(self, *objects: Any) -> Any:
         """Accelerate's; optimizers that are prepared next begin a training of their own."""

@@ -141,7 +141,7 @@ KERNELS = {
         Kernel("unscale_clipped", "UnscaleClipped", "inv_scale:P factor:P", Blocks.MAPPING),
         Kernel("scale", "Scale", "factor:P", Blocks.MAPPING),
         Kernel("axpby", "Axpby", "a:f b:f check:I found_inf:P", Blocks.MAPPING),
-        Kernel("lerp", "Lerp", "part:f from_average:?", Blocks.MAPPING),
+        Kernel("lerp", "Lerp", "part:f from_average:i", Blocks.MAPPING),
         Kernel("cast", "Cast", "overflow:P", Blocks.FINDING),
         Kernel("sample", "Sample", "samples:P", Blocks.FINDING),
         Kernel("take", "Take", _DIGESTS, Blocks.MAPPING),
