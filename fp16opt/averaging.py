@@ -21,7 +21,7 @@ from .optimizer import MixedPrecisionOptimizer, outside_inference
 Rule = Callable[[int], float]
 """From the number of updates until now to the weight of the newest values, 0 to 1."""
 
-_BATCH = 1 << 22  # elements of split masters that are decoded at a time
+_BATCH = 1 << 20  # elements of split masters that are decoded at a time: few enough to stay in a cache
 _COUNT, _PREFIX = "n_averaged", "module."  # how torch.optim.swa_utils.AveragedModel calls them
 _HOW_SAVED = "Pass what state_dict() of an AveragedMasters, or of torch's AveragedModel, returned."
 

@@ -82,6 +82,7 @@ class Trainer(MasterWeightsMixin, transformers.Trainer):
 
     Example:
         >>> import tempfile
+        >>> import torch
         >>> sizes = {"n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 16, "n_positions": 8}
         >>> config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=1)
         >>> model = transformers.GPT2LMHeadModel(config).half()
