@@ -307,8 +307,10 @@ class Arrivals:
         """The verdict on what came; None where nothing did. No host sync.
 
         Raises:
-            RuntimeError: A norm is asked for that can't be had: any more, or of some parameters alone.
+            RuntimeError: A backward was interrupted; or a norm is asked for that can't be had: any more, or of some
+                parameters alone.
         """
+        self.check_complete()
         if of is not None:
             raise RuntimeError(
                 f"a clip of some parameters' gradients: with {self._said} they were freed one by one. Clip all of "
