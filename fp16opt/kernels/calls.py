@@ -25,8 +25,8 @@ class Operation(NamedTuple):
         counters: a further list, of one float32 number for each entry that takes part, wherever these lie; "" for none.
         scales: a further list before it, of float32 tensors with a number for every ``block`` elements; "" for none.
         block: elements.
-        wide: whether compiled kernels take float64 on the CPU; on a GPU none does, and torch operations serve it.
         coded: the backends whose kernels take lists of 8-bit codes; elsewhere torch operations serve these.
+        wide: whether compiled kernels take float64 on the CPU; on a GPU none does, and torch operations serve it.
     """
 
     name: str
@@ -38,8 +38,8 @@ class Operation(NamedTuple):
     counters: str = ""
     scales: str = ""
     block: int = 1
-    wide: bool = True
     coded: tuple[str, ...] = ()
+    wide: bool = True
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -26,8 +26,8 @@ class Struct(NamedTuple):
 
     Attributes:
         name: in C++, in the namespace fp16opt.
-        fields: "name:code" with the codes of :mod:`struct`, a number before them for arrays: P address, q int64, i int32, I uint32, d double, f float,
-            ? bool.
+        fields: "name:code" with the codes of :mod:`struct`, for an array with its length before it: P address, q int64,
+            i int32, I uint32, d double, f float, ? bool.
     """
 
     name: str

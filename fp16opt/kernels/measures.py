@@ -103,10 +103,10 @@ def multi_tensor_compare(
 
     Returns:
         float64, shape [n, 7], on the device, in the order of ``COMPARED``: sums of squares of masters and of masters
-        minus weights, of all elements; and, of those in ``before``, scaled up to all, the sum of squares of updates, the
-        sum of their magnitudes, the sum of the distances from the values before to the next larger ones of the weight's
-        16-bit dtype (0 where it has no 16 bits), how many updates are not zero, and how many of these are under half
-        such a distance. Zeros for None. Does not sync.
+        minus weights, of all elements; and, of those in ``before``, scaled up to all, the sum of squares of updates,
+        the sum of their magnitudes, the sum of the distances from the values before to the next larger ones of the
+        weight's 16-bit dtype (0 where it has no 16 bits), how many updates are not zero, and how many of these are
+        under half such a distance. Zeros for None. Does not sync.
 
     Raises:
         TypeError, ValueError: as :func:`multi_tensor_unscale`, and where ``before`` is of other tensors.
@@ -128,11 +128,12 @@ def multi_tensor_compare(
             have, want = before.of(row).numel(), reference.snapshot_size(master.numel())
             if have != want or (row in before.wide) != (master.dtype == torch.float64):
                 raise ValueError(
-                    f"{COMPARE.name}: before has {have} element(s) for masters[{row}], which needs {want} of its dtype. "
-                    "Take the snapshots of the same list of masters."
+                    f"{COMPARE.name}: before has {have} element(s) for masters[{row}], which needs {want} of its "
+                    "dtype. Take the snapshots of the same list of masters."
                 )
         for _, row in plan.by_reference:
-            numbers[row] = reference.compare(*call.row(row), before.of(row))
+            master, weight = call.row(row)
+            numbers[row] = reference.compare(master, weight, before.of(row))
         if plan.serving is not None:
             plan.serving.launch(call, "compare", before.values, before.offsets, numbers, results=(numbers,))
         numbers[:, 2:] *= before.shares

@@ -127,7 +127,8 @@ def compare(master: Tensor, weight: Tensor, before: Tensor) -> Tensor:
         found += [lane_tree(in_lanes(_added(by_groups(one).to(wide)))) for one in (size, ulp)]
         for one, more in zip(sums, found, strict=True):
             one.append(more)
-    totals = [in_order_sum(torch.cat(one)) if one else torch.zeros((), dtype=wide, device=master.device) for one in sums]
+    nothing = torch.zeros(1, dtype=wide, device=master.device)
+    totals = [in_order_sum(torch.cat(one or [nothing])) for one in sums]
     return torch.cat([torch.stack(totals), counts.to(wide)])
 
 

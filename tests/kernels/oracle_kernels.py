@@ -71,7 +71,7 @@ def sum_of_squares(values: Array, stored: str = "", factor: float = 1.0) -> floa
 
 
 def in_lanes(groups: NDArray[np.float64], factor: float = 1.0) -> float:
-    """What the groups of a chunk add up to: group g to lane g mod 256, each lane times ``factor``, a tree over the lanes."""
+    """The sum of a chunk's groups: group g to lane g mod 256, each lane times ``factor``, a tree over the lanes."""
     lanes = np.zeros(256)
     for row in groups.reshape(32, 256):
         lanes += row
@@ -185,7 +185,7 @@ TYPES = {"half": (2.0**-14, 65504.0, 10), "bfloat16": (2.0**-126, 2.0**127 * (2 
 
 
 def measured(grad: Array, kind: str) -> list[float]:
-    """Sum of squares, largest magnitude, and of 16-bit values how many are zero, subnormal, near the end of the range."""
+    """Sum of squares, largest magnitude; of 16-bit values how many are zero, subnormal, near the end of the range."""
     wide = decode(grad, kind)
     size = np.abs(wide)
     numbers = [sum_of_squares(wide, kind), float(size.max(initial=0.0)), 0.0, 0.0, 0.0]
@@ -210,7 +210,8 @@ def compared(now: Array, then: Array, held: Array, kind: str) -> list[float]:
         moved, gap, lost = inside & (size != 0), np.zeros(now.size), 0.0
         if kind in TYPES:
             least, _, bits = TYPES[kind]
-            power = np.where(np.isfinite(then), np.exp2(np.frexp(np.where(then == 0, least, np.abs(then)))[1] - 1.0), np.inf)
+            exponent = np.frexp(np.where(then == 0, least, np.abs(then)))[1] - 1.0
+            power = np.where(np.isfinite(then), np.exp2(exponent), np.inf)
             gap = np.where(inside, np.maximum(power, least) * 2.0**-bits, 0.0)
             lost = float(np.sum(moved & (size < gap / 2)))
         each = now.size / max(1, int(inside.sum()))

@@ -46,10 +46,10 @@ def test_gradients_of_random_lists(implementation: str, seed: int) -> None:
 @pytest.mark.parametrize("dtype", SIXTEEN, ids=str)
 def test_every_16_bit_number_is_counted_as_what_it_is(level: str, dtype: torch.dtype) -> None:
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
-    numbers = multi_tensor_measure(list(every.split(1)[::97]) + [every])
+    numbers = multi_tensor_measure([*every.split(1)[::97], every])
     for number, one in zip(numbers, [*every.split(1)[::97], every], strict=True):
         assert_same(number, oracle.measured(raw(one), KINDS[dtype]), MEASURED, f"{one[0]}")
-    least, _, bits = oracle.TYPES[KINDS[dtype]]
+    _, _, bits = oracle.TYPES[KINDS[dtype]]
     assert numbers[-1, 2].item() == 2
     assert numbers[-1, 3].item() == 2 * (2**bits - 1)
 
