@@ -131,6 +131,8 @@ struct Measure {
     }
 };
 
+static_assert(kMeasuredWhole == kSampledWhole, "an entry without a lattice is a tensor that is measured whole");
+
 // Lists: masters, weights. `before` holds the groups that are measured of each tensor, from `offsets`, by row, on;
 // `numbers`: kCompared for each row.
 struct Compare {

@@ -26,6 +26,8 @@ from .sinks import JsonLines, Record, Sink, make_sink
 from .statistics import GRADIENT, UPDATE, Earlier, of_gradients, of_updates, take
 
 FORMAT = 1
+PATIENCE = 10.0
+"""Seconds after which steps that wait are written: what a run that is killed loses."""
 _SUMSQ, _LARGEST = GRADIENT.index("sumsq"), GRADIENT.index("largest")
 
 
@@ -79,7 +81,8 @@ class Monitor:
     Raises:
         TypeError, ValueError: An argument is of another kind or out of range.
 
-    Syncs: in sampled steps, once. Else only where what a step gave lies on the host anyway.
+    Syncs: in sampled steps, once, and where ten seconds have passed since. Else only where what a step gave lies on the
+    host anyway.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
@@ -125,6 +128,7 @@ class Monitor:
         self._clipped = self._engine.outcome.clipped
         self._closed = self._engine.outcome.steps
         self._clock: float | None = None
+        self._written = time.perf_counter()
         self._lay_rows()
         self._handles = [opt.register_step_pre_hook(self._before), opt.register_step_post_hook(self._after)]
         if self._writes:
@@ -180,7 +184,7 @@ class Monitor:
 
     def _flush(self) -> None:
         """Write the steps that wait. Syncs where their numbers lie on a device."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting, self._written = self._waiting, [], time.perf_counter()
         if not self._writes or not waiting:
             return
         numbers: dict[str, float | Tensor] = {}
@@ -227,6 +231,8 @@ class Monitor:
         took = 0.0 if sample is None else sample.seconds
         seconds = None if self._clock is None else now - self._clock - took
         self._note(parts, seconds)
+        if now - self._written > PATIENCE:
+            self._flush()
         if sample is not None:
             self._finish_sample(opt, parts, sample)
             now = time.perf_counter()

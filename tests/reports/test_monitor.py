@@ -247,6 +247,23 @@ def test_every_step_and_skips_are_written() -> None:
     assert not math.isfinite(row["grad_norm"])
 
 
+def test_steps_do_not_wait_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is killed has no chance to write what waits."""
+    model, path = net(), tmp_path / "run.jsonl"
+    opt = wrap(model)
+    monitor = Monitor(opt, to=path)
+
+    def steps_after(number: int) -> list[int]:
+        turn(model, opt, number)
+        return [record["step"] for record in sinks.read(path) if record["kind"] == "step"]
+
+    assert steps_after(0) == [1], "sampled"
+    assert steps_after(1) == [1]
+    monkeypatch.setattr("fp16opt.reports.monitor.PATIENCE", 0.0)
+    assert steps_after(2) == [1, 2, 3]
+    monitor.detach()
+
+
 def test_steps_without_a_clip_have_no_norm() -> None:
     model = net()
     opt = wrap(model)
