@@ -6,8 +6,8 @@ Parts: "cost" (a step with a Monitor that does not sample it, held against the u
 that samples it; what sampling adds, against ``torch._foreach_norm`` of gradients, masters and updates), "diagnose"
 (against a forward and backward of the small GPT of examples/language_model.py), "scales" (skips until calibrated from
 2**24, skips in all and the share of underflowing gradients under both policies: the digits and the small GPT, three
-seeds). ``--runs FOLDER`` trains the small GPT in five ways instead, each watched, and leaves records, pages and pictures
-there: those of docs/reading-a-run.
+seeds). ``--runs FOLDER`` trains the small GPT in five ways instead, each watched, and leaves records, pages and
+pictures there: those of docs/reading-a-run.
 Contenders take turns in one run; ratios are taken within a round; the figure is their median.
 """
 
