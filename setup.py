@@ -104,11 +104,12 @@ def cpu_units() -> list[Unit]:
         *[
             Unit(f"{source}_{name}.o", f"backends/{source}.cpp", [f"-DFP16OPT_LEVEL={name}", *f])
             for name, f in found.items()
-            for source in ("cpu", "cpu_steps", "cpu_split", "cpu_state8")
+            for source in ("cpu", "cpu_steps", "cpu_split", "cpu_state8", "cpu_measures")
         ],
         Unit("cpu_dispatch.o", "backends/cpu_dispatch.cpp", dispatch),
         Unit("cpu_operations.o", "backends/cpu_operations.cpp", []),
         Unit("cpu_decisions.o", "backends/cpu_decisions.cpp", []),
+        Unit("measure_operations.o", "backends/measure_operations.cpp", []),
         Unit("split_operations.o", "backends/split_operations.cpp", []),
         Unit("step_operations.o", "backends/step_operations.cpp", []),
         Unit("threads.o", "backends/threads.cpp", []),

@@ -2,11 +2,12 @@
 
     python benchmarks/monitor.py [--quick] [--json PATH] [--rounds N] [--threads N] [--part NAME ...] [--runs FOLDER]
 
-Parts: "cost" (a step with a Monitor that does not sample it, and one that does, against none; what sampling adds,
-against ``torch._foreach_norm`` of gradients, masters and updates), "diagnose" (against a forward and backward of the
-small GPT of examples/language_model.py), "scales" (skips until calibrated from 2**24, skips in all and the share of
-underflowing gradients under both policies: the digits and the small GPT, three seeds). ``--runs FOLDER`` trains the
-small GPT in five ways instead, each watched, and leaves records, pages and pictures there: those of docs/reading-a-run.
+Parts: "cost" (a step with a Monitor that does not sample it, held against the upper quartile of none against none; one
+that samples it; what sampling adds, against ``torch._foreach_norm`` of gradients, masters and updates), "diagnose"
+(against a forward and backward of the small GPT of examples/language_model.py), "scales" (skips until calibrated from
+2**24, skips in all and the share of underflowing gradients under both policies: the digits and the small GPT, three
+seeds). ``--runs FOLDER`` trains the small GPT in five ways instead, each watched, and leaves records, pages and
+pictures there: those of docs/reading-a-run.
 Contenders take turns in one run; ratios are taken within a round; the figure is their median.
 """
 
@@ -95,16 +96,23 @@ class Work:
 def cost(arguments: argparse.Namespace) -> tuple[list[common.Row], list[common.Timing]]:
     width, layers = (64, 2) if arguments.quick else (512, 4)
     shapes = layers * [(3 * width, width), (width,), (4 * width, width), (width, width)]
-    plain, seldom, always = (Stepping(n, shapes, e) for n, e in (("none", 0), ("seldom", 10**6), ("always", 1)))
-    timings = common.alternate([plain, seldom, always, Norms(plain)], arguments.rounds)
+    watched = {"none": 0, "seldom": 10**6, "always": 1, "none again": 0}
+    plain, seldom, always, again = (Stepping(name, shapes, every) for name, every in watched.items())
+    timings = common.alternate([plain, seldom, always, again, Norms(plain)], arguments.rounds)
     if [p.detach().tolist() for p in plain.params] != [p.detach().tolist() for p in always.params]:
         sys.exit("watching changed the weights")
     none, unsampled, sampled, norms = (timings[name] for name in ("none", "seldom", "always", "three norms"))
     adds = [(a - b) / c for a, b, c in zip(sampled.seconds, none.seconds, norms.seconds, strict=True)]
     spent = statistics.median(sampled.processor) - statistics.median(none.processor)
-    noise = None if arguments.quick else 1.0
+    noise = common.ratio_row("a step without / without, for its noise", None, timings["none again"], none)
     rows = [
-        common.ratio_row("a step with a Monitor, not sampled / without", noise, unsampled, none),
+        noise,
+        common.ratio_row(
+            "a step with a Monitor, not sampled / without",
+            None if arguments.quick else max(1.0, noise.high),
+            unsampled,
+            none,
+        ),
         common.Row(
             "what a sample adds / three _foreach_norm",
             None if arguments.quick else 1.5,

@@ -4,6 +4,7 @@
 #include <tuple>
 
 #include "api.h"
+#include "api_measures.h"
 #include "api_split.h"
 #include "api_steps.h"
 #include "seen_lists.h"
@@ -51,6 +52,21 @@ void bind_finding(py::module_& module) {
         const PointerLists lists(addresses);
         py::gil_scoped_release release;
         sample(table, lists[0], address<int64_t>(samples), threads);
+    });
+}
+
+void bind_measures(py::module_& module) {
+    module.def("measure", [](const Table& table, const py::object& addresses, int threads, int64_t n, uintptr_t numbers) {
+        const PointerLists lists(addresses);
+        py::gil_scoped_release release;
+        measure(table, lists[0], address<double>(numbers), n, threads);
+    });
+    module.def("compare", [](const Table& table, const py::object& addresses, int threads, int64_t n, uintptr_t before,
+                             uintptr_t offsets, uintptr_t numbers) {
+        const PointerLists lists(addresses);
+        py::gil_scoped_release release;
+        compare(table, lists[0], lists[1], address<const float>(before), address<const int64_t>(offsets),
+                address<double>(numbers), n, threads);
     });
 }
 
@@ -196,6 +212,7 @@ PYBIND11_MODULE(_cpu, module) {
     py::class_<Table>(module, "Table").def(py::init(&make_table));
     bind_seen_lists(module);
     bind_finding(module);
+    bind_measures(module);
     bind_writing(module);
     bind_steps(module);
     bind_state8(module);

@@ -906,7 +906,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps skipped since construction. Reading may sync with the device."""
+        """Steps skipped, those before a checkpoint that was loaded included. Reading may sync with the device."""
         self._look_back()
         return self._outcome.skipped_steps
 
@@ -918,8 +918,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def stats(self) -> dict[str, float]:
         """What is known of the run so far, in plain numbers under constant keys, for any logger.
 
-        All comes from passes that are made anyway. Counts are since construction (also where a checkpoint was loaded),
-        and of this rank.
+        All comes from passes that are made anyway. Counts are of this rank, and go on where :meth:`load_state_dict`
+        loaded what :meth:`state_dict` gave.
 
         Returns:
             ``loss_scale``: the next backward's.
@@ -1025,7 +1025,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._follow()
         self._model_writes.notice()
         self._model_writes.tell_if_due()
-        built = checkpoint.build(self.optimizer, self._saved_masters(), self.scaler, self._outcome.steps_taken)
+        counts = self._outcome.steps_taken, self._outcome.skipped_steps
+        built = checkpoint.build(self.optimizer, self._saved_masters(), self.scaler, *counts)
         if row_of(type(self.optimizer)) is not None:
             built["optimizer"] = counters_saved(built["optimizer"])
         if self.optimizer_state == "8bit":
@@ -1085,6 +1086,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._plan(state_dict, masters).apply()
         if plan.has_masters:
             self._outcome.steps_taken = state_dict.get("steps", 0)
+            self._outcome.skipped_steps = state_dict.get("skipped_steps", 0)
         self._take_loaded(masters)
 
     def _decoded(self, state_dict: Any) -> Any:

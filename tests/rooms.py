@@ -71,7 +71,7 @@ class Room:
         return loss.detach()
 
     def build(self) -> dict[str, Any]:
-        return checkpoint.build(self.optimizer, self.masters, self.scaler, steps=0)
+        return checkpoint.build(self.optimizer, self.masters, self.scaler, steps=0, skipped=0)
 
     def plan(self, sd: Any) -> checkpoint.LoadPlan:
         return checkpoint.plan_load(

@@ -32,7 +32,7 @@ from fp16opt.scaling import DynamicLossScaler
 def test_build_is_plain_and_complete() -> None:
     room = Room().train(2)
     sd = room.build()
-    assert list(sd) == ["version", "optimizer", "masters", "scaler", "steps"]
+    assert list(sd) == ["version", "optimizer", "masters", "scaler", "steps", "skipped_steps"]
     assert sd["version"] == checkpoint.VERSION == 2
     assert [type(m) for m in sd["masters"]] == [Tensor, type(None)] * 3
     assert not any(m.requires_grad for m in sd["masters"] if m is not None)

@@ -162,8 +162,9 @@ uint32_t cast_chunk(DType to, const float* master, void* param, int64_t n, bool 
 extern const StepLevel step_level;  // cpu_steps.cpp
 extern const SplitLevel split_level;  // cpu_split.cpp
 extern const State8Level state8_level;  // cpu_state8.cpp
+extern const MeasureLevel measure_level;  // cpu_measures.cpp
 extern const CpuLevel level;
 const CpuLevel level = {FP16OPT_NAME(FP16OPT_LEVEL), unscale_chunk, unscale_clipped_chunk, sum_of_squares_chunk, scale_chunk,
-                        lerp_chunk, axpby_chunk, cast_chunk, &step_level, &split_level, &state8_level};
+                        lerp_chunk, axpby_chunk, cast_chunk, &step_level, &split_level, &state8_level, &measure_level};
 
 FP16OPT_END

@@ -21,6 +21,7 @@ typedef unsigned long long uintptr_t;
 
 #include "cuda.cuh"
 #include "cuda_decisions.cuh"
+#include "cuda_measures.cuh"
 #include "cuda_operations.cuh"
 #include "cuda_split.cuh"
 #include "cuda_steps.cuh"
@@ -51,6 +52,12 @@ typedef unsigned long long uintptr_t;
     (const fp16opt::Operation operation, const fp16opt::Lists lists) {                                           \
         __shared__ fp16opt::Shared shared;                                                                       \
         fp16opt::run_finding(operation, lists, int64_t(blockIdx.x), shared);                                     \
+    }
+#define FP16OPT_MEASURING(name, Operation)                                                                       \
+    FP16OPT_ENTRY(name, fp16opt::kThreads, FP16OPT_BLOCKS)                                                       \
+    (const fp16opt::Operation operation, const fp16opt::Lists lists) {                                           \
+        __shared__ fp16opt::NumbersRoom room;                                                                    \
+        fp16opt::run_measuring(operation, lists, int64_t(blockIdx.x), room);                                     \
     }
 #define FP16OPT_MAPPING(name, Operation)                                                                         \
     FP16OPT_ENTRY(name, fp16opt::kThreads)                                                                       \
@@ -94,6 +101,14 @@ const T& argument(void** arguments, int which) {
         fp16opt::for_blocks(blocks, [&](int64_t block) {                                                         \
             fp16opt::run_finding(fp16opt::argument<fp16opt::Operation>(arguments, 0),                            \
                                  fp16opt::argument<fp16opt::Lists>(arguments, 1), block, shared);                \
+        });                                                                                                      \
+    }
+#define FP16OPT_MEASURING(name, Operation)                                                                       \
+    FP16OPT_ENTRY(name) {                                                                                        \
+        fp16opt::NumbersRoom room;                                                                               \
+        fp16opt::for_blocks(blocks, [&](int64_t block) {                                                         \
+            fp16opt::run_measuring(fp16opt::argument<fp16opt::Operation>(arguments, 0),                          \
+                                   fp16opt::argument<fp16opt::Lists>(arguments, 1), block, room);                \
         });                                                                                                      \
     }
 #define FP16OPT_MAPPING(name, Operation)                                                                         \

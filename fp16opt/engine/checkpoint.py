@@ -38,16 +38,19 @@ from .state_formats import expanded
 __all__ = ["VERSION", "LoadPlan", "build", "carry_state", "optimizer_state", "plan_load"]
 
 
-def build(optimizer: Optimizer, masters: Sequence[Tensor | None], scaler: LossScaler, steps: int) -> dict[str, Any]:
+def build(
+    optimizer: Optimizer, masters: Sequence[Tensor | None], scaler: LossScaler, steps: int, skipped: int
+) -> dict[str, Any]:
     """The state_dict of a wrapped optimizer; ``torch.load(weights_only=True)`` reads it back.
 
     Like torch's, it refers to the live tensors: copy it (or save it) to keep this moment. Does not sync.
 
     Args:
-        steps: how many were taken.
+        steps, skipped: how many were taken, and were not.
 
     Returns:
-        ``version`` (2), ``optimizer`` (the wrapped optimizer's own), ``masters``, ``scaler`` and ``steps``.
+        ``version`` (2), ``optimizer`` (the wrapped optimizer's own), ``masters``, ``scaler``, ``steps`` and
+        ``skipped_steps``, which older files lack.
     """
     _drop_empty_strangers(optimizer)
     return {
@@ -56,6 +59,7 @@ def build(optimizer: Optimizer, masters: Sequence[Tensor | None], scaler: LossSc
         "masters": [None if master is None else master.detach() for master in masters],
         "scaler": scaler.state_dict(),
         "steps": steps,
+        "skipped_steps": skipped,
     }
 
 

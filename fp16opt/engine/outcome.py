@@ -60,6 +60,7 @@ class Outcome:
         self.clipped: tuple[Tensor, Tensor] | None = None
         self._skipped_here = 0
         self._taken_before = 0
+        self._skipped_before = 0
         self.all_or_nothing = True
         self._skipped_on_device: Tensor | None = None
         self._last_on_device: Tensor | None = None
@@ -79,7 +80,14 @@ class Outcome:
 
     @property
     def skipped_steps(self) -> int:
-        """Syncs where decisions were taken on the device."""
+        """Those before a checkpoint was loaded included. Syncs where decisions were taken on the device."""
+        return self._skipped_before + self._skipped_since()
+
+    @skipped_steps.setter
+    def skipped_steps(self, count: int) -> None:
+        self._skipped_before = count - self._skipped_since()
+
+    def _skipped_since(self) -> int:
         return self._skipped_here + (0 if self._skipped_on_device is None else int(self._skipped_on_device))
 
     @property
@@ -95,7 +103,7 @@ class Outcome:
         self._taken_before = count - (self.steps - self._left_out())
 
     def _left_out(self) -> int:
-        return self.skipped_steps if self.all_or_nothing else 0
+        return self._skipped_since() if self.all_or_nothing else 0
 
     def number(self) -> int:
         """Of the step that is being taken, from 1."""
@@ -171,14 +179,14 @@ class Outcome:
 
     def numbers(self) -> dict[str, float | Tensor]:
         """How many steps there were and were skipped, whether the last was, how many parameters it blames. No sync."""
-        skipped: float | Tensor = self._skipped_here
+        skipped: float | Tensor = self._skipped_before + self._skipped_here
         if self._skipped_on_device is not None:
-            skipped = self._skipped_on_device + self._skipped_here
+            skipped = self._skipped_on_device + skipped
         last = self._last.gt(0) if isinstance(self._last, Tensor) else self._last
         flags = [] if self._flags is None or last is False else self._flags
         blamed = sum((one.ne(0).sum().to(flags[0].device) for one in flags), start=0 * last)
         return {
-            "steps": self.steps,
+            "steps": self._taken_before + self._skipped_before + self.steps,
             "skipped_steps": skipped,
             "step_was_skipped": last,
             "parameters_blamed": blamed * last,

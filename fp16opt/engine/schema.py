@@ -136,13 +136,14 @@ def check_outside(sd: object, any_form: bool = False) -> None:
             f"version must be one of {', '.join(map(str, READ))}, got {sd['version']}. Load it with the fp16opt "
             "release that wrote it, or a newer one."
         )
-    steps = sd.get("steps", 0)
-    if isinstance(steps, bool) or not isinstance(steps, int):
-        raise TypeError(f"steps must be an int, got {_type(steps)}. {HOW_SAVED}")
     if sd["version"] > 1 and "steps" not in sd:
         raise lacks("state_dict", ["steps"])
-    if not 0 <= steps < 2**63:
-        raise ValueError(f"steps must be a number of steps taken, got {steps}. {HOW_SAVED}")
+    for name, which in (("steps", "taken"), ("skipped_steps", "skipped")):
+        count = sd.get(name, 0)
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise TypeError(f"{name} must be an int, got {_type(count)}. {HOW_SAVED}")
+        if not 0 <= count < 2**63:
+            raise ValueError(f"{name} must be a number of steps {which}, got {count}. {HOW_SAVED}")
 
 
 def check_masters(saved: object, masters: Sequence[Tensor | None], labels: Sequence[str]) -> None:

@@ -26,6 +26,7 @@ from .averages import multi_tensor_lerp
 from .backends import backend
 from .calls import Entries, PointerTables
 from .checks import as_single, check_given, check_result
+from .measures import COMPARED, MEASURED, Snapshots, multi_tensor_compare, multi_tensor_measure
 from .splitting import multi_tensor_join, multi_tensor_split
 from .stats import INF, NAN, NOT_FINITE, TOO_LARGE, CastStats, GradStats, sum_dtype
 from .tables import (
@@ -43,8 +44,10 @@ from .tables import (
 from .written import multi_tensor_renew, multi_tensor_take
 
 __all__ = [
+    "COMPARED",
     "HALF_DTYPES",
     "INF",
+    "MEASURED",
     "NAN",
     "NOT_FINITE",
     "TOO_LARGE",
@@ -52,14 +55,17 @@ __all__ = [
     "GradStats",
     "PointerTables",
     "Seen",
+    "Snapshots",
     "backend",
     "is_host",
     "multi_tensor_axpby",
     "multi_tensor_cast",
     "multi_tensor_check",
+    "multi_tensor_compare",
     "multi_tensor_join",
     "multi_tensor_l2norm",
     "multi_tensor_lerp",
+    "multi_tensor_measure",
     "multi_tensor_renew",
     "multi_tensor_sample",
     "multi_tensor_scale",

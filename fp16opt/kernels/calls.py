@@ -26,6 +26,7 @@ class Operation(NamedTuple):
         scales: a further list before it, of float32 tensors with a number for every ``block`` elements; "" for none.
         block: elements.
         coded: the backends whose kernels take lists of 8-bit codes; elsewhere torch operations serve these.
+        wide: whether compiled kernels take float64 on the CPU; on a GPU none does, and torch operations serve it.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Operation(NamedTuple):
     scales: str = ""
     block: int = 1
     coded: tuple[str, ...] = ()
+    wide: bool = True
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from . import cuda_devices, native
 from .calls import Call, Plan, PointerTables
 from .cuda_driver import Device
-from .cuda_rows import CHUNK, ENTRY, FOUND, KERNELS, LISTS, Blocks, Kernel
+from .cuda_rows import CHUNK, ENTRY, FOUND, KERNELS, LISTS, NUMBERS, Blocks, Kernel
 from .reference import CHUNK as CHUNK_ELEMENTS
 from .reference import SAMPLED_WHOLE, sample_stride
 
@@ -173,7 +173,8 @@ class Table(Content):
         self.entries = _behind(self._chunks, len(chunks), CHUNK.packer().size)
         self._counters = _behind(self.entries, count + 1, ENTRY.packer().size)
         self._partial = _behind(self._counters, count + 1, 4)
-        super().__init__(self._partial, _behind(self._partial, len(chunks), FOUND.packer().size))
+        found = max(FOUND.packer().size, NUMBERS.packer().size)
+        super().__init__(self._partial, _behind(self._partial, len(chunks), found))
         self.put(self._chunks, b"".join(chunks))
         self.put(self.entries, b"".join(self._packed_entries(numels, codes)))
 

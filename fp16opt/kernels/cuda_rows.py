@@ -26,8 +26,8 @@ class Struct(NamedTuple):
 
     Attributes:
         name: in C++, in the namespace fp16opt.
-        fields: "name:code" with the codes of :mod:`struct`: P address, q int64, i int32, I uint32, d double, f float,
-            ? bool.
+        fields: "name:code" with the codes of :mod:`struct`, for an array with its length before it: P address, q int64,
+            i int32, I uint32, d double, f float, ? bool.
     """
 
     name: str
@@ -63,6 +63,7 @@ class Blocks(Enum):
 
     FINDING = "a block for each chunk, at least one: empty tensors have statistics too"
     STEPPING = "the same, with the numbers of a step"
+    MEASURING = "a block for each chunk; what empty tensors have stays as it is"
     MAPPING = "blocks that take chunk after chunk, none for no chunks"
     SINGLE = "one block, and no lists"
 
@@ -103,6 +104,7 @@ _DIGESTS = "now:P then:P taken:P"
 CHUNK = Struct("Chunk", "start:q tensor:i numel:i")
 ENTRY = Struct("Entry", "row:q first_chunk:q stride:q dtypes:8s")
 FOUND = Struct("Found", "sumsq:d digest:q flags:I")
+NUMBERS = Struct("Numbers", "v:8d")
 LISTS = Struct("Lists", "pointers:P add:P chunks:P table:P partial:P counters:P chunk_count:q entries:i filled:i")
 MEMBER = Struct("Member", "step:P number:f group:i")
 
@@ -138,6 +140,8 @@ KERNELS = {
             Struct("LionGroup", f"{_RATE} beta1:d beta2:d weight_decay:d maximize:i"),
         ),
         Kernel("l2norm", "Norm", "sumsq:P n:q norm:P norms:P", Blocks.FINDING),
+        Kernel("compare", "Compare", "before:P offsets:P numbers:P", Blocks.MEASURING),
+        Kernel("measure", "Measure", "numbers:P", Blocks.MEASURING),
         Kernel("unscale_clipped", "UnscaleClipped", "inv_scale:P factor:P", Blocks.MAPPING),
         Kernel("scale", "Scale", "factor:P", Blocks.MAPPING),
         Kernel("axpby", "Axpby", "a:f b:f check:I found_inf:P", Blocks.MAPPING),
@@ -165,7 +169,7 @@ KERNELS = {
 
 def shared_assertions() -> str:
     """C++ that asserts the layout of the structs that all kernels with lists read."""
-    structs = (CHUNK, ENTRY, FOUND, LISTS, MEMBER)
+    structs = (CHUNK, ENTRY, FOUND, LISTS, MEMBER, NUMBERS)
     return "\n".join(line for one in structs for line in one.assertions()) + "\n"
 
 

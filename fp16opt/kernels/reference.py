@@ -93,7 +93,7 @@ def _halves_of_groups(values: Tensor) -> tuple[Tensor, Tensor]:
     return (e[0] + e[1]) + (e[2] + e[3]), (e[4] + e[5]) + (e[6] + e[7])
 
 
-def _group_sums(values: Tensor, sums: torch.dtype) -> Tensor:
+def group_sums(values: Tensor, sums: torch.dtype) -> Tensor:
     """The terms that groups add to their lanes, in ``sums``, the dtype of the lanes."""
     if values.dtype == torch.float64 or sums == torch.float32:
         front, back = _halves_of_groups(values.to(sums))
@@ -124,24 +124,37 @@ def summed_as_stored(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype == torch.float16 or (dtype == torch.bfloat16 and sum_dtype(device) == torch.float64)
 
 
-def _chunk_sums(flat: Tensor, factor: Tensor | None = None) -> Tensor:
+def chunk_sums(flat: Tensor, factor: Tensor | None = None) -> Tensor:
     """Sum of squares of each chunk of ``flat`` (at most a slab), in the fixed order that every backend follows.
 
     Squares and the sums of four are float32, and so are the sums of eight where the values are 16-bit, whose squares
     are exact there; from there on, and from the beginning in groups whose float32 sum is not in [2^-100, 2^128), all
     is float64, as for float64 values. ``factor`` is squared and multiplied to what the lanes hold.
     """
+    lanes = in_lanes(group_sums(by_groups(flat), sum_dtype(flat.device)))
+    if factor is not None:
+        lanes = lanes * factor.to(lanes.dtype).square()
+    return lane_tree(lanes)
+
+
+def by_groups(flat: Tensor) -> Tensor:
+    """A slab at most, with zeros behind it, as [chunks, rows of lanes, lanes, elements of a group]."""
     rows_of = CHUNK if flat.numel() > CHUNK else _ROW  # whole rows of zeros change no bit of a sum of squares
-    sums = sum_dtype(flat.device)
     padded = _padded(flat, rows_of)
     rows = rows_of // _ROW if flat.numel() > CHUNK else padded.numel() // _ROW
-    values = padded.view(-1, rows, LANES, GROUP)
-    groups = _group_sums(values, sums)
+    return padded.view(-1, rows, LANES, GROUP)
+
+
+def in_lanes(groups: Tensor) -> Tensor:
+    """What groups add to their lanes, [chunks, rows, lanes], added up row by row."""
     lanes = groups[:, 0]
     for row in range(1, groups.shape[1]):
         lanes = lanes + groups[:, row]
-    if factor is not None:
-        lanes = lanes * factor.to(sums).square()
+    return lanes
+
+
+def lane_tree(lanes: Tensor) -> Tensor:
+    """The sum of each chunk from [chunks, lanes], in the fixed tree."""
     width = LANES // 2
     while width:
         lanes = lanes[:, :width] + lanes[:, width : 2 * width]
@@ -149,7 +162,7 @@ def _chunk_sums(flat: Tensor, factor: Tensor | None = None) -> Tensor:
     return lanes[:, 0]
 
 
-def _in_order_sum(values: Tensor) -> Tensor:
+def in_order_sum(values: Tensor) -> Tensor:
     """The sum of a vector, added one by one from the first to the last on the CPU."""
     if values.numel() == 0:
         return values.new_zeros(())
@@ -203,11 +216,11 @@ def unscale(
         if write:
             written.copy_(product)
         stored = summed_as_stored(grad.dtype, grad.device) and not accumulate
-        sums.append(_chunk_sums(source[part], factor) if stored else _chunk_sums(product))
+        sums.append(chunk_sums(source[part], factor) if stored else chunk_sums(product))
     if write:
         write_back(target, out, order)
     stats.nonfinite[i] = bits
-    stats.sumsq[i] = _in_order_sum(torch.cat(sums)) if sums else 0.0
+    stats.sumsq[i] = in_order_sum(torch.cat(sums)) if sums else 0.0
 
 
 def unscale_clipped(grad: Tensor, out: Tensor, inv_scale: Tensor, factor: Tensor) -> None:
@@ -221,7 +234,7 @@ def unscale_clipped(grad: Tensor, out: Tensor, inv_scale: Tensor, factor: Tensor
 
 def finish(stats: GradStats) -> None:
     """Derive ``norm`` and ``found_inf`` from the rows of ``stats``."""
-    stats.norm.copy_(_sqrt(_in_order_sum(stats.sumsq)))
+    stats.norm.copy_(_sqrt(in_order_sum(stats.sumsq)))
     stats.found_inf.copy_((stats.nonfinite != 0).any())
 
 
@@ -239,8 +252,8 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
         25.0
     """
     flat = flatten(tensor, memory_order(tensor)).values
-    sums = [_chunk_sums(flat[part]) for part in slabs(flat.numel())]
-    return _in_order_sum(torch.cat(sums) if sums else flat.new_zeros(0, dtype=sum_dtype(flat.device)))
+    sums = [chunk_sums(flat[part]) for part in slabs(flat.numel())]
+    return in_order_sum(torch.cat(sums) if sums else flat.new_zeros(0, dtype=sum_dtype(flat.device)))
 
 
 def norms(sumsq: Tensor) -> tuple[Tensor, Tensor]:
@@ -256,7 +269,7 @@ def norms(sumsq: Tensor) -> tuple[Tensor, Tensor]:
         >>> norms(torch.tensor([9.0, 16.0], dtype=torch.float64))
         (tensor(5., dtype=torch.float64), tensor([3., 4.], dtype=torch.float64))
     """
-    return _sqrt(_in_order_sum(sumsq)), _sqrt(sumsq)
+    return _sqrt(in_order_sum(sumsq)), _sqrt(sumsq)
 
 
 def scale(tensor: Tensor, factor: Tensor) -> None:

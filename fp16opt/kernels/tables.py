@@ -61,6 +61,10 @@ def _renew_accepts(param: torch.dtype, remainder: torch.dtype) -> bool:
     return _split_accepts(SINGLE, param, remainder)
 
 
+def _compare_accepts(master: torch.dtype, weight: torch.dtype) -> bool:
+    return _any_float(master) and (weight == master or (master == SINGLE and weight in HALF_DTYPES))
+
+
 UNSCALE = Operation(
     "multi_tensor_unscale",
     ("grads", "outs"),
@@ -103,6 +107,14 @@ TAKE = Operation(
     written=(0,),
 )
 SAMPLE = Operation("multi_tensor_sample", ("tensors",), _sixteen_bits, "float16 or bfloat16")
+MEASURE = Operation("multi_tensor_measure", ("grads",), _any_float, L2NORM.wanted, wide=False)
+COMPARE = Operation(
+    "multi_tensor_compare",
+    ("masters", "weights"),
+    _compare_accepts,
+    "float32 masters and float16 or bfloat16 weights, or masters and weights of one floating dtype",
+    wide=False,
+)
 SPLIT = Operation(
     "multi_tensor_split",
     ("masters", "params", "remainders"),
@@ -300,7 +312,7 @@ def check_lists(operation: Operation, lists: Sequence[Entries], device: torch.de
     where = found or device or torch.device("cpu")
     serving = backends.compiled_for(where)
     is_plain = len(direct) == len(used)
-    if serving is cuda:  # float64 is rare, and would make every kernel longer
+    if serving is cuda or not operation.wide:  # float64 is rare, and would make every kernel longer
         direct = [place for place in direct if getattr(lists[0][used[place]], "dtype", None) != DOUBLE]
     if serving is not None and ("cuda" if serving is cuda else "cpu") not in operation.coded:
         direct = [place for place in direct if not _is_coded(lists[:width], used[place])]

@@ -24,11 +24,12 @@ from ..engine.parts import Engine, inside
 from ..engine.sights import GRAD
 from ..optimizer import MixedPrecisionOptimizer
 from .sinks import JsonLines, Record, Sink, make_sink
-from .statistics import GRADIENT, UPDATE, of_gradient, of_update
+from .statistics import GRADIENT, UPDATE, Earlier, of_gradients, of_updates, take
 
 FORMAT = 1
-_WIDTH = len(GRADIENT) + len(UPDATE) + 1  # and the norm's square where it is known better, or -1
-_LARGEST = GRADIENT.index("largest")
+PATIENCE = 10.0
+"""Seconds after which steps that wait are written: what a run that is killed loses."""
+_SUMSQ, _LARGEST = GRADIENT.index("sumsq"), GRADIENT.index("largest")
 
 
 @dataclass
@@ -44,14 +45,17 @@ class _Step:
 
 @dataclass
 class _Sample:
-    """What the step that is sampled has given so far, by position of each parameter.
+    """What the step that is sampled has given so far.
 
     Attributes:
-        folded: numbers of 16-bit gradients that were added to FP32 sums, and gone by the time of the step.
+        before: of masters.
+        gradients: the table of them, by position.
+        folded: rows of 16-bit gradients that were added to FP32 sums, and gone by the time of the step, by position.
+        seconds: what looking took.
     """
 
-    before: dict[int, Tensor] = field(default_factory=dict)
-    gradients: dict[int, Tensor] = field(default_factory=dict)
+    before: Earlier = field(default_factory=list)
+    gradients: Tensor | None = None
     folded: dict[int, Tensor] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -60,8 +64,8 @@ class Monitor:
     """Writes down what the numbers of a run do, for ``python -m fp16opt report`` and other loggers.
 
     Every step: loss scale, skip, norm before the clip, seconds. The first and then each ``every``-th step, for each
-    parameter: see :data:`fp16opt.reports.monitor.NUMBERS`. Such a step keeps a copy of the masters (4 bytes a
-    parameter) while it runs and reads gradients, masters and weights once more; the others cost a clock and a list.
+    parameter: see :data:`fp16opt.reports.monitor.NUMBERS`. Such a step reads gradients, masters and weights once more,
+    and keeps of large masters one element in 17 while it runs; the others cost a clock and a list.
 
     It uses the optimizer's step hooks alone and changes nothing. Detach it with ``with`` or :meth:`detach`; where the
     last reference to the optimizer goes it goes too. Where masters are spread over ranks (FSDP2, ZeRO) all ranks make
@@ -78,7 +82,8 @@ class Monitor:
     Raises:
         TypeError, ValueError: An argument is of another kind or out of range.
 
-    Syncs: in sampled steps, once. Else only where what a step gave lies on the host anyway.
+    Syncs: in sampled steps, once, and where ten seconds have passed since. Else only where what a step gave lies on the
+    host anyway.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
@@ -125,6 +130,7 @@ class Monitor:
         self._clipped = self._engine.outcome.clipped
         self._closed = self._engine.outcome.steps
         self._clock: float | None = None
+        self._written = time.perf_counter()
         self._lay_rows()
         self._handles = [wrapper.register_step_pre_hook(self._before), wrapper.register_step_post_hook(self._after)]
         if self._writes:
@@ -180,7 +186,7 @@ class Monitor:
 
     def _flush(self) -> None:
         """Write the steps that wait. Syncs where their numbers lie on a device."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting, self._written = self._waiting, [], time.perf_counter()
         if not self._writes or not waiting:
             return
         numbers: dict[str, float | Tensor] = {}
@@ -212,15 +218,9 @@ class Monitor:
         sample, parts = self._sample or _Sample(), self._engine
         self._sample = sample
         with torch.no_grad():
-            for position, pair in enumerate(parts.pairs.all):
-                if pair.master is pair.model:
-                    if pair.model.requires_grad:
-                        sample.before[position] = local(pair.model.detach()).clone()
-                    continue
-                value = local(parts.masters.read([pair])[0])
-                sample.before[position] = value.clone() if parts.masters.are_whole else value
+            sample.before = self._masters(parts)
             if not (kwargs.get("closure") or any(map(callable, args[1:]))):  # a closure makes gradients later
-                self._look(parts, sample)
+                sample.gradients = self._look(parts, sample)
         sample.seconds += time.perf_counter() - begun
 
     def _after(self, opt: Any, args: Any, kwargs: Any) -> None:
@@ -233,6 +233,8 @@ class Monitor:
         took = 0.0 if sample is None else sample.seconds
         seconds = None if self._clock is None else now - self._clock - took
         self._note(parts, seconds)
+        if now - self._written > PATIENCE:
+            self._flush()
         if sample is not None:
             self._finish_sample(opt, parts, sample)
             now = time.perf_counter()
@@ -270,32 +272,40 @@ class Monitor:
                 fold = _folder(sample, position)
                 self._folding.append(pair.model.register_post_accumulate_grad_hook(fold))  # type: ignore[no-untyped-call]
 
-    def _look(self, parts: Engine, sample: _Sample) -> None:
-        """Numbers of the gradients that are there now."""
+    def _masters(self, parts: Engine) -> Earlier:
+        """Some elements of all that is stepped, as they are now."""
+        masters: dict[int, Tensor] = {}
+        joined: Earlier = []
+        for position, pair in enumerate(parts.pairs.all):
+            if pair.master is not pair.model and not parts.masters.are_whole:  # each in memory of its own, for a moment
+                joined += take({position: _stepped(parts, pair)})
+            elif pair.master is not pair.model or pair.model.requires_grad:
+                masters[position] = _stepped(parts, pair)
+        return take(masters) + joined
+
+    def _look(self, parts: Engine, sample: _Sample) -> Tensor:
+        """Numbers of the gradients that are there now, of each unscaled and before the clip."""
         pending = parts.accumulation.pending or parts.accumulation.last
         clipped = parts.outcome.clipped
-        factor = None if clipped is None or clipped is self._clipped else clipped[1]
-        looked = parts.accumulation.stage.value in ("looked", "taken")
-        sums = {id(group): one.sumsq for group, one in zip(parts.pairs.devices, parts.gradients.stats(), strict=True)}
-        for position, pair in enumerate(parts.pairs.all):
-            grad, scaled = _gradient(pair, parts.gradients.own_are_scaled)
-            if grad is None:
-                continue
-            found = of_gradient(grad, with_norm=not looked)
-            if position in sample.folded:
-                found = torch.cat([found[:2], sample.folded[position][2:]])
-                found[0] = sample.folded[position][0]
-            if pending is not None:
-                inverse = pending.inv_scale.to(found)
-                if scaled:
-                    found[1] *= inverse.square()
-                if scaled or position in sample.folded:
-                    found[_LARGEST] *= inverse
-            if factor is not None and not scaled:  # clipped where it lies
-                found[1] /= factor.to(found).square()
-                found[_LARGEST] /= 1.0 if position in sample.folded else factor.to(found)
-            known = sums[id(pair.device)][pair.row].to(found) if looked else torch.full_like(found[0], -1.0)
-            sample.gradients[position] = torch.cat([found, known.reshape(1)])
+        grads = [_gradient(pair, parts.gradients.own_are_scaled) for pair in parts.pairs.all]
+        found = of_gradients([grad for grad, _ in grads], parts.device)
+        folded = [position for position in sample.folded if grads[position][0] is not None]
+        for position in folded:  # the sum is that of the FP32 gradient; shares and the largest are of those folded in
+            found[position, 0] = sample.folded[position][0]
+            found[position, _LARGEST:] = sample.folded[position][_LARGEST:].to(found)
+        still = torch.tensor([scaled for _, scaled in grads], dtype=torch.bool).to(parts.device)
+        inverse = found.new_ones(()) if pending is None else pending.inv_scale.to(found)
+        factor = found.new_ones(()) if clipped is None or clipped is self._clipped else clipped[1].to(found)
+        as_it_lies = torch.where(still, inverse, 1.0 / factor)  # what is not scaled was clipped where it lies
+        as_it_lies[found[:, 0] == 0] = 0.0
+        found[:, _SUMSQ] *= as_it_lies.square()
+        as_it_lies[folded] = inverse
+        found[:, _LARGEST] *= as_it_lies
+        if parts.accumulation.stage.value in ("looked", "taken"):  # then the sums are known, from before any clip
+            for group, one in zip(parts.pairs.devices, parts.gradients.stats(), strict=True):
+                rows = [at for at, position in enumerate(group.positions) if grads[position][0] is not None]
+                found[[group.positions[at] for at in rows], _SUMSQ] = one.sumsq[rows].to(found)
+        return found
 
     def _finish_sample(self, opt: Any, parts: Engine, sample: _Sample) -> None:
         begun = time.perf_counter()
@@ -303,14 +313,16 @@ class Monitor:
             handle.remove()
         self._folding = []
         with torch.no_grad():
-            if not sample.gradients:  # of a closure
-                self._look(parts, sample)
-            updates = {}
-            for position, before in sample.before.items():
-                pair = parts.pairs.all[position]
-                value = pair.model.detach() if pair.master is pair.model else parts.masters.read([pair])[0]
-                updates[position] = of_update(before, local(value), local(pair.model.detach()))
-            table = self._gather(parts, sample.gradients, updates)
+            if sample.gradients is None:  # of a closure
+                sample.gradients = self._look(parts, sample)
+            pairs = parts.pairs.all
+
+            def now(position: int) -> tuple[Tensor, Tensor]:
+                return _stepped(parts, pairs[position]), local(pairs[position].model.detach())
+
+            updates = of_updates(sample.before, now, len(pairs), parts.device)
+            came = updates.new_zeros(len(pairs) - len(sample.gradients), len(GRADIENT))  # parameters of a later group
+            table = self._gather(parts, torch.cat([torch.cat([sample.gradients, came]), updates], dim=1))
         if self._writes:
             self._flush()
             skipped = parts.outcome.last_was_skipped
@@ -337,30 +349,18 @@ class Monitor:
         place = {name: number for number, name in enumerate(self._rows)}
         self._places = [place[name] for name, _ in mine]
 
-    def _gather(self, parts: Engine, gradients: dict[int, Tensor], updates: dict[int, Tensor]) -> list[list[float]]:
+    def _gather(self, parts: Engine, numbers: Tensor) -> list[list[float]]:
         """By row: sums over its parameters and over the ranks, and the largest gradient. Syncs once."""
-        alone, device = parts.accumulation.ranks.alone, parts.device
+        ranks, device = parts.accumulation.ranks, parts.device
         self._follow(parts)
-        lines = []
-        positions = sorted(set(gradients) | set(updates))
-        for position in positions:
-            line = torch.zeros(_WIDTH, dtype=torch.float64, device=device)
-            if alone or parts.accumulation.ranks.counted(parts.pairs.models[position]):
-                if position in gradients:
-                    line[: len(GRADIENT)] = gradients[position][:-1].to(device)
-                    line[-1] = gradients[position][-1].to(device)
-                if position in updates:
-                    line[len(GRADIENT) : -1] = updates[position].to(device)
-            lines.append(line)
-        numbers = torch.stack(lines) if lines else torch.zeros(0, _WIDTH, dtype=torch.float64, device=device)
-        known = numbers[:, -1]
-        numbers[:, 1] = torch.where(known == -1.0, numbers[:, 1], known)
-        rows = torch.tensor([self._places[position] for position in positions], dtype=torch.int64).to(device)
-        table = torch.zeros(len(self._rows), _WIDTH, dtype=numbers.dtype, device=device).index_add_(0, rows, numbers)
-        largest = torch.zeros(len(self._rows), dtype=numbers.dtype, device=device)
-        largest.scatter_reduce_(0, rows, numbers[:, _LARGEST], "amax")
-        if not alone:
-            table, largest = _over_ranks(table, largest, parts.accumulation.ranks.group)
+        if not ranks.alone:
+            counted = [ranks.counted(model) for model in parts.pairs.models]
+            numbers = numbers.masked_fill(~torch.tensor(counted, dtype=torch.bool).to(device)[:, None], 0.0)
+        rows = torch.tensor(self._places, dtype=torch.int64).to(device)
+        table = numbers.new_zeros(len(self._rows), numbers.shape[1]).index_add_(0, rows, numbers)
+        largest = numbers.new_zeros(len(self._rows)).scatter_reduce_(0, rows, numbers[:, _LARGEST], "amax")
+        if not ranks.alone:
+            table, largest = _over_ranks(table, largest, ranks.group)
         table[:, _LARGEST] = largest
         read: list[list[float]] = table.tolist()
         return read
@@ -399,7 +399,8 @@ def _folder(sample: _Sample, position: int) -> Callable[[Tensor], None]:
         if grad is None or grad.layout is not torch.strided or grad.dtype not in HALF_DTYPES:
             return
         with torch.no_grad():
-            found, earlier = of_gradient(local(grad), with_norm=False), sample.folded.get(position)
+            here, earlier = local(grad), sample.folded.get(position)
+            found = of_gradients([here], here.device)[0]
             if earlier is not None:
                 largest = torch.maximum(earlier[_LARGEST], found[_LARGEST])
                 found = earlier + found
@@ -407,6 +408,11 @@ def _folder(sample: _Sample, position: int) -> Callable[[Tensor], None]:
             sample.folded[position] = found
 
     return fold
+
+
+def _stepped(parts: Engine, pair: Pair) -> Tensor:
+    """This rank's piece of what the optimizer steps for a pair; of split masters a new tensor."""
+    return local(pair.model.detach() if pair.master is pair.model else parts.masters.read([pair])[0])
 
 
 def _gradient(pair: Pair, own_are_scaled: bool) -> tuple[Tensor | None, bool]:

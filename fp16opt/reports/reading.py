@@ -52,6 +52,12 @@ class RunRead:
         return [sample["rows"].get(row, {}).get(name) for sample in self.samples]
 
     @property
+    def has_narrow_range(self) -> bool:
+        """Whether a loss scale can matter to gradients: float16 ones, or of a kind that is not known."""
+        kinds = self.header.get("rows", {}).values()
+        return not kinds or any(kind.get("dtype") == "float16" for kind in kinds)
+
+    @property
     def calibrated(self) -> int:
         """The first step that was taken; the first of all where none was."""
         return next((step["step"] for step in self.steps if not step["skipped"]), 0)
@@ -118,22 +124,29 @@ def of_run(run: RunRead) -> list[str]:
     later = len(skipped) - first
     if count and first == count:
         words.append("No step was taken: gradients were never finite. Ask fp16opt.diagnose why.")
-    elif not run.dynamic and later > 0.05 * count:
+    elif first and run.dynamic:
+        words.append(f"Calibration took {first} skip{'s' if first > 1 else ''}.")
+    if later > max(2, 0.05 * count) and not run.has_narrow_range:
+        words.append(
+            f"{later / count:.0%} of the steps were skipped. No gradient is FP16, so that no loss scale helps: it is "
+            "the data or the forward. Ask fp16opt.diagnose."
+        )
+    elif later > max(2, 0.05 * count) and not run.dynamic:
         words.append(
             f"{later / count:.0%} of the steps were skipped at a fixed scale: it is too high. Use a lower one, or "
             "dynamic=True."
         )
-    elif first and run.dynamic:
-        words.append(f"Calibration took {first} skips.")
-    if 0 < later <= 0.05 * count:
-        words.append(f"Skipped later: step {', '.join(map(str, skipped[first:][:5]))}: bad batches, or rare overflows.")
+    elif later:
+        steps, why = skipped[first:], "bad batches, or rare overflows" if run.has_narrow_range else "bad batches"
+        more = f" and {len(steps) - 5} more" if len(steps) > 5 else ""
+        words.append(f"Skipped later: step {', '.join(map(str, steps[:5]))}{more}: {why}.")
     spoilt = run.spoilt()
     if spoilt:
         words.append(
             f"In step {', '.join(map(str, spoilt[:5]))} the gradients of nearly all layers were not finite: that is a "
             "loss that is inf or nan, from the data or the forward."
         )
-    under = _mean([_late(run, row, "underflow") for row in run.rows])
+    under = _mean([_late(run, row, "underflow") for row in run.rows if _kind(run, row) == "float16"])
     if under is not None and under > 0.05 and run.masters == "none":
         words.append(
             f"On average {under:.0%} of the gradients underflow when they are unscaled in 16 bits, which masters avoid."
@@ -160,7 +173,7 @@ def worth_a_look(run: RunRead, limit: int = 5) -> list[Finding]:
 
 
 def _of_row(run: RunRead, row: str) -> list[Finding]:
-    kind = run.header.get("rows", {}).get(row, {}).get("dtype", "float16")
+    kind = _kind(run, row)
     found = []
     norms = run.values(row, "grad_norm")
     known = [(sample["step"], norm) for sample, norm in zip(run.samples, norms, strict=True) if norm is not None]
@@ -175,7 +188,7 @@ def _of_row(run: RunRead, row: str) -> list[Finding]:
     if zero == 1.0:
         words = "its gradient is all zero: it underflows, or the loss does not depend on it (diagnose tells which)"
         found.append(Finding(row, 60.0, words))
-    elif under is not None and under > 0.02:
+    elif under is not None and under > 0.02 and kind == "float16":
         held = "when unscaled in 16 bits, without a master" if run.masters == "none" else "at the present loss scale"
         words = f"{under:.0%} of its gradients underflow {held}"
         found.append(Finding(row, 20.0 + 40.0 * under, words))
@@ -202,6 +215,10 @@ def _of_row(run: RunRead, row: str) -> list[Finding]:
         words = f"its weights are {distance:.1%} away from the masters: too large or too small for {kind}"
         found.append(Finding(row, 25.0, words))
     return found
+
+
+def _kind(run: RunRead, row: str) -> str:
+    return str(run.header.get("rows", {}).get(row, {}).get("dtype", "float16"))
 
 
 def _late(run: RunRead, row: str, name: str) -> float | None:

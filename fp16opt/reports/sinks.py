@@ -16,7 +16,8 @@ Sink = Callable[[Record], object]
 class JsonLines:
     """One record a line, written and flushed at once: what was written stays readable if the process dies.
 
-    A number that is not finite is the string "inf", "-inf" or "nan". A run that goes on adds to its file.
+    A number that is not finite is the string "inf", "-inf" or "nan". A run that goes on adds to its file, in place of a
+    last line that was cut short.
 
     Args:
         path: of the file; its folder is made.
@@ -30,6 +31,7 @@ class JsonLines:
         """Write one."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            _drop_cut_line(self.path)
             self._file = self.path.open("a", encoding="utf-8")
         self._file.write(json.dumps(written(record), separators=(",", ":"), allow_nan=False) + "\n")
         self._file.flush()
@@ -39,6 +41,23 @@ class JsonLines:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _drop_cut_line(path: Path) -> None:
+    """Take away what a process that died while writing left behind the last whole line."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        end = at = file.seek(0, os.SEEK_END)
+        while at > 0:
+            start = max(0, at - 65536)
+            file.seek(start)
+            line_ends = file.read(at - start).rfind(b"\n")
+            at = start + line_ends + 1 if line_ends >= 0 else start
+            if line_ends >= 0:
+                break
+        if at < end:
+            file.truncate(at)
 
 
 def written(value: Any) -> Any:

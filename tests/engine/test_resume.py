@@ -75,7 +75,7 @@ def _fresh(**settings: Any) -> tuple[list[torch.nn.Parameter], MixedPrecisionOpt
 def test_state_dict_keys_and_plain_contents() -> None:
     _, opt = _trained()
     sd = opt.state_dict()
-    assert set(sd) == {"version", "optimizer", "masters", "scaler", "steps"}
+    assert set(sd) == {"version", "optimizer", "masters", "scaler", "steps", "skipped_steps"}
     assert sd["version"] == 2
     assert [None if m is None else m.dtype for m in sd["masters"]] == [torch.float32] * 3
     assert set(sd["optimizer"]) == {"state", "param_groups"}

@@ -105,12 +105,21 @@ def l2norm(lists: Lists, tables: PointerTables) -> Any:
     return kernels.multi_tensor_l2norm(lists[0], tables=tables)
 
 
+def measure(lists: Lists, tables: PointerTables) -> Any:
+    return kernels.multi_tensor_measure(lists[0], tables=tables)
+
+
+def compare(lists: Lists, tables: PointerTables) -> Any:
+    before = kernels.Snapshots([None if master is None else master * 0.999 for master in lists[0]])
+    return kernels.multi_tensor_compare(lists[0], lists[1], before, tables=tables)
+
+
 UP_TO_SINGLE = (*SIXTEEN, torch.float32)
 ANY = (*UP_TO_SINGLE, torch.float64)
 OPERATIONS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "unscale": (unscale(), (UP_TO_SINGLE, torch.float32)),
     "accumulate": (unscale(accumulate=True), (UP_TO_SINGLE, torch.float32)),
-    "measure": (unscale(write=False), (UP_TO_SINGLE, torch.float32)),
+    "look": (unscale(write=False), (UP_TO_SINGLE, torch.float32)),
     "unscale float64": (unscale(), (torch.float64, torch.float64)),
     "unscale clipped": (clipped, (UP_TO_SINGLE, torch.float32)),
     "scale": (scale, (ANY,)),
@@ -120,6 +129,8 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "cast": (cast, (torch.float32, SIXTEEN)),
     "sample": (sample, (SIXTEEN,)),
     "l2norm": (l2norm, (ANY,)),
+    "measure": (measure, (ANY,)),
+    "compare": (compare, (torch.float32, SIXTEEN)),
 }
 
 
@@ -150,7 +161,7 @@ def test_same_bits_as_the_cpu(device: torch.device, name: str, seed: int, specia
     lists = random_lists(rng, dtypes, special)
     there, tables = to(device, lists), PointerTables()
     same(operation(there, tables), operation(lists, PointerTables()), name)
-    if name in ("l2norm", "sample"):
+    if name in ("l2norm", "sample", "measure", "compare"):
         again = [operation(there, tables) for _ in range(5)]
         same(again, [operation(lists, PointerTables())] * 5, f"{name} again")
 

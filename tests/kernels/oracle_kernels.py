@@ -66,13 +66,29 @@ def sum_of_squares(values: Array, stored: str = "", factor: float = 1.0) -> floa
                 eights = added(fours)[:, 0]
                 near = eights if stored in ("half", "bfloat16") else added(fours.astype(np.float64))[:, 0]
                 sums = np.where((eights >= 2.0**-100) & np.isfinite(eights), near, sums)
-            lanes = np.zeros(256)
-            for row in sums.reshape(32, 256):
-                lanes += row
-            lanes *= np.float64(factor) * np.float64(factor)
-            while lanes.size > 1:
-                lanes = lanes[: lanes.size // 2] + lanes[lanes.size // 2 :]
-            total += float(lanes[0])
+            total += in_lanes(sums, np.float64(factor) * np.float64(factor))
+    return total
+
+
+def in_lanes(groups: NDArray[np.float64], factor: float = 1.0) -> float:
+    """The sum of a chunk's groups: group g to lane g mod 256, each lane times ``factor``, a tree over the lanes."""
+    lanes = np.zeros(256)
+    for row in groups.reshape(32, 256):
+        lanes += row
+    lanes *= factor
+    while lanes.size > 1:
+        lanes = lanes[: lanes.size // 2] + lanes[lanes.size // 2 :]
+    return float(lanes[0])
+
+
+def plain_sum(values: NDArray[np.float64]) -> float:
+    """In the order of :func:`sum_of_squares`, all in float64."""
+    total = 0.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, values.size, 65536):
+            chunk = np.zeros(65536)
+            chunk[: values[start : start + 65536].size] = values[start : start + 65536]
+            total += in_lanes(added(added(added(chunk.reshape(-1, 8))))[:, 0])
     return total
 
 
@@ -162,3 +178,42 @@ def sample(bits: Array) -> int:
     terms = (mixed & np.uint64(0xFFFFFFFF)) * (mixed >> np.uint64(32)) + words
     total = int(np.add.reduce(terms, dtype=np.uint64)) if words.size else 0
     return total - (1 << 64) if total >= 1 << 63 else total
+
+
+# Of 16-bit types: their smallest normal number, the largest one, the bits of a mantissa.
+TYPES = {"half": (2.0**-14, 65504.0, 10), "bfloat16": (2.0**-126, 2.0**127 * (2 - 2.0**-7), 7)}
+
+
+def measured(grad: Array, kind: str) -> list[float]:
+    """Sum of squares, largest magnitude; of 16-bit values how many are zero, subnormal, near the end of the range."""
+    wide = decode(grad, kind)
+    size = np.abs(wide)
+    numbers = [sum_of_squares(wide, kind), float(size.max(initial=0.0)), 0.0, 0.0, 0.0]
+    if kind in TYPES:
+        least, most, _ = TYPES[kind]
+        near = (size >= most / 2) | np.isnan(size)
+        numbers[2:] = [float(np.sum(size == 0)), float(np.sum((size > 0) & (size < least))), float(np.sum(near))]
+    return numbers
+
+
+def compared(now: Array, then: Array, held: Array, kind: str) -> list[float]:
+    """Decoded values of a master after and before a step, and of its weight, which is stored as ``kind``.
+
+    Of long tensors the step is measured in one group of eight in 17, and scaled up.
+    """
+    place = np.arange(now.size)
+    inside = np.ones(now.size, dtype=bool) if now.size <= 16384 else place // 8 % 17 == 0
+    with np.errstate(all="ignore"):
+        change = np.where(inside, now - then, now.dtype.type(0.0))
+        away = now - held
+        size = np.abs(change)
+        moved, gap, lost = inside & (size != 0), np.zeros(now.size), 0.0
+        if kind in TYPES:
+            least, _, bits = TYPES[kind]
+            exponent = np.frexp(np.where(then == 0, least, np.abs(then)))[1] - 1.0
+            power = np.where(np.isfinite(then), np.exp2(exponent), np.inf)
+            gap = np.where(inside, np.maximum(power, least) * 2.0**-bits, 0.0)
+            lost = float(np.sum(moved & (size < gap / 2)))
+        each = now.size / max(1, int(inside.sum()))
+        some = [sum_of_squares(change), plain_sum(size.astype(np.float64)), plain_sum(gap), float(moved.sum()), lost]
+        return [sum_of_squares(now), sum_of_squares(away), *(number * each for number in some)]

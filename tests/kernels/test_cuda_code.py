@@ -24,6 +24,7 @@ FINDING = {
     "Sample": (True, False),
     "Split": (True, True),
 }
+MEASURING = {"Measure": (True, False), "Compare": (True, False)}
 MAPPING = {
     "UnscaleClipped": (True, True),
     "Scale": (True, True),
@@ -34,7 +35,7 @@ MAPPING = {
     "Renew": (True, True),
 }
 STEPPING = {"AdamStep": (True, True), "SgdStep": (True, True), "LionStep": (True, True)}
-WIDE = {**FINDING, **MAPPING, **STEPPING}
+WIDE = {**FINDING, **MEASURING, **MAPPING, **STEPPING}
 REGISTERS = {"AdamStep": 128}  # two blocks of 256 threads fit on a multiprocessor; else 80, and three
 TWO_BLOCKS = (100,)  # cards on which cuda_entries.cuh reckons with two blocks of every kernel
 # Bytes that one compiler puts on one card's stack, and no other on any.
@@ -108,7 +109,7 @@ def instructions(body: str) -> Counter[str]:
 
 def test_every_operation_is_one_kernel(compiled: Compiled) -> None:
     assert set(compiled.kernels) == {*WIDE, *SINGLE}
-    for blocks, names in zip(Blocks, (FINDING, STEPPING, MAPPING, SINGLE), strict=True):
+    for blocks, names in zip(Blocks, (FINDING, STEPPING, MEASURING, MAPPING, SINGLE), strict=True):
         assert {kernel.functor for kernel in KERNELS.values() if kernel.blocks is blocks} == set(names)
     assert compiled.size < 1_000_000
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "../../csrc/api.h"
+#include "../../csrc/api_measures.h"
 #include "../../csrc/api_split.h"
 #include "../../csrc/api_steps.h"
 #include "../../csrc/launch/threads.h"
@@ -144,6 +145,31 @@ void run_others(Lists grads, Lists mixed, Lists weights, int threads, Results& r
     results.take(weights.memory[1]);
 }
 
+// Numbers of gradients, and of a step: masters are compared with what as many others hold.
+void run_measures(Lists grads, Lists weights, int threads, Results& results) {
+    std::vector<double> numbers(kCount * kMeasured, 0.0), step(kCount * kCompared, 0.0);
+    Lists narrow = grads;
+    narrow.places.clear();
+    for (int32_t place : grads.places) {
+        if (grads.dtypes[0][size_t(place)] != DType::wide) narrow.places.push_back(place);
+    }
+    const Table table(narrow.numels, narrow.rows, {narrow.dtypes[0]}, narrow.places);
+    measure(table, narrow.pointers(0), numbers.data(), kCount, threads);
+    results.take_sums(numbers);
+
+    std::vector<int64_t> offsets;
+    int64_t size = 0;
+    for (int64_t numel : weights.numels) {
+        const int64_t groups = (numel + 7) / 8;
+        offsets.push_back(size);
+        size += 8 * (numel <= 16384 ? groups : (groups + 16) / 17);
+    }
+    const std::vector<float> before(size_t(size), 0.75f);
+    compare(weights.table(), weights.pointers(0), weights.pointers(1), before.data(), offsets.data(), step.data(), kCount,
+            threads);
+    results.take_sums(step);
+}
+
 // Masters to weights and remainders, and back.
 void run_split(Lists lists, int threads, Results& results) {
     std::vector<int32_t> overflow(kCount, 0);
@@ -251,6 +277,7 @@ void compare_levels() {
             run_unscale(grads, add, threads, results);
             run_clip(grads, threads, results);
             run_others(grads, mixed, weights, threads, results);
+            run_measures(grads, weights, threads, results);
             run_split(splits, threads, results);
             for (size_t k = 0; k < step_ins.size(); ++k) run_step(step_ins[k], kinds[k / 2], k % 2 != 0, threads, results);
             if (first.empty()) first = results.bytes;

@@ -30,7 +30,7 @@ compile() {
             avx512) more=$avx512 ;;
             *) more="" ;;
         esac
-        for source in cpu cpu_steps cpu_split cpu_state8; do
+        for source in cpu cpu_steps cpu_split cpu_state8 cpu_measures; do
             object=$build/$1-$source-$level.o
             $cxx $flags "$2" $more "-DFP16OPT_LEVEL=$level" -c "$csrc/backends/$source.cpp" -o "$object" &
             jobs="$jobs $!"
@@ -40,7 +40,7 @@ compile() {
     for job in $jobs; do wait "$job"; done
     $cxx $flags "$2" "-DFP16OPT_BASELINE=$baseline" $dispatch "$csrc/backends/cpu_dispatch.cpp" \
         "$csrc/backends/cpu_operations.cpp" "$csrc/backends/step_operations.cpp" "$csrc/backends/split_operations.cpp" \
-        "$csrc/backends/threads.cpp" "$here/driver.cpp" $objects -o "$build/$1"
+        "$csrc/backends/measure_operations.cpp" "$csrc/backends/threads.cpp" "$here/driver.cpp" $objects -o "$build/$1"
 }
 
 echo "address and undefined behaviour:"

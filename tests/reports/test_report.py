@@ -68,6 +68,24 @@ def test_the_run_in_sentences(tmp_path: Path, arguments: dict[str, Any], wanted:
     assert wanted in said(write(tmp_path / "run.jsonl", **arguments))[0]
 
 
+@pytest.mark.parametrize("skips", [(9,), (5, 9, 12, 15)])
+def test_no_loss_scale_is_advised_where_none_helps(tmp_path: Path, skips: tuple[int, ...]) -> None:
+    """BF16 gradients have FP32's range: a batch with a nan, in a short run too, is not the scale's fault."""
+    rows = {name: {"dtype": "bfloat16", "elements": 10} for name in ROWS}
+    header = {"rows": rows, "dynamic": False}
+    words, looks = said(write(tmp_path / "run.jsonl", skips=skips, header=header, a={"underflow": 0.5}))
+    wanted = "Skipped later: step 9: bad batches." if len(skips) == 1 else "20% of the steps were skipped. No gradient"
+    assert wanted in words
+    assert not re.search("too high|too low|lower|higher|dynamic=True", words)
+    assert looks == {}
+
+
+def test_one_skip_of_few_steps_is_no_scale_that_is_too_high(tmp_path: Path) -> None:
+    words, _ = said(write(tmp_path / "run.jsonl", count=10, skips=(7,), header={"dynamic": False}))
+    assert "Skipped later: step 7: bad batches, or rare overflows." in words
+    assert "too high" not in words
+
+
 @pytest.mark.parametrize(
     ("changes", "wanted"),
     [

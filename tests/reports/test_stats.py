@@ -135,6 +135,40 @@ def test_a_copy_goes_on_counting() -> None:
     assert opt.stats()["steps_since_calibration"] == 1
 
 
+@pytest.mark.parametrize("options", MODES)
+def test_counts_go_on_after_a_resume(options: dict[str, object]) -> None:
+    params, opt = made(**options)
+    for first in (6e4, 6e4, 1.0, 1.0):
+        turn(params, opt, [first, 1.0, 1.0])
+    again, resumed = made(**options)
+    turn(again, resumed, [6e4, 1.0, 1.0])  # what was before counts no more
+    resumed.load_state_dict(opt.state_dict())
+    counts = ("steps", "skipped_steps", "steps_since_calibration")
+    assert [resumed.stats()[name] for name in counts] == [4, 2, 2]
+    assert resumed.skipped_steps == 2
+    turn(again, resumed, [1e30, 1.0, 1.0])
+    after = turn(again, resumed, [1.0, 1.0, 1.0])
+    assert [after[name] for name in counts] == [6, 3, 3]
+    assert resumed.state_dict()["skipped_steps"] == 3
+
+
+def test_a_file_from_before_skips_were_counted_loads() -> None:
+    params, opt = made()
+    turn(params, opt, [6e4, 1.0, 1.0])
+    turn(params, opt, [1.0, 1.0, 1.0])
+    older = {name: value for name, value in opt.state_dict().items() if name != "skipped_steps"}
+    _, resumed = made()
+    resumed.load_state_dict(older)
+    assert (resumed.skipped_steps, resumed.stats()["steps"]) == (0, 1)
+
+
+@pytest.mark.parametrize(("count", "error"), [(True, TypeError), (1.0, TypeError), (-1, ValueError)])
+def test_a_count_of_skips_that_is_none_is_refused(count: object, error: type[Exception]) -> None:
+    _, opt = made()
+    with pytest.raises(error, match="skipped_steps must be a"):
+        opt.load_state_dict({**opt.state_dict(), "skipped_steps": count})
+
+
 def test_under_a_grad_scaler_left_out_steps_count() -> None:
     params, opt = made(scaler=None)
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
