@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import reference_state8, reference_steps
+from . import cuda, cuda_steps, reference_state8, reference_steps
 from .calls import Entries, Operation
 from .checks import check_given
 from .reference_state8 import BLOCK, block_count, ratio_limit
@@ -36,6 +36,7 @@ _NO_STATS = "stats must be given along with models, got None. Use CastStats.allo
 _OWN = "float32, and codes of int8 and uint8"
 _MODELS = "float32 and codes of int8 and uint8, but for models of float16 or bfloat16 and gradients of these or float32"
 _CODES = (torch.int8, torch.uint8)
+_CODED = ("cpu", "cuda")
 
 
 def _owned(grad: torch.dtype, master: torch.dtype, *codes: torch.dtype) -> bool:
@@ -52,9 +53,9 @@ def _operation(name: str, *codes: str, counters: str = "") -> dict[bool, Operati
     """By whether there are models: the operation as the guards see it."""
     lists = ("grads", "masters", *codes)
     models = Operation(
-        name, (*lists, "models"), _with_models, _MODELS, (len(lists),), 1, counters, "scales", BLOCK, ("cpu",)
+        name, (*lists, "models"), _with_models, _MODELS, (len(lists),), 1, counters, "scales", BLOCK, _CODED
     )
-    return {False: Operation(name, lists, _owned, _OWN, (1,), 1, counters, "scales", BLOCK, ("cpu",)), True: models}
+    return {False: Operation(name, lists, _owned, _OWN, (1,), 1, counters, "scales", BLOCK, _CODED), True: models}
 
 
 _ADAM = _operation("multi_tensor_adam8", "exp_avg_codes", "exp_avg_sq_codes", counters="steps")
@@ -120,9 +121,12 @@ def multi_tensor_adam8(
             with reference_steps.whole(row, master, others[0] if others else None, found, number) as single:
                 t, group = float(count.add_(1.0)), options[group_of[row]]
                 reference_state8.adam(grad, single, (first, second, scale), t, group, factors, number)
-        if plan.serving is not None and plan.direct:
+        limits = [ratio_limit(o.beta1, o.beta2) for o in options]
+        if plan.serving is cuda:
+            limited = [(*o, limit) for o, limit in zip(options, limits, strict=True)]
+            cuda_steps.launch(call, "adam8", limited, group_of, factors, found, found_inf, number=number)
+        elif plan.serving is not None and plan.direct:
             overflow = 0 if found is None else found.overflow
-            limits = [ratio_limit(o.beta1, o.beta2) for o in options]
             groups = [(float(o.lr), *o[1:]) for o in options]
             arguments = (*factors, overflow, found is not None, group_of, groups, limits, number & 0xFFFFFFFF)
             plan.serving.launch(call, "adam8", *arguments, results=(overflow,))
@@ -180,7 +184,9 @@ def multi_tensor_sgd8(
             with reference_steps.whole(row, master, others[0] if others else None, found, number) as single:
                 group = options[group_of[row]]
                 reference_state8.sgd(grad, single, (codes, scale), bool(first[row]), group, factors, number)
-        if plan.serving is not None and plan.direct:
+        if plan.serving is cuda:
+            cuda_steps.launch(call, "sgd8", options, group_of, factors, found, found_inf, first=first, number=number)
+        elif plan.serving is not None and plan.direct:
             overflow = 0 if found is None else found.overflow
             groups = [(float(o.lr), *o[1:]) for o in options]
             arguments = (*factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)

@@ -47,7 +47,7 @@ def _with_models(grad: torch.dtype, *others: torch.dtype) -> bool:
 def _operation(name: str, *state: str, counters: str = "") -> dict[bool, Operation]:
     """By whether there are models: the operation as the guards see it."""
     lists = ("grads", "masters", *state)
-    models = Operation(name, (*lists, "models"), _with_models, _MODELS, (len(lists),), 1, counters, coded=("cpu",))
+    models = Operation(name, (*lists, "models"), _with_models, _MODELS, (len(lists),), 1, counters, coded=("cpu", "cuda"))
     return {False: Operation(name, lists, _owned, "float32 each", (1,), 1, counters), True: models}
 
 
@@ -134,7 +134,8 @@ def multi_tensor_adam(
                 largest = others[0] if others else None
                 reference_steps.adam(grad, single, first, second, largest, t, options[group_of[row]], factors)
         if plan.serving is cuda:
-            cuda_steps.launch(call, "adam", options, group_of, factors, found, found_inf, max_exp_avg_sqs is not None)
+            given = options, group_of, factors, found, found_inf, max_exp_avg_sqs is not None
+            cuda_steps.launch(call, "adam", *given, number=number)
         elif plan.serving is not None:
             overflow = 0 if found is None else found.overflow
             groups = [(float(o.lr), *o[1:]) for o in options]
@@ -202,7 +203,8 @@ def multi_tensor_sgd(
                 reference_steps.sgd(grad, single, buffer, begins, options[group_of[row]], factors)
         if plan.serving is cuda:
             has_momentum = momentum_buffers is not None
-            cuda_steps.launch(call, "sgd", options, group_of, factors, found, found_inf, has_momentum, fresh)
+            given = options, group_of, factors, found, found_inf, has_momentum, fresh
+            cuda_steps.launch(call, "sgd", *given, number=number)
         elif plan.serving is not None:
             overflow = 0 if found is None else found.overflow
             groups = [(float(o.lr), *o[1:]) for o in options]
@@ -262,7 +264,7 @@ def multi_tensor_lion(
             with reference_steps.whole(row, master, model, found, number) as single:
                 reference_steps.lion(grad, single, average, options[group_of[row]], factors)
         if plan.serving is cuda:
-            cuda_steps.launch(call, "lion", options, group_of, factors, found, found_inf)
+            cuda_steps.launch(call, "lion", options, group_of, factors, found, found_inf, number=number)
         elif plan.serving is not None:
             overflow = 0 if found is None else found.overflow
             groups = [(float(o.lr), *o[1:]) for o in options]
