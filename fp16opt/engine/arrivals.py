@@ -198,6 +198,7 @@ class Arrivals:
         self.pending: Pending | None = None
         self.backwards = 0
         self.interrupted = False
+        self._cleared = False  # zero_grad was called, of gradients that have done their work
         self.losses: list[Tensor] = []
         self._replicas = Replicas()
         self.places: list[Place] = []
@@ -241,6 +242,11 @@ class Arrivals:
             RuntimeError: There was one already.
         """
         self.check_complete()
+        if self._cleared:
+            raise RuntimeError(
+                f"zero_grad() was called in place of step(): with {self._said} the last backward has stepped "
+                "parameters, and clearing gradients does not take that back. Call step() after each backward."
+            )
         if self.stage is not Stage.READY:
             raise RuntimeError(
                 f"a further backward in one step: with {self._said} gradients are taken as they "
@@ -288,6 +294,19 @@ class Arrivals:
     def interrupt(self) -> None:
         """A backward raised while gradients were being taken."""
         self.interrupted = True
+
+    def check_settled(self, what: str) -> None:
+        """Raise ``RuntimeError`` where parameters were stepped in a backward, and ``step`` has not counted that yet.
+
+        Args:
+            what: is to be made of the optimizer, in words.
+        """
+        done = [] if self.taker.can_drop else [place for place in self.places if place.has_come]
+        if done:
+            raise RuntimeError(
+                f"{what} between backward and step(): with {self._said} {len(done)} of {len(self.places)} parameters "
+                "are a step ahead of what was counted. Call step() first."
+            )
 
     def check_complete(self) -> None:
         """Raise ``RuntimeError`` after an interrupted backward, until ``zero_grad``."""
@@ -349,7 +368,7 @@ class Arrivals:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        self.stage, self.pending, self.interrupted = Stage.READY, None, False
+        self.stage, self.pending, self.interrupted, self._cleared = Stage.READY, None, False, False
         self.losses = []
         for place in self.places:
             if place.has_come:
@@ -378,6 +397,7 @@ class Arrivals:
             store(param, None)
         if self.interrupted or self.taker.can_drop:
             self._start()
+        self._cleared = self.any_there()
 
     # -- gradients that came otherwise -------------------------------------------------------------------------------
 

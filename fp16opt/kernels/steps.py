@@ -47,7 +47,9 @@ def _with_models(grad: torch.dtype, *others: torch.dtype) -> bool:
 def _operation(name: str, *state: str, counters: str = "") -> dict[bool, Operation]:
     """By whether there are models: the operation as the guards see it."""
     lists = ("grads", "masters", *state)
-    models = Operation(name, (*lists, "models"), _with_models, _MODELS, (len(lists),), 1, counters, coded=("cpu", "cuda"))
+    models = Operation(
+        name, (*lists, "models"), _with_models, _MODELS, (len(lists),), 1, counters, coded=("cpu", "cuda")
+    )
     return {False: Operation(name, lists, _owned, "float32 each", (1,), 1, counters), True: models}
 
 
