@@ -304,7 +304,7 @@ def test_with_release_settings_that_come_later_are_refused() -> None:
     weight = half()
     opt = MixedPrecisionOptimizer(Cautious([weight]), gradient_release=True)
     train_once(opt, weight)
-    with pytest.raises(ValueError, match="gradient_release=True needs the one-pass step.*: Cautious, with .* group 1,"):
+    with pytest.raises(ValueError, match=r"gradient_release=True needs the one-pass step.*: Cautious, with .* group 1"):
         opt.add_param_group({"params": [half()], "cautious": True})
     assert len(opt.param_groups) == 1
     opt.param_groups[0]["cautious"] = True

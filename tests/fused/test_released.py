@@ -474,10 +474,11 @@ def test_memory_and_work_grow_with_the_number_of_tensors_and_not_with_its_square
             nonlocal calls
             calls += event == "c_call"
 
-        opt.backward(torch.stack(list(params)).float().sum())
+        loss = torch.stack(list(params)).float().sum()
         sys.setprofile(count_calls)
-        opt.step()
+        opt.backward(loss)
         sys.setprofile(None)
+        opt.step()
         return items, calls
 
     few, many = grown(100), grown(400)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -392,7 +393,7 @@ def construct(inner: Callable[[list[Any]], Any], **more: Any) -> Callable[[], An
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (construct(AdamW, fused_step=False), r'optimizer_state="8bit" does not go with fused_step=False: .*"auto"'),
     (construct(AdamW, master_weights="none"), r'optimizer_state="8bit" does not go with master_weights="none"'),
-    (construct(lambda p: AdamW(p, amsgrad=True)), r'"8bit" can\'t be served: group 0 has amsgrad=True.*Use optimizer_state="fp32"'),
+    (construct(lambda p: AdamW(p, amsgrad=True)), r'"8bit" can\'t be served: group 0 has amsgrad=True.*="fp32"'),
     (construct(RMSprop), r'optimizer_state="8bit" can\'t be served: RMSprop is not exactly SGD, Adam or AdamW'),
     (construct(lambda p: Muon(p[:2])), r'optimizer_state="8bit" can\'t be served: Muon is not'),
     (construct(lambda p: AdamW(p, differentiable=True)), "can't be served: group 0 has differentiable=True"),
@@ -415,7 +416,7 @@ def test_refusals_name_both_arguments(make: Callable[[], Any], message: str) -> 
 def test_a_group_with_amsgrad_is_refused_and_nothing_added() -> None:
     opt, params = trained()
     with pytest.raises(
-        ValueError, match=r'optimizer_state="8bit" needs the one-pass step, which group 1 can.t have: .*amsgrad=True'
+        ValueError, match=r'"8bit" needs the one-pass step, which group 1 can.t have: .*amsgrad=True'
     ):
         opt.add_param_group({"params": [nn.Parameter(torch.ones(3))], "amsgrad": True})
     assert len(opt.param_groups) == 1
@@ -467,10 +468,9 @@ def test_groups_that_could_never_be_stepped_are_refused_when_they_come(case: str
     more, dtype, message = LATER[case]
     said, given = MODES[mode]
     opt = MixedPrecisionOptimizer(AdamW([nn.Parameter(torch.ones(LARGE).half())]), **given)
-    with pytest.raises(ValueError) as refused:
+    wanted = f"{said} needs the one-pass step, which group 1 can't have: {message}"
+    with pytest.raises(ValueError, match=re.escape(wanted)):
         opt.add_param_group({"params": [nn.Parameter(torch.ones(3, dtype=dtype))], **more})
-    assert str(refused.value).startswith(f"{said} needs the one-pass step, which group 1 can't have: ")
-    assert message in str(refused.value)
     assert len(opt.param_groups) == len(opt.optimizer.param_groups) == 1
     opt.backward(opt.engine.pairs.models[0].float().sum())
     opt.step()
@@ -490,9 +490,9 @@ def test_checkpoints_whose_groups_could_never_be_stepped_are_refused(key: str, m
     saved = copy.deepcopy(opt.state_dict())
     saved["optimizer"]["param_groups"][0][key] = True
     before = everything(opt, params)
-    with pytest.raises(ValueError) as refused:
+    wanted = f"{said} needs the one-pass step, which group 0 can't have: group 0 has {key}=True"
+    with pytest.raises(ValueError, match=re.escape(wanted)):
         opt.load_state_dict(saved["optimizer"] if of_torch else saved)
-    assert f"{said} needs the one-pass step, which group 0 can't have: group 0 has {key}=True" in str(refused.value)
     assert_same(everything(opt, params), before)
 
 

@@ -32,7 +32,7 @@ MAPPING = {
     "Join": (True, True),
     "Renew": (True, True),
 }
-STEPPING = {name: (True, True) for name in ("AdamStep", "SgdStep", "LionStep", "Adam8Step", "Sgd8Step")}
+STEPPING = dict.fromkeys(("AdamStep", "SgdStep", "LionStep", "Adam8Step", "Sgd8Step"), (True, True))
 WIDE = {**FINDING, **MAPPING, **STEPPING}
 REGISTERS = {"AdamStep": 128, "Adam8Step": 128}  # two blocks of 256 threads fit on a multiprocessor; else 80, and three
 TWO_BLOCKS = (100,)  # cards on which cuda_entries.cuh reckons with two blocks of every kernel
