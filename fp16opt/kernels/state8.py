@@ -13,12 +13,11 @@ from torch import Tensor
 
 from . import cuda, cuda_steps, reference_state8, reference_steps
 from .calls import Entries, Operation
-from .checks import check_given
 from .reference_state8 import BLOCK, block_count, ratio_limit
 from .reference_steps import AdamOptions, Factors, SgdOptions
 from .stats import CastStats
-from .steps import StepTables
-from .tables import BFLOAT, HALF, REMAINDERS, SINGLE, call_for
+from .steps import Given, StepTables, on_host, step_call
+from .tables import BFLOAT, HALF, REMAINDERS, SINGLE
 
 __all__ = [
     "BLOCK",
@@ -32,7 +31,6 @@ __all__ = [
     "ratio_limit",
 ]
 
-_NO_STATS = "stats must be given along with models, got None. Use CastStats.allocate."
 _OWN = "float32, and codes of int8 and uint8"
 _MODELS = "float32 and codes of int8 and uint8, but for models of float16 or bfloat16 and gradients of these or float32"
 _CODES = (torch.int8, torch.uint8)
@@ -108,14 +106,11 @@ def multi_tensor_adam8(
     with torch.no_grad():
         operation = _ADAM[models is not None]
         lists = (grads, masters, exp_avg_codes, exp_avg_sq_codes, *_there(models), scales, steps)
-        call = call_for(operation, lists, None if tables is None else tables.lists, getattr(factors[0], "device", None))
-        plan, found = call.plan, None if models is None else stats
-        if models is not None and stats is None:
-            raise ValueError(f"{operation.name}: {_NO_STATS}")
-        numbers = {"factors.inv_scale": factors[0], "factors.coefficient": factors[1], "found_inf": found_inf}
-        check_given(operation.name, plan, numbers, found, {"group_of": group_of}, options)
-        if found_inf is not None and plan.decided_here and found_inf.item():
+        given = Given(factors, options, group_of, models is not None, stats, found_inf, tables)
+        call = step_call(operation, lists, given)
+        if call is None:
             return
+        plan, found = call.plan, None if models is None else stats
         for _, row in plan.by_reference:
             grad, master, first, second, *others, scale, count = call.row(row)
             with reference_steps.whole(row, master, others[0] if others else None, found, number) as single:
@@ -126,9 +121,7 @@ def multi_tensor_adam8(
             limited = [(*o, limit) for o, limit in zip(options, limits, strict=True)]
             cuda_steps.launch(call, "adam8", limited, group_of, factors, found, found_inf, number=number)
         elif plan.serving is not None and plan.direct:
-            overflow = 0 if found is None else found.overflow
-            groups = [(float(o.lr), *o[1:]) for o in options]
-            arguments = (*factors, overflow, found is not None, group_of, groups, limits, number & 0xFFFFFFFF)
+            overflow, arguments = on_host(given, number, limits)
             plan.serving.launch(call, "adam8", *arguments, results=(overflow,))
 
 
@@ -171,14 +164,11 @@ def multi_tensor_sgd8(
     with torch.no_grad():
         operation = _SGD[models is not None]
         lists = (grads, masters, momentum_codes, *_there(models), scales)
-        call = call_for(operation, lists, None if tables is None else tables.lists, getattr(factors[0], "device", None))
-        plan, found = call.plan, None if models is None else stats
-        if models is not None and stats is None:
-            raise ValueError(f"{operation.name}: {_NO_STATS}")
-        numbers = {"factors.inv_scale": factors[0], "factors.coefficient": factors[1], "found_inf": found_inf}
-        check_given(operation.name, plan, numbers, found, {"group_of": group_of, "first": first}, options)
-        if found_inf is not None and plan.decided_here and found_inf.item():
+        given = Given(factors, options, group_of, models is not None, stats, found_inf, tables, first)
+        call = step_call(operation, lists, given)
+        if call is None:
             return
+        plan, found = call.plan, None if models is None else stats
         for _, row in plan.by_reference:
             grad, master, codes, *others, scale = call.row(row)
             with reference_steps.whole(row, master, others[0] if others else None, found, number) as single:
@@ -187,9 +177,7 @@ def multi_tensor_sgd8(
         if plan.serving is cuda:
             cuda_steps.launch(call, "sgd8", options, group_of, factors, found, found_inf, first=first, number=number)
         elif plan.serving is not None and plan.direct:
-            overflow = 0 if found is None else found.overflow
-            groups = [(float(o.lr), *o[1:]) for o in options]
-            arguments = (*factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
+            overflow, arguments = on_host(given, number)
             plan.serving.launch(call, "sgd8", *arguments, results=(overflow,), flags=first)
 
 
