@@ -42,6 +42,7 @@ from .engine.pairs import HALF_DTYPES, Pairs, name_of
 from .engine.parts import Engine
 from .engine.ranks import Digest
 from .engine.released_step import OneByOne, ReleasedStep, SteppedOnArrival
+from .engine.schema import is_ours
 from .engine.sights import Sight
 from .engine.split import SplitMasters, check_plain
 from .engine.state_formats import EightBitState, FullState, StateFormat
@@ -1118,7 +1119,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _check_loaded(self, state_dict: Any) -> None:
         """Raise ``ValueError`` where a checkpoint's groups could not be stepped."""
-        saved = (state_dict["optimizer"] if checkpoint.is_ours(state_dict) else state_dict).get("param_groups", [])
+        saved = (state_dict["optimizer"] if is_ours(state_dict) else state_dict).get("param_groups", [])
         groups = [
             {**here, **told, "params": [pair.model for pair in self._pairs.all if pair.group == number]}
             for number, (here, told) in enumerate(zip(self._holder.param_groups, saved, strict=False))

@@ -1,8 +1,8 @@
 """Split masters written plainly in torch: the specification of ``csrc/functors/split.h`` and ``split24.h``.
 
 See :mod:`.reference`. A 16-bit weight, and a remainder of 16 bits (int16) or 8 (int8). float16: the weight is rounded
-to nearest, and the remainder counts steps of 2^-16 or 2^-8 of its last place, to nearest. bfloat16: the master's upper 32
-or 24 bits, of which the weight is the upper half rounded to nearest, ties away from zero; what is below 24 bits is
+to nearest, and the remainder counts steps of 2^-16 or 2^-8 of its last place, to nearest. bfloat16: the upper 32
+or 24 bits of the master, of which the weight is the upper half rounded to nearest, ties away from zero; the rest is
 rounded by a dither that is a function of index and step (in steps), or to nearest.
 """
 

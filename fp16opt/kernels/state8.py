@@ -16,7 +16,7 @@ from .calls import Entries, Operation
 from .reference_state8 import BLOCK, block_count, ratio_limit
 from .reference_steps import AdamOptions, Factors, SgdOptions
 from .stats import CastStats
-from .steps import Given, StepTables, on_host, step_call
+from .steps import Given, StepTables, step_call
 from .tables import BFLOAT, HALF, REMAINDERS, SINGLE
 
 __all__ = [
@@ -121,7 +121,8 @@ def multi_tensor_adam8(
             limited = [(*o, limit) for o, limit in zip(options, limits, strict=True)]
             cuda_steps.launch(call, "adam8", limited, group_of, factors, found, found_inf, number=number)
         elif plan.serving is not None and plan.direct:
-            overflow, arguments = on_host(given, number, limits)
+            overflow, groups = 0 if found is None else found.overflow, [(float(o.lr), *o[1:]) for o in options]
+            arguments = (*factors, overflow, found is not None, group_of, groups, limits, number & 0xFFFFFFFF)
             plan.serving.launch(call, "adam8", *arguments, results=(overflow,))
 
 
@@ -177,7 +178,8 @@ def multi_tensor_sgd8(
         if plan.serving is cuda:
             cuda_steps.launch(call, "sgd8", options, group_of, factors, found, found_inf, first=first, number=number)
         elif plan.serving is not None and plan.direct:
-            overflow, arguments = on_host(given, number)
+            overflow, groups = 0 if found is None else found.overflow, [(float(o.lr), *o[1:]) for o in options]
+            arguments = (*factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
             plan.serving.launch(call, "sgd8", *arguments, results=(overflow,), flags=first)
 
 

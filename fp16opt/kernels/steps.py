@@ -105,15 +105,6 @@ def step_call(operation: Operation, lists: tuple[Entries, ...], given: Given) ->
     return None if decided else call
 
 
-def on_host(given: Given, number: int, *more: object) -> tuple[Any, tuple[Any, ...]]:
-    """What the CPU's kernels are told behind the lists, of which the first is what they write; ``more`` per group."""
-    stats = given.stats if given.has_models else None
-    overflow = 0 if stats is None else stats.overflow
-    groups = [(float(o.lr), *o[1:]) for o in given.options]
-    arguments = *given.factors, overflow, stats is not None, given.group_of, groups, *more, number & 0xFFFFFFFF
-    return overflow, arguments
-
-
 def multi_tensor_adam(
     grads: Entries,
     masters: Entries,
@@ -183,7 +174,8 @@ def multi_tensor_adam(
             more = max_exp_avg_sqs is not None
             cuda_steps.launch(call, "adam", options, group_of, factors, found, found_inf, more, number=number)
         elif plan.serving is not None:
-            overflow, arguments = on_host(given, number)
+            overflow, groups = 0 if found is None else found.overflow, [(float(o.lr), *o[1:]) for o in options]
+            arguments = (*factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
             plan.serving.launch(call, "adam", *arguments, results=(overflow,))
 
 
@@ -246,7 +238,8 @@ def multi_tensor_sgd(
             more = momentum_buffers is not None
             cuda_steps.launch(call, "sgd", options, group_of, factors, found, found_inf, more, fresh, number)
         elif plan.serving is not None:
-            overflow, arguments = on_host(given, number)
+            overflow, groups = 0 if found is None else found.overflow, [(float(o.lr), *o[1:]) for o in options]
+            arguments = (*factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
             plan.serving.launch(call, "sgd", *arguments, results=(overflow,), flags=fresh)
 
 
@@ -301,5 +294,6 @@ def multi_tensor_lion(
         if plan.serving is cuda:
             cuda_steps.launch(call, "lion", options, group_of, factors, found, found_inf, number=number)
         elif plan.serving is not None:
-            overflow, arguments = on_host(given, number)
+            overflow, groups = 0 if found is None else found.overflow, [(float(o.lr), *o[1:]) for o in options]
+            arguments = (*factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
             plan.serving.launch(call, "lion", *arguments, results=(overflow,))
