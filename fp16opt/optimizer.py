@@ -410,16 +410,15 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but hooks, a scheduler's patch of ``step``, and gradients (torch copies parameters without theirs)."""
-        if self.gradient_release:
-            self._accumulation.check_settled("a copy or pickle")
         self._model_writes.check_home("a copy or pickle")
         self._model_writes.see_masters()
         kept = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
-        return {**kept, "_wrapped_extras": extras(self.optimizer)}
+        return {**kept, "_wrapped_extras": extras(self.optimizer), "_steps_counted": self._steps_counted()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        left = state.pop("_wrapped_extras")
+        left, counted = state.pop("_wrapped_extras"), state.pop("_steps_counted")
         self.__dict__.update(state)
+        self._outcome.steps_taken = counted
         for name, value in left.items():
             self.optimizer.__dict__.setdefault(name, value)
         self._names = {}
@@ -1030,12 +1029,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         parallel.refuse_plain_state(self._accumulation.ranks.alone, "state_dict")
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        if self.gradient_release:
-            self._accumulation.check_settled("state_dict")
         self._follow()
         self._model_writes.notice()
         self._model_writes.tell_if_due()
-        built = checkpoint.build(self.optimizer, self._saved_masters(), self.scaler, self._outcome.steps_taken)
+        built = checkpoint.build(self.optimizer, self._saved_masters(), self.scaler, self._steps_counted())
         if row_of(type(self.optimizer)) is not None:
             built["optimizer"] = counters_saved(built["optimizer"])
         if self.optimizer_state == "8bit":
@@ -1044,6 +1041,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             changed = post_hook(self, built)
             built = built if changed is None else changed
         return built
+
+    def _steps_counted(self) -> int:
+        """How many steps were taken, with one that parameters have taken in backward and ``step`` is yet to count."""
+        return self._outcome.steps_taken + (self._accumulation.steps_ahead() if self.gradient_release else 0)
 
     def _saved_masters(self) -> list[Tensor | None]:
         """FP32 masters in order, None where a parameter is its own: a value has one home in a checkpoint."""

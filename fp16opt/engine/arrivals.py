@@ -295,18 +295,9 @@ class Arrivals:
         """A backward raised while gradients were being taken."""
         self.interrupted = True
 
-    def check_settled(self, what: str) -> None:
-        """Raise ``RuntimeError`` where parameters were stepped in a backward, and ``step`` has not counted that yet.
-
-        Args:
-            what: is to be made of the optimizer, in words.
-        """
-        done = [] if self.taker.can_drop else [place for place in self.places if place.has_come]
-        if done:
-            raise RuntimeError(
-                f"{what} between backward and step(): with {self._said} {len(done)} of {len(self.places)} parameters "
-                "are a step ahead of what was counted. Call step() first."
-            )
+    def steps_ahead(self) -> int:
+        """How many steps parameters have taken in backward that ``step`` has not counted yet: 1 or 0."""
+        return int(not self.taker.can_drop and self.any_there())
 
     def check_complete(self) -> None:
         """Raise ``RuntimeError`` after an interrupted backward, until ``zero_grad``."""
@@ -324,6 +315,7 @@ class Arrivals:
         Raises:
             RuntimeError: A norm is asked for that can't be had: any more, or of some parameters alone.
         """
+        self.check_complete()
         if of is not None:
             raise RuntimeError(
                 f"a clip of some parameters' gradients: with {self._said} they were freed one by one. Clip all of "
