@@ -36,11 +36,13 @@ from .engine.memory import Memory, measure
 from .engine.model_writes import POLICIES, ModelWrites
 from .engine.one_pass_rows import counters_saved, no_row, row_of
 from .engine.one_pass_step import OnePassStep
+from .engine.one_pass_trial import Trials
 from .engine.outcome import Outcome, read_at_once, warn_no_gradients, warn_plain_backward
 from .engine.pairs import HALF_DTYPES, Pairs, name_of
 from .engine.parts import Engine
 from .engine.ranks import Digest
 from .engine.released_step import OneByOne, ReleasedStep, SteppedOnArrival
+from .engine.schema import is_ours
 from .engine.sights import Sight
 from .engine.split import SplitMasters, check_plain
 from .engine.state_formats import EightBitState, FullState, StateFormat
@@ -156,16 +158,16 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         check_choice("optimizer_state", optimizer_state, state_formats.CHOICES)
         one_pass_step.check_choice(fused_step)
         self._names = {id(param): name for name, param in named(named_parameters)}
+        self._trials = Trials()
         needs = {
             EightBitState.needed_by: ('optimizer_state="fp32"', optimizer_state == "8bit"),
             'master_weights="split24"': ('master_weights="split"', master_weights == "split24"),
         }
         for needed_by, (instead, is_asked) in needs.items():
             if is_asked:
-                why = (self._eight_bit_obstacle if optimizer_state == "8bit" else self._one_pass_obstacle)(optimizer)
+                why = self._one_pass_obstacle(optimizer, optimizer_state)
                 one_pass_step.check_needed(needed_by, instead, fused_step, master_weights, why)
         if optimizer_state == "8bit":
-            self._check_state8(optimizer.param_groups)
             state_formats.check_moments(optimizer.state_dict(), self._names_of(optimizer))
         if fused_step is True:
             params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -239,7 +241,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def _make_taker(self) -> Any:
         """What is done with gradients that arrive."""
         row = one_pass_step.require_row(self.optimizer)
-        one_by_one = OneByOne(row, self.optimizer, self._pairs, self._masters, *self._forms())
+        one_by_one = OneByOne(row, self.optimizer, self._pairs, self._masters, *self._forms(), self._trials)
         if self.gradient_release == "held":
             return HeldOnArrival(one_by_one)
         return SteppedOnArrival(one_by_one, self._model_writes, kernels.is_host(self._device))
@@ -261,7 +263,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         general: Any = WrappedStep(*parts, self._classes, why) if self._masters.are_whole else StreamedStep(*parts)
         if row is None:
             return general
-        return OnePassStep(self.fused_step, row, *parts, *self._forms(), general)
+        return OnePassStep(self.fused_step, row, *parts, *self._forms(), general, self._trials)
 
     def _make_state_format(self) -> StateFormat:
         row = row_of(type(self.optimizer))
@@ -269,17 +271,18 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _forms(self) -> tuple[StateFormat, str, Callable[[], int]]:
         """What a one-pass step works on: the state, the argument that leaves no other step, the number of the step."""
-        needed_by = self._state_format.needed_by
-        if self.master_weights == "split24":
-            needed_by = needed_by or 'master_weights="split24"'
-        return self._state_format, needed_by, self._outcome.number
+        return self._state_format, self._needed_by(), self._outcome.number
 
-    def _one_pass_obstacle(self, optimizer: Optimizer) -> str:
+    def _one_pass_obstacle(self, optimizer: Optimizer, optimizer_state: str) -> str:
         """Why an optimizer about to be wrapped can't be stepped in one pass, in words; "" where it can."""
         if parallel.is_zero(optimizer):
             return "ZeroRedundancyOptimizer steps its part of the parameters itself"
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        return one_pass_step.obstacle(optimizer, params, self._names_of(optimizer))
+        row, eight = row_of(type(optimizer)), optimizer_state == "8bit"
+        if eight and not state_formats.has_eight_bits(row):
+            return f"{type(optimizer).__name__} is not exactly SGD, Adam or AdamW of torch.optim"
+        form = EightBitState(row) if eight and row is not None else None
+        return one_pass_step.obstacle(optimizer, params, self._names_of(optimizer), self._trials, form)
 
     def _names_of(self, optimizer: Optimizer) -> list[str]:
         """What messages call the parameters of an optimizer about to be wrapped."""
@@ -289,20 +292,24 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             for index, param in enumerate(group["params"])
         ]
 
-    def _eight_bit_obstacle(self, optimizer: Optimizer) -> str:
-        reason = self._one_pass_obstacle(optimizer)
-        if reason or state_formats.has_eight_bits(row_of(type(optimizer))):
-            return reason
-        return f"{type(optimizer).__name__} is not exactly SGD, Adam or AdamW of torch.optim"
+    def _needed_by(self) -> str:
+        """The argument that leaves no step but the one-pass one, as one writes it; "" where there is none."""
+        if self.optimizer_state == "8bit":
+            return EightBitState.needed_by
+        if self.master_weights == "split24":
+            return 'master_weights="split24"'
+        return f"gradient_release={self.gradient_release!r}" if self.gradient_release else ""
 
-    def _check_state8(self, groups: Iterable[dict[str, Any]], first: int = 0) -> None:
-        for number, group in enumerate(groups, first):
-            reason = state_formats.eight_bit_obstacle(group)
-            if reason:
-                raise ValueError(
-                    f'optimizer_state="8bit" does not go with group {number}, which has {reason}. '
-                    'Use optimizer_state="fp32".'
-                )
+    def _check_groups(self, groups: list[dict[str, Any]], first: int, names: dict[int, str]) -> None:
+        """Raise ``ValueError`` for groups that are to come, defaults filled in, which could never be stepped."""
+        numbered = list(enumerate(groups, first))
+        called = [
+            [name_of(group, i, param, names) or f"group {number}, param {i}" for i, param in enumerate(group["params"])]
+            for number, group in numbered
+        ]
+        one_pass_step.check_groups(
+            self._needed_by(), self.optimizer, self._state_format, numbered, called, self._trials
+        )  # fmt: skip
 
     def _check_split(self, optimizer: Optimizer, on_model_write: str, master_weights: str) -> None:
         if on_model_write == "ignore":
@@ -406,11 +413,12 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._model_writes.check_home("a copy or pickle")
         self._model_writes.see_masters()
         kept = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
-        return {**kept, "_wrapped_extras": extras(self.optimizer)}
+        return {**kept, "_wrapped_extras": extras(self.optimizer), "_steps_counted": self._steps_counted()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        left = state.pop("_wrapped_extras")
+        left, counted = state.pop("_wrapped_extras"), state.pop("_steps_counted")
         self.__dict__.update(state)
+        self._outcome.steps_taken = counted
         for name, value in left.items():
             self.optimizer.__dict__.setdefault(name, value)
         self._names = {}
@@ -434,8 +442,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         names = {**self._names, **names}
         self._pairs.check_new_group({**group, "params": params}, number, names)
         parallel.check_meshes([*self._pairs.models, *params])
-        if self.optimizer_state == "8bit":
-            self._check_state8([{**self.defaults, **group}], number)
+        self._check_groups([{**self.defaults, **group, "params": params}], number, names)
         if self.master_weights in _SPLIT:
             self._check_plain({**group, "params": params}, number, self.master_weights)
         if self.master_weights == "split":
@@ -1025,7 +1032,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._follow()
         self._model_writes.notice()
         self._model_writes.tell_if_due()
-        counts = self._outcome.steps_taken, self._outcome.skipped_steps
+        counts = self._steps_counted(), self._outcome.skipped_steps
         built = checkpoint.build(self.optimizer, self._saved_masters(), self.scaler, *counts)
         if row_of(type(self.optimizer)) is not None:
             built["optimizer"] = counters_saved(built["optimizer"])
@@ -1035,6 +1042,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             changed = post_hook(self, built)
             built = built if changed is None else changed
         return built
+
+    def _steps_counted(self) -> int:
+        """How many steps were taken, with one that parameters have taken in backward and ``step`` is yet to count."""
+        return self._outcome.steps_taken + (self._accumulation.steps_ahead() if self.gradient_release else 0)
 
     def _saved_masters(self) -> list[Tensor | None]:
         """FP32 masters in order, None where a parameter is its own: a value has one home in a checkpoint."""
@@ -1077,6 +1088,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         for position in thawed:  # they get a master if all fits
             masters[position] = self._pairs.models[position].detach().float()
         plan = check(lambda: self._plan(state_dict, masters))
+        check(lambda: self._check_loaded(state_dict))
         if thawed:
             self._pairs.give_masters([self._pairs.all[i] for i in thawed], self._holder.param_groups, self._adopt)
             self._grow()
@@ -1107,6 +1119,15 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             return []
         frozen = {id(pair) for pair in self._pairs.own_halves}
         return [i for i, pair in enumerate(self._pairs.all) if id(pair) in frozen and isinstance(saved[i], Tensor)]
+
+    def _check_loaded(self, state_dict: Any) -> None:
+        """Raise ``ValueError`` where a checkpoint's groups could not be stepped."""
+        saved = (state_dict["optimizer"] if is_ours(state_dict) else state_dict).get("param_groups", [])
+        groups = [
+            {**here, **told, "params": [pair.model for pair in self._pairs.all if pair.group == number]}
+            for number, (here, told) in enumerate(zip(self._holder.param_groups, saved, strict=False))
+        ]
+        self._check_groups(groups, 0, self._names)
 
     def _plan(self, state_dict: Any, masters: list[Tensor | None]) -> checkpoint.LoadPlan:
         return checkpoint.plan_load(

@@ -104,9 +104,7 @@ def test_later_skips_are_warnings_by_name(log: pytest.LogCaptureFixture) -> None
     ("finite", "words"),
     [(True, "the loss is finite and gradients are not, "), (None, "gradients are not finite, ")],
 )
-def test_many_in_a_row_are_no_rare_overflow(
-    log: pytest.LogCaptureFixture, finite: bool | None, words: str
-) -> None:
+def test_many_in_a_row_are_no_rare_overflow(log: pytest.LogCaptureFixture, finite: bool | None, words: str) -> None:
     skips, scaler = SkipLog(), DynamicLossScaler(init_scale=2.0**20)
     skips.stepped()
     logged = {}

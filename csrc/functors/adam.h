@@ -23,17 +23,33 @@ struct AdamTerms {
           near(s.weight < 0.5f) {}
 };
 
-// `grad` as it is stored, widened; `p`, `m` and `v` are updated; `largest`, unless null, is the running maximum of v.
+// `grad` as it is stored, widened; `p` decays, `m` and `v` are updated.
 template <class T>
-FP16OPT_HD void adam(const AdamTerms<T>& s, T grad, T& p, T& m, T& v, T* largest) {
+FP16OPT_HD void adam_moments(const AdamTerms<T>& s, T grad, T& p, T& m, T& v) {
     T g = scale(unscale(grad, s.inv_scale), s.coefficient);
     if (s.adds_l2) g = g + p * s.l2;
     p = p * s.decay;
     m = s.near ? m + s.weight * (g - m) : g - (g - m) * s.rest;
     v = v * s.beta2 + (s.square * g) * g;
-    T second = v;
-    if (largest != nullptr) second = *largest = maximum(*largest, v);
-    p = p + (s.step_size * m) / (quotient(root(second), s.root, s.inverse) + s.eps);
+}
+
+// What the moments move `p` by; `second` is the root of v.
+template <class T>
+FP16OPT_HD void adam_move(const AdamTerms<T>& s, T& p, T m, T second) {
+    p = p + (s.step_size * m) / (quotient(second, s.root, s.inverse) + s.eps);
+}
+
+// What the root is taken of; `largest`, unless null, is the running maximum of v.
+template <class T>
+FP16OPT_HD T adam_second(T v, T* largest) {
+    return largest == nullptr ? v : *largest = maximum(*largest, v);
+}
+
+// The two, one after the other; `largest`, unless null, is the running maximum of v.
+template <class T>
+FP16OPT_HD void adam(const AdamTerms<T>& s, T grad, T& p, T& m, T& v, T* largest) {
+    adam_moments(s, grad, p, m, v);
+    adam_move(s, p, m, root(adam_second(v, largest)));
 }
 
 FP16OPT_END

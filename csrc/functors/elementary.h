@@ -36,6 +36,10 @@ FP16OPT_HD float ratio_or_zero(float a, float b) { return b > 0.0f ? a / b : 0.0
 FP16OPT_HD uint32_t smaller_word(uint32_t a, uint32_t b) { return a < b ? a : b; }
 FP16OPT_HD uint32_t larger_word(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
+// Whole numbers with a sign: without it, and with the sign of another; x is 0 where `of` is.
+FP16OPT_HD uint32_t magnitude_of_word(uint32_t x) { return int32_t(x) < 0 ? 0u - x : x; }
+FP16OPT_HD uint32_t with_sign_of(uint32_t x, uint32_t of) { return int32_t(of) < 0 ? 0u - x : x; }
+
 // Whole numbers below 2^31, exact below 2^24; and truncated.
 FP16OPT_HD float to_floats(uint32_t x) { return float(int32_t(x)); }
 FP16OPT_HD uint32_t to_words(float x) { return uint32_t(int32_t(x)); }

@@ -48,8 +48,7 @@ FP16OPT_HD T root_of_code(W code, T scale) {
 // m of its code, sign-extended to 32 bits: `unit` is limit * kRatioUnit, `per` what it is a share of.
 template <class T, class W>
 FP16OPT_HD T signed_of_code(W code, T per, T unit) {
-    const W negative = 0u - (code >> 31), magnitude = (code ^ negative) - negative;
-    const T wide = bit_cast<T>((magnitude << kRatioShift) + kOneBits);
+    const T wide = bit_cast<T>((magnitude_of_word(code) << kRatioShift) + kOneBits);
     const T value = ((wide - 1.0f) * unit) * per;
     return bit_cast<T>(bit_cast<W>(value) | (code & 0x80000000u));
 }
@@ -57,8 +56,8 @@ FP16OPT_HD T signed_of_code(W code, T per, T unit) {
 // -- numbers to codes ------------------------------------------------------------------------------------------------
 
 template <class T>
-FP16OPT_HD T root_to_keep(T second_moment) {
-    return smaller(root(second_moment), kLargestRoot);
+FP16OPT_HD T root_to_keep(T root_of_second) {
+    return smaller(root_of_second, kLargestRoot);
 }
 
 template <class T, class W>
@@ -69,10 +68,10 @@ FP16OPT_HD T magnitude_of(T value, W) {
 // The code of a number that is a share of `per`; `units` is 247 / limit. In the low byte.
 template <class T, class W>
 FP16OPT_HD W signed_code(T value, T per, T units, W dither) {
-    const W bits = bit_cast<W>(value), negative = 0u - (bits >> 31);
+    const W bits = bit_cast<W>(value);
     const T wide = ratio_or_zero(bit_cast<T>(bits & 0x7fffffffu), per) * units + 1.0f;
     const W code = smaller_word((bit_cast<W>(wide) + dither - kOneBits) >> kRatioShift, 127u);
-    return (code ^ negative) - negative;
+    return with_sign_of(code, bits);
 }
 
 // The code of sqrt(v); `per_scale` is 1 / scale. What is not zero stays so.

@@ -19,6 +19,10 @@ constexpr uint32_t kMasterIndexStride = 0x85EBCA77u, kMasterStepStride = 0x9E377
 FP16OPT_HD uint32_t master_dither_at(uint64_t index, uint32_t step) {
     return uint32_t(index) * kMasterIndexStride + step * kMasterStepStride;
 }
+// What rounds a master of bfloat16 to nearest, ties to even: outside of steps.
+FP16OPT_HD uint32_t nearest_dither(float master) {
+    return (0x7fu + ((bit_cast<uint32_t>(master) >> 8) & 1u)) << 24;
+}
 FP16OPT_HD uint8_t plain_remainder24(bool half, uint16_t weight) {
     return half && (weight & 0x7fffu) == 0x7c00u ? uint8_t(0xff) : uint8_t(0);
 }

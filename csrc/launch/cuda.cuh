@@ -205,6 +205,12 @@ FP16OPT_HD void add_chunks(const Lists& lists, int64_t first, int64_t end, Share
     });
 }
 
+// All threads of a block at a chunk. Operations whose threads need each other's results have more phases than this one.
+template <class Operation>
+FP16OPT_HD void work_on(const Operation& operation, const Lists& lists, const Chunk& chunk, Shared& s) {
+    for_threads([&](int t) { put_thread<Operation::finds>(s, t, operation.work(lists, chunk, t)); });
+}
+
 // A block's part of an operation that reports something for each tensor. `Operation` has:
 //   finds                                    parts of Found
 //   Found work(lists, chunk, thread)         one thread's part of a chunk
@@ -216,7 +222,7 @@ FP16OPT_HD void run_finding(const Operation& operation, const Lists& lists, int6
     if (block < lists.chunk_count) {
         const Chunk chunk = lists.chunks[block];
         const int64_t first = lists.table[chunk.tensor].first_chunk, end = lists.table[chunk.tensor + 1].first_chunk;
-        for_threads([&](int t) { put_thread<finds>(s, t, operation.work(lists, chunk, t)); });
+        work_on(operation, lists, chunk, s);
         reduce<finds>(s);
         for_threads([&](int t) {
             if (t != 0) return;

@@ -24,7 +24,7 @@ typedef unsigned long long uintptr_t;
 #include "cuda_measures.cuh"
 #include "cuda_operations.cuh"
 #include "cuda_split.cuh"
-#include "cuda_steps.cuh"
+#include "cuda_state8.cuh"
 
 // Structs that inherit have their fields one behind the other as well: each is asserted where it is laid out.
 #if defined(__CUDACC_RTC__)
@@ -68,7 +68,7 @@ typedef unsigned long long uintptr_t;
     FP16OPT_ENTRY(name, fp16opt::kThreads, FP16OPT_STEP_BLOCKS(fp16opt::Step))                                   \
     (const fp16opt::Step step, const fp16opt::Lists lists) {                                                     \
         __shared__ fp16opt::Shared shared;                                                                       \
-        __shared__ fp16opt::TermsRoom<fp16opt::Step> room;                                                       \
+        __shared__ fp16opt::StepRoom<fp16opt::Step> room;                                                        \
         fp16opt::run_stepping(step, lists, int64_t(blockIdx.x), shared, room);                                   \
     }
 #define FP16OPT_SINGLE(name, Operation)                                                                          \
@@ -121,7 +121,7 @@ const T& argument(void** arguments, int which) {
 #define FP16OPT_STEPPING(name, Step)                                                                             \
     FP16OPT_ENTRY(name) {                                                                                        \
         fp16opt::Shared shared;                                                                                  \
-        fp16opt::TermsRoom<fp16opt::Step> room;                                                                  \
+        fp16opt::StepRoom<fp16opt::Step> room;                                                                   \
         fp16opt::for_blocks(blocks, [&](int64_t block) {                                                         \
             fp16opt::run_stepping(fp16opt::argument<fp16opt::Step>(arguments, 0),                                \
                                   fp16opt::argument<fp16opt::Lists>(arguments, 1), block, shared, room);         \

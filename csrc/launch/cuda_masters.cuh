@@ -2,7 +2,7 @@
 // branch for eight elements: arithmetic then comes once in a kernel, and not once for each kind.
 #pragma once
 
-#include "../functors/split.h"
+#include "../functors/split24.h"
 #include "cuda_operations.cuh"
 
 FP16OPT_BEGIN
@@ -60,14 +60,16 @@ private:
     bool single_, half_, aligned_;
 };
 
-// Masters: FP32 parameters that are their own, or FP32 beside 16-bit weights, or weights and remainders. `set` adds what
-// the weights are found to be to `found`.
+// Masters: FP32 parameters that are their own, or FP32 beside 16-bit weights, or weights and remainders of 16 or of 8 bits.
+// `set` adds what the weights are found to be to `found`.
 class Masters {
 public:
-    // The models' list is -1 where there are none.
-    FP16OPT_HD Masters(const Lists& lists, const Chunk& chunk, int master_list, int model_list)
+    // The models' list is -1 where there are none. `number` is the step's, by which masters in 24 bits are rounded.
+    FP16OPT_HD Masters(const Lists& lists, const Chunk& chunk, int master_list, int model_list, uint32_t number = 0)
         : first_(lists.bytes_at(master_list, chunk)), models_(nullptr),
-          split_(lists.dtype(master_list, chunk) != DType::single), half_(false), aligned_(is_aligned(first_)),
+          dither_(master_dither_at(uint64_t(chunk.start), number)),
+          split_(lists.dtype(master_list, chunk) != DType::single),
+          bytes_(lists.dtype(master_list, chunk) == DType::byte), half_(false), aligned_(is_aligned(first_)),
           models_aligned_(false) {
         if (model_list < 0) return;
         models_ = lists.at<Half>(model_list, chunk);
@@ -78,7 +80,14 @@ public:
     FP16OPT_HD void get(int i, Words& raw, int valid) const {
         if (split_) {
             load_shorts(raw, 0, models() + i, models_aligned_, valid);
-            load_shorts(raw, 4, remainders() + i, aligned_, valid);
+            if (bytes_) {
+                Eight<uint8_t> rest;
+                load(rest, static_cast<const uint8_t*>(byte_remainders() + i), aligned_, valid);
+                raw.word[4] = rest.word[0];
+                raw.word[5] = rest.word[1];
+            } else {
+                load_shorts(raw, 4, remainders() + i, aligned_, valid);
+            }
         } else {
             load_singles(raw, singles() + i, aligned_, valid);
         }
@@ -95,38 +104,58 @@ public:
         }
     }
 
+    // kNearest: without the dither, as outside of steps.
+    template <bool kNearest = false>
     FP16OPT_HD void set(int i, Eight<float>& p, int valid, Found& found) const {
         if (!split_) store(p, singles() + i, aligned_, valid);
         if (models_ == nullptr) return;
         FP16OPT_UNROLL
         for (int k = 0; k < kGroup; ++k) p.v[k] = k < valid ? p.v[k] : 0.0f;  // arithmetic made anything of the padding
         if (half_) {
-            set_weights<Half>(i, p, valid, found);
+            set_weights<Half, kNearest>(i, p, valid, found);
         } else {
-            set_weights<BFloat16>(i, p, valid, found);
+            set_weights<BFloat16, kNearest>(i, p, valid, found);
         }
     }
 
 private:
     FP16OPT_HD float* singles() const { return reinterpret_cast<float*>(first_); }
     FP16OPT_HD Half* remainders() const { return reinterpret_cast<Half*>(first_); }
+    FP16OPT_HD uint8_t* byte_remainders() const { return reinterpret_cast<uint8_t*>(first_); }
     FP16OPT_HD Half* models() const { return in_global_memory(models_); }  // not null here
 
     template <class Model>
-    static FP16OPT_HD void join_all(const Words& raw, Eight<float>& p) {
+    FP16OPT_HD void join_all(const Words& raw, Eight<float>& p) const {
         FP16OPT_UNROLL
         for (int k = 0; k < kGroup; ++k) {
             const uint16_t weight = short_of(raw, 0, k);
-            p.v[k] = join(Model{}, widen(Model{weight}), weight, short_of(raw, 4, k));
+            p.v[k] = bytes_ ? join24(Model{}, weight, uint8_t(raw.word[4 + k / 4] >> (k % 4 * 8)))
+                            : join(Model{}, widen(Model{weight}), weight, short_of(raw, 4, k));
         }
     }
 
-    template <class Model>
+    template <class Model, bool kNearest>
+    FP16OPT_HD void set_weights24(int i, const Eight<float>& p, int valid, Eight<Half>& weights) const {
+        Eight<uint8_t> rest;
+        rest.clear();
+        FP16OPT_UNROLL
+        for (int k = 0; k < kGroup; ++k) {
+            const uint32_t dither = kNearest ? nearest_dither(p.v[k]) : dither_ + uint32_t(i + k) * kMasterIndexStride;
+            const Parts24 parts = split24(Model{}, p.v[k], dither);
+            weights.set(k, Half{parts.weight});
+            rest.set(k, parts.remainder);
+        }
+        store(rest, byte_remainders() + i, aligned_, valid);
+    }
+
+    template <class Model, bool kNearest>
     FP16OPT_HD void set_weights(int i, const Eight<float>& p, int valid, Found& found) const {
         Eight<Half> weights;  // bits of either dtype
-        if (split_) {
+        weights.clear();
+        if (bytes_) {
+            set_weights24<Model, kNearest>(i, p, valid, weights);
+        } else if (split_) {
             Eight<Half> rest;
-            weights.clear();
             rest.clear();
             FP16OPT_UNROLL
             for (int k = 0; k < kGroup; ++k) {
@@ -147,7 +176,8 @@ private:
 
     char* first_;
     Half* models_;
-    bool split_, half_, aligned_, models_aligned_;
+    uint32_t dither_;
+    bool split_, bytes_, half_, aligned_, models_aligned_;
 };
 
 // Memory of float32.

@@ -18,6 +18,13 @@ struct AdamGroup {
     double beta1, beta2, eps, weight_decay;
     int32_t decoupled, maximize;
 };
+struct Adam8Group {
+    Number lr;
+    double beta1, beta2, eps, weight_decay;
+    int32_t decoupled, maximize;
+    float limit;  // of |m| / sqrt(v)
+    int32_t unused;
+};
 struct SgdGroup {
     Number lr;
     double momentum, dampening, weight_decay;

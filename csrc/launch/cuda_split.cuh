@@ -17,7 +17,7 @@ struct Split {
         for_each_group(chunk.numel, thread, [&](int i, int valid) {
             Eight<float> p;
             masters.get(i, p, valid);
-            to.set(i, p, valid, found);
+            to.set<true>(i, p, valid, found);
         });
         return found;
     }
@@ -56,19 +56,30 @@ struct Renew {
     FP16OPT_HD void work(const Lists& lists, const Chunk& chunk, int thread) const {
         const int64_t row = lists.table[chunk.tensor].row;
         if (now[row] == then[row]) return;
+        const bool half = lists.dtype(0, chunk) == DType::half;
+        if (lists.dtype(1, chunk) == DType::byte) {
+            renew(lists, chunk, thread, lists.at<uint8_t>(1, chunk),
+                  [=](uint16_t weight) { return plain_remainder24(half, weight); });
+        } else {
+            renew(lists, chunk, thread, lists.at<Half>(1, chunk),
+                  [=](uint16_t weight) { return Half{plain_remainder(half, weight)}; });
+        }
+        if (thread == 0) taken[row] = 1;
+    }
+
+    template <class Rest, class Plain>
+    static FP16OPT_HD void renew(const Lists& lists, const Chunk& chunk, int thread, Rest* remainders, Plain&& plain) {
         const Half* models = lists.at<const Half>(0, chunk);
-        Half* remainders = lists.at<Half>(1, chunk);
-        const bool half = lists.dtype(0, chunk) == DType::half, aligned = is_aligned(models);
-        const bool remainders_aligned = is_aligned(remainders);
+        const bool aligned = is_aligned(models), remainders_aligned = is_aligned(remainders);
         for_each_group(chunk.numel, thread, [&](int i, int valid) {
-            Eight<Half> weights, rest;
+            Eight<Half> weights;
+            Eight<Rest> rest;
             load(weights, models + i, aligned, valid);
             rest.clear();
             FP16OPT_UNROLL
-            for (int k = 0; k < kGroup; ++k) rest.set(k, Half{plain_remainder(half, weights.get(k).bits)});
+            for (int k = 0; k < kGroup; ++k) rest.set(k, plain(weights.get(k).bits));
             store(rest, remainders + i, remainders_aligned, valid);
         });
-        if (thread == 0) taken[row] = 1;
     }
 };
 

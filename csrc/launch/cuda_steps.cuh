@@ -30,13 +30,15 @@ struct StepCommon {
     const Entry* table;
     int32_t* overflow;
     int32_t model_list;  // -1: parameters that are their own masters
+    uint32_t number;     // of the step, by which what has few bits is rounded
     static constexpr int finds = kFlags;
+    struct Rows {};  // what the threads of a block share beyond it
 
     FP16OPT_HD bool is_needed() const { return found_inf == nullptr || *found_inf == 0.0f; }
     FP16OPT_HD GradFactors factors(bool maximize) const { return {*inv_scale, maximize ? -*coefficient : *coefficient}; }
 
-    // The number of this step. A counter is written behind the last block that reads it.
-    FP16OPT_HD float number(const Member& member) const {
+    // How many steps the tensor will have taken. A counter is written behind the last block that reads it.
+    FP16OPT_HD float count(const Member& member) const {
         return member.step == nullptr ? member.number : *in_global_memory(member.step) + 1.0f;
     }
 
@@ -48,6 +50,20 @@ struct StepCommon {
     FP16OPT_HD void finish(Shared&) const {}
 };
 
+// The numbers of a step of Adam or AdamW for one tensor.
+template <class Group>
+FP16OPT_HD AdamTerms<float> adam_terms(const GradFactors& factors, const Group& g, float count) {
+    const double t = double(count);
+    const double root2 = square_root(1.0 - power(g.beta2, t));
+    const AdamScalars scalars = adam_scalars(number_of(g.lr), g.beta1, g.beta2, g.eps, g.weight_decay, g.decoupled != 0,
+                                             power(g.beta1, t), root2);
+    return AdamTerms<float>(factors, scalars, SplatFloat{});
+}
+FP16OPT_HD SgdTerms<float> sgd_terms(const GradFactors& factors, const SgdGroup& g, bool first) {
+    const SgdScalars scalars = sgd_scalars(number_of(g.lr), g.momentum, g.dampening, g.weight_decay, g.nesterov != 0, first);
+    return SgdTerms<float>(factors, scalars, SplatFloat{});
+}
+
 // One step of Adam or AdamW. The state's lists: exp_avg, exp_avg_sq and, with `amsgrad`, max_exp_avg_sq.
 struct AdamStep : StepCommon {
     const AdamGroup* groups;
@@ -58,17 +74,13 @@ struct AdamStep : StepCommon {
     FP16OPT_HD Terms terms(const Lists&, const Chunk& chunk) const {
         const Member& member = members[chunk.tensor];
         const AdamGroup& g = groups[member.group];
-        const double t = double(number(member));
-        const double root2 = square_root(1.0 - power(g.beta2, t));
-        const AdamScalars scalars = adam_scalars(number_of(g.lr), g.beta1, g.beta2, g.eps, g.weight_decay, g.decoupled != 0,
-                                                 power(g.beta1, t), root2);
-        return Terms(factors(g.maximize != 0), scalars, SplatFloat{});
+        return adam_terms(factors(g.maximize != 0), g, count(member));
     }
 
     template <bool kAmsgrad>
     FP16OPT_HD Found work_as(const Terms& terms, const Lists& lists, const Chunk& chunk, int thread) const {
         const Grads grads(lists, chunk);
-        const Masters masters(lists, chunk, 1, model_list);
+        const Masters masters(lists, chunk, 1, model_list, number);
         const Singles exp_avg(lists, 2, chunk), exp_avg_sq(lists, 3, chunk), largest(lists, kAmsgrad ? 4 : 3, chunk);
         Found found{0.0, 0, 0};
         for_each_group(chunk.numel, thread, [&](int i, int valid) {
@@ -107,9 +119,7 @@ struct SgdStep : StepCommon {
 
     FP16OPT_HD Terms terms(const Lists& lists, const Chunk& chunk) const {
         const SgdGroup& g = groups[members[chunk.tensor].group];
-        const SgdScalars scalars = sgd_scalars(number_of(g.lr), g.momentum, g.dampening, g.weight_decay, g.nesterov != 0,
-                                               lists.add[chunk.tensor] != 0);
-        return Terms(factors(g.maximize != 0), scalars, SplatFloat{});
+        return sgd_terms(factors(g.maximize != 0), g, lists.add[chunk.tensor] != 0);
     }
 
     enum Buffer { kNone, kEmpty, kFilled };
@@ -117,7 +127,7 @@ struct SgdStep : StepCommon {
     template <Buffer kBuffer>
     FP16OPT_HD Found work_as(const Terms& terms, const Lists& lists, const Chunk& chunk, int thread) const {
         const Grads grads(lists, chunk);
-        const Masters masters(lists, chunk, 1, model_list);
+        const Masters masters(lists, chunk, 1, model_list, number);
         const Singles buffers(lists, kBuffer == kNone ? 1 : 2, chunk);
         Found found{0.0, 0, 0};
         for_each_group(chunk.numel, thread, [&](int i, int valid) {
@@ -159,7 +169,7 @@ struct LionStep : StepCommon {
 
     FP16OPT_HD Found work(const Terms& terms, const Lists& lists, const Chunk& chunk, int thread) const {
         const Grads grads(lists, chunk);
-        const Masters masters(lists, chunk, 1, model_list);
+        const Masters masters(lists, chunk, 1, model_list, number);
         const Singles exp_avg(lists, 2, chunk);
         Found found{0.0, 0, 0};
         for_each_group(chunk.numel, thread, [&](int i, int valid) {
@@ -179,11 +189,12 @@ struct LionStep : StepCommon {
     }
 };
 
-// A step as run_finding wants it, with the numbers that its block has worked out.
+// A step as run_finding wants it, with the numbers that its block has worked out, and the block's memory.
 template <class Step>
 struct WithTerms {
     const Step& step;
     const typename Step::Terms& terms;
+    typename Step::Rows& rows;
     static constexpr int finds = Step::finds;
 
     FP16OPT_HD Found work(const Lists& lists, const Chunk& chunk, int thread) const {
@@ -195,20 +206,21 @@ struct WithTerms {
 
 // Memory of a block for the numbers of its step; the constructor of these is not for shared memory.
 template <class Step>
-struct alignas(8) TermsRoom {
+struct alignas(8) StepRoom {
     unsigned char bytes[sizeof(typename Step::Terms)];
+    typename Step::Rows rows;
 
     FP16OPT_HD typename Step::Terms* at() { return reinterpret_cast<typename Step::Terms*>(bytes); }
 };
 
 // A block's part of a step: nothing at all where found_inf says so, or one chunk.
 template <class Step>
-FP16OPT_HD void run_stepping(const Step& step, const Lists& lists, int64_t block, Shared& s, TermsRoom<Step>& room) {
+FP16OPT_HD void run_stepping(const Step& step, const Lists& lists, int64_t block, Shared& s, StepRoom<Step>& room) {
     if (!step.is_needed()) return;
     for_threads([&](int t) {
         if (t == 0 && block < lists.chunk_count) *room.at() = step.terms(lists, lists.chunks[block]);
     });
-    run_finding(WithTerms<Step>{step, *room.at()}, lists, block, s);
+    run_finding(WithTerms<Step>{step, *room.at(), room.rows}, lists, block, s);
 }
 
 FP16OPT_END

@@ -92,6 +92,32 @@ struct Eight<float> {
     FP16OPT_HD void set(int i, float value) { v[i] = value; }
 };
 
+// Of one byte each: codes, or remainders of masters in 24 bits.
+template <>
+struct Eight<uint8_t> {
+    uint32_t word[2];
+
+    FP16OPT_HD void load(const uint8_t* from) {
+#if defined(__CUDA_ARCH__)
+        const uint2 v = *reinterpret_cast<const uint2*>(from);
+        word[0] = v.x;
+        word[1] = v.y;
+#else
+        memcpy(word, from, sizeof(word));
+#endif
+    }
+    FP16OPT_HD void store(uint8_t* to) const {
+#if defined(__CUDA_ARCH__)
+        *reinterpret_cast<uint2*>(to) = make_uint2(word[0], word[1]);
+#else
+        memcpy(to, word, sizeof(word));
+#endif
+    }
+    FP16OPT_HD uint8_t get(int i) const { return uint8_t(word[i / 4] >> (i % 4 * 8)); }
+    FP16OPT_HD void clear() { word[0] = word[1] = 0; }
+    FP16OPT_HD void set(int i, uint8_t value) { word[i / 4] |= uint32_t(value) << (i % 4 * 8); }
+};
+
 // The elements from `from` on: the first `valid`, and zeros behind them.
 template <class T>
 FP16OPT_HD void load(Eight<T>& to, const T* from, bool aligned, int valid) {

@@ -163,6 +163,17 @@ FP16OPT_HD void narrow_to(BFloat16, const Block& b, Narrow& n) {
     }
 }
 
+// Finite numbers that stay so as bfloat16, rounded to nearest, ties away from zero.
+FP16OPT_HD __m256i round_away(Floats x) {
+    const __m512i rounded = _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+}
+FP16OPT_HD void narrow_away(const Block& b, Narrow& n) {
+    for (int i = 0; i < 2; ++i) {
+        n.v[i] = _mm512_inserti64x4(_mm512_castsi256_si512(round_away(b.v[2 * i])), round_away(b.v[2 * i + 1]), 1);
+    }
+}
+
 FP16OPT_HD bool any_from(const Block& b, uint32_t limit) {
     const __m512i mask = _mm512_set1_epi32(0x7fffffff);
     __m512i largest = _mm512_and_si512(_mm512_castps_si512(b.v[0]), mask);
@@ -216,6 +227,16 @@ FP16OPT_HD void narrow_to(BFloat16, const Block& b, Narrow& n) {
         n.v[i] = _mm256_permute4x64_epi64(packed, 0xd8);
     }
 }
+// Finite numbers that stay so as bfloat16, rounded to nearest, ties away from zero.
+FP16OPT_HD __m256i round_away(Floats x) {
+    return _mm256_srli_epi32(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_set1_epi32(0x8000)), 16);
+}
+FP16OPT_HD void narrow_away(const Block& b, Narrow& n) {
+    for (int i = 0; i < 4; ++i) {
+        const __m256i packed = _mm256_packus_epi32(round_away(b.v[2 * i]), round_away(b.v[2 * i + 1]));
+        n.v[i] = _mm256_permute4x64_epi64(packed, 0xd8);
+    }
+}
 
 #else  // plain C++, which the compiler vectorises for the baseline; on ARM with NEON's float16 converters
 
@@ -242,6 +263,10 @@ FP16OPT_HD void load(const void* from, Narrow& n) { memcpy(n.v, from, sizeof(n.v
 template <class To>
 FP16OPT_HD void narrow_to(To, const Block& b, Narrow& n) {
     for (int i = 0; i < kBlock; ++i) n.v[i] = narrow<To>(b.v[i]).bits;
+}
+// Finite numbers that stay so as bfloat16, rounded to nearest, ties away from zero.
+FP16OPT_HD void narrow_away(const Block& b, Narrow& n) {
+    for (int i = 0; i < kBlock; ++i) n.v[i] = uint16_t((bit_cast<uint32_t>(b.v[i]) + 0x8000u) >> 16);
 }
 
 #if defined(FP16OPT_NEON)

@@ -119,8 +119,7 @@ FP16OPT_HD void remainders_of_finite(Half, const Block& master, const Block& wid
 }
 
 #endif
-// Of bfloat16 a master is weight and remainder as one integer. A weight that is rounded up on a tie has the even neighbour's
-// last bit set before.
+// Of bfloat16 a master is weight and remainder as one integer.
 #if defined(FP16OPT_AVX512)
 
 FP16OPT_HD void join_finite(BFloat16, const Block& wide, const uint16_t* remainders, Block& p) {
@@ -134,12 +133,6 @@ FP16OPT_HD void remainders_of_finite(BFloat16, const Block& master, const Block&
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(remainders + 16 * i),
                             _mm512_cvtepi32_epi16(_mm512_castps_si512(master.v[i])));
     }
-}
-FP16OPT_HD void narrow_weights(BFloat16, const Block& p, Narrow& narrow) {
-    Block away;
-    const __m512i last = _mm512_set1_epi32(1);
-    for (int i = 0; i < 4; ++i) away.v[i] = _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(p.v[i]), last));
-    narrow_to(BFloat16{}, away, narrow);
 }
 
 #else
@@ -159,12 +152,6 @@ FP16OPT_HD void remainders_of_finite(BFloat16, const Block& master, const Block&
                             _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8));
     }
 }
-FP16OPT_HD void narrow_weights(BFloat16, const Block& p, Narrow& narrow) {
-    Block away;
-    const __m256i last = _mm256_set1_epi32(1);
-    for (int i = 0; i < 8; ++i) away.v[i] = _mm256_castsi256_ps(_mm256_or_si256(_mm256_castps_si256(p.v[i]), last));
-    narrow_to(BFloat16{}, away, narrow);
-}
 
 #endif
 
@@ -174,11 +161,11 @@ template <class Model>
 FP16OPT_HD void join_finite(Model, const Block&, const uint16_t*, Block&) {}
 template <class Model>
 FP16OPT_HD void remainders_of_finite(Model, const Block&, const Block&, uint16_t*) {}
-FP16OPT_HD void narrow_weights(BFloat16, const Block& p, Narrow& narrow) { narrow_to(BFloat16{}, p, narrow); }
 
 #endif
 
 FP16OPT_HD void narrow_weights(Half, const Block& p, Narrow& narrow) { narrow_to(Half{}, p, narrow); }
+FP16OPT_HD void narrow_weights(BFloat16, const Block& p, Narrow& narrow) { narrow_away(p, narrow); }
 
 // Masters that are kept as the model's own weights and remainders: see FullMaster.
 template <class Model>

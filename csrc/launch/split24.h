@@ -46,11 +46,11 @@ FP16OPT_HD void split24_finite(BFloat16, const Block& p, BFloat16* weights, Code
     Block rounded;
     for (int k = 0; k < kVectors; ++k) {
         const Words bits = dithered_bits(bit_cast<Words>(p.v[k]), dithers.v[k]);
-        remainders.v[k] = bits >> 8;
-        rounded.v[k] = bit_cast<Floats>((bits & 0xffffff00u) | 1u);  // the last bit turns ties away from zero
+        remainders.v[k] = second_byte(bits);
+        rounded.v[k] = bit_cast<Floats>(bits);
     }
     Narrow narrow;
-    narrow_to(BFloat16{}, rounded, narrow);
+    narrow_away(rounded, narrow);
     store(static_cast<void*>(weights), narrow, false);
 }
 

@@ -57,13 +57,21 @@ FP16OPT_HD void adam8_block(const AdamTerms<Floats>& terms, const Grad* grad, Ma
         get(static_cast<const int8_t*>(state.first + at), valid, first);
         get(static_cast<const uint8_t*>(state.second + at), valid, second);
         words_from(dither + uint32_t(h * kBlock) * kIndexStride, kIndexStride, dithers);
+        // Loops of their own: what divides and takes roots waits for long, and in a chain of all of it a processor
+        // finds too little else to do.
+        Block m;
+        Floats* const roots = kept + h * kVectors;
         for (int k = 0; k < kVectors; ++k) {
             const Floats was = root_of_code(second.v[k], scales);
-            Floats m = signed_of_code(first.v[k], was, unit), v = was * was;
-            adam(terms, g.v[k], p.v[k], m, v, static_cast<Floats*>(nullptr));
-            const Floats now = root_to_keep(v);
-            kept[h * kVectors + k] = now;
-            first.v[k] = signed_code(m, now, units, ratio_dither(dithers.v[k]));
+            Floats v = was * was;
+            m.v[k] = signed_of_code(first.v[k], was, unit);
+            adam_moments(terms, g.v[k], p.v[k], m.v[k], v);
+            roots[k] = root(v);
+        }
+        for (int k = 0; k < kVectors; ++k) {
+            adam_move(terms, p.v[k], m.v[k], roots[k]);
+            roots[k] = root_to_keep(roots[k]);
+            first.v[k] = signed_code(m.v[k], roots[k], units, ratio_dither(dithers.v[k]));
         }
         master.write(at, valid, p);
         set(state.first + at, valid, first);

@@ -169,9 +169,12 @@ FP16OPT_HD void adam_loop(const AdamTerms<Floats>& terms, const Grad* grad, Mast
         get(static_cast<const float*>(exp_avg + i), valid, m);
         get(static_cast<const float*>(exp_avg_sq + i), valid, v);
         if (kAmsgrad) get(static_cast<const float*>(largest + i), valid, top);
+        Block roots;
         for (int k = 0; k < kVectors; ++k) {
-            adam(terms, g.v[k], p.v[k], m.v[k], v.v[k], kAmsgrad ? &top.v[k] : nullptr);
+            adam_moments(terms, g.v[k], p.v[k], m.v[k], v.v[k]);
+            roots.v[k] = root(adam_second(v.v[k], kAmsgrad ? &top.v[k] : nullptr));
         }
+        for (int k = 0; k < kVectors; ++k) adam_move(terms, p.v[k], m.v[k], roots.v[k]);
         master.write(i, valid, p);
         set(exp_avg + i, valid, m);
         set(exp_avg_sq + i, valid, v);

@@ -16,6 +16,11 @@ FP16OPT_HD Floats ratio_or_zero(Floats a, Floats b) {
 }
 FP16OPT_HD Words smaller_word(Words a, uint32_t b) { return Words(_mm512_min_epu32(__m512i(a), _mm512_set1_epi32(int(b)))); }
 FP16OPT_HD Words larger_word(Words a, Words b) { return Words(_mm512_max_epu32(__m512i(a), __m512i(b))); }
+FP16OPT_HD Words magnitude_of_word(Words x) { return Words(_mm512_abs_epi32(__m512i(x))); }
+FP16OPT_HD Words with_sign_of(Words x, Words of) {
+    const __mmask16 negative = _mm512_movepi32_mask(__m512i(of));
+    return Words(_mm512_mask_sub_epi32(__m512i(x), negative, _mm512_setzero_si512(), __m512i(x)));
+}
 FP16OPT_HD Words splat_word(uint32_t x) { return Words(_mm512_set1_epi32(int(x))); }
 FP16OPT_HD Floats to_floats(Words x) { return _mm512_cvtepi32_ps(__m512i(x)); }
 FP16OPT_HD Words to_words(Floats x) { return Words(_mm512_cvttps_epi32(x)); }
@@ -28,6 +33,8 @@ FP16OPT_HD Floats ratio_or_zero(Floats a, Floats b) {
 }
 FP16OPT_HD Words smaller_word(Words a, uint32_t b) { return Words(_mm256_min_epu32(__m256i(a), _mm256_set1_epi32(int(b)))); }
 FP16OPT_HD Words larger_word(Words a, Words b) { return Words(_mm256_max_epu32(__m256i(a), __m256i(b))); }
+FP16OPT_HD Words magnitude_of_word(Words x) { return Words(_mm256_abs_epi32(__m256i(x))); }
+FP16OPT_HD Words with_sign_of(Words x, Words of) { return Words(_mm256_sign_epi32(__m256i(x), __m256i(of))); }
 FP16OPT_HD Words splat_word(uint32_t x) { return Words(_mm256_set1_epi32(int(x))); }
 FP16OPT_HD Floats to_floats(Words x) { return _mm256_cvtepi32_ps(__m256i(x)); }
 FP16OPT_HD Words to_words(Floats x) { return Words(_mm256_cvttps_epi32(x)); }
@@ -71,30 +78,42 @@ FP16OPT_HD void get(const Code* from, int valid, Codes& codes) {
     load_codes(static_cast<const Code*>(padded), codes);
 }
 
-// The low bytes.
-FP16OPT_HD void store_codes(void* to, const Codes& codes) {
-    uint8_t* bytes = static_cast<uint8_t*>(to);
+// Codes that fit the type of the memory.
+template <class Code>
+FP16OPT_HD void store_codes(Code* to, const Codes& codes) {
 #if defined(FP16OPT_AVX512)
     for (int k = 0; k < kVectors; ++k) {
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes + 16 * k), _mm512_cvtepi32_epi8(__m512i(codes.v[k])));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 16 * k), _mm512_cvtepi32_epi8(__m512i(codes.v[k])));
     }
 #elif defined(FP16OPT_AVX2)
-    const __m256i low = _mm256_set1_epi32(0xff), order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     for (int k = 0; k < kVectors; k += 4) {
-        __m256i v[4];
-        for (int j = 0; j < 4; ++j) v[j] = _mm256_and_si256(__m256i(codes.v[k + j]), low);
-        const __m256i packed = _mm256_packus_epi16(_mm256_packus_epi32(v[0], v[1]), _mm256_packus_epi32(v[2], v[3]));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(bytes + 8 * k), _mm256_permutevar8x32_epi32(packed, order));
+        const __m256i low = _mm256_packs_epi32(__m256i(codes.v[k]), __m256i(codes.v[k + 1]));
+        const __m256i high = _mm256_packs_epi32(__m256i(codes.v[k + 2]), __m256i(codes.v[k + 3]));
+        const __m256i packed = Code(-1) < 0 ? _mm256_packs_epi16(low, high) : _mm256_packus_epi16(low, high);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 8 * k), _mm256_permutevar8x32_epi32(packed, order));
     }
 #else
-    for (int k = 0; k < kVectors; ++k) bytes[k] = uint8_t(codes.v[k]);
+    for (int k = 0; k < kVectors; ++k) to[k] = Code(codes.v[k]);
 #endif
 }
-FP16OPT_HD void set(void* to, int valid, const Codes& codes) {
+template <class Code>
+FP16OPT_HD void set(Code* to, int valid, const Codes& codes) {
     if (valid == kBlock) return store_codes(to, codes);
-    uint8_t padded[kBlock];
+    Code padded[kBlock];
     store_codes(padded, codes);
-    memcpy(to, padded, size_t(valid));
+    memcpy(to, padded, size_t(valid) * sizeof(Code));
+}
+
+// Bits 8 to 15 as a number with a sign.
+FP16OPT_HD Words second_byte(Words x) {
+#if defined(FP16OPT_AVX512)
+    return Words(_mm512_srai_epi32(_mm512_slli_epi32(__m512i(x), 16), 24));
+#elif defined(FP16OPT_AVX2)
+    return Words(_mm256_srai_epi32(_mm256_slli_epi32(__m256i(x), 16), 24));
+#else
+    return uint32_t(int32_t(int8_t(x >> 8)));
+#endif
 }
 
 // first, first + stride, first + 2 stride and so on, for the elements of a block.

@@ -235,14 +235,14 @@ def content_hash(tensor: Tensor) -> int:
     Cost: a read of the tensor and some 2 ns an element on a core, in 8 MiB of memory.
 
     Args:
-        tensor: dense, of 2, 4 or 8 bytes an element, any strides.
+        tensor: dense, of 1, 2, 4 or 8 bytes an element, any strides.
 
     Example:
         >>> content_hash(torch.tensor([1.0, 2.0])) == content_hash(torch.tensor([2.0, 1.0]))
         False
     """
     flat = tensor.detach().reshape(-1)
-    bits = flat.view(torch.int16 if flat.element_size() == 2 else torch.int32)
+    bits = flat.view({1: torch.int8, 2: torch.int16}.get(flat.element_size(), torch.int32))
     weights = _weights(min(_SLAB, len(bits)), bits.device)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, len(bits), _SLAB):

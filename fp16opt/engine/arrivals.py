@@ -198,6 +198,7 @@ class Arrivals:
         self.pending: Pending | None = None
         self.backwards = 0
         self.interrupted = False
+        self._cleared = False  # zero_grad was called, of gradients that have done their work
         self.losses: list[Tensor] = []
         self._replicas = Replicas()
         self.places: list[Place] = []
@@ -243,6 +244,11 @@ class Arrivals:
             RuntimeError: There was one already.
         """
         self.check_complete()
+        if self._cleared:
+            raise RuntimeError(
+                f"zero_grad() was called in place of step(): with {self._said} the last backward has stepped "
+                "parameters, and clearing gradients does not take that back. Call step() after each backward."
+            )
         if self.any_there():
             raise RuntimeError(
                 f"a further backward in one step: with {self._said} gradients are taken as they "
@@ -292,6 +298,10 @@ class Arrivals:
     def interrupt(self) -> None:
         """A backward raised while gradients were being taken."""
         self.interrupted = True
+
+    def steps_ahead(self) -> int:
+        """How many steps parameters have taken in backward that ``step`` has not counted yet: 1 or 0."""
+        return int(not self.taker.can_drop and self.any_there())
 
     def check_complete(self) -> None:
         """Raise ``RuntimeError`` after an interrupted backward, until ``zero_grad``."""
@@ -355,7 +365,7 @@ class Arrivals:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        self.stage, self.pending, self.interrupted = Stage.READY, None, False
+        self.stage, self.pending, self.interrupted, self._cleared = Stage.READY, None, False, False
         self.losses = []
         for place in self.places:
             if place.has_come:
@@ -384,6 +394,7 @@ class Arrivals:
             store(param, None)
         if self.interrupted or self.taker.can_drop:
             self._start()
+        self._cleared = self.any_there()
 
     # -- gradients that came otherwise -------------------------------------------------------------------------------
 

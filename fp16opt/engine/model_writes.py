@@ -65,6 +65,7 @@ class ModelWrites:
         self._untold = False
         self._records: list[_Record] = []
         self._generation = -1
+        self._tables: dict[int, kernels.PointerTables] = {}  # by position, of weights that are accepted one by one
         self.record()
 
     # -- what we wrote -----------------------------------------------------------------------------------------------
@@ -247,7 +248,8 @@ class ModelWrites:
             record = self._records[self._groups.index(pair.device)]
             weight = pair.device.models[pair.row]
             if self.policy != "ignore":
-                kernels.multi_tensor_sample([weight.detach()], record.then[pair.row : pair.row + 1])
+                tables = self._tables.setdefault(pair.device.positions[pair.row], kernels.PointerTables())
+                kernels.multi_tensor_sample([weight.detach()], record.then[pair.row : pair.row + 1], tables=tables)
                 record.strides[pair.row] = weight.stride()
             position = pair.device.positions[pair.row]
             self._master_versions[position] = version(pair.master)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ from .one_pass_rows import (
     row_of,
     steps_on_device,
 )
-from .one_pass_trial import difference_of
+from .one_pass_trial import Trials
 from .pairs import HALF_DTYPES, DeviceGroup, Pairs
 from .sights import stored
 from .state_formats import StateFormat
@@ -46,12 +46,20 @@ def check_choice(wanted: object) -> None:
         raise ValueError(f"fused_step: expected one of {', '.join(map(repr, CHOICES))}, got {wanted!r}.")
 
 
-def obstacle(optimizer: Optimizer, params: list[Tensor], names: list[str]) -> str:
+def obstacle(
+    optimizer: Optimizer,
+    params: list[Tensor],
+    names: list[str],
+    trials: Trials | None = None,
+    form: StateFormat | None = None,
+) -> str:
     """Why ``optimizer`` can't be stepped by a one-pass kernel now, in words; "" where it can. No sync.
 
     Args:
         params: the model's parameters.
         names: what messages call them.
+        trials: what is known of classes that are not torch's.
+        form: what state is to be made of; None for FP32.
     """
     cls = type(optimizer)
     row = row_of(cls)
@@ -59,7 +67,8 @@ def obstacle(optimizer: Optimizer, params: list[Tensor], names: list[str]) -> st
         return no_row(cls)
     if "step" in optimizer.__dict__ and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         return f"the step of this {cls.__name__} was replaced"
-    return groups_obstacle(row, optimizer) or _params_obstacle(params, names) or difference_of(row, optimizer)
+    groups = enumerate(optimizer.param_groups)
+    return params_obstacle(params, names) or groups_obstacle(row, optimizer, groups, trials or Trials(), form)
 
 
 def require_row(optimizer: Optimizer) -> OnePassRow:
@@ -74,16 +83,30 @@ def require_row(optimizer: Optimizer) -> OnePassRow:
     return row
 
 
-def groups_obstacle(row: OnePassRow, optimizer: Optimizer) -> str:
-    """The part of :func:`obstacle` that may change from one step to the next."""
-    for number, group in enumerate(optimizer.param_groups):
-        reason = group_obstacle(row, group)
+def groups_obstacle(
+    row: OnePassRow,
+    optimizer: Optimizer,
+    groups: Iterable[tuple[int, dict[str, Any]]],
+    trials: Trials,
+    form: StateFormat | None = None,
+) -> str:
+    """The part of :func:`obstacle` that may change from one step to the next: settings of groups, with their numbers.
+
+    Args:
+        form: what their state is to be made of; None for FP32.
+    """
+    for number, group in groups:
+        reason = ("" if form is None else form.obstacle(group)) or group_obstacle(row, group)
         if reason:
             return f"group {number} has {reason}"
+        found = trials.difference(row, optimizer, group)
+        if found:
+            return f"{type(optimizer).__name__}, with the settings of group {number}, {found}"
     return ""
 
 
-def _params_obstacle(params: list[Tensor], names: list[str]) -> str:
+def params_obstacle(params: list[Tensor], names: list[str]) -> str:
+    """The part of :func:`obstacle` that asks for the model's parameters."""
     for param, name in zip(params, names, strict=True):
         if param.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             return f"parameter {name!r} is {str(param.dtype).removeprefix('torch.')}"
@@ -92,6 +115,34 @@ def _params_obstacle(params: list[Tensor], names: list[str]) -> str:
         if param.layout is not torch.strided or (param.numel() and not is_dense(param)):
             return f"the memory of parameter {name!r} is not dense"
     return ""
+
+
+def check_groups(
+    needed_by: str,
+    optimizer: Optimizer,
+    form: StateFormat,
+    groups: list[tuple[int, dict[str, Any]]],
+    names: list[list[str]],
+    trials: Trials,
+) -> None:
+    """Raise ``ValueError`` for groups, as they are to be, where only a one-pass step can step them, and it can't.
+
+    Args:
+        needed_by: the argument that leaves no other step, as one writes it; "" asks nothing.
+        groups: with their numbers, defaults filled in; "params" are the model's.
+        names: of their parameters.
+    """
+    row = row_of(type(optimizer))
+    if not needed_by or row is None:
+        return
+    for (number, group), called in zip(groups, names, strict=True):
+        reason = params_obstacle(group["params"], called)
+        reason = reason or groups_obstacle(row, optimizer, [(number, group)], trials, form)
+        if reason:
+            raise ValueError(
+                f"{needed_by} needs the one-pass step, which group {number} can't have: {reason}. Change that, or "
+                f"wrap the optimizer without {needed_by}."
+            )
 
 
 def check_can_serve(optimizer: Optimizer, params: list[Tensor], makes_masters: bool) -> None:
@@ -211,6 +262,7 @@ class OnePassStep:
         number: Gives the number of the step that is being taken, by which what is kept in 8 bits is rounded.
         needed_by: The argument that leaves no other way to step, as one writes it; "" where ``fallback`` may step.
         fallback: A wrapped or a streamed step.
+        trials: What is known of classes that are not torch's.
     """
 
     all_or_nothing = True
@@ -227,6 +279,7 @@ class OnePassStep:
         needed_by: str,
         number: Callable[[], int],
         fallback: Any,
+        trials: Trials,
     ) -> None:
         self.wanted = wanted
         self.optimizer = optimizer
@@ -239,6 +292,7 @@ class OnePassStep:
         self.fallback: Any = fallback
         self.rounded_all = False
         self._row = row
+        self._trials = trials
         self._lasting = self._last_reason = ""
         self._known = -1
         self._served = self._warned = self._began = False
@@ -250,7 +304,7 @@ class OnePassStep:
         """Why the fallback steps; "" where a kernel does. No sync."""
         if self._lasting or self._known != self.pairs.generation:  # what was in the way may be gone
             self._known = self.pairs.generation
-            self._lasting = obstacle(self.optimizer, self.pairs.models, self.pairs.names)
+            self._lasting = obstacle(self.optimizer, self.pairs.models, self.pairs.names, self._trials)
             if any(pair.model.requires_grad for pair in self.pairs.own_halves):
                 self._lasting = self._lasting or NO_MASTERS
             if self.wanted == "auto" and not self._lasting and not self.needed_by:
@@ -259,11 +313,8 @@ class OnePassStep:
         return self._lasting or self._groups_obstacle()
 
     def _groups_obstacle(self) -> str:
-        for number, group in enumerate(self.optimizer.param_groups):
-            reason = self.form.obstacle(group)
-            if reason:
-                return f"group {number} has {reason}"
-        return groups_obstacle(self._row, self.optimizer)
+        groups = enumerate(self.optimizer.param_groups)
+        return groups_obstacle(self._row, self.optimizer, groups, self._trials, self.form)
 
     def describe(self) -> str:
         """See :class:`Stepper`."""
@@ -349,6 +400,10 @@ class OnePassStep:
         reason = self._groups_obstacle()
         if reason:
             raise CannotServe(reason)
+        self.take_checked(found_inf)
+
+    def take_checked(self, found_inf: Tensor | None) -> None:
+        """As :meth:`take`, for groups that were looked at."""
         planned = [(group, self._plan(group)) for group in self.pairs.devices]
         options = [self._row.options(self._row.settings(group)) for group in self.optimizer.param_groups]
         try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from .arrivals import Place
 from .masters import Masters
 from .model_writes import ModelWrites
 from .one_pass_rows import CannotServe, OnePassRow, steps_on_device
-from .one_pass_step import OnePassStep
+from .one_pass_step import OnePassStep, groups_obstacle
+from .one_pass_trial import Trials
 from .pairs import HALF_DTYPES, DeviceGroup, Pair, Pairs
 from .state_formats import StateFormat
 from .wrapped_step import run_hooks
@@ -27,7 +29,7 @@ class One:
 
     def __init__(self, pairs: Pairs, pair: Pair) -> None:
         self._pairs = pairs
-        self.all = [pair]
+        self.all = [dataclasses.replace(pair, group=0)]  # of the groups that OneOptimizer shows
         self.models, self.masters, self.names = [pair.model], [pair.master], [pair.name]
         group = DeviceGroup(pair.master.device, [0], [(pair.model, pair.master)])
         group.cast = kernels.CastStats(pair.device.cast.overflow[pair.row : pair.row + 1])
@@ -38,6 +40,42 @@ class One:
     def generation(self) -> int:
         """See :class:`Pairs`."""
         return self._pairs.generation
+
+
+class OneState(Mapping[Tensor, dict[str, Any]]):
+    """The state of one master alone, as :class:`OnePassStep` wants that of all."""
+
+    def __init__(self, optimizer: Optimizer, master: Tensor) -> None:
+        self._optimizer = optimizer
+        self._master = master
+
+    def __getitem__(self, master: Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self._optimizer.state[master]
+        return state
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter([self._master] if self._master in self._optimizer.state else [])
+
+    def __len__(self) -> int:
+        return int(self._master in self._optimizer.state)
+
+
+class OneOptimizer:
+    """The wrapped optimizer as :class:`OnePassStep` sees it for one pair: otherwise each would look through all.
+
+    Args:
+        optimizer: The wrapped one.
+    """
+
+    def __init__(self, optimizer: Optimizer, pair: Pair) -> None:
+        self._optimizer = optimizer
+        self._group = pair.group
+        self.state = OneState(optimizer, pair.master)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The pair's own."""
+        return [self._optimizer.param_groups[self._group]]
 
 
 class OneGradient:
@@ -61,7 +99,7 @@ class OneByOne:
 
     Args:
         row: Of the optimizer's class.
-        form, needed_by, number: As :class:`OnePassStep` has them.
+        form, needed_by, number, trials: As :class:`OnePassStep` has them.
     """
 
     def __init__(
@@ -73,9 +111,13 @@ class OneByOne:
         form: StateFormat,
         needed_by: str,
         number: Callable[[], int],
+        trials: Trials,
     ) -> None:
-        self._parts = row, optimizer
-        self._forms = form, needed_by or "gradient_release", number
+        self._row = row
+        self._optimizer = optimizer
+        self._form = form
+        self._forms = form, needed_by, number
+        self._trials = trials
         self._pairs = pairs
         self._masters = masters
         self._steps: dict[int, tuple[int, OnePassStep, OneGradient]] = {}
@@ -95,13 +137,15 @@ class OneByOne:
             gradient = OneGradient()
             pairs: Any = One(self._pairs, place.pair)
             given: Any = gradient
-            parts = *self._parts, pairs, self._masters, given, *self._forms
-            kept = self._pairs.generation, OnePassStep(True, *parts, None), gradient
+            one: Any = OneOptimizer(self._optimizer, place.pair)
+            parts = one, pairs, self._masters, given, *self._forms
+            kept = self._pairs.generation, OnePassStep(True, self._row, *parts, None, self._trials), gradient
             self._steps[place.position] = kept
         _, step, gradient = kept
         gradient.grad, gradient.factors = grad, factors
         try:
-            step.take(found_inf)
+            self._check(place.pair)
+            step.take_checked(found_inf)
         except CannotServe as reason:
             raise RuntimeError(
                 f"parameter {place.pair.name!r} can't be stepped in one pass any more: {reason}. gradient_release has "
@@ -109,6 +153,12 @@ class OneByOne:
             ) from None
         finally:
             gradient.grad = gradient.factors = None
+
+    def _check(self, pair: Pair) -> None:
+        groups = [(pair.group, self._optimizer.param_groups[pair.group])]
+        reason = groups_obstacle(self._row, self._optimizer, groups, self._trials, self._form)
+        if reason:
+            raise CannotServe(reason)
 
 
 class SteppedOnArrival:

@@ -177,11 +177,6 @@ def _call_sgd(columns: Columns, options: Any, group_of: Any, factors: Any, first
     state8.multi_tensor_sgd8(*lists, options, group_of, factors, rest.pop("number"), first=first, **rest)
 
 
-def eight_bit_obstacle(group: Mapping[str, Any]) -> str:
-    """Why a group's state can't be kept in 8 bits, in words; "" where it can: AMSGrad's maximum of v has no code."""
-    return "amsgrad=True, whose largest v so far has no 8-bit form" if group.get("amsgrad") else ""
-
-
 class EightBitState:
     """Codes of 8 bits, and one FP32 scale for each 128 of them; FP32 state for parameters of fewer than 4,096 elements.
 
@@ -213,8 +208,8 @@ class EightBitState:
         return self._full.state(group) if self._is_sgd else (*self._full.state(group), _limit(group))
 
     def obstacle(self, group: dict[str, Any]) -> str:
-        """See :func:`eight_bit_obstacle`."""
-        return eight_bit_obstacle(group)
+        """AMSGrad's: its maximum of v has no code."""
+        return "amsgrad=True, whose largest v so far has no 8-bit form" if group.get("amsgrad") else ""
 
     def adopt(self, state: dict[str, Any], group: dict[str, Any], numel: int) -> None:
         """Codes take the place of FP32 state, rounded to nearest, and of codes that were made with other betas."""

@@ -42,6 +42,11 @@ class Operation(NamedTuple):
     wide: bool = True
 
     @property
+    def tables(self) -> int:
+        """How many lists kernels read: all but the counters."""
+        return len(self.lists) + bool(self.scales)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Of all lists that a call gives."""
         return self.lists + tuple(name for name in (self.scales, self.counters) if name)

@@ -153,7 +153,7 @@ class Table(Content):
         self._places = None if len(plan.direct) == len(plan.rows) else plan.direct
         self._rows = [plan.rows[place] for place in plan.direct]
         self._flags: object = None
-        self._width, count = len(plan.operation.lists), len(plan.direct)
+        self._width, count = plan.operation.tables, len(plan.direct)
         if self._width > _MOST_LISTS:
             raise ValueError(
                 f"{plan.operation.name}: {self._width} lists, the CUDA kernels take up to {_MOST_LISTS}. Widen Entry."

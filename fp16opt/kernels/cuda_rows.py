@@ -98,7 +98,9 @@ class Kernel(NamedTuple):
 
 
 _RATE = "lr.value:d lr.at:P lr.is_wide:q"
-_STEP = "inv_scale:P coefficient:P found_inf:P members:P table:P overflow:P model_list:i groups:P"
+_STEP = "inv_scale:P coefficient:P found_inf:P members:P table:P overflow:P model_list:i number:I groups:P"
+_ADAM = f"{_RATE} beta1:d beta2:d eps:d weight_decay:d decoupled:i maximize:i"
+_SGD_GROUP = Struct("SgdGroup", f"{_RATE} momentum:d dampening:d weight_decay:d nesterov:i maximize:i")
 _DIGESTS = "now:P then:P taken:P"
 
 CHUNK = Struct("Chunk", "start:q tensor:i numel:i")
@@ -123,14 +125,14 @@ KERNELS = {
             "AdamStep",
             f"{_STEP} amsgrad:?",
             Blocks.STEPPING,
-            Struct("AdamGroup", f"{_RATE} beta1:d beta2:d eps:d weight_decay:d decoupled:i maximize:i"),
+            Struct("AdamGroup", _ADAM),
         ),
         Kernel(
             "sgd",
             "SgdStep",
             f"{_STEP} has_momentum:?",
             Blocks.STEPPING,
-            Struct("SgdGroup", f"{_RATE} momentum:d dampening:d weight_decay:d nesterov:i maximize:i"),
+            _SGD_GROUP,
         ),
         Kernel(
             "lion",
@@ -139,6 +141,8 @@ KERNELS = {
             Blocks.STEPPING,
             Struct("LionGroup", f"{_RATE} beta1:d beta2:d weight_decay:d maximize:i"),
         ),
+        Kernel("adam8", "Adam8Step", _STEP, Blocks.STEPPING, Struct("Adam8Group", f"{_ADAM} limit:f")),
+        Kernel("sgd8", "Sgd8Step", _STEP, Blocks.STEPPING, _SGD_GROUP),
         Kernel("l2norm", "Norm", "sumsq:P n:q norm:P norms:P", Blocks.FINDING),
         Kernel("compare", "Compare", "before:P offsets:P numbers:P", Blocks.MEASURING),
         Kernel("measure", "Measure", "numbers:P", Blocks.MEASURING),

@@ -36,7 +36,7 @@ class Numbers(Content):
         self._direct = plan.direct
         self._places = None if len(plan.direct) == len(plan.rows) else plan.direct
         self._rows = plan.rows
-        self._counters = len(plan.operation.lists) if plan.operation.counters and plan.counts_here else None
+        self._counters = plan.operation.tables if plan.operation.counters and plan.counts_here else None
         self._group, self._member = group.packer(), MEMBER.packer()
         self._given: tuple[list[int], list[float]] | None = None
         self.group_count = group_count
@@ -110,6 +110,7 @@ def launch(
     found_inf: Tensor | None,
     more_state: bool | None = None,
     first: bool | Sequence[bool] | None = None,
+    number: int = 0,
 ) -> None:
     """One step of the direct entries, in one launch; decided if the host counts the steps.
 
@@ -121,6 +122,7 @@ def launch(
         factors, stats, found_inf: as for :func:`fp16opt.kernels.steps.multi_tensor_adam`.
         more_state: whether the lists have what a plain step has not: amsgrad's, or SGD's buffers.
         first: by row whether its state holds nothing yet; None where the kernel does not ask.
+        number: of the step, by which what has few bits is rounded.
     """
     plan = call.plan
     if not plan.direct and (plan.by_reference or not plan.rows):
@@ -130,7 +132,7 @@ def launch(
     counters: list[Tensor] = []
     numbers: list[float] = []
     if plan.operation.counters and not plan.counts_here:
-        counters = call.column(len(plan.operation.lists))
+        counters = call.column(plan.operation.tables)
         numbers = (torch.stack([step.reshape(()) for step in counters]) + 1.0).tolist()
         counters = [counters[place] for place in plan.direct]
     site = site_of(call, stream, first)
@@ -139,7 +141,7 @@ def launch(
     overflow = None if stats is None else stats.overflow
     table = site.memory + site.content.entries
     members, packed_groups = given.memory, given.memory + given.content.groups
-    values = [*factors, found_inf, members, table, overflow, models, packed_groups]
+    values = [*factors, found_inf, members, table, overflow, models, number & 0xFFFFFFFF, packed_groups]
     values += [] if more_state is None else [more_state]
     queue(kernel, stream, plan, site, values)
     used = (*factors, found_inf, overflow, *kept)

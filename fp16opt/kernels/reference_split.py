@@ -1,4 +1,10 @@
-"""Split masters written plainly in torch: the specification of ``csrc/functors/split.h``. See :mod:`.reference`."""
+"""Split masters written plainly in torch: the specification of ``csrc/functors/split.h`` and ``split24.h``.
+
+See :mod:`.reference`. A 16-bit weight, and a remainder of 16 bits (int16) or 8 (int8). float16: the weight is rounded
+to nearest, and the remainder counts steps of 2^-16 or 2^-8 of its last place, to nearest. bfloat16: the upper 32
+or 24 bits of the master, of which the weight is the upper half rounded to nearest, ties away from zero; the rest is
+rounded by a dither that is a function of index and step (in steps), or to nearest.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +15,11 @@ from .reference import flatten, memory_order, slabs, write_back
 from .stats import NOT_FINITE, TOO_LARGE, CastStats
 
 _COARSE_FROM = 0x477FF000  # 65520
-_COARSE_SHIFT = 14
 _INFINITY = 0x7F800000
 _ROUNDER = 12582912.0  # 1.5 * 2^23: adding and subtracting it rounds to a whole number
+_INDEX_STRIDE, _STEP_STRIDE = 0x85EBCA77, 0x9E3779B1
+_WIDTHS = {torch.int16: 16, torch.int8: 8}
+"""Bits of a remainder."""
 
 
 def _bits(values: Tensor) -> Tensor:
@@ -19,9 +27,10 @@ def _bits(values: Tensor) -> Tensor:
     return values.contiguous().view(torch.int32).long() & 0xFFFFFFFF
 
 
-def _shorts(bits: Tensor) -> Tensor:
-    """The low 16 bits of int64 as int16."""
-    return (((bits & 0xFFFF) ^ 0x8000) - 0x8000).to(torch.int16)
+def _low(bits: Tensor, width: int) -> Tensor:
+    """The low bits of int64 as int16 or int8."""
+    mask, sign = (1 << width) - 1, 1 << (width - 1)
+    return (((bits & mask) ^ sign) - sign).to(torch.int16 if width == 16 else torch.int8)
 
 
 def _singles(bits: Tensor) -> Tensor:
@@ -29,16 +38,27 @@ def _singles(bits: Tensor) -> Tensor:
     return (((bits & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000).to(torch.int32).view(torch.float32)
 
 
-def _split_bfloat16(master: Tensor) -> tuple[Tensor, Tensor]:
+def _rounded(bits: Tensor, part: slice, number: int | None) -> Tensor:
+    """The bits of masters, with their lower 8 to be dropped; what is finite stays so."""
+    if number is None:  # to nearest: half of what the last bit stands for, less one where that bit is even
+        added = 0x7F + ((bits >> 8) & 1)
+    else:
+        index = torch.arange(part.start, part.stop, dtype=torch.int64, device=bits.device)
+        added = ((index * _INDEX_STRIDE + (number & 0xFFFFFFFF) * _STEP_STRIDE) & 0xFFFFFFFF) >> 24
+    leaves = ((bits & 0x7FFFFFFF) < _INFINITY) & (((bits + added) & 0x7FFFFFFF) >= _INFINITY)
+    return torch.where(leaves, bits, bits + added)
+
+
+def _split_bfloat16(master: Tensor, width: int, part: slice, number: int | None) -> tuple[Tensor, Tensor]:
     bits = _bits(master)
     nan = (bits & 0x7FFFFFFF) > _INFINITY
-    weights = torch.where(nan, (bits >> 16) | 0x40, (bits + 0x8000) >> 16)
-    return _shorts(weights).view(torch.bfloat16), _shorts(torch.where(nan, 0, bits))
+    kept = bits if width == 16 else _rounded(bits, part, number)
+    weights = torch.where(nan, (bits >> 16) | 0x40, (kept + 0x8000) >> 16)
+    return _low(weights, 16).view(torch.bfloat16), _low(torch.where(nan, 0, kept >> (16 - width)), width)
 
 
-def _join_bfloat16(weights: Tensor, remainders: Tensor) -> Tensor:
-    upper = weights.view(torch.int16).long() << 16
-    return _singles(upper + remainders.long())
+def _join_bfloat16(weights: Tensor, remainders: Tensor, width: int) -> Tensor:
+    return _singles((weights.view(torch.int16).long() << 16) + (remainders.long() << (16 - width)))
 
 
 def _power(exponents: Tensor) -> Tensor:
@@ -50,48 +70,53 @@ def _half_exponents(weights: Tensor) -> Tensor:
     return ((weights.view(torch.int16).long() >> 10) & 31).clamp(min=1)
 
 
-def _split_float16(master: Tensor) -> tuple[Tensor, Tensor]:
+def _split_float16(master: Tensor, width: int, part: slice, number: int | None) -> tuple[Tensor, Tensor]:
     weights = master.to(torch.float16)
     exponents = _half_exponents(weights)
-    finite = exponents < 31
-    away = torch.where(finite, (master - weights.float()) * _power(168 - exponents), 0.0)
-    steps = ((away + _ROUNDER) - _ROUNDER).clamp(-32767.0, 32767.0)
+    finite, most = exponents < 31, float((1 << (width - 1)) - 1)
+    away = torch.where(finite, (master - weights.float()) * _power(152 + width - exponents), 0.0)
+    steps = ((away + _ROUNDER) - _ROUNDER).clamp(-most, most)
     magnitude = _bits(master) & 0x7FFFFFFF
-    beyond = torch.where(magnitude == _INFINITY, 0xFFFF, (magnitude - _COARSE_FROM) >> _COARSE_SHIFT)
+    beyond = torch.where(magnitude == _INFINITY, (1 << width) - 1, (magnitude - _COARSE_FROM) >> (30 - width))
     beyond = torch.where(magnitude > _INFINITY, 0, beyond)
-    return weights, _shorts(torch.where(finite, steps.long(), beyond))
+    return weights, _low(torch.where(finite, steps.long(), beyond), width)
 
 
-def _join_float16(weights: Tensor, remainders: Tensor) -> Tensor:
+def _join_float16(weights: Tensor, remainders: Tensor, width: int) -> Tensor:
     wide = weights.float()
-    step = _power(_half_exponents(weights) + 86)
+    step = _power(_half_exponents(weights) + 102 - width)
     finite = torch.where(remainders == 0, wide, wide + remainders.float() * step)
-    bits = weights.view(torch.int16).long()
-    code = remainders.long() & 0xFFFF
-    beyond = _singles(((bits & 0x8000) << 16) | (_COARSE_FROM + (code << _COARSE_SHIFT)))
-    coarse = ((bits & 0x7FFF) == 0x7C00) & (code != 0xFFFF)
+    bits, last = weights.view(torch.int16).long(), (1 << width) - 1
+    code = remainders.long() & last
+    beyond = _singles(((bits & 0x8000) << 16) | (_COARSE_FROM + (code << (30 - width))))
+    coarse = ((bits & 0x7FFF) == 0x7C00) & (code != last)
     return torch.where(coarse, beyond, torch.where(torch.isfinite(wide), finite, wide))
 
 
-def split(i: int, master: Tensor, param: Tensor, remainder: Tensor, stats: CastStats) -> None:
+def split(
+    i: int, master: Tensor, param: Tensor, remainder: Tensor, stats: CastStats, number: int | None = None
+) -> None:
     """Write ``master`` as weight and remainder, and flags to row ``i``.
 
     Args:
         i: the row of ``stats`` that belongs to this tensor.
         master: float32.
         param: float16 or bfloat16, shape of ``master``. Written.
-        remainder: int16, shape of ``master``. Written.
+        remainder: int16 or int8, shape of ``master``. Written.
         stats: ``overflow[i]`` is overwritten.
+        number: of the step, by which bfloat16 with int8 remainders is rounded; None rounds to nearest.
     """
     order = memory_order(param)
     source, target, rest = flatten(master, order).values, flatten(param, order), flatten(remainder, order)
-    encode = _split_float16 if param.dtype == torch.float16 else _split_bfloat16
+    half, width = param.dtype == torch.float16, _WIDTHS[remainder.dtype]
+    encode = _split_float16 if half else _split_bfloat16
     found = torch.zeros((), dtype=torch.int32, device=param.device)
     for part in slabs(source.numel()):
-        weights, remainders = encode(source[part])
+        weights, remainders = encode(source[part], width, part, number)
         finite = torch.isfinite(source[part])
-        too_large = (torch.isinf(weights) & finite).any().to(torch.int32)
-        found = found | (too_large * TOO_LARGE + (~finite).any().to(torch.int32) * NOT_FINITE)
+        magnitude = _bits(source[part]) & 0x7FFFFFFF
+        too_large = (magnitude >= (_COARSE_FROM if half else 0x7F7F8000)) & finite
+        found = found | (too_large.any().to(torch.int32) * TOO_LARGE + (~finite).any().to(torch.int32) * NOT_FINITE)
         target.values[part].copy_(weights)
         rest.values[part].copy_(remainders)
     write_back(target, param, order)
@@ -104,14 +129,14 @@ def join(param: Tensor, remainder: Tensor, out: Tensor) -> None:
 
     Args:
         param: float16 or bfloat16.
-        remainder: int16, shape of ``param``.
+        remainder: int16 or int8, shape of ``param``.
         out: float32, shape of ``param``. Written.
     """
     order = memory_order(out)
     weights, rest, target = flatten(param, order).values, flatten(remainder, order).values, flatten(out, order)
-    decode = _join_float16 if param.dtype == torch.float16 else _join_bfloat16
+    decode, width = (_join_float16 if param.dtype == torch.float16 else _join_bfloat16), _WIDTHS[remainder.dtype]
     for part in slabs(weights.numel()):
-        target.values[part].copy_(decode(weights[part].contiguous(), rest[part]))
+        target.values[part].copy_(decode(weights[part].contiguous(), rest[part], width))
     write_back(target, out, order)
 
 
@@ -120,7 +145,7 @@ def renew(param: Tensor, remainder: Tensor, moved: Tensor, taken: Tensor) -> Non
 
     Args:
         param: float16 or bfloat16.
-        remainder: int16, shape of ``param``. Written.
+        remainder: int16 or int8, shape of ``param``. Written.
         moved: bool, shape []. Where it is False nothing changes.
         taken: int32, shape []. Set to 1 if ``moved``, else left.
     """

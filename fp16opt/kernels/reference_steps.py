@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import reference, reference_split, reference_split24
+from . import reference, reference_split
 from .stats import CastStats
 
 
@@ -249,16 +249,11 @@ def whole(row: int, master: Tensor, model: Tensor | None, stats: CastStats | Non
     """
     if model is None or stats is None:
         yield master
-    elif master.dtype == torch.int16:
+    elif master.dtype in (torch.int16, torch.int8):
         single = torch.empty_like(model, dtype=torch.float32)
         reference_split.join(model, master, single)
         yield single
-        reference_split.split(row, single, model, master, stats)
-    elif master.dtype == torch.int8:
-        single = torch.empty_like(model, dtype=torch.float32)
-        reference_split24.join(model, master, single)
-        yield single
-        reference_split24.split(row, single, model, master, stats, number)
+        reference_split.split(row, single, model, master, stats, number)
     else:
         yield master
         reference.cast(row, master, model, stats)

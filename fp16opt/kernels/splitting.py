@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import reference_split, reference_split24
+from . import reference_split
 from .calls import Entries, PointerTables
 from .checks import check_given
 from .stats import CastStats
@@ -26,7 +26,7 @@ def multi_tensor_split(
     bfloat16: exact for every float32; the weight is rounded to nearest, ties away from zero. float16: the weight is
     rounded to nearest, ties to even; exact for magnitudes from 2^-16 up to 65520, below within 2^-40. From 65520 on the
     weight is inf, and the master is kept to 9 bits. With int8 remainders masters have 24 bits, rounded to nearest: see
-    :mod:`fp16opt.kernels.reference_split24`.
+    :mod:`fp16opt.kernels.reference_split`.
 
     Args:
         masters: n float32 tensors.
@@ -50,8 +50,7 @@ def multi_tensor_split(
         check_given(SPLIT.name, plan, {}, stats)
         for _, row in plan.by_reference:
             master, param, remainder = call.row(row)
-            form = reference_split24 if remainder.dtype == torch.int8 else reference_split
-            form.split(row, master, param, remainder, stats)
+            reference_split.split(row, master, param, remainder, stats)
         if plan.serving is not None:
             plan.serving.launch(call, "split", stats.overflow, results=(stats.overflow,))
 
@@ -80,7 +79,6 @@ def multi_tensor_join(
         call = call_for(JOIN, (params, remainders, outs), tables, None)
         for _, row in call.plan.by_reference:
             param, remainder, out = call.row(row)
-            form = reference_split24 if remainder.dtype == torch.int8 else reference_split
-            form.join(param, remainder, out)
+            reference_split.join(param, remainder, out)
         if call.plan.serving is not None:
             call.plan.serving.launch(call, "join")

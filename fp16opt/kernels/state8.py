@@ -11,14 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import reference_state8, reference_steps
+from . import cuda, cuda_steps, reference_state8, reference_steps
 from .calls import Entries, Operation
-from .checks import check_given
 from .reference_state8 import BLOCK, block_count, ratio_limit
 from .reference_steps import AdamOptions, Factors, SgdOptions
 from .stats import CastStats
-from .steps import StepTables
-from .tables import BFLOAT, HALF, REMAINDERS, SINGLE, call_for
+from .steps import Given, StepTables, step_call
+from .tables import BFLOAT, HALF, REMAINDERS, SINGLE
 
 __all__ = [
     "BLOCK",
@@ -32,10 +31,10 @@ __all__ = [
     "ratio_limit",
 ]
 
-_NO_STATS = "stats must be given along with models, got None. Use CastStats.allocate."
 _OWN = "float32, and codes of int8 and uint8"
 _MODELS = "float32 and codes of int8 and uint8, but for models of float16 or bfloat16 and gradients of these or float32"
 _CODES = (torch.int8, torch.uint8)
+_CODED = ("cpu", "cuda")
 
 
 def _owned(grad: torch.dtype, master: torch.dtype, *codes: torch.dtype) -> bool:
@@ -52,9 +51,9 @@ def _operation(name: str, *codes: str, counters: str = "") -> dict[bool, Operati
     """By whether there are models: the operation as the guards see it."""
     lists = ("grads", "masters", *codes)
     models = Operation(
-        name, (*lists, "models"), _with_models, _MODELS, (len(lists),), 1, counters, "scales", BLOCK, ("cpu",)
+        name, (*lists, "models"), _with_models, _MODELS, (len(lists),), 1, counters, "scales", BLOCK, _CODED
     )
-    return {False: Operation(name, lists, _owned, _OWN, (1,), 1, counters, "scales", BLOCK, ("cpu",)), True: models}
+    return {False: Operation(name, lists, _owned, _OWN, (1,), 1, counters, "scales", BLOCK, _CODED), True: models}
 
 
 _ADAM = _operation("multi_tensor_adam8", "exp_avg_codes", "exp_avg_sq_codes", counters="steps")
@@ -107,23 +106,22 @@ def multi_tensor_adam8(
     with torch.no_grad():
         operation = _ADAM[models is not None]
         lists = (grads, masters, exp_avg_codes, exp_avg_sq_codes, *_there(models), scales, steps)
-        call = call_for(operation, lists, None if tables is None else tables.lists, getattr(factors[0], "device", None))
-        plan, found = call.plan, None if models is None else stats
-        if models is not None and stats is None:
-            raise ValueError(f"{operation.name}: {_NO_STATS}")
-        numbers = {"factors.inv_scale": factors[0], "factors.coefficient": factors[1], "found_inf": found_inf}
-        check_given(operation.name, plan, numbers, found, {"group_of": group_of}, options)
-        if found_inf is not None and plan.decided_here and found_inf.item():
+        given = Given(factors, options, group_of, models is not None, stats, found_inf, tables)
+        call = step_call(operation, lists, given)
+        if call is None:
             return
+        plan, found = call.plan, None if models is None else stats
         for _, row in plan.by_reference:
             grad, master, first, second, *others, scale, count = call.row(row)
             with reference_steps.whole(row, master, others[0] if others else None, found, number) as single:
                 t, group = float(count.add_(1.0)), options[group_of[row]]
                 reference_state8.adam(grad, single, (first, second, scale), t, group, factors, number)
-        if plan.serving is not None and plan.direct:
-            overflow = 0 if found is None else found.overflow
-            limits = [ratio_limit(o.beta1, o.beta2) for o in options]
-            groups = [(float(o.lr), *o[1:]) for o in options]
+        limits = [ratio_limit(o.beta1, o.beta2) for o in options]
+        if plan.serving is cuda:
+            limited = [(*o, limit) for o, limit in zip(options, limits, strict=True)]
+            cuda_steps.launch(call, "adam8", limited, group_of, factors, found, found_inf, number=number)
+        elif plan.serving is not None and plan.direct:
+            overflow, groups = 0 if found is None else found.overflow, [(float(o.lr), *o[1:]) for o in options]
             arguments = (*factors, overflow, found is not None, group_of, groups, limits, number & 0xFFFFFFFF)
             plan.serving.launch(call, "adam8", *arguments, results=(overflow,))
 
@@ -167,22 +165,20 @@ def multi_tensor_sgd8(
     with torch.no_grad():
         operation = _SGD[models is not None]
         lists = (grads, masters, momentum_codes, *_there(models), scales)
-        call = call_for(operation, lists, None if tables is None else tables.lists, getattr(factors[0], "device", None))
-        plan, found = call.plan, None if models is None else stats
-        if models is not None and stats is None:
-            raise ValueError(f"{operation.name}: {_NO_STATS}")
-        numbers = {"factors.inv_scale": factors[0], "factors.coefficient": factors[1], "found_inf": found_inf}
-        check_given(operation.name, plan, numbers, found, {"group_of": group_of, "first": first}, options)
-        if found_inf is not None and plan.decided_here and found_inf.item():
+        given = Given(factors, options, group_of, models is not None, stats, found_inf, tables, first)
+        call = step_call(operation, lists, given)
+        if call is None:
             return
+        plan, found = call.plan, None if models is None else stats
         for _, row in plan.by_reference:
             grad, master, codes, *others, scale = call.row(row)
             with reference_steps.whole(row, master, others[0] if others else None, found, number) as single:
                 group = options[group_of[row]]
                 reference_state8.sgd(grad, single, (codes, scale), bool(first[row]), group, factors, number)
-        if plan.serving is not None and plan.direct:
-            overflow = 0 if found is None else found.overflow
-            groups = [(float(o.lr), *o[1:]) for o in options]
+        if plan.serving is cuda:
+            cuda_steps.launch(call, "sgd8", options, group_of, factors, found, found_inf, first=first, number=number)
+        elif plan.serving is not None and plan.direct:
+            overflow, groups = 0 if found is None else found.overflow, [(float(o.lr), *o[1:]) for o in options]
             arguments = (*factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
             plan.serving.launch(call, "sgd8", *arguments, results=(overflow,), flags=first)
 

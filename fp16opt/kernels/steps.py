@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import cuda, cuda_steps, reference_steps
-from .calls import Entries, Operation, PointerTables
+from .calls import Call, Entries, Operation, PointerTables
 from .checks import check_given
 from .reference_steps import AdamOptions, Factors, LionOptions, SgdOptions
 from .stats import CastStats
@@ -47,7 +48,9 @@ def _with_models(grad: torch.dtype, *others: torch.dtype) -> bool:
 def _operation(name: str, *state: str, counters: str = "") -> dict[bool, Operation]:
     """By whether there are models: the operation as the guards see it."""
     lists = ("grads", "masters", *state)
-    models = Operation(name, (*lists, "models"), _with_models, _MODELS, (len(lists),), 1, counters, coded=("cpu",))
+    models = Operation(
+        name, (*lists, "models"), _with_models, _MODELS, (len(lists),), 1, counters, coded=("cpu", "cuda")
+    )
     return {False: Operation(name, lists, _owned, "float32 each", (1,), 1, counters), True: models}
 
 
@@ -63,6 +66,43 @@ class StepTables:
     """What one call site of a step remembers between calls; see :class:`fp16opt.kernels.PointerTables`."""
 
     lists: PointerTables = field(default_factory=PointerTables)
+
+
+class Given(NamedTuple):
+    """What every step is given beside its lists; see :func:`multi_tensor_adam`.
+
+    Attributes:
+        has_models: whether masters have 16-bit parameters, whose ``stats`` are written.
+        first: of SGD: which state holds nothing yet.
+    """
+
+    factors: Factors
+    options: Sequence[Any]
+    group_of: Sequence[int]
+    has_models: bool
+    stats: CastStats | None
+    found_inf: Tensor | None
+    tables: StepTables | None
+    first: Sequence[bool] | None = None
+
+
+def step_call(operation: Operation, lists: tuple[Entries, ...], given: Given) -> Call | None:
+    """The lists of a step, checked with what is given beside them; None where the host reads that it is to skip.
+
+    Raises:
+        TypeError, ValueError: as :func:`multi_tensor_adam`.
+    """
+    factors, found_inf = given.factors, given.found_inf
+    tables = None if given.tables is None else given.tables.lists
+    call = call_for(operation, lists, tables, getattr(factors[0], "device", None))
+    if given.has_models and given.stats is None:
+        raise ValueError(f"{operation.name}: {_NO_STATS}")
+    numbers = {"factors.inv_scale": factors[0], "factors.coefficient": factors[1], "found_inf": found_inf}
+    each: dict[str, Any] = {"group_of": given.group_of, "first": given.first}
+    stats = given.stats if given.has_models else None
+    check_given(operation.name, call.plan, numbers, stats, each, given.options)
+    decided = found_inf is not None and call.plan.decided_here and bool(found_inf.item())
+    return None if decided else call
 
 
 def multi_tensor_adam(
@@ -118,14 +158,11 @@ def multi_tensor_adam(
         operation = (_ADAM if max_exp_avg_sqs is None else _AMSGRAD)[models is not None]
         state = (exp_avgs, exp_avg_sqs) if max_exp_avg_sqs is None else (exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
         lists = (grads, masters, *state, steps) if models is None else (grads, masters, *state, models, steps)
-        call = call_for(operation, lists, None if tables is None else tables.lists, getattr(factors[0], "device", None))
-        plan, found = call.plan, None if models is None else stats
-        if models is not None and stats is None:
-            raise ValueError(f"{operation.name}: {_NO_STATS}")
-        numbers = {"factors.inv_scale": factors[0], "factors.coefficient": factors[1], "found_inf": found_inf}
-        check_given(operation.name, plan, numbers, found, {"group_of": group_of}, options)
-        if found_inf is not None and plan.decided_here and found_inf.item():
+        given = Given(factors, options, group_of, models is not None, stats, found_inf, tables)
+        call = step_call(operation, lists, given)
+        if call is None:
             return
+        plan, found = call.plan, None if models is None else stats
         for _, row in plan.by_reference:
             grad, master, first, second, *others, count = call.row(row)
             model = others.pop() if found is not None else None
@@ -134,10 +171,10 @@ def multi_tensor_adam(
                 largest = others[0] if others else None
                 reference_steps.adam(grad, single, first, second, largest, t, options[group_of[row]], factors)
         if plan.serving is cuda:
-            cuda_steps.launch(call, "adam", options, group_of, factors, found, found_inf, max_exp_avg_sqs is not None)
+            more = max_exp_avg_sqs is not None
+            cuda_steps.launch(call, "adam", options, group_of, factors, found, found_inf, more, number=number)
         elif plan.serving is not None:
-            overflow = 0 if found is None else found.overflow
-            groups = [(float(o.lr), *o[1:]) for o in options]
+            overflow, groups = 0 if found is None else found.overflow, [(float(o.lr), *o[1:]) for o in options]
             arguments = (*factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
             plan.serving.launch(call, "adam", *arguments, results=(overflow,))
 
@@ -184,14 +221,11 @@ def multi_tensor_sgd(
         operation = (_SGD if momentum_buffers is None else _MOMENTUM)[models is not None]
         state = () if momentum_buffers is None else (momentum_buffers,)
         lists = (grads, masters, *state) if models is None else (grads, masters, *state, models)
-        call = call_for(operation, lists, None if tables is None else tables.lists, getattr(factors[0], "device", None))
-        plan, found = call.plan, None if models is None else stats
-        if models is not None and stats is None:
-            raise ValueError(f"{operation.name}: {_NO_STATS}")
-        numbers = {"factors.inv_scale": factors[0], "factors.coefficient": factors[1], "found_inf": found_inf}
-        check_given(operation.name, plan, numbers, found, {"group_of": group_of, "first": first}, options)
-        if found_inf is not None and plan.decided_here and found_inf.item():
+        given = Given(factors, options, group_of, models is not None, stats, found_inf, tables, first)
+        call = step_call(operation, lists, given)
+        if call is None:
             return
+        plan, found = call.plan, None if models is None else stats
         fresh = False if first is None else first
         for _, row in plan.by_reference:
             grad, master, *kept = call.row(row)
@@ -201,11 +235,10 @@ def multi_tensor_sgd(
                 buffer = kept[0] if kept else None
                 reference_steps.sgd(grad, single, buffer, begins, options[group_of[row]], factors)
         if plan.serving is cuda:
-            has_momentum = momentum_buffers is not None
-            cuda_steps.launch(call, "sgd", options, group_of, factors, found, found_inf, has_momentum, fresh)
+            more = momentum_buffers is not None
+            cuda_steps.launch(call, "sgd", options, group_of, factors, found, found_inf, more, fresh, number)
         elif plan.serving is not None:
-            overflow = 0 if found is None else found.overflow
-            groups = [(float(o.lr), *o[1:]) for o in options]
+            overflow, groups = 0 if found is None else found.overflow, [(float(o.lr), *o[1:]) for o in options]
             arguments = (*factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
             plan.serving.launch(call, "sgd", *arguments, results=(overflow,), flags=fresh)
 
@@ -248,23 +281,19 @@ def multi_tensor_lion(
     with torch.no_grad():
         operation = _LION[models is not None]
         lists = (grads, masters, exp_avgs) if models is None else (grads, masters, exp_avgs, models)
-        call = call_for(operation, lists, None if tables is None else tables.lists, getattr(factors[0], "device", None))
-        plan, found = call.plan, None if models is None else stats
-        if models is not None and stats is None:
-            raise ValueError(f"{operation.name}: {_NO_STATS}")
-        numbers = {"factors.inv_scale": factors[0], "factors.coefficient": factors[1], "found_inf": found_inf}
-        check_given(operation.name, plan, numbers, found, {"group_of": group_of}, options)
-        if found_inf is not None and plan.decided_here and found_inf.item():
+        given = Given(factors, options, group_of, models is not None, stats, found_inf, tables)
+        call = step_call(operation, lists, given)
+        if call is None:
             return
+        plan, found = call.plan, None if models is None else stats
         for _, row in plan.by_reference:
             grad, master, average, *kept = call.row(row)
             model = kept[0] if found is not None else None
             with reference_steps.whole(row, master, model, found, number) as single:
                 reference_steps.lion(grad, single, average, options[group_of[row]], factors)
         if plan.serving is cuda:
-            cuda_steps.launch(call, "lion", options, group_of, factors, found, found_inf)
+            cuda_steps.launch(call, "lion", options, group_of, factors, found, found_inf, number=number)
         elif plan.serving is not None:
-            overflow = 0 if found is None else found.overflow
-            groups = [(float(o.lr), *o[1:]) for o in options]
+            overflow, groups = 0 if found is None else found.overflow, [(float(o.lr), *o[1:]) for o in options]
             arguments = (*factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
             plan.serving.launch(call, "lion", *arguments, results=(overflow,))

@@ -122,6 +122,7 @@ SPLIT = Operation(
     "float32 masters into float16 or bfloat16 params and int16 or int8 remainders",
     written=(1, 2),
     shape_of=1,
+    coded=("cuda",),
 )
 JOIN = Operation(
     "multi_tensor_join",
@@ -130,6 +131,7 @@ JOIN = Operation(
     "float16 or bfloat16 params and int16 or int8 remainders into float32",
     written=(2,),
     shape_of=2,
+    coded=("cuda",),
 )
 RENEW = Operation(
     "multi_tensor_renew",
@@ -137,6 +139,7 @@ RENEW = Operation(
     _renew_accepts,
     "float16 or bfloat16 params and int16 or int8 remainders",
     written=(1,),
+    coded=("cuda",),
 )
 
 

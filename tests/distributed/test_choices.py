@@ -152,9 +152,58 @@ def under_sharding(rank: int, size: int) -> None:
     refused |= {'"split" does not go with ZeroRedundancyOptimizer': {"master_weights": "split"}}
     for message, options in refused.items():
         assert message in raised(ValueError, lambda o=options: MixedPrecisionOptimizer(part, **o))
+    said = {
+        'optimizer_state="8bit" can\'t be served: ': {"optimizer_state": "8bit"},
+        'master_weights="split24" can\'t be served: ': {"master_weights": "split24"},
+        "gradient_release=True takes gradients when they arrive, which is before DDP's reducer": {
+            "gradient_release": True
+        },
+        "gradient_release='held' takes gradients when they arrive, which is before": {"gradient_release": "held"},
+    }
+    reasons = ((inner, "parameter 'group 0, param 0' is a DTensor"), (part, "ZeroRedundancyOptimizer steps its part"))
+    for optimizer, reason in reasons:
+        for message, options in said.items():
+            heard = raised(ValueError, lambda o=options, w=optimizer: MixedPrecisionOptimizer(w, **o))
+            assert message in heard, heard
+            assert "gradient_release" in options or reason in heard, heard
+    for wrapped in (opt, zero):
+        heard = raised(RuntimeError, lambda o=wrapped: o.state_dict(compact=True))
+        assert "state_dict: masters and optimizer state are spread over ranks" in heard
     for optimizer, params in ((inner, list(net.parameters())), (part, list(zero_net.parameters()))):
         assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], params, strict=True))
 
 
 def test_sharded_training_refuses_what_it_cannot_serve(two: World) -> None:
     two.run(under_sharding)
+
+
+def in_eight_bits(rank: int, size: int) -> None:
+    """Ranks round alike, by index and step; codes that one rank saves go on on both, bit for bit."""
+    ends = []
+    for resumes in (False, True):
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(8, 70), nn.Linear(70, 70), nn.Linear(70, 4)).half()
+        model, opt = DDP(net), wrap(net, master_weights="split24", optimizer_state="8bit")
+        distributed.attach(opt, model, verify_ranks_every=1)
+        for step in range(4):
+            if resumes and step == 2:
+                saved, weights = copy.deepcopy(opt.state_dict(compact=True)), copy.deepcopy(net.state_dict())
+                assert any("exp_avg_codes" in entry for entry in saved["optimizer"]["state"].values())
+                net.load_state_dict(weights)
+                model, opt = DDP(net), wrap(net, master_weights="split24", optimizer_state="8bit")
+                distributed.attach(opt, model, verify_ranks_every=1)
+                opt.load_state_dict(saved)
+            opt.zero_grad()
+            x = torch.randn(5, 8, generator=torch.Generator().manual_seed(10 * step + rank)).half()
+            opt.backward(model(x).float().square().mean())
+            opt.clip_master_grads(0.5)
+            opt.step()
+        state = [v for entry in opt.state.values() for v in entry.values() if isinstance(v, Tensor)]
+        assert any(v.dtype == torch.uint8 for v in state)
+        ends.append([*net.parameters(), *(v.float() for v in state)])
+        assert_alike([t.detach() for t in ends[-1]])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_eight_bits_under_ddp_and_a_compact_checkpoint(two: World) -> None:
+    two.run(in_eight_bits)

@@ -7,13 +7,13 @@ import torch
 
 from fp16opt.distributed.replicas import content_hash
 
-DTYPES = [torch.float16, torch.bfloat16, torch.int16, torch.float32, torch.float64]
+DTYPES = [torch.float16, torch.bfloat16, torch.int16, torch.int8, torch.float32, torch.float64]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 7, 2**18, 2**18 + 3])
 def test_one_bit_counts_at_every_border(dtype: torch.dtype, size: int) -> None:
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     value = torch.arange(size).to(torch.float32).to(dtype)
     plain = content_hash(value)
     for place in {0, size // 2, min(2**18 - 1, size - 1), size - 1}:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fp16opt import MixedPrecisionOptimizer, register_one_pass
-from fp16opt.engine import one_pass_rows
+from fp16opt.engine import one_pass_rows, one_pass_trial
 from fused import oracle_fused as oracle
 from fused.oracle_fused import Element
 from fused.test_fused_steps import give_grads, parameters
@@ -235,3 +235,80 @@ def test_what_registering_refuses(error: type[Exception], message: str, given: t
     with pytest.raises(error, match=message):
         register_one_pass(*given)
     register_one_pass(PlainLion, "lion", LION_KEYS)  # the same again changes nothing
+
+
+class Cautious(PlainLion):
+    """Steps otherwise where a group says so."""
+
+    def __init__(self, params: Any, **more: Any) -> None:
+        super().__init__(params, **more)
+        self.defaults["cautious"] = False
+        for group in self.param_groups:
+            group.setdefault("cautious", False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        before = [[p.clone() for p in group["params"]] for group in self.param_groups]
+        super().step()
+        for group, olds in zip(self.param_groups, before, strict=True):
+            for p, old in zip(group["params"], olds, strict=True):
+                if group["cautious"]:
+                    p.copy_(old.lerp(p, 0.5))
+
+
+register_one_pass(Cautious, "lion", LION_KEYS)
+
+
+def train_once(opt: MixedPrecisionOptimizer, *params: Tensor) -> None:
+    opt.zero_grad()
+    opt.backward(sum((p.float() * 0.5).sum() for p in params))  # type: ignore[arg-type]
+    opt.step()
+
+
+def test_settings_that_come_later_are_tried_as_well(caplog: pytest.LogCaptureFixture) -> None:
+    def made() -> tuple[Tensor, MixedPrecisionOptimizer]:
+        weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
+        return weight, MixedPrecisionOptimizer(Cautious([weight]), fused_step=True)
+
+    weight, opt = made()
+    train_once(opt, weight)
+    moved = 1 - float(next(iter(opt.master_params()))[0])
+    opt.param_groups[0]["cautious"] = True
+    train_once(opt, weight)
+    assert 1 - float(next(iter(opt.master_params()))[0]) == pytest.approx(1.5 * moved, rel=1e-3), "its own step"
+    assert "Cautious, with the settings of group 0, gives other weights" in caplog.text
+    opt.param_groups[0]["cautious"] = False
+    assert "step: fused" in repr(opt)
+    _, opt = made()
+    opt.add_param_group({"params": [half()], "cautious": True})
+    assert "step: general (Cautious, with the settings of group 1, gives other weights" in repr(opt)
+
+
+def test_a_rate_that_changes_is_no_new_kind_of_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = half()
+    opt = MixedPrecisionOptimizer(PlainLion([weight], decay=0.1), fused_step=True)
+    train_once(opt, weight)
+    tried: list[Any] = []
+    monkeypatch.setattr(one_pass_trial, "_difference", lambda *given: tried.append(given) or "")
+    for rate, decay in ((0.1, 0.1), (0.2, 0.3)):
+        opt.param_groups[0].update(rate=rate, decay=decay, b1=0.8)
+        train_once(opt, weight)
+    assert tried == []
+    opt.param_groups[0]["decay"] = 0.0
+    train_once(opt, weight)
+    train_once(opt, weight)
+    assert len(tried) == 1
+
+
+def test_with_release_settings_that_come_later_are_refused() -> None:
+    weight = half()
+    opt = MixedPrecisionOptimizer(Cautious([weight]), gradient_release=True)
+    train_once(opt, weight)
+    with pytest.raises(ValueError, match=r"gradient_release=True needs the one-pass step.*: Cautious, with .* group 1"):
+        opt.add_param_group({"params": [half()], "cautious": True})
+    assert len(opt.param_groups) == 1
+    opt.param_groups[0]["cautious"] = True
+    before = weight.detach().clone()
+    with pytest.raises(RuntimeError, match="can't be stepped in one pass any more: Cautious, with the settings of"):
+        opt.backward(weight.float().sum())
+    assert torch.equal(weight, before)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import emulated
 import numpy as np
+import pretended
 import pytest
 import torch
 
@@ -196,3 +200,28 @@ def test_a_weight_that_was_written_stands_for_itself() -> None:
         out = torch.zeros(3)
         multi_tensor_join([weight], [rest], [out])
         assert torch.equal(out, weight.float())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_card_splits_joins_and_renews_as_torch_operations_do(
+    emulated_cuda: Any, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    values = some(5003, seed=4)
+    wanted = both(values, kind)
+    weight, rest, digests = wanted[0].clone(), wanted[1].clone(), torch.tensor([[1], [0]])
+    multi_tensor_renew([weight], [rest], *digests, torch.zeros(1, dtype=torch.int32))
+    emulated.use(emulated_cuda, monkeypatch)
+    count = pretended.counting(monkeypatch)
+    got = both(values, kind)
+    assert count.launches == {"split": 1, "join": 1}
+    nan = np.isnan(values)
+    bits = [one.view(torch.int16).numpy() for one in (got[0], wanted[0])]
+    assert np.array_equal(bits[0][~nan], bits[1][~nan])
+    assert torch.equal(got[1], wanted[1])
+    assert same(got[2].numpy(), wanted[2].numpy()).all()
+    assert got[3] == wanted[3] == 3
+    taken = torch.zeros(1, dtype=torch.int32)
+    multi_tensor_renew([wanted[0]], [got[1]], *digests, taken)
+    assert torch.equal(got[1], rest)
+    assert int(taken) == 1
+    assert count.launches["renew"] == 1

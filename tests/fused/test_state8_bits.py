@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import emulated
 import numpy as np
+import pretended
 import pytest
 import torch
 from torch import Tensor
@@ -34,7 +36,7 @@ INV_SCALE, CLIP = 2.0**-9, 0.3721
 GIVEN = Factors(torch.tensor(INV_SCALE), torch.tensor(CLIP))
 
 
-FEW = ["reference", *[f"{level}-{n}" for level, n in zip(LEVELS, (2, 3, 1), strict=False)]]
+FEW = ["reference", "emulated", *[f"{level}-{n}" for level, n in zip(LEVELS, (2, 3, 1), strict=False)]]
 few = pytest.mark.parametrize("implementation", FEW, indirect=True)
 """Each SIMD level once, each with another number of threads; :func:`test_threads` has all of them."""
 
@@ -139,7 +141,7 @@ def test_sgd_has_the_bits_of_the_oracle(case: str, kind: str, implementation: st
 
 
 def test_threads(implementation: str) -> None:
-    """The emulated CUDA backend is among them: it has no such kernel, and takes torch operations."""
+    """The emulated CUDA kernels are among them."""
     test_adam_has_the_bits_of_the_oracle("adamw", "half split", implementation)
     test_sgd_has_the_bits_of_the_oracle("momentum", "bfloat16", implementation)
 
@@ -224,3 +226,35 @@ def test_every_code_comes_back() -> None:
         assert torch.equal(again[0], first)
         assert torch.equal(again[1], second)
         assert torch.equal(again[2], scales)
+
+
+def test_on_a_card_one_kernel_steps_all(emulated_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Split masters of 24 bits with 8-bit state: one launch a step, and no torch operation beside it."""
+    emulated.use(emulated_cuda, monkeypatch)
+    n, one = 300, torch.tensor(1.0)
+    models, rests = [torch.ones(n).half()], [torch.zeros(n, dtype=torch.int8)]
+    first, second = [torch.zeros(n, dtype=torch.int8)], [torch.zeros(n, dtype=torch.uint8)]
+    more: dict[str, Any] = {"models": models, "stats": CastStats.allocate(1, "cpu"), "found_inf": torch.tensor(0.0)}
+    lists, scales, steps = ([torch.ones(n).half()], rests), [torch.zeros(3)], [torch.tensor(0.0)]
+    adam = [AdamOptions(0.1, 0.9, 0.999, 1e-8, 0.0, True, False)], [0], Factors(one, one), 1
+    sgd = [SgdOptions(0.1, 0.9, 0.0, 0.0, False, False)], [0], Factors(one, one), 1
+    tables = StepTables(), StepTables()
+
+    def both() -> None:
+        multi_tensor_adam8(*lists, first, second, scales, steps, *adam, tables=tables[0], **more)
+        multi_tensor_sgd8(*lists, first, scales, *sgd, first=[True], tables=tables[1], **more)
+
+    both()
+    count = pretended.counting(monkeypatch)
+    with pretended.watching(monkeypatch) as seen:
+        both()
+    assert seen.looks == []
+    assert count.launches == {"adam8": 1, "sgd8": 1}
+    more["found_inf"].fill_(1.0)
+    written = [*models, *rests, *first, *second, *scales, *steps]
+    before = [t.clone() for t in written]
+    both()
+    assert all(torch.equal(a, b) for a, b in zip(before, written, strict=True))
+    more["found_inf"].zero_()
+    both()
+    assert not torch.equal(before[0], models[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -392,7 +393,7 @@ def construct(inner: Callable[[list[Any]], Any], **more: Any) -> Callable[[], An
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (construct(AdamW, fused_step=False), r'optimizer_state="8bit" does not go with fused_step=False: .*"auto"'),
     (construct(AdamW, master_weights="none"), r'optimizer_state="8bit" does not go with master_weights="none"'),
-    (construct(lambda p: AdamW(p, amsgrad=True)), r'"8bit" does not go with group 0, which has amsgrad'),
+    (construct(lambda p: AdamW(p, amsgrad=True)), r'"8bit" can\'t be served: group 0 has amsgrad=True.*="fp32"'),
     (construct(RMSprop), r'optimizer_state="8bit" can\'t be served: RMSprop is not exactly SGD, Adam or AdamW'),
     (construct(lambda p: Muon(p[:2])), r'optimizer_state="8bit" can\'t be served: Muon is not'),
     (construct(lambda p: AdamW(p, differentiable=True)), "can't be served: group 0 has differentiable=True"),
@@ -414,7 +415,7 @@ def test_refusals_name_both_arguments(make: Callable[[], Any], message: str) -> 
 
 def test_a_group_with_amsgrad_is_refused_and_nothing_added() -> None:
     opt, params = trained()
-    with pytest.raises(ValueError, match="group 1, which has amsgrad=True"):
+    with pytest.raises(ValueError, match=r'"8bit" needs the one-pass step, which group 1 can.t have: .*amsgrad=True'):
         opt.add_param_group({"params": [nn.Parameter(torch.ones(3))], "amsgrad": True})
     assert len(opt.param_groups) == 1
     opt.add_param_group({"params": [nn.Parameter(torch.ones(LARGE).half())]})
@@ -442,3 +443,62 @@ def test_a_step_that_can_only_be_the_wrapped_optimizers_raises_before_it_changes
     opt.param_groups[0]["differentiable"] = False
     opt.zero_grad()
     step(opt, params, 9)
+
+
+MODES: dict[str, tuple[str, dict[str, Any]]] = {
+    "8bit": ('optimizer_state="8bit"', {"optimizer_state": "8bit"}),
+    "split24": ('master_weights="split24"', {"master_weights": "split24"}),
+    "release": ("gradient_release=True", {"gradient_release": True}),
+    "held": ("gradient_release='held'", {"gradient_release": "held"}),
+}
+LATER: dict[str, tuple[dict[str, Any], torch.dtype, str]] = {
+    "float64": ({}, torch.float64, "parameter 'group 1, param 0' is float64"),
+    "differentiable": ({"differentiable": True}, torch.float16, "group 1 has differentiable=True"),
+    "capturable": ({"capturable": True}, torch.float16, "group 1 has capturable=True"),
+    "betas": ({"betas": (0.9, 1.5)}, torch.float16, "group 1 has betas of"),
+    "lr": ({"lr": torch.ones(2)}, torch.float16, "group 1 has an lr that is a tensor of several elements"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", LATER)
+def test_groups_that_could_never_be_stepped_are_refused_when_they_come(case: str, mode: str) -> None:
+    more, dtype, message = LATER[case]
+    said, given = MODES[mode]
+    opt = MixedPrecisionOptimizer(AdamW([nn.Parameter(torch.ones(LARGE).half())]), **given)
+    wanted = f"{said} needs the one-pass step, which group 1 can't have: {message}"
+    with pytest.raises(ValueError, match=re.escape(wanted)):
+        opt.add_param_group({"params": [nn.Parameter(torch.ones(3, dtype=dtype))], **more})
+    assert len(opt.param_groups) == len(opt.optimizer.param_groups) == 1
+    opt.backward(opt.engine.pairs.models[0].float().sum())
+    opt.step()
+    plain = MixedPrecisionOptimizer(AdamW([nn.Parameter(torch.ones(LARGE).half())]), fused_step="auto")
+    plain.add_param_group({"params": [nn.Parameter(torch.ones(3))], "differentiable": True})
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("key", ["differentiable", "capturable"])
+@pytest.mark.parametrize("of_torch", [False, True])
+def test_checkpoints_whose_groups_could_never_be_stepped_are_refused(key: str, mode: str, of_torch: bool) -> None:
+    said, given = MODES[mode]
+    params = [nn.Parameter(torch.ones(LARGE).half())]
+    opt = MixedPrecisionOptimizer(AdamW(params), **given)
+    opt.backward(params[0].float().sum())
+    opt.step()
+    saved = copy.deepcopy(opt.state_dict())
+    saved["optimizer"]["param_groups"][0][key] = True
+    before = everything(opt, params)
+    wanted = f"{said} needs the one-pass step, which group 0 can't have: group 0 has {key}=True"
+    with pytest.raises(ValueError, match=re.escape(wanted)):
+        opt.load_state_dict(saved["optimizer"] if of_torch else saved)
+    assert_same(everything(opt, params), before)
+
+
+def test_a_checkpoint_with_amsgrad_is_refused() -> None:
+    params = [nn.Parameter(torch.ones(LARGE).half())]
+    opt = MixedPrecisionOptimizer(AdamW(params), optimizer_state="8bit")
+    other = MixedPrecisionOptimizer(AdamW([nn.Parameter(torch.ones(LARGE).half())], amsgrad=True))
+    before = everything(opt, params)
+    with pytest.raises(ValueError, match=r'optimizer_state="8bit" needs .* group 0 has amsgrad=True'):
+        opt.load_state_dict(other.state_dict())
+    assert_same(everything(opt, params), before)

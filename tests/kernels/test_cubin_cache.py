@@ -133,9 +133,7 @@ def test_links_and_pipes_are_not_followed(folder: Path, tmp_path: Path) -> None:
     assert load() == (None, [f"{path} is no file"])
 
 
-def test_a_folder_that_cannot_be_made_or_written(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path
-) -> None:
+def test_a_folder_that_cannot_be_made_or_written(monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FP16OPT_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(CacheError, match=r"file/cache can't be used: Not a directory: name another folder with FP16"):

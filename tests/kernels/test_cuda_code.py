@@ -34,9 +34,9 @@ MAPPING = {
     "Join": (True, True),
     "Renew": (True, True),
 }
-STEPPING = {"AdamStep": (True, True), "SgdStep": (True, True), "LionStep": (True, True)}
+STEPPING = dict.fromkeys(("AdamStep", "SgdStep", "LionStep", "Adam8Step", "Sgd8Step"), (True, True))
 WIDE = {**FINDING, **MEASURING, **MAPPING, **STEPPING}
-REGISTERS = {"AdamStep": 128}  # two blocks of 256 threads fit on a multiprocessor; else 80, and three
+REGISTERS = {"AdamStep": 128, "Adam8Step": 128}  # two blocks of 256 threads fit on a multiprocessor; else 80, and three
 TWO_BLOCKS = (100,)  # cards on which cuda_entries.cuh reckons with two blocks of every kernel
 # Bytes that one compiler puts on one card's stack, and no other on any.
 SPILLS = {(12, 70, "UnscaleClipped"): 20, (13, 120, "Sample"): 24, (13, 120, "SgdStep"): 16, (13, 120, "LionStep"): 24}
@@ -146,6 +146,9 @@ def test_steps_divide_and_take_roots_as_the_cpu_does(compiled: Compiled) -> None
     assert used["sqrt.rn.f64"] == 1, "of the bias correction, which one thread of a block computes"
     assert used["cvt.rn.f16.f32"] > 0, "float16 weights are rounded in the pass"
     assert not instructions(compiled.kernels["SgdStep"])["div.rn.f32"]
+    used = instructions(compiled.kernels["Adam8Step"])
+    assert used["sqrt.rn.f32"] == 16, "of v, and of its share of the block's largest"
+    assert used["div.rn.f32"] == 3 * 8, "the bias correction, the move, the ratio; the reciprocal of the scale is a rcp"
 
 
 @pytest.mark.parametrize("name", list(WIDE))

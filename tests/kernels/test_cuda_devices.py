@@ -79,9 +79,7 @@ def test_the_first_use_compiles_for_the_card_and_says_so_once(driver: Any, folde
     assert driver.noted("cuDevicePrimaryCtxRetain") == ["cuDevicePrimaryCtxRetain 0"]
 
 
-def test_where_the_cache_serves_nvrtc_is_not_opened(
-    driver: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
+def test_where_the_cache_serves_nvrtc_is_not_opened(driver: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     assert kernels.backend("cuda:0") == "cuda"
     count = len(compiled())
     driver.noted()

@@ -182,9 +182,7 @@ def test_a_run_of_nothing_has_a_page(tmp_path: Path) -> None:
     assert pictures.together(reading.load(path)).startswith(b"\x89PNG")
 
 
-def test_what_it_refuses(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run.jsonl"
     assert program.main(["report", str(path)]) == 2
     assert "No such file" in capsys.readouterr().err

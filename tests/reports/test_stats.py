@@ -104,9 +104,7 @@ def test_model_writes_are_counted(mode: str, caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.parametrize("overflow", [False, True])
-def test_one_look_at_a_device(
-    emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch, overflow: bool
-) -> None:
+def test_one_look_at_a_device(emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch, overflow: bool) -> None:
     pretended.pretend(emulated_cuda, monkeypatch)
     params = [nn.Parameter(torch.ones(4, dtype=torch.float16)) for _ in range(2)]
     opt = MixedPrecisionOptimizer(torch.optim.AdamW(params), dynamic=True)

@@ -1,0 +1,213 @@
+// The steps whose state is kept in 8 bits, as programs for cuda.cuh. A block of 128 elements with one scale is the work of 16
+// neighbouring threads: in one phase they step, and leave in shared memory what is to be coded, in the next they know the
+// largest of it.
+#pragma once
+
+#include "../functors/ratio8.h"
+#include "cuda_steps.cuh"
+
+FP16OPT_BEGIN
+
+constexpr int kThreadsOfBlock = kStateBlock / kGroup;
+static_assert(kRow % kStateBlock == 0 && kChunk % kStateBlock == 0, "rows and chunks begin where blocks do");
+
+// What is to be coded of one row: a thread's eight elements lie kThreads apart, so that neighbours meet no bank twice.
+struct CodedRow {
+    float values[kGroup * kThreads];
+    float largest[kThreads];
+
+    // Of the block of 128 elements that `thread` works on.
+    FP16OPT_HD float largest_of_block(int thread) const {
+        const int first = thread / kThreadsOfBlock * kThreadsOfBlock;
+        float most = largest[first];
+        for (int k = 1; k < kThreadsOfBlock; ++k) most = largest[first + k] > most ? largest[first + k] : most;
+        return most;
+    }
+};
+
+// Memory of codes.
+class CodeBytes {
+public:
+    FP16OPT_HD CodeBytes(const Lists& lists, int list, const Chunk& chunk)
+        : first_(lists.at<uint8_t>(list, chunk)), aligned_(is_aligned(first_)) {}
+    FP16OPT_HD void get(int i, Eight<uint8_t>& codes, int valid) const {
+        load(codes, static_cast<const uint8_t*>(first_ + i), aligned_, valid);
+    }
+    FP16OPT_HD void set(int i, const Eight<uint8_t>& codes, int valid) const { store(codes, first_ + i, aligned_, valid); }
+
+private:
+    uint8_t* first_;
+    bool aligned_;
+};
+
+FP16OPT_HD uint32_t with_sign(uint8_t code) { return uint32_t(int32_t(int8_t(code))); }
+
+// What both steps have. Behind the lists of a step comes that of the scales.
+struct CodedStep : StepCommon {
+    typedef CodedRow Rows;
+
+    FP16OPT_HD float* scales(const Lists& lists, int own_list, const Chunk& chunk) const {
+        const int list = model_list < 0 ? own_list : model_list + 1;
+        return lists.at<float>(list, Chunk{chunk.start / kStateBlock, chunk.tensor, chunk.numel});
+    }
+    FP16OPT_HD uint32_t dither(const Chunk& chunk, int i) const { return dither_at(uint64_t(chunk.start + i), number); }
+};
+
+// One step of Adam or AdamW. The state's lists: exp_avg_codes, exp_avg_sq_codes.
+struct Adam8Step : CodedStep {
+    const Adam8Group* groups;
+    struct Terms {
+        AdamTerms<float> adam;
+        float unit, units;
+    };
+    static constexpr int blocks = 2, scale_list = 4;
+
+    FP16OPT_HD Terms terms(const Lists&, const Chunk& chunk) const {
+        const Member& member = members[chunk.tensor];
+        const Adam8Group& g = groups[member.group];
+        return Terms{adam_terms(factors(g.maximize != 0), g, count(member)), g.limit * kRatioUnit, kRatios * (1.0f / g.limit)};
+    }
+
+    FP16OPT_HD Found advance(const Terms& terms, const Lists& lists, const Chunk& chunk, int i, int valid, int thread,
+                             Rows& rows) const {
+        const Grads grads(lists, chunk);
+        const Masters masters(lists, chunk, 1, model_list, number);
+        const CodeBytes first(lists, 2, chunk), second(lists, 3, chunk);
+        const float scale = scales(lists, scale_list, chunk)[i / kStateBlock];
+        Words raw_grad, raw_master;
+        Eight<float> g, p;
+        Eight<uint8_t> ratios, shares, made;
+        grads.get(i, raw_grad, valid);
+        masters.get(i, raw_master, valid);
+        first.get(i, ratios, valid);
+        second.get(i, shares, valid);
+        grads.widen_to(raw_grad, g);
+        masters.values(raw_master, p);
+        made.clear();
+        float most = 0.0f;
+        FP16OPT_UNROLL
+        for (int k = 0; k < kGroup; ++k) {
+            const float was = root_of_code(uint32_t(shares.get(k)), scale);
+            float m = signed_of_code(with_sign(ratios.get(k)), was, terms.unit), v = was * was;
+            adam_moments(terms.adam, g.v[k], p.v[k], m, v);
+            const float second_root = root(v), now = root_to_keep(second_root);
+            adam_move(terms.adam, p.v[k], m, second_root);
+            made.set(k, uint8_t(signed_code(m, now, terms.units, ratio_dither(dither(chunk, i + k)))));
+            const float kept = k < valid ? now : 0.0f;
+            rows.values[k * kThreads + thread] = kept;
+            most = kept > most ? kept : most;
+        }
+        rows.largest[thread] = most;
+        first.set(i, made, valid);
+        Found found{0.0, 0, 0};
+        masters.set(i, p, valid, found);
+        return found;
+    }
+
+    FP16OPT_HD void keep(const Lists& lists, const Chunk& chunk, int i, int valid, int thread, const Rows& rows) const {
+        const float largest = rows.largest_of_block(thread);
+        const bool zero = !(largest >= kLeastScale);
+        const float per_scale = 1.0f / largest;
+        Eight<uint8_t> made;
+        made.clear();
+        if (zero) {
+            CodeBytes(lists, 2, chunk).set(i, made, valid);
+        } else {
+            FP16OPT_UNROLL
+            for (int k = 0; k < kGroup; ++k) {
+                made.set(k, uint8_t(root_code(rows.values[k * kThreads + thread], per_scale, dither(chunk, i + k))));
+            }
+        }
+        CodeBytes(lists, 3, chunk).set(i, made, valid);
+        if (i % kStateBlock == 0) scales(lists, scale_list, chunk)[i / kStateBlock] = zero ? 0.0f : largest;
+    }
+};
+
+// One step of SGD. The state's list: momentum_codes; lists.add tells where they hold nothing yet.
+struct Sgd8Step : CodedStep {
+    const SgdGroup* groups;
+    struct Terms {
+        SgdTerms<float> sgd;
+        bool first;
+    };
+    static constexpr int blocks = 3, scale_list = 3;
+
+    FP16OPT_HD Terms terms(const Lists& lists, const Chunk& chunk) const {
+        const SgdGroup& g = groups[members[chunk.tensor].group];
+        const bool first = lists.add[chunk.tensor] != 0;
+        return Terms{sgd_terms(factors(g.maximize != 0), g, first), first};
+    }
+
+    FP16OPT_HD Found advance(const Terms& terms, const Lists& lists, const Chunk& chunk, int i, int valid, int thread,
+                             Rows& rows) const {
+        const Grads grads(lists, chunk);
+        const Masters masters(lists, chunk, 1, model_list, number);
+        const float scale = scales(lists, scale_list, chunk)[i / kStateBlock];
+        Words raw_grad, raw_master;
+        Eight<float> g, p;
+        Eight<uint8_t> codes;
+        grads.get(i, raw_grad, valid);
+        masters.get(i, raw_master, valid);
+        CodeBytes(lists, 2, chunk).get(i, codes, valid);
+        grads.widen_to(raw_grad, g);
+        masters.values(raw_master, p);
+        float most = 0.0f;
+        FP16OPT_UNROLL
+        for (int k = 0; k < kGroup; ++k) {
+            float momentum = 0.0f;
+            if (terms.first) {
+                sgd<true>(terms.sgd, g.v[k], p.v[k], &momentum);
+            } else {
+                momentum = signed_of_code(with_sign(codes.get(k)), scale, kRatioUnit);
+                sgd<false>(terms.sgd, g.v[k], p.v[k], &momentum);
+            }
+            rows.values[k * kThreads + thread] = momentum;
+            const float size = smaller(magnitude_of(momentum, uint32_t()), kLargestMomentum);
+            most = k < valid && size > most ? size : most;
+        }
+        rows.largest[thread] = most;
+        Found found{0.0, 0, 0};
+        masters.set(i, p, valid, found);
+        return found;
+    }
+
+    FP16OPT_HD void keep(const Lists& lists, const Chunk& chunk, int i, int valid, int thread, const Rows& rows) const {
+        const float largest = rows.largest_of_block(thread);
+        const bool zero = !(largest >= kLeastMomentum);
+        Eight<uint8_t> made;
+        made.clear();
+        FP16OPT_UNROLL
+        for (int k = 0; k < kGroup; ++k) {
+            const uint32_t dither_low = ratio_dither(dither(chunk, i + k));
+            const uint32_t code = signed_code(rows.values[k * kThreads + thread], largest, kRatios, dither_low);
+            made.set(k, uint8_t(zero ? 0u : code));
+        }
+        CodeBytes(lists, 2, chunk).set(i, made, valid);
+        if (i % kStateBlock == 0) scales(lists, scale_list, chunk)[i / kStateBlock] = zero ? 0.0f : largest;
+    }
+};
+
+// Row after row in two phases: see above.
+template <class Step>
+FP16OPT_HD void work_in_rows(const WithTerms<Step>& o, const Lists& lists, const Chunk& chunk, Shared& s) {
+    for (int row = 0; row < chunk.numel; row += kRow) {
+        for_threads([&](int t) {
+            const int i = row + t * kGroup, left = chunk.numel - i;
+            if (row == 0) s.flags[t] = 0;
+            o.rows.largest[t] = 0.0f;
+            if (left > 0) s.flags[t] |= o.step.advance(o.terms, lists, chunk, i, left < kGroup ? left : kGroup, t, o.rows).flags;
+        });
+        for_threads([&](int t) {
+            const int i = row + t * kGroup, left = chunk.numel - i;
+            if (left > 0) o.step.keep(lists, chunk, i, left < kGroup ? left : kGroup, t, o.rows);
+        });
+    }
+}
+FP16OPT_HD void work_on(const WithTerms<Adam8Step>& step, const Lists& lists, const Chunk& chunk, Shared& s) {
+    work_in_rows(step, lists, chunk, s);
+}
+FP16OPT_HD void work_on(const WithTerms<Sgd8Step>& step, const Lists& lists, const Chunk& chunk, Shared& s) {
+    work_in_rows(step, lists, chunk, s);
+}
+
+FP16OPT_END
