@@ -4,48 +4,59 @@
 FP16OPT_BEGIN
 namespace {
 
-template <class Grad, class Master>
+float* state_of(const StepChunk& c, int k) { return static_cast<float*>(c.state[k]); }
+
+template <class Master>
 uint32_t adam_as(const StepChunk& c, Master master, const AdamTerms<Floats>& terms) {
-    const Grad* grad = static_cast<const Grad*>(c.grad);
-    if (c.largest != nullptr) {
-        adam_loop<Grad, Master, true>(terms, grad, master, c.exp_avg, c.exp_avg_sq, c.largest, c.numel);
+    const auto grad = gradient_of(c, master);
+    if (c.state[2] != nullptr) {
+        adam_loop<true>(terms, grad, master, state_of(c, 0), state_of(c, 1), state_of(c, 2), c.numel);
     } else {
-        adam_loop<Grad, Master, false>(terms, grad, master, c.exp_avg, c.exp_avg_sq, nullptr, c.numel);
+        adam_loop<false>(terms, grad, master, state_of(c, 0), state_of(c, 1), nullptr, c.numel);
     }
     return master.flags();
 }
 
-template <class Grad, class Master>
+template <class Master>
 uint32_t sgd_as(const StepChunk& c, Master master, const SgdTerms<Floats>& terms, bool first) {
-    const Grad* grad = static_cast<const Grad*>(c.grad);
-    if (c.exp_avg == nullptr) {
-        sgd_loop<Grad, Master, Momentum::none>(terms, grad, master, nullptr, c.numel);
+    const auto grad = gradient_of(c, master);
+    if (c.state[0] == nullptr) {
+        sgd_loop<Momentum::none>(terms, grad, master, nullptr, c.numel);
     } else if (first) {
-        sgd_loop<Grad, Master, Momentum::first>(terms, grad, master, c.exp_avg, c.numel);
+        sgd_loop<Momentum::first>(terms, grad, master, state_of(c, 0), c.numel);
     } else {
-        sgd_loop<Grad, Master, Momentum::later>(terms, grad, master, c.exp_avg, c.numel);
+        sgd_loop<Momentum::later>(terms, grad, master, state_of(c, 0), c.numel);
     }
     return master.flags();
+}
+
+template <class Master>
+uint32_t lion_as(const StepChunk& c, Master master, const LionTerms<Floats>& terms) {
+    lion_loop(terms, gradient_of(c, master), master, state_of(c, 0), c.numel);
+    return master.flags();
+}
+
+template <class Step>
+uint32_t for_steps(const StepChunk& c, Step&& step) {
+    return for_whole_blocks(c, kBlock, int(sizeof(float)), [&](const StepChunk& part, int64_t) {
+        return step_any(part, [&](auto master) { return step(part, master); });
+    });
 }
 
 uint32_t adam_chunk(const StepChunk& c, const GradFactors& factors, const AdamScalars& scalars) {
     const AdamTerms<Floats> terms(factors, scalars, SplatFloats{});
-    return step_any(c, [&](auto grad, auto master) { return adam_as<decltype(grad)>(c, master, terms); });
+    return for_steps(c, [&](const StepChunk& part, auto master) { return adam_as(part, master, terms); });
 }
 
 uint32_t sgd_chunk(const StepChunk& c, const GradFactors& factors, const SgdScalars& scalars) {
     const SgdTerms<Floats> terms(factors, scalars, SplatFloats{});
     const bool first = scalars.first != 0;
-    return step_any(c, [&](auto grad, auto master) { return sgd_as<decltype(grad)>(c, master, terms, first); });
+    return for_steps(c, [&](const StepChunk& part, auto master) { return sgd_as(part, master, terms, first); });
 }
 
 uint32_t lion_chunk(const StepChunk& c, const GradFactors& factors, const LionScalars& scalars) {
     const LionTerms<Floats> terms(factors, scalars, SplatFloats{});
-    return step_any(c, [&](auto grad, auto master) {
-        using Grad = decltype(grad);
-        lion_loop<Grad>(terms, static_cast<const Grad*>(c.grad), master, c.exp_avg, c.numel);
-        return master.flags();
-    });
+    return for_steps(c, [&](const StepChunk& part, auto master) { return lion_as(part, master, terms); });
 }
 
 }  // namespace

@@ -5,10 +5,8 @@
 
 namespace fp16opt {
 
-// Of the chunk's first element on; see functors/ratio8.h. `second` is null for SGD.
+// What codes of a chunk are read with; see functors/ratio8.h.
 struct State8Chunk {
-    int8_t* first;
-    uint8_t* second;
     float* scales;
     float limit;      // of |m| / sqrt(v)
     uint32_t dither;  // of the first element

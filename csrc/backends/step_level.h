@@ -6,15 +6,14 @@
 
 namespace fp16opt {
 
-// The addresses of a chunk's first elements. `model` is null for parameters that are their own masters, `largest` without
-// amsgrad, and `exp_avg` holds SGD's momentum buffer, or is null without momentum. Lion has `exp_avg` alone.
+// The addresses of a chunk's first elements. `model` is null for parameters that are their own masters. `state` is Adam's
+// exp_avg, exp_avg_sq and, with amsgrad, their largest; SGD's momentum buffer, or nothing; Lion's exp_avg. It is float32 but
+// for the steps with 8-bit state.
 struct StepChunk {
     DType grad_dtype, model_dtype;
     const void* grad;
     void* master;
-    float* exp_avg;
-    float* exp_avg_sq;
-    float* largest;
+    void* state[3];
     void* model;
     int64_t numel;
     bool split;    // `master` holds the remainders of masters that are split

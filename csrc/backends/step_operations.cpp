@@ -50,8 +50,7 @@ StepChunk chunk_of(const StepLists& lists, const Chunk& c, bool stream) {
     chunk.grad_dtype = table.dtypes[0][size_t(c.tensor)];
     chunk.grad = at<void>(lists.grads, table, 0, c);
     chunk.master = at<void>(lists.masters, table, 1, c);
-    float** state[3] = {&chunk.exp_avg, &chunk.exp_avg_sq, &chunk.largest};
-    for (size_t k = 0; k < lists.state.size(); ++k) *state[k] = at<float>(*lists.state[k], table, 2 + k, c);  // or codes
+    for (size_t k = 0; k < lists.state.size(); ++k) chunk.state[k] = at<void>(*lists.state[k], table, 2 + k, c);
     if (lists.models != nullptr) {
         const size_t list = 2 + lists.state.size();
         chunk.model_dtype = table.dtypes[list][size_t(c.tensor)];
@@ -122,11 +121,9 @@ SgdScalars scalars_of(const SgdOptions& o, bool first) {
     return sgd_scalars(o.lr, o.momentum, o.dampening, o.weight_decay, o.nesterov, first);
 }
 
-State8Chunk codes_of(const StepLists& lists, const Pointers& scales_of, const StepChunk& chunk, const Chunk& part,
-                     float limit) {
+State8Chunk codes_of(const StepLists& lists, const Pointers& scales_of, const Chunk& part, float limit) {
     float* scales = static_cast<float*>(scales_of[size_t(part.tensor)]) + part.start / kStateBlock;
-    return {reinterpret_cast<int8_t*>(chunk.exp_avg), reinterpret_cast<uint8_t*>(chunk.exp_avg_sq), scales, limit,
-            dither_at(uint64_t(part.start), lists.number)};
+    return {scales, limit, dither_at(uint64_t(part.start), lists.number)};
 }
 
 static_assert(kChunk % kStateBlock == 0, "chunks begin where blocks do");
@@ -155,7 +152,7 @@ void adam8(const StepLists& lists, const Pointers& scales, const Pointers& steps
     const auto* level = current_level().state8;
     run(lists, threads, [&](const StepChunk& chunk, const Chunk& part) {
         const size_t place = size_t(part.tensor), group = size_t(lists.group_of[place]);
-        return level->adam(chunk, codes_of(lists, scales, chunk, part, limits[group]),
+        return level->adam(chunk, codes_of(lists, scales, part, limits[group]),
                            factors_of(inv_scale, coefficient, groups[group].maximize), scalars[place]);
     });
 }
@@ -183,7 +180,7 @@ void sgd8(const StepLists& lists, const Pointers& scales, const std::vector<uint
     run(lists, threads, [&](const StepChunk& chunk, const Chunk& part) {
         const size_t place = size_t(part.tensor);
         const SgdOptions& o = groups[size_t(lists.group_of[place])];
-        return level->sgd(chunk, codes_of(lists, scales, chunk, part, 1.0f), factors_of(inv_scale, coefficient, o.maximize),
+        return level->sgd(chunk, codes_of(lists, scales, part, 1.0f), factors_of(inv_scale, coefficient, o.maximize),
                           scalars_of(o, first[place] != 0));
     });
 }

@@ -18,38 +18,11 @@ constexpr int kVectors = int(sizeof(Block) / sizeof(Floats));
 constexpr int kSumVectors = int(sizeof(SumBlock) / sizeof(SumFloats));
 constexpr uint32_t kInfinity = 0x7f800000u;
 
-// Sums of neighbours, half as many.
-template <class T>
-FP16OPT_HD void add_neighbours(const T* from, T* to, int count) {
-    for (int i = 0; i < count; ++i) to[i] = from[2 * i] + from[2 * i + 1];
-}
-
-// For a block of which a group has left float32's range, or is zero: group_term, in loops that a compiler vectorises.
-template <class Of>
-FP16OPT_NOINLINE static void add_groups_of_any_range(const SumBlock& b, double* lanes) {
-    if (!any_from(b, 1)) return;
-    constexpr int kGroups = kBlock / kGroup;
-    alignas(64) float values[kBlock], pairs[4 * kGroups], fours[2 * kGroups], eights[kGroups];
-    alignas(64) double wide[kBlock], wide_pairs[4 * kGroups], wide_fours[2 * kGroups], terms[kGroups];
-    store(values, b, false);
-    for (int i = 0; i < kBlock; ++i) wide[i] = square(double(values[i]));
-    add_neighbours(wide, wide_pairs, 4 * kGroups);
-    add_neighbours(wide_pairs, wide_fours, 2 * kGroups);
-    add_neighbours(wide_fours, terms, kGroups);
-    for (int i = 0; i < kBlock; ++i) values[i] = square(values[i]);
-    add_neighbours(values, pairs, 4 * kGroups);
-    add_neighbours(pairs, fours, 2 * kGroups);
-    add_neighbours(fours, eights, kGroups);
-    for (int g = 0; g < kGroups; ++g) {
-        const double near = kSumsStored<Of> ? double(eights[g]) : double(fours[2 * g]) + double(fours[2 * g + 1]);
-        lanes[g] += is_in_range(eights[g]) ? near : terms[g];
-    }
-}
-
 // The running sums of a chunk.
 struct Lanes {
     alignas(64) double sums[kLanes];
     int at = 0;
+    bool tiny = false;  // the block before was; see add_groups_of_any_range
     int used;  // lanes that this chunk reaches; the others would only add zeros, which change no sum of squares
 
     explicit FP16OPT_HD Lanes(int64_t n) {
@@ -60,7 +33,7 @@ struct Lanes {
     // `Of`: as for group_term.
     template <class Of>
     FP16OPT_HD void add(const SumBlock& b) {
-        if (!add_groups<Of>(b, sums + at)) add_groups_of_any_range<Of>(b, sums + at);
+        if (FP16OPT_UNLIKELY(tiny) || !add_groups<Of>(b, sums + at)) tiny = add_groups_of_any_range<Of>(b, sums + at);
         at = (at + kBlock / kGroup) % kLanes;
     }
     FP16OPT_HD void unscale_squares(float inv_scale) {

@@ -39,7 +39,7 @@ typedef unsigned long long uintptr_t;
 #if defined(__CUDACC__)
 
 // As many blocks at a time on a multiprocessor as registers allow without spilling.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 #define FP16OPT_BLOCKS 2
 #else
 #define FP16OPT_BLOCKS 3
@@ -60,7 +60,7 @@ typedef unsigned long long uintptr_t;
         fp16opt::run_measuring(operation, lists, int64_t(blockIdx.x), room);                                     \
     }
 #define FP16OPT_MAPPING(name, Operation)                                                                         \
-    FP16OPT_ENTRY(name, fp16opt::kThreads)                                                                       \
+    FP16OPT_ENTRY(name, fp16opt::kThreads, FP16OPT_BLOCKS)                                                       \
     (const fp16opt::Operation operation, const fp16opt::Lists lists) {                                           \
         fp16opt::run_mapping(operation, lists, int64_t(blockIdx.x), int64_t(gridDim.x));                         \
     }

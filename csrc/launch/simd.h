@@ -21,6 +21,10 @@ FP16OPT_BEGIN
 
 constexpr int kBlock = 64;  // elements
 
+// 2^-52, as bits: eight squares of what is smaller are below kLeastSum together, whatever float32 makes of them.
+constexpr uint32_t kSurelyTiny = (127u - 52u) << 23;
+static_assert(kLeastSum == 0x1p-100f, "8 * 2^-104 must be less");
+
 #if defined(FP16OPT_AVX512) || defined(FP16OPT_AVX2)
 
 // 64 elements in 256-bit vectors, with which every x86 level sums squares: with 512-bit vectors that takes 15% longer on
@@ -64,33 +68,86 @@ FP16OPT_HD bool any_from(const Block256& b, uint32_t limit) {
     return _mm256_movemask_epi8(below) != -1;
 }
 
-// Adds the terms of the eight groups of a block to eight consecutive lanes, with the bits of group_term: four groups side by
-// side, between the additions lanes move. False, and nothing is added, where one of them has left float32's range.
-template <class Of>
-FP16OPT_HD bool add_groups(const Block256& b, double* lanes) {
+// The sums of the eight groups of a block in float32, four groups side by side; between the additions lanes move.
+struct GroupSums {
     __m256 fours[2];  // of groups 0 to 3 and 4 to 7: the sums of their first four elements, then of their last four
-    for (int half = 0; half < 2; ++half) {
-        __m256 pairs[2];
-        for (int k = 0; k < 2; ++k) {
-            const __m256 low = b.v[4 * half + 2 * k], high = b.v[4 * half + 2 * k + 1];
-            const __m256 even = _mm256_shuffle_ps(low, high, 0x88), odd = _mm256_shuffle_ps(low, high, 0xdd);
-            pairs[k] = square(even) + square(odd);
+    __m256 sums;
+
+    explicit FP16OPT_HD GroupSums(const Block256& b) {
+        for (int half = 0; half < 2; ++half) {
+            __m256 pairs[2];
+            for (int k = 0; k < 2; ++k) {
+                const __m256 low = b.v[4 * half + 2 * k], high = b.v[4 * half + 2 * k + 1];
+                const __m256 even = _mm256_shuffle_ps(low, high, 0x88), odd = _mm256_shuffle_ps(low, high, 0xdd);
+                pairs[k] = square(even) + square(odd);
+            }
+            fours[half] = _mm256_shuffle_ps(pairs[0], pairs[1], 0x88) + _mm256_shuffle_ps(pairs[0], pairs[1], 0xdd);
         }
-        fours[half] = _mm256_shuffle_ps(pairs[0], pairs[1], 0x88) + _mm256_shuffle_ps(pairs[0], pairs[1], 0xdd);
+        sums = _mm256_permute2f128_ps(fours[0], fours[1], 0x20) + _mm256_permute2f128_ps(fours[0], fours[1], 0x31);
     }
-    const __m256 sums = _mm256_permute2f128_ps(fours[0], fours[1], 0x20) + _mm256_permute2f128_ps(fours[0], fours[1], 0x31);
-    if (!kStaysInRange<Of>) {
+    FP16OPT_HD __m256 in_range() const {
         const __m256 enough = _mm256_cmp_ps(sums, _mm256_set1_ps(kLeastSum), _CMP_GE_OQ);
-        const __m256 finite = _mm256_cmp_ps(sums, _mm256_set1_ps(kMostSum), _CMP_LE_OQ);
-        if (FP16OPT_UNLIKELY(_mm256_movemask_ps(_mm256_and_ps(enough, finite)) != 0xff)) return false;
+        return _mm256_and_ps(enough, _mm256_cmp_ps(sums, _mm256_set1_ps(kMostSum), _CMP_LE_OQ));
     }
-    for (int half = 0; half < 2; ++half) {
+    // What four groups add to their lanes where they are in range.
+    template <class Of>
+    FP16OPT_HD __m256d terms(int half) const {
         const __m256 of = kSumsStored<Of> ? sums : fours[half];
         const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(of)), high = _mm256_cvtps_pd(_mm256_extractf128_ps(of, 1));
+        return !kSumsStored<Of> ? low + high : half == 0 ? low : high;
+    }
+};
+
+// Adds the terms of the eight groups of a block to eight consecutive lanes, with the bits of group_term. False, and nothing
+// is added, where one of them has left float32's range.
+template <class Of>
+FP16OPT_HD bool add_groups(const Block256& b, double* lanes) {
+    const GroupSums groups(b);
+    if (!kStaysInRange<Of> && FP16OPT_UNLIKELY(_mm256_movemask_ps(groups.in_range()) != 0xff)) return false;
+    for (int half = 0; half < 2; ++half) {
         double* at = lanes + 4 * half;
-        _mm256_store_pd(at, _mm256_load_pd(at) + (!kSumsStored<Of> ? low + high : half == 0 ? low : high));
+        _mm256_store_pd(at, _mm256_load_pd(at) + groups.terms<Of>(half));
     }
     return true;
+}
+
+// What four groups add where they are not in range: squares and sums in doubles. Memory is widened without moving lanes.
+FP16OPT_HD __m256d wide_terms(const float* groups) {
+    __m256d pairs[4];  // of each group: elements 0 + 1, 4 + 5, 2 + 3, 6 + 7
+    for (int g = 0; g < 4; ++g) {
+        const __m256d low = _mm256_cvtps_pd(_mm_load_ps(groups + 8 * g));
+        const __m256d high = _mm256_cvtps_pd(_mm_load_ps(groups + 8 * g + 4));
+        pairs[g] = _mm256_hadd_pd(square(low), square(high));
+    }
+    __m256d fours[2];  // of two groups each: the first four elements, the last four
+    for (int k = 0; k < 2; ++k) {
+        fours[k] = _mm256_permute2f128_pd(pairs[2 * k], pairs[2 * k + 1], 0x20) +
+                   _mm256_permute2f128_pd(pairs[2 * k], pairs[2 * k + 1], 0x31);
+    }
+    return _mm256_permute4x64_pd(_mm256_hadd_pd(fours[0], fours[1]), 0xd8);
+}
+
+// add_groups for any numbers. True where all of them are tiny, and not all zero: in tensors of such the next block is best
+// brought here at once, because their squares are subnormal in float32, and processors take many times as long for these.
+template <class Of>
+FP16OPT_NOINLINE static bool add_groups_of_any_range(const Block256& b, double* lanes) {
+    if (!any_from(b, 1)) return false;
+    alignas(32) float values[kBlock];
+    store(values, b, false);
+    if (!any_from(b, kSurelyTiny)) {
+        for (int k = 0; k < 8; k += 4) _mm256_store_pd(lanes + k, _mm256_load_pd(lanes + k) + wide_terms(values + 8 * k));
+        return true;
+    }
+    const GroupSums groups(b);
+    const __m256i near = _mm256_castps_si256(groups.in_range());
+    for (int half = 0; half < 2; ++half) {
+        const __m128i four = half == 0 ? _mm256_castsi256_si128(near) : _mm256_extracti128_si256(near, 1);
+        const __m256d takes_near = _mm256_castsi256_pd(_mm256_cvtepi32_epi64(four));
+        double* at = lanes + 4 * half;
+        _mm256_store_pd(at, _mm256_load_pd(at) +
+                                _mm256_blendv_pd(wide_terms(values + 32 * half), groups.terms<Of>(half), takes_near));
+    }
+    return false;
 }
 
 typedef Block256 SumBlock;
@@ -305,6 +362,31 @@ FP16OPT_HD bool add_groups(const Block& b, double* lanes) {
         lanes[g] += kSumsStored<Of> ? double(front[g] + back[g]) : double(front[g]) + double(back[g]);
     }
     return true;
+}
+
+// Sums of neighbours, half as many.
+template <class T>
+FP16OPT_HD void add_neighbours(const T* from, T* to, int count) {
+    for (int i = 0; i < count; ++i) to[i] = from[2 * i] + from[2 * i + 1];
+}
+
+// add_groups for any numbers, in loops that a compiler vectorises. True where all are tiny, and not all zero: in tensors of
+// such the next block is best brought here at once, because their squares are subnormal in float32, and processors take
+// many times as long for these.
+template <class Of>
+FP16OPT_NOINLINE static bool add_groups_of_any_range(const Block& b, double* lanes) {
+    if (!any_from(b, 1)) return false;
+    constexpr int kGroups = kBlock / kGroup;
+    alignas(64) double wide[kBlock], wide_pairs[4 * kGroups], wide_fours[2 * kGroups], terms[kGroups];
+    for (int i = 0; i < kBlock; ++i) wide[i] = square(double(b.v[i]));
+    add_neighbours(wide, wide_pairs, 4 * kGroups);
+    add_neighbours(wide_pairs, wide_fours, 2 * kGroups);
+    add_neighbours(wide_fours, terms, kGroups);
+    const bool tiny = !any_from(b, kSurelyTiny);
+    for (int g = 0; g < kGroups; ++g) {
+        lanes[g] += tiny ? terms[g] : group_term<Of>(b.v + g * kGroup);
+    }
+    return tiny;
 }
 
 typedef Block SumBlock;

@@ -1,4 +1,4 @@
-// The CPU loops over split masters: 64 elements at a time, the last, incomplete block in padded copies.
+// The CPU loops over split masters: 64 elements at a time.
 #pragma once
 
 #include "../functors/split.h"
@@ -6,20 +6,13 @@
 
 FP16OPT_BEGIN
 
-// 64 values of 16 bits, of which the first `valid` come from memory and the others are zero.
+// 64 values of 16 bits.
 struct Shorts {
     alignas(64) uint16_t v[kBlock];
 
     FP16OPT_HD Shorts() {}
-    FP16OPT_HD Shorts(const void* from, int valid) {
-        if (valid == kBlock) {
-            memcpy(v, from, sizeof(v));
-        } else {
-            memset(v, 0, sizeof(v));
-            memcpy(v, from, size_t(valid & (kBlock - 1)) * sizeof(uint16_t));
-        }
-    }
-    FP16OPT_HD void copy_to(void* to, int valid) const { memcpy(to, v, size_t(valid) * sizeof(uint16_t)); }
+    FP16OPT_HD explicit Shorts(const void* from) { memcpy(v, from, sizeof(v)); }
+    FP16OPT_HD void copy_to(void* to) const { memcpy(to, v, sizeof(v)); }
 };
 
 // A block as single numbers, on which functors that compare and convert are vectorised by the compiler.
@@ -168,60 +161,54 @@ FP16OPT_HD void narrow_weights(Half, const Block& p, Narrow& narrow) { narrow_to
 FP16OPT_HD void narrow_weights(BFloat16, const Block& p, Narrow& narrow) { narrow_away(p, narrow); }
 
 // Masters that are kept as the model's own weights and remainders: see FullMaster.
-template <class Model>
+template <class Weight>
 class SplitMaster {
 public:
+    typedef Weight Model;
+
     FP16OPT_HD SplitMaster(void* model, void* remainder)
         : model_(static_cast<Model*>(model)), remainder_(static_cast<uint16_t*>(remainder)) {}
 
-    FP16OPT_HD void read(int64_t i, int valid, Block& p) const {
-        if (valid == kBlock) {
-            prefetch_block(model_ + i);
-            prefetch_block(remainder_ + i);
-            Block wide;
-            widen_weights(Model{}, model_ + i, wide);
-            if (!is_special<Model>(wide, kInfinity)) return join_finite(Model{}, wide, remainder_ + i, p);
-        }
-        const Shorts weights(model_ + i, valid), remainders(remainder_ + i, valid);
+    FP16OPT_HD void read(int64_t i, Block& p) const {
+        prefetch_block(model_ + i);
+        prefetch_block(remainder_ + i);
         Block wide;
-        widen_weights(Model{}, weights.v, wide);
-        if (!is_special<Model>(wide, kInfinity)) return join_finite(Model{}, wide, remainders.v, p);
+        widen_weights(Model{}, model_ + i, wide);
+        if (!is_special<Model>(wide, kInfinity)) return join_finite(Model{}, wide, remainder_ + i, p);
+        const Shorts weights(model_ + i), remainders(remainder_ + i);
         Singles joined(wide);
         for (int k = 0; k < kBlock; ++k) joined.v[k] = join(Model{}, joined.v[k], weights.v[k], remainders.v[k]);
         load(static_cast<const float*>(joined.v), p);
     }
 
-    FP16OPT_HD void write(int64_t i, int valid, const Block& p) {
-        Shorts weights, remainders;
+    FP16OPT_HD void write(int64_t i, const Block& p) {
         Block wide;
         if (!is_special<Model>(p, first_infinite<Model>())) {
             Narrow narrow;
             narrow_weights(Model{}, p, narrow);
-            void* const to = valid == kBlock ? static_cast<void*>(model_ + i) : weights.v;
-            store(to, narrow, false);
-            widen_weights(Model{}, to, wide);
-            remainders_of_finite(Model{}, p, wide, valid == kBlock ? remainder_ + i : remainders.v);
-            if (valid == kBlock) return;
-        } else {
-            const Singles master(p);
-            if (FP16OPT_UNLIKELY(any_from(p, first_infinite<Model>()))) note(master, valid);
-            weights_of(Model{}, p, master, weights);
-            widen_weights(Model{}, weights.v, wide);
-            const Singles rounded(wide);
-            for (int k = 0; k < kBlock; ++k) {
-                remainders.v[k] = split_remainder(Model{}, master.v[k], rounded.v[k], weights.v[k]);
-            }
+            store(static_cast<void*>(model_ + i), narrow, false);
+            widen_weights(Model{}, model_ + i, wide);
+            return remainders_of_finite(Model{}, p, wide, remainder_ + i);
         }
-        weights.copy_to(model_ + i, valid);
-        remainders.copy_to(remainder_ + i, valid);
+        const Singles master(p);
+        if (FP16OPT_UNLIKELY(any_from(p, first_infinite<Model>()))) note(master);
+        Shorts weights, remainders;
+        weights_of(Model{}, p, master, weights);
+        widen_weights(Model{}, weights.v, wide);
+        const Singles rounded(wide);
+        for (int k = 0; k < kBlock; ++k) {
+            remainders.v[k] = split_remainder(Model{}, master.v[k], rounded.v[k], weights.v[k]);
+        }
+        weights.copy_to(model_ + i);
+        remainders.copy_to(remainder_ + i);
     }
 
     FP16OPT_HD void finish() const {}
     FP16OPT_HD uint32_t flags() const { return flags_; }
 
 private:
-    FP16OPT_NOINLINE void note(const Singles& master, int valid) {
-        for (int k = 0; k < valid; ++k) flags_ |= cast_flags(master.v[k], first_infinite<Model>());
+    FP16OPT_NOINLINE void note(const Singles& master) {
+        for (int k = 0; k < kBlock; ++k) flags_ |= cast_flags(master.v[k], first_infinite<Model>());
     }
 
     Model* model_;
@@ -229,22 +216,23 @@ private:
     uint32_t flags_ = 0;
 };
 
+// `n` is a multiple of kBlock.
 template <class Model>
 FP16OPT_HD void join_loop(const SplitMaster<Model>& from, float* out, int64_t n) {
-    for_blocks(n, [&](int64_t i, int valid) {
+    for (int64_t i = 0; i < n; i += kBlock) {
         Block p;
-        from.read(i, valid, p);
-        set(out + i, valid, p);
-    });
+        from.read(i, p);
+        store(out + i, p);
+    }
 }
 
 template <class Model>
 FP16OPT_HD void split_loop(const float* master, SplitMaster<Model>& to, int64_t n) {
-    for_blocks(n, [&](int64_t i, int valid) {
+    for (int64_t i = 0; i < n; i += kBlock) {
         Block p;
-        get(master + i, valid, p);
-        to.write(i, valid, p);
-    });
+        get(master + i, p);
+        to.write(i, p);
+    }
 }
 
 FP16OPT_END

@@ -54,51 +54,43 @@ FP16OPT_HD void split24_finite(BFloat16, const Block& p, BFloat16* weights, Code
     store(static_cast<void*>(weights), narrow, false);
 }
 
-template <class Model>
+template <class Weight>
 class Split24Master {
 public:
+    typedef Weight Model;
+
     FP16OPT_HD Split24Master(void* model, void* remainder, uint32_t dither)
         : model_(static_cast<Model*>(model)), remainder_(static_cast<int8_t*>(remainder)), dither_(dither) {}
 
-    FP16OPT_HD void read(int64_t i, int valid, Block& p) const {
+    FP16OPT_HD void read(int64_t i, Block& p) const {
         Codes remainders;
-        get(static_cast<const int8_t*>(remainder_ + i), valid, remainders);
-        Model padded[kBlock];
-        const Model* weights = model_ + i;
-        if (valid < kBlock) {
-            memset(padded, 0, sizeof(padded));
-            memcpy(padded, weights, size_t(valid) * sizeof(Model));
-            weights = padded;
-        } else {
-            prefetch_block(model_ + i);
-        }
-        join24_finite(Model{}, weights, remainders, p);
-        if (FP16OPT_UNLIKELY(any_from(p, kInfinity))) {
-            float joined[kBlock] = {};
-            for (int k = 0; k < valid; ++k) joined[k] = join24(Model{}, weights[k].bits, uint8_t(remainder_[i + k]));
-            load(static_cast<const float*>(joined), p);
-        }
+        get(static_cast<const int8_t*>(remainder_ + i), remainders);
+        prefetch_block(model_ + i);
+        join24_finite(Model{}, model_ + i, remainders, p);
+        if (FP16OPT_UNLIKELY(any_from(p, kInfinity))) read_special(i, p);
     }
 
-    FP16OPT_HD void write(int64_t i, int valid, const Block& p) {
+    FP16OPT_HD void write(int64_t i, const Block& p) {
         const uint32_t dither = dither_ + uint32_t(i) * kMasterIndexStride;
-        if (FP16OPT_UNLIKELY(any_from(p, first_infinite<Model>()))) return write_special(i, valid, p, dither);
-        Model padded[kBlock];
+        if (FP16OPT_UNLIKELY(any_from(p, first_infinite<Model>()))) return write_special(i, p, dither);
         Codes remainders;
-        Model* weights = valid == kBlock ? model_ + i : padded;
-        split24_finite(Model{}, p, weights, remainders, dither);
-        if (valid < kBlock) memcpy(model_ + i, padded, size_t(valid) * sizeof(Model));
-        set(remainder_ + i, valid, remainders);
+        split24_finite(Model{}, p, model_ + i, remainders, dither);
+        store_codes(remainder_ + i, remainders);
     }
 
     FP16OPT_HD void finish() const {}
     FP16OPT_HD uint32_t flags() const { return flags_; }
 
 private:
-    FP16OPT_NOINLINE void write_special(int64_t i, int valid, const Block& p, uint32_t dither) {
+    FP16OPT_NOINLINE void read_special(int64_t i, Block& p) const {
+        float joined[kBlock];
+        for (int k = 0; k < kBlock; ++k) joined[k] = join24(Model{}, model_[i + k].bits, uint8_t(remainder_[i + k]));
+        load(static_cast<const float*>(joined), p);
+    }
+    FP16OPT_NOINLINE void write_special(int64_t i, const Block& p, uint32_t dither) {
         float master[kBlock];
         store(master, p);
-        for (int k = 0; k < valid; ++k) {
+        for (int k = 0; k < kBlock; ++k) {
             const Parts24 parts = split24(Model{}, master[k], dither + uint32_t(k) * kMasterIndexStride);
             model_[i + k].bits = parts.weight;
             remainder_[i + k] = int8_t(parts.remainder);

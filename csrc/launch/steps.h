@@ -1,5 +1,4 @@
-// The CPU loops of the one-pass steps: a functor applied to one chunk, 64 elements at a time. As in launch/cpu.h the last,
-// incomplete block goes through the same code as the others, in padded copies.
+// The CPU loops of the one-pass steps: a functor applied to whole blocks of 64 elements. An incomplete one comes as a Tail.
 #pragma once
 
 #include "cpu.h"
@@ -77,48 +76,46 @@ FP16OPT_HD void prefetch_block(const T* at) {
 #endif
 }
 
-// The first `valid` elements of a block; the others are zero. `valid` is kBlock but for a tail.
+// A block that the loop comes to, while memory behind it is asked for.
 template <class T>
-FP16OPT_HD void get(const T* from, int valid, Block& b) {
-    if (valid == kBlock) {
-        prefetch_block(from);
-        return load(from, b);
-    }
-    T padded[kBlock] = {};
-    memcpy(padded, from, size_t(valid) * sizeof(T));
-    load(static_cast<const T*>(padded), b);
-}
-FP16OPT_HD void set(float* to, int valid, const Block& b) {
-    if (valid == kBlock) return store(to, b);
-    float padded[kBlock];
-    store(padded, b);
-    memcpy(to, padded, size_t(valid) * sizeof(float));
+FP16OPT_HD void get(const T* from, Block& b) {
+    prefetch_block(from);
+    load(from, b);
 }
 
-// Where masters live. A step reads and writes them through such a type and knows nothing else of how they are stored:
-// `read` and `write` take the place in the chunk and how many elements of the block are valid; `finish` comes after the last
-// block, then `flags` tells of all that was written. This one is FP32 masters beside the 16-bit weights that they
-// are rounded to.
+// Gradients, in FP32 where they were unscaled before, else in the dtype of the weights. One branch for 64 elements costs
+// nothing beside them.
 template <class Model>
+struct Gradient {
+    const void* at;
+    bool wide;
+
+    FP16OPT_HD void read(int64_t i, Block& g) const {
+        if (sizeof(Model) == sizeof(float) || wide) return get(static_cast<const float*>(at) + i, g);
+        get(static_cast<const Model*>(at) + i, g);
+    }
+};
+
+// Where masters live. A step reads and writes them through such a type and knows nothing else of how they are stored:
+// `read` and `write` take the block's place in the chunk; `finish` comes after the last block, then `flags` tells of all that
+// was written. `Model` is the dtype of the weights. This one is FP32 masters beside the 16-bit weights that they are
+// rounded to.
+template <class Weight>
 class FullMaster {
 public:
+    typedef Weight Model;
+
     FP16OPT_HD FullMaster(void* master, void* model, bool stream)
         : master_(static_cast<float*>(master)), model_(static_cast<Model*>(model)), stream_(stream) {}
 
-    FP16OPT_HD void read(int64_t i, int valid, Block& p) { get(static_cast<const float*>(master_ + i), valid, p); }
+    FP16OPT_HD void read(int64_t i, Block& p) const { get(static_cast<const float*>(master_ + i), p); }
 
-    FP16OPT_HD void write(int64_t i, int valid, const Block& p) {
-        set(master_ + i, valid, p);
-        if (FP16OPT_UNLIKELY(any_from(p, first_infinite<Model>()))) note(i, valid);
+    FP16OPT_HD void write(int64_t i, const Block& p) {
+        store(master_ + i, p);
+        if (FP16OPT_UNLIKELY(any_from(p, first_infinite<Model>()))) note(i);
         Narrow narrow;
         narrow_to(Model{}, p, narrow);
-        if (valid == kBlock) {
-            store(static_cast<void*>(model_ + i), narrow, stream_);
-        } else {
-            Model padded[kBlock];
-            store(static_cast<void*>(padded), narrow, false);
-            memcpy(model_ + i, padded, size_t(valid) * sizeof(Model));
-        }
+        store(static_cast<void*>(model_ + i), narrow, stream_);
     }
 
     FP16OPT_HD void finish() const {
@@ -127,8 +124,8 @@ public:
     FP16OPT_HD uint32_t flags() const { return flags_; }
 
 private:
-    FP16OPT_NOINLINE void note(int64_t i, int valid) {
-        for (int k = 0; k < valid; ++k) flags_ |= cast_flags(master_[i + k], first_infinite<Model>());
+    FP16OPT_NOINLINE void note(int64_t i) {
+        for (int k = 0; k < kBlock; ++k) flags_ |= cast_flags(master_[i + k], first_infinite<Model>());
     }
 
     float* master_;
@@ -140,9 +137,11 @@ private:
 // FP32 parameters that are their own masters.
 class OwnMaster {
 public:
+    typedef float Model;
+
     explicit FP16OPT_HD OwnMaster(void* master) : master_(static_cast<float*>(master)) {}
-    FP16OPT_HD void read(int64_t i, int valid, Block& p) { get(static_cast<const float*>(master_ + i), valid, p); }
-    FP16OPT_HD void write(int64_t i, int valid, const Block& p) { set(master_ + i, valid, p); }
+    FP16OPT_HD void read(int64_t i, Block& p) const { get(static_cast<const float*>(master_ + i), p); }
+    FP16OPT_HD void write(int64_t i, const Block& p) { store(master_ + i, p); }
     FP16OPT_HD void finish() const {}
     FP16OPT_HD uint32_t flags() const { return 0; }
 
@@ -150,69 +149,61 @@ private:
     float* master_;
 };
 
-// Calls block(i, valid) for all of n elements.
-template <class Each>
-FP16OPT_HD void for_blocks(int64_t n, Each&& block) {
-    int64_t i = 0;
-    for (; i + kBlock <= n; i += kBlock) block(i, kBlock);
-    if (i < n) block(i, int(n - i));
-}
-
-// `largest` may be null.
-template <class Grad, class Master, bool kAmsgrad>
-FP16OPT_HD void adam_loop(const AdamTerms<Floats>& terms, const Grad* grad, Master& master, float* exp_avg,
+// `largest` may be null. `n` here and below is a multiple of kBlock.
+template <bool kAmsgrad, class Grad, class Master>
+FP16OPT_HD void adam_loop(const AdamTerms<Floats>& terms, const Grad& grad, Master& master, float* exp_avg,
                           float* exp_avg_sq, float* largest, int64_t n) {
-    for_blocks(n, [&](int64_t i, int valid) {
+    for (int64_t i = 0; i < n; i += kBlock) {
         Block g, p, m, v, top;
-        get(grad + i, valid, g);
-        master.read(i, valid, p);
-        get(static_cast<const float*>(exp_avg + i), valid, m);
-        get(static_cast<const float*>(exp_avg_sq + i), valid, v);
-        if (kAmsgrad) get(static_cast<const float*>(largest + i), valid, top);
+        grad.read(i, g);
+        master.read(i, p);
+        get(static_cast<const float*>(exp_avg + i), m);
+        get(static_cast<const float*>(exp_avg_sq + i), v);
+        if (kAmsgrad) get(static_cast<const float*>(largest + i), top);
         Block roots;
         for (int k = 0; k < kVectors; ++k) {
             adam_moments(terms, g.v[k], p.v[k], m.v[k], v.v[k]);
             roots.v[k] = root(adam_second(v.v[k], kAmsgrad ? &top.v[k] : nullptr));
         }
         for (int k = 0; k < kVectors; ++k) adam_move(terms, p.v[k], m.v[k], roots.v[k]);
-        master.write(i, valid, p);
-        set(exp_avg + i, valid, m);
-        set(exp_avg_sq + i, valid, v);
-        if (kAmsgrad) set(largest + i, valid, top);
-    });
+        master.write(i, p);
+        store(exp_avg + i, m);
+        store(exp_avg_sq + i, v);
+        if (kAmsgrad) store(largest + i, top);
+    }
     master.finish();
 }
 
 enum class Momentum { none, first, later };
 
-template <class Grad, class Master, Momentum kMomentum>
-FP16OPT_HD void sgd_loop(const SgdTerms<Floats>& terms, const Grad* grad, Master& master, float* buffer, int64_t n) {
-    for_blocks(n, [&](int64_t i, int valid) {
+template <Momentum kMomentum, class Grad, class Master>
+FP16OPT_HD void sgd_loop(const SgdTerms<Floats>& terms, const Grad& grad, Master& master, float* buffer, int64_t n) {
+    for (int64_t i = 0; i < n; i += kBlock) {
         Block g, p, b;
-        get(grad + i, valid, g);
-        master.read(i, valid, p);
-        if constexpr (kMomentum == Momentum::later) get(static_cast<const float*>(buffer + i), valid, b);
+        grad.read(i, g);
+        master.read(i, p);
+        if constexpr (kMomentum == Momentum::later) get(static_cast<const float*>(buffer + i), b);
         for (int k = 0; k < kVectors; ++k) {
             if constexpr (kMomentum == Momentum::first) b.v[k] = g.v[k];  // any value: it is not looked at
             sgd<kMomentum == Momentum::first>(terms, g.v[k], p.v[k], kMomentum == Momentum::none ? nullptr : &b.v[k]);
         }
-        master.write(i, valid, p);
-        if constexpr (kMomentum != Momentum::none) set(buffer + i, valid, b);
-    });
+        master.write(i, p);
+        if constexpr (kMomentum != Momentum::none) store(buffer + i, b);
+    }
     master.finish();
 }
 
 template <class Grad, class Master>
-FP16OPT_HD void lion_loop(const LionTerms<Floats>& terms, const Grad* grad, Master& master, float* exp_avg, int64_t n) {
-    for_blocks(n, [&](int64_t i, int valid) {
+FP16OPT_HD void lion_loop(const LionTerms<Floats>& terms, const Grad& grad, Master& master, float* exp_avg, int64_t n) {
+    for (int64_t i = 0; i < n; i += kBlock) {
         Block g, p, m;
-        get(grad + i, valid, g);
-        master.read(i, valid, p);
-        get(static_cast<const float*>(exp_avg + i), valid, m);
+        grad.read(i, g);
+        master.read(i, p);
+        get(static_cast<const float*>(exp_avg + i), m);
         for (int k = 0; k < kVectors; ++k) lion(terms, g.v[k], p.v[k], m.v[k]);
-        master.write(i, valid, p);
-        set(exp_avg + i, valid, m);
-    });
+        master.write(i, p);
+        store(exp_avg + i, m);
+    }
     master.finish();
 }
 

@@ -55,9 +55,8 @@ struct Codes {
     Words v[kVectors];
 };
 
-// `valid` of them from memory, and zeros behind.
 template <class Code>
-FP16OPT_HD void load_codes(const Code* from, Codes& codes) {
+FP16OPT_HD void get(const Code* from, Codes& codes) {
     for (int k = 0; k < kVectors; ++k) {
 #if defined(FP16OPT_AVX512)
         const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 16 * k));
@@ -69,13 +68,6 @@ FP16OPT_HD void load_codes(const Code* from, Codes& codes) {
         codes.v[k] = uint32_t(int32_t(from[k]));
 #endif
     }
-}
-template <class Code>
-FP16OPT_HD void get(const Code* from, int valid, Codes& codes) {
-    if (valid == kBlock) return load_codes(from, codes);
-    Code padded[kBlock] = {};
-    memcpy(padded, from, size_t(valid) * sizeof(Code));
-    load_codes(static_cast<const Code*>(padded), codes);
 }
 
 // Codes that fit the type of the memory.
@@ -96,13 +88,6 @@ FP16OPT_HD void store_codes(Code* to, const Codes& codes) {
 #else
     for (int k = 0; k < kVectors; ++k) to[k] = Code(codes.v[k]);
 #endif
-}
-template <class Code>
-FP16OPT_HD void set(Code* to, int valid, const Codes& codes) {
-    if (valid == kBlock) return store_codes(to, codes);
-    Code padded[kBlock];
-    store_codes(padded, codes);
-    memcpy(to, padded, size_t(valid) * sizeof(Code));
 }
 
 // Bits 8 to 15 as a number with a sign.

@@ -120,12 +120,11 @@ class PointerTables:
         PointerTables(empty)
     """
 
-    __slots__ = ("captured", "plan", "rebuilds", "seen")
+    __slots__ = ("__weakref__", "plan", "rebuilds", "seen")
 
     def __init__(self) -> None:
         self.plan: Plan | None = None
         self.seen: Any = None
-        self.captured: list[Any] = []  # tables that CUDA graphs read; memory that goes with this object
         self.rebuilds = 0
 
     def __reduce__(self) -> tuple[type[PointerTables], tuple[()]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -202,28 +203,6 @@ class Table(Content):
         return LISTS.packer().pack(*(memory + at for at in offsets), self.chunk_count, self._count, self._filled)
 
 
-class Kept:
-    """Memory that a captured graph reads, for as long as this is there.
-
-    Args:
-        device: whose it is.
-        content: what it begins with.
-    """
-
-    def __init__(self, device: Device, content: Content) -> None:
-        self._device: Device | None = None
-        self.memory = device.keep(content.host.raw[: content.copied], content.size)
-        self._device = device
-
-    def forever(self) -> None:
-        """Leave it where it is, also when this is gone."""
-        self._device = None
-
-    def __del__(self) -> None:
-        if self._device is not None:
-            self._device.give_back(self.memory)
-
-
 class Site:
     """The content of one call site in the GPU's memory.
 
@@ -270,14 +249,16 @@ class Site:
 
         It stays as long as ``owner``: replays need the tensors and buffers of whoever made the call, so they end with
         it. Where a call has no owner nothing tells when the graph is gone, and the memory is never given back. It is
-        the driver's and not torch's: what torch's allocator gives during a capture is the graph's to use again.
+        the driver's and not torch's. Torch would take it from the graph's own pool, whose memory is the graph's alone
+        (with ``backend:cudaMallocAsync`` it is there only while the graph runs), or on another stream from the common
+        one, where it would be lent again at once while a last replay may still read it; the driver's is freed when
+        the device is done.
         """
-        kept = Kept(device_of(stream), self.content)
-        self._settle(kept.memory)
-        if owner is None:
-            kept.forever()
-        else:
-            owner.captured.append(kept)
+        device = device_of(stream)
+        memory = device.keep(self.content.host.raw[: self.content.copied], self.content.size)
+        self._settle(memory)
+        if owner is not None:
+            weakref.finalize(owner, device.give_back, memory).atexit = False  # a process's end frees all
 
     def _settle(self, memory: int) -> None:
         self.memory = memory

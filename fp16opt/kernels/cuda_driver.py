@@ -56,9 +56,6 @@ class Device(Protocol):
     def give_back(self, address: int) -> None:
         """End of what :meth:`keep` gave."""
 
-    def kept_tables(self) -> int:
-        """How much of what :meth:`keep` gave was not given back."""
-
 
 class Driver:
     """The driver's library.
@@ -135,7 +132,6 @@ class Card:
         driver.call("cuDevicePrimaryCtxRetain", byref(context), device.value)
         self._context = context.value
         self._functions: dict[str, int | None] = {}
-        self._kept = 0
         with self._here(), driver.relaxed():
             for name, cubin in code.items():
                 module, function = c_void_p(), c_void_p()
@@ -194,7 +190,6 @@ class Card:
         driver, memory, stream = self._driver, _ADDRESS(), c_void_p()
         with self._here(), driver.relaxed():
             driver.call("cuMemAlloc_v2", byref(memory), max(1, size))
-            self._kept += 1
             try:
                 driver.call("cuStreamCreate", byref(stream), _NON_BLOCKING)
                 try:
@@ -211,8 +206,3 @@ class Card:
         """Free what :meth:`keep` gave. Waits for the device."""
         with self._here(), self._driver.relaxed():
             self._driver.call("cuMemFree_v2", address)
-        self._kept -= 1
-
-    def kept_tables(self) -> int:
-        """How much of what :meth:`keep` gave was not given back."""
-        return self._kept

@@ -37,9 +37,7 @@ MAPPING = {
 STEPPING = dict.fromkeys(("AdamStep", "SgdStep", "LionStep", "Adam8Step", "Sgd8Step"), (True, True))
 WIDE = {**FINDING, **MEASURING, **MAPPING, **STEPPING}
 REGISTERS = {"AdamStep": 128, "Adam8Step": 128}  # two blocks of 256 threads fit on a multiprocessor; else 80, and three
-TWO_BLOCKS = (100,)  # cards on which cuda_entries.cuh reckons with two blocks of every kernel
-# Bytes that one compiler puts on one card's stack, and no other on any.
-SPILLS = {(12, 70, "UnscaleClipped"): 20, (13, 120, "Sample"): 24, (13, 120, "SgdStep"): 16, (13, 120, "LionStep"): 24}
+TWO_BLOCKS = (100, 120)  # cards on which cuda_entries.cuh reckons with two blocks of every kernel
 SINGLE = {"CaptureScale", "DecideClip", "CloseStep"}  # one block, over a few numbers
 
 # With each release of CUDA: its oldest card, and a newer one. The others are compiled for with `-m slow`.
@@ -165,8 +163,7 @@ def test_loads_and_stores_are_16_bytes_wide(compiled: Compiled, name: str) -> No
 def test_nothing_is_spilled_and_no_atomic_adds_numbers(compiled: Compiled) -> None:
     for name, log in compiled.logs.items():
         spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
-        few = SPILLS.get((*compiled.of, name), 0)
-        assert all(int(number) <= few for number in spills[0]), f"{name}: {log}"
+        assert spills == [("0", "0", "0")], f"{name}: {log}"
         (registers,) = re.findall(r"Used (\d+) registers", log)
         most = 128 if compiled.of[1] in TWO_BLOCKS else REGISTERS.get(name, 80)
         assert int(registers) <= most, f"{name}: fewer blocks fit than were reckoned with"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 
 import numpy as np
@@ -320,6 +321,21 @@ def test_norms_of_groups_in_and_out_of_range_have_the_bits_of_the_oracle(
         multi_tensor_unscale(values, outs, torch.tensor(factor), stats)
         assert stats.sumsq.tolist() == [w.sumsq for w in wanted]
         assert stats.nonfinite.tolist() == [w.nonfinite for w in wanted]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_blocks_behind_tiny_ones_have_the_bits_of_the_oracle(implementation: str, dtype: torch.dtype) -> None:
+    """A loop that has met a block of 64 tiny elements expects more; from 2^-52 on a group may be in range again."""
+    rng = np.random.default_rng(7)
+    magnitudes = {"tiny": (-70, -60), "edge": (-53, -51), "plain": (-2, 2), "huge": (100, 120)}
+    blocks = {kind: of_exponents(rng, 64, dtype, *span) for kind, span in magnitudes.items()}
+    blocks["zero"] = torch.zeros(64, dtype=dtype)
+    blocks["mixed"] = torch.cat([blocks[kind][:16] for kind in ("tiny", "plain", "zero", "huge")])
+    for kinds in ("tiny zero", "tiny edge zero", "tiny edge zero plain", " ".join(blocks)):  # else the largest hide all
+        order = [kind for pair in itertools.product(kinds.split(), kinds.split()) for kind in pair]
+        values = torch.cat([*(blocks[kind] for kind in order), blocks["tiny"][:9]])
+        wanted = oracle.sum_of_squares(oracle.decode(raw(values), KINDS[dtype]), KINDS[dtype])
+        assert multi_tensor_l2norm([values])[0].item() == math.sqrt(wanted), kinds
 
 
 def test_a_group_that_float32_can_not_hold_counts_whatever_is_beside_it(level: str) -> None:

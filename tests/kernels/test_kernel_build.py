@@ -56,6 +56,15 @@ def outcome(folder: Path) -> str:
     return str(json.loads((folder / "lib" / "fp16opt" / "_build.json").read_text())["_cpu"])
 
 
+def test_the_installed_package_is_small() -> None:
+    """4 MB of files as a wheel holds them: 1.4 MB are text, and a level of SIMD more must not go unseen."""
+    folder = Path(fp16opt.__file__).parent
+    files = [
+        path for path in folder.rglob("*") if path.is_file() and path.suffix in (".py", ".pyi", ".so", ".cuh", ".csv")
+    ]
+    assert sum(path.stat().st_size for path in files) < 4_000_000
+
+
 @needs_build_tools
 @pytest.mark.parametrize(
     ("compiler", "reason"),
