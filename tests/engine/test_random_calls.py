@@ -215,7 +215,7 @@ class Calls(RuleBasedStateMachine):
         self.params, self.opt = self._build()
         self.opt.load_state_dict(copy.deepcopy(sd))
         assert_same(self.opt.state_dict(), sd)
-        self.skipped, self.was_skipped = 0, False
+        self.was_skipped = False  # how many were is part of a checkpoint
         self._clear()
 
     @rule()
