@@ -411,6 +411,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """All but hooks, a scheduler's patch of ``step``, and gradients (torch copies parameters without theirs)."""
         self._model_writes.check_home("a copy or pickle")
+        self._close_driven()
         self._model_writes.see_masters()
         kept = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
         return {**kept, "_wrapped_extras": extras(self.optimizer), "_steps_counted": self._steps_counted()}
@@ -1031,7 +1032,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             pre_hook(self)
         self._follow()
         self._model_writes.notice()
-        self._model_writes.tell_if_due()
+        self._look_back()
         counts = self._steps_counted(), self._outcome.skipped_steps
         built = checkpoint.build(self.optimizer, self._saved_masters(), self.scaler, *counts)
         if row_of(type(self.optimizer)) is not None:

@@ -220,6 +220,9 @@ class Accumulation:
 
     def _change_scale(self, scaler: LossScaler, pending: Pending) -> Pending:
         if self.stage is Stage.SCALED:
+            if not self.gradients.summing and (self._arrived or self.gradients.made):
+                self.gradients.judge()  # those that are true already: the pass over the others won't look at them
+                self._take_verdict(pending)
             self._sum_up(pending)
         else:
             self._start_summing()
@@ -256,7 +259,9 @@ class Accumulation:
         return [i for i, grad in enumerate(grads) if grad is not None and not left_over.holds(i, grad)]
 
     def is_strange(self, model: Tensor, master_grad: Tensor | None) -> bool:
-        """Whether one parameter has such a gradient, or none while its master still has one."""
+        """Whether one parameter has such a gradient, or none while its master still has one; zeros ask for all."""
+        if self._are_zeros and not self.gradients.made:
+            return True  # reading them makes all
         grad = model.grad
         if grad is None:
             return master_grad is not None
@@ -295,6 +300,8 @@ class Accumulation:
         Args:
             grad_scale: What they are divided by, where a GradScaler did not.
         """
+        if self.stage is Stage.READY and self.gradients.summing:
+            self.gradients.rest(None)  # zeros of cleared sums: nothing is added to them
         pending = Pending.capture(scaler)
         pending.foreign = True
         if grad_scale is not None:

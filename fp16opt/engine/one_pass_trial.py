@@ -57,10 +57,16 @@ class Trials:
 def _kind(row: OnePassRow, group: dict[str, Any]) -> tuple[Any, ...]:
     known = set(row.keys_used())
     return tuple(
-        (key, bool(value) if key in known and isinstance(value, (int, float)) else repr(value))
+        (key, _on_or_off(value) if key in known else repr(value))
         for key, value in group.items()
         if key != "params" and key != row.keys["lr"]
     )
+
+
+def _on_or_off(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):  # betas, which some schedulers change at every step
+        return tuple(map(_on_or_off, value))
+    return bool(value) if isinstance(value, (int, float)) else repr(value)
 
 
 def _visible(row: OnePassRow, settings: dict[str, Any]) -> dict[str, Any]:

@@ -186,7 +186,7 @@ class Outcome:
         flags = [] if self._flags is None or last is False else self._flags
         blamed = sum((one.ne(0).sum().to(flags[0].device) for one in flags), start=0 * last)
         return {
-            "steps": self._taken_before + self._skipped_before + self.steps,
+            "steps": self._taken_before + (self._skipped_before if self.all_or_nothing else 0) + self.steps,
             "skipped_steps": skipped,
             "step_was_skipped": last,
             "parameters_blamed": blamed * last,

@@ -122,6 +122,10 @@ class Pairs:
             self._append(group, number, names, adopt)
         self._rebuild()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._place()  # a copy's parameters have other ids
+
     def __len__(self) -> int:
         return len(self.all)
 
@@ -213,12 +217,15 @@ class Pairs:
         self.models = [pair.model for pair in self.all]
         self.masters = [pair.master for pair in self.all]
         self.names = [pair.name for pair in self.all]
-        self.places = {id(model): position for position, model in enumerate(self.models)}
+        self._place()
         self.has_pieces = any(map(is_sharded, self.models))
         self.has_own = any(map(operator.is_, self.models, self.masters))
         self.own_halves = [pair for pair in self.all if pair.master is pair.model and pair.model.dtype in HALF_DTYPES]
         self._seen = kernels.Seen(None if self.has_pieces else self.models)
         self.generation += 1
+
+    def _place(self) -> None:
+        self.places = {id(model): position for position, model in enumerate(self.models)}
 
     # -- what kernels get --------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable
@@ -58,6 +59,8 @@ ASKS: dict[str, Callable[[World], object]] = {
     "skipped_steps": lambda world: world.opt.skipped_steps == 1,
     "step_was_skipped": lambda world: bool(world.opt.step_was_skipped),
     "overflow_report": lambda world: [o.name for o in world.opt.overflow_report()] == [world.names[0]],
+    "state_dict": lambda world: world.opt.state_dict()["skipped_steps"] == 1,
+    "deepcopy": lambda world: copy.deepcopy(world.opt).skipped_steps == 1,
 }
 
 
@@ -101,6 +104,24 @@ def test_a_skip_is_counted_when_the_next_gradients_come(cls: Any, mode: Mode, un
             world.reference.step(GRADS)
     assert int(world.opt.skipped_steps) == 2
     world.check()
+
+
+@SCALERS
+@UNSCALES
+def test_zeros_of_cleared_fp32_sums_take_nothing_from_the_model(cls: Any, unscales: bool) -> None:
+    """The first parameter has no gradient in the second step, and is read first."""
+    weights = [torch.nn.Parameter(torch.ones(4, dtype=torch.float16)) for _ in range(2)]
+    opt = fp16opt.MixedPrecisionOptimizer(torch.optim.SGD(weights, lr=1.0), grad_accumulation="fp32")
+    opt.backward(torch.stack(weights).float().sum())
+    opt.zero_grad(set_to_none=False)
+    grad_scaler = cls("cpu", init_scale=64.0)
+    grad_scaler.scale(weights[1].float().sum()).backward()
+    if unscales:
+        grad_scaler.unscale_(opt)
+        assert float(clip_grad_norm_(weights, 1.0)) == 2.0
+    grad_scaler.step(opt)
+    moved = [1.0 - master[0].item() for master in opt.master_params()]
+    assert moved == pytest.approx([0.0, 0.5 if unscales else 1.0], rel=1e-5)
 
 
 @SCALERS

@@ -250,6 +250,35 @@ def test_one_loss_with_params_of_two_wrappers() -> None:
     assert_same_bits(q, array([0.75] * 4))
 
 
+@pytest.mark.parametrize("bad", [0, 1], ids=["half", "wide"])
+@pytest.mark.parametrize("reads", [False, True], ids=["", "read between"])
+def test_an_overflow_that_was_found_before_a_second_scale_came_skips_the_step(bad: int, reads: bool) -> None:
+    """Gradients of the FP32 parameter are looked at by ``backward``, and all by a reader, before sums begin."""
+    params = [ones(), ones(4, torch.float32)]
+    first, second = DynamicLossScaler(init_scale=32.0), DynamicLossScaler(init_scale=64.0)
+    opt = MixedPrecisionOptimizer(SGD(params, lr=0.5), scaler=first)
+    opt.backward(linear_loss(params, [float("inf") if k == bad else 1.0 for k in range(2)]), scaler=second)
+    if reads:
+        assert [bool(m.grad.isfinite().all()) for m in opt.master_params()] == [bad != 0, bad != 1]
+    opt.backward(linear_loss(params, [1.0, 1.0]))
+    opt.step()
+    assert opt.step_was_skipped
+    assert (float(first.scale), float(second.scale)) == (32.0, 32.0)
+    assert all(bool((p == 1).all()) for p in params)
+
+
+def test_an_overflow_that_the_user_has_mended_before_a_second_scale_came_is_none() -> None:
+    wide = ones(4, torch.float32)
+    first, second = DynamicLossScaler(init_scale=32.0), DynamicLossScaler(init_scale=64.0)
+    opt = MixedPrecisionOptimizer(SGD([wide], lr=0.5), scaler=first)
+    opt.backward(linear_loss([wide], [float("inf")]), scaler=second)
+    wide.grad.nan_to_num_(posinf=0.5)
+    opt.backward(linear_loss([wide], [0.5]))
+    opt.step()
+    assert_same_bits(wide, torch.full((4,), 0.5))
+    assert (float(first.scale), float(second.scale)) == (32.0, 64.0)
+
+
 def test_inputs_argument_limits_which_grads_are_made() -> None:
     p, q = ones(), ones()
     opt = MixedPrecisionOptimizer(SGD([p, q], lr=0.5), loss_scale=8.0)

@@ -300,6 +300,28 @@ def test_a_rate_that_changes_is_no_new_kind_of_settings(monkeypatch: pytest.Monk
     assert len(tried) == 1
 
 
+class Scheduled(AdamW):
+    """AdamW by another name."""
+
+
+register_one_pass(Scheduled, "adamw", TORCHS)
+
+
+def test_betas_that_change_are_no_new_kind_of_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = half()
+    opt = MixedPrecisionOptimizer(Scheduled([weight]), fused_step=True)
+    train_once(opt, weight)
+    tried: list[Any] = []
+    monkeypatch.setattr(one_pass_trial, "_difference", lambda *given: tried.append(given) or "")
+    for beta in (0.85, 0.8, 0.75):
+        opt.param_groups[0]["betas"] = (beta, 0.99)
+        train_once(opt, weight)
+    assert tried == []
+    opt.param_groups[0]["betas"] = (0.0, 0.99)
+    train_once(opt, weight)
+    assert len(tried) == 1
+
+
 def test_with_release_settings_that_come_later_are_refused() -> None:
     weight = half()
     opt = MixedPrecisionOptimizer(Cautious([weight]), gradient_release=True)

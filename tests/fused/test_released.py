@@ -475,6 +475,19 @@ def test_what_is_saved_or_copied_between_backward_and_step_has_the_step() -> Non
     assert held.state_dict()["steps"] == 0, "nothing was stepped yet"
 
 
+def test_a_step_that_left_a_parameter_alone_is_one_step_after_a_resume_too() -> None:
+    net, opt = made()
+    opt.backward(net(batch(torch.float16, 0)).float() * math.inf)
+    opt.step()
+    train(net, opt, range(1, 3))
+    before = opt.stats()
+    _, again = made()
+    again.load_state_dict(opt.state_dict())
+    counts = ("steps", "skipped_steps", "steps_since_calibration")
+    assert [before[key] for key in counts] == [3, 1, 2]
+    assert [again.stats()[key] for key in counts] == [3, 1, 2]
+
+
 def test_memory_and_work_grow_with_the_number_of_tensors_and_not_with_its_square() -> None:
     """Objects that the collector knows and calls, of 100 and of 400 tensors: four times as many, and some that stay."""
 
