@@ -508,6 +508,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         check_scaler(scaler)
         self._close_driven()
         self._follow()
+        if not self._under.serves(self.scaler):  # it may have come after construction
+            self._step_supports_amp_scaling = True
         pending: Pending = self._accumulation.enter(self.scaler if scaler is None else scaler)
         if loss.numel() == 1:
             self._accumulation.losses.append(loss.detach())  # a skip's log line says whether it was finite

@@ -228,13 +228,15 @@ def test_a_batch_that_is_abandoned_after_unscale_counts_nothing_more(cls: Any, m
 
 @SCALERS
 @UNSCALES
-@pytest.mark.parametrize("scale", [{"dynamic": True}, {"loss_scale": 128.0}], ids=["dynamic", "static"])
+@pytest.mark.parametrize("scale", [{"dynamic": True}, {"loss_scale": 128.0}, {}], ids=["dynamic", "static", "later"])
 def test_gradients_of_a_scale_of_its_own_are_not_unscaled_again(
     cls: Any, unscales: bool, scale: dict[str, Any]
 ) -> None:
     """A GradScaler that has scaled another loss divided them by its scale, and nobody said so."""
     weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
     opt = fp16opt.MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=0.5), **scale)
+    if not scale:
+        opt.loss_scale = 128.0
     grad_scaler = cls("cpu", init_scale=64.0)
     grad_scaler.scale(torch.ones(()))
     opt.backward((weight.float() * 0.125).sum())
