@@ -414,7 +414,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._close_driven()
         self._model_writes.see_masters()
         kept = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
-        return {**kept, "_wrapped_extras": extras(self.optimizer), "_steps_counted": self._steps_counted()}
+        return {**kept, "_wrapped_extras": extras(self.optimizer), "_steps_counted": self.engine.steps_counted()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         left, counted = state.pop("_wrapped_extras"), state.pop("_steps_counted")
@@ -1035,7 +1035,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._follow()
         self._model_writes.notice()
         self._look_back()
-        counts = self._steps_counted(), self._outcome.skipped_steps
+        counts = self.engine.steps_counted(), self._outcome.skipped_steps
         built = checkpoint.build(self.optimizer, self._saved_masters(), self.scaler, *counts)
         if row_of(type(self.optimizer)) is not None:
             built["optimizer"] = counters_saved(built["optimizer"])
@@ -1045,10 +1045,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             changed = post_hook(self, built)
             built = built if changed is None else changed
         return built
-
-    def _steps_counted(self) -> int:
-        """How many steps were taken, with one that parameters have taken in backward and ``step`` is yet to count."""
-        return self._outcome.steps_taken + (self._accumulation.steps_ahead() if self.gradient_release else 0)
 
     def _saved_masters(self) -> list[Tensor | None]:
         """FP32 masters in order, None where a parameter is its own: a value has one home in a checkpoint."""

@@ -96,7 +96,7 @@ def state_dict(model: nn.Module, opt: Optimizer) -> dict[str, Any]:
 def _steps(engine: Engine) -> dict[str, int]:
     """The number of steps taken, where it matters: roundings go by it. Others' files go without."""
     matters = engine.options["optimizer_state"] == "8bit" or engine.masters.needs_number
-    return {"steps": engine.outcome.steps_taken} if matters else {}
+    return {"steps": engine.steps_counted()} if matters else {}
 
 
 def _first_state(optimizer: Optimizer, group: dict[str, Any], master: Tensor) -> dict[str, Any]:

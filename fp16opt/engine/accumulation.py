@@ -162,6 +162,10 @@ class Accumulation:
         """A backward raised while gradients were being added up."""
         self.interrupted = True
 
+    def steps_ahead(self) -> int:
+        """0: no parameter is stepped in backward."""
+        return 0
+
     def check_complete(self) -> None:
         """Raise ``RuntimeError`` after an interrupted backward, until its gradients are cleared, by whomever."""
         if self.interrupted and not self.gradients.any_there():

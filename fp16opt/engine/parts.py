@@ -39,6 +39,10 @@ class Engine:
     device: torch.device
     options: dict[str, Any]
 
+    def steps_counted(self) -> int:
+        """How many steps were taken, with one that was taken in backward and that ``step`` is yet to count."""
+        return self.outcome.steps_taken + self.accumulation.steps_ahead()
+
 
 def inside(optimizer: object) -> object:
     """A ``MixedPrecisionOptimizer`` that a trainer holds in an optimizer of its own, as ``.optimizer``.
