@@ -686,6 +686,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def _take_foreign(self) -> None:
         """Gradients came without the engine, and are to be stepped as they are, or as a GradScaler says."""
         if not self._under.serves(self.scaler):
+            self._drop_handed_over()
             raise RuntimeError(
                 "gradients were found that neither opt.backward(loss) nor opt.scale_loss(loss) made, and the loss "
                 f"scale is {self.loss_scale:g}: they would be unscaled wrongly. Use opt.backward(loss); or, for a "
@@ -859,14 +860,18 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         pending = self._accumulation.pending
         if pending is None or pending.foreign or self._under.serves(self.scaler):
             return
-        for name in ("grad_scale", "found_inf"):  # torch's deletes them only where step returns
-            self.__dict__.pop(name, None)
+        self._drop_handed_over()
         raise RuntimeError(
             f"opt.backward(loss) made the gradients at this optimizer's loss scale of {self.loss_scale:g}, and a "
             "GradScaler came to unscale them by its own. Drop one of the two: call opt.step() without a GradScaler; or "
             "construct MixedPrecisionOptimizer without dynamic, loss_scale, scaler and call scaler.scale(loss)"
             ".backward()."
         )
+
+    def _drop_handed_over(self) -> None:
+        """What a GradScaler left for this step: torch's takes it back only where ``step`` returns."""
+        for name in ("grad_scale", "found_inf"):
+            self.__dict__.pop(name, None)
 
     def note_left_out(self, is_logged: bool = True) -> None:
         """A GradScaler did not call :meth:`step` because it found gradients that are not finite: count the skip.

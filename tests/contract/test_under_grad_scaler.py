@@ -291,3 +291,17 @@ def test_reading_master_gradients_after_a_step_takes_time_that_grows_with_their_
         assert all(grad is not None and grad.tolist() == [1.0, 1.0] for grad in grads)
         times.append(best)
     assert times[1] / times[0] < 20.0  # as above
+
+
+def test_a_refused_grad_scaler_leaves_nothing_behind() -> None:
+    """torch's hands over a verdict before the step, and takes it back only where that returns."""
+    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
+    opt = fp16opt.MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=0.5), loss_scale=128.0)
+    grad_scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    grad_scaler.scale((weight.float() * 0.125).sum()).backward()
+    with pytest.raises(RuntimeError, match="neither opt.backward"):
+        grad_scaler.step(opt)
+    opt.zero_grad()
+    opt.backward((weight.float() * 0.125).sum())
+    opt.step()
+    assert weight.tolist() == [1.0 - 0.5 * 0.125] * 4
