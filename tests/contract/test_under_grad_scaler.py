@@ -299,7 +299,7 @@ def test_a_refused_grad_scaler_leaves_nothing_behind() -> None:
     opt = fp16opt.MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=0.5), loss_scale=128.0)
     grad_scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     grad_scaler.scale((weight.float() * 0.125).sum()).backward()
-    with pytest.raises(RuntimeError, match="neither opt.backward"):
+    with pytest.raises(RuntimeError, match=r"neither opt\.backward"):
         grad_scaler.step(opt)
     opt.zero_grad()
     opt.backward((weight.float() * 0.125).sum())
