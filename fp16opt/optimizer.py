@@ -202,7 +202,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         }
         self._masters = kinds[master_weights]()
         self._holder = parallel.holder_of(optimizer)
-        self._pairs = Pairs(self._holder.param_groups, self._names, self._adopt if self._masters.are_apart else None)
+        self._pairs = Pairs(self._holder.param_groups, self._names, self._adopter())
         for pair in self._pairs.all if master_weights != "none" else ():
             if pair.master is pair.model:
                 self._carry_state(pair.model, pair.model)
@@ -307,9 +307,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             [name_of(group, i, param, names) or f"group {number}, param {i}" for i, param in enumerate(group["params"])]
             for number, group in numbered
         ]
-        one_pass_step.check_groups(
-            self._needed_by(), self.optimizer, self._state_format, numbered, called, self._trials
-        )  # fmt: skip
+        needed_by = self._needed_by()
+        one_pass_step.check_groups(needed_by, self.optimizer, self._state_format, numbered, called, self._trials)
 
     def _check_split(self, optimizer: Optimizer, on_model_write: str, master_weights: str) -> None:
         if on_model_write == "ignore":
@@ -332,6 +331,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             if isinstance(param, Tensor) and param.dtype in HALF_DTYPES:
                 where = f"group {number}, param {index}{quoted(name_of(group, index, param, self._names))}"
                 check_plain(where, param, master_weights)
+
+    def _adopter(self) -> Callable[[Tensor], Tensor] | None:
+        """What makes masters; None where 16-bit parameters are their own."""
+        return self._adopt if self._masters.are_apart else None
 
     def _adopt(self, model: Tensor) -> Tensor:
         """The master of a 16-bit parameter, with the optimizer state that the parameter had, in FP32."""
@@ -449,8 +452,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if self.master_weights == "split":
             self._certified.check_settings(self.optimizer, {**self.defaults, **settings_of(group)})
         self.optimizer.add_param_group(group)
-        adopt = self._adopt if self._masters.are_apart else None
-        self._pairs.add_group(self.optimizer.param_groups[-1], number, names, adopt)
+        self._pairs.add_group(self.optimizer.param_groups[-1], number, names, self._adopter())
         self._grow()
 
     def _follow(self) -> None:
@@ -459,8 +461,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self._model_writes.check_home(type(self).__name__)
         if self.master_weights == "split":
             self._certified.check(self.optimizer)
-        adopt = self._adopt if self._masters.are_apart else None
-        if self._pairs.follow(self._holder.param_groups, self._names, adopt):
+        if self._pairs.follow(self._holder.param_groups, self._names, self._adopter()):
             self._grow()
 
     def _grow(self) -> None:
