@@ -13,10 +13,10 @@ from ..kernels.reference_steps import Factors
 from ..scaling import LossScaler
 from . import held_codes
 from .arrivals import Place
-from .gradient_rows import total_norm, vector_norm
 from .held_codes import Codes
 from .pairs import HALF_DTYPES
 from .released_step import OneByOne
+from .sweep import total_norm, vector_norm
 from .wrapped_step import run_hooks
 
 SMALLEST = 4096  # elements: smaller gradients, and those of FP32 parameters, are held as they are

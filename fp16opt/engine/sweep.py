@@ -100,3 +100,19 @@ class Sweep:
     def scale(self, values: Entries, factor: Tensor) -> None:
         """``values *= factor`` in place. On the CPU a factor of 1 touches no memory."""
         kernels.multi_tensor_scale(values, factor, tables=self._scale)
+
+
+def total_norm(parts: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """The norm over tensors whose norms are ``parts``: float64, 0-dim, on ``device``."""
+    if len(parts) == 1:
+        return parts[0].to(device)
+    if not parts:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return vector_norm(torch.stack([part.to(device) for part in parts]), norm_type)
+
+
+def vector_norm(value: Tensor, norm_type: float) -> Tensor:
+    """The norm of one dense tensor: float64, 0-dim. No host sync."""
+    dtype = torch.complex128 if value.is_complex() else torch.float64
+    norm: Tensor = torch.linalg.vector_norm(value, norm_type, dtype=dtype)
+    return norm

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..engine.diagnostics import Overflow, describe, overflows_from_flags
-from ..engine.gradient_rows import coalesced, total_norm, vector_norm
+from ..engine.gradient_forms import coalesced
 from ..engine.outcome import note, room_for
 from ..engine.pairs import HALF_DTYPES, OWN_DTYPES, name_of
 from ..engine.sights import Sight
-from ..engine.sweep import Sweep
+from ..engine.sweep import Sweep, total_norm, vector_norm
 from ..kernels import decisions
 
 _SERVED = (*HALF_DTYPES, *OWN_DTYPES)

@@ -272,6 +272,18 @@ def test_sparse_gradients_clip_skip_and_repeat() -> None:
     assert_same_bits(p, array([1.0]))
 
 
+def test_sparse_gradients_that_nobody_cleared_go_on_adding_up_at_another_scale() -> None:
+    table = nn.Parameter(torch.zeros(3, 1, dtype=torch.bfloat16))  # autograd adds no sparse float16 gradients on a CPU
+    opt = MixedPrecisionOptimizer(SGD([table], lr=1.0), loss_scale=8.0)
+    opt.backward(nn.functional.embedding(torch.tensor([0, 0]), table, sparse=True).float().sum())
+    opt.step()
+    opt.loss_scale = 2.0
+    opt.backward(nn.functional.embedding(torch.tensor([0, 2]), table, sparse=True).float().sum())
+    opt.step()
+    (m,) = opt.master_params()
+    assert_same_bits(m, torch.tensor([[-5.0], [0.0], [-1.0]]))
+
+
 def test_mixed_dtypes_in_one_group_overflow_together() -> None:
     kinds = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     for bad in range(4):

@@ -1,0 +1,503 @@
+"""The gradients of one device, a row for each parameter: where they lie, and the passes over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..kernels.reference_steps import Factors
+from .dtensors import aligned, local
+from .gradient_forms import Taken, can_wait, coalesced, kernel_values
+from .masters import Masters
+from .own_gradients import OwnGradients
+from .pairs import DeviceGroup, Pairs
+from .sights import GRAD, FadedSight, drop_grads, store, stored
+from .sweep import Sweep, vector_norm
+
+
+class DeviceGradients:
+    """What :class:`Gradients` keeps and does for one device. No call waits for it.
+
+    Attributes:
+        group: the device's parameters.
+        models, masters: the tensors whose ``.grad`` is read and set, by row.
+        sweep: the passes; its ``stats`` say what the last one found.
+        waiting: 16-bit gradients that were looked at and stay where they are, by row; None: there are none.
+        factors: what they are to be multiplied by.
+        flags: of all that went into sums; None where nothing is summed.
+        live: rows that had a gradient at the last pass.
+    """
+
+    def __init__(self, group: DeviceGroup, pairs: Pairs, masters: Masters) -> None:
+        self.group = group
+        self.pairs = [pairs.all[i] for i in group.positions]
+        self.models = [pair.model for pair in self.pairs]
+        self.masters = [pair.master for pair in self.pairs]
+        self.own_models = [self.models[row] for row in group.own]
+        self.copied_models = [self.models[row] for row in group.copied]
+        self.sweep = Sweep(group.device, len(group))
+        self.waiting: list[Tensor | None] | None = None
+        self.factors = Factors(self.sweep.one, self.sweep.one)
+        self.flags: Tensor | None = None
+        self.live: set[int] = set()
+        self._kind = masters
+        self._has_pieces = pairs.has_pieces
+        self._rooms: list[Tensor | None] = [None] * len(group)  # memory for FP32 gradients
+        self._has_rooms = False
+        self._held: dict[int, Tensor] = {}  # own gradients that were set aside during a backward
+        self._sums: set[int] = set()  # rows whose master gradient is a sum that the next one is added to
+        self._usual = kernels.Seen()
+        self._usual_own = kernels.Seen()
+
+    def take_over(self, old: DeviceGradients) -> None:
+        """Parameters or masters came: for those that were there before all is as it was."""
+        self._has_rooms = self._has_rooms or old._has_rooms
+        for row, pair in enumerate(old.pairs):
+            if old.masters[row] is not pair.master or pair.device is not self.group:
+                continue
+            self._rooms[pair.row] = old._rooms[row]
+            self.sweep.stats.nonfinite[pair.row] = old.sweep.stats.nonfinite[row]
+            self.sweep.stats.sumsq[pair.row] = old.sweep.stats.sumsq[row]
+            self.sweep.stats.touched = True
+            if row in old._held:
+                self._held[pair.row] = old._held[row]
+            if row in old._sums:
+                self._sums.add(pair.row)
+            if old.flags is not None:
+                if self.flags is None:
+                    self.flags = torch.zeros_like(self.sweep.stats.nonfinite)
+                self.flags[pair.row] = old.flags[row]
+
+    # -- lists of rows -----------------------------------------------------------------------------------------------
+
+    def _spread(self, rows: list[int], values: list[Any]) -> list[Any]:
+        """``values`` at ``rows``, None elsewhere."""
+        if len(rows) == len(self.models):
+            return values
+        entries: list[Any] = [None] * len(self.models)
+        for row, value in zip(rows, values, strict=True):
+            entries[row] = value
+        return entries
+
+    def _dense(self, grads: list[Tensor | None]) -> list[Tensor | None]:
+        """The tensors that hold the gradients' elements, for kernels."""
+        for row, grad in enumerate(grads):
+            if grad is not None and grad.is_sparse and not grad.is_coalesced():
+                grads[row] = grad.coalesce()
+                store(self.masters[row], grads[row])
+        return kernel_values(grads)
+
+    def _room(self, row: int) -> Tensor:
+        room = self._rooms[row]
+        if room is None or room.device != self.masters[row].device:
+            room = self._rooms[row] = self._kind.like(self.pairs[row])
+            self._has_rooms = True
+        return room
+
+    def _outs(self, entries: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The memory for FP32 gradients of ``entries``, put into their masters' ``.grad``."""
+        outs: list[Tensor | None] = []
+        for row, entry in enumerate(entries):
+            if entry is None:
+                outs.append(None)
+                continue
+            out = self._rooms[row]
+            if out is None:
+                out = self._room(row)
+            GRAD.__set__(self.masters[row], out)
+            outs.append(out)
+        return [None if out is None else local(out) for out in outs] if self._has_pieces else outs
+
+    def kept(self) -> list[Tensor | None]:
+        """Memory for gradients, and those that were set aside."""
+        return [*self._rooms, *self._held.values()]
+
+    # -- parameters that are their own masters -----------------------------------------------------------------------
+
+    def set_aside(self, keep: bool) -> None:
+        """Take true gradients away, to be added back when the next are true. ``keep`` leaves zeros, not None."""
+        for row, model in zip(self.group.own, self.own_models, strict=True):
+            grad = model.grad
+            if grad is not None:
+                # DDP writes the next gradient into the same memory, where gradients are views of its buckets.
+                self._held[row] = grad.clone() if keep or grad._is_view() else grad
+                drop_grads([model], keep)
+
+    def unscale_own(self, inv_scale: Tensor, are_sums: bool) -> None:
+        """Make their gradients true, in place, checked and measured. With ``are_sums`` flags of earlier ones stay."""
+        if not self.group.own:
+            return
+        grads = [model.grad for model in self.own_models]
+        self.live.update([row for row, grad in zip(self.group.own, grads, strict=True) if grad is not None])
+        self.sweep.stats.touched = True
+        usual = not self._held and self._usual_own.again(grads)
+        if usual and not any([g is not None and g.requires_grad for g in grads]):  # noqa: C419
+            entries = self._spread(self.group.own, grads)
+            self.sweep.take(entries, entries, inv_scale)
+            return
+        held, self._held = self._held, {}
+        own = OwnGradients(self.pairs, self.sweep, held, inv_scale)
+        for row, grad in zip(self.group.own, grads, strict=True):
+            own.add(row, grad)
+        own.run()
+        if own.live and own.are_usual and not self._has_pieces:
+            self._usual_own = kernels.Seen(grads)
+        if held and are_sums:
+            models = zip(self.group.own, self.own_models, strict=True)
+            sums = [model.grad if row in held else None for row, model in models]
+            self.sweep.measure(self._dense(self._spread(self.group.own, sums)), self._known())
+
+    # -- the look ----------------------------------------------------------------------------------------------------
+
+    def look(self, inv_scale: Tensor, write: bool) -> None:
+        """The pass over 16-bit gradients, and over true ones of other parameters, which were the user's till now.
+
+        Args:
+            inv_scale: float32, 0-dim.
+            write: make FP32 ones of all; else of those only that can't wait.
+        """
+        group, sweep = self.group, self.sweep
+        self.waiting = None
+        sweep.stats.touched = True
+        live: set[int] = set()
+        if group.own:
+            self._look_at_own(live)
+        if group.copied:
+            self.factors = Factors(inv_scale, sweep.one)
+            grads = [model.grad for model in self.copied_models]
+            taken = None
+            if self._are_usual(grads):
+                live.update(group.copied)
+            else:
+                grads, taken = self._sorted(grads, live)
+            entries = self._spread(group.copied, grads) if any([grad is not None for grad in grads]) else None  # noqa: C419
+            if taken is not None:
+                sweep.take(taken.sources, taken.outs, inv_scale)
+            if entries is not None and write:
+                sweep.take(entries, self._outs(entries), inv_scale)
+            elif entries is not None:
+                sweep.look(entries, inv_scale)
+                self.waiting = entries
+        self._drop_gone(live)
+
+    def _look_at_own(self, live: set[int]) -> None:
+        grads = [model.grad for model in self.own_models]
+        entries = self._spread(self.group.own, grads)
+        live.update([row for row, grad in zip(self.group.own, grads, strict=True) if grad is not None])
+        self.sweep.judge(entries if self._usual_own.again(grads) else self._dense(entries))
+
+    def _are_usual(self, grads: list[Tensor | None]) -> bool:
+        """Whether every 16-bit parameter has a gradient, and all can wait as they are."""
+        if self._usual.again(grads):
+            return True
+        models = [self.group.models[row] for row in self.group.copied]
+        usual = all(
+            type(grad) is Tensor and not grad.requires_grad and can_wait(grad, model)
+            for grad, model in zip(grads, models, strict=True)
+        )
+        if usual and not self._has_pieces:
+            self._usual = kernels.Seen(grads)
+        return usual and not self._has_pieces
+
+    def _sorted(self, grads: list[Tensor | None], live: set[int]) -> tuple[list[Tensor | None], Taken | None]:
+        """(what can wait, of rows with masters; the others, made at once). Rows with a gradient go into ``live``."""
+        waiting: list[Tensor | None] = []
+        taken = Taken(len(self.models))
+        for row, grad in zip(self.group.copied, grads, strict=True):
+            waits = None
+            if grad is not None:
+                live.add(row)
+                grad = aligned(grad.detach() if grad.requires_grad else grad, self.models[row])
+                if can_wait(local(grad), self.group.models[row]):
+                    waits = local(grad)
+                else:
+                    self._take_odd(row, grad, taken)
+            waiting.append(waits)
+        return waiting, taken if taken.used else None
+
+    def _take_odd(self, row: int, grad: Tensor, taken: Taken) -> None:
+        """A gradient that can't wait: sparse, of another dtype, or laid out otherwise than its parameter."""
+        pair = self.pairs[row]
+        if grad.layout is torch.strided:
+            out = self._room(row)
+            taken.put(row, local(grad), local(out))
+            store(pair.master, out)
+            return
+        grad = coalesced(grad, torch.float32, pair.name)
+        out = torch.empty_like(grad._values(), dtype=torch.float32)
+        taken.put(row, grad._values(), out)
+        store(pair.master, torch.sparse_coo_tensor(grad._indices(), out, grad.shape, is_coalesced=True).coalesce())
+
+    def _drop_gone(self, live: set[int]) -> None:
+        """What an earlier pass found in gradients that are not there any more does not count."""
+        gone = sorted(self.live - live)
+        for row in gone:
+            if self.masters[row] is not self.models[row]:
+                store(self.masters[row], None)
+        self.live = live
+        if gone:
+            self.sweep.drop(gone)
+
+    # -- FP32 gradients ----------------------------------------------------------------------------------------------
+
+    def write(self) -> None:
+        """Make FP32 gradients of those that wait, in the bits that a one-pass step would use."""
+        if self.waiting is not None:
+            self.sweep.write(self.waiting, self._outs(self.waiting), *self.factors)
+            self.waiting = None
+
+    def forget_gone(self) -> None:
+        """Masters have no gradient where the model has none: what is there is of an earlier step."""
+        for row in self.group.copied if len(self.live) < len(self.models) else ():
+            if row not in self.live:
+                store(self.masters[row], None)
+
+    def true_ones(self, made: bool) -> list[Tensor | None]:
+        """By row: gradients that are FP32 and unscaled, dense, as kernels take them; None where one waits.
+
+        Args:
+            made: whether all masters hold theirs; else what a master holds is of an earlier step, unless it could not
+                wait.
+        """
+        grads = stored(self.masters)
+        if not made:
+            waits = self.waiting or [None] * len(grads)
+            there = zip(grads, waits, strict=True)
+            grads = [grad if wait is None and row in self.live else None for row, (grad, wait) in enumerate(there)]
+        return self._dense(grads)
+
+    def all_wait(self) -> bool:
+        """Whether every gradient waits, so that there are no true ones."""
+        return self.waiting is not None and len(self.live) == len([1 for grad in self.waiting if grad is not None])
+
+    def judge(self, made: bool) -> None:
+        """Look at true gradients as they are now: somebody edited them."""
+        values = self.true_ones(made)
+        self.sweep.stats.reset()
+        self.live = {row for row, value in enumerate(values) if value is not None}
+        self.live |= {row for row, value in enumerate(self.waiting or ()) if value is not None}
+        if self.waiting is not None:
+            self.sweep.look(self.waiting, self.factors.inv_scale)
+        self.sweep.judge(values)
+        if self.flags is not None:  # a sum may be finite again; what went into it was judged with its scaler
+            self.flags.copy_(self.sweep.stats.nonfinite)
+
+    def judge_apart(self, values: list[Tensor | None]) -> None:
+        """Look at ``values``, true gradients by row, in place of those that are there."""
+        self.sweep.stats.reset()
+        self.sweep.stats.touched = True
+        self.sweep.judge(self._dense(values))
+
+    def drop(self, row: int) -> None:
+        """Somebody has set a gradient to None: it is not part of the step."""
+        pair = self.pairs[row]
+        if self.waiting is not None:
+            self.waiting[row] = None
+        if pair.master is not pair.model:
+            store(pair.master, None)
+        self.live.discard(row)
+        self.sweep.drop([row])
+
+    def rescale(self, factor: Tensor) -> None:
+        """Multiply 16-bit gradients that are left from an earlier step by ``factor`` (float32, 0-dim)."""
+        grads = [model.grad for model in self.copied_models]
+        kernels.multi_tensor_scale(kernel_values(self._spread(self.group.copied, grads)), factor)
+
+    # -- FP32 sums ---------------------------------------------------------------------------------------------------
+
+    def start_summing(self, made: bool) -> None:
+        """What masters hold, if it was ``made``, is what the next ones are added to; 16-bit gradients are freed."""
+        self.flags = self.sweep.stats.nonfinite.clone()
+        self._sums = self.live - set(self.group.own) if made else set()
+        if made:
+            drop_grads(self.copied_models)
+
+    def sum_up(self, inv_scale: Tensor) -> None:
+        """Add 16-bit gradients to the sums; flags of own ones, which were just unscaled, are counted with theirs."""
+        sweep, group = self.sweep, self.group
+        sweep.stats.touched = True
+        own_flags = sweep.stats.nonfinite.clone()
+        grads = [model.grad for model in self.copied_models]
+        self.live.update([row for row in group.own if self.models[row].grad is not None])
+        sums = stored([self.masters[row] for row in group.copied if row in self._sums])
+        is_whole = len(sums) in (0, len(grads)) and not any([one is None or one.is_sparse for one in sums])  # noqa: C419
+        if is_whole and group.copied and self._are_usual(grads):
+            entries = self._spread(group.copied, grads)
+            outs = self._spread(group.copied, sums) if sums else self._outs(entries)
+            sweep.take(entries, outs, inv_scale, bool(sums))
+            self._sums.update(group.copied)
+            self.live.update(group.copied)
+        else:
+            self._add_up(grads, inv_scale)
+        self.flags = self._known() | sweep.stats.nonfinite | own_flags
+
+    def _add_up(self, grads: list[Tensor | None], inv_scale: Tensor) -> None:
+        """Add gradients, in whatever forms, to what there is of sums."""
+        taken, later = Taken(len(self.models)), []
+        for row, grad in zip(self.group.copied, grads, strict=True):
+            if grad is None:
+                continue
+            grad = aligned(grad.detach() if grad.requires_grad else grad, self.models[row])
+            before = GRAD.__get__(self.masters[row]) if row in self._sums else None
+            if grad.layout is torch.strided and (before is None or before.layout is torch.strided):
+                out = self._room(row) if before is None else before
+                taken.put(row, local(grad), local(out), before is not None)
+                store(self.masters[row], out)
+            else:
+                self._take_odd(row, grad, taken)
+                if before is not None:
+                    later.append((row, before))
+            self._sums.add(row)
+            self.live.add(row)
+        if taken.used:
+            self.sweep.take(taken.sources, taken.outs, inv_scale, taken.adds if any(taken.adds) else False)
+        for row, before in later:
+            store(self.masters[row], before + GRAD.__get__(self.masters[row]))
+        if later:
+            sums = self._spread([row for row, _ in later], stored([self.masters[row] for row, _ in later]))
+            self.sweep.measure(self._dense(sums), self._known())
+
+    def _known(self) -> Tensor:
+        """Flags of what is in the sums."""
+        return torch.zeros_like(self.sweep.stats.nonfinite) if self.flags is None else self.flags
+
+    def has_sums(self) -> bool:
+        """Whether a sum was begun."""
+        return bool(self._sums)
+
+    def sums(self, own_are_scaled: bool) -> list[Tensor | None]:
+        """By row: the FP32 sums so far, without what a backward has just left in own parameters.
+
+        Raises:
+            TypeError: a sum is sparse.
+        """
+        own = set(self.group.own)
+        values = [
+            (self._held.get(row) if own_are_scaled else self.models[row].grad)
+            if row in own
+            else GRAD.__get__(self.masters[row])
+            if row in self._sums
+            else None
+            for row in range(len(self.models))
+        ]
+        for pair, value in zip(self.pairs, values, strict=True):
+            if value is not None and value.layout is not torch.strided:
+                raise TypeError(
+                    f"parameter {pair.name!r}: expected a dense gradient, got {value.layout}: sparse gradients made "
+                    "under no_sync can't be averaged over ranks. Leave no_sync, or use sparse=False."
+                )
+        return values
+
+    def put_sum(self, row: int, value: Tensor, own_are_scaled: bool) -> Tensor:
+        """Overwrite the sum of a row, or begin one; returns the tensor that holds it."""
+        pair = self.pairs[row]
+        own = pair.master is pair.model
+        if own and own_are_scaled:
+            there = self._held.get(row)
+        else:
+            there = GRAD.__get__(pair.master) if own or row in self._sums else None
+        if there is None:
+            there = self._room(row) if not own else torch.empty_like(pair.model, requires_grad=False)
+            if own and own_are_scaled:
+                self._held[row] = there
+            else:
+                store(pair.master, there)
+        if not own:
+            self._sums.add(row)
+        self.live.add(row)
+        return there.copy_(value)
+
+    def averaged(self, stats: kernels.GradStats) -> None:
+        """The sums are averages over ranks now, in which a pass has found ``stats``."""
+        self.flags = stats.nonfinite.clone() if self.flags is None else self.flags | stats.nonfinite
+        self.sweep.stats.sumsq.copy_(stats.sumsq)
+        self.sweep.total()
+
+    # -- norm and clip -----------------------------------------------------------------------------------------------
+
+    def measured_power_sum(self, counted: Callable[[Tensor], bool]) -> Tensor:
+        """float64, 0-dim: the sum of squares that the last pass has found, of parameters that are ``counted``."""
+        mine = torch.tensor([counted(model) for model in self.models], device=self.group.device)
+        return self.sweep.stats.sumsq.where(mine, 0.0).sum()  # not times the mask: inf * 0 is nan
+
+    def power_sum(self, norm_type: float, counted: Callable[[Tensor], bool], made: bool) -> Tensor:
+        """float64, 0-dim: the sum of |g|**p, read again (p = inf: the largest |g|)."""
+        values = [
+            value if counted(model) else None for value, model in zip(self.true_ones(made), self.models, strict=True)
+        ]
+        if norm_type == 2.0:
+            return self.sweep.norm(values).square()
+        parts = [vector_norm(value, norm_type) for value in values if value is not None and value.numel()]
+        if not parts:
+            return torch.zeros((), dtype=torch.float64, device=self.group.device)
+        return torch.stack(parts).amax() if norm_type == float("inf") else torch.stack(parts).pow(norm_type).sum()
+
+    def clip(self, factor: Tensor, made: bool, of: set[int] | None) -> None:
+        """Multiply by ``factor``: what waits when it is used, true ones now."""
+        if self.waiting is not None:
+            self.factors = Factors(self.factors.inv_scale, factor.reshape(()))
+        if not self.all_wait():
+            self.sweep.scale(self.meant(made, of), factor)
+
+    def meant(self, made: bool, of: set[int] | None) -> list[Tensor | None]:
+        """The true gradients that belong to parameters with these ids, None elsewhere."""
+        values = self.true_ones(made)
+        if of is None:
+            return values
+        return [value if id(model) in of else None for model, value in zip(self.models, values, strict=True)]
+
+    # -- reading late, clearing --------------------------------------------------------------------------------------
+
+    def rest(self, frees: bool, made: bool) -> None:
+        """A step is over. ``frees`` gives their memory back; what was ``made`` in them stays with who reads it."""
+        self.waiting, self.flags = None, None
+        self._sums = set()
+        self._held = {}
+        if frees and self._has_rooms:
+            for row, room in enumerate(self._rooms):
+                if room is not None and not made and GRAD.__get__(self.masters[row]) is room:
+                    store(self.masters[row], None)
+            self._free()
+
+    def _free(self) -> None:
+        self._rooms, self._has_rooms = [None] * len(self._rooms), False
+
+    def read_late(self, used: FadedSight) -> None:
+        """Make FP32 gradients of those that a step has ``used``, where they are there still."""
+        entries: list[Tensor | None] = [None] * len(self.models)
+        for row in self.group.copied:
+            grad = self.models[row].grad
+            if grad is not None and used.holds(self.group.positions[row], grad):
+                entries[row] = local(grad)
+        if any(entry is not None for entry in entries):
+            self.sweep.write(entries, self._outs(entries), *self.factors)
+
+    def begin(self) -> None:
+        """Forget what was found; what is in ``.grad`` stays."""
+        self.sweep.stats.reset()
+        self.live = set()
+        self.waiting, self.flags = None, None
+
+    def clear(self, frees: bool) -> None:
+        """``.grad`` was set to None: so are those set aside, and sums."""
+        self._held, self._sums = {}, set()
+        if frees:
+            self._free()
+        self.begin()
+
+    def clear_to_zeros(self, sums_stay: bool) -> bool:
+        """``.grad`` was filled with zeros: so are those set aside. Returns whether zeros stay as sums."""
+        for row, held in self._held.items():
+            store(self.models[row], held.zero_())
+        self._held, self._sums = {}, set()
+        self.begin()
+        if sums_stay:
+            self._sums = {row for row in self.group.copied if GRAD.__get__(self.masters[row]) is not None}
+        if self._sums:
+            self.live = set(self._sums)
+            self.flags = torch.zeros_like(self.sweep.stats.nonfinite)
+        return bool(self._sums)
