@@ -455,13 +455,22 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._pairs.add_group(self.optimizer.param_groups[-1], number, names, self._adopter())
         self._grow()
 
-    def _follow(self) -> None:
-        """Notice parameters that were changed, unfrozen, or added through the wrapped optimizer itself."""
+    def _follow(self, *, verifies: bool = True) -> None:
+        """Notice parameters that were changed, unfrozen, or added through the wrapped optimizer itself.
+
+        Args:
+            verifies: False leaves those that were changed to the step, where only gradients are looked at till then.
+        """
         if self._model_writes.lent:
             self._model_writes.check_home(type(self).__name__)
         if self.master_weights == "split":
             self._certified.check(self.optimizer)
-        if self._pairs.follow(self._holder.param_groups, self._names, self._adopter()):
+        if verifies:
+            self._pairs.verify()
+        groups = self._holder.param_groups
+        if self._pairs.are_more(groups, self._masters.are_apart):
+            self._pairs.verify()
+            self._pairs.take_in(groups, self._names, self._adopter())
             self._grow()
 
     def _grow(self) -> None:
@@ -508,7 +517,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         check_loss(loss)
         check_scaler(scaler)
         self._close_driven()
-        self._follow()
+        self._follow(verifies=False)
         if not self._under.serves(self.scaler):  # it may have come after construction
             self._step_supports_amp_scaling = True
         pending: Pending = self._accumulation.enter(self.scaler if scaler is None else scaler)
@@ -609,7 +618,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         max_norm = check_number("max_norm", max_norm)
         norm_type = check_number("norm_type", norm_type, above_zero=True)
         self._accumulation.ranks.check_norm_type(norm_type)
-        self._follow()
+        self._follow(verifies=False)
         of = None if params is None else self._pairs.chosen(params)
         verdict = self._settle(write=of is not None, norm_type=norm_type, of=of)
         norm = None if verdict is None else verdict.norm

@@ -13,7 +13,7 @@ from ..scaling import LossScaler
 from .diagnostics import describe
 from .gradients import Gradients
 from .ranks import Ranks, Replicas
-from .sights import FadedSight, Sight
+from .sights import FadedSight, Sight, count_there
 
 
 class Stage(enum.Enum):
@@ -257,6 +257,8 @@ class Accumulation:
     def strange(self) -> list[int]:
         """Positions with gradients that neither a backward of ours nor a step has seen."""
         grads = self.gradients.of_model()
+        if not count_there(grads):
+            return []
         if self.left_over is None:
             return [i for i, grad in enumerate(grads) if grad is not None]
         left_over = self.left_over
@@ -329,7 +331,8 @@ class Accumulation:
         Raises:
             RuntimeError: a backward was interrupted; or gradients were written that were read already.
         """
-        self.check_complete()
+        if self.interrupted:
+            self.check_complete()
         if self.stage is Stage.READY or self.pending is None:
             return None
         if self.ranks.alone and not self.gradients.any_there():
@@ -380,7 +383,8 @@ class Accumulation:
             self._sum_up(pending)
         else:
             if not self.gradients.made:  # else somebody has read them since
-                self.gradients.bring(pending.inv_scale, write)
+                sight = self.gradients.sight  # that nothing has moved was just seen
+                self.gradients.bring(pending.inv_scale, write, None if sight is None else sight.grads)
             elif pending.foreign:
                 self.gradients.judge()  # torch's GradScaler writes gradients behind their version counters
             self._take_verdict(pending)

@@ -15,7 +15,7 @@ from .gradient_forms import Taken, can_wait, coalesced, kernel_values
 from .masters import Masters
 from .own_gradients import OwnGradients
 from .pairs import DeviceGroup, Pairs
-from .sights import GRAD, FadedSight, drop_grads, store, stored
+from .sights import GRAD, FadedSight, count_there, drop_grads, store, stored
 from .sweep import Sweep, vector_norm
 
 
@@ -44,6 +44,7 @@ class DeviceGradients:
         self.factors = Factors(self.sweep.one, self.sweep.one)
         self.flags: Tensor | None = None
         self.live: set[int] = set()
+        self._waits = 0  # how many do
         self._kind = masters
         self._has_pieces = pairs.has_pieces
         self._rooms: list[Tensor | None] = [None] * len(group)  # memory for FP32 gradients
@@ -153,12 +154,13 @@ class DeviceGradients:
 
     # -- the look ----------------------------------------------------------------------------------------------------
 
-    def look(self, inv_scale: Tensor, write: bool) -> None:
+    def look(self, inv_scale: Tensor, write: bool, seen: list[Tensor | None] | None) -> None:
         """The pass over 16-bit gradients, and over true ones of other parameters, which were the user's till now.
 
         Args:
             inv_scale: float32, 0-dim.
             write: make FP32 ones of all; else of those only that can't wait.
+            seen: the model's gradients by pair, where they were just read.
         """
         group, sweep = self.group, self.sweep
         self.waiting = None
@@ -168,21 +170,27 @@ class DeviceGradients:
             self._look_at_own(live)
         if group.copied:
             self.factors = Factors(inv_scale, sweep.one)
-            grads = [model.grad for model in self.copied_models]
-            taken = None
+            grads = stored(self.copied_models) if seen is None else self._copied_of(seen)
+            taken, count = None, len(grads)
             if self._are_usual(grads):
                 live.update(group.copied)
             else:
                 grads, taken = self._sorted(grads, live)
-            entries = self._spread(group.copied, grads) if any([grad is not None for grad in grads]) else None  # noqa: C419
+                count = count_there(grads)
+            entries = self._spread(group.copied, grads) if count else None
             if taken is not None:
                 sweep.take(taken.sources, taken.outs, inv_scale)
             if entries is not None and write:
                 sweep.take(entries, self._outs(entries), inv_scale)
             elif entries is not None:
                 sweep.look(entries, inv_scale)
-                self.waiting = entries
+                self.waiting, self._waits = entries, count
         self._drop_gone(live)
+
+    def _copied_of(self, seen: list[Tensor | None]) -> list[Tensor | None]:
+        """Of gradients by pair those of rows with masters."""
+        positions, copied = self.group.positions, self.group.copied
+        return list(seen) if len(copied) == len(seen) else [seen[positions[row]] for row in copied]
 
     def _look_at_own(self, live: set[int]) -> None:
         grads = [model.grad for model in self.own_models]
@@ -272,7 +280,7 @@ class DeviceGradients:
 
     def all_wait(self) -> bool:
         """Whether every gradient waits, so that there are no true ones."""
-        return self.waiting is not None and len(self.live) == len([1 for grad in self.waiting if grad is not None])
+        return self.waiting is not None and len(self.live) == self._waits
 
     def judge(self, made: bool) -> None:
         """Look at true gradients as they are now: somebody edited them."""
@@ -295,8 +303,9 @@ class DeviceGradients:
     def drop(self, row: int) -> None:
         """Somebody has set a gradient to None: it is not part of the step."""
         pair = self.pairs[row]
-        if self.waiting is not None:
+        if self.waiting is not None and self.waiting[row] is not None:
             self.waiting[row] = None
+            self._waits -= 1
         if pair.master is not pair.model:
             store(pair.master, None)
         self.live.discard(row)

@@ -47,7 +47,7 @@ def can_wait(grad: Tensor, model: Tensor) -> bool:
 
 
 def kernel_values(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The tensors that hold gradients' elements, as kernels take them; of sparse ones that are coalesced their values."""
+    """The tensors that hold gradients' elements, as kernels take them; of sparse ones their values."""
     values: list[Tensor | None] = []
     for grad in grads:
         if grad is not None:

@@ -130,21 +130,22 @@ class Gradients:
         Args:
             inv_scale: float32, 0-dim: 1 / the scale of the backward that made them.
         """
-        if not self.own_are_scaled:
+        was_scaled, self.own_are_scaled = self.own_are_scaled, False
+        if not (was_scaled and self.pairs.has_own):
             return
-        self.own_are_scaled = False
         with torch.no_grad():
             for each in self._each:
                 each.unscale_own(inv_scale.to(each.group.device), self.summing)
 
     # -- the passes --------------------------------------------------------------------------------------------------
 
-    def bring(self, inv_scale: Tensor, write: bool) -> None:
+    def bring(self, inv_scale: Tensor, write: bool, seen: list[Tensor | None] | None = None) -> None:
         """Look at the model's gradients as they are now. No host sync.
 
         Args:
             inv_scale: float32, 0-dim: 1 / the scale of the backward that made them.
             write: make FP32 ones of all; else of those only that can't wait.
+            seen: the 16-bit ones, where they were just read.
         """
         if self.summing:
             self.sum_up(inv_scale)
@@ -155,7 +156,7 @@ class Gradients:
         try:
             with torch.no_grad():
                 for each in self._each:
-                    each.look(inv_scale.to(each.group.device), write)
+                    each.look(inv_scale.to(each.group.device), write, seen)
         except (TypeError, ValueError, RuntimeError):
             self.pairs.verify()  # if a parameter was changed, this says which
             raise
@@ -353,9 +354,8 @@ class Gradients:
         """
         if self._clipped or of is not None:
             self.write()
-        with torch.no_grad():
-            for each in self._each:
-                each.clip(factor.to(each.group.device), self.made, of)
+        for each in self._each:
+            each.clip(factor.to(each.group.device), self.made, of)
         self._clipped, self._measured = not self.made, False
         if self.made or self.pairs.has_own:
             self._note_made()

@@ -127,4 +127,4 @@ class HeldStep:
 
     def step(self, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
         """See :class:`Stepper`."""
-        return run_hooks(self.optimizer, self.held.step)
+        run_hooks(self.optimizer, self.held.step)

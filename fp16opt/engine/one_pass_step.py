@@ -215,12 +215,15 @@ class _Call:
         """
         whole = len(self.rows) == self.count
         self.columns["grads"] = grads if whole else self._spread([grads[row] for row in self.rows])
-        lacking = 0
+        lacks = False
         for name in self.names:
-            column = [state.get(name) for state in states]
-            lacking += sum(map(operator.is_, column, itertools.repeat(None)))
+            try:
+                column: list[Any] = list(map(operator.itemgetter(name), states))
+            except KeyError:
+                column = [state.get(name) for state in states]
+            lacks = lacks or not all(map(operator.is_not, column, itertools.repeat(None)))
             self.columns[name] = column if whole else self._spread(column)
-        return not lacking
+        return not lacks
 
     def _spread(self, values: list[Tensor | None]) -> list[Tensor | None]:
         entries: list[Tensor | None] = [None] * self.count
@@ -378,7 +381,7 @@ class OnePassStep:
                 self._warn(str(reason))
                 self._fall_back(found_inf)
 
-        return run_hooks(self.optimizer, run)
+        run_hooks(self.optimizer, run)
 
     def _fall_back(self, found_inf: Tensor | None) -> None:
         """In the midst of the optimizer's hooks. The step is decided on the host."""
@@ -550,6 +553,8 @@ class OnePassStep:
 
 
 def _kinds(count: int, waiting: list[Tensor | None] | None, true: list[Tensor | None] | None) -> list[bool | None]:
+    if waiting is not None and true is None and all(map(operator.is_not, waiting, itertools.repeat(None))):
+        return [True] * count
     waits = [None] * count if waiting is None else [None if grad is None else True for grad in waiting]
     if true is None:
         return waits  # type: ignore[return-value]

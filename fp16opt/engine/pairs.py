@@ -158,37 +158,33 @@ class Pairs:
         self._append(group, number, names, adopt)
         self._rebuild()
 
-    def follow(self, groups: list[dict[str, Any]], names: dict[int, str], adopt: Adopt | None) -> bool:
-        """Notice parameters that were changed, unfrozen, or came through the wrapped optimizer itself.
-
-        Returns:
-            Whether parameters or masters came.
+    def are_more(self, groups: list[dict[str, Any]], are_apart: bool) -> bool:
+        """Whether parameters came through the wrapped optimizer itself, or some that get masters were unfrozen.
 
         Raises:
-            RuntimeError: a known group changed its length; or a parameter's dtype, shape or device was changed.
+            RuntimeError: a known group changed its length.
         """
-        if not self._seen.again(self.models):
-            self.verify()
         sizes = list(map(len, map(_PARAMS, groups)))
+        if sizes == self.group_sizes and not (are_apart and self.own_halves):
+            return False
         known = len(self.group_sizes)
         if sizes[:known] != self.group_sizes:
             raise RuntimeError(
                 f"the wrapped optimizer's param_groups were changed: expected groups of {self.group_sizes} parameters, "
                 f"got {sizes}. Use add_param_group of the wrapper."
             )
-        came = len(groups) > known
-        if not came and not self.own_halves:
-            return False
+        return len(groups) > known or (are_apart and any(pair.model.requires_grad for pair in self.own_halves))
+
+    def take_in(self, groups: list[dict[str, Any]], names: dict[int, str], adopt: Adopt | None) -> None:
+        """Take in parameters that came, and give masters to those that were unfrozen."""
+        known = len(self.group_sizes)
         thawed = [] if adopt is None else [pair for pair in self.own_halves if pair.model.requires_grad]
-        if not (came or thawed):
-            return False
         for number in range(known, len(groups)):
             self.check_new_group(groups[number], number, names)
             self._append(groups[number], number, names, adopt)
         if adopt is not None:
             self._give_masters(thawed, groups, adopt)
         self._rebuild()
-        return True
 
     def give_masters(self, pairs: Iterable[Pair], groups: list[dict[str, Any]], adopt: Adopt) -> None:
         """Give masters to 16-bit parameters that were frozen when they came: a checkpoint has masters for them."""

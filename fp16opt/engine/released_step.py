@@ -239,7 +239,7 @@ class ReleasedStep:
 
     def step(self, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
         """See :class:`Stepper`."""
-        return run_hooks(self.optimizer, _nothing)
+        run_hooks(self.optimizer, _nothing)
 
 
 def _nothing() -> None:

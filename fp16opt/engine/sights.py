@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,6 +23,11 @@ _PLAIN_OR_NONE = frozenset((Tensor, type(None)))
 def stored(tensors: Sequence[Tensor]) -> list[Tensor | None]:
     """``.grad`` of each as it is, without making one."""
     return list(map(GRAD.__get__, tensors))
+
+
+def count_there(grads: Sequence[Tensor | None]) -> int:
+    """How many are not None. ``list.count`` would compare tensors."""
+    return sum(map(operator.is_not, grads, itertools.repeat(None)))
 
 
 def store(tensor: Tensor, grad: Tensor | None) -> None:
@@ -75,7 +81,11 @@ class FadedSight:
     """A :class:`Sight` that keeps no gradient alive."""
 
     def __init__(self, grads: list[Tensor | None], versions: list[int]) -> None:
-        self._refs: list[Callable[[], Tensor | None]] = [_nothing if g is None else weakref.ref(g) for g in grads]
+        self._refs: list[Callable[[], Tensor | None]]
+        try:
+            self._refs = list(map(weakref.ref, grads))
+        except TypeError:  # there is no weak reference to None
+            self._refs = [_nothing if grad is None else weakref.ref(grad) for grad in grads]
         self._versions = versions
 
     def holds(self, position: int, grad: Tensor) -> bool:

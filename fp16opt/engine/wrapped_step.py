@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from .gradients import Gradients
 from .master_classes import MasterClasses
@@ -72,8 +73,20 @@ class Stepper(Protocol):
         """For the wrapper's repr."""
 
 
-def run_hooks(optimizer: Optimizer, work: Callable[[], None]) -> Any:
+def _has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether somebody wants to hear of its steps."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+    )
+
+
+def run_hooks(optimizer: Optimizer, work: Callable[[], None]) -> None:
     """``work`` in the place of the optimizer's own step, between its step hooks.
+
+    Without any, torch's frame around them, which times each step for a profiler, is left to the wrapper's own step.
 
     Raises:
         StepFailed: Around what it or a hook raised.
@@ -86,7 +99,10 @@ def run_hooks(optimizer: Optimizer, work: Callable[[], None]) -> Any:
 
     optimizer._opt_called = True  # type: ignore[attr-defined]  # as a scheduler's patch of step would set it
     try:
-        return Optimizer.profile_hook_step(run)(optimizer)
+        if _has_step_hooks(optimizer):
+            Optimizer.profile_hook_step(run)(optimizer)
+        else:
+            run(optimizer)
     except BaseException as error:
         raise StepFailed(error, bool(done)) from error
 

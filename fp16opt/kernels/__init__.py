@@ -127,20 +127,19 @@ def multi_tensor_unscale(
     """
     if not write and accumulate is not False:
         raise ValueError(f"{UNSCALE.name}: write=False goes with accumulate=False only.")
-    with torch.no_grad():
-        call = call_for(UNSCALE, (grads, outs), tables, stats.norm.device)
-        plan = call.plan
-        check_given(UNSCALE.name, plan, {"inv_scale": inv_scale}, stats, {"accumulate": accumulate})
-        stats.touched = True
-        for _, row in plan.by_reference:
-            grad, out = call.row(row)
-            add = accumulate if isinstance(accumulate, bool) else bool(accumulate[row])
-            reference.unscale(row, grad, out, inv_scale.view(()), add, write, stats)
-        if plan.serving is None:
-            return reference.finish(stats)
-        results = (stats.nonfinite, stats.sumsq, stats.norm, stats.found_inf)
-        arguments = (inv_scale, *results, write)
-        plan.serving.launch(call, "unscale", *arguments, results=results, flags=accumulate, writes=write)
+    call = call_for(UNSCALE, (grads, outs), tables, stats.norm.device)
+    plan = call.plan
+    check_given(UNSCALE.name, plan, {"inv_scale": inv_scale}, stats, {"accumulate": accumulate})
+    stats.touched = True
+    for _, row in plan.by_reference:
+        grad, out = call.row(row)
+        add = accumulate if isinstance(accumulate, bool) else bool(accumulate[row])
+        reference.unscale(row, grad, out, inv_scale.view(()), add, write, stats)
+    if plan.serving is None:
+        return reference.finish(stats)
+    results = (stats.nonfinite, stats.sumsq, stats.norm, stats.found_inf)
+    arguments = (inv_scale, *results, write)
+    plan.serving.launch(call, "unscale", *arguments, results=results, flags=accumulate, writes=write)
 
 
 def multi_tensor_check(
@@ -165,19 +164,18 @@ def multi_tensor_check(
         >>> stats.sumsq.item(), stats.found_inf.item()
         (18.0, 0.0)
     """
-    with torch.no_grad():
-        call = call_for(CHECK, (grads,), tables, stats.norm.device)
-        plan = call.plan
-        check_given(CHECK.name, plan, {"inv_scale": inv_scale}, stats)
-        stats.touched = True
-        for _, row in plan.by_reference:
-            (grad,) = call.row(row)
-            out = torch.empty_like(grad, dtype=torch.float32)  # judged is what float32 ones would hold
-            reference.unscale(row, grad, out, inv_scale.view(()), False, False, stats)
-        if plan.serving is None:
-            return reference.finish(stats)
-        results = (stats.nonfinite, stats.sumsq, stats.norm, stats.found_inf)
-        plan.serving.launch(call, "unscale", inv_scale, *results, False, results=results, flags=False)
+    call = call_for(CHECK, (grads,), tables, stats.norm.device)
+    plan = call.plan
+    check_given(CHECK.name, plan, {"inv_scale": inv_scale}, stats)
+    stats.touched = True
+    for _, row in plan.by_reference:
+        (grad,) = call.row(row)
+        out = torch.empty_like(grad, dtype=torch.float32)  # judged is what float32 ones would hold
+        reference.unscale(row, grad, out, inv_scale.view(()), False, False, stats)
+    if plan.serving is None:
+        return reference.finish(stats)
+    results = (stats.nonfinite, stats.sumsq, stats.norm, stats.found_inf)
+    plan.serving.launch(call, "unscale", inv_scale, *results, False, results=results, flags=False)
 
 
 def multi_tensor_unscale_clipped(
@@ -206,15 +204,14 @@ def multi_tensor_unscale_clipped(
         >>> out
         [tensor([1.])]
     """
-    with torch.no_grad():
-        call = call_for(UNSCALE, (grads, outs), tables, getattr(inv_scale, "device", None))
-        plan = call.plan
-        check_given("multi_tensor_unscale_clipped", plan, {"inv_scale": inv_scale, "factor": factor})
-        for _, row in plan.by_reference:
-            grad, out = call.row(row)
-            reference.unscale_clipped(grad, out, inv_scale.view(()), factor.view(()))
-        if plan.serving is not None:
-            plan.serving.launch(call, "unscale_clipped", inv_scale, factor)
+    call = call_for(UNSCALE, (grads, outs), tables, getattr(inv_scale, "device", None))
+    plan = call.plan
+    check_given("multi_tensor_unscale_clipped", plan, {"inv_scale": inv_scale, "factor": factor})
+    for _, row in plan.by_reference:
+        grad, out = call.row(row)
+        reference.unscale_clipped(grad, out, inv_scale.view(()), factor.view(()))
+    if plan.serving is not None:
+        plan.serving.launch(call, "unscale_clipped", inv_scale, factor)
 
 
 def multi_tensor_l2norm(tensors: Entries, *, tables: PointerTables | None = None) -> tuple[Tensor, Tensor]:
@@ -239,17 +236,16 @@ def multi_tensor_l2norm(tensors: Entries, *, tables: PointerTables | None = None
         >>> multi_tensor_l2norm([torch.tensor([3e30, 4e30]), None])[1]
         tensor([5.0000e+30, 0.0000e+00], dtype=torch.float64)
     """
-    with torch.no_grad():
-        call = call_for(L2NORM, (tensors,), tables, None)
-        plan = call.plan
-        sumsq = torch.zeros(plan.count, dtype=sum_dtype(plan.device), device=plan.device)
-        for _, row in plan.by_reference:
-            sumsq[row] = reference.sum_of_squares(call.row(row)[0])
-        if plan.serving is None:
-            return reference.norms(sumsq)
-        norm, norms = sumsq.new_zeros(()), torch.zeros_like(sumsq)
-        plan.serving.launch(call, "l2norm", sumsq, norm, norms, results=(sumsq,))
-        return norm, norms
+    call = call_for(L2NORM, (tensors,), tables, None)
+    plan = call.plan
+    sumsq = torch.zeros(plan.count, dtype=sum_dtype(plan.device), device=plan.device)
+    for _, row in plan.by_reference:
+        sumsq[row] = reference.sum_of_squares(call.row(row)[0])
+    if plan.serving is None:
+        return reference.norms(sumsq)
+    norm, norms = sumsq.new_zeros(()), torch.zeros_like(sumsq)
+    plan.serving.launch(call, "l2norm", sumsq, norm, norms, results=(sumsq,))
+    return norm, norms
 
 
 def multi_tensor_scale(tensors: Entries, factor: Tensor, *, tables: PointerTables | None = None) -> None:
@@ -270,18 +266,17 @@ def multi_tensor_scale(tensors: Entries, factor: Tensor, *, tables: PointerTable
         >>> grads
         [tensor([0.2500, 0.2500])]
     """
-    with torch.no_grad():
-        check_result(SCALE.name, "factor", factor, 1, torch.float32, getattr(factor, "device", None))
-        on_host = factor.device.type == "cpu" and backends.compiled_for(factor.device) is not cuda
-        if on_host and factor.item() == 1.0:  # before the tables: nothing to clip costs nothing
-            return
-        call = call_for(SCALE, (tensors,), tables, factor.device)
-        plan = call.plan
-        check_given(SCALE.name, plan, {"factor": factor})
-        for _, row in plan.by_reference:
-            reference.scale(call.row(row)[0], factor.view(()))
-        if plan.serving is not None:
-            plan.serving.launch(call, "scale", factor)
+    check_result(SCALE.name, "factor", factor, 1, torch.float32, getattr(factor, "device", None))
+    on_host = factor.device.type == "cpu" and backends.compiled_for(factor.device) is not cuda
+    if on_host and factor.item() == 1.0:  # before the tables: nothing to clip costs nothing
+        return
+    call = call_for(SCALE, (tensors,), tables, factor.device)
+    plan = call.plan
+    check_given(SCALE.name, plan, {"factor": factor})
+    for _, row in plan.by_reference:
+        reference.scale(call.row(row)[0], factor.view(()))
+    if plan.serving is not None:
+        plan.serving.launch(call, "scale", factor)
 
 
 def multi_tensor_axpby(
@@ -319,16 +314,15 @@ def multi_tensor_axpby(
     if check not in _CHECKS:
         raise ValueError(f"{AXPBY.name}: check must be 'both', 'x' or 'y', got {check!r}.")
     a, b = as_single("a", a), as_single("b", b)
-    with torch.no_grad():
-        call = call_for(AXPBY, (xs, ys, outs), tables, getattr(found_inf, "device", None))
-        plan = call.plan
-        check_given(AXPBY.name, plan, {"found_inf": found_inf})
-        for _, row in plan.by_reference:
-            x, y, out = call.row(row)
-            reference.axpby(a, x, b, y, out, found_inf, check)
-        if plan.serving is not None:
-            checked, flag = (0, 0) if found_inf is None else (_CHECKS[check], found_inf)
-            plan.serving.launch(call, "axpby", a, b, checked, flag, results=(flag,))
+    call = call_for(AXPBY, (xs, ys, outs), tables, getattr(found_inf, "device", None))
+    plan = call.plan
+    check_given(AXPBY.name, plan, {"found_inf": found_inf})
+    for _, row in plan.by_reference:
+        x, y, out = call.row(row)
+        reference.axpby(a, x, b, y, out, found_inf, check)
+    if plan.serving is not None:
+        checked, flag = (0, 0) if found_inf is None else (_CHECKS[check], found_inf)
+        plan.serving.launch(call, "axpby", a, b, checked, flag, results=(flag,))
 
 
 def multi_tensor_cast(
@@ -352,15 +346,14 @@ def multi_tensor_cast(
         >>> stats.overflow.item() == TOO_LARGE
         True
     """
-    with torch.no_grad():
-        call = call_for(CAST, (masters, params), tables, stats.overflow.device)
-        plan = call.plan
-        check_given(CAST.name, plan, {}, stats)
-        for _, row in plan.by_reference:
-            master, param = call.row(row)
-            reference.cast(row, master, param, stats)
-        if plan.serving is not None:
-            plan.serving.launch(call, "cast", stats.overflow, results=(stats.overflow,))
+    call = call_for(CAST, (masters, params), tables, stats.overflow.device)
+    plan = call.plan
+    check_given(CAST.name, plan, {}, stats)
+    for _, row in plan.by_reference:
+        master, param = call.row(row)
+        reference.cast(row, master, param, stats)
+    if plan.serving is not None:
+        plan.serving.launch(call, "cast", stats.overflow, results=(stats.overflow,))
 
 
 def multi_tensor_sample(tensors: Entries, samples: Tensor, *, tables: PointerTables | None = None) -> None:
@@ -385,11 +378,10 @@ def multi_tensor_sample(tensors: Entries, samples: Tensor, *, tables: PointerTab
         >>> samples.item() != 0
         True
     """
-    with torch.no_grad():
-        call = call_for(SAMPLE, (tensors,), tables, getattr(samples, "device", None))
-        plan = call.plan
-        check_result(SAMPLE.name, "samples", samples, plan.count, torch.int64, plan.device)
-        for _, row in plan.by_reference:
-            samples[row] = reference.sample(call.row(row)[0])
-        if plan.serving is not None:
-            plan.serving.launch(call, "sample", samples, results=(samples,))
+    call = call_for(SAMPLE, (tensors,), tables, getattr(samples, "device", None))
+    plan = call.plan
+    check_result(SAMPLE.name, "samples", samples, plan.count, torch.int64, plan.device)
+    for _, row in plan.by_reference:
+        samples[row] = reference.sample(call.row(row)[0])
+    if plan.serving is not None:
+        plan.serving.launch(call, "sample", samples, results=(samples,))

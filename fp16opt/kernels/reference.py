@@ -186,6 +186,7 @@ def _nonfinite_bits(product: Tensor) -> Tensor:
     return inf * INF + nan * NAN
 
 
+@torch.no_grad()
 def unscale(
     i: int, grad: Tensor, out: Tensor, inv_scale: Tensor, accumulate: bool, write: bool, stats: GradStats
 ) -> None:
@@ -223,6 +224,7 @@ def unscale(
     stats.sumsq[i] = in_order_sum(torch.cat(sums)) if sums else 0.0
 
 
+@torch.no_grad()
 def unscale_clipped(grad: Tensor, out: Tensor, inv_scale: Tensor, factor: Tensor) -> None:
     """``out = (grad * inv_scale) * factor`` in ``out``'s dtype, rounded twice. Arguments as for :func:`unscale`."""
     order = memory_order(out)
@@ -232,12 +234,14 @@ def unscale_clipped(grad: Tensor, out: Tensor, inv_scale: Tensor, factor: Tensor
     write_back(target, out, order)
 
 
+@torch.no_grad()
 def finish(stats: GradStats) -> None:
     """Derive ``norm`` and ``found_inf`` from the rows of ``stats``."""
     stats.norm.copy_(_sqrt(in_order_sum(stats.sumsq)))
     stats.found_inf.copy_((stats.nonfinite != 0).any())
 
 
+@torch.no_grad()
 def sum_of_squares(tensor: Tensor) -> Tensor:
     """The sum of squares of one tensor, in the fixed order.
 
@@ -256,6 +260,7 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
     return in_order_sum(torch.cat(sums) if sums else flat.new_zeros(0, dtype=sum_dtype(flat.device)))
 
 
+@torch.no_grad()
 def norms(sumsq: Tensor) -> tuple[Tensor, Tensor]:
     """The total norm and the norm of each tensor, from their sums of squares.
 
@@ -272,6 +277,7 @@ def norms(sumsq: Tensor) -> tuple[Tensor, Tensor]:
     return _sqrt(in_order_sum(sumsq)), _sqrt(sumsq)
 
 
+@torch.no_grad()
 def scale(tensor: Tensor, factor: Tensor) -> None:
     """``tensor *= factor``: one multiplication in float32 (float64 for float64), rounded to the tensor's dtype."""
     if tensor.dtype == torch.float64:
@@ -280,6 +286,7 @@ def scale(tensor: Tensor, factor: Tensor) -> None:
         tensor.copy_(tensor.float() * factor)
 
 
+@torch.no_grad()
 def axpby(a: float, x: Tensor, b: float, y: Tensor, out: Tensor, found_inf: Tensor | None, check: str) -> None:
     """``out = a*x + b*y`` in float32, rounded to the dtype of ``out``.
 
@@ -324,6 +331,7 @@ def lerp(average: Tensor, value: Tensor, part: float, from_average: bool) -> Non
     write_back(target, average, order)
 
 
+@torch.no_grad()
 def cast(i: int, master: Tensor, param: Tensor, stats: CastStats) -> None:
     """Round ``master`` to the nearest 16-bit value, ties to even, and write flags to row ``i``.
 
@@ -363,6 +371,7 @@ def sample_stride(numel: int) -> int:
     return next(stride for stride in range(_LEAST_STRIDE, 2 * numel) if math.gcd(stride, numel) == 1)
 
 
+@torch.no_grad()
 def sample(tensor: Tensor) -> Tensor:
     """A digest of a 16-bit tensor's sample, in memory order.
 
