@@ -34,7 +34,7 @@ WAYS: dict[str, tuple[Any, torch.dtype]] = {
     "bf16 + masters": (Trainer, torch.bfloat16),
     "fp16 + masters": (Trainer, torch.float16),
 }
-CONTEXT, BATCH_SIZE = 64, 16
+CONTEXT, BATCH_SIZE = 64, 8
 FIRST_RATE, SECOND_RATE = 3e-3, 2e-5
 
 

@@ -171,14 +171,15 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             state_formats.check_moments(optimizer.state_dict(), self._names_of(optimizer))
         if fused_step is True:
             params = [param for group in optimizer.param_groups for param in group["params"]]
-            one_pass_step.check_can_serve(optimizer, params, master_weights != "none")
+            one_pass_step.check_can_serve(optimizer, params, master_weights != "none", self._trials)
         self._certified = Certified()
         if master_weights in _SPLIT:
             self._check_split(optimizer, on_model_write, master_weights)
         arrivals.check_choice(gradient_release)
         self.scaler = make_scaler(dynamic, loss_scale, scaler)
+        makes_masters = master_weights != "none"
         arrivals.check_served(
-            gradient_release, optimizer, self.scaler, grad_accumulation, fused_step, master_weights != "none"
+            gradient_release, optimizer, self.scaler, grad_accumulation, fused_step, makes_masters, self._trials
         )
         self.optimizer = optimizer
         self.master_weights = master_weights

@@ -346,6 +346,8 @@ def _template(path: Path, model: nn.Module, opt: Optimizer) -> tuple[dict[str, A
     paths: dict[str, tuple[Any, ...]] = stored.planner_data
     masters = {names[id(pair.model)]: pair.master for pair in engine_of(opt).pairs.all}
     template: dict[str, Any] = {"masters": {}, "state": {}, "scaler": {}, "param_groups": []}
+    if any(where[0] == "counts" for where in paths.values()):  # files of before have none
+        template["counts"] = {}
     for flat, where in paths.items():
         kind, name = where[0], where[1] if len(where) > 1 else None
         if kind not in template or (kind in ("masters", "state") and name not in masters):

@@ -23,7 +23,7 @@ from .modules import clean, engine_of, parameter_names, unwrapped
 from .zero import owners, sync
 
 KEYS = ("masters", "state", "scaler", "param_groups")
-_NO_SETTINGS = ("params", "fresh", "steps")
+_NO_SETTINGS = ("params", "fresh")
 _HOW = "Pass what fp16opt.distributed.state_dict returned for the same model and optimizer."
 
 
@@ -54,7 +54,7 @@ def _model_groups(engine: Engine) -> list[list[Tensor]]:
 
 
 def state_dict(model: nn.Module, opt: Optimizer) -> dict[str, Any]:
-    """Masters, optimizer state, scaler and param_groups by parameter name; for ``torch.distributed.checkpoint``.
+    """Masters, optimizer state, scaler, param_groups and counts by name; for ``torch.distributed.checkpoint``.
 
     Tensors are references to the live ones: DTensors where the masters are, and under ZeRO this rank's part; split
     masters are made for this call. Before the first step the state is a template of zeros, so that ``dcp.load`` knows
@@ -66,8 +66,8 @@ def state_dict(model: nn.Module, opt: Optimizer) -> dict[str, Any]:
         opt: the wrapper. It is not changed.
 
     Returns:
-        ``{'masters': {name: FP32}, 'state': {name: {}}, 'scaler': {}, 'param_groups': [{'params': [name], ...}]}``.
-        Parameters that are their own masters are among the masters.
+        ``{'masters': {name: FP32}, 'state': {name: {}}, 'scaler': {}, 'param_groups': [{'params': [name], ...}],
+        'counts': {'steps': int, 'skipped_steps': int}}``. Parameters that are their own masters are among the masters.
 
     Raises:
         TypeError, ValueError: see :func:`names_of`.
@@ -89,14 +89,10 @@ def state_dict(model: nn.Module, opt: Optimizer) -> dict[str, Any]:
     groups = []
     for group, members in zip(engine.optimizer.param_groups, _model_groups(engine), strict=True):
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        groups.append({**settings, "params": [names[id(param)] for param in members], "fresh": fresh, **_steps(engine)})
-    return {"masters": masters, "state": state, "scaler": engine.scaler.state_dict(), "param_groups": groups}
-
-
-def _steps(engine: Engine) -> dict[str, int]:
-    """The number of steps taken, where it matters: roundings go by it. Others' files go without."""
-    matters = engine.options["optimizer_state"] == "8bit" or engine.masters.needs_number
-    return {"steps": engine.steps_counted()} if matters else {}
+        groups.append({**settings, "params": [names[id(param)] for param in members], "fresh": fresh})
+    scaler = engine.scaler.state_dict()
+    counts = {"steps": engine.steps_counted(), "skipped_steps": engine.outcome.skipped_steps}
+    return {"masters": masters, "state": state, "scaler": scaler, "param_groups": groups, "counts": counts}
 
 
 def _first_state(optimizer: Optimizer, group: dict[str, Any], master: Tensor) -> dict[str, Any]:
@@ -175,8 +171,8 @@ def _check_outside(sd: object) -> None:
     lacking = [key for key in KEYS if key not in sd]
     if lacking:
         raise ValueError(f"state_dict lacks {', '.join(map(repr, lacking))}. {_HOW}")
-    for key in ("masters", "state"):
-        if not isinstance(sd[key], Mapping):
+    for key in ("masters", "state", "counts"):
+        if not isinstance(sd.get(key, {}), Mapping):
             raise TypeError(f"state_dict: {key} must be a dict, got {type(sd[key]).__name__}. {_HOW}")
 
 
@@ -234,8 +230,9 @@ def _positional(sd: Mapping[str, Any], engine: Engine, names: dict[int, str], va
     """The engine's own form of state_dict, for what this rank steps."""
     pairs = engine.pairs.all
     groups: list[dict[str, Any]] = []
+    counts, no_settings = _counts(sd)
     for number, group in enumerate(engine.holder.param_groups):
-        settings = {key: value for key, value in sd["param_groups"][number].items() if key not in _NO_SETTINGS}
+        settings = {key: value for key, value in sd["param_groups"][number].items() if key not in no_settings}
         kept = {"param_names": group["param_names"]} if "param_names" in group else {}
         groups.append({**settings, **kept, "params": [i for i, p in enumerate(pairs) if p.group == number]})
     fresh = all(group.get("fresh") for group in sd["param_groups"])
@@ -246,9 +243,19 @@ def _positional(sd: Mapping[str, Any], engine: Engine, names: dict[int, str], va
             state[i] = {key: _like_master(value, pair.master) for key, value in entry.items()}
     masters = [None if pair.master is pair.model else value.float() for pair, value in zip(pairs, values, strict=True)]
     optimizer = {"state": state, "param_groups": groups}
-    steps = max((group.get("steps", 0) for group in sd["param_groups"]), default=0)
     positional = {"version": checkpoint.VERSION, "optimizer": optimizer, "masters": masters, "scaler": sd["scaler"]}
-    return {**positional, "steps": steps}
+    return {**positional, **counts}
+
+
+def _counts(sd: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """(steps taken and skipped, the keys of param_groups that are no settings).
+
+    Files of before ``counts`` say nothing of skips, and have the steps in param_groups where roundings go by them.
+    """
+    if "counts" in sd:
+        return {name: sd["counts"].get(name, 0) for name in ("steps", "skipped_steps")}, _NO_SETTINGS
+    steps = max((group.get("steps", 0) for group in sd["param_groups"]), default=0)
+    return {"steps": steps}, (*_NO_SETTINGS, "steps")
 
 
 def _like_master(value: Any, master: Tensor) -> Any:

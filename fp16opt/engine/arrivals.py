@@ -22,6 +22,7 @@ from ..kernels.tables import same_walk
 from ..scaling import LossScaler
 from .accumulation import Pending, Stage, Verdict
 from .one_pass_step import NO_MASTERS, obstacle
+from .one_pass_trial import Trials
 from .pairs import Pair, Pairs
 from .ranks import Ranks, Replicas
 from .sights import GRAD, store, stored
@@ -45,6 +46,7 @@ def check_served(
     grad_accumulation: str,
     fused_step: bool | str,
     makes_masters: bool,
+    trials: Trials,
 ) -> None:
     """Raise ``ValueError`` where an optimizer about to be wrapped can't have its gradients released, saying why."""
     if release is False:
@@ -65,7 +67,7 @@ def check_served(
     refuse_ranks(said, ValueError)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     names = [f"group {n}, param {i}" for n, g in enumerate(optimizer.param_groups) for i in range(len(g["params"]))]
-    reason = obstacle(optimizer, params, names) or ("" if makes_masters else NO_MASTERS)
+    reason = obstacle(optimizer, params, names, trials) or ("" if makes_masters else NO_MASTERS)
     if reason:
         raise ValueError(f"{said} needs the one-pass step, which can't be had: {reason}. Use gradient_release=False.")
 

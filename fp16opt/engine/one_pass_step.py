@@ -50,7 +50,7 @@ def obstacle(
     optimizer: Optimizer,
     params: list[Tensor],
     names: list[str],
-    trials: Trials | None = None,
+    trials: Trials,
     form: StateFormat | None = None,
 ) -> str:
     """Why ``optimizer`` can't be stepped by a one-pass kernel now, in words; "" where it can. No sync.
@@ -58,7 +58,7 @@ def obstacle(
     Args:
         params: the model's parameters.
         names: what messages call them.
-        trials: what is known of classes that are not torch's.
+        trials: what is known of classes that are not torch's, which learns of this one.
         form: what state is to be made of; None for FP32.
     """
     cls = type(optimizer)
@@ -68,7 +68,7 @@ def obstacle(
     if "step" in optimizer.__dict__ and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         return f"the step of this {cls.__name__} was replaced"
     groups = enumerate(optimizer.param_groups)
-    return params_obstacle(params, names) or groups_obstacle(row, optimizer, groups, trials or Trials(), form)
+    return params_obstacle(params, names) or groups_obstacle(row, optimizer, groups, trials, form)
 
 
 def require_row(optimizer: Optimizer) -> OnePassRow:
@@ -145,14 +145,14 @@ def check_groups(
             )
 
 
-def check_can_serve(optimizer: Optimizer, params: list[Tensor], makes_masters: bool) -> None:
+def check_can_serve(optimizer: Optimizer, params: list[Tensor], makes_masters: bool, trials: Trials) -> None:
     """Raise ``ValueError``, saying why, where ``fused_step=True`` can't be had for an optimizer about to be wrapped."""
     names = [
         f"group {number}, param {index}"
         for number, group in enumerate(optimizer.param_groups)
         for index in range(len(group["params"]))
     ]
-    reason = obstacle(optimizer, params, names) or ("" if makes_masters else NO_MASTERS)
+    reason = obstacle(optimizer, params, names, trials) or ("" if makes_masters else NO_MASTERS)
     if reason:
         raise ValueError(
             f"fused_step=True can't be served: {reason}. Use fused_step=False, which steps the wrapped optimizer "

@@ -377,7 +377,8 @@ class Monitor:
 
 NUMBERS = {
     "grad_norm": "norm of the unscaled gradient, before the clip",
-    "grad_largest": "its largest magnitude",
+    "grad_largest": "its largest magnitude; where backwards are added up in FP32, that of any one backward's 16-bit "
+    "gradient, which is what overflows, and the shares below are over those of all backwards",
     "zero": "share of its 16-bit elements that are zero",
     "subnormal": "share of them that are subnormal: fewer bits than usual",
     "underflow": "share of them that the loss depends on and FP16 does not hold as normal numbers: subnormal ones, and "

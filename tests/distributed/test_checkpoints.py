@@ -137,7 +137,7 @@ def by_hand(rank: int, size: int, folder: str) -> None:
             model, opt = make(how, inner, **settings)
             before = [p.clone() for p in opt.master_params()]
             template = distributed.state_dict(model, opt)
-            assert set(template) == {"masters", "state", "scaler", "param_groups"}
+            assert set(template) == {"masters", "state", "scaler", "param_groups", "counts"}
             assert "a.weight" in template["masters"]
             assert bool(opt.state) == (inner is Adagrad), "asking changes nothing"
             assert all(torch.equal(a, b) for a, b in zip(opt.master_params(), before, strict=True))
@@ -188,6 +188,11 @@ def refused_loads(rank: int, size: int, folder: str) -> None:
     cases.append((TypeError, "must be a tensor, got str", lambda: distributed.load_state_dict(model, opt, text)))
     flat = {**sd, "masters": []}
     cases.append((TypeError, "masters must be a dict", lambda: distributed.load_state_dict(model, opt, flat)))
+    for count, error in ((-1, ValueError), ("1", TypeError)):
+        many = {**sd, "counts": {"steps": 2, "skipped_steps": count}}
+        cases.append((error, "skipped_steps must be", lambda m=many: distributed.load_state_dict(model, opt, m)))
+    listed = {**sd, "counts": [2, 1]}
+    cases.append((TypeError, "counts must be a dict", lambda: distributed.load_state_dict(model, opt, listed)))
     one = {**sd, "param_groups": sd["param_groups"][:1]}
     cases.append((ValueError, "a list of 2 groups, got 1", lambda: distributed.load_state_dict(model, opt, one)))
     swapped = {**sd, "param_groups": sd["param_groups"][::-1]}
@@ -335,6 +340,43 @@ def test_without_a_process_group(tmp_path: Path) -> None:
     assert set(distributed.fp32_state_dict(model, opt)) >= {"a.weight", "count"}
     with pytest.raises(RuntimeError, match=r"torch\.distributed\.checkpoint\.state_dict has no place"):
         get_optimizer_state_dict(model, opt)
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_counts_of_steps_go_on_and_older_files_begin_at_0(tmp_path: Path, tensor_lr: bool) -> None:
+    lr = torch.tensor(LR) if tensor_lr else LR
+    model, opt = make("none", lr=lr)
+    train(model, opt, range(4))  # step 1 is skipped
+    assert opt.skipped_steps == 1
+    distributed.save(tmp_path / "now", model, opt)
+    sd = distributed.state_dict(model, opt)
+    assert sd["counts"] == {"steps": 3, "skipped_steps": 1}
+    other, fresh = make("none", lr=lr)
+    distributed.load(tmp_path / "now", other, fresh)
+    assert (fresh.skipped_steps, fresh.stats()["steps"]) == (1, 4)
+    train(other, fresh, range(1, 3))
+    assert (fresh.skipped_steps, fresh.stats()["steps"]) == (2, 6)
+
+    # As files were: no counts, and the steps in param_groups where roundings go by them.
+    old = {key: value for key, value in sd.items() if key != "counts"}
+    old["param_groups"] = [{**group, "steps": 3} for group in old["param_groups"]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed.files, "state_dict", lambda model, opt: old)
+        distributed.save(tmp_path / "old", model, opt)
+    distributed.load(tmp_path / "old", other, fresh)
+    assert (fresh.skipped_steps, fresh.stats()["steps"]) == (0, 3)
+    assert all("steps" not in group for group in fresh.param_groups)
+    assert not differences(whole(other, fresh), whole(model, opt))
+
+
+def test_a_setting_called_steps_is_the_optimizers_own(tmp_path: Path) -> None:
+    model, opt = make("none")
+    opt.param_groups[0]["steps"] = 7
+    distributed.save(tmp_path / "a", model, opt)
+    other, fresh = make("none")
+    fresh.param_groups[0]["steps"] = 0
+    distributed.load(tmp_path / "a", other, fresh)
+    assert fresh.param_groups[0]["steps"] == 7
 
 
 def test_a_flipped_bit_in_any_file_is_refused(tmp_path: Path) -> None:

@@ -300,6 +300,27 @@ def test_a_rate_that_changes_is_no_new_kind_of_settings(monkeypatch: pytest.Monk
     assert len(tried) == 1
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"fused_step": True},
+        {"master_weights": "split24", "fused_step": True},
+        {"gradient_release": True},
+        {"gradient_release": "held", "fused_step": True, "dynamic": True},
+    ],
+    ids=str,
+)
+def test_a_class_is_tried_once(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Any] = []
+    monkeypatch.setattr(one_pass_trial, "_difference", lambda *given: tried.append(given) or "")
+    weight = half()
+    opt = MixedPrecisionOptimizer(PlainLion([weight]), **options)
+    train_once(opt, weight)
+    assert "fused" in repr(opt)
+    assert len(tried) == 1
+
+
 class Scheduled(AdamW):
     """AdamW by another name."""
 

@@ -182,6 +182,23 @@ def test_underflow_and_overflow_are_shares_of_the_scaled_gradients(accumulation:
     assert row["grad_norm"] == pytest.approx(float(np.linalg.norm(factors.double().numpy())), rel=1e-6)
 
 
+def test_of_fp32_sums_the_norm_is_the_sums_and_the_largest_that_of_one_backward() -> None:
+    """What could overflow is each backward's 16-bit gradient: the sum here is of four times its size, or zero."""
+    weight = nn.Parameter(torch.zeros(2, dtype=HALF))
+    records: list[dict[str, Any]] = []
+    sgd, names = torch.optim.SGD([weight], lr=1.0), [("w", weight)]
+    opt = MixedPrecisionOptimizer(sgd, loss_scale=4.0, grad_accumulation="fp32", named_parameters=names)
+    with Monitor(opt, to=records.append):
+        for sign in (1.0, -1.0, 1.0, -1.0):
+            opt.backward((weight.float() * torch.tensor([2.0**12, sign * 2.0**13])).sum())
+        opt.step()
+    row = records[-1]["rows"]["w"]
+    assert row["grad_largest"] == 2.0**13
+    assert row["grad_norm"] == 2.0**14
+    assert row["near_overflow"] == 1 / 2
+    assert "any one backward" in NUMBERS["grad_largest"]
+
+
 def test_true_zeros_are_no_underflow_and_all_zeros_are() -> None:
     rows = nn.Parameter(torch.zeros(10, 4, dtype=HALF))
     gone = nn.Parameter(torch.zeros(4, dtype=HALF))
