@@ -206,9 +206,7 @@ def test_what_is_rounded_by_the_number_of_the_step_is_not_captured(
     before = [t.clone() for t in tensors]
     monkeypatch.setattr(host, "capturing", True)
     for _ in range(2):
-        with pytest.raises(
-            RuntimeError, match=r"_(adam|sgd)8?: state and remainders of 8 bits are rounded by the number"
-        ):
+        with pytest.raises(RuntimeError, match=r"_(adam|sgd)8?: state and remainders of 8 bits are rounded by"):
             step()
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
     monkeypatch.setattr(host, "capturing", False)
