@@ -104,8 +104,8 @@ def step_call(operation: Operation, lists: tuple[Entries, ...], given: Given) ->
     check_given(operation.name, call.plan, numbers, stats, each, given.options)
     if call.plan.is_coded and captures(call.plan.device):
         raise RuntimeError(
-            f"{operation.name}: state and remainders of 8 bits are rounded by the number of the step, and each replay of "
-            "the CUDA graph that is being captured would take this one's. Step outside of the graph, or use float32 "
+            f"{operation.name}: state and remainders of 8 bits are rounded by the number of the step, and each replay "
+            "of the CUDA graph that is being captured would take this one's. Step outside of the graph, or use float32 "
             "state and masters."
         )
     decided = found_inf is not None and call.plan.decided_here and bool(found_inf.item())
