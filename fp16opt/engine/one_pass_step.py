@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..kernels import backend, steps
+from ..kernels.backends import captures
 from ..kernels.reference_steps import Factors
 from ..kernels.tables import is_dense
 from .gradients import Gradients
@@ -328,8 +329,10 @@ class OnePassStep:
         """See :class:`Stepper`. Where a kernel stepped before and does not any more, a warning says once why.
 
         Raises:
-            RuntimeError: There is no other way to step, and nothing has been done.
+            RuntimeError: There is no other way to step, or a CUDA graph is being captured, which what needs this one
+                does not go with. Nothing has been done.
         """
+        self._check_not_captured()
         reason = self._last_reason = self.reason()
         if reason:
             self._check_not_needed(reason)
@@ -342,6 +345,13 @@ class OnePassStep:
         if not self._warned and (self.wanted is True or self._served):
             self._warned = True
             logger.warning("the wrapped optimizer steps itself from here on, and not in one pass: %s.", reason)
+
+    def _check_not_captured(self) -> None:
+        if self.needed_by and any(captures(group.device) for group in self.pairs.devices):
+            raise RuntimeError(
+                f"a step with {self.needed_by} can't be captured into a CUDA graph: the host decides whether it is "
+                "skipped, and by which number it rounds. Step outside of the graph."
+            )
 
     def _check_not_needed(self, reason: str) -> None:
         if self.needed_by:

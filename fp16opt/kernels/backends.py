@@ -16,6 +16,17 @@ def compiled_for(device: torch.device) -> ModuleType | None:
     return cuda if cuda.serves(device) else None
 
 
+def captures(device: torch.device) -> bool:
+    """Whether work on ``device`` goes into a CUDA graph now. Does not sync.
+
+    Example:
+        >>> captures(torch.device("cpu"))
+        False
+    """
+    on_card = device.type == "cuda" or compiled_for(device) is cuda
+    return on_card and cuda.current_stream(device).captures
+
+
 def backend(device: torch.device | str) -> str:
     """Which implementation serves tensors on ``device``.
 

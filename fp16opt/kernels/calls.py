@@ -66,6 +66,7 @@ class Plan:
         serving: the file that calls the compiled kernels, or None.
         is_plain: whether the memory of all entries may be walked so, and the lists may be recognised.
         counts_here: whether the counters, if there are any, lie on the device.
+        is_coded: whether a list holds codes or remainders of 8 bits, which steps round by their number.
         decided_here: whether the host has to look at a flag that says whether to write: not where only kernels write.
         compiled: what a compiled backend made of ``direct``, or None.
     """
@@ -78,6 +79,7 @@ class Plan:
     by_reference: list[tuple[int, int]]
     serving: Any
     is_plain: bool
+    is_coded: bool = False
     counts_here: bool = True
     decided_here: bool = True
     compiled: Any = field(default=None)

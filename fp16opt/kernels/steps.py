@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import cuda, cuda_steps, reference_steps
+from .backends import captures
 from .calls import Call, Entries, Operation, PointerTables
 from .checks import check_given
 from .reference_steps import AdamOptions, Factors, LionOptions, SgdOptions
@@ -90,7 +91,7 @@ def step_call(operation: Operation, lists: tuple[Entries, ...], given: Given) ->
     """The lists of a step, checked with what is given beside them; None where the host reads that it is to skip.
 
     Raises:
-        TypeError, ValueError: as :func:`multi_tensor_adam`.
+        TypeError, ValueError, RuntimeError: as :func:`multi_tensor_adam`.
     """
     factors, found_inf = given.factors, given.found_inf
     tables = None if given.tables is None else given.tables.lists
@@ -101,6 +102,12 @@ def step_call(operation: Operation, lists: tuple[Entries, ...], given: Given) ->
     each: dict[str, Any] = {"group_of": given.group_of, "first": given.first}
     stats = given.stats if given.has_models else None
     check_given(operation.name, call.plan, numbers, stats, each, given.options)
+    if call.plan.is_coded and captures(call.plan.device):
+        raise RuntimeError(
+            f"{operation.name}: state and remainders of 8 bits are rounded by the number of the step, and each replay "
+            "of the CUDA graph that is being captured would take this one's. Step outside of the graph, or use float32 "
+            "state and masters."
+        )
     decided = found_inf is not None and call.plan.decided_here and bool(found_inf.item())
     return None if decided else call
 
@@ -144,7 +151,8 @@ def multi_tensor_adam(
         tables: the cache of this call site.
 
     Raises:
-        TypeError: a wrong type or dtype. ValueError: lengths, shapes or devices that differ. Nothing is written then.
+        TypeError: a wrong type or dtype. ValueError: lengths, shapes or devices that differ. RuntimeError: a CUDA graph
+            is being captured, and something has 8 bits. Nothing is written then.
 
     Example:
         >>> master, m, v, step = [torch.ones(1)], [torch.zeros(1)], [torch.zeros(1)], [torch.zeros(())]

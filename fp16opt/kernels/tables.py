@@ -323,7 +323,8 @@ def check_lists(operation: Operation, lists: Sequence[Entries], device: torch.de
     by_reference = [(place, row) for place, row in enumerate(used) if place not in served]
     counts_here = counted_on is None or counted_on == where
     decided_here = serving is not cuda or bool(by_reference) or not counts_here
-    served_by = (by_reference, serving, is_plain)
+    is_coded = any(_is_coded(lists[:width], i) for i in used)
+    served_by = (by_reference, serving, is_plain, is_coded)
     return Plan(operation, where, len(lists[0]), used, direct, *served_by, counts_here, decided_here)
 
 

@@ -23,12 +23,14 @@ from fp16opt import __main__ as command
 from fp16opt import kernels
 from fp16opt.kernels import (
     PointerTables,
+    backends,
     cubin_cache,
     cuda,
     cuda_devices,
     cuda_driver,
     cuda_rows,
     multi_tensor_l2norm,
+    native,
     nvrtc,
 )
 
@@ -202,6 +204,16 @@ def test_a_captured_call_has_memory_of_its_own(host: Any, monkeypatch: pytest.Mo
     del tables
     gc.collect()
     assert [line.split()[0] for line in host.noted()][1] == "cuMemFree"
+
+
+def test_who_captures(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    card, here = torch.device("cuda:0"), torch.device("cpu")
+    assert not backends.captures(card)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert backends.captures(card)
+    monkeypatch.setattr(backends, "compiled_for", lambda device: native)
+    assert backends.captures(card), "also where torch operations serve it"
+    assert not backends.captures(here)
 
 
 def test_a_failed_copy_of_a_captured_table_gives_its_memory_back(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,11 @@ from kernel_cases import LAYOUTS, SIXTEEN, make, shape_of
 from step_cases import KINDS, LAUNCHED, StepCase, assert_same_results, place, random_case, split_and_join, unaligned
 from torch import Tensor
 
+from fp16opt import MixedPrecisionOptimizer
 from fp16opt.kernels import CastStats, GradStats, multi_tensor_check, multi_tensor_renew, native, tables
 from fp16opt.kernels.reference_steps import power
-from fp16opt.kernels.steps import AdamOptions, Factors, StepTables, multi_tensor_adam
+from fp16opt.kernels.state8 import multi_tensor_adam8, multi_tensor_sgd8
+from fp16opt.kernels.steps import AdamOptions, Factors, StepTables, multi_tensor_adam, multi_tensor_sgd
 
 compiled = pytest.mark.skipif(not native.available(), reason="the compiled CPU module is not installed")
 
@@ -175,6 +177,71 @@ def test_captured_steps_keep_their_tables(host: Any, monkeypatch: pytest.MonkeyP
     case.run()
     assert len(host.copies) == copies, "eager steps have theirs still"
     assert_same_results(case, wanted, "captured")
+
+
+@pytest.mark.parametrize("kind", ["adam8", "sgd8", "split24"])
+def test_what_is_rounded_by_the_number_of_the_step_is_not_captured(
+    host: Any, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A replay would round each time as its capture did."""
+    case, scales = plain_case("momentum"), [torch.zeros(3) for _ in range(3)]
+    columns, given = case.columns, {"models": case.columns["models"], "stats": case.stats, "tables": case.tables}  # type: ignore[attr-defined]
+    codes = [
+        [torch.zeros(t.shape, dtype=d) for t in columns["models"] if t is not None] for d in (torch.int8, torch.uint8)
+    ]
+    factors = Factors(*case.factors)
+
+    def step() -> None:
+        adam = [AdamOptions(0.1, 0.9, 0.99, 1e-8, 0.0, True, False)] * 2
+        if kind == "adam8":
+            lists = (columns["grads"], columns["masters"], *codes, scales, case.steps)
+            multi_tensor_adam8(*lists, adam, case.group_of, factors, 1, **given)
+        elif kind == "sgd8":
+            lists = (columns["grads"], columns["masters"], codes[0], scales)
+            multi_tensor_sgd8(*lists, case.options, case.group_of, factors, 1, first=case.first, **given)
+        else:
+            multi_tensor_sgd(columns["grads"], codes[0], case.options, case.group_of, factors, number=1, **given)
+
+    tensors = [t for column in (*columns.values(), *codes, scales, case.steps) for t in column if t is not None]
+    before = [t.clone() for t in tensors]
+    monkeypatch.setattr(host, "capturing", True)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"_(adam|sgd)8?: state and remainders of 8 bits are rounded by"):
+            step()
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+    monkeypatch.setattr(host, "capturing", False)
+    step()
+    assert not all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [{"optimizer_state": "8bit"}, {"master_weights": "split24"}, {"optimizer_state": "8bit", "fused_step": True}],
+)
+def test_a_wrapper_that_rounds_by_number_refuses_capture_by_name(
+    host: Any, monkeypatch: pytest.MonkeyPatch, mode: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(pretended.who_waits(), "is_host", lambda device: False)
+    params = [torch.nn.Parameter(torch.ones(4096).half())]
+    opt = MixedPrecisionOptimizer(torch.optim.AdamW(params), **mode)
+
+    def backward() -> None:
+        opt.zero_grad()
+        opt.scale_loss(torch.zeros(()))
+        params[0].grad = torch.ones_like(params[0])
+
+    backward()
+    opt.step()
+    backward()
+    weight = params[0].detach().clone()
+    name = 'optimizer_state="8bit"' if "optimizer_state" in mode else 'master_weights="split24"'
+    monkeypatch.setattr(host, "capturing", True)
+    with pytest.raises(RuntimeError, match=f"a step with {name} can't be captured into a CUDA graph: the host decides"):
+        opt.step()
+    monkeypatch.setattr(host, "capturing", False)
+    assert torch.equal(params[0], weight)
+    opt.step()
+    assert not torch.equal(params[0], weight)
 
 
 def test_autograd_sees_the_writes(host: Any) -> None:
