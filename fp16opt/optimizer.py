@@ -12,20 +12,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import kernels, parallel
-from .certify.buckets import settings_of
-from .engine import arrivals, checkpoint, one_pass_step, state_formats
+from .engine import checkpoint, one_pass_step, state_formats
 from .engine.accumulation import Accumulation, Pending, Stage, Verdict, are_finite
 from .engine.arguments import (
-    check_choice,
     check_loss,
     check_number,
     check_scaler,
     make_scaler,
     named,
     open_group,
-    quoted,
 )
 from .engine.arrivals import Arrivals
+from .engine.choices import Choices
 from .engine.closures import ClosureHabits, Evaluations
 from .engine.diagnostics import Overflow
 from .engine.gradients import Gradients
@@ -33,27 +31,25 @@ from .engine.held_step import HeldOnArrival, HeldStep
 from .engine.master_classes import MasterClasses
 from .engine.masters import FullMasters, Masters, NoMasters
 from .engine.memory import Memory, measure
-from .engine.model_writes import POLICIES, ModelWrites
+from .engine.model_writes import ModelWrites
 from .engine.one_pass_rows import counters_saved, no_row, row_of
 from .engine.one_pass_step import OnePassStep
 from .engine.one_pass_trial import Trials
 from .engine.outcome import Outcome, read_at_once, warn_no_gradients, warn_plain_backward
-from .engine.pairs import HALF_DTYPES, Pairs, name_of
+from .engine.pairs import HALF_DTYPES, Pairs
 from .engine.parts import Engine
 from .engine.ranks import Digest
 from .engine.released_step import OneByOne, ReleasedStep, SteppedOnArrival
 from .engine.schema import is_ours
 from .engine.sights import Sight
-from .engine.split import SplitMasters, check_plain
-from .engine.state_formats import EightBitState, FullState, StateFormat
+from .engine.split import SplitMasters
+from .engine.state_formats import StateFormat
 from .engine.streamed_step import Certified, StreamedStep
 from .engine.under_grad_scaler import UnderGradScaler
 from .engine.wrapped_step import HOOKS, StepFailed, WrappedStep, extras, make_hook_tables, remake_first_state
 from .kernels import decisions
 from .scaling import LossScaler
 
-_ACCUMULATION, _MASTER_WEIGHTS = ("model", "fp32"), ("full", "none", "split", "split24")
-_SPLIT = ("split", "split24")
 _NOT_COPIED = (
     *HOOKS,
     "step",
@@ -152,35 +148,14 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
         if isinstance(optimizer, MixedPrecisionOptimizer):
             raise TypeError("optimizer: expected an optimizer that is not wrapped yet, got a MixedPrecisionOptimizer.")
-        check_choice("grad_accumulation", grad_accumulation, _ACCUMULATION)
-        check_choice("on_model_write", on_model_write, POLICIES)
-        check_choice("master_weights", master_weights, _MASTER_WEIGHTS)
-        check_choice("optimizer_state", optimizer_state, state_formats.CHOICES)
-        one_pass_step.check_choice(fused_step)
-        self._names = {id(param): name for name, param in named(named_parameters)}
-        self._trials = Trials()
-        needs = {
-            EightBitState.needed_by: ('optimizer_state="fp32"', optimizer_state == "8bit"),
-            'master_weights="split24"': ('master_weights="split"', master_weights == "split24"),
-        }
-        for needed_by, (instead, is_asked) in needs.items():
-            if is_asked:
-                why = self._one_pass_obstacle(optimizer, optimizer_state)
-                one_pass_step.check_needed(needed_by, instead, fused_step, master_weights, why)
-        if optimizer_state == "8bit":
-            state_formats.check_moments(optimizer.state_dict(), self._names_of(optimizer))
-        if fused_step is True:
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            one_pass_step.check_can_serve(optimizer, params, master_weights != "none", self._trials)
-        self._certified = Certified()
-        if master_weights in _SPLIT:
-            self._check_split(optimizer, on_model_write, master_weights)
-        arrivals.check_choice(gradient_release)
-        self.scaler = make_scaler(dynamic, loss_scale, scaler)
-        makes_masters = master_weights != "none"
-        arrivals.check_served(
-            gradient_release, optimizer, self.scaler, grad_accumulation, fused_step, makes_masters, self._trials
+        self._choices = Choices(
+            grad_accumulation, on_model_write, fused_step, master_weights, optimizer_state, gradient_release
         )
+        self._names = {id(param): name for name, param in named(named_parameters)}
+        self._trials, self._certified = Trials(), Certified()
+        self.scaler = make_scaler(dynamic, loss_scale, scaler)
+        is_zero = parallel.is_zero(optimizer)
+        self._choices.check(optimizer, self.scaler, self._names, self._trials, self._certified, is_zero)
         self.optimizer = optimizer
         self.master_weights = master_weights
         self.grad_accumulation = grad_accumulation
@@ -219,7 +194,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def _compose(self) -> None:
         """The components that live with gradients, which no copy has."""
         me = weakref.ref(self)
-        self._state_format = self._make_state_format()
+        self._state_format = self._choices.state_format(self.optimizer)
         facts = _quietly(me, MixedPrecisionOptimizer._facts, [])
         round_down = _quietly(me, MixedPrecisionOptimizer.write_masters, None)
         ranks = parallel.ranks_of(self.optimizer, self._pairs, facts, round_down)
@@ -266,72 +241,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             return general
         return OnePassStep(self.fused_step, row, *parts, *self._forms(), general, self._trials)
 
-    def _make_state_format(self) -> StateFormat:
-        row = row_of(type(self.optimizer))
-        return FullState(row) if row is None or self.optimizer_state == "fp32" else EightBitState(row)
-
     def _forms(self) -> tuple[StateFormat, str, Callable[[], int]]:
         """What a one-pass step works on: the state, the argument that leaves no other step, the number of the step."""
-        return self._state_format, self._needed_by(), self._outcome.number
-
-    def _one_pass_obstacle(self, optimizer: Optimizer, optimizer_state: str) -> str:
-        """Why an optimizer about to be wrapped can't be stepped in one pass, in words; "" where it can."""
-        if parallel.is_zero(optimizer):
-            return "ZeroRedundancyOptimizer steps its part of the parameters itself"
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        row, eight = row_of(type(optimizer)), optimizer_state == "8bit"
-        if eight and not state_formats.has_eight_bits(row):
-            return f"{type(optimizer).__name__} is not exactly SGD, Adam or AdamW of torch.optim"
-        form = EightBitState(row) if eight and row is not None else None
-        return one_pass_step.obstacle(optimizer, params, self._names_of(optimizer), self._trials, form)
-
-    def _names_of(self, optimizer: Optimizer) -> list[str]:
-        """What messages call the parameters of an optimizer about to be wrapped."""
-        return [
-            name_of(group, index, param, self._names) or f"group {number}, param {index}"
-            for number, group in enumerate(optimizer.param_groups)
-            for index, param in enumerate(group["params"])
-        ]
-
-    def _needed_by(self) -> str:
-        """The argument that leaves no step but the one-pass one, as one writes it; "" where there is none."""
-        if self.optimizer_state == "8bit":
-            return EightBitState.needed_by
-        if self.master_weights == "split24":
-            return 'master_weights="split24"'
-        return f"gradient_release={self.gradient_release!r}" if self.gradient_release else ""
-
-    def _check_groups(self, groups: list[dict[str, Any]], first: int, names: dict[int, str]) -> None:
-        """Raise ``ValueError`` for groups that are to come, defaults filled in, which could never be stepped."""
-        numbered = list(enumerate(groups, first))
-        called = [
-            [name_of(group, i, param, names) or f"group {number}, param {i}" for i, param in enumerate(group["params"])]
-            for number, group in numbered
-        ]
-        needed_by = self._needed_by()
-        one_pass_step.check_groups(needed_by, self.optimizer, self._state_format, numbered, called, self._trials)
-
-    def _check_split(self, optimizer: Optimizer, on_model_write: str, master_weights: str) -> None:
-        if on_model_write == "ignore":
-            raise ValueError(
-                f'on_model_write="ignore" does not go with master_weights="{master_weights}": the model\'s weights are '
-                'part of the masters, so a write to them can\'t be ignored. Use "refresh" or "error".'
-            )
-        if parallel.is_zero(optimizer):
-            raise ValueError(
-                'master_weights="split" does not go with ZeroRedundancyOptimizer: it sends 16-bit weights and knows of '
-                'no remainders. Use master_weights="full", which ZeRO spreads over the ranks.'
-            )
-        if master_weights == "split":
-            self._certified.check(optimizer)
-        for number, group in enumerate(optimizer.param_groups):
-            self._check_plain(group, number, master_weights)
-
-    def _check_plain(self, group: dict[str, Any], number: int, master_weights: str) -> None:
-        for index, param in enumerate(group["params"]):
-            if isinstance(param, Tensor) and param.dtype in HALF_DTYPES:
-                where = f"group {number}, param {index}{quoted(name_of(group, index, param, self._names))}"
-                check_plain(where, param, master_weights)
+        return self._state_format, self._choices.needed_by, self._outcome.number
 
     def _adopter(self) -> Callable[[Tensor], Tensor] | None:
         """What makes masters; None where 16-bit parameters are their own."""
@@ -370,7 +282,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     @property
     def engine(self) -> Engine:
         """What it is composed of, for faces and distributed training. Not a stable interface."""
-        options = {"grad_accumulation": self.grad_accumulation, "master_weights": self.master_weights}
         return Engine(
             optimizer=self.optimizer,
             holder=self._holder,
@@ -382,12 +293,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             outcome=self._outcome,
             scaler=self.scaler,
             device=self._device,
-            options={
-                **options,
-                "fused_step": self.fused_step,
-                "optimizer_state": self.optimizer_state,
-                "gradient_release": self.gradient_release,
-            },
+            choices=self._choices,
         )
 
     def __repr__(self) -> str:
@@ -447,11 +353,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         names = {**self._names, **names}
         self._pairs.check_new_group({**group, "params": params}, number, names)
         parallel.check_meshes([*self._pairs.models, *params])
-        self._check_groups([{**self.defaults, **group, "params": params}], number, names)
-        if self.master_weights in _SPLIT:
-            self._check_plain({**group, "params": params}, number, self.master_weights)
-        if self.master_weights == "split":
-            self._certified.check_settings(self.optimizer, {**self.defaults, **settings_of(group)})
+        new = {**group, "params": params}
+        self._choices.check_new_group(self.optimizer, new, number, names, self._trials, self._certified)
         self.optimizer.add_param_group(group)
         self._pairs.add_group(self.optimizer.param_groups[-1], number, names, self._adopter())
         self._grow()
@@ -1142,7 +1045,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             {**here, **told, "params": [pair.model for pair in self._pairs.all if pair.group == number]}
             for number, (here, told) in enumerate(zip(self._holder.param_groups, saved, strict=False))
         ]
-        self._check_groups(groups, 0, self._names)
+        self._choices.check_groups(self.optimizer, groups, 0, self._names, self._trials)
 
     def _plan(self, state_dict: Any, masters: list[Tensor | None]) -> checkpoint.LoadPlan:
         return checkpoint.plan_load(

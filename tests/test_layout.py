@@ -51,6 +51,7 @@ ENGINE = [
     "one_pass_step",
     "streamed_step",
     "arrivals",
+    "choices",
     "released_step",
     "held_codes",
     "held_step",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +23,9 @@ def facts(engine: Engine) -> list[str]:
     for number, group in enumerate(groups):
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         lines += [f"group {number} with {key}={_shown(value)}" for key, value in sorted(settings.items())]
-    lines += [f"{option}={value!r}" for option, value in engine.options.items()]
+    chosen = asdict(engine.choices)
+    del chosen["on_model_write"]  # each rank may look at its own
+    lines += [f"{option}={value!r}" for option, value in chosen.items()]
     scaler = engine.scaler.state_dict()
     return lines + [f"a scaler with {key}={_shown(value)}" for key, value in scaler.items()]
 

@@ -37,7 +37,7 @@ def hook(opt: Any) -> JoinHook:
     engine = engine_of(opt)
     if not engine.accumulation.ranks.alone:
         raise RuntimeError("Join can't serve masters that are spread over ranks (ZeRO, FSDP2). Even out the inputs.")
-    if engine.options["grad_accumulation"] == "fp32":
+    if engine.choices.grad_accumulation == "fp32":
         raise RuntimeError(
             "Join can't serve grad_accumulation=\"fp32\": a rank without data can't tell when FP32 sums are averaged. "
             'Use grad_accumulation="model", or even out the inputs.'

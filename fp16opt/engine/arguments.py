@@ -36,9 +36,9 @@ def check_scaler(scaler: object) -> None:
         raise TypeError(f"scaler: expected a fp16opt.LossScaler, got {type(scaler).__name__}.")
 
 
-def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+def check_choice(name: str, value: object, choices: Sequence[bool | str]) -> None:
     """Raise ``ValueError`` where ``value`` is not among ``choices``."""
-    if value not in choices:
+    if not isinstance(value, (bool, str)) or value not in choices:  # 1 == True
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 

@@ -14,62 +14,17 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from .. import kernels
 from ..kernels.reference_steps import Factors
 from ..kernels.tables import same_walk
 from ..scaling import LossScaler
 from .accumulation import Pending, Stage, Verdict
-from .one_pass_step import NO_MASTERS, obstacle
-from .one_pass_trial import Trials
 from .pairs import Pair, Pairs
 from .ranks import Ranks, Replicas
 from .sights import GRAD, store, stored
 
-CHOICES = (False, True, "held")
-
-
 # -- what goes with it -------------------------------------------------------------------------------------------------
-
-
-def check_choice(wanted: object) -> None:
-    """Raise ``ValueError`` unless ``gradient_release=wanted`` is one of the three."""
-    if not isinstance(wanted, (bool, str)) or wanted not in CHOICES:
-        raise ValueError(f"gradient_release: expected one of {', '.join(map(repr, CHOICES))}, got {wanted!r}.")
-
-
-def check_served(
-    release: bool | str,
-    optimizer: Optimizer,
-    scaler: LossScaler,
-    grad_accumulation: str,
-    fused_step: bool | str,
-    makes_masters: bool,
-    trials: Trials,
-) -> None:
-    """Raise ``ValueError`` where an optimizer about to be wrapped can't have its gradients released, saying why."""
-    if release is False:
-        return
-    said = f"gradient_release={release!r}"
-    if fused_step is False:
-        raise ValueError(f'{said} needs the one-pass step, and fused_step=False rules it out. Use fused_step="auto".')
-    if grad_accumulation != "model":
-        raise ValueError(
-            f"{said} frees each gradient when it comes, so grad_accumulation={grad_accumulation!r} has nothing to add "
-            'up. Use grad_accumulation="model" and one backward a step, or gradient_release=False.'
-        )
-    if scaler.dynamic and release is True:
-        raise ValueError(
-            f"{said} steps parameters before all gradients are known, which does not go with a dynamic loss scale: an "
-            'overflow could not be undone. Use loss_scale=..., or gradient_release="held".'
-        )
-    refuse_ranks(said, ValueError)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    names = [f"group {n}, param {i}" for n, g in enumerate(optimizer.param_groups) for i in range(len(g["params"]))]
-    reason = obstacle(optimizer, params, names, trials) or ("" if makes_masters else NO_MASTERS)
-    if reason:
-        raise ValueError(f"{said} needs the one-pass step, which can't be had: {reason}. Use gradient_release=False.")
 
 
 def refuse_ranks(said: str, kind: type[Exception]) -> None:

@@ -35,16 +35,9 @@ from .sights import stored
 from .state_formats import StateFormat
 from .wrapped_step import run_hooks
 
-CHOICES = (False, True, "auto")
 NO_MASTERS = "there are no FP32 masters (master_weights='none')"
 
 logger = logging.getLogger("fp16opt")
-
-
-def check_choice(wanted: object) -> None:
-    """Raise ``ValueError`` unless ``fused_step=wanted`` is one of the three."""
-    if not isinstance(wanted, (bool, str)) or wanted not in CHOICES:
-        raise ValueError(f"fused_step: expected one of {', '.join(map(repr, CHOICES))}, got {wanted!r}.")
 
 
 def obstacle(
@@ -116,72 +109,6 @@ def params_obstacle(params: list[Tensor], names: list[str]) -> str:
         if param.layout is not torch.strided or (param.numel() and not is_dense(param)):
             return f"the memory of parameter {name!r} is not dense"
     return ""
-
-
-def check_groups(
-    needed_by: str,
-    optimizer: Optimizer,
-    form: StateFormat,
-    groups: list[tuple[int, dict[str, Any]]],
-    names: list[list[str]],
-    trials: Trials,
-) -> None:
-    """Raise ``ValueError`` for groups, as they are to be, where only a one-pass step can step them, and it can't.
-
-    Args:
-        needed_by: the argument that leaves no other step, as one writes it; "" asks nothing.
-        groups: with their numbers, defaults filled in; "params" are the model's.
-        names: of their parameters.
-    """
-    row = row_of(type(optimizer))
-    if not needed_by or row is None:
-        return
-    for (number, group), called in zip(groups, names, strict=True):
-        reason = params_obstacle(group["params"], called)
-        reason = reason or groups_obstacle(row, optimizer, [(number, group)], trials, form)
-        if reason:
-            raise ValueError(
-                f"{needed_by} needs the one-pass step, which group {number} can't have: {reason}. Change that, or "
-                f"wrap the optimizer without {needed_by}."
-            )
-
-
-def check_can_serve(optimizer: Optimizer, params: list[Tensor], makes_masters: bool, trials: Trials) -> None:
-    """Raise ``ValueError``, saying why, where ``fused_step=True`` can't be had for an optimizer about to be wrapped."""
-    names = [
-        f"group {number}, param {index}"
-        for number, group in enumerate(optimizer.param_groups)
-        for index in range(len(group["params"]))
-    ]
-    reason = obstacle(optimizer, params, names, trials) or ("" if makes_masters else NO_MASTERS)
-    if reason:
-        raise ValueError(
-            f"fused_step=True can't be served: {reason}. Use fused_step=False, which steps the wrapped optimizer "
-            'itself, or "auto", which does so where a fused step does not apply.'
-        )
-
-
-def check_needed(needed_by: str, instead: str, wanted: bool | str, master_weights: str, obstacle: str) -> None:
-    """Raise ``ValueError`` where an argument asks for what only a one-pass step has, and there is none.
-
-    Args:
-        needed_by: the argument as one writes it.
-        instead: what to use otherwise.
-        wanted: ``fused_step``.
-        obstacle: why the optimizer about to be wrapped can't be stepped in one pass.
-    """
-    if wanted is False:
-        raise ValueError(
-            f"{needed_by} does not go with fused_step=False: it is a form of the one-pass step. "
-            f'Use fused_step="auto", or {instead}.'
-        )
-    if master_weights == "none":
-        raise ValueError(
-            f'{needed_by} does not go with master_weights="none": the one-pass step is one of masters. '
-            f'Use master_weights="split", or {instead}.'
-        )
-    if obstacle:
-        raise ValueError(f"{needed_by} can't be served: {obstacle}. Use {instead}.")
 
 
 @dataclass

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from ..scaling import LossScaler
 from .accumulation import Accumulation
+from .choices import Choices
 from .gradients import Gradients
 from .masters import Masters
 from .model_writes import ModelWrites
@@ -24,7 +24,7 @@ class Engine:
     Attributes:
         optimizer: The wrapped one.
         holder: The one that holds what is stepped on this rank: ``optimizer``, or the one inside of ZeRO.
-        options: What was given to the constructor, for messages and comparisons.
+        choices: What was asked for.
     """
 
     optimizer: Optimizer
@@ -37,7 +37,7 @@ class Engine:
     outcome: Outcome
     scaler: LossScaler
     device: torch.device
-    options: dict[str, Any]
+    choices: Choices
 
     def steps_counted(self) -> int:
         """How many steps were taken, with one that was taken in backward and that ``step`` is yet to count."""

@@ -14,7 +14,6 @@ from ..kernels import state8
 from .one_pass_rows import FUNCTORS, CannotServe, Columns, OnePassRow, check_state, new_counter
 from .pairs import Pair
 
-CHOICES = ("fp32", "8bit")
 LEAST = 4096
 """Elements from which on a parameter's state is kept in 8 bits."""
 

@@ -264,7 +264,7 @@ class Monitor:
     def _arm(self) -> None:
         """The next step is sampled: where gradients are folded into FP32 sums, look at each before it goes."""
         parts = self._engine
-        if parts is None or parts.options["grad_accumulation"] != "fp32" or not self._looks():
+        if parts is None or parts.choices.grad_accumulation != "fp32" or not self._looks():
             return
         sample = self._sample = _Sample()
         for position, pair in enumerate(parts.pairs.all):

@@ -460,7 +460,7 @@ def test_what_is_saved_or_copied_between_backward_and_step_has_the_step() -> Non
     opt.backward(net(batch(torch.bfloat16, 1)))
     saved, weights = copy.deepcopy(opt.state_dict()), copy.deepcopy(net.state_dict())
     assert saved["steps"] == 2
-    assert {group["steps"] for group in distributed.state_dict(net, opt)["param_groups"]} == {2}
+    assert distributed.state_dict(net, opt)["counts"]["steps"] == 2
     fresh, again = made(dtype=torch.bfloat16, **modes)
     again.load_state_dict(saved)
     fresh.load_state_dict(weights)
