@@ -104,7 +104,7 @@ def row_of(name: str, start: Any, data: Any, evaluated: Any, steps: int, output:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150, help="of the first training and of each one after it")
+    parser.add_argument("--steps", type=int, default=100, help="of the first training and of each one after it")
     parser.add_argument("--short", action="store_true", help="four steps each")
     parser.add_argument("--output", type=Path, default=Path("transformers-finetune-output"))
     given = parser.parse_args()

@@ -284,10 +284,7 @@ class AveragedMasters:
         self._follow(self._optimizer.engine)
         if _COUNT not in state_dict:
             raise ValueError(f"state_dict lacks {_COUNT!r}. {_HOW_SAVED}")
-        count = state_dict[_COUNT]
-        updates = int(count) if isinstance(count, (int, Tensor)) and not isinstance(count, bool) else -1
-        if updates < 0:
-            raise ValueError(f"{_COUNT}: expected a number of updates, got {count!r}. {_HOW_SAVED}")
+        updates = _count(state_dict[_COUNT])
         names = self._names()
         saved = {param: _saved(state_dict, names[id(param)], average) for param, average in self._averages.items()}
         for param, value in saved.items():
@@ -318,6 +315,17 @@ def _batches(averages: Entries) -> Iterator[list[int]]:
 def _put_back(pairs: list[Pair], kept: list[Tensor]) -> None:
     for pair, value in zip(pairs, kept, strict=True):
         local(pair.model.detach()).copy_(value)
+
+
+def _count(saved: object) -> int:
+    """The number of updates: an int, or what torch saves it as, an int64 tensor of one element."""
+    if isinstance(saved, Tensor) and saved.numel() == 1 and saved.dtype == torch.int64:
+        count: object = int(saved)
+    else:
+        count = saved
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < 2**63:
+        raise ValueError(f"{_COUNT}: expected a number of updates, got {saved!r}. {_HOW_SAVED}")
+    return count
 
 
 def _saved(state_dict: Mapping[str, Any], name: str, average: Tensor) -> Tensor:
