@@ -14,7 +14,7 @@ from .dtensors import aligned, local
 from .gradient_forms import Taken, can_wait, coalesced, kernel_values
 from .masters import Masters
 from .own_gradients import OwnGradients
-from .pairs import DeviceGroup, Pairs
+from .pairs import HALF_DTYPES, DeviceGroup, Pairs
 from .sights import GRAD, FadedSight, count_there, drop_grads, store, stored
 from .sweep import Sweep, vector_norm
 
@@ -51,6 +51,7 @@ class DeviceGradients:
         self._has_rooms = False
         self._held: dict[int, Tensor] = {}  # own gradients that were set aside during a backward
         self._sums: set[int] = set()  # rows whose master gradient is a sum that the next one is added to
+        self._narrow = [row for row in group.own if self.models[row].dtype in HALF_DTYPES]
         self._usual = kernels.Seen()
         self._usual_own = kernels.Seen()
 
@@ -137,8 +138,7 @@ class DeviceGradients:
         self.sweep.stats.touched = True
         usual = not self._held and self._usual_own.again(grads)
         if usual and not any([g is not None and g.requires_grad for g in grads]):  # noqa: C419
-            entries = self._spread(self.group.own, grads)
-            self.sweep.take(entries, entries, inv_scale)
+            self._unscale_usual(self._spread(self.group.own, grads), inv_scale)
             return
         held, self._held = self._held, {}
         own = OwnGradients(self.pairs, self.sweep, held, inv_scale)
@@ -151,6 +151,17 @@ class DeviceGradients:
             models = zip(self.group.own, self.own_models, strict=True)
             sums = [model.grad if row in held else None for row, model in models]
             self.sweep.measure(self._dense(self._spread(self.group.own, sums)), self._known())
+
+    def _unscale_usual(self, entries: list[Any], inv_scale: Tensor) -> None:
+        """In place; of 16-bit parameters without masters through FP32 memory, and rounded back."""
+        if not self._narrow:
+            self.sweep.take(entries, entries, inv_scale)
+            return
+        outs = list(entries)
+        for row in self._narrow:
+            outs[row] = torch.empty_like(entries[row], dtype=torch.float32)
+        self.sweep.take(entries, outs, inv_scale)
+        self.sweep.round(self._narrow, [outs[row] for row in self._narrow], [entries[row] for row in self._narrow])
 
     # -- the look ----------------------------------------------------------------------------------------------------
 

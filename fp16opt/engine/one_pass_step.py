@@ -235,9 +235,10 @@ class OnePassStep:
         """Why the fallback steps; "" where a kernel does. No sync."""
         if self._lasting or self._known != self.pairs.generation:  # what was in the way may be gone
             self._known = self.pairs.generation
-            self._lasting = obstacle(self.optimizer, self.pairs.models, self.pairs.names, self._trials)
             if any(pair.model.requires_grad for pair in self.pairs.own_halves):
-                self._lasting = self._lasting or NO_MASTERS
+                self._lasting = NO_MASTERS
+            else:
+                self._lasting = obstacle(self.optimizer, self.pairs.models, self.pairs.names, self._trials)
             if self.wanted == "auto" and not self._lasting and not self.needed_by:
                 plain = [str(g.device) for g in self.pairs.devices if backend(g.device) == "reference"]
                 self._lasting = f"no compiled kernels serve {plain[0]}" if plain else ""

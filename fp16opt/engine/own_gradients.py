@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .dtensors import aligned, local
-from .gradient_forms import Taken, coalesced
+from .gradient_forms import Taken, can_wait, coalesced
 from .pairs import HALF_DTYPES, Pair
 from .sweep import Sweep
 
@@ -88,8 +88,8 @@ class OwnGradients:
 
     def _add_half(self, row: int, grad: Tensor, before: Tensor | None) -> None:
         """16-bit parameters without masters: through FP32 memory, and rounded back."""
-        self.are_usual = False
         pair = self._pairs[row]
+        self.are_usual &= type(grad) is Tensor and before is None and can_wait(grad, pair.model)
         if grad.layout is not torch.strided:
             grad = coalesced(grad.detach(), torch.float32, pair.name)
             values = grad._values().to(pair.model.dtype)

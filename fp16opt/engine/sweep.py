@@ -49,6 +49,8 @@ class Sweep:
         if any(map(operator.is_not, halves, itertools.repeat(None))):
             self.look(halves, self.one)
             values = [value if half is None else None for value, half in zip(values, halves, strict=True)]
+            if all(map(operator.is_, values, itertools.repeat(None))):
+                return
         kernels.multi_tensor_unscale(values, values, self.one, self.stats, write=False, tables=self._judge)
 
     def measure(self, sums: Entries, known: Tensor) -> None:
