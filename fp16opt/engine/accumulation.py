@@ -285,7 +285,7 @@ class Accumulation:
         pairs = self.gradients.pairs
         if scale == 1.0:
             return
-        apart = [i for i in positions if pairs.models[i] is not pairs.masters[i]]  # others are set aside, and added
+        apart = [i for i in positions if not pairs.are_own[i]]  # others are set aside, and added
         grads = [(i, pairs.models[i].grad) for i in apart]
         found = [pairs.all[i] for i, grad in grads if grad is not None and bool((grad != 0).any())]
         if found:
@@ -402,8 +402,8 @@ class Accumulation:
             return
         self._edited += [pairs.all[i].name for i in edited]
         grads = gradients.of_model()
-        own = [i for i in moved if pairs.models[i] is pairs.masters[i]]
-        others = [i for i in moved if pairs.models[i] is not pairs.masters[i]]
+        own = [i for i in moved if pairs.are_own[i]]
+        others = [i for i in moved if not pairs.are_own[i]]
         written = [i for i in others if grads[i] is not None]
         gone = [i for i in others if grads[i] is None]
         unread = self.stage is Stage.SCALED

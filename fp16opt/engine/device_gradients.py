@@ -109,7 +109,8 @@ class DeviceGradients:
                 continue
             out = self._rooms[row]
             if out is None:
-                out = self._room(row)
+                out, self._has_rooms = self._kind.like(self.pairs[row]), True
+                self._rooms[row] = out
             GRAD.__set__(self.masters[row], out)
             outs.append(out)
         return [None if out is None else local(out) for out in outs] if self._has_pieces else outs

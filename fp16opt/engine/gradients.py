@@ -7,7 +7,6 @@ until then. Gradients of parameters that are their own masters are unscaled in p
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator
 
 import torch
@@ -97,12 +96,8 @@ class Gradients:
         return self._made_sight.moved(self._of_masters())
 
     def _of_masters(self) -> list[Tensor | None]:
-        return [
-            None if own else grad
-            for own, grad in zip(
-                map(operator.is_, self.pairs.masters, self.pairs.models), stored(self.pairs.masters), strict=True
-            )
-        ]
+        grads = zip(self.pairs.are_own, stored(self.pairs.masters), strict=True)
+        return [None if own else grad for own, grad in grads]
 
     def left_over(self) -> FadedSight | None:
         """The model's gradients as a step has used them, keeping none alive."""

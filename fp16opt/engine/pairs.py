@@ -104,7 +104,7 @@ class Pairs:
         elsewhere: model parameters whose masters are on other ranks.
         names_elsewhere: theirs; None until :meth:`name` has given names that are the same on all ranks.
         has_pieces: whether there are DTensors.
-        has_own: whether a parameter is its own master.
+        are_own, has_own: whether each parameter is its own master, and whether one is.
         own_halves: pairs of 16-bit parameters that are their own masters.
     """
 
@@ -215,7 +215,8 @@ class Pairs:
         self.names = [pair.name for pair in self.all]
         self._place()
         self.has_pieces = any(map(is_sharded, self.models))
-        self.has_own = any(map(operator.is_, self.models, self.masters))
+        self.are_own = list(map(operator.is_, self.models, self.masters))
+        self.has_own = any(self.are_own)
         self.own_halves = [pair for pair in self.all if pair.master is pair.model and pair.model.dtype in HALF_DTYPES]
         self._seen = kernels.Seen(None if self.has_pieces else self.models)
         self.generation += 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +21,7 @@ from ..certify.trials import factory_like
 from .gradients import Gradients
 from .masters import Masters
 from .pairs import Pair, Pairs
-from .sights import store, stored
+from .sights import GRAD, count_there, stored
 from .wrapped_step import StepFailed, fused_steps_guarded
 
 BUCKET = 1 << 20
@@ -87,6 +89,8 @@ class Bucket:
         group: The number of their param_group.
         split: Those with split masters.
         own: Those that are their own masters; they are stepped where they are.
+        rests: What their masters keep beside the weights.
+        offsets: Where each of ``split`` begins in the bucket's memory, in elements.
         rows: Those of ``split`` in the statistics of their device.
     """
 
@@ -94,6 +98,8 @@ class Bucket:
     device: torch.device
     split: list[Pair]
     own: list[Pair]
+    rests: list[Tensor]
+    offsets: list[int]
     rows: Tensor
     size: int
     join_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
@@ -105,7 +111,7 @@ def _room_for(tensor: Tensor) -> int:
     return -(-tensor.numel() // _ALIGNED) * _ALIGNED
 
 
-def plan_buckets(pairs: Pairs, groups: int, stepped: Sequence[Pair]) -> list[Bucket]:
+def plan_buckets(pairs: Pairs, masters: Masters, groups: int, stepped: Sequence[Pair]) -> list[Bucket]:
     """The buckets of a step.
 
     Args:
@@ -122,9 +128,10 @@ def plan_buckets(pairs: Pairs, groups: int, stepped: Sequence[Pair]) -> list[Buc
             parts, rest = [[]], members
         for part in parts:
             device = part[0].master.device if part else torch.device("cpu")
-            size = sum(_room_for(pair.model) for pair in part)
+            *offsets, size = itertools.accumulate([_room_for(pair.model) for pair in part], initial=0)
             rows = torch.tensor([pair.row for pair in part], dtype=torch.int64, device=device)
-            buckets.append(Bucket(number, device, part, rest, rows, size))
+            rests = [masters.operand(pair) for pair in part]
+            buckets.append(Bucket(number, device, part, rest, rests, offsets, rows, size))
             rest = []
     return buckets
 
@@ -204,27 +211,29 @@ class StreamedStep:
             self.masters.stepped()
 
     def _gradients(self) -> dict[int, tuple[Tensor | None, Tensor | None]]:
-        """By ``id(pair)``: the gradient that waits, or the one that is true."""
+        """By ``id(pair)``, where there is one: the gradient that waits, or the one that is true."""
         found: dict[int, tuple[Tensor | None, Tensor | None]] = {}
         for group in self.pairs.devices:
             waiting, _ = self.gradients.waiting(group)
             true = self.gradients.true_ones(group)
             for row, position in enumerate(group.positions):
-                found[id(self.pairs.all[position])] = (None if waiting is None else waiting[row], true[row])
+                waits = None if waiting is None else waiting[row]
+                if waits is not None or true[row] is not None:
+                    found[id(self.pairs.all[position])] = (waits, true[row])
         return found
 
     def _run(self) -> None:
         grads = self._gradients()
-        stepped = [
-            pair
-            for pair in self.pairs.all
-            if pair.master is not pair.model and any(grad is not None for grad in grads[id(pair)])
-        ]
+        stepped = [pair for pair in self.pairs.all if pair.master is not pair.model and id(pair) in grads]
         known = self._planned
         same = known is not None and known[0] == self.pairs.generation and len(known[1]) == len(stepped)
-        if known is None or not same or any(a is not b for a, b in zip(known[1], stepped, strict=True)):
+        if known is None or not same or not all(map(operator.is_, known[1], stepped)):
             groups = len(self.optimizer.param_groups)
-            known = self._planned = (self.pairs.generation, stepped, plan_buckets(self.pairs, groups, stepped))
+            known = self._planned = (
+                self.pairs.generation,
+                stepped,
+                plan_buckets(self.pairs, self.masters, groups, stepped),
+            )
         parts = BucketSteps(self.optimizer)
         memory = _Memory(known[2])
         for bucket in known[2]:
@@ -240,9 +249,8 @@ class StreamedStep:
         grads: dict[int, tuple[Tensor | None, Tensor | None]],
     ) -> None:
         models = [pair.model for pair in bucket.split]
-        rests = [self.masters.operand(pair) for pair in bucket.split]
-        values, room = memory.views(bucket, rests)
-        kernels.multi_tensor_join(models, rests, values, tables=bucket.join_tables)
+        values, room = memory.views(bucket)
+        kernels.multi_tensor_join(models, bucket.rests, values, tables=bucket.join_tables)
         mine = self._made(bucket, room, [grads[id(pair)] for pair in bucket.split])
         members = [pair.master for pair in bucket.split]
         with _filled(members, values, mine):
@@ -250,7 +258,7 @@ class StreamedStep:
             parts.run(bucket.group, stepped, self._step_part)
         if bucket.split:
             found = kernels.CastStats.allocate(len(models), bucket.device)
-            kernels.multi_tensor_split(values, models, rests, found, tables=bucket.split_tables)
+            kernels.multi_tensor_split(values, models, bucket.rests, found, tables=bucket.split_tables)
             bucket.split[0].device.cast.overflow[bucket.rows] = found.overflow
 
     def _step_part(self) -> None:
@@ -266,7 +274,7 @@ class StreamedStep:
             for grad, (_, true) in zip(stored([pair.master for pair in bucket.split]), grads, strict=True)
         ]
         waiting = [waits for waits, _ in grads]
-        if any(waits is not None for waits in waiting):
+        if count_there(waiting):
             outs = [None if waits is None else out for out, waits in zip(room, waiting, strict=True)]
             _, factors = self.gradients.waiting(bucket.split[0].device)
             kernels.multi_tensor_unscale_clipped(waiting, outs, *factors, tables=bucket.unscale_tables)
@@ -283,8 +291,8 @@ class _Memory:
             self._size[bucket.device] = max(self._size.get(bucket.device, 0), bucket.size)
         self._made: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
-    def views(self, bucket: Bucket, rests: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """(masters, gradients): for each of ``rests``, which are dense, a part of the memory in its shape and strides.
+    def views(self, bucket: Bucket) -> tuple[list[Tensor], list[Tensor]]:
+        """(masters, gradients): for each of the remainders, which are dense, memory in its shape and strides.
 
         The remainders keep their strides, and so does the state, if the model's weights are laid out anew.
         """
@@ -293,13 +301,12 @@ class _Memory:
             self._made[bucket.device] = tuple(  # type: ignore[assignment]
                 torch.empty(size, dtype=torch.float32, device=bucket.device) for _ in range(2)
             )
-        at = 0
-        views: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for rest in rests:
-            for memory, made in zip(self._made[bucket.device], views, strict=True):
-                made.append(memory.as_strided(rest.shape, rest.stride(), at))
-            at += _room_for(rest)
-        return views
+        placed = list(zip(bucket.rests, bucket.offsets, strict=True))
+        masters, grads = [
+            [memory.as_strided(rest.shape, rest.stride(), at) for rest, at in placed]
+            for memory in self._made[bucket.device]
+        ]
+        return masters, grads
 
 
 @contextlib.contextmanager
@@ -308,18 +315,18 @@ def _filled(members: list[Tensor], values: list[Tensor], grads: list[Tensor | No
     kept: list[tuple[Tensor, type, Tensor, Tensor | None]] = []
     try:
         for member, value, grad in zip(members, values, grads, strict=True):
-            cls, before = type(member), stored([member])[0]
+            cls, before = type(member), GRAD.__get__(member)
             member.__class__ = torch.nn.Parameter  # torch takes its faster loops for exactly this class
             kept.append((member, cls, member.data, before))
             if before is not None:
-                store(member, None)  # of strides that the new values may not have
+                GRAD.__set__(member, None)  # of strides that the new values may not have
             member.data = value
-            store(member, grad)
+            GRAD.__set__(member, grad)
         yield
     finally:
         for member, cls, data, before in kept:
-            store(member, None)
+            GRAD.__set__(member, None)
             member.data = data
             if before is not None:
-                store(member, before)
+                GRAD.__set__(member, before)
             member.__class__ = cls

@@ -24,6 +24,10 @@ PARTS: dict[str, tuple[tuple[torch.dtype, ...], dict[str, Any]]] = {
     "mixed": (MIXED, {}),
     "sums": (HALF, {"grad_accumulation": "fp32"}),
     "mixed sums": (MIXED, {"grad_accumulation": "fp32"}),
+    "split": (HALF, {"master_weights": "split"}),
+    "split sums": (HALF, {"master_weights": "split", "grad_accumulation": "fp32"}),
+    "no masters": (HALF, {"master_weights": "none"}),
+    "no masters, sums": (HALF, {"master_weights": "none", "grad_accumulation": "fp32"}),
 }
 
 
