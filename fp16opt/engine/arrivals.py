@@ -248,7 +248,7 @@ class Arrivals:
         if grad is None:
             return
         if not self._waits_for_end:
-            torch.autograd.Variable._execution_engine.queue_callback(_end(weakref.ref(self)))  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(_end(weakref.ref(self)))
             self._waits_for_end = True
         with torch.no_grad():
             grad = place.as_stored(grad)
