@@ -219,7 +219,7 @@ def counted(shard: str) -> dict[str, dict[str, float]]:
     model: nn.Module = DistributedDataParallel(net) if shard in ("ddp", "zero") else net
     params = list(net.parameters())
     optimizer: Any = ZeroRedundancyOptimizer(params, AdamW, lr=1e-3) if shard == "zero" else AdamW(params, lr=1e-3)
-    opt = MixedPrecisionOptimizer(optimizer, loss_scale=8.0)
+    opt = MixedPrecisionOptimizer(optimizer, loss_scale=8.0, fused_step=False)  # whose gradients are FP32
     if shard != "none":
         distributed.attach(opt, model)
 
@@ -236,7 +236,7 @@ def counted(shard: str) -> dict[str, dict[str, float]]:
     held = [*params, *(p.grad for p in params), *opt.master_params(), *(m.grad for m in opt.master_params())]
     held += [value for entry in opt.state.values() for key, value in entry.items() if key != "step"]
     memory = float(sum(getattr(t, "_local_tensor", t).nbytes for t in {id(t): t for t in held}.values()))
-    plan = Plan(params=LAYERS * width * width, ranks=ranks, shard=shard, layers=LAYERS)
+    plan = Plan(params=LAYERS * width * width, ranks=ranks, shard=shard, layers=LAYERS, fused_step=False)
     parts = plan.memory_parts()
     kept = {k: v for k, v in parts.items() if "buckets" not in k and "gathered" not in k}
     payload, messages = sent(profile)

@@ -36,18 +36,18 @@ class Mode:
 
     Attributes:
         arguments: of ``MixedPrecisionOptimizer``; None is plain FP32 training.
-        plan: of ``Plan``; None where it has none.
+        plan: of ``Plan``; None where there is nothing to plan.
     """
 
     name: str
     arguments: dict[str, Any] | None
-    plan: dict[str, str] | None
+    plan: dict[str, Any] | None
 
 
 MODES = [
     Mode("FP32, torch.optim.AdamW", None, None),
-    Mode("FP16, the wrapped optimizer's own step", {"fused_step": False}, {"masters": "full"}),
-    Mode("FP16, one pass", {}, None),
+    Mode("FP16, the wrapped optimizer's own step", {"fused_step": False}, {"fused_step": False}),
+    Mode("FP16, one pass", {}, {}),
     Mode("split", {"master_weights": "split"}, {"masters": "split"}),
     Mode(
         "split, held", {"master_weights": "split", "gradient_release": "held"}, {"masters": "split", "release": "held"}

@@ -40,6 +40,8 @@ class Plan:
             state, are not counted apart.
         release: "no"; "yes": each gradient is used and freed in backward; "held": a code of 8 bits is kept. What
             ``gradient_release`` is, on one rank.
+        fused_step: False: the wrapped optimizer's own step, which takes FP32 gradients. With "zero" and "fsdp2" whole
+            masters are stepped that way in any case; elsewhere these optimizers are stepped in one pass.
         layers: blocks that FSDP2 gathers one after the other; two are whole at a time.
         clip: whether gradients are clipped, in the worst case with a factor below 1.
         network: bytes/s that a rank sends, and receives.
@@ -62,6 +64,7 @@ class Plan:
     masters: str = "full"
     state: str = "fp32"
     release: str = "no"
+    fused_step: bool = True
     layers: int = 32
     clip: bool = True
     network: float = 50e9
@@ -88,6 +91,11 @@ class Plan:
             )
         if self.release != "no" and self.shard != "none":
             raise ValueError(f"release: {self.release!r} is for one rank, got shard={self.shard!r}. Use 'no'.")
+        if not self.fused_step and self._needs_one_pass:
+            raise ValueError(
+                "fused_step: 8-bit state, 'split24' and released gradients are forms of the one-pass step, got False. "
+                "Use True."
+            )
 
     @property
     def _stepped(self) -> float:
@@ -99,9 +107,13 @@ class Plan:
         return self.masters != "full"
 
     @property
+    def _needs_one_pass(self) -> bool:
+        return self.masters == "split24" or self.state == "8bit" or self.release != "no"
+
+    @property
     def _in_one_pass(self) -> bool:
         """Whether gradients wait in 16 bits for a one-pass step: else FP32 ones are made, which torch steps with."""
-        return self._is_split or self.state == "8bit" or self.release != "no"
+        return self._is_split or self._needs_one_pass or (self.fused_step and self.shard in ("none", "ddp"))
 
     @property
     def _state_bytes(self) -> float:
@@ -191,6 +203,7 @@ class Plan:
         shown = (
             f"{self.params:.4g} parameters, {self.ranks} ranks, {self.shard}, {self.optimizer}, {self.masters} masters"
             + (", 8-bit state" if self.state == "8bit" else "")
+            + ("" if self.fused_step else ", stepped by the wrapped optimizer")
             + {"no": "", "yes": ", gradients released", "held": ", gradients held in 8 bits"}[self.release]
         )
         lines = [shown, *self._notes(), "", f"{'memory a rank':<52}{size(self.memory_total()):>12}"]
@@ -246,6 +259,7 @@ def parse(arguments: Sequence[str]) -> Plan:
     parser.add_argument(
         "--release", nargs="?", choices=tuple(RELEASES), const="yes", default="no", help="gradient_release; alone: yes"
     )
+    parser.add_argument("--no-fused-step", dest="fused_step", action="store_false", help="fused_step=False")
     parser.add_argument("--layers", type=int, default=32, help="blocks that fully_shard is applied to")
     parser.add_argument("--no-clip", dest="clip", action="store_false")
     parser.add_argument("--network", type=float, default=50.0, help="GB/s that a rank sends")

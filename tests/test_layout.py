@@ -97,6 +97,7 @@ FOREIGN = {
     "_local_scalar_dense": "the operation of Tensor.item, by which a look of the host is seen",
     "_C": "torch._C: where the next name is",
     "_current_graph_task_id": "nothing public tells whether autograd runs in this thread",
+    "_execution_engine": "where the next name's callbacks are queued: nothing public is called when a backward ends",
     "_VF": "where torch.nn's RNNs find the functions that autocast",
     # torch.optim
     "_opt_called": "a scheduler warns where it is not set",

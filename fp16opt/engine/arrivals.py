@@ -105,6 +105,9 @@ class Taker(Protocol):
     def take(self, place: Place, grad: Tensor, factors: Factors) -> None:
         """A gradient has come and was looked at; after this it is freed."""
 
+    def end(self) -> None:
+        """A backward is over, well or not."""
+
     def settle(self, places: Sequence[Place]) -> None:
         """Somebody asks for the verdict on these."""
 
@@ -156,6 +159,8 @@ class Arrivals:
         self.backwards = 0
         self.interrupted = False
         self._cleared = False  # zero_grad was called, of gradients that have done their work
+        self._factors: dict[torch.device, Factors] = {}  # of the present backward
+        self._waits_for_end = False  # autograd knows that it is to call us
         self.losses: list[Tensor] = []
         self._replicas = Replicas()
         self.places: list[Place] = []
@@ -218,6 +223,7 @@ class Arrivals:
             self.grow()  # unfrozen since
         self.taker.begin(scaler)
         self.pending, self.stage, self.losses = Pending.capture(scaler), Stage.SCALED, []
+        self._factors = {}
         self.backwards += 1
         return self.pending
 
@@ -241,20 +247,36 @@ class Arrivals:
         grad = GRAD.__get__(place.pair.model)
         if grad is None:
             return
+        if not self._waits_for_end:
+            torch.autograd.Variable._execution_engine.queue_callback(_end(weakref.ref(self)))
+            self._waits_for_end = True
         with torch.no_grad():
             grad = place.as_stored(grad)
-            inv_scale = pending.inv_scale.to(grad.device)
-            place.look(grad, inv_scale)
+            factors = self._factors_on(grad.device, pending)
+            place.look(grad, factors.inv_scale)
             place.has_come = True
-            self.taker.take(place, grad, Factors(inv_scale, torch.ones_like(inv_scale)))
+            self.taker.take(place, grad, factors)
         store(place.pair.model, None)
 
+    def _factors_on(self, device: torch.device, pending: Pending) -> Factors:
+        if device not in self._factors:
+            inv_scale = pending.inv_scale.to(device)
+            self._factors[device] = Factors(inv_scale, torch.ones_like(inv_scale))
+        return self._factors[device]
+
+    def end(self) -> None:
+        """A backward is over, whoever called it. By autograd, or where it raised by those who notice."""
+        self._waits_for_end = False
+        with torch.no_grad():
+            self.taker.end()
+
     def arrived(self) -> None:
-        """A backward is over: nothing is left to do."""
+        """A backward is over: :meth:`end` knows already."""
 
     def interrupt(self) -> None:
         """A backward raised while gradients were being taken."""
         self.interrupted = True
+        self.end()
 
     def steps_ahead(self) -> int:
         """How many steps parameters have taken in backward that ``step`` has not counted yet: 1 or 0."""
@@ -322,6 +344,7 @@ class Arrivals:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
+        self._waits_for_end = False  # of a backward that raised, and of which nobody told
         self.stage, self.pending, self.interrupted, self._cleared = Stage.READY, None, False, False
         self.losses = []
         for place in self.places:
@@ -413,6 +436,17 @@ def _hook(me: weakref.ref[Arrivals], position: int) -> Callable[[Tensor], None]:
             arrivals.arrive(position)
 
     return arrive
+
+
+def _end(me: weakref.ref[Arrivals]) -> Callable[[], None]:
+    """What autograd calls at the end of a backward, as :func:`_hook`."""
+
+    def end() -> None:
+        arrivals = me()
+        if arrivals is not None:
+            arrivals.end()
+
+    return end
 
 
 def _remove(handles: list[Any]) -> None:

@@ -42,6 +42,9 @@ class HeldOnArrival:
         coded = model.numel() >= SMALLEST and model.dtype in HALF_DTYPES
         self._held[place.position] = place, held_codes.encode(grad) if coded else grad.detach(), factors
 
+    def end(self) -> None:
+        """See :class:`Taker`."""
+
     def settle(self, places: Sequence[Place]) -> None:
         """Nothing was written."""
 
@@ -89,6 +92,7 @@ class HeldOnArrival:
 
     def step(self) -> None:
         """Step all parameters, one decoded gradient at a time."""
+        self._one_by_one.begin()
         with torch.no_grad():
             for position in sorted(self._held):
                 place, held, factors = self._held[position]

@@ -65,7 +65,7 @@ class ModelWrites:
         self._untold = False
         self._records: list[_Record] = []
         self._generation = -1
-        self._tables: dict[int, kernels.PointerTables] = {}  # by position, of weights that are accepted one by one
+        self._unsampled: set[int] = set()  # positions of weights that were accepted, and are to be sampled together
         self.record()
 
     # -- what we wrote -----------------------------------------------------------------------------------------------
@@ -78,6 +78,7 @@ class ModelWrites:
         """
         self._follow()
         self._written_masters.clear()
+        self._unsampled.clear()
         if not masters_seen:
             self._master_versions = self._versions(self.pairs.masters)
         self._model_versions = self._versions(self.pairs.models)
@@ -89,6 +90,7 @@ class ModelWrites:
 
     def grown(self) -> None:
         """Parameters or masters came. Writes to older ones that were not noticed yet stay to be noticed."""
+        self.sample_accepted()
         model_versions, master_versions = self._model_versions, self._master_versions
         before = {
             position: (record.then[row].clone(), record.strides[row])
@@ -163,6 +165,7 @@ class ModelWrites:
         Syncs: where it waits.
         """
         self.check_home("MixedPrecisionOptimizer")
+        self.sample_accepted()
         if self.pairs.has_pieces:
             self.pairs.take_pieces()
         self.see_masters()
@@ -245,15 +248,33 @@ class ModelWrites:
     def accept(self, pairs: list[Pair]) -> None:
         """Masters were brought up to these weights: from here on they count as written by the engine."""
         for pair in pairs:
-            record = self._records[self._groups.index(pair.device)]
-            weight = pair.device.models[pair.row]
-            if self.policy != "ignore":
-                tables = self._tables.setdefault(pair.device.positions[pair.row], kernels.PointerTables())
-                kernels.multi_tensor_sample([weight.detach()], record.then[pair.row : pair.row + 1], tables=tables)
-                record.strides[pair.row] = weight.stride()
-            position = pair.device.positions[pair.row]
-            self._master_versions[position] = version(pair.master)
-            self._model_versions[position] = version(pair.model)
+            self.accept_soon(pair)
+        self.sample_accepted()
+
+    def accept_soon(self, pair: Pair) -> None:
+        """As :meth:`accept`, but :meth:`sample_accepted` takes the samples of many weights at once.
+
+        Until then what goes around versions passes for the engine's.
+        """
+        position = pair.device.positions[pair.row]
+        self._master_versions[position] = version(pair.master)
+        self._model_versions[position] = version(pair.model)
+        if self.policy != "ignore":
+            self._unsampled.add(position)
+
+    def sample_accepted(self) -> None:
+        """Sample the weights that were accepted since. No host sync."""
+        for group, record in zip(self._groups, self._records, strict=True) if self._unsampled else ():
+            weights = [
+                weight.detach() if position in self._unsampled else None
+                for position, weight in zip(group.positions, group.models, strict=True)
+            ]
+            if any(weight is not None for weight in weights):
+                kernels.multi_tensor_sample(weights, record.then, tables=group.tables["accepted"])
+            for row, weight in enumerate(weights):
+                if weight is not None:
+                    record.strides[row] = weight.stride()
+        self._unsampled.clear()
 
     # -- weights that are put aside for a while ------------------------------------------------------------------------
 

@@ -121,6 +121,11 @@ class OneByOne:
         self._pairs = pairs
         self._masters = masters
         self._steps: dict[int, tuple[int, OnePassStep, OneGradient]] = {}
+        self._checked: set[int] = set()  # groups, since begin()
+
+    def begin(self) -> None:
+        """Parameters are about to be stepped: settings of groups are looked at anew, each once."""
+        self._checked.clear()
 
     def step(self, place: Place, grad: Tensor, factors: Factors, found_inf: Tensor | None) -> None:
         """Step the parameter of ``place``.
@@ -155,10 +160,13 @@ class OneByOne:
             gradient.grad = gradient.factors = None
 
     def _check(self, pair: Pair) -> None:
+        if pair.group in self._checked:
+            return
         groups = [(pair.group, self._optimizer.param_groups[pair.group])]
         reason = groups_obstacle(self._row, self._optimizer, groups, self._trials, self._form)
         if reason:
             raise CannotServe(reason)
+        self._checked.add(pair.group)
 
 
 class SteppedOnArrival:
@@ -175,6 +183,7 @@ class SteppedOnArrival:
         self._one_by_one = one_by_one
         self._model_writes = model_writes
         self._waits = waits
+        self._decided_there: dict[torch.device, bool] = {}  # of the present backward
 
     def begin(self, scaler: LossScaler) -> None:
         """Weights that were written by others are noticed before they are stepped."""
@@ -184,16 +193,24 @@ class SteppedOnArrival:
                 'is known. Use a StaticLossScaler, or gradient_release="held".'
             )
         self._model_writes.notice(waits=self._waits)
+        self._one_by_one.begin()
+        self._decided_there.clear()
 
     def take(self, place: Place, grad: Tensor, factors: Factors) -> None:
         """Step it. Where that is decided on the device nobody waits."""
         found = place.stats.found_inf
-        if steps_on_device(found.device):
+        if found.device not in self._decided_there:
+            self._decided_there[found.device] = steps_on_device(found.device)
+        if self._decided_there[found.device]:
             self._one_by_one.step(place, grad, factors, found)
         elif not bool(found):
             self._one_by_one.step(place, grad, factors, None)
         if place.pair.master is not place.pair.model:
-            self._model_writes.accept([place.pair])  # so that what others write from here on shows
+            self._model_writes.accept_soon(place.pair)  # so that what others write from here on shows
+
+    def end(self) -> None:
+        """See :class:`Taker`."""
+        self._model_writes.sample_accepted()
 
     def settle(self, places: Sequence[Place]) -> None:
         """They were stepped when they came."""

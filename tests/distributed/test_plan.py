@@ -29,7 +29,7 @@ LAYERS, WIDTH = 4, 64
 PARAMS = LAYERS * WIDTH * WIDTH
 
 
-def make(shard: str) -> tuple[nn.Module, MixedPrecisionOptimizer]:
+def make(shard: str, fused: bool = False) -> tuple[nn.Module, MixedPrecisionOptimizer]:
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, dtype=HALF) for _ in range(LAYERS)))
     if shard == "fsdp2":
         for layer in net:
@@ -39,7 +39,7 @@ def make(shard: str) -> tuple[nn.Module, MixedPrecisionOptimizer]:
     inner: Any = AdamW
     params = list(net.parameters())
     optimizer = ZeroRedundancyOptimizer(params, inner, lr=1e-3) if shard == "zero" else inner(params, lr=1e-3)
-    opt = MixedPrecisionOptimizer(optimizer, loss_scale=8.0, fused_step=False)  # whose gradients are FP32
+    opt = MixedPrecisionOptimizer(optimizer, loss_scale=8.0, fused_step=fused)
     if shard != "none":
         distributed.attach(opt, model)
     return model, opt
@@ -70,7 +70,7 @@ def measured(model: nn.Module, opt: MixedPrecisionOptimizer) -> dict[str, int]:
 
 def compare(rank: int, size: int) -> None:
     for shard in ("ddp", "zero", "fsdp2"):
-        plan = Plan(params=PARAMS, ranks=size, shard=shard, layers=LAYERS)
+        plan = Plan(params=PARAMS, ranks=size, shard=shard, layers=LAYERS, fused_step=False)
         model, opt = make(shard)
         for _ in range(3):
             step(model, opt)
@@ -149,17 +149,28 @@ def test_messages_of_larger_models(two: World) -> None:
     two.run(buckets)
 
 
-def test_memory_of_one_process() -> None:
-    model, opt = make("none")
+@pytest.mark.parametrize("fused", [True, False])
+def test_memory_of_one_process(fused: bool) -> None:
+    model, opt = make("none", fused)
     step(model, opt)
-    wanted = Plan(params=PARAMS).memory_parts()
-    assert measured(model, opt) == wanted
-    assert Plan(params=PARAMS).traffic() == 0.0
+    plan = Plan(params=PARAMS, fused_step=fused)
+    found = opt.memory().parts()
+    assert found["gradients"] == plan.memory_parts()["16-bit gradients"] + plan.memory_parts()["FP32 master gradients"]
+    if not fused:  # else FP32 gradients would be made where they are asked for
+        assert measured(model, opt) == plan.memory_parts()
+    kept = sum(found[kind] for kind in ("weights", "gradients", "masters", "moments"))
+    assert plan.memory_total() == (16 if fused else 20) * PARAMS
+    assert kept == plan.memory_total() + LAYERS * 4, "a float32 counter a tensor is among the moments"
+    assert plan.traffic() == 0.0
 
 
 def test_by_hand() -> None:
     ddp = Plan(params=1e9, ranks=4, shard="ddp")
-    assert ddp.memory_total() == (2 + 2 + 4 + 4 + 8 + 2) * 1e9
+    assert ddp.memory_total() == (2 + 2 + 4 + 8 + 2) * 1e9
+    assert ddp.step_bytes() == (2 + 2 + 4 + 4 + 2 + 16) * 1e9
+    own = Plan(params=1e9, ranks=4, shard="ddp", fused_step=False)
+    assert own.memory_total() == (2 + 2 + 4 + 4 + 8 + 2) * 1e9
+    assert own.step_bytes() == (2 + 6 + 28 + 6) * 1e9
     assert ddp.traffic() == 2 * 3 / 4 * 2e9
     assert ddp.messages() == {"buckets of gradients": 78}  # the first of 1 MiB, the others of 25
     zero = Plan(params=1e9, ranks=4, shard="zero", optimizer="sgd-momentum", clip=False)
@@ -207,6 +218,10 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "verdict and norm, 16 bytes" in done.stdout
     assert parse(["--params", "1e6", "--ranks", "8"]).shard == "ddp"
     assert parse(["--params", "1e6"]).shard == "none"
+    assert parse(["--params", "1e6"]).fused_step
+    own = parse(["--params", "1e6", "--no-fused-step"])
+    assert not own.fused_step
+    assert "adamw, full masters, stepped by the wrapped optimizer" in own.report()
     for wrong in (["--params", "0"], ["--params", "1e6", "--ranks", "2", "--shard", "none"], []):
         with pytest.raises(SystemExit):
             parse(wrong)
@@ -254,6 +269,9 @@ def test_the_command_line_asks_for_formats() -> None:
         ({"release": "later"}, "release: expected one of 'no', 'yes', 'held', got 'later'"),
         ({"state": "8bit", "optimizer": "lion"}, "state: 'lion' has no 8-bit state. Use 'fp32'"),
         ({"release": "yes", "ranks": 2, "shard": "ddp"}, "release: 'yes' is for one rank, got shard='ddp'"),
+        ({"state": "8bit", "fused_step": False}, "fused_step: 8-bit state, 'split24' and released .* got False. Use"),
+        ({"masters": "split24", "fused_step": False}, "fused_step: .* got False"),
+        ({"release": "held", "fused_step": False}, "fused_step: .* got False"),
     ],
 )
 def test_plans_that_can_not_be(given: dict[str, Any], message: str) -> None:

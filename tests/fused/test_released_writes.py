@@ -11,6 +11,7 @@ from torch import nn
 
 import fp16opt
 from fp16opt import GradScaler, MixedPrecisionOptimizer, Monitor
+from fp16opt.engine import model_writes
 
 
 def net() -> nn.Module:
@@ -45,6 +46,72 @@ def test_a_write_to_the_model_before_step_is_taken(masters: str, caplog: pytest.
     opt.backward(loss_of(model, 1))
     opt.step()
     assert abs(float(model[0].weight.detach().mean()) - 0.5) < 0.01  # type: ignore[union-attr, arg-type]
+
+
+def run_backward(opt: MixedPrecisionOptimizer, loss: torch.Tensor, way: str) -> None:
+    if way == "backward":
+        opt.backward(loss)
+    else:
+        opt.scale_loss(loss).backward()
+
+
+@pytest.mark.parametrize("way", ["backward", "scale_loss"])
+def test_a_write_that_counts_no_version_is_taken_too(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Weights are sampled when autograd says that the backward is over, whoever called it."""
+    model = net()
+    opt = wrapped(model)
+    run_backward(opt, loss_of(model), way)
+    model[0].weight.data.fill_(0.5)  # type: ignore[union-attr, operator]
+    opt.step()
+    assert "written" in caplog.text
+    assert float(next(iter(opt.master_params())).min()) == 0.5
+
+
+@pytest.mark.parametrize("way", ["backward", "scale_loss"])
+def test_what_was_stepped_before_a_backward_raised_is_no_write(way: str) -> None:
+    model = net()
+    opt = wrapped(model, lr=1e-5, on_model_write="error")
+    before = masters_of(opt)
+
+    def fail(grad: torch.Tensor) -> None:
+        raise KeyError("in backward")
+
+    handle = model[0].weight.register_hook(fail)  # type: ignore[union-attr, operator]
+    with pytest.raises(KeyError):
+        run_backward(opt, loss_of(model), way)
+    handle.remove()
+    stepped = masters_of(opt)
+    assert not torch.equal(stepped[3], before[3])
+    assert torch.equal(stepped[0], before[0])
+    opt.zero_grad()
+    opt.state_dict()  # looks for writes
+    assert all(map(torch.equal, masters_of(opt), stepped))
+    if way == "scale_loss":
+        opt.step()  # nobody has told that the backward raised: its step is counted
+    run_backward(opt, loss_of(model), way)
+    opt.step()
+    model[0].weight.data.fill_(0.5)  # type: ignore[union-attr, operator]
+    with pytest.raises(RuntimeError, match="written behind the optimizer"):
+        opt.state_dict()
+
+
+def test_calls_besides_look_and_step_do_not_grow_with_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    real = model_writes.kernels.multi_tensor_sample
+    monkeypatch.setattr(
+        model_writes.kernels, "multi_tensor_sample", lambda *args, **more: calls.append(1) or real(*args, **more)
+    )
+    found = []
+    for count in (2, 20):
+        params = [nn.Parameter(torch.ones(4).half()) for _ in range(count)]
+        inner = torch.optim.AdamW(params, lr=1e-3)
+        opt = MixedPrecisionOptimizer(inner, gradient_release=True)
+        for _ in range(2):
+            calls.clear()
+            opt.backward(torch.stack([p.float().sum() for p in params]).sum())
+            opt.step()
+        found.append(len(calls))
+    assert found[0] == found[1]
 
 
 def test_a_write_is_an_error_where_that_is_asked() -> None:
