@@ -144,8 +144,7 @@ def launch(
     values = [*factors, found_inf, members, table, overflow, models, number & 0xFFFFFFFF, packed_groups]
     values += [] if more_state is None else [more_state]
     queue(kernel, stream, plan, site, values)
-    used = (*factors, found_inf, overflow, *kept)
-    stream.hold([tensor for tensor in used if tensor is not None])
+    stream.hold((*factors, found_inf, overflow, *kept))
     native.count_writes(call, [] if overflow is None else [overflow])
     if counters:
         torch._foreach_add_(counters, 1.0)
