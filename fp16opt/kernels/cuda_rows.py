@@ -170,6 +170,9 @@ KERNELS = {
     )
 }
 
+FIRST = ("adam", "unscale", "sample", "take", "capture_scale", "decide_clip", "close_step")
+"""What training with AdamW launches: loaded together at a card's first use, every other kernel when it is launched."""
+
 
 def shared_assertions() -> str:
     """C++ that asserts the layout of the structs that all kernels with lists read."""
