@@ -3,9 +3,9 @@
     python benchmarks/cuda_host.py [--quick] [--json PATH] [--rounds N]
 
 Rows: compiling, for one card, the kernels that AdamW launches, with each NVRTC that is there (packages
-nvidia-cuda-nvrtc-cu12 and nvidia-cuda-nvrtc), once, and taking them from the disk; host time of one `step()` of AdamW over
-FP16 weights of 64 elements on a pretended device, whose driver notes launches and runs nothing, and of the kernel's call
-alone. Times are medians over the rounds.
+nvidia-cuda-nvrtc-cu12 and nvidia-cuda-nvrtc), once, and taking them from the disk; host time of one `step()` of AdamW
+over FP16 weights of 64 elements on a pretended device, whose driver notes launches and runs nothing, and of the
+kernel's call alone. Times are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ def timed(run: Callable[[], object], scale: float = 1.0) -> tuple[float, float]:
     return (time.perf_counter() - began) * scale, (time.process_time() - spent) * scale
 
 
+def compile_first(compiler: nvrtc.Nvrtc, to: list[cubin_cache.Cubins]) -> None:
+    """Compile what a card's first use does."""
+    to.append(cuda_devices.compile_kernels(compiler, CARD, cuda_rows.FIRST))
+
+
 def compile_rows(rounds: int) -> list[common.Row]:
     """Compiling and loading of the kernels for one card, in seconds."""
     rows = []
@@ -60,7 +65,7 @@ def compile_rows(rounds: int) -> list[common.Row]:
             continue
         name = f"NVRTC {compiler.version[0]}.{compiler.version[1]}, sm_{CARD}"
         made: list[cubin_cache.Cubins] = []
-        spent = timed(lambda: made.append(cuda_devices.compile_kernels(compiler, CARD, cuda_rows.FIRST)))
+        spent = timed(functools.partial(compile_first, compiler, made))
         cubin_cache.store(cuda_rows.digest(), CARD, made[0])
         load = functools.partial(cubin_cache.load, cuda_rows.digest(), CARD, compiler.version)
         cached = [timed(load) for _ in range(rounds)]

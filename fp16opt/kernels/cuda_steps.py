@@ -108,7 +108,6 @@ def launch(
     factors: Factors,
     stats: CastStats | None,
     found_inf: Tensor | None,
-    more_state: bool | None = None,
     first: bool | Sequence[bool] | None = None,
     number: int = 0,
 ) -> None:
@@ -120,7 +119,6 @@ def launch(
         options: of each param_group: the learning rate, then the other fields of the kernel's group.
         group_of: by row, its place in ``options``.
         factors, stats, found_inf: as for :func:`fp16opt.kernels.steps.multi_tensor_adam`.
-        more_state: whether the lists have what a plain step has not: amsgrad's, or SGD's buffers.
         first: by row whether its state holds nothing yet; None where the kernel does not ask.
         number: of the step, by which what has few bits is rounded.
     """
@@ -142,7 +140,6 @@ def launch(
     table = site.memory + site.content.entries
     members, packed_groups = given.memory, given.memory + given.content.groups
     values = [*factors, found_inf, members, table, overflow, models, number & 0xFFFFFFFF, packed_groups]
-    values += [] if more_state is None else [more_state]
     queue(kernel, stream, plan, site, values)
     stream.hold((*factors, found_inf, overflow, *kept))
     native.count_writes(call, [] if overflow is None else [overflow])

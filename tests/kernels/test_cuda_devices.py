@@ -183,7 +183,7 @@ def host(driver: Any, emulated_cuda: emulated.Emulated, monkeypatch: pytest.Monk
 def test_a_step_has_the_right_bytes_at_the_driver(host: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     case = random_case(np.random.default_rng(1), kind, 0.05)
     got = case.on("cpu").run().run()
-    name = "adam" if "adam" in kind else "sgd"
+    name = kind.removeprefix("own ")
     launched = host.noted("cuLaunchKernel")
     assert len(launched) == 2
     for line in launched:
