@@ -12,7 +12,7 @@ import ctypes
 import functools
 import struct
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -267,22 +267,34 @@ class Site:
             self.lists = self.content.lists(memory)
 
 
-def site_of(call: Call, stream: Stream, flags: bool | Sequence[bool] | None) -> Site:
-    """The table of a call, brought up to date on the device: that of its plan, or in a capture one of its own."""
-    plan = call.plan
+def placed(call: Call, stream: Stream, known: Site | None, make: Callable[[], Content], *given: Any) -> Site:
+    """The site of a call's content, brought up to date on the device: the known one, or in a capture one of its own.
+
+    Args:
+        known: None makes one.
+        make: its content.
+        given: to :meth:`point` of that, behind the call.
+    """
+    if stream.captures or known is None:
+        known = Site(make())
     if stream.captures:
-        site = Site(Table(call))
-        site.content.point(call, flags)
-        site.place_for_graph(stream, call.owner)
-        return site
-    site = plan.compiled
-    if not isinstance(site, Site):
-        site = plan.compiled = Site(Table(call))
+        known.content.point(call, *given)
+        known.place_for_graph(stream, call.owner)
+        return known
     try:
-        site.place(site.content.point(call, flags), plan.device, stream)
+        known.place(known.content.point(call, *given), call.plan.device, stream)
     except BaseException:
-        plan.compiled = None  # what of the table arrived is not known
+        call.plan.compiled = None  # what of it arrived is not known
         raise
+    return known
+
+
+def site_of(call: Call, stream: Stream, flags: bool | Sequence[bool] | None) -> Site:
+    """The table of a call."""
+    known = call.plan.compiled
+    site = placed(call, stream, known if isinstance(known, Site) else None, lambda: Table(call), flags)
+    if not stream.captures:
+        call.plan.compiled = site
     return site
 
 
