@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -21,17 +22,21 @@ using Pointers = std::vector<void*>;
 
 namespace {
 
-// The addresses of the tensors in each of several lists, at one moment. It holds the tensors: while an operation runs
-// without Python's lock, another thread may change the lists.
+// Tensors that are held: while an operation runs without Python's lock, another thread may change the lists.
+struct Held {
+    std::vector<PyObject*> tensors;
+
+    Held() = default;
+    Held(const Held&) = delete;
+    ~Held() {
+        for (PyObject* tensor : tensors) Py_DECREF(tensor);
+    }
+};
+
+// The addresses of the tensors in each of several lists, at one moment.
 struct Addresses {
     std::vector<Pointers> lists;
-    std::vector<PyObject*> held;
-
-    Addresses() = default;
-    Addresses(const Addresses&) = delete;
-    ~Addresses() {
-        for (PyObject* tensor : held) Py_DECREF(tensor);
-    }
+    std::vector<std::shared_ptr<Held>> held;
 };
 
 // A list or tuple as it is at this moment: what is called in between may change it.
@@ -40,6 +45,7 @@ public:
     explicit Items(PyObject* from) : from_(from), is_list_(PyList_Check(from) != 0) {}
     static bool serves(PyObject* from) { return PyList_Check(from) != 0 || PyTuple_Check(from) != 0; }
     Py_ssize_t size() const { return Py_SIZE(from_); }
+    PyObject* const* data() const { return PySequence_Fast_ITEMS(from_); }
     PyObject* at(Py_ssize_t i) const {  // borrowed; null behind the end
         if (i >= Py_SIZE(from_)) return nullptr;
         return is_list_ ? PyList_GET_ITEM(from_, i) : PyTuple_GET_ITEM(from_, i);
@@ -64,6 +70,64 @@ public:
 private:
     PyObject* from_;
     bool is_list_;
+};
+
+struct Kind {
+    DLDataType dtype;
+    DLDevice device;
+    int32_t ndim;
+    bool operator==(const Kind& o) const {
+        return dtype.code == o.dtype.code && dtype.bits == o.dtype.bits && dtype.lanes == o.dtype.lanes &&
+               device.device_type == o.device.device_type && device.device_id == o.device.device_id && ndim == o.ndim;
+    }
+};
+
+struct Seen {  // one tensor
+    PyTypeObject* type;
+    Kind kind;
+    bool is_single;
+    bool operator==(const Seen& o) const { return type == o.type && kind == o.kind && is_single == o.is_single; }
+};
+
+// A list of tensors as it was read.
+struct Read {
+    std::shared_ptr<Held> held;
+    std::vector<Seen> seen;
+    std::vector<int64_t> extents;  // shape and strides of each tensor, one after the other
+    Pointers pointers;
+};
+
+// While one of these is entered, on this thread, each list of tensors is read once: the same tensors again are as they were.
+// Who enters it knows that nobody else's code runs meanwhile. Without `once` every list is read anew in it and after it.
+class Reading {
+public:
+    explicit Reading(bool once) : once_(once) {}
+    void enter() {
+        outer_ = current();
+        if (outer_ != nullptr && !once_) outer_->reads_.clear();
+        current() = once_ ? this : nullptr;
+    }
+    void exit() {
+        current() = outer_;
+        reads_.clear();
+    }
+    static Reading*& current() {
+        thread_local Reading* reading = nullptr;
+        return reading;
+    }
+    const Read* find(PyObject* const* items, size_t count) const {
+        for (const auto& read : reads_) {
+            const auto& held = read.held->tensors;
+            if (held.size() == count && std::equal(held.begin(), held.end(), items)) return &read;
+        }
+        return nullptr;
+    }
+    void keep(Read&& read) { reads_.push_back(std::move(read)); }
+
+private:
+    bool once_;
+    Reading* outer_ = nullptr;
+    std::vector<Read> reads_;
 };
 
 // What was seen of the lists of a call. Between calls it proves, for all lists at once, that the same entries are None and
@@ -94,21 +158,36 @@ public:
             if (leaves_out(lists, i) != (left_out_[size_t(i)] != 0)) return py::none();
         }
         auto found = std::make_unique<Addresses>();
-        found->held.reserve(seen_.size());
         found->lists.resize(lists_);
+        const size_t used = seen_.size() / std::max<size_t>(lists_, 1);
+        Reading* reading = used == size_t(count_) ? Reading::current() : nullptr;  // only lists without gaps
         const Seen* seen = seen_.data();
         const int64_t* extent = extents_.data();
         for (size_t k = 0; k < lists_; ++k) {
             const Items items(lists[k].ptr());
             Pointers& pointers = found->lists[k];
-            pointers.reserve(seen_.size() / lists_);
+            if (const Read* read = reading == nullptr ? nullptr : reading->find(items.data(), used)) {
+                if (!std::equal(read->seen.begin(), read->seen.end(), seen) ||
+                    !std::equal(read->extents.begin(), read->extents.end(), extent)) {
+                    return py::none();
+                }
+                pointers = read->pointers;
+                found->held.push_back(read->held);
+                seen += used;
+                extent += read->extents.size();
+                continue;
+            }
+            const int64_t* const first_extent = extent;
+            const auto held = found->held.emplace_back(std::make_shared<Held>());
+            held->tensors.reserve(used);
+            pointers.reserve(used);
             for (Py_ssize_t i = 0; i < count_; ++i) {
                 if (left_out_[size_t(i)] != 0) continue;
                 items.prefetch(i);
                 PyObject* tensor = items.at(i);
                 if (tensor == nullptr || Py_TYPE(tensor) != seen->type) return py::none();
                 Py_INCREF(tensor);
-                found->held.push_back(tensor);
+                held->tensors.push_back(tensor);
                 DLTensor now;
                 if (api_->dltensor_from_py_object_no_sync(tensor, &now) != 0) {
                     PyErr_Clear();  // not a dense tensor any more: the full check will say what it is
@@ -125,27 +204,12 @@ public:
                 ++seen;
                 pointers.push_back(static_cast<char*>(now.data) + now.byte_offset);
             }
+            if (reading != nullptr) reading->keep({held, {seen - used, seen}, {first_extent, extent}, pointers});
         }
         return py::cast(found.release(), py::return_value_policy::take_ownership);
     }
 
 private:
-    struct Kind {
-        DLDataType dtype;
-        DLDevice device;
-        int32_t ndim;
-        bool operator==(const Kind& o) const {
-            return dtype.code == o.dtype.code && dtype.bits == o.dtype.bits && dtype.lanes == o.dtype.lanes &&
-                   device.device_type == o.device.device_type && device.device_id == o.device.device_id &&
-                   ndim == o.ndim;
-        }
-    };
-    struct Seen {  // one tensor
-        PyTypeObject* type;
-        Kind kind;
-        bool is_single;
-    };
-
     bool can_read(const py::tuple& lists) {
         for (py::handle list : lists) {
             if (!Items::serves(list.ptr())) return false;
@@ -268,6 +332,10 @@ bool put_addresses(const py::object& source, size_t first, size_t count, const s
 
 void bind_seen_lists(py::module_& module) {
     py::class_<Addresses>(module, "Addresses");
+    py::class_<Reading>(module, "Reading")
+        .def(py::init<bool>())
+        .def("__enter__", &Reading::enter)
+        .def("__exit__", [](Reading& reading, const py::args&) { reading.exit(); });
     py::class_<SeenLists>(module, "SeenLists")
         .def(py::init<const py::capsule&, const py::type&, py::object, const py::tuple&, size_t>())
         .def("match", &SeenLists::match);

@@ -48,6 +48,7 @@ from .engine.streamed_step import Certified, StreamedStep
 from .engine.under_grad_scaler import UnderGradScaler
 from .engine.wrapped_step import HOOKS, StepFailed, WrappedStep, extras, make_hook_tables, remake_first_state
 from .kernels import decisions
+from .kernels.native import reading
 from .scaling import LossScaler
 
 _NOT_COPIED = (
@@ -659,7 +660,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         if closure is not None:
             return self._step_with(closure)
-        return self._step_once(None)
+        with reading(once=True):
+            return self._step_once(None)
 
     def _step_once(self, closure: Callable[[], Any] | None) -> Any:
         self._follow()

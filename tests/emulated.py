@@ -127,9 +127,8 @@ class HostStream:
     def wait_for(self, other: HostStream) -> None:
         type(self).waits.append((self.handle, other.handle))
 
-    def hold(self, tensors: Sequence[Tensor]) -> None:
-        assert all(isinstance(tensor, Tensor) for tensor in tensors)
-        type(self).held.extend(tensor.data_ptr() for tensor in tensors)
+    def hold(self, tensors: Sequence[object]) -> None:
+        type(self).held.extend(tensor.data_ptr() for tensor in tensors if isinstance(tensor, Tensor))
 
     def staging(self, size: int) -> Tensor:
         type(self).copies.append(size)

@@ -37,8 +37,9 @@ FP16OPT_HD void widen_to(const Eight<T>& from, Eight<float>& to) {
 }
 
 // outs = grads * inv_scale, or outs += where lists.add; then norm and found_inf over all n rows. Lists: grads, outs.
-// Without `write` there need be no outs, and all else is as if they were written.
-struct Unscale {
+// Without `write` there need be no outs, and all else is as if they were written; without kWrites there is nothing to add to.
+template <bool kWrites>
+struct UnscaleOf {
     const float* inv_scale;
     int32_t* nonfinite;
     double* sumsq;
@@ -78,14 +79,14 @@ struct Unscale {
         } else if (FP16OPT_UNLIKELY(any_not_finite(result))) {
             found.flags |= flags_of(product, product, result, false);
         }
-        if (write) store(result, out, aligned, valid);
+        if (kWrites && write) store(result, out, aligned, valid);
         if constexpr (!kSumsStored<From> || kAdd) found.sumsq += group_term<float>(result.v);
     }
 
     template <class From, bool kAdd>
     FP16OPT_HD Found work_as(const Lists& lists, const Chunk& chunk, int thread) const {
         const From* grad = lists.at<const From>(0, chunk);
-        float* out = lists.at<float>(write ? 1 : 0, chunk);  // never null: a choice hides that it is global memory
+        float* out = lists.at<float>(kWrites && write ? 1 : 0, chunk);  // never null: a choice hides that it is global memory
         const bool aligned = is_aligned(grad), out_aligned = is_aligned(out);
         const float factor = *inv_scale;
         Found found{0.0, 0, 0};
@@ -102,8 +103,10 @@ struct Unscale {
 
     template <class From>
     FP16OPT_HD Found work_of(const Lists& lists, const Chunk& chunk, int thread) const {
-        if (lists.add[chunk.tensor] == 0) return work_as<From, false>(lists, chunk, thread);
-        return work_as<From, true>(lists, chunk, thread);
+        if constexpr (kWrites) {
+            if (lists.add[chunk.tensor] != 0) return work_as<From, true>(lists, chunk, thread);
+        }
+        return work_as<From, false>(lists, chunk, thread);
     }
 
     FP16OPT_HD Found work(const Lists& lists, const Chunk& chunk, int thread) const {
@@ -128,6 +131,8 @@ struct Unscale {
         });
     }
 };
+using Unscale = UnscaleOf<true>;
+using Check = UnscaleOf<false>;
 
 // outs = (grads * inv_scale) * factor, in two roundings. Lists: as for Unscale.
 struct UnscaleClipped {

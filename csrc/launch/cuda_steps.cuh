@@ -64,10 +64,10 @@ FP16OPT_HD SgdTerms<float> sgd_terms(const GradFactors& factors, const SgdGroup&
     return SgdTerms<float>(factors, scalars, SplatFloat{});
 }
 
-// One step of Adam or AdamW. The state's lists: exp_avg, exp_avg_sq and, with `amsgrad`, max_exp_avg_sq.
-struct AdamStep : StepCommon {
+// One step of Adam or AdamW. The state's lists: exp_avg, exp_avg_sq and, for amsgrad, max_exp_avg_sq.
+template <bool kAmsgrad>
+struct AdamStepOf : StepCommon {
     const AdamGroup* groups;
-    bool amsgrad;
     using Terms = AdamTerms<float>;
     static constexpr int blocks = 2;  // on a multiprocessor at a time: five arrays of eight elements need the registers
 
@@ -77,8 +77,7 @@ struct AdamStep : StepCommon {
         return adam_terms(factors(g.maximize != 0), g, count(member));
     }
 
-    template <bool kAmsgrad>
-    FP16OPT_HD Found work_as(const Terms& terms, const Lists& lists, const Chunk& chunk, int thread) const {
+    FP16OPT_HD Found work(const Terms& terms, const Lists& lists, const Chunk& chunk, int thread) const {
         const Grads grads(lists, chunk);
         const Masters masters(lists, chunk, 1, model_list, number);
         const Singles exp_avg(lists, 2, chunk), exp_avg_sq(lists, 3, chunk), largest(lists, kAmsgrad ? 4 : 3, chunk);
@@ -104,16 +103,14 @@ struct AdamStep : StepCommon {
         });
         return found;
     }
-
-    FP16OPT_HD Found work(const Terms& terms, const Lists& lists, const Chunk& chunk, int thread) const {
-        return amsgrad ? work_as<true>(terms, lists, chunk, thread) : work_as<false>(terms, lists, chunk, thread);
-    }
 };
+using AdamStep = AdamStepOf<false>;
+using AmsgradStep = AdamStepOf<true>;
 
-// One step of SGD. The state's list, where there is one: momentum_buffer; lists.add tells where it holds nothing yet.
-struct SgdStep : StepCommon {
+// One step of SGD. The state's list with momentum: momentum_buffer; lists.add tells where it holds nothing yet.
+template <bool kMomentum>
+struct SgdStepOf : StepCommon {
     const SgdGroup* groups;
-    bool has_momentum;
     using Terms = SgdTerms<float>;
     static constexpr int blocks = 3;
 
@@ -149,11 +146,16 @@ struct SgdStep : StepCommon {
     }
 
     FP16OPT_HD Found work(const Terms& terms, const Lists& lists, const Chunk& chunk, int thread) const {
-        if (!has_momentum) return work_as<kNone>(terms, lists, chunk, thread);
-        return lists.add[chunk.tensor] != 0 ? work_as<kEmpty>(terms, lists, chunk, thread)
-                                            : work_as<kFilled>(terms, lists, chunk, thread);
+        if constexpr (!kMomentum) {
+            return work_as<kNone>(terms, lists, chunk, thread);
+        } else {
+            return lists.add[chunk.tensor] != 0 ? work_as<kEmpty>(terms, lists, chunk, thread)
+                                                : work_as<kFilled>(terms, lists, chunk, thread);
+        }
     }
 };
+using SgdStep = SgdStepOf<false>;
+using MomentumStep = SgdStepOf<true>;
 
 // One step of Lion. The state's list: exp_avg.
 struct LionStep : StepCommon {

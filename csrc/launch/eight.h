@@ -1,5 +1,6 @@
 // Eight consecutive elements in registers, as they are stored: what one GPU thread loads and stores at a time. Sixteen
-// bytes an access where the address allows it, element by element elsewhere and at the end of a chunk.
+// bytes an access where the address allows it. Elsewhere, and at the end of a chunk, loads read the sixteen-byte blocks
+// that the elements lie in, and shift; stores go element by element.
 #pragma once
 
 #include "../core/dtype.h"
@@ -42,10 +43,43 @@ FP16OPT_HD void store16(void* to, const Bytes16& b) {
 #endif
 }
 
+// The first `bytes` bytes from `from` on, and anything behind them, in kWords words. Blocks of sixteen bytes that hold one of
+// these bytes are read whole: memory is given out in such blocks, so what else lies there may be read. No register is chosen
+// by a number that the compiler does not know, or the words would lie in memory.
+template <int kWords, bool kWhole>  // whether addresses are multiples of a word
+FP16OPT_HD void load_shifted(const void* from, int bytes, uint32_t* to) {
+    constexpr int kBlocks = (kWords + 3) / 4 + 1;
+    const int offset = int(reinterpret_cast<uintptr_t>(from) % 16);
+    uint32_t words[4 * kBlocks];
+    FP16OPT_UNROLL
+    for (int k = 0; k < kBlocks; ++k) {
+        Bytes16 block{{0, 0, 0, 0}};
+        if (16 * k < offset + bytes) block = load16(static_cast<const char*>(from) - offset + 16 * k);
+        FP16OPT_UNROLL
+        for (int i = 0; i < 4; ++i) words[4 * k + i] = block.word[i];
+    }
+    FP16OPT_UNROLL
+    for (int i = 0; i < kWords + 2; ++i) words[i] = (offset & 8) != 0 ? words[i + 2] : words[i];
+    FP16OPT_UNROLL
+    for (int i = 0; i < kWords + 1; ++i) words[i] = (offset & 4) != 0 ? words[i + 1] : words[i];
+    FP16OPT_UNROLL
+    for (int i = 0; i < kWords; ++i) {
+        to[i] = kWhole ? words[i] : uint32_t((uint64_t(words[i + 1]) << 32 | words[i]) >> (offset % 4 * 8));
+    }
+}
+
 // T is Half or BFloat16.
 template <class T>
 struct Eight {
     Bytes16 bytes;
+
+    FP16OPT_HD void load_any(const T* from, int valid) {
+        load_shifted<4, false>(from, 2 * valid, bytes.word);
+        FP16OPT_UNROLL
+        for (int k = 0; k < 4; ++k) {
+            bytes.word[k] = 2 * k + 1 < valid ? bytes.word[k] : 2 * k < valid ? bytes.word[k] & 0xFFFFu : 0u;
+        }
+    }
 
     FP16OPT_HD void load(const T* from) { bytes = load16(from); }
     FP16OPT_HD void store(T* to) const { store16(to, bytes); }
@@ -67,6 +101,12 @@ template <>
 struct Eight<float> {
     float v[8];
 
+    FP16OPT_HD void load_any(const float* from, int valid) {
+        uint32_t words[kGroup];
+        load_shifted<kGroup, true>(from, 4 * valid, words);
+        FP16OPT_UNROLL
+        for (int k = 0; k < kGroup; ++k) v[k] = k < valid ? bit_cast<float>(words[k]) : 0.0f;
+    }
     FP16OPT_HD void load(const float* from) {
         FP16OPT_UNROLL
         for (int k = 0; k < 2; ++k) {
@@ -97,6 +137,14 @@ template <>
 struct Eight<uint8_t> {
     uint32_t word[2];
 
+    FP16OPT_HD void load_any(const uint8_t* from, int valid) {
+        load_shifted<2, false>(from, valid, word);
+        FP16OPT_UNROLL
+        for (int k = 0; k < 2; ++k) {
+            const int left = valid - 4 * k;
+            word[k] = left >= 4 ? word[k] : left <= 0 ? 0u : word[k] & (0xFFFFFFFFu >> (32 - 8 * left));
+        }
+    }
     FP16OPT_HD void load(const uint8_t* from) {
 #if defined(__CUDA_ARCH__)
         const uint2 v = *reinterpret_cast<const uint2*>(from);
@@ -122,11 +170,7 @@ struct Eight<uint8_t> {
 template <class T>
 FP16OPT_HD void load(Eight<T>& to, const T* from, bool aligned, int valid) {
     if (aligned && valid == kGroup) return to.load(from);
-    to.clear();
-    FP16OPT_UNROLL
-    for (int i = 0; i < kGroup; ++i) {
-        if (i < valid) to.set(i, from[i]);
-    }
+    to.load_any(from, valid);
 }
 
 template <class T>

@@ -233,17 +233,17 @@ class ModelWrites:
             if not group.copied:
                 continue
             self._sample(group, record.now)
-            for row, position in enumerate(group.positions):
+            for row, position in enumerate(group.positions) if versions != self._model_versions else ():
                 if versions[position] != self._model_versions[position]:  # compare in full, whatever the sample says
                     torch.add(record.then[row], 1, out=record.now[row])
-            theirs = self._written_masters
-            masters = [
-                None if position in theirs else master
-                for position, master in zip(group.positions, group.copied_masters, strict=True)
-            ]
+            masters = group.copied_masters
+            if theirs := self._written_masters:
+                pairs = zip(group.positions, masters, strict=True)
+                masters = [None if position in theirs else master for position, master in pairs]
             self.masters.take_up_on_device(group, masters, record.now, record.then, record.taken)
             self._untold = True
-        self._master_versions = self._versions(self.pairs.masters)
+        if any(kernels.backend(group.device) == "reference" for group in self._groups):  # which counts its writes
+            self._master_versions = self._versions(self.pairs.masters)
 
     def accept(self, pairs: list[Pair]) -> None:
         """Masters were brought up to these weights: from here on they count as written by the engine."""

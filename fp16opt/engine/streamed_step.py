@@ -18,6 +18,7 @@ from .. import kernels
 from ..certify import check_bucket_invariant
 from ..certify.buckets import BucketSteps, hooks_muted, settings_of
 from ..certify.trials import factory_like
+from ..kernels.native import reading
 from .gradients import Gradients
 from .masters import Masters
 from .pairs import Pair, Pairs
@@ -236,9 +237,10 @@ class StreamedStep:
             )
         parts = BucketSteps(self.optimizer)
         memory = _Memory(known[2])
-        for bucket in known[2]:
-            self._step(bucket, parts, memory, grads)
-            self._done = True
+        with reading(once=False):  # the wrapped optimizer's code runs, on members with other memory
+            for bucket in known[2]:
+                self._step(bucket, parts, memory, grads)
+                self._done = True
         parts.finish()
 
     def _step(

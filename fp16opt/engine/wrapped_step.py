@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from ..kernels.native import reading
 from .gradients import Gradients
 from .master_classes import MasterClasses
 from .masters import Masters
@@ -100,7 +101,8 @@ def run_hooks(optimizer: Optimizer, work: Callable[[], None]) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]  # as a scheduler's patch of step would set it
     try:
         if _has_step_hooks(optimizer):
-            Optimizer.profile_hook_step(run)(optimizer)
+            with reading(once=False):
+                Optimizer.profile_hook_step(run)(optimizer)
         else:
             run(optimizer)
     except BaseException as error:
@@ -165,7 +167,7 @@ class WrappedStep:
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
         """``step``, in the midst of the optimizer's hooks, on ordinary parameters with FP32 gradients."""
         self.gradients.write()
-        with self.classes.plain(), fused_steps_guarded(self.optimizer):
+        with self.classes.plain(), fused_steps_guarded(self.optimizer), reading(once=False):
             return step(*args)
 
     def round_down(self) -> None:
@@ -190,7 +192,7 @@ def run_step(optimizer: Optimizer, found_inf: Tensor | None, closure: Callable[[
     completed: list[bool] = []
     with _first_post_hook(optimizer, lambda *_: completed.append(True)), fused_steps_guarded(optimizer):
         try:
-            with found_inf_given(optimizer, found_inf):
+            with found_inf_given(optimizer, found_inf), reading(once=False):
                 return optimizer.step() if closure is None else optimizer.step(closure)
         except BaseException as error:
             raise StepFailed(error, bool(completed)) from error

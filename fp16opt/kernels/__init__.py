@@ -175,7 +175,8 @@ def multi_tensor_check(
     if plan.serving is None:
         return reference.finish(stats)
     results = (stats.nonfinite, stats.sumsq, stats.norm, stats.found_inf)
-    plan.serving.launch(call, "unscale", inv_scale, *results, False, results=results, flags=False)
+    name = "check" if plan.serving is cuda else "unscale"
+    plan.serving.launch(call, name, inv_scale, *results, False, results=results, flags=False)
 
 
 def multi_tensor_unscale_clipped(

@@ -12,7 +12,7 @@ import ctypes
 import functools
 import struct
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -76,8 +76,8 @@ class Stream:
         """Have later work here wait for what the other stream has been given until now. No sync."""
         self._stream.wait_stream(other._stream)
 
-    def hold(self, tensors: Sequence[Tensor]) -> None:
-        """Keep the memory of ``tensors`` from being used again before the work queued here is done with it.
+    def hold(self, tensors: Sequence[object]) -> None:
+        """Keep the memory of tensors among ``tensors`` from being used again before the work queued here is done.
 
         Memory is given back in the order of the stream that it was allocated on, as a rule the device's default one.
         Only what is the library's own or may be: tables, numbers, statistics. Tensors in lists are the callers', who
@@ -85,7 +85,8 @@ class Stream:
         """
         if self.handle != torch.cuda.default_stream(self._device).cuda_stream and not self.captures:
             for tensor in tensors:
-                tensor.record_stream(self._stream)
+                if isinstance(tensor, Tensor):
+                    tensor.record_stream(self._stream)
 
     def staging(self, size: int) -> Tensor:
         """Page-locked host memory. torch keeps it until copies from it are done."""
@@ -266,22 +267,34 @@ class Site:
             self.lists = self.content.lists(memory)
 
 
-def site_of(call: Call, stream: Stream, flags: bool | Sequence[bool] | None) -> Site:
-    """The table of a call, brought up to date on the device: that of its plan, or in a capture one of its own."""
-    plan = call.plan
+def placed(call: Call, stream: Stream, known: Site | None, make: Callable[[], Content], *given: Any) -> Site:
+    """The site of a call's content, brought up to date on the device: the known one, or in a capture one of its own.
+
+    Args:
+        known: None makes one.
+        make: its content.
+        given: to :meth:`point` of that, behind the call.
+    """
+    if stream.captures or known is None:
+        known = Site(make())
     if stream.captures:
-        site = Site(Table(call))
-        site.content.point(call, flags)
-        site.place_for_graph(stream, call.owner)
-        return site
-    site = plan.compiled
-    if not isinstance(site, Site):
-        site = plan.compiled = Site(Table(call))
+        known.content.point(call, *given)
+        known.place_for_graph(stream, call.owner)
+        return known
     try:
-        site.place(site.content.point(call, flags), plan.device, stream)
+        known.place(known.content.point(call, *given), call.plan.device, stream)
     except BaseException:
-        plan.compiled = None  # what of the table arrived is not known
+        call.plan.compiled = None  # what of it arrived is not known
         raise
+    return known
+
+
+def site_of(call: Call, stream: Stream, flags: bool | Sequence[bool] | None) -> Site:
+    """The table of a call."""
+    known = call.plan.compiled
+    site = placed(call, stream, known if isinstance(known, Site) else None, lambda: Table(call), flags)
+    if not stream.captures:
+        call.plan.compiled = site
     return site
 
 
@@ -326,7 +339,7 @@ def launch(
     """:func:`fp16opt.kernels.native.launch` for the CUDA kernels, which have the flags in their table."""
     stream = current_stream(call.plan.device)
     queue(KERNELS[function], stream, call.plan, site_of(call, stream, flags), arguments)
-    stream.hold([value for value in arguments if isinstance(value, Tensor)])
+    stream.hold(arguments)
     native.count_writes(call, results, lists=writes)
 
 
@@ -338,7 +351,7 @@ def _queue_single(name: str, device: torch.device, *values: object) -> None:
     stream = current_stream(device)
     packed = _packing(KERNELS[name])[0].pack(*(_address(value) for value in values))
     device_of(stream).launch(name, 1, stream.handle, packed)
-    stream.hold([value for value in values if isinstance(value, Tensor)])
+    stream.hold(values)
 
 
 def capture_scale(scale: Tensor, pair: Tensor) -> None:

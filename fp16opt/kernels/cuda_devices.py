@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +18,7 @@ import torch
 from . import cubin_cache
 from .cubin_cache import CacheError, Cubins
 from .cuda_driver import Card, Device, Driver, DriverError
-from .cuda_rows import KERNELS, OPTIONS, digest, source_of
+from .cuda_rows import FIRST, KERNELS, OPTIONS, digest, source_of
 from .nvrtc import Nvrtc, NvrtcError, find
 
 logger = logging.getLogger("fp16opt")
@@ -50,11 +50,12 @@ def release() -> tuple[int, int] | None:
     return int(major), int(minor.partition(".")[0] or 0)
 
 
-def compile_all(nvrtc: Nvrtc, capability: int) -> Cubins:
-    """Compile all kernels for a card, in as many threads as there are processors, up to 8.
+def compile_kernels(nvrtc: Nvrtc, capability: int, names: Iterable[str] = tuple(KERNELS)) -> Cubins:
+    """Compile kernels for a card, in as many threads as there are processors, up to 8.
 
     Args:
         capability: of the card, as in 86.
+        names: of the kernels; as a rule all.
 
     Raises:
         NvrtcError: this NVRTC makes no code for such cards, or a kernel does not compile.
@@ -69,8 +70,8 @@ def compile_all(nvrtc: Nvrtc, capability: int) -> Cubins:
     began = time.perf_counter()
     with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
         jobs = {
-            name: pool.submit(nvrtc.compile, source_of(kernel), f"fp16opt_{name}", arch, OPTIONS)
-            for name, kernel in KERNELS.items()
+            name: pool.submit(nvrtc.compile, source_of(KERNELS[name]), f"fp16opt_{name}", arch, OPTIONS)
+            for name in names
         }
         code = {name: job.result()[0] for name, job in jobs.items()}
     took = time.perf_counter() - began
@@ -78,17 +79,41 @@ def compile_all(nvrtc: Nvrtc, capability: int) -> Cubins:
     return Cubins(arch, nvrtc.version, code)
 
 
-def _store(capability: int, cubins: Cubins) -> None:
-    try:
-        cubin_cache.store(digest(), capability, cubins)
-    except CacheError as error:
-        logger.warning("compiled CUDA kernels are kept in memory, and compiled again in each process: %s", error)
+class _Code:
+    """The machine code of a card's kernels: what there is, and what is compiled when it is asked for.
 
+    Args:
+        capability: of the card, as in 86.
+        cuda: the release that torch was built for.
+        cubins: what the disk had; None compiles what every training needs.
+    """
 
-def _compiled(capability: int, cuda: tuple[int, int]) -> Cubins:
-    cubins = compile_all(find([cuda[0]]), capability)
-    _store(capability, cubins)
-    return cubins
+    def __init__(self, capability: int, cuda: tuple[int, int], cubins: Cubins | None) -> None:
+        self._capability, self._cuda = capability, cuda
+        self._can_store = True
+        self._origin = "compiled by this process" if cubins is None else "from the cache"
+        self.cubins = self._compiled({}, FIRST) if cubins is None else cubins
+
+    def __call__(self, name: str) -> bytes:
+        if name not in self.cubins.code:
+            self.cubins = self._compiled(self.cubins.code, FIRST if name in FIRST else (name,))
+        return self.cubins.code[name]
+
+    def _compiled(self, there: dict[str, bytes], names: Iterable[str]) -> Cubins:
+        made = compile_kernels(find([self._cuda[0]]), self._capability, names)
+        cubins = made._replace(code=there | made.code)
+        try:
+            if self._can_store:
+                cubin_cache.store(digest(), self._capability, cubins)
+        except CacheError as error:
+            self._can_store = False
+            logger.warning("compiled CUDA kernels are kept in memory, and compiled again in each process: %s", error)
+        return cubins
+
+    def words(self) -> str:
+        """What serves, for people."""
+        version = _dotted(self.cubins.version)
+        return f"CUDA kernels for sm_{self.cubins.arch}, NVRTC {version}, {self._origin}"
 
 
 def _load(index: int, cuda: tuple[int, int]) -> Served:
@@ -107,30 +132,25 @@ def _load(index: int, cuda: tuple[int, int]) -> Served:
     cubins, complaints = cubin_cache.load(digest(), capability, cuda)
     for complaint in complaints:
         logger.warning("compiled CUDA kernels are not taken from the disk: %s", complaint)
-    origin = "from the cache"
     if cubins is not None:
         try:
-            if cubins.code.keys() < KERNELS.keys():
-                raise DriverError("they are not all there")
-            return Served(Card(driver, index, cubins.code), _words(cubins, origin))
+            code = _Code(capability, cuda, cubins)
+            return Served(Card(driver, index, code, FIRST), code.words())
         except DriverError as error:
             logger.warning("compiled CUDA kernels from the disk are compiled again: %s", error)
-    cubins, origin = _compiled(capability, cuda), "compiled by this process"
+    code = _Code(capability, cuda, None)
     try:
-        return Served(Card(driver, index, cubins.code), _words(cubins, origin))
+        return Served(Card(driver, index, code, FIRST), code.words())
     except DriverError as error:
+        arch, version = code.cubins.arch, _dotted(code.cubins.version)
         raise DriverError(
-            f"the driver, made for CUDA {_dotted(driver.version)}, refuses code for sm_{cubins.arch} of NVRTC "
-            f"{_dotted(cubins.version)} ({error}): update it, or install a torch built for a CUDA that it knows"
+            f"the driver, made for CUDA {_dotted(driver.version)}, refuses code for sm_{arch} of NVRTC {version} "
+            f"({error}): update it, or install a torch built for a CUDA that it knows"
         ) from None
 
 
 def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
-
-
-def _words(cubins: Cubins, origin: str) -> str:
-    return f"CUDA kernels for sm_{cubins.arch}, NVRTC {_dotted(cubins.version)}, {origin}"
 
 
 class _Known:
@@ -245,7 +265,7 @@ def ahead(capabilities: Sequence[int] = ()) -> list[tuple[int, Path | None, str]
         try:
             if capability < OLDEST:
                 raise NvrtcError(f"sm_{capability} is older than sm_{OLDEST}, the oldest that is served")
-            path = cubin_cache.store(digest(), capability, compile_all(nvrtc, capability))
+            path = cubin_cache.store(digest(), capability, compile_kernels(nvrtc, capability))
             outcomes.append((capability, path, f"{nvrtc!r}, {time.perf_counter() - began:.1f} s"))
         except (NvrtcError, CacheError) as error:
             outcomes.append((capability, None, str(error)))

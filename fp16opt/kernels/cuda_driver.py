@@ -7,7 +7,8 @@ would go as 32 bits. Nothing waits for the GPU, but where it says so.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Protocol
@@ -118,26 +119,32 @@ class Card:
     Args:
         driver: the driver.
         index: the device's number, in torch as in CUDA.
-        code: the kernels' machine code by name.
-        prefix: before each name in the code.
+        code: gives a kernel's machine code, once, by its name.
+        first: the kernels that are loaded now; others are when they are first launched.
 
     Raises:
         DriverError: the driver refuses the code, or the device.
     """
 
-    def __init__(self, driver: Driver, index: int, code: Mapping[str, bytes], prefix: str = "fp16opt_") -> None:
-        self._driver = driver
+    def __init__(self, driver: Driver, index: int, code: Callable[[str], bytes], first: Iterable[str]) -> None:
+        self._driver, self._code, self._lock = driver, code, threading.Lock()
         device, context = c_int(), c_void_p()
         driver.call("cuDeviceGet", byref(device), index)
         driver.call("cuDevicePrimaryCtxRetain", byref(context), device.value)
         self._context = context.value
-        self._functions: dict[str, int | None] = {}
+        self._functions: dict[str, int] = {}
         with self._here(), driver.relaxed():
-            for name, cubin in code.items():
+            for name in first:
+                self._load(name)
+
+    def _load(self, name: str) -> int:
+        with self._lock:  # of several threads that launch a new kernel one loads it
+            if name not in self._functions:
                 module, function = c_void_p(), c_void_p()
-                driver.call("cuModuleLoadData", byref(module), cubin)
-                driver.call("cuModuleGetFunction", byref(function), module, (prefix + name).encode())
-                self._functions[name] = function.value
+                self._driver.call("cuModuleLoadData", byref(module), self._code(name))
+                self._driver.call("cuModuleGetFunction", byref(function), module, f"fp16opt_{name}".encode())
+                self._functions[name] = int(function.value or 0)
+            return self._functions[name]
 
     def _is_current(self) -> bool:
         context = c_void_p()
@@ -157,7 +164,7 @@ class Card:
             self._driver.call("cuCtxPopCurrent_v2", byref(c_void_p()))
 
     def launch(self, name: str, blocks: int, stream: int, *arguments: bytes) -> None:
-        """Queue a kernel; the structs are copied before this returns. Does not wait.
+        """Queue a kernel; the structs are copied before this returns. Does not wait, but for a new kernel's code.
 
         Args:
             name: of the kernel.
@@ -173,10 +180,12 @@ class Card:
         if not self._is_current():
             with self._here():
                 return self.launch(name, blocks, stream, *arguments)
+        function = self._functions.get(name)
+        if function is None:
+            with self._driver.relaxed():
+                function = self._load(name)
         given = (c_char_p * len(arguments))(*arguments)
-        code = self._driver.launch_kernel(
-            self._functions[name], blocks, 1, 1, THREADS, 1, 1, 0, stream or None, given, None
-        )
+        code = self._driver.launch_kernel(function, blocks, 1, 1, THREADS, 1, 1, 0, stream or None, given, None)
         if code != 0:
             self._driver.check(code, f"multi_tensor_{name}")
         return None

@@ -97,9 +97,11 @@ class Kernel(NamedTuple):
         return "\n".join([*lines, f"FP16OPT_{self.blocks.name}({self.name}, {self.functor})", ""])
 
 
+_UNSCALE = "inv_scale:P nonfinite:P sumsq:P n:q norm:P found_inf:P write:?"
 _RATE = "lr.value:d lr.at:P lr.is_wide:q"
 _STEP = "inv_scale:P coefficient:P found_inf:P members:P table:P overflow:P model_list:i number:I groups:P"
 _ADAM = f"{_RATE} beta1:d beta2:d eps:d weight_decay:d decoupled:i maximize:i"
+_ADAM_GROUP = Struct("AdamGroup", _ADAM)
 _SGD_GROUP = Struct("SgdGroup", f"{_RATE} momentum:d dampening:d weight_decay:d nesterov:i maximize:i")
 _DIGESTS = "now:P then:P taken:P"
 
@@ -114,26 +116,12 @@ MEMBER = Struct("Member", "step:P number:f group:i")
 KERNELS = {
     kernel.name: kernel
     for kernel in (
-        Kernel(
-            "unscale",
-            "Unscale",
-            "inv_scale:P nonfinite:P sumsq:P n:q norm:P found_inf:P write:?",
-            Blocks.FINDING,
-        ),
-        Kernel(
-            "adam",
-            "AdamStep",
-            f"{_STEP} amsgrad:?",
-            Blocks.STEPPING,
-            Struct("AdamGroup", _ADAM),
-        ),
-        Kernel(
-            "sgd",
-            "SgdStep",
-            f"{_STEP} has_momentum:?",
-            Blocks.STEPPING,
-            _SGD_GROUP,
-        ),
+        Kernel("unscale", "Unscale", _UNSCALE, Blocks.FINDING),
+        Kernel("check", "Check", _UNSCALE, Blocks.FINDING),
+        Kernel("adam", "AdamStep", _STEP, Blocks.STEPPING, _ADAM_GROUP),
+        Kernel("amsgrad", "AmsgradStep", _STEP, Blocks.STEPPING, _ADAM_GROUP),
+        Kernel("sgd", "SgdStep", _STEP, Blocks.STEPPING, _SGD_GROUP),
+        Kernel("momentum", "MomentumStep", _STEP, Blocks.STEPPING, _SGD_GROUP),
         Kernel(
             "lion",
             "LionStep",
@@ -169,6 +157,9 @@ KERNELS = {
         ),
     )
 }
+
+FIRST = ("adam", "check", "sample", "take", "capture_scale", "decide_clip", "close_step")
+"""What training with AdamW launches: loaded together at a card's first use, every other kernel when it is launched."""
 
 
 def shared_assertions() -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import native
 from .calls import Call
-from .cuda import Content, Site, Stream, current_stream, queue, site_of
+from .cuda import Content, Site, Stream, current_stream, placed, queue, site_of
 from .cuda_rows import KERNELS, MEMBER, Kernel, Struct
 
 if TYPE_CHECKING:
@@ -69,24 +69,14 @@ class Numbers(Content):
         return (begin, self.copied if moved else self.groups) if moved or begin == 0 else None
 
 
-def _numbers_of(call: Call, kernel: Kernel, stream: Stream, group_count: int, given: Sequence[Any]) -> Site:
-    """The numbers of a step, brought up to date on the device like :func:`fp16opt.kernels.cuda.site_of`."""
-    plan = call.plan
+def _numbers_of(call: Call, kernel: Kernel, stream: Stream, site: Site, group_count: int, given: Sequence[Any]) -> Site:
+    """The numbers of a step, beside its table ``site``."""
+    known = site.numbers
+    if known is not None and known.content.group_count != group_count:
+        known = None
     group = kernel.group or Struct("", "")
-    if stream.captures:
-        site = Site(Numbers(call, group, group_count))
-        site.content.point(call, *given)
-        site.place_for_graph(stream, call.owner)
-        return site
-    site = plan.compiled.numbers
-    if site is None or site.content.group_count != group_count:
-        site = plan.compiled.numbers = Site(Numbers(call, group, group_count))
-    try:
-        site.place(site.content.point(call, *given), plan.device, stream)
-    except BaseException:
-        plan.compiled = None  # what of the numbers arrived is not known
-        raise
-    return site
+    site.numbers = placed(call, stream, known, lambda: Numbers(call, group, group_count), *given)
+    return site.numbers
 
 
 def _rate(value: float | Tensor, device: torch.device, kept: list[Tensor]) -> tuple[float, int, int]:
@@ -108,7 +98,6 @@ def launch(
     factors: Factors,
     stats: CastStats | None,
     found_inf: Tensor | None,
-    more_state: bool | None = None,
     first: bool | Sequence[bool] | None = None,
     number: int = 0,
 ) -> None:
@@ -120,7 +109,6 @@ def launch(
         options: of each param_group: the learning rate, then the other fields of the kernel's group.
         group_of: by row, its place in ``options``.
         factors, stats, found_inf: as for :func:`fp16opt.kernels.steps.multi_tensor_adam`.
-        more_state: whether the lists have what a plain step has not: amsgrad's, or SGD's buffers.
         first: by row whether its state holds nothing yet; None where the kernel does not ask.
         number: of the step, by which what has few bits is rounded.
     """
@@ -136,16 +124,14 @@ def launch(
         numbers = (torch.stack([step.reshape(()) for step in counters]) + 1.0).tolist()
         counters = [counters[place] for place in plan.direct]
     site = site_of(call, stream, first)
-    given = _numbers_of(call, kernel, stream, len(options), (groups, group_of, numbers))
+    given = _numbers_of(call, kernel, stream, site, len(options), (groups, group_of, numbers))
     models = -1 if stats is None else len(plan.operation.lists) - 1
     overflow = None if stats is None else stats.overflow
     table = site.memory + site.content.entries
     members, packed_groups = given.memory, given.memory + given.content.groups
     values = [*factors, found_inf, members, table, overflow, models, number & 0xFFFFFFFF, packed_groups]
-    values += [] if more_state is None else [more_state]
     queue(kernel, stream, plan, site, values)
-    used = (*factors, found_inf, overflow, *kept)
-    stream.hold([tensor for tensor in used if tensor is not None])
+    stream.hold((*factors, found_inf, overflow, *kept))
     native.count_writes(call, [] if overflow is None else [overflow])
     if counters:
         torch._foreach_add_(counters, 1.0)

@@ -8,11 +8,13 @@ the call returns, and here autograd is told what was written. Compiled code rele
 from __future__ import annotations
 
 import array
+import contextlib
 import ctypes
 import importlib
 import json
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,19 @@ def seen_lists(lists: tuple[Sequence[Tensor | None], ...], deciding: int) -> Any
         return _cpu.SeenLists(_exchange, Tensor, Tensor.is_neg, lists, deciding)
     except (BufferError, RuntimeError, TypeError, ValueError):
         return None  # a tensor that DLPack can't describe; the caller compares attributes instead
+
+
+def reading(once: bool) -> AbstractContextManager[None]:
+    """A block in which each list of tensors is read once, by this thread.
+
+    Reading dtype, shape, strides and address of a tensor takes a tenth of a microsecond, and a step gives some lists to
+    five operations. In the block a list of the same tensors is taken to be as it was when it was first read there. So
+    nobody else's code may run in it, as a hook's, which could give a tensor other memory.
+
+    Args:
+        once: False has every list read anew, in this block, and after it in one around it.
+    """
+    return contextlib.nullcontext() if _cpu is None else _cpu.Reading(once)
 
 
 def table_arguments(call: Call) -> tuple[list[int], list[int], list[list[int]], list[int]]:

@@ -179,8 +179,8 @@ def multi_tensor_adam(
                 largest = others[0] if others else None
                 reference_steps.adam(grad, single, first, second, largest, t, options[group_of[row]], factors)
         if plan.serving is cuda:
-            more = max_exp_avg_sqs is not None
-            cuda_steps.launch(call, "adam", options, group_of, factors, found, found_inf, more, number=number)
+            name = "adam" if max_exp_avg_sqs is None else "amsgrad"
+            cuda_steps.launch(call, name, options, group_of, factors, found, found_inf, number=number)
         elif plan.serving is not None:
             overflow, groups = 0 if found is None else found.overflow, [(float(o.lr), *o[1:]) for o in options]
             arguments = (*factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
@@ -243,8 +243,8 @@ def multi_tensor_sgd(
                 buffer = kept[0] if kept else None
                 reference_steps.sgd(grad, single, buffer, begins, options[group_of[row]], factors)
         if plan.serving is cuda:
-            more = momentum_buffers is not None
-            cuda_steps.launch(call, "sgd", options, group_of, factors, found, found_inf, more, fresh, number)
+            name = "sgd" if momentum_buffers is None else "momentum"
+            cuda_steps.launch(call, name, options, group_of, factors, found, found_inf, fresh, number)
         elif plan.serving is not None:
             overflow, groups = 0 if found is None else found.overflow, [(float(o.lr), *o[1:]) for o in options]
             arguments = (*factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)

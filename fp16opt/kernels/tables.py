@@ -104,7 +104,6 @@ TAKE = Operation(
     ("masters", "params"),
     _cast_accepts,
     "float32 masters and float16 or bfloat16 params",
-    written=(0,),
 )
 SAMPLE = Operation("multi_tensor_sample", ("tensors",), _sixteen_bits, "float16 or bfloat16")
 MEASURE = Operation("multi_tensor_measure", ("grads",), _any_float, L2NORM.wanted, wide=False)

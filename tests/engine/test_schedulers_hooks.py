@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
     StepLR,
 )
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from engine.checks import array, assert_same_bits, by_step, linear_loss, one_step, ones
 from fp16opt import MixedPrecisionOptimizer
@@ -188,3 +189,29 @@ def test_learning_rate_written_into_the_groups_is_used() -> None:
     opt.backward(linear_loss([p], [1.0]))
     opt.step()
     assert_same_bits(p, array([0.875] * 4))
+
+
+@pytest.mark.parametrize("kind", ["pre", "post", "every pre", "every post"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_hook_may_give_a_weight_other_memory(kind: str, fused: bool) -> None:
+    """Addresses that were read before a hook do not count after it."""
+    p, plain = ones(), ones()
+    moved: list[torch.Tensor] = []
+
+    def move(*_: Any) -> None:
+        moved.append(p.data)  # whoever writes there is found out, and harms nothing
+        p.data = p.data.clone()
+
+    opts = [MixedPrecisionOptimizer(SGD([one], lr=0.5), loss_scale=8.0, fused_step=fused) for one in (p, plain)]
+    register = {
+        "pre": opts[0].optimizer.register_step_pre_hook,
+        "post": opts[0].optimizer.register_step_post_hook,
+        "every pre": register_optimizer_step_pre_hook,
+        "every post": register_optimizer_step_post_hook,
+    }
+    for k in range(3):
+        handle = register[kind](move)
+        one_step(opts[0], [p], [0.25])
+        handle.remove()
+        one_step(opts[1], [plain], [0.25])
+        assert_same_bits(p, plain, f"step {k}")

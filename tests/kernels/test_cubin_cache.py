@@ -163,7 +163,7 @@ def test_a_read_only_home_keeps_kernels_in_memory_and_says_so_once(
     said = record.getMessage()
     assert said.startswith("compiled CUDA kernels are kept in memory, and compiled again in each process: ")
     assert "FP16OPT_CACHE" in said
-    assert len((tmp_path / "log").read_text().splitlines()) == cards.KERNELS
+    assert len((tmp_path / "log").read_text().splitlines()) == cards.FIRST
     assert "compiled by this process" in cuda_devices.served(0).words
 
 
@@ -220,11 +220,11 @@ def test_two_processes_may_compile_at_once(libraries: Path, tmp_path: Path, fold
         assert out.startswith("cuda CUDA kernels for sm_90, NVRTC 14.3, "), err
     found, complaints = cubin_cache.load(cuda_rows.digest(), 90, (14, 3))
     assert found is not None
-    assert set(found.code) == set(cuda_rows.KERNELS)
+    assert set(found.code) == set(cuda_rows.FIRST)
     assert complaints == []
     assert len(list(folder.iterdir())) == 1
     lines = len((tmp_path / "log").read_text().splitlines())
-    assert lines in (cards.KERNELS, 2 * cards.KERNELS)
+    assert lines in (cards.FIRST, 2 * cards.FIRST)
     out, err = start(code, libraries, tmp_path).communicate(timeout=120)
     assert "from the cache" in out, err
     assert len((tmp_path / "log").read_text().splitlines()) == lines
@@ -255,4 +255,4 @@ print("child", code, kernels.backend("cuda:0"))
 """
     out, err = start(code, libraries, tmp_path).communicate(timeout=120)
     assert out == "child 0 cuda\n", err
-    assert len((tmp_path / "log").read_text().splitlines()) == cards.KERNELS, "the child took them from the disk"
+    assert len((tmp_path / "log").read_text().splitlines()) == cards.FIRST, "the child took them from the disk"

@@ -19,6 +19,7 @@ from fp16opt.kernels.cuda_rows import KERNELS, Blocks, Kernel
 
 FINDING = {
     "Unscale": (True, True),
+    "Check": (True, False),
     "Norm": (True, False),
     "Cast": (True, True),
     "Sample": (True, False),
@@ -34,9 +35,12 @@ MAPPING = {
     "Join": (True, True),
     "Renew": (True, True),
 }
-STEPPING = dict.fromkeys(("AdamStep", "SgdStep", "LionStep", "Adam8Step", "Sgd8Step"), (True, True))
+STEPS = ("AdamStep", "AmsgradStep", "SgdStep", "MomentumStep", "LionStep", "Adam8Step", "Sgd8Step")
+STEPPING = dict.fromkeys(STEPS, (True, True))
 WIDE = {**FINDING, **MEASURING, **MAPPING, **STEPPING}
-REGISTERS = {"AdamStep": 128, "Adam8Step": 128}  # two blocks of 256 threads fit on a multiprocessor; else 80, and three
+REGISTERS = dict.fromkeys(
+    ("AdamStep", "AmsgradStep", "Adam8Step"), 128
+)  # two blocks of 256 threads fit on a multiprocessor; else 80, and three
 TWO_BLOCKS = (100, 120)  # cards on which cuda_entries.cuh reckons with two blocks of every kernel
 SINGLE = {"CaptureScale", "DecideClip", "CloseStep"}  # one block, over a few numbers
 
@@ -137,13 +141,14 @@ def test_sums_of_squares_add_floats_where_they_may(compiled: Compiled) -> None:
 
 
 def test_steps_divide_and_take_roots_as_the_cpu_does(compiled: Compiled) -> None:
-    """A correctly rounded instruction each, for every one of a thread's eight elements, with and without amsgrad."""
-    used = instructions(compiled.kernels["AdamStep"])
-    assert used["sqrt.rn.f32"] == 16
-    assert used["div.rn.f32"] == 32
+    """A correctly rounded instruction each, for every one of a thread's eight elements."""
+    for name in ("AmsgradStep", "AdamStep"):
+        used = instructions(compiled.kernels[name])
+        assert (used["sqrt.rn.f32"], used["div.rn.f32"]) == (8, 16)
     assert used["sqrt.rn.f64"] == 1, "of the bias correction, which one thread of a block computes"
     assert used["cvt.rn.f16.f32"] > 0, "float16 weights are rounded in the pass"
     assert not instructions(compiled.kernels["SgdStep"])["div.rn.f32"]
+    assert not instructions(compiled.kernels["MomentumStep"])["div.rn.f32"]
     used = instructions(compiled.kernels["Adam8Step"])
     assert used["sqrt.rn.f32"] == 16, "of v, and of its share of the block's largest"
     assert used["div.rn.f32"] == 3 * 8, "the bias correction, the move, the ratio; the reciprocal of the scale is a rcp"

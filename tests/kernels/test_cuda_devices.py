@@ -35,7 +35,7 @@ from fp16opt.kernels import (
 )
 
 STREAM = "7700000000000010"
-NAMES = list(cuda_rows.KERNELS)
+FIRST = list(cuda_rows.FIRST)
 
 
 @pytest.fixture(scope="session")
@@ -72,10 +72,10 @@ def test_the_first_use_compiles_for_the_card_and_says_so_once(driver: Any, folde
         assert kernels.backend("cuda:0") == "cuda"
         assert kernels.backend("cuda") == "cuda"
     lines = compiled()
-    assert sorted(line.split()[1] for line in lines) == sorted(f"fp16opt_{name}" for name in NAMES)
+    assert sorted(line.split()[1] for line in lines) == sorted(f"fp16opt_{name}" for name in FIRST)
     assert {line.split(maxsplit=2)[2] for line in lines} == {"--gpu-architecture=sm_90 --std=c++17 --fmad=false"}
     (record,) = caplog.records
-    assert record.getMessage().startswith(f"compiled {len(NAMES)} CUDA kernels for sm_90 with NVRTC 14.3 (")
+    assert record.getMessage().startswith(f"compiled {len(FIRST)} CUDA kernels for sm_90 with NVRTC 14.3 (")
     assert record.getMessage().endswith(" s")
     assert [path.name for path in folder.iterdir()] == [f"{cuda_rows.digest()}-sm_90-nvrtc-14.3.bin"]
     assert driver.noted("cuDevicePrimaryCtxRetain") == ["cuDevicePrimaryCtxRetain 0"]
@@ -95,8 +95,42 @@ def test_where_the_cache_serves_nvrtc_is_not_opened(driver: Any, monkeypatch: py
         assert kernels.backend("cuda:0") == "cuda"
     assert not caplog.records
     assert len(compiled()) == count
-    assert len(driver.noted("cuModuleLoadData")) == len(NAMES)
+    assert len(driver.noted("cuModuleLoadData")) == len(FIRST)
     assert "from the cache" in cuda_devices.served(0).words
+
+
+def test_other_kernels_are_compiled_when_they_are_launched(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = cuda_devices.kernels_on(0)
+    assert card is not None
+    before, given = len(compiled()), bytes(8)
+    driver.noted()
+    threads = [threading.Thread(target=card.launch, args=("scale", 1, 0, given, given)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [line.split()[1] for line in compiled()[before:]] == ["fp16opt_scale"], "once, of several threads"
+    called = driver.noted("cuModuleLoadData", "cuLaunchKernel")
+    assert [line.split()[0] for line in called] == ["cuModuleLoadData", *["cuLaunchKernel"] * 3]
+    assert called[0].endswith("mode 2"), "whatever the thread captures"
+    monkeypatch.setattr(cuda_devices, "_known", cuda_devices._Known())
+    again = cuda_devices.kernels_on(0)
+    assert again is not None
+    assert again is not card
+    again.launch("scale", 1, 0, given, given)
+    assert len(compiled()) == before + 1, "it lies beside the others on the disk"
+
+
+def test_a_later_kernel_that_does_not_compile_is_an_error(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = cuda_devices.kernels_on(0)
+    assert card is not None
+    with monkeypatch.context() as patch:
+        patch.setenv("FAKE_NVRTC_BROKEN", "fp16opt_scale")
+        with pytest.raises(nvrtc.NvrtcError, match="fp16opt_scale for sm_90: NVRTC_ERROR_COMPILATION"):
+            card.launch("scale", 1, 0, bytes(8), bytes(8))
+    assert not driver.noted("cuLaunchKernel")
+    card.launch("scale", 1, 0, bytes(8), bytes(8))
+    assert len(driver.noted("cuLaunchKernel")) == 1
 
 
 def test_each_device_has_its_context_and_code(driver: Any) -> None:
@@ -106,7 +140,7 @@ def test_each_device_has_its_context_and_code(driver: Any) -> None:
     assert [line for line in called if "Retain" in line] == [f"cuDevicePrimaryCtxRetain {k}" for k in (0, 1)]
     pushed = [line for line in called if line.startswith(("cuCtxPush", "cuCtxPop"))]
     assert pushed == [f"cuCtx{what}Current {k}" for k in ("0", "1000") for what in ("Push", "Pop")]
-    assert sum("cuModuleLoadData" in line for line in called) == 2 * len(NAMES)
+    assert sum("cuModuleLoadData" in line for line in called) == 2 * len(FIRST)
     assert {line.split("=")[1].split()[0] for line in compiled()} == {"sm_90", "sm_80"}
 
 
@@ -140,7 +174,7 @@ def host(driver: Any, emulated_cuda: emulated.Emulated, monkeypatch: pytest.Monk
     driver.run(emulated_cuda.paths)
     cards.serve_host_tensors(monkeypatch)
     assert kernels.backend("cuda:0") == "reference", "it is for tensors of the CPU"
-    assert cuda_devices.kernels_on(0) is not None
+    norms()  # loads its kernel
     driver.noted()
     return driver
 
@@ -149,7 +183,7 @@ def host(driver: Any, emulated_cuda: emulated.Emulated, monkeypatch: pytest.Monk
 def test_a_step_has_the_right_bytes_at_the_driver(host: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     case = random_case(np.random.default_rng(1), kind, 0.05)
     got = case.on("cpu").run().run()
-    name = "adam" if "adam" in kind else "sgd"
+    name = kind.removeprefix("own ")
     launched = host.noted("cuLaunchKernel")
     assert len(launched) == 2
     for line in launched:
@@ -269,16 +303,36 @@ def test_a_driver_that_refuses_the_code(driver: Any) -> None:
     )
 
 
-def test_code_from_the_disk_that_the_driver_refuses_is_compiled_again(driver: Any, caplog: Any) -> None:
-    bad = cubin_cache.Cubins(90, (14, 3), dict.fromkeys(NAMES, b"FAKE old") | {"gone": b"FAKE"})
+def test_code_from_the_disk_that_the_driver_refuses_is_compiled_again(
+    driver: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    bad = cubin_cache.Cubins(90, (14, 3), dict.fromkeys([*FIRST, "scale"], b"FAKE old"))
     cubin_cache.store(cuda_rows.digest(), 90, bad)
     assert kernels.backend("cuda:0") == "cuda", "the driver takes what it is given"
-    stale = cubin_cache.Cubins(90, (14, 3), {})
-    cubin_cache.store(cuda_rows.digest(), 90, stale)
-    cuda_devices._known.__init__()  # type: ignore[misc]
+    assert not compiled()
+    real = cuda_devices.Card
+
+    def card(driver: Any, index: int, code: Any, first: Any) -> Any:
+        if code("adam") == b"FAKE old":
+            raise cuda_driver.DriverError("old")
+        return real(driver, index, code, first)
+
+    monkeypatch.setattr(cuda_devices, "Card", card)
+    monkeypatch.setattr(cuda_devices, "_known", cuda_devices._Known())
     assert kernels.backend("cuda:0") == "cuda"
-    assert len(compiled()) == len(NAMES), "a set without all kernels is no set"
-    assert "compiled CUDA kernels from the disk are compiled again" in caplog.text
+    assert len(compiled()) == len(FIRST)
+    assert "compiled CUDA kernels from the disk are compiled again: old" in caplog.text
+    found, _ = cubin_cache.load(cuda_rows.digest(), 90, (14, 3))
+    assert found is not None
+    assert set(found.code) == set(FIRST), "none of the old code is left"
+
+
+def test_a_part_of_the_first_kernels_on_disk_is_made_whole(driver: Any) -> None:
+    cubin_cache.store(cuda_rows.digest(), 90, cubin_cache.Cubins(90, (14, 3), {"adam": b"FAKE here", "scale": b"FAKE"}))
+    assert kernels.backend("cuda:0") == "cuda"
+    found, _ = cubin_cache.load(cuda_rows.digest(), 90, (14, 3))
+    assert found is not None
+    assert set(found.code) == {*FIRST, "scale"}
 
 
 def test_an_old_card(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,8 +363,8 @@ def test_an_nvrtc_that_is_too_old(libraries: Path) -> None:
 
 
 def test_a_kernel_that_does_not_compile(driver: Any, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    monkeypatch.setenv("FAKE_NVRTC_BROKEN", "fp16opt_cast")
-    refused(r"fp16opt_cast for sm_90: NVRTC_ERROR_COMPILATION\nline 7: error: nothing good")
+    monkeypatch.setenv("FAKE_NVRTC_BROKEN", "fp16opt_take")
+    refused(r"fp16opt_take for sm_90: NVRTC_ERROR_COMPILATION\nline 7: error: nothing good")
     assert not folder.exists(), "half a set is not kept"
 
 

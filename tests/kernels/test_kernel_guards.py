@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import pickle
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -481,3 +483,85 @@ class TestCompiledModule:
             native._cpu.unscale(single, [[0]] * 2, 1, 1, address, 0, 0, 0, 0, False, True)
         with pytest.raises(ValueError, match="masters must be float32"):
             native._cpu.cast(mixed, [[0]] * 2, 1, 1, 0)
+
+
+@pytest.mark.skipif(not native.available() or native._exchange is None, reason="needs the module and DLPack's exchange")
+class TestReadingOnce:
+    """Lists that are read once, while nobody else's code runs."""
+
+    @staticmethod
+    def sites() -> tuple[list[Tensor], Any]:
+        values, tables = [torch.full((3,), 2.0), torch.ones(4)], PointerTables()
+        multi_tensor_l2norm(values, tables=tables)
+
+        def norm(*given: Tensor) -> float:
+            return float(multi_tensor_l2norm(list(given or values), tables=tables)[0])
+
+        return values, norm
+
+    def test_memory_that_was_given_meanwhile_is_read_after_the_block(self) -> None:
+        values, norm = self.sites()
+        twos, fours = values[0].data, torch.full((3,), 4.0)
+        with native.reading(once=True):
+            assert norm() == 4.0
+            values[0].data = fours
+            assert norm() == 4.0, "nobody else's code runs here"
+            with native.reading(once=False):
+                assert norm() == 52.0**0.5
+                values[0].data = twos
+                assert norm() == 4.0
+                values[0].data = fours
+            assert norm() == 52.0**0.5, "what was read before is forgotten"
+            with native.reading(once=True):
+                values[0].data = twos
+                assert norm() == 4.0, "of its own"
+            assert norm() == 52.0**0.5
+        assert norm() == 4.0
+
+    def test_other_tensors_are_read(self) -> None:
+        values, norm = self.sites()
+        with native.reading(once=True):
+            assert norm() == 4.0
+            assert norm(values[0], torch.zeros(4)) == 12.0**0.5
+            assert norm(torch.ones(3), values[1]) == 7.0**0.5
+            assert norm(*values) == 4.0
+
+    def test_what_was_read_must_be_what_a_call_site_knows(self) -> None:
+        """A list that one call site has read is of another shape than what the other has checked."""
+        values, norm = self.sites()
+        others, tables = [torch.ones(5).half(), torch.ones(4)], PointerTables()
+        for _ in range(2):
+            multi_tensor_l2norm(others, tables=tables)
+        with native.reading(once=True):
+            assert float(multi_tensor_l2norm(others, tables=tables)[0]) == 3.0
+            assert norm(*others) == 3.0
+            assert norm(*values) == 4.0
+
+    def test_tensors_are_held_until_the_end(self) -> None:
+        values, norm = self.sites()
+        with native.reading(once=True):
+            norm()
+            gone = weakref.ref(values[0])
+            values.clear()
+            assert gone() is not None
+        assert gone() is None
+
+    def test_a_block_that_raises_ends(self) -> None:
+        values, norm = self.sites()
+        with contextlib.suppress(KeyError), native.reading(once=True):
+            norm()
+            raise KeyError
+        values[0].data = torch.zeros(3)
+        assert norm() == 2.0
+
+    def test_other_threads_read_for_themselves(self) -> None:
+        values, norm = self.sites()
+        found: list[float] = []
+        with native.reading(once=True):
+            norm()
+            before, values[0].data = values[0].data, torch.zeros(3)
+            thread = threading.Thread(target=lambda: found.append(norm()))
+            thread.start()
+            thread.join()
+            values[0].data = before
+        assert found == [2.0]
