@@ -33,6 +33,9 @@ FP16OPT_HD float smaller(float a, float b) { return a < b ? a : b; }
 // a / b for b > 0; else 0.
 FP16OPT_HD float ratio_or_zero(float a, float b) { return b > 0.0f ? a / b : 0.0f; }
 
+// a * b + c for a product that float32 holds exactly: a vector may take one fused operation, and gets the same bits.
+FP16OPT_HD float exact_product_plus(float a, float b, float c) { return a * b + c; }
+
 FP16OPT_HD uint32_t smaller_word(uint32_t a, uint32_t b) { return a < b ? a : b; }
 FP16OPT_HD uint32_t larger_word(uint32_t a, uint32_t b) { return a > b ? a : b; }
 

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cast.h"
+#include "elementary.h"
 
 FP16OPT_BEGIN
 
@@ -60,7 +61,7 @@ FP16OPT_HD T steps_away(T master, T wide, T per_one) {
 }
 template <class T>
 FP16OPT_HD T steps_added(T wide, T steps, T step) {
-    return wide + steps * step;
+    return exact_product_plus(steps, step, wide);
 }
 
 FP16OPT_HD uint16_t split_remainder(Half, float master, float wide, uint16_t weight) {

@@ -198,6 +198,19 @@ FP16OPT_HD void load(const void* from, Narrow& n) {
     for (int i = 0; i < 2; ++i) n.v[i] = _mm512_loadu_si512(static_cast<const __m512i*>(from) + i);
 }
 
+// Whether the magnitude of one of 64 elements of 16 bits, as bits, is `limit` or more.
+FP16OPT_HD bool any_from(const Narrow& n, uint32_t limit) {
+    const __m512i mask = _mm512_set1_epi16(0x7fff);
+    const __m512i largest = _mm512_max_epu16(_mm512_and_si512(n.v[0], mask), _mm512_and_si512(n.v[1], mask));
+    return _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(short(limit))) != 0;
+}
+// Stores numbers as halves, and gives back what they are.
+FP16OPT_HD Floats store_rounded(Half* to, Floats x) {
+    const __m256i halves = _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), halves);
+    return _mm512_cvtph_ps(halves);
+}
+
 FP16OPT_HD __m256i round_bfloat16(Floats x) {
     const __m512i bits = _mm512_castps_si512(x);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -262,6 +275,20 @@ FP16OPT_HD void load(const void* from, Narrow& n) {
     for (int i = 0; i < 4; ++i) n.v[i] = _mm256_loadu_si256(static_cast<const __m256i*>(from) + i);
 }
 
+// Whether the magnitude of one of 64 elements of 16 bits, as bits, is `limit` or more.
+FP16OPT_HD bool any_from(const Narrow& n, uint32_t limit) {
+    const __m256i mask = _mm256_set1_epi16(0x7fff);
+    __m256i largest = _mm256_and_si256(n.v[0], mask);
+    for (int i = 1; i < 4; ++i) largest = _mm256_max_epu16(largest, _mm256_and_si256(n.v[i], mask));
+    return _mm256_movemask_epi8(_mm256_cmpgt_epi16(_mm256_set1_epi16(short(limit)), largest)) != -1;
+}
+// Stores numbers as halves, and gives back what they are.
+FP16OPT_HD Floats store_rounded(Half* to, Floats x) {
+    const __m128i halves = _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), halves);
+    return _mm256_cvtph_ps(halves);
+}
+
 FP16OPT_HD __m256i round_bfloat16(Floats x) {
     const __m256i bits = _mm256_castps_si256(x);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -320,6 +347,10 @@ FP16OPT_HD void load(const void* from, Narrow& n) { memcpy(n.v, from, sizeof(n.v
 template <class To>
 FP16OPT_HD void narrow_to(To, const Block& b, Narrow& n) {
     for (int i = 0; i < kBlock; ++i) n.v[i] = narrow<To>(b.v[i]).bits;
+}
+FP16OPT_HD Floats store_rounded(Half* to, Floats x) {
+    *to = float_to_half(x);
+    return half_to_float(*to);
 }
 // Finite numbers that stay so as bfloat16, rounded to nearest, ties away from zero.
 FP16OPT_HD void narrow_away(const Block& b, Narrow& n) {

@@ -26,16 +26,11 @@ FP16OPT_HD void join24_finite(BFloat16, const BFloat16* weights, const Codes& re
     for (int k = 0; k < kVectors; ++k) p.v[k] = bit_cast<Floats>(bit_cast<Words>(p.v[k]) + (remainders.v[k] << 8));
 }
 
-// `wide`: memory for the weights.
 FP16OPT_HD void split24_finite(Half, const Block& p, Half* weights, Codes& remainders, uint32_t) {
-    Narrow narrow;
-    Block wide;
-    narrow_to(Half{}, p, narrow);
-    store(static_cast<void*>(weights), narrow, false);
-    load(static_cast<const Half*>(weights), wide);
     for (int k = 0; k < kVectors; ++k) {
-        const Floats per_one = bit_cast<Floats>((272u << 23) - step_exponents(wide.v[k]));
-        const Floats away = steps_away(p.v[k], wide.v[k], per_one);
+        const Floats wide = store_rounded(weights + kWidth * k, p.v[k]);
+        const Floats per_one = bit_cast<Floats>((272u << 23) - step_exponents(wide));
+        const Floats away = steps_away(p.v[k], wide, per_one);
         const Floats whole = (away + kRounder) - kRounder;
         remainders.v[k] = to_words(smaller(larger(whole, splat(-kMostSteps24)), kMostSteps24));
     }

@@ -28,13 +28,8 @@ FP16OPT_HD Words to_words(Floats x) { return Words(_mm512_cvttps_epi32(x)); }
 typedef uint32_t Words __attribute__((vector_size(32)));
 FP16OPT_HD Floats smaller(Floats a, float b) { return _mm256_min_ps(a, splat(b)); }
 FP16OPT_HD Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
-FP16OPT_HD Floats ratio_or_zero(Floats a, Floats b) {
-    return _mm256_and_ps(_mm256_cmp_ps(b, _mm256_setzero_ps(), _CMP_GT_OQ), a / b);
-}
-FP16OPT_HD Words smaller_word(Words a, uint32_t b) { return Words(_mm256_min_epu32(__m256i(a), _mm256_set1_epi32(int(b)))); }
 FP16OPT_HD Words larger_word(Words a, Words b) { return Words(_mm256_max_epu32(__m256i(a), __m256i(b))); }
 FP16OPT_HD Words magnitude_of_word(Words x) { return Words(_mm256_abs_epi32(__m256i(x))); }
-FP16OPT_HD Words with_sign_of(Words x, Words of) { return Words(_mm256_sign_epi32(__m256i(x), __m256i(of))); }
 FP16OPT_HD Words splat_word(uint32_t x) { return Words(_mm256_set1_epi32(int(x))); }
 FP16OPT_HD Floats to_floats(Words x) { return _mm256_cvtepi32_ps(__m256i(x)); }
 FP16OPT_HD Words to_words(Floats x) { return Words(_mm256_cvttps_epi32(x)); }
