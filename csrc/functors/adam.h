@@ -33,13 +33,10 @@ FP16OPT_HD void adam_moments(const AdamTerms<T>& s, T grad, T& p, T& m, T& v) {
     v = v * s.beta2 + (s.square * g) * g;
 }
 
+// What the moments move `p` by; `second` is the root of v.
 template <class T>
-FP16OPT_HD T adam_denominator(const AdamTerms<T>& s, T root_of_second) {
-    return quotient(root_of_second, s.root, s.inverse) + s.eps;
-}
-template <class T>
-FP16OPT_HD void adam_move(const AdamTerms<T>& s, T& p, T m, T denominator) {
-    p = p + (s.step_size * m) / denominator;
+FP16OPT_HD void adam_move(const AdamTerms<T>& s, T& p, T m, T second) {
+    p = p + (s.step_size * m) / (quotient(second, s.root, s.inverse) + s.eps);
 }
 
 // What the root is taken of; `largest`, unless null, is the running maximum of v.
@@ -52,7 +49,7 @@ FP16OPT_HD T adam_second(T v, T* largest) {
 template <class T>
 FP16OPT_HD void adam(const AdamTerms<T>& s, T grad, T& p, T& m, T& v, T* largest) {
     adam_moments(s, grad, p, m, v);
-    adam_move(s, p, m, adam_denominator(s, root(adam_second(v, largest))));
+    adam_move(s, p, m, root(adam_second(v, largest)));
 }
 
 FP16OPT_END

@@ -42,12 +42,11 @@ FP16OPT_HD T root_of_code(W code, T scale) {
     return scale * (share * share);
 }
 
-// m of its code, sign-extended to 32 bits: `unit` is limit * kRatioUnit, `per` what it is a share of.
+// m of its code, which is in the upper byte of 32 bits: `unit` is limit * kRatioUnit, `per` what it is a share of.
 template <class T, class W>
 FP16OPT_HD T signed_of_code(W code, T per, T unit) {
-    const T wide = bit_cast<T>((magnitude_of_word(code) << kRatioShift) + kOneBits);
-    const T value = ((wide - 1.0f) * unit) * per;
-    return bit_cast<T>(bit_cast<W>(value) | (code & 0x80000000u));
+    const T wide = bit_cast<T>((magnitude_of_word(code) >> (24 - kRatioShift)) + kOneBits);
+    return times_one_less(wide, with_sign_of(unit, code)) * per;
 }
 
 // -- numbers to codes ------------------------------------------------------------------------------------------------

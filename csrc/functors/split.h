@@ -14,7 +14,6 @@ FP16OPT_BEGIN
 constexpr uint32_t kCoarseFrom = 0x477ff000u;   // 65520
 constexpr int kCoarseShift = 14;                // bits of a magnitude that the coarse code drops
 constexpr uint32_t kCoarseInfinity = 0xffffu;
-constexpr float kRounder = 12582912.0f;         // 1.5 * 2^23: adding and subtracting it rounds to a whole number
 constexpr float kMostSteps = 32767.0f;
 
 FP16OPT_HD bool is_nan_bits(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000u; }

@@ -40,7 +40,7 @@ private:
     bool aligned_;
 };
 
-FP16OPT_HD uint32_t with_sign(uint8_t code) { return uint32_t(int32_t(int8_t(code))); }
+FP16OPT_HD uint32_t upper_byte(uint8_t code) { return uint32_t(code) << 24; }
 
 // What both steps have. Behind the lists of a step comes that of the scales.
 struct CodedStep : StepCommon {
@@ -88,10 +88,10 @@ struct Adam8Step : CodedStep {
         FP16OPT_UNROLL
         for (int k = 0; k < kGroup; ++k) {
             const float was = root_of_code(uint32_t(shares.get(k)), scale);
-            float m = signed_of_code(with_sign(ratios.get(k)), was, terms.unit), v = was * was;
+            float m = signed_of_code(upper_byte(ratios.get(k)), was, terms.unit), v = was * was;
             adam_moments(terms.adam, g.v[k], p.v[k], m, v);
             const float second_root = root(v), now = root_to_keep(second_root);
-            adam_move(terms.adam, p.v[k], m, adam_denominator(terms.adam, second_root));
+            adam_move(terms.adam, p.v[k], m, second_root);
             const float ratio = ratio_or_zero(magnitude_of(m, uint32_t()), now);
             made.set(k, uint8_t(signed_code(ratio_steps(ratio, terms.units, ratio_dither(dither(chunk, i + k))), m)));
             const float kept = k < valid ? now : 0.0f;
@@ -161,7 +161,7 @@ struct Sgd8Step : CodedStep {
             if (terms.first) {
                 sgd<true>(terms.sgd, g.v[k], p.v[k], &momentum);
             } else {
-                momentum = signed_of_code(with_sign(codes.get(k)), scale, kRatioUnit);
+                momentum = signed_of_code(upper_byte(codes.get(k)), scale, kRatioUnit);
                 sgd<false>(terms.sgd, g.v[k], p.v[k], &momentum);
             }
             rows.values[k * kThreads + thread] = momentum;

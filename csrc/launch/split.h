@@ -110,9 +110,8 @@ FP16OPT_HD void join_finite(const Half* weights, const uint16_t* remainders, Blo
     load(weights, p);
     for (int i = 0; i < 8; ++i) {
         const __m256i exponents = step_exponents_of(exponents_of(p.v[i]));
-        const Floats step = _mm256_castsi256_ps(_mm256_sub_epi32(exponents, _mm256_set1_epi32(26 << 23)));
-        const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(remainders + 8 * i));
-        const Floats near = steps_added(p.v[i], _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(codes)), step);
+        const Floats step = _mm256_castsi256_ps(_mm256_sub_epi32(exponents, _mm256_set1_epi32((26 + 16) << 23)));
+        const Floats near = steps_added(p.v[i], _mm256_cvtepi32_ps(spread_shorts(remainders + 8 * i)), step);
         p.v[i] = _mm256_or_ps(near, _mm256_and_ps(p.v[i], _mm256_set1_ps(-0.0f)));
     }
 }
@@ -137,8 +136,8 @@ FP16OPT_HD bool split_finite(const Block& p, Half* weights, uint16_t* remainders
 FP16OPT_HD void join_finite(const BFloat16* weights, const uint16_t* remainders, Block& p) {
     load(weights, p);
     for (int i = 0; i < 8; ++i) {
-        const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(remainders + 8 * i));
-        p.v[i] = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p.v[i]), _mm256_cvtepi16_epi32(codes)));
+        const __m256i codes = _mm256_srai_epi32(spread_shorts(remainders + 8 * i), 16);
+        p.v[i] = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p.v[i]), codes));
     }
 }
 FP16OPT_HD bool split_finite(const Block& p, BFloat16* weights, uint16_t* remainders) {

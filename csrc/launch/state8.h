@@ -21,21 +21,11 @@ FP16OPT_HD float largest_of(const Floats (&values)[2 * kVectors]) {
 // What is made of the numbers of half a block: bytes. `dither` is the first element's.
 #if defined(FP16OPT_AVX2)
 
-// 32 numbers as bytes, held within the range of these; in the order of packing, which store_packed undoes.
-FP16OPT_HD __m256i packed(const Words* words) {
-    const __m256i low = _mm256_packs_epi32(__m256i(words[0]), __m256i(words[1]));
-    return _mm256_packs_epi16(low, _mm256_packs_epi32(__m256i(words[2]), __m256i(words[3])));
-}
 // Bytes that are negative, zero or positive as the bits of the floats are.
 FP16OPT_HD __m256i packed_signs(const Floats* values) {
     const Words words[4] = {bit_cast<Words>(values[0]), bit_cast<Words>(values[1]), bit_cast<Words>(values[2]), bit_cast<Words>(values[3])};
     return packed(words);
 }
-FP16OPT_HD void store_packed(void* to, __m256i bytes) {
-    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    _mm256_storeu_si256(static_cast<__m256i*>(to), _mm256_permutevar8x32_epi32(bytes, order));
-}
-
 // A quotient by zero is dropped below.
 FP16OPT_HD Floats ratio_to_code(Floats value, Floats per) { return magnitude_of(value, Words()) / per; }
 
@@ -85,7 +75,7 @@ FP16OPT_HD void code_roots(uint8_t* to, const Block& shares, const Floats* kept,
     Codes codes;
     words_from(dither, kIndexStride, codes);
     for (int k = 0; k < kVectors; ++k) codes.v[k] = root_code(to_words(root_shares(shares.v[k], codes.v[k])), kept[k]);
-    store_codes(to, codes);
+    store_codes(reinterpret_cast<int8_t*>(to), codes);
 }
 
 #endif
@@ -99,8 +89,8 @@ struct StateCodes {
     uint32_t dither;
 };
 
-// Half a block of roots that wait to be coded until the block's largest is known, and then for the next block's step: a
-// processor takes roots beside other work.
+// A block's roots, which wait to be coded until its largest is known, and then for the next block's step: beside other work
+// a processor takes roots for nothing.
 struct Uncoded {
     Floats roots[2 * kVectors];
     Floats per_scale;
@@ -119,29 +109,28 @@ FP16OPT_HD void adam8_block(const AdamTerms<Floats>& terms, const Grad& grad, Ma
         const int64_t at = i + h * kBlock;
         const uint32_t ahead = uint32_t(h * kBlock) * kIndexStride;
         Floats* const roots = kept.roots + h * kVectors;
-        Block g, p, m, v, was, shares, ratios;
+        Block g, p, m, v, shares, ratios;
         Codes first, second;
         get(static_cast<const uint8_t*>(state.second + at), second);
-        for (int k = 0; k < kVectors; ++k) {
-            was.v[k] = root_of_code(second.v[k], scales);
-            shares.v[k] = root(roots[k] * kept.per_scale);
-        }
         get(static_cast<const int8_t*>(state.first + at), first);
-        for (int k = 0; k < kVectors; ++k) m.v[k] = signed_of_code(first.v[k], was.v[k], unit);
         grad.read(at, g);
         master.read(at, p);
+        // Loops of their own: what divides and takes roots waits for long, and in a chain of all of it a processor
+        // finds too little else to do.
         for (int k = 0; k < kVectors; ++k) {
-            v.v[k] = was.v[k] * was.v[k];
+            const Floats was = root_of_code(second.v[k], scales);
+            m.v[k] = signed_of_code(first.v[k], was, unit);
+            v.v[k] = was * was;
             adam_moments(terms, g.v[k], p.v[k], m.v[k], v.v[k]);
             v.v[k] = root(v.v[k]);
+            shares.v[k] = root(roots[k] * kept.per_scale);
         }
         code_roots(kept.to + h * kBlock, shares, roots, kept.dither + ahead);
         for (int k = 0; k < kVectors; ++k) {
             roots[k] = root_to_keep(v.v[k]);
             ratios.v[k] = ratio_to_code(m.v[k], roots[k]);
-            v.v[k] = adam_denominator(terms, v.v[k]);
+            adam_move(terms, p.v[k], m.v[k], v.v[k]);
         }
-        for (int k = 0; k < kVectors; ++k) adam_move(terms, p.v[k], m.v[k], v.v[k]);
         code_ratios(state.first + at, ratios, m, roots, units, dither + ahead);
         master.write(at, p);
     }

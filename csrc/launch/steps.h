@@ -171,7 +171,7 @@ FP16OPT_HD void adam_loop(const AdamTerms<Floats>& terms, const Grad& grad, Mast
             adam_moments(terms, g.v[k], p.v[k], m.v[k], v.v[k]);
             roots.v[k] = root(adam_second(v.v[k], kAmsgrad ? &top.v[k] : nullptr));
         }
-        for (int k = 0; k < kVectors; ++k) adam_move(terms, p.v[k], m.v[k], adam_denominator(terms, roots.v[k]));
+        for (int k = 0; k < kVectors; ++k) adam_move(terms, p.v[k], m.v[k], roots.v[k]);
         master.write(i, p);
         store(exp_avg + i, m);
         store(exp_avg_sq + i, v);
