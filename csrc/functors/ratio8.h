@@ -23,6 +23,7 @@ constexpr float kRatioUnit = 1.0f / 247.0f;
 constexpr float kRatios = 247.0f;           // the code 127 stands for 248 - 1
 constexpr uint32_t kOneBits = 0x3f800000u;
 constexpr int kRatioShift = 19;             // 4 bits of mantissa and 3 of exponent stay
+constexpr uint32_t kNoSteps = kOneBits >> kRatioShift;
 
 // What rounds an element up or down: the same on every machine, and for neighbours and steps in a row spread evenly.
 constexpr uint32_t kIndexStride = 0x9E3779B1u, kStepStride = 0x85EBCA77u;
@@ -30,10 +31,6 @@ FP16OPT_HD uint32_t dither_at(uint64_t index, uint32_t step) { return uint32_t(i
 template <class W>
 FP16OPT_HD W ratio_dither(W dither) {
     return dither & 0x7ffffu;
-}
-template <class T, class W>
-FP16OPT_HD T share_dither(W dither, T) {
-    return to_floats(dither >> 16) * 0x1p-16f;
 }
 
 // -- codes to numbers ------------------------------------------------------------------------------------------------
@@ -45,12 +42,11 @@ FP16OPT_HD T root_of_code(W code, T scale) {
     return scale * (share * share);
 }
 
-// m of its code, sign-extended to 32 bits: `unit` is limit * kRatioUnit, `per` what it is a share of.
+// m of its code, which is in the upper byte of 32 bits: `unit` is limit * kRatioUnit, `per` what it is a share of.
 template <class T, class W>
 FP16OPT_HD T signed_of_code(W code, T per, T unit) {
-    const T wide = bit_cast<T>((magnitude_of_word(code) << kRatioShift) + kOneBits);
-    const T value = ((wide - 1.0f) * unit) * per;
-    return bit_cast<T>(bit_cast<W>(value) | (code & 0x80000000u));
+    const T wide = bit_cast<T>((magnitude_of_word(code) >> (24 - kRatioShift)) + kOneBits);
+    return times_one_less(wide, with_sign_of(unit, code)) * per;
 }
 
 // -- numbers to codes ------------------------------------------------------------------------------------------------
@@ -65,20 +61,27 @@ FP16OPT_HD T magnitude_of(T value, W) {
     return bit_cast<T>(bit_cast<W>(value) & 0x7fffffffu);
 }
 
-// The code of a number that is a share of `per`; `units` is 247 / limit. In the low byte.
+// A share of some number, from 0 to the limit, in steps of the code of which 0 is kNoSteps; `units` is 247 / limit.
 template <class T, class W>
-FP16OPT_HD W signed_code(T value, T per, T units, W dither) {
-    const W bits = bit_cast<W>(value);
-    const T wide = ratio_or_zero(bit_cast<T>(bits & 0x7fffffffu), per) * units + 1.0f;
-    const W code = smaller_word((bit_cast<W>(wide) + dither - kOneBits) >> kRatioShift, 127u);
-    return with_sign_of(code, bits);
+FP16OPT_HD W ratio_steps(T ratio, T units, W dither) {
+    const T wide = ratio * units + 1.0f;
+    return (bit_cast<W>(wide) + dither) >> kRatioShift;
+}
+// The code of a value that is so many steps. In the low byte.
+template <class T, class W>
+FP16OPT_HD W signed_code(W steps, T value) {
+    return with_sign_of(smaller_word(steps - kNoSteps, 127u), bit_cast<W>(value));
 }
 
-// The code of sqrt(v); `per_scale` is 1 / scale. What is not zero stays so.
+// What the code of sqrt(v) is truncated from; `share` is the root of its share of the scale.
 template <class T, class W>
-FP16OPT_HD W root_code(T kept, T per_scale, W dither) {
-    const T shares = root(kept * per_scale) * kShares + share_dither(dither, kept);
-    return larger_word(smaller_word(to_words(shares), 255u), smaller_word(bit_cast<W>(kept), 1u));
+FP16OPT_HD T root_shares(T share, W dither) {
+    return exact_product_plus(to_floats(dither >> 16), 0x1p-16f, share * kShares);
+}
+// The code of `kept`. What is not zero stays so.
+template <class T, class W>
+FP16OPT_HD W root_code(W shares, T kept) {
+    return larger_word(smaller_word(shares, 255u), smaller_word(bit_cast<W>(kept), 1u));
 }
 
 FP16OPT_END

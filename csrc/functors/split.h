@@ -7,13 +7,13 @@
 #pragma once
 
 #include "cast.h"
+#include "elementary.h"
 
 FP16OPT_BEGIN
 
 constexpr uint32_t kCoarseFrom = 0x477ff000u;   // 65520
 constexpr int kCoarseShift = 14;                // bits of a magnitude that the coarse code drops
 constexpr uint32_t kCoarseInfinity = 0xffffu;
-constexpr float kRounder = 12582912.0f;         // 1.5 * 2^23: adding and subtracting it rounds to a whole number
 constexpr float kMostSteps = 32767.0f;
 
 FP16OPT_HD bool is_nan_bits(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000u; }
@@ -60,7 +60,7 @@ FP16OPT_HD T steps_away(T master, T wide, T per_one) {
 }
 template <class T>
 FP16OPT_HD T steps_added(T wide, T steps, T step) {
-    return wide + steps * step;
+    return exact_product_plus(steps, step, wide);
 }
 
 FP16OPT_HD uint16_t split_remainder(Half, float master, float wide, uint16_t weight) {

@@ -40,7 +40,7 @@ private:
     bool aligned_;
 };
 
-FP16OPT_HD uint32_t with_sign(uint8_t code) { return uint32_t(int32_t(int8_t(code))); }
+FP16OPT_HD uint32_t upper_byte(uint8_t code) { return uint32_t(code) << 24; }
 
 // What both steps have. Behind the lists of a step comes that of the scales.
 struct CodedStep : StepCommon {
@@ -88,11 +88,12 @@ struct Adam8Step : CodedStep {
         FP16OPT_UNROLL
         for (int k = 0; k < kGroup; ++k) {
             const float was = root_of_code(uint32_t(shares.get(k)), scale);
-            float m = signed_of_code(with_sign(ratios.get(k)), was, terms.unit), v = was * was;
+            float m = signed_of_code(upper_byte(ratios.get(k)), was, terms.unit), v = was * was;
             adam_moments(terms.adam, g.v[k], p.v[k], m, v);
             const float second_root = root(v), now = root_to_keep(second_root);
             adam_move(terms.adam, p.v[k], m, second_root);
-            made.set(k, uint8_t(signed_code(m, now, terms.units, ratio_dither(dither(chunk, i + k)))));
+            const float ratio = ratio_or_zero(magnitude_of(m, uint32_t()), now);
+            made.set(k, uint8_t(signed_code(ratio_steps(ratio, terms.units, ratio_dither(dither(chunk, i + k))), m)));
             const float kept = k < valid ? now : 0.0f;
             rows.values[k * kThreads + thread] = kept;
             most = kept > most ? kept : most;
@@ -115,7 +116,9 @@ struct Adam8Step : CodedStep {
         } else {
             FP16OPT_UNROLL
             for (int k = 0; k < kGroup; ++k) {
-                made.set(k, uint8_t(root_code(rows.values[k * kThreads + thread], per_scale, dither(chunk, i + k))));
+                const float kept = rows.values[k * kThreads + thread];
+                const float shares = root_shares(root(kept * per_scale), dither(chunk, i + k));
+                made.set(k, uint8_t(root_code(to_words(shares), kept)));
             }
         }
         CodeBytes(lists, 3, chunk).set(i, made, valid);
@@ -158,7 +161,7 @@ struct Sgd8Step : CodedStep {
             if (terms.first) {
                 sgd<true>(terms.sgd, g.v[k], p.v[k], &momentum);
             } else {
-                momentum = signed_of_code(with_sign(codes.get(k)), scale, kRatioUnit);
+                momentum = signed_of_code(upper_byte(codes.get(k)), scale, kRatioUnit);
                 sgd<false>(terms.sgd, g.v[k], p.v[k], &momentum);
             }
             rows.values[k * kThreads + thread] = momentum;
@@ -179,8 +182,9 @@ struct Sgd8Step : CodedStep {
         FP16OPT_UNROLL
         for (int k = 0; k < kGroup; ++k) {
             const uint32_t dither_low = ratio_dither(dither(chunk, i + k));
-            const uint32_t code = signed_code(rows.values[k * kThreads + thread], largest, kRatios, dither_low);
-            made.set(k, uint8_t(zero ? 0u : code));
+            const float value = rows.values[k * kThreads + thread];
+            const float share = ratio_or_zero(magnitude_of(value, uint32_t()), largest);
+            made.set(k, uint8_t(zero ? 0u : signed_code(ratio_steps(share, kRatios, dither_low), value)));
         }
         CodeBytes(lists, 2, chunk).set(i, made, valid);
         if (i % kStateBlock == 0) scales(lists, scale_list, chunk)[i / kStateBlock] = zero ? 0.0f : largest;

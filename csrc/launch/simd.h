@@ -33,6 +33,18 @@ struct Block256 {
     __m256 v[8];
 };
 
+// Puts bytes of the 16 at `from` where `places` says; a negative one makes a zero. It takes half of what widening takes,
+// which moves between the halves of a vector.
+FP16OPT_HD __m256i spread(const void* from, __m256i places) {
+    const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(from));
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(bytes), places);
+}
+// Eight numbers of 16 bits, in the upper halves of 32.
+FP16OPT_HD __m256i spread_shorts(const void* from) {
+    return spread(from, _mm256_setr_epi8(-1, -1, 0, 1, -1, -1, 2, 3, -1, -1, 4, 5, -1, -1, 6, 7, -1, -1, 8, 9, -1, -1, 10, 11,
+                                         -1, -1, 12, 13, -1, -1, 14, 15));
+}
+
 FP16OPT_HD void load(const float* from, Block256& b) {
     for (int i = 0; i < 8; ++i) b.v[i] = _mm256_loadu_ps(from + 8 * i);
 }
@@ -42,10 +54,7 @@ FP16OPT_HD void load(const Half* from, Block256& b) {
     }
 }
 FP16OPT_HD void load(const BFloat16* from, Block256& b) {
-    for (int i = 0; i < 8; ++i) {
-        const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 8 * i));
-        b.v[i] = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
-    }
+    for (int i = 0; i < 8; ++i) b.v[i] = _mm256_castsi256_ps(spread_shorts(from + 8 * i));
 }
 
 FP16OPT_HD void store(float* to, const Block256& b, bool stream) {
@@ -198,6 +207,19 @@ FP16OPT_HD void load(const void* from, Narrow& n) {
     for (int i = 0; i < 2; ++i) n.v[i] = _mm512_loadu_si512(static_cast<const __m512i*>(from) + i);
 }
 
+// Whether the magnitude of one of 64 elements of 16 bits, as bits, is `limit` or more.
+FP16OPT_HD bool any_from(const Narrow& n, uint32_t limit) {
+    const __m512i mask = _mm512_set1_epi16(0x7fff);
+    const __m512i largest = _mm512_max_epu16(_mm512_and_si512(n.v[0], mask), _mm512_and_si512(n.v[1], mask));
+    return _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(short(limit))) != 0;
+}
+// Stores numbers as halves, and gives back what they are.
+FP16OPT_HD Floats store_rounded(Half* to, Floats x) {
+    const __m256i halves = _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), halves);
+    return _mm512_cvtph_ps(halves);
+}
+
 FP16OPT_HD __m256i round_bfloat16(Floats x) {
     const __m512i bits = _mm512_castps_si512(x);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -262,6 +284,20 @@ FP16OPT_HD void load(const void* from, Narrow& n) {
     for (int i = 0; i < 4; ++i) n.v[i] = _mm256_loadu_si256(static_cast<const __m256i*>(from) + i);
 }
 
+// Whether the magnitude of one of 64 elements of 16 bits, as bits, is `limit` or more.
+FP16OPT_HD bool any_from(const Narrow& n, uint32_t limit) {
+    const __m256i mask = _mm256_set1_epi16(0x7fff);
+    __m256i largest = _mm256_and_si256(n.v[0], mask);
+    for (int i = 1; i < 4; ++i) largest = _mm256_max_epu16(largest, _mm256_and_si256(n.v[i], mask));
+    return _mm256_movemask_epi8(_mm256_cmpgt_epi16(_mm256_set1_epi16(short(limit)), largest)) != -1;
+}
+// Stores numbers as halves, and gives back what they are.
+FP16OPT_HD Floats store_rounded(Half* to, Floats x) {
+    const __m128i halves = _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), halves);
+    return _mm256_cvtph_ps(halves);
+}
+
 FP16OPT_HD __m256i round_bfloat16(Floats x) {
     const __m256i bits = _mm256_castps_si256(x);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -320,6 +356,10 @@ FP16OPT_HD void load(const void* from, Narrow& n) { memcpy(n.v, from, sizeof(n.v
 template <class To>
 FP16OPT_HD void narrow_to(To, const Block& b, Narrow& n) {
     for (int i = 0; i < kBlock; ++i) n.v[i] = narrow<To>(b.v[i]).bits;
+}
+FP16OPT_HD Floats store_rounded(Half* to, Floats x) {
+    to->bits = float_to_half(x);
+    return half_to_float(to->bits);
 }
 // Finite numbers that stay so as bfloat16, rounded to nearest, ties away from zero.
 FP16OPT_HD void narrow_away(const Block& b, Narrow& n) {

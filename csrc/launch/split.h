@@ -1,8 +1,9 @@
 // The CPU loops over split masters: 64 elements at a time.
 #pragma once
 
-#include "../functors/split.h"
 #include "steps.h"
+
+#include "../functors/split.h"
 
 FP16OPT_BEGIN
 
@@ -38,112 +39,120 @@ FP16OPT_HD void widen_weights(BFloat16, const void* weights, Block& wide) {
     load(static_cast<const BFloat16*>(weights), wide);
 }
 
-// Whether a block must go the long way: it goes the short one, in 32 bits at a time, where weights and masters are finite.
-template <class Model>
-FP16OPT_HD bool is_special(const Block&, uint32_t) {
-    return true;
-}
-
+// A block goes the short way, in 32 bits at a time, where weights and masters are finite, and else the long one.
 #if defined(FP16OPT_AVX512) || defined(FP16OPT_AVX2)
-
-template <>
-FP16OPT_HD bool is_special<Half>(const Block& b, uint32_t limit) {
-    return any_from(b, limit);
-}
-template <>
-FP16OPT_HD bool is_special<BFloat16>(const Block& b, uint32_t limit) {
-    return any_from(b, limit);
-}
 
 constexpr int kHalfBias = 112;                          // float32's exponent of a half's, less that
 constexpr int kLeastExponent = (kHalfBias + 1) << 23;   // of the smallest normal half; subnormals have its step
 
+// Whether one of 64 weights is infinite or nan.
+FP16OPT_HD bool is_special(const Half* weights) {
+    Narrow n;
+    load(static_cast<const void*>(weights), n);
+    return any_from(n, 0x7c00u);
+}
+// Of bfloat16 a master is weight and remainder as one integer, whatever they are.
+FP16OPT_HD bool is_special(const BFloat16*) { return false; }
+
 #if defined(FP16OPT_AVX512)
 
-FP16OPT_HD __m512i exponents_of(Floats wide) {
-    const __m512i found = _mm512_and_si512(_mm512_castps_si512(wide), _mm512_set1_epi32(0x7f800000));
-    return _mm512_max_epi32(found, _mm512_set1_epi32(kLeastExponent));
-}
-FP16OPT_HD void join_finite(Half, const Block& wide, const uint16_t* remainders, Block& p) {
+FP16OPT_HD __m512i exponents_of(Floats wide) { return _mm512_and_si512(_mm512_castps_si512(wide), _mm512_set1_epi32(kInfinity)); }
+FP16OPT_HD __m512i step_exponents_of(__m512i exponents) { return _mm512_max_epi32(exponents, _mm512_set1_epi32(kLeastExponent)); }
+FP16OPT_HD void join_finite(const Half* weights, const uint16_t* remainders, Block& p) {
+    load(weights, p);
     for (int i = 0; i < 4; ++i) {
-        const __m512i exponent = exponents_of(wide.v[i]);
-        const Floats step = _mm512_castsi512_ps(_mm512_sub_epi32(exponent, _mm512_set1_epi32(26 << 23)));
+        const __m512i exponents = step_exponents_of(exponents_of(p.v[i]));
+        const Floats step = _mm512_castsi512_ps(_mm512_sub_epi32(exponents, _mm512_set1_epi32(26 << 23)));
         const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(remainders + 16 * i));
-        const Floats near = steps_added(wide.v[i], _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(codes)), step);
-        p.v[i] = _mm512_or_ps(near, _mm512_and_ps(wide.v[i], _mm512_set1_ps(-0.0f)));
+        const Floats near = steps_added(p.v[i], _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(codes)), step);
+        p.v[i] = _mm512_or_ps(near, _mm512_and_ps(p.v[i], _mm512_set1_ps(-0.0f)));
     }
 }
-FP16OPT_HD void remainders_of_finite(Half, const Block& master, const Block& wide, uint16_t* remainders) {
+// Rounds to weights and remainders. False where a weight isn't finite.
+FP16OPT_HD bool split_finite(const Block& p, Half* weights, uint16_t* remainders) {
+    __m512i largest = _mm512_setzero_si512();
     for (int i = 0; i < 4; ++i) {
-        const __m512i per_one = _mm512_sub_epi32(_mm512_set1_epi32(280 << 23), exponents_of(wide.v[i]));
-        const Floats away = steps_away(master.v[i], wide.v[i], Floats(_mm512_castsi512_ps(per_one)));
+        const Floats wide = store_rounded(weights + 16 * i, p.v[i]);
+        const __m512i exponents = exponents_of(wide);
+        largest = _mm512_max_epi32(largest, exponents);
+        const __m512i per_one = _mm512_sub_epi32(_mm512_set1_epi32(280 << 23), step_exponents_of(exponents));
+        const Floats away = steps_away(p.v[i], wide, Floats(_mm512_castsi512_ps(per_one)));
         const __m256i codes = _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(away));
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(remainders + 16 * i),
                             _mm256_max_epi16(codes, _mm256_set1_epi16(-32767)));
     }
+    return _mm512_cmpge_epi32_mask(largest, _mm512_set1_epi32(kInfinity)) == 0;
+}
+
+FP16OPT_HD void join_finite(const BFloat16* weights, const uint16_t* remainders, Block& p) {
+    load(weights, p);
+    for (int i = 0; i < 4; ++i) {
+        const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(remainders + 16 * i));
+        p.v[i] = _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p.v[i]), _mm512_cvtepi16_epi32(codes)));
+    }
+}
+FP16OPT_HD bool split_finite(const Block& p, BFloat16* weights, uint16_t* remainders) {
+    if (any_from(p, first_infinite<BFloat16>())) return false;
+    Narrow narrow;
+    narrow_away(p, narrow);
+    store(static_cast<void*>(weights), narrow, false);
+    for (int i = 0; i < 4; ++i) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(remainders + 16 * i), _mm512_cvtepi32_epi16(_mm512_castps_si512(p.v[i])));
+    }
+    return true;
 }
 
 #else
 
-FP16OPT_HD __m256i exponents_of(Floats wide) {
-    const __m256i found = _mm256_and_si256(_mm256_castps_si256(wide), _mm256_set1_epi32(0x7f800000));
-    return _mm256_max_epi32(found, _mm256_set1_epi32(kLeastExponent));
-}
-FP16OPT_HD void join_finite(Half, const Block& wide, const uint16_t* remainders, Block& p) {
+FP16OPT_HD __m256i exponents_of(Floats wide) { return _mm256_and_si256(_mm256_castps_si256(wide), _mm256_set1_epi32(kInfinity)); }
+FP16OPT_HD __m256i step_exponents_of(__m256i exponents) { return _mm256_max_epi32(exponents, _mm256_set1_epi32(kLeastExponent)); }
+FP16OPT_HD void join_finite(const Half* weights, const uint16_t* remainders, Block& p) {
+    load(weights, p);
     for (int i = 0; i < 8; ++i) {
-        const __m256i exponent = exponents_of(wide.v[i]);
-        const Floats step = _mm256_castsi256_ps(_mm256_sub_epi32(exponent, _mm256_set1_epi32(26 << 23)));
-        const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(remainders + 8 * i));
-        const Floats near = steps_added(wide.v[i], _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(codes)), step);
-        p.v[i] = _mm256_or_ps(near, _mm256_and_ps(wide.v[i], _mm256_set1_ps(-0.0f)));
+        const __m256i exponents = step_exponents_of(exponents_of(p.v[i]));
+        const Floats step = _mm256_castsi256_ps(_mm256_sub_epi32(exponents, _mm256_set1_epi32((26 + 16) << 23)));
+        const Floats near = steps_added(p.v[i], _mm256_cvtepi32_ps(spread_shorts(remainders + 8 * i)), step);
+        p.v[i] = _mm256_or_ps(near, _mm256_and_ps(p.v[i], _mm256_set1_ps(-0.0f)));
     }
 }
-FP16OPT_HD __m256i steps_of(Floats master, Floats wide) {
-    const __m256i per_one = _mm256_sub_epi32(_mm256_set1_epi32(280 << 23), exponents_of(wide));
-    return _mm256_cvtps_epi32(steps_away(master, wide, Floats(_mm256_castsi256_ps(per_one))));
-}
-FP16OPT_HD void remainders_of_finite(Half, const Block& master, const Block& wide, uint16_t* remainders) {
+// Rounds to weights and remainders. False where a weight isn't finite.
+FP16OPT_HD bool split_finite(const Block& p, Half* weights, uint16_t* remainders) {
+    __m256i largest = _mm256_setzero_si256(), steps[8];
+    for (int i = 0; i < 8; ++i) {
+        const Floats wide = store_rounded(weights + 8 * i, p.v[i]);
+        const __m256i exponents = exponents_of(wide);
+        largest = _mm256_max_epi32(largest, exponents);
+        const __m256i per_one = _mm256_sub_epi32(_mm256_set1_epi32(280 << 23), step_exponents_of(exponents));
+        steps[i] = _mm256_cvtps_epi32(steps_away(p.v[i], wide, Floats(_mm256_castsi256_ps(per_one))));
+    }
     for (int i = 0; i < 8; i += 2) {
-        const __m256i low = steps_of(master.v[i], wide.v[i]), high = steps_of(master.v[i + 1], wide.v[i + 1]);
-        const __m256i codes = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8);
+        const __m256i codes = _mm256_permute4x64_epi64(_mm256_packs_epi32(steps[i], steps[i + 1]), 0xd8);
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(remainders + 8 * i),
                             _mm256_max_epi16(codes, _mm256_set1_epi16(-32767)));
     }
+    return _mm256_movemask_epi8(_mm256_cmpeq_epi32(largest, _mm256_set1_epi32(kInfinity))) == 0;
 }
 
-#endif
-// Of bfloat16 a master is weight and remainder as one integer.
-#if defined(FP16OPT_AVX512)
-
-FP16OPT_HD void join_finite(BFloat16, const Block& wide, const uint16_t* remainders, Block& p) {
-    for (int i = 0; i < 4; ++i) {
-        const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(remainders + 16 * i));
-        p.v[i] = _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(wide.v[i]), _mm512_cvtepi16_epi32(codes)));
-    }
-}
-FP16OPT_HD void remainders_of_finite(BFloat16, const Block& master, const Block&, uint16_t* remainders) {
-    for (int i = 0; i < 4; ++i) {
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(remainders + 16 * i),
-                            _mm512_cvtepi32_epi16(_mm512_castps_si512(master.v[i])));
-    }
-}
-
-#else
-
-FP16OPT_HD void join_finite(BFloat16, const Block& wide, const uint16_t* remainders, Block& p) {
+FP16OPT_HD void join_finite(const BFloat16* weights, const uint16_t* remainders, Block& p) {
+    load(weights, p);
     for (int i = 0; i < 8; ++i) {
-        const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(remainders + 8 * i));
-        p.v[i] = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(wide.v[i]), _mm256_cvtepi16_epi32(codes)));
+        const __m256i codes = _mm256_srai_epi32(spread_shorts(remainders + 8 * i), 16);
+        p.v[i] = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p.v[i]), codes));
     }
 }
-FP16OPT_HD void remainders_of_finite(BFloat16, const Block& master, const Block&, uint16_t* remainders) {
+FP16OPT_HD bool split_finite(const Block& p, BFloat16* weights, uint16_t* remainders) {
+    if (any_from(p, first_infinite<BFloat16>())) return false;
+    Narrow narrow;
+    narrow_away(p, narrow);
+    store(static_cast<void*>(weights), narrow, false);
     const __m256i lower = _mm256_set1_epi32(0xffff);
     for (int i = 0; i < 8; i += 2) {
-        const __m256i low = _mm256_and_si256(_mm256_castps_si256(master.v[i]), lower);
-        const __m256i high = _mm256_and_si256(_mm256_castps_si256(master.v[i + 1]), lower);
+        const __m256i low = _mm256_and_si256(_mm256_castps_si256(p.v[i]), lower);
+        const __m256i high = _mm256_and_si256(_mm256_castps_si256(p.v[i + 1]), lower);
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(remainders + 8 * i),
                             _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8));
     }
+    return true;
 }
 
 #endif
@@ -151,14 +160,17 @@ FP16OPT_HD void remainders_of_finite(BFloat16, const Block& master, const Block&
 #else
 
 template <class Model>
-FP16OPT_HD void join_finite(Model, const Block&, const uint16_t*, Block&) {}
+FP16OPT_HD bool is_special(const Model*) {
+    return true;
+}
 template <class Model>
-FP16OPT_HD void remainders_of_finite(Model, const Block&, const Block&, uint16_t*) {}
+FP16OPT_HD void join_finite(const Model*, const uint16_t*, Block&) {}
+template <class Model>
+FP16OPT_HD bool split_finite(const Block&, Model*, uint16_t*) {
+    return false;
+}
 
 #endif
-
-FP16OPT_HD void narrow_weights(Half, const Block& p, Narrow& narrow) { narrow_to(Half{}, p, narrow); }
-FP16OPT_HD void narrow_weights(BFloat16, const Block& p, Narrow& narrow) { narrow_away(p, narrow); }
 
 // Masters that are kept as the model's own weights and remainders: see FullMaster.
 template <class Weight>
@@ -172,9 +184,11 @@ public:
     FP16OPT_HD void read(int64_t i, Block& p) const {
         prefetch_block(model_ + i);
         prefetch_block(remainder_ + i);
+        if (!is_special(static_cast<const Model*>(model_ + i))) {
+            return join_finite(static_cast<const Model*>(model_ + i), remainder_ + i, p);
+        }
         Block wide;
         widen_weights(Model{}, model_ + i, wide);
-        if (!is_special<Model>(wide, kInfinity)) return join_finite(Model{}, wide, remainder_ + i, p);
         const Shorts weights(model_ + i), remainders(remainder_ + i);
         Singles joined(wide);
         for (int k = 0; k < kBlock; ++k) joined.v[k] = join(Model{}, joined.v[k], weights.v[k], remainders.v[k]);
@@ -182,14 +196,8 @@ public:
     }
 
     FP16OPT_HD void write(int64_t i, const Block& p) {
+        if (split_finite(p, model_ + i, remainder_ + i)) return;
         Block wide;
-        if (!is_special<Model>(p, first_infinite<Model>())) {
-            Narrow narrow;
-            narrow_weights(Model{}, p, narrow);
-            store(static_cast<void*>(model_ + i), narrow, false);
-            widen_weights(Model{}, model_ + i, wide);
-            return remainders_of_finite(Model{}, p, wide, remainder_ + i);
-        }
         const Singles master(p);
         if (FP16OPT_UNLIKELY(any_from(p, first_infinite<Model>()))) note(master);
         Shorts weights, remainders;

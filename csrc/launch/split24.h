@@ -13,45 +13,45 @@ FP16OPT_HD Words step_exponents(Floats wide) {
     return larger_word(bit_cast<Words>(wide) & 0x7f800000u, splat_word(kLeastHalfExponent));
 }
 
-FP16OPT_HD void join24_finite(Half, const Half* weights, const Codes& remainders, Block& p) {
+// False where a weight isn't finite: the master is another one then.
+FP16OPT_HD bool join24_finite(const Half* weights, const Codes& remainders, Block& p) {
     load(weights, p);
     for (int k = 0; k < kVectors; ++k) {
-        const Floats step = bit_cast<Floats>(step_exponents(p.v[k]) - (18u << 23));
+        const Floats step = bit_cast<Floats>(step_exponents(p.v[k]) - ((18u + 24u) << 23));
         const Floats near = steps_added(p.v[k], to_floats(remainders.v[k]), step);
         p.v[k] = bit_cast<Floats>(bit_cast<Words>(near) | (bit_cast<Words>(p.v[k]) & 0x80000000u));
     }
+    return !any_from(p, kInfinity);
 }
-FP16OPT_HD void join24_finite(BFloat16, const BFloat16* weights, const Codes& remainders, Block& p) {
+// Of bfloat16 a master is weight and remainder as one integer, whatever they are.
+FP16OPT_HD bool join24_finite(const BFloat16* weights, const Codes& remainders, Block& p) {
     load(weights, p);
-    for (int k = 0; k < kVectors; ++k) p.v[k] = bit_cast<Floats>(bit_cast<Words>(p.v[k]) + (remainders.v[k] << 8));
+    for (int k = 0; k < kVectors; ++k) p.v[k] = bit_cast<Floats>(bit_cast<Words>(p.v[k]) + upper_half(remainders.v[k]));
+    return true;
 }
 
-// `wide`: memory for the weights.
-FP16OPT_HD void split24_finite(Half, const Block& p, Half* weights, Codes& remainders, uint32_t) {
-    Narrow narrow;
-    Block wide;
-    narrow_to(Half{}, p, narrow);
-    store(static_cast<void*>(weights), narrow, false);
-    load(static_cast<const Half*>(weights), wide);
+FP16OPT_HD void split24_finite(const Block& p, Half* weights, int8_t* remainders, uint32_t) {
+    Codes steps;
     for (int k = 0; k < kVectors; ++k) {
-        const Floats per_one = bit_cast<Floats>((272u << 23) - step_exponents(wide.v[k]));
-        const Floats away = steps_away(p.v[k], wide.v[k], per_one);
-        const Floats whole = (away + kRounder) - kRounder;
-        remainders.v[k] = to_words(smaller(larger(whole, splat(-kMostSteps24)), kMostSteps24));
+        const Floats wide = store_rounded(weights + kWidth * k, p.v[k]);
+        const Floats per_one = bit_cast<Floats>((272u << 23) - step_exponents(wide));
+        steps.v[k] = nearest_words(steps_away(p.v[k], wide, per_one));
     }
+    store_held(remainders, steps);
 }
-FP16OPT_HD void split24_finite(BFloat16, const Block& p, BFloat16* weights, Codes& remainders, uint32_t dither) {
-    Codes dithers;
-    words_from(dither, kMasterIndexStride, dithers);
+FP16OPT_HD void split24_finite(const Block& p, BFloat16* weights, int8_t* remainders, uint32_t dither) {
+    Codes codes;
+    words_from(dither, kMasterIndexStride, codes);
     Block rounded;
     for (int k = 0; k < kVectors; ++k) {
-        const Words bits = dithered_bits(bit_cast<Words>(p.v[k]), dithers.v[k]);
-        remainders.v[k] = second_byte(bits);
+        const Words bits = dithered_bits(bit_cast<Words>(p.v[k]), codes.v[k]);
+        codes.v[k] = second_byte(bits);
         rounded.v[k] = bit_cast<Floats>(bits);
     }
     Narrow narrow;
     narrow_away(rounded, narrow);
     store(static_cast<void*>(weights), narrow, false);
+    store_codes(remainders, codes);
 }
 
 template <class Weight>
@@ -66,16 +66,13 @@ public:
         Codes remainders;
         get(static_cast<const int8_t*>(remainder_ + i), remainders);
         prefetch_block(model_ + i);
-        join24_finite(Model{}, model_ + i, remainders, p);
-        if (FP16OPT_UNLIKELY(any_from(p, kInfinity))) read_special(i, p);
+        if (FP16OPT_UNLIKELY(!join24_finite(static_cast<const Model*>(model_ + i), remainders, p))) read_special(i, p);
     }
 
     FP16OPT_HD void write(int64_t i, const Block& p) {
         const uint32_t dither = dither_ + uint32_t(i) * kMasterIndexStride;
         if (FP16OPT_UNLIKELY(any_from(p, first_infinite<Model>()))) return write_special(i, p, dither);
-        Codes remainders;
-        split24_finite(Model{}, p, model_ + i, remainders, dither);
-        store_codes(remainder_ + i, remainders);
+        split24_finite(p, model_ + i, remainder_ + i, dither);
     }
 
     FP16OPT_HD void finish() const {}

@@ -18,6 +18,68 @@ FP16OPT_HD float largest_of(const Floats (&values)[2 * kVectors]) {
     return found;
 }
 
+// What is made of the numbers of half a block: bytes. `dither` is the first element's.
+#if defined(FP16OPT_AVX2)
+
+// Bytes that are negative, zero or positive as the bits of the floats are.
+FP16OPT_HD __m256i packed_signs(const Floats* values) {
+    const Words words[4] = {bit_cast<Words>(values[0]), bit_cast<Words>(values[1]), bit_cast<Words>(values[2]), bit_cast<Words>(values[3])};
+    return packed(words);
+}
+// A quotient by zero is dropped below.
+FP16OPT_HD Floats ratio_to_code(Floats value, Floats per) { return magnitude_of(value, Words()) / per; }
+
+// signed_code of 64 numbers, and 0 where `per`, unless null, is 0: 127 is where packing ends by itself.
+FP16OPT_HD void code_ratios(int8_t* to, const Block& ratios, const Block& values, const Floats* per, Floats units, uint32_t dither) {
+    Codes dithers;
+    words_from(dither, kIndexStride, dithers);
+    for (int k = 0; k < kVectors; k += 4) {
+        Words steps[4];
+        for (int j = 0; j < 4; ++j) steps[j] = ratio_steps(ratios.v[k + j], units, ratio_dither(dithers.v[k + j]));
+        const __m256i none = _mm256_set1_epi16(short(kNoSteps));
+        const __m256i low = _mm256_sub_epi16(_mm256_packus_epi32(__m256i(steps[0]), __m256i(steps[1])), none);
+        const __m256i high = _mm256_sub_epi16(_mm256_packus_epi32(__m256i(steps[2]), __m256i(steps[3])), none);
+        __m256i codes = _mm256_sign_epi8(_mm256_packs_epi16(low, high), packed_signs(values.v + k));
+        if (per != nullptr) codes = _mm256_sign_epi8(codes, packed_signs(per + k));
+        store_packed(to + 8 * k, codes);
+    }
+}
+
+// root_code of 64 numbers: 255 is where packing ends by itself.
+FP16OPT_HD void code_roots(uint8_t* to, const Block& shares, const Floats* kept, uint32_t dither) {
+    Codes dithers;
+    words_from(dither, kIndexStride, dithers);
+    for (int k = 0; k < kVectors; k += 4) {
+        __m256i words[4];
+        for (int j = 0; j < 4; ++j) words[j] = __m256i(to_words(root_shares(shares.v[k + j], dithers.v[k + j])));
+        const __m256i low = _mm256_packs_epi32(words[0], words[1]), high = _mm256_packs_epi32(words[2], words[3]);
+        const __m256i least = _mm256_min_epu8(packed_signs(kept + k), _mm256_set1_epi8(1));
+        store_packed(to + 8 * k, _mm256_max_epu8(_mm256_packus_epi16(low, high), least));
+    }
+}
+
+#else
+
+FP16OPT_HD Floats ratio_to_code(Floats value, Floats per) { return ratio_or_zero(magnitude_of(value, Words()), per); }
+
+FP16OPT_HD void code_ratios(int8_t* to, const Block& ratios, const Block& values, const Floats*, Floats units, uint32_t dither) {
+    Codes codes;
+    words_from(dither, kIndexStride, codes);
+    for (int k = 0; k < kVectors; ++k) {
+        codes.v[k] = signed_code(ratio_steps(ratios.v[k], units, ratio_dither(codes.v[k])), values.v[k]);
+    }
+    store_codes(to, codes);
+}
+
+FP16OPT_HD void code_roots(uint8_t* to, const Block& shares, const Floats* kept, uint32_t dither) {
+    Codes codes;
+    words_from(dither, kIndexStride, codes);
+    for (int k = 0; k < kVectors; ++k) codes.v[k] = root_code(to_words(root_shares(shares.v[k], codes.v[k])), kept[k]);
+    store_codes(reinterpret_cast<int8_t*>(to), codes);
+}
+
+#endif
+
 // Where the state of a chunk is. `second` is null for SGD; `dither` is the first element's.
 struct StateCodes {
     int8_t* first;
@@ -27,55 +89,60 @@ struct StateCodes {
     uint32_t dither;
 };
 
-// The block at `i`.
+// A block's roots, which wait to be coded until its largest is known, and then for the next block's step: beside other work
+// a processor takes roots for nothing.
+struct Uncoded {
+    Floats roots[2 * kVectors];
+    Floats per_scale;
+    uint8_t* to;
+    uint32_t dither;
+};
+
+// The block at `i`, and the codes of the one before it.
 template <class Grad, class Master>
 FP16OPT_HD void adam8_block(const AdamTerms<Floats>& terms, const Grad& grad, Master& master, const StateCodes& state,
-                            Floats unit, Floats units, int64_t i) {
+                            Floats unit, Floats units, Uncoded& kept, int64_t i) {
     float& scale = state.scales[i / kStateBlock];
     const Floats scales = splat(scale);
-    Floats kept[2 * kVectors];
     const uint32_t dither = state.dither + uint32_t(i) * kIndexStride;
     for (int h = 0; h < 2; ++h) {
         const int64_t at = i + h * kBlock;
-        Block g, p;
-        Codes first, second, dithers;
+        const uint32_t ahead = uint32_t(h * kBlock) * kIndexStride;
+        Floats* const roots = kept.roots + h * kVectors;
+        Block g, p, m, v, shares, ratios;
+        Codes first, second;
+        get(static_cast<const uint8_t*>(state.second + at), second);
+        get(static_cast<const int8_t*>(state.first + at), first);
         grad.read(at, g);
         master.read(at, p);
-        get(static_cast<const int8_t*>(state.first + at), first);
-        get(static_cast<const uint8_t*>(state.second + at), second);
-        words_from(dither + uint32_t(h * kBlock) * kIndexStride, kIndexStride, dithers);
         // Loops of their own: what divides and takes roots waits for long, and in a chain of all of it a processor
         // finds too little else to do.
-        Block m;
-        Floats* const roots = kept + h * kVectors;
         for (int k = 0; k < kVectors; ++k) {
             const Floats was = root_of_code(second.v[k], scales);
-            Floats v = was * was;
             m.v[k] = signed_of_code(first.v[k], was, unit);
-            adam_moments(terms, g.v[k], p.v[k], m.v[k], v);
-            roots[k] = root(v);
+            v.v[k] = was * was;
+            adam_moments(terms, g.v[k], p.v[k], m.v[k], v.v[k]);
+            v.v[k] = root(v.v[k]);
+            shares.v[k] = root(roots[k] * kept.per_scale);
         }
+        code_roots(kept.to + h * kBlock, shares, roots, kept.dither + ahead);
         for (int k = 0; k < kVectors; ++k) {
-            adam_move(terms, p.v[k], m.v[k], roots[k]);
-            roots[k] = root_to_keep(roots[k]);
-            first.v[k] = signed_code(m.v[k], roots[k], units, ratio_dither(dithers.v[k]));
+            roots[k] = root_to_keep(v.v[k]);
+            ratios.v[k] = ratio_to_code(m.v[k], roots[k]);
+            adam_move(terms, p.v[k], m.v[k], v.v[k]);
         }
+        code_ratios(state.first + at, ratios, m, roots, units, dither + ahead);
         master.write(at, p);
-        store_codes(state.first + at, first);
     }
-    scale = largest_of(kept);
+    scale = largest_of(kept.roots);
+    kept.per_scale = splat(1.0f / scale);
+    kept.to = state.second + i;
+    kept.dither = dither;
     if (FP16OPT_UNLIKELY(!(scale >= kLeastScale))) {
         scale = 0.0f;
+        kept.per_scale = splat(0.0f);
+        for (Floats& root : kept.roots) root = splat(0.0f);
         memset(state.first + i, 0, kStateBlock);
-        memset(state.second + i, 0, kStateBlock);
-        return;
-    }
-    const Floats per_scale = splat(1.0f / scale);
-    for (int h = 0; h < 2; ++h) {
-        Codes second, dithers;
-        words_from(dither + uint32_t(h * kBlock) * kIndexStride, kIndexStride, dithers);
-        for (int k = 0; k < kVectors; ++k) second.v[k] = root_code(kept[h * kVectors + k], per_scale, dithers.v[k]);
-        store_codes(state.second + i + h * kBlock, second);
     }
 }
 
@@ -86,7 +153,16 @@ FP16OPT_HD void adam8_loop(const AdamTerms<Floats>& terms, const Grad& grad, Mas
     const AdamTerms<Floats> own_terms = terms;
     const StateCodes own_state = state;
     const Floats unit = splat(state.limit * kRatioUnit), units = splat(kRatios * (1.0f / state.limit));
-    for (int64_t i = 0; i < n; i += kStateBlock) adam8_block(own_terms, grad, master, own_state, unit, units, i);
+    uint8_t nothing[kStateBlock];
+    Uncoded kept = {};
+    kept.to = nothing;
+    for (int64_t i = 0; i < n; i += kStateBlock) adam8_block(own_terms, grad, master, own_state, unit, units, kept, i);
+    for (int h = 0; h < 2; ++h) {
+        const Floats* const roots = kept.roots + h * kVectors;
+        Block shares;
+        for (int k = 0; k < kVectors; ++k) shares.v[k] = root(roots[k] * kept.per_scale);
+        code_roots(kept.to + h * kBlock, shares, roots, kept.dither + uint32_t(h * kBlock) * kIndexStride);
+    }
     master.finish();
 }
 
@@ -121,12 +197,10 @@ FP16OPT_HD void sgd8_block(const SgdTerms<Floats>& terms, const Grad& grad, Mast
     }
     const Floats per = splat(scale);
     for (int h = 0; h < 2; ++h) {
-        Codes codes, dithers;
-        words_from(state.dither + uint32_t(i + h * kBlock) * kIndexStride, kIndexStride, dithers);
-        for (int k = 0; k < kVectors; ++k) {
-            codes.v[k] = signed_code(momenta[h].v[k], per, units, ratio_dither(dithers.v[k]));
-        }
-        store_codes(state.first + i + h * kBlock, codes);
+        Block ratios;
+        for (int k = 0; k < kVectors; ++k) ratios.v[k] = ratio_to_code(momenta[h].v[k], per);
+        const uint32_t dither = state.dither + uint32_t(i + h * kBlock) * kIndexStride;
+        code_ratios(state.first + i + h * kBlock, ratios, momenta[h], nullptr, units, dither);
     }
 }
 

@@ -13,8 +13,10 @@ FP16OPT_BEGIN
 
 // For vectors what functors/elementary.h has for one float. A quotient is the product with the inverse, put right by its
 // exact remainder (Markstein: correctly rounded where nothing over- or underflows, and a root of a float32 stays within
-// 2^-75 .. 2^64); infinity alone has no remainder. The functors below must see these: no lookup by argument finds
+// 2^-75 .. 2^64); infinity alone has none, and is given one that leaves it infinite. The functors below must see these: no lookup by argument finds
 // a function of a vector later.
+constexpr float kBelowRemainders = -0x1p64f;  // a maximum with a nan takes its second operand
+
 #if defined(FP16OPT_AVX512)
 FP16OPT_HD Floats root(Floats x) { return _mm512_sqrt_ps(x); }
 FP16OPT_HD Floats maximum(Floats a, Floats b) {
@@ -28,9 +30,9 @@ FP16OPT_HD Floats sign(Floats x) {
 }
 FP16OPT_HD Floats quotient(Floats x, Floats by, Floats inverse) {
     const Floats near = x * inverse;
-    const __mmask16 finite = _mm512_cmp_ps_mask(x, _mm512_set1_ps(bit_cast<float>(kInfinity)), _CMP_NEQ_UQ);
-    return _mm512_mask3_fmadd_ps(_mm512_fnmadd_ps(near, by, x), inverse, near, finite);
+    return _mm512_fmadd_ps(_mm512_max_ps(_mm512_fnmadd_ps(near, by, x), splat(kBelowRemainders)), inverse, near);
 }
+FP16OPT_HD Floats exact_product_plus(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 #elif defined(FP16OPT_AVX2)
 FP16OPT_HD Floats root(Floats x) { return _mm256_sqrt_ps(x); }
 FP16OPT_HD Floats maximum(Floats a, Floats b) {
@@ -45,9 +47,13 @@ FP16OPT_HD Floats sign(Floats x) {
 }
 FP16OPT_HD Floats quotient(Floats x, Floats by, Floats inverse) {
     const Floats near = x * inverse;
-    const __m256 infinite = _mm256_cmp_ps(x, _mm256_set1_ps(bit_cast<float>(kInfinity)), _CMP_EQ_OQ);
-    return _mm256_blendv_ps(_mm256_fmadd_ps(_mm256_fnmadd_ps(near, by, x), inverse, near), near, infinite);
+    return _mm256_fmadd_ps(_mm256_max_ps(_mm256_fnmadd_ps(near, by, x), splat(kBelowRemainders)), inverse, near);
 }
+FP16OPT_HD Floats exact_product_plus(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+#endif
+
+#if defined(FP16OPT_AVX512) || defined(FP16OPT_AVX2)
+FP16OPT_HD Floats exact_product_plus(Floats a, float b, Floats c) { return exact_product_plus(a, splat(b), c); }
 #endif
 
 FP16OPT_END

@@ -21,27 +21,32 @@ FP16OPT_HD Words with_sign_of(Words x, Words of) {
     const __mmask16 negative = _mm512_movepi32_mask(__m512i(of));
     return Words(_mm512_mask_sub_epi32(__m512i(x), negative, _mm512_setzero_si512(), __m512i(x)));
 }
+FP16OPT_HD Floats with_sign_of(Floats x, Words of) {
+    const __m512i sign = _mm512_set1_epi32(int(0x80000000u));
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(x), __m512i(of), sign, 0xf8));
+}
+FP16OPT_HD Floats times_one_less(Floats x, Floats by) { return _mm512_fmsub_ps(x, by, by); }
 FP16OPT_HD Words splat_word(uint32_t x) { return Words(_mm512_set1_epi32(int(x))); }
 FP16OPT_HD Floats to_floats(Words x) { return _mm512_cvtepi32_ps(__m512i(x)); }
 FP16OPT_HD Words to_words(Floats x) { return Words(_mm512_cvttps_epi32(x)); }
+FP16OPT_HD Words nearest_words(Floats x) { return Words(_mm512_cvtps_epi32(x)); }
 #elif defined(FP16OPT_AVX2)
 typedef uint32_t Words __attribute__((vector_size(32)));
 FP16OPT_HD Floats smaller(Floats a, float b) { return _mm256_min_ps(a, splat(b)); }
 FP16OPT_HD Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
-FP16OPT_HD Floats ratio_or_zero(Floats a, Floats b) {
-    return _mm256_and_ps(_mm256_cmp_ps(b, _mm256_setzero_ps(), _CMP_GT_OQ), a / b);
-}
-FP16OPT_HD Words smaller_word(Words a, uint32_t b) { return Words(_mm256_min_epu32(__m256i(a), _mm256_set1_epi32(int(b)))); }
 FP16OPT_HD Words larger_word(Words a, Words b) { return Words(_mm256_max_epu32(__m256i(a), __m256i(b))); }
 FP16OPT_HD Words magnitude_of_word(Words x) { return Words(_mm256_abs_epi32(__m256i(x))); }
-FP16OPT_HD Words with_sign_of(Words x, Words of) { return Words(_mm256_sign_epi32(__m256i(x), __m256i(of))); }
+FP16OPT_HD Floats with_sign_of(Floats x, Words of) { return _mm256_blendv_ps(x, -x, bit_cast<Floats>(of)); }
+FP16OPT_HD Floats times_one_less(Floats x, Floats by) { return _mm256_fmsub_ps(x, by, by); }
 FP16OPT_HD Words splat_word(uint32_t x) { return Words(_mm256_set1_epi32(int(x))); }
 FP16OPT_HD Floats to_floats(Words x) { return _mm256_cvtepi32_ps(__m256i(x)); }
 FP16OPT_HD Words to_words(Floats x) { return Words(_mm256_cvttps_epi32(x)); }
+FP16OPT_HD Words nearest_words(Floats x) { return Words(_mm256_cvtps_epi32(x)); }
 #else
 typedef uint32_t Words;
 FP16OPT_HD uint32_t splat_word(uint32_t x) { return x; }
 FP16OPT_HD float larger(float a, float b) { return a > b ? a : b; }
+FP16OPT_HD Words nearest_words(float x) { return to_words((x + kRounder) - kRounder); }
 #endif
 
 FP16OPT_END
@@ -55,38 +60,91 @@ struct Codes {
     Words v[kVectors];
 };
 
-template <class Code>
-FP16OPT_HD void get(const Code* from, Codes& codes) {
+// Codes as they are, and those with a sign in the upper byte of 32 bits.
+FP16OPT_HD void get(const uint8_t* from, Codes& codes) {
+    for (int k = 0; k < kVectors; ++k) {
+#if defined(FP16OPT_AVX512)
+        codes.v[k] = Words(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 16 * k))));
+#elif defined(FP16OPT_AVX2)
+        const int at = k % 2 * 8;
+        codes.v[k] = Words(spread(from + k / 2 * 16, _mm256_setr_epi8(
+            at, -1, -1, -1, at + 1, -1, -1, -1, at + 2, -1, -1, -1, at + 3, -1, -1, -1,
+            at + 4, -1, -1, -1, at + 5, -1, -1, -1, at + 6, -1, -1, -1, at + 7, -1, -1, -1)));
+#else
+        codes.v[k] = from[k];
+#endif
+    }
+}
+FP16OPT_HD void get(const int8_t* from, Codes& codes) {
     for (int k = 0; k < kVectors; ++k) {
 #if defined(FP16OPT_AVX512)
         const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 16 * k));
-        codes.v[k] = Words(Code(-1) < 0 ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+        codes.v[k] = Words(_mm512_slli_epi32(_mm512_cvtepu8_epi32(bytes), 24));
 #elif defined(FP16OPT_AVX2)
-        const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + 8 * k));
-        codes.v[k] = Words(Code(-1) < 0 ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+        const int at = k % 2 * 8;
+        codes.v[k] = Words(spread(from + k / 2 * 16, _mm256_setr_epi8(
+            -1, -1, -1, at, -1, -1, -1, at + 1, -1, -1, -1, at + 2, -1, -1, -1, at + 3,
+            -1, -1, -1, at + 4, -1, -1, -1, at + 5, -1, -1, -1, at + 6, -1, -1, -1, at + 7)));
 #else
-        codes.v[k] = uint32_t(int32_t(from[k]));
+        codes.v[k] = uint32_t(uint8_t(from[k])) << 24;
 #endif
     }
 }
 
-// Codes that fit the type of the memory.
-template <class Code>
-FP16OPT_HD void store_codes(Code* to, const Codes& codes) {
+#if defined(FP16OPT_AVX2)
+
+// 32 numbers as bytes, held within the range of these; in the order of packing, which store_packed undoes.
+FP16OPT_HD __m256i packed(const Words* words) {
+    const __m256i low = _mm256_packs_epi32(__m256i(words[0]), __m256i(words[1]));
+    return _mm256_packs_epi16(low, _mm256_packs_epi32(__m256i(words[2]), __m256i(words[3])));
+}
+FP16OPT_HD void store_packed(void* to, __m256i bytes) {
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_si256(static_cast<__m256i*>(to), _mm256_permutevar8x32_epi32(bytes, order));
+}
+
+#endif
+
+// Codes with a sign that fit into 8 bits.
+FP16OPT_HD void store_codes(int8_t* to, const Codes& codes) {
 #if defined(FP16OPT_AVX512)
     for (int k = 0; k < kVectors; ++k) {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 16 * k), _mm512_cvtepi32_epi8(__m512i(codes.v[k])));
     }
 #elif defined(FP16OPT_AVX2)
-    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    for (int k = 0; k < kVectors; k += 4) store_packed(to + 8 * k, packed(codes.v + k));
+#else
+    for (int k = 0; k < kVectors; ++k) to[k] = int8_t(codes.v[k]);
+#endif
+}
+
+// Numbers with a sign, held from -127 to 127.
+FP16OPT_HD void store_held(int8_t* to, const Codes& numbers) {
+#if defined(FP16OPT_AVX512)
+    for (int k = 0; k < kVectors; ++k) {
+        const __m128i codes = _mm_max_epi8(_mm512_cvtsepi32_epi8(__m512i(numbers.v[k])), _mm_set1_epi8(-127));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 16 * k), codes);
+    }
+#elif defined(FP16OPT_AVX2)
     for (int k = 0; k < kVectors; k += 4) {
-        const __m256i low = _mm256_packs_epi32(__m256i(codes.v[k]), __m256i(codes.v[k + 1]));
-        const __m256i high = _mm256_packs_epi32(__m256i(codes.v[k + 2]), __m256i(codes.v[k + 3]));
-        const __m256i packed = Code(-1) < 0 ? _mm256_packs_epi16(low, high) : _mm256_packus_epi16(low, high);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 8 * k), _mm256_permutevar8x32_epi32(packed, order));
+        store_packed(to + 8 * k, _mm256_max_epi8(packed(numbers.v + k), _mm256_set1_epi8(-127)));
     }
 #else
-    for (int k = 0; k < kVectors; ++k) to[k] = Code(codes.v[k]);
+    for (int k = 0; k < kVectors; ++k) {
+        const int32_t number = int32_t(numbers.v[k]), low = number < -127 ? -127 : number;
+        to[k] = int8_t(low > 127 ? 127 : low);
+    }
+#endif
+}
+
+// A number in the upper half, with its sign.
+FP16OPT_HD Words upper_half(Words x) {
+#if defined(FP16OPT_AVX512)
+    return Words(_mm512_srai_epi32(__m512i(x), 16));
+#elif defined(FP16OPT_AVX2)
+    return Words(_mm256_srai_epi32(__m256i(x), 16));
+#else
+    return uint32_t(int32_t(x) >> 16);
 #endif
 }
 
