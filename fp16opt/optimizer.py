@@ -660,7 +660,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         if closure is not None:
             return self._step_with(closure)
-        with reading(once=True):
+        # Elsewhere gradients are freed in the midst of a step, or the wrapped optimizer's code runs.
+        with reading(once=isinstance(self._stepper, OnePassStep) and not self._gradients.summing):
             return self._step_once(None)
 
     def _step_once(self, closure: Callable[[], Any] | None) -> Any:

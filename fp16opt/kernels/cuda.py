@@ -37,7 +37,7 @@ _MOST_LISTS = 8
 
 
 def serves(device: torch.device) -> bool:
-    """Whether the CUDA kernels serve ``device``. The first call for a card compiles and loads them; does not sync.
+    """Whether the CUDA kernels serve ``device``. The first call for a card loads what AdamW needs; does not sync.
 
     Example:
         >>> serves(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Which cards the CUDA kernels serve: compiled for the card at first use, or found on disk, and loaded; or why not."""
+"""Which cards the CUDA kernels serve, each compiled for the card when it is needed, or found on disk; or why not."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ _known = _Known()
 
 
 def served(index: int) -> Served:
-    """What serves a device. Its first call compiles, if need be, and loads; does not sync.
+    """What serves a device. Its first call compiles, if need be, and loads what AdamW launches; does not sync.
 
     Args:
         index: the device's number.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-from fp16opt import Memory, MixedPrecisionOptimizer
+from fp16opt import DynamicLossScaler, Memory, MixedPrecisionOptimizer
 from fp16opt.plan import Plan
 
 WIDTH, LAYERS = 128, 4
@@ -120,3 +121,22 @@ def test_nothing_that_lasts_is_missed() -> None:
     opt.clip_master_grads(1.0)
     opt.step()
     assert alive() - before == pytest.approx(opt.memory().total, rel=1e-3)
+
+
+def test_a_step_of_sums_holds_no_gradient_that_was_freed() -> None:
+    """16-bit gradients are freed when they were added to FP32 sums, and not at the end of the step."""
+    gone: list[bool] = []
+
+    class Asking(DynamicLossScaler):
+        def update(self, found_inf: torch.Tensor) -> None:
+            gone.append(gradient() is None)
+            super().update(found_inf)
+
+    param = torch.nn.Parameter(torch.ones(3).half())
+    opt = MixedPrecisionOptimizer(SGD([param], lr=0.1), scaler=Asking(8.0), grad_accumulation="fp32")
+    for _ in range(3):
+        opt.zero_grad()
+        opt.scale_loss(param.float().sum()).backward()
+        gradient = weakref.ref(param.grad)
+        opt.step()
+    assert gone == [True] * 3

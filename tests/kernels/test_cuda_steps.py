@@ -17,7 +17,7 @@ from step_cases import KINDS, StepCase, assert_same_results, place, random_case,
 from torch import Tensor
 
 from fp16opt import MixedPrecisionOptimizer
-from fp16opt.kernels import CastStats, GradStats, multi_tensor_check, multi_tensor_renew, native, tables
+from fp16opt.kernels import CastStats, GradStats, cuda_rows, multi_tensor_check, multi_tensor_renew, native, tables
 from fp16opt.kernels.reference_steps import power
 from fp16opt.kernels.state8 import multi_tensor_adam8, multi_tensor_sgd8
 from fp16opt.kernels.steps import AdamOptions, Factors, StepTables, multi_tensor_adam, multi_tensor_sgd
@@ -240,6 +240,19 @@ def test_a_wrapper_that_rounds_by_number_refuses_capture_by_name(
     assert torch.equal(params[0], weight)
     opt.step()
     assert not torch.equal(params[0], weight)
+
+
+def test_what_is_compiled_first_is_what_adamw_launches(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretended.who_waits(), "is_host", lambda device: False)
+    count = pretended.counting(monkeypatch)
+    params = [torch.nn.Parameter(torch.ones(n).half()) for n in (5, 70)]
+    opt = MixedPrecisionOptimizer(torch.optim.AdamW(params), dynamic=True)
+    for _ in range(2):
+        opt.zero_grad()
+        opt.backward(sum(((p.float() ** 2).sum() for p in params), torch.zeros(())))
+        opt.clip_master_grads(1.0)
+        opt.step()
+    assert set(count.launches) == set(cuda_rows.FIRST)
 
 
 def test_autograd_sees_the_writes(host: Any) -> None:
