@@ -101,7 +101,7 @@ class _Code:
 
     def _compiled(self, there: dict[str, bytes], names: Iterable[str]) -> Cubins:
         made = compile_kernels(find([self._cuda[0]]), self._capability, names)
-        cubins = made._replace(code=there | made.code)
+        cubins = Cubins(made.arch, made.version, there | made.code)
         try:
             if self._can_store:
                 cubin_cache.store(digest(), self._capability, cubins)
