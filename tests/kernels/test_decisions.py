@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import emulated
@@ -238,7 +239,11 @@ def test_decisions_run_on_the_current_stream_and_hold_what_they_use(
 ) -> None:
     held: list[int] = []
     launched: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(compiled, "hold", lambda self, tensors: held.extend(t.data_ptr() for t in tensors))
+
+    def hold(_: Any, given: Sequence[object]) -> None:
+        held.extend(one.data_ptr() for one in given if isinstance(one, torch.Tensor))
+
+    monkeypatch.setattr(compiled, "hold", hold)
 
     class Noted(pretended.Counting):
         def launch(self, name: str, blocks: int, stream: int, *arguments: bytes) -> None:
