@@ -45,7 +45,8 @@ def page(run: RunRead, title: str) -> str:
     header = run.header
     about = (
         f"torch {header.get('torch')}, {header.get('optimizer')}, masters: {run.masters}, ranks: "
-        f"{header.get('ranks')}, a sample every {header.get('every')} steps. Scaler, at the start: {header.get('scaler')}."
+        f"{header.get('ranks')}, a sample every {header.get('every')} steps. "
+        f"Scaler, at the start: {header.get('scaler')}."
     )
     words = " ".join(reading.of_run(run))
     return (
