@@ -422,7 +422,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         check_loss(loss)
         check_scaler(scaler)
         self._close_driven()
-        self._follow(verifies=False)
+        self._follow(verifies=self.gradient_release is True)  # else only gradients are looked at until the step
         if not self._under.serves(self.scaler):  # it may have come after construction
             self._step_supports_amp_scaling = True
         pending: Pending = self._accumulation.enter(self.scaler if scaler is None else scaler)

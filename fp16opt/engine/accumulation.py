@@ -209,6 +209,7 @@ class Accumulation:
         """READY; what was found counts for nothing, and nothing is known of what is in the model."""
         self.gradients.rest(None)
         self.gradients.begin()
+        self.gradients.forget_gone()
         self._start()
 
     def _enter_from_ready(self, scaler: LossScaler) -> Pending:

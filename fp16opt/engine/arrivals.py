@@ -105,8 +105,8 @@ class Taker(Protocol):
     def take(self, place: Place, grad: Tensor, factors: Factors) -> None:
         """A gradient has come and was looked at; after this it is freed."""
 
-    def end(self) -> None:
-        """A backward is over, well or not."""
+    def end(self, told: bool = True) -> None:
+        """A backward is over, well or not; without ``told`` it has raised, some time ago."""
 
     def settle(self, places: Sequence[Place]) -> None:
         """Somebody asks for the verdict on these."""
@@ -265,7 +265,7 @@ class Arrivals:
         return self._factors[device]
 
     def end(self) -> None:
-        """A backward is over, whoever called it. By autograd, or where it raised by those who notice."""
+        """A backward is over, whoever called it. By autograd, or where ours raised."""
         self._waits_for_end = False
         with torch.no_grad():
             self.taker.end()
@@ -282,8 +282,16 @@ class Arrivals:
         """How many steps parameters have taken in backward that ``step`` has not counted yet: 1 or 0."""
         return int(not self.taker.can_drop and self.any_there())
 
+    def _see_interrupted(self) -> None:
+        """A backward that raised is never ended by autograd, and where the user called it nobody told."""
+        if self._waits_for_end:
+            self._waits_for_end, self.interrupted = False, True
+            with torch.no_grad():
+                self.taker.end(told=False)
+
     def check_complete(self) -> None:
         """Raise ``RuntimeError`` after an interrupted backward, until ``zero_grad``."""
+        self._see_interrupted()
         if self.interrupted:
             raise RuntimeError(
                 f"a backward was interrupted, and {self._said} has taken some of its gradients. "
@@ -344,7 +352,6 @@ class Arrivals:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        self._waits_for_end = False  # of a backward that raised, and of which nobody told
         self.stage, self.pending, self.interrupted, self._cleared = Stage.READY, None, False, False
         self.losses = []
         for place in self.places:
@@ -372,6 +379,7 @@ class Arrivals:
         """Gradients are cleared. What parameters were stepped by stays to be counted by ``step``."""
         for param in [*self.pairs.models, *self.pairs.masters]:
             store(param, None)
+        self._see_interrupted()
         if self.interrupted or self.taker.can_drop:
             self._start()
         self._cleared = self.any_there()

@@ -271,7 +271,7 @@ class DeviceGradients:
             self.waiting = None
 
     def forget_gone(self) -> None:
-        """Masters have no gradient where the model has none: what is there is of an earlier step."""
+        """See :class:`Gradients`."""
         for row in self.group.copied if len(self.live) < len(self.models) else ():
             if row not in self.live:
                 store(self.masters[row], None)

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from .. import kernels
+from ..kernels.native import reading
 from ..scaling import LossScaler
 
-__all__ = ["Overflow", "SkipLog", "blamed", "describe", "overflows_from_flags", "warn_cast", "warn_model_write"]
+__all__ = ["Overflow", "SkipLog", "blamed", "describe", "overflows_from_flags", "warn", "warn_cast", "warn_model_write"]
 
 logger = logging.getLogger("fp16opt")
 
@@ -188,6 +189,12 @@ def _is_power_of_two(count: int) -> bool:
     return count & (count - 1) == 0
 
 
+def warn(text: str, *arguments: object) -> None:
+    """Log a warning in the midst of a step. Who handles it may do anything: lists of tensors are read anew after it."""
+    with reading(once=False):
+        logger.warning(text, *arguments)
+
+
 def warn_cast(flags: Iterable[tuple[str, int]], warned: set[str]) -> None:
     """Warn of masters that their model parameter can't hold, each parameter once for each reason.
 
@@ -208,12 +215,12 @@ def warn_cast(flags: Iterable[tuple[str, int]], warned: set[str]) -> None:
         names = [name for name, bits in flags if bits & bit and f"{key}: {name}" not in warned]
         if names:
             warned.update(f"{key}: {name}" for name in names)
-            logger.warning("%s: %s.", text, describe(names))
+            warn("%s: %s.", text, describe(names))
 
 
 def warn_model_write(names: Iterable[str]) -> None:
     """Warn that something else wrote model parameters, and that their masters take the new values."""
-    logger.warning(
+    warn(
         "model weights were written by something else than the optimizer; masters take the values: %s. "
         'Call refresh_masters() after writing, or construct with on_model_write="error" to find the place.',
         describe(names),

@@ -162,6 +162,10 @@ class Gradients:
     def _are_made(self) -> None:
         """All masters hold FP32 gradients, or there is none for them."""
         self.made = True
+        self.forget_gone()
+
+    def forget_gone(self) -> None:
+        """Masters have no gradient where the last pass found none in the model: what is there is of an earlier step."""
         for each in self._each:
             each.forget_gone()
 

@@ -42,7 +42,7 @@ class HeldOnArrival:
         coded = model.numel() >= SMALLEST and model.dtype in HALF_DTYPES
         self._held[place.position] = place, held_codes.encode(grad) if coded else grad.detach(), factors
 
-    def end(self) -> None:
+    def end(self, told: bool = True) -> None:
         """See :class:`Taker`."""
 
     def settle(self, places: Sequence[Place]) -> None:

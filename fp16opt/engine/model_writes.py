@@ -276,6 +276,12 @@ class ModelWrites:
                     record.strides[row] = weight.stride()
         self._unsampled.clear()
 
+    def doubt_accepted(self) -> None:
+        """Others may have written weights that were accepted since: the next look compares all of their elements."""
+        for position in self._unsampled:
+            self._model_versions[position] = -1
+        self._unsampled.clear()
+
     # -- weights that are put aside for a while ------------------------------------------------------------------------
 
     def lend(self, to: str) -> None:

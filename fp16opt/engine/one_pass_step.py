@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from ..kernels import backend, steps
 from ..kernels.backends import captures
 from ..kernels.reference_steps import Factors
 from ..kernels.tables import is_dense
+from .diagnostics import warn
 from .gradients import Gradients
 from .masters import Masters
 from .one_pass_rows import (
@@ -36,8 +36,6 @@ from .state_formats import StateFormat
 from .wrapped_step import run_hooks
 
 NO_MASTERS = "there are no FP32 masters (master_weights='none')"
-
-logger = logging.getLogger("fp16opt")
 
 
 def obstacle(
@@ -272,7 +270,7 @@ class OnePassStep:
     def _warn(self, reason: str) -> None:
         if not self._warned and (self.wanted is True or self._served):
             self._warned = True
-            logger.warning("the wrapped optimizer steps itself from here on, and not in one pass: %s.", reason)
+            warn("the wrapped optimizer steps itself from here on, and not in one pass: %s.", reason)
 
     def _check_not_captured(self) -> None:
         if self.needed_by and any(captures(group.device) for group in self.pairs.devices):

@@ -208,9 +208,12 @@ class SteppedOnArrival:
         if place.pair.master is not place.pair.model:
             self._model_writes.accept_soon(place.pair)  # so that what others write from here on shows
 
-    def end(self) -> None:
+    def end(self, told: bool = True) -> None:
         """See :class:`Taker`."""
-        self._model_writes.sample_accepted()
+        if told:
+            self._model_writes.sample_accepted()
+        else:
+            self._model_writes.doubt_accepted()
 
     def settle(self, places: Sequence[Place]) -> None:
         """They were stepped when they came."""

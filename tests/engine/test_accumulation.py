@@ -305,3 +305,17 @@ def test_retain_graph_and_create_graph_reach_autograd() -> None:
     (m,) = opt.master_params()
     assert not m.grad.requires_grad
     assert_same_bits(p, array([0.25] * 4))
+
+
+def test_gradients_of_an_earlier_step_do_not_come_back_where_all_were_dropped() -> None:
+    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    opt = MixedPrecisionOptimizer(SGD([weight], lr=0.5), dynamic=True, master_weights="split")
+    opt.backward(weight.float().sum())
+    assert next(opt.master_params()).grad is not None
+    opt.clip_master_grads(1e9)
+    opt.step()
+    weight.grad = None
+    opt.backward(weight.float().sum())
+    weight.grad = None
+    assert float(opt.clip_master_grads(1.0, params=[weight])) == 0.0
+    assert next(opt.master_params()).grad is None

@@ -410,3 +410,32 @@ def test_weights_loaded_before_a_plain_optimizer_checkpoint_stay() -> None:
     optimizer.load_state_dict(plain)
     assert weight.tolist() == [3.0] * 4
     assert next(optimizer.master_params()).tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("masters", ["full", "split"])
+def test_a_log_handler_may_give_a_weight_other_memory_in_the_midst_of_a_step(masters: str) -> None:
+    """Addresses that were read before it ran do not count after it."""
+    weight = torch.nn.Parameter(torch.ones(64, dtype=torch.float16))
+    opt = MixedPrecisionOptimizer(SGD([weight], lr=0.5), master_weights=masters)
+    old: list[Tensor] = []
+
+    class Moving(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            old.append(weight.data)
+            weight.data = weight.data.clone()
+
+    one_step(opt, [weight], [0.25])
+    opt.zero_grad()
+    opt.backward(linear_loss([weight], [0.25]))
+    with torch.no_grad():
+        weight[0] = 5.0
+    handler = Moving()
+    logging.getLogger("fp16opt").addHandler(handler)
+    try:
+        opt.step()
+    finally:
+        logging.getLogger("fp16opt").removeHandler(handler)
+    assert old, "nobody warned"
+    assert float(weight[0]) == 5.0 - 0.125
+    assert float(weight[1]) == 1.0 - 2 * 0.125
+    assert float(old[0][1]) == 1.0 - 0.125

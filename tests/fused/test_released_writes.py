@@ -207,3 +207,38 @@ def test_repr_says_what_is_there_after_the_model_was_changed() -> None:
     opt = wrapped(model, gradient_release=False)
     model.float()
     assert "memory:" in repr(opt)
+
+
+@pytest.mark.parametrize("masters", ["full", "split", "split24"])
+def test_a_converted_model_is_refused_before_backward_steps_anything(masters: str) -> None:
+    model = net()
+    opt = wrapped(model, master_weights=masters)
+    opt.backward(loss_of(model))
+    opt.step()
+    before, counted = masters_of(opt), [float(state["step"]) for state in opt.state.values()]
+    model.bfloat16()
+    x = torch.ones(4, 64).bfloat16()
+    with pytest.raises(RuntimeError, match=r"had dtype torch\.float16 .* and has torch\.bfloat16 now"):
+        opt.backward(model(x).float().square().mean())
+    assert [float(state["step"]) for state in opt.state.values()] == counted
+    model.half()
+    if masters == "full":  # of split ones the weights are a part, and went through bfloat16
+        assert all(map(torch.equal, masters_of(opt), before))
+
+
+def test_a_backward_that_raised_without_being_ours_is_interrupted_and_writes_after_it_count() -> None:
+    model = net()
+    opt = wrapped(model, lr=0.0)
+    handle = model[0].weight.register_hook(lambda grad: 1 / 0)  # type: ignore[union-attr, operator]
+    with pytest.raises(ZeroDivisionError):
+        opt.scale_loss(loss_of(model)).backward()
+    handle.remove()
+    last = model[2].weight
+    last.data.fill_(3.0)  # type: ignore[union-attr, operator]
+    with pytest.raises(RuntimeError, match="a backward was interrupted"):
+        opt.step()
+    opt.zero_grad()
+    opt.scale_loss(loss_of(model)).backward()
+    opt.step()
+    assert last.unique().tolist() == [3.0]  # type: ignore[union-attr, operator]
+    assert opt.stats()["model_writes_taken"] == 1
