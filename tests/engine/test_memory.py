@@ -30,7 +30,7 @@ def backward(net: nn.Module, opt: MixedPrecisionOptimizer) -> None:
 
 # (arguments, the plan's, bytes a parameter: weights, masters, moments, gradients)
 MODES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[float, float, float, float]]] = {
-    "one pass": ({}, {}, (2, 4, 8, 2)),
+    "one pass": ({"fused_step": True}, {}, (2, 4, 8, 2)),
     "general": ({"fused_step": False}, {"fused_step": False}, (2, 4, 8, 6)),
     "split": ({"master_weights": "split"}, {"masters": "split"}, (2, 2, 8, 2)),
     "released": ({"gradient_release": True}, {"release": "yes"}, (2, 4, 8, 0)),
