@@ -259,7 +259,9 @@ def parse(arguments: Sequence[str]) -> Plan:
     parser.add_argument(
         "--release", nargs="?", choices=tuple(RELEASES), const="yes", default="no", help="gradient_release; alone: yes"
     )
-    parser.add_argument("--no-fused-step", dest="fused_step", action="store_false", help="as fused_step=False, or where nothing is compiled")
+    parser.add_argument(
+        "--no-fused-step", dest="fused_step", action="store_false", help="fused_step=False; no compiled kernels"
+    )
     parser.add_argument("--layers", type=int, default=32, help="blocks that fully_shard is applied to")
     parser.add_argument("--no-clip", dest="clip", action="store_false")
     parser.add_argument("--network", type=float, default=50.0, help="GB/s that a rank sends")
