@@ -660,8 +660,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         if closure is not None:
             return self._step_with(closure)
-        # Elsewhere gradients are freed in the midst of a step, or the wrapped optimizer's code runs.
-        with reading(once=isinstance(self._stepper, OnePassStep) and not self._gradients.summing):
+        with reading(once=self._stepper.reads_once and not self._gradients.summing):  # sums free gradients meanwhile
             return self._step_once(None)
 
     def _step_once(self, closure: Callable[[], Any] | None) -> Any:

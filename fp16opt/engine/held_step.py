@@ -112,6 +112,7 @@ class HeldStep:
 
     rounded_all = False
     all_or_nothing = True
+    reads_once = False
 
     def __init__(self, optimizer: Optimizer, held: HeldOnArrival) -> None:
         self.optimizer = optimizer

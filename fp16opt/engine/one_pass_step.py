@@ -195,6 +195,7 @@ class OnePassStep:
     """
 
     all_or_nothing = True
+    reads_once = True
 
     def __init__(
         self,

@@ -241,6 +241,7 @@ class ReleasedStep:
 
     rounded_all = False
     all_or_nothing = False
+    reads_once = False
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer

@@ -164,6 +164,7 @@ class StreamedStep:
     """
 
     all_or_nothing = True
+    reads_once = False
 
     def __init__(self, optimizer: Optimizer, pairs: Pairs, masters: Masters, gradients: Gradients) -> None:
         self.optimizer = optimizer

@@ -53,6 +53,11 @@ class Stepper(Protocol):
         """Whether one gradient that is not finite leaves out the whole step."""
         return True
 
+    @property
+    def reads_once(self) -> bool:
+        """Whether lists may be read once a step: nobody else's code runs in it, but hooks, and no gradient is freed."""
+        return False
+
     def takes_waiting(self) -> bool:
         """Whether the next step takes gradients as they wait in 16 bits."""
 
@@ -119,6 +124,7 @@ class WrappedStep:
     """
 
     all_or_nothing = True
+    reads_once = False
 
     def __init__(
         self,
