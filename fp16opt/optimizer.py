@@ -46,7 +46,7 @@ from .engine.split import SplitMasters
 from .engine.state_formats import StateFormat
 from .engine.streamed_step import Certified, StreamedStep
 from .engine.under_grad_scaler import UnderGradScaler
-from .engine.wrapped_step import HOOKS, StepFailed, WrappedStep, extras, make_hook_tables, remake_first_state
+from .engine.wrapped_step import HOOKS, StepFailed, Stepper, WrappedStep, extras, make_hook_tables, remake_first_state
 from .kernels import decisions
 from .kernels.native import reading
 from .scaling import LossScaler
@@ -213,7 +213,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             _quietly(me, MixedPrecisionOptimizer._prepare_edit, None),
         )
         self._classes.adopt(self._pairs)
-        self._stepper: Any = self._make_released() if self.gradient_release else self._make_stepper()
+        self._stepper: Stepper = self._make_released() if self.gradient_release else self._make_stepper()
 
     def _make_taker(self) -> Any:
         """What is done with gradients that arrive."""
@@ -223,7 +223,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             return HeldOnArrival(one_by_one)
         return SteppedOnArrival(one_by_one, self._model_writes, kernels.is_host(self._device))
 
-    def _make_released(self) -> Any:
+    def _make_released(self) -> Stepper:
         """What ``step`` does with gradients that have arrived."""
         taker = self._accumulation.taker
         if self.gradient_release == "held":
@@ -233,11 +233,11 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._outcome.log.advice = "Use a lower scale."
         return ReleasedStep(self.optimizer)
 
-    def _make_stepper(self) -> Any:
+    def _make_stepper(self) -> Stepper:
         parts = self.optimizer, self._pairs, self._masters, self._gradients
         row = row_of(type(self.optimizer)) if self.fused_step else None
         why = no_row(type(self.optimizer)) if self.fused_step else "fused_step=False"
-        general: Any = WrappedStep(*parts, self._classes, why) if self._masters.are_whole else StreamedStep(*parts)
+        general: Stepper = WrappedStep(*parts, self._classes, why) if self._masters.are_whole else StreamedStep(*parts)
         if row is None:
             return general
         return OnePassStep(self.fused_step, row, *parts, *self._forms(), general, self._trials)

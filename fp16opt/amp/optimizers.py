@@ -236,6 +236,11 @@ class _WithoutCasts:
         """As the stepper says."""
         return self.stepper.all_or_nothing
 
+    @property
+    def reads_once(self) -> bool:
+        """As the stepper says."""
+        return self.stepper.reads_once
+
     def takes_waiting(self) -> bool:
         """As the stepper says."""
         return self.stepper.takes_waiting()

@@ -40,13 +40,11 @@ class StepFailed(Exception):
 
 
 class Stepper(Protocol):
-    """What steps the masters. After it masters and model agree, but for masters that the user wrote.
+    """What steps the masters. After it masters and model agree, but for masters that the user wrote."""
 
-    Attributes:
-        rounded_all: Whether the last step wrote all masters into the model, those that the user wrote too.
-    """
-
-    rounded_all: bool
+    @property
+    def rounded_all(self) -> bool:
+        """Whether the last step wrote all masters into the model, those that the user wrote too."""
 
     @property
     def all_or_nothing(self) -> bool:
