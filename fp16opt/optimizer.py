@@ -421,10 +421,15 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         check_loss(loss)
         check_scaler(scaler)
-        self._close_driven()
-        self._follow(verifies=self.gradient_release is True)  # else only gradients are looked at until the step
-        if not self._under.serves(self.scaler):  # it may have come after construction
+        return self._scaled(loss, scaler)
+
+    def _scaled(self, loss: Tensor, scaler: LossScaler | None) -> Tensor:
+        """:meth:`scale_loss` of what was checked."""
+        if self._under.serves(self.scaler):
+            self._close_left_out(self._under.left_out(self.scaler))
+        else:  # the scaler may have come after construction
             self._step_supports_amp_scaling = True
+        self._follow(verifies=self.gradient_release is True)  # else only gradients are looked at until the step
         pending: Pending = self._accumulation.enter(self.scaler if scaler is None else scaler)
         if loss.numel() == 1:
             self._accumulation.losses.append(loss.detach())  # a skip's log line says whether it was finite
@@ -463,7 +468,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         check_loss(loss, scalar=True)
         check_scaler(scaler)
-        scaled = self.scale_loss(loss, scaler=scaler)
+        scaled = self._scaled(loss, scaler)
         try:
             torch.autograd.backward(scaled, None, retain_graph, create_graph, inputs=inputs)
         except BaseException:
@@ -522,7 +527,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         max_norm = check_number("max_norm", max_norm)
         norm_type = check_number("norm_type", norm_type, above_zero=True)
-        self._accumulation.ranks.check_norm_type(norm_type)
+        if not self._accumulation.ranks.alone:
+            self._accumulation.ranks.check_norm_type(norm_type)
         self._follow(verifies=False)
         of = None if params is None else self._pairs.chosen(params)
         verdict = self._settle(write=of is not None, norm_type=norm_type, of=of)
@@ -740,6 +746,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def _agree(self, rounded_all: bool) -> None:
         """After a step masters and model agree; so they do after hooks that wrote masters."""
         if not rounded_all:
+            self._model_writes.see_masters()
             self._model_writes.round_written()
         self._model_writes.record(masters_seen=not rounded_all)
         if kernels.is_host(self._device):
@@ -755,10 +762,11 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         old = float(self.scaler.scale) if skipped is True else 0.0
         finite = are_finite(self._accumulation.losses) if skipped is True else None
-        skipped = self._outcome.close(verdict, skipped, self._gradients.stats())
+        skipped = self._outcome.close(verdict, skipped, self._gradients.stats)
         self._accumulation.finish(used)
         self._under.stepped()
-        self._accumulation.replicas.after_step(skipped, self._digest)
+        if not self._accumulation.replicas.alone:
+            self._accumulation.replicas.after_step(skipped, self._digest)
         self._outcome.tell(skipped, self.scaler, old, finite, verdict, self._pairs)
 
     # -- under a GradScaler ------------------------------------------------------------------------------------------

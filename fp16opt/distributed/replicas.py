@@ -40,6 +40,8 @@ class Compared(Independent):
         every: compare after this many calls of ``step``; 0: never.
     """
 
+    alone = False
+
     def __init__(self, group: Any, every: int) -> None:
         self.group = group
         self.every = every

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import itertools
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +15,7 @@ from ..scaling import LossScaler
 from .diagnostics import describe
 from .gradients import Gradients
 from .ranks import Ranks, Replicas
-from .sights import FadedSight, Sight, count_there
+from .sights import FadedSight, Sight
 
 
 class Stage(enum.Enum):
@@ -131,16 +133,15 @@ class Accumulation:
             self.gradients.see()  # optimizers may write the gradients that they step
         if self.gradients.sight is not None:
             self.left_over = self.gradients.left_over()
-        self._leave_elsewhere()
+        if self.gradients.pairs.elsewhere:
+            self._leave_elsewhere()
         self.last = self.pending
         self.gradients.rest(self.left_over)
-        self.gradients.begin()
         self._start()
 
     def _leave_elsewhere(self) -> None:
         """What parameters hold that other ranks step is known."""
-        if self.gradients.pairs.elsewhere:
-            self._left_elsewhere = Sight([param.grad for param in self.gradients.pairs.elsewhere]).faded()
+        self._left_elsewhere = Sight([param.grad for param in self.gradients.pairs.elsewhere]).faded()
 
     def abandon(self) -> None:
         """READY without a step; the gradients that are there count as used."""
@@ -154,7 +155,8 @@ class Accumulation:
         if not set_to_none:
             self.gradients.see()
             self.left_over = self.gradients.left_over()
-            self._leave_elsewhere()
+            if self.gradients.pairs.elsewhere:
+                self._leave_elsewhere()
         self._start()
         self._are_zeros = not set_to_none
 
@@ -208,7 +210,6 @@ class Accumulation:
     def forget(self) -> None:
         """READY; what was found counts for nothing, and nothing is known of what is in the model."""
         self.gradients.rest(None)
-        self.gradients.begin()
         self.gradients.forget_gone()
         self._start()
 
@@ -258,7 +259,7 @@ class Accumulation:
     def strange(self) -> list[int]:
         """Positions with gradients that neither a backward of ours nor a step has seen."""
         grads = self.gradients.of_model()
-        if not count_there(grads):
+        if all(map(operator.is_, grads, itertools.repeat(None))):
             return []
         if self.left_over is None:
             return [i for i, grad in enumerate(grads) if grad is not None]
@@ -529,7 +530,13 @@ class Accumulation:
         return self._verdict(None) if self._verdicts else None
 
     def _verdict(self, norm_type: float | None, of: set[int] | None = None) -> Verdict:
-        norm = self._agree(norm_type, of)
+        norm = None
+        if self._unreduced:
+            self._reduce_sums()
+        if not self.ranks.alone:
+            norm = self._agree(norm_type, of)
+        elif norm_type is not None:
+            norm = self.gradients.norm(norm_type, self.device, of)
         if self._norms:
             self._tell_norms()
         each = list(self._verdicts.values())
@@ -538,10 +545,6 @@ class Accumulation:
 
     def _agree(self, norm_type: float | None, of: set[int] | None) -> Tensor | None:
         """One message for verdicts and norm, at the first of clipping and stepping; returns the norm."""
-        if self._unreduced:
-            self._reduce_sums()
-        if self.ranks.alone:
-            return None if norm_type is None else self.gradients.norm(norm_type, self.device, of)
         if self._agreed and norm_type is None:
             return None
         power = None

@@ -141,6 +141,7 @@ class Arrivals:
 
     Attributes:
         losses: Of the present gradients, unscaled, where they are single numbers.
+        stats: By device: what was found, row by row.
         made: False: masters have no FP32 gradients to show.
         last: The scale of the last step.
     """
@@ -186,7 +187,7 @@ class Arrivals:
         """Parameters or masters came: hooks for all of them."""
         before = {id(place.pair): place for place in self.places}
         self.places = [before.get(id(pair)) or Place(pair, i) for i, pair in enumerate(self.pairs.all)]
-        self._stats = [kernels.GradStats.allocate(len(group), group.device) for group in self.pairs.devices]
+        self.stats = [kernels.GradStats.allocate(len(group), group.device) for group in self.pairs.devices]
         _remove(self._handles)
         self._hooked = [pair.model.requires_grad and pair.model.is_leaf for pair in self.pairs.all]
         me = weakref.ref(self)
@@ -319,15 +320,15 @@ class Arrivals:
             return None
         self._check_none()
         self.taker.settle(came)
-        for group, stats in zip(self.pairs.devices, self._stats, strict=True):
+        for group, stats in zip(self.pairs.devices, self.stats, strict=True):
             stats.touched = True
             torch.cat([self.places[i].stats.nonfinite for i in group.positions], out=stats.nonfinite)
             torch.amax(torch.stack([self.places[i].stats.found_inf for i in group.positions]), 0, out=stats.found_inf)
-        found = torch.stack([stats.found_inf.to(self.device) for stats in self._stats]).amax()
+        found = torch.stack([stats.found_inf.to(self.device) for stats in self.stats]).amax()
         if self.pending.scaler.follows_norms:
             self.pending.scaler.see(torch.stack([place.stats.norm.to(self.device) for place in came]).amax())
         norm = None if norm_type is None else self.taker.norm(norm_type, came, self.device)
-        return Verdict(found, [(self.pending.scaler, found)], [stats.nonfinite for stats in self._stats], norm)
+        return Verdict(found, [(self.pending.scaler, found)], [stats.nonfinite for stats in self.stats], norm)
 
     def clip(self, factor: Tensor, of: set[int] | None = None) -> None:
         """See :class:`Taker`."""
@@ -339,10 +340,6 @@ class Arrivals:
             f"clip_master_values: with {self._said} gradients are freed when they come. Use clip_master_grads where "
             "that goes, or gradient_release=False."
         )
-
-    def stats(self) -> list[kernels.GradStats]:
-        """By device: what was found."""
-        return self._stats
 
     def tensors(self) -> list[Tensor]:
         """What is kept of gradients, and any that somebody else has put into parameters or masters."""
@@ -362,7 +359,7 @@ class Arrivals:
 
     def finish(self, used: object = None) -> None:
         """READY after a step."""
-        for stats in self._stats:
+        for stats in self.stats:
             stats.reset()
         self._start()
 

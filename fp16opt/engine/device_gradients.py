@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,20 @@ from .own_gradients import OwnGradients
 from .pairs import HALF_DTYPES, DeviceGroup, Pairs
 from .sights import GRAD, FadedSight, count_there, drop_grads, store, stored
 from .sweep import Sweep, vector_norm
+
+
+class ToStep(NamedTuple):
+    """Gradients that are about to be stepped, by row.
+
+    Attributes:
+        waiting: those that wait in 16 bits; None: there are none.
+        true: those that are FP32 and unscaled, dense, as kernels take them; None: there are none.
+        factors: what those that wait are to be multiplied by.
+    """
+
+    waiting: list[Tensor | None] | None
+    true: list[Tensor | None] | None
+    factors: Factors
 
 
 class DeviceGradients:
@@ -475,7 +489,6 @@ class DeviceGradients:
 
     def rest(self, frees: bool, made: bool) -> None:
         """A step is over. ``frees`` gives their memory back; what was ``made`` in them stays with who reads it."""
-        self.waiting, self.flags = None, None
         self._sums = set()
         self._held = {}
         if frees and self._has_rooms:
@@ -483,6 +496,7 @@ class DeviceGradients:
                 if room is not None and not made and GRAD.__get__(self.masters[row]) is room:
                     store(self.masters[row], None)
             self._free()
+        self._begin()
 
     def _free(self) -> None:
         self._rooms, self._has_rooms = [None] * len(self._rooms), False
@@ -497,7 +511,7 @@ class DeviceGradients:
         if any(entry is not None for entry in entries):
             self.sweep.write(entries, self._outs(entries), *self.factors)
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """Forget what was found; what is in ``.grad`` stays."""
         self.sweep.stats.reset()
         self.live = set()
@@ -508,14 +522,14 @@ class DeviceGradients:
         self._held, self._sums = {}, set()
         if frees:
             self._free()
-        self.begin()
+        self._begin()
 
     def clear_to_zeros(self, sums_stay: bool) -> bool:
         """``.grad`` was filled with zeros: so are those set aside. Returns whether zeros stay as sums."""
         for row, held in self._held.items():
             store(self.models[row], held.zero_())
         self._held, self._sums = {}, set()
-        self.begin()
+        self._begin()
         if sums_stay:
             self._sums = {row for row in self.group.copied if GRAD.__get__(self.masters[row]) is not None}
         if self._sums:

@@ -94,6 +94,7 @@ class SkipLog:
     with a static scaler), the others are silent.
 
     Attributes:
+        calibrating: Whether no step was taken yet.
         elsewhere: Set while a skip is noted that a GradScaler decided: whether it logs that itself.
         what, advice: How a skip at a static scale is called, and what to do about it.
     """
@@ -103,12 +104,12 @@ class SkipLog:
 
     def __init__(self) -> None:
         self.elsewhere: bool | None = None
-        self._calibrating = True
+        self.calibrating = True
         self._stuck = 0
 
     def stepped(self) -> None:
         """A step was taken: calibration is over."""
-        self._calibrating = False
+        self.calibrating = False
 
     def skipped(
         self, scaler: LossScaler, old: float, overflows: Sequence[Overflow], loss_is_finite: bool | None = None
@@ -121,7 +122,7 @@ class SkipLog:
             loss_is_finite: whether the losses of the step were finite; None where nobody has seen them.
         """
         if self.elsewhere is not None:
-            calm = logging.INFO if self._calibrating else logging.WARNING
+            calm = logging.INFO if self.calibrating else logging.WARNING
             level = logging.DEBUG if self.elsewhere else calm
             logger.log(level, "step skipped by the GradScaler: non-finite gradients in %s.", blamed(overflows))
             return
@@ -143,8 +144,8 @@ class SkipLog:
             self._stuck += 1
             if _is_power_of_two(self._stuck):
                 self._log_stuck(scaler.dynamic, new, overflows)
-        elif in_a_row >= _MANY if not self._calibrating else new < 1.0:
-            if in_a_row == _MANY or _is_power_of_two(in_a_row) or self._calibrating:
+        elif in_a_row >= _MANY if not self.calibrating else new < 1.0:
+            if in_a_row == _MANY or _is_power_of_two(in_a_row) or self.calibrating:
                 logger.warning(
                     "%s, %d times in a row: step skipped, loss scale %s, non-finite gradients in %s. See "
                     "fp16opt.diagnose(model, loss_fn, optimizer): it says where they overflow, and at which scale "
@@ -154,7 +155,7 @@ class SkipLog:
                     change,
                     blamed(overflows),
                 )
-        elif self._calibrating:
+        elif self.calibrating:
             logger.info(
                 "calibrating the loss scale: step skipped, the scale is now %g. The first steps of a dynamic "
                 "scaler are expected to overflow.",

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..kernels.reference_steps import Factors
-from .device_gradients import DeviceGradients
+from .device_gradients import DeviceGradients, ToStep
 from .masters import Masters
 from .pairs import DeviceGroup, Pairs
 from .sights import GRAD, FadedSight, Sight, drop_grads, stored
@@ -30,6 +29,7 @@ class Gradients:
             were not unscaled since.
         summing: whether the next ones are added to FP32 sums.
         sight: the model's gradients when they were last brought up to date.
+        stats: by device: where the passes write.
     """
 
     def __init__(self, pairs: Pairs, masters: Masters) -> None:
@@ -50,6 +50,8 @@ class Gradients:
         """Parameters or masters came."""
         before, self._each = self._each, [DeviceGradients(g, self.pairs, self.masters) for g in self.pairs.devices]
         self._of = {id(each.group): each for each in self._each}
+        self.stats = [each.sweep.stats for each in self._each]
+        self._flags = [stats.nonfinite for stats in self.stats]
         for each in self._each:
             for old in before:
                 each.take_over(old)
@@ -279,24 +281,14 @@ class Gradients:
 
     def flags(self) -> list[Tensor]:
         """By device: int32 bits ``kernels.INF | kernels.NAN`` of each row, which the next pass overwrites. No sync."""
+        if not self.summing:
+            return self._flags
         return [each.sweep.stats.nonfinite if each.flags is None else each.flags for each in self._each]
 
-    def stats(self) -> list[kernels.GradStats]:
-        """By device: where the passes write."""
-        return [each.sweep.stats for each in self._each]
-
-    def true_ones(self, group: DeviceGroup) -> list[Tensor | None]:
-        """By row: gradients that are FP32 and unscaled, dense, as kernels take them; None where one waits."""
-        return self._of[id(group)].true_ones(self.made)
-
-    def all_wait(self, group: DeviceGroup) -> bool:
-        """Whether every gradient of a device waits, so that there are no true ones."""
-        return self._of[id(group)].all_wait()
-
-    def waiting(self, group: DeviceGroup) -> tuple[list[Tensor | None] | None, Factors]:
-        """By row: 16-bit gradients that wait, and what they are to be multiplied by."""
+    def to_step(self, group: DeviceGroup) -> ToStep:
+        """A device's gradients as a step finds them."""
         each = self._of[id(group)]
-        return each.waiting, each.factors
+        return ToStep(each.waiting, None if each.all_wait() else each.true_ones(self.made), each.factors)
 
     # -- norm and clip -----------------------------------------------------------------------------------------------
 
@@ -380,12 +372,16 @@ class Gradients:
     # -- reading late, clearing --------------------------------------------------------------------------------------
 
     def rest(self, used: FadedSight | None) -> None:
-        """A step is over. What waited can still be read while the model's gradients stay as they are."""
+        """A step is over, and what was found is forgotten; what is in ``.grad`` stays.
+
+        Args:
+            used: the model's gradients as it has used them: while they stay so, what waited can still be read.
+        """
         self._late = None if self.made else used
         frees = not (self.masters.keeps_gradients and self.made)
         for each in self._each:
             each.rest(frees, self.made)
-        self.summing = False
+        self.made = self._clipped = self._measured = self.summing = False
         self.sight = self._made_sight = None
 
     def read_late(self) -> None:
@@ -396,12 +392,6 @@ class Gradients:
         with torch.no_grad():
             for each in self._each:
                 each.read_late(used)
-
-    def begin(self) -> None:
-        """Forget what was found; what is in ``.grad`` stays."""
-        for each in self._each:
-            each.begin()
-        self.made = self._clipped = self._measured = False
 
     def clear(self, set_to_none: bool, sums_stay: bool = False) -> None:
         """Clear the model's and the masters' gradients.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -187,13 +187,3 @@ def _written(pair: Pair) -> Tensor:
         kernels.multi_tensor_split([local(pair.master.detach())], [away], [rest], scratch)
         where &= different_bits(away, model)
     return where.view(model.shape)
-
-
-def cast_flags(groups: Iterable[DeviceGroup], names: Sequence[str]) -> list[tuple[str, int]]:
-    """(name, bits of ``CastStats.overflow``) of masters that did not fit when they were last rounded. Syncs."""
-    found = []
-    for group in groups:
-        flags = group.cast.overflow.tolist()
-        if any(flags):
-            found += [(names[i], bits) for i, bits in zip(group.positions, flags, strict=True) if bits]
-    return found

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import kernels
 from .diagnostics import warn_cast, warn_model_write
 from .dtensors import version
-from .masters import Masters, cast_flags
+from .masters import Masters
 from .pairs import DeviceGroup, Pair, Pairs
 
 POLICIES = ("refresh", "error", "ignore")
@@ -76,7 +76,8 @@ class ModelWrites:
         Args:
             masters_seen: Whether :meth:`see_masters` has just been asked.
         """
-        self._follow()
+        if self._generation != self.pairs.generation or len(self._records) != len(self.pairs.devices):
+            self._follow()
         self._written_masters.clear()
         self._unsampled.clear()
         if not masters_seen:
@@ -116,10 +117,10 @@ class ModelWrites:
         self._model_versions = self._versions(self.pairs.models)
 
     def _follow(self) -> None:
-        if self._generation != self.pairs.generation or len(self._records) != len(self.pairs.devices):
-            self._generation = self.pairs.generation
-            self._groups = list(self.pairs.devices)
-            self._records = [_Record(group) for group in self._groups]
+        """Rows are new."""
+        self._generation = self.pairs.generation
+        self._groups = list(self.pairs.devices)
+        self._records = [_Record(group) for group in self._groups]
 
     def _versions(self, tensors: list[Tensor]) -> list[int]:
         return [version(t) for t in tensors] if self.pairs.has_pieces else list(map(_VERSION, tensors))
@@ -132,7 +133,7 @@ class ModelWrites:
     # -- masters that the user wrote ---------------------------------------------------------------------------------
 
     def see_masters(self) -> None:
-        """Remember which masters the user has written, until they are rounded down."""
+        """Remember which masters the user, or a hook, has written, until they are rounded down."""
         versions = self._versions(self.pairs.masters)
         if versions != self._master_versions:
             pairs = zip(self.pairs.all, versions, self._master_versions, strict=True)
@@ -144,8 +145,7 @@ class ModelWrites:
             self._master_versions = versions
 
     def round_written(self) -> None:
-        """Round down those masters, and those that a hook of a step has written since."""
-        self.see_masters()
+        """Round down those masters."""
         for group in self.pairs.devices if self._written_masters else ():
             rows = [row for row, position in enumerate(group.positions) if position in self._written_masters]
             if rows:
@@ -164,8 +164,10 @@ class ModelWrites:
 
         Syncs: where it waits.
         """
-        self.check_home("MixedPrecisionOptimizer")
-        self.sample_accepted()
+        if self.lent:
+            self.check_home("MixedPrecisionOptimizer")
+        if self._unsampled:
+            self.sample_accepted()
         if self.pairs.has_pieces:
             self.pairs.take_pieces()
         self.see_masters()
@@ -175,7 +177,9 @@ class ModelWrites:
         if self.policy == "refresh" and not waits and not self.masters.has_ties:
             self._take_on_device(versions)
         else:
-            written = [pair for group in self._groups for pair in self._written(group, versions)]
+            written: list[Pair] = []
+            for group in self._groups:
+                written += self._written(group, versions)
             if written:
                 self._follow_policy(written)
                 versions = self._versions(self.pairs.models)
@@ -310,8 +314,8 @@ class ModelWrites:
     def tell(self) -> None:
         """Warn of masters that did not fit into the model, and of what was taken on a device. Syncs."""
         self._untold = False
-        if flags := cast_flags(self._groups, self.pairs.names):
-            warn_cast(flags, self._warned)
+        if unfit := self.pairs.unfit():
+            warn_cast(unfit, self._warned)
         for group, record in zip(self._groups, self._records, strict=True):
             if kernels.is_host(group.device):
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable
@@ -16,6 +17,7 @@ from ..kernels import backend, steps
 from ..kernels.backends import captures
 from ..kernels.reference_steps import Factors
 from ..kernels.tables import is_dense
+from .device_gradients import ToStep
 from .diagnostics import warn
 from .gradients import Gradients
 from .masters import Masters
@@ -91,7 +93,7 @@ def groups_obstacle(
         reason = ("" if form is None else form.obstacle(group)) or group_obstacle(row, group)
         if reason:
             return f"group {number} has {reason}"
-        found = trials.difference(row, optimizer, group)
+        found = trials.difference(row, optimizer, group) if row.keys else ""  # torch's own need no trial
         if found:
             return f"{type(optimizer).__name__}, with the settings of group {number}, {found}"
     return ""
@@ -163,6 +165,31 @@ class _Call:
             self.columns[name] = []
 
 
+_FIXED = (bool, int, float, str, type(None))
+
+
+def _are_fixed(values: Iterable[object]) -> bool:
+    """Whether none of them can change in place: numbers, words, and tuples of these."""
+    return all(isinstance(one, _FIXED) or (isinstance(one, tuple) and _are_fixed(one)) for one in values)
+
+
+@dataclass
+class _Settings:
+    """What the groups' settings mean to a kernel.
+
+    Attributes:
+        seen: keys and values of all groups; empty where one of these can change in place.
+        reason: why no kernel takes them, in words; "" where one does.
+        options: the kernel's, by group.
+        deciding: what of each group decides which state a step needs.
+    """
+
+    seen: list[Any]
+    reason: str
+    options: list[Any]
+    deciding: list[tuple[Any, ...]]
+
+
 @dataclass
 class _Plan:
     """The calls of one device, and what they were planned for.
@@ -170,13 +197,13 @@ class _Plan:
     Attributes:
         kinds: of each row: None without gradient, whether it waits else.
         keys: all that the optimizer has state of, in its order.
-        settings: what decides, group by group, which state a step needs.
+        deciding: as :class:`_Settings` had it.
     """
 
     generation: int
     kinds: list[bool | None]
     keys: list[Any]
-    settings: list[tuple[Any, ...]]
+    deciding: list[tuple[Any, ...]]
     calls: list[_Call]
 
 
@@ -227,6 +254,7 @@ class OnePassStep:
         self._known = -1
         self._served = self._warned = self._began = False
         self._plans: dict[torch.device, _Plan] = {}
+        self._known_settings: _Settings | None = None
 
     # -- whether -----------------------------------------------------------------------------------------------------
 
@@ -241,11 +269,24 @@ class OnePassStep:
             if self.wanted == "auto" and not self._lasting and not self.needed_by:
                 plain = [str(g.device) for g in self.pairs.devices if backend(g.device) == "reference"]
                 self._lasting = f"no compiled kernels serve {plain[0]}" if plain else ""
-        return self._lasting or self._groups_obstacle()
+        return self._lasting or self._settings().reason
 
-    def _groups_obstacle(self) -> str:
-        groups = enumerate(self.optimizer.param_groups)
-        return groups_obstacle(self._row, self.optimizer, groups, self._trials, self.form)
+    def _settings(self) -> _Settings:
+        """The groups' settings as they are now, worked out anew unless the same fixed values stand there. No sync."""
+        groups, known = self.optimizer.param_groups, self._known_settings
+        seen = [*itertools.chain.from_iterable(groups), *itertools.chain.from_iterable(map(dict.values, groups))]
+        if known is not None and len(seen) == len(known.seen) and all(map(operator.is_, seen, known.seen)):
+            return known
+        if not _are_fixed(value for group in groups for key, value in group.items() if key != "params"):
+            seen = []
+        settings = _Settings(seen, "", [], [])
+        settings.reason = groups_obstacle(self._row, self.optimizer, enumerate(groups), self._trials, self.form)
+        if not settings.reason:
+            told = [self._row.settings(group) for group in groups]
+            settings.options = [self._row.options(each) for each in told]
+            settings.deciding = [self.form.settings(each) for each in told]
+        self._known_settings = settings
+        return settings
 
     def describe(self) -> str:
         """See :class:`Stepper`."""
@@ -259,7 +300,8 @@ class OnePassStep:
             RuntimeError: There is no other way to step, or a CUDA graph is being captured, which what needs this one
                 does not go with. Nothing has been done.
         """
-        self._check_not_captured()
+        if self.needed_by:
+            self._check_not_captured()
         reason = self._last_reason = self.reason()
         if reason:
             self._check_not_needed(reason)
@@ -274,7 +316,7 @@ class OnePassStep:
             warn("the wrapped optimizer steps itself from here on, and not in one pass: %s.", reason)
 
     def _check_not_captured(self) -> None:
-        if self.needed_by and any(captures(group.device) for group in self.pairs.devices):
+        if any(captures(group.device) for group in self.pairs.devices):
             raise RuntimeError(
                 f"a step with {self.needed_by} can't be captured into a CUDA graph: the host decides whether it is "
                 "skipped, and by which number it rounds. Step outside of the graph."
@@ -310,15 +352,18 @@ class OnePassStep:
                 counters_to_host(self.optimizer)
             return self.fallback.step(found_inf, closure)
 
-        def run() -> None:
-            try:
-                self.take(found_inf)
-            except CannotServe as reason:
-                self._check_not_needed(str(reason))
-                self._warn(str(reason))
-                self._fall_back(found_inf)
+        run_hooks(self.optimizer, functools.partial(self._take_or_fall_back, found_inf))
 
-        run_hooks(self.optimizer, run)
+    def _take_or_fall_back(self, found_inf: Tensor | None) -> None:
+        """In the midst of the optimizer's hooks, which may have changed its groups."""
+        try:
+            if reason := self._settings().reason:
+                raise CannotServe(reason)
+            self.take(found_inf)
+        except CannotServe as unserved:
+            self._check_not_needed(str(unserved))
+            self._warn(str(unserved))
+            self._fall_back(found_inf)
 
     def _fall_back(self, found_inf: Tensor | None) -> None:
         """In the midst of the optimizer's hooks. The step is decided on the host."""
@@ -330,44 +375,39 @@ class OnePassStep:
                 self.masters.round_down(group)
 
     def take(self, found_inf: Tensor | None) -> None:
-        """The step alone, without the optimizer's hooks and without a fallback.
+        """The step alone, for groups that were looked at, without the optimizer's hooks and without a fallback.
 
         All calls are planned, and with them all that can't be served is found, before the first is made.
 
         Raises:
             CannotServe: A kernel can't take it; nothing was stepped.
         """
-        reason = self._groups_obstacle()
-        if reason:
-            raise CannotServe(reason)
-        self.take_checked(found_inf)
-
-    def take_checked(self, found_inf: Tensor | None) -> None:
-        """As :meth:`take`, for groups that were looked at."""
-        planned = [(group, self._plan(group)) for group in self.pairs.devices]
-        options = [self._row.options(self._row.settings(group)) for group in self.optimizer.param_groups]
+        settings = self._settings()
         try:
-            self._make_calls(planned, options, found_inf)
+            self._make_calls(settings, found_inf)
         except (TypeError, ValueError):  # kernels refuse lists before they write: is there state that was not planned?
             if self._began or not self._plans:
                 raise
             self._plans = {}
-            planned = [(group, self._plan(group)) for group in self.pairs.devices]
-            self._make_calls(planned, options, found_inf)
-        self.masters.stepped()
+            self._make_calls(settings, found_inf)
+        if self.masters.has_ties:
+            self.masters.stepped()
 
-    def _make_calls(
-        self, planned: list[tuple[DeviceGroup, _Plan]], options: list[Any], found_inf: Tensor | None
-    ) -> None:
+    def _make_calls(self, settings: _Settings, found_inf: Tensor | None) -> None:
         self._began = False
-        for group, plan in planned:
+        planned = []
+        for group in self.pairs.devices:
+            grads = self.gradients.to_step(group)
+            planned.append((group, grads.factors, self._plan(group, settings, grads)))
+        for group, factors, plan in planned:
             one = found_inf if found_inf is None or found_inf.device == group.device else found_inf.to(group.device)
             for call in plan.calls:
-                self._call(group, call, options, one)
+                self._call(group, call, settings.options, factors, one)
                 self._began = True
 
-    def _call(self, group: DeviceGroup, call: _Call, options: list[Any], found_inf: Tensor | None) -> None:
-        factors = self.gradients.waiting(group)[1]
+    def _call(
+        self, group: DeviceGroup, call: _Call, options: list[Any], factors: Factors, found_inf: Tensor | None
+    ) -> None:
         if not call.waits:
             one = torch.ones((), dtype=torch.float32, device=group.device)
             factors = Factors(one, one)
@@ -384,7 +424,7 @@ class OnePassStep:
             tables=call.tables,
             **by_number,
         )
-        if any(call.first) and (found_inf is None or not bool(found_inf)):  # a step that skips leaves nothing in them
+        if True in call.first and (found_inf is None or not bool(found_inf)):  # a step that skips leaves nothing there
             for name in call.names:
                 for row in call.rows:
                     master = self.pairs.all[group.positions[row]].master
@@ -393,34 +433,32 @@ class OnePassStep:
 
     # -- plans -------------------------------------------------------------------------------------------------------
 
-    def _plan(self, group: DeviceGroup) -> _Plan:
+    def _plan(self, group: DeviceGroup, settings: _Settings, grads: ToStep) -> _Plan:
         """The calls of one device: those of the last step with other gradients, or new ones."""
-        waiting, _ = self.gradients.waiting(group)
-        true = None if self.gradients.all_wait(group) else self.gradients.true_ones(group)
-        kinds = _kinds(len(group), waiting, true)
+        kinds = _kinds(len(group.positions), grads)
         plan = self._plans.get(group.device)
-        settings = [self.form.settings(self._row.settings(g)) for g in self.optimizer.param_groups]
-        if plan is None or not self._holds(plan, kinds, settings) or not self._filled(plan, waiting, true):
-            plan = self._new_plan(group, kinds, settings, waiting, true)
+        if plan is None or not self._holds(plan, kinds, settings) or not self._filled(plan, grads):
+            plan = self._new_plan(group, kinds, settings, grads)
             self._plans.pop(group.device, None)
             if not any(any(call.first) for call in plan.calls):
                 self._plans[group.device] = plan
         return plan
 
-    def _filled(self, plan: _Plan, waiting: list[Tensor | None] | None, true: list[Tensor | None] | None) -> bool:
+    def _filled(self, plan: _Plan, grads: ToStep) -> bool:
         """Whether the calls of a plan found gradients and all state for this step."""
         states = list(self.optimizer.state.values())
-        return all(
-            call.fill((waiting if call.waits else true) or [], [states[place] for place in call.places])
-            for call in plan.calls
-        )
+        for call in plan.calls:
+            mine = (grads.waiting if call.waits else grads.true) or []
+            if not call.fill(mine, list(map(states.__getitem__, call.places))):
+                return False
+        return True
 
-    def _holds(self, plan: _Plan, kinds: list[bool | None], settings: list[tuple[Any, ...]]) -> bool:
+    def _holds(self, plan: _Plan, kinds: list[bool | None], settings: _Settings) -> bool:
         keys = self.optimizer.state
         return (
             plan.generation == self.pairs.generation
             and plan.kinds == kinds
-            and plan.settings == settings
+            and plan.deciding == settings.deciding
             and len(keys) == len(plan.keys)
             and all(map(operator.is_, keys, plan.keys))
         )
@@ -429,9 +467,8 @@ class OnePassStep:
         self,
         group: DeviceGroup,
         kinds: list[bool | None],
-        settings: list[tuple[Any, ...]],
-        waiting: list[Tensor | None] | None,
-        true: list[Tensor | None] | None,
+        settings: _Settings,
+        grads: ToStep,
     ) -> _Plan:
         calls: dict[tuple[bool, bool, tuple[str, ...]], _Call] = {}
         states: dict[int, list[dict[str, Any]]] = {}
@@ -461,8 +498,8 @@ class OnePassStep:
         for call in calls.values():
             masters = [self.pairs.all[group.positions[row]].master for row in call.rows]
             call.places = [place[id(master)] for master in masters] if call.names else []
-            call.fill((waiting if call.waits else true) or [], states[id(call)])
-        return _Plan(self.pairs.generation, kinds, keys, settings, list(calls.values()))
+            call.fill((grads.waiting if call.waits else grads.true) or [], states[id(call)])
+        return _Plan(self.pairs.generation, kinds, keys, settings.deciding, list(calls.values()))
 
     def _state_of(
         self, row: OnePassRow, settings: dict[str, Any], master: Tensor, model: Tensor
@@ -489,7 +526,8 @@ class OnePassStep:
         return there, new
 
 
-def _kinds(count: int, waiting: list[Tensor | None] | None, true: list[Tensor | None] | None) -> list[bool | None]:
+def _kinds(count: int, grads: ToStep) -> list[bool | None]:
+    waiting, true = grads.waiting, grads.true
     if waiting is not None and true is None and all(map(operator.is_not, waiting, itertools.repeat(None))):
         return [True] * count
     waits = [None] * count if waiting is None else [None if grad is None else True for grad in waiting]

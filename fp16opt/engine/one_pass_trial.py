@@ -41,8 +41,6 @@ class Trials:
         milliseconds, with lr 0.01 and weight decay, where there is any, of 0.1: at those of the groups an update may be
         too small to show. Leaves random state and defaults as they were.
         """
-        if not row.keys:  # torch's own
-            return ""
         kind = type(optimizer), _kind(row, group)
         if kind not in self._found:
             with undisturbed():

@@ -223,7 +223,7 @@ class Outcome:
             report = self.report(pairs)
             self.log.skipped(scaler, old_scale, report, loss_is_finite)
             check_consecutive([one for one, _ in verdict.of], report)
-        elif skipped is False:
+        elif skipped is False and self.log.calibrating:
             self.log.stepped()
 
 

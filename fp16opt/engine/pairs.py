@@ -252,6 +252,15 @@ class Pairs:
 
     # -- in words ----------------------------------------------------------------------------------------------------
 
+    def unfit(self) -> list[tuple[str, int]]:
+        """(name, bits of ``CastStats.overflow``) of masters that did not fit when they were last rounded. Syncs."""
+        found = []
+        for group in self.devices:
+            flags = group.cast.overflow.tolist()
+            if any(flags):
+                found += [(self.names[i], bits) for i, bits in zip(group.positions, flags, strict=True) if bits]
+        return found
+
     def name(self, names: dict[int, str]) -> None:
         """Give names, from ``id(parameter)``, to parameters that came without one."""
         for pair in self.all:

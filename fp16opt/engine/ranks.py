@@ -26,7 +26,8 @@ class Ranks:
     group: Any = None
 
     def check_norm_type(self, norm_type: float) -> None:
-        """Raise ``ValueError`` where such a norm can't be had."""
+        """Raise ``ValueError`` where such a norm can't be had. Asked only of classes that are not ``alone``."""
+        raise NotImplementedError("norms of masters that are all here need no message")
 
     def counted(self, param: Tensor) -> bool:
         """Whether this rank's piece of ``param`` enters the norm: a replicated piece is counted by one rank only."""
@@ -81,6 +82,7 @@ class Replicas:
     """Nobody said whether gradients are shared with other ranks.
 
     Attributes:
+        alone: Whether no rank is known that hears of steps.
         reduces: Whether DDP averages gradients after they have come.
         needs_decision: Whether a skip must be known on the host.
         local: Whether the present gradients are this rank's own, to be averaged over the ranks later.
@@ -88,6 +90,7 @@ class Replicas:
             reduces at the next synchronised backward, be it used there or not.
     """
 
+    alone = True
     reduces = False
     needs_decision = False
     local = False
@@ -112,8 +115,9 @@ class Replicas:
         raise NotImplementedError("gradients that no rank shares need no average")
 
     def after_step(self, skipped: bool | Tensor, digest: Callable[[], Digest]) -> None:
-        """A step is over.
+        """A step is over. Asked only of classes that are not ``alone``.
 
         Args:
             digest: gives what may be compared over the ranks.
         """
+        raise NotImplementedError("no rank is known that hears of steps")

@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 from .. import kernels
 from ..kernels.reference_steps import Factors
 from ..scaling import LossScaler
+from .arguments import require
 from .arrivals import Place
+from .device_gradients import ToStep
 from .masters import Masters
 from .model_writes import ModelWrites
 from .one_pass_rows import CannotServe, OnePassRow, steps_on_device
@@ -85,13 +87,9 @@ class OneGradient:
         self.grad: Tensor | None = None
         self.factors: Factors | None = None
 
-    def waiting(self, group: DeviceGroup) -> tuple[list[Tensor | None], Factors | None]:
+    def to_step(self, group: DeviceGroup) -> ToStep:
         """The gradient, and what it is to be multiplied by."""
-        return [self.grad], self.factors
-
-    def all_wait(self, group: DeviceGroup) -> bool:
-        """True: there are no true ones."""
-        return True
+        return ToStep([self.grad], None, require(self.factors))
 
 
 class OneByOne:
@@ -150,7 +148,7 @@ class OneByOne:
         gradient.grad, gradient.factors = grad, factors
         try:
             self._check(place.pair)
-            step.take_checked(found_inf)
+            step.take(found_inf)
         except CannotServe as reason:
             raise RuntimeError(
                 f"parameter {place.pair.name!r} can't be stepped in one pass any more: {reason}. gradient_release has "

@@ -8,7 +8,7 @@ import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from ..certify import check_bucket_invariant
 from ..certify.buckets import BucketSteps, hooks_muted, settings_of
 from ..certify.trials import factory_like
 from ..kernels.native import reading
+from ..kernels.reference_steps import Factors
 from .gradients import Gradients
 from .masters import Masters
 from .pairs import Pair, Pairs
@@ -155,6 +156,14 @@ def _parts(members: list[Pair]) -> list[list[Pair]]:
     return parts
 
 
+class _Gradient(NamedTuple):
+    """One parameter's: as it waits in 16 bits, with what it is to be multiplied by; or as it is true."""
+
+    waiting: Tensor | None
+    true: Tensor | None
+    factors: Factors
+
+
 class StreamedStep:
     """Steps the wrapped optimizer on split masters, a bucket at a time.
 
@@ -212,16 +221,16 @@ class StreamedStep:
         finally:
             self.masters.stepped()
 
-    def _gradients(self) -> dict[int, tuple[Tensor | None, Tensor | None]]:
-        """By ``id(pair)``, where there is one: the gradient that waits, or the one that is true."""
-        found: dict[int, tuple[Tensor | None, Tensor | None]] = {}
+    def _gradients(self) -> dict[int, _Gradient]:
+        """By ``id(pair)``, where there is one."""
+        found: dict[int, _Gradient] = {}
         for group in self.pairs.devices:
-            waiting, _ = self.gradients.waiting(group)
-            true = self.gradients.true_ones(group)
-            for row, position in enumerate(group.positions):
-                waits = None if waiting is None else waiting[row]
-                if waits is not None or true[row] is not None:
-                    found[id(self.pairs.all[position])] = (waits, true[row])
+            grads = self.gradients.to_step(group)
+            nothing: list[Tensor | None] = [None] * len(group)
+            each = zip(group.positions, grads.waiting or nothing, grads.true or nothing, strict=True)
+            for position, waits, true in each:
+                if waits is not None or true is not None:
+                    found[id(self.pairs.all[position])] = _Gradient(waits, true, grads.factors)
         return found
 
     def _run(self) -> None:
@@ -249,7 +258,7 @@ class StreamedStep:
         bucket: Bucket,
         parts: BucketSteps,
         memory: _Memory,
-        grads: dict[int, tuple[Tensor | None, Tensor | None]],
+        grads: dict[int, _Gradient],
     ) -> None:
         models = [pair.model for pair in bucket.split]
         values, room = memory.views(bucket)
@@ -269,18 +278,17 @@ class StreamedStep:
             self.optimizer.step()
 
     def _made(
-        self, bucket: Bucket, room: list[Tensor], grads: list[tuple[Tensor | None, Tensor | None]]
+        self, bucket: Bucket, room: list[Tensor], grads: list[_Gradient]
     ) -> list[Tensor | None]:
         """The bucket's FP32 gradients: true ones, with their masters' ``.grad``, and those made in ``room``."""
         found = [
-            grad if grad is not None and true is not None else None
-            for grad, (_, true) in zip(stored([pair.master for pair in bucket.split]), grads, strict=True)
+            grad if grad is not None and one.true is not None else None
+            for grad, one in zip(stored([pair.master for pair in bucket.split]), grads, strict=True)
         ]
-        waiting = [waits for waits, _ in grads]
+        waiting = [one.waiting for one in grads]
         if count_there(waiting):
             outs = [None if waits is None else out for out, waits in zip(room, waiting, strict=True)]
-            _, factors = self.gradients.waiting(bucket.split[0].device)
-            kernels.multi_tensor_unscale_clipped(waiting, outs, *factors, tables=bucket.unscale_tables)
+            kernels.multi_tensor_unscale_clipped(waiting, outs, *grads[0].factors, tables=bucket.unscale_tables)
             found = [grad if out is None else out for grad, out in zip(found, outs, strict=True)]
         return found
 

@@ -107,7 +107,7 @@ def run_hooks(optimizer: Optimizer, work: Callable[[], None]) -> None:
             with reading(once=False):
                 Optimizer.profile_hook_step(run)(optimizer)
         else:
-            run(optimizer)
+            work()
     except BaseException as error:
         raise StepFailed(error, bool(done)) from error
 

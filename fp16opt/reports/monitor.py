@@ -302,7 +302,7 @@ class Monitor:
         as_it_lies[folded] = inverse
         found[:, _LARGEST] *= as_it_lies
         if parts.accumulation.stage.value in ("looked", "taken"):  # then the sums are known, from before any clip
-            for group, one in zip(parts.pairs.devices, parts.gradients.stats(), strict=True):
+            for group, one in zip(parts.pairs.devices, parts.gradients.stats, strict=True):
                 rows = [at for at, position in enumerate(group.positions) if grads[position][0] is not None]
                 found[[group.positions[at] for at in rows], _SUMSQ] = one.sumsq[rows].to(found)
         return found
