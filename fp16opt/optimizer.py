@@ -596,12 +596,12 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 self._take_foreign()
             else:
                 self._accumulation.take_zeros(self.scaler)
-        elif self._is_foreign() and self.__dict__.get("grad_scale") is not None:
+        elif self.__dict__.get("grad_scale") is not None and self._is_foreign():
             self._take_foreign()  # it has looked at them and left the unscaling to this step
         verdict: Verdict | None = self._accumulation.settle(write, norm_type, of)
         if verdict is not None and flag is not None:  # torch's protocol: a GradScaler hands over its own verdict
             found = torch.maximum(verdict.found_inf, flag.to(self._device).reshape(()).clamp(max=1.0))
-            verdict = Verdict(found, [(scaler, found) for scaler, _ in verdict.of], verdict.flags, verdict.norm)
+            verdict = Verdict(found, [(scaler, found) for scaler, _ in verdict.of], verdict.norm)
         return verdict
 
     def _take_foreign(self) -> None:
@@ -762,7 +762,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         old = float(self.scaler.scale) if skipped is True else 0.0
         finite = are_finite(self._accumulation.losses) if skipped is True else None
-        skipped = self._outcome.close(verdict, skipped, self._gradients.stats)
+        flags = [] if skipped is False else self._gradients.flags()
+        skipped = self._outcome.close(verdict, skipped, flags, self._gradients.stats)
         self._accumulation.finish(used)
         self._under.stepped()
         if not self._accumulation.replicas.alone:

@@ -69,13 +69,11 @@ class Verdict:
     Attributes:
         found_inf: float32, 0-dim, on the engine's device: 1.0 where one is not.
         of: each scaler that took part, with what its own backwards gave.
-        flags: by device, int32 bits for each row, which the next pass overwrites.
         norm: float64, 0-dim: over all master gradients, on all ranks, where it was asked for.
     """
 
     found_inf: Tensor
     of: list[tuple[LossScaler, Tensor]]
-    flags: list[Tensor]
     norm: Tensor | None = None
 
 
@@ -399,7 +397,7 @@ class Accumulation:
             RuntimeError: 16-bit ones were written where that can't count any more.
         """
         gradients, pairs = self.gradients, self.gradients.pairs
-        moved, edited = gradients.moved(), gradients.edited()
+        moved, edited = gradients.moved(), gradients.edited() if gradients.made else []
         if not (moved or edited):
             return
         self._edited += [pairs.all[i].name for i in edited]
@@ -541,7 +539,7 @@ class Accumulation:
             self._tell_norms()
         each = list(self._verdicts.values())
         found = each[0][1] if len(each) == 1 else torch.stack([one for _, one in each]).amax()
-        return Verdict(found, each, self.gradients.flags(), norm)
+        return Verdict(found, each, norm)
 
     def _agree(self, norm_type: float | None, of: set[int] | None) -> Tensor | None:
         """One message for verdicts and norm, at the first of clipping and stepping; returns the norm."""

@@ -328,7 +328,7 @@ class Arrivals:
         if self.pending.scaler.follows_norms:
             self.pending.scaler.see(torch.stack([place.stats.norm.to(self.device) for place in came]).amax())
         norm = None if norm_type is None else self.taker.norm(norm_type, came, self.device)
-        return Verdict(found, [(self.pending.scaler, found)], [stats.nonfinite for stats in self.stats], norm)
+        return Verdict(found, [(self.pending.scaler, found)], norm)
 
     def clip(self, factor: Tensor, of: set[int] | None = None) -> None:
         """See :class:`Taker`."""
@@ -340,6 +340,10 @@ class Arrivals:
             f"clip_master_values: with {self._said} gradients are freed when they come. Use clip_master_grads where "
             "that goes, or gradient_release=False."
         )
+
+    def flags(self) -> list[Tensor]:
+        """By device: int32 bits of each row, which the next settling overwrites. No sync."""
+        return [stats.nonfinite for stats in self.stats]
 
     def tensors(self) -> list[Tensor]:
         """What is kept of gradients, and any that somebody else has put into parameters or masters."""

@@ -92,10 +92,8 @@ class Gradients:
         return now is not None and self.sight is not None and self.sight.was_carried(position, now)
 
     def edited(self) -> list[int]:
-        """Positions whose master gradient was written or replaced since it was made. Own ones are the model's."""
-        if not self.made or self._made_sight is None:
-            return []
-        return self._made_sight.moved(self._of_masters())
+        """Positions whose master gradient was written or replaced since it was ``made``. Own ones are the model's."""
+        return [] if self._made_sight is None else self._made_sight.moved(self._of_masters())
 
     def _of_masters(self) -> list[Tensor | None]:
         grads = zip(self.pairs.are_own, stored(self.pairs.masters), strict=True)
@@ -117,7 +115,7 @@ class Gradients:
         """
         if self.own_are_scaled:
             return
-        for each in self._each:
+        for each in self._each if self.pairs.has_own else ():
             each.set_aside(keep)
         self.own_are_scaled = True
 
@@ -130,6 +128,7 @@ class Gradients:
         was_scaled, self.own_are_scaled = self.own_are_scaled, False
         if not (was_scaled and self.pairs.has_own):
             return
+        self.sight = None
         with torch.no_grad():
             for each in self._each:
                 each.unscale_own(inv_scale.to(each.group.device), self.summing)
@@ -173,9 +172,9 @@ class Gradients:
 
     def _note_made(self, anew: bool = True) -> None:
         """Remember gradients as they are now; with ``anew`` False the model's are as they were seen, if they were."""
-        if anew or self.sight is None or self.pairs.has_own:
+        if anew or self.sight is None:
             self.see()
-        self._made_sight = Sight(self._of_masters()) if self.made else None
+        self._made_sight = Sight(self._of_masters()) if self.made and self.pairs.has_apart else None
 
     def write(self) -> None:
         """Make FP32 gradients of those that wait, in the bits that a one-pass step would use. No host sync."""
@@ -186,7 +185,7 @@ class Gradients:
                 each.write()
         self._clipped = False
         self._are_made()
-        self._made_sight = Sight(self._of_masters())
+        self._note_made(anew=False)
 
     def judge(self) -> None:
         """Look at true gradients as they are now: somebody edited them. No host sync."""

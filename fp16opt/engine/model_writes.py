@@ -134,6 +134,8 @@ class ModelWrites:
 
     def see_masters(self) -> None:
         """Remember which masters the user, or a hook, has written, until they are rounded down."""
+        if not self.pairs.has_apart:
+            return
         versions = self._versions(self.pairs.masters)
         if versions != self._master_versions:
             pairs = zip(self.pairs.all, versions, self._master_versions, strict=True)
@@ -171,7 +173,7 @@ class ModelWrites:
         if self.pairs.has_pieces:
             self.pairs.take_pieces()
         self.see_masters()
-        if self.policy == "ignore":
+        if self.policy == "ignore" or not self.pairs.has_apart:
             return
         versions = self._versions(self.pairs.models)
         if self.policy == "refresh" and not waits and not self.masters.has_ties:

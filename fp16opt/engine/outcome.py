@@ -113,11 +113,14 @@ class Outcome:
         """``step`` was called and there was nothing to step. No sync."""
         self._last, self._flags = False, None
 
-    def close(self, verdict: Verdict, skipped: bool | Tensor, stats: Sequence[kernels.GradStats]) -> bool | Tensor:
+    def close(
+        self, verdict: Verdict, skipped: bool | Tensor, flags: list[Tensor], stats: Sequence[kernels.GradStats]
+    ) -> bool | Tensor:
         """Note what became of a step, and have the scalers follow; nothing has been cleared yet.
 
         Args:
             skipped: Decided, or the device's flag (float32, 0-dim), which may lie in memory that is soon cleared.
+            flags: By device, int32 bits for each row, in memory that is soon overwritten; none where nothing skipped.
             stats: Of the passes, by device: they may be cleared on the way.
 
         Returns:
@@ -125,24 +128,29 @@ class Outcome:
         """
         self.steps += 1
         if isinstance(skipped, bool):
-            self._flags = [flags.clone() for flags in verdict.flags] if skipped else None
+            self._flags = [one.clone() for one in flags] if skipped else None
             self._last = skipped
             self._skipped_here += skipped
             for scaler, found in verdict.of:
                 follow(scaler, found)
             return skipped
-        last, counted = self._memory(verdict.flags, skipped.device)
+        last, counted = self._memory(flags, skipped.device)
         devices = [one.nonfinite.device for one in stats]
         if not (devices and skipped.device == devices[0] and all(map(decisions.are_compiled, devices))):
-            note(skipped, verdict.flags, self._kept, last, counted)
+            note(skipped, flags, self._kept, last, counted)
             for scaler, found in verdict.of:
                 follow(scaler, found)
             return last
-        self._close_on_device(verdict, skipped, stats, (last, counted))
+        self._close_on_device(verdict, skipped, flags, stats, (last, counted))
         return last
 
     def _close_on_device(
-        self, verdict: Verdict, skipped: Tensor, stats: Sequence[kernels.GradStats], outcome: tuple[Tensor, Tensor]
+        self,
+        verdict: Verdict,
+        skipped: Tensor,
+        flags: list[Tensor],
+        stats: Sequence[kernels.GradStats],
+        outcome: tuple[Tensor, Tensor],
     ) -> None:
         """Outcome, scale and statistics, in one launch a device where that can be."""
         single = verdict.of[0] if len(verdict.of) == 1 and verdict.of[0][1] is skipped else None
@@ -153,13 +161,13 @@ class Outcome:
                 follow(scaler, found)
         else:
             single[0].generation += memory.settings is not None
-        for number, (one, flags, kept) in enumerate(zip(stats, verdict.flags, self._kept, strict=True)):
+        for number, (one, bits, kept) in enumerate(zip(stats, flags, self._kept, strict=True)):
             if number:
-                decisions.close_step(stats=one, flags=flags, kept=kept)
+                decisions.close_step(stats=one, flags=bits, kept=kept)
             else:
                 decisions.close_step(
                     stats=one,
-                    flags=flags,
+                    flags=bits,
                     kept=kept,
                     found_inf=skipped,
                     outcome=outcome,

@@ -277,9 +277,7 @@ class StreamedStep:
         with fused_steps_guarded(self.optimizer):
             self.optimizer.step()
 
-    def _made(
-        self, bucket: Bucket, room: list[Tensor], grads: list[_Gradient]
-    ) -> list[Tensor | None]:
+    def _made(self, bucket: Bucket, room: list[Tensor], grads: list[_Gradient]) -> list[Tensor | None]:
         """The bucket's FP32 gradients: true ones, with their masters' ``.grad``, and those made in ``room``."""
         found = [
             grad if grad is not None and one.true is not None else None

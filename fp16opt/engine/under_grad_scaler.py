@@ -117,7 +117,7 @@ class UnderGradScaler:
             made = stored(self.pairs.masters) if stage is Stage.SCALED else [None] * len(self.pairs)
             values = [seen if mine else grad for mine, seen, grad in zip(own, self._seen.grads, made, strict=True)]
             found = self.gradients.judge_apart(values, self.accumulation.device)
-        return Verdict(found, [(scaler, found)], self.gradients.flags()) if bool(found) else None
+        return Verdict(found, [(scaler, found)]) if bool(found) else None
 
     def used(self) -> Sight | None:
         """The gradients that a GradScaler was shown and no step has used, in the versions in which it left them."""

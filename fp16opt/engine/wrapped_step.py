@@ -194,20 +194,22 @@ def run_step(optimizer: Optimizer, found_inf: Tensor | None, closure: Callable[[
         StepFailed: Around whatever the step or one of its hooks raised.
     """
     completed: list[bool] = []
-    with _first_post_hook(optimizer, lambda *_: completed.append(True)), fused_steps_guarded(optimizer):
+    with contextlib.ExitStack() as around:
+        around.enter_context(_first_post_hook(optimizer, lambda *_: completed.append(True)))
+        around.enter_context(reading(once=False))
+        if isinstance(optimizer, torch.optim.SGD):
+            around.enter_context(fused_steps_guarded(optimizer))
+        if found_inf is not None:
+            around.enter_context(found_inf_given(optimizer, found_inf))
         try:
-            with found_inf_given(optimizer, found_inf), reading(once=False):
-                return optimizer.step() if closure is None else optimizer.step(closure)
+            return optimizer.step() if closure is None else optimizer.step(closure)
         except BaseException as error:
             raise StepFailed(error, bool(completed)) from error
 
 
 @contextlib.contextmanager
-def found_inf_given(optimizer: Any, found_inf: Tensor | None) -> Iterator[None]:
+def found_inf_given(optimizer: Any, found_inf: Tensor) -> Iterator[None]:
     """Within, torch's protocol for skipping on the device; gradients are unscaled already."""
-    if found_inf is None:
-        yield
-        return
     optimizer.grad_scale, optimizer.found_inf = None, found_inf
     try:
         yield
