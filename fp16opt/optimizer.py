@@ -368,12 +368,12 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         if self._model_writes.lent:
             self._model_writes.check_home(type(self).__name__)
-        if self.master_weights == "split":
-            self._certified.check(self.optimizer)
         if verifies:
             self._pairs.verify()
         groups = self._holder.param_groups
         if self._pairs.are_more(groups, self._masters.are_apart):
+            if self.master_weights == "split":
+                self._certified.check(self.optimizer)
             self._pairs.verify()
             self._pairs.take_in(groups, self._names, self._adopter())
             self._grow()

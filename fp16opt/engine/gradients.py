@@ -65,11 +65,14 @@ class Gradients:
 
     def any_there(self) -> bool:
         """Whether a parameter holds a gradient, or a sum."""
+        for each in self._each if self.summing else ():
+            if each.has_sums():
+                return True
         for tensors in (self.pairs.models, self.pairs.elsewhere):
             for grad in map(GRAD.__get__, tensors):
                 if grad is not None:
                     return True
-        return self.summing and any([each.has_sums() for each in self._each])  # noqa: C419
+        return False
 
     def tensors(self) -> list[Tensor]:
         """Every gradient that is there, the masters' too, and memory that is kept for them."""
