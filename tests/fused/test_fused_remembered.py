@@ -83,8 +83,18 @@ def no_momentum(opt: MixedPrecisionOptimizer, params: list[nn.Parameter]) -> Non
         opt.param_groups[0]["momentum"] = 0.0
 
 
+def two_settings(opt: MixedPrecisionOptimizer, params: list[nn.Parameter]) -> None:
+    group = opt.param_groups[0]
+    group["maximize"], group["weight_decay"] = True, 0.25  # as many settings as before, in the same order
+
+
+def another_group(opt: MixedPrecisionOptimizer, params: list[nn.Parameter]) -> None:
+    opt.param_groups[0] = {**opt.param_groups[0], "lr": 0.125}
+
+
 CHANGES: list[Change] = [
-    *(replace_state, reload, reload_inner, clear_state, reorder_state, add_group, other_lr, amsgrad, no_momentum)
+    *(replace_state, reload, reload_inner, clear_state, reorder_state, add_group, other_lr, amsgrad, no_momentum),
+    *(two_settings, another_group),
 ]
 
 
@@ -103,6 +113,48 @@ def test_a_change_between_steps_counts(kind: str, change: Change) -> None:
             step(opt, params, number)
         results.append([*params, *opt.master_params(), *[v for s in opt.state.values() for v in s.values()]])
     assert len(results[0]) == len(results[1])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def lr_in_place(opt: MixedPrecisionOptimizer) -> None:
+    opt.param_groups[0]["lr"].fill_(0.5)
+
+
+def betas_in_place(opt: MixedPrecisionOptimizer) -> None:
+    opt.param_groups[0]["betas"][0] = 0.5
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "change"), [("lr", torch.tensor(0.01), lr_in_place), ("betas", [0.9, 0.99], betas_in_place)]
+)
+def test_a_setting_that_is_written_in_place_counts(key: str, value: object, change: Callable[..., None]) -> None:
+    results = []
+    for forgets in (False, True):
+        opt, params = make("AdamW", fused=True)
+        opt.param_groups[0][key] = copy.deepcopy(value)
+        for number in range(6):
+            if number == 3:
+                change(opt)
+            if forgets:  # a copy has nothing to remember
+                opt, params = copy.deepcopy((opt, params))
+            step(opt, params, number)
+        assert "fused" in repr(opt).split("step:")[1].split("\n")[0]
+        results.append([*params, *opt.master_params()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_what_a_hook_of_the_step_sets_counts_in_that_step() -> None:
+    results = []
+    for hooked in (False, True):
+        opt, params = make("AdamW", fused=True)
+        for number in range(3):
+            step(opt, params, number)
+        if hooked:
+            opt.optimizer.register_step_pre_hook(lambda o, *_: o.param_groups[0].update(lr=0.5))
+        else:
+            opt.param_groups[0]["lr"] = 0.5
+        step(opt, params, 3)
+        results.append([*params, *opt.master_params()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
