@@ -189,7 +189,10 @@ def count_writes(call: Call, results: Sequence[object], *, lists: bool = True) -
     16-bit parameters: torch's own fused steps count none of these either, and for 1,000 small tensors counting takes as
     long as the step.
     """
-    written: list[Tensor] = [result for result in results if isinstance(result, Tensor)]
+    written: list[Tensor] = []
+    for result in results:
+        if isinstance(result, Tensor):
+            written.append(result)
     for which in call.plan.operation.written if lists else ():
         entries, plan = call.lists[which], call.plan
         if len(plan.direct) < plan.count:
@@ -222,7 +225,10 @@ def launch(
     plan = call.plan
     if plan.compiled is None:
         plan.compiled = _cpu.Table(*table_arguments(call))
-    given = [value.data_ptr() if isinstance(value, Tensor) else value for value in arguments]
+    given = list(arguments)
+    for place, value in enumerate(arguments):
+        if isinstance(value, Tensor):
+            given[place] = value.data_ptr()
     if flags is not None:
         given.append(flags)
     addresses = call.addresses if call.addresses is not None else addresses_of(call)
