@@ -8,6 +8,7 @@
 #include "api_split.h"
 #include "api_steps.h"
 #include "seen_lists.h"
+#include "tensor_counters.h"
 
 namespace py = pybind11;
 using namespace fp16opt;
@@ -211,6 +212,7 @@ PYBIND11_MODULE(_cpu, module) {
     module.doc() = "Multi-tensor operations on CPU memory. fp16opt.kernels.native is the guard: call nothing here directly.";
     py::class_<Table>(module, "Table").def(py::init(&make_table));
     bind_seen_lists(module);
+    bind_tensor_counters(module);
     bind_finding(module);
     bind_measures(module);
     bind_writing(module);

@@ -2,6 +2,8 @@
 // tensor type offers one.
 #pragma once
 
+#define PYBIND11_NO_ASSERT_GIL_HELD_INCREF_DECREF  // asking whether Python's lock is held takes longer than counting
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -73,27 +75,46 @@ private:
 };
 
 struct Kind {
+    PyTypeObject* type;
     DLDataType dtype;
     DLDevice device;
     int32_t ndim;
+    bool is_single;
+    bool has(const DLTensor& now) const {
+        return dtype.code == now.dtype.code && dtype.bits == now.dtype.bits && dtype.lanes == now.dtype.lanes &&
+               device.device_type == now.device.device_type && device.device_id == now.device.device_id && ndim == now.ndim;
+    }
     bool operator==(const Kind& o) const {
-        return dtype.code == o.dtype.code && dtype.bits == o.dtype.bits && dtype.lanes == o.dtype.lanes &&
-               device.device_type == o.device.device_type && device.device_id == o.device.device_id && ndim == o.ndim;
+        return type == o.type && is_single == o.is_single &&
+               has({nullptr, o.device, o.ndim, o.dtype, nullptr, nullptr, 0});
     }
 };
 
-struct Seen {  // one tensor
-    PyTypeObject* type;
-    Kind kind;
-    bool is_single;
-    bool operator==(const Seen& o) const { return type == o.type && kind == o.kind && is_single == o.is_single; }
+// What was seen of a list of tensors: a few kinds, and of each tensor which it is, and its shape and strides.
+struct SeenList {
+    std::vector<Kind> kinds;
+    std::vector<uint32_t> kind_of;
+    std::vector<int64_t> extents;  // one tensor after the other
+    std::vector<py::type> types;   // held, so that no other type takes the place of one
+
+    void add(const Kind& kind, const DLTensor& now) {
+        if (kinds.empty() || !(kinds.back() == kind)) {
+            kinds.push_back(kind);
+            types.push_back(py::reinterpret_borrow<py::type>(reinterpret_cast<PyObject*>(kind.type)));
+        }
+        kind_of.push_back(uint32_t(kinds.size() - 1));
+        extents.insert(extents.end(), now.shape, now.shape + now.ndim);
+        extents.insert(extents.end(), now.strides, now.strides + now.ndim);
+    }
+    bool operator==(const SeenList& o) const {
+        return this == &o || (kinds == o.kinds && kind_of == o.kind_of && extents == o.extents);
+    }
 };
 
 // A list of tensors as it was read.
 struct Read {
     std::shared_ptr<Held> held;
-    std::vector<Seen> seen;
-    std::vector<int64_t> extents;  // shape and strides of each tensor, one after the other
+    std::shared_ptr<const SeenList> seen;
     Pointers pointers;
 };
 
@@ -141,79 +162,51 @@ public:
     // Throws TypeError where there is something else than a `tensor_type`, and whatever the exchange raises.
     SeenLists(const py::capsule& exchange, const py::type& tensor_type, py::object is_neg, const py::tuple& lists,
               size_t deciding)
-        : api_(exchange_from(exchange)), is_neg_(std::move(is_neg)), deciding_(deciding), lists_(lists.size()) {
+        : api_(exchange_from(exchange)), is_neg_(std::move(is_neg)), deciding_(deciding) {
         if (!can_read(lists)) throw py::type_error("lists must be lists or tuples, all of one length");
         for (Py_ssize_t i = 0; i < count_; ++i) left_out_.push_back(uint8_t(leaves_out(lists, i)));
-        for (py::handle list : lists) {
+        used_ = size_t(std::count(left_out_.begin(), left_out_.end(), 0));
+        for (size_t k = 0; k < lists.size(); ++k) {
+            auto list = std::make_shared<SeenList>();
             for (Py_ssize_t i = 0; i < count_; ++i) {
-                if (left_out_[size_t(i)] == 0) see(py::reinterpret_borrow<py::object>(Items(list.ptr()).at(i)), tensor_type);
+                if (left_out_[size_t(i)] == 0) see(*list, py::reinterpret_borrow<py::object>(items(lists, k).at(i)), tensor_type);
             }
+            seen_.push_back(std::move(list));
         }
     }
 
     // Reads the lists again: their addresses, or None where something is not as it was.
     py::object match(const py::tuple& lists) {
-        if (lists.size() != lists_ || !can_read(lists)) return py::none();
-        for (Py_ssize_t i = 0; i < count_; ++i) {
+        if (lists.size() != seen_.size() || !can_read(lists)) return py::none();
+        const bool whole = used_ == size_t(count_);  // then a None is found by its type
+        for (Py_ssize_t i = 0; !whole && i < count_; ++i) {
             if (leaves_out(lists, i) != (left_out_[size_t(i)] != 0)) return py::none();
         }
         auto found = std::make_unique<Addresses>();
-        found->lists.resize(lists_);
-        const size_t used = seen_.size() / std::max<size_t>(lists_, 1);
-        Reading* reading = used == size_t(count_) ? Reading::current() : nullptr;  // only lists without gaps
-        const Seen* seen = seen_.data();
-        const int64_t* extent = extents_.data();
-        for (size_t k = 0; k < lists_; ++k) {
-            const Items items(lists[k].ptr());
-            Pointers& pointers = found->lists[k];
-            if (const Read* read = reading == nullptr ? nullptr : reading->find(items.data(), used)) {
-                if (!std::equal(read->seen.begin(), read->seen.end(), seen) ||
-                    !std::equal(read->extents.begin(), read->extents.end(), extent)) {
-                    return py::none();
-                }
-                pointers = read->pointers;
-                found->held.push_back(read->held);
-                seen += used;
-                extent += read->extents.size();
+        found->lists.resize(seen_.size());
+        Reading* reading = whole ? Reading::current() : nullptr;
+        for (size_t k = 0; k < seen_.size(); ++k) {
+            const Read* earlier = reading == nullptr ? nullptr : reading->find(items(lists, k).data(), used_);
+            if (earlier != nullptr) {
+                if (!(*earlier->seen == *seen_[k])) return py::none();
+                found->lists[k] = earlier->pointers;
+                found->held.push_back(earlier->held);
                 continue;
             }
-            const int64_t* const first_extent = extent;
             const auto held = found->held.emplace_back(std::make_shared<Held>());
-            held->tensors.reserve(used);
-            pointers.reserve(used);
-            for (Py_ssize_t i = 0; i < count_; ++i) {
-                if (left_out_[size_t(i)] != 0) continue;
-                items.prefetch(i);
-                PyObject* tensor = items.at(i);
-                if (tensor == nullptr || Py_TYPE(tensor) != seen->type) return py::none();
-                Py_INCREF(tensor);
-                held->tensors.push_back(tensor);
-                DLTensor now;
-                if (api_->dltensor_from_py_object_no_sync(tensor, &now) != 0) {
-                    PyErr_Clear();  // not a dense tensor any more: the full check will say what it is
-                    return py::none();
-                }
-                if (!(seen->kind == Kind{now.dtype, now.device, now.ndim})) return py::none();
-                const size_t bytes = size_t(now.ndim) * sizeof(int64_t);
-                if (bytes != 0 && (now.strides == nullptr || std::memcmp(extent, now.shape, bytes) != 0 ||
-                                   std::memcmp(extent + now.ndim, now.strides, bytes) != 0)) {
-                    return py::none();
-                }
-                if (seen->is_single && is_negated(tensor)) return py::none();
-                extent += 2 * now.ndim;
-                ++seen;
-                pointers.push_back(static_cast<char*>(now.data) + now.byte_offset);
-            }
-            if (reading != nullptr) reading->keep({held, {seen - used, seen}, {first_extent, extent}, pointers});
+            if (!read(items(lists, k), *seen_[k], *held, found->lists[k])) return py::none();
+            if (reading != nullptr) reading->keep({held, seen_[k], found->lists[k]});
         }
         return py::cast(found.release(), py::return_value_policy::take_ownership);
     }
 
 private:
+    static Items items(const py::tuple& lists, size_t k) { return Items(PyTuple_GET_ITEM(lists.ptr(), Py_ssize_t(k))); }
+
     bool can_read(const py::tuple& lists) {
-        for (py::handle list : lists) {
-            if (!Items::serves(list.ptr())) return false;
-            const Py_ssize_t size = Items(list.ptr()).size();
+        for (size_t k = 0; k < lists.size(); ++k) {
+            if (!Items::serves(PyTuple_GET_ITEM(lists.ptr(), Py_ssize_t(k)))) return false;
+            const Py_ssize_t size = items(lists, k).size();
             if (count_ < 0) count_ = size;
             if (size != count_) return false;
         }
@@ -222,12 +215,12 @@ private:
 
     bool leaves_out(const py::tuple& lists, Py_ssize_t i) const {
         for (size_t k = 0; k < deciding_; ++k) {
-            if (Items(lists[k].ptr()).at(i) == Py_None) return true;
+            if (items(lists, k).at(i) == Py_None) return true;
         }
         return false;
     }
 
-    void see(const py::object& tensor, const py::type& tensor_type) {
+    void see(SeenList& list, const py::object& tensor, const py::type& tensor_type) {
         if (!PyObject_TypeCheck(tensor.ptr(), reinterpret_cast<PyTypeObject*>(tensor_type.ptr()))) {
             throw py::type_error("a list holds something that is not a tensor");
         }
@@ -236,10 +229,37 @@ private:
         if (now.strides == nullptr && now.ndim != 0) throw py::value_error("the exchange reports no strides");
         int64_t numel = 1;
         for (int32_t d = 0; d < now.ndim; ++d) numel *= now.shape[d];
-        if (types_.empty() || !types_.back().is(py::type::of(tensor))) types_.push_back(py::type::of(tensor));
-        seen_.push_back({Py_TYPE(tensor.ptr()), {now.dtype, now.device, now.ndim}, numel == 1});
-        extents_.insert(extents_.end(), now.shape, now.shape + now.ndim);
-        extents_.insert(extents_.end(), now.strides, now.strides + now.ndim);
+        list.add({Py_TYPE(tensor.ptr()), now.dtype, now.device, now.ndim, numel == 1}, now);
+    }
+
+    // Whether one list is as it was seen: holds its tensors, and appends their addresses.
+    bool read(const Items& items, const SeenList& seen, Held& held, Pointers& pointers) {
+        held.tensors.reserve(used_);
+        pointers.reserve(used_);
+        const uint32_t* kind_of = seen.kind_of.data();
+        const int64_t* extent = seen.extents.data();
+        for (Py_ssize_t i = 0; i < count_; ++i) {
+            if (left_out_[size_t(i)] != 0) continue;
+            items.prefetch(i);
+            PyObject* tensor = items.at(i);
+            const Kind& kind = seen.kinds[*kind_of++];
+            if (tensor == nullptr || Py_TYPE(tensor) != kind.type) return false;
+            Py_INCREF(tensor);
+            held.tensors.push_back(tensor);
+            DLTensor now;
+            if (api_->dltensor_from_py_object_no_sync(tensor, &now) != 0) {
+                PyErr_Clear();  // not a dense tensor any more: the full check will say what it is
+                return false;
+            }
+            if (!kind.has(now) || (now.ndim != 0 && now.strides == nullptr)) return false;
+            for (int32_t d = 0; d < now.ndim; ++d) {
+                if (extent[d] != now.shape[d] || extent[now.ndim + d] != now.strides[d]) return false;
+            }
+            if (kind.is_single && is_negated(tensor)) return false;
+            extent += 2 * now.ndim;
+            pointers.push_back(static_cast<char*>(now.data) + now.byte_offset);
+        }
+        return true;
     }
 
     bool is_negated(PyObject* tensor) const {
@@ -250,12 +270,10 @@ private:
 
     const DLPackExchangeAPI* api_;
     py::object is_neg_;
-    size_t deciding_, lists_;
+    size_t deciding_, used_ = 0;
     Py_ssize_t count_ = -1;
     std::vector<uint8_t> left_out_;  // by entry
-    std::vector<Seen> seen_;         // one list after the other
-    std::vector<int64_t> extents_;   // shape and strides of each tensor, one after the other
-    std::vector<py::type> types_;    // held, so that no other type takes the place of one
+    std::vector<std::shared_ptr<const SeenList>> seen_;
 };
 
 // Addresses as SeenLists found them, or as lists of integers; for as long as this and `source` are there.

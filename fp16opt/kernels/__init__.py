@@ -15,6 +15,7 @@ Every function takes ``tables``, a :class:`PointerTables` of the call site, to s
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Literal
 
@@ -25,10 +26,19 @@ from . import backends, cuda, reference
 from .averages import multi_tensor_lerp
 from .backends import backend
 from .calls import Entries, PointerTables
-from .checks import as_single, check_given, check_result
 from .measures import COMPARED, MEASURED, Snapshots, multi_tensor_compare, multi_tensor_measure
 from .splitting import multi_tensor_join, multi_tensor_split
-from .stats import INF, NAN, NOT_FINITE, TOO_LARGE, CastStats, GradStats, sum_dtype
+from .stats import (
+    INF,
+    NAN,
+    NOT_FINITE,
+    TOO_LARGE,
+    CastStats,
+    GradStats,
+    check_given,
+    check_result,
+    sum_dtype,
+)
 from .tables import (
     AXPBY,
     CAST,
@@ -280,6 +290,16 @@ def multi_tensor_scale(tensors: Entries, factor: Tensor, *, tables: PointerTable
         plan.serving.launch(call, "scale", factor)
 
 
+def _as_single(name: str, value: float) -> float:
+    """``value`` rounded to float32."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{AXPBY.name}: {name} must be a float, got {type(value).__name__}.")
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", value))[0])
+    except OverflowError:
+        raise ValueError(f"{AXPBY.name}: {name} must fit into float32, got {value!r}.") from None
+
+
 def multi_tensor_axpby(
     a: float,
     xs: Entries,
@@ -314,7 +334,7 @@ def multi_tensor_axpby(
     """
     if check not in _CHECKS:
         raise ValueError(f"{AXPBY.name}: check must be 'both', 'x' or 'y', got {check!r}.")
-    a, b = as_single("a", a), as_single("b", b)
+    a, b = _as_single("a", a), _as_single("b", b)
     call = call_for(AXPBY, (xs, ys, outs), tables, getattr(found_inf, "device", None))
     plan = call.plan
     check_given(AXPBY.name, plan, {"found_inf": found_inf})

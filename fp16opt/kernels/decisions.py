@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import cuda, native
-from .backends import backend
+from . import backends, cuda, native
 from .cuda import Outcome, ScaleMemory
 from .stats import GradStats
 
@@ -22,18 +21,7 @@ def are_compiled(device: torch.device) -> bool:
         >>> are_compiled(torch.device("cpu"))
         False
     """
-    return backend(device) == "cuda"
-
-
-def _on_host(*tensors: Tensor | None) -> bool:
-    """Whether compiled CPU code may look at all of them at once, None being none."""
-    device = None
-    for tensor in tensors:
-        if tensor is not None:
-            if device is not None and tensor.device != device:
-                return False
-            device = tensor.device
-    return device is not None and backend(device) == "cpu"
+    return backends.compiled_for(device) is cuda
 
 
 def capture_scale(scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,7 +37,7 @@ def capture_scale(scale: Tensor) -> tuple[Tensor, Tensor]:
         >>> capture_scale(torch.tensor(1024.0))
         (tensor(1024.), tensor(0.0010))
     """
-    if not are_compiled(scale.device):
+    if backends.compiled_for(scale.device) is not cuda:
         return scale.clone(), scale.reciprocal()
     pair = torch.empty(2, dtype=torch.float32, device=scale.device)
     cuda.capture_scale(scale, pair)
@@ -91,11 +79,12 @@ def decide_clip(
         >>> decide_clip(torch.tensor(4.0, dtype=torch.float64), torch.tensor(0.0), 1.0)
         (tensor(4.), tensor(0.2500))
     """
-    if norm.dtype == torch.float64 and _on_host(norm, found_inf):
+    serving = backends.compiled_for(norm.device) if norm.dtype == torch.float64 else None
+    if serving is native and (found_inf is None or found_inf.device == norm.device):
         found = 0.0 if found_inf is None else found_inf.item()
         value = native.clip_decision(float(norm.item()), found, only_finite, max_norm)
         return norm.float(), torch.full((), value, dtype=torch.float32, device="cpu")
-    if norm.dtype == torch.float64 and are_compiled(norm.device):
+    if serving is cuda:
         results = torch.empty(2, dtype=torch.float32, device=norm.device)
         cuda.decide_clip(norm, found_inf, max_norm, only_finite, results)
         single, factor = results.unbind()
@@ -120,10 +109,11 @@ def follow(found_inf: Tensor, scaler: ScaleMemory) -> bool:
     scale, trackers, settings = scaler
     if scale is None or trackers is None or trackers.device != found_inf.device:
         return False
-    if _on_host(found_inf, scale, trackers):
+    serving = backends.compiled_for(found_inf.device)
+    if serving is native and scale.device == found_inf.device:
         native.follow_scale(bool(found_inf.item()), scale, trackers, settings)
         return True
-    if are_compiled(found_inf.device):
+    if serving is cuda:
         close_step(found_inf=found_inf, scaler=scaler)
         return True
     return False

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from . import reference_measures as reference
 from .calls import Entries, PointerTables
-from .checks import check_result
 from .reference_measures import COMPARED, MEASURED
-from .stats import sum_dtype
+from .stats import check_result, sum_dtype
 from .tables import COMPARE, MEASURE, call_for
 
 __all__ = ["COMPARED", "MEASURED", "Snapshots", "multi_tensor_compare", "multi_tensor_measure"]

@@ -6,8 +6,7 @@ import torch
 
 from . import reference_split
 from .calls import Entries, PointerTables
-from .checks import check_given
-from .stats import CastStats
+from .stats import CastStats, check_given
 from .tables import JOIN, SPLIT, call_for
 
 __all__ = ["multi_tensor_join", "multi_tensor_split"]

@@ -121,8 +121,8 @@ def multi_tensor_adam8(
             limited = [(*o, limit) for o, limit in zip(options, limits, strict=True)]
             cuda_steps.launch(call, "adam8", limited, group_of, factors, found, found_inf, number=number)
         elif plan.serving is not None and plan.direct:
-            overflow, groups = 0 if found is None else found.overflow, [(float(o.lr), *o[1:]) for o in options]
-            arguments = (*factors, overflow, found is not None, group_of, groups, limits, number & 0xFFFFFFFF)
+            overflow = 0 if found is None else found.overflow
+            arguments = (*factors, overflow, found is not None, group_of, options, limits, number & 0xFFFFFFFF)
             plan.serving.launch(call, "adam8", *arguments, results=(overflow,))
 
 
@@ -178,8 +178,8 @@ def multi_tensor_sgd8(
         if plan.serving is cuda:
             cuda_steps.launch(call, "sgd8", options, group_of, factors, found, found_inf, first=first, number=number)
         elif plan.serving is not None and plan.direct:
-            overflow, groups = 0 if found is None else found.overflow, [(float(o.lr), *o[1:]) for o in options]
-            arguments = (*factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
+            overflow = 0 if found is None else found.overflow
+            arguments = (*factors, overflow, found is not None, group_of, options, number & 0xFFFFFFFF)
             plan.serving.launch(call, "sgd8", *arguments, results=(overflow,), flags=first)
 
 

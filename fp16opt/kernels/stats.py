@@ -1,15 +1,20 @@
-"""The tensors into which the multi-tensor operations write what they found.
+"""What the multi-tensor operations are given beside lists of tensors: the numbers and statistics of a call, checked.
 
-They are allocated once by the caller, live on the device of the tensors, and are overwritten by every call, so that
-a training step allocates nothing and never waits for the device.
+Statistics are the tensors into which operations write what they found. They are allocated once by the caller, live on
+the device of the tensors, and are overwritten by every call, so that a training step allocates nothing and never waits
+for the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from .calls import Plan
 
 INF = 1
 """Bit in :attr:`GradStats.nonfinite`: an unscaled gradient is infinite."""
@@ -173,3 +178,66 @@ class CastStats:
             A new CastStats. Does not sync.
         """
         return cls(overflow=torch.zeros(n, dtype=torch.int32, device=device))
+
+
+def check_result(
+    operation: str, name: str, tensor: Tensor, numel: int, dtype: torch.dtype, device: torch.device | None
+) -> None:
+    """Raise unless ``tensor`` is contiguous with ``numel`` elements of ``dtype`` (None entries of a list count)."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{operation}: {name} must be a tensor, got {type(tensor).__name__}.")
+    if tensor.dtype != dtype:
+        raise TypeError(f"{operation}: {name} must be {str(dtype)[6:]}, got {str(tensor.dtype)[6:]}.")
+    if tensor.device != device:
+        raise ValueError(f"{operation}: {name} must be on {device} like the tensors of the call, got {tensor.device}.")
+    if tensor.numel() != numel or not tensor.is_contiguous():
+        raise ValueError(
+            f"{operation}: {name} must be contiguous with {numel} element(s), got shape {tuple(tensor.shape)} and "
+            f"strides {tensor.stride()}."
+        )
+
+
+def check_given(
+    name: str,
+    plan: Plan,
+    numbers: dict[str, Tensor | None],
+    stats: GradStats | CastStats | None = None,
+    each: dict[str, bool | Sequence[int] | None] | None = None,
+    options: Sequence[Any] | None = None,
+) -> None:
+    """Raise unless what is given beside the lists of a call fits to them.
+
+    Args:
+        name: of the operation.
+        numbers: by name: float32, one element, on the device of the call. None is passed over.
+        stats: for as many tensors, on that device. What else must hold they check themselves, when they are made.
+        each: by name: one value for each entry. One for all, and None, are passed over.
+        options: of the groups that ``group_of`` in ``each`` chooses from. Their betas must have powers.
+    """
+    for key, number in numbers.items():
+        if number is not None and (
+            not isinstance(number, Tensor)
+            or number.dtype != torch.float32
+            or number.device != plan.device
+            or number.numel() != 1
+        ):
+            check_result(name, key, number, 1, torch.float32, plan.device)
+    if stats is not None:
+        which = "overflow" if isinstance(stats, CastStats) else "nonfinite"
+        rows: Tensor = getattr(stats, which)
+        if rows.numel() != plan.count or rows.device != plan.device:
+            check_result(name, f"stats.{which}", rows, plan.count, torch.int32, plan.device)
+    for key, values in (each or {}).items():
+        if values is None or isinstance(values, bool):
+            continue
+        if len(values) != plan.count:
+            raise ValueError(f"{name}: {key} has {len(values)} entries, grads has {plan.count}. Give one each.")
+        if options is not None and key == "group_of" and values and not 0 <= min(values) <= max(values) < len(options):
+            raise ValueError(
+                f"{name}: group_of reaches from {min(values)} to {max(values)}, there are {len(options)} options."
+            )
+    for k, given in enumerate(options or ()):
+        for beta in ("beta1", "beta2"):
+            value = getattr(given, beta, 0.0)
+            if not 0.0 <= value < 1.0:
+                raise ValueError(f"{name}: options[{k}].{beta} must be at least 0 and less than 1, got {value}.")

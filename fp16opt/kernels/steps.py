@@ -16,9 +16,8 @@ from torch import Tensor
 from . import cuda, cuda_steps, reference_steps
 from .backends import captures
 from .calls import Call, Entries, Operation, PointerTables
-from .checks import check_given
 from .reference_steps import AdamOptions, Factors, LionOptions, SgdOptions
-from .stats import CastStats
+from .stats import CastStats, check_given
 from .tables import BFLOAT, HALF, REMAINDERS, SINGLE, call_for
 
 __all__ = [
@@ -182,8 +181,8 @@ def multi_tensor_adam(
             name = "adam" if max_exp_avg_sqs is None else "amsgrad"
             cuda_steps.launch(call, name, options, group_of, factors, found, found_inf, number=number)
         elif plan.serving is not None:
-            overflow, groups = 0 if found is None else found.overflow, [(float(o.lr), *o[1:]) for o in options]
-            arguments = (*factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
+            overflow = 0 if found is None else found.overflow
+            arguments = (*factors, overflow, found is not None, group_of, options, number & 0xFFFFFFFF)
             plan.serving.launch(call, "adam", *arguments, results=(overflow,))
 
 
@@ -246,8 +245,8 @@ def multi_tensor_sgd(
             name = "sgd" if momentum_buffers is None else "momentum"
             cuda_steps.launch(call, name, options, group_of, factors, found, found_inf, fresh, number)
         elif plan.serving is not None:
-            overflow, groups = 0 if found is None else found.overflow, [(float(o.lr), *o[1:]) for o in options]
-            arguments = (*factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
+            overflow = 0 if found is None else found.overflow
+            arguments = (*factors, overflow, found is not None, group_of, options, number & 0xFFFFFFFF)
             plan.serving.launch(call, "sgd", *arguments, results=(overflow,), flags=fresh)
 
 
@@ -302,6 +301,6 @@ def multi_tensor_lion(
         if plan.serving is cuda:
             cuda_steps.launch(call, "lion", options, group_of, factors, found, found_inf, number=number)
         elif plan.serving is not None:
-            overflow, groups = 0 if found is None else found.overflow, [(float(o.lr), *o[1:]) for o in options]
-            arguments = (*factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
+            overflow = 0 if found is None else found.overflow
+            arguments = (*factors, overflow, found is not None, group_of, options, number & 0xFFFFFFFF)
             plan.serving.launch(call, "lion", *arguments, results=(overflow,))

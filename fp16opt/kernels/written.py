@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import cuda, reference, reference_split
 from .calls import Entries, Operation, PointerTables
-from .checks import check_result
+from .stats import check_result
 from .tables import RENEW, TAKE, call_for
 
 __all__ = ["multi_tensor_renew", "multi_tensor_take"]

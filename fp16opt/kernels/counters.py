@@ -1,0 +1,97 @@
+"""What many tensors hold now: their gradients, and how often each was written."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import native
+
+__all__ = ["Reader", "gradients", "have_versions", "hold_gradients", "versions"]
+
+_GRAD: Any = Tensor.grad  # torch's own descriptor, in front of which subclasses may put another
+_VERSION: Any = Tensor._version
+_NONE = type(None)
+
+
+def _count_their_own(tensors: list[Tensor | None]) -> bool:
+    """Whether none may leave it to a tensor inside, as DTensor does: all have torch's own dispatch."""
+    kinds = set(map(type, tensors)) - {Tensor, _NONE}
+    if not all(issubclass(kind, Tensor) for kind in kinds):
+        raise TypeError("a list holds something that is not a tensor")
+    return all(getattr(kind, "__torch_dispatch__", None) is Tensor.__torch_dispatch__ for kind in kinds)
+
+
+class Reader:
+    """The functions of this file in Python, which serve where there is no compiled module.
+
+    Tensors of subclasses are read as plain ones: neither a ``grad`` of the subclass nor its ``__torch_function__`` is
+    called. Nothing syncs. TypeError is raised where a list holds something else than tensors, and None where it may be.
+    """
+
+    def gradients(self, tensors: list[Any]) -> list[Tensor | None]:
+        """``.grad`` of each tensor.
+
+        Example:
+            >>> gradients([torch.zeros(1)])
+            [None]
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            return list(map(_GRAD.__get__, tensors))
+
+    def versions(self, tensors: list[Any]) -> list[int] | None:
+        """The version counter of each tensor, -1 for None.
+
+        Returns:
+            None where one may leave counting to a tensor inside, as DTensor does.
+
+        Raises:
+            RuntimeError: one was made in inference mode, and counts none.
+
+        Example:
+            >>> versions([torch.zeros(1).add_(1.0), None])
+            [1, -1]
+        """
+        if not _count_their_own(tensors):
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            return [-1 if tensor is None else _VERSION.__get__(tensor) for tensor in tensors]
+
+    def have_versions(self, tensors: list[Any], then: list[int]) -> bool:
+        """Whether ``versions(tensors) == then``.
+
+        Raises:
+            RuntimeError: as :meth:`versions`.
+
+        Example:
+            >>> x = torch.zeros(1)
+            >>> have_versions([x], [0]), have_versions([x.add_(1.0)], [0])
+            (True, False)
+        """
+        return self.versions(tensors) == then
+
+    def hold_gradients(self, tensors: list[Any], grads: list[Tensor | None], then: list[int]) -> bool:
+        """Whether ``.grad`` of each is the very tensor in ``grads``, in the version that stands in ``then``.
+
+        Raises:
+            RuntimeError: as :meth:`versions`.
+
+        Example:
+            >>> x = torch.zeros(1)
+            >>> x.grad = torch.zeros(1)
+            >>> hold_gradients([x], [x.grad], [0]), hold_gradients([x], [torch.zeros(1)], [0])
+            (True, False)
+        """
+        now = self.gradients(tensors)
+        alike = len(now) == len(grads) and all(map(operator.is_, now, grads))
+        return alike and self.have_versions(now, then)
+
+
+_reader = native.tensor_reader(_GRAD, _VERSION) or Reader()
+gradients = _reader.gradients
+versions = _reader.versions
+have_versions = _reader.have_versions
+hold_gradients = _reader.hold_gradients

@@ -1,0 +1,176 @@
+"""Gradients and version counters of many tensors, read by compiled code and in Python."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fp16opt.kernels import counters, native
+
+READERS = {"python": counters.Reader(), "compiled": native.tensor_reader(Tensor.grad, Tensor._version)}
+
+
+@pytest.fixture(params=READERS)
+def reader(request: pytest.FixtureRequest) -> Any:
+    found = READERS[request.param]
+    if found is None:
+        pytest.skip("no compiled module")
+    return found
+
+
+class InFront(torch.nn.Parameter):
+    """Its ``grad`` is not what it holds."""
+
+    @property  # type: ignore[override]
+    def grad(self) -> None:
+        raise AssertionError("asked")
+
+
+class Overridden(Tensor):
+    """It would answer for itself."""
+
+    @classmethod
+    def __torch_function__(cls, *given: Any, **more: Any) -> Any:
+        raise AssertionError("asked")
+
+
+class Piece(Tensor):
+    """It may leave counting to a tensor inside."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError("no operation is called")
+
+
+def made(kind: type, written: int = 0) -> Any:
+    values = torch.zeros(3)
+    for _ in range(written):
+        values.add_(1.0)
+    return values if kind is Tensor else values.as_subclass(kind)
+
+
+def test_the_compiled_one_serves_where_it_is() -> None:
+    assert (READERS["compiled"] is not None) == native.available()
+    assert isinstance(counters.versions.__self__, counters.Reader) != native.available()  # type: ignore[attr-defined]
+
+
+def test_gradients_are_those_that_tensors_hold(reader: Any) -> None:
+    front = InFront(torch.zeros(2))
+    Tensor.grad.__set__(front, torch.ones(2))  # type: ignore[attr-defined]
+    plain, parameter = torch.zeros(2), torch.nn.Parameter(torch.zeros(2))
+    plain.grad = torch.ones(2)
+    found = reader.gradients([front, parameter, plain, made(Overridden)])
+    assert found[0] is Tensor.grad.__get__(front)  # type: ignore[attr-defined]
+    assert found[1] is None
+    assert found[2] is plain.grad
+    assert found[3] is None
+    assert reader.gradients([]) == []
+
+
+def test_versions_count_writes(reader: Any) -> None:
+    kinds = [Tensor, torch.nn.Parameter, InFront, Overridden]
+    tensors = [kind(torch.zeros(3)) if kind not in (Tensor, Overridden) else made(kind) for kind in kinds]
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        for writes, tensor in enumerate(tensors):
+            for _ in range(300 * writes):  # beyond the integers that Python shares
+                tensor.zero_()
+    entries = [*tensors, None]
+    now = reader.versions(entries)
+    assert now == [*(tensor._version for tensor in tensors[:3]), 900, -1]
+    assert now[1] - now[0] >= 300
+    assert reader.have_versions(entries, list(now))
+    assert not reader.have_versions(entries, [*now[:3], 901, -1])
+    assert not reader.have_versions(entries, [*now[:4], 0])
+    assert not reader.have_versions(entries, now[:4])
+    assert not reader.have_versions(entries[:4], now)
+    assert reader.have_versions([], [])
+
+
+def test_one_that_may_count_elsewhere_is_not_judged(reader: Any) -> None:
+    piece = Tensor._make_subclass(Piece, torch.zeros(3))  # type: ignore[attr-defined]
+    assert reader.versions([torch.zeros(1), piece]) is None
+    assert not reader.have_versions([torch.zeros(1), piece], [0, 0])
+    assert reader.versions([torch.zeros(1)]) == [0], "and the next is"
+    param = torch.nn.Parameter(torch.zeros(3))
+    assert reader.gradients([piece, param]) == [None, None], "what it holds is its own"
+
+
+def test_gradients_are_held_until_replaced_written_or_dropped(reader: Any) -> None:
+    params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    for param in params[:2]:
+        param.grad = torch.ones(2)
+    grads = reader.gradients(params)
+    then = reader.versions(grads)
+    assert then == [0, 0, -1]
+    assert reader.hold_gradients(params, grads, then)
+    assert not reader.hold_gradients(params[:2], grads, then)
+    assert not reader.hold_gradients(params, grads[:2], then)
+    assert not reader.hold_gradients(params, grads, then[:2])
+    params[0].grad = grads[0].clone()
+    assert not reader.hold_gradients(params, grads, then)
+    params[0].grad = grads[0]
+    assert reader.hold_gradients(params, grads, then)
+    grads[1].mul_(1.0)
+    assert not reader.hold_gradients(params, grads, then)
+    assert reader.hold_gradients(params, grads, [0, 1, -1])
+    params[1].grad = None
+    assert not reader.hold_gradients(params, grads, [0, 1, -1])
+    params[1].grad, params[2].grad = grads[1], torch.ones(2)
+    assert not reader.hold_gradients(params, grads, [0, 1, -1])
+
+
+def test_what_counts_no_versions_raises_as_in_torch(reader: Any) -> None:
+    with torch.inference_mode():
+        entry = torch.zeros(2)
+    with pytest.raises(RuntimeError, match="do not track version counter"):
+        reader.versions([entry])
+    with pytest.raises(RuntimeError, match="do not track version counter"):
+        reader.have_versions([torch.zeros(1).as_subclass(Overridden), entry], [0, 0])
+
+
+@pytest.mark.parametrize("wrong", [3, "x", object()])
+def test_what_is_no_tensor_raises(reader: Any, wrong: Any) -> None:
+    for read in (reader.versions, reader.gradients):
+        with pytest.raises(TypeError):
+            read([torch.zeros(1), wrong])
+    with pytest.raises(TypeError):
+        reader.gradients([None])
+
+
+def test_torch_asks_subclasses_again_afterwards(reader: Any) -> None:
+    """Also where two kinds of subclass came, and where it raised."""
+    entry = made(Overridden)
+    for param in (torch.nn.Parameter(torch.zeros(1)), made(Overridden)):
+        assert reader.hold_gradients([entry, param], [None, None], [-1, -1])
+        assert not reader.hold_gradients([entry, param], [None, entry], [-1, 0])
+        with pytest.raises(TypeError):
+            reader.versions([param, 3])
+        with pytest.raises(AssertionError, match="asked"):
+            entry.add(1.0)
+
+
+def test_nothing_is_kept_alive(reader: Any) -> None:
+    param = torch.nn.Parameter(torch.zeros(2))
+    param.grad = torch.ones(2)
+    grads = reader.gradients([param])
+    assert reader.hold_gradients([param], grads, reader.versions(grads))
+    gone = [weakref.ref(param), weakref.ref(grads[0])]
+    del param, grads
+    assert [one() for one in gone] == [None, None]
+
+
+def test_a_mode_that_changes_the_list_meanwhile_does_no_harm(reader: Any) -> None:
+    tensors = [torch.zeros(1) for _ in range(5)]
+
+    class Emptying(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            tensors.clear()
+            return function(*args, **(kwargs or {}))
+
+    with Emptying():
+        assert len(reader.versions(tensors)) >= 1
