@@ -61,7 +61,7 @@ class Gradients:
 
     def of_model(self) -> list[Tensor | None]:
         """The model's gradients, of all pairs."""
-        return list(map(GRAD.__get__, self.pairs.models))
+        return stored(self.pairs.models)
 
     def any_there(self) -> bool:
         """Whether a parameter holds a gradient, or a sum."""
@@ -87,7 +87,9 @@ class Gradients:
 
     def moved(self) -> list[int]:
         """Positions of pairs whose gradient in the model was replaced, removed or written since."""
-        return [] if self.sight is None else self.sight.moved(self.of_model())
+        if self.sight is None or self.sight.holds(self.pairs.models):
+            return []
+        return self.sight.moved(self.of_model())
 
     def was_carried(self, position: int) -> bool:
         """Whether a moved gradient holds the same bits as before: DDP rearranges its buckets once. Syncs."""

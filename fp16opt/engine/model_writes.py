@@ -8,12 +8,12 @@ rounded master in full; equal bits are no write. A master that the user wrote wi
 from __future__ import annotations
 
 import logging
-import operator
 
 import torch
 from torch import Tensor
 
 from .. import kernels
+from ..kernels import counters
 from .diagnostics import warn_cast, warn_model_write
 from .dtensors import version
 from .masters import Masters
@@ -22,9 +22,6 @@ from .pairs import DeviceGroup, Pair, Pairs
 POLICIES = ("refresh", "error", "ignore")
 
 logger = logging.getLogger("fp16opt")
-
-
-_VERSION = operator.attrgetter("_version")
 
 
 def _strides(group: DeviceGroup) -> list[tuple[int, ...] | None]:
@@ -122,8 +119,12 @@ class ModelWrites:
         self._groups = list(self.pairs.devices)
         self._records = [_Record(group) for group in self._groups]
 
-    def _versions(self, tensors: list[Tensor]) -> list[int]:
-        return [version(t) for t in tensors] if self.pairs.has_pieces else list(map(_VERSION, tensors))
+    def _versions(self, tensors: list[Tensor], known: list[int] | None = None) -> list[int]:
+        """Version counters; ``known`` itself where they are these."""
+        if known is not None and counters.have_versions(tensors, known):
+            return known
+        found = counters.versions(tensors)
+        return [version(tensor) for tensor in tensors] if found is None else found  # pieces of DTensors count their own
 
     def _sample(self, group: DeviceGroup, samples: Tensor) -> None:
         """Digests of a device's weights into ``samples``."""
@@ -136,7 +137,7 @@ class ModelWrites:
         """Remember which masters the user, or a hook, has written, until they are rounded down."""
         if not self.pairs.has_apart:
             return
-        versions = self._versions(self.pairs.masters)
+        versions = self._versions(self.pairs.masters, self._master_versions)
         if versions != self._master_versions:
             pairs = zip(self.pairs.all, versions, self._master_versions, strict=True)
             self._written_masters |= {
@@ -175,7 +176,7 @@ class ModelWrites:
         self.see_masters()
         if self.policy == "ignore" or not self.pairs.has_apart:
             return
-        versions = self._versions(self.pairs.models)
+        versions = self._versions(self.pairs.models, self._model_versions)
         if self.policy == "refresh" and not waits and not self.masters.has_ties:
             self._take_on_device(versions)
         else:

@@ -179,15 +179,15 @@ class _Settings:
 
     Attributes:
         seen: keys and values of all groups; empty where one of these can change in place.
-        reason: why no kernel takes them, in words; "" where one does.
-        options: the kernel's, by group.
+        reason: why no kernel takes them, in words; "" where one does; None where nobody has asked.
+        options: the kernel's, by group; none where nobody has asked.
         deciding: what of each group decides which state a step needs.
     """
 
     seen: list[Any]
-    reason: str
-    options: list[Any]
-    deciding: list[tuple[Any, ...]]
+    reason: str | None = None
+    options: list[Any] = field(default_factory=list)
+    deciding: list[tuple[Any, ...]] = field(default_factory=list)
 
 
 @dataclass
@@ -269,24 +269,25 @@ class OnePassStep:
             if self.wanted == "auto" and not self._lasting and not self.needed_by:
                 plain = [str(g.device) for g in self.pairs.devices if backend(g.device) == "reference"]
                 self._lasting = f"no compiled kernels serve {plain[0]}" if plain else ""
-        return self._lasting or self._settings().reason
+        return self._lasting or self._groups_obstacle()
+
+    def _groups_obstacle(self) -> str:
+        settings = self._settings()
+        if settings.reason is None:
+            groups = enumerate(self.optimizer.param_groups)
+            settings.reason = groups_obstacle(self._row, self.optimizer, groups, self._trials, self.form)
+        return settings.reason
 
     def _settings(self) -> _Settings:
-        """The groups' settings as they are now, worked out anew unless the same fixed values stand there. No sync."""
+        """The groups' settings as they are now, to be worked out anew unless the same fixed values stand there."""
         groups, known = self.optimizer.param_groups, self._known_settings
         seen = [*itertools.chain.from_iterable(groups), *itertools.chain.from_iterable(map(dict.values, groups))]
         if known is not None and len(seen) == len(known.seen) and all(map(operator.is_, seen, known.seen)):
             return known
         if not _are_fixed(value for group in groups for key, value in group.items() if key != "params"):
             seen = []
-        settings = _Settings(seen, "", [], [])
-        settings.reason = groups_obstacle(self._row, self.optimizer, enumerate(groups), self._trials, self.form)
-        if not settings.reason:
-            told = [self._row.settings(group) for group in groups]
-            settings.options = [self._row.options(each) for each in told]
-            settings.deciding = [self.form.settings(each) for each in told]
-        self._known_settings = settings
-        return settings
+        self._known_settings = _Settings(seen)
+        return self._known_settings
 
     def describe(self) -> str:
         """See :class:`Stepper`."""
@@ -357,7 +358,7 @@ class OnePassStep:
     def _take_or_fall_back(self, found_inf: Tensor | None) -> None:
         """In the midst of the optimizer's hooks, which may have changed its groups."""
         try:
-            if reason := self._settings().reason:
+            if reason := self._groups_obstacle():
                 raise CannotServe(reason)
             self.take(found_inf)
         except CannotServe as unserved:
@@ -383,6 +384,10 @@ class OnePassStep:
             CannotServe: A kernel can't take it; nothing was stepped.
         """
         settings = self._settings()
+        if not settings.options:
+            told = [self._row.settings(group) for group in self.optimizer.param_groups]
+            settings.deciding = [self.form.settings(each) for each in told]
+            settings.options = [self._row.options(each) for each in told]
         try:
             self._make_calls(settings, found_inf)
         except (TypeError, ValueError):  # kernels refuse lists before they write: is there state that was not planned?

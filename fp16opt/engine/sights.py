@@ -11,18 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import counters
 from .dtensors import different_bits, local, version
 from .pairs import HALF_DTYPES
 
 GRAD: Any = Tensor.grad  # torch's own descriptor, which masters stand in front of
-_VERSION: Any = operator.attrgetter("_version")
-_PLAIN = frozenset((Tensor,))
-_PLAIN_OR_NONE = frozenset((Tensor, type(None)))
 
 
 def stored(tensors: Sequence[Tensor]) -> list[Tensor | None]:
     """``.grad`` of each as it is, without making one."""
-    return list(map(GRAD.__get__, tensors))
+    return counters.gradients(tensors if isinstance(tensors, list) else list(tensors))
 
 
 def count_there(grads: Sequence[Tensor | None]) -> int:
@@ -63,6 +61,13 @@ class Sight:
         then = zip(self.grads, self._versions, strict=True)
         return [i for i, ((a, v), b, w) in enumerate(zip(then, now, versions, strict=True)) if a is not b or v != w]
 
+    def holds(self, tensors: list[Tensor]) -> bool:
+        """Whether these hold the very gradients that were seen, unwritten. False where that is not known at once."""
+        try:
+            return counters.hold_gradients(tensors, self.grads, self._versions)
+        except RuntimeError:  # some were made in inference mode, and count no versions
+            return False
+
     def was_carried(self, position: int, now: Tensor) -> bool:
         """Whether ``now`` has the bits of what was seen there, in other memory. Syncs."""
         then = self.grads[position]
@@ -100,12 +105,10 @@ def _nothing() -> None:
 
 def versions_of(grads: list[Tensor | None]) -> list[int]:
     """Version counters; -1 where there is no gradient, 0 for those made in inference mode, which count none."""
-    kinds = frozenset(map(type, grads))
     try:
-        if kinds <= _PLAIN:
-            return list(map(_VERSION, grads))
-        if kinds <= _PLAIN_OR_NONE:
-            return [-1 if g is None else g._version for g in grads]
-        return [-1 if g is None else version(g) for g in grads]  # pieces of DTensors count their own
+        found = counters.versions(grads)
+        if found is None:  # pieces of DTensors count their own
+            found = [-1 if g is None else version(g) for g in grads]
+        return found
     except RuntimeError:
         return [-1 if g is None else 0 if g.is_inference() else g._version for g in grads]
