@@ -315,11 +315,18 @@ def test_table_notices_what_became_none_or_sparse_or_strided(site: Site) -> None
         site.check()
 
 
-def test_lazily_negated_values_are_read_with_their_sign(level: str) -> None:
-    table, stats, out = PointerTables(), GradStats.allocate(1, "cpu"), torch.zeros(1)
-    for number in (torch.tensor([2.0 + 3.0j]), torch.tensor([2.0 + 3.0j]).conj()):
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128])
+def test_lazily_negated_values_are_read_with_their_sign(level: str, dtype: torch.dtype) -> None:
+    """A call site knows a plain tensor, and gets a negated one of one element in its place."""
+    table, stats = PointerTables(), GradStats.allocate(1, "cpu")
+    numbers = torch.tensor([1.0 + 0.5j, 2.0 + 3.0j]).to(dtype)
+    out = torch.zeros(1, dtype=torch.float64 if dtype == torch.complex128 else torch.float32)
+    for number in (numbers[1:], numbers[:1].conj(), numbers[1:].conj(), numbers[:1]):
         multi_tensor_unscale([number.imag], [out], ONE, stats, tables=table)
         assert out.item() == number.imag.item()
+        multi_tensor_unscale([number.real], [out], ONE, stats, tables=table)
+        assert out.item() == number.real.item()
 
 
 def test_another_place_that_is_none_moves_the_statistics(level: str) -> None:
@@ -415,7 +422,7 @@ class TestCompiledModule:
         class Emptying(Tensor):
             pass
 
-        values = [torch.ones(1).as_subclass(Emptying) for _ in range(100)]
+        values = [torch.ones(2)[1:].as_subclass(Emptying) for _ in range(100)]  # where imaginary parts may be
         shrinks = [False]
 
         def is_neg(tensor: Tensor) -> bool:
