@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Protocol
 
-THREADS = 256  # of a block
+_ONE, _NONE, _THREADS = c_uint(1), c_uint(0), c_uint(256)  # of a launch; to make them anew takes longer than the call
 _NAME = "libcuda.so.1"
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _ADDRESS = c_uint64  # a CUdeviceptr
@@ -132,18 +132,18 @@ class Card:
         driver.call("cuDeviceGet", byref(device), index)
         driver.call("cuDevicePrimaryCtxRetain", byref(context), device.value)
         self._context = context.value
-        self._functions: dict[str, int] = {}
+        self._functions: dict[str, c_void_p] = {}
         with self._here(), driver.relaxed():
             for name in first:
                 self._load(name)
 
-    def _load(self, name: str) -> int:
+    def _load(self, name: str) -> c_void_p:
         with self._lock:  # of several threads that launch a new kernel one loads it
             if name not in self._functions:
                 module, function = c_void_p(), c_void_p()
                 self._driver.call("cuModuleLoadData", byref(module), self._code(name))
                 self._driver.call("cuModuleGetFunction", byref(function), module, f"fp16opt_{name}".encode())
-                self._functions[name] = int(function.value or 0)
+                self._functions[name] = function
             return self._functions[name]
 
     def _is_current(self) -> bool:
@@ -179,16 +179,17 @@ class Card:
             raise ValueError(f"{name}: more than 2^31 chunks in one call, {blocks}. Make several calls.")
         if not self._is_current():
             with self._here():
-                return self.launch(name, blocks, stream, *arguments)
+                self.launch(name, blocks, stream, *arguments)
+            return
         function = self._functions.get(name)
         if function is None:
             with self._driver.relaxed():
                 function = self._load(name)
+        shape = (blocks, _ONE, _ONE, _THREADS, _ONE, _ONE, _NONE)
         given = (c_char_p * len(arguments))(*arguments)
-        code = self._driver.launch_kernel(function, blocks, 1, 1, THREADS, 1, 1, 0, stream or None, given, None)
+        code = self._driver.launch_kernel(function, *shape, stream or None, given, None)
         if code != 0:
             self._driver.check(code, f"multi_tensor_{name}")
-        return None
 
     def keep(self, content: bytes, size: int) -> int:
         """Memory of the device, for a graph that is being captured. Waits for the copy, not for the capturing stream.

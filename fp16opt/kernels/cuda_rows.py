@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import struct
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
 
 SOURCE = Path(__file__).resolve().parent.parent / "_cuda.cuh"
 """All of the device's code in one text, which setup.py makes out of csrc/."""
@@ -21,7 +21,8 @@ OPTIONS = ("--std=c++17", "--fmad=false")
 """Of NVRTC, besides the architecture. No contraction and no fast-math: the bits are those of the CPU."""
 
 
-class Struct(NamedTuple):
+@dataclass(frozen=True)
+class Struct:
     """A struct of the device's code.
 
     Attributes:
@@ -38,11 +39,12 @@ class Struct(NamedTuple):
         """The code of each field."""
         return [field.partition(":")[2] for field in self.fields.split()]
 
+    @functools.cached_property
     def packer(self) -> struct.Struct:
         """What packs values of all fields as the device reads them.
 
         Example:
-            >>> Struct("Chunk", "start:q tensor:i numel:i").packer().size
+            >>> Struct("Chunk", "start:q tensor:i numel:i").packer.size
             16
         """
         padded = any(code[-1] in "Pqd" for code in self.codes)
@@ -50,7 +52,7 @@ class Struct(NamedTuple):
 
     def assertions(self) -> list[str]:
         """Lines of C++ that fail to compile where the device lays the struct out in another way."""
-        lines = [f"FP16OPT_SIZE({self.name}, {max(1, self.packer().size)});"]
+        lines = [f"FP16OPT_SIZE({self.name}, {max(1, self.packer.size)});"]
         for k, field in enumerate(self.fields.split()):
             code, before = self.codes[k], "".join(self.codes[:k])
             offset = struct.calcsize(f"@{before}0{code[-1]}")
@@ -68,7 +70,8 @@ class Blocks(Enum):
     SINGLE = "one block, and no lists"
 
 
-class Kernel(NamedTuple):
+@dataclass(frozen=True)
+class Kernel:
     """One kernel.
 
     Attributes:
@@ -85,14 +88,21 @@ class Kernel(NamedTuple):
     blocks: Blocks
     group: Struct | None = None
 
-    @property
-    def struct(self) -> Struct:
-        """What its functor holds."""
-        return Struct(self.functor, self.fields)
+    @functools.cached_property
+    def packer(self) -> struct.Struct:
+        """What packs the functor's fields."""
+        return Struct(self.functor, self.fields).packer
+
+    @functools.cached_property
+    def counted(self) -> int | None:
+        """Which of the fields is the length of the lists."""
+        names = [field.partition(":")[0] for field in self.fields.split()]
+        return names.index("n") if "n" in names else None
 
     def entry(self) -> str:
         """C++ that asserts the layout, and makes the entry ``fp16opt_NAME``."""
-        structs = [self.struct] if self.group is None else [self.struct, self.group]
+        functor = Struct(self.functor, self.fields)
+        structs = [functor] if self.group is None else [functor, self.group]
         lines = [line for one in structs for line in one.assertions()]
         return "\n".join([*lines, f"FP16OPT_{self.blocks.name}({self.name}, {self.functor})", ""])
 
