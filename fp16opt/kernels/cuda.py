@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import cuda_devices, native
 from .calls import Call, PointerTables
-from .cuda_driver import Device
+from .cuda_driver import Card
 from .cuda_rows import CHUNK, ENTRY, FOUND, KERNELS, LISTS, NUMBERS, Blocks, Kernel
 from .reference import CHUNK as CHUNK_ELEMENTS
 from .reference import SAMPLED_WHOLE, sample_stride
@@ -68,8 +68,8 @@ class Stream:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device)
-        self.handle = int(self._stream.cuda_stream)
-        self.index = int(self._stream.device_index)
+        self.handle: int = self._stream.cuda_stream
+        self.index: int = self._stream.device_index
         if self.index == torch.cuda.current_device():  # as a rule; the guard below costs more than the question
             self.captures = torch.cuda.is_current_stream_capturing()
         else:
@@ -103,7 +103,7 @@ def current_stream(device: torch.device) -> Stream:
     return Stream(device)
 
 
-def device_of(stream: Stream) -> Device:
+def device_of(stream: Stream) -> Card:
     """What launches kernels on the stream's device.
 
     Raises:
@@ -142,12 +142,9 @@ class Copied:
         self._tensor: Tensor | None = None
         self._stream: Stream | None = None
 
-    def put(self, at: int, content: bytes) -> bool:
-        """Write ``content``; whether it is other than what was there."""
-        room = self._view[at : at + len(content)]
-        moved = room != content
-        room[:] = content
-        return moved
+    def put(self, at: int, content: bytes) -> None:
+        """Write ``content``."""
+        self._view[at : at + len(content)] = content
 
     def bring(self, call: Call, stream: Stream, *given: Any) -> None:
         """Take in what changed, by :meth:`point`, and have it in the GPU's memory, in the order of ``stream``."""
@@ -220,6 +217,7 @@ class Table(Copied):
         self._places = None if len(plan.direct) == len(plan.rows) else plan.direct
         self._rows = [plan.rows[place] for place in plan.direct]
         self._flags: object = None
+        self._packed = bytes(len(self._rows))
         width, count = plan.operation.tables, len(plan.direct)
         if width > _MOST_LISTS:
             raise ValueError(
@@ -260,8 +258,10 @@ class Table(Copied):
         if flags != self._flags:
             one = flags is None or isinstance(flags, bool)
             self._flags = flags if one else list(flags)  # type: ignore[arg-type]
-            each = [bool(flags if one else flags[row]) for row in self._rows]  # type: ignore[index]
-            moved = self.put(self._add, bytes(each)) or moved
+            packed = bytes([bool(flags if one else flags[row]) for row in self._rows])  # type: ignore[index]
+            moved = packed != self._packed or moved
+            self._packed = packed
+            self.put(self._add, packed)
         return (0, self._chunks) if moved else None
 
     def _settle(self, memory: int) -> None:
@@ -297,7 +297,7 @@ def queue(kernel: Kernel, stream: Stream, values: Sequence[object], table: Table
             blocks = min(blocks, _MOST_MAPPING_BLOCKS)
         if kernel.counted is not None:
             given.insert(kernel.counted, table.length)
-    packed = kernel.packer.pack(*given) or b"\0"
+    packed = kernel.functor.packer.pack(*given) or b"\0"
     device_of(stream).launch(kernel.name, max(1, blocks), stream.handle, packed, *lists)
     stream.hold(values)
 

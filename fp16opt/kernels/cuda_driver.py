@@ -9,9 +9,8 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
-from typing import Protocol
 
 _ONE, _NONE, _THREADS = c_uint(1), c_uint(0), c_uint(256)  # of a launch; to make them anew takes longer than the call
 _NAME = "libcuda.so.1"
@@ -43,19 +42,6 @@ _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 
 class DriverError(RuntimeError):
     """The driver is not there, or refuses a call; the message has its own words."""
-
-
-class Device(Protocol):
-    """What launches kernels: a card, or in tests something that stands for one."""
-
-    def launch(self, name: str, blocks: int, stream: int, *arguments: bytes) -> None:
-        """Queue a kernel with packed structs."""
-
-    def keep(self, content: bytes, size: int) -> int:
-        """Memory of ``size`` bytes that begins with ``content``: its address."""
-
-    def give_back(self, address: int) -> None:
-        """End of what :meth:`keep` gave."""
 
 
 class Driver:
@@ -146,17 +132,9 @@ class Card:
                 self._functions[name] = function
             return self._functions[name]
 
-    def _is_current(self) -> bool:
-        context = c_void_p()
-        self._driver.check(self._driver.current_context(byref(context)), "cuCtxGetCurrent")
-        return context.value == self._context
-
     @contextmanager
     def _here(self) -> Iterator[None]:
-        """The device's context is the thread's: pushed where it has none, or that of another device."""
-        if self._is_current():
-            yield
-            return
+        """The device's context is the thread's."""
         self._driver.call("cuCtxPushCurrent_v2", self._context)
         try:
             yield
@@ -177,7 +155,9 @@ class Card:
         """
         if blocks > 0x7FFFFFFF:
             raise ValueError(f"{name}: more than 2^31 chunks in one call, {blocks}. Make several calls.")
-        if not self._is_current():
+        current = c_void_p()
+        self._driver.check(self._driver.current_context(byref(current)), "cuCtxGetCurrent")
+        if current.value != self._context:
             with self._here():
                 self.launch(name, blocks, stream, *arguments)
             return
@@ -187,7 +167,7 @@ class Card:
                 function = self._load(name)
         shape = (blocks, _ONE, _ONE, _THREADS, _ONE, _ONE, _NONE)
         given = (c_char_p * len(arguments))(*arguments)
-        code = self._driver.launch_kernel(function, *shape, stream or None, given, None)
+        code = self._driver.launch_kernel(function, *shape, stream, given, None)
         if code != 0:
             self._driver.check(code, f"multi_tensor_{name}")
 
@@ -197,19 +177,16 @@ class Card:
         Returns:
             Its address, until :meth:`give_back`.
         """
-        driver, memory, stream = self._driver, _ADDRESS(), c_void_p()
-        with self._here(), driver.relaxed():
-            driver.call("cuMemAlloc_v2", byref(memory), max(1, size))
-            try:
-                driver.call("cuStreamCreate", byref(stream), _NON_BLOCKING)
-                try:
-                    driver.call("cuMemcpyHtoDAsync_v2", memory, content, len(content), stream)
-                    driver.call("cuStreamSynchronize", stream)
-                finally:
-                    driver.call("cuStreamDestroy_v2", stream)
-            except BaseException:
-                self.give_back(memory.value)
-                raise
+        call, memory, stream = self._driver.call, _ADDRESS(), c_void_p()
+        with self._here(), self._driver.relaxed(), ExitStack() as undo:
+            call("cuMemAlloc_v2", byref(memory), max(1, size))
+            undo.callback(self.give_back, memory.value)
+            call("cuStreamCreate", byref(stream), _NON_BLOCKING)
+            with ExitStack() as after:
+                after.callback(call, "cuStreamDestroy_v2", stream)
+                call("cuMemcpyHtoDAsync_v2", memory, content, len(content), stream)
+                call("cuStreamSynchronize", stream)
+            undo.pop_all()
         return int(memory.value)
 
     def give_back(self, address: int) -> None:

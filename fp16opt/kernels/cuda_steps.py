@@ -39,6 +39,7 @@ class Numbers(Copied):
         self._counters = plan.operation.tables if plan.operation.counters and plan.counts_here else None
         self._group, self._member = group.packer, MEMBER.packer
         self._given: tuple[list[int], list[float]] | None = None
+        self._packed = b""
         self.group_count = group_count
         self.groups = len(plan.direct) * self._member.size
         size = self.groups + group_count * self._group.size
@@ -65,8 +66,11 @@ class Numbers(Copied):
             which = range(self._counters, self._counters + 1)
             moved = native.put_addresses(call, which, self._places, self.address, self._member.size)
             begin = 0 if moved else begin
-        moved = self.put(self.groups, b"".join(self._group.pack(*group) for group in groups))
-        return (begin, self._copied if moved else self.groups) if moved or begin == 0 else None
+        packed, end = b"".join([self._group.pack(*group) for group in groups]), self.groups
+        if packed != self._packed:
+            self.put(self.groups, packed)
+            self._packed, end = packed, self.groups + len(packed)
+        return (begin, end) if begin < end else None
 
 
 def _rate(value: float | Tensor, device: torch.device, kept: list[Tensor]) -> tuple[float, int, int]:
@@ -105,7 +109,8 @@ def launch(
     plan = call.plan
     if not plan.direct and (plan.by_reference or not plan.rows):
         return
-    kernel, stream, kept = KERNELS[name], current_stream(plan.device), list[Tensor]()
+    kernel, stream = KERNELS[name], current_stream(plan.device)
+    kept: list[Tensor] = []
     groups = [(*_rate(o[0], plan.device, kept), *o[1:]) for o in options]
     counters: list[Tensor] = []
     numbers: list[float] = []

@@ -112,7 +112,7 @@ def instructions(body: str) -> Counter[str]:
 def test_every_operation_is_one_kernel(compiled: Compiled) -> None:
     assert set(compiled.kernels) == {*WIDE, *SINGLE}
     for blocks, names in zip(Blocks, (FINDING, STEPPING, MEASURING, MAPPING, SINGLE), strict=True):
-        assert {kernel.functor for kernel in KERNELS.values() if kernel.blocks is blocks} == set(names)
+        assert {kernel.functor.name for kernel in KERNELS.values() if kernel.blocks is blocks} == set(names)
     assert compiled.size < 67_000 * len(KERNELS)  # 46,000 to 65,400 a kernel were seen, by card
 
 

@@ -228,7 +228,7 @@ def test_a_captured_call_has_memory_of_its_own(host: Any, monkeypatch: pytest.Mo
     host.context(0)
     tables = PointerTables()
     assert multi_tensor_l2norm([torch.ones(9)], tables=tables)[0].item() == 3.0
-    called = host.noted()
+    called = [line for line in host.noted() if not line.startswith("cuCtx")]
     assert [line.split()[0] for line in called] == [
         *("cuThreadExchangeStreamCaptureMode", "cuMemAlloc", "cuStreamCreate", "cuMemcpyHtoDAsync"),
         *("cuStreamSynchronize", "cuStreamDestroy", "cuThreadExchangeStreamCaptureMode", "cuLaunchKernel"),
@@ -237,7 +237,7 @@ def test_a_captured_call_has_memory_of_its_own(host: Any, monkeypatch: pytest.Mo
     assert called[2] == "cuStreamCreate 1", "it does not wait for the default stream"
     del tables
     gc.collect()
-    assert [line.split()[0] for line in host.noted()][1] == "cuMemFree"
+    assert [line.split()[0] for line in host.noted() if not line.startswith("cuCtx")][1] == "cuMemFree"
 
 
 def test_who_captures(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
