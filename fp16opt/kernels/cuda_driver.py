@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 
 _ONE, _NONE, _THREADS = c_uint(1), c_uint(0), c_uint(256)  # of a launch; to make them anew takes longer than the call
+_ARGUMENTS = [c_char_p * count for count in range(3)]
 _NAME = "libcuda.so.1"
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _ADDRESS = c_uint64  # a CUdeviceptr
@@ -148,7 +149,7 @@ class Card:
             name: of the kernel.
             blocks: how many.
             stream: the address of a stream of this device.
-            arguments: packed structs.
+            arguments: packed structs, at most two.
 
         Raises:
             DriverError: with CUDA's words; also for what kernels before this one did. ValueError: too many blocks.
@@ -165,9 +166,10 @@ class Card:
         if function is None:
             with self._driver.relaxed():
                 function = self._load(name)
-        shape = (blocks, _ONE, _ONE, _THREADS, _ONE, _ONE, _NONE)
-        given = (c_char_p * len(arguments))(*arguments)
-        code = self._driver.launch_kernel(function, *shape, stream, given, None)
+        given = _ARGUMENTS[len(arguments)](*arguments)
+        code = self._driver.launch_kernel(
+            function, blocks, _ONE, _ONE, _THREADS, _ONE, _ONE, _NONE, stream, given, None
+        )
         if code != 0:
             self._driver.check(code, f"multi_tensor_{name}")
 

@@ -6,10 +6,11 @@ import gc
 import logging
 import os
 import re
+import sys
 import threading
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import cards
@@ -211,6 +212,27 @@ def test_a_launch_pushes_the_context_where_the_thread_has_none_or_another(host: 
     thread.join()
     assert found == [70_003**0.5]
     assert host.noted() == ["cuCtxPushCurrent 0", launch, "cuCtxPopCurrent 0"], "a new thread has none"
+
+
+def test_a_launch_is_few_functions_and_none_for_each_argument(host: Any) -> None:
+    """What it costs is the number of functions: by the next launch each is out of the processor's caches again."""
+    host.context(0)
+    grads, scale, site = [torch.ones(64).half() for _ in range(5)], torch.ones(()), PointerTables()
+    stats, folder, called = kernels.GradStats.allocate(5, "cpu"), cuda.__file__.removesuffix(".py"), list[str]()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(folder):
+            called.append(frame.f_code.co_name)
+
+    for _ in range(2):
+        called.clear()
+        sys.setprofile(note)
+        try:
+            kernels.multi_tensor_check(grads, scale, stats, tables=site)
+        finally:
+            sys.setprofile(None)
+    assert called[0] == "launch"
+    assert len(called) <= 14, called
 
 
 def test_launches_go_to_the_current_stream(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
