@@ -157,7 +157,9 @@ class Card:
         if blocks > 0x7FFFFFFF:
             raise ValueError(f"{name}: more than 2^31 chunks in one call, {blocks}. Make several calls.")
         current = c_void_p()
-        self._driver.check(self._driver.current_context(byref(current)), "cuCtxGetCurrent")
+        code = self._driver.current_context(byref(current))
+        if code != 0:
+            self._driver.check(code, "cuCtxGetCurrent")
         if current.value != self._context:
             with self._here():
                 self.launch(name, blocks, stream, *arguments)

@@ -232,7 +232,7 @@ def test_a_launch_is_few_functions_and_none_for_each_argument(host: Any) -> None
         finally:
             sys.setprofile(None)
     assert called[0] == "launch"
-    assert len(called) <= 14, called
+    assert len(called) <= 13, called
 
 
 def test_launches_go_to_the_current_stream(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
