@@ -74,8 +74,6 @@ def _opened(path: Path, make: bool) -> Iterator[int]:
         if make:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    except FileNotFoundError:
-        raise
     except OSError as error:
         raise CacheError(f"{path} can't be used: {error.strerror}: name another folder with FP16OPT_CACHE") from None
     try:
@@ -140,13 +138,12 @@ def load(digest: str, capability: int, release: tuple[int, int]) -> tuple[Cubins
     candidates.sort(key=lambda one: one[1] != release)
     complaints: list[str] = []
     path = folder()
-    with contextlib.suppress(FileNotFoundError):
-        for name, _ in candidates:
-            try:
-                with _opened(path, make=False) as directory:
-                    return _read(path, name, directory), complaints
-            except CacheError as error:
-                complaints.append(str(error))
+    for name, _ in candidates:
+        try:
+            with _opened(path, make=False) as directory:
+                return _read(path, name, directory), complaints
+        except CacheError as error:
+            complaints.append(str(error))
     return None, complaints
 
 

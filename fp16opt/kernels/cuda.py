@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import struct
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,8 +18,8 @@ import torch
 from torch import Tensor
 
 from . import cuda_devices, native
-from .calls import Call, Plan, PointerTables
-from .cuda_driver import Device
+from .calls import Call, PointerTables
+from .cuda_driver import Card
 from .cuda_rows import CHUNK, ENTRY, FOUND, KERNELS, LISTS, NUMBERS, Blocks, Kernel
 from .reference import CHUNK as CHUNK_ELEMENTS
 from .reference import SAMPLED_WHOLE, sample_stride
@@ -52,6 +51,12 @@ def serves(device: torch.device) -> bool:
 # -- what is asked of torch.cuda, in one place -------------------------------------------------------------------------
 
 
+@functools.cache
+def _default_handle(index: int) -> int:
+    """The address of a device's default stream, which stays what it is."""
+    return int(torch.cuda.default_stream(torch.device("cuda", index)).cuda_stream)
+
+
 class Stream:
     """A device's current stream, as the kernels and torch's allocator know it.
 
@@ -63,14 +68,14 @@ class Stream:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device)
-        self._device = device
-        self.handle = int(self._stream.cuda_stream)
-        self.index = int(self._stream.device_index)
+        self.handle: int = self._stream.cuda_stream
+        self.index: int = self._stream.device_index
         if self.index == torch.cuda.current_device():  # as a rule; the guard below costs more than the question
             self.captures = torch.cuda.is_current_stream_capturing()
         else:
             with torch.cuda.device(self.index):
                 self.captures = torch.cuda.is_current_stream_capturing()
+        self._holds = self.handle != _default_handle(self.index) and not self.captures
 
     def wait_for(self, other: Stream) -> None:
         """Have later work here wait for what the other stream has been given until now. No sync."""
@@ -83,7 +88,7 @@ class Stream:
         Only what is the library's own or may be: tables, numbers, statistics. Tensors in lists are the callers', who
         see to them when they use them on several streams, as with torch's own operations.
         """
-        if self.handle != torch.cuda.default_stream(self._device).cuda_stream and not self.captures:
+        if self._holds:
             for tensor in tensors:
                 if isinstance(tensor, Tensor):
                     tensor.record_stream(self._stream)
@@ -98,7 +103,7 @@ def current_stream(device: torch.device) -> Stream:
     return Stream(device)
 
 
-def device_of(stream: Stream) -> Device:
+def device_of(stream: Stream) -> Card:
     """What launches kernels on the stream's device.
 
     Raises:
@@ -113,140 +118,64 @@ def device_of(stream: Stream) -> Device:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-class Content:
-    """Bytes in host memory of which the GPU has a copy.
+class Copied:
+    """Bytes in host memory, and the GPU's copy of them.
+
+    Args:
+        copied: how many.
+        size: of the GPU's memory: it may go on behind the copy.
 
     Attributes:
-        host: them.
-        size: of the GPU's memory: it may go on behind the copy.
+        host: the bytes.
+        address: of these.
+        memory: the address of the copy; 0 before there is one.
+        point: takes a call's values in: from where to where bytes changed, or None.
     """
+
+    point: Callable[..., tuple[int, int] | None]
 
     def __init__(self, copied: int, size: int) -> None:
         self.host = ctypes.create_string_buffer(max(1, copied))
-        self.copied, self.size = copied, size
-        self.address = ctypes.addressof(self.host)
-
-    def put(self, at: int, content: bytes) -> bool:
-        """Write ``content``; whether it is other than what was there."""
-        end = at + len(content)
-        view = memoryview(self.host).cast("B")
-        if view[at:end] == content:
-            return False
-        view[at:end] = content
-        return True
-
-
-def _behind(start: int, count: int, size: int) -> int:
-    return (start + count * size + 15) // 16 * 16
-
-
-class Table(Content):
-    """Lists of tensors as kernels read them: first what changes with the addresses, then what does not.
-
-    Behind these, memory that a kernel's blocks share: counters, which begin at 0, and what chunks were found to hold.
-
-    Attributes:
-        chunk_count: how many chunks the lists are cut into.
-        entries: where the tensors' rows of it begin.
-    """
-
-    def __init__(self, call: Call) -> None:
-        plan = call.plan
-        self._places = None if len(plan.direct) == len(plan.rows) else plan.direct
-        self._rows = [plan.rows[place] for place in plan.direct]
-        self._flags: object = None
-        self._width, count = plan.operation.tables, len(plan.direct)
-        if self._width > _MOST_LISTS:
-            raise ValueError(
-                f"{plan.operation.name}: {self._width} lists, the CUDA kernels take up to {_MOST_LISTS}. Widen Entry."
-            )
-        columns = [call.column(which) for which in range(self._width)]
-        numels = [columns[0][place].numel() for place in plan.direct]
-        codes = [[native.CODES[column[place].dtype] for column in columns] for place in plan.direct]
-        chunks = [
-            CHUNK.packer().pack(start, entry, min(numel - start, CHUNK_ELEMENTS))
-            for entry, numel in enumerate(numels)
-            for start in range(0, numel, CHUNK_ELEMENTS)
-        ]
-        self.chunk_count, self._count = len(chunks), count
-        self._filled = sum(numel > 0 for numel in numels)
-        self._add = _behind(0, self._width * count, 8)
-        self._chunks = _behind(self._add, count, 1)
-        self.entries = _behind(self._chunks, len(chunks), CHUNK.packer().size)
-        self._counters = _behind(self.entries, count + 1, ENTRY.packer().size)
-        self._partial = _behind(self._counters, count + 1, 4)
-        found = max(FOUND.packer().size, NUMBERS.packer().size)
-        super().__init__(self._partial, _behind(self._partial, len(chunks), found))
-        self.put(self._chunks, b"".join(chunks))
-        self.put(self.entries, b"".join(self._packed_entries(numels, codes)))
-
-    def _packed_entries(self, numels: list[int], codes: list[list[int]]) -> list[bytes]:
-        pack, first, packed = ENTRY.packer().pack, 0, []
-        for row, numel, dtypes in zip(self._rows, numels, codes, strict=True):
-            stride = 0 if numel <= SAMPLED_WHOLE else sample_stride(numel)
-            packed.append(pack(row, first, stride, bytes(dtypes)))
-            first += -(-numel // CHUNK_ELEMENTS)
-        return [*packed, pack(0, first, 0, b"")]
-
-    def point(self, call: Call, flags: bool | Sequence[bool] | None) -> tuple[int, int] | None:
-        """Take in addresses and flags: from where to where bytes changed, or None."""
-        moved = native.put_addresses(call, range(self._width), self._places, self.address, 8)
-        if flags != self._flags:
-            one = flags is None or isinstance(flags, bool)
-            self._flags = flags if one else list(flags)  # type: ignore[arg-type]
-            each = [bool(flags if one else flags[row]) for row in self._rows]  # type: ignore[index]
-            moved = self.put(self._add, bytes(each)) or moved
-        return (0, self._chunks) if moved else None
-
-    def lists(self, memory: int) -> bytes:
-        """The kernels' argument that says where in the GPU's memory everything is."""
-        offsets = (0, self._add, self._chunks, self.entries, self._partial, self._counters)
-        return LISTS.packer().pack(*(memory + at for at in offsets), self.chunk_count, self._count, self._filled)
-
-
-class Site:
-    """The content of one call site in the GPU's memory.
-
-    Args:
-        content: of the host.
-
-    Attributes:
-        content: the same.
-        numbers: the site of a step's numbers, or None.
-        lists: what kernels are told of a table at this place.
-    """
-
-    numbers: Site | None = None
-    lists: bytes = b""
-
-    def __init__(self, content: Content) -> None:
-        self.content: Any = content
-        self._memory: Tensor | None = None
+        self.address, self.memory = ctypes.addressof(self.host), 0
+        self._copied, self._size = copied, size
+        self._view = memoryview(self.host).cast("B")
+        self._tensor: Tensor | None = None
         self._stream: Stream | None = None
-        self.memory = 0
 
-    def place(self, changed: tuple[int, int] | None, device: torch.device, stream: Stream) -> None:
-        """Bring the GPU's copy up to date, in the order of ``stream``."""
-        content = self.content
-        if changed is None and self._stream is not None and self._stream.handle == stream.handle:
-            return
-        with torch.inference_mode(False):
-            if self._memory is None:
-                self._memory = torch.empty(content.size, dtype=torch.uint8, device=device)
-                self._settle(self._memory.data_ptr())
-                changed = (0, content.copied)
-            if self._stream is not None and self._stream.handle != stream.handle:
-                stream.wait_for(self._stream)  # the kernel before this one may still read it there
-            stream.hold([self._memory])
-            self._stream = stream
-            if changed is not None:
-                begin, end = changed
-                staging = stream.staging(end - begin)
-                ctypes.memmove(staging.data_ptr(), content.address + begin, end - begin)
-                self._memory[begin:end].copy_(staging, non_blocking=True)
+    def put(self, at: int, content: bytes) -> None:
+        """Write ``content``."""
+        self._view[at : at + len(content)] = content
 
-    def place_for_graph(self, stream: Stream, owner: PointerTables | None) -> None:
-        """Write the content to memory of its own, for the graph that is being captured.
+    def bring(self, call: Call, stream: Stream, *given: Any) -> None:
+        """Take in what changed, by :meth:`point`, and have it in the GPU's memory, in the order of ``stream``."""
+        try:
+            changed = self.point(call, *given)
+            if stream.captures:
+                self._keep(stream, call.owner)
+            elif changed is not None or self._stream is None or self._stream.handle != stream.handle:
+                self._copy(changed, call.plan.device, stream)
+        except BaseException:
+            call.plan.compiled = None  # what of it arrived is not known
+            raise
+
+    def _copy(self, changed: tuple[int, int] | None, device: torch.device, stream: Stream) -> None:
+        if self._tensor is None:
+            with torch.inference_mode(False):  # steps of any mode write to it
+                self._tensor = torch.empty(self._size, dtype=torch.uint8, device=device)
+            self._settle(self._tensor.data_ptr())
+            changed = (0, self._copied)
+        if self._stream is not None and self._stream.handle != stream.handle:
+            stream.wait_for(self._stream)  # the kernel before this one may still read it there
+        stream.hold((self._tensor,))
+        self._stream = stream
+        if changed is not None:
+            begin, end = changed
+            staging = stream.staging(end - begin)
+            ctypes.memmove(staging.data_ptr(), self.address + begin, end - begin)
+            self._tensor[begin:end].copy_(staging, non_blocking=True)
+
+    def _keep(self, stream: Stream, owner: PointerTables | None) -> None:
+        """Write the bytes to memory of their own, for the graph that is being captured.
 
         It stays as long as ``owner``: replays need the tensors and buffers of whoever made the call, so they end with
         it. Where a call has no owner nothing tells when the graph is gone, and the memory is never given back. It is
@@ -256,76 +185,121 @@ class Site:
         the device is done.
         """
         device = device_of(stream)
-        memory = device.keep(self.content.host.raw[: self.content.copied], self.content.size)
-        self._settle(memory)
+        self._settle(device.keep(self.host.raw[: self._copied], self._size))
         if owner is not None:
-            weakref.finalize(owner, device.give_back, memory).atexit = False  # a process's end frees all
+            weakref.finalize(owner, device.give_back, self.memory).atexit = False  # a process's end frees all
 
     def _settle(self, memory: int) -> None:
         self.memory = memory
-        if isinstance(self.content, Table):
-            self.lists = self.content.lists(memory)
 
 
-def placed(call: Call, stream: Stream, known: Site | None, make: Callable[[], Content], *given: Any) -> Site:
-    """The site of a call's content, brought up to date on the device: the known one, or in a capture one of its own.
+def _behind(start: int, count: int, size: int) -> int:
+    return (start + count * size + 15) // 16 * 16
 
-    Args:
-        known: None makes one.
-        make: its content.
-        given: to :meth:`point` of that, behind the call.
+
+class Table(Copied):
+    """Lists of tensors as kernels read them: first what changes with the addresses, then what does not.
+
+    Behind these, memory that a kernel's blocks share: counters, which begin at 0, and what chunks were found to hold.
+
+    Attributes:
+        chunk_count: how many chunks the lists are cut into.
+        entries: where the tensors' rows of it begin.
+        length: of the lists.
+        lists: what kernels are told of it.
+        numbers: those of a step over these lists, or None.
     """
-    if stream.captures or known is None:
-        known = Site(make())
-    if stream.captures:
-        known.content.point(call, *given)
-        known.place_for_graph(stream, call.owner)
-        return known
-    try:
-        known.place(known.content.point(call, *given), call.plan.device, stream)
-    except BaseException:
-        call.plan.compiled = None  # what of it arrived is not known
-        raise
-    return known
+
+    numbers: Copied | None = None
+
+    def __init__(self, call: Call) -> None:
+        plan = call.plan
+        self._places = None if len(plan.direct) == len(plan.rows) else plan.direct
+        self._rows = [plan.rows[place] for place in plan.direct]
+        self._flags: object = None
+        self._packed = bytes(len(self._rows))
+        width, count = plan.operation.tables, len(plan.direct)
+        if width > _MOST_LISTS:
+            raise ValueError(
+                f"{plan.operation.name}: {width} lists, the CUDA kernels take up to {_MOST_LISTS}. Widen Entry."
+            )
+        self._which = range(width)
+        columns = [call.column(which) for which in self._which]
+        numels = [columns[0][place].numel() for place in plan.direct]
+        codes = [[native.CODES[column[place].dtype] for column in columns] for place in plan.direct]
+        chunks = [
+            CHUNK.packer.pack(start, entry, min(numel - start, CHUNK_ELEMENTS))
+            for entry, numel in enumerate(numels)
+            for start in range(0, numel, CHUNK_ELEMENTS)
+        ]
+        self.length, self.chunk_count, self._count = plan.count, len(chunks), count
+        self._filled = sum(numel > 0 for numel in numels)
+        self._add = _behind(0, width * count, 8)
+        self._chunks = _behind(self._add, count, 1)
+        self.entries = _behind(self._chunks, len(chunks), CHUNK.packer.size)
+        self._counters = _behind(self.entries, count + 1, ENTRY.packer.size)
+        self._partial = _behind(self._counters, count + 1, 4)
+        found = max(FOUND.packer.size, NUMBERS.packer.size)
+        super().__init__(self._partial, _behind(self._partial, len(chunks), found))
+        self.put(self._chunks, b"".join(chunks))
+        self.put(self.entries, b"".join(self._packed_entries(numels, codes)))
+
+    def _packed_entries(self, numels: list[int], codes: list[list[int]]) -> list[bytes]:
+        pack, first, packed = ENTRY.packer.pack, 0, []
+        for row, numel, dtypes in zip(self._rows, numels, codes, strict=True):
+            stride = 0 if numel <= SAMPLED_WHOLE else sample_stride(numel)
+            packed.append(pack(row, first, stride, bytes(dtypes)))
+            first += -(-numel // CHUNK_ELEMENTS)
+        return [*packed, pack(0, first, 0, b"")]
+
+    def point(self, call: Call, flags: bool | Sequence[bool] | None) -> tuple[int, int] | None:
+        """Take in addresses and flags: from where to where bytes changed, or None."""
+        moved = native.put_addresses(call, self._which, self._places, self.address, 8)
+        if flags != self._flags:
+            one = flags is None or isinstance(flags, bool)
+            self._flags = flags if one else list(flags)  # type: ignore[arg-type]
+            packed = bytes([bool(flags if one else flags[row]) for row in self._rows])  # type: ignore[index]
+            moved = packed != self._packed or moved
+            self._packed = packed
+            self.put(self._add, packed)
+        return (0, self._chunks) if moved else None
+
+    def _settle(self, memory: int) -> None:
+        super()._settle(memory)
+        offsets = (0, self._add, self._chunks, self.entries, self._partial, self._counters)
+        self.lists = LISTS.packer.pack(*(memory + at for at in offsets), self.chunk_count, self._count, self._filled)
 
 
-def site_of(call: Call, stream: Stream, flags: bool | Sequence[bool] | None) -> Site:
-    """The table of a call."""
-    known = call.plan.compiled
-    site = placed(call, stream, known if isinstance(known, Site) else None, lambda: Table(call), flags)
+def table_of(call: Call, stream: Stream, flags: bool | Sequence[bool] | None) -> Table:
+    """The table of a call, brought up to date on the device: the known one, or in a capture one of its own."""
+    table = call.plan.compiled
+    if stream.captures or not isinstance(table, Table):
+        table = Table(call)
+    table.bring(call, stream, flags)
     if not stream.captures:
-        call.plan.compiled = site
-    return site
+        call.plan.compiled = table
+    return table
 
 
 # -- operations --------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _packing(kernel: Kernel) -> tuple[struct.Struct, int | None]:
-    """What packs the functor's fields, and which of them is the length of the lists."""
-    names = [field.partition(":")[0] for field in kernel.fields.split()]
-    return kernel.struct.packer(), names.index("n") if "n" in names else None
-
-
-def _address(value: object) -> Any:
-    return value.data_ptr() if isinstance(value, Tensor) else 0 if value is None else value
-
-
-def queue(kernel: Kernel, stream: Stream, plan: Plan, site: Site, values: Sequence[object]) -> None:
-    """Launch one kernel over lists; ``values`` are the fields of its functor."""
-    chunks = site.content.chunk_count
-    if kernel.blocks is Blocks.MAPPING:
-        if chunks == 0:
-            return
-        blocks = min(chunks, _MOST_MAPPING_BLOCKS)
-    else:
-        blocks = max(chunks, 1)
-    packer, counted = _packing(kernel)
-    given = [_address(value) for value in values]
-    if counted is not None:
-        given.insert(counted, plan.count)
-    device_of(stream).launch(kernel.name, blocks, stream.handle, packer.pack(*given) or b"\0", site.lists)
+def queue(kernel: Kernel, stream: Stream, values: Sequence[object], table: Table | None = None) -> None:
+    """Launch one kernel, over the lists of ``table`` if it has any; ``values`` are the fields of its functor."""
+    given: list[Any] = [v.data_ptr() if isinstance(v, Tensor) else 0 if v is None else v for v in values]
+    lists: tuple[bytes, ...] = ()
+    blocks = 1
+    if table is not None:
+        lists, blocks = (table.lists,), table.chunk_count
+        if kernel.blocks is Blocks.MAPPING:
+            if blocks == 0:
+                return
+            blocks = min(blocks, _MOST_MAPPING_BLOCKS)
+        if kernel.counted is not None:
+            given.insert(kernel.counted, table.length)
+    packed = kernel.functor.packer.pack(*given) or b"\0"
+    device_of(stream).launch(kernel.name, max(1, blocks), stream.handle, packed, *lists)
+    stream.hold(values)
 
 
 def launch(
@@ -338,30 +312,22 @@ def launch(
 ) -> None:
     """:func:`fp16opt.kernels.native.launch` for the CUDA kernels, which have the flags in their table."""
     stream = current_stream(call.plan.device)
-    queue(KERNELS[function], stream, call.plan, site_of(call, stream, flags), arguments)
-    stream.hold(arguments)
+    queue(KERNELS[function], stream, arguments, table_of(call, stream, flags))
     native.count_writes(call, results, lists=writes)
 
 
 # -- decisions ---------------------------------------------------------------------------------------------------------
 
 
-def _queue_single(name: str, device: torch.device, *values: object) -> None:
-    """Launch a kernel without tables."""
-    stream = current_stream(device)
-    packed = _packing(KERNELS[name])[0].pack(*(_address(value) for value in values))
-    device_of(stream).launch(name, 1, stream.handle, packed)
-    stream.hold(values)
-
-
 def capture_scale(scale: Tensor, pair: Tensor) -> None:
     """:func:`fp16opt.kernels.decisions.capture_scale`."""
-    _queue_single("capture_scale", scale.device, scale, pair)
+    queue(KERNELS["capture_scale"], current_stream(scale.device), (scale, pair))
 
 
 def decide_clip(norm: Tensor, found_inf: Tensor | None, max_norm: float, only_finite: bool, results: Tensor) -> None:
     """:func:`fp16opt.kernels.decisions.decide_clip`; ``results``: float32, [2]."""
-    _queue_single("decide_clip", norm.device, norm, found_inf, max_norm, only_finite, results, results.data_ptr() + 4)
+    values = (norm, found_inf, max_norm, only_finite, results, results.data_ptr() + 4)
+    queue(KERNELS["decide_clip"], current_stream(norm.device), values)
 
 
 def close_step(
@@ -381,11 +347,9 @@ def close_step(
     skips: Tensor | int | None = trackers
     if settings is not None and trackers is not None:
         clean, skips = trackers, trackers.data_ptr() + 4
-    _queue_single(
-        "close_step",
-        device,
-        *(found_inf, last, skipped, scale, clean, skips, settings, flags, kept, 0 if kept is None else kept.numel()),
-        *(memory, 0 if memory is None else memory.numel() // 4),
-    )
+    sizes = [0 if tensor is None else tensor.numel() for tensor in (kept, memory)]
+    decided = (found_inf, last, skipped, scale, clean, skips, settings)
+    values = (*decided, flags, kept, sizes[0], memory, sizes[1] // 4)
+    queue(KERNELS["close_step"], current_stream(device), values)
     written = (last, skipped, scale, trackers, kept, memory)
     native.count_versions([tensor for tensor in written if tensor is not None])

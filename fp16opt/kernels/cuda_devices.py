@@ -17,7 +17,7 @@ import torch
 
 from . import cubin_cache
 from .cubin_cache import CacheError, Cubins
-from .cuda_driver import Card, Device, Driver, DriverError
+from .cuda_driver import Card, Driver, DriverError
 from .cuda_rows import FIRST, KERNELS, OPTIONS, digest, source_of
 from .nvrtc import Nvrtc, NvrtcError, find
 
@@ -38,7 +38,7 @@ class Served(NamedTuple):
         words: what serves, or why not and what mends it.
     """
 
-    device: Device | None
+    device: Card | None
     words: str
 
 
@@ -129,24 +129,22 @@ def _load(index: int, cuda: tuple[int, int]) -> Served:
     if capability < OLDEST:
         raise DriverError(f"it is of compute capability {major}.{minor}, and the CUDA kernels need 7.0 or newer")
     driver = Driver()
-    cubins, complaints = cubin_cache.load(digest(), capability, cuda)
+    stored, complaints = cubin_cache.load(digest(), capability, cuda)
     for complaint in complaints:
         logger.warning("compiled CUDA kernels are not taken from the disk: %s", complaint)
-    if cubins is not None:
+    for cubins in (None,) if stored is None else (stored, None):
+        code = _Code(capability, cuda, cubins)
         try:
-            code = _Code(capability, cuda, cubins)
             return Served(Card(driver, index, code, FIRST), code.words())
         except DriverError as error:
-            logger.warning("compiled CUDA kernels from the disk are compiled again: %s", error)
-    code = _Code(capability, cuda, None)
-    try:
-        return Served(Card(driver, index, code, FIRST), code.words())
-    except DriverError as error:
-        arch, version = code.cubins.arch, _dotted(code.cubins.version)
-        raise DriverError(
-            f"the driver, made for CUDA {_dotted(driver.version)}, refuses code for sm_{arch} of NVRTC {version} "
-            f"({error}): update it, or install a torch built for a CUDA that it knows"
-        ) from None
+            refusal = str(error)
+            if cubins is not None:
+                logger.warning("compiled CUDA kernels from the disk are compiled again: %s", error)
+    arch, version = code.cubins.arch, _dotted(code.cubins.version)
+    raise DriverError(
+        f"the driver, made for CUDA {_dotted(driver.version)}, refuses code for sm_{arch} of NVRTC {version} "
+        f"({refusal}): update it, or install a torch built for a CUDA that it knows"
+    )
 
 
 def _dotted(version: tuple[int, int]) -> str:
@@ -210,7 +208,7 @@ def served(index: int) -> Served:
     return _known.of(index)
 
 
-def kernels_on(index: int) -> Device | None:
+def kernels_on(index: int) -> Card | None:
     """What launches kernels on a device; None where torch operations serve it. As :func:`served`."""
     return _known.of(index).device
 
@@ -228,8 +226,7 @@ def facts() -> list[tuple[str, str]]:
     except NvrtcError as error:
         compiler = f"missing: {error}"
     try:
-        version = Driver().version
-        driver = f"for CUDA up to {version[0]}.{version[1]}"
+        driver = f"for CUDA up to {_dotted(Driver().version)}"
     except DriverError as error:
         driver = f"missing: {error}"
     try:

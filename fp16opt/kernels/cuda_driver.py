@@ -9,11 +9,11 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
-from typing import Protocol
 
-THREADS = 256  # of a block
+_ONE, _NONE, _THREADS = c_uint(1), c_uint(0), c_uint(256)  # of a launch; to make them anew takes longer than the call
+_ARGUMENTS = [c_char_p * count for count in range(3)]
 _NAME = "libcuda.so.1"
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _ADDRESS = c_uint64  # a CUdeviceptr
@@ -43,19 +43,6 @@ _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 
 class DriverError(RuntimeError):
     """The driver is not there, or refuses a call; the message has its own words."""
-
-
-class Device(Protocol):
-    """What launches kernels: a card, or in tests something that stands for one."""
-
-    def launch(self, name: str, blocks: int, stream: int, *arguments: bytes) -> None:
-        """Queue a kernel with packed structs."""
-
-    def keep(self, content: bytes, size: int) -> int:
-        """Memory of ``size`` bytes that begins with ``content``: its address."""
-
-    def give_back(self, address: int) -> None:
-        """End of what :meth:`keep` gave."""
 
 
 class Driver:
@@ -132,31 +119,23 @@ class Card:
         driver.call("cuDeviceGet", byref(device), index)
         driver.call("cuDevicePrimaryCtxRetain", byref(context), device.value)
         self._context = context.value
-        self._functions: dict[str, int] = {}
+        self._functions: dict[str, c_void_p] = {}
         with self._here(), driver.relaxed():
             for name in first:
                 self._load(name)
 
-    def _load(self, name: str) -> int:
+    def _load(self, name: str) -> c_void_p:
         with self._lock:  # of several threads that launch a new kernel one loads it
             if name not in self._functions:
                 module, function = c_void_p(), c_void_p()
                 self._driver.call("cuModuleLoadData", byref(module), self._code(name))
                 self._driver.call("cuModuleGetFunction", byref(function), module, f"fp16opt_{name}".encode())
-                self._functions[name] = int(function.value or 0)
+                self._functions[name] = function
             return self._functions[name]
-
-    def _is_current(self) -> bool:
-        context = c_void_p()
-        self._driver.check(self._driver.current_context(byref(context)), "cuCtxGetCurrent")
-        return context.value == self._context
 
     @contextmanager
     def _here(self) -> Iterator[None]:
-        """The device's context is the thread's: pushed where it has none, or that of another device."""
-        if self._is_current():
-            yield
-            return
+        """The device's context is the thread's."""
         self._driver.call("cuCtxPushCurrent_v2", self._context)
         try:
             yield
@@ -170,25 +149,31 @@ class Card:
             name: of the kernel.
             blocks: how many.
             stream: the address of a stream of this device.
-            arguments: packed structs.
+            arguments: packed structs, at most two.
 
         Raises:
             DriverError: with CUDA's words; also for what kernels before this one did. ValueError: too many blocks.
         """
         if blocks > 0x7FFFFFFF:
             raise ValueError(f"{name}: more than 2^31 chunks in one call, {blocks}. Make several calls.")
-        if not self._is_current():
+        current = c_void_p()
+        code = self._driver.current_context(byref(current))
+        if code != 0:
+            self._driver.check(code, "cuCtxGetCurrent")
+        if current.value != self._context:
             with self._here():
-                return self.launch(name, blocks, stream, *arguments)
+                self.launch(name, blocks, stream, *arguments)
+            return
         function = self._functions.get(name)
         if function is None:
             with self._driver.relaxed():
                 function = self._load(name)
-        given = (c_char_p * len(arguments))(*arguments)
-        code = self._driver.launch_kernel(function, blocks, 1, 1, THREADS, 1, 1, 0, stream or None, given, None)
+        given = _ARGUMENTS[len(arguments)](*arguments)
+        code = self._driver.launch_kernel(
+            function, blocks, _ONE, _ONE, _THREADS, _ONE, _ONE, _NONE, stream, given, None
+        )
         if code != 0:
             self._driver.check(code, f"multi_tensor_{name}")
-        return None
 
     def keep(self, content: bytes, size: int) -> int:
         """Memory of the device, for a graph that is being captured. Waits for the copy, not for the capturing stream.
@@ -196,19 +181,16 @@ class Card:
         Returns:
             Its address, until :meth:`give_back`.
         """
-        driver, memory, stream = self._driver, _ADDRESS(), c_void_p()
-        with self._here(), driver.relaxed():
-            driver.call("cuMemAlloc_v2", byref(memory), max(1, size))
-            try:
-                driver.call("cuStreamCreate", byref(stream), _NON_BLOCKING)
-                try:
-                    driver.call("cuMemcpyHtoDAsync_v2", memory, content, len(content), stream)
-                    driver.call("cuStreamSynchronize", stream)
-                finally:
-                    driver.call("cuStreamDestroy_v2", stream)
-            except BaseException:
-                self.give_back(memory.value)
-                raise
+        call, memory, stream = self._driver.call, _ADDRESS(), c_void_p()
+        with self._here(), self._driver.relaxed(), ExitStack() as undo:
+            call("cuMemAlloc_v2", byref(memory), max(1, size))
+            undo.callback(self.give_back, memory.value)
+            call("cuStreamCreate", byref(stream), _NON_BLOCKING)
+            with ExitStack() as after:
+                after.callback(call, "cuStreamDestroy_v2", stream)
+                call("cuMemcpyHtoDAsync_v2", memory, content, len(content), stream)
+                call("cuStreamSynchronize", stream)
+            undo.pop_all()
         return int(memory.value)
 
     def give_back(self, address: int) -> None:

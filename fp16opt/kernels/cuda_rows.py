@@ -12,7 +12,6 @@ import hashlib
 import struct
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
 
 SOURCE = Path(__file__).resolve().parent.parent / "_cuda.cuh"
 """All of the device's code in one text, which setup.py makes out of csrc/."""
@@ -21,40 +20,36 @@ OPTIONS = ("--std=c++17", "--fmad=false")
 """Of NVRTC, besides the architecture. No contraction and no fast-math: the bits are those of the CPU."""
 
 
-class Struct(NamedTuple):
+class Struct:
     """A struct of the device's code.
 
-    Attributes:
+    Args:
         name: in C++, in the namespace fp16opt.
         fields: "name:code" with the codes of :mod:`struct`, for an array with its length before it: P address, q int64,
             i int32, I uint32, d double, f float, ? bool.
+
+    Attributes:
+        name: as given.
+        fields: the name of each.
+        packer: what packs values of all fields as the device reads them.
+
+    Example:
+        >>> Struct("Chunk", "start:q tensor:i numel:i").packer.size
+        16
     """
 
-    name: str
-    fields: str
-
-    @property
-    def codes(self) -> list[str]:
-        """The code of each field."""
-        return [field.partition(":")[2] for field in self.fields.split()]
-
-    def packer(self) -> struct.Struct:
-        """What packs values of all fields as the device reads them.
-
-        Example:
-            >>> Struct("Chunk", "start:q tensor:i numel:i").packer().size
-            16
-        """
-        padded = any(code[-1] in "Pqd" for code in self.codes)
-        return struct.Struct("@" + "".join(self.codes) + ("0P" if padded else ""))
+    def __init__(self, name: str, fields: str) -> None:
+        self.name, pairs = name, [field.split(":") for field in fields.split()]
+        self.fields, self._codes = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        padded = any(code[-1] in "Pqd" for code in self._codes)
+        self.packer = struct.Struct("@" + "".join(self._codes) + ("0P" if padded else ""))
 
     def assertions(self) -> list[str]:
         """Lines of C++ that fail to compile where the device lays the struct out in another way."""
-        lines = [f"FP16OPT_SIZE({self.name}, {max(1, self.packer().size)});"]
-        for k, field in enumerate(self.fields.split()):
-            code, before = self.codes[k], "".join(self.codes[:k])
-            offset = struct.calcsize(f"@{before}0{code[-1]}")
-            lines.append(f"FP16OPT_FIELD({self.name}, {field.partition(':')[0]}, {offset});")
+        lines, before = [f"FP16OPT_SIZE({self.name}, {max(1, self.packer.size)});"], "@"
+        for field, code in zip(self.fields, self._codes, strict=True):
+            lines.append(f"FP16OPT_FIELD({self.name}, {field}, {struct.calcsize(f'{before}0{code[-1]}')});")
+            before += code
         return lines
 
 
@@ -68,33 +63,31 @@ class Blocks(Enum):
     SINGLE = "one block, and no lists"
 
 
-class Kernel(NamedTuple):
+class Kernel:
     """One kernel.
 
-    Attributes:
+    Args:
         name: as the host asks for it.
         functor: the struct in csrc/launch/ that has its code.
         fields: of the functor, as in :class:`Struct`. A field ``n`` is filled with the length of the lists.
         blocks: how it goes over its lists.
         group: of steps: the struct with a param_group's numbers. Its first three fields are the learning rate.
+
+    Attributes:
+        name, blocks, group: as given.
+        functor: the struct.
+        counted: which of its fields is ``n``; None where there is no such field.
     """
 
-    name: str
-    functor: str
-    fields: str
-    blocks: Blocks
-    group: Struct | None = None
-
-    @property
-    def struct(self) -> Struct:
-        """What its functor holds."""
-        return Struct(self.functor, self.fields)
+    def __init__(self, name: str, functor: str, fields: str, blocks: Blocks, group: Struct | None = None) -> None:
+        self.name, self.functor, self.blocks, self.group = name, Struct(functor, fields), blocks, group
+        self.counted = self.functor.fields.index("n") if "n" in self.functor.fields else None
 
     def entry(self) -> str:
         """C++ that asserts the layout, and makes the entry ``fp16opt_NAME``."""
-        structs = [self.struct] if self.group is None else [self.struct, self.group]
+        structs = [self.functor] if self.group is None else [self.functor, self.group]
         lines = [line for one in structs for line in one.assertions()]
-        return "\n".join([*lines, f"FP16OPT_{self.blocks.name}({self.name}, {self.functor})", ""])
+        return "\n".join([*lines, f"FP16OPT_{self.blocks.name}({self.name}, {self.functor.name})", ""])
 
 
 _UNSCALE = "inv_scale:P nonfinite:P sumsq:P n:q norm:P found_inf:P write:?"
@@ -103,7 +96,11 @@ _STEP = "inv_scale:P coefficient:P found_inf:P members:P table:P overflow:P mode
 _ADAM = f"{_RATE} beta1:d beta2:d eps:d weight_decay:d decoupled:i maximize:i"
 _ADAM_GROUP = Struct("AdamGroup", _ADAM)
 _SGD_GROUP = Struct("SgdGroup", f"{_RATE} momentum:d dampening:d weight_decay:d nesterov:i maximize:i")
+_LION_GROUP = Struct("LionGroup", f"{_RATE} beta1:d beta2:d weight_decay:d maximize:i")
 _DIGESTS = "now:P then:P taken:P"
+_CLIP = "norm:P found_inf:P max_norm:d only_finite:? single:P factor:P"
+_DECIDED = "c.found_inf:P c.last:P c.skipped:P c.scale:P c.clean:P c.skips:P c.settings:P"
+_CLEARED = "c.flags:P c.kept:P c.n:q c.cleared:P c.words:q"
 
 CHUNK = Struct("Chunk", "start:q tensor:i numel:i")
 ENTRY = Struct("Entry", "row:q first_chunk:q stride:q dtypes:8s")
@@ -122,13 +119,7 @@ KERNELS = {
         Kernel("amsgrad", "AmsgradStep", _STEP, Blocks.STEPPING, _ADAM_GROUP),
         Kernel("sgd", "SgdStep", _STEP, Blocks.STEPPING, _SGD_GROUP),
         Kernel("momentum", "MomentumStep", _STEP, Blocks.STEPPING, _SGD_GROUP),
-        Kernel(
-            "lion",
-            "LionStep",
-            _STEP,
-            Blocks.STEPPING,
-            Struct("LionGroup", f"{_RATE} beta1:d beta2:d weight_decay:d maximize:i"),
-        ),
+        Kernel("lion", "LionStep", _STEP, Blocks.STEPPING, _LION_GROUP),
         Kernel("adam8", "Adam8Step", _STEP, Blocks.STEPPING, Struct("Adam8Group", f"{_ADAM} limit:f")),
         Kernel("sgd8", "Sgd8Step", _STEP, Blocks.STEPPING, _SGD_GROUP),
         Kernel("l2norm", "Norm", "sumsq:P n:q norm:P norms:P", Blocks.FINDING),
@@ -145,16 +136,8 @@ KERNELS = {
         Kernel("join", "Join", "", Blocks.MAPPING),
         Kernel("renew", "Renew", _DIGESTS, Blocks.MAPPING),
         Kernel("capture_scale", "CaptureScale", "scale:P pair:P", Blocks.SINGLE),
-        Kernel(
-            "decide_clip", "DecideClip", "norm:P found_inf:P max_norm:d only_finite:? single:P factor:P", Blocks.SINGLE
-        ),
-        Kernel(
-            "close_step",
-            "CloseStep",
-            "c.found_inf:P c.last:P c.skipped:P c.scale:P c.clean:P c.skips:P c.settings:P c.flags:P c.kept:P c.n:q "
-            "c.cleared:P c.words:q",
-            Blocks.SINGLE,
-        ),
+        Kernel("decide_clip", "DecideClip", _CLIP, Blocks.SINGLE),
+        Kernel("close_step", "CloseStep", f"{_DECIDED} {_CLEARED}", Blocks.SINGLE),
     )
 }
 

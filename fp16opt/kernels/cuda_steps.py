@@ -15,15 +15,15 @@ from torch import Tensor
 
 from . import native
 from .calls import Call
-from .cuda import Content, Site, Stream, current_stream, placed, queue, site_of
-from .cuda_rows import KERNELS, MEMBER, Kernel, Struct
+from .cuda import Copied, current_stream, queue, table_of
+from .cuda_rows import KERNELS, MEMBER, Struct
 
 if TYPE_CHECKING:
     from .reference_steps import Factors
     from .stats import CastStats
 
 
-class Numbers(Content):
+class Numbers(Copied):
     """What a step is told beyond its tensors: a member for each entry of the table, and behind them the param_groups.
 
     Attributes:
@@ -37,8 +37,9 @@ class Numbers(Content):
         self._places = None if len(plan.direct) == len(plan.rows) else plan.direct
         self._rows = plan.rows
         self._counters = plan.operation.tables if plan.operation.counters and plan.counts_here else None
-        self._group, self._member = group.packer(), MEMBER.packer()
+        self._group, self._member = group.packer, MEMBER.packer
         self._given: tuple[list[int], list[float]] | None = None
+        self._packed = b""
         self.group_count = group_count
         self.groups = len(plan.direct) * self._member.size
         size = self.groups + group_count * self._group.size
@@ -65,18 +66,11 @@ class Numbers(Content):
             which = range(self._counters, self._counters + 1)
             moved = native.put_addresses(call, which, self._places, self.address, self._member.size)
             begin = 0 if moved else begin
-        moved = self.put(self.groups, b"".join(self._group.pack(*group) for group in groups))
-        return (begin, self.copied if moved else self.groups) if moved or begin == 0 else None
-
-
-def _numbers_of(call: Call, kernel: Kernel, stream: Stream, site: Site, group_count: int, given: Sequence[Any]) -> Site:
-    """The numbers of a step, beside its table ``site``."""
-    known = site.numbers
-    if known is not None and known.content.group_count != group_count:
-        known = None
-    group = kernel.group or Struct("", "")
-    site.numbers = placed(call, stream, known, lambda: Numbers(call, group, group_count), *given)
-    return site.numbers
+        packed, end = b"".join([self._group.pack(*group) for group in groups]), self.groups
+        if packed != self._packed:
+            self.put(self.groups, packed)
+            self._packed, end = packed, self.groups + len(packed)
+        return (begin, end) if begin < end else None
 
 
 def _rate(value: float | Tensor, device: torch.device, kept: list[Tensor]) -> tuple[float, int, int]:
@@ -115,7 +109,8 @@ def launch(
     plan = call.plan
     if not plan.direct and (plan.by_reference or not plan.rows):
         return
-    kernel, stream, kept = KERNELS[name], current_stream(plan.device), list[Tensor]()
+    kernel, stream = KERNELS[name], current_stream(plan.device)
+    kept: list[Tensor] = []
     groups = [(*_rate(o[0], plan.device, kept), *o[1:]) for o in options]
     counters: list[Tensor] = []
     numbers: list[float] = []
@@ -123,15 +118,16 @@ def launch(
         counters = call.column(plan.operation.tables)
         numbers = (torch.stack([step.reshape(()) for step in counters]) + 1.0).tolist()
         counters = [counters[place] for place in plan.direct]
-    site = site_of(call, stream, first)
-    given = _numbers_of(call, kernel, stream, site, len(options), (groups, group_of, numbers))
+    table = table_of(call, stream, first)
+    beside = table.numbers
+    if not isinstance(beside, Numbers) or beside.group_count != len(options):
+        beside = table.numbers = Numbers(call, kernel.group or Struct("", ""), len(options))
+    beside.bring(call, stream, groups, group_of, numbers)
     models = -1 if stats is None else len(plan.operation.lists) - 1
-    overflow = None if stats is None else stats.overflow
-    table = site.memory + site.content.entries
-    members, packed_groups = given.memory, given.memory + given.content.groups
-    values = [*factors, found_inf, members, table, overflow, models, number & 0xFFFFFFFF, packed_groups]
-    queue(kernel, stream, plan, site, values)
-    stream.hold((*factors, found_inf, overflow, *kept))
+    overflow, members = None if stats is None else stats.overflow, beside.memory
+    read = (members, table.memory + table.entries, overflow, models, number & 0xFFFFFFFF, members + beside.groups)
+    queue(kernel, stream, (*factors, found_inf, *read), table)
+    stream.hold(kept)
     native.count_writes(call, [] if overflow is None else [overflow])
     if counters:
         torch._foreach_add_(counters, 1.0)

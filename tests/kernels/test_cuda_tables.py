@@ -194,6 +194,17 @@ def test_a_failed_copy_leaves_no_table_behind(host: Any, monkeypatch: pytest.Mon
     assert multi_tensor_l2norm(values, tables=site)[0].item() == wanted
 
 
+def test_a_table_made_in_inference_mode_serves_outside_of_it_and_the_other_way_round(host: Any) -> None:
+    lists = [tensors(3) for _ in range(3)]
+    for modes in ((True, False, True), (False, True, False)):
+        host.copies.clear()
+        site = PointerTables()
+        for mode, values in zip(modes, lists, strict=True):
+            with torch.inference_mode(mode):
+                assert multi_tensor_l2norm(values, tables=site)[0].item() == multi_tensor_l2norm(lists[0])[0].item()
+        assert len(host.copies) == 3 + 3, "each has other addresses, which are brought there; a call without a site too"
+
+
 def test_clipping_uses_the_table_of_the_pass_before(host: Any) -> None:
     site, grads, outs = PointerTables(), tensors(4), tensors(4, 1)
     stats, half = GradStats.allocate(4, "cpu"), torch.tensor(0.5)
