@@ -6,44 +6,28 @@
 FP16OPT_BEGIN
 namespace {
 
-template <class Master>
-uint32_t adam8_as(const StepChunk& c, Master master, const AdamTerms<Floats>& terms, const StateCodes& state) {
-    adam8_loop(terms, gradient_of(c, master), master, state, c.numel);
-    return master.flags();
-}
-
-template <class Master>
-uint32_t sgd8_as(const StepChunk& c, Master master, const SgdTerms<Floats>& terms, const StateCodes& state, bool first) {
-    if (first) {
-        sgd8_loop<true>(terms, gradient_of(c, master), master, state, c.numel);
-    } else {
-        sgd8_loop<false>(terms, gradient_of(c, master), master, state, c.numel);
-    }
-    return master.flags();
-}
-
 // Calls step(part, master, state) for the whole blocks of a chunk, and for what is left.
 template <class Step>
 uint32_t for_steps(const StepChunk& c, const State8Chunk& s, Step&& step) {
     return for_whole_blocks(c, kStateBlock, 1, [&](const StepChunk& part, int64_t start) {
         const StateCodes state{static_cast<int8_t*>(part.state[0]), static_cast<uint8_t*>(part.state[1]),
                                s.scales + start / kStateBlock, s.limit, s.dither + uint32_t(start) * kIndexStride};
-        return step_any(part, [&](auto master) { return step(part, master, state); });
+        return step_any(part, [&](auto& master) { step(part, master, state); });
     });
 }
 
 uint32_t adam8_chunk(const StepChunk& c, const State8Chunk& s, const GradFactors& factors, const AdamScalars& scalars) {
     const AdamTerms<Floats> terms(factors, scalars, SplatFloats{});
-    return for_steps(c, s, [&](const StepChunk& part, auto master, const StateCodes& state) {
-        return adam8_as(part, master, terms, state);
+    return for_steps(c, s, [&](const StepChunk& part, auto& master, const StateCodes& state) {
+        adam8_loop(terms, gradient_of(part), master, state, part.numel);
     });
 }
 
 uint32_t sgd8_chunk(const StepChunk& c, const State8Chunk& s, const GradFactors& factors, const SgdScalars& scalars) {
     const SgdTerms<Floats> terms(factors, scalars, SplatFloats{});
     const bool first = scalars.first != 0;
-    return for_steps(c, s, [&](const StepChunk& part, auto master, const StateCodes& state) {
-        return sgd8_as(part, master, terms, state, first);
+    return for_steps(c, s, [&](const StepChunk& part, auto& master, const StateCodes& state) {
+        sgd8_loop(terms, gradient_of(part), master, state, first, part.numel);
     });
 }
 

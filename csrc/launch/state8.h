@@ -99,8 +99,8 @@ struct Uncoded {
 };
 
 // The block at `i`, and the codes of the one before it.
-template <class Grad, class Master>
-FP16OPT_HD void adam8_block(const AdamTerms<Floats>& terms, const Grad& grad, Master& master, const StateCodes& state,
+template <class Master>
+FP16OPT_HD void adam8_block(const AdamTerms<Floats>& terms, const Gradient& grad, Master& master, const StateCodes& state,
                             Floats unit, Floats units, Uncoded& kept, int64_t i) {
     float& scale = state.scales[i / kStateBlock];
     const Floats scales = splat(scale);
@@ -147,8 +147,8 @@ FP16OPT_HD void adam8_block(const AdamTerms<Floats>& terms, const Grad& grad, Ma
 }
 
 // What a loop reads again and again is copied first: stores of bytes may change anything that somebody has the address of.
-template <class Grad, class Master>
-FP16OPT_HD void adam8_loop(const AdamTerms<Floats>& terms, const Grad& grad, Master& master, const StateCodes& state,
+template <class Master>
+FP16OPT_HD void adam8_loop(const AdamTerms<Floats>& terms, const Gradient& grad, Master& master, const StateCodes& state,
                            int64_t n) {
     const AdamTerms<Floats> own_terms = terms;
     const StateCodes own_state = state;
@@ -166,11 +166,11 @@ FP16OPT_HD void adam8_loop(const AdamTerms<Floats>& terms, const Grad& grad, Mas
     master.finish();
 }
 
-template <bool kFirst, class Grad, class Master>
-FP16OPT_HD void sgd8_block(const SgdTerms<Floats>& terms, const Grad& grad, Master& master, const StateCodes& state,
-                           Floats unit, Floats units, int64_t i) {
+template <class Master>
+FP16OPT_HD void sgd8_block(const SgdTerms<Floats>& terms, const Gradient& grad, Master& master, const StateCodes& state,
+                           bool first, Floats unit, Floats units, int64_t i) {
     float& scale = state.scales[i / kStateBlock];
-    const Floats scales = splat(kFirst ? 0.0f : scale);
+    const Floats scales = splat(first ? 0.0f : scale);
     Floats magnitudes[2 * kVectors];
     Block momenta[2];
     for (int h = 0; h < 2; ++h) {
@@ -179,13 +179,18 @@ FP16OPT_HD void sgd8_block(const SgdTerms<Floats>& terms, const Grad& grad, Mast
         Codes codes;
         grad.read(at, g);
         master.read(at, p);
-        if constexpr (!kFirst) get(static_cast<const int8_t*>(state.first + at), codes);
+        if (first) {
+            momenta[h] = g;  // any value: it is not looked at
+            for (int k = 0; k < kVectors; ++k) sgd<true>(terms, g.v[k], p.v[k], &momenta[h].v[k]);
+        } else {
+            get(static_cast<const int8_t*>(state.first + at), codes);
+            for (int k = 0; k < kVectors; ++k) {
+                momenta[h].v[k] = signed_of_code(codes.v[k], scales, unit);
+                sgd<false>(terms, g.v[k], p.v[k], &momenta[h].v[k]);
+            }
+        }
         for (int k = 0; k < kVectors; ++k) {
-            Floats momentum = g.v[k];  // any value, the first time: it is not looked at
-            if constexpr (!kFirst) momentum = signed_of_code(codes.v[k], scales, unit);
-            sgd<kFirst>(terms, g.v[k], p.v[k], &momentum);
-            momenta[h].v[k] = momentum;
-            magnitudes[h * kVectors + k] = smaller(magnitude_of(momentum, Words()), kLargestMomentum);
+            magnitudes[h * kVectors + k] = smaller(magnitude_of(momenta[h].v[k], Words()), kLargestMomentum);
         }
         master.write(at, p);
     }
@@ -205,13 +210,13 @@ FP16OPT_HD void sgd8_block(const SgdTerms<Floats>& terms, const Grad& grad, Mast
 }
 
 // `n` is a multiple of kStateBlock, as for adam8_loop.
-template <bool kFirst, class Grad, class Master>
-FP16OPT_HD void sgd8_loop(const SgdTerms<Floats>& terms, const Grad& grad, Master& master, const StateCodes& state,
-                          int64_t n) {
+template <class Master>
+FP16OPT_HD void sgd8_loop(const SgdTerms<Floats>& terms, const Gradient& grad, Master& master, const StateCodes& state,
+                          bool first, int64_t n) {
     const SgdTerms<Floats> own_terms = terms;
     const StateCodes own_state = state;
     const Floats unit = splat(kRatioUnit), units = splat(kRatios);
-    for (int64_t i = 0; i < n; i += kStateBlock) sgd8_block<kFirst>(own_terms, grad, master, own_state, unit, units, i);
+    for (int64_t i = 0; i < n; i += kStateBlock) sgd8_block(own_terms, grad, master, own_state, first, unit, units, i);
     master.finish();
 }
 

@@ -89,16 +89,18 @@ FP16OPT_HD void get(const T* from, Block& b) {
     load(from, b);
 }
 
-// Gradients, in FP32 where they were unscaled before, else in the dtype of the weights. One branch for 64 elements costs
+// Gradients, in the dtype of the weights or in FP32 where they were unscaled before. One branch for 64 elements costs
 // nothing beside them.
-template <class Model>
 struct Gradient {
     const void* at;
-    bool wide;
+    DType dtype;
 
     FP16OPT_HD void read(int64_t i, Block& g) const {
-        if (sizeof(Model) == sizeof(float) || wide) return get(static_cast<const float*>(at) + i, g);
-        get(static_cast<const Model*>(at) + i, g);
+        switch (dtype) {
+            case DType::half: return get(static_cast<const Half*>(at) + i, g);
+            case DType::bfloat16: return get(static_cast<const BFloat16*>(at) + i, g);
+            default: return get(static_cast<const float*>(at) + i, g);
+        }
     }
 };
 
@@ -156,51 +158,62 @@ private:
 };
 
 // `largest` may be null. `n` here and below is a multiple of kBlock.
-template <bool kAmsgrad, class Grad, class Master>
-FP16OPT_HD void adam_loop(const AdamTerms<Floats>& terms, const Grad& grad, Master& master, float* exp_avg,
+template <class Master>
+FP16OPT_HD void adam_loop(const AdamTerms<Floats>& terms, const Gradient& grad, Master& master, float* exp_avg,
                           float* exp_avg_sq, float* largest, int64_t n) {
     for (int64_t i = 0; i < n; i += kBlock) {
-        Block g, p, m, v, top;
+        Block g, p, m, v, roots;
         grad.read(i, g);
         master.read(i, p);
         get(static_cast<const float*>(exp_avg + i), m);
         get(static_cast<const float*>(exp_avg_sq + i), v);
-        if (kAmsgrad) get(static_cast<const float*>(largest + i), top);
-        Block roots;
         for (int k = 0; k < kVectors; ++k) {
             adam_moments(terms, g.v[k], p.v[k], m.v[k], v.v[k]);
-            roots.v[k] = root(adam_second(v.v[k], kAmsgrad ? &top.v[k] : nullptr));
+            if (largest == nullptr) roots.v[k] = root(v.v[k]);
+        }
+        if (largest != nullptr) {
+            Block top;
+            get(static_cast<const float*>(largest + i), top);
+            for (int k = 0; k < kVectors; ++k) roots.v[k] = root(adam_second(v.v[k], &top.v[k]));
+            store(largest + i, top);
         }
         for (int k = 0; k < kVectors; ++k) adam_move(terms, p.v[k], m.v[k], roots.v[k]);
         master.write(i, p);
         store(exp_avg + i, m);
         store(exp_avg_sq + i, v);
-        if (kAmsgrad) store(largest + i, top);
     }
     master.finish();
 }
 
 enum class Momentum { none, first, later };
 
-template <Momentum kMomentum, class Grad, class Master>
-FP16OPT_HD void sgd_loop(const SgdTerms<Floats>& terms, const Grad& grad, Master& master, float* buffer, int64_t n) {
+template <class Master>
+FP16OPT_HD void sgd_loop(const SgdTerms<Floats>& terms, const Gradient& grad, Master& master, Momentum momentum,
+                         float* buffer, int64_t n) {
     for (int64_t i = 0; i < n; i += kBlock) {
         Block g, p, b;
         grad.read(i, g);
         master.read(i, p);
-        if constexpr (kMomentum == Momentum::later) get(static_cast<const float*>(buffer + i), b);
-        for (int k = 0; k < kVectors; ++k) {
-            if constexpr (kMomentum == Momentum::first) b.v[k] = g.v[k];  // any value: it is not looked at
-            sgd<kMomentum == Momentum::first>(terms, g.v[k], p.v[k], kMomentum == Momentum::none ? nullptr : &b.v[k]);
+        if (momentum == Momentum::none) {
+            for (int k = 0; k < kVectors; ++k) sgd<false, Floats>(terms, g.v[k], p.v[k], nullptr);
+        } else {
+            if (momentum == Momentum::first) {
+                b = g;  // any value: it is not looked at
+                for (int k = 0; k < kVectors; ++k) sgd<true>(terms, g.v[k], p.v[k], &b.v[k]);
+            } else {
+                get(static_cast<const float*>(buffer + i), b);
+                for (int k = 0; k < kVectors; ++k) sgd<false>(terms, g.v[k], p.v[k], &b.v[k]);
+            }
+            store(buffer + i, b);
         }
         master.write(i, p);
-        if constexpr (kMomentum != Momentum::none) store(buffer + i, b);
     }
     master.finish();
 }
 
-template <class Grad, class Master>
-FP16OPT_HD void lion_loop(const LionTerms<Floats>& terms, const Grad& grad, Master& master, float* exp_avg, int64_t n) {
+template <class Master>
+FP16OPT_HD void lion_loop(const LionTerms<Floats>& terms, const Gradient& grad, Master& master, float* exp_avg,
+                          int64_t n) {
     for (int64_t i = 0; i < n; i += kBlock) {
         Block g, p, m;
         grad.read(i, g);
