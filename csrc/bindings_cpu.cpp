@@ -10,7 +10,6 @@
 #include "seen_lists.h"
 #include "tensor_counters.h"
 
-namespace py = pybind11;
 using namespace fp16opt;
 
 namespace {
@@ -206,10 +205,7 @@ void bind_state8(py::module_& module) {
     });
 }
 
-}  // namespace
-
-PYBIND11_MODULE(_cpu, module) {
-    module.doc() = "Multi-tensor operations on CPU memory. fp16opt.kernels.native is the guard: call nothing here directly.";
+void fill(py::module_ module) {
     py::class_<Table>(module, "Table").def(py::init(&make_table));
     bind_seen_lists(module);
     bind_tensor_counters(module);
@@ -232,3 +228,19 @@ PYBIND11_MODULE(_cpu, module) {
     });
     current_level();  // a wrong FP16OPT_SIMD is reported at import
 }
+
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    "_cpu",
+    "Multi-tensor operations on CPU memory. fp16opt.kernels.native is the guard: call nothing here directly.",
+    -1,
+    nullptr,
+    nullptr,
+    nullptr,
+    nullptr,
+    nullptr,
+};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__cpu() { return py::module_filled(definition, fill); }

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include <pybind11/pybind11.h>
+#include "binding.h"
 
 namespace fp16opt {
 
@@ -42,14 +42,14 @@ struct DLPackExchangeAPI {
 };
 
 // Throws ValueError where the capsule is of another kind or version.
-inline const DLPackExchangeAPI* exchange_from(const pybind11::capsule& capsule) {
+inline const DLPackExchangeAPI* exchange_from(const py::capsule& capsule) {
     const char* name = capsule.name();
     if (name == nullptr || std::strcmp(name, "dlpack_exchange_api") != 0) {
-        throw pybind11::value_error("not a DLPack exchange table");
+        throw py::value_error("not a DLPack exchange table");
     }
     const auto* api = static_cast<const DLPackExchangeAPI*>(capsule.get_pointer());
     if (api->major != 1 || api->dltensor_from_py_object_no_sync == nullptr) {
-        throw pybind11::value_error("this version of the DLPack exchange table is not known");
+        throw py::value_error("this version of the DLPack exchange table is not known");
     }
     return api;
 }

@@ -2,11 +2,6 @@
 // tensor type offers one.
 #pragma once
 
-#define PYBIND11_NO_ASSERT_GIL_HELD_INCREF_DECREF  // asking whether Python's lock is held takes longer than counting
-
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -15,8 +10,6 @@
 #include <vector>
 
 #include "dlpack_exchange.h"
-
-namespace py = pybind11;
 
 namespace fp16opt {
 
@@ -197,7 +190,7 @@ public:
             if (!read(items(lists, k), *seen_[k], *held, found->lists[k])) return py::none();
             if (reading != nullptr) reading->keep({held, seen_[k], found->lists[k]});
         }
-        return py::cast(found.release(), py::return_value_policy::take_ownership);
+        return py::owning(std::move(found));
     }
 
 private:
@@ -360,7 +353,7 @@ void bind_seen_lists(py::module_& module) {
     py::class_<Reading>(module, "Reading")
         .def(py::init<bool>())
         .def("__enter__", &Reading::enter)
-        .def("__exit__", [](Reading& reading, const py::args&) { reading.exit(); });
+        .def("__exit__", [](Reading& reading, py::handle, py::handle, py::handle) { reading.exit(); });
     py::class_<SeenLists>(module, "SeenLists")
         .def(py::init<const py::capsule&, const py::type&, py::object, const py::tuple&, size_t>())
         .def("match", &SeenLists::match);
