@@ -1,6 +1,6 @@
 """Builds fp16opt: its compiled CPU module `_cpu`, and the one text that CUDA kernels are compiled from where they run.
 
-The module needs pybind11 and ninja, both named in pyproject.toml, and neither torch nor its headers. It is optional:
+The module needs Python's headers and ninja, which pyproject.toml names, and neither torch nor its headers. It is optional:
 on a machine without a working compiler the package is installed all the same, and plain torch operations serve. The
 text needs nothing.
 
@@ -79,13 +79,6 @@ def ninja() -> str:
     return found
 
 
-def bindings_flags() -> list[str]:
-    """What a file that includes pybind11 needs."""
-    import pybind11
-
-    return [f"-I{shlex.quote(sysconfig.get_paths()['include'])}", f"-I{shlex.quote(pybind11.get_include())}"]
-
-
 class Unit(NamedTuple):
     """A translation unit, and more flags for it."""
 
@@ -99,20 +92,21 @@ def cpu_units() -> list[Unit]:
     found = levels()
     baseline = next(iter(found))
     dispatch = [f"-DFP16OPT_BASELINE={baseline}"] + (["-DFP16OPT_X86=1"] if found is X86_LEVELS else [])
+    # Those that take longest first, so that no core waits for the last one.
     return [
-        Unit("bindings_cpu.o", "bindings_cpu.cpp", bindings_flags()),
         *[
-            Unit(f"{source}_{name}.o", f"backends/{source}.cpp", [f"-DFP16OPT_LEVEL={name}", *f])
-            for name, f in found.items()
-            for source in ("cpu", "cpu_steps", "cpu_split", "cpu_state8", "cpu_measures")
+            Unit(f"{source}_{name}.o", f"backends/{source}.cpp", [f"-DFP16OPT_LEVEL={name}", *flags])
+            for source in ("cpu_steps", "cpu")
+            for name, flags in reversed(found.items())
         ],
-        Unit("cpu_dispatch.o", "backends/cpu_dispatch.cpp", dispatch),
-        Unit("cpu_operations.o", "backends/cpu_operations.cpp", []),
-        Unit("cpu_decisions.o", "backends/cpu_decisions.cpp", []),
-        Unit("measure_operations.o", "backends/measure_operations.cpp", []),
-        Unit("split_operations.o", "backends/split_operations.cpp", []),
+        Unit("bindings_cpu.o", "bindings_cpu.cpp", [f"-I{shlex.quote(sysconfig.get_paths()['include'])}"]),
         Unit("step_operations.o", "backends/step_operations.cpp", []),
+        Unit("cpu_operations.o", "backends/cpu_operations.cpp", []),
         Unit("threads.o", "backends/threads.cpp", []),
+        Unit("split_operations.o", "backends/split_operations.cpp", []),
+        Unit("measure_operations.o", "backends/measure_operations.cpp", []),
+        Unit("cpu_dispatch.o", "backends/cpu_dispatch.cpp", dispatch),
+        Unit("cpu_decisions.o", "backends/cpu_decisions.cpp", []),
     ]
 
 
@@ -190,11 +184,7 @@ class BuildModule(build_ext):
         folder = Path(self.build_temp).resolve() / "_cpu"
         folder.mkdir(parents=True, exist_ok=True)
         output.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            text = ninja_file(output)
-        except ImportError as error:
-            raise BuildFailed(f"a build requirement is missing ({error})") from None
-        (folder / "build.ninja").write_text(text, encoding="utf-8")
+        (folder / "build.ninja").write_text(ninja_file(output), encoding="utf-8")
         done = subprocess.run([ninja(), "-C", str(folder)], capture_output=True, text=True, check=False)
         if done.returncode != 0:
             print(done.stdout + done.stderr, file=sys.stderr)

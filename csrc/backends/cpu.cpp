@@ -1,7 +1,14 @@
-// The functors applied to every dtype, at one SIMD level. This file is compiled once for each level, with
-// FP16OPT_LEVEL set to its name; see the note in core/macros.h. It uses nothing from the standard library but memcpy.
+// All but the one-pass steps for every dtype, at one SIMD level. This file is compiled once for each level, with FP16OPT_LEVEL
+// set to its name; see the note in core/macros.h. It uses nothing from the standard library but memcpy.
+//
+// A level is two files, this one and cpu_steps.cpp: each takes a second and more to read the compiler's vector functions.
 #include "../launch/cpu.h"
+#include "../launch/measures.h"
+#include "../launch/split.h"
+#include "../launch/tail.h"
 #include "cpu_level.h"
+#include "measure_level.h"
+#include "split_level.h"
 
 FP16OPT_BEGIN
 namespace {
@@ -154,15 +161,84 @@ uint32_t cast_chunk(DType to, const float* master, void* param, int64_t n, bool 
     return cast_as<BFloat16>(master, param, n, stream);
 }
 
+// -- split masters -----------------------------------------------------------------------------------------------------
+
+// The incomplete block behind `whole` elements of 16 bits.
+char* behind(void* array, int64_t whole) { return static_cast<char*>(array) + whole * 2; }
+
+template <class Model>
+uint32_t split_as(const float* master, void* model, void* remainder, int64_t n) {
+    const int64_t rest = n % kBlock, whole = n - rest;
+    SplitMaster<Model> to(model, remainder);
+    split_loop(master, to, whole);
+    if (rest == 0) return to.flags();
+    Tail tail(rest, kBlock);
+    SplitMaster<Model> last(tail.take(behind(model, whole), 2), tail.take(behind(remainder, whole), 2));
+    split_loop(static_cast<const float*>(tail.read(master + whole, 4)), last, kBlock);
+    tail.give_back();
+    return to.flags() | last.flags();
+}
+
+template <class Model>
+void join_as(void* model, void* remainder, float* out, int64_t n) {
+    const int64_t rest = n % kBlock, whole = n - rest;
+    join_loop(SplitMaster<Model>(model, remainder), out, whole);
+    if (rest == 0) return;
+    Tail tail(rest, kBlock);
+    const SplitMaster<Model> last(tail.read(behind(model, whole), 2), tail.read(behind(remainder, whole), 2));
+    join_loop(last, static_cast<float*>(tail.take(out + whole, 4)), kBlock);
+    tail.give_back();
+}
+
+uint32_t split_chunk(DType to, const float* master, void* model, void* remainder, int64_t n) {
+    if (to == DType::half) return split_as<Half>(master, model, remainder, n);
+    return split_as<BFloat16>(master, model, remainder, n);
+}
+
+void join_chunk(DType from, void* model, void* remainder, float* out, int64_t n) {
+    if (from == DType::half) return join_as<Half>(model, remainder, out, n);
+    return join_as<BFloat16>(model, remainder, out, n);
+}
+
+// -- the numbers of reports --------------------------------------------------------------------------------------------
+
+Numbers measure_chunk(DType of, const void* grad, int64_t n) {
+    switch (of) {
+        case DType::half: return measured(static_cast<const Half*>(grad), n);
+        case DType::bfloat16: return measured(static_cast<const BFloat16*>(grad), n);
+        default: return measured(static_cast<const float*>(grad), n);
+    }
+}
+
+template <class Master, class Weight>
+Numbers compared(const void* master, const void* weight, const float* before, bool whole, int64_t start, int64_t n) {
+    CompareLoop<Master, Weight> loop(n);
+    loop.run(static_cast<const Master*>(master), static_cast<const Weight*>(weight), before, whole, start, n);
+    return loop.found();
+}
+
+Numbers compare_chunk(DType of_master, DType of_weight, const void* master, const void* weight, const float* before,
+                      bool whole, int64_t start, int64_t n) {
+    if (of_master == DType::half) return compared<Half, Half>(master, weight, before, whole, start, n);
+    if (of_master == DType::bfloat16) return compared<BFloat16, BFloat16>(master, weight, before, whole, start, n);
+    switch (of_weight) {
+        case DType::half: return compared<float, Half>(master, weight, before, whole, start, n);
+        case DType::bfloat16: return compared<float, BFloat16>(master, weight, before, whole, start, n);
+        default: return compared<float, float>(master, weight, before, whole, start, n);
+    }
+}
+
 }  // namespace
 
 #define FP16OPT_NAME_OF(level) #level
 #define FP16OPT_NAME(level) FP16OPT_NAME_OF(level)
 
 extern const StepLevel step_level;  // cpu_steps.cpp
-extern const SplitLevel split_level;  // cpu_split.cpp
-extern const State8Level state8_level;  // cpu_state8.cpp
-extern const MeasureLevel measure_level;  // cpu_measures.cpp
+extern const State8Level state8_level;  // cpu_steps.cpp
+namespace {
+const SplitLevel split_level = {split_chunk, join_chunk};
+const MeasureLevel measure_level = {measure_chunk, compare_chunk};
+}  // namespace
 extern const CpuLevel level;
 const CpuLevel level = {FP16OPT_NAME(FP16OPT_LEVEL), unscale_chunk, unscale_clipped_chunk, sum_of_squares_chunk, scale_chunk,
                         lerp_chunk, axpby_chunk, cast_chunk, &step_level, &split_level, &state8_level, &measure_level};

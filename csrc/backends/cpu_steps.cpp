@@ -1,5 +1,7 @@
-// The one-pass steps for every dtype, at one SIMD level. Compiled once for each level, like cpu.cpp.
+// The one-pass steps for every dtype, at one SIMD level. Compiled once for each level, as cpu.cpp is.
+#include "../launch/state8.h"
 #include "chunk_types.h"
+#include "state8_level.h"
 
 FP16OPT_BEGIN
 namespace {
@@ -36,9 +38,38 @@ uint32_t lion_chunk(const StepChunk& c, const GradFactors& factors, const LionSc
     });
 }
 
+// -- with 8-bit state --------------------------------------------------------------------------------------------------
+
+// Calls step(part, master, state) for the whole blocks of a chunk, and for what is left.
+template <class Step>
+uint32_t for_steps(const StepChunk& c, const State8Chunk& s, Step&& step) {
+    return for_whole_blocks(c, kStateBlock, 1, [&](const StepChunk& part, int64_t start) {
+        const StateCodes state{static_cast<int8_t*>(part.state[0]), static_cast<uint8_t*>(part.state[1]),
+                               s.scales + start / kStateBlock, s.limit, s.dither + uint32_t(start) * kIndexStride};
+        return step_any(part, [&](auto& master) { step(part, master, state); });
+    });
+}
+
+uint32_t adam8_chunk(const StepChunk& c, const State8Chunk& s, const GradFactors& factors, const AdamScalars& scalars) {
+    const AdamTerms<Floats> terms(factors, scalars, SplatFloats{});
+    return for_steps(c, s, [&](const StepChunk& part, auto& master, const StateCodes& state) {
+        adam8_loop(terms, gradient_of(part), master, state, part.numel);
+    });
+}
+
+uint32_t sgd8_chunk(const StepChunk& c, const State8Chunk& s, const GradFactors& factors, const SgdScalars& scalars) {
+    const SgdTerms<Floats> terms(factors, scalars, SplatFloats{});
+    const bool first = scalars.first != 0;
+    return for_steps(c, s, [&](const StepChunk& part, auto& master, const StateCodes& state) {
+        sgd8_loop(terms, gradient_of(part), master, state, first, part.numel);
+    });
+}
+
 }  // namespace
 
 extern const StepLevel step_level;
 const StepLevel step_level = {adam_chunk, sgd_chunk, lion_chunk};
+extern const State8Level state8_level;
+const State8Level state8_level = {adam8_chunk, sgd8_chunk};
 
 FP16OPT_END

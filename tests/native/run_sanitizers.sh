@@ -30,7 +30,7 @@ compile() {
             avx512) more=$avx512 ;;
             *) more="" ;;
         esac
-        for source in cpu cpu_steps cpu_split cpu_state8 cpu_measures; do
+        for source in cpu cpu_steps; do
             object=$build/$1-$source-$level.o
             $cxx $flags "$2" $more "-DFP16OPT_LEVEL=$level" -c "$csrc/backends/$source.cpp" -o "$object" &
             jobs="$jobs $!"
