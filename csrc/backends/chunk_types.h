@@ -1,4 +1,4 @@
-// From a step's chunk to whole blocks, and to its gradient and its masters, at one SIMD level.
+// From a step's chunk to whole blocks, and to the types of its gradient and its masters, at one SIMD level.
 #pragma once
 
 #include "../launch/split.h"
@@ -9,33 +9,31 @@
 FP16OPT_BEGIN
 namespace {
 
-// Split masters of a kind that is known only at run time. One branch for 64 elements costs nothing beside what splitting takes,
-// and loops are compiled once for all four.
+// Split masters whose remainders have 16 or 8 bits: known only at run time. One branch for 64 elements costs little beside what
+// splitting takes, and loops are compiled once for both.
+template <class Weight>
 class AnySplitMaster {
 public:
+    typedef Weight Model;
+
     explicit FP16OPT_HD AnySplitMaster(const StepChunk& c)
-        : half_(c.model_dtype == DType::half), to24_(c.split24), of_half_(c.model, c.master), of_bfloat16_(c.model, c.master),
-          of_half24_(c.model, c.master, c.master_dither), of_bfloat1624_(c.model, c.master, c.master_dither) {}
+        : to24_(c.split24), in32_(c.model, c.master), in24_(c.model, c.master, c.master_dither) {}
 
     FP16OPT_HD void read(int64_t i, Block& p) const {
-        if (to24_) return half_ ? of_half24_.read(i, p) : of_bfloat1624_.read(i, p);
-        return half_ ? of_half_.read(i, p) : of_bfloat16_.read(i, p);
+        if (to24_) return in24_.read(i, p);
+        in32_.read(i, p);
     }
     FP16OPT_HD void write(int64_t i, const Block& p) {
-        if (to24_) return half_ ? of_half24_.write(i, p) : of_bfloat1624_.write(i, p);
-        return half_ ? of_half_.write(i, p) : of_bfloat16_.write(i, p);
+        if (to24_) return in24_.write(i, p);
+        in32_.write(i, p);
     }
     FP16OPT_HD void finish() const {}
-    FP16OPT_HD uint32_t flags() const {  // those that nothing was written to have none
-        return of_half_.flags() | of_bfloat16_.flags() | of_half24_.flags() | of_bfloat1624_.flags();
-    }
+    FP16OPT_HD uint32_t flags() const { return in32_.flags() | in24_.flags(); }  // one of them was not written to
 
 private:
-    bool half_, to24_;
-    SplitMaster<Half> of_half_;
-    SplitMaster<BFloat16> of_bfloat16_;
-    Split24Master<Half> of_half24_;
-    Split24Master<BFloat16> of_bfloat1624_;
+    bool to24_;
+    SplitMaster<Weight> in32_;
+    Split24Master<Weight> in24_;
 };
 
 template <class Model>
@@ -45,20 +43,24 @@ FullMaster<Model> full(const StepChunk& c) {
 }
 
 template <class Master, class Step>
-uint32_t step_on(Master master, Step&& step) {
-    step(master);
+uint32_t step_on(const StepChunk& c, Master master, Step&& step) {
+    const Gradient<typename Master::Model> grad{c.grad, c.grad_dtype == DType::single};
+    step(grad, master);
     return master.flags();
 }
 
-// Calls step(master) with the type of this chunk's masters.
-template <class Step>
-uint32_t step_any(const StepChunk& c, Step&& step) {
-    if (c.model == nullptr) return step_on(OwnMaster(c.master), step);
-    if (c.split || c.split24) return step_on(AnySplitMaster(c), step);
-    return c.model_dtype == DType::half ? step_on(full<Half>(c), step) : step_on(full<BFloat16>(c), step);
+// Calls step(gradient, master) with the types of this chunk's.
+template <class Model, class Step>
+uint32_t step_as(const StepChunk& c, Step&& step) {
+    if (c.split || c.split24) return step_on(c, AnySplitMaster<Model>(c), step);
+    return step_on(c, full<Model>(c), step);
 }
 
-Gradient gradient_of(const StepChunk& c) { return {c.grad, c.grad_dtype}; }
+template <class Step>
+uint32_t step_any(const StepChunk& c, Step&& step) {
+    if (c.model == nullptr) return step_on(c, OwnMaster(c.master), step);
+    return c.model_dtype == DType::half ? step_as<Half>(c, step) : step_as<BFloat16>(c, step);
+}
 
 // The incomplete block at `start` as a whole one.
 StepChunk whole_block_of(const StepChunk& c, int64_t start, int block, int state_size, Tail& tail) {

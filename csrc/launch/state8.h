@@ -99,8 +99,8 @@ struct Uncoded {
 };
 
 // The block at `i`, and the codes of the one before it.
-template <class Master>
-FP16OPT_HD void adam8_block(const AdamTerms<Floats>& terms, const Gradient& grad, Master& master, const StateCodes& state,
+template <class Grad, class Master>
+FP16OPT_HD void adam8_block(const AdamTerms<Floats>& terms, const Grad& grad, Master& master, const StateCodes& state,
                             Floats unit, Floats units, Uncoded& kept, int64_t i) {
     float& scale = state.scales[i / kStateBlock];
     const Floats scales = splat(scale);
@@ -147,8 +147,8 @@ FP16OPT_HD void adam8_block(const AdamTerms<Floats>& terms, const Gradient& grad
 }
 
 // What a loop reads again and again is copied first: stores of bytes may change anything that somebody has the address of.
-template <class Master>
-FP16OPT_HD void adam8_loop(const AdamTerms<Floats>& terms, const Gradient& grad, Master& master, const StateCodes& state,
+template <class Grad, class Master>
+FP16OPT_HD void adam8_loop(const AdamTerms<Floats>& terms, const Grad& grad, Master& master, const StateCodes& state,
                            int64_t n) {
     const AdamTerms<Floats> own_terms = terms;
     const StateCodes own_state = state;
@@ -166,8 +166,8 @@ FP16OPT_HD void adam8_loop(const AdamTerms<Floats>& terms, const Gradient& grad,
     master.finish();
 }
 
-template <class Master>
-FP16OPT_HD void sgd8_block(const SgdTerms<Floats>& terms, const Gradient& grad, Master& master, const StateCodes& state,
+template <class Grad, class Master>
+FP16OPT_HD void sgd8_block(const SgdTerms<Floats>& terms, const Grad& grad, Master& master, const StateCodes& state,
                            bool first, Floats unit, Floats units, int64_t i) {
     float& scale = state.scales[i / kStateBlock];
     const Floats scales = splat(first ? 0.0f : scale);
@@ -210,8 +210,8 @@ FP16OPT_HD void sgd8_block(const SgdTerms<Floats>& terms, const Gradient& grad, 
 }
 
 // `n` is a multiple of kStateBlock, as for adam8_loop.
-template <class Master>
-FP16OPT_HD void sgd8_loop(const SgdTerms<Floats>& terms, const Gradient& grad, Master& master, const StateCodes& state,
+template <class Grad, class Master>
+FP16OPT_HD void sgd8_loop(const SgdTerms<Floats>& terms, const Grad& grad, Master& master, const StateCodes& state,
                           bool first, int64_t n) {
     const SgdTerms<Floats> own_terms = terms;
     const StateCodes own_state = state;

@@ -89,18 +89,16 @@ FP16OPT_HD void get(const T* from, Block& b) {
     load(from, b);
 }
 
-// Gradients, in the dtype of the weights or in FP32 where they were unscaled before. One branch for 64 elements costs
+// Gradients, in FP32 where they were unscaled before, else in the dtype of the weights. One branch for 64 elements costs
 // nothing beside them.
+template <class Model>
 struct Gradient {
     const void* at;
-    DType dtype;
+    bool wide;
 
     FP16OPT_HD void read(int64_t i, Block& g) const {
-        switch (dtype) {
-            case DType::half: return get(static_cast<const Half*>(at) + i, g);
-            case DType::bfloat16: return get(static_cast<const BFloat16*>(at) + i, g);
-            default: return get(static_cast<const float*>(at) + i, g);
-        }
+        if (sizeof(Model) == sizeof(float) || wide) return get(static_cast<const float*>(at) + i, g);
+        get(static_cast<const Model*>(at) + i, g);
     }
 };
 
@@ -158,8 +156,8 @@ private:
 };
 
 // `largest` may be null. `n` here and below is a multiple of kBlock.
-template <class Master>
-FP16OPT_HD void adam_loop(const AdamTerms<Floats>& terms, const Gradient& grad, Master& master, float* exp_avg,
+template <class Grad, class Master>
+FP16OPT_HD void adam_loop(const AdamTerms<Floats>& terms, const Grad& grad, Master& master, float* exp_avg,
                           float* exp_avg_sq, float* largest, int64_t n) {
     for (int64_t i = 0; i < n; i += kBlock) {
         Block g, p, m, v, roots;
@@ -187,8 +185,8 @@ FP16OPT_HD void adam_loop(const AdamTerms<Floats>& terms, const Gradient& grad, 
 
 enum class Momentum { none, first, later };
 
-template <class Master>
-FP16OPT_HD void sgd_loop(const SgdTerms<Floats>& terms, const Gradient& grad, Master& master, Momentum momentum,
+template <class Grad, class Master>
+FP16OPT_HD void sgd_loop(const SgdTerms<Floats>& terms, const Grad& grad, Master& master, Momentum momentum,
                          float* buffer, int64_t n) {
     for (int64_t i = 0; i < n; i += kBlock) {
         Block g, p, b;
@@ -211,8 +209,8 @@ FP16OPT_HD void sgd_loop(const SgdTerms<Floats>& terms, const Gradient& grad, Ma
     master.finish();
 }
 
-template <class Master>
-FP16OPT_HD void lion_loop(const LionTerms<Floats>& terms, const Gradient& grad, Master& master, float* exp_avg,
+template <class Grad, class Master>
+FP16OPT_HD void lion_loop(const LionTerms<Floats>& terms, const Grad& grad, Master& master, float* exp_avg,
                           int64_t n) {
     for (int64_t i = 0; i < n; i += kBlock) {
         Block g, p, m;
