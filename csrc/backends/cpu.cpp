@@ -98,18 +98,12 @@ void lerp_chunk(DType of, void* averages, const void* values, int64_t n, double 
     }
 }
 
-// Memory of a dtype that is known only at run time. One branch for 64 elements costs nothing beside them.
+// Memory of a dtype that is known only at run time.
 struct Stretch {
     DType dtype;
     char* at;
 
-    FP16OPT_HD void get(int64_t i, Block& b) const {
-        switch (dtype) {
-            case DType::half: return load(reinterpret_cast<const Half*>(at) + i, b);
-            case DType::bfloat16: return load(reinterpret_cast<const BFloat16*>(at) + i, b);
-            default: return load(reinterpret_cast<const float*>(at) + i, b);
-        }
-    }
+    FP16OPT_HD void get(int64_t i, Block& b) const { load_as(dtype, at + i * item_size(dtype), b); }
     FP16OPT_HD void set(int64_t i, const Block& b) const {
         switch (dtype) {
             case DType::half: return put(reinterpret_cast<Half*>(at) + i, b);
@@ -210,22 +204,11 @@ Numbers measure_chunk(DType of, const void* grad, int64_t n) {
     }
 }
 
-template <class Master, class Weight>
-Numbers compared(const void* master, const void* weight, const float* before, bool whole, int64_t start, int64_t n) {
-    CompareLoop<Master, Weight> loop(n);
-    loop.run(static_cast<const Master*>(master), static_cast<const Weight*>(weight), before, whole, start, n);
-    return loop.found();
-}
-
 Numbers compare_chunk(DType of_master, DType of_weight, const void* master, const void* weight, const float* before,
                       bool whole, int64_t start, int64_t n) {
-    if (of_master == DType::half) return compared<Half, Half>(master, weight, before, whole, start, n);
-    if (of_master == DType::bfloat16) return compared<BFloat16, BFloat16>(master, weight, before, whole, start, n);
-    switch (of_weight) {
-        case DType::half: return compared<float, Half>(master, weight, before, whole, start, n);
-        case DType::bfloat16: return compared<float, BFloat16>(master, weight, before, whole, start, n);
-        default: return compared<float, float>(master, weight, before, whole, start, n);
-    }
+    CompareLoop loop(of_master, of_weight, n);
+    loop.run(static_cast<const char*>(master), static_cast<const char*>(weight), before, whole, start, n);
+    return loop.found();
 }
 
 }  // namespace

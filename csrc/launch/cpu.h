@@ -245,6 +245,17 @@ FP16OPT_HD double sum_of_squares(const double* values, int64_t n) {
     return lanes.total();
 }
 
+// Memory of a dtype that is known only at run time, of 16 bits or float32. One branch for 64 elements costs nothing beside
+// them.
+template <class B>
+FP16OPT_HD void load_as(DType of, const char* from, B& b) {
+    switch (of) {
+        case DType::half: return load(reinterpret_cast<const Half*>(from), b);
+        case DType::bfloat16: return load(reinterpret_cast<const BFloat16*>(from), b);
+        default: return load(reinterpret_cast<const float*>(from), b);
+    }
+}
+
 // Stores a block in the type of the memory.
 FP16OPT_HD void put(float* to, const Block& b) { store(to, b); }
 template <class To>

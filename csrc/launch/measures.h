@@ -59,29 +59,45 @@ FP16OPT_HD Numbers measured(const From* grad, int64_t n) {
     return found;
 }
 
-template <class Master, class Weight>
+// Masters and weights of dtypes that are known only at run time: the arithmetic between the branches is the same.
 struct CompareLoop {
+    DType of_master, of_weight;
     Lanes masters, distances, squares, changes, ulps;
     int moved = 0, lost = 0;
 
-    explicit FP16OPT_HD CompareLoop(int64_t n) : masters(n), distances(n), squares(n), changes(n), ulps(n) {}
+    FP16OPT_HD CompareLoop(DType master, DType weight, int64_t n)
+        : of_master(master), of_weight(weight), masters(n), distances(n), squares(n), changes(n), ulps(n) {}
 
-    FP16OPT_HD void block(const Master* master, const Weight* weight) {
+    FP16OPT_HD void block(const char* master, const char* weight) {
         SumBlock value, held;
-        load(master, value);
-        load(weight, held);
+        load_as(of_master, master, value);
+        load_as(of_weight, weight, held);
         for (int i = 0; i < kSumVectors; ++i) held.v[i] = value.v[i] - held.v[i];
         masters.add<float>(value);
         distances.add<float>(held);
     }
 
-    FP16OPT_HD void group(const Master* master, const float* before, int lane, int valid) {
+    FP16OPT_HD float master_at(const char* master, int i) const {
+        switch (of_master) {
+            case DType::half: return widen(reinterpret_cast<const Half*>(master)[i]);
+            case DType::bfloat16: return widen(reinterpret_cast<const BFloat16*>(master)[i]);
+            default: return reinterpret_cast<const float*>(master)[i];
+        }
+    }
+    FP16OPT_HD GroupOfStep step_of(const float* then, const float* now, int valid) const {
+        switch (of_weight) {
+            case DType::half: return group_of_step<Half>(then, now, valid);
+            case DType::bfloat16: return group_of_step<BFloat16>(then, now, valid);
+            default: return group_of_step<float>(then, now, valid);
+        }
+    }
+    FP16OPT_NOINLINE void group(const char* master, const float* before, int lane, int valid) {
         float now[kGroup] = {}, then[kGroup] = {};
         for (int i = 0; i < valid; ++i) {
-            now[i] = widen(master[i]);
+            now[i] = master_at(master, i);
             then[i] = before[i];
         }
-        const GroupOfStep step = group_of_step<Weight>(then, now, valid);
+        const GroupOfStep step = step_of(then, now, valid);
         squares.sums[lane] += step.sumsq;
         changes.sums[lane] += step.change;
         ulps.sums[lane] += step.ulp;
@@ -89,24 +105,27 @@ struct CompareLoop {
         lost += step.lost;
     }
 
-    FP16OPT_HD void run(const Master* master, const Weight* weight, const float* before, bool whole, int64_t start, int64_t n) {
+    FP16OPT_HD void run(const char* master, const char* weight, const float* before, bool whole, int64_t start, int64_t n) {
+        const int64_t master_size = item_size(of_master), weight_size = item_size(of_weight);
         const int64_t stride = whole ? 1 : kMeasuredStride, first = start / kGroup;
         int64_t next = (first + stride - 1) / stride * stride;  // group of the tensor that is measured next
         for (int64_t i = 0; i < n; i += kBlock) {
-            if (n - i >= kBlock) {
-                block(master + i, weight + i);
-            } else {
-                Master values[kBlock] = {};
-                Weight weights[kBlock] = {};
-                memcpy(values, master + i, size_t(n - i) * sizeof(Master));
-                memcpy(weights, weight + i, size_t(n - i) * sizeof(Weight));
-                block(values, weights);
+            const char* masters_from = master + i * master_size;
+            const char* weights_from = weight + i * weight_size;
+            char padded[2][kBlock * sizeof(float)];
+            if (n - i < kBlock) {
+                memset(padded, 0, sizeof(padded));
+                memcpy(padded[0], masters_from, size_t((n - i) * master_size));
+                memcpy(padded[1], weights_from, size_t((n - i) * weight_size));
+                masters_from = padded[0];
+                weights_from = padded[1];
             }
+            block(masters_from, weights_from);
             const int64_t end = i + kBlock < n ? i + kBlock : n;
             for (; (next - first) * kGroup < end; next += stride) {
                 const int64_t at = (next - first) * kGroup;
                 const int valid = n - at < kGroup ? int(n - at) : kGroup;
-                group(master + at, before + next / stride * kGroup, int((next - first) % kLanes), valid);
+                group(master + at * master_size, before + next / stride * kGroup, int((next - first) % kLanes), valid);
             }
         }
     }
