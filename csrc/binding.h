@@ -39,6 +39,8 @@ public:
     }
     template <class T>
     decltype(auto) cast() const;
+    inline class object attr(const char* name) const;
+    inline class object operator()() const;
 
 protected:
     PyObject* ptr_ = nullptr;
@@ -79,13 +81,19 @@ T reinterpret_borrow(handle from) {
 struct bool_ : object {
     static bool serves(handle o) { return PyBool_Check(o.ptr()) != 0; }
 };
+struct int_ : object {
+    explicit inline int_(long value);
+};
 struct sequence : object {
     static bool serves(handle o) { return PySequence_Check(o.ptr()) != 0; }
 };
 struct list : object {
+    list() = default;
+    explicit inline list(size_t size);  // its entries are to be set before anybody sees it
     static bool serves(handle o) { return PyList_Check(o.ptr()) != 0; }
+    size_t size() const { return size_t(PyList_GET_SIZE(ptr())); }
     PyObject* const* begin() const { return PySequence_Fast_ITEMS(ptr()); }
-    PyObject* const* end() const { return begin() + PyList_GET_SIZE(ptr()); }
+    PyObject* const* end() const { return begin() + size(); }
 };
 struct tuple : object {
     static bool serves(handle o) { return PyTuple_Check(o.ptr()) != 0; }
@@ -153,7 +161,22 @@ inline object checked(PyObject* made) {
     if (made == nullptr) throw error_already_set();
     return reinterpret_steal<object>(made);
 }
+inline object handle::attr(const char* name) const { return checked(PyObject_GetAttrString(ptr_, name)); }
+inline object handle::operator()() const { return checked(PyObject_CallNoArgs(ptr_)); }
+inline int_::int_(long value) : object(checked(PyLong_FromLong(value))) {}
+inline list::list(size_t size) : object(checked(PyList_New(Py_ssize_t(size)))) {}
 inline object none() { return reinterpret_borrow<object>(Py_None); }
+
+// What Python has raised stands again at the end, whatever is raised in between.
+class error_scope {
+public:
+    error_scope() { PyErr_Fetch(&type_, &value_, &trace_); }
+    error_scope(const error_scope&) = delete;
+    ~error_scope() { PyErr_Restore(type_, value_, trace_); }
+
+private:
+    PyObject *type_, *value_, *trace_;
+};
 
 // Lets other threads of Python run.
 class gil_scoped_release {
