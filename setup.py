@@ -1,8 +1,8 @@
 """Builds fp16opt: its compiled CPU module `_cpu`, and the one text that CUDA kernels are compiled from where they run.
 
-The module needs Python's headers and ninja, which pyproject.toml names, and neither torch nor its headers. It is optional:
-on a machine without a working compiler the package is installed all the same, and plain torch operations serve. The
-text needs nothing.
+The module needs Python's headers, and ninja, which pyproject.toml names; neither torch nor its headers. It is
+optional: on a machine without a working compiler the package is installed all the same, and plain torch operations
+serve. The text needs nothing.
 
 Environment:
     CXX, CXXFLAGS, LDFLAGS: the compiler and more flags for it.
