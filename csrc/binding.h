@@ -417,7 +417,7 @@ template <class T>
 class class_ {
 public:
     class_(module_ module, const char* name) {
-        const std::string full = std::string(PyModule_GetName(module.ptr())) + "." + name;
+        static const std::string full = std::string(PyModule_GetName(module.ptr())) + "." + name;  // 3.10 takes no copy
         PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(&PyType_GenericNew)},
                                {Py_tp_dealloc, reinterpret_cast<void*>(&deallocate)},
                                {0, nullptr}};

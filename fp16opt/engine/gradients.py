@@ -161,7 +161,10 @@ class Gradients:
         except (TypeError, ValueError, RuntimeError):
             self.pairs.verify()  # if a parameter was changed, this says which
             raise
-        if not any([each.waiting is not None for each in self._each]):  # noqa: C419
+        for each in self._each:
+            if each.waiting is not None:
+                break
+        else:
             self._are_made()
         self._note_made(anew=False)
 
@@ -308,6 +311,8 @@ class Gradients:
             power = self.power_sum(norm_type, device, lambda param: id(param) in of)
             return power if norm_type == float("inf") else power.pow(1.0 / norm_type)
         if norm_type == 2.0 and self._measured:
+            if len(self._each) == 1:
+                return self._each[0].sweep.stats.norm.to(device)
             return total_norm([each.sweep.stats.norm for each in self._each], norm_type, device)
         self.write()
         with torch.no_grad():
