@@ -7,6 +7,7 @@
 
 #include <Python.h>
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -15,6 +16,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -183,7 +185,13 @@ class gil_scoped_release {
 public:
     gil_scoped_release() : state_(PyEval_SaveThread()) {}
     gil_scoped_release(const gil_scoped_release&) = delete;
-    ~gil_scoped_release() { PyEval_RestoreThread(state_); }
+    ~gil_scoped_release() {
+        try {
+            PyEval_RestoreThread(state_);
+        } catch (...) {  // Python has ended, and this thread with it: that unwinds, and frames of C++ own objects of Python's
+            for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
+        }
+    }
 
 private:
     PyThreadState* state_;

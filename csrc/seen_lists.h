@@ -116,14 +116,21 @@ struct Read {
 class Reading {
 public:
     explicit Reading(bool once) : once_(once) {}
+    Reading(const Reading&) = delete;
+    ~Reading() {
+        if (current() == this) current() = outer_;  // it was never left
+    }
+    // Tensors that are let go of may run code that reads lists: they are freed last.
     void enter() {
+        std::vector<Read> freed;
         outer_ = current();
-        if (outer_ != nullptr && !once_) outer_->reads_.clear();
+        if (outer_ != nullptr && !once_) freed.swap(outer_->reads_);
         current() = once_ ? this : nullptr;
     }
     void exit() {
+        std::vector<Read> freed;
         current() = outer_;
-        reads_.clear();
+        freed.swap(reads_);
     }
     static Reading*& current() {
         thread_local Reading* reading = nullptr;
@@ -179,6 +186,7 @@ public:
         found->lists.resize(seen_.size());
         Reading* reading = whole ? Reading::current() : nullptr;
         for (size_t k = 0; k < seen_.size(); ++k) {
+            if (items(lists, k).size() != count_) return py::none();  // is_neg may have run anything
             const Read* earlier = reading == nullptr ? nullptr : reading->find(items(lists, k).data(), used_);
             if (earlier != nullptr) {
                 if (!(*earlier->seen == *seen_[k])) return py::none();

@@ -89,7 +89,12 @@ public:
     // `quiet`: a context in which torch takes objects of subclasses for plain tensors.
     // Throws TypeError where an attribute is not written in C.
     TensorReader(py::type tensor_type, const py::object& grad, const py::object& version, py::object quiet)
-        : tensor_type_(std::move(tensor_type)), grad_(grad), version_(version), quiet_(std::move(quiet)) {}
+        : tensor_type_(std::move(tensor_type)), grad_(grad), version_(version), quiet_(std::move(quiet)) {
+        for (const Getter* getter : {&grad_, &version_}) {
+            auto* type = reinterpret_cast<PyTypeObject*>(tensor_type_.ptr());
+            if (!PyType_IsSubtype(type, getter->owner())) throw py::type_error("not an attribute of tensors");
+        }
+    }
 
     // `.grad` of each.
     py::list gradients(const py::list& tensors) const {
