@@ -17,7 +17,7 @@ from ..engine.diagnostics import Overflow, describe, overflows_from_flags
 from ..engine.gradient_forms import coalesced
 from ..engine.outcome import note, room_for
 from ..engine.pairs import HALF_DTYPES, OWN_DTYPES, name_of
-from ..engine.sights import Sight, stored
+from ..engine.sights import Sight
 from ..engine.sweep import Sweep, total_norm, vector_norm
 from ..kernels import decisions
 
@@ -249,8 +249,8 @@ class OptimizerGradients:
         return sweep
 
     def _grads(self) -> list[Tensor | None]:
-        """As they are now, masters' not made anew; None where one was cleared."""
-        return stored([place.param for rows in self._rows for place in rows.places])
+        """As they are now; None where one was cleared."""
+        return [place.param.grad for rows in self._rows for place in rows.places]
 
     def _is_measured(self) -> bool:
         """Whether no gradient came, was written or replaced since :meth:`unscale` summed its squares."""
