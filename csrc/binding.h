@@ -6,8 +6,8 @@
 #pragma once
 
 #include <Python.h>
+#include <unistd.h>
 
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -16,7 +16,6 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
-#include <thread>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -189,7 +188,7 @@ public:
         try {
             PyEval_RestoreThread(state_);
         } catch (...) {  // Python has ended, and this thread with it: that unwinds, and frames of C++ own objects of Python's
-            for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
+            for (;;) pause();
         }
     }
 
