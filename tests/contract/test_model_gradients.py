@@ -27,6 +27,7 @@ from contract.worlds import (
     times,
     values,
 )
+from fp16opt import MixedPrecisionOptimizer
 
 WAITS = pytest.mark.parametrize("how", ["waiting", "scale_loss"])
 WHAT_TO_CALL = r"update_master_grads|clip_master_grads|opt\.backward|backward\(loss|scale_loss|master_params"
@@ -316,3 +317,23 @@ def test_after_a_look_update_master_grads_takes_the_write(mode: Mode, scale: str
     grads = instead(grads, i, grads[i] * 2)
     world.check_master_grads(grads)
     world.expect_step(grads)
+
+
+@pytest.mark.parametrize("beside", [torch.float16, torch.float32])
+@pytest.mark.parametrize("call", ["backward", "clip", "step"])
+def test_a_plain_backward_after_ours_is_noticed_though_a_master_was_read(call: str, beside: torch.dtype) -> None:
+    """Reading makes master gradients of what is there, and does not make it ours."""
+    half, other = torch.nn.Parameter(torch.ones(3).half()), torch.nn.Parameter(torch.ones(2, dtype=beside))
+    opt = MixedPrecisionOptimizer(torch.optim.SGD([half, other], lr=0.25), loss_scale=64.0)
+
+    def loss() -> Tensor:
+        return half.float().sum() + other.float().sum()
+
+    opt.backward(loss())
+    loss().backward()
+    assert next(opt.master_params()).grad is not None
+    calls = {"backward": lambda: opt.backward(loss()), "clip": lambda: opt.clip_master_grads(1.0), "step": opt.step}
+    with pytest.raises(RuntimeError, match=r"the model's gradients were written after backward\(loss\) had made them"):
+        calls[call]()
+    assert bool((half == 1.0).all())
+    assert bool((other == 1.0).all())
