@@ -16,7 +16,7 @@ from ..kernels.native import reading
 from .gradients import Gradients
 from .master_classes import MasterClasses
 from .masters import Masters
-from .pairs import Pairs
+from .pairs import HALF_DTYPES, Pairs
 from .schema import is_torch_class
 from .sights import stored
 
@@ -255,13 +255,24 @@ def _fused_momentum_groups(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any
             yield group, have.count(False), have.count(True)
 
 
+def _fused_halves(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
+    """Fused SGD groups in which 16-bit parameters on the CPU are to be stepped: there are no masters."""
+    if isinstance(optimizer, torch.optim.SGD):
+        for group in optimizer.param_groups:
+            halves = [p for p in group["params"] if p.dtype in HALF_DTYPES and p.device.type == "cpu"]
+            if group.get("fused") and any(grad is not None for grad in stored(halves)):
+                yield group
+
+
 @contextlib.contextmanager
 def fused_steps_guarded(optimizer: Optimizer) -> Iterator[None]:
-    """Step a fused SGD group unfused for once where some momentum buffers exist and others don't.
+    """Step a fused SGD group unfused where torch 2.13's fused step fails.
 
-    torch 2.13's fused step raises a TypeError there (a parameter whose first gradient comes later than the others').
+    It raises a TypeError where some momentum buffers exist and others don't (a parameter whose first gradient comes
+    later than the others'), and on a CPU it leaves whole vectors of 16-bit parameters as they were.
     """
     unfused = [group for group, missing, there in _fused_momentum_groups(optimizer) if missing and there]
+    unfused += [group for group in _fused_halves(optimizer) if not any(group is other for other in unfused)]
     for group in unfused:
         group["fused"] = False
     try:

@@ -93,3 +93,36 @@ def test_resume() -> None:
     steps(other[:2], other[2])
     assert torch.equal(half, other[0])
     assert torch.equal(optimizer.state[half]["momentum_buffer"], other[2].state[other[0]]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fused_sgd_steps_whole_vectors_of_16_bit_weights(dtype: torch.dtype, momentum: float) -> None:
+    """torch 2.13's own leaves all but the last few elements as they were."""
+    results = []
+    for fused in (True, False):
+        weight = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 70).to(dtype))
+        inner = torch.optim.SGD([weight], lr=0.5, momentum=momentum, fused=fused)
+        optimizer = MixedPrecisionOptimizer(inner, master_weights="none", loss_scale=8.0)
+        for _ in range(3):
+            optimizer.backward((weight.float() * torch.linspace(0.5, 2.0, 70)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert inner.param_groups[0]["fused"] is fused
+        results.append(weight.detach())
+    assert bool((results[0] != torch.linspace(-1.0, 1.0, 70).to(dtype)).all())
+    assert torch.equal(results[0], results[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_frozen_16_bit_weights_leave_fused_sgd_fused(dtype: torch.dtype) -> None:
+    weight = torch.nn.Parameter(torch.ones(70))
+    frozen = torch.nn.Parameter(torch.ones(70, dtype=dtype), requires_grad=False)
+    inner = torch.optim.SGD([weight, frozen], lr=0.5, fused=True)
+    seen: list[bool] = []
+    inner.register_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["fused"]))
+    optimizer = MixedPrecisionOptimizer(inner, fused_step=False)
+    optimizer.backward(weight.sum())
+    optimizer.step()
+    assert seen == [True]
+    assert torch.equal(weight.detach(), torch.full((70,), 0.5))
