@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -21,9 +20,9 @@ if native._cpu is None or native._exchange is None:
 def run(code: str) -> subprocess.CompletedProcess[str]:
     """In another process, as what is wrong here ends one."""
     head = "import torch, weakref\nfrom torch import Tensor\nfrom fp16opt.kernels.native import _cpu, _exchange\n"
-    path = os.pathsep.join([str(Path(native.__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", head + textwrap.dedent(code)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path})
+    home = Path(native.__file__).parents[2]  # Python looks first where it is started: a checkout may hold no module
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=home)
 
 
 def assert_runs(code: str) -> None:
