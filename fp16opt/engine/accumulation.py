@@ -235,7 +235,7 @@ class Accumulation:
     def arrived(self) -> None:
         """A backward is over, and gradients are up to date as far as nobody needs more. No host sync."""
         pending = self.pending
-        if pending is None or (self.replicas.local and self.waits()):
+        if pending is None or self.waits():
             return
         self._arrived = True
         if self.gradients.summing:
@@ -374,7 +374,7 @@ class Accumulation:
                     self._take_norm(self.pending.scaler)
 
     def _bring(self, pending: Pending, write: bool) -> None:
-        if self.replicas.local and self.waits():
+        if self.waits():
             raise RuntimeError(
                 "the gradients were made under DDP's no_sync and are this rank's own. Run the last backward of a step "
                 'outside of no_sync, or use grad_accumulation="fp32", which averages what is left.'
