@@ -201,6 +201,13 @@ public:
         return py::owning(std::move(found));
     }
 
+    // Whether the one list that was given is as it was.
+    bool again(const py::object& list) {
+        const auto lists = py::reinterpret_steal<py::tuple>(PyTuple_Pack(1, list.ptr()));
+        if (!lists) throw py::error_already_set();
+        return match(lists).ptr() != Py_None;
+    }
+
 private:
     static Items items(const py::tuple& lists, size_t k) { return Items(PyTuple_GET_ITEM(lists.ptr(), Py_ssize_t(k))); }
 
@@ -364,7 +371,8 @@ void bind_seen_lists(py::module_& module) {
         .def("__exit__", [](Reading& reading, py::handle, py::handle, py::handle) { reading.exit(); });
     py::class_<SeenLists>(module, "SeenLists")
         .def(py::init<const py::capsule&, const py::type&, py::object, const py::tuple&, size_t>())
-        .def("match", &SeenLists::match);
+        .def("match", &SeenLists::match)
+        .def("again", &SeenLists::again);
     module.def("put_addresses", &put_addresses);
 }
 

@@ -184,6 +184,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             if pair.master is pair.model:
                 self._carry_state(pair.model, pair.model)
         self._device = parallel.device_of(optimizer, self._pairs.masters)
+        self._on_host = kernels.is_host(self._device)
         self.scaler.to(self._device)
         self._model_writes = ModelWrites(self._pairs, self._masters, on_model_write)
         self._outcome = Outcome()
@@ -221,7 +222,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         one_by_one = OneByOne(row, self.optimizer, self._pairs, self._masters, *self._forms(), self._trials)
         if self.gradient_release == "held":
             return HeldOnArrival(one_by_one)
-        return SteppedOnArrival(one_by_one, self._model_writes, kernels.is_host(self._device))
+        return SteppedOnArrival(one_by_one, self._model_writes, self._on_host)
 
     def _make_released(self) -> Stepper:
         """What ``step`` does with gradients that have arrived."""
@@ -368,10 +369,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         if self._model_writes.lent:
             self._model_writes.check_home(type(self).__name__)
-        if verifies:
-            self._pairs.verify()
         groups = self._holder.param_groups
-        if self._pairs.are_more(groups, self._masters.are_apart):
+        if self._pairs.are_more(groups, self._masters.are_apart, verifies):
             if self.master_weights == "split":
                 self._certified.check(self.optimizer)
             self._pairs.verify()
@@ -467,7 +466,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         Syncs: never (parameters' gradients stay on their devices).
         """
         check_loss(loss, scalar=True)
-        check_scaler(scaler)
+        if scaler is not None:
+            check_scaler(scaler)
         scaled = self._scaled(loss, scaler)
         try:
             torch.autograd.backward(scaled, None, retain_graph, create_graph, inputs=inputs)
@@ -541,7 +541,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 "Leave error_if_nonfinite=False to have step() skip, or see overflow_report() after it."
             )
         single, factor = self._outcome.clipped = decisions.decide_clip(norm, verdict.found_inf, max_norm)
-        if not (kernels.is_host(self._device) and factor.item() == 1.0):  # elsewhere the kernel looks: nobody waits
+        if not (self._on_host and factor.item() == 1.0):  # elsewhere the kernel looks: nobody waits
             self._gradients.clip(factor, of)
         return single
 
@@ -676,21 +676,21 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self._outcome.nothing()
             return None
         found_inf = verdict.found_inf
-        on_device = self._skips_on_device(verdict)
+        on_device = not self._on_host and self._skips_on_device(verdict)
         skipped: bool | Tensor = found_inf if on_device else bool(found_inf)
         if skipped is True and self._stepper.all_or_nothing:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else its scheduler warns of a wrong order
             self._close(verdict, skipped=True)
             return None
-        self._model_writes.notice(waits=kernels.is_host(self._device))
+        self._model_writes.notice(waits=self._on_host)
         try:
             loss = self._stepper.step(found_inf if on_device else None, closure)
         except StepFailed as failed:
             if failed.completed:
-                self._agree(self._stepper.rounded_all)
+                self._model_writes.agree(self._stepper.rounded_all, self._on_host)
                 self._close(verdict, skipped=False if on_device else skipped)
             raise failed.error from None
-        self._agree(self._stepper.rounded_all)
+        self._model_writes.agree(self._stepper.rounded_all, self._on_host)
         self._close(verdict, skipped=skipped)
         return loss
 
@@ -735,24 +735,12 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         return evaluations.returned if stepped else evaluations.loss
 
     def _skips_on_device(self, verdict: Verdict) -> bool:
-        """Whether the decision can stay on the device: elsewhere than on the CPU a look at it would wait."""
+        """Whether the decision can stay on a device at which a look would wait."""
         return (
-            not kernels.is_host(self._device)
-            and self._stepper.skips_on_device()
+            self._stepper.skips_on_device()
             and not self._accumulation.replicas.needs_decision
             and all(scaler.max_consecutive_skips is None for scaler, _ in verdict.of)
         )
-
-    def _agree(self, rounded_all: bool) -> None:
-        """After a step masters and model agree; so they do after hooks that wrote masters."""
-        if not rounded_all:
-            self._model_writes.see_masters()
-            self._model_writes.round_written()
-        self._model_writes.record(masters_seen=not rounded_all)
-        if kernels.is_host(self._device):
-            self._model_writes.tell()
-        else:
-            self._model_writes.tell_later()
 
     def _close(self, verdict: Verdict, skipped: bool | Tensor, used: Sight | None = None) -> None:
         """The one end of every step: count, update the scalers (so that gradients met the scale of their backward).
@@ -1115,7 +1103,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         with torch.no_grad():
             for group in self._pairs.devices:
                 self._masters.round_down(group)
-        self._agree(rounded_all=True)
+        self._model_writes.agree(rounded_all=True, waits=self._on_host)
 
     # -- on several ranks --------------------------------------------------------------------------------------------
 

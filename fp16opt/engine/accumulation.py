@@ -130,12 +130,16 @@ class Accumulation:
         elif self.gradients.sight is not None and self.gradients.pairs.has_own:
             self.gradients.see()  # optimizers may write the gradients that they step
         if self.gradients.sight is not None:
-            self.left_over = self.gradients.left_over()
+            self._leave(self.gradients.sight)
         if self.gradients.pairs.elsewhere:
             self._leave_elsewhere()
         self.last = self.pending
         self.gradients.rest(self.left_over)
         self._start()
+
+    def _leave(self, sight: Sight) -> None:
+        """What a step has used may stay in the model; nothing is kept alive."""
+        self.left_over = None if sight.is_empty else sight.faded()
 
     def _leave_elsewhere(self) -> None:
         """What parameters hold that other ranks step is known."""
@@ -152,7 +156,7 @@ class Accumulation:
         self.last = self.left_over = self._left_elsewhere = None
         if not set_to_none:
             self.gradients.see()
-            self.left_over = self.gradients.left_over()
+            self._leave(Sight(self.gradients.of_model()))
             if self.gradients.pairs.elsewhere:
                 self._leave_elsewhere()
         self._start()
@@ -198,7 +202,8 @@ class Accumulation:
                     "would be lost, as gradients add up in the model. Call step() first, or use "
                     'grad_accumulation="fp32".'
                 )
-        self.gradients.set_aside(self.replicas.keeps)
+        if self.gradients.pairs.has_own:
+            self.gradients.set_aside(self.replicas.keeps)
         self.gradients.made, self.gradients.sight = False, None
         self.backwards += 1
         pending.foreign = False
@@ -235,16 +240,17 @@ class Accumulation:
     def arrived(self) -> None:
         """A backward is over, and gradients are up to date as far as nobody needs more. No host sync."""
         pending = self.pending
-        if pending is None or self.waits():
+        if pending is None or (self.replicas.local and self.waits()):
             return
         self._arrived = True
         if self.gradients.summing:
             self._sum_up(pending)
             self.stage = Stage.TAKEN
             return
-        self.gradients.unscale_own(pending.inv_scale)
-        if pending.scaler.follows_norms and self.gradients.pairs.has_own:
-            self._take_norm(pending.scaler)  # now, as these are true, and may be clipped by anybody
+        if self.gradients.pairs.has_own:
+            self.gradients.unscale_own(pending.inv_scale)
+            if pending.scaler.follows_norms:
+                self._take_norm(pending.scaler)  # now, as these are true, and may be clipped by anybody
         self.gradients.made = False
         self.gradients.see()
 
@@ -313,7 +319,7 @@ class Accumulation:
         if grad_scale is not None:
             pending.inv_scale = (1.0 / grad_scale.to(pending.scale.device)).reshape(())
         self.pending, self.stage = pending, Stage.SCALED
-        self.gradients.own_are_scaled, self.gradients.made = True, False
+        self.gradients.own_are_scaled, self.gradients.made = self.gradients.pairs.has_own, False
 
     # -- settling ----------------------------------------------------------------------------------------------------
 
@@ -335,10 +341,13 @@ class Accumulation:
             self.check_complete()
         if self.stage is Stage.READY or self.pending is None:
             return None
-        if self.ranks.alone and not self.gradients.any_there():
-            self.forget()
-            return None
-        self._check_moved()
+        if not self.gradients.are_as_seen():
+            if self.ranks.alone and not self.gradients.any_there():
+                self.forget()
+                return None
+            self._check_moved()
+        elif self.gradients.made:
+            self._check_moved()
         if self.stage is Stage.SCALED:
             self._bring(self.pending, write)
         return self._verdict(norm_type, of)
@@ -374,7 +383,7 @@ class Accumulation:
                     self._take_norm(self.pending.scaler)
 
     def _bring(self, pending: Pending, write: bool) -> None:
-        if self.waits():
+        if self.replicas.local and self.waits():
             raise RuntimeError(
                 "the gradients were made under DDP's no_sync and are this rank's own. Run the last backward of a step "
                 'outside of no_sync, or use grad_accumulation="fp32", which averages what is left.'

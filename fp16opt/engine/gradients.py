@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..kernels import counters
 from .device_gradients import DeviceGradients, ToStep
 from .masters import Masters
 from .pairs import DeviceGroup, Pairs
@@ -61,7 +62,7 @@ class Gradients:
 
     def of_model(self) -> list[Tensor | None]:
         """The model's gradients, of all pairs."""
-        return stored(self.pairs.models)
+        return counters.gradients(self.pairs.models)
 
     def any_there(self) -> bool:
         """Whether a parameter holds a gradient, or a sum."""
@@ -83,7 +84,14 @@ class Gradients:
 
     def see(self) -> None:
         """Remember the model's gradients as they are now."""
-        self.sight = Sight(self.of_model())
+        self.sight = Sight(counters.gradients(self.pairs.models))
+
+    def are_as_seen(self) -> bool:
+        """Whether there are some in the model, the very ones that were there when they were last brought up to date.
+
+        False where that is not known at once.
+        """
+        return self.sight is not None and not self.sight.is_empty and self.sight.holds(self.pairs.models)
 
     def moved(self) -> list[int]:
         """Positions of pairs whose gradient in the model was replaced, removed or written since."""
@@ -104,13 +112,6 @@ class Gradients:
         grads = zip(self.pairs.are_own, stored(self.pairs.masters), strict=True)
         return [None if own else grad for own, grad in grads]
 
-    def left_over(self) -> FadedSight | None:
-        """The model's gradients as a step has used them, keeping none alive."""
-        for grad in () if self.sight is None else self.sight.grads:
-            if grad is not None:
-                return self.sight.faded()  # type: ignore[union-attr]
-        return None
-
     # -- before and after a backward ---------------------------------------------------------------------------------
 
     def set_aside(self, keep: bool = False) -> None:
@@ -118,9 +119,7 @@ class Gradients:
 
         Otherwise autograd would add scaled gradients to unscaled ones. With ``keep``, zeros stay in place of None.
         """
-        if self.own_are_scaled:
-            return
-        for each in self._each if self.pairs.has_own else ():
+        for each in () if self.own_are_scaled else self._each:
             each.set_aside(keep)
         self.own_are_scaled = True
 
@@ -131,7 +130,7 @@ class Gradients:
             inv_scale: float32, 0-dim: 1 / the scale of the backward that made them.
         """
         was_scaled, self.own_are_scaled = self.own_are_scaled, False
-        if not (was_scaled and self.pairs.has_own):
+        if not was_scaled:
             return
         self.sight = None
         with torch.no_grad():
@@ -151,7 +150,8 @@ class Gradients:
         if self.summing:
             self.sum_up(inv_scale)
             return
-        self.unscale_own(inv_scale)
+        if self.pairs.has_own:
+            self.unscale_own(inv_scale)
         self.made, self._clipped, self._measured = write, False, True
         self._late = None
         try:
@@ -248,7 +248,8 @@ class Gradients:
         """
         for each in self._each:  # what earlier ones gave is in ``flags``, and is not this one's
             each.sweep.forget_flags()
-        self.unscale_own(inv_scale)
+        if self.pairs.has_own:
+            self.unscale_own(inv_scale)
         with torch.no_grad():
             for each in self._each:
                 each.sum_up(inv_scale.to(each.group.device))

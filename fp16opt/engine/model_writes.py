@@ -67,6 +67,25 @@ class ModelWrites:
 
     # -- what we wrote -----------------------------------------------------------------------------------------------
 
+    def agree(self, rounded_all: bool, waits: bool) -> None:
+        """After a step masters and model agree; so they do after hooks that wrote masters.
+
+        Args:
+            rounded_all: Whether the step wrote all masters into the model; else those that somebody wrote are, now.
+            waits: False leaves what is to be told to who looks at the device anyway.
+
+        Syncs: where it waits.
+        """
+        if not rounded_all:
+            self.see_masters()
+            if self._written_masters:
+                self._round_written()
+        self.record(masters_seen=not rounded_all)
+        if waits:
+            self.tell()
+        else:
+            self._untold = True
+
     def record(self, masters_seen: bool = False) -> None:
         """Weights and masters agree: take both as they are for written by the engine. No host sync.
 
@@ -119,10 +138,7 @@ class ModelWrites:
         self._groups = list(self.pairs.devices)
         self._records = [_Record(group) for group in self._groups]
 
-    def _versions(self, tensors: list[Tensor], known: list[int] | None = None) -> list[int]:
-        """Version counters; ``known`` itself where they are these."""
-        if known is not None and counters.have_versions(tensors, known):
-            return known
+    def _versions(self, tensors: list[Tensor]) -> list[int]:
         found = counters.versions(tensors)
         return [version(tensor) for tensor in tensors] if found is None else found  # pieces of DTensors count their own
 
@@ -135,9 +151,9 @@ class ModelWrites:
 
     def see_masters(self) -> None:
         """Remember which masters the user, or a hook, has written, until they are rounded down."""
-        if not self.pairs.has_apart:
+        if not self.pairs.has_apart or counters.have_versions(self.pairs.masters, self._master_versions):
             return
-        versions = self._versions(self.pairs.masters, self._master_versions)
+        versions = self._versions(self.pairs.masters)
         if versions != self._master_versions:
             pairs = zip(self.pairs.all, versions, self._master_versions, strict=True)
             self._written_masters |= {
@@ -147,9 +163,9 @@ class ModelWrites:
             }
             self._master_versions = versions
 
-    def round_written(self) -> None:
+    def _round_written(self) -> None:
         """Round down those masters."""
-        for group in self.pairs.devices if self._written_masters else ():
+        for group in self.pairs.devices:
             rows = [row for row, position in enumerate(group.positions) if position in self._written_masters]
             if rows:
                 self.masters.round_down(group, rows)
@@ -176,13 +192,15 @@ class ModelWrites:
         self.see_masters()
         if self.policy == "ignore" or not self.pairs.has_apart:
             return
-        versions = self._versions(self.pairs.models, self._model_versions)
+        versions = self._model_versions
+        if not counters.have_versions(self.pairs.models, versions):
+            versions = self._versions(self.pairs.models)
         if self.policy == "refresh" and not waits and not self.masters.has_ties:
             self._take_on_device(versions)
         else:
             written: list[Pair] = []
-            for group in self._groups:
-                written += self._written(group, versions)
+            for group, record in zip(self._groups, self._records, strict=True):
+                written += self._written(group, record, versions)
             if written:
                 self._follow_policy(written)
                 versions = self._versions(self.pairs.models)
@@ -200,8 +218,7 @@ class ModelWrites:
         self.accept(written)
         warn_model_write([pair.name for pair in written])
 
-    def _written(self, group: DeviceGroup, versions: list[int]) -> list[Pair]:
-        record = self._records[self._groups.index(group)]
+    def _written(self, group: DeviceGroup, record: _Record, versions: list[int]) -> list[Pair]:
         self._sample(group, record.now)
         sampled = None if torch.equal(record.now, record.then) else (record.now != record.then).tolist()
         if sampled is None and versions == self._model_versions:
@@ -320,7 +337,7 @@ class ModelWrites:
         if unfit := self.pairs.unfit():
             warn_cast(unfit, self._warned)
         for group, record in zip(self._groups, self._records, strict=True):
-            if kernels.is_host(group.device):
+            if group.is_host:
                 continue
             flags_now = record.taken.clone()
             record.taken.zero_()  # before the wait: what is set meanwhile, by a replay say, is told next time
@@ -331,11 +348,7 @@ class ModelWrites:
     def untold(self) -> list[Tensor]:
         """By device: how many parameters' writes were taken there that :meth:`tell` has not told of. No sync."""
         groups = [] if not self._untold else zip(self._groups, self._records, strict=True)
-        return [record.taken.ne(0).sum() for group, record in groups if not kernels.is_host(group.device)]
-
-    def tell_later(self) -> None:
-        """:meth:`tell` is due, but would wait for a device: the next one who looks at it anyway does it."""
-        self._untold = True
+        return [record.taken.ne(0).sum() for group, record in groups if not group.is_host]
 
     def tell_if_due(self) -> None:
         """:meth:`tell`, if something is untold. Syncs then."""

@@ -254,7 +254,7 @@ class OnePassStep:
         self._known = -1
         self._served = self._warned = self._began = False
         self._plans: dict[torch.device, _Plan] = {}
-        self._known_settings: _Settings | None = None
+        self._settings = _Settings([])
 
     # -- whether -----------------------------------------------------------------------------------------------------
 
@@ -271,23 +271,20 @@ class OnePassStep:
                 self._lasting = f"no compiled kernels serve {plain[0]}" if plain else ""
         return self._lasting or self._groups_obstacle()
 
-    def _groups_obstacle(self) -> str:
-        settings = self._settings()
-        if settings.reason is None:
-            groups = enumerate(self.optimizer.param_groups)
-            settings.reason = groups_obstacle(self._row, self.optimizer, groups, self._trials, self.form)
-        return settings.reason
+    def _groups_obstacle(self, asks: bool = True) -> str:
+        """Look at the groups' settings as they are now; what they mean is known where the same fixed values stand.
 
-    def _settings(self) -> _Settings:
-        """The groups' settings as they are now, to be worked out anew unless the same fixed values stand there."""
-        groups, known = self.optimizer.param_groups, self._known_settings
+        Args:
+            asks: False does not ask whether a kernel takes them.
+        """
+        groups, settings = self.optimizer.param_groups, self._settings
         seen = [*itertools.chain.from_iterable(groups), *itertools.chain.from_iterable(map(dict.values, groups))]
-        if known is not None and len(seen) == len(known.seen) and all(map(operator.is_, seen, known.seen)):
-            return known
-        if not _are_fixed(value for group in groups for key, value in group.items() if key != "params"):
-            seen = []
-        self._known_settings = _Settings(seen)
-        return self._known_settings
+        if len(seen) != len(settings.seen) or not all(map(operator.is_, seen, settings.seen)):
+            fixed = _are_fixed(value for group in groups for key, value in group.items() if key != "params")
+            settings = self._settings = _Settings(seen if fixed else [])
+        if asks and settings.reason is None:
+            settings.reason = groups_obstacle(self._row, self.optimizer, enumerate(groups), self._trials, self.form)
+        return settings.reason or ""
 
     def describe(self) -> str:
         """See :class:`Stepper`."""
@@ -360,7 +357,7 @@ class OnePassStep:
         try:
             if reason := self._groups_obstacle():
                 raise CannotServe(reason)
-            self.take(found_inf)
+            self._take(found_inf)
         except CannotServe as unserved:
             self._check_not_needed(str(unserved))
             self._warn(str(unserved))
@@ -383,7 +380,11 @@ class OnePassStep:
         Raises:
             CannotServe: A kernel can't take it; nothing was stepped.
         """
-        settings = self._settings()
+        self._groups_obstacle(asks=False)
+        self._take(found_inf)
+
+    def _take(self, found_inf: Tensor | None) -> None:
+        settings = self._settings
         if not settings.options:
             told = [self._row.settings(group) for group in self.optimizer.param_groups]
             settings.deciding = [self.form.settings(each) for each in told]
@@ -441,8 +442,16 @@ class OnePassStep:
     def _plan(self, group: DeviceGroup, settings: _Settings, grads: ToStep) -> _Plan:
         """The calls of one device: those of the last step with other gradients, or new ones."""
         kinds = _kinds(len(group.positions), grads)
-        plan = self._plans.get(group.device)
-        if plan is None or not self._holds(plan, kinds, settings) or not self._filled(plan, grads):
+        plan, keys = self._plans.get(group.device), self.optimizer.state
+        if not (
+            plan is not None
+            and plan.generation == self.pairs.generation
+            and plan.kinds == kinds
+            and plan.deciding == settings.deciding
+            and len(keys) == len(plan.keys)
+            and all(map(operator.is_, keys, plan.keys))
+            and self._filled(plan, grads)
+        ):
             plan = self._new_plan(group, kinds, settings, grads)
             self._plans.pop(group.device, None)
             if not any(any(call.first) for call in plan.calls):
@@ -457,16 +466,6 @@ class OnePassStep:
             if not call.fill(mine, list(map(states.__getitem__, call.places))):
                 return False
         return True
-
-    def _holds(self, plan: _Plan, kinds: list[bool | None], settings: _Settings) -> bool:
-        keys = self.optimizer.state
-        return (
-            plan.generation == self.pairs.generation
-            and plan.kinds == kinds
-            and plan.deciding == settings.deciding
-            and len(keys) == len(plan.keys)
-            and all(map(operator.is_, keys, plan.keys))
-        )
 
     def _new_plan(
         self,

@@ -39,12 +39,14 @@ class DeviceGroup:
         copied: rows whose master is a tensor apart from the model's.
         own: the others.
         copied_models, copied_masters: as ``models`` and ``masters``, None in the rows of ``own``.
+        is_host: whether they can be read at once, without waiting for work that was queued.
         cast: what the last rounding of masters to the model found.
         tables: the kernels' caches for lists of these rows, by call site.
     """
 
     def __init__(self, device: torch.device, positions: list[int], pairs: list[tuple[Tensor, Tensor]]) -> None:
         self.device = device
+        self.is_host = kernels.is_host(device)
         self.positions = positions
         self.copied = [row for row, (model, master) in enumerate(pairs) if master is not model]
         self.own = [row for row, (model, master) in enumerate(pairs) if master is model]
@@ -158,12 +160,17 @@ class Pairs:
         self._append(group, number, names, adopt)
         self._rebuild()
 
-    def are_more(self, groups: list[dict[str, Any]], are_apart: bool) -> bool:
+    def are_more(self, groups: list[dict[str, Any]], are_apart: bool, verifies: bool = False) -> bool:
         """Whether parameters came through the wrapped optimizer itself, or some that get masters were unfrozen.
 
+        Args:
+            verifies: :meth:`verify` those that are known before.
+
         Raises:
-            RuntimeError: a known group changed its length.
+            RuntimeError: a known group changed its length; or as :meth:`verify`.
         """
+        if verifies and not self._seen.again(self.models):
+            self._verify_each()
         sizes = list(map(len, map(_PARAMS, groups)))
         if sizes == self.group_sizes and not (are_apart and self.own_halves):
             return False
@@ -233,8 +240,10 @@ class Pairs:
 
     def verify(self) -> None:
         """Raise ``RuntimeError`` naming the first parameter whose dtype, shape or device was changed since it came."""
-        if self._seen.again(self.models):
-            return
+        if not self._seen.again(self.models):
+            self._verify_each()
+
+    def _verify_each(self) -> None:
         for pair, (dtype, shape, device) in zip(self.all, self._known, strict=True):
             now = pair.model
             for what, before, is_now in (

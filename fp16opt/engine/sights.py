@@ -47,10 +47,14 @@ class Sight:
 
     Args:
         grads: of all pairs, or of whatever list is looked at again later.
+
+    Attributes:
+        is_empty: whether there was none.
     """
 
     def __init__(self, grads: list[Tensor | None]) -> None:
         self.grads = grads
+        self.is_empty = all(map(operator.is_, grads, itertools.repeat(None)))
         self._versions = versions_of(grads)
 
     def moved(self, now: list[Tensor | None]) -> list[int]:

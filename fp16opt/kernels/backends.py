@@ -12,7 +12,7 @@ from . import cuda, native
 def compiled_for(device: torch.device) -> ModuleType | None:
     """The file that calls the compiled kernels for a device; None where torch operations serve. Does not sync."""
     if device.type == "cpu":
-        return native if native.available() else None
+        return native if native.module is not None else None
     return cuda if cuda.serves(device) else None
 
 

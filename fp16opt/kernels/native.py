@@ -49,30 +49,31 @@ def _load(name: str) -> tuple[Any, str]:
         return None, f"it can't be loaded: {error}"
 
 
-_cpu, _cpu_missing = _load("_cpu")
+module, _cpu_missing = _load("_cpu")
+"""The compiled CPU module, or None."""
 _exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
 
 def available() -> bool:
     """Whether the compiled CPU module is there."""
-    return _cpu is not None
+    return module is not None
 
 
 def simd_level() -> str:
     """The SIMD level that the compiled CPU module uses, or "" where there is no module."""
-    return "" if _cpu is None else str(_cpu.simd_level())
+    return "" if module is None else str(module.simd_level())
 
 
 def status() -> str:
     """State of the compiled CPU module, in words, for ``python -m fp16opt``."""
-    if _cpu is None:
+    if module is None:
         return f"missing: {_cpu_missing}"
-    return f"loaded; this machine runs its SIMD levels {', '.join(_cpu.simd_levels())}"
+    return f"loaded; this machine runs its SIMD levels {', '.join(module.simd_levels())}"
 
 
 def clip_decision(norm: float, found_inf: float, only_finite: bool, max_norm: float) -> float:
     """What :func:`fp16opt.kernels.decisions.decide_clip` multiplies by."""
-    factor: float = _cpu.clip_decision(norm, found_inf, only_finite, max_norm)
+    factor: float = module.clip_decision(norm, found_inf, only_finite, max_norm)
     return factor
 
 
@@ -80,9 +81,9 @@ def follow_scale(overflow: bool, scale: Tensor, trackers: Tensor, settings: Tens
     """:func:`fp16opt.kernels.decisions.follow`."""
     first = trackers.data_ptr()
     if settings is None:
-        _cpu.follow_scale(overflow, 0, 0, first, 0)
+        module.follow_scale(overflow, 0, 0, first, 0)
     else:
-        _cpu.follow_scale(overflow, scale.data_ptr(), first, first + 4, settings.data_ptr())
+        module.follow_scale(overflow, scale.data_ptr(), first, first + 4, settings.data_ptr())
     count_versions([trackers] if settings is None else [scale, trackers])
 
 
@@ -92,10 +93,10 @@ def seen_lists(lists: tuple[Sequence[Tensor | None], ...], deciding: int) -> Any
     It needs DLPack's exchange table, which torch offers from version 2.10 on. Entries that are None in one of the first
     ``deciding`` lists are left out.
     """
-    if _cpu is None or _exchange is None:
+    if module is None or _exchange is None:
         return None
     try:
-        return _cpu.SeenLists(_exchange, Tensor, Tensor.is_neg, lists, deciding)
+        return module.SeenLists(_exchange, Tensor, Tensor.is_neg, lists, deciding)
     except (BufferError, RuntimeError, TypeError, ValueError):
         return None  # a tensor that DLPack can't describe; the caller compares attributes instead
 
@@ -106,10 +107,10 @@ def tensor_reader(grad: Any, version: Any) -> Any:
     It calls the C functions behind the attributes ``grad`` and ``version`` of torch's tensors, for each tensor in half
     of the time that a loop in Python takes.
     """
-    if _cpu is None:
+    if module is None:
         return None
     try:
-        return _cpu.TensorReader(Tensor, grad, version, torch._C.DisableTorchFunctionSubclass)
+        return module.TensorReader(Tensor, grad, version, torch._C.DisableTorchFunctionSubclass)
     except TypeError:
         return None  # attributes that are not written in C
 
@@ -124,7 +125,7 @@ def reading(once: bool) -> AbstractContextManager[None]:
     Args:
         once: False has every list read anew, in this block, and after it in one around it.
     """
-    return contextlib.nullcontext() if _cpu is None else _cpu.Reading(once)
+    return contextlib.nullcontext() if module is None else module.Reading(once)
 
 
 def table_arguments(call: Call) -> tuple[list[int], list[int], list[list[int]], list[int]]:
@@ -158,8 +159,8 @@ def put_addresses(call: Call, which: range, places: list[int] | None, at: int, s
         Whether one is not what was there.
     """
     addresses = addresses_of(call)
-    if _cpu is not None:
-        moved: bool = _cpu.put_addresses(addresses, which.start, len(which), places, at, stride)
+    if module is not None:
+        moved: bool = module.put_addresses(addresses, which.start, len(which), places, at, stride)
         return moved
     found = array.array("Q")
     for one in which:
@@ -224,7 +225,7 @@ def launch(
     """
     plan = call.plan
     if plan.compiled is None:
-        plan.compiled = _cpu.Table(*table_arguments(call))
+        plan.compiled = module.Table(*table_arguments(call))
     given = list(arguments)
     for place, value in enumerate(arguments):
         if isinstance(value, Tensor):
@@ -232,5 +233,5 @@ def launch(
     if flags is not None:
         given.append(flags)
     addresses = call.addresses if call.addresses is not None else addresses_of(call)
-    getattr(_cpu, function)(plan.compiled, addresses, torch.get_num_threads(), plan.count, *given)
+    getattr(module, function)(plan.compiled, addresses, torch.get_num_threads(), plan.count, *given)
     count_writes(call, results, lists=writes)

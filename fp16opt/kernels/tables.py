@@ -8,7 +8,7 @@ afresh on every call and never remembered.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -354,6 +354,10 @@ class _Attributes:
             return None
         return [[t.data_ptr() for t in column] for column in columns] if self._seen == self._read(lists) else None
 
+    def again(self, tensors: Entries) -> bool:
+        """Whether the one list that was given is as it was."""
+        return self.match((tensors,)) is not None
+
 
 def _seen(lists: tuple[Entries, ...], deciding: int) -> Any:
     return native.seen_lists(lists, deciding) or _Attributes(lists, deciding)
@@ -370,17 +374,20 @@ class Seen:
         (True, False)
     """
 
-    __slots__ = ("_seen",)
+    __slots__ = ("again",)
+
+    again: Callable[[Entries], bool]
+    """Whether a list of tensors has the same dtypes, devices, shapes and strides. Does not sync."""
 
     def __init__(self, tensors: Entries | None = None) -> None:
-        self._seen = None if tensors is None else _seen((tensors,), 1)
+        self.again = _nothing_seen if tensors is None else _seen((tensors,), 1).again
 
     def __reduce__(self) -> tuple[type[Seen], tuple[()]]:
         return (Seen, ())
 
-    def again(self, tensors: Entries) -> bool:
-        """Whether ``tensors`` have the same dtypes, devices, shapes and strides. Does not sync."""
-        return self._seen is not None and self._seen.match((tensors,)) is not None
+
+def _nothing_seen(tensors: Entries) -> bool:
+    return False
 
 
 def call_for(

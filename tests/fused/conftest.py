@@ -10,7 +10,7 @@ import torch
 
 from fp16opt.kernels import native
 
-LEVELS = native._cpu.simd_levels() if native.available() else []
+LEVELS = native.module.simd_levels() if native.available() else []
 
 
 @pytest.fixture(params=["reference", "emulated", *[f"{level}-{n}" for level in LEVELS for n in (1, 2, 3)]])
@@ -21,13 +21,13 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         yield request.param
         return
     if request.param == "reference":
-        monkeypatch.setattr(native, "_cpu", None)
+        monkeypatch.setattr(native, "module", None)
         yield request.param
         return
     level, _, count = request.param.partition("-")
-    before, threads = native._cpu.simd_level(), torch.get_num_threads()
-    native._cpu.use_simd_level(level)
+    before, threads = native.module.simd_level(), torch.get_num_threads()
+    native.module.use_simd_level(level)
     torch.set_num_threads(int(count))
     yield request.param
-    native._cpu.use_simd_level(before)
+    native.module.use_simd_level(before)
     torch.set_num_threads(threads)

@@ -45,14 +45,14 @@ def test_digits_end_within_noise_of_the_general_path() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not native.available(), reason="needs the compiled module")
-@pytest.mark.parametrize("level", native._cpu.simd_levels() if native.available() else [])
+@pytest.mark.parametrize("level", native.module.simd_levels() if native.available() else [])
 def test_every_quotient_of_a_root(level: str) -> None:
     """All 2^24 significands and exponent parities over 40 divisors: the bits of numpy's division.
 
     amsgrad's maximum holds x*x, whose root is x; with beta1 = 0, lr = 1 and gradient -1 the update is 1 / (x / by).
     """
-    before = native._cpu.simd_level()
-    native._cpu.use_simd_level(level)
+    before = native.module.simd_level()
+    native.module.use_simd_level(level)
     try:
         x = np.concatenate([np.arange(1 << 23, dtype=np.uint32) + np.uint32(base) for base in (0x3F800000, 0x40000000)])
         x = x.view(np.float32)
@@ -70,4 +70,4 @@ def test_every_quotient_of_a_root(level: str) -> None:
             by = np.float32((1 - float(beta2)) ** 0.5)
             assert np.array_equal(master.numpy(), np.float32(2.0**-30) / (x / by))
     finally:
-        native._cpu.use_simd_level(before)
+        native.module.use_simd_level(before)

@@ -10,7 +10,7 @@ import torch
 
 from fp16opt.kernels import native
 
-LEVELS = native._cpu.simd_levels() if native.available() else []
+LEVELS = native.module.simd_levels() if native.available() else []
 
 
 @pytest.fixture
@@ -28,15 +28,15 @@ def _use(name: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequ
         yield name
         return
     if name == "reference":
-        monkeypatch.setattr(native, "_cpu", None)
+        monkeypatch.setattr(native, "module", None)
         yield name
         return
     level, _, count = name.partition("-")
-    before = native._cpu.simd_level()
-    native._cpu.use_simd_level(level)
+    before = native.module.simd_level()
+    native.module.use_simd_level(level)
     torch.set_num_threads(int(count))
     yield name
-    native._cpu.use_simd_level(before)
+    native.module.use_simd_level(before)
 
 
 @pytest.fixture(params=["reference", "emulated", *[f"{level}-{n}" for level in LEVELS for n in (1, 2, 3)]])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp16opt.kernels import native
 
-if native._cpu is None or native._exchange is None:
+if native.module is None or native._exchange is None:
     pytest.skip("no compiled module, or no exchange table", allow_module_level=True)
 
 
@@ -105,9 +105,9 @@ def test_attributes_of_other_classes_are_refused() -> None:
     quiet = torch._C.DisableTorchFunctionSubclass
     for kind, grad in [(int, Tensor.grad), (Tensor, int.__dict__["real"])]:
         with pytest.raises(TypeError, match="not an attribute of tensors"):
-            native._cpu.TensorReader(kind, grad, Tensor._version, quiet)
+            native.module.TensorReader(kind, grad, Tensor._version, quiet)
 
 
 def test_errors_name_the_class_that_was_wanted() -> None:
     with pytest.raises(TypeError, match=r"expected fp16opt\._cpu\.Table, got int"):
-        native._cpu.scale(3, [], 1, 3, 0)
+        native.module.scale(3, [], 1, 3, 0)

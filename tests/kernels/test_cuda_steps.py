@@ -48,7 +48,7 @@ def test_steps_have_the_bits_of_the_cpu_and_of_plain_torch(
 ) -> None:
     case = random_case(np.random.default_rng(seed), kind, special)
     with monkeypatch.context() as patch:
-        patch.setattr(native, "_cpu", None)
+        patch.setattr(native, "module", None)
         plain = two_steps(case.on("cpu"), seed)
     with monkeypatch.context() as patch:
         emulated.use(emulated_cuda, patch)

@@ -263,8 +263,8 @@ def test_addresses_are_put_where_they_belong(
     """By the compiled module and without it: one after the other, and what lies between stays."""
     call = Call(None, (), [[11, 12, 13], [21, 22, 23], [31, 32, 33]], None)  # type: ignore[arg-type]
     wanted = [10 * k + p + 1 for k in (2, 3) for p in ([0, 1, 2] if places is None else places)]
-    for module in dict.fromkeys((native._cpu, None)):
-        monkeypatch.setattr(native, "_cpu", module)
+    for module in dict.fromkeys((native.module, None)):
+        monkeypatch.setattr(native, "module", module)
         room = (ctypes.c_uint64 * 13)(*[7] * 13)
         at = ctypes.addressof(room)
         assert native.put_addresses(call, range(1, 3), places, at, stride) is bool(wanted)
@@ -291,9 +291,9 @@ def test_without_the_cpu_module_tables_are_made_all_the_same(
     emulated_cuda: emulated.Emulated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = []
-    for module in dict.fromkeys((native._cpu, None)):
+    for module in dict.fromkeys((native.module, None)):
         with monkeypatch.context() as patch:
-            patch.setattr(native, "_cpu", module)
+            patch.setattr(native, "module", module)
             host, site = emulated.use(emulated_cuda, patch), PointerTables()
             values = tensors(5)
             found = [multi_tensor_l2norm(values, tables=site)[1].tolist() for _ in range(2)]

@@ -168,7 +168,7 @@ def test_a_clip_is_decided_as_in_torch(
     given_norm = torch.tensor(norm, dtype=torch.float64)
     flag = None if found is None else torch.tensor(found)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "_cpu", None)
+        patch.setattr(native, "module", None)
         wanted = decisions.decide_clip(given_norm, flag, max_norm, only_finite=only_finite)
     with pytest.MonkeyPatch.context() as patch:
         if by == "cuda":

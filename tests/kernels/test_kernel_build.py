@@ -146,11 +146,11 @@ def test_report_of_a_complete_install(tmp_path: Path) -> None:
     assert facts["threads"].split()[0].isdigit()
     if native.available():
         assert facts["device cpu"] == "compiled kernels (_cpu)"
-        assert facts["SIMD level"].split()[0] in native._cpu.simd_levels()
+        assert facts["SIMD level"].split()[0] in native.module.simd_levels()
 
 
 def test_report_says_why_the_module_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(native, "_cpu", None)
+    monkeypatch.setattr(native, "module", None)
     monkeypatch.setattr(native, "_cpu_missing", "could not be built: no C++ compiler was found")
     text = report_module.report()
     assert "missing: could not be built: no C++ compiler was found" in text

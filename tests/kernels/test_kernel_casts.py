@@ -90,14 +90,14 @@ def test_nans_have_the_same_bits_at_every_level(dtype: torch.dtype) -> None:
     masters = (
         torch.arange(0x7F800001, 0x7F800001 + (1 << 23) - 1, 997, dtype=torch.int64).to(torch.int32).view(torch.float32)
     )
-    before, seen = native._cpu.simd_level(), []
-    for level in native._cpu.simd_levels():
-        native._cpu.use_simd_level(level)
+    before, seen = native.module.simd_level(), []
+    for level in native.module.simd_levels():
+        native.module.use_simd_level(level)
         param = torch.zeros(masters.numel(), dtype=dtype)
         multi_tensor_cast([masters], [param], CastStats.allocate(1, "cpu"))
         assert bool(torch.isnan(param).all())
         seen.append(raw(param).tolist())
-    native._cpu.use_simd_level(before)
+    native.module.use_simd_level(before)
     assert all(bits == seen[0] for bits in seen)
 
 
@@ -106,16 +106,16 @@ def test_nans_have_the_same_bits_at_every_level(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", SIXTEEN, ids=str)
 def test_all_floats_to_sixteen_bits(dtype: torch.dtype) -> None:
     """Against torch's own cast, which agrees with numpy's on all floats that are not nan."""
-    before, step = native._cpu.simd_level(), 1 << 25
+    before, step = native.module.simd_level(), 1 << 25
     stats, param = CastStats.allocate(1, "cpu"), torch.zeros(step, dtype=dtype)
     for start in range(-(1 << 31), 1 << 31, step):
         masters = torch.arange(start, start + step, dtype=torch.int32).view(torch.float32)
         wanted = masters.to(dtype)
-        for name in native._cpu.simd_levels():
-            native._cpu.use_simd_level(name)
+        for name in native.module.simd_levels():
+            native.module.use_simd_level(name)
             multi_tensor_cast([masters], [param], stats)
             different = param.view(torch.int16) != wanted.view(torch.int16)
             if different.any():
                 assert torch.isnan(masters[different]).all(), (name, start)
                 assert torch.isnan(param[different]).all(), (name, start)
-    native._cpu.use_simd_level(before)
+    native.module.use_simd_level(before)

@@ -387,14 +387,14 @@ class TestCompiledModule:
 
     def test_level_must_exist(self) -> None:
         with pytest.raises(ValueError, match="SIMD level 'sse9' is not one"):
-            native._cpu.use_simd_level("sse9")
+            native.module.use_simd_level("sse9")
 
     def test_lists_are_of_tensors(self) -> None:
         if native._exchange is None:
             pytest.skip("this torch has no DLPack exchange table")
 
         def seen(*lists: Any, deciding: int = 1) -> Any:
-            return native._cpu.SeenLists(native._exchange, Tensor, Tensor.is_neg, lists, deciding)
+            return native.module.SeenLists(native._exchange, Tensor, Tensor.is_neg, lists, deciding)
 
         with pytest.raises(TypeError, match="not a tensor"):
             seen([3])
@@ -412,7 +412,7 @@ class TestCompiledModule:
             seen([ONE], [None])
         assert seen([ONE, None], [ONE, None]).match(([ONE, None], [ONE, 3])) is not None
         with pytest.raises(ValueError, match="not a DLPack exchange table"):
-            native._cpu.SeenLists(__import__("datetime").datetime_CAPI, Tensor, Tensor.is_neg, ([],), 1)
+            native.module.SeenLists(__import__("datetime").datetime_CAPI, Tensor, Tensor.is_neg, ([],), 1)
 
     def test_a_list_that_changes_while_it_is_read(self) -> None:
         """Asking a tensor of a subclass for its sign runs Python."""
@@ -430,7 +430,7 @@ class TestCompiledModule:
                 values.clear()
             return False
 
-        seen = native._cpu.SeenLists(native._exchange, Tensor, is_neg, (values,), 1)
+        seen = native.module.SeenLists(native._exchange, Tensor, is_neg, (values,), 1)
         assert seen.match((values,)) is not None
         shrinks[0] = True
         assert seen.match((values,)) is None
@@ -440,7 +440,7 @@ class TestCompiledModule:
             pytest.skip("this torch has no DLPack exchange table")
         values = [torch.ones(5)]
         gone = weakref.ref(values[0])
-        found = native._cpu.SeenLists(native._exchange, Tensor, Tensor.is_neg, (values,), 1).match((values,))
+        found = native.module.SeenLists(native._exchange, Tensor, Tensor.is_neg, (values,), 1).match((values,))
         values.clear()
         assert gone() is not None
         del found
@@ -458,38 +458,38 @@ class TestCompiledModule:
     )
     def test_tables_that_do_not_fit_together(self, table: Any, match: str) -> None:
         with pytest.raises(ValueError, match=match):
-            native._cpu.Table(*table)
+            native.module.Table(*table)
 
     def test_lists_that_do_not_fit_the_table(self) -> None:
         address = ONE.data_ptr()
-        table = native._cpu.Table([1], [3], [[2]], [0])
+        table = native.module.Table([1], [3], [[2]], [0])
         with pytest.raises(ValueError, match="another number of lists"):
-            native._cpu.cast(table, [[0], [0]], 1, 4, 0)
+            native.module.cast(table, [[0], [0]], 1, 4, 0)
         with pytest.raises(ValueError, match="fewer lists of addresses"):
-            native._cpu.cast(table, [[0]], 1, 4, 0)
+            native.module.cast(table, [[0]], 1, 4, 0)
         with pytest.raises(ValueError, match="the table's length"):
-            native._cpu.scale(table, [[]], 1, 4, address)
+            native.module.scale(table, [[]], 1, 4, address)
         with pytest.raises(ValueError, match="outside the statistics"):
-            native._cpu.l2norm(table, [[0]], 1, 1, 0, 0, 0)
+            native.module.l2norm(table, [[0]], 1, 1, 0, 0, 0)
         with pytest.raises(ValueError, match="a row lies outside the lists"):
-            native._cpu.sample(table, [[0]], 1, 3, 0)
+            native.module.sample(table, [[0]], 1, 3, 0)
         with pytest.raises(ValueError, match="16-bit"):
-            native._cpu.sample(table, [[0]], 1, 4, 0)
-        wide = native._cpu.Table([1], [0], [[3]] * 3, [0])
+            native.module.sample(table, [[0]], 1, 4, 0)
+        wide = native.module.Table([1], [0], [[3]] * 3, [0])
         with pytest.raises(ValueError, match="float64"):
-            native._cpu.axpby(wide, [[0]] * 3, 1, 1, 1.0, 1.0, 0, 0)
-        mixed = native._cpu.Table([1], [0], [[2], [3]], [0])
+            native.module.axpby(wide, [[0]] * 3, 1, 1, 1.0, 1.0, 0, 0)
+        mixed = native.module.Table([1], [0], [[2], [3]], [0])
         with pytest.raises(ValueError, match="averages must be float32, or float64 of float64"):
-            native._cpu.lerp(mixed, [[0]] * 2, 1, 1, 0.5, False)
+            native.module.lerp(mixed, [[0]] * 2, 1, 1, 0.5, False)
         with pytest.raises(ValueError, match="outs must be float32"):
-            native._cpu.unscale(mixed, [[0]] * 2, 1, 1, address, 0, 0, 0, 0, True, False)
+            native.module.unscale(mixed, [[0]] * 2, 1, 1, address, 0, 0, 0, 0, True, False)
         with pytest.raises(ValueError, match="outs must be float32"):
-            native._cpu.unscale_clipped(mixed, [[0]] * 2, 1, 1, address, address)
-        single = native._cpu.Table([0], [0], [[2], [2]], [0])
+            native.module.unscale_clipped(mixed, [[0]] * 2, 1, 1, address, address)
+        single = native.module.Table([0], [0], [[2], [2]], [0])
         with pytest.raises(ValueError, match="not written can't be added to"):
-            native._cpu.unscale(single, [[0]] * 2, 1, 1, address, 0, 0, 0, 0, False, True)
+            native.module.unscale(single, [[0]] * 2, 1, 1, address, 0, 0, 0, 0, False, True)
         with pytest.raises(ValueError, match="masters must be float32"):
-            native._cpu.cast(mixed, [[0]] * 2, 1, 1, 0)
+            native.module.cast(mixed, [[0]] * 2, 1, 1, 0)
 
 
 @pytest.mark.skipif(not native.available() or native._exchange is None, reason="needs the module and DLPack's exchange")

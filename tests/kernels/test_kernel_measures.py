@@ -168,7 +168,7 @@ def test_refused(level: str, error: type[Exception], match: str, call: Callable[
 
 @pytest.mark.skipif(not kernels.native.available(), reason="the compiled CPU module is not installed")
 def test_compiled_code_refuses_rows_outside() -> None:
-    cpu = kernels.native._cpu
+    cpu = kernels.native.module
     table = cpu.Table([0], [3], [[0]], [0])
     with pytest.raises(ValueError, match="a row lies outside the numbers"):
         cpu.measure(table, [[0]], 1, 3, 0)

@@ -214,9 +214,9 @@ def test_a_forked_child_of_a_busy_parent(threads: None) -> None:
 
 
 @compiled
-@pytest.mark.parametrize("name", native._cpu.simd_levels() if native.available() else [])
+@pytest.mark.parametrize("name", native.module.simd_levels() if native.available() else [])
 def test_environment_chooses_the_level(name: str, tmp_path: Path) -> None:
-    code = "from fp16opt.kernels import native; print(native._cpu.simd_level())"
+    code = "from fp16opt.kernels import native; print(native.module.simd_level())"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,

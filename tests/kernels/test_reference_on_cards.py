@@ -45,7 +45,7 @@ def test_the_card_divides_as_torch_does_there() -> None:
 def test_steps_of_the_reference_have_the_same_bits_on_a_card(
     monkeypatch: pytest.MonkeyPatch, kind: str, seed: int
 ) -> None:
-    monkeypatch.setattr(native, "_cpu", None)
+    monkeypatch.setattr(native, "module", None)
     case = random_case(np.random.default_rng(seed), kind, 0.0, 8)
     here = case.on("cpu").run()
     card, there = Card(), case.on("cpu")
