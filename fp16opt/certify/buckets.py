@@ -26,10 +26,13 @@ def hooks_muted(optimizer: Optimizer | None = None) -> Iterator[None]:
     """Within, no step hook runs, the optimizer's own or those of all: they belong to a step, not to a part of one."""
     tables: list[dict[Any, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
     if optimizer is not None:
-        tables += [optimizer.__dict__[name] for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")]
-    kept = [(table, dict(table)) for table in tables if table]
-    for table, _ in kept:
-        table.clear()
+        own = optimizer.__dict__
+        tables += own["_optimizer_step_pre_hooks"], own["_optimizer_step_post_hooks"]
+    kept: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+    for table in tables:
+        if table:
+            kept.append((table, dict(table)))
+            table.clear()
     try:
         yield
     finally:
@@ -53,13 +56,15 @@ class BucketSteps:
     def __init__(self, optimizer: Optimizer) -> None:
         self._groups = optimizer.param_groups
         self._whole = list(self._groups)
-        self._before = [settings_of(group) for group in self._whole]
+        self._before = list(map(settings_of, self._whole))
         self._after: dict[int, tuple[dict[str, Tensor], dict[str, Any]]] = {}
 
     def run(self, number: int, params: list[Tensor], step: Callable[[], T]) -> T:
         """Call ``step`` while the optimizer has one group: ``params`` with the settings of group ``number``."""
-        copies = {key: value.clone() for key, value in self._before[number].items() if isinstance(value, Tensor)}
-        part = {**self._before[number], **copies, "params": params}
+        part, copies = {**self._before[number], "params": params}, {}
+        for key, value in self._before[number].items():
+            if isinstance(value, Tensor):
+                part[key] = copies[key] = value.clone()
         self._groups[:] = [part]
         try:
             result = step()

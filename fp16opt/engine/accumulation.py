@@ -346,8 +346,6 @@ class Accumulation:
                 self.forget()
                 return None
             self._check_moved()
-        elif self.gradients.made:
-            self._check_moved()
         if self.stage is Stage.SCALED:
             self._bring(self.pending, write)
         return self._verdict(norm_type, of)
@@ -464,8 +462,8 @@ class Accumulation:
         if not self.gradients.pairs.has_pieces:  # FSDP2 shows gradients only when they are reduced
             self.replicas.check_folding()
         self.gradients.start_summing()
-        # The verdict so far is the kernel's own buffer, which the next pass overwrites.
-        self._verdicts = {key: (scaler, found.clone()) for key, (scaler, found) in self._verdicts.items()}
+        for key, (scaler, found) in self._verdicts.items():  # the kernel's own buffer, which the next pass overwrites
+            self._verdicts[key] = (scaler, found.clone())
 
     def _sum_up(self, pending: Pending) -> None:
         """Add the gradients of one scale to the sums."""
@@ -474,8 +472,9 @@ class Accumulation:
                 "FP32 sums under DDP's no_sync need every master on every rank; ZeroRedundancyOptimizer spreads them. "
                 'Use grad_accumulation="model", or leave no_sync.'
             )
-        self._start_summing()
-        if not self.replicas.local:
+        if not self.gradients.summing:
+            self._start_summing()
+        if self._unreduced and not self.replicas.local:
             self._reduce_sums()
         self.gradients.sum_up(pending.inv_scale, self.replicas.keeps)
         self._take_verdict(pending)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..kernels import counters
 from ..kernels.reference_steps import Factors
 from .dtensors import aligned, local
 from .gradient_forms import Taken, can_wait, coalesced, kernel_values
@@ -17,6 +19,8 @@ from .own_gradients import OwnGradients
 from .pairs import HALF_DTYPES, DeviceGroup, Pairs
 from .sights import GRAD, FadedSight, count_there, drop_grads, store, stored
 from .sweep import Sweep, vector_norm
+
+_NEEDS_GRAD = operator.attrgetter("requires_grad")
 
 
 class ToStep(NamedTuple):
@@ -44,6 +48,7 @@ class DeviceGradients:
         factors: what they are to be multiplied by.
         flags: of all that went into sums; None where nothing is summed.
         live: rows that had a gradient at the last pass.
+        summed: rows whose master gradient is a sum that the next one is added to.
     """
 
     def __init__(self, group: DeviceGroup, pairs: Pairs, masters: Masters) -> None:
@@ -64,10 +69,11 @@ class DeviceGradients:
         self._rooms: list[Tensor | None] = [None] * len(group)  # memory for FP32 gradients
         self._has_rooms = False
         self._held: dict[int, Tensor] = {}  # own gradients that were set aside during a backward
-        self._sums: set[int] = set()  # rows whose master gradient is a sum that the next one is added to
+        self.summed: set[int] = set()
         self._narrow = [row for row in group.own if self.models[row].dtype in HALF_DTYPES]
         self._usual = kernels.Seen()
         self._usual_own = kernels.Seen()
+        self._usual_true = kernels.Seen()
 
     def take_over(self, old: DeviceGradients) -> None:
         """Parameters or masters came: for those that were there before all is as it was."""
@@ -81,8 +87,8 @@ class DeviceGradients:
             self.sweep.stats.touched = True
             if row in old._held:
                 self._held[pair.row] = old._held[row]
-            if row in old._sums:
-                self._sums.add(pair.row)
+            if row in old.summed:
+                self.summed.add(pair.row)
             if old.flags is not None:
                 if self.flags is None:
                     self.flags = torch.zeros_like(self.sweep.stats.nonfinite)
@@ -148,13 +154,13 @@ class DeviceGradients:
         """Make their gradients true, in place, checked and measured. With ``are_sums`` flags of earlier ones stay."""
         if not self.group.own:
             return
-        grads = [model.grad for model in self.own_models]
-        self.live.update([row for row, grad in zip(self.group.own, grads, strict=True) if grad is not None])
+        grads = counters.gradients(self.own_models)
         self.sweep.stats.touched = True
-        usual = not self._held and self._usual_own.again(grads)
-        if usual and not any([g is not None and g.requires_grad for g in grads]):  # noqa: C419
+        if not self._held and self._usual_own.again(grads) and True not in map(_NEEDS_GRAD, grads):
+            self.live.update(self.group.own)
             self._unscale_usual(self._spread(self.group.own, grads), inv_scale)
             return
+        self.live.update([row for row, grad in zip(self.group.own, grads, strict=True) if grad is not None])
         held, self._held = self._held, {}
         own = OwnGradients(self.pairs, self.sweep, held, inv_scale)
         for row, grad in zip(self.group.own, grads, strict=True):
@@ -165,7 +171,7 @@ class DeviceGradients:
         if held and are_sums:
             models = zip(self.group.own, self.own_models, strict=True)
             sums = [model.grad if row in held else None for row, model in models]
-            self.sweep.measure(self._dense(self._spread(self.group.own, sums)), self._known())
+            self.sweep.measure(self._dense(self._spread(self.group.own, sums)), self._known(), self._narrow)
 
     def _unscale_usual(self, entries: list[Any], inv_scale: Tensor) -> None:
         """In place; of 16-bit parameters without masters through FP32 memory, and rounded back."""
@@ -176,7 +182,8 @@ class DeviceGradients:
         for row in self._narrow:
             outs[row] = torch.empty_like(entries[row], dtype=torch.float32)
         self.sweep.take(entries, outs, inv_scale)
-        self.sweep.round(self._narrow, [outs[row] for row in self._narrow], [entries[row] for row in self._narrow])
+        narrow = self._narrow
+        self.sweep.round(narrow, list(map(outs.__getitem__, narrow)), list(map(entries.__getitem__, narrow)))
 
     # -- the look ----------------------------------------------------------------------------------------------------
 
@@ -219,10 +226,14 @@ class DeviceGradients:
         return list(seen) if len(copied) == len(seen) else [seen[positions[row]] for row in copied]
 
     def _look_at_own(self, live: set[int]) -> None:
-        grads = [model.grad for model in self.own_models]
+        grads = counters.gradients(self.own_models)
         entries = self._spread(self.group.own, grads)
-        live.update([row for row, grad in zip(self.group.own, grads, strict=True) if grad is not None])
-        self.sweep.judge(entries if self._usual_own.again(grads) else self._dense(entries))
+        if self._usual_own.again(grads):
+            live.update(self.group.own)
+        else:
+            live.update([row for row, grad in zip(self.group.own, grads, strict=True) if grad is not None])
+            entries = self._dense(entries)
+        self.sweep.judge(entries, self._narrow)
 
     def _are_usual(self, grads: list[Tensor | None]) -> bool:
         """Whether every 16-bit parameter has a gradient, and all can wait as they are."""
@@ -286,7 +297,7 @@ class DeviceGradients:
 
     def forget_gone(self) -> None:
         """See :class:`Gradients`."""
-        for row in self.group.copied if len(self.live) < len(self.models) else ():
+        for row in self.group.copied:
             if row not in self.live:
                 store(self.masters[row], None)
 
@@ -297,12 +308,17 @@ class DeviceGradients:
             made: whether all masters hold theirs; else what a master holds is of an earlier step, unless it could not
                 wait.
         """
-        grads = stored(self.masters)
+        grads = counters.gradients(self.masters)
         if not made:
             waits = self.waiting or [None] * len(grads)
             there = zip(grads, waits, strict=True)
             grads = [grad if wait is None and row in self.live else None for row, (grad, wait) in enumerate(there)]
-        return self._dense(grads)
+        if self._usual_true.again(grads):
+            return grads
+        values = self._dense(grads)
+        if all(map(operator.is_, grads, values)):
+            self._usual_true = kernels.Seen(values)
+        return values
 
     def all_wait(self) -> bool:
         """Whether every gradient waits, so that there are no true ones."""
@@ -316,7 +332,7 @@ class DeviceGradients:
         self.live |= {row for row, value in enumerate(self.waiting or ()) if value is not None}
         if self.waiting is not None:
             self.sweep.look(self.waiting, self.factors.inv_scale)
-        self.sweep.judge(values)
+        self.sweep.judge(values, self._narrow)
         if self.flags is not None:  # a sum may be finite again; what went into it was judged with its scaler
             self.flags.copy_(self.sweep.stats.nonfinite)
 
@@ -324,7 +340,7 @@ class DeviceGradients:
         """Look at ``values``, true gradients by row, in place of those that are there."""
         self.sweep.stats.reset()
         self.sweep.stats.touched = True
-        self.sweep.judge(self._dense(values))
+        self.sweep.judge(self._dense(values), self._narrow)
 
     def drop(self, row: int) -> None:
         """Somebody has set a gradient to None: it is not part of the step."""
@@ -347,7 +363,7 @@ class DeviceGradients:
     def start_summing(self, made: bool) -> None:
         """What masters hold, if it was ``made``, is what the next ones are added to; 16-bit gradients are freed."""
         self.flags = self.sweep.stats.nonfinite.clone()
-        self._sums = self.live - set(self.group.own) if made else set()
+        self.summed = self.live - set(self.group.own) if made else set()
         if made:
             drop_grads(self.copied_models)
 
@@ -356,19 +372,25 @@ class DeviceGradients:
         sweep, group = self.sweep, self.group
         sweep.stats.touched = True
         own_flags = sweep.stats.nonfinite.clone()
-        grads = [model.grad for model in self.copied_models]
-        self.live.update([row for row in group.own if self.models[row].grad is not None])
-        sums = stored([self.masters[row] for row in group.copied if row in self._sums])
-        is_whole = len(sums) in (0, len(grads)) and not any([one is None or one.is_sparse for one in sums])  # noqa: C419
+        grads = counters.gradients(self.copied_models)
+        for row in group.own:
+            if self.models[row].grad is not None:
+                self.live.add(row)
+        sums, is_whole = self._whole_sums() if self.summed else ([], True)
         if is_whole and group.copied and self._are_usual(grads):
             entries = self._spread(group.copied, grads)
             outs = self._spread(group.copied, sums) if sums else self._outs(entries)
             sweep.take(entries, outs, inv_scale, bool(sums))
-            self._sums.update(group.copied)
+            self.summed.update(group.copied)
             self.live.update(group.copied)
         else:
             self._add_up(grads, inv_scale)
         self.flags = self._known() | sweep.stats.nonfinite | own_flags
+
+    def _whole_sums(self) -> tuple[list[Tensor | None], bool]:
+        """The sums that there are, and whether every 16-bit parameter has one, dense."""
+        sums = stored([self.masters[row] for row in self.group.copied if row in self.summed])
+        return sums, len(sums) == len(self.group.copied) and not any(one is None or one.is_sparse for one in sums)
 
     def _add_up(self, grads: list[Tensor | None], inv_scale: Tensor) -> None:
         """Add gradients, in whatever forms, to what there is of sums."""
@@ -377,7 +399,7 @@ class DeviceGradients:
             if grad is None:
                 continue
             grad = aligned(grad.detach() if grad.requires_grad else grad, self.models[row])
-            before = GRAD.__get__(self.masters[row]) if row in self._sums else None
+            before = GRAD.__get__(self.masters[row]) if row in self.summed else None
             if grad.layout is torch.strided and (before is None or before.layout is torch.strided):
                 out = self._room(row) if before is None else before
                 taken.put(row, local(grad), local(out), before is not None)
@@ -386,7 +408,7 @@ class DeviceGradients:
                 self._take_odd(row, grad, taken)
                 if before is not None:
                     later.append((row, before))
-            self._sums.add(row)
+            self.summed.add(row)
             self.live.add(row)
         if taken.used:
             self.sweep.take(taken.sources, taken.outs, inv_scale, taken.adds if any(taken.adds) else False)
@@ -394,15 +416,11 @@ class DeviceGradients:
             store(self.masters[row], before + GRAD.__get__(self.masters[row]))
         if later:
             sums = self._spread([row for row, _ in later], stored([self.masters[row] for row, _ in later]))
-            self.sweep.measure(self._dense(sums), self._known())
+            self.sweep.measure(self._dense(sums), self._known(), self._narrow)
 
     def _known(self) -> Tensor:
         """Flags of what is in the sums."""
         return torch.zeros_like(self.sweep.stats.nonfinite) if self.flags is None else self.flags
-
-    def has_sums(self) -> bool:
-        """Whether a sum was begun."""
-        return bool(self._sums)
 
     def sums(self, own_are_scaled: bool) -> list[Tensor | None]:
         """By row: the FP32 sums so far, without what a backward has just left in own parameters.
@@ -415,7 +433,7 @@ class DeviceGradients:
             (self._held.get(row) if own_are_scaled else self.models[row].grad)
             if row in own
             else GRAD.__get__(self.masters[row])
-            if row in self._sums
+            if row in self.summed
             else None
             for row in range(len(self.models))
         ]
@@ -434,7 +452,7 @@ class DeviceGradients:
         if own and own_are_scaled:
             there = self._held.get(row)
         else:
-            there = GRAD.__get__(pair.master) if own or row in self._sums else None
+            there = GRAD.__get__(pair.master) if own or row in self.summed else None
         if there is None:
             there = self._room(row) if not own else torch.empty_like(pair.model, requires_grad=False)
             if own and own_are_scaled:
@@ -442,7 +460,7 @@ class DeviceGradients:
             else:
                 store(pair.master, there)
         if not own:
-            self._sums.add(row)
+            self.summed.add(row)
         self.live.add(row)
         return there.copy_(value)
 
@@ -476,20 +494,22 @@ class DeviceGradients:
         if self.waiting is not None:
             self.factors = Factors(self.factors.inv_scale, factor.reshape(()))
         if not self.all_wait():
-            self.sweep.scale(self.meant(made, of), factor)
+            self.sweep.scale(self.true_ones(made) if of is None else self.meant(made, of), factor)
 
     def meant(self, made: bool, of: set[int] | None) -> list[Tensor | None]:
         """The true gradients that belong to parameters with these ids, None elsewhere."""
         values = self.true_ones(made)
-        if of is None:
-            return values
-        return [value if id(model) in of else None for model, value in zip(self.models, values, strict=True)]
+        return (
+            values
+            if of is None
+            else [value if id(model) in of else None for model, value in zip(self.models, values, strict=True)]
+        )
 
     # -- reading late, clearing --------------------------------------------------------------------------------------
 
     def rest(self, frees: bool, made: bool) -> None:
         """A step is over. ``frees`` gives their memory back; what was ``made`` in them stays with who reads it."""
-        self._sums = set()
+        self.summed = set()
         self._held = {}
         if frees and self._has_rooms:
             for row, room in enumerate(self._rooms):
@@ -519,7 +539,7 @@ class DeviceGradients:
 
     def clear(self, frees: bool) -> None:
         """``.grad`` was set to None: so are those set aside, and sums."""
-        self._held, self._sums = {}, set()
+        self._held, self.summed = {}, set()
         if frees:
             self._free()
         self._begin()
@@ -528,11 +548,11 @@ class DeviceGradients:
         """``.grad`` was filled with zeros: so are those set aside. Returns whether zeros stay as sums."""
         for row, held in self._held.items():
             store(self.models[row], held.zero_())
-        self._held, self._sums = {}, set()
+        self._held, self.summed = {}, set()
         self._begin()
         if sums_stay:
-            self._sums = {row for row in self.group.copied if GRAD.__get__(self.masters[row]) is not None}
-        if self._sums:
-            self.live = set(self._sums)
+            self.summed = {row for row in self.group.copied if GRAD.__get__(self.masters[row]) is not None}
+        if self.summed:
+            self.live = set(self.summed)
             self.flags = torch.zeros_like(self.sweep.stats.nonfinite)
-        return bool(self._sums)
+        return bool(self.summed)

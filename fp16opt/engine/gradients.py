@@ -56,6 +56,8 @@ class Gradients:
         for each in self._each:
             for old in before:
                 each.take_over(old)
+        self._apart_positions = [i for i, own in enumerate(self.pairs.are_own) if not own]
+        self._apart = [self.pairs.masters[i] for i in self._apart_positions]
         self.sight = self._made_sight = None
 
     # -- what is there -----------------------------------------------------------------------------------------------
@@ -67,7 +69,7 @@ class Gradients:
     def any_there(self) -> bool:
         """Whether a parameter holds a gradient, or a sum."""
         for each in self._each if self.summing else ():
-            if each.has_sums():
+            if each.summed:
                 return True
         for tensors in (self.pairs.models, self.pairs.elsewhere):
             for grad in map(GRAD.__get__, tensors):
@@ -87,11 +89,14 @@ class Gradients:
         self.sight = Sight(counters.gradients(self.pairs.models))
 
     def are_as_seen(self) -> bool:
-        """Whether there are some in the model, the very ones that were there when they were last brought up to date.
+        """Whether there are gradients, and all are the very ones that were there when they were last looked at.
 
-        False where that is not known at once.
+        These are the model's, and the masters' where these are ``made``. False where it is not known at once.
         """
-        return self.sight is not None and not self.sight.is_empty and self.sight.holds(self.pairs.models)
+        sight, made = self.sight, self._made_sight
+        if sight is None or (sight.is_empty and not (self.summing and self.any_there())):
+            return False
+        return sight.holds(self.pairs.models) and (not self.made or made is None or made.holds(self._apart))
 
     def moved(self) -> list[int]:
         """Positions of pairs whose gradient in the model was replaced, removed or written since."""
@@ -106,11 +111,10 @@ class Gradients:
 
     def edited(self) -> list[int]:
         """Positions whose master gradient was written or replaced since it was ``made``. Own ones are the model's."""
-        return [] if self._made_sight is None else self._made_sight.moved(self._of_masters())
-
-    def _of_masters(self) -> list[Tensor | None]:
-        grads = zip(self.pairs.are_own, stored(self.pairs.masters), strict=True)
-        return [None if own else grad for own, grad in grads]
+        made = self._made_sight
+        if made is None or made.holds(self._apart):
+            return []
+        return [self._apart_positions[i] for i in made.moved(stored(self._apart))]
 
     # -- before and after a backward ---------------------------------------------------------------------------------
 
@@ -176,13 +180,14 @@ class Gradients:
     def forget_gone(self) -> None:
         """Masters have no gradient where the last pass found none in the model: what is there is of an earlier step."""
         for each in self._each:
-            each.forget_gone()
+            if len(each.live) < len(each.models):
+                each.forget_gone()
 
     def _note_made(self, anew: bool = True) -> None:
         """Remember gradients as they are now; with ``anew`` False the model's are as they were seen, if they were."""
         if anew or self.sight is None:
             self.see()
-        self._made_sight = Sight(self._of_masters()) if self.made and self.pairs.has_apart else None
+        self._made_sight = Sight(counters.gradients(self._apart)) if self.made and self._apart else None
 
     def write(self) -> None:
         """Make FP32 gradients of those that wait, in the bits that a one-pass step would use. No host sync."""
@@ -234,8 +239,9 @@ class Gradients:
         """From now on :meth:`sum_up` adds to the master gradients. What they hold counts; 16-bit ones are freed."""
         if self.summing:
             return
-        if any([each.waiting is not None for each in self._each]):  # noqa: C419
-            self.write()
+        for each in self._each:
+            if each.waiting is not None:
+                self.write()
         for each in self._each:
             each.start_summing(self.made)
         self.summing = True
@@ -255,7 +261,8 @@ class Gradients:
                 each.sum_up(inv_scale.to(each.group.device))
         for each in self._each:
             drop_grads(each.copied_models, keep)
-        drop_grads(self.pairs.elsewhere, keep)
+        if self.pairs.elsewhere:
+            drop_grads(self.pairs.elsewhere, keep)
         self._measured, self._clipped = True, False
         self._are_made()
         self._note_made()
@@ -355,8 +362,9 @@ class Gradients:
         """
         if self._clipped or of is not None:
             self.write()
-        for each in self._each:
-            each.clip(factor.to(each.group.device), self.made, of)
+        with torch.no_grad():
+            for each in self._each:
+                each.clip(factor.to(each.group.device), self.made, of)
         self._clipped, self._measured = not self.made, False
         if self.made or self.pairs.has_own:
             self._note_made()

@@ -37,6 +37,7 @@ from .sights import stored
 from .state_formats import StateFormat
 from .wrapped_step import run_hooks
 
+_MODEL, _NEEDS_GRAD = operator.attrgetter("model"), operator.attrgetter("requires_grad")
 NO_MASTERS = "there are no FP32 masters (master_weights='none')"
 
 
@@ -141,23 +142,23 @@ class _Call:
         Returns:
             Whether all of the state is there.
         """
-        whole = len(self.rows) == self.count
-        self.columns["grads"] = grads if whole else self._spread([grads[row] for row in self.rows])
         lacks = False
+        columns: dict[str, list[Any]] = {"grads": grads}
         for name in self.names:
             try:
                 column: list[Any] = list(map(operator.itemgetter(name), states))
             except KeyError:
                 column = [state.get(name) for state in states]
             lacks = lacks or not all(map(operator.is_not, column, itertools.repeat(None)))
-            self.columns[name] = column if whole else self._spread(column)
+            columns[name] = column
+        if len(self.rows) < self.count:
+            columns["grads"] = list(map(grads.__getitem__, self.rows))
+            for name, column in columns.items():
+                entries = columns[name] = [None] * self.count
+                for row, value in zip(self.rows, column, strict=True):
+                    entries[row] = value
+        self.columns.update(columns)
         return not lacks
-
-    def _spread(self, values: list[Tensor | None]) -> list[Tensor | None]:
-        entries: list[Tensor | None] = [None] * self.count
-        for row, value in zip(self.rows, values, strict=True):
-            entries[row] = value
-        return entries
 
     def rest(self) -> None:
         """Let go of gradients and state."""
@@ -262,7 +263,8 @@ class OnePassStep:
         """Why the fallback steps; "" where a kernel does. No sync."""
         if self._lasting or self._known != self.pairs.generation:  # what was in the way may be gone
             self._known = self.pairs.generation
-            if any(pair.model.requires_grad for pair in self.pairs.own_halves):
+            halves = map(_MODEL, self.pairs.own_halves)
+            if True in map(_NEEDS_GRAD, halves):
                 self._lasting = NO_MASTERS
             else:
                 self._lasting = obstacle(self.optimizer, self.pairs.models, self.pairs.names, self._trials)
@@ -302,14 +304,16 @@ class OnePassStep:
             self._check_not_captured()
         reason = self._last_reason = self.reason()
         if reason:
-            self._check_not_needed(reason)
-            self._warn(reason)
+            if self.needed_by:
+                self._refuse(reason)
+            if not self._warned:
+                self._warn(reason)
             return bool(self.fallback.takes_waiting())
         self._served = True
         return True
 
     def _warn(self, reason: str) -> None:
-        if not self._warned and (self.wanted is True or self._served):
+        if self.wanted is True or self._served:
             self._warned = True
             warn("the wrapped optimizer steps itself from here on, and not in one pass: %s.", reason)
 
@@ -320,12 +324,11 @@ class OnePassStep:
                 "skipped, and by which number it rounds. Step outside of the graph."
             )
 
-    def _check_not_needed(self, reason: str) -> None:
-        if self.needed_by:
-            raise RuntimeError(
-                f"this step can't be taken in one pass: {reason}. With {self.needed_by} there is no other way: undo "
-                "that, or save, and load into an optimizer wrapped without."
-            )
+    def _refuse(self, reason: str) -> None:
+        raise RuntimeError(
+            f"this step can't be taken in one pass: {reason}. With {self.needed_by} there is no other way: undo that, "
+            "or save, and load into an optimizer wrapped without."
+        )
 
     def skips_on_device(self) -> bool:
         """See :class:`Stepper`. A new momentum buffer is none where the step was left out: the host remembers."""
@@ -359,8 +362,10 @@ class OnePassStep:
                 raise CannotServe(reason)
             self._take(found_inf)
         except CannotServe as unserved:
-            self._check_not_needed(str(unserved))
-            self._warn(str(unserved))
+            if self.needed_by:
+                self._refuse(str(unserved))
+            if not self._warned:
+                self._warn(str(unserved))
             self._fall_back(found_inf)
 
     def _fall_back(self, found_inf: Tensor | None) -> None:
@@ -534,7 +539,9 @@ def _kinds(count: int, grads: ToStep) -> list[bool | None]:
     waiting, true = grads.waiting, grads.true
     if waiting is not None and true is None and all(map(operator.is_not, waiting, itertools.repeat(None))):
         return [True] * count
-    waits = [None] * count if waiting is None else [None if grad is None else True for grad in waiting]
-    if true is None:
-        return waits  # type: ignore[return-value]
-    return [False if grad is not None else kind for grad, kind in zip(true, waits, strict=True)]
+    kinds: list[bool | None] = [None] * count
+    for values, kind in ((waiting, True), (true, False)):
+        for row, grad in enumerate(values or ()):
+            if grad is not None:
+                kinds[row] = kind
+    return kinds

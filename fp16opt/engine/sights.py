@@ -55,7 +55,11 @@ class Sight:
     def __init__(self, grads: list[Tensor | None]) -> None:
         self.grads = grads
         self.is_empty = all(map(operator.is_, grads, itertools.repeat(None)))
-        self._versions = versions_of(grads)
+        try:
+            versions = counters.versions(grads)
+        except RuntimeError:
+            versions = None
+        self._versions = versions_of(grads) if versions is None else versions
 
     def moved(self, now: list[Tensor | None]) -> list[int]:
         """Positions whose gradient is another one now, or none, or was written as far as version counters show."""

@@ -23,7 +23,7 @@ from ..kernels.reference_steps import Factors
 from .gradients import Gradients
 from .masters import Masters
 from .pairs import Pair, Pairs
-from .sights import GRAD, count_there, stored
+from .sights import GRAD, count_there
 from .wrapped_step import StepFailed, fused_steps_guarded
 
 BUCKET = 1 << 20
@@ -94,6 +94,8 @@ class Bucket:
         rests: What their masters keep beside the weights.
         offsets: Where each of ``split`` begins in the bucket's memory, in elements.
         rows: Those of ``split`` in the statistics of their device.
+        models, members: Of ``split``.
+        stepped: All that the optimizer is shown.
     """
 
     group: int
@@ -107,6 +109,14 @@ class Bucket:
     join_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
     unscale_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
     split_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
+    models: list[Tensor] = field(init=False)
+    members: list[Tensor] = field(init=False)
+    stepped: list[Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.models = [pair.model for pair in self.split]
+        self.members = [pair.master for pair in self.split]
+        self.stepped = self.members + [pair.master for pair in self.own]
 
 
 def _room_for(tensor: Tensor) -> int:
@@ -260,34 +270,34 @@ class StreamedStep:
         memory: _Memory,
         grads: dict[int, _Gradient],
     ) -> None:
-        models = [pair.model for pair in bucket.split]
+        models, members = bucket.models, bucket.members
         values, room = memory.views(bucket)
         kernels.multi_tensor_join(models, bucket.rests, values, tables=bucket.join_tables)
-        mine = self._made(bucket, room, [grads[id(pair)] for pair in bucket.split])
-        members = [pair.master for pair in bucket.split]
+        mine = self._made(bucket, room, list(map(grads.__getitem__, map(id, bucket.split))))
         with _filled(members, values, mine):
-            stepped = members + [pair.master for pair in bucket.own]
-            parts.run(bucket.group, stepped, self._step_part)
+            parts.run(bucket.group, bucket.stepped, self._step_part)
         if bucket.split:
             found = kernels.CastStats.allocate(len(models), bucket.device)
             kernels.multi_tensor_split(values, models, bucket.rests, found, tables=bucket.split_tables)
             bucket.split[0].device.cast.overflow[bucket.rows] = found.overflow
 
     def _step_part(self) -> None:
-        with fused_steps_guarded(self.optimizer):
+        with contextlib.ExitStack() as around:
+            if isinstance(self.optimizer, torch.optim.SGD):
+                around.enter_context(fused_steps_guarded(self.optimizer))
             self.optimizer.step()
 
     def _made(self, bucket: Bucket, room: list[Tensor], grads: list[_Gradient]) -> list[Tensor | None]:
         """The bucket's FP32 gradients: true ones, with their masters' ``.grad``, and those made in ``room``."""
-        found = [
-            grad if grad is not None and one.true is not None else None
-            for grad, one in zip(stored([pair.master for pair in bucket.split]), grads, strict=True)
-        ]
-        waiting = [one.waiting for one in grads]
+        waiting: list[Tensor | None] = [None] * len(grads)
+        outs, found = waiting.copy(), waiting.copy()
+        for row, (member, out, grad) in enumerate(zip(bucket.members, room, grads, strict=True)):
+            if grad.waiting is not None:
+                waiting[row], outs[row], found[row] = grad.waiting, out, out
+            elif grad.true is not None:
+                found[row] = GRAD.__get__(member)
         if count_there(waiting):
-            outs = [None if waits is None else out for out, waits in zip(room, waiting, strict=True)]
             kernels.multi_tensor_unscale_clipped(waiting, outs, *grads[0].factors, tables=bucket.unscale_tables)
-            found = [grad if out is None else out for grad, out in zip(found, outs, strict=True)]
         return found
 
 
@@ -306,16 +316,14 @@ class _Memory:
         The remainders keep their strides, and so does the state, if the model's weights are laid out anew.
         """
         if bucket.device not in self._made:
-            size = self._size[bucket.device]
-            self._made[bucket.device] = tuple(  # type: ignore[assignment]
-                torch.empty(size, dtype=torch.float32, device=bucket.device) for _ in range(2)
-            )
-        placed = list(zip(bucket.rests, bucket.offsets, strict=True))
-        masters, grads = [
-            [memory.as_strided(rest.shape, rest.stride(), at) for rest, at in placed]
-            for memory in self._made[bucket.device]
-        ]
-        return masters, grads
+            masters = torch.empty(self._size[bucket.device], dtype=torch.float32, device=bucket.device)
+            self._made[bucket.device] = masters, torch.empty_like(masters)
+        masters, grads = self._made[bucket.device]
+        views: tuple[list[Tensor], list[Tensor]] = [], []
+        for rest, at in zip(bucket.rests, bucket.offsets, strict=True):
+            views[0].append(masters.as_strided(rest.shape, rest.stride(), at))
+            views[1].append(grads.as_strided(rest.shape, rest.stride(), at))
+        return views
 
 
 @contextlib.contextmanager

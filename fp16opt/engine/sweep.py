@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -43,20 +44,29 @@ class Sweep:
         """``outs = (grads * inv_scale) * coefficient``, of gradients that were looked at."""
         kernels.multi_tensor_unscale_clipped(grads, outs, inv_scale, coefficient, tables=self._take)
 
-    def judge(self, values: Entries) -> None:
-        """Look at gradients that are true already: float32 or float64; in 16 bits where there are no masters."""
-        halves = [value if value is not None and value.dtype in kernels.HALF_DTYPES else None for value in values]
-        if any(map(operator.is_not, halves, itertools.repeat(None))):
+    def judge(self, values: Entries, narrow: Sequence[int]) -> None:
+        """Look at gradients that are true already.
+
+        Args:
+            values: float32 or float64; in 16 bits where there are no masters.
+            narrow: rows that may be in 16 bits.
+        """
+        if narrow:
+            values = list(values)
+            halves: list[Tensor | None] = [None] * len(values)
+            for row in narrow:
+                value = values[row]
+                if value is not None and value.dtype in kernels.HALF_DTYPES:
+                    halves[row], values[row] = value, None
             self.look(halves, self.one)
-            values = [value if half is None else None for value, half in zip(values, halves, strict=True)]
             if all(map(operator.is_, values, itertools.repeat(None))):
                 return
         kernels.multi_tensor_unscale(values, values, self.one, self.stats, write=False, tables=self._judge)
 
-    def measure(self, sums: Entries, known: Tensor) -> None:
+    def measure(self, sums: Entries, known: Tensor, narrow: Sequence[int]) -> None:
         """Sums of squares of FP32 sums. Flags stay, and rise where a sum is not finite that was not ``known`` to be."""
         flags = self.stats.nonfinite.clone()
-        self.judge(sums)
+        self.judge(sums, narrow)
         self.stats.nonfinite.copy_(flags | self.stats.nonfinite.masked_fill(known != 0, 0))
         self.total()
 
