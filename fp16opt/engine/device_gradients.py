@@ -64,6 +64,7 @@ class DeviceGradients:
         self.flags: Tensor | None = None
         self.live: set[int] = set()
         self._waits = 0  # how many do
+        self._copied_positions = [group.positions[row] for row in group.copied]
         self._kind = masters
         self._has_pieces = pairs.has_pieces
         self._rooms: list[Tensor | None] = [None] * len(group)  # memory for FP32 gradients
@@ -222,8 +223,8 @@ class DeviceGradients:
 
     def _copied_of(self, seen: list[Tensor | None]) -> list[Tensor | None]:
         """Of gradients by pair those of rows with masters."""
-        positions, copied = self.group.positions, self.group.copied
-        return list(seen) if len(copied) == len(seen) else [seen[positions[row]] for row in copied]
+        whole = len(self._copied_positions) == len(seen)
+        return list(seen) if whole else list(map(seen.__getitem__, self._copied_positions))
 
     def _look_at_own(self, live: set[int]) -> None:
         grads = counters.gradients(self.own_models)
@@ -311,8 +312,9 @@ class DeviceGradients:
         grads = counters.gradients(self.masters)
         if not made:
             waits = self.waiting or [None] * len(grads)
-            there = zip(grads, waits, strict=True)
-            grads = [grad if wait is None and row in self.live else None for row, (grad, wait) in enumerate(there)]
+            for row, wait in enumerate(waits):
+                if wait is not None or row not in self.live:
+                    grads[row] = None
         if self._usual_true.again(grads):
             return grads
         values = self._dense(grads)

@@ -154,7 +154,7 @@ class Gradients:
         if self.summing:
             self.sum_up(inv_scale)
             return
-        if self.pairs.has_own:
+        if self.pairs.has_own and self.own_are_scaled:
             self.unscale_own(inv_scale)
         self.made, self._clipped, self._measured = write, False, True
         self._late = None

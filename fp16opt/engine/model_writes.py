@@ -155,12 +155,10 @@ class ModelWrites:
             return
         versions = self._versions(self.pairs.masters)
         if versions != self._master_versions:
-            pairs = zip(self.pairs.all, versions, self._master_versions, strict=True)
-            self._written_masters |= {
-                position
-                for position, (pair, now, then) in enumerate(pairs)
-                if now != then and pair.master is not pair.model
-            }
+            known = zip(versions, self._master_versions, self.pairs.are_own, strict=True)
+            for position, (now, then, own) in enumerate(known):
+                if now != then and not own:
+                    self._written_masters.add(position)
             self._master_versions = versions
 
     def _round_written(self) -> None:

@@ -197,7 +197,7 @@ def count_writes(call: Call, results: Sequence[object], *, lists: bool = True) -
     for which in call.plan.operation.written if lists else ():
         entries, plan = call.lists[which], call.plan
         if len(plan.direct) < plan.count:
-            entries = [entries[plan.rows[place]] for place in plan.direct]
+            entries = list(map(entries.__getitem__, map(plan.rows.__getitem__, plan.direct)))
         written += entries  # type: ignore[arg-type]  # entries that take part are tensors
     try:
         torch.autograd.graph.increment_version(written)
