@@ -756,7 +756,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._under.stepped()
         if not self._accumulation.replicas.alone:
             self._accumulation.replicas.after_step(skipped, self._digest)
-        self._outcome.tell(skipped, self.scaler, old, finite, verdict, self._pairs)
+        if skipped is not False or self._outcome.log.calibrating:
+            self._outcome.tell(skipped, self.scaler, old, finite, verdict, self._pairs)
 
     # -- under a GradScaler ------------------------------------------------------------------------------------------
 

@@ -139,11 +139,11 @@ class Accumulation:
 
     def _leave(self, sight: Sight) -> None:
         """What a step has used may stay in the model; nothing is kept alive."""
-        self.left_over = None if sight.is_empty else sight.faded()
+        self.left_over = None if sight.is_empty else FadedSight(sight)
 
     def _leave_elsewhere(self) -> None:
         """What parameters hold that other ranks step is known."""
-        self._left_elsewhere = Sight([param.grad for param in self.gradients.pairs.elsewhere]).faded()
+        self._left_elsewhere = FadedSight(Sight([param.grad for param in self.gradients.pairs.elsewhere]))
 
     def abandon(self) -> None:
         """READY without a step; the gradients that are there count as used."""

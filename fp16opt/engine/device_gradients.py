@@ -117,23 +117,26 @@ class DeviceGradients:
     def _room(self, row: int) -> Tensor:
         room = self._rooms[row]
         if room is None or room.device != self.masters[row].device:
-            room = self._rooms[row] = self._kind.like(self.pairs[row])
-            self._has_rooms = True
+            (room,) = self._kind.like([self.pairs[row]])
+            self._rooms[row], self._has_rooms = room, True
         return room
 
     def _outs(self, entries: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The memory for FP32 gradients of ``entries``, put into their masters' ``.grad``."""
         outs: list[Tensor | None] = []
+        missing: list[int] = []
         for row, entry in enumerate(entries):
-            if entry is None:
-                outs.append(None)
-                continue
-            out = self._rooms[row]
-            if out is None:
-                out, self._has_rooms = self._kind.like(self.pairs[row]), True
-                self._rooms[row] = out
-            GRAD.__set__(self.masters[row], out)
+            out = None if entry is None else self._rooms[row]
             outs.append(out)
+            if out is not None:
+                GRAD.__set__(self.masters[row], out)
+            elif entry is not None:
+                missing.append(row)
+        if missing:
+            self._has_rooms = True
+            for row, room in zip(missing, self._kind.like(map(self.pairs.__getitem__, missing)), strict=True):
+                outs[row] = self._rooms[row] = room
+                GRAD.__set__(self.masters[row], room)
         return [None if out is None else local(out) for out in outs] if self._has_pieces else outs
 
     def kept(self) -> list[Tensor | None]:

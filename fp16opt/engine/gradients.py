@@ -169,13 +169,9 @@ class Gradients:
             if each.waiting is not None:
                 break
         else:
-            self._are_made()
+            self.made = True
+            self.forget_gone()
         self._note_made(anew=False)
-
-    def _are_made(self) -> None:
-        """All masters hold FP32 gradients, or there is none for them."""
-        self.made = True
-        self.forget_gone()
 
     def forget_gone(self) -> None:
         """Masters have no gradient where the last pass found none in the model: what is there is of an earlier step."""
@@ -197,7 +193,8 @@ class Gradients:
             for each in self._each:
                 each.write()
         self._clipped = False
-        self._are_made()
+        self.made = True
+        self.forget_gone()
         self._note_made(anew=False)
 
     def judge(self) -> None:
@@ -264,7 +261,8 @@ class Gradients:
         if self.pairs.elsewhere:
             drop_grads(self.pairs.elsewhere, keep)
         self._measured, self._clipped = True, False
-        self._are_made()
+        self.made = True
+        self.forget_gone()
         self._note_made()
 
     def sums(self) -> Iterator[tuple[DeviceGroup, list[Tensor | None]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -40,8 +40,8 @@ class Masters(Protocol):
     def make(self, model: Tensor) -> Tensor:
         """The master of a 16-bit parameter, with its value."""
 
-    def like(self, pair: Pair) -> Tensor:
-        """New FP32 memory in the shape and strides of a master."""
+    def like(self, pairs: Iterable[Pair]) -> list[Tensor]:
+        """New FP32 memory in the shapes and strides of masters."""
 
     def operand(self, pair: Pair) -> Tensor:
         """What a one-pass step takes for the master, beside the model's parameter."""
@@ -97,9 +97,12 @@ class FullMasters:
         master.__dict__.update(model.__dict__)
         return master
 
-    def like(self, pair: Pair) -> Tensor:
+    def like(self, pairs: Iterable[Pair]) -> list[Tensor]:
         """See :class:`Masters`."""
-        return torch.empty_like(pair.master, dtype=torch.float32, requires_grad=False)
+        made: list[Tensor] = []
+        for pair in pairs:
+            made.append(torch.empty_like(pair.master, dtype=torch.float32, requires_grad=False))
+        return made
 
     def operand(self, pair: Pair) -> Tensor:
         """The master itself."""

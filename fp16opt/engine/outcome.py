@@ -231,7 +231,7 @@ class Outcome:
             report = self.report(pairs)
             self.log.skipped(scaler, old_scale, report, loss_is_finite)
             check_consecutive([one for one, _ in verdict.of], report)
-        elif skipped is False and self.log.calibrating:
+        elif skipped is False:
             self.log.stepped()
 
 

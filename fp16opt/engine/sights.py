@@ -50,6 +50,7 @@ class Sight:
 
     Attributes:
         is_empty: whether there was none.
+        versions: their counters.
     """
 
     def __init__(self, grads: list[Tensor | None]) -> None:
@@ -59,47 +60,44 @@ class Sight:
             versions = counters.versions(grads)
         except RuntimeError:
             versions = None
-        self._versions = versions_of(grads) if versions is None else versions
+        self.versions = versions_of(grads) if versions is None else versions
 
     def moved(self, now: list[Tensor | None]) -> list[int]:
         """Positions whose gradient is another one now, or none, or was written as far as version counters show."""
         versions = versions_of(now)
-        if versions == self._versions and all(map(operator.is_, now, self.grads)):
+        if versions == self.versions and all(map(operator.is_, now, self.grads)):
             return []
-        then = zip(self.grads, self._versions, strict=True)
+        then = zip(self.grads, self.versions, strict=True)
         return [i for i, ((a, v), b, w) in enumerate(zip(then, now, versions, strict=True)) if a is not b or v != w]
 
     def holds(self, tensors: list[Tensor]) -> bool:
         """Whether these hold the very gradients that were seen, unwritten. False where that is not known at once."""
         try:
-            return counters.hold_gradients(tensors, self.grads, self._versions)
+            return counters.hold_gradients(tensors, self.grads, self.versions)
         except RuntimeError:  # some were made in inference mode, and count no versions
             return False
 
     def was_carried(self, position: int, now: Tensor) -> bool:
         """Whether ``now`` has the bits of what was seen there, in other memory. Syncs."""
         then = self.grads[position]
-        if then is None or then is now or self._versions[position] != version(then):
+        if then is None or then is now or self.versions[position] != version(then):
             return False
         a, b = local(then), local(now)
         alike = a.layout is b.layout is torch.strided and a.dtype == b.dtype and a.shape == b.shape
         return alike and a.dtype in HALF_DTYPES and not bool(different_bits(a, b).any())
 
-    def faded(self) -> FadedSight:
-        """The same, keeping no gradient alive."""
-        return FadedSight(self.grads, self._versions)
-
 
 class FadedSight:
-    """A :class:`Sight` that keeps no gradient alive."""
+    """What was seen, keeping no gradient alive."""
 
-    def __init__(self, grads: list[Tensor | None], versions: list[int]) -> None:
+    def __init__(self, sight: Sight) -> None:
+        grads = sight.grads
         self._refs: list[Callable[[], Tensor | None]]
         try:
             self._refs = list(map(weakref.ref, grads))
         except TypeError:  # there is no weak reference to None
             self._refs = [_nothing if grad is None else weakref.ref(grad) for grad in grads]
-        self._versions = versions
+        self._versions = sight.versions
 
     def holds(self, position: int, grad: Tensor) -> bool:
         """Whether ``grad`` is what was seen there, unwritten since."""

@@ -6,7 +6,7 @@ under which the optimizer keeps its state. Their values exist while they are ste
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,9 +94,13 @@ class SplitMasters:
         self._rests[id(master)] = rest
         return master
 
-    def like(self, pair: Pair) -> Tensor:
-        """New FP32 memory in the shape and strides that a full master would have."""
-        return torch.empty_like(self._rests.get(id(pair.master), pair.master), dtype=torch.float32, requires_grad=False)
+    def like(self, pairs: Iterable[Pair]) -> list[Tensor]:
+        """New FP32 memory in the shapes and strides that full masters would have."""
+        made: list[Tensor] = []
+        for pair in pairs:
+            shape = self._rests.get(id(pair.master), pair.master)
+            made.append(torch.empty_like(shape, dtype=torch.float32, requires_grad=False))
+        return made
 
     def operand(self, pair: Pair) -> Tensor:
         """The remainder, which with the weight is the master; or the parameter, where it is its own."""
@@ -108,7 +112,7 @@ class SplitMasters:
     def read(self, pairs: Sequence[Pair]) -> list[Tensor]:
         """Values made for this call, in the strides that full masters would have."""
         apart = [pair for pair in pairs if id(pair.master) in self._rests]
-        outs = [self.like(pair) for pair in apart]
+        outs = self.like(apart)
         with torch.no_grad():
             rests = [self.operand(pair) for pair in apart]
             kernels.multi_tensor_join([pair.model.detach() for pair in apart], rests, outs)
