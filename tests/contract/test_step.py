@@ -162,3 +162,16 @@ def test_every_mode_is_what_its_name_says() -> None:
         assert world.opt.grad_accumulation == ("fp32" if mode.folds else "model")
         assert world.opt.master_weights == ("full" if mode.has_masters else "split")
         assert (torch.float32 in [p.dtype for p in world.params]) == mode.is_mixed
+
+
+@every_mode
+def test_a_backward_that_gives_no_gradient_is_no_step(mode: Mode) -> None:
+    """Another model's loss: nothing is stepped or counted, and no clean step brings growth nearer."""
+    world = World(mode, "dynamic", scaler_settings={"growth_interval": 2})
+    world.opt.backward(torch.ones(2, requires_grad=True).sum())
+    world.opt.step()
+    assert world.opt.stats()["steps"] == 0
+    assert not world.opt.step_was_skipped
+    world.opt.backward(world.loss(values(0.5, -0.25, 1.0)))
+    world.opt.step()
+    assert (world.opt.stats()["steps"], world.opt.loss_scale) == (1, world.scale)
