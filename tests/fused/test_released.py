@@ -163,6 +163,19 @@ def test_the_rate_is_that_of_backward() -> None:
     assert_same([*net.parameters()], [*other.parameters()])
 
 
+@pytest.mark.parametrize("name", ["momentum", "adamw"])
+def test_settings_that_change_between_steps_count_from_the_next_backward_on(name: str) -> None:
+    """A schedule's rate, and a decay."""
+    net, opt = made(name)
+    other, plain = made(name, release=False)
+    for step in range(3):
+        for model, one in ((net, opt), (other, plain)):
+            for group in one.param_groups:
+                group.update(lr=0.125 * 4.0**-step, weight_decay=0.25 * step)
+            train(model, one, range(step, step + 1))
+        assert_same([*net.parameters()], [*other.parameters()])
+
+
 def test_resuming_copies_and_pickles_go_on_bit_for_bit() -> None:
     net, opt = made(master_weights="split")
     train(net, opt, range(2))
