@@ -25,7 +25,7 @@ from fp16opt import kernels
 from fp16opt.kernels import native
 
 ROOT = Path(__file__).resolve().parents[1]
-BUILD_REQUIREMENTS = ("setuptools", "ninja")
+BUILD_REQUIREMENTS = ("setuptools",)
 NOT_IN_A_CLONE = (
     ".git", "build", "dist", "*.egg-info", "*.so", "*.pyd", "_build.json", "__pycache__", ".*_cache", ".hypothesis",
     "*venv*", "*-output",

@@ -93,8 +93,8 @@ struct Lists {
     const uint8_t* add;     // [entry]
     const Chunk* chunks;
     const Entry* table;  // entries + 1
-    Found* partial;      // [chunk]
     uint32_t* counters;  // entries + 1, all 0 between launches
+    Found* partial;      // [chunk]
     int64_t chunk_count;
     int32_t entries;
     int32_t filled;  // entries that have elements

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor
 from . import cuda_devices, native
 from .calls import Call, PointerTables
 from .cuda_driver import Card
-from .cuda_rows import CHUNK, ENTRY, FOUND, KERNELS, LISTS, NUMBERS, Blocks, Kernel
+from .cuda_rows import CHUNK, ENTRY, FOUND, KERNELS, LISTS, NUMBERS, Kernel
 from .reference import CHUNK as CHUNK_ELEMENTS
 from .reference import SAMPLED_WHOLE, sample_stride
 
@@ -29,8 +30,6 @@ Outcome = tuple[Tensor | None, Tensor | None]
 ScaleMemory = tuple[Tensor | None, Tensor | None, Tensor | None]
 """(scale; trackers; settings): the tensors that a loss scaler's ``update`` reads and writes."""
 
-_MOST_MAPPING_BLOCKS = 2048
-"""Of kernels that may find nothing to do: as many as keep any GPU busy."""
 _MOST_LISTS = 8
 """For which an entry of a table has dtypes."""
 
@@ -122,24 +121,25 @@ class Copied:
     """Bytes in host memory, and the GPU's copy of them.
 
     Args:
-        copied: how many.
+        changing: how many in front may change between calls.
+        copied: how many there are.
         size: of the GPU's memory: it may go on behind the copy.
 
     Attributes:
         host: the bytes.
         address: of these.
         memory: the address of the copy; 0 before there is one.
-        point: takes a call's values in: from where to where bytes changed, or None.
+        point: takes a call's values in: whether bytes changed.
     """
 
-    point: Callable[..., tuple[int, int] | None]
+    point: Callable[..., bool]
 
-    def __init__(self, copied: int, size: int) -> None:
+    def __init__(self, changing: int, copied: int, size: int) -> None:
         self.host = ctypes.create_string_buffer(max(1, copied))
         self.address, self.memory = ctypes.addressof(self.host), 0
-        self._copied, self._size = copied, size
+        self._changing, self._copied, self._size = changing, copied, size
         self._view = memoryview(self.host).cast("B")
-        self._tensor: Tensor | None = None
+        self._front: Tensor | None = None
         self._stream: Stream | None = None
 
     def put(self, at: int, content: bytes) -> None:
@@ -152,27 +152,30 @@ class Copied:
             changed = self.point(call, *given)
             if stream.captures:
                 self._keep(stream, call.owner)
-            elif changed is not None or self._stream is None or self._stream.handle != stream.handle:
+            elif changed or self._stream is None or self._stream.handle != stream.handle:
                 self._copy(changed, call.plan.device, stream)
         except BaseException:
             call.plan.compiled = None  # what of it arrived is not known
             raise
 
-    def _copy(self, changed: tuple[int, int] | None, device: torch.device, stream: Stream) -> None:
-        if self._tensor is None:
+    def _copy(self, changed: bool, device: torch.device, stream: Stream) -> None:
+        if self._front is None:
             with torch.inference_mode(False):  # steps of any mode write to it
-                self._tensor = torch.empty(self._size, dtype=torch.uint8, device=device)
-            self._settle(self._tensor.data_ptr())
-            changed = (0, self._copied)
+                memory = torch.empty(self._size, dtype=torch.uint8, device=device)
+                self._front, to = memory[: self._changing], memory[: self._copied]
+            self._settle(memory.data_ptr())
+            changed = True
+        else:
+            to = self._front
         if self._stream is not None and self._stream.handle != stream.handle:
             stream.wait_for(self._stream)  # the kernel before this one may still read it there
-        stream.hold((self._tensor,))
+        stream.hold((to,))
         self._stream = stream
-        if changed is not None:
-            begin, end = changed
-            staging = stream.staging(end - begin)
-            ctypes.memmove(staging.data_ptr(), self.address + begin, end - begin)
-            self._tensor[begin:end].copy_(staging, non_blocking=True)
+        if changed:
+            size = to.numel()
+            staging = stream.staging(size)
+            ctypes.memmove(staging.data_ptr(), self.address, size)
+            to.copy_(staging, non_blocking=True)
 
     def _keep(self, stream: Stream, owner: PointerTables | None) -> None:
         """Write the bytes to memory of their own, for the graph that is being captured.
@@ -193,10 +196,6 @@ class Copied:
         self.memory = memory
 
 
-def _behind(start: int, count: int, size: int) -> int:
-    return (start + count * size + 15) // 16 * 16
-
-
 class Table(Copied):
     """Lists of tensors as kernels read them: first what changes with the addresses, then what does not.
 
@@ -214,46 +213,38 @@ class Table(Copied):
 
     def __init__(self, call: Call) -> None:
         plan = call.plan
-        self._places = None if len(plan.direct) == len(plan.rows) else plan.direct
-        self._rows = [plan.rows[place] for place in plan.direct]
-        self._flags: object = None
-        self._packed = bytes(len(self._rows))
         width, count = plan.operation.tables, len(plan.direct)
         if width > _MOST_LISTS:
             raise ValueError(
                 f"{plan.operation.name}: {width} lists, the CUDA kernels take up to {_MOST_LISTS}. Widen Entry."
             )
-        self._which = range(width)
+        self._which, self._places = range(width), None if count == len(plan.rows) else plan.direct
+        self._rows = [plan.rows[place] for place in plan.direct]
+        self._flags: object = None
+        self._packed = bytes(count)
         columns = [call.column(which) for which in self._which]
-        numels = [columns[0][place].numel() for place in plan.direct]
-        codes = [[native.CODES[column[place].dtype] for column in columns] for place in plan.direct]
-        chunks = [
-            CHUNK.packer.pack(start, entry, min(numel - start, CHUNK_ELEMENTS))
-            for entry, numel in enumerate(numels)
-            for start in range(0, numel, CHUNK_ELEMENTS)
-        ]
-        self.length, self.chunk_count, self._count = plan.count, len(chunks), count
-        self._filled = sum(numel > 0 for numel in numels)
-        self._add = _behind(0, width * count, 8)
-        self._chunks = _behind(self._add, count, 1)
-        self.entries = _behind(self._chunks, len(chunks), CHUNK.packer.size)
-        self._counters = _behind(self.entries, count + 1, ENTRY.packer.size)
-        self._partial = _behind(self._counters, count + 1, 4)
-        found = max(FOUND.packer.size, NUMBERS.packer.size)
-        super().__init__(self._partial, _behind(self._partial, len(chunks), found))
-        self.put(self._chunks, b"".join(chunks))
-        self.put(self.entries, b"".join(self._packed_entries(numels, codes)))
-
-    def _packed_entries(self, numels: list[int], codes: list[list[int]]) -> list[bytes]:
-        pack, first, packed = ENTRY.packer.pack, 0, []
-        for row, numel, dtypes in zip(self._rows, numels, codes, strict=True):
+        chunks: list[bytes] = []
+        entries: list[bytes] = []
+        filled = 0
+        for entry, (place, row) in enumerate(zip(plan.direct, self._rows, strict=True)):
+            numel, codes = columns[0][place].numel(), bytes(native.CODES[column[place].dtype] for column in columns)
             stride = 0 if numel <= SAMPLED_WHOLE else sample_stride(numel)
-            packed.append(pack(row, first, stride, bytes(dtypes)))
-            first += -(-numel // CHUNK_ELEMENTS)
-        return [*packed, pack(0, first, 0, b"")]
+            entries.append(ENTRY.packer.pack(row, len(chunks), stride, codes))
+            filled += numel > 0
+            for start in range(0, numel, CHUNK_ELEMENTS):
+                chunks.append(CHUNK.packer.pack(start, entry, min(numel - start, CHUNK_ELEMENTS)))
+        entries.append(ENTRY.packer.pack(0, len(chunks), 0, b""))
+        self.length, self.chunk_count, self._counts = plan.count, len(chunks), (len(chunks), count, filled)
+        sizes = [8 * width * count, count, *(sum(map(len, part)) for part in (chunks, entries)), 4 * (count + 1)]
+        sizes.append(len(chunks) * max(FOUND.packer.size, NUMBERS.packer.size))
+        self._offsets = list(itertools.accumulate(((size + 15) // 16 * 16 for size in sizes), initial=0))
+        _, self._add, at_chunks, self.entries, _, at_found, end = self._offsets
+        super().__init__(at_chunks, at_found, end)
+        self.put(at_chunks, b"".join(chunks))
+        self.put(self.entries, b"".join(entries))
 
-    def point(self, call: Call, flags: bool | Sequence[bool] | None) -> tuple[int, int] | None:
-        """Take in addresses and flags: from where to where bytes changed, or None."""
+    def point(self, call: Call, flags: bool | Sequence[bool] | None) -> bool:
+        """Take in addresses and flags: whether bytes changed."""
         moved = native.put_addresses(call, self._which, self._places, self.address, 8)
         if flags != self._flags:
             one = flags is None or isinstance(flags, bool)
@@ -262,12 +253,11 @@ class Table(Copied):
             moved = packed != self._packed or moved
             self._packed = packed
             self.put(self._add, packed)
-        return (0, self._chunks) if moved else None
+        return moved
 
     def _settle(self, memory: int) -> None:
         super()._settle(memory)
-        offsets = (0, self._add, self._chunks, self.entries, self._partial, self._counters)
-        self.lists = LISTS.packer.pack(*(memory + at for at in offsets), self.chunk_count, self._count, self._filled)
+        self.lists = LISTS.packer.pack(*(memory + at for at in self._offsets[:6]), *self._counts)
 
 
 def table_of(call: Call, stream: Stream, flags: bool | Sequence[bool] | None) -> Table:
@@ -287,18 +277,15 @@ def table_of(call: Call, stream: Stream, flags: bool | Sequence[bool] | None) ->
 def queue(kernel: Kernel, stream: Stream, values: Sequence[object], table: Table | None = None) -> None:
     """Launch one kernel, over the lists of ``table`` if it has any; ``values`` are the fields of its functor."""
     given: list[Any] = [v.data_ptr() if isinstance(v, Tensor) else 0 if v is None else v for v in values]
+    blocks: int = 1
     lists: tuple[bytes, ...] = ()
-    blocks = 1
     if table is not None:
-        lists, blocks = (table.lists,), table.chunk_count
-        if kernel.blocks is Blocks.MAPPING:
-            if blocks == 0:
-                return
-            blocks = min(blocks, _MOST_MAPPING_BLOCKS)
+        blocks, lists = min(max(kernel.least, table.chunk_count), kernel.most), (table.lists,)
         if kernel.counted is not None:
             given.insert(kernel.counted, table.length)
-    packed = kernel.functor.packer.pack(*given) or b"\0"
-    device_of(stream).launch(kernel.name, max(1, blocks), stream.handle, packed, *lists)
+    if blocks > 0:
+        functor = kernel.functor.packer.pack(*given) or b"\0"
+        device_of(stream).launch(kernel.name, blocks, stream.handle, functor, *lists)
     stream.hold(values)
 
 

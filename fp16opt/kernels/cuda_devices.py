@@ -159,25 +159,27 @@ class _Known:
     """
 
     def __init__(self) -> None:
+        self._watches_forks = False
         self._begin()
 
     def _begin(self) -> None:
-        self._process = os.getpid()
         self._lock = threading.RLock()
         self._found: dict[int, Served] = {}
         self._said: set[str] = set()
 
     def of(self, index: int) -> Served:
-        if self._process != os.getpid():
-            self._begin()
-        served = self._found.get(index)
-        if served is None:
-            with self._lock:
-                served = self._found.get(index) or self._find_out(index)
-                self._found[index] = served
-        return served
+        return self._found.get(index) or self._find_out(index)
 
     def _find_out(self, index: int) -> Served:
+        with self._lock:
+            if not self._watches_forks:
+                os.register_at_fork(after_in_child=self._begin)
+                self._watches_forks = True
+            if index not in self._found:
+                self._found[index] = self._asked(index)
+            return self._found[index]
+
+    def _asked(self, index: int) -> Served:
         cuda = release()
         if cuda is None or not torch.cuda.is_available() or not 0 <= index < torch.cuda.device_count():
             return Served(None, "torch finds no such CUDA device")

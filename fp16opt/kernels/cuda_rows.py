@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import struct
+import sys
 from enum import Enum
 from pathlib import Path
 
@@ -63,6 +64,10 @@ class Blocks(Enum):
     SINGLE = "one block, and no lists"
 
 
+_KEEPS_BUSY = 2048
+"""Blocks, of kernels that may find nothing to do: as many as keep any GPU busy."""
+
+
 class Kernel:
     """One kernel.
 
@@ -77,11 +82,13 @@ class Kernel:
         name, blocks, group: as given.
         functor: the struct.
         counted: which of its fields is ``n``; None where there is no such field.
+        least, most: blocks of a launch over lists, whatever their length.
     """
 
     def __init__(self, name: str, functor: str, fields: str, blocks: Blocks, group: Struct | None = None) -> None:
         self.name, self.functor, self.blocks, self.group = name, Struct(functor, fields), blocks, group
         self.counted = self.functor.fields.index("n") if "n" in self.functor.fields else None
+        self.least, self.most = (0, _KEEPS_BUSY) if blocks is Blocks.MAPPING else (1, sys.maxsize)
 
     def entry(self) -> str:
         """C++ that asserts the layout, and makes the entry ``fp16opt_NAME``."""
@@ -106,7 +113,7 @@ CHUNK = Struct("Chunk", "start:q tensor:i numel:i")
 ENTRY = Struct("Entry", "row:q first_chunk:q stride:q dtypes:8s")
 FOUND = Struct("Found", "sumsq:d digest:q flags:I")
 NUMBERS = Struct("Numbers", "v:8d")
-LISTS = Struct("Lists", "pointers:P add:P chunks:P table:P partial:P counters:P chunk_count:q entries:i filled:i")
+LISTS = Struct("Lists", "pointers:P add:P chunks:P table:P counters:P partial:P chunk_count:q entries:i filled:i")
 MEMBER = Struct("Member", "step:P number:f group:i")
 
 # Those that take longest to compile come first.

@@ -32,45 +32,40 @@ class Numbers(Copied):
     """
 
     def __init__(self, call: Call, group: Struct, group_count: int) -> None:
-        plan = call.plan
-        self._direct = plan.direct
+        plan, lists = call.plan, call.plan.operation.tables
+        self._direct, self._rows = plan.direct, plan.rows
         self._places = None if len(plan.direct) == len(plan.rows) else plan.direct
-        self._rows = plan.rows
-        self._counters = plan.operation.tables if plan.operation.counters and plan.counts_here else None
+        self._counters = range(lists, lists + 1) if plan.operation.counters and plan.counts_here else None
         self._group, self._member = group.packer, MEMBER.packer
-        self._given: tuple[list[int], list[float]] | None = None
+        self._members: tuple[list[int], list[float]] | None = None
         self._packed = b""
         self.group_count = group_count
         self.groups = len(plan.direct) * self._member.size
         size = self.groups + group_count * self._group.size
-        super().__init__(size, size)
+        super().__init__(size, size, size)
 
-    def point(
-        self, call: Call, groups: list[tuple[Any, ...]], group_of: Sequence[int], numbers: list[float]
-    ) -> tuple[int, int] | None:
-        """Take in what changed: from where to where, or None.
+    def point(self, call: Call, groups: list[tuple[Any, ...]], group_of: Sequence[int], numbers: list[float]) -> bool:
+        """Take in what changed: whether anything did.
 
         Args:
             groups: the fields of each.
             group_of: by row, which of them.
             numbers: by place, the number of each entry's step, where the host counts; else empty.
         """
-        begin = self.groups
-        if self._given is None or self._given[0] != group_of or self._given[1] != numbers:
-            self._given = list(group_of), numbers
+        members = list(group_of), numbers
+        packed = b"".join([self._group.pack(*group) for group in groups])
+        moved = members != self._members or packed != self._packed
+        if members != self._members:
+            self._members = members
             for k, place in enumerate(self._direct):
                 number = numbers[place] if numbers else 0.0
                 self._member.pack_into(self.host, k * self._member.size, 0, number, group_of[self._rows[place]])
-            begin = 0
         if self._counters is not None:
-            which = range(self._counters, self._counters + 1)
-            moved = native.put_addresses(call, which, self._places, self.address, self._member.size)
-            begin = 0 if moved else begin
-        packed, end = b"".join([self._group.pack(*group) for group in groups]), self.groups
+            moved = native.put_addresses(call, self._counters, self._places, self.address, self._member.size) or moved
         if packed != self._packed:
             self.put(self.groups, packed)
-            self._packed, end = packed, self.groups + len(packed)
-        return (begin, end) if begin < end else None
+            self._packed = packed
+        return moved
 
 
 def _rate(value: float | Tensor, device: torch.device, kept: list[Tensor]) -> tuple[float, int, int]:
