@@ -13,7 +13,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -117,46 +117,87 @@ def device_of(stream: Stream) -> Card:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-class Copied:
-    """Bytes in host memory, and the GPU's copy of them.
+class Table:
+    """Lists of tensors as kernels read them: in front what may change between calls, then what does not.
+
+    The GPU's copy goes on behind it: what a call's blocks found their chunks to hold.
 
     Args:
-        changing: how many in front may change between calls.
-        copied: how many there are.
-        size: of the GPU's memory: it may go on behind the copy.
+        call: the lists.
+        more: bytes in front for a subclass.
 
     Attributes:
         host: the bytes.
         address: of these.
-        memory: the address of the copy; 0 before there is one.
-        point: takes a call's values in: whether bytes changed.
+        memory: the address of the GPU's copy; 0 before there is one.
+        more: where the bytes for a subclass begin.
+        entries: where the tensors' rows begin.
+        chunk_count: how many chunks the lists are cut into.
+        length: of the lists.
+        lists: what kernels are told of it.
     """
 
-    point: Callable[..., bool]
-
-    def __init__(self, changing: int, copied: int, size: int) -> None:
-        self.host = ctypes.create_string_buffer(max(1, copied))
+    def __init__(self, call: Call, more: int = 0) -> None:
+        plan = call.plan
+        width, count = plan.operation.tables, len(plan.direct)
+        if width > _MOST_LISTS:
+            raise ValueError(
+                f"{plan.operation.name}: {width} lists, the CUDA kernels take up to {_MOST_LISTS}. Widen Entry."
+            )
+        self._which, self._places = range(width), None if count == len(plan.rows) else plan.direct
+        self._rows = [plan.rows[place] for place in plan.direct]
+        self._flags: object = None
+        self._packed = bytes(count)
+        columns = [call.column(which) for which in self._which]
+        chunks: list[bytes] = []
+        entries: list[bytes] = []
+        filled = 0
+        for entry, (place, row) in enumerate(zip(plan.direct, self._rows, strict=True)):
+            numel, codes = columns[0][place].numel(), bytes(native.CODES[column[place].dtype] for column in columns)
+            stride = 0 if numel <= SAMPLED_WHOLE else sample_stride(numel)
+            entries.append(ENTRY.packer.pack(row, len(chunks), stride, codes))
+            filled += numel > 0
+            for start in range(0, numel, CHUNK_ELEMENTS):
+                chunks.append(CHUNK.packer.pack(start, entry, min(numel - start, CHUNK_ELEMENTS)))
+        entries.append(ENTRY.packer.pack(0, len(chunks), 0, b""))
+        self.length, self.chunk_count, self._counts = plan.count, len(chunks), (len(chunks), count, filled)
+        fixed = [b"".join(chunks), b"".join(entries)]
+        found = len(chunks) * max(FOUND.packer.size, NUMBERS.packer.size)
+        sizes = [8 * width * count, count, more, *map(len, fixed), 4 * (count + 1), found]
+        *starts, self._size = itertools.accumulate(((size + 15) // 16 * 16 for size in sizes), initial=0)
+        self._add, self.more, self._changing, self.entries, _, self._copied = starts[1:]
+        self._told = (*starts[:2], *starts[3:])
+        self.host = ctypes.create_string_buffer(self._copied)
         self.address, self.memory = ctypes.addressof(self.host), 0
-        self._changing, self._copied, self._size = changing, copied, size
         self._view = memoryview(self.host).cast("B")
         self._front: Tensor | None = None
         self._stream: Stream | None = None
+        self.put(self._changing, fixed[0])
+        self.put(self.entries, fixed[1])
 
     def put(self, at: int, content: bytes) -> None:
         """Write ``content``."""
         self._view[at : at + len(content)] = content
 
+    def point(self, call: Call, flags: bool | Sequence[bool] | None, *given: Any) -> bool:
+        """Take in addresses and flags, and in a subclass what else is given: whether bytes changed."""
+        moved = native.put_addresses(call, self._which, self._places, self.address, 8)
+        if flags != self._flags:
+            one = flags is None or isinstance(flags, bool)
+            self._flags = flags if one else list(flags)  # type: ignore[arg-type]
+            packed = bytes([bool(flags if one else flags[row]) for row in self._rows])  # type: ignore[index]
+            moved = packed != self._packed or moved
+            self._packed = packed
+            self.put(self._add, packed)
+        return moved
+
     def bring(self, call: Call, stream: Stream, *given: Any) -> None:
         """Take in what changed, by :meth:`point`, and have it in the GPU's memory, in the order of ``stream``."""
-        try:
-            changed = self.point(call, *given)
-            if stream.captures:
-                self._keep(stream, call.owner)
-            elif changed or self._stream is None or self._stream.handle != stream.handle:
-                self._copy(changed, call.plan.device, stream)
-        except BaseException:
-            call.plan.compiled = None  # what of it arrived is not known
-            raise
+        changed = self.point(call, *given)
+        if stream.captures:
+            self._keep(stream, call.owner)
+        elif changed or self._stream is None or self._stream.handle != stream.handle:
+            self._copy(changed, call.plan.device, stream)
 
     def _copy(self, changed: bool, device: torch.device, stream: Stream) -> None:
         if self._front is None:
@@ -188,86 +229,31 @@ class Copied:
         the device is done.
         """
         device = device_of(stream)
-        self._settle(device.keep(self.host.raw[: self._copied], self._size))
+        self._settle(device.keep(self.host.raw, self._size))
         if owner is not None:
             weakref.finalize(owner, device.give_back, self.memory).atexit = False  # a process's end frees all
 
     def _settle(self, memory: int) -> None:
         self.memory = memory
+        self.lists = LISTS.packer.pack(*(memory + start for start in self._told), *self._counts)
 
 
-class Table(Copied):
-    """Lists of tensors as kernels read them: first what changes with the addresses, then what does not.
+Made = TypeVar("Made", bound=Table)
 
-    Behind these, memory that a kernel's blocks share: counters, which begin at 0, and what chunks were found to hold.
 
-    Attributes:
-        chunk_count: how many chunks the lists are cut into.
-        entries: where the tensors' rows of it begin.
-        length: of the lists.
-        lists: what kernels are told of it.
-        numbers: those of a step over these lists, or None.
+def table_of(call: Call, stream: Stream, make: Callable[[Call], Made], *given: Any) -> Made:
+    """The table of a call, brought up to date on the device: the known one, or in a capture one of its own.
+
+    Args:
+        call: the lists.
+        stream: on which they are worked on.
+        make: makes a table.
+        given: what it is to take in beside the addresses.
     """
-
-    numbers: Copied | None = None
-
-    def __init__(self, call: Call) -> None:
-        plan = call.plan
-        width, count = plan.operation.tables, len(plan.direct)
-        if width > _MOST_LISTS:
-            raise ValueError(
-                f"{plan.operation.name}: {width} lists, the CUDA kernels take up to {_MOST_LISTS}. Widen Entry."
-            )
-        self._which, self._places = range(width), None if count == len(plan.rows) else plan.direct
-        self._rows = [plan.rows[place] for place in plan.direct]
-        self._flags: object = None
-        self._packed = bytes(count)
-        columns = [call.column(which) for which in self._which]
-        chunks: list[bytes] = []
-        entries: list[bytes] = []
-        filled = 0
-        for entry, (place, row) in enumerate(zip(plan.direct, self._rows, strict=True)):
-            numel, codes = columns[0][place].numel(), bytes(native.CODES[column[place].dtype] for column in columns)
-            stride = 0 if numel <= SAMPLED_WHOLE else sample_stride(numel)
-            entries.append(ENTRY.packer.pack(row, len(chunks), stride, codes))
-            filled += numel > 0
-            for start in range(0, numel, CHUNK_ELEMENTS):
-                chunks.append(CHUNK.packer.pack(start, entry, min(numel - start, CHUNK_ELEMENTS)))
-        entries.append(ENTRY.packer.pack(0, len(chunks), 0, b""))
-        self.length, self.chunk_count, self._counts = plan.count, len(chunks), (len(chunks), count, filled)
-        sizes = [8 * width * count, count, *(sum(map(len, part)) for part in (chunks, entries)), 4 * (count + 1)]
-        sizes.append(len(chunks) * max(FOUND.packer.size, NUMBERS.packer.size))
-        self._offsets = list(itertools.accumulate(((size + 15) // 16 * 16 for size in sizes), initial=0))
-        _, self._add, at_chunks, self.entries, _, at_found, end = self._offsets
-        super().__init__(at_chunks, at_found, end)
-        self.put(at_chunks, b"".join(chunks))
-        self.put(self.entries, b"".join(entries))
-
-    def point(self, call: Call, flags: bool | Sequence[bool] | None) -> bool:
-        """Take in addresses and flags: whether bytes changed."""
-        moved = native.put_addresses(call, self._which, self._places, self.address, 8)
-        if flags != self._flags:
-            one = flags is None or isinstance(flags, bool)
-            self._flags = flags if one else list(flags)  # type: ignore[arg-type]
-            packed = bytes([bool(flags if one else flags[row]) for row in self._rows])  # type: ignore[index]
-            moved = packed != self._packed or moved
-            self._packed = packed
-            self.put(self._add, packed)
-        return moved
-
-    def _settle(self, memory: int) -> None:
-        super()._settle(memory)
-        self.lists = LISTS.packer.pack(*(memory + at for at in self._offsets[:6]), *self._counts)
-
-
-def table_of(call: Call, stream: Stream, flags: bool | Sequence[bool] | None) -> Table:
-    """The table of a call, brought up to date on the device: the known one, or in a capture one of its own."""
-    table = call.plan.compiled
-    if stream.captures or not isinstance(table, Table):
-        table = Table(call)
-    table.bring(call, stream, flags)
-    if not stream.captures:
-        call.plan.compiled = table
+    known, call.plan.compiled = call.plan.compiled, None  # where something is raised what arrived is not known
+    table: Made = make(call) if stream.captures or known is None else known
+    table.bring(call, stream, *given)
+    call.plan.compiled = known if stream.captures else table
     return table
 
 
@@ -299,7 +285,7 @@ def launch(
 ) -> None:
     """:func:`fp16opt.kernels.native.launch` for the CUDA kernels, which have the flags in their table."""
     stream = current_stream(call.plan.device)
-    queue(KERNELS[function], stream, arguments, table_of(call, stream, flags))
+    queue(KERNELS[function], stream, arguments, table_of(call, stream, Table, flags))
     native.count_writes(call, results, lists=writes)
 
 

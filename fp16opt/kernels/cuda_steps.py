@@ -1,12 +1,13 @@
 """The one-pass steps on CUDA; see :mod:`.cuda`.
 
 Whatever a step multiplies by and whether it is skipped is read by the kernel, and so are counters of steps and learning
-rates that are tensors on the device. Numbers that the host knows lie in a second small table, which is copied to the
-device where one of them changed: every step only where the host counts the steps, or changes a learning rate.
+rates that are tensors on the device. Numbers that the host knows lie in front of the table, and are copied to the
+device with it, where one of them changed: every step only where the host counts the steps, or changes a learning rate.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from . import native
 from .calls import Call
-from .cuda import Copied, current_stream, queue, table_of
+from .cuda import Table, current_stream, queue, table_of
 from .cuda_rows import KERNELS, MEMBER, Struct
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from .stats import CastStats
 
 
-class Numbers(Copied):
-    """What a step is told beyond its tensors: a member for each entry of the table, and behind them the param_groups.
+class StepTable(Table):
+    """The table of a step, with a member for each entry, and behind these the numbers of the param_groups.
 
     Attributes:
         groups: where these begin.
@@ -33,38 +34,39 @@ class Numbers(Copied):
 
     def __init__(self, call: Call, group: Struct, group_count: int) -> None:
         plan, lists = call.plan, call.plan.operation.tables
-        self._direct, self._rows = plan.direct, plan.rows
-        self._places = None if len(plan.direct) == len(plan.rows) else plan.direct
+        self._direct = plan.direct
         self._counters = range(lists, lists + 1) if plan.operation.counters and plan.counts_here else None
         self._group, self._member = group.packer, MEMBER.packer
         self._members: tuple[list[int], list[float]] | None = None
-        self._packed = b""
+        self._packed_groups = b""
         self.group_count = group_count
-        self.groups = len(plan.direct) * self._member.size
-        size = self.groups + group_count * self._group.size
-        super().__init__(size, size, size)
+        size = len(plan.direct) * self._member.size
+        super().__init__(call, size + group_count * self._group.size)
+        self.groups = self.more + size
 
-    def point(self, call: Call, groups: list[tuple[Any, ...]], group_of: Sequence[int], numbers: list[float]) -> bool:
+    def point(self, call: Call, flags: bool | Sequence[bool] | None, *given: Any) -> bool:
         """Take in what changed: whether anything did.
 
         Args:
-            groups: the fields of each.
-            group_of: by row, which of them.
-            numbers: by place, the number of each entry's step, where the host counts; else empty.
+            call, flags: as for any table.
+            given: the fields of each group; by row, which of the groups; by place, the number of each entry's step,
+                where the host counts, else nothing.
         """
-        members = list(group_of), numbers
-        packed = b"".join([self._group.pack(*group) for group in groups])
-        moved = members != self._members or packed != self._packed
+        moved = super().point(call, flags)
+        groups, group_of, numbers = given
+        members, size = (list(group_of), numbers), self._member.size
         if members != self._members:
-            self._members = members
-            for k, place in enumerate(self._direct):
+            self._members, moved = members, True
+            for k, (place, row) in enumerate(zip(self._direct, self._rows, strict=True)):
                 number = numbers[place] if numbers else 0.0
-                self._member.pack_into(self.host, k * self._member.size, 0, number, group_of[self._rows[place]])
+                self._member.pack_into(self.host, self.more + k * size, 0, number, group_of[row])
         if self._counters is not None:
-            moved = native.put_addresses(call, self._counters, self._places, self.address, self._member.size) or moved
-        if packed != self._packed:
+            at = self.address + self.more
+            moved = native.put_addresses(call, self._counters, self._places, at, size) or moved
+        packed = b"".join([self._group.pack(*group) for group in groups])
+        if packed != self._packed_groups:
+            self._packed_groups, moved = packed, True
             self.put(self.groups, packed)
-            self._packed = packed
         return moved
 
 
@@ -113,14 +115,14 @@ def launch(
         counters = call.column(plan.operation.tables)
         numbers = (torch.stack([step.reshape(()) for step in counters]) + 1.0).tolist()
         counters = [counters[place] for place in plan.direct]
-    table = table_of(call, stream, first)
-    beside = table.numbers
-    if not isinstance(beside, Numbers) or beside.group_count != len(options):
-        beside = table.numbers = Numbers(call, kernel.group or Struct("", ""), len(options))
-    beside.bring(call, stream, groups, group_of, numbers)
+    if getattr(plan.compiled, "group_count", 0) != len(options):
+        plan.compiled = None
+    make = functools.partial(StepTable, group=kernel.group or Struct("", ""), group_count=len(options))
+    table = table_of(call, stream, make, first, groups, group_of, numbers)
     models = -1 if stats is None else len(plan.operation.lists) - 1
-    overflow, members = None if stats is None else stats.overflow, beside.memory
-    read = (members, table.memory + table.entries, overflow, models, number & 0xFFFFFFFF, members + beside.groups)
+    overflow, memory = None if stats is None else stats.overflow, table.memory
+    members, groups_at = memory + table.more, memory + table.groups
+    read = (members, memory + table.entries, overflow, models, number & 0xFFFFFFFF, groups_at)
     queue(kernel, stream, (*factors, found_inf, *read), table)
     stream.hold(kept)
     native.count_writes(call, [] if overflow is None else [overflow])

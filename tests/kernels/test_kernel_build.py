@@ -87,6 +87,37 @@ def test_the_module_can_be_demanded_or_skipped(tmp_path: Path) -> None:
     assert outcome(tmp_path / "skipped").startswith("skipped")
 
 
+COMPILER = """#!/bin/sh
+echo "$@" >> "$0.log"
+while [ "$1" != -o ]; do shift; done
+touch "$2"
+"""
+
+
+@needs_build_tools
+def test_the_build_compiles_what_changed_and_nothing_else(tmp_path: Path) -> None:
+    """By a compiler that notes what it is asked: each unit is one command, and what is there as it is now stays."""
+    compiler, log = tmp_path / "c++", tmp_path / "c++.log"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+
+    def compiled(**environment: str) -> list[str]:
+        log.unlink(missing_ok=True)
+        assert build(tmp_path, CXX=str(compiler), **environment).returncode == 0
+        assert outcome(tmp_path) == "built"
+        *units, link = log.read_text().splitlines()
+        assert "-shared" in link or "-bundle" in link
+        assert not [unit for unit in units if "-ffp-contract=off" not in unit]
+        return sorted(unit.split(" -c ")[1].split()[0] for unit in units)
+
+    first = compiled()
+    assert set(first) >= {str(path) for path in (ROOT / "csrc").rglob("*.cpp")}
+    assert compiled() == [], "nothing changed"
+    assert compiled(CXXFLAGS="-O1") == first, "other flags"
+    next((tmp_path / "temp").rglob("threads-*.o")).unlink()
+    assert [Path(source).name for source in compiled() + compiled(CXXFLAGS="-O1")] == ["threads.cpp"]
+
+
 @needs_build_tools
 def test_the_build_leaves_the_source_of_the_cuda_kernels(tmp_path: Path) -> None:
     """In one text, with every header of ours in it once, and whatever becomes of the CPU module."""
