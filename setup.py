@@ -21,6 +21,7 @@ import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -41,6 +42,11 @@ X86_LEVELS = {
     ],
 }
 MOST_JOBS = 8  # of compiling: each takes up to half a gigabyte of memory
+
+
+def made_of_sources() -> dict[str, Any]:
+    """The functions of csrc/flatten.py."""
+    return runpy.run_path(str(CSRC / "flatten.py"))
 
 
 class BuildFailed(Exception):
@@ -89,10 +95,13 @@ def run(command: list[str]) -> None:
 
 def build_module(output: Path, folder: Path) -> None:
     """Compile into ``folder`` what is not there as it is now, and link ``output``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made_of_sources()["write_formulas"](folder)
     machine = [f"-DFP16OPT_BASELINE={next(iter(levels()))}", f"-I{sysconfig.get_paths()['include']}"]
+    machine += [f"-I{folder}", f"-I{CSRC}"]  # formulas.h, and what it names
     machine += ["-DFP16OPT_X86=1"] if levels() is X86_LEVELS else []
     common = [*compiler(), *FLAGS, *shlex.split(os.environ.get("CXXFLAGS", "")), *machine]
-    headers = max(path.stat().st_mtime for path in CSRC.rglob("*.h"))
+    headers = max(path.stat().st_mtime for path in [*CSRC.rglob("*.h"), folder / "formulas.h"])
     objects, commands = [], []
     for source, flags in units():
         command = [*common, *flags, "-c", str(source), "-o"]
@@ -100,7 +109,6 @@ def build_module(output: Path, folder: Path) -> None:
         written = max(headers, source.stat().st_mtime)
         if not objects[-1].exists() or objects[-1].stat().st_mtime <= written:
             commands.append([*command, str(objects[-1])])
-    folder.mkdir(parents=True, exist_ok=True)
     output.parent.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(min(MOST_JOBS, os.cpu_count() or 1)) as pool:
         list(pool.map(run, commands))
@@ -122,7 +130,7 @@ class BuildModule(build_ext):
     def run(self) -> None:
         """Build, and leave the outcome where `python -m fp16opt` reads it, and the text of the CUDA kernels."""
         super().run()
-        text = runpy.run_path(str(CSRC / "flatten.py"))["flatten"]()
+        text = made_of_sources()["flatten"]()
         in_place = self.inplace or getattr(self, "editable_mode", False)
         for base in [Path(self.build_lib), ROOT] if in_place else [Path(self.build_lib)]:
             folder = base / "fp16opt"

@@ -1,54 +1,43 @@
 // The one-pass steps over lists of tensors, free of Python and torch like api.h.
 #pragma once
 
+#include <string>
+
 #include "api.h"
 
 namespace fp16opt {
-
-// Of one param_group, in double as torch.optim holds them.
-struct AdamOptions {
-    double lr, beta1, beta2, eps, weight_decay;
-    bool decoupled;  // AdamW's weight decay
-    bool maximize;
-};
-struct SgdOptions {
-    double lr, momentum, dampening, weight_decay;
-    bool nesterov, maximize;
-};
-
-struct LionOptions {
-    double lr, beta1, beta2, weight_decay;
-    bool maximize;
-};
 
 // The lists of a step. The table's lists are grads, masters, those of `state` and, where it has them, `models`.
 struct StepLists {
     const Table& table;
     const Pointers& grads;
     const Pointers& masters;
-    std::vector<const Pointers*> state;  // Adam: exp_avg, exp_avg_sq, perhaps max_exp_avg_sq. SGD: perhaps momentum_buffer.
-                                         // Lion: exp_avg
-    const Pointers* models;              // nullptr: parameters that are their own masters
-    std::vector<int32_t> group_of;       // by place
+    std::vector<const Pointers*> state;  // the formula's, in its order
+    const Pointers* models;  // nullptr: parameters that are their own masters
+    std::vector<int32_t> group_of;  // by place
     // By row of the table, written for tensors with a model: what `cast` writes.
     int32_t* overflow;
     uint32_t number = 0;  // of this step, by which codes and remainders of 8 bits are rounded
 };
 
-// `steps`: by place, the float32 number of steps done, which is counted up.
-void adam(const StepLists& lists, const Pointers& steps, const std::vector<AdamOptions>& groups, float inv_scale,
-          float coefficient, int threads);
+// What a step is told beside its lists, whatever its formula.
+struct StepGiven {
+    const Pointers* scales;  // of a formula that is coded: by place, one float32 for each block of 128 elements
+    const Pointers* steps;   // of one that counts: by place, the float32 number of steps done, which is counted up
+    const std::vector<uint8_t>& first;  // by place, whether the state holds nothing yet
+    const std::string& groups;          // the param_groups' structs, one behind the other
+    float inv_scale, coefficient;
+    int threads;
+};
 
-// `first`: by place, whether the momentum buffer holds nothing yet.
-void sgd(const StepLists& lists, const std::vector<uint8_t>& first, const std::vector<SgdOptions>& groups, float inv_scale,
-         float coefficient, int threads);
+struct StepFormula {
+    const char* name;
+    bool counts;
+    bool is_coded;  // its state is kept in codes of 8 bits (functors/ratio8.h)
+    void (*step)(const StepLists& lists, const StepGiven& given);
+};
 
-// The same with 8-bit state: codes (functors/ratio8.h). `scales`: by place, one float32 for each block of 128 elements.
-// `limits`: by group, the largest |m| / sqrt(v) that codes stand for.
-void adam8(const StepLists& lists, const Pointers& scales, const Pointers& steps, const std::vector<AdamOptions>& groups,
-           const std::vector<float>& limits, float inv_scale, float coefficient, int threads);
-void sgd8(const StepLists& lists, const Pointers& scales, const std::vector<uint8_t>& first,
-          const std::vector<SgdOptions>& groups, float inv_scale, float coefficient, int threads);
-void lion(const StepLists& lists, const std::vector<LionOptions>& groups, float inv_scale, float coefficient, int threads);
+// One of functors/, by its struct's name, or Adam8 or Sgd8. Throws std::invalid_argument where this build has none of it.
+const StepFormula& formula_named(const std::string& name);
 
 }  // namespace fp16opt

@@ -103,6 +103,10 @@ struct tuple : object {
     PyObject* const* end() const { return begin() + size(); }
     handle operator[](size_t i) const { return begin()[i]; }
 };
+struct bytes : object {
+    static bool serves(handle o) { return PyBytes_Check(o.ptr()) != 0; }
+    std::string content() const { return std::string(PyBytes_AS_STRING(ptr()), size_t(PyBytes_GET_SIZE(ptr()))); }
+};
 struct capsule : object {
     static bool serves(handle o) { return PyCapsule_CheckExact(o.ptr()) != 0; }
     const char* name() const { return PyCapsule_GetName(ptr()); }

@@ -134,74 +134,23 @@ StepLists step_lists(const Table& table, const PointerLists& given, size_t other
     return result;
 }
 
-template <class Options, class... Values>
-std::vector<Options> options_of(const std::vector<std::tuple<Values...>>& given) {
-    std::vector<Options> groups;
-    for (const auto& o : given) groups.push_back(std::apply([](auto... values) { return Options{values...}; }, o));
-    return groups;
-}
-
+// Steps of all formulas. Behind the lists of the table come those of scales, and behind these the counters of steps, where
+// the formula has them.
 void bind_steps(py::module_& module) {
-    module.def("adam", [](const Table& table, const py::object& addresses, int threads, int64_t n, uintptr_t inv_scale,
-                          uintptr_t coefficient, uintptr_t overflow, bool has_models, const py::sequence& group_of,
-                          const std::vector<std::tuple<double, double, double, double, double, bool, bool>>& options, uint32_t number) {
+    module.def("step", [](const Table& table, const py::object& addresses, int threads, int64_t n, const char* name,
+                          uintptr_t inv_scale, uintptr_t coefficient, uintptr_t overflow, bool has_models,
+                          const py::sequence& group_of, const py::bytes& groups, uint32_t number, const py::object& first) {
         require_rows(table, n);
         const PointerLists given(addresses);
-        const auto groups = options_of<AdamOptions>(options);
-        const StepLists lists = step_lists(table, given, 1, has_models, overflow, group_of, number);
-        py::gil_scoped_release release;
-        adam(lists, given.all().back(), groups, *address<const float>(inv_scale), *address<const float>(coefficient), threads);
-    });
-    module.def("sgd", [](const Table& table, const py::object& addresses, int threads, int64_t n, uintptr_t inv_scale,
-                         uintptr_t coefficient, uintptr_t overflow, bool has_models, const py::sequence& group_of,
-                         const std::vector<std::tuple<double, double, double, double, bool, bool>>& options,
-                         uint32_t number, const py::object& first) {
-        require_rows(table, n);
-        const PointerLists given(addresses);
-        const auto groups = options_of<SgdOptions>(options);
+        const StepFormula& formula = formula_named(name);
+        const size_t others = size_t(formula.is_coded) + size_t(formula.counts);
+        const StepLists lists = step_lists(table, given, others, has_models, overflow, group_of, number);
         const std::vector<uint8_t> fresh = flags_of(first, table.rows);
-        const StepLists lists = step_lists(table, given, 0, has_models, overflow, group_of, number);
+        const std::string packed = groups.content();
         py::gil_scoped_release release;
-        sgd(lists, fresh, groups, *address<const float>(inv_scale), *address<const float>(coefficient), threads);
-    });
-    module.def("lion", [](const Table& table, const py::object& addresses, int threads, int64_t n, uintptr_t inv_scale,
-                          uintptr_t coefficient, uintptr_t overflow, bool has_models, const py::sequence& group_of,
-                          const std::vector<std::tuple<double, double, double, double, bool>>& options, uint32_t number) {
-        require_rows(table, n);
-        const PointerLists given(addresses);
-        const auto groups = options_of<LionOptions>(options);
-        const StepLists lists = step_lists(table, given, 0, has_models, overflow, group_of, number);
-        py::gil_scoped_release release;
-        lion(lists, groups, *address<const float>(inv_scale), *address<const float>(coefficient), threads);
-    });
-}
-
-// Steps with 8-bit state: the lists of scales come behind those of the table, and Adam's counters behind these.
-void bind_state8(py::module_& module) {
-    module.def("adam8", [](const Table& table, const py::object& addresses, int threads, int64_t n, uintptr_t inv_scale,
-                           uintptr_t coefficient, uintptr_t overflow, bool has_models, const py::sequence& group_of,
-                           const std::vector<std::tuple<double, double, double, double, double, bool, bool>>& options,
-                           const std::vector<float>& limits, uint32_t number) {
-        require_rows(table, n);
-        const PointerLists given(addresses);
-        const auto groups = options_of<AdamOptions>(options);
-        const StepLists lists = step_lists(table, given, 2, has_models, overflow, group_of, number);
-        py::gil_scoped_release release;
-        adam8(lists, given[given.size() - 2], given.all().back(), groups, limits, *address<const float>(inv_scale),
-              *address<const float>(coefficient), threads);
-    });
-    module.def("sgd8", [](const Table& table, const py::object& addresses, int threads, int64_t n, uintptr_t inv_scale,
-                          uintptr_t coefficient, uintptr_t overflow, bool has_models, const py::sequence& group_of,
-                          const std::vector<std::tuple<double, double, double, double, bool, bool>>& options,
-                          uint32_t number, const py::object& first) {
-        require_rows(table, n);
-        const PointerLists given(addresses);
-        const auto groups = options_of<SgdOptions>(options);
-        const std::vector<uint8_t> fresh = flags_of(first, table.rows);
-        const StepLists lists = step_lists(table, given, 1, has_models, overflow, group_of, number);
-        py::gil_scoped_release release;
-        sgd8(lists, given.all().back(), fresh, groups, *address<const float>(inv_scale),
-             *address<const float>(coefficient), threads);
+        formula.step(lists, {formula.is_coded ? &given[given.size() - others] : nullptr,
+                             formula.counts ? &given.all().back() : nullptr, fresh, packed, *address<const float>(inv_scale),
+                             *address<const float>(coefficient), threads});
     });
 }
 
@@ -213,7 +162,6 @@ void fill(py::module_ module) {
     bind_measures(module);
     bind_writing(module);
     bind_steps(module);
-    bind_state8(module);
     module.def("clip_decision", &clip_decision);
     module.def("follow_scale", [](bool overflow, uintptr_t scale, uintptr_t clean, uintptr_t skips, uintptr_t settings) {
         follow_scale(overflow, address<float>(scale), address<int32_t>(clean), address<int32_t>(skips),

@@ -38,7 +38,6 @@ class Table:
 
 Lists = Addresses | list[list[int]]
 Flags = bool | Sequence[bool]
-Options = list[tuple[float | bool, ...]]
 
 def put_addresses(source: Lists, first: int, count: int, places: list[int] | None, to: int, stride: int) -> bool: ...
 def unscale(
@@ -65,71 +64,18 @@ def measure(table: Table, lists: Lists, threads: int, n: int, numbers: int) -> N
 def compare(table: Table, lists: Lists, threads: int, n: int, before: int, offsets: int, numbers: int) -> None: ...
 def split(table: Table, lists: Lists, threads: int, n: int, overflow: int) -> None: ...
 def join(table: Table, lists: Lists, threads: int, n: int) -> None: ...
-def adam(
+def step(
     table: Table,
     lists: Lists,
     threads: int,
     n: int,
+    formula: str,
     inv_scale: int,
     coefficient: int,
     overflow: int,
     has_models: bool,
     group_of: Sequence[int],
-    options: Options,
-    number: int,
-) -> None: ...
-def sgd(
-    table: Table,
-    lists: Lists,
-    threads: int,
-    n: int,
-    inv_scale: int,
-    coefficient: int,
-    overflow: int,
-    has_models: bool,
-    group_of: Sequence[int],
-    options: Options,
-    number: int,
-    first: Flags,
-) -> None: ...
-def lion(
-    table: Table,
-    lists: Lists,
-    threads: int,
-    n: int,
-    inv_scale: int,
-    coefficient: int,
-    overflow: int,
-    has_models: bool,
-    group_of: Sequence[int],
-    options: Options,
-    number: int,
-) -> None: ...
-def adam8(
-    table: Table,
-    lists: Lists,
-    threads: int,
-    n: int,
-    inv_scale: int,
-    coefficient: int,
-    overflow: int,
-    has_models: bool,
-    group_of: Sequence[int],
-    options: Options,
-    limits: Sequence[float],
-    number: int,
-) -> None: ...
-def sgd8(
-    table: Table,
-    lists: Lists,
-    threads: int,
-    n: int,
-    inv_scale: int,
-    coefficient: int,
-    overflow: int,
-    has_models: bool,
-    group_of: Sequence[int],
-    options: Options,
+    groups: bytes,
     number: int,
     first: Flags,
 ) -> None: ...

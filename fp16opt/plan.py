@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .engine.arguments import check_choice
+from .kernels.formulas import FORMULAS
 
 SHARDS = ("none", "ddp", "zero", "fsdp2")
-OPTIMIZERS = {"sgd": 0, "sgd-momentum": 4, "lion": 4, "adam": 8, "adamw": 8}  # bytes of FP32 state a parameter
+OPTIMIZERS = {"sgd-momentum": 4, **{name: 4 * formula.least() for name, formula in FORMULAS.items()}}
+"""Bytes of FP32 state a parameter: with the least state that the formula has, and SGD with all of its."""
 _SCALE = 4 / 128  # an FP32 scale for each block of 8-bit state
 EIGHT_BITS = {"sgd": 0, "sgd-momentum": 1 + _SCALE, "adam": 2 + _SCALE, "adamw": 2 + _SCALE}  # as OPTIMIZERS, in 8 bits
 STATES = ("fp32", "8bit")

@@ -6,8 +6,6 @@
 FP16OPT_BEGIN
 namespace {
 
-float* state_of(const StepChunk& c, int k) { return static_cast<float*>(c.state[k]); }
-
 // Calls step(part, master) for the whole blocks of a chunk, and for what is left.
 template <class Step>
 uint32_t for_steps(const StepChunk& c, Step&& step) {
@@ -16,25 +14,12 @@ uint32_t for_steps(const StepChunk& c, Step&& step) {
     });
 }
 
-uint32_t adam_chunk(const StepChunk& c, const GradFactors& factors, const AdamScalars& scalars) {
-    const AdamTerms<Floats> terms(factors, scalars, SplatFloats{});
+template <class F>
+uint32_t step_chunk(const StepChunk& c, const GradFactors& factors, const void* scalars, bool first) {
+    const typename F::template Terms<Floats> terms(factors, *static_cast<const typename F::Scalars*>(scalars), SplatFloats{});
     return for_steps(c, [&](const StepChunk& part, const auto& grad, auto& master) {
-        adam_loop(terms, grad, master, state_of(part, 0), state_of(part, 1), state_of(part, 2), part.numel);
-    });
-}
-
-uint32_t sgd_chunk(const StepChunk& c, const GradFactors& factors, const SgdScalars& scalars) {
-    const SgdTerms<Floats> terms(factors, scalars, SplatFloats{});
-    const Momentum momentum = c.state[0] == nullptr ? Momentum::none : scalars.first != 0 ? Momentum::first : Momentum::later;
-    return for_steps(c, [&](const StepChunk& part, const auto& grad, auto& master) {
-        sgd_loop(terms, grad, master, momentum, state_of(part, 0), part.numel);
-    });
-}
-
-uint32_t lion_chunk(const StepChunk& c, const GradFactors& factors, const LionScalars& scalars) {
-    const LionTerms<Floats> terms(factors, scalars, SplatFloats{});
-    return for_steps(c, [&](const StepChunk& part, const auto& grad, auto& master) {
-        lion_loop(terms, grad, master, state_of(part, 0), part.numel);
+        float* const state[] = {static_cast<float*>(part.state[0]), static_cast<float*>(part.state[1]), static_cast<float*>(part.state[2])};
+        step_loop<F>(terms, grad, master, part.states, first, state, part.numel);
     });
 }
 
@@ -50,16 +35,15 @@ uint32_t for_steps(const StepChunk& c, const State8Chunk& s, Step&& step) {
     });
 }
 
-uint32_t adam8_chunk(const StepChunk& c, const State8Chunk& s, const GradFactors& factors, const AdamScalars& scalars) {
-    const AdamTerms<Floats> terms(factors, scalars, SplatFloats{});
+uint32_t adam8_chunk(const StepChunk& c, const State8Chunk& s, const GradFactors& factors, const void* scalars) {
+    const AdamTerms<Floats> terms(factors, *static_cast<const AdamScalars*>(scalars), SplatFloats{});
     return for_steps(c, s, [&](const StepChunk& part, const auto& grad, auto& master, const StateCodes& state) {
         adam8_loop(terms, grad, master, state, part.numel);
     });
 }
 
-uint32_t sgd8_chunk(const StepChunk& c, const State8Chunk& s, const GradFactors& factors, const SgdScalars& scalars) {
-    const SgdTerms<Floats> terms(factors, scalars, SplatFloats{});
-    const bool first = scalars.first != 0;
+uint32_t sgd8_chunk(const StepChunk& c, const State8Chunk& s, const GradFactors& factors, const void* scalars, bool first) {
+    const SgdTerms<Floats> terms(factors, *static_cast<const SgdScalars*>(scalars), SplatFloats{});
     return for_steps(c, s, [&](const StepChunk& part, const auto& grad, auto& master, const StateCodes& state) {
         sgd8_loop(terms, grad, master, state, first, part.numel);
     });
@@ -68,7 +52,10 @@ uint32_t sgd8_chunk(const StepChunk& c, const State8Chunk& s, const GradFactors&
 }  // namespace
 
 extern const StepLevel step_level;
-const StepLevel step_level = {adam_chunk, sgd_chunk, lion_chunk};
+#define FP16OPT_ENTRY(F) step_chunk<F>,
+constexpr StepOfChunk kSteps[] = {FP16OPT_FORMULAS(FP16OPT_ENTRY)};
+const StepLevel step_level = {kSteps};
+#undef FP16OPT_ENTRY
 extern const State8Level state8_level;
 const State8Level state8_level = {adam8_chunk, sgd8_chunk};
 

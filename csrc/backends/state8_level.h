@@ -12,9 +12,10 @@ struct State8Chunk {
     uint32_t dither;  // of the first element
 };
 
+// `scalars` and `first` as in StepOfChunk.
 struct State8Level {
-    uint32_t (*adam)(const StepChunk& chunk, const State8Chunk& state, const GradFactors& factors, const AdamScalars& scalars);
-    uint32_t (*sgd)(const StepChunk& chunk, const State8Chunk& state, const GradFactors& factors, const SgdScalars& scalars);
+    uint32_t (*adam)(const StepChunk& chunk, const State8Chunk& state, const GradFactors& factors, const void* scalars);
+    uint32_t (*sgd)(const StepChunk& chunk, const State8Chunk& state, const GradFactors& factors, const void* scalars, bool first);
 };
 
 }  // namespace fp16opt

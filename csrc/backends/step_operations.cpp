@@ -1,10 +1,10 @@
 // The one-pass steps over lists of tensors on the CPU.
 #include "../api_steps.h"
 
-#include <cmath>
+#include <cstring>
 
-#include "../functors/power.h"
-#include "../functors/scalars.h"
+#include "formulas.h"
+
 #include "../functors/ratio8.h"
 #include "../functors/split24.h"
 #include "lists.h"
@@ -50,6 +50,7 @@ StepChunk chunk_of(const StepLists& lists, const Chunk& c, bool stream) {
     chunk.grad_dtype = table.dtypes[0][size_t(c.tensor)];
     chunk.grad = at<void>(lists.grads, table, 0, c);
     chunk.master = at<void>(lists.masters, table, 1, c);
+    chunk.states = int(lists.state.size());
     for (size_t k = 0; k < lists.state.size(); ++k) chunk.state[k] = at<void>(*lists.state[k], table, 2 + k, c);
     if (lists.models != nullptr) {
         const size_t list = 2 + lists.state.size();
@@ -87,113 +88,121 @@ void run(const StepLists& lists, int threads, Step&& step) {
         });
 }
 
-GradFactors factors_of(float inv_scale, float coefficient, bool maximize) {
-    return {inv_scale, maximize ? -coefficient : coefficient};
+template <class Group>
+std::vector<Group> groups_of(const std::string& packed) {
+    require(packed.size() % sizeof(Group) == 0, "the groups are structs of another size");
+    std::vector<Group> groups(packed.size() / sizeof(Group));
+    if (!groups.empty()) memcpy(groups.data(), packed.data(), packed.size());
+    return groups;
+}
+
+template <class Group>
+GradFactors factors_of(const StepGiven& given, const Group& group) {
+    return {given.inv_scale, group.maximize != 0 ? -given.coefficient : given.coefficient};
 }
 
 // Counts up, and by place the numbers of the step.
-std::vector<AdamScalars> scalars_of(const StepLists& lists, const Pointers& steps, const std::vector<AdamOptions>& groups) {
-    require(steps.size() == lists.table.numels.size(), "steps must have one entry for each tensor");
-    std::vector<AdamScalars> scalars(steps.size());
+template <class F, class Group>
+std::vector<typename F::Scalars> scalars_of(const StepLists& lists, const StepGiven& given, const std::vector<Group>& groups) {
+    const size_t count = lists.table.numels.size();
+    require(!F::counts || (given.steps != nullptr && given.steps->size() == count), "steps must have one entry for each tensor");
+    std::vector<typename F::Scalars> scalars(count);
+    const typename F::Scalars* last = nullptr;
     int32_t last_group = -1;
-    float last_step = 0.0f;
-    const AdamScalars* last = nullptr;
+    float last_number = 0.0f;
     for (int32_t place : lists.table.places) {
         const size_t i = size_t(place);
-        float* step = static_cast<float*>(steps[i]);
-        *step += 1.0f;
-        const AdamOptions& o = groups[size_t(lists.group_of[i])];
-        if (last != nullptr && last_group == lists.group_of[i] && last_step == *step) {
+        const float number = F::counts ? *static_cast<float*>((*given.steps)[i]) += 1.0f : 0.0f;
+        if (last != nullptr && last_group == lists.group_of[i] && last_number == number) {
             scalars[i] = *last;
         } else {
-            const double t = double(*step);
-            scalars[i] = adam_scalars(o.lr, o.beta1, o.beta2, o.eps, o.weight_decay, o.decoupled, power(o.beta1, t),
-                                      std::sqrt(1.0 - power(o.beta2, t)));
+            const Group& group = groups[size_t(lists.group_of[i])];
+            scalars[i] = F::scalars(group, group.lr.value, double(number));
         }
         last = &scalars[i];
         last_group = lists.group_of[i];
-        last_step = *step;
+        last_number = number;
     }
     return scalars;
 }
 
-SgdScalars scalars_of(const SgdOptions& o, bool first) {
-    return sgd_scalars(o.lr, o.momentum, o.dampening, o.weight_decay, o.nesterov, first);
+enum Place {
+#define FP16OPT_PLACE(F) kPlaceOf##F,
+    FP16OPT_FORMULAS(FP16OPT_PLACE)
+#undef FP16OPT_PLACE
+};
+
+template <class F, Place kPlace>
+void step_by(const StepLists& lists, const StepGiven& given) {
+    const auto groups = groups_of<typename F::Group>(given.groups);
+    require_lists(lists, groups.size());
+    const int states = int(lists.state.size());
+    require(states >= F::least_states && states <= F::most_states, "these are not as many lists of state as the formula has");
+    require(!F::fills_first || given.first.size() == lists.table.numels.size(), "first must have one entry for each tensor");
+    const auto scalars = scalars_of<F>(lists, given, groups);
+    const StepOfChunk step = current_level().steps->steps[kPlace];
+    run(lists, given.threads, [&](const StepChunk& chunk, const Chunk& part) {
+        const size_t place = size_t(part.tensor);
+        const bool first = F::fills_first && given.first[place] != 0;
+        return step(chunk, factors_of(given, groups[size_t(lists.group_of[place])]), &scalars[place], first);
+    });
 }
 
-State8Chunk codes_of(const StepLists& lists, const Pointers& scales_of, const Chunk& part, float limit) {
-    float* scales = static_cast<float*>(scales_of[size_t(part.tensor)]) + part.start / kStateBlock;
+State8Chunk codes_of(const StepLists& lists, const StepGiven& given, const Chunk& part, float limit) {
+    float* scales = static_cast<float*>((*given.scales)[size_t(part.tensor)]) + part.start / kStateBlock;
     return {scales, limit, dither_at(uint64_t(part.start), lists.number)};
+}
+
+void require_scales(const StepLists& lists, const StepGiven& given) {
+    require(given.scales != nullptr && given.scales->size() == lists.table.numels.size(), "scales must have one entry for each tensor");
 }
 
 static_assert(kChunk % kStateBlock == 0, "chunks begin where blocks do");
 
+void adam8(const StepLists& lists, const StepGiven& given) {
+    const auto groups = groups_of<Adam8Group>(given.groups);
+    require_lists(lists, groups.size(), DType::byte);
+    require_scales(lists, given);
+    require(lists.state.size() == 2, "Adam's 8-bit state is two lists");
+    const auto scalars = scalars_of<Adam>(lists, given, groups);
+    const auto* level = current_level().state8;
+    run(lists, given.threads, [&](const StepChunk& chunk, const Chunk& part) {
+        const size_t place = size_t(part.tensor);
+        const Adam8Group& group = groups[size_t(lists.group_of[place])];
+        return level->adam(chunk, codes_of(lists, given, part, group.limit), factors_of(given, group), &scalars[place]);
+    });
+}
+
+void sgd8(const StepLists& lists, const StepGiven& given) {
+    const auto groups = groups_of<SgdGroup>(given.groups);
+    require_lists(lists, groups.size(), DType::byte);
+    require(given.first.size() == lists.table.numels.size(), "first must have one entry for each tensor");
+    require_scales(lists, given);
+    require(lists.state.size() == 1, "SGD's 8-bit state is one list");
+    const auto scalars = scalars_of<Sgd>(lists, given, groups);
+    const auto* level = current_level().state8;
+    run(lists, given.threads, [&](const StepChunk& chunk, const Chunk& part) {
+        const size_t place = size_t(part.tensor);
+        const SgdGroup& group = groups[size_t(lists.group_of[place])];
+        return level->sgd(chunk, codes_of(lists, given, part, 1.0f), factors_of(given, group), &scalars[place],
+                          given.first[place] != 0);
+    });
+}
+
+#define FP16OPT_NAMED(F) {#F, F::counts, false, &step_by<F, kPlaceOf##F>},
+constexpr StepFormula kFormulas[] = {
+    FP16OPT_FORMULAS(FP16OPT_NAMED){"Adam8", true, true, &adam8},
+    {"Sgd8", false, true, &sgd8},
+};
+#undef FP16OPT_NAMED
+
 }  // namespace
 
-void adam(const StepLists& lists, const Pointers& steps, const std::vector<AdamOptions>& groups, float inv_scale,
-          float coefficient, int threads) {
-    require_lists(lists, groups.size());
-    require(lists.state.size() == 2 || lists.state.size() == 3, "Adam's state is two or three lists");
-    const std::vector<AdamScalars> scalars = scalars_of(lists, steps, groups);
-    const auto* level = current_level().steps;
-    run(lists, threads, [&](const StepChunk& chunk, const Chunk& part) {
-        const size_t place = size_t(part.tensor);
-        const AdamOptions& o = groups[size_t(lists.group_of[place])];
-        return level->adam(chunk, factors_of(inv_scale, coefficient, o.maximize), scalars[place]);
-    });
-}
-
-void adam8(const StepLists& lists, const Pointers& scales, const Pointers& steps, const std::vector<AdamOptions>& groups,
-           const std::vector<float>& limits, float inv_scale, float coefficient, int threads) {
-    require_lists(lists, groups.size(), DType::byte);
-    require(lists.state.size() == 2 && limits.size() == groups.size(), "Adam's 8-bit state is two lists, with a limit a group");
-    require(scales.size() == lists.table.numels.size(), "scales must have one entry for each tensor");
-    const std::vector<AdamScalars> scalars = scalars_of(lists, steps, groups);
-    const auto* level = current_level().state8;
-    run(lists, threads, [&](const StepChunk& chunk, const Chunk& part) {
-        const size_t place = size_t(part.tensor), group = size_t(lists.group_of[place]);
-        return level->adam(chunk, codes_of(lists, scales, part, limits[group]),
-                           factors_of(inv_scale, coefficient, groups[group].maximize), scalars[place]);
-    });
-}
-
-void sgd(const StepLists& lists, const std::vector<uint8_t>& first, const std::vector<SgdOptions>& groups, float inv_scale,
-         float coefficient, int threads) {
-    require_lists(lists, groups.size());
-    require(first.size() == lists.table.numels.size(), "first must have one entry for each tensor");
-    require(lists.state.size() <= 1, "SGD's state is one list at most");
-    const auto* level = current_level().steps;
-    run(lists, threads, [&](const StepChunk& chunk, const Chunk& part) {
-        const size_t place = size_t(part.tensor);
-        const SgdOptions& o = groups[size_t(lists.group_of[place])];
-        return level->sgd(chunk, factors_of(inv_scale, coefficient, o.maximize), scalars_of(o, first[place] != 0));
-    });
-}
-
-void sgd8(const StepLists& lists, const Pointers& scales, const std::vector<uint8_t>& first,
-          const std::vector<SgdOptions>& groups, float inv_scale, float coefficient, int threads) {
-    require_lists(lists, groups.size(), DType::byte);
-    require(first.size() == lists.table.numels.size(), "first must have one entry for each tensor");
-    require(lists.state.size() == 1, "SGD's 8-bit state is one list");
-    require(scales.size() == lists.table.numels.size(), "scales must have one entry for each tensor");
-    const auto* level = current_level().state8;
-    run(lists, threads, [&](const StepChunk& chunk, const Chunk& part) {
-        const size_t place = size_t(part.tensor);
-        const SgdOptions& o = groups[size_t(lists.group_of[place])];
-        return level->sgd(chunk, codes_of(lists, scales, part, 1.0f), factors_of(inv_scale, coefficient, o.maximize),
-                          scalars_of(o, first[place] != 0));
-    });
-}
-
-void lion(const StepLists& lists, const std::vector<LionOptions>& groups, float inv_scale, float coefficient, int threads) {
-    require_lists(lists, groups.size());
-    require(lists.state.size() == 1, "Lion's state is one list");
-    const auto* level = current_level().steps;
-    run(lists, threads, [&](const StepChunk& chunk, const Chunk& part) {
-        const LionOptions& o = groups[size_t(lists.group_of[size_t(part.tensor)])];
-        const LionScalars scalars = lion_scalars(o.lr, o.beta1, o.beta2, o.weight_decay);
-        return level->lion(chunk, factors_of(inv_scale, coefficient, o.maximize), scalars);
-    });
+const StepFormula& formula_named(const std::string& name) {
+    for (const StepFormula& formula : kFormulas) {
+        if (name == formula.name) return formula;
+    }
+    throw std::invalid_argument("the compiled module has no formula '" + name + "'. Build it anew.");
 }
 
 }  // namespace fp16opt

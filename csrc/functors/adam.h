@@ -1,12 +1,34 @@
-// One element of an Adam or AdamW step: torch's formulas, each operation rounded.
+// A step of Adam or AdamW: torch's formulas, each operation rounded.
 #pragma once
 
 #include "elementary.h"
-#include "options.h"
+#include "formula.h"
+#include "power.h"
 #include "scale.h"
 #include "unscale.h"
 
 FP16OPT_BEGIN
+
+struct AdamGroup {
+    Number lr;
+    double beta1, beta2, eps, weight_decay;
+    int32_t decoupled, maximize;  // decoupled: AdamW's weight decay
+};
+struct Adam8Group : AdamGroup {
+    float limit;  // of |m| / sqrt(v)
+    int32_t unused;
+};
+
+struct AdamScalars {
+    float decay;      // 1 - lr * weight_decay where that is decoupled, else 1
+    float l2;         // weight_decay where it is added to the gradient, else 0
+    float weight;     // 1 - beta1
+    float beta2;
+    float square;     // 1 - beta2
+    float step_size;  // -lr / (1 - beta1^t)
+    float root;       // sqrt(1 - beta2^t)
+    float eps;
+};
 
 // The numbers of a step as T, which is float or a vector of floats.
 template <class T>
@@ -39,17 +61,49 @@ FP16OPT_HD void adam_move(const AdamTerms<T>& s, T& p, T m, T second) {
     p = p + (s.step_size * m) / (quotient(second, s.root, s.inverse) + s.eps);
 }
 
-// What the root is taken of; `largest`, unless null, is the running maximum of v.
+// What the root is taken of: v, or the running maximum of it.
 template <class T>
-FP16OPT_HD T adam_second(T v, T* largest) {
-    return largest == nullptr ? v : *largest = maximum(*largest, v);
+FP16OPT_HD T adam_second(T v) {
+    return v;
+}
+template <class T>
+FP16OPT_HD T adam_second(T v, T& largest) {
+    return largest = maximum(largest, v);
 }
 
-// The two, one after the other; `largest`, unless null, is the running maximum of v.
-template <class T>
-FP16OPT_HD void adam(const AdamTerms<T>& s, T grad, T& p, T& m, T& v, T* largest) {
-    adam_moments(s, grad, p, m, v);
-    adam_move(s, p, m, root(adam_second(v, largest)));
-}
+// The state: exp_avg, exp_avg_sq and, for amsgrad, max_exp_avg_sq.
+struct Adam : Formula {
+    static constexpr int least_states = 2, most_states = 3;
+    static constexpr bool counts = true;
+    static constexpr int phases = 2;  // what divides waits long for the root, and a chain of both finds too little else to do
+    using Group = AdamGroup;
+    using Scalars = AdamScalars;
+    template <class T>
+    using Terms = AdamTerms<T>;
+
+    FP16OPT_HD static Scalars scalars(const Group& g, double lr, double count) {
+        const bool decoupled = g.decoupled != 0;
+        Scalars s;
+        s.decay = decoupled ? float(1.0 - lr * g.weight_decay) : 1.0f;
+        s.l2 = decoupled ? 0.0f : float(g.weight_decay);
+        s.weight = float(1.0 - g.beta1);
+        s.beta2 = float(g.beta2);
+        s.square = float(1.0 - g.beta2);
+        s.step_size = float(-(lr / (1.0 - power(g.beta1, count))));
+        s.root = float(square_root(1.0 - power(g.beta2, count)));
+        s.eps = float(g.eps);
+        return s;
+    }
+
+    template <int kPhase, bool kFirst, class T, class... Largest>
+    FP16OPT_HD static void step(const AdamTerms<T>& s, T& g, T& p, T& m, T& v, Largest&... largest) {
+        if constexpr (kPhase == 0) {
+            adam_moments(s, g, p, m, v);
+            g = root(adam_second(v, largest...));
+        } else {
+            adam_move(s, p, m, g);
+        }
+    }
+};
 
 FP16OPT_END

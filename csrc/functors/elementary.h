@@ -16,6 +16,14 @@ FP16OPT_HD float root(float x) {
 #endif
 }
 
+FP16OPT_HD double square_root(double x) {
+#if defined(__CUDA_ARCH__)
+    return __dsqrt_rn(x);
+#else
+    return __builtin_sqrt(x);
+#endif
+}
+
 // A nan in either is a nan in the result, as in torch.maximum.
 FP16OPT_HD float maximum(float a, float b) { return a > b || a != a ? a : b; }
 

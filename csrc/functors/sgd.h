@@ -1,12 +1,25 @@
-// One element of an SGD step: torch's formulas, each operation rounded.
+// A step of SGD: torch's formulas, each operation rounded.
 #pragma once
 
-#include "options.h"
+#include "formula.h"
 #include "scale.h"
 #include "unscale.h"
-#include "../core/macros.h"
 
 FP16OPT_BEGIN
+
+struct SgdGroup {
+    Number lr;
+    double momentum, dampening, weight_decay;
+    int32_t nesterov, maximize;
+};
+
+struct SgdScalars {
+    float l2;  // weight_decay
+    float momentum;
+    float fresh;      // 1 - dampening
+    float step_size;  // -lr
+    int32_t nesterov;
+};
 
 // The numbers of a step as T, which is float or a vector of floats.
 template <class T>
@@ -32,5 +45,28 @@ FP16OPT_HD void sgd(const SgdTerms<T>& s, T grad, T& p, T* buffer) {
     }
     p = p + g * s.step_size;
 }
+
+// The state: nothing, or momentum_buffer.
+struct Sgd : Formula {
+    static constexpr int least_states = 0;
+    static constexpr bool fills_first = true;
+    using Group = SgdGroup;
+    using Scalars = SgdScalars;
+    template <class T>
+    using Terms = SgdTerms<T>;
+
+    FP16OPT_HD static Scalars scalars(const Group& g, double lr, double) {
+        return {float(g.weight_decay), float(g.momentum), float(1.0 - g.dampening), float(-lr), g.nesterov};
+    }
+
+    template <int kPhase, bool kFirst, class T>
+    FP16OPT_HD static void step(const SgdTerms<T>& s, T grad, T& p) {
+        sgd<kFirst, T>(s, grad, p, nullptr);
+    }
+    template <int kPhase, bool kFirst, class T>
+    FP16OPT_HD static void step(const SgdTerms<T>& s, T grad, T& p, T& buffer) {
+        sgd<kFirst>(s, grad, p, &buffer);
+    }
+};
 
 FP16OPT_END

@@ -3,6 +3,7 @@
 // after the other, so that programs can be tested, bit for bit, on a machine without a GPU.
 #pragma once
 
+#include "../functors/elementary.h"
 #include "chunk.h"
 #include "eight.h"
 
@@ -272,15 +273,6 @@ FP16OPT_HD void total_of_rows(const double* sumsq, const int32_t* flags, int64_t
     for_threads([&](int t) {
         if (t == 0) s.total = total;
     });
-}
-
-// Both are rounded correctly on a GPU and on a host.
-FP16OPT_HD double square_root(double x) {
-#if defined(__CUDA_ARCH__)
-    return __dsqrt_rn(x);
-#else
-    return __builtin_sqrt(x);
-#endif
 }
 
 // A block's part of an operation that reports nothing: `Operation` has work(lists, chunk, thread), and is_needed(), the

@@ -65,7 +65,7 @@ struct Adam8Step : CodedStep {
     FP16OPT_HD Terms terms(const Lists&, const Chunk& chunk) const {
         const Member& member = members[chunk.tensor];
         const Adam8Group& g = groups[member.group];
-        return Terms{adam_terms(factors(g.maximize != 0), g, count(member)), g.limit * kRatioUnit, kRatios * (1.0f / g.limit)};
+        return Terms{terms_of<Adam>(factors(g.maximize != 0), g, count(member)), g.limit * kRatioUnit, kRatios * (1.0f / g.limit)};
     }
 
     FP16OPT_HD Found advance(const Terms& terms, const Lists& lists, const Chunk& chunk, int i, int valid, int thread,
@@ -138,7 +138,7 @@ struct Sgd8Step : CodedStep {
     FP16OPT_HD Terms terms(const Lists& lists, const Chunk& chunk) const {
         const SgdGroup& g = groups[members[chunk.tensor].group];
         const bool first = lists.add[chunk.tensor] != 0;
-        return Terms{sgd_terms(factors(g.maximize != 0), g, first), first};
+        return Terms{terms_of<Sgd>(factors(g.maximize != 0), g, 0.0f), first};
     }
 
     FP16OPT_HD Found advance(const Terms& terms, const Lists& lists, const Chunk& chunk, int i, int valid, int thread,

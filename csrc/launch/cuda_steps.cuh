@@ -2,11 +2,7 @@
 // state and 16-bit weight without leaving its registers.
 #pragma once
 
-#include "../functors/adam.h"
-#include "../functors/lion.h"
-#include "../functors/power.h"
-#include "../functors/scalars.h"
-#include "../functors/sgd.h"
+#include "formulas.h"
 #include "cuda_masters.cuh"
 #include "cuda_numbers.h"
 
@@ -50,144 +46,60 @@ struct StepCommon {
     FP16OPT_HD void finish(Shared&) const {}
 };
 
-// The numbers of a step of Adam or AdamW for one tensor.
-template <class Group>
-FP16OPT_HD AdamTerms<float> adam_terms(const GradFactors& factors, const Group& g, float count) {
-    const double t = double(count);
-    const double root2 = square_root(1.0 - power(g.beta2, t));
-    const AdamScalars scalars = adam_scalars(number_of(g.lr), g.beta1, g.beta2, g.eps, g.weight_decay, g.decoupled != 0,
-                                             power(g.beta1, t), root2);
-    return AdamTerms<float>(factors, scalars, SplatFloat{});
-}
-FP16OPT_HD SgdTerms<float> sgd_terms(const GradFactors& factors, const SgdGroup& g, bool first) {
-    const SgdScalars scalars = sgd_scalars(number_of(g.lr), g.momentum, g.dampening, g.weight_decay, g.nesterov != 0, first);
-    return SgdTerms<float>(factors, scalars, SplatFloat{});
+// The numbers of a step for one tensor. `count` is looked at by formulas that count.
+template <class F, class Group>
+FP16OPT_HD typename F::template Terms<float> terms_of(const GradFactors& factors, const Group& group, float count) {
+    return typename F::template Terms<float>(factors, F::scalars(group, number_of(group.lr), double(count)), SplatFloat{});
 }
 
-// One step of Adam or AdamW. The state's lists: exp_avg, exp_avg_sq and, for amsgrad, max_exp_avg_sq.
-template <bool kAmsgrad>
-struct AdamStepOf : StepCommon {
-    const AdamGroup* groups;
-    using Terms = AdamTerms<float>;
-    static constexpr int blocks = 2;  // on a multiprocessor at a time: five arrays of eight elements need the registers
+// One step of a formula with kStates lists of state; lists.add tells where they hold nothing yet, if the formula asks.
+template <class F, int kStates>
+struct StepOf : StepCommon {
+    const typename F::Group* groups;
+    using Terms = typename F::template Terms<float>;
+    static constexpr int blocks = kStates > 1 ? 2 : 3;  // on a multiprocessor at a time: eight elements of each list need registers
 
     FP16OPT_HD Terms terms(const Lists&, const Chunk& chunk) const {
         const Member& member = members[chunk.tensor];
-        const AdamGroup& g = groups[member.group];
-        return adam_terms(factors(g.maximize != 0), g, count(member));
+        const typename F::Group& g = groups[member.group];
+        return terms_of<F>(factors(g.maximize != 0), g, F::counts ? count(member) : 0.0f);
     }
 
-    FP16OPT_HD Found work(const Terms& terms, const Lists& lists, const Chunk& chunk, int thread) const {
-        const Grads grads(lists, chunk);
-        const Masters masters(lists, chunk, 1, model_list, number);
-        const Singles exp_avg(lists, 2, chunk), exp_avg_sq(lists, 3, chunk), largest(lists, kAmsgrad ? 4 : 3, chunk);
-        Found found{0.0, 0, 0};
-        for_each_group(chunk.numel, thread, [&](int i, int valid) {
-            Words raw_grad, raw_master;
-            Eight<float> g, p, m, v, top;
-            grads.get(i, raw_grad, valid);
-            masters.get(i, raw_master, valid);
-            exp_avg.get(i, m, valid);
-            exp_avg_sq.get(i, v, valid);
-            if constexpr (kAmsgrad) largest.get(i, top, valid);
-            grads.widen_to(raw_grad, g);
-            masters.values(raw_master, p);
-            FP16OPT_UNROLL
-            for (int k = 0; k < kGroup; ++k) {
-                adam(terms, g.v[k], p.v[k], m.v[k], v.v[k], kAmsgrad ? &top.v[k] : nullptr);
-            }
-            exp_avg.set(i, m, valid);
-            exp_avg_sq.set(i, v, valid);
-            if constexpr (kAmsgrad) largest.set(i, top, valid);
-            masters.set(i, p, valid, found);
-        });
-        return found;
-    }
-};
-using AdamStep = AdamStepOf<false>;
-using AmsgradStep = AdamStepOf<true>;
-
-// One step of SGD. The state's list with momentum: momentum_buffer; lists.add tells where it holds nothing yet.
-template <bool kMomentum>
-struct SgdStepOf : StepCommon {
-    const SgdGroup* groups;
-    using Terms = SgdTerms<float>;
-    static constexpr int blocks = 3;
-
-    FP16OPT_HD Terms terms(const Lists& lists, const Chunk& chunk) const {
-        const SgdGroup& g = groups[members[chunk.tensor].group];
-        return sgd_terms(factors(g.maximize != 0), g, lists.add[chunk.tensor] != 0);
-    }
-
-    enum Buffer { kNone, kEmpty, kFilled };
-
-    template <Buffer kBuffer>
+    template <bool kFirst>
     FP16OPT_HD Found work_as(const Terms& terms, const Lists& lists, const Chunk& chunk, int thread) const {
         const Grads grads(lists, chunk);
         const Masters masters(lists, chunk, 1, model_list, number);
-        const Singles buffers(lists, kBuffer == kNone ? 1 : 2, chunk);
+        // More than there are would be fields that nobody reads: the last one again.
+        const Singles state[] = {{lists, kStates > 0 ? 2 : 1, chunk}, {lists, kStates > 1 ? 3 : 1, chunk}, {lists, kStates > 2 ? 4 : 1, chunk}};
         Found found{0.0, 0, 0};
         for_each_group(chunk.numel, thread, [&](int i, int valid) {
             Words raw_grad, raw_master;
-            Eight<float> g, p, b;
+            Eight<float> g, p, kept[kStates > 0 ? kStates : 1];
             grads.get(i, raw_grad, valid);
             masters.get(i, raw_master, valid);
-            if constexpr (kBuffer == kFilled) buffers.get(i, b, valid);
+            FP16OPT_UNROLL
+            for (int j = 0; j < kStates; ++j) {
+                if constexpr (!kFirst) state[j].get(i, kept[j], valid);
+            }
             grads.widen_to(raw_grad, g);
             masters.values(raw_master, p);
             FP16OPT_UNROLL
             for (int k = 0; k < kGroup; ++k) {
-                sgd<kBuffer == kEmpty>(terms, g.v[k], p.v[k], kBuffer == kNone ? nullptr : &b.v[k]);
+                step_one<F, kStates, 0, kFirst>(terms, g, p, kept, k);
+                if constexpr (F::phases > 1) step_one<F, kStates, 1, kFirst>(terms, g, p, kept, k);
             }
-            if constexpr (kBuffer != kNone) buffers.set(i, b, valid);
-            masters.set(i, p, valid, found);
-        });
-        return found;
-    }
-
-    FP16OPT_HD Found work(const Terms& terms, const Lists& lists, const Chunk& chunk, int thread) const {
-        if constexpr (!kMomentum) {
-            return work_as<kNone>(terms, lists, chunk, thread);
-        } else {
-            return lists.add[chunk.tensor] != 0 ? work_as<kEmpty>(terms, lists, chunk, thread)
-                                                : work_as<kFilled>(terms, lists, chunk, thread);
-        }
-    }
-};
-using SgdStep = SgdStepOf<false>;
-using MomentumStep = SgdStepOf<true>;
-
-// One step of Lion. The state's list: exp_avg.
-struct LionStep : StepCommon {
-    const LionGroup* groups;
-    using Terms = LionTerms<float>;
-    static constexpr int blocks = 3;
-
-    FP16OPT_HD Terms terms(const Lists&, const Chunk& chunk) const {
-        const LionGroup& g = groups[members[chunk.tensor].group];
-        return Terms(factors(g.maximize != 0), lion_scalars(number_of(g.lr), g.beta1, g.beta2, g.weight_decay),
-                     SplatFloat{});
-    }
-
-    FP16OPT_HD Found work(const Terms& terms, const Lists& lists, const Chunk& chunk, int thread) const {
-        const Grads grads(lists, chunk);
-        const Masters masters(lists, chunk, 1, model_list, number);
-        const Singles exp_avg(lists, 2, chunk);
-        Found found{0.0, 0, 0};
-        for_each_group(chunk.numel, thread, [&](int i, int valid) {
-            Words raw_grad, raw_master;
-            Eight<float> g, p, m;
-            grads.get(i, raw_grad, valid);
-            masters.get(i, raw_master, valid);
-            exp_avg.get(i, m, valid);
-            grads.widen_to(raw_grad, g);
-            masters.values(raw_master, p);
             FP16OPT_UNROLL
-            for (int k = 0; k < kGroup; ++k) lion(terms, g.v[k], p.v[k], m.v[k]);
-            exp_avg.set(i, m, valid);
+            for (int j = 0; j < kStates; ++j) state[j].set(i, kept[j], valid);
             masters.set(i, p, valid, found);
         });
         return found;
+    }
+
+    FP16OPT_HD Found work(const Terms& terms, const Lists& lists, const Chunk& chunk, int thread) const {
+        if constexpr (F::fills_first && kStates > 0) {
+            if (lists.add[chunk.tensor] != 0) return work_as<true>(terms, lists, chunk, thread);
+        }
+        return work_as<false>(terms, lists, chunk, thread);
     }
 };
 

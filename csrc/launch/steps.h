@@ -58,9 +58,7 @@ FP16OPT_HD Floats exact_product_plus(Floats a, float b, Floats c) { return exact
 
 FP16OPT_END
 
-#include "../functors/adam.h"
-#include "../functors/lion.h"
-#include "../functors/sgd.h"
+#include "formulas.h"
 
 FP16OPT_BEGIN
 
@@ -155,71 +153,47 @@ private:
     float* master_;
 };
 
-// `largest` may be null. `n` here and below is a multiple of kBlock.
-template <class Grad, class Master>
-FP16OPT_HD void adam_loop(const AdamTerms<Floats>& terms, const Grad& grad, Master& master, float* exp_avg,
-                          float* exp_avg_sq, float* largest, int64_t n) {
-    for (int64_t i = 0; i < n; i += kBlock) {
-        Block g, p, m, v, roots;
-        grad.read(i, g);
-        master.read(i, p);
-        get(static_cast<const float*>(exp_avg + i), m);
-        get(static_cast<const float*>(exp_avg_sq + i), v);
-        for (int k = 0; k < kVectors; ++k) {
-            adam_moments(terms, g.v[k], p.v[k], m.v[k], v.v[k]);
-            if (largest == nullptr) roots.v[k] = root(v.v[k]);
-        }
-        if (largest != nullptr) {
-            Block top;
-            get(static_cast<const float*>(largest + i), top);
-            for (int k = 0; k < kVectors; ++k) roots.v[k] = root(adam_second(v.v[k], &top.v[k]));
-            store(largest + i, top);
-        }
-        for (int k = 0; k < kVectors; ++k) adam_move(terms, p.v[k], m.v[k], roots.v[k]);
-        master.write(i, p);
-        store(exp_avg + i, m);
-        store(exp_avg_sq + i, v);
-    }
-    master.finish();
-}
-
-enum class Momentum { none, first, later };
-
-template <class Grad, class Master>
-FP16OPT_HD void sgd_loop(const SgdTerms<Floats>& terms, const Grad& grad, Master& master, Momentum momentum,
-                         float* buffer, int64_t n) {
-    for (int64_t i = 0; i < n; i += kBlock) {
-        Block g, p, b;
-        grad.read(i, g);
-        master.read(i, p);
-        if (momentum == Momentum::none) {
-            for (int k = 0; k < kVectors; ++k) sgd<false, Floats>(terms, g.v[k], p.v[k], nullptr);
+// The block at `i`, with kStates tensors of state.
+template <class F, int kStates, bool kFirst>
+FP16OPT_HD void step_block(const typename F::template Terms<Floats>& terms, Block& g, Block& p, float* const* state, int64_t i) {
+    Block kept[kStates > 0 ? kStates : 1];
+    for (int j = 0; j < kStates; ++j) {
+        if constexpr (kFirst) {
+            kept[j] = g;  // any value: it is not looked at
         } else {
-            if (momentum == Momentum::first) {
-                b = g;  // any value: it is not looked at
-                for (int k = 0; k < kVectors; ++k) sgd<true>(terms, g.v[k], p.v[k], &b.v[k]);
-            } else {
-                get(static_cast<const float*>(buffer + i), b);
-                for (int k = 0; k < kVectors; ++k) sgd<false>(terms, g.v[k], p.v[k], &b.v[k]);
-            }
-            store(buffer + i, b);
+            get(static_cast<const float*>(state[j] + i), kept[j]);
         }
-        master.write(i, p);
     }
-    master.finish();
+    for (int k = 0; k < kVectors; ++k) step_one<F, kStates, 0, kFirst>(terms, g, p, kept, k);
+    if constexpr (F::phases > 1) {
+        for (int k = 0; k < kVectors; ++k) step_one<F, kStates, 1, kFirst>(terms, g, p, kept, k);
+    }
+    for (int j = 0; j < kStates; ++j) store(state[j] + i, kept[j]);
 }
 
-template <class Grad, class Master>
-FP16OPT_HD void lion_loop(const LionTerms<Floats>& terms, const Grad& grad, Master& master, float* exp_avg,
-                          int64_t n) {
+// The same for as many as there are: one branch for 64 elements, and gradient and masters are compiled once for all.
+template <class F, int kStates = F::least_states>
+FP16OPT_HD void step_block_of(int states, bool first, const typename F::template Terms<Floats>& terms, Block& g, Block& p,
+                              float* const* state, int64_t i) {
+    if constexpr (kStates < F::most_states) {
+        if (states > kStates) return step_block_of<F, kStates + 1>(states, first, terms, g, p, state, i);
+    }
+    if constexpr (F::fills_first && kStates > 0) {
+        if (first) return step_block<F, kStates, true>(terms, g, p, state, i);
+    }
+    step_block<F, kStates, false>(terms, g, p, state, i);
+}
+
+// `n` is a multiple of kBlock.
+template <class F, class Grad, class Master>
+FP16OPT_HD void step_loop(const typename F::template Terms<Floats>& terms, const Grad& grad, Master& master, int states,
+                          bool first, float* const* state, int64_t n) {
     for (int64_t i = 0; i < n; i += kBlock) {
-        Block g, p, m;
+        Block g, p;
         grad.read(i, g);
         master.read(i, p);
-        get(static_cast<const float*>(exp_avg + i), m);
-        for (int k = 0; k < kVectors; ++k) lion(terms, g.v[k], p.v[k], m.v[k]);
+        step_block_of<F>(states, first, terms, g, p, state, i);
         master.write(i, p);
-        store(exp_avg + i, m);
     }
     master.finish();
 }

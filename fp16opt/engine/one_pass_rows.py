@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -9,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from ..kernels import backend, steps
-from ..kernels.reference_steps import AdamOptions, LionOptions, SgdOptions
+from ..kernels.formulas import FORMULAS, Formula
 
 Columns = dict[str, "list[Tensor | None]"]
 
@@ -87,152 +88,82 @@ def steps_on_device(device: torch.device) -> bool:
     return backend(device) == "cuda"
 
 
-# -- SGD ---------------------------------------------------------------------------------------------------------------
-
-
-def _lr(group: dict[str, Any]) -> float | Tensor:
-    lr = group["lr"]
-    return lr if isinstance(lr, Tensor) else float(lr)
-
-
-def _sgd_options(group: dict[str, Any]) -> SgdOptions:
-    momentum, dampening, weight_decay = (float(group[k]) for k in ("momentum", "dampening", "weight_decay"))
-    return SgdOptions(_lr(group), momentum, dampening, weight_decay, bool(group["nesterov"]), bool(group["maximize"]))
-
-
-def _sgd_state(group: dict[str, Any]) -> tuple[str, ...]:
-    return ("momentum_buffer",) if group["momentum"] else ()
-
-
-def _make_sgd_state(state: dict[str, Any], group: dict[str, Any], model: Tensor) -> None:
-    if group["momentum"]:
-        state["momentum_buffer"] = torch.empty_like(model, dtype=torch.float32, requires_grad=False)
-
-
-def _call_sgd(columns: Columns, options: Any, group_of: Any, factors: Any, first: list[bool], **rest: Any) -> None:
-    buffers = columns.get("momentum_buffer")
-    if buffers is not None:
-        rest.update(momentum_buffers=buffers, first=first)
-    steps.multi_tensor_sgd(columns["grads"], columns["masters"], options, group_of, factors, **rest)
-
-
-# -- Adam and AdamW ----------------------------------------------------------------------------------------------------
-
-
-def _adam_options(group: dict[str, Any]) -> AdamOptions:
-    beta1, beta2 = group["betas"]
-    eps, weight_decay = float(group["eps"]), float(group["weight_decay"])
-    decoupled, maximize = bool(group.get("decoupled_weight_decay", False)), bool(group["maximize"])
-    return AdamOptions(_lr(group), float(beta1), float(beta2), eps, weight_decay, decoupled, maximize)
-
-
-def _adamw_options(group: dict[str, Any]) -> AdamOptions:
-    return _adam_options({**group, "decoupled_weight_decay": group.get("decoupled_weight_decay", True)})
-
-
-def _adam_state(group: dict[str, Any]) -> tuple[str, ...]:
-    return ("step", "exp_avg", "exp_avg_sq") + (("max_exp_avg_sq",) if group["amsgrad"] else ())
-
-
 def new_counter(group: dict[str, Any], model: Tensor) -> Tensor:
     """A parameter's counter of steps at 0: where torch keeps it, or where kernels want it. No sync."""
     beside = group.get("fused") or group.get("capturable") or steps_on_device(model.device)
     return torch.zeros((), dtype=torch.float32, device=model.device if beside else torch.device("cpu"))
 
 
-def _make_adam_state(state: dict[str, Any], group: dict[str, Any], model: Tensor) -> None:
-    """What torch's ``Adam._init_group`` makes."""
-    state["step"] = new_counter(group, model)
-    for name in _adam_state(group)[1:]:
-        state[name] = torch.zeros_like(model, dtype=torch.float32, requires_grad=False)
+# -- from formulas to rows, and which class has which ------------------------------------------------------------------
 
 
-def _call_adam(columns: Columns, options: Any, group_of: Any, factors: Any, first: list[bool], **rest: Any) -> None:
-    rest["max_exp_avg_sqs"] = columns.get("max_exp_avg_sq")
-    moments = columns["exp_avg"], columns["exp_avg_sq"], columns["step"]
-    steps.multi_tensor_adam(columns["grads"], columns["masters"], *moments, options, group_of, factors, **rest)
+def _make_state(formula: Formula, state: dict[str, Any], group: dict[str, Any], model: Tensor) -> None:
+    """As torch's own classes make it; what the first step fills holds anything."""
+    new = torch.empty_like if formula.fills_first else torch.zeros_like
+    for name in formula.state_of(group):
+        of_shape = name != "step"
+        state[name] = new(model, dtype=torch.float32, requires_grad=False) if of_shape else new_counter(group, model)
 
 
-# -- Lion --------------------------------------------------------------------------------------------------------------
+def _call(
+    name: str,
+    formula: Formula,
+    columns: Columns,
+    options: Any,
+    group_of: Any,
+    factors: Any,
+    first: list[bool],
+    **rest: Any,
+) -> None:
+    state = [columns[one] for one in formula.state if one in columns]
+    lists = columns["grads"], columns["masters"], state
+    steps.multi_tensor_step(name, *lists, options, group_of, factors, steps=columns.get("step"), first=first, **rest)
 
 
-def _lion_options(group: dict[str, Any]) -> LionOptions:
-    beta1, beta2 = group["betas"]
-    return LionOptions(_lr(group), float(beta1), float(beta2), float(group["weight_decay"]), bool(group["maximize"]))
+def _row(name: str, formula: Formula) -> OnePassRow:
+    return OnePassRow(
+        formula.numbers(),
+        formula.options_of,
+        formula.state_of,
+        functools.partial(_make_state, formula),
+        functools.partial(_call, name, formula),
+        formula.fills_first,
+        wanted=formula.wanted,
+        neutral=formula.neutral,
+    )
 
 
-def _lion_state(group: dict[str, Any]) -> tuple[str, ...]:
-    return ("exp_avg",)
+FUNCTORS = {name: _row(name, formula) for name, formula in FORMULAS.items()}
+"""What is compiled, by name."""
 
-
-def _make_lion_state(state: dict[str, Any], group: dict[str, Any], model: Tensor) -> None:
-    state["exp_avg"] = torch.zeros_like(model, dtype=torch.float32, requires_grad=False)
-
-
-def _call_lion(columns: Columns, options: Any, group_of: Any, factors: Any, first: list[bool], **rest: Any) -> None:
-    lists = columns["grads"], columns["masters"], columns["exp_avg"]
-    steps.multi_tensor_lion(*lists, options, group_of, factors, **rest)
-
-
-# -- which class has which row -----------------------------------------------------------------------------------------
-
-_DECAYED = {"weight_decay": 0.0, "maximize": False}
-_SGD_ROW = OnePassRow(
-    ("momentum", "dampening", "weight_decay"),
-    _sgd_options,
-    _sgd_state,
-    _make_sgd_state,
-    _call_sgd,
-    fills_first=True,
-    neutral={**_DECAYED, "momentum": 0.0, "dampening": 0.0, "nesterov": False},
-)
-_ADAM_ROW = OnePassRow(
-    ("eps", "weight_decay"),
-    _adam_options,
-    _adam_state,
-    _make_adam_state,
-    _call_adam,
-    fills_first=False,
-    wanted=("lr", "betas", "eps"),
-    neutral={**_DECAYED, "amsgrad": False},
-)
-_LION_ROW = OnePassRow(
-    ("weight_decay",),
-    _lion_options,
-    _lion_state,
-    _make_lion_state,
-    _call_lion,
-    fills_first=False,
-    wanted=("lr", "betas"),
-    neutral=_DECAYED,
-)
-FUNCTORS = {
-    "sgd": _SGD_ROW,
-    "adam": _ADAM_ROW,
-    "adamw": replace(_ADAM_ROW, options=_adamw_options),
-    "lion": _LION_ROW,
+ROWS: dict[type[Optimizer], OnePassRow] = {
+    cls: FUNCTORS[name] for name, formula in FORMULAS.items() for cls in formula.classes
 }
-"""What is compiled, by the name of its functor in csrc/functors; "adamw" is "adam" with weight decay of its own."""
-
-ROWS: dict[type[Optimizer], OnePassRow] = {SGD: FUNCTORS["sgd"], Adam: FUNCTORS["adam"], AdamW: FUNCTORS["adamw"]}
 """By class; one_pass_classes.py adds those that users register."""
 
-_LION_PYTORCH = replace(_LION_ROW, keys={"lr": "lr", "betas": "betas", "weight_decay": "weight_decay"})
+_PACKAGED = {
+    tuple(path.split(".")): replace(FUNCTORS[name], keys=keys)
+    for name, formula in FORMULAS.items()
+    for path, keys in formula.packaged.items()
+}
 
 
 def row_of(cls: type) -> OnePassRow | None:
-    """The row of exactly this class: of torch.optim, registered, or ``lion_pytorch.Lion``; None where it has none.
+    """The row of exactly this class: of torch.optim, registered, or of a package; None where it has none.
 
     Imports nothing: who has an optimizer of a package has imported it.
 
     Example:
-        >>> row_of(SGD) is ROWS[SGD], row_of(torch.optim.Adagrad) is None
+        >>> row_of(torch.optim.SGD) is FUNCTORS["sgd"], row_of(torch.optim.Adagrad) is None
         (True, True)
     """
     if cls in ROWS:
         return ROWS[cls]
-    package = sys.modules.get("lion_pytorch")
-    return _LION_PYTORCH if package is not None and getattr(package, "Lion", None) is cls else None
+    for (package, name), row in _PACKAGED.items():
+        module = sys.modules.get(package)
+        if module is not None and getattr(module, name, None) is cls:
+            return row
+    return None
 
 
 def no_row(cls: type) -> str:

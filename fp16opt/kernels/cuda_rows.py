@@ -14,6 +14,8 @@ import sys
 from enum import Enum
 from pathlib import Path
 
+from .formulas import FORMULAS, Formula
+
 SOURCE = Path(__file__).resolve().parent.parent / "_cuda.cuh"
 """All of the device's code in one text, which setup.py makes out of csrc/."""
 
@@ -77,37 +79,57 @@ class Kernel:
         fields: of the functor, as in :class:`Struct`. A field ``n`` is filled with the length of the lists.
         blocks: how it goes over its lists.
         group: of steps: the struct with a param_group's numbers. Its first three fields are the learning rate.
+        made_of: of a functor that is a template: what it is a name for; "" for a struct of its own.
 
     Attributes:
-        name, blocks, group: as given.
+        name, blocks, group, made_of: as given.
         functor: the struct.
         counted: which of its fields is ``n``; None where there is no such field.
         least, most: blocks of a launch over lists, whatever their length.
     """
 
-    def __init__(self, name: str, functor: str, fields: str, blocks: Blocks, group: Struct | None = None) -> None:
-        self.name, self.functor, self.blocks, self.group = name, Struct(functor, fields), blocks, group
+    def __init__(
+        self, name: str, functor: str, fields: str, blocks: Blocks, group: Struct | None = None, made_of: str = ""
+    ) -> None:
+        self.name, self.functor, self.blocks = name, Struct(functor, fields), blocks
+        self.group = Struct("", "") if group is None else group
+        self.made_of = made_of
         self.counted = self.functor.fields.index("n") if "n" in self.functor.fields else None
         self.least, self.most = (0, _KEEPS_BUSY) if blocks is Blocks.MAPPING else (1, sys.maxsize)
 
     def entry(self) -> str:
         """C++ that asserts the layout, and makes the entry ``fp16opt_NAME``."""
-        structs = [self.functor] if self.group is None else [self.functor, self.group]
-        lines = [line for one in structs for line in one.assertions()]
+        structs = [self.functor, self.group] if self.group.name else [self.functor]
+        lines = [f"namespace fp16opt {{ using {self.functor.name} = {self.made_of}; }}"] if self.made_of else []
+        lines += [line for one in structs for line in one.assertions()]
         return "\n".join([*lines, f"FP16OPT_{self.blocks.name}({self.name}, {self.functor.name})", ""])
 
 
 _UNSCALE = "inv_scale:P nonfinite:P sumsq:P n:q norm:P found_inf:P write:?"
 _RATE = "lr.value:d lr.at:P lr.is_wide:q"
 _STEP = "inv_scale:P coefficient:P found_inf:P members:P table:P overflow:P model_list:i number:I groups:P"
-_ADAM = f"{_RATE} beta1:d beta2:d eps:d weight_decay:d decoupled:i maximize:i"
-_ADAM_GROUP = Struct("AdamGroup", _ADAM)
-_SGD_GROUP = Struct("SgdGroup", f"{_RATE} momentum:d dampening:d weight_decay:d nesterov:i maximize:i")
-_LION_GROUP = Struct("LionGroup", f"{_RATE} beta1:d beta2:d weight_decay:d maximize:i")
 _DIGESTS = "now:P then:P taken:P"
 _CLIP = "norm:P found_inf:P max_norm:d only_finite:? single:P factor:P"
 _DECIDED = "c.found_inf:P c.last:P c.skipped:P c.scale:P c.clean:P c.skips:P c.settings:P"
 _CLEARED = "c.flags:P c.kept:P c.n:q c.cleared:P c.words:q"
+
+
+def _group(formula: Formula) -> str:
+    """The fields of a formula's ``Group``."""
+    return " ".join([_RATE, *(f"{name}:{'i' if kind is bool else 'd'}" for name, kind in formula.fields.items())])
+
+
+_ADAM, _SGD = _group(FORMULAS["adam"]), _group(FORMULAS["sgd"])
+
+
+def _steps_of(formula: Formula) -> list[Kernel]:
+    """The kernels of a formula: one for each number of lists that its state may have."""
+    group, least = Struct(f"{formula.struct}::Group", _group(formula)), formula.least()
+    return [
+        Kernel(name, f"{name.title()}Step", _STEP, Blocks.STEPPING, group, f"StepOf<{formula.struct}, {count}>")
+        for count, name in enumerate(formula.kernels, least)
+    ]
+
 
 CHUNK = Struct("Chunk", "start:q tensor:i numel:i")
 ENTRY = Struct("Entry", "row:q first_chunk:q stride:q dtypes:8s")
@@ -122,13 +144,9 @@ KERNELS = {
     for kernel in (
         Kernel("unscale", "Unscale", _UNSCALE, Blocks.FINDING),
         Kernel("check", "Check", _UNSCALE, Blocks.FINDING),
-        Kernel("adam", "AdamStep", _STEP, Blocks.STEPPING, _ADAM_GROUP),
-        Kernel("amsgrad", "AmsgradStep", _STEP, Blocks.STEPPING, _ADAM_GROUP),
-        Kernel("sgd", "SgdStep", _STEP, Blocks.STEPPING, _SGD_GROUP),
-        Kernel("momentum", "MomentumStep", _STEP, Blocks.STEPPING, _SGD_GROUP),
-        Kernel("lion", "LionStep", _STEP, Blocks.STEPPING, _LION_GROUP),
+        *(kernel for formula in FORMULAS.values() for kernel in _steps_of(formula)),
         Kernel("adam8", "Adam8Step", _STEP, Blocks.STEPPING, Struct("Adam8Group", f"{_ADAM} limit:f")),
-        Kernel("sgd8", "Sgd8Step", _STEP, Blocks.STEPPING, _SGD_GROUP),
+        Kernel("sgd8", "Sgd8Step", _STEP, Blocks.STEPPING, Struct("SgdGroup", _SGD)),
         Kernel("l2norm", "Norm", "sumsq:P n:q norm:P norms:P", Blocks.FINDING),
         Kernel("compare", "Compare", "before:P offsets:P numbers:P", Blocks.MEASURING),
         Kernel("measure", "Measure", "numbers:P", Blocks.MEASURING),

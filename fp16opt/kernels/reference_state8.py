@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from . import reference_steps
+from .formulas import FORMULAS, AdamOptions, SgdOptions
 from .reference import SLAB, flatten, memory_order, write_back
-from .reference_steps import AdamOptions, Factors, SgdOptions
+from .reference_steps import Factors
 
 BLOCK = 128
 """Consecutive elements with one scale."""
@@ -181,7 +182,7 @@ def adam(
         master: float32. Written.
         codes: int8 of m, uint8 of v, of the master's shape, and float32 scales. Written.
         t: the number of this step, from 1, for the bias corrections.
-        options, factors: as for :func:`.reference_steps.adam`.
+        options, factors: as for :func:`.reference_steps.step`.
         step: what the dither goes by.
     """
     limit = ratio_limit(options.beta1, options.beta2)
@@ -190,7 +191,7 @@ def adam(
     for part, scales, (first, second, single) in views.parts():
         root = _decode_root(second, scales)
         m, v = _decode_signed(first, root, limit), root * root
-        reference_steps.adam(source[part], single, m, v, None, t, options, factors)
+        reference_steps.step(FORMULAS["adam"].reference, source[part], single, [m, v], options, factors, t)
         _encode_moments(m, v, limit, _Dither.of(part, step, m.device), (first, second, scales))
     views.write_back()
 
@@ -215,7 +216,7 @@ def sgd(
     source = flatten(grad, views.order).values
     for part, scales, (shares, single) in views.parts():
         buffer = _decode_signed(shares, _each(scales, shares.numel()), 1.0)
-        reference_steps.sgd(source[part], single, buffer, first, options, factors)
+        reference_steps.step(FORMULAS["sgd"].reference, source[part], single, [buffer], options, factors, first=first)
         _encode_momentum(buffer, _Dither.of(part, step, buffer.device), shares, scales)
     views.write_back()
 

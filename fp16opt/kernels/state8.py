@@ -13,10 +13,12 @@ from torch import Tensor
 
 from . import cuda, cuda_steps, reference_state8, reference_steps
 from .calls import Entries, Operation
+from .cuda_rows import KERNELS
+from .formulas import AdamOptions, SgdOptions
 from .reference_state8 import BLOCK, block_count, ratio_limit
-from .reference_steps import AdamOptions, Factors, SgdOptions
+from .reference_steps import Factors
 from .stats import CastStats
-from .steps import Given, StepTables, step_call
+from .steps import Given, StepTables, packed, step_call
 from .tables import BFLOAT, HALF, REMAINDERS, SINGLE
 
 __all__ = [
@@ -84,12 +86,12 @@ def multi_tensor_adam8(
     """One Adam or AdamW step of n tensors whose moments are kept in 8 bits, in one pass over their memory.
 
     Args:
-        grads, masters, steps, options, group_of, factors: as for :func:`fp16opt.kernels.steps.multi_tensor_adam`.
+        grads, masters, steps, options, group_of, factors: as for :func:`fp16opt.kernels.steps.multi_tensor_step`.
         exp_avg_codes: n int8 tensors of the same shapes. Written, as all the following.
         exp_avg_sq_codes: n uint8 tensors of the same shapes.
         scales: n contiguous float32 tensors, each of one number for every 128 elements.
         number: of the step, which the rounding of codes goes by; modulo 2**32.
-        models, stats, found_inf, tables: as for :func:`fp16opt.kernels.steps.multi_tensor_adam`.
+        models, stats, found_inf, tables: as for :func:`fp16opt.kernels.steps.multi_tensor_step`.
 
     Raises:
         TypeError: a wrong type or dtype. ValueError: lengths, shapes or devices that differ. Nothing is written then.
@@ -116,14 +118,14 @@ def multi_tensor_adam8(
             with reference_steps.whole(row, master, others[0] if others else None, found, number) as single:
                 t, group = float(count.add_(1.0)), options[group_of[row]]
                 reference_state8.adam(grad, single, (first, second, scale), t, group, factors, number)
-        limits = [ratio_limit(o.beta1, o.beta2) for o in options]
+        limited = [(*o, ratio_limit(o.beta1, o.beta2)) for o in options]
         if plan.serving is cuda:
-            limited = [(*o, limit) for o, limit in zip(options, limits, strict=True)]
             cuda_steps.launch(call, "adam8", limited, group_of, factors, found, found_inf, number=number)
         elif plan.serving is not None and plan.direct:
             overflow = 0 if found is None else found.overflow
-            arguments = (*factors, overflow, found is not None, group_of, options, limits, number & 0xFFFFFFFF)
-            plan.serving.launch(call, "adam8", *arguments, results=(overflow,))
+            groups = packed(KERNELS["adam8"].group, limited)
+            told = ("Adam8", *factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
+            plan.serving.launch(call, "step", *told, results=(overflow,), flags=False)
 
 
 def multi_tensor_sgd8(
@@ -145,11 +147,11 @@ def multi_tensor_sgd8(
     """One SGD step of n tensors whose momentum is kept in 8 bits, in one pass over their memory.
 
     Args:
-        grads, masters, options, group_of, factors: as for :func:`fp16opt.kernels.steps.multi_tensor_sgd`.
+        grads, masters, options, group_of, factors: as for :func:`fp16opt.kernels.steps.multi_tensor_step`.
         momentum_codes: n int8 tensors of the same shapes. Written, as ``scales``.
         scales, number: as for :func:`multi_tensor_adam8`.
         first: which of the n hold nothing yet.
-        models, stats, found_inf, tables: as for :func:`fp16opt.kernels.steps.multi_tensor_adam`.
+        models, stats, found_inf, tables: as for :func:`fp16opt.kernels.steps.multi_tensor_step`.
 
     Raises:
         TypeError: a wrong type or dtype. ValueError: lengths, shapes or devices that differ. Nothing is written then.
@@ -179,8 +181,9 @@ def multi_tensor_sgd8(
             cuda_steps.launch(call, "sgd8", options, group_of, factors, found, found_inf, first=first, number=number)
         elif plan.serving is not None and plan.direct:
             overflow = 0 if found is None else found.overflow
-            arguments = (*factors, overflow, found is not None, group_of, options, number & 0xFFFFFFFF)
-            plan.serving.launch(call, "sgd8", *arguments, results=(overflow,), flags=first)
+            groups = packed(KERNELS["sgd8"].group, options)
+            told = ("Sgd8", *factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
+            plan.serving.launch(call, "step", *told, results=(overflow,), flags=first)
 
 
 # -- from FP32 state to codes and back ---------------------------------------------------------------------------------

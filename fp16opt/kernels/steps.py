@@ -1,7 +1,7 @@
 """The one-pass optimizer steps over lists of tensors: gradient in, master, state and 16-bit weight out.
 
 A stored gradient g becomes (float32(g) * inv_scale) * coefficient, two roundings, and the step's formulas are torch's
-with every operation rounded: compiled kernels and :mod:`fp16opt.kernels.reference_steps` give the same bits.
+with every operation rounded: compiled kernels and the references of :mod:`.formulas` give the same bits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from torch import Tensor
 from . import cuda, cuda_steps, reference_steps
 from .backends import captures
 from .calls import Call, Entries, Operation, PointerTables
-from .reference_steps import AdamOptions, Factors, LionOptions, SgdOptions
+from .cuda_rows import KERNELS, Struct
+from .formulas import FORMULAS, AdamOptions, Formula, LionOptions, SgdOptions
+from .reference_steps import Factors
 from .stats import CastStats, check_given
 from .tables import BFLOAT, HALF, REMAINDERS, SINGLE, call_for
 
@@ -27,8 +29,8 @@ __all__ = [
     "SgdOptions",
     "StepTables",
     "multi_tensor_adam",
-    "multi_tensor_lion",
     "multi_tensor_sgd",
+    "multi_tensor_step",
 ]
 
 _NO_STATS = "stats must be given along with models, got None. Use CastStats.allocate."
@@ -45,20 +47,20 @@ def _with_models(grad: torch.dtype, *others: torch.dtype) -> bool:
     return fits and all(dtype == SINGLE for dtype in singles)
 
 
-def _operation(name: str, *state: str, counters: str = "") -> dict[bool, Operation]:
-    """By whether there are models: the operation as the guards see it."""
-    lists = ("grads", "masters", *state)
-    models = Operation(
-        name, (*lists, "models"), _with_models, _MODELS, (len(lists),), 1, counters, coded=("cpu", "cuda")
-    )
-    return {False: Operation(name, lists, _owned, "float32 each", (1,), 1, counters), True: models}
+def _operations(name: str, formula: Formula) -> dict[tuple[int, bool], Operation]:
+    """By the number of lists of state, and whether there are models: a formula's step as the guards see it."""
+    found, counters = {}, "steps" if formula.counts else ""
+    for count in range(formula.least(), len(formula.state) + 1):
+        lists = ("grads", "masters", *(f"{one}s" for one in formula.state[:count]))
+        found[count, False] = Operation(f"multi_tensor_{name}", lists, _owned, "float32 each", (1,), 1, counters)
+        found[count, True] = Operation(
+            *(f"multi_tensor_{name}", (*lists, "models"), _with_models, _MODELS, (len(lists),), 1, counters),
+            coded=("cpu", "cuda"),
+        )
+    return found
 
 
-_ADAM = _operation("multi_tensor_adam", "exp_avgs", "exp_avg_sqs", counters="steps")
-_AMSGRAD = _operation("multi_tensor_adam", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", counters="steps")
-_SGD = _operation("multi_tensor_sgd")
-_MOMENTUM = _operation("multi_tensor_sgd", "momentum_buffers")
-_LION = _operation("multi_tensor_lion", "exp_avgs")
+_OPERATIONS = {name: _operations(name, formula) for name, formula in FORMULAS.items()}
 
 
 @dataclass
@@ -69,11 +71,11 @@ class StepTables:
 
 
 class Given(NamedTuple):
-    """What every step is given beside its lists; see :func:`multi_tensor_adam`.
+    """What every step is given beside its lists; see :func:`multi_tensor_step`.
 
     Attributes:
         has_models: whether masters have 16-bit parameters, whose ``stats`` are written.
-        first: of SGD: which state holds nothing yet.
+        first: which state holds nothing yet.
     """
 
     factors: Factors
@@ -90,7 +92,7 @@ def step_call(operation: Operation, lists: tuple[Entries, ...], given: Given) ->
     """The lists of a step, checked with what is given beside them; None where the host reads that it is to skip.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as :func:`multi_tensor_adam`.
+        TypeError, ValueError, RuntimeError: as :func:`multi_tensor_step`.
     """
     factors, found_inf = given.factors, given.found_inf
     tables = None if given.tables is None else given.tables.lists
@@ -109,6 +111,99 @@ def step_call(operation: Operation, lists: tuple[Entries, ...], given: Given) ->
         )
     decided = found_inf is not None and call.plan.decided_here and bool(found_inf.item())
     return None if decided else call
+
+
+def packed(group: Struct, options: Sequence[tuple[Any, ...]]) -> bytes:
+    """Param_groups as compiled code reads them on the CPU: the learning rate, then the other fields of ``group``."""
+    return b"".join([group.packer.pack(float(o[0]), 0, 0, *o[1:]) for o in options])
+
+
+def multi_tensor_step(
+    formula: str,
+    grads: Entries,
+    masters: Entries,
+    state: Sequence[Entries],
+    options: Sequence[Any],
+    group_of: Sequence[int],
+    factors: Factors,
+    *,
+    steps: Entries | None = None,
+    first: Sequence[bool] | None = None,
+    models: Entries | None = None,
+    stats: CastStats | None = None,
+    found_inf: Tensor | None = None,
+    number: int = 0,
+    tables: StepTables | None = None,
+) -> None:
+    """One step of n tensors by a formula, in one pass over their memory. Messages name it multi_tensor_FORMULA.
+
+    Args:
+        formula: a key of :data:`.formulas.FORMULAS`.
+        grads: n tensors, still scaled: float32, or the dtype of ``models[i]``. Read only.
+        masters: n float32 tensors of the same shapes, or int16 or int8 remainders to ``models``. Written, as all the
+            following.
+        state: the formula's lists, all or those that it needs, of n float32 tensors of the same shapes.
+        options: of the param_groups, the formula's. An ``lr`` that is a tensor on the device is read there.
+        group_of: for each of the n entries, its place in ``options``.
+        factors: what gradients are multiplied by.
+        steps: for formulas that count: n float32 tensors of one element, each its own: how many steps were taken.
+            Counted up. Where they are not on the device of the others, the step is decided on the host: one wait, if
+            ``found_inf`` is given.
+        first: for formulas that fill state in the first step: which of the n hold nothing yet.
+        models: n float16 or bfloat16 tensors of the same shapes, to which masters are rounded; None where masters are
+            the parameters themselves.
+        stats: for n tensors; written with ``models``, as by :func:`fp16opt.kernels.multi_tensor_cast`.
+        found_inf: float32, shape [], on the device: where it is not 0, nothing is written. Compiled kernels look at it
+            there; torch operations wait for it.
+        number: of the step, by which masters with int8 remainders are rounded; modulo 2**32.
+        tables: the cache of this call site.
+
+    Raises:
+        TypeError: a wrong type or dtype. ValueError: lengths, shapes or devices that differ, or another number of lists
+            than the formula has. RuntimeError: a CUDA graph is being captured, and something has 8 bits. Nothing is
+            written then.
+
+    Example:
+        >>> master, m, one = [torch.ones(1)], [torch.zeros(1)], torch.tensor(1.0)
+        >>> options = [LionOptions(0.25, 0.5, 0.5, 0.0, False)]
+        >>> multi_tensor_step("lion", [torch.ones(1)], master, [m], options, [0], Factors(one, one))
+        >>> master[0], m[0]
+        (tensor([0.7500]), tensor([0.5000]))
+    """
+    row = FORMULAS[formula]
+    operation = _OPERATIONS[formula].get((len(state), models is not None))
+    if operation is None or (steps is None) is row.counts:
+        raise ValueError(
+            f"multi_tensor_{formula}: state must have {row.least()} to {len(row.state)} lists, of "
+            f"{', '.join(row.state)}, and steps {'be a list' if row.counts else 'be None'}; got {len(state)} lists, and steps "
+            f"{'None' if steps is None else 'in a list'}."
+        )
+    with torch.no_grad():
+        lists = (grads, masters, *state)
+        lists = lists if models is None else (*lists, models)
+        lists = lists if steps is None else (*lists, steps)
+        call = step_call(
+            operation, lists, Given(factors, options, group_of, models is not None, stats, found_inf, tables, first)
+        )
+        if call is None:
+            return
+        plan, found = call.plan, None if models is None else stats
+        fresh: bool | Sequence[bool] = first if first is not None and row.fills_first and state else False
+        for _, place in plan.by_reference:
+            grad, master, *rest = call.row(place)
+            kept, others = rest[: len(state)], rest[len(state) :]
+            t = float(others[-1].add_(1.0)) if row.counts else 0.0
+            begins = fresh if isinstance(fresh, bool) else bool(fresh[place])
+            with reference_steps.whole(place, master, None if found is None else others[0], found, number) as single:
+                reference_steps.step(row.reference, grad, single, kept, options[group_of[place]], factors, t, begins)
+        kernel = row.kernels[len(state) - len(row.state) - 1]
+        if plan.serving is cuda:
+            cuda_steps.launch(call, kernel, options, group_of, factors, found, found_inf, fresh, number)
+        elif plan.serving is not None:
+            overflow = 0 if found is None else found.overflow
+            groups = packed(KERNELS[kernel].group, options)
+            told = (row.struct, *factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
+            plan.serving.launch(call, "step", *told, results=(overflow,), flags=fresh)
 
 
 def multi_tensor_adam(
@@ -131,27 +226,9 @@ def multi_tensor_adam(
     """One Adam or AdamW step of n tensors, in one pass over their memory.
 
     Args:
-        grads: n tensors, still scaled: float32, or the dtype of ``models[i]``. Read only.
-        masters: n float32 tensors of the same shapes, or int16 or int8 remainders to ``models``. Written, as all the
-            following.
-        exp_avgs, exp_avg_sqs: n float32 tensors of the same shapes.
-        steps: n float32 tensors of one element, each its own: how many steps were taken. Counted up. Where they are not
-            on the device of the others, the step is decided on the host: one wait, if ``found_inf`` is given.
-        options: of the param_groups. An ``lr`` that is a tensor on the device is read there.
-        group_of: for each of the n entries, its place in ``options``.
-        factors: what gradients are multiplied by.
-        max_exp_avg_sqs: n float32 tensors of the same shapes; given for amsgrad.
-        models: n float16 or bfloat16 tensors of the same shapes, to which masters are rounded; None where masters are
-            the parameters themselves.
-        stats: for n tensors; written with ``models``, as by :func:`fp16opt.kernels.multi_tensor_cast`.
-        found_inf: float32, shape [], on the device: where it is not 0, nothing is written. Compiled kernels look at it
-            there; torch operations wait for it.
-        number: of the step, by which masters with int8 remainders are rounded; modulo 2**32.
-        tables: the cache of this call site.
-
-    Raises:
-        TypeError: a wrong type or dtype. ValueError: lengths, shapes or devices that differ. RuntimeError: a CUDA graph
-            is being captured, and something has 8 bits. Nothing is written then.
+        exp_avgs, exp_avg_sqs, max_exp_avg_sqs: the state, the last given for amsgrad.
+        grads, masters, steps, options, group_of, factors, models, stats, found_inf, number, tables: as for
+            :func:`multi_tensor_step`, which says too what is raised.
 
     Example:
         >>> master, m, v, step = [torch.ones(1)], [torch.zeros(1)], [torch.zeros(1)], [torch.zeros(())]
@@ -161,29 +238,10 @@ def multi_tensor_adam(
         >>> master[0], step[0]
         (tensor([0.9000]), tensor(1.))
     """
-    with torch.no_grad():
-        operation = (_ADAM if max_exp_avg_sqs is None else _AMSGRAD)[models is not None]
-        state = (exp_avgs, exp_avg_sqs) if max_exp_avg_sqs is None else (exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
-        lists = (grads, masters, *state, steps) if models is None else (grads, masters, *state, models, steps)
-        given = Given(factors, options, group_of, models is not None, stats, found_inf, tables)
-        call = step_call(operation, lists, given)
-        if call is None:
-            return
-        plan, found = call.plan, None if models is None else stats
-        for _, row in plan.by_reference:
-            grad, master, first, second, *others, count = call.row(row)
-            model = others.pop() if found is not None else None
-            with reference_steps.whole(row, master, model, found, number) as single:
-                t = float(count.add_(1.0))
-                largest = others[0] if others else None
-                reference_steps.adam(grad, single, first, second, largest, t, options[group_of[row]], factors)
-        if plan.serving is cuda:
-            name = "adam" if max_exp_avg_sqs is None else "amsgrad"
-            cuda_steps.launch(call, name, options, group_of, factors, found, found_inf, number=number)
-        elif plan.serving is not None:
-            overflow = 0 if found is None else found.overflow
-            arguments = (*factors, overflow, found is not None, group_of, options, number & 0xFFFFFFFF)
-            plan.serving.launch(call, "adam", *arguments, results=(overflow,))
+    state = (exp_avgs, exp_avg_sqs) if max_exp_avg_sqs is None else (exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
+    lists = grads, masters, state, options, group_of
+    rest: dict[str, Any] = {"found_inf": found_inf, "number": number, "tables": tables}
+    multi_tensor_step("adam", *lists, factors, steps=steps, models=models, stats=stats, **rest)
 
 
 def multi_tensor_sgd(
@@ -204,18 +262,10 @@ def multi_tensor_sgd(
     """One SGD step of n tensors, in one pass over their memory.
 
     Args:
-        grads: n tensors, still scaled: float32, or the dtype of ``models[i]``. Read only.
-        masters: n float32 tensors of the same shapes, or int16 or int8 remainders to ``models``. Written, as all the
-            following.
-        options: of the param_groups. An ``lr`` that is a tensor on the device is read there.
-        group_of: for each of the n entries, its place in ``options``.
-        factors: what gradients are multiplied by.
         momentum_buffers: n float32 tensors of the same shapes; None steps without momentum.
         first: given with momentum_buffers: which of the n hold nothing yet.
-        models, stats, found_inf, number, tables: as for :func:`multi_tensor_adam`.
-
-    Raises:
-        TypeError: a wrong type or dtype. ValueError: lengths, shapes or devices that differ. Nothing is written then.
+        grads, masters, options, group_of, factors, models, stats, found_inf, number, tables: as for
+            :func:`multi_tensor_step`, which says too what is raised.
 
     Example:
         >>> master, one = [torch.ones(1)], torch.tensor(1.0)
@@ -224,83 +274,7 @@ def multi_tensor_sgd(
         >>> master[0]
         tensor([0.7500])
     """
-    with torch.no_grad():
-        operation = (_SGD if momentum_buffers is None else _MOMENTUM)[models is not None]
-        state = () if momentum_buffers is None else (momentum_buffers,)
-        lists = (grads, masters, *state) if models is None else (grads, masters, *state, models)
-        given = Given(factors, options, group_of, models is not None, stats, found_inf, tables, first)
-        call = step_call(operation, lists, given)
-        if call is None:
-            return
-        plan, found = call.plan, None if models is None else stats
-        fresh = False if first is None else first
-        for _, row in plan.by_reference:
-            grad, master, *kept = call.row(row)
-            model = kept.pop() if found is not None else None
-            begins = fresh if isinstance(fresh, bool) else bool(fresh[row])
-            with reference_steps.whole(row, master, model, found, number) as single:
-                buffer = kept[0] if kept else None
-                reference_steps.sgd(grad, single, buffer, begins, options[group_of[row]], factors)
-        if plan.serving is cuda:
-            name = "sgd" if momentum_buffers is None else "momentum"
-            cuda_steps.launch(call, name, options, group_of, factors, found, found_inf, fresh, number)
-        elif plan.serving is not None:
-            overflow = 0 if found is None else found.overflow
-            arguments = (*factors, overflow, found is not None, group_of, options, number & 0xFFFFFFFF)
-            plan.serving.launch(call, "sgd", *arguments, results=(overflow,), flags=fresh)
-
-
-def multi_tensor_lion(
-    grads: Entries,
-    masters: Entries,
-    exp_avgs: Entries,
-    options: Sequence[LionOptions],
-    group_of: Sequence[int],
-    factors: Factors,
-    *,
-    models: Entries | None = None,
-    stats: CastStats | None = None,
-    found_inf: Tensor | None = None,
-    number: int = 0,
-    tables: StepTables | None = None,
-) -> None:
-    """One Lion step of n tensors, in one pass over their memory.
-
-    Args:
-        grads: n tensors, still scaled: float32, or the dtype of ``models[i]``. Read only.
-        masters: n float32 tensors of the same shapes, or int16 remainders to ``models``. Written, as all the following.
-        exp_avgs: n float32 tensors of the same shapes.
-        options: of the param_groups. An ``lr`` that is a tensor on the device is read there.
-        group_of: for each of the n entries, its place in ``options``.
-        factors: what gradients are multiplied by.
-        models, stats, found_inf, number, tables: as for :func:`multi_tensor_adam`.
-
-    Raises:
-        TypeError: a wrong type or dtype. ValueError: lengths, shapes or devices that differ. Nothing is written then.
-
-    Example:
-        >>> master, m, one = [torch.ones(1)], [torch.zeros(1)], torch.tensor(1.0)
-        >>> options = [LionOptions(0.25, 0.5, 0.5, 0.0, False)]
-        >>> multi_tensor_lion([torch.ones(1)], master, m, options, [0], Factors(one, one))
-        >>> master[0], m[0]
-        (tensor([0.7500]), tensor([0.5000]))
-    """
-    with torch.no_grad():
-        operation = _LION[models is not None]
-        lists = (grads, masters, exp_avgs) if models is None else (grads, masters, exp_avgs, models)
-        given = Given(factors, options, group_of, models is not None, stats, found_inf, tables)
-        call = step_call(operation, lists, given)
-        if call is None:
-            return
-        plan, found = call.plan, None if models is None else stats
-        for _, row in plan.by_reference:
-            grad, master, average, *kept = call.row(row)
-            model = kept[0] if found is not None else None
-            with reference_steps.whole(row, master, model, found, number) as single:
-                reference_steps.lion(grad, single, average, options[group_of[row]], factors)
-        if plan.serving is cuda:
-            cuda_steps.launch(call, "lion", options, group_of, factors, found, found_inf, number=number)
-        elif plan.serving is not None:
-            overflow = 0 if found is None else found.overflow
-            arguments = (*factors, overflow, found is not None, group_of, options, number & 0xFFFFFFFF)
-            plan.serving.launch(call, "lion", *arguments, results=(overflow,))
+    state = () if momentum_buffers is None else (momentum_buffers,)
+    lists = grads, masters, state, options, group_of
+    rest: dict[str, Any] = {"found_inf": found_inf, "number": number, "tables": tables}
+    multi_tensor_step("sgd", *lists, factors, first=first, models=models, stats=stats, **rest)

@@ -1,4 +1,4 @@
-"""multi_tensor_adam, multi_tensor_sgd and multi_tensor_lion against numpy, bit for bit, on every backend."""
+"""multi_tensor_adam, multi_tensor_sgd and multi_tensor_step against numpy, bit for bit, on every backend."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from fp16opt.kernels.steps import (
     SgdOptions,
     StepTables,
     multi_tensor_adam,
-    multi_tensor_lion,
     multi_tensor_sgd,
+    multi_tensor_step,
 )
 from fused import oracle_fused as oracle
 from fused.oracle_fused import Element
@@ -182,8 +182,8 @@ def test_lion_has_the_bits_of_the_recipe(case: str, kind: str, implementation: s
     for step in range(3):
         grads = problem.grads(waits=step != 1)
         grads[3][:3] = 0.0
-        multi_tensor_lion(
-            grads, problem.masters, problem.kept[0], options, [0] * len(SIZES), factors(),
+        multi_tensor_step(
+            "lion", grads, problem.masters, [problem.kept[0]], options, [0] * len(SIZES), factors(),
             models=problem.models, stats=problem.stats,
         )  # fmt: skip
         for e, grad in zip(problem.elements, grads, strict=True):
@@ -284,11 +284,11 @@ REFUSED: list[tuple[type[Exception], str, Callable[[], object]]] = [
     (ValueError, r"first has 2 entries, grads has 1",
      lambda: multi_tensor_sgd([T], [T], SOPT, [0], Factors(ONE, ONE), momentum_buffers=[T], first=[True, True])),
     (ValueError, r"multi_tensor_lion: options\[0\].beta2 must be at least 0 and less than 1, got 1.0",
-     lambda: multi_tensor_lion([T], [T], [T], [LionOptions(0.1, 0.9, 1.0, 0.0, False)], [0], Factors(ONE, ONE))),
+     lambda: multi_tensor_step("lion", [T], [T], [[T]], [LOPT[0]._replace(beta2=1.0)], [0], Factors(ONE, ONE))),
     (ValueError, r"multi_tensor_lion: stats must be given along with models",
-     lambda: multi_tensor_lion([H], [T], [T], LOPT, [0], Factors(ONE, ONE), models=[H])),
+     lambda: multi_tensor_step("lion", [H], [T], [[T]], LOPT, [0], Factors(ONE, ONE), models=[H])),
     (TypeError, r"multi_tensor_lion: wants float32 each, got .*exp_avgs\[0\] float16",
-     lambda: multi_tensor_lion([T], [T], [H], LOPT, [0], Factors(ONE, ONE))),
+     lambda: multi_tensor_step("lion", [T], [T], [[H]], LOPT, [0], Factors(ONE, ONE))),
 ]  # fmt: skip
 
 

@@ -19,8 +19,8 @@ from fp16opt.kernels.steps import (
     SgdOptions,
     StepTables,
     multi_tensor_adam,
-    multi_tensor_lion,
     multi_tensor_sgd,
+    multi_tensor_step,
 )
 
 STATE = {"adam": 2, "amsgrad": 3, "sgd": 0, "momentum": 1, "lion": 1}
@@ -84,7 +84,9 @@ class StepCase:
             lists = (c["grads"], c["masters"], self.state[0], self.state[1], self.steps)
             multi_tensor_adam(*lists, self.options, self.group_of, factors, max_exp_avg_sqs=largest, **common)
         elif self.kind.endswith("lion"):
-            multi_tensor_lion(c["grads"], c["masters"], self.state[0], self.options, self.group_of, factors, **common)
+            multi_tensor_step(
+                "lion", c["grads"], c["masters"], self.state, self.options, self.group_of, factors, **common
+            )
         else:
             if self.state:
                 common.update(momentum_buffers=self.state[0], first=self.first)
