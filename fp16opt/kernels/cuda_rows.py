@@ -47,6 +47,10 @@ class Struct:
         padded = any(code[-1] in "Pqd" for code in self._codes)
         self.packer = struct.Struct("@" + "".join(self._codes) + ("0P" if padded else ""))
 
+    def on_host(self) -> struct.Struct:
+        """Of a param_group: what packs the same where the host knows the learning rate, which is then one number."""
+        return struct.Struct("@d16x" + "".join(self._codes[3:]) + "0P")
+
     def assertions(self) -> list[str]:
         """Lines of C++ that fail to compile where the device lays the struct out in another way."""
         lines, before = [f"FP16OPT_SIZE({self.name}, {max(1, self.packer.size)});"], "@"

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from . import cuda, cuda_steps, reference_state8, reference_steps
 from .calls import Entries, Operation
-from .cuda_rows import KERNELS
 from .formulas import AdamOptions, SgdOptions
 from .reference_state8 import BLOCK, block_count, ratio_limit
 from .reference_steps import Factors
@@ -123,7 +122,7 @@ def multi_tensor_adam8(
             cuda_steps.launch(call, "adam8", limited, group_of, factors, found, found_inf, number=number)
         elif plan.serving is not None and plan.direct:
             overflow = 0 if found is None else found.overflow
-            groups = packed(KERNELS["adam8"].group, limited)
+            groups = packed("adam8", limited)
             told = ("Adam8", *factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
             plan.serving.launch(call, "step", *told, results=(overflow,), flags=False)
 
@@ -181,7 +180,7 @@ def multi_tensor_sgd8(
             cuda_steps.launch(call, "sgd8", options, group_of, factors, found, found_inf, first=first, number=number)
         elif plan.serving is not None and plan.direct:
             overflow = 0 if found is None else found.overflow
-            groups = packed(KERNELS["sgd8"].group, options)
+            groups = packed("sgd8", options)
             told = ("Sgd8", *factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
             plan.serving.launch(call, "step", *told, results=(overflow,), flags=first)
 

@@ -6,6 +6,7 @@ with every operation rounded: compiled kernels and the references of :mod:`.form
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from torch import Tensor
 from . import cuda, cuda_steps, reference_steps
 from .backends import captures
 from .calls import Call, Entries, Operation, PointerTables
-from .cuda_rows import KERNELS, Struct
+from .cuda_rows import KERNELS, Blocks
 from .formulas import FORMULAS, AdamOptions, Formula, LionOptions, SgdOptions
 from .reference_steps import Factors
 from .stats import CastStats, check_given
@@ -113,9 +114,12 @@ def step_call(operation: Operation, lists: tuple[Entries, ...], given: Given) ->
     return None if decided else call
 
 
-def packed(group: Struct, options: Sequence[tuple[Any, ...]]) -> bytes:
-    """Param_groups as compiled code reads them on the CPU: the learning rate, then the other fields of ``group``."""
-    return b"".join([group.packer.pack(float(o[0]), 0, 0, *o[1:]) for o in options])
+_PACKS = {name: kernel.group.on_host().pack for name, kernel in KERNELS.items() if kernel.blocks is Blocks.STEPPING}
+
+
+def packed(kernel: str, options: Sequence[tuple[Any, ...]]) -> bytes:
+    """Options of param_groups as compiled code reads them on the CPU."""
+    return b"".join(itertools.starmap(_PACKS[kernel], options))
 
 
 def multi_tensor_step(
@@ -175,8 +179,8 @@ def multi_tensor_step(
     if operation is None or (steps is None) is row.counts:
         raise ValueError(
             f"multi_tensor_{formula}: state must have {row.least()} to {len(row.state)} lists, of "
-            f"{', '.join(row.state)}, and steps {'be a list' if row.counts else 'be None'}; got {len(state)} lists, and steps "
-            f"{'None' if steps is None else 'in a list'}."
+            f"{', '.join(row.state)}, and steps {'be a list' if row.counts else 'be None'}; got {len(state)} lists "
+            f"and steps {'None' if steps is None else 'in a list'}."
         )
     with torch.no_grad():
         lists = (grads, masters, *state)
@@ -201,7 +205,7 @@ def multi_tensor_step(
             cuda_steps.launch(call, kernel, options, group_of, factors, found, found_inf, fresh, number)
         elif plan.serving is not None:
             overflow = 0 if found is None else found.overflow
-            groups = packed(KERNELS[kernel].group, options)
+            groups = packed(kernel, options)
             told = (row.struct, *factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
             plan.serving.launch(call, "step", *told, results=(overflow,), flags=fresh)
 

@@ -14,6 +14,7 @@
 #include "../../csrc/api_measures.h"
 #include "../../csrc/api_split.h"
 #include "../../csrc/api_steps.h"
+#include "formulas.h"
 #include "../../csrc/launch/threads.h"
 
 using namespace fp16opt;
@@ -215,21 +216,27 @@ void run_step(Lists lists, Step kind, bool has_models, int threads, Results& res
     StepLists given{table, pointers[0], pointers[1], {}, has_models ? &pointers.back() : nullptr, group_of,
                     overflow.data()};
     for (size_t k = 0; k < state; ++k) given.state.push_back(&pointers[2 + k]);
-    if (kind == Step::sgd || kind == Step::momentum) {
-        const std::vector<SgdOptions> groups{{0.1, 0.9, 0.1, 0.01, false, false}, {0.01, 0.9, 0.0, 0.0, true, true}};
-        sgd(given, first, groups, 0.25f, 0.5f, threads);
-    } else if (kind == Step::lion) {
-        lion(given, {{0.1, 0.9, 0.99, 0.01, false}, {0.01, 0.3, 0.0, 0.1, true}}, 0.25f, 0.5f, threads);
-    } else {
-        std::vector<std::vector<float>> counts(kCount, std::vector<float>(1, 3.0f));
-        Pointers steps;
-        for (auto& steps_of_one : counts) steps.push_back(steps_of_one.data());
-        const std::vector<AdamOptions> groups{{0.1, 0.9, 0.999, 1e-8, 0.01, true, false},
-                                              {0.01, 0.3, 0.99, 0.0, 0.1, false, true}};
-        adam(given, steps, groups, 0.25f, 0.5f, threads);
+    std::vector<std::vector<float>> counts(kCount, std::vector<float>(1, 3.0f));
+    Pointers steps;
+    for (auto& steps_of_one : counts) steps.push_back(steps_of_one.data());
+    const Number much{0.1, nullptr, 0}, little{0.01, nullptr, 0};
+    const SgdGroup sgd[] = {{much, 0.9, 0.1, 0.01, 0, 0}, {little, 0.9, 0.0, 0.0, 1, 1}};
+    const AdamGroup adam[] = {{much, 0.9, 0.999, 1e-8, 0.01, 1, 0}, {little, 0.3, 0.99, 0.0, 0.1, 0, 1}};
+    const Lion::Group lion[] = {{much, 0.9, 0.99, 0.01, 0, 0}, {little, 0.3, 0.0, 0.1, 1, 0}};
+    const auto step = [&](const char* name, const auto& groups) {
+        const std::string packed(reinterpret_cast<const char*>(&groups), sizeof(groups));
+        const StepFormula& formula = formula_named(name);
+        formula.step(given, {nullptr, formula.counts ? &steps : nullptr, first, packed, 0.25f, 0.5f, threads});
         for (int32_t place : lists.places) {
-            if (counts[size_t(place)][0] != 4.0f) throw std::runtime_error("a step was not counted");
+            if (counts[size_t(place)][0] != (formula.counts ? 4.0f : 3.0f)) throw std::runtime_error("a count is wrong");
         }
+    };
+    if (kind == Step::sgd || kind == Step::momentum) {
+        step("Sgd", sgd);
+    } else if (kind == Step::lion) {
+        step("Lion", lion);
+    } else {
+        step("Adam", adam);
     }
     if (has_models) results.take(overflow);
     for (size_t k = 0; k + 1 < count; ++k) {

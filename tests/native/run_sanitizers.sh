@@ -1,5 +1,5 @@
 #!/bin/sh
-# Compiles csrc with a driver, without Python, and runs it under AddressSanitizer and UndefinedBehaviorSanitizer, then
+# Compiles csrc with a driver, with no Python in it, and runs it under AddressSanitizer and UndefinedBehaviorSanitizer, then
 # under ThreadSanitizer where the toolchain links it. Any report makes it exit with 1.
 #   usage: tests/native/run_sanitizers.sh [ROUNDS]
 set -eu
@@ -11,7 +11,8 @@ rounds=${1:-10}
 build=$(mktemp -d)
 trap 'rm -rf "$build"' EXIT
 
-flags="-std=c++17 -O1 -g -fno-omit-frame-pointer -ffp-contract=off -fno-math-errno -Wall -Wextra -Wshadow -Werror -pthread"
+python3 "$csrc/flatten.py" "$build"
+flags="-I$build -I$csrc -std=c++17 -O1 -g -fno-omit-frame-pointer -ffp-contract=off -fno-math-errno -Wall -Wextra -Wshadow -Werror -pthread"
 case $(uname -m) in
     x86_64 | amd64) levels="portable avx2 avx512" baseline=portable dispatch=-DFP16OPT_X86=1 ;;
     aarch64 | arm64) levels=neon baseline=neon dispatch= ;;
