@@ -1,4 +1,4 @@
-"""Which optimizer classes have a one-pass kernel: for each a row that says what its groups and its state mean to it."""
+"""Which optimizer classes have a one-pass kernel: rows, made of formulas, that say what groups and state mean to it."""
 
 from __future__ import annotations
 
