@@ -115,7 +115,7 @@ def _call(
     first: list[bool],
     **rest: Any,
 ) -> None:
-    state = [columns[one] for one in formula.state if one in columns]
+    state = [*map(columns.__getitem__, filter(columns.__contains__, formula.state))]
     lists = columns["grads"], columns["masters"], state
     steps.multi_tensor_step(name, *lists, options, group_of, factors, steps=columns.get("step"), first=first, **rest)
 

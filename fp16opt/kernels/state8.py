@@ -6,6 +6,7 @@ the step and the value, and on nothing else; so every backend, thread count and 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +18,7 @@ from .formulas import AdamOptions, SgdOptions
 from .reference_state8 import BLOCK, block_count, ratio_limit
 from .reference_steps import Factors
 from .stats import CastStats
-from .steps import Given, StepTables, packed, step_call
+from .steps import PACKS, Given, StepTables, step_call
 from .tables import BFLOAT, HALF, REMAINDERS, SINGLE
 
 __all__ = [
@@ -122,7 +123,7 @@ def multi_tensor_adam8(
             cuda_steps.launch(call, "adam8", limited, group_of, factors, found, found_inf, number=number)
         elif plan.serving is not None and plan.direct:
             overflow = 0 if found is None else found.overflow
-            groups = packed("adam8", limited)
+            groups = b"".join(itertools.starmap(PACKS["adam8"], limited))
             told = ("Adam8", *factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
             plan.serving.launch(call, "step", *told, results=(overflow,), flags=False)
 
@@ -180,7 +181,7 @@ def multi_tensor_sgd8(
             cuda_steps.launch(call, "sgd8", options, group_of, factors, found, found_inf, first=first, number=number)
         elif plan.serving is not None and plan.direct:
             overflow = 0 if found is None else found.overflow
-            groups = packed("sgd8", options)
+            groups = b"".join(itertools.starmap(PACKS["sgd8"], options))
             told = ("Sgd8", *factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
             plan.serving.launch(call, "step", *told, results=(overflow,), flags=first)
 

@@ -114,12 +114,8 @@ def step_call(operation: Operation, lists: tuple[Entries, ...], given: Given) ->
     return None if decided else call
 
 
-_PACKS = {name: kernel.group.on_host().pack for name, kernel in KERNELS.items() if kernel.blocks is Blocks.STEPPING}
-
-
-def packed(kernel: str, options: Sequence[tuple[Any, ...]]) -> bytes:
-    """Options of param_groups as compiled code reads them on the CPU."""
-    return b"".join(itertools.starmap(_PACKS[kernel], options))
+PACKS = {name: kernel.group.on_host().pack for name, kernel in KERNELS.items() if kernel.blocks is Blocks.STEPPING}
+"""By kernel: what packs the options of a param_group as compiled code reads them on the CPU."""
 
 
 def multi_tensor_step(
@@ -205,7 +201,7 @@ def multi_tensor_step(
             cuda_steps.launch(call, kernel, options, group_of, factors, found, found_inf, fresh, number)
         elif plan.serving is not None:
             overflow = 0 if found is None else found.overflow
-            groups = packed(kernel, options)
+            groups = b"".join(itertools.starmap(PACKS[kernel], options))
             told = (row.struct, *factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
             plan.serving.launch(call, "step", *told, results=(overflow,), flags=fresh)
 
