@@ -153,22 +153,36 @@ private:
     float* master_;
 };
 
+// Blocks of kStates tensors of state. Without loops: a compiler keeps in registers only what it finds by constant indices.
+template <int kStates, bool kFirst>
+FP16OPT_HD void get_states(float* const* state, int64_t i, const Block& g, Block* kept) {
+    if constexpr (kStates > 0) {
+        get_states<kStates - 1, kFirst>(state, i, g, kept);
+        if constexpr (kFirst) {
+            kept[kStates - 1] = g;  // any value: it is not looked at
+        } else {
+            get(static_cast<const float*>(state[kStates - 1] + i), kept[kStates - 1]);
+        }
+    }
+}
+template <int kStates>
+FP16OPT_HD void store_states(float* const* state, int64_t i, const Block* kept) {
+    if constexpr (kStates > 0) {
+        store_states<kStates - 1>(state, i, kept);
+        store(state[kStates - 1] + i, kept[kStates - 1]);
+    }
+}
+
 // The block at `i`, with kStates tensors of state.
 template <class F, int kStates, bool kFirst>
 FP16OPT_HD void step_block(const typename F::template Terms<Floats>& terms, Block& g, Block& p, float* const* state, int64_t i) {
     Block kept[kStates > 0 ? kStates : 1];
-    for (int j = 0; j < kStates; ++j) {
-        if constexpr (kFirst) {
-            kept[j] = g;  // any value: it is not looked at
-        } else {
-            get(static_cast<const float*>(state[j] + i), kept[j]);
-        }
-    }
+    get_states<kStates, kFirst>(state, i, g, kept);
     for (int k = 0; k < kVectors; ++k) step_one<F, kStates, 0, kFirst>(terms, g, p, kept, k);
     if constexpr (F::phases > 1) {
         for (int k = 0; k < kVectors; ++k) step_one<F, kStates, 1, kFirst>(terms, g, p, kept, k);
     }
-    for (int j = 0; j < kStates; ++j) store(state[j] + i, kept[j]);
+    store_states<kStates>(state, i, kept);
 }
 
 // The same for as many as there are: one branch for 64 elements, and gradient and masters are compiled once for all.

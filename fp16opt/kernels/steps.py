@@ -7,7 +7,7 @@ with every operation rounded: compiled kernels and the references of :mod:`.form
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -48,20 +48,28 @@ def _with_models(grad: torch.dtype, *others: torch.dtype) -> bool:
     return fits and all(dtype == SINGLE for dtype in singles)
 
 
-def _operations(name: str, formula: Formula) -> dict[tuple[int, bool], Operation]:
-    """By the number of lists of state, and whether there are models: a formula's step as the guards see it."""
-    found, counters = {}, "steps" if formula.counts else ""
-    for count in range(formula.least(), len(formula.state) + 1):
+class _Served(NamedTuple):
+    """What a step with so many lists of state needs: its formula, its lists as the guards see them, its CUDA kernel."""
+
+    formula: Formula
+    operation: Operation
+    kernel: str
+
+
+def _served(name: str, formula: Formula) -> Iterator[tuple[tuple[str, int, bool], _Served]]:
+    """A formula's steps, by its name, the number of lists of state, and whether there are models."""
+    counters = "steps" if formula.counts else ""
+    for count, kernel in enumerate(formula.kernels, formula.least()):
         lists = ("grads", "masters", *(f"{one}s" for one in formula.state[:count]))
-        found[count, False] = Operation(f"multi_tensor_{name}", lists, _owned, "float32 each", (1,), 1, counters)
-        found[count, True] = Operation(
-            *(f"multi_tensor_{name}", (*lists, "models"), _with_models, _MODELS, (len(lists),), 1, counters),
-            coded=("cpu", "cuda"),
+        own = Operation(f"multi_tensor_{name}", lists, _owned, "float32 each", (1,), 1, counters)
+        models = own._replace(
+            lists=(*lists, "models"), accepts=_with_models, wanted=_MODELS, written=(len(lists),), coded=("cpu", "cuda")
         )
-    return found
+        yield (name, count, False), _Served(formula, own, kernel)
+        yield (name, count, True), _Served(formula, models, kernel)
 
 
-_OPERATIONS = {name: _operations(name, formula) for name, formula in FORMULAS.items()}
+_STEPS = dict(itertools.chain.from_iterable(itertools.starmap(_served, FORMULAS.items())))
 
 
 @dataclass
@@ -170,14 +178,15 @@ def multi_tensor_step(
         >>> master[0], m[0]
         (tensor([0.7500]), tensor([0.5000]))
     """
-    row = FORMULAS[formula]
-    operation = _OPERATIONS[formula].get((len(state), models is not None))
-    if operation is None or (steps is None) is row.counts:
+    served = _STEPS.get((formula, len(state), models is not None))
+    if served is None or (steps is None) is served.formula.counts:
+        row = FORMULAS[formula]
         raise ValueError(
             f"multi_tensor_{formula}: state must have {row.least()} to {len(row.state)} lists, of "
             f"{', '.join(row.state)}, and steps {'be a list' if row.counts else 'be None'}; got {len(state)} lists "
             f"and steps {'None' if steps is None else 'in a list'}."
         )
+    row, operation, kernel = served
     with torch.no_grad():
         lists = (grads, masters, *state)
         lists = lists if models is None else (*lists, models)
@@ -196,7 +205,6 @@ def multi_tensor_step(
             begins = fresh if isinstance(fresh, bool) else bool(fresh[place])
             with reference_steps.whole(place, master, None if found is None else others[0], found, number) as single:
                 reference_steps.step(row.reference, grad, single, kept, options[group_of[place]], factors, t, begins)
-        kernel = row.kernels[len(state) - len(row.state) - 1]
         if plan.serving is cuda:
             cuda_steps.launch(call, kernel, options, group_of, factors, found, found_inf, fresh, number)
         elif plan.serving is not None:
