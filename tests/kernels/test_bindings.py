@@ -19,7 +19,8 @@ if native.module is None or native._exchange is None:
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
     """In another process, as what is wrong here ends one."""
-    head = "import torch, weakref\nfrom torch import Tensor\nfrom fp16opt.kernels.native import module as _cpu, _exchange\n"
+    native_names = "from fp16opt.kernels.native import module as _cpu, _exchange\n"
+    head = "import torch, weakref\nfrom torch import Tensor\n" + native_names
     command = [sys.executable, "-c", head + textwrap.dedent(code)]
     home = Path(native.__file__).parents[2]  # Python looks first where it is started: a checkout may hold no module
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=home)
