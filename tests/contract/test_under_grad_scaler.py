@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from contract.worlds import (
     plus,
     values,
 )
+from fp16opt.kernels import native
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="from torch 2.10 on")
 
@@ -272,6 +275,41 @@ def test_reading_master_gradients_takes_time_that_grows_with_their_number(cls: A
             grad_scaler.update()
         times.append(best)
     assert times[1] / times[0] < 20.0  # 8 where it grows with the number, 64 with its square
+
+
+@SCALERS
+@pytest.mark.skipif(not native.available(), reason="no compiled module")
+def test_reading_unscaled_gradients_again_calls_nothing(cls: Any) -> None:
+    """torch's GradScaler and its clip read each of them eight times."""
+    params = [torch.nn.Parameter(torch.ones(2, dtype=torch.float16)) for _ in range(3)]
+    opt = fp16opt.MixedPrecisionOptimizer(torch.optim.SGD(params, lr=0.5))
+    masters, grad_scaler, calls = list(opt.master_params()), cls("cpu", init_scale=64.0), []
+
+    def look(frame: Any, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(inside):
+            calls.append(frame.f_code.co_name)
+
+    def reads() -> list[str]:
+        calls.clear()
+        sys.setprofile(look)
+        try:
+            grads = [param.grad for param in masters]
+        finally:
+            sys.setprofile(None)
+        assert [grad.tolist() for grad in grads if grad is not None] == [[1.0, 1.0]] * 3
+        return list(calls)
+
+    inside = str(Path(fp16opt.__file__).parent)
+    for _ in range(2):
+        opt.zero_grad()
+        grad_scaler.scale(torch.stack(params).float().sum()).backward()
+        grad_scaler.unscale_(opt)
+        assert reads() == []
+        grad_scaler.step(opt)
+        grad_scaler.update()
+        opt.zero_grad()
+        opt.backward(torch.stack(params).float().sum())
+        assert reads() != [], "the first makes them"
 
 
 def test_reading_master_gradients_after_a_step_takes_time_that_grows_with_their_number() -> None:
