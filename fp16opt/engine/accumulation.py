@@ -408,13 +408,15 @@ class Accumulation:
         if not (moved or edited):
             return
         self._edited += [pairs.all[i].name for i in edited]
+        unread = self.stage is Stage.SCALED
+        foreign = self.pending is not None and self.pending.foreign
+        if unread and foreign and edited:
+            return  # a GradScaler has written them: they are judged when they are brought
         grads = gradients.of_model()
         own = [i for i in moved if pairs.are_own[i]]
         others = [i for i in moved if not pairs.are_own[i]]
         written = [i for i in others if grads[i] is not None]
         gone = [i for i in others if grads[i] is None]
-        unread = self.stage is Stage.SCALED
-        foreign = self.pending is not None and self.pending.foreign
         if written and not foreign and not self._writes_count(unread or gradients.summing):
             written = [i for i in written if not gradients.was_carried(i)]
             self._refuse_writes([pairs.all[i].name for i in written], unread or gradients.summing)

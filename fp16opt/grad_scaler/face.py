@@ -131,9 +131,15 @@ class GradScaler(TorchScale):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """torch's hook, from which ``unscale_`` and torch's other methods get their flags."""
+        gradients = self._of(optimizer)
         if isinstance(optimizer, MixedPrecisionOptimizer):
             optimizer.check_driven()
-        gradients = self._of(optimizer)
+            at_once = optimizer.unscale_driven(inv_scale)
+            if at_once is not None:
+                gradients.driven = True
+                if self._rule.follows_norms:
+                    self._rule.see(optimizer.engine.gradients.largest_norm(self._rule.growth_tracker.device))
+                return {at_once.device: at_once}
         gradients.collect(optimizer, allow_fp16 or self._steps_itself or self._allow_16bit_weights)
         halves = gradients.halves()
         if halves:
@@ -198,6 +204,8 @@ class GradScaler(TorchScale):
     def _clip(self, optimizer: Optimizer, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         found = self._found_for_clipping(optimizer)
         gradients = self._of(optimizer)
+        if gradients.driven and isinstance(optimizer, MixedPrecisionOptimizer):
+            return optimizer.clip_master_grads(max_norm, norm_type, error_if_nonfinite)
         gradients.collect(optimizer)
         if gradients.foreign:
             params = list(gradients.params())
@@ -219,6 +227,8 @@ class GradScaler(TorchScale):
         """What :meth:`unscale_` and a clip do, in one write; the norm, or None where it must be done one by one."""
         if not self._enabled or self._scale is None or self._per_optimizer_states.get(id(optimizer), {}):
             return None  # unscaled or stepped already
+        if isinstance(optimizer, MixedPrecisionOptimizer):
+            return None  # its masters' gradients are made by one pass, and clipped by another
         gradients = self._of(optimizer)
         gradients.collect(optimizer)
         clipped = gradients.unscale_and_clip(self._scale.double().reciprocal().float(), max_norm)
@@ -353,16 +363,17 @@ class GradScaler(TorchScale):
 
     def _record(self, optimizer: Optimizer, skipped: bool | Tensor | None) -> None:
         gradients = self._of(optimizer)
+        left_out = skipped is True and isinstance(optimizer, MixedPrecisionOptimizer)
+        if left_out:
+            optimizer.note_left_out(is_logged=True)  # update() logs it
         if isinstance(skipped, Tensor):
             if self._skips_counted is None:
                 self._skips_counted = counters(skipped.device)[1]
             gradients.record_on_device(skipped, self._skips_counted)
         else:
-            gradients.record(skipped)
+            gradients.record(skipped, optimizer.overflow_report() if left_out and gradients.driven else [])
             self._skips += skipped is True
         gradients.release()
-        if skipped is True and isinstance(optimizer, MixedPrecisionOptimizer):
-            optimizer.note_left_out(is_logged=True)  # update() logs it
         if skipped is not False:
             # The scheduler of an optimizer that was not called would warn of a wrong order.
             optimizer._opt_called = True  # type: ignore[attr-defined]

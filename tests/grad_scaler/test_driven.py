@@ -143,7 +143,8 @@ def test_loops_unscale_once_and_skip_the_right_step(
         scales.append(scaler.get_scale())
         assert opt.step_was_skipped is (step in skip)
         names = [o.name for o in opt.overflow_report()]
-        if max_norm is not None and step == 5:  # where one is nan torch's clip makes them all nan
+        # Where one is nan torch's clip makes them all nan; torch's scaler has told nobody what was there before.
+        if max_norm is not None and step == 5 and cls is Theirs:
             assert len(names) == len(params)
         else:
             assert names == ([f"group 0, param {step % 2}"] if step in skip else [])
