@@ -810,7 +810,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     @outside_inference
     def unscale_driven(self, inv_scale: Tensor) -> Tensor | None:
-        """Make FP32 gradients, unscaled, of those that came by a plain backward, in one pass: a GradScaler of ours asks.
+        """Make unscaled FP32 gradients of those that came by a plain backward, in one pass: a GradScaler of ours asks.
 
         Args:
             inv_scale: float32, 0-dim, any device: 1 / the scale that they were made with.

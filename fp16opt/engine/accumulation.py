@@ -404,14 +404,15 @@ class Accumulation:
             RuntimeError: 16-bit ones were written where that can't count any more.
         """
         gradients, pairs = self.gradients, self.gradients.pairs
+        unread = self.stage is Stage.SCALED
+        foreign = self.pending is not None and self.pending.foreign
+        if foreign and gradients.made and gradients.are_shared():
+            self.stage = Stage.SCALED  # whoever wrote them, as a GradScaler does: they are judged when they are brought
+            return
         moved, edited = gradients.moved(), gradients.edited() if gradients.made else []
         if not (moved or edited):
             return
         self._edited += [pairs.all[i].name for i in edited]
-        unread = self.stage is Stage.SCALED
-        foreign = self.pending is not None and self.pending.foreign
-        if unread and foreign and edited:
-            return  # a GradScaler has written them: they are judged when they are brought
         grads = gradients.of_model()
         own = [i for i in moved if pairs.are_own[i]]
         others = [i for i in moved if not pairs.are_own[i]]

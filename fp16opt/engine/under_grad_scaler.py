@@ -72,7 +72,7 @@ class UnderGradScaler:
             RuntimeError: This torch is too old for that.
         """
         if self._take(scaler):
-            self.accumulation.read()  # no verdict yet: a GradScaler is about to write them; and a reader sends no message
+            self.accumulation.read()  # no verdict: a GradScaler is about to write them, and a reader sends no message
             self._share()
 
     def unscale(self, scaler: LossScaler, inv_scale: Tensor) -> Tensor | None:
