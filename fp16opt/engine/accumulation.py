@@ -306,7 +306,7 @@ class Accumulation:
         if self.stage is Stage.READY and self._are_zeros and self.gradients.any_there():
             self.pending, self.stage = Pending.capture(scaler), Stage.SCALED
 
-    def take_foreign(self, scaler: LossScaler, grad_scale: Tensor | None = None) -> None:
+    def take_foreign(self, scaler: LossScaler, grad_scale: Tensor | None = None) -> Pending:
         """Gradients came without :meth:`enter`; take them as made with ``scaler``'s present scale.
 
         Args:
@@ -320,6 +320,7 @@ class Accumulation:
             pending.inv_scale = (1.0 / grad_scale.to(pending.scale.device)).reshape(())
         self.pending, self.stage = pending, Stage.SCALED
         self.gradients.own_are_scaled, self.gradients.made = self.gradients.pairs.has_own, False
+        return pending
 
     # -- settling ----------------------------------------------------------------------------------------------------
 

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..kernels import counters
 from ..scaling import LossScaler
-from .accumulation import Accumulation, Stage, Verdict
+from .accumulation import Accumulation, Pending, Stage, Verdict
 from .gradients import Gradients
 from .pairs import Pairs
 from .sights import GRAD, Sight, store, stored
@@ -71,7 +72,7 @@ class UnderGradScaler:
         Raises:
             RuntimeError: This torch is too old for that.
         """
-        if self._take(scaler):
+        if self._take(scaler) is not None:
             self.accumulation.read()  # no verdict: a GradScaler is about to write them, and a reader sends no message
             self._share()
 
@@ -89,32 +90,33 @@ class UnderGradScaler:
         Raises:
             RuntimeError: as :meth:`make`.
         """
-        if self.accumulation.stage is not Stage.READY or self.accumulation.interrupted or not self._take(scaler):
+        accumulation = self.accumulation
+        at_rest = accumulation.stage is Stage.READY and not accumulation.interrupted
+        pending = self._take(scaler) if at_rest else None
+        if pending is None:
             return None
-        pending = self.accumulation.pending
-        if pending is not None:
-            one, pending.inv_scale = pending.inv_scale, inv_scale.to(pending.inv_scale.device)
-        verdict = self.accumulation.settle(write=True)
-        if pending is not None:
-            pending.inv_scale = one  # what is in the model and the masters now is true
+        one, pending.inv_scale = pending.inv_scale, inv_scale.to(pending.inv_scale.device)
+        accumulation.update()
+        pending.inv_scale = one  # what is in the model and the masters now is true
         self._share()
-        return None if verdict is None else verdict.found_inf.clone()
+        ((_, found),) = accumulation.scalers()
+        return found.clone()
 
-    def _take(self, scaler: LossScaler) -> bool:
-        """Whether there are gradients that came without the engine: they are the accumulation's now."""
+    def _take(self, scaler: LossScaler) -> Pending | None:
+        """Gradients that came without the engine are the accumulation's now; None where there are none."""
         if self._seen is None and not self.accumulation.strange():
-            return False
+            return None
         if not CAN_SHARE:
             raise RuntimeError(
                 "a GradScaler can drive MixedPrecisionOptimizer from torch 2.10 on. Construct it with dynamic=True, "
                 "and call opt.backward(loss) and opt.step() without a GradScaler."
             )
-        self.accumulation.take_foreign(scaler)
-        return True
+        return self.accumulation.take_foreign(scaler)
 
     def _share(self) -> None:
         self._shared = []
-        for position, (model, grad) in enumerate(zip(self.pairs.models, stored(self.pairs.masters), strict=True)):
+        made = counters.gradients(self.pairs.masters)
+        for position, (model, grad) in enumerate(zip(self.pairs.models, made, strict=True)):
             if model.grad is not None and grad is not None and self.pairs.masters[position] is not model:
                 model.grad_dtype = None
                 GRAD.__set__(model, grad)

@@ -278,6 +278,51 @@ def test_reading_master_gradients_takes_time_that_grows_with_their_number(cls: A
 
 
 @SCALERS
+@every_mode
+def test_an_inf_that_came_after_unscaling_is_the_wrappers_to_skip(cls: Any, mode: Mode) -> None:
+    """The GradScaler has found nothing, and its scale stays, whatever was judged meanwhile."""
+    world = Driven(mode, cls)
+
+    def spoil() -> None:
+        world.masters[0].grad.fill_(INF)
+        world.opt.clip_master_grads(1.0)
+
+    before = [master.detach().clone() for master in world.masters]
+    world.drive(GRADS, True, spoil)
+    assert all(map(torch.equal, before, world.masters))
+    assert (world.opt.skipped_steps, world.grad_scaler.get_scale()) == (1, 64.0)
+
+
+@pytest.mark.parametrize(("cls", "counted"), [(torch.amp.GradScaler, 0), (fp16opt.GradScaler, 1)])
+@every_mode
+def test_a_skip_behind_a_clip_by_value_is_counted_where_the_grad_scaler_tells(
+    cls: Any, counted: int, mode: Mode
+) -> None:
+    world = Driven(mode, cls)
+    bad = instead(GRADS, 0, torch.full((4,), INF))
+    world.drive(bad, True, lambda: torch.nn.utils.clip_grad_value_(world.params, 1.0))
+    assert (world.opt.skipped_steps, world.grad_scaler.get_scale()) == (counted, 32.0)
+    if counted:
+        world.reference.step([torch.full((4,), INF)])
+    CLEARS["model.zero_grad"](world)
+    world.drive(GRADS)
+    world.expect_stepped(GRADS)
+
+
+@every_mode
+def test_a_parameter_that_was_unfrozen_has_a_master_when_ours_unscales(mode: Mode) -> None:
+    frozen, other = (torch.nn.Parameter(torch.ones(4, dtype=torch.float16)) for _ in range(2))
+    opt = fp16opt.MixedPrecisionOptimizer(mode.make([frozen.requires_grad_(False), other], lr=0.5), **mode.arguments)
+    frozen.requires_grad_(True)
+    grad_scaler = fp16opt.GradScaler("cpu", init_scale=64.0)
+    grad_scaler.scale((frozen.float() + other.float()).sum()).backward()
+    grad_scaler.unscale_(opt)
+    assert [master.grad.tolist() for master in opt.master_params()] == [[1.0] * 4] * 2
+    grad_scaler.step(opt)
+    assert frozen.tolist() == other.tolist() != [1.0] * 4
+
+
+@SCALERS
 @pytest.mark.skipif(not native.available(), reason="no compiled module")
 def test_reading_unscaled_gradients_again_calls_nothing(cls: Any) -> None:
     """torch's GradScaler and its clip read each of them eight times."""

@@ -305,6 +305,28 @@ def test_ours_clips_the_wrappers_masters() -> None:
 
 
 @DRIVEN
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_scale_that_follows_norms_is_that_of_fp32_parameters(clips: bool) -> None:
+    scales: list[list[float]] = []
+    for wraps in (False, True):
+        params = _model() if wraps else [p.detach().float().requires_grad_() for p in _model()]
+        opt: Any = SGD(params, lr=0.125)
+        opt = MixedPrecisionOptimizer(opt) if wraps else opt
+        scaler = Ours("cpu", init_scale=2.0**10, policy="headroom", growth_interval=2)
+        scales.append([])
+        for step in range(16):
+            opt.zero_grad()
+            scaler.scale(linear_loss(params, _coefficients(step))).backward()
+            if clips:
+                scaler.clip_grad_norm_(opt, 1.0)
+            scaler.step(opt)
+            scaler.update()
+            scales[-1].append(scaler.get_scale())
+    assert scales[0] == scales[1]
+    assert 2.0**10 < scales[0][-1] == scales[0][-5] < 2.0**17, "without norms it grows eight times"
+
+
+@DRIVEN
 def test_ours_passes_closures_on() -> None:
     results = []
     for enabled in (True, False):
