@@ -107,6 +107,9 @@ struct bytes : object {
     static bool serves(handle o) { return PyBytes_Check(o.ptr()) != 0; }
     std::string content() const { return std::string(PyBytes_AS_STRING(ptr()), size_t(PyBytes_GET_SIZE(ptr()))); }
 };
+struct dict : object {
+    static bool serves(handle o) { return PyDict_Check(o.ptr()) != 0; }
+};
 struct capsule : object {
     static bool serves(handle o) { return PyCapsule_CheckExact(o.ptr()) != 0; }
     const char* name() const { return PyCapsule_GetName(ptr()); }

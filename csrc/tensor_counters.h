@@ -148,7 +148,28 @@ public:
         return true;
     }
 
+    // `.grad` of one tensor. Where the tensor that `partners`, weak references by id, have for it does not hold the very same,
+    // `ask` is called before with that tensor and what this one holds.
+    py::object asked_gradient(const py::dict& partners, const py::object& ask, const py::object& tensor) const {
+        py::object found = one_gradient(tensor);
+        const py::object key = py::checked(PyLong_FromVoidPtr(tensor.ptr()));
+        const auto reference = py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(partners.ptr(), key.ptr()));
+        if (!reference) {
+            if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+            return found;
+        }
+        const py::object partner = reference();
+        if (partner.is_none() || (!found.is_none() && one_gradient(partner).is(found))) return found;
+        py::checked(PyObject_CallFunctionObjArgs(ask.ptr(), partner.ptr(), found.ptr(), nullptr));
+        return one_gradient(tensor);
+    }
+
 private:
+    py::object one_gradient(const py::object& tensor) const {
+        if (!PyObject_TypeCheck(tensor.ptr(), grad_.owner())) throw py::type_error("not a tensor");
+        return grad_(tensor.ptr());
+    }
+
     // The entries as they are now: getters may run other code, which changes lists.
     static std::vector<py::object> hold(const py::list& list) {
         PyObject* const* items = PySequence_Fast_ITEMS(list.ptr());
@@ -174,6 +195,7 @@ private:
 void bind_tensor_counters(py::module_& module) {
     py::class_<TensorReader>(module, "TensorReader")
         .def(py::init<py::type, const py::object&, const py::object&, py::object>())
+        .def("asked_gradient", &TensorReader::asked_gradient)
         .def("gradients", &TensorReader::gradients)
         .def("versions", &TensorReader::versions)
         .def("have_versions", &TensorReader::have_versions)

@@ -5,6 +5,7 @@ and statistics go as addresses.
 """
 
 from collections.abc import Callable, Sequence
+from weakref import ReferenceType
 
 from torch import Tensor
 
@@ -28,6 +29,12 @@ class SeenLists:
 
 class TensorReader:
     def __init__(self, tensor_type: type, grad: object, version: object, quiet: Callable[[], object]) -> None: ...
+    def asked_gradient(
+        self,
+        partners: dict[int, ReferenceType[Tensor]],
+        ask: Callable[[Tensor, Tensor | None], None],
+        tensor: Tensor,
+    ) -> Tensor | None: ...
     def gradients(self, tensors: list[Tensor]) -> list[Tensor | None]: ...
     def versions(self, tensors: list[Tensor | None]) -> list[int] | None: ...
     def have_versions(self, tensors: list[Tensor | None], then: list[int]) -> bool: ...

@@ -267,7 +267,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The wrapped optimizer's param_groups: masters where there are masters, model parameters elsewhere."""
         if self._under.serves(self.scaler):
-            self._close_left_out(self._under.renewed(self.scaler))
+            self._close_renewed()
             self._under.see()
         return self.optimizer.param_groups
 
@@ -624,7 +624,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if torch._C._current_graph_task_id() != -1:
             return
         if (self._accumulation.stage is Stage.READY or self._is_foreign()) and self._under.serves(self.scaler):
-            self._close_left_out(self._under.renewed(self.scaler))
+            self._close_renewed()
             if self._accumulation.stage is Stage.READY and self._accumulation.is_strange(model, master_grad):
                 self._under.make(self.scaler)
         if not self._gradients.made:
@@ -801,6 +801,31 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """Count the step that a GradScaler did not call because of what it found. Syncs where one drives."""
         if self._under.serves(self.scaler):
             self._close_left_out(self._under.left_out(self.scaler), is_logged)
+
+    def _close_renewed(self) -> None:
+        """The same, where other gradients have come since."""
+        left_out = self._under.renewed(self.scaler)
+        if left_out is not None:
+            self._close_left_out(left_out)
+
+    @outside_inference
+    def unscale_driven(self, inv_scale: Tensor) -> Tensor | None:
+        """Make unscaled FP32 gradients of those that came by a plain backward, in one pass: a GradScaler of ours asks.
+
+        Args:
+            inv_scale: float32, 0-dim, any device: 1 / the scale that they were made with.
+
+        Returns:
+            float32, 0-dim: 1.0 where one is not finite, else 0.0. None where nothing was done: there are none, or they
+            are to be unscaled where they lie, for this optimizer has a scale of its own, no masters, or other ranks'
+            gradients to hear of. No sync.
+        """
+        spread = self._pairs.has_pieces or not self._accumulation.ranks.alone or self._accumulation.replicas.local
+        if spread or not self._masters.are_apart or not self._under.serves(self.scaler):
+            return None
+        self._follow(verifies=False)
+        self._close_renewed()
+        return self._under.unscale(self.scaler, inv_scale)
 
     def _close_left_out(self, verdict: Verdict | None, is_logged: bool = False) -> None:
         if verdict is None:

@@ -306,7 +306,7 @@ class Accumulation:
         if self.stage is Stage.READY and self._are_zeros and self.gradients.any_there():
             self.pending, self.stage = Pending.capture(scaler), Stage.SCALED
 
-    def take_foreign(self, scaler: LossScaler, grad_scale: Tensor | None = None) -> None:
+    def take_foreign(self, scaler: LossScaler, grad_scale: Tensor | None = None) -> Pending:
         """Gradients came without :meth:`enter`; take them as made with ``scaler``'s present scale.
 
         Args:
@@ -320,6 +320,7 @@ class Accumulation:
             pending.inv_scale = (1.0 / grad_scale.to(pending.scale.device)).reshape(())
         self.pending, self.stage = pending, Stage.SCALED
         self.gradients.own_are_scaled, self.gradients.made = self.gradients.pairs.has_own, False
+        return pending
 
     # -- settling ----------------------------------------------------------------------------------------------------
 
@@ -404,6 +405,11 @@ class Accumulation:
             RuntimeError: 16-bit ones were written where that can't count any more.
         """
         gradients, pairs = self.gradients, self.gradients.pairs
+        unread = self.stage is Stage.SCALED
+        foreign = self.pending is not None and self.pending.foreign
+        if foreign and gradients.made and gradients.are_shared():
+            self.stage = Stage.SCALED  # whoever wrote them, as a GradScaler does: they are judged when they are brought
+            return
         moved, edited = gradients.moved(), gradients.edited() if gradients.made else []
         if not (moved or edited):
             return
@@ -413,8 +419,6 @@ class Accumulation:
         others = [i for i in moved if not pairs.are_own[i]]
         written = [i for i in others if grads[i] is not None]
         gone = [i for i in others if grads[i] is None]
-        unread = self.stage is Stage.SCALED
-        foreign = self.pending is not None and self.pending.foreign
         if written and not foreign and not self._writes_count(unread or gradients.summing):
             written = [i for i in written if not gradients.was_carried(i)]
             self._refuse_writes([pairs.all[i].name for i in written], unread or gradients.summing)

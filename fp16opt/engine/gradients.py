@@ -98,6 +98,10 @@ class Gradients:
             return False
         return sight.holds(self.pairs.models) and (not self.made or made is None or made.holds(self._apart))
 
+    def are_shared(self) -> bool:
+        """Whether model and masters hold the same tensors, those that were seen last, in whatever versions."""
+        return self.sight is not None and self.sight.is_of(self.pairs.models) and self.sight.is_of(self.pairs.masters)
+
     def moved(self) -> list[int]:
         """Positions of pairs whose gradient in the model was replaced, removed or written since."""
         if self.sight is None or self.sight.holds(self.pairs.models):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import counters
 from .pairs import Pairs
 from .sights import GRAD
 
@@ -23,7 +25,7 @@ class MasterClasses:
 
     Args:
         read: called with the model's parameter, and what the master holds, before ``.grad`` is read; not where the
-            two hold the same, as under a GradScaler: then it was made, and who drives reads each of them many times.
+            two hold the same, as under a GradScaler: then it was made.
         edit: called likewise before ``.grad`` is set.
 
     Attributes:
@@ -76,27 +78,18 @@ def _subclass(
         if "__slots__" in cls.__dict__:
             __slots__ = ()
 
-        @property
-        def grad(self) -> Tensor | None:
-            found: Tensor | None = GRAD.__get__(self)
-            reference = models.get(id(self))  # none of one that was made of this class by somebody else
-            model = None if reference is None else reference()
-            if model is not None and (found is None or found is not GRAD.__get__(model)):
-                read(model, found)
-                found = GRAD.__get__(self)
-            return found
-
-        @grad.setter
-        def grad(self, value: Tensor | None) -> None:
+        def _set_grad(self, value: Tensor | None) -> None:
             reference = models.get(id(self))  # none of one that was made of this class by somebody else
             model = None if reference is None else reference()
             if model is not None:
                 edit(model, GRAD.__get__(self))
             GRAD.__set__(self, value)
 
-        @grad.deleter
-        def grad(self) -> None:
-            self.grad = None
+        def _delete_grad(self) -> None:
+            self._set_grad(None)
+
+        # Compiled code, where there is some: who drives reads each of them many times.
+        grad = property(functools.partial(counters.asked_gradient, models, read), _set_grad, _delete_grad)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             plain = self.detach()

@@ -70,6 +70,10 @@ class Sight:
         then = zip(self.grads, self.versions, strict=True)
         return [i for i, ((a, v), b, w) in enumerate(zip(then, now, versions, strict=True)) if a is not b or v != w]
 
+    def is_of(self, tensors: list[Tensor]) -> bool:
+        """Whether these hold the gradients that were seen, be they written since."""
+        return all(map(operator.is_, counters.gradients(tensors), self.grads))
+
     def holds(self, tensors: list[Tensor]) -> bool:
         """Whether these hold the very gradients that were seen, unwritten. False where that is not known at once."""
         try:

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..kernels import counters
 from ..scaling import LossScaler
-from .accumulation import Accumulation, Stage, Verdict
+from .accumulation import Accumulation, Pending, Stage, Verdict
 from .gradients import Gradients
 from .pairs import Pairs
 from .sights import GRAD, Sight, store, stored
@@ -61,10 +62,9 @@ class UnderGradScaler:
 
     def see(self) -> None:
         """``param_groups`` are read: remember gradients that came without the engine."""
-        if self.accumulation.stage is Stage.READY and not self.accumulation.interrupted:
-            grads = self.gradients.of_model()
-            if any(grad is not None for grad in grads) and self.accumulation.strange():
-                self._seen = Sight(grads)
+        at_rest = self.accumulation.stage is Stage.READY and not self.accumulation.interrupted
+        if at_rest and self.accumulation.strange():
+            self._seen = Sight(self.gradients.of_model())
 
     def make(self, scaler: LossScaler) -> None:
         """A master's gradient is read: give all masters FP32 copies, which the model's parameters share.
@@ -72,23 +72,57 @@ class UnderGradScaler:
         Raises:
             RuntimeError: This torch is too old for that.
         """
-        if not self.accumulation.strange():
-            return
+        if self._take(scaler) is not None:
+            self.accumulation.read()  # no verdict: a GradScaler is about to write them, and a reader sends no message
+            self._share()
+
+    def unscale(self, scaler: LossScaler, inv_scale: Tensor) -> Tensor | None:
+        """What :meth:`make` does, with gradients that are unscaled by the same pass, for a GradScaler of ours.
+
+        Args:
+            scaler: The wrapper's own.
+            inv_scale: float32, 0-dim: 1 / the scale of the GradScaler.
+
+        Returns:
+            float32, 0-dim: 1.0 where a gradient is not finite, else 0.0; None where there are none that came without
+            the engine. No host sync.
+
+        Raises:
+            RuntimeError: as :meth:`make`.
+        """
+        accumulation = self.accumulation
+        at_rest = accumulation.stage is Stage.READY and not accumulation.interrupted
+        pending = self._take(scaler) if at_rest else None
+        if pending is None:
+            return None
+        one, pending.inv_scale = pending.inv_scale, inv_scale.to(pending.inv_scale.device)
+        accumulation.update()
+        pending.inv_scale = one  # what is in the model and the masters now is true
+        self._share()
+        ((_, found),) = accumulation.scalers()
+        return found.clone()
+
+    def _take(self, scaler: LossScaler) -> Pending | None:
+        """Gradients that came without the engine are the accumulation's now; None where there are none."""
+        if self._seen is None and not self.accumulation.strange():
+            return None
         if not CAN_SHARE:
             raise RuntimeError(
                 "a GradScaler can drive MixedPrecisionOptimizer from torch 2.10 on. Construct it with dynamic=True, "
                 "and call opt.backward(loss) and opt.step() without a GradScaler."
             )
-        self.accumulation.take_foreign(scaler)
-        self.accumulation.read()  # no verdict yet: a GradScaler is about to write them; and a reader sends no message
+        return self.accumulation.take_foreign(scaler)
+
+    def _share(self) -> None:
         self._shared = []
-        for position, (model, grad) in enumerate(zip(self.pairs.models, stored(self.pairs.masters), strict=True)):
+        made = counters.gradients(self.pairs.masters)
+        for position, (model, grad) in enumerate(zip(self.pairs.models, made, strict=True)):
             if model.grad is not None and grad is not None and self.pairs.masters[position] is not model:
                 model.grad_dtype = None
                 GRAD.__set__(model, grad)
                 self._shared.append(position)
         self.gradients.see()
-        self._seen = Sight(self.gradients.of_model())
+        self._seen = self.gradients.sight
 
     # -- what became of it -------------------------------------------------------------------------------------------
 

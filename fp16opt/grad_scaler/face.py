@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +25,6 @@ from ..optimizer import MixedPrecisionOptimizer
 from .closures import Evaluation, Evaluations, take_closure
 from .gradients import OptimizerGradients
 from .torch_scale import TorchScale, new_state
-
-_LOSSES = 64  # how many of an iteration's losses are remembered, for the log line of a skip
 
 
 class GradScaler(TorchScale):
@@ -82,10 +80,10 @@ class GradScaler(TorchScale):
     _skips_counted: Tensor | None = None  # written in place, also by CUDA graphs that are replayed
 
     def _forget(self) -> None:
+        super()._forget()
         self._gradients: WeakKeyDictionary[Any, OptimizerGradients] = WeakKeyDictionary()
         self._warned: set[str] = set()
         self._log = SkipLog()
-        self._losses: deque[Tensor] = deque(maxlen=_LOSSES)
 
     def __getstate__(self) -> dict[str, Any]:
         """As torch's: refuses in the middle of an iteration. What belongs to living optimizers stays behind."""
@@ -131,9 +129,15 @@ class GradScaler(TorchScale):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """torch's hook, from which ``unscale_`` and torch's other methods get their flags."""
+        gradients = self._of(optimizer)
         if isinstance(optimizer, MixedPrecisionOptimizer):
             optimizer.check_driven()
-        gradients = self._of(optimizer)
+            at_once = optimizer.unscale_driven(inv_scale)
+            if at_once is not None:
+                gradients.driven = True
+                if self._rule.follows_norms:
+                    self._rule.see(optimizer.engine.gradients.largest_norm(self._rule.growth_tracker.device))
+                return {at_once.device: at_once}
         gradients.collect(optimizer, allow_fp16 or self._steps_itself or self._allow_16bit_weights)
         halves = gradients.halves()
         if halves:
@@ -198,6 +202,8 @@ class GradScaler(TorchScale):
     def _clip(self, optimizer: Optimizer, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         found = self._found_for_clipping(optimizer)
         gradients = self._of(optimizer)
+        if gradients.driven and isinstance(optimizer, MixedPrecisionOptimizer):
+            return optimizer.clip_master_grads(max_norm, norm_type, error_if_nonfinite)
         gradients.collect(optimizer)
         if gradients.foreign:
             params = list(gradients.params())
@@ -219,6 +225,8 @@ class GradScaler(TorchScale):
         """What :meth:`unscale_` and a clip do, in one write; the norm, or None where it must be done one by one."""
         if not self._enabled or self._scale is None or self._per_optimizer_states.get(id(optimizer), {}):
             return None  # unscaled or stepped already
+        if isinstance(optimizer, MixedPrecisionOptimizer):
+            return None  # its masters' gradients are made by one pass, and clipped by another
         gradients = self._of(optimizer)
         gradients.collect(optimizer)
         clipped = gradients.unscale_and_clip(self._scale.double().reciprocal().float(), max_norm)
@@ -246,12 +254,8 @@ class GradScaler(TorchScale):
 
     def _found(self, optimizer: Optimizer) -> Tensor | None:
         """One flag for all of an optimizer's devices, on the scale's; None where it has no gradients. No sync."""
-        device = self._rule.growth_tracker.device
-        flags = [
-            flag.to(device, non_blocking=True)
-            for flag in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
-        ]
-        return _any(flags)
+        flags = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        return _any(list(flags.values()), self._check_scale_growth_tracker("step")[0].device)
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -280,14 +284,16 @@ class GradScaler(TorchScale):
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        closure, args, kwargs = take_closure(args, kwargs)
+        closure = None
+        if args or kwargs:
+            closure, args, kwargs = take_closure(args, kwargs)
         if closure is None:
             self._check_scale_growth_tracker("step")
         if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         if closure is not None:
             result, skipped = self._step_with(closure, optimizer, args, kwargs)
-        elif _does_it_itself(optimizer):
+        elif getattr(optimizer, "_step_supports_amp_scaling", False) and _takes_the_scaler(optimizer):
             return super().step(optimizer, *args, **kwargs)
         else:
             result, skipped = self._step_once(optimizer, args, kwargs)
@@ -309,22 +315,21 @@ class GradScaler(TorchScale):
                 optimizer.step()  # which refuses gradients that wait in the model, where it has a scale of its own
             self._warn_no_gradients(optimizer)
             return None, None
-        if self._skips_on_device(optimizer, found):
+        if not kernels.is_host(found.device) and self._skips_on_device(optimizer):
             with found_inf_given(optimizer, found):
                 return optimizer.step(*args, **kwargs), found
         if bool(found):
             return None, True
         return optimizer.step(*args, **kwargs), False
 
-    def _skips_on_device(self, optimizer: Optimizer, found: Tensor) -> bool:
-        """Whether a look at the flag would wait for a device, and the optimizer can skip without one."""
-        unlimited = self._rule.max_consecutive_skips is None
-        return not kernels.is_host(found.device) and unlimited and supports_found_inf(optimizer)
+    def _skips_on_device(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer can skip without a look at the flag, which would wait for a device."""
+        return self._rule.max_consecutive_skips is None and supports_found_inf(optimizer)
 
     def _step_with(
         self, closure: Callable[[], Any], optimizer: Optimizer, args: Any, kwargs: Any
     ) -> tuple[Any, bool | Tensor | None]:
-        evaluations = Evaluations(lambda: self._evaluate(closure, optimizer), self._back_off)
+        evaluations = Evaluations(lambda: self._evaluate(closure, optimizer), self._rule.back_off)
         try:
             return evaluations.step(optimizer, *args, **kwargs)
         except BaseException:
@@ -345,24 +350,20 @@ class GradScaler(TorchScale):
         found = self._found(optimizer)
         return Evaluation(loss, found is not None and bool(found), scaled)
 
-    def _back_off(self) -> bool:
-        """Lower the scale at once; False where it can't go lower. Syncs."""
-        lowered = self._rule.back_off()
-        self._show()
-        return lowered
-
     def _record(self, optimizer: Optimizer, skipped: bool | Tensor | None) -> None:
         gradients = self._of(optimizer)
+        told: list[Overflow] = []
+        if skipped is True and isinstance(optimizer, MixedPrecisionOptimizer):
+            optimizer.note_left_out(is_logged=True)  # update() logs it
+            told = optimizer.overflow_report() if gradients.driven else told
         if isinstance(skipped, Tensor):
             if self._skips_counted is None:
                 self._skips_counted = counters(skipped.device)[1]
             gradients.record_on_device(skipped, self._skips_counted)
         else:
-            gradients.record(skipped)
+            gradients.record(skipped, told)
             self._skips += skipped is True
         gradients.release()
-        if skipped is True and isinstance(optimizer, MixedPrecisionOptimizer):
-            optimizer.note_left_out(is_logged=True)  # update() logs it
         if skipped is not False:
             # The scheduler of an optimizer that was not called would warn of a wrong order.
             optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -391,7 +392,7 @@ class GradScaler(TorchScale):
         """
         if not self._enabled:
             return
-        self._check_scale_growth_tracker("update")
+        scale, _ = self._check_scale_growth_tracker("update")
         if new_scale is not None:
             self._set_scale(new_scale)
             self._next_iteration()
@@ -401,27 +402,29 @@ class GradScaler(TorchScale):
             raise AssertionError(
                 "No inf checks were recorded prior to update. Call step() for each optimizer before update()."
             )
-        device = self._rule.growth_tracker.device
-        found = _any([flag.to(device) for s in states.values() for flag in s["found_inf_per_device"].values()])
-        stepped = [g for o, g in self._gradients.items() if states.get(id(o), {}).get("stage") is OptState.STEPPED]
-        skipped = [gradients for gradients in stepped if gradients.skipped is True]
+        flags: list[Tensor] = []
+        for state in states.values():
+            flags += state["found_inf_per_device"].values()
+        found = _any(flags, scale.device)
+        skipped, stepped = [], False
+        for optimizer, gradients in self._gradients.items():
+            if id(optimizer) in states and states[id(optimizer)]["stage"] is OptState.STEPPED:
+                stepped |= gradients.skipped is False
+                if gradients.skipped is True:
+                    skipped.append(gradients)
         finite = self._losses_are_finite() if skipped else None
         self._next_iteration()
         if found is None:
             return
         old = float(self._rule.scale) if skipped else 0.0
         follow(self._rule, found)
-        self._show()
-        report = [overflow for gradients in skipped for overflow in gradients.report()]
+        report = [overflow for gradients in skipped for overflow in gradients.report()] if skipped else []
         if skipped:
             self._log.skipped(self._rule, old, report, finite)
-        elif any(gradients.skipped is False for gradients in stepped):
+        elif stepped and self._log.calibrating:
             self._log.stepped()
-        check_consecutive([self._rule], report)
-
-    def _see(self, outputs: Any) -> None:
-        if isinstance(outputs, Tensor) and outputs.numel() == 1:
-            self._losses.append(outputs.detach())
+        if self._rule.max_consecutive_skips is not None:
+            check_consecutive([self._rule], report)
 
     def _losses_are_finite(self) -> bool | None:
         """Whether the losses of this iteration are; None where nobody has seen any. Syncs."""
@@ -499,14 +502,13 @@ class GradScaler(TorchScale):
         return True
 
 
-def _any(flags: list[Tensor]) -> Tensor | None:
-    """1.0 where one of the flags (float32, 0-dim, one device) is set; None for none. No sync."""
+def _any(flags: list[Tensor], device: torch.device) -> Tensor | None:
+    """On ``device``, 1.0 where one of the flags (float32, 0-dim) is set; None for none. No sync."""
     if len(flags) > 1:
-        return torch.stack(flags).amax()
-    return flags[0] if flags else None
+        return torch.stack([flag.to(device, non_blocking=True) for flag in flags]).amax()
+    return flags[0].to(device, non_blocking=True) if flags else None
 
 
-def _does_it_itself(optimizer: Optimizer) -> bool:
+def _takes_the_scaler(optimizer: Optimizer) -> bool:
     """Whether it is a custom optimizer of torch's older protocol, whose step takes the scaler and calls it."""
-    supports = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return bool(supports) and "grad_scaler" in inspect.signature(optimizer.step).parameters
+    return "grad_scaler" in inspect.signature(optimizer.step).parameters

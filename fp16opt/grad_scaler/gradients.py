@@ -68,6 +68,7 @@ class OptimizerGradients:
     Attributes:
         foreign: Parameters whose gradients are tensor subclasses with operations of their own (DTensor); torch's
             operations serve them.
+        driven: Whether the optimizer is a wrapper that has unscaled them itself.
         skipped: Whether the optimizer's last step was skipped: decided, or the device's flag (float32, 0-dim). None
             where there was nothing to step.
     """
@@ -76,6 +77,7 @@ class OptimizerGradients:
         self.skipped: bool | Tensor | None = None
         self._sweeps: dict[torch.device, Sweep] = {}
         self._blamed: list[tuple[list[Place], Tensor]] = []
+        self._told: list[Overflow] = []
         self._kept: list[Tensor] = []
         self._last: Tensor | None = None
         self.release()
@@ -84,6 +86,7 @@ class OptimizerGradients:
         """Let go of the gradients. What became of the step stays known."""
         self._rows: list[_Rows] = []
         self.foreign: list[Tensor] = []
+        self.driven = False
         self._measured: Sight | None = None
         self._checked: list[tuple[list[Place], Sweep]] = []
 
@@ -259,9 +262,13 @@ class OptimizerGradients:
 
     # -- what was found ----------------------------------------------------------------------------------------------
 
-    def record(self, skipped: bool | None) -> None:
-        """Note what became of a step that was decided on the host, and who is to blame. No sync."""
-        self.skipped = skipped
+    def record(self, skipped: bool | None, told: list[Overflow]) -> None:
+        """Note what became of a step that was decided on the host, and who is to blame. No sync.
+
+        Args:
+            told: by the optimizer, where it was ``driven``.
+        """
+        self.skipped, self._told = skipped, told
         self._blamed = [(places, sweep.stats.nonfinite.clone()) for places, sweep in self._checked] if skipped else []
 
     def record_on_device(self, found_inf: Tensor, counted: Tensor) -> None:
@@ -274,14 +281,14 @@ class OptimizerGradients:
         if self._last is None or self._last.device != found_inf.device:
             self._last = torch.zeros((), dtype=torch.float32, device=found_inf.device)
         note(found_inf, flags, self._kept, self._last, counted)
-        self.skipped = self._last
+        self.skipped, self._told = self._last, []
         self._blamed = [(places, kept) for (places, _), kept in zip(self._checked, self._kept, strict=True)]
 
     def report(self) -> list[Overflow]:
         """Which parameters had non-finite gradients if the last step was skipped, in param_groups order. Syncs."""
         if not self.skipped:
             return []
-        found = []
+        found = list(self._told)
         for places, flags in self._blamed:
             names, where = [place.name() for place in places], [(place.group, place.index) for place in places]
             found += overflows_from_flags(flags.tolist(), names, where)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any
@@ -19,6 +19,7 @@ _EXTRAS = "fp16opt"  # the key of state_dict that torch's loader does not look a
 _EXTRA_SETTINGS = ("min_scale", "max_scale", "hysteresis", "max_consecutive_skips")
 _HEADROOM = ("policy", "headroom")  # there where it is not the doubling rule
 _HOW_SAVED = "Pass a GradScaler's state_dict()."
+_LOSSES = 64  # how many of an iteration's losses are remembered, for the log line of a skip
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
@@ -88,10 +89,8 @@ class TorchScale(torch.amp.GradScaler):
         self._forget()
 
     def _forget(self) -> None:
-        """Start without what is tied to living optimizers: at construction, and in a copy."""
-
-    def _see(self, outputs: Any) -> None:
-        """Something is scaled."""
+        """Start without what is tied to living optimizers and losses: at construction, and in a copy."""
+        self._losses: deque[Tensor] = deque(maxlen=_LOSSES)
 
     def __repr__(self) -> str:
         name = type(self).__name__
@@ -122,13 +121,17 @@ class TorchScale(torch.amp.GradScaler):
         if not self._enabled:
             return outputs
         self._scalings += 1
-        self._see(outputs)
-        if self._scale is not None:
-            self._scale = self._rule.scale  # a copy
+        if isinstance(outputs, Tensor) and outputs.numel() == 1:
+            self._losses.append(outputs.detach())
+        live = self._scale
+        if live is not None:
+            self._scale = live.clone()  # which the graph keeps
         try:
             return super().scale(outputs)
         finally:
-            if self._scale is not None:
+            if live is not None:
+                self._scale = live
+            elif self._scale is not None:
                 self._show()
 
     def _set(self, **settings: Any) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor
 
 from . import native
 
-__all__ = ["Reader", "gradients", "have_versions", "hold_gradients", "versions"]
+__all__ = ["Reader", "asked_gradient", "gradients", "have_versions", "hold_gradients", "versions"]
 
 _GRAD: Any = Tensor.grad  # torch's own descriptor, in front of which subclasses may put another
 _VERSION: Any = Tensor._version
@@ -41,6 +43,33 @@ class Reader:
         """
         with torch._C.DisableTorchFunctionSubclass():
             return list(map(_GRAD.__get__, tensors))
+
+    def asked_gradient(
+        self,
+        partners: dict[int, ReferenceType[Tensor]],
+        ask: Callable[[Tensor, Tensor | None], None],
+        tensor: Tensor,
+    ) -> Tensor | None:
+        """``.grad`` of one tensor, for which somebody is asked first, unless its partner holds the very same.
+
+        Args:
+            partners: by id of a tensor, its partner; one that has none, or whose partner is gone, is read as it is.
+            ask: called with the partner, and with what the tensor holds so far; it may change both.
+
+        Example:
+            >>> import weakref
+            >>> x, y = torch.zeros(1), torch.ones(1)
+            >>> partners = {id(x): weakref.ref(y)}
+            >>> asked_gradient(partners, lambda partner, held: setattr(x, "grad", partner * 2.0), x)
+            tensor([2.])
+        """
+        found: Tensor | None = _GRAD.__get__(tensor)
+        reference = partners.get(id(tensor))
+        partner = None if reference is None else reference()
+        if partner is not None and (found is None or found is not _GRAD.__get__(partner)):
+            ask(partner, found)
+            found = _GRAD.__get__(tensor)
+        return found
 
     def versions(self, tensors: list[Any]) -> list[int] | None:
         """The version counter of each tensor, -1 for None.
@@ -91,6 +120,7 @@ class Reader:
 
 
 _reader = native.tensor_reader(_GRAD, _VERSION) or Reader()
+asked_gradient = _reader.asked_gradient
 gradients = _reader.gradients
 versions = _reader.versions
 have_versions = _reader.have_versions

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from contract.worlds import (
     plus,
     values,
 )
+from fp16opt.kernels import native
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="from torch 2.10 on")
 
@@ -272,6 +275,86 @@ def test_reading_master_gradients_takes_time_that_grows_with_their_number(cls: A
             grad_scaler.update()
         times.append(best)
     assert times[1] / times[0] < 20.0  # 8 where it grows with the number, 64 with its square
+
+
+@SCALERS
+@every_mode
+def test_an_inf_that_came_after_unscaling_is_the_wrappers_to_skip(cls: Any, mode: Mode) -> None:
+    """The GradScaler has found nothing, and its scale stays, whatever was judged meanwhile."""
+    world = Driven(mode, cls)
+
+    def spoil() -> None:
+        world.masters[0].grad.fill_(INF)
+        world.opt.clip_master_grads(1.0)
+
+    before = [master.detach().clone() for master in world.masters]
+    world.drive(GRADS, True, spoil)
+    assert all(map(torch.equal, before, world.masters))
+    assert (world.opt.skipped_steps, world.grad_scaler.get_scale()) == (1, 64.0)
+
+
+@pytest.mark.parametrize(("cls", "counted"), [(torch.amp.GradScaler, 0), (fp16opt.GradScaler, 1)])
+@every_mode
+def test_a_skip_behind_a_clip_by_value_is_counted_where_the_grad_scaler_tells(
+    cls: Any, counted: int, mode: Mode
+) -> None:
+    world = Driven(mode, cls)
+    bad = instead(GRADS, 0, torch.full((4,), INF))
+    world.drive(bad, True, lambda: torch.nn.utils.clip_grad_value_(world.params, 1.0))
+    assert (world.opt.skipped_steps, world.grad_scaler.get_scale()) == (counted, 32.0)
+    if counted:
+        world.reference.step([torch.full((4,), INF)])
+    CLEARS["model.zero_grad"](world)
+    world.drive(GRADS)
+    world.expect_stepped(GRADS)
+
+
+@every_mode
+def test_a_parameter_that_was_unfrozen_has_a_master_when_ours_unscales(mode: Mode) -> None:
+    frozen, other = (torch.nn.Parameter(torch.ones(4, dtype=torch.float16)) for _ in range(2))
+    opt = fp16opt.MixedPrecisionOptimizer(mode.make([frozen.requires_grad_(False), other], lr=0.5), **mode.arguments)
+    frozen.requires_grad_(True)
+    grad_scaler = fp16opt.GradScaler("cpu", init_scale=64.0)
+    grad_scaler.scale((frozen.float() + other.float()).sum()).backward()
+    grad_scaler.unscale_(opt)
+    assert [master.grad.tolist() for master in opt.master_params()] == [[1.0] * 4] * 2
+    grad_scaler.step(opt)
+    assert frozen.tolist() == other.tolist() != [1.0] * 4
+
+
+@SCALERS
+@pytest.mark.skipif(not native.available(), reason="no compiled module")
+def test_reading_unscaled_gradients_again_calls_nothing(cls: Any) -> None:
+    """torch's GradScaler and its clip read each of them eight times."""
+    params = [torch.nn.Parameter(torch.ones(2, dtype=torch.float16)) for _ in range(3)]
+    opt = fp16opt.MixedPrecisionOptimizer(torch.optim.SGD(params, lr=0.5))
+    masters, grad_scaler, calls = list(opt.master_params()), cls("cpu", init_scale=64.0), []
+
+    def look(frame: Any, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(inside):
+            calls.append(frame.f_code.co_name)
+
+    def reads() -> list[str]:
+        calls.clear()
+        sys.setprofile(look)
+        try:
+            grads = [param.grad for param in masters]
+        finally:
+            sys.setprofile(None)
+        assert [grad.tolist() for grad in grads if grad is not None] == [[1.0, 1.0]] * 3
+        return list(calls)
+
+    inside = str(Path(fp16opt.__file__).parent)
+    for _ in range(2):
+        opt.zero_grad()
+        grad_scaler.scale(torch.stack(params).float().sum()).backward()
+        grad_scaler.unscale_(opt)
+        assert reads() == []
+        grad_scaler.step(opt)
+        grad_scaler.update()
+        opt.zero_grad()
+        opt.backward(torch.stack(params).float().sum())
+        assert reads() != [], "the first makes them"
 
 
 def test_reading_master_gradients_after_a_step_takes_time_that_grows_with_their_number() -> None:

@@ -124,6 +124,41 @@ def test_gradients_are_held_until_replaced_written_or_dropped(reader: Any) -> No
     assert not reader.hold_gradients(params, grads, [0, 1, -1])
 
 
+def test_a_gradient_is_asked_for_unless_its_partner_holds_the_same(reader: Any) -> None:
+    tensor, partner, alone = InFront(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2)), torch.zeros(2)
+    grads = [torch.full((2,), float(k)) for k in range(3)]
+    partners = {id(tensor): weakref.ref(partner), id(alone): weakref.ref(torch.zeros(2))}
+    asked: list[tuple[Any, Any]] = []
+    store = Tensor.grad.__set__  # type: ignore[attr-defined]
+
+    def ask(model: Tensor, held: Tensor | None) -> None:
+        asked.append((model, held))
+        store(tensor, grads[2])
+
+    assert reader.asked_gradient(partners, ask, tensor) is grads[2], "none is held"
+    partner.grad = grads[2]
+    assert reader.asked_gradient(partners, ask, tensor) is grads[2], "both hold the same"
+    assert [held for _, held in asked] == [None]
+    partner.grad = grads[1]
+    assert reader.asked_gradient(partners, ask, tensor) is grads[2], "each holds its own"
+    partner.grad = None
+    assert reader.asked_gradient(partners, ask, tensor) is grads[2], "one is held"
+    assert all(model is partner for model, _ in asked)
+    assert [held for _, held in asked[1:]] == [grads[2], grads[2]]
+    alone.grad = grads[0]
+    assert reader.asked_gradient(partners, ask, alone) is grads[0], "its partner is gone"
+    assert reader.asked_gradient(partners, ask, partner) is None, "it has none"
+    assert len(asked) == 3
+
+
+def test_what_is_raised_where_a_gradient_is_asked_for_comes_through(reader: Any) -> None:
+    tensor, partner = torch.zeros(2), torch.zeros(2)
+    with pytest.raises(ZeroDivisionError):
+        reader.asked_gradient({id(tensor): weakref.ref(partner)}, lambda *_: 1 // 0, tensor)
+    with pytest.raises(TypeError):
+        reader.asked_gradient({}, print, 3)
+
+
 def test_what_counts_no_versions_raises_as_in_torch(reader: Any) -> None:
     with torch.inference_mode():
         entry = torch.zeros(2)

@@ -1,0 +1,212 @@
+"""Random calls to torch's GradScaler and to ours, each around a wrapper of a 16-bit model, and to torch's around FP32.
+
+Losses are linear and their numbers few, so that 16-bit gradients are exact: the wrapper's masters must be what torch
+makes of FP32 parameters, bit for bit, whichever GradScaler drives it. Left out is what torch forbids or leaves open: a
+backward after gradients were unscaled, gradients of a step that nobody cleared before the next, a step without a
+backward, and what masters hold after a step whose gradients were cleared by another than the wrapper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD, AdamW
+
+from fp16opt import MixedPrecisionOptimizer
+from grad_scaler.pairs import DRIVEN, Ours, Theirs, assert_same_bits
+
+pytestmark = DRIVEN
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+STARTS = (0.5, -1.0, 2.0)
+numbers = st.sampled_from([0.0, 0.5, -0.25, 1.0, -2.0])
+some = st.tuples(*[st.one_of(numbers, numbers, st.none()) for _ in DTYPES]).filter(lambda c: c != (None,) * 3)
+MODES: dict[str, tuple[Callable[[list[Tensor]], Any], dict[str, Any]]] = {
+    "sgd, one pass": (lambda params: SGD(params, lr=0.125, momentum=0.5), {}),
+    "sgd, wrapped": (lambda params: SGD(params, lr=0.125, momentum=0.5, foreach=False), {"fused_step": False}),
+    "sgd, one pass, FP32 sums": (lambda params: SGD(params, lr=0.125, momentum=0.5), {"grad_accumulation": "fp32"}),
+    "adamw, wrapped, FP32 sums": (
+        lambda params: AdamW(params, lr=0.0625, foreach=False),
+        {"fused_step": False, "grad_accumulation": "fp32"},
+    ),
+}
+
+
+class Side:
+    """A GradScaler, and the optimizer that it drives."""
+
+    def __init__(self, cls: Any, make: Any, dtypes: tuple[torch.dtype, ...], options: dict[str, Any] | None) -> None:
+        starts = zip(STARTS, dtypes, strict=True)
+        self.params = [torch.nn.Parameter(torch.full((3,), start, dtype=dtype)) for start, dtype in starts]
+        self.opt = make(self.params)
+        self.masters: list[Tensor] = self.params
+        if options is not None:
+            self.opt = MixedPrecisionOptimizer(self.opt, **options)
+            self.masters = list(self.opt.master_params())
+        self.scaler = cls("cpu", init_scale=2.0**6, growth_interval=3)
+
+    def backward(self, coefficients: Any) -> None:
+        terms = [(p.float() * c).sum() for p, c in zip(self.params, coefficients, strict=True) if c is not None]
+        self.scaler.scale(torch.stack(terms).sum()).backward()
+
+    def stepped(self) -> list[Tensor]:
+        return [param for group in self.opt.param_groups for param in group["params"]]
+
+
+class DrivenCalls(RuleBasedStateMachine):
+    mode: ClassVar[str]
+
+    @initialize()
+    def start(self) -> None:
+        make, options = MODES[self.mode]
+        self.plain = Side(Theirs, make, (torch.float32,) * 3, None)
+        self.wrapped = [Side(cls, make, DTYPES, options) for cls in (Theirs, Ours)]
+        self.sides = [self.plain, *self.wrapped]
+        self.stage, self.came, self.used, self.finite = "READY", False, False, True
+        self.stays = False  # whether masters may still hold gradients of a step, which the model's owner has cleared
+
+    def every(self, call: Callable[[Side], Any]) -> list[Any]:
+        return [call(side) for side in self.sides]
+
+    # -- gradients -------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.stage == "READY" and not self.used)
+    @rule(coefficients=some, bad=st.sampled_from([None] * 4 + [float("inf"), float("nan")]), which=st.integers(0, 2))
+    def backward(self, coefficients: Any, bad: float | None, which: int) -> None:
+        if bad is not None:
+            coefficients = tuple(bad if i == which else c for i, c in enumerate(coefficients))
+            self.finite = False
+        self.every(lambda side: side.backward(coefficients))
+        self.came, self.stays = True, False
+
+    @precondition(lambda self: self.stage == "READY" and self.came and not self.used)
+    @rule()
+    def unscale(self) -> None:
+        self.every(lambda side: side.scaler.unscale_(side.opt))
+        self.stage = "UNSCALED"
+
+    @precondition(lambda self: not self.stays)
+    @rule(which=st.integers(0, 2))
+    def read_a_master_from_before(self, which: int) -> None:
+        expected, *found = self.every(lambda side: side.masters[which].grad)
+        if self.finite:
+            for grad in found:
+                assert_same_bits(grad, expected, f"gradient of master {which}")
+
+    @precondition(lambda self: self.stage == "UNSCALED")
+    @rule(over=st.sampled_from(["model", "masters", "param_groups"]), max_norm=st.sampled_from([0.5, 1e6]))
+    def clip_with_torch(self, over: str, max_norm: float) -> None:
+        chosen = {"model": lambda s: s.params, "masters": lambda s: s.masters, "param_groups": Side.stepped}[over]
+        expected, *found = self.every(lambda side: clip_grad_norm_(chosen(side), max_norm))
+        if self.finite:
+            for norm in found:
+                assert_same_bits(norm, expected, "norm")
+
+    @precondition(lambda self: self.stage == "UNSCALED" and self.finite and self.came)
+    @rule(max_norm=st.sampled_from([0.5, 1e6]))
+    def clip_with_the_wrapper(self, max_norm: float) -> None:
+        """torch's side clips by the same factor."""
+        norms = [side.opt.clip_master_grads(max_norm) for side in self.wrapped]
+        assert_same_bits(*norms, "norm")
+        factor = (max_norm / (norms[0] + 1e-6)).clamp(max=1.0)
+        for param in self.plain.params:
+            if param.grad is not None:
+                param.grad.mul_(factor)
+
+    @precondition(lambda self: self.stage == "UNSCALED")
+    @rule(which=st.integers(0, 2), through=st.sampled_from(["master", "model"]))
+    def edit(self, which: int, through: str) -> None:
+        for side in self.sides:
+            grad = (side.masters if through == "master" else side.params)[which].grad
+            if grad is not None:
+                grad.mul_(0.5)
+
+    # -- looking on ------------------------------------------------------------------------------------------------
+
+    @rule()
+    def look_at_groups(self) -> None:
+        assert len({side.opt.param_groups[0]["lr"] for side in self.sides}) == 1
+
+    @precondition(lambda self: self.stage != "READY" or self.used or not self.came)
+    @rule(what=st.sampled_from(["skipped_steps", "step_was_skipped", "loss_scale"]))
+    def ask(self, what: str) -> None:
+        theirs, ours = (getattr(side.opt, what) for side in self.wrapped)
+        assert theirs == ours
+
+    # -- the end of an iteration -----------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.stage != "STEPPED" and self.came and not self.used)
+    @rule()
+    def step(self) -> None:
+        self.every(lambda side: side.scaler.step(side.opt))
+        self.stage, self.used = "STEPPED", True
+
+    @precondition(lambda self: self.stage != "READY")
+    @rule(clear=st.sampled_from(["opt", "zeros", "model", "nobody"]))
+    def update(self, clear: str) -> None:
+        self.every(lambda side: side.scaler.update())
+        self.stage, self.used = "READY", True
+        if clear != "nobody":
+            self.zero_grad(clear)
+
+    @rule(how=st.sampled_from(["opt", "zeros", "model"]))
+    def zero_grad(self, how: str) -> None:
+        for side in self.sides:
+            if how == "model":
+                for param in side.params:
+                    param.grad = None
+            else:
+                side.opt.zero_grad(set_to_none=how == "opt")
+        self.came, self.used, self.finite = False, False, True
+        self.stays = how == "model" or (how == "zeros" and self.stays)
+
+    @rule(
+        coefficients=some,
+        bad=st.sampled_from([None, None, float("inf")]),
+        which=st.integers(0, 2),
+        clear=st.sampled_from(["opt", "zeros", "model"]),
+        unscales=st.booleans(),
+    )
+    def whole_iteration(self, coefficients: Any, bad: float | None, which: int, clear: str, unscales: bool) -> None:
+        if self.stage != "READY":
+            self.update("nobody")
+        self.zero_grad(clear)
+        self.backward(coefficients, bad, which)
+        if unscales:
+            self.unscale()
+            self.clip_with_torch("masters", 0.5)
+        self.step()
+        self.update("nobody")
+
+    @precondition(lambda self: hasattr(self, "sides"))
+    @invariant()
+    def same(self) -> None:
+        assert len({side.scaler.get_scale() for side in self.sides}) == 1
+        for side in self.wrapped:
+            for param, master, plain in zip(side.params, side.masters, self.plain.params, strict=True):
+                assert_same_bits(master, plain, "master")
+                assert_same_bits(param, plain.detach().to(param.dtype), "parameter")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_random_driven_calls(mode: str) -> None:
+    machine = type("Machine", (DrivenCalls,), {"mode": mode})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(settings.get_profile("default"), max_examples=10, stateful_step_count=20),
+    )
