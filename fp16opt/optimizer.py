@@ -424,10 +424,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _scaled(self, loss: Tensor, scaler: LossScaler | None) -> Tensor:
         """:meth:`scale_loss` of what was checked."""
-        if self._under.serves(self.scaler):
+        if self.scaler.dynamic or not self._under.serves(self.scaler):
+            self._step_supports_amp_scaling = True  # the scaler may have come after construction
+        else:
             self._close_left_out(self._under.left_out(self.scaler))
-        else:  # the scaler may have come after construction
-            self._step_supports_amp_scaling = True
         self._follow(verifies=self.gradient_release is True)  # else only gradients are looked at until the step
         pending: Pending = self._accumulation.enter(self.scaler if scaler is None else scaler)
         if loss.numel() == 1:
@@ -753,7 +753,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         flags = [] if skipped is False else self._gradients.flags()
         skipped = self._outcome.close(verdict, skipped, flags, self._gradients.stats)
         self._accumulation.finish(used)
-        self._under.stepped()
+        if self._under.seen is not None:
+            self._under.stepped()
         if not self._accumulation.replicas.alone:
             self._accumulation.replicas.after_step(skipped, self._digest)
         if skipped is not False or self._outcome.log.calibrating:

@@ -390,7 +390,8 @@ class DeviceGradients:
             self.live.update(group.copied)
         else:
             self._add_up(grads, inv_scale)
-        self.flags = self._known() | sweep.stats.nonfinite | own_flags
+        found = sweep.stats.nonfinite | own_flags
+        self.flags = found if self.flags is None else self.flags | found
 
     def _whole_sums(self) -> tuple[list[Tensor | None], bool]:
         """The sums that there are, and whether every 16-bit parameter has one, dense."""

@@ -26,15 +26,19 @@ CAN_SHARE = hasattr(Tensor, "grad_dtype")  # torch before 2.10 wants a parameter
 
 
 class UnderGradScaler:
-    """Follows what a GradScaler does, where the wrapper's own scale is 1 and stays so."""
+    """Follows what a GradScaler does, where the wrapper's own scale is 1 and stays so.
+
+    Attributes:
+        seen: the gradients that a GradScaler was shown, which no step has used.
+    """
 
     def __init__(self, pairs: Pairs, gradients: Gradients, accumulation: Accumulation) -> None:
         self.pairs = pairs
         self.gradients = gradients
         self.accumulation = accumulation
-        self._seen: Sight | None = None
+        self.seen: Sight | None = None
         self._shared: list[int] = []
-        self._neutral = (-1, False)
+        self._neutral: tuple[LossScaler | None, int, bool] = (None, 0, False)
         self._evaluates = False
 
     @contextlib.contextmanager
@@ -50,9 +54,11 @@ class UnderGradScaler:
         """Whether a GradScaler's scale can be the only one. Syncs once for each value of the scale."""
         if scaler.dynamic:
             return False
-        if self._neutral[0] != scaler.generation:
-            self._neutral = (scaler.generation, float(scaler.scale) == 1.0)
-        return self._neutral[1]
+        known, generation, neutral = self._neutral
+        if known is not scaler or generation != scaler.generation:
+            neutral = float(scaler.scale) == 1.0
+            self._neutral = (scaler, scaler.generation, neutral)
+        return neutral
 
     def _is_underway(self) -> bool:
         pending = self.accumulation.pending
@@ -64,7 +70,7 @@ class UnderGradScaler:
         """``param_groups`` are read: remember gradients that came without the engine."""
         at_rest = self.accumulation.stage is Stage.READY and not self.accumulation.interrupted
         if at_rest and self.accumulation.strange():
-            self._seen = Sight(self.gradients.of_model())
+            self.seen = Sight(self.gradients.of_model())
 
     def make(self, scaler: LossScaler) -> None:
         """A master's gradient is read: give all masters FP32 copies, which the model's parameters share.
@@ -104,7 +110,7 @@ class UnderGradScaler:
 
     def _take(self, scaler: LossScaler) -> Pending | None:
         """Gradients that came without the engine are the accumulation's now; None where there are none."""
-        if self._seen is None and not self.accumulation.strange():
+        if self.seen is None and not self.accumulation.strange():
             return None
         if not CAN_SHARE:
             raise RuntimeError(
@@ -122,17 +128,17 @@ class UnderGradScaler:
                 GRAD.__set__(model, grad)
                 self._shared.append(position)
         self.gradients.see()
-        self._seen = self.gradients.sight
+        self.seen = self.gradients.sight
 
     # -- what became of it -------------------------------------------------------------------------------------------
 
     def renewed(self, scaler: LossScaler) -> Verdict | None:
         """:meth:`left_out`, where gradients of the model were cleared or replaced since. Else they are forgotten."""
-        if self._seen is None or all(map(operator.is_, self._seen.grads, self.gradients.of_model())):
+        if self.seen is None or all(map(operator.is_, self.seen.grads, self.gradients.of_model())):
             return None
         left_out = self.left_out(scaler)
         if left_out is None:
-            self._seen = None
+            self.seen = None
             if self._is_underway():
                 self.accumulation.forget()
         return left_out
@@ -140,7 +146,7 @@ class UnderGradScaler:
     def left_out(self, scaler: LossScaler) -> Verdict | None:
         """Whether a step was never called because gradients were not finite: the verdict on them. Syncs."""
         stage = self.accumulation.stage
-        if self._seen is None or self._evaluates or self.accumulation.interrupted:
+        if self.seen is None or self._evaluates or self.accumulation.interrupted:
             return None
         if not (stage is Stage.READY or self._is_underway()):
             return None
@@ -149,17 +155,17 @@ class UnderGradScaler:
         else:
             own = map(operator.is_, self.pairs.masters, self.pairs.models)
             made = stored(self.pairs.masters) if stage is Stage.SCALED else [None] * len(self.pairs)
-            values = [seen if mine else grad for mine, seen, grad in zip(own, self._seen.grads, made, strict=True)]
+            values = [seen if mine else grad for mine, seen, grad in zip(own, self.seen.grads, made, strict=True)]
             found = self.gradients.judge_apart(values, self.accumulation.device)
         return Verdict(found, [(scaler, found)]) if bool(found) else None
 
     def used(self) -> Sight | None:
         """The gradients that a GradScaler was shown and no step has used, in the versions in which it left them."""
-        return None if self._seen is None else Sight(self._seen.grads)
+        return None if self.seen is None else Sight(self.seen.grads)
 
     def stepped(self) -> None:
         """The gradients that were seen are used."""
-        self._seen = None
+        self.seen = None
 
     def withdraw(self, set_to_none: bool) -> None:
         """Gradients were cleared. Those that stay, as zeros, get their parameter's dtype again."""

@@ -388,3 +388,14 @@ def test_a_refused_grad_scaler_leaves_nothing_behind() -> None:
     opt.backward((weight.float() * 0.125).sum())
     opt.step()
     assert weight.tolist() == [1.0 - 0.5 * 0.125] * 4
+
+
+def test_a_scaler_that_comes_later_is_asked_anew() -> None:
+    """Whose scale is not 1, after one of 1: gradients of a plain backward would be unscaled wrongly."""
+    p = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    opt = fp16opt.MixedPrecisionOptimizer(torch.optim.SGD([p], lr=0.5))
+    opt.scaler = fp16opt.StaticLossScaler(64.0)
+    p.float().sum().backward()
+    with pytest.raises(RuntimeError, match="neither opt.backward.* made, and the loss scale is 64"):
+        opt.step()
+    assert p.tolist() == [1.0, 1.0]
