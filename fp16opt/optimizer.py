@@ -826,7 +826,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             return None
         self._follow(verifies=False)
         self._close_renewed()
-        return self._under.unscale(self.scaler, inv_scale)
+        found = self._under.unscale(self.scaler, inv_scale)
+        if found is not None and self.grad_accumulation == "fp32":
+            warn_plain_backward(self._warned)
+        return found
 
     def _close_left_out(self, verdict: Verdict | None, is_logged: bool = False) -> None:
         if verdict is None:

@@ -61,10 +61,10 @@ def _served(name: str, formula: Formula) -> Iterator[tuple[tuple[str, int, bool]
     counters = "steps" if formula.counts else ""
     for count, kernel in enumerate(formula.kernels, formula.least()):
         lists = ("grads", "masters", *(f"{one}s" for one in formula.state[:count]))
-        own = Operation(f"multi_tensor_{name}", lists, _owned, "float32 each", (1,), 1, counters)
-        models = own._replace(
-            lists=(*lists, "models"), accepts=_with_models, wanted=_MODELS, written=(len(lists),), coded=("cpu", "cuda")
-        )
+        called, coded = f"multi_tensor_{name}", ("cpu", "cuda")
+        own = Operation(called, lists, _owned, "float32 each", (1,), 1, counters)
+        with_models = (*lists, "models")
+        models = Operation(called, with_models, _with_models, _MODELS, (len(lists),), 1, counters, coded=coded)
         yield (name, count, False), _Served(formula, own, kernel)
         yield (name, count, True), _Served(formula, models, kernel)
 

@@ -396,6 +396,18 @@ def test_a_scaler_that_comes_later_is_asked_anew() -> None:
     opt = fp16opt.MixedPrecisionOptimizer(torch.optim.SGD([p], lr=0.5))
     opt.scaler = fp16opt.StaticLossScaler(64.0)
     p.float().sum().backward()
-    with pytest.raises(RuntimeError, match="neither opt.backward.* made, and the loss scale is 64"):
+    with pytest.raises(RuntimeError, match=r"neither opt\.backward.* made, and the loss scale is 64"):
         opt.step()
     assert p.tolist() == [1.0, 1.0]
+
+
+def test_sums_that_a_grad_scaler_leaves_without_effect_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    p = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    opt = fp16opt.MixedPrecisionOptimizer(torch.optim.SGD([p], lr=0.5), grad_accumulation="fp32")
+    scaler = fp16opt.GradScaler("cpu", init_scale=64.0)
+    for _ in range(2):
+        opt.zero_grad()
+        scaler.scale(p.float().sum()).backward()
+        scaler.step(opt)
+        scaler.update()
+        assert [r.message[:40] for r in caplog.records] == ['grad_accumulation="fp32" has no effect: ']
