@@ -72,7 +72,7 @@ def test_splitting_to_nearest_is_the_oracles(kind: str) -> None:
 
 
 def check_bounds(values: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """What the page of formats promises, and that what was kept is kept as it is. Returns (the remainder, the master)."""
+    """What the page of formats promises, and that what was kept is kept as it is. Returns (remainders, masters)."""
     weight, remainder = oracle.SPLIT[kind](values, None)
     kept = oracle.JOIN[kind](weight, remainder)
     again = oracle.SPLIT[kind](kept, None)
