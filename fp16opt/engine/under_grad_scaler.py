@@ -155,7 +155,10 @@ class UnderGradScaler:
         else:
             own = map(operator.is_, self.pairs.masters, self.pairs.models)
             made = stored(self.pairs.masters) if stage is Stage.SCALED else [None] * len(self.pairs)
-            values = [seen if mine else grad for mine, seen, grad in zip(own, self.seen.grads, made, strict=True)]
+            shown = self.seen.grads + [None] * (
+                len(self.pairs) - len(self.seen.grads)
+            )  # parameters may have come since
+            values = [seen if mine else grad for mine, seen, grad in zip(own, shown, made, strict=True)]
             found = self.gradients.judge_apart(values, self.accumulation.device)
         return Verdict(found, [(scaler, found)]) if bool(found) else None
 

@@ -180,6 +180,8 @@ def multi_tensor_step(
     """
     served = _STEPS.get((formula, len(state), models is not None))
     if served is None or (steps is None) is served.formula.counts:
+        if formula not in FORMULAS:
+            raise ValueError(f"formula: expected one of {', '.join(map(repr, FORMULAS))}, got {formula!r}.")
         row = FORMULAS[formula]
         raise ValueError(
             f"multi_tensor_{formula}: state must have {row.least()} to {len(row.state)} lists, of "
@@ -187,6 +189,12 @@ def multi_tensor_step(
             f"and steps {'None' if steps is None else 'in a list'}."
         )
     row, operation, kernel = served
+    for place, given in enumerate(options):
+        if type(given) is not row.options or not isinstance(given[0], (int, float, Tensor)):
+            raise TypeError(
+                f"multi_tensor_{formula}: options[{place}] must be {row.options.__name__}, with a number or a tensor for "
+                f"lr, got {given!r}."
+            )
     with torch.no_grad():
         lists = (grads, masters, *state)
         lists = lists if models is None else (*lists, models)

@@ -411,3 +411,15 @@ def test_sums_that_a_grad_scaler_leaves_without_effect_are_told_of_once(caplog: 
         scaler.step(opt)
         scaler.update()
         assert [r.message[:40] for r in caplog.records] == ['grad_accumulation="fp32" has no effect: ']
+
+
+def test_parameters_that_come_between_a_plain_backward_and_a_question() -> None:
+    """They were not shown to anybody: whoever asks for skips, or clears, is answered."""
+    p, q = (torch.nn.Parameter(torch.ones(2, dtype=torch.float16)) for _ in range(2))
+    opt = fp16opt.MixedPrecisionOptimizer(torch.optim.SGD([p], lr=0.5))
+    p.float().sum().backward()
+    assert len(opt.param_groups) == 1  # a GradScaler reads them
+    opt.add_param_group({"params": [q]})
+    assert opt.skipped_steps == 0
+    opt.step()
+    assert (p.tolist(), q.tolist()) == ([0.5, 0.5], [1.0, 1.0])

@@ -72,7 +72,7 @@ def test_one_more_parameter_adds_one_call_at_most(parts: str, fused_step: Any) -
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="from torch 2.10 on")
 @pytest.mark.parametrize("fused_step", [False, "auto"])
-def test_under_a_grad_scaler_only_reads_of_gradients_count(fused_step: Any) -> None:
-    """torch's reads ``.grad`` of each parameter four times, and each read of a master's is a call."""
+def test_under_a_grad_scaler_reads_of_gradients_are_no_calls(fused_step: Any) -> None:
+    """torch's reads ``.grad`` of each parameter four times: by compiled code, of masters too."""
     few, many = (calls_of_a_step(n, HALF, True, {"fused_step": fused_step}) for n in (4, 24))
-    assert 0 < few < many <= few + 20 * 5
+    assert 0 < few == many

@@ -14,7 +14,7 @@ import torch
 import fp16opt
 from fp16opt import kernels
 from fp16opt.kernels import native
-from fp16opt.kernels.steps import AdamOptions, Factors, SgdOptions, StepTables, multi_tensor_adam, multi_tensor_sgd
+from fp16opt.kernels.steps import AdamOptions, Factors, SgdOptions, StepTables, multi_tensor_step
 
 PACKAGE = str(Path(fp16opt.__file__).parent)
 N = 50
@@ -52,11 +52,11 @@ def calls() -> dict[str, Callable[[], object]]:
         "l2norm": lambda: kernels.multi_tensor_l2norm(outs, tables=t[3]),
         "cast": lambda: kernels.multi_tensor_cast(masters, models, cast, tables=t[4]),
         "sample": lambda: kernels.multi_tensor_sample(models, samples, tables=t[5]),
-        "adam": lambda: multi_tensor_adam(
-            grads, masters, first, second, steps, adam, group_of, factors, tables=own, **with_models
+        "adam": lambda: multi_tensor_step(
+            "adam", grads, masters, (first, second), adam, group_of, factors, steps=steps, tables=own, **with_models
         ),
-        "sgd": lambda: multi_tensor_sgd(
-            grads, masters, sgd, group_of, factors, momentum_buffers=first, tables=other, **with_models
+        "sgd": lambda: multi_tensor_step(
+            "sgd", grads, masters, (first,), sgd, group_of, factors, tables=other, **with_models
         ),
     }
 

@@ -29,6 +29,7 @@ from fp16opt.kernels import (
     multi_tensor_unscale,
     native,
 )
+from fp16opt.kernels.steps import Factors, LionOptions, SgdOptions, multi_tensor_step
 
 ONE = torch.tensor(1.0)
 
@@ -572,3 +573,21 @@ class TestReadingOnce:
             thread.join()
             values[0].data = before
         assert found == [2.0]
+
+
+def test_a_step_by_a_formula_refuses_what_is_none_of_it() -> None:
+    one, master, average = torch.tensor(1.0), torch.ones(2), torch.zeros(2)
+    right = LionOptions(0.5, 0.5, 0.5, 0.0, False)
+    for formula, options, error, message in (
+        ("foo", right, ValueError, "formula: expected one of 'sgd', 'adam', 'adamw', 'lion', got 'foo'"),
+        (
+            "lion",
+            SgdOptions(0.5, 0.0, 0.0, 0.0, False, False),
+            TypeError,
+            r"must be LionOptions, .* got Sgd",
+        ),
+        ("lion", right._replace(lr=None), TypeError, r"a number or a tensor for lr, got LionOptions\(lr=None"),
+    ):
+        with pytest.raises(error, match=message):
+            multi_tensor_step(formula, [torch.ones(2)], [master], [[average]], [options], [0], Factors(one, one))
+    assert master.tolist() == [1.0, 1.0]
