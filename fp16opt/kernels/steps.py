@@ -192,8 +192,8 @@ def multi_tensor_step(
     for place, given in enumerate(options):
         if type(given) is not row.options or not isinstance(given[0], (int, float, Tensor)):
             raise TypeError(
-                f"multi_tensor_{formula}: options[{place}] must be {row.options.__name__}, with a number or a tensor for "
-                f"lr, got {given!r}."
+                f"multi_tensor_{formula}: options[{place}] must be {row.options.__name__}, "
+                f"with a number or a tensor for lr, got {given!r}."
             )
     with torch.no_grad():
         lists = (grads, masters, *state)
