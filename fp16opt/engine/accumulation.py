@@ -146,9 +146,10 @@ class Accumulation:
         self._left_elsewhere = FadedSight(Sight([param.grad for param in self.gradients.pairs.elsewhere]))
 
     def abandon(self) -> None:
-        """READY without a step; the gradients that are there count as used."""
-        self.gradients.see()
-        self.finish()
+        """READY without a step; gradients that wait for one count as used. What came without us is as it was."""
+        if self.stage is not Stage.READY:
+            self.gradients.see()
+            self.finish()
 
     def clear(self, set_to_none: bool) -> None:
         """Gradients are cleared, the masters' too, and what was found in them is forgotten."""

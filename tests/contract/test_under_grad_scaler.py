@@ -423,3 +423,20 @@ def test_parameters_that_come_between_a_plain_backward_and_a_question() -> None:
     assert opt.skipped_steps == 0
     opt.step()
     assert (p.tolist(), q.tolist()) == ([0.5, 0.5], [1.0, 1.0])
+
+
+@pytest.mark.parametrize("cls", [torch.amp.GradScaler, fp16opt.GradScaler, None])
+def test_a_load_leaves_gradients_that_came_without_us_to_their_step(cls: Any) -> None:
+    """As torch's optimizers do. Counted as used, one was stepped as it was, still scaled, beside one in FP32."""
+    half, single = torch.nn.Parameter(torch.ones(1).half()), torch.nn.Parameter(torch.ones(1))
+    opt = fp16opt.MixedPrecisionOptimizer(torch.optim.SGD([half, single], lr=0.5))
+    loss = half.float().sum() * 0.25 + single.sum() * 0.5
+    scaler = None if cls is None else cls("cpu", init_scale=1024.0)
+    (loss if scaler is None else scaler.scale(loss)).backward()
+    opt.load_state_dict(opt.state_dict())
+    if scaler is None:
+        opt.step()
+    else:
+        scaler.step(opt)
+        scaler.update()
+    assert (half.item(), single.item()) == (0.875, 0.75)
