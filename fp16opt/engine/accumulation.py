@@ -156,8 +156,7 @@ class Accumulation:
         self.gradients.clear(set_to_none, sums_stay=self.sums)
         self.last = self.left_over = self._left_elsewhere = None
         if not set_to_none:
-            self.gradients.see()
-            self._leave(Sight(self.gradients.of_model()))
+            self._leave(self.gradients.see())
             if self.gradients.pairs.elsewhere:
                 self._leave_elsewhere()
         self._start()

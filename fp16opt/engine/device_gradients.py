@@ -175,7 +175,7 @@ class DeviceGradients:
         if held and are_sums:
             models = zip(self.group.own, self.own_models, strict=True)
             sums = [model.grad if row in held else None for row, model in models]
-            self.sweep.measure(self._dense(self._spread(self.group.own, sums)), self._known(), self._narrow)
+            self.sweep.measure(self._dense(self._spread(self.group.own, sums)), self.flags, self._narrow)
 
     def _unscale_usual(self, entries: list[Any], inv_scale: Tensor) -> None:
         """In place; of 16-bit parameters without masters through FP32 memory, and rounded back."""
@@ -422,11 +422,7 @@ class DeviceGradients:
             store(self.masters[row], before + GRAD.__get__(self.masters[row]))
         if later:
             sums = self._spread([row for row, _ in later], stored([self.masters[row] for row, _ in later]))
-            self.sweep.measure(self._dense(sums), self._known(), self._narrow)
-
-    def _known(self) -> Tensor:
-        """Flags of what is in the sums."""
-        return torch.zeros_like(self.sweep.stats.nonfinite) if self.flags is None else self.flags
+            self.sweep.measure(self._dense(sums), self.flags, self._narrow)
 
     def sums(self, own_are_scaled: bool) -> list[Tensor | None]:
         """By row: the FP32 sums so far, without what a backward has just left in own parameters.

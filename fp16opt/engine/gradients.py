@@ -84,9 +84,10 @@ class Gradients:
             found += each.kept()
         return [tensor for tensor in found if tensor is not None]
 
-    def see(self) -> None:
+    def see(self) -> Sight:
         """Remember the model's gradients as they are now."""
         self.sight = Sight(counters.gradients(self.pairs.models))
+        return self.sight
 
     def are_as_seen(self) -> bool:
         """Whether there are gradients, and all are the very ones that were there when they were last looked at.

@@ -63,11 +63,12 @@ class Sweep:
                 return
         kernels.multi_tensor_unscale(values, values, self.one, self.stats, write=False, tables=self._judge)
 
-    def measure(self, sums: Entries, known: Tensor, narrow: Sequence[int]) -> None:
+    def measure(self, sums: Entries, known: Tensor | None, narrow: Sequence[int]) -> None:
         """Sums of squares of FP32 sums. Flags stay, and rise where a sum is not finite that was not ``known`` to be."""
         flags = self.stats.nonfinite.clone()
         self.judge(sums, narrow)
-        self.stats.nonfinite.copy_(flags | self.stats.nonfinite.masked_fill(known != 0, 0))
+        new = self.stats.nonfinite if known is None else self.stats.nonfinite.masked_fill(known != 0, 0)
+        self.stats.nonfinite.copy_(flags | new)
         self.total()
 
     def drop(self, rows: list[int]) -> None:
