@@ -112,7 +112,8 @@ struct Read {
 };
 
 // While one of these is entered, on this thread, each list of tensors is read once: the same tensors again are as they were.
-// Who enters it knows that nobody else's code runs meanwhile. Without `once` every list is read anew in it and after it.
+// Who enters it knows that nobody else's code runs meanwhile; so one inside another is a part of it. Without `once` every list is
+// read anew in it and after it.
 class Reading {
 public:
     explicit Reading(bool once) : once_(once) {}
@@ -125,7 +126,7 @@ public:
         std::vector<Read> freed;
         outer_ = current();
         if (outer_ != nullptr && !once_) freed.swap(outer_->reads_);
-        current() = once_ ? this : nullptr;
+        current() = !once_ ? nullptr : outer_ != nullptr ? outer_ : this;
     }
     void exit() {
         std::vector<Read> freed;

@@ -190,14 +190,16 @@ constexpr int64_t kSerialWords = 1 << 15;  // as kSerialElements, where a word i
 uint64_t sampled(const char* values, const Chunk& c, int64_t stride) {
     uint64_t sum = 0;
     if (stride == 0) {
-        const int64_t words = (c.numel + 3) / 4;
-        for (int64_t i = 0; i < words; ++i) {
-            const int64_t left = c.numel - 4 * i;
-            uint64_t word = 0;
-            std::memcpy(&word, values + 8 * i, left < 4 ? size_t(2 * left) : sizeof(word));
+        const int64_t whole = c.numel / 4, left = c.numel % 4;
+        uint64_t word = 0;
+        for (int64_t i = 0; i < whole; ++i) {
+            std::memcpy(&word, values + 8 * i, sizeof(word));
             sum += sample_term(word, i);
         }
-        return sum;
+        if (left == 0) return sum;
+        word = 0;
+        std::memcpy(&word, values + 8 * whole, size_t(2 * left));
+        return sum + sample_term(word, whole);
     }
     for (int64_t i = (c.start + stride - 1) / stride * stride; i < c.start + c.numel; i += stride) {
         uint16_t bits;

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels import counters
+from ..kernels.native import reading
 from .device_gradients import DeviceGradients, ToStep
 from .masters import Masters
 from .pairs import DeviceGroup, Pairs
@@ -164,7 +165,7 @@ class Gradients:
         self.made, self._clipped, self._measured = write, False, True
         self._late = None
         try:
-            with torch.no_grad():
+            with torch.no_grad(), reading(once=True):
                 for each in self._each:
                     each.look(inv_scale.to(each.group.device), write, seen)
         except (TypeError, ValueError, RuntimeError):

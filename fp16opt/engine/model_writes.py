@@ -187,7 +187,6 @@ class ModelWrites:
             self.sample_accepted()
         if self.pairs.has_pieces:
             self.pairs.take_pieces()
-        self.see_masters()
         if self.policy == "ignore" or not self.pairs.has_apart:
             return
         versions = self._model_versions
@@ -221,6 +220,7 @@ class ModelWrites:
         sampled = None if torch.equal(record.now, record.then) else (record.now != record.then).tolist()
         if sampled is None and versions == self._model_versions:
             return []
+        self.see_masters()
         counted = [versions[i] != self._model_versions[i] for i in group.positions]
         moved = [
             row
@@ -251,6 +251,7 @@ class ModelWrites:
 
     def _take_on_device(self, versions: list[int]) -> None:
         """Nobody looks whether there was anything to take. The next step rounds down what was."""
+        self.see_masters()
         for group, record in zip(self._groups, self._records, strict=True):
             if not group.copied:
                 continue

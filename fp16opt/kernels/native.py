@@ -120,7 +120,8 @@ def reading(once: bool) -> AbstractContextManager[None]:
 
     Reading dtype, shape, strides and address of a tensor takes a tenth of a microsecond, and a step gives some lists to
     five operations. In the block a list of the same tensors is taken to be as it was when it was first read there. So
-    nobody else's code may run in it, as a hook's, which could give a tensor other memory.
+    nobody else's code may run in it, as a hook's, which could give a tensor other memory. A block in another is a part
+    of it.
 
     Args:
         once: False has every list read anew, in this block, and after it in one around it.
