@@ -102,6 +102,7 @@ class Accumulation:
         self.backwards = 0
         self.left_over: FadedSight | None = None
         self._left_elsewhere: FadedSight | None = None
+        self._cleared_here = False  # since the last step, and by :meth:`clear`
         self._start()
 
     def _start(self) -> None:
@@ -138,8 +139,12 @@ class Accumulation:
         self._start()
 
     def _leave(self, sight: Sight) -> None:
-        """What a step has used may stay in the model; nothing is kept alive."""
-        self.left_over = None if sight.is_empty else FadedSight(sight)
+        """What a step has used may stay in the model.
+
+        Nothing is kept alive that others clear. Where the last step's gradients came to :meth:`clear`, so do these.
+        """
+        self.left_over = None if sight.is_empty else FadedSight(sight, keeps=self._cleared_here)
+        self._cleared_here = False
 
     def _leave_elsewhere(self) -> None:
         """What parameters hold that other ranks step is known."""
@@ -153,6 +158,7 @@ class Accumulation:
 
     def clear(self, set_to_none: bool) -> None:
         """Gradients are cleared, the masters' too, and what was found in them is forgotten."""
+        self._cleared_here = self._cleared_here or self.gradients.any_there()
         self.gradients.clear(set_to_none, sums_stay=self.sums)
         self.last = self.left_over = self._left_elsewhere = None
         if not set_to_none:

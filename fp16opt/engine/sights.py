@@ -92,21 +92,29 @@ class Sight:
 
 
 class FadedSight:
-    """What was seen, keeping no gradient alive."""
+    """What was seen, as a rule keeping no gradient alive.
 
-    def __init__(self, sight: Sight) -> None:
-        grads = sight.grads
-        self._refs: list[Callable[[], Tensor | None]]
-        try:
-            self._refs = list(map(weakref.ref, grads))
-        except TypeError:  # there is no weak reference to None
-            self._refs = [_nothing if grad is None else weakref.ref(grad) for grad in grads]
+    Args:
+        sight: what was seen.
+        keeps: keep it alive. A thousand weak references are a thousand objects for Python's garbage collector to run
+            after.
+    """
+
+    def __init__(self, sight: Sight, keeps: bool = False) -> None:
+        self._kept = sight.grads if keeps else None
+        self._refs: list[Callable[[], Tensor | None]] = []
         self._versions = sight.versions
+        try:
+            self._refs = [] if keeps else list(map(weakref.ref, sight.grads))
+        except TypeError:  # there is no weak reference to None
+            self._refs = [_nothing if grad is None else weakref.ref(grad) for grad in sight.grads]
 
     def holds(self, position: int, grad: Tensor) -> bool:
         """Whether ``grad`` is what was seen there, unwritten since."""
-        known = position < len(self._refs) and self._refs[position]() is grad
-        return known and self._versions[position] == version(grad)
+        if position >= len(self._versions):
+            return False
+        then = self._refs[position]() if self._kept is None else self._kept[position]
+        return then is grad and self._versions[position] == version(grad)
 
 
 def _nothing() -> None:

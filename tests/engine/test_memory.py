@@ -140,3 +140,49 @@ def test_a_step_of_sums_holds_no_gradient_that_was_freed() -> None:
         gradient = weakref.ref(param.grad)
         opt.step()
     assert gone == [True] * 3
+
+
+@pytest.mark.parametrize("fused_step", ["auto", False])
+def test_who_clears_gradients_elsewhere_has_them_freed_at_once(fused_step: bool | str) -> None:
+    """After a step nothing keeps a gradient alive that the last ``zero_grad`` of ours did not get to see."""
+    param = torch.nn.Parameter(torch.ones(3).half())
+    opt = MixedPrecisionOptimizer(SGD([param], lr=0.1), loss_scale=8.0, fused_step=fused_step)
+
+    def step() -> weakref.ref[torch.Tensor]:
+        opt.backward(param.float().sum())
+        opt.step()
+        assert param.grad is not None
+        return weakref.ref(param.grad)
+
+    for _ in range(3):
+        gradient = step()
+        param.grad = None
+        assert gradient() is None
+        opt.zero_grad()  # which finds nothing
+    step()
+    opt.zero_grad()
+    gradient = step()
+    assert weakref.getweakrefcount(param.grad) == 1, "the test's own: no object for the garbage collector"
+    param.grad = None
+    step()
+    assert gradient() is None, "kept till the next backward at most"
+    gradient = weakref.ref(param.grad)
+    param.grad = None
+    assert gradient() is None, "nobody came to clear the last ones"
+
+
+def test_gradients_that_were_used_are_known_whoever_clears_them() -> None:
+    """Those of a plain backward in the place of others that a step has used are refused, kept alive or not."""
+    param = torch.nn.Parameter(torch.ones(3).half())
+    opt = MixedPrecisionOptimizer(SGD([param], lr=0.1), loss_scale=8.0)
+    for clears_here in (False, True, True):
+        opt.backward(param.float().sum())
+        opt.step()
+        param.grad = None
+        param.float().sum().backward()
+        with pytest.raises(RuntimeError, match=r"neither opt\.backward"):
+            opt.step()
+        if clears_here:
+            opt.zero_grad()
+        else:
+            param.grad = None
