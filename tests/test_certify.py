@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import fp16opt
 from fp16opt import Check, Report, certify
+from fp16opt.__main__ import main
 from fp16opt.certify import check_bucket_invariant, closure_calls, factory_like, targets
 from fp16opt.certify.buckets import settings_of
 from fp16opt.certify.comparing import same_bits
@@ -287,13 +288,17 @@ def test_no_fault_is_found_where_there_is_none(cls: type[Right]) -> None:
     assert report.checks["found_inf"].passed is (True if cls is HonoursFlag else None)
 
 
-@pytest.mark.parametrize("cls", [torch.optim.LBFGS, HonoursFlag])
-def test_it_is_the_same_on_another_default_device_and_in_inference_mode(cls: Any) -> None:
-    wanted = certify(cls)
+def short_lbfgs(params: Any) -> torch.optim.LBFGS:
+    return torch.optim.LBFGS(params, max_iter=2)
+
+
+@pytest.mark.parametrize("make", [short_lbfgs, HonoursFlag])
+def test_it_is_the_same_on_another_default_device_and_in_inference_mode(make: Any) -> None:
+    wanted = certify(make)
     with torch.device("meta"):
-        assert certify(cls).checks == wanted.checks
+        assert certify(make).checks == wanted.checks
     with torch.inference_mode():
-        assert certify(cls).checks == wanted.checks
+        assert certify(make).checks == wanted.checks
 
 
 def test_hooks_of_all_optimizers_do_not_hear_of_it() -> None:
@@ -365,9 +370,9 @@ def test_it_is_the_same_under_another_default_dtype() -> None:
 
 @pytest.mark.parametrize("case", params_of(CASES))
 def test_every_torch_optimizer(case: Any) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     report = certify(case.make)
-    assert time.monotonic() - began < 30
+    assert time.process_time() - began < 30
     assert report.ok, report
     expected: dict[str, bool | None] = {"found_inf": None, "bucket_invariant": case.kind != "closure"}
     expected["closure"] = case.kind != "closure"
@@ -770,14 +775,8 @@ def test_targets_with_options() -> None:
     assert (made.defaults["lr"], made.word) == (1e-3, "fast")  # type: ignore[attr-defined]
 
 
-def run_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(fp16opt.__file__).parent.parent)}
-    command = [sys.executable, "-m", "fp16opt", "certify", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-
-
-def test_the_command_line(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
+def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "certified_half.py").write_text(
         "import torch\n"
         "class Half(torch.optim.SGD):\n"
         "    def step(self, closure=None):\n"
@@ -785,17 +784,21 @@ def test_the_command_line(tmp_path: Path) -> None:
         "        for p in self.param_groups[0]['params']:\n"
         "            self.state[p]['low'] = torch.zeros(3, dtype=torch.float16)\n"
     )
-    good = run_command(tmp_path, "torch.optim:SGD", "momentum=0.9", "fused=True")
-    assert good.returncode == 0, good.stderr
-    assert "torch.optim.sgd.SGD: ok" in good.stdout
-    assert "FAIL" in good.stdout  # torch's fused momentum step, under found_inf: chooses a mode and no more
-    bad = run_command(tmp_path, "mine:Half")
-    assert bad.returncode == 1, bad.stderr
-    assert "low is float16" in bad.stdout
-    for arguments in (("mine:Nothing",), ("mine:Half", "lr=-1"), ()):
-        none = run_command(tmp_path, *arguments)
-        assert (none.returncode, none.stdout) == (2, "")
-        assert len(none.stderr.strip().splitlines()) == 1
+    environment = {**os.environ, "PYTHONPATH": str(Path(fp16opt.__file__).parent.parent)}
+    command = [sys.executable, "-m", "fp16opt", "certify", "certified_half:Half"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "low is float16" in done.stdout
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["certify", "torch.optim:SGD", "momentum=0.9", "fused=True"]) == 0
+    printed = capsys.readouterr().out
+    assert "torch.optim.sgd.SGD: ok" in printed
+    assert "FAIL" in printed  # torch's fused momentum step, under found_inf: chooses a mode and no more
+    for arguments in (("certified_half:Nothing",), ("certified_half:Half", "lr=-1"), ()):
+        assert main(["certify", *arguments]) == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert len(said.err.strip().splitlines()) == 1
 
 
 def test_the_harness_compares_bits() -> None:

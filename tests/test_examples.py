@@ -81,6 +81,7 @@ def test_the_comparison_of_bits_notices_a_changed_bit() -> None:
             assert_same_bits(state, other)
 
 
+@pytest.mark.slow
 def test_train_digits_short_mode_and_resume_bit_exact(tmp_path: Path) -> None:
     """An epoch and another one, against two at once: weights, masters, momentum, loss scale, curves."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -102,6 +103,7 @@ def test_train_digits_short_mode_and_resume_bit_exact(tmp_path: Path) -> None:
             assert_same_bits(middle[mode]["model"], load(parts / f"{mode}-seed0.pt")["model"])
 
 
+@pytest.mark.slow
 def test_language_model_short_mode_and_resume_bit_exact(tmp_path: Path) -> None:
     """Interrupted after three of eight steps, against eight at once: also the schedule of the learning rate."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"

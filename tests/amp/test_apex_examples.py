@@ -46,6 +46,7 @@ def flat(value: Any) -> list[Any]:
     return [item for part in value for item in flat(part)] if isinstance(value, list | tuple) else [value]
 
 
+@pytest.mark.slow
 def test_classifier_trains_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     (tmp_path / "parts").mkdir()
@@ -65,6 +66,7 @@ def test_classifier_trains_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert {value.dtype for value in weights.values()} == {torch.float32, torch.int64}
 
 
+@pytest.mark.slow
 def test_classifier_on_a_directory_with_overrides(tmp_path: Path) -> None:
     from PIL import Image
 
@@ -80,6 +82,7 @@ def test_classifier_on_a_directory_with_overrides(tmp_path: Path) -> None:
     assert "loss scale 128" in text
 
 
+@pytest.mark.slow
 def test_dcgan_writes_samples(tmp_path: Path) -> None:
     from PIL import Image
 

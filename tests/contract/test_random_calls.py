@@ -268,7 +268,7 @@ class Calls(RuleBasedStateMachine):
 
 
 # Without shrinking, which takes minutes here: that many calls in a row can be read as they are.
-RUNS = settings(max_examples=40, stateful_step_count=25, phases=(Phase.explicit, Phase.generate))
+RUNS = settings(max_examples=25, stateful_step_count=25, phases=(Phase.explicit, Phase.generate))
 
 
 def _machine(tested: Mode, wrapped: type[World] = World) -> type[Calls]:

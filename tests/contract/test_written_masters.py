@@ -151,7 +151,6 @@ def test_the_original_goes_on_after_a_copy(mode: Mode, how: str) -> None:
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    gc.collect()
     gc.disable()
     yield
     gc.enable()

@@ -56,6 +56,7 @@ class TestExamples:
 
     pytestmark = examples
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp2.py"])
     def test_trains_and_goes_on(self, tmp_path: Path, script: str) -> None:
         """Two ranks train; then another program goes on from their checkpoint on one rank."""

@@ -258,7 +258,7 @@ class Calls(RuleBasedStateMachine):
 
 logging.getLogger("fp16opt").addHandler(logging.NullHandler())
 Calls.TestCase.settings = settings(
-    max_examples=60,
+    max_examples=30,
     stateful_step_count=25,
     deadline=None,
     derandomize=True,

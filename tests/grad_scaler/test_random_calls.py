@@ -227,4 +227,4 @@ def _torch_spoils(side: Side, which: int) -> bool:
 
 
 TestSameAsTorch = SameAsTorch.TestCase
-TestSameAsTorch.settings = settings(settings.get_profile("default"), max_examples=200, stateful_step_count=25)
+TestSameAsTorch.settings = settings(settings.get_profile("default"), max_examples=100, stateful_step_count=25)
