@@ -30,6 +30,7 @@ class UnderGradScaler:
 
     Attributes:
         seen: the gradients that a GradScaler was shown, which no step has used.
+        again: whether the last step was about such gradients, and was taken.
     """
 
     def __init__(self, pairs: Pairs, gradients: Gradients, accumulation: Accumulation) -> None:
@@ -37,6 +38,7 @@ class UnderGradScaler:
         self.gradients = gradients
         self.accumulation = accumulation
         self.seen: Sight | None = None
+        self.again = False
         self._shared: list[int] = []
         self._neutral: tuple[LossScaler | None, int, bool] = (None, 0, False)
         self._evaluates = False
@@ -130,11 +132,30 @@ class UnderGradScaler:
         self.gradients.see()
         self.seen = self.gradients.sight
 
+    def shares(self) -> bool:
+        """Whether the model's parameters hold their masters' gradients as their own."""
+        return bool(self._shared)
+
+    def assign(self, model: Tensor, grad: Tensor | None) -> None:
+        """The gradient of a parameter's master was set: it is the model's too, as when a GradScaler was shown it."""
+        if model.grad is grad:
+            return
+        position = self.pairs.places[id(model)]
+        if position not in self._shared:
+            self._shared.append(position)
+        model.grad_dtype = None
+        store(model, grad)
+        self.gradients.see()
+        self.seen = self.gradients.sight
+
     # -- what became of it -------------------------------------------------------------------------------------------
 
     def renewed(self, scaler: LossScaler) -> Verdict | None:
-        """:meth:`left_out`, where gradients of the model were cleared or replaced since. Else they are forgotten."""
+        """:meth:`left_out`, where gradients of the model were cleared or made anew since. Else they are forgotten."""
         if self.seen is None or all(map(operator.is_, self.seen.grads, self.gradients.of_model())):
+            return None
+        if self._shared and self._are_edited():
+            self.seen = Sight(self.gradients.of_model())
             return None
         left_out = self.left_out(scaler)
         if left_out is None:
@@ -142,6 +163,13 @@ class UnderGradScaler:
             if self._is_underway():
                 self.accumulation.forget()
         return left_out
+
+    def _are_edited(self) -> bool:
+        """Whether others in FP32 came in place of shared gradients, and the masters have them now: autograd makes
+        16-bit ones."""
+        grads = [self.pairs.models[position].grad for position in self._shared]
+        wide = all(grad is not None and grad.dtype is torch.float32 for grad in grads)
+        return wide and self._is_underway() and self.gradients.made and self.gradients.are_shared()
 
     def left_out(self, scaler: LossScaler) -> Verdict | None:
         """Whether a step was never called because gradients were not finite: the verdict on them. Syncs."""

@@ -146,7 +146,7 @@ class GradScaler(TorchScale):
                 f"parameters in 16 bits are stepped without FP32 masters: {describe(halves)}. Updates smaller than "
                 "half a unit in the last place are lost. Wrap the optimizer in fp16opt.MixedPrecisionOptimizer.",
             )
-        found = gradients.unscale(inv_scale)
+        found = self._unscale_in_place(optimizer, gradients, inv_scale)
         if gradients.foreign:
             theirs: Any = SimpleNamespace(param_groups=[{"params": gradients.foreign}])
             for device, flag in super()._unscale_grads_(theirs, inv_scale, found_inf, True).items():
@@ -154,6 +154,14 @@ class GradScaler(TorchScale):
         if self._rule.follows_norms:
             self._rule.see(gradients.largest_norm(self._rule.growth_tracker.device))
         return found
+
+    def _unscale_in_place(
+        self, optimizer: Optimizer, gradients: OptimizerGradients, inv_scale: Tensor
+    ) -> dict[torch.device, Tensor]:
+        if not isinstance(optimizer, MixedPrecisionOptimizer):
+            return gradients.unscale(inv_scale)
+        with optimizer.engine.accumulation.rewriting():  # their versions move, and they are no others for that
+            return gradients.unscale(inv_scale)
 
     def _warn_once(self, kind: str, text: str) -> None:
         if kind not in self._warned:
