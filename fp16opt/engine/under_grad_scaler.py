@@ -19,7 +19,7 @@ from ..kernels import counters
 from ..scaling import LossScaler
 from .accumulation import Accumulation, Pending, Stage, Verdict
 from .gradients import Gradients
-from .pairs import Pairs
+from .pairs import HALF_DTYPES, Pairs
 from .sights import GRAD, Sight, store, stored
 
 CAN_SHARE = hasattr(Tensor, "grad_dtype")  # torch before 2.10 wants a parameter's gradient in the parameter's dtype
@@ -71,7 +71,12 @@ class UnderGradScaler:
     def see(self) -> None:
         """``param_groups`` are read: remember gradients that came without the engine."""
         at_rest = self.accumulation.stage is Stage.READY and not self.accumulation.interrupted
-        if at_rest and self.accumulation.strange():
+        strange = self.accumulation.strange() if at_rest else []
+        if strange:
+            for position in strange if self.pairs.has_own else ():
+                model = self.pairs.models[position]
+                if self.pairs.are_own[position] and model.dtype not in HALF_DTYPES and _is_uncoalesced(model.grad):
+                    store(model, model.grad.coalesce())  # now: whoever reads param_groups may keep what he finds there
             self.seen = Sight(self.gradients.of_model())
 
     def make(self, scaler: LossScaler) -> None:
@@ -154,7 +159,7 @@ class UnderGradScaler:
         """:meth:`left_out`, where gradients of the model were cleared or made anew since. Else they are forgotten."""
         if self.seen is None or all(map(operator.is_, self.seen.grads, self.gradients.of_model())):
             return None
-        if self._shared and self._are_edited():
+        if self._are_edited(self.seen):
             self.seen = Sight(self.gradients.of_model())
             return None
         left_out = self.left_out(scaler)
@@ -164,12 +169,21 @@ class UnderGradScaler:
                 self.accumulation.forget()
         return left_out
 
-    def _are_edited(self) -> bool:
-        """Whether others in FP32 came in place of shared gradients, and the masters have them now: autograd makes
-        16-bit ones."""
-        grads = [self.pairs.models[position].grad for position in self._shared]
-        wide = all(grad is not None and grad.dtype is torch.float32 for grad in grads)
-        return wide and self._is_underway() and self.gradients.made and self.gradients.are_shared()
+    def _are_edited(self, seen: Sight) -> bool:
+        """Whether the gradients are still those of one iteration, some of which were dropped or replaced by the user.
+
+        Some are left then, or came in FP32 in place of shared ones, and no 16-bit one did: these are autograd's. Where
+        model and masters shared them they do again.
+        """
+        now = self.gradients.of_model()
+        shared = [grad for grad in (now[position] for position in self._shared) if grad is not None]
+        if any(grad.dtype in HALF_DTYPES for grad in shared):
+            return False
+        if not shared and not any(a is b and a is not None for a, b in zip(now, seen.grads, strict=False)):
+            return False
+        if self._is_underway() and self.gradients.made:
+            self.gradients.are_shared()
+        return True
 
     def left_out(self, scaler: LossScaler) -> Verdict | None:
         """Whether a step was never called because gradients were not finite: the verdict on them. Syncs."""
@@ -178,6 +192,10 @@ class UnderGradScaler:
             return None
         if not (stage is Stage.READY or self._is_underway()):
             return None
+        if stage is Stage.READY and any(
+            grad is not None and not own for grad, own in zip(self.seen.grads, self.pairs.are_own, strict=False)
+        ):
+            return None  # a GradScaler would have read these from their masters
         if stage in (Stage.LOOKED, Stage.TAKEN):
             ((_, found),) = self.accumulation.scalers()
         else:
@@ -207,3 +225,7 @@ class UnderGradScaler:
                     store(model, torch.zeros_like(model))
         self._shared = []
         self.stepped()
+
+
+def _is_uncoalesced(grad: Tensor | None) -> bool:
+    return grad is not None and grad.layout is torch.sparse_coo and not grad.is_coalesced()

@@ -138,6 +138,14 @@ class GradScaler(TorchScale):
                 if self._rule.follows_norms:
                     self._rule.see(optimizer.engine.gradients.largest_norm(self._rule.growth_tracker.device))
                 return {at_once.device: at_once}
+            with optimizer.engine.accumulation.rewriting():  # their versions move, and they are no others for that
+                return self._unscale_in_place(optimizer, inv_scale, found_inf, allow_fp16)
+        return self._unscale_in_place(optimizer, inv_scale, found_inf, allow_fp16)
+
+    def _unscale_in_place(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        gradients = self._of(optimizer)
         gradients.collect(optimizer, allow_fp16 or self._steps_itself or self._allow_16bit_weights)
         halves = gradients.halves()
         if halves:
@@ -146,7 +154,7 @@ class GradScaler(TorchScale):
                 f"parameters in 16 bits are stepped without FP32 masters: {describe(halves)}. Updates smaller than "
                 "half a unit in the last place are lost. Wrap the optimizer in fp16opt.MixedPrecisionOptimizer.",
             )
-        found = self._unscale_in_place(optimizer, gradients, inv_scale)
+        found = gradients.unscale(inv_scale)
         if gradients.foreign:
             theirs: Any = SimpleNamespace(param_groups=[{"params": gradients.foreign}])
             for device, flag in super()._unscale_grads_(theirs, inv_scale, found_inf, True).items():
@@ -154,14 +162,6 @@ class GradScaler(TorchScale):
         if self._rule.follows_norms:
             self._rule.see(gradients.largest_norm(self._rule.growth_tracker.device))
         return found
-
-    def _unscale_in_place(
-        self, optimizer: Optimizer, gradients: OptimizerGradients, inv_scale: Tensor
-    ) -> dict[torch.device, Tensor]:
-        if not isinstance(optimizer, MixedPrecisionOptimizer):
-            return gradients.unscale(inv_scale)
-        with optimizer.engine.accumulation.rewriting():  # their versions move, and they are no others for that
-            return gradients.unscale(inv_scale)
 
     def _warn_once(self, kind: str, text: str) -> None:
         if kind not in self._warned:
