@@ -329,7 +329,10 @@ class Gradients:
     def to_step(self, group: DeviceGroup) -> ToStep:
         """A device's gradients as a step finds them."""
         each = self._of[id(group)]
-        return ToStep(each.waiting, None if each.all_wait() else each.true_ones(self.made), each.factors)
+        if each.all_wait():
+            return ToStep(each.waiting, None, each.factors)
+        true = each.true_ones(self.made)
+        return ToStep(each.waiting, true, each.factors, each.has_sparse)
 
     # -- norm and clip -----------------------------------------------------------------------------------------------
 
