@@ -599,8 +599,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if flag is not None:
             self.check_driven()
         if self._accumulation.stage is Stage.READY:
-            if self._accumulation.has_strange() or self._steps_again():
+            if self._accumulation.has_strange():
                 self._take_foreign()
+            elif self._under.again and self._under.serves(self.scaler) and self._gradients.any_there():
+                self._under.take_again(self.scaler)
             else:
                 self._accumulation.take_zeros(self.scaler)
         elif self.__dict__.get("grad_scale") is not None and self._is_foreign():
@@ -610,10 +612,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             found = torch.maximum(verdict.found_inf, flag.to(self._device).reshape(()).clamp(max=1.0))
             verdict = Verdict(found, [(scaler, found) for scaler, _ in verdict.of], verdict.norm)
         return verdict
-
-    def _steps_again(self) -> bool:
-        """Whether a GradScaler asks for another step on gradients that nobody cleared, as a torch optimizer takes it."""
-        return self._under.again and self._under.serves(self.scaler) and self._gradients.any_there()
 
     def _take_foreign(self) -> None:
         """Gradients came without the engine, and are to be stepped as they are, or as a GradScaler says."""
@@ -778,8 +776,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         finite = are_finite(self._accumulation.losses) if skipped is True else None
         flags = [] if skipped is False else self._gradients.flags()
         skipped = self._outcome.close(verdict, skipped, flags, self._gradients.stats)
-        driven = (self._under.seen is not None or self._under.again) and self._is_foreign()
-        self._under.again = driven and skipped is not True
+        pending, driven = self._accumulation.pending, self._under.seen is not None or self._under.again
+        self._under.again = driven and pending is not None and pending.foreign and skipped is not True
         self._accumulation.finish(used)
         if self._under.seen is not None:
             self._under.stepped()

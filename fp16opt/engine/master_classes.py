@@ -86,7 +86,7 @@ def _subclass(
             model = None if reference is None else reference()
             shares = model is not None and edit(model, GRAD.__get__(self))
             GRAD.__set__(self, value)
-            if shares:
+            if model is not None and shares:
                 share(model, value)
 
         def _delete_grad(self) -> None:

@@ -30,7 +30,7 @@ class UnderGradScaler:
 
     Attributes:
         seen: the gradients that a GradScaler was shown, which no step has used.
-        again: whether the last step was about such gradients, and was taken.
+        again: whether the last step was about such gradients, and was taken: another call takes it again.
     """
 
     def __init__(self, pairs: Pairs, gradients: Gradients, accumulation: Accumulation) -> None:
@@ -75,8 +75,8 @@ class UnderGradScaler:
         if strange:
             for position in strange if self.pairs.has_own else ():
                 model = self.pairs.models[position]
-                if self.pairs.are_own[position] and model.dtype not in HALF_DTYPES and _is_uncoalesced(model.grad):
-                    store(model, model.grad.coalesce())  # now: whoever reads param_groups may keep what he finds there
+                if self.pairs.are_own[position] and model.dtype not in HALF_DTYPES:
+                    _coalesce(model)  # now: who reads param_groups may keep the values that he finds
             self.seen = Sight(self.gradients.of_model())
 
     def make(self, scaler: LossScaler) -> None:
@@ -114,6 +114,12 @@ class UnderGradScaler:
         self._share()
         ((_, found),) = accumulation.scalers()
         return found.clone()
+
+    def take_again(self, scaler: LossScaler) -> None:
+        """A step has used the gradients, nobody cleared them, and another one follows, as torch's take it."""
+        self.accumulation.take_foreign(scaler)
+        if self.gradients.see().is_of(self.pairs.masters):  # then they are true, and where they belong
+            self.gradients.own_are_scaled, self.gradients.made = False, True
 
     def _take(self, scaler: LossScaler) -> Pending | None:
         """Gradients that came without the engine are the accumulation's now; None where there are none."""
@@ -227,5 +233,7 @@ class UnderGradScaler:
         self.stepped()
 
 
-def _is_uncoalesced(grad: Tensor | None) -> bool:
-    return grad is not None and grad.layout is torch.sparse_coo and not grad.is_coalesced()
+def _coalesce(model: Tensor) -> None:
+    grad = model.grad
+    if grad is not None and grad.layout is torch.sparse_coo and not grad.is_coalesced():
+        store(model, grad.coalesce())
