@@ -211,7 +211,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._under = UnderGradScaler(self._pairs, self._gradients, self._accumulation)
         self._classes = MasterClasses(
             _quietly(me, MixedPrecisionOptimizer._make_gradients, None),
-            _quietly(me, MixedPrecisionOptimizer._prepare_edit, None),
+            _quietly(me, MixedPrecisionOptimizer._prepare_edit, False),
+            _quietly(me, MixedPrecisionOptimizer._share_edit, None),
         )
         self._classes.adopt(self._pairs)
         self._stepper: Stepper = self._make_released() if self.gradient_release else self._make_stepper()
@@ -267,6 +268,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The wrapped optimizer's param_groups: masters where there are masters, model parameters elsewhere."""
         if self._under.serves(self.scaler):
+            if self._pairs.own_halves or len(self._holder.param_groups) != len(self._pairs.group_sizes):
+                self._follow_groups()  # a GradScaler of torch's refuses 16-bit parameters that have no masters
             self._close_renewed()
             self._under.see()
         return self.optimizer.param_groups
@@ -376,6 +379,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self._pairs.verify()
             self._pairs.take_in(groups, self._names, self._adopter())
             self._grow()
+
+    @outside_inference
+    def _follow_groups(self) -> None:
+        self._follow(verifies=False)
 
     def _grow(self) -> None:
         """Parameters or masters came."""
@@ -594,6 +601,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if self._accumulation.stage is Stage.READY:
             if self._accumulation.has_strange():
                 self._take_foreign()
+            elif self._under.again and self._under.serves(self.scaler) and self._gradients.any_there():
+                self._under.take_again(self.scaler)
             else:
                 self._accumulation.take_zeros(self.scaler)
         elif self.__dict__.get("grad_scale") is not None and self._is_foreign():
@@ -619,21 +628,36 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             warn_plain_backward(self._warned)
         self._accumulation.take_foreign(self.scaler, self.__dict__.get("grad_scale"))
 
-    def _make_gradients(self, model: Tensor, master_grad: Tensor | None) -> None:
-        """The gradient of a parameter's master, ``master_grad`` so far, is read. Nothing is looked at in autograd."""
+    def _make_gradients(self, model: Tensor, master_grad: Tensor | None, sets: bool = False) -> None:
+        """The gradient of a parameter's master, ``master_grad`` so far, is read. Nothing is looked at in autograd.
+
+        Args:
+            sets: It is about to be set: what came without the engine for other parameters counts too.
+        """
         if torch._C._current_graph_task_id() != -1:
             return
         if (self._accumulation.stage is Stage.READY or self._is_foreign()) and self._under.serves(self.scaler):
             self._close_renewed()
-            if self._accumulation.stage is Stage.READY and self._accumulation.is_strange(model, master_grad):
+            if self._accumulation.stage is Stage.READY and (
+                self._accumulation.is_strange(model, master_grad) or (sets and self._accumulation.strange())
+            ):
                 self._under.make(self.scaler)
-        if not self._gradients.made:
+        if not (self._gradients.made or (sets and self._accumulation.stage is Stage.READY)):
             self._accumulation.read()
 
-    def _prepare_edit(self, model: Tensor, master_grad: Tensor | None) -> None:
-        """The gradient of a parameter's master is set: the others are made, so that the edit shows."""
-        if self._accumulation.stage is not Stage.READY and not self._gradients.made:
-            self._make_gradients(model, master_grad)
+    def _prepare_edit(self, model: Tensor, master_grad: Tensor | None) -> bool:
+        """The gradient of a parameter's master is set: the others are made, so that the edit shows.
+
+        Returns:
+            Whether the model's parameters share their masters' gradients.
+        """
+        if not self._gradients.made or self._is_foreign():
+            self._make_gradients(model, master_grad, sets=True)
+        return self._is_foreign() and self._under.shares()
+
+    def _share_edit(self, model: Tensor, grad: Tensor | None) -> None:
+        """The gradient of a parameter's master was set to ``grad``, and model and masters share gradients."""
+        self._under.assign(model, grad)
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
@@ -752,6 +776,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         finite = are_finite(self._accumulation.losses) if skipped is True else None
         flags = [] if skipped is False else self._gradients.flags()
         skipped = self._outcome.close(verdict, skipped, flags, self._gradients.stats)
+        pending, driven = self._accumulation.pending, self._under.seen is not None or self._under.again
+        self._under.again = driven and pending is not None and pending.foreign and skipped is not True
         self._accumulation.finish(used)
         if self._under.seen is not None:
             self._under.stepped()
@@ -1090,6 +1116,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         state_formats.adopt_all(self._state_format, self._pairs.all, self._holder)
         self._pairs.changed()
         self._accumulation.abandon()
+        self._under.again = False
         self.write_masters()
 
     def fp32_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:

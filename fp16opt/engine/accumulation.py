@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import itertools
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -149,6 +151,14 @@ class Accumulation:
     def _leave_elsewhere(self) -> None:
         """What parameters hold that other ranks step is known."""
         self._left_elsewhere = FadedSight(Sight([param.grad for param in self.gradients.pairs.elsewhere]))
+
+    @contextlib.contextmanager
+    def rewriting(self) -> Iterator[None]:
+        """Within, a GradScaler divides gradients where they lie: those that a step has used stay used."""
+        used = self.left_over is not None and self.stage is Stage.READY and not self.strange()
+        yield
+        if used:
+            self._leave(Sight(self.gradients.of_model()))
 
     def abandon(self) -> None:
         """READY without a step; gradients that wait for one count as used. What came without us is as it was."""
@@ -425,7 +435,7 @@ class Accumulation:
         others = [i for i in moved if not pairs.are_own[i]]
         written = [i for i in others if grads[i] is not None]
         gone = [i for i in others if grads[i] is None]
-        if written and not foreign and not self._writes_count(unread or gradients.summing):
+        if written and not self._writes_count(unread or gradients.summing):
             written = [i for i in written if not gradients.was_carried(i)]
             self._refuse_writes([pairs.all[i].name for i in written], unread or gradients.summing)
         if unread:

@@ -30,11 +30,13 @@ class ToStep(NamedTuple):
         waiting: those that wait in 16 bits; None: there are none.
         true: those that are FP32 and unscaled, dense, as kernels take them; None: there are none.
         factors: what those that wait are to be multiplied by.
+        has_sparse: whether a true one is sparse, of which ``true`` has the values.
     """
 
     waiting: list[Tensor | None] | None
     true: list[Tensor | None] | None
     factors: Factors
+    has_sparse: bool = False
 
 
 class DeviceGradients:
@@ -49,6 +51,7 @@ class DeviceGradients:
         flags: of all that went into sums; None where nothing is summed.
         live: rows that had a gradient at the last pass.
         summed: rows whose master gradient is a sum that the next one is added to.
+        has_sparse: whether :meth:`true_ones` met a sparse one.
     """
 
     def __init__(self, group: DeviceGroup, pairs: Pairs, masters: Masters) -> None:
@@ -62,6 +65,7 @@ class DeviceGradients:
         self.waiting: list[Tensor | None] | None = None
         self.factors = Factors(self.sweep.one, self.sweep.one)
         self.flags: Tensor | None = None
+        self.has_sparse = False
         self.live: set[int] = set()
         self._waits = 0  # how many do
         self._copied_positions = [group.positions[row] for row in group.copied]
@@ -319,8 +323,10 @@ class DeviceGradients:
                 if wait is not None or row not in self.live:
                     grads[row] = None
         if self._usual_true.again(grads):
+            self.has_sparse = False
             return grads
         values = self._dense(grads)
+        self.has_sparse = any([grad is not None and grad.is_sparse for grad in grads])  # noqa: C419
         if all(map(operator.is_, grads, values)):
             self._usual_true = kernels.Seen(values)
         return values

@@ -46,6 +46,21 @@ def can_wait(grad: Tensor, model: Tensor) -> bool:
     return grad.layout is torch.strided and grad.dtype == model.dtype and same_walk(grad, model)
 
 
+def as_master_grad(grad: Tensor, master: Tensor, name: str) -> Tensor:
+    """A gradient in FP32 and laid out as its master, or sparse and coalesced: itself where it is.
+
+    Raises:
+        TypeError: as :func:`coalesced`.
+    """
+    grad = grad.detach()
+    if grad.layout is not torch.strided:
+        whole = coalesced(grad, torch.float32, name)
+        return whole if whole.dtype is torch.float32 else whole.to(torch.float32)
+    if can_wait(local(grad), local(master)):
+        return grad
+    return torch.empty_like(master, requires_grad=False).copy_(grad)
+
+
 def kernel_values(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The tensors that hold gradients' elements, as kernels take them; of sparse ones their values."""
     values: list[Tensor | None] = []

@@ -16,9 +16,10 @@ from .. import kernels
 from ..kernels import counters
 from ..kernels.native import reading
 from .device_gradients import DeviceGradients, ToStep
+from .gradient_forms import as_master_grad
 from .masters import Masters
 from .pairs import DeviceGroup, Pairs
-from .sights import GRAD, FadedSight, Sight, drop_grads, stored
+from .sights import GRAD, FadedSight, Sight, drop_grads, store, stored
 from .sweep import total_norm, vector_norm
 
 
@@ -101,8 +102,29 @@ class Gradients:
         return sight.holds(self.pairs.models) and (not self.made or made is None or made.holds(self._apart))
 
     def are_shared(self) -> bool:
-        """Whether model and masters hold the same tensors, those that were seen last, in whatever versions."""
-        return self.sight is not None and self.sight.is_of(self.pairs.models) and self.sight.is_of(self.pairs.masters)
+        """Whether model and masters hold the same tensors, in whatever versions.
+
+        Where they did when they were last seen, and the model was given others since, its masters take these.
+        """
+        sight, pairs = self.sight, self.pairs
+        if sight is None:
+            return False
+        if sight.is_of(pairs.models) and sight.is_of(pairs.masters):
+            return True
+        held = zip(self.of_model(), stored(pairs.masters), sight.grads, strict=True)
+        replaced = [(i, now, was is then) for i, (now, was, then) in enumerate(held) if now is not was]
+        if not all(was_shared for _, _, was_shared in replaced):
+            return False
+        for position, grad, _ in replaced:
+            pair = pairs.all[position]
+            if grad is not None:
+                grad = as_master_grad(grad, pair.master, pair.name)
+                pair.model.grad_dtype = None
+            store(pair.model, grad)
+            store(pair.master, grad)
+        if replaced:
+            self.see()
+        return True
 
     def moved(self) -> list[int]:
         """Positions of pairs whose gradient in the model was replaced, removed or written since."""
@@ -307,7 +329,10 @@ class Gradients:
     def to_step(self, group: DeviceGroup) -> ToStep:
         """A device's gradients as a step finds them."""
         each = self._of[id(group)]
-        return ToStep(each.waiting, None if each.all_wait() else each.true_ones(self.made), each.factors)
+        if each.all_wait():
+            return ToStep(each.waiting, None, each.factors)
+        true = each.true_ones(self.made)
+        return ToStep(each.waiting, true, each.factors, each.has_sparse)
 
     # -- norm and clip -----------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from .pairs import Pairs
 from .sights import GRAD
 
 Asked = Callable[[Tensor, "Tensor | None"], None]
+Edited = Callable[[Tensor, "Tensor | None"], bool]
 
 
 class MasterClasses:
@@ -26,14 +27,15 @@ class MasterClasses:
     Args:
         read: called with the model's parameter, and what the master holds, before ``.grad`` is read; not where the
             two hold the same, as under a GradScaler: then it was made.
-        edit: called likewise before ``.grad`` is set.
+        edit: called likewise before ``.grad`` is set. Says whether model and masters share gradients.
+        share: called with the model's parameter and what the master's ``.grad`` was set to, where they do.
 
     Attributes:
         adopted: (master, its class, the ordinary class) of those that have one of them.
     """
 
-    def __init__(self, read: Asked, edit: Asked) -> None:
-        self._read, self._edit = read, edit
+    def __init__(self, read: Asked, edit: Edited, share: Asked) -> None:
+        self._asks = read, edit, share
         self._of: dict[type, type] = {}
         # By id of their masters, which live as long as this. Weak: classes are freed by the garbage collector only.
         self._models: dict[int, weakref.ref[Tensor]] = {}
@@ -49,7 +51,7 @@ class MasterClasses:
             cls = type(pair.master)
             if pair.master is not pair.model and not self.made(cls):
                 if cls not in self._of:
-                    self._of[cls] = _subclass(cls, self._models, self._read, self._edit)
+                    self._of[cls] = _subclass(cls, self._models, *self._asks)
                 pair.master.__class__ = self._of[cls]
                 self._models[id(pair.master)] = weakref.ref(pair.model)
                 self.adopted.append((pair.master, self._of[cls], cls))
@@ -70,7 +72,8 @@ def _subclass(
     cls: Any,
     models: dict[int, weakref.ref[Tensor]],
     read: Asked,
-    edit: Asked,
+    edit: Edited,
+    share: Asked,
 ) -> type:
     class MasterParameter(cls):  # type: ignore[misc]
         """An FP32 master whose gradient is made of the model's when it is read."""
@@ -81,9 +84,10 @@ def _subclass(
         def _set_grad(self, value: Tensor | None) -> None:
             reference = models.get(id(self))  # none of one that was made of this class by somebody else
             model = None if reference is None else reference()
-            if model is not None:
-                edit(model, GRAD.__get__(self))
+            shares = model is not None and edit(model, GRAD.__get__(self))
             GRAD.__set__(self, value)
+            if model is not None and shares:
+                share(model, value)
 
         def _delete_grad(self) -> None:
             self._set_grad(None)

@@ -450,6 +450,7 @@ class OnePassStep:
         plan, keys = self._plans.get(group.device), self.optimizer.state
         if not (
             plan is not None
+            and not grads.has_sparse
             and plan.generation == self.pairs.generation
             and plan.kinds == kinds
             and plan.deciding == settings.deciding

@@ -79,10 +79,12 @@ class OwnGradients:
     def _add_sparse(self, row: int, grad: Tensor, before: Tensor | None) -> None:
         self.are_usual = False
         pair = self._pairs[row]
-        grad = coalesced(grad.detach(), pair.model.dtype, pair.name)
-        out = torch.empty_like(grad._values())
-        self._taken.put(row, grad._values(), out)
-        pair.model.grad = torch.sparse_coo_tensor(grad._indices(), out, grad.shape, is_coalesced=True).coalesce()
+        whole = coalesced(grad.detach(), pair.model.dtype, pair.name)
+        if not grad.is_coalesced():
+            pair.model.grad = whole
+        elif grad.requires_grad or not whole._values().is_contiguous():
+            pair.model.grad = whole = whole.clone()
+        self._taken.put(row, whole._values(), whole._values())  # in place: a GradScaler may hold them
         if before is not None:
             self._later.append((row, before))
 

@@ -19,7 +19,7 @@ from ..kernels import counters
 from ..scaling import LossScaler
 from .accumulation import Accumulation, Pending, Stage, Verdict
 from .gradients import Gradients
-from .pairs import Pairs
+from .pairs import HALF_DTYPES, Pairs
 from .sights import GRAD, Sight, store, stored
 
 CAN_SHARE = hasattr(Tensor, "grad_dtype")  # torch before 2.10 wants a parameter's gradient in the parameter's dtype
@@ -30,6 +30,7 @@ class UnderGradScaler:
 
     Attributes:
         seen: the gradients that a GradScaler was shown, which no step has used.
+        again: whether the last step was about such gradients, and was taken: another call takes it again.
     """
 
     def __init__(self, pairs: Pairs, gradients: Gradients, accumulation: Accumulation) -> None:
@@ -37,6 +38,7 @@ class UnderGradScaler:
         self.gradients = gradients
         self.accumulation = accumulation
         self.seen: Sight | None = None
+        self.again = False
         self._shared: list[int] = []
         self._neutral: tuple[LossScaler | None, int, bool] = (None, 0, False)
         self._evaluates = False
@@ -69,7 +71,12 @@ class UnderGradScaler:
     def see(self) -> None:
         """``param_groups`` are read: remember gradients that came without the engine."""
         at_rest = self.accumulation.stage is Stage.READY and not self.accumulation.interrupted
-        if at_rest and self.accumulation.strange():
+        strange = self.accumulation.strange() if at_rest else []
+        if strange:
+            for position in strange if self.pairs.has_own else ():
+                model = self.pairs.models[position]
+                if self.pairs.are_own[position] and model.dtype not in HALF_DTYPES:
+                    _coalesce(model)  # now: who reads param_groups may keep the values that he finds
             self.seen = Sight(self.gradients.of_model())
 
     def make(self, scaler: LossScaler) -> None:
@@ -108,6 +115,12 @@ class UnderGradScaler:
         ((_, found),) = accumulation.scalers()
         return found.clone()
 
+    def take_again(self, scaler: LossScaler) -> None:
+        """A step has used the gradients, nobody cleared them, and another one follows, as torch's take it."""
+        self.accumulation.take_foreign(scaler)
+        if self.gradients.see().is_of(self.pairs.masters):  # then they are true, and where they belong
+            self.gradients.own_are_scaled, self.gradients.made = False, True
+
     def _take(self, scaler: LossScaler) -> Pending | None:
         """Gradients that came without the engine are the accumulation's now; None where there are none."""
         if self.seen is None and not self.accumulation.strange():
@@ -130,11 +143,30 @@ class UnderGradScaler:
         self.gradients.see()
         self.seen = self.gradients.sight
 
+    def shares(self) -> bool:
+        """Whether the model's parameters hold their masters' gradients as their own."""
+        return bool(self._shared)
+
+    def assign(self, model: Tensor, grad: Tensor | None) -> None:
+        """The gradient of a parameter's master was set: it is the model's too, as when a GradScaler was shown it."""
+        if model.grad is grad:
+            return
+        position = self.pairs.places[id(model)]
+        if position not in self._shared:
+            self._shared.append(position)
+        model.grad_dtype = None
+        store(model, grad)
+        self.gradients.see()
+        self.seen = self.gradients.sight
+
     # -- what became of it -------------------------------------------------------------------------------------------
 
     def renewed(self, scaler: LossScaler) -> Verdict | None:
-        """:meth:`left_out`, where gradients of the model were cleared or replaced since. Else they are forgotten."""
+        """:meth:`left_out`, where gradients of the model were cleared or made anew since. Else they are forgotten."""
         if self.seen is None or all(map(operator.is_, self.seen.grads, self.gradients.of_model())):
+            return None
+        if self._are_edited(self.seen):
+            self.seen = Sight(self.gradients.of_model())
             return None
         left_out = self.left_out(scaler)
         if left_out is None:
@@ -143,6 +175,22 @@ class UnderGradScaler:
                 self.accumulation.forget()
         return left_out
 
+    def _are_edited(self, seen: Sight) -> bool:
+        """Whether the gradients are still those of one iteration, some of which were dropped or replaced by the user.
+
+        Some are left then, or came in FP32 in place of shared ones, and no 16-bit one did: these are autograd's. Where
+        model and masters shared them they do again.
+        """
+        now = self.gradients.of_model()
+        shared = [grad for grad in (now[position] for position in self._shared) if grad is not None]
+        if any(grad.dtype in HALF_DTYPES for grad in shared):
+            return False
+        if not shared and not any(a is b and a is not None for a, b in zip(now, seen.grads, strict=False)):
+            return False
+        if self._is_underway() and self.gradients.made:
+            self.gradients.are_shared()
+        return True
+
     def left_out(self, scaler: LossScaler) -> Verdict | None:
         """Whether a step was never called because gradients were not finite: the verdict on them. Syncs."""
         stage = self.accumulation.stage
@@ -150,6 +198,10 @@ class UnderGradScaler:
             return None
         if not (stage is Stage.READY or self._is_underway()):
             return None
+        if stage is Stage.READY and any(
+            grad is not None and not own for grad, own in zip(self.seen.grads, self.pairs.are_own, strict=False)
+        ):
+            return None  # a GradScaler would have read these from their masters
         if stage in (Stage.LOOKED, Stage.TAKEN):
             ((_, found),) = self.accumulation.scalers()
         else:
@@ -179,3 +231,9 @@ class UnderGradScaler:
                     store(model, torch.zeros_like(model))
         self._shared = []
         self.stepped()
+
+
+def _coalesce(model: Tensor) -> None:
+    grad = model.grad
+    if grad is not None and grad.layout is torch.sparse_coo and not grad.is_coalesced():
+        store(model, grad.coalesce())

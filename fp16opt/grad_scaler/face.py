@@ -138,6 +138,14 @@ class GradScaler(TorchScale):
                 if self._rule.follows_norms:
                     self._rule.see(optimizer.engine.gradients.largest_norm(self._rule.growth_tracker.device))
                 return {at_once.device: at_once}
+            with optimizer.engine.accumulation.rewriting():  # their versions move, and they are no others for that
+                return self._unscale_in_place(optimizer, inv_scale, found_inf, allow_fp16)
+        return self._unscale_in_place(optimizer, inv_scale, found_inf, allow_fp16)
+
+    def _unscale_in_place(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        gradients = self._of(optimizer)
         gradients.collect(optimizer, allow_fp16 or self._steps_itself or self._allow_16bit_weights)
         halves = gradients.halves()
         if halves:

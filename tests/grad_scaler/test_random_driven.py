@@ -61,6 +61,7 @@ class Side:
         self.scaler = cls("cpu", init_scale=2.0**6, growth_interval=3)
 
     def backward(self, coefficients: Any) -> None:
+        """A loss that is not about a frozen parameter alone, and in which every number is exact."""
         terms = [(p.float() * c).sum() for p, c in zip(self.params, coefficients, strict=True) if c is not None]
         self.scaler.scale(torch.stack(terms).sum()).backward()
 
@@ -88,9 +89,12 @@ class DrivenCalls(RuleBasedStateMachine):
     @precondition(lambda self: self.stage == "READY" and not self.used)
     @rule(coefficients=some, bad=st.sampled_from([None] * 4 + [float("inf"), float("nan")]), which=st.integers(0, 2))
     def backward(self, coefficients: Any, bad: float | None, which: int) -> None:
+        trained = [p.requires_grad for p in self.plain.params]
         if bad is not None:
             coefficients = tuple(bad if i == which else c for i, c in enumerate(coefficients))
-            self.finite = False
+            self.finite = self.finite and not trained[which]
+        if not any(mine and c is not None for mine, c in zip(trained, coefficients, strict=True)):
+            coefficients = (1.0,) * 3
         self.every(lambda side: side.backward(coefficients))
         self.came, self.stays = True, False
 
@@ -129,12 +133,60 @@ class DrivenCalls(RuleBasedStateMachine):
                 param.grad.mul_(factor)
 
     @precondition(lambda self: self.stage == "UNSCALED")
-    @rule(which=st.integers(0, 2), through=st.sampled_from(["master", "model"]))
-    def edit(self, which: int, through: str) -> None:
+    @rule(
+        which=st.integers(0, 2),
+        through=st.sampled_from(["master", "model"]),
+        how=st.sampled_from(["written", "replaced", "written", "dropped"]),
+    )
+    def edit(self, which: int, through: str, how: str) -> None:
+        if how == "dropped" and not self._leaves_some(which):
+            return
         for side in self.sides:
-            grad = (side.masters if through == "master" else side.params)[which].grad
-            if grad is not None:
-                grad.mul_(0.5)
+            tensor = (side.masters if through == "master" else side.params)[which]
+            if tensor.grad is not None and how == "written":
+                tensor.grad.mul_(0.5)
+            elif tensor.grad is not None:
+                tensor.grad = tensor.grad * 0.5 if how == "replaced" else None
+
+    @precondition(lambda self: self.stage == "READY" and self.came and not self.used)
+    @rule(which=st.integers(0, 2), through=st.sampled_from(["master", "model"]), drops=st.booleans())
+    def edit_before_unscaling(self, which: int, through: str, drops: bool) -> None:
+        """What is assigned to a master is in its gradient's scale, as what a reader finds there."""
+        if drops and not self._leaves_some(which):
+            return
+        for side in self.sides:
+            tensor = (side.masters if through == "master" else side.params)[which]
+            if drops:
+                tensor.grad = None
+            elif through == "master":
+                tensor.grad = torch.full_like(tensor, 16.0, requires_grad=False)
+            elif tensor.grad is not None:
+                tensor.grad = tensor.grad * 0.5
+        if not drops and through == "master":
+            self.finite = self._is_finite()
+
+    def _leaves_some(self, which: int) -> bool:
+        """Whether others have a gradient too, and what is judged of them stays the same."""
+        others = [p.grad for i, p in enumerate(self.plain.params) if i != which and p.grad is not None]
+        mine = self.plain.params[which].grad
+        return bool(others) and (mine is None or bool(mine.isfinite().all()))
+
+    def _is_finite(self) -> bool:
+        return all(p.grad is None or bool(p.grad.isfinite().all()) for p in self.plain.params)
+
+    @precondition(lambda self: self.stage == "READY" and not self.came)
+    @rule(which=st.integers(0, 2), trained=st.booleans())
+    def freeze(self, which: int, trained: bool) -> None:
+        if trained or sum(p.requires_grad for p in self.plain.params) > 1 or not self.plain.params[which].requires_grad:
+            for side in self.sides:
+                side.params[which].requires_grad_(trained)
+
+    @precondition(lambda self: self.stage == "READY" and not self.came)
+    @rule()
+    def resume(self) -> None:
+        """With the same model."""
+        for side in self.sides:
+            side.opt.load_state_dict(side.opt.state_dict())
 
     # -- looking on ------------------------------------------------------------------------------------------------
 
@@ -208,5 +260,5 @@ def test_random_driven_calls(mode: str) -> None:
     machine = type("Machine", (DrivenCalls,), {"mode": mode})
     run_state_machine_as_test(
         machine,
-        settings=settings(settings.get_profile("default"), max_examples=10, stateful_step_count=20),
+        settings=settings(settings.get_profile("default"), max_examples=25, stateful_step_count=20),
     )
