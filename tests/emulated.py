@@ -73,7 +73,7 @@ class Emulated:
 
 
 class Shuffle:
-    """The state of what puts the blocks and threads of all libraries in order: see csrc/launch/cuda.cuh."""
+    """The state of what puts the blocks and threads of all libraries in order: see csrc/launch/turns.h."""
 
     def __init__(self, libraries: Sequence[ctypes.CDLL]) -> None:
         self._states = [ctypes.c_uint64.in_dll(library, "fp16opt_shuffle") for library in libraries]
@@ -87,6 +87,11 @@ class Shuffle:
     def value(self, value: int) -> None:
         for state in self._states:
             state.value = value
+
+
+def single_stores(device: Any) -> int:
+    """How many elements emulated kernels stored one by one, and not in blocks of sixteen bytes, so far."""
+    return max(ctypes.c_uint64.in_dll(library, "fp16opt_single_stores").value for library in device.libraries)
 
 
 def shuffle(device: Any) -> Shuffle:
