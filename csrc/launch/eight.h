@@ -219,26 +219,25 @@ FP16OPT_HD void store_blocks(const Eight<T>& from, const uint32_t* before, T* to
     const int offset = int(reinterpret_cast<uintptr_t>(to) % block_bytes<T>());
     const int held = kGroup - offset / int(sizeof(T));  // of its own elements in the block
     const bool whole = (offset == 0 || lane > 0) && left >= held, next_whole = lane < kWarp - 1 && left - kGroup >= held;
-    if (whole) {
-        uint32_t words[kBefore + kWords];
-        FP16OPT_UNROLL
-        for (int k = 0; k < kBefore; ++k) words[k] = before[k];
-        FP16OPT_UNROLL
-        for (int k = 0; k < kWords; ++k) words[kBefore + k] = from.word_at(k);
-        FP16OPT_UNROLL
-        for (int k = kBefore + kWords - 1; k >= 2; --k) words[k] = (offset & 8) != 0 ? words[k - 2] : words[k];
-        FP16OPT_UNROLL
-        for (int k = kBefore + kWords - 1; k >= 1; --k) words[k] = (offset & 4) != 0 ? words[k - 1] : words[k];
-        Eight<T> shifted;
-        FP16OPT_UNROLL
-        for (int k = 0; k < kWords; ++k) {
-            const uint32_t low = words[kBefore + k - 1], high = words[kBefore + k];
-            shifted.set_word(k, sizeof(T) == 4 ? high : uint32_t((uint64_t(high) << 32 | low) >> (32 - offset % 4 * 8)));
-        }
-        shifted.store(reinterpret_cast<T*>(reinterpret_cast<char*>(to) - offset));
-    }
     const int first = whole ? held : 0, end = next_whole ? held : left;
     if (first < end) store_singly(from, to, first, end);
+    if (!whole) return;
+    uint32_t words[kBefore + kWords];
+    FP16OPT_UNROLL
+    for (int k = 0; k < kBefore; ++k) words[k] = before[k];
+    FP16OPT_UNROLL
+    for (int k = 0; k < kWords; ++k) words[kBefore + k] = from.word_at(k);
+    FP16OPT_UNROLL
+    for (int k = kBefore + kWords - 1; k >= 2; --k) words[k] = (offset & 8) != 0 ? words[k - 2] : words[k];
+    FP16OPT_UNROLL
+    for (int k = kBefore + kWords - 1; k >= 1; --k) words[k] = (offset & 4) != 0 ? words[k - 1] : words[k];
+    Eight<T> shifted;
+    FP16OPT_UNROLL
+    for (int k = 0; k < kWords; ++k) {
+        const uint32_t low = words[kBefore + k - 1], high = words[kBefore + k];
+        shifted.set_word(k, sizeof(T) == 4 ? high : uint32_t((uint64_t(high) << 32 | low) >> (32 - offset % 4 * 8)));
+    }
+    shifted.store(reinterpret_cast<T*>(reinterpret_cast<char*>(to) - offset));
 }
 
 // The first `left` elements, by all threads of a warp that have any: they call this together, for groups one behind the

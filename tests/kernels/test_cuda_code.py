@@ -165,6 +165,13 @@ def test_loads_and_stores_are_16_bytes_wide(compiled: Compiled, name: str) -> No
     assert not generic, f"addresses that the compiler does not know to be global: {generic}"
 
 
+def test_threads_store_together_what_is_not_aligned(compiled: Compiled) -> None:
+    """But for weights that others wrote, which not every thread of a warp takes."""
+    writers = {name for name, (_, stores) in WIDE.items() if stores} - {"Take"}
+    together = {name for name, body in compiled.kernels.items() if instructions(body)["shfl.sync.up.b32"] > 0}
+    assert together == writers
+
+
 def test_nothing_is_spilled_and_no_atomic_adds_numbers(compiled: Compiled) -> None:
     for name, log in compiled.logs.items():
         spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
