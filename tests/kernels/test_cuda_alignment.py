@@ -65,8 +65,8 @@ def test_elements_are_read_from_any_address(
 def test_threads_of_a_warp_store_blocks_together(
     emulated_cuda: emulated.Emulated, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, size: int
 ) -> None:
-    """A warp of 32 threads has 256 elements, one behind the other. From any address all are stored in whole blocks, but what
-    the first thread has of the block that it begins in, and what is behind the last whole block."""
+    """A warp of 32 threads has 256 elements, one behind the other. From any address all are stored in whole blocks, but
+    what the first thread has of the block that it begins in, and what is behind the last whole block."""
     emulated.use(emulated_cuda, monkeypatch)
     masters, alone = torch.randn(size), min(16, 8 * dtype.itemsize) // dtype.itemsize
     for offset in range(16 // dtype.itemsize):
