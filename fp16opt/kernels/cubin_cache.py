@@ -7,7 +7,6 @@ made from, a checksum in front of it whether it is damaged.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hashlib
 import json
@@ -97,13 +96,17 @@ def _read(path: Path, name: str, directory: int) -> Cubins:
         _check_owner(str(path / name), found)
         content = file.read()
     checksum, rest = content[:_CHECKSUM], content[_CHECKSUM:]
+    line, _, blobs = rest.partition(b"\n")
     try:
         if hashlib.sha256(rest).digest() != checksum:
             raise ValueError
-        known = json.loads(rest)
-        major, minor = known["version"]
-        code = {kernel: base64.b64decode(text) for kernel, text in known["code"].items()}
-        return Cubins(known["arch"], (major, minor), code)
+        index = json.loads(line)
+        (major, minor), sizes = index["version"], index["sizes"]
+        code, at = {}, 0
+        for kernel, size in sizes.items():
+            code[kernel] = blobs[at : at + size]
+            at += size
+        return Cubins(index["arch"], (major, minor), code)
     except (ValueError, KeyError):
         raise CacheError(f"{path / name} is damaged") from None
 
@@ -153,8 +156,8 @@ def store(digest: str, capability: int, cubins: Cubins) -> Path:
     Raises:
         CacheError: the folder can't be made or written, or is another's.
     """
-    code = {kernel: base64.b64encode(code).decode() for kernel, code in cubins.code.items()}
-    rest = json.dumps({**cubins._asdict(), "code": code}).encode()
+    index = {"arch": cubins.arch, "version": cubins.version, "sizes": {k: len(c) for k, c in cubins.code.items()}}
+    rest = json.dumps(index).encode() + b"\n" + b"".join(cubins.code.values())
     path, name = folder(), file_name(digest, capability, cubins.version)
     with _opened(path, make=True) as directory:
         try:

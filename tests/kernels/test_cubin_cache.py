@@ -86,7 +86,7 @@ def test_a_damaged_file_is_not_used(place: int) -> None:
     assert load() == (SET, []), "it is replaced"
 
 
-@pytest.mark.parametrize("text", [b"{}\n", b"no json", b'{"arch": 90, "version": [1], "code": {}}'])
+@pytest.mark.parametrize("text", [b"{}\n", b"no json", b'{"arch": 90, "version": [1], "sizes": {}}\n'])
 def test_a_whole_file_with_something_else_in_it_is_not_used(text: bytes) -> None:
     path = cubin_cache.store(DIGEST, 90, SET)
     path.write_bytes(hashlib.sha256(text).digest() + text)
