@@ -31,6 +31,11 @@ def flattened() -> str:
     return str(runpy.run_path(str(CSRC / "flatten.py"))["flatten"]())
 
 
+def compiler() -> str | None:
+    """The host's C++ compiler; None where there is none, or no sources."""
+    return shutil.which(os.environ.get("CXX", "c++")) if CSRC.is_dir() else None
+
+
 class Emulated:
     """What :class:`fp16opt.kernels.cuda_driver.Card` is, on the host.
 
@@ -101,8 +106,8 @@ def shuffle(device: Any) -> Shuffle:
 
 def build(folder: Path, *more: str) -> Emulated:
     """The kernels, compiled into ``folder``. Skips the test where there is no compiler."""
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    if compiler is None or not CSRC.is_dir():
+    command = compiler()
+    if command is None:
         pytest.skip("needs a C++ compiler and the sources")
     kernels = list(cuda_rows.KERNELS.values())
     libraries, running = [], []
@@ -111,9 +116,9 @@ def build(folder: Path, *more: str) -> Emulated:
         entries = "".join(kernel.entry() for kernel in kernels[part::PARTS])
         source.write_text(flattened() + cuda_rows.shared_assertions() + entries)
         libraries.append(source.with_suffix(".so"))
-        command = [compiler, *FLAGS, *more, "-shared", str(source), "-o", str(libraries[-1])]
-        running.append(subprocess.Popen(command))
-    assert [job.wait() for job in running] == [0] * PARTS, shlex.join(command)
+        words = [command, *FLAGS, *more, "-shared", str(source), "-o", str(libraries[-1])]
+        running.append(subprocess.Popen(words))
+    assert [job.wait() for job in running] == [0] * PARTS, shlex.join(words)
     return Emulated(libraries)
 
 

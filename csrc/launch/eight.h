@@ -247,8 +247,8 @@ FP16OPT_HD void store(const Eight<T>& from, T* to, bool aligned, int left) {
     if (aligned) return store_alone(from, to, true, left);
     constexpr int kWords = 2 * int(sizeof(T)), kBefore = words_before<T>();
 #if defined(__CUDA_ARCH__)
-    const int lane = int(threadIdx.x) % kWarp, lanes = lane + (left + kGroup - 1) / kGroup;
-    const uint32_t together = 0xffffffffu >> (lanes < kWarp ? kWarp - lanes : 0);
+    const int lane = int(threadIdx.x) % kWarp;
+    const uint32_t together = threads_with_some(lane, left);
     uint32_t before[kBefore];
     FP16OPT_UNROLL
     for (int k = 0; k < kBefore; ++k) {

@@ -8,6 +8,12 @@ FP16OPT_BEGIN
 
 constexpr int kWarp = 32;  // threads that a GPU runs together
 
+// The threads of a warp that have elements, a bit for each: thread `lane` has `left` from its first one on.
+FP16OPT_HD uint32_t threads_with_some(int lane, int left) {
+    const int count = lane + (left + kGroup - 1) / kGroup;
+    return 0xffffffffu >> (count < kWarp ? kWarp - count : 0);
+}
+
 FP16OPT_END
 
 #if !defined(__CUDACC__)
@@ -75,9 +81,11 @@ private:
         const Given& own = given_[t][turn];
         const int lane = t % kWarp, bytes = 4 * own.count;
         const Given* before = lane == 0 || turn >= given_[t - 1].size() ? nullptr : &given_[t - 1][turn];
-        const bool is_next = lane < kWarp - 1 && turn < given_[t + 1].size();
         if (lane > 0 && (before == nullptr || before->to + bytes != own.to)) abort();
-        if (is_next != (lane < kWarp - 1 && own.left > kGroup)) abort();
+        for (int other = 0; other < kWarp; ++other) {
+            const bool gave = turn < given_[t - lane + other].size();
+            if (gave != ((threads_with_some(lane, own.left) >> other & 1u) != 0)) abort();
+        }
         own.store(own, before == nullptr ? nullptr : before->words + before->count, lane);
     }
 
