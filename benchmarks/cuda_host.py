@@ -96,7 +96,7 @@ def step_rows(driver: cards.Driver, count: int, bound: float | None, rounds: int
     """A whole step, and the call of its kernel alone, in milliseconds."""
     training, steps, calls = Training(count), [], []
     own = [torch.ones(64) for _ in range(3 * count)]
-    lists = (training.kept[0], *(own[k::3] for k in range(3)), [torch.zeros(()) for _ in range(count)])
+    lists, counters = (own[::3], [own[1::3], own[2::3]]), [torch.zeros(()) for _ in range(count)]
     options = [kernels.steps.AdamOptions(1e-3, 0.9, 0.999, 1e-8, 0.01, True, False)]
     factors, groups = kernels.steps.Factors(torch.ones(()), torch.ones(())), [0] * count
     tables, stats = kernels.steps.StepTables(), kernels.CastStats.allocate(count, "cpu")
@@ -104,7 +104,8 @@ def step_rows(driver: cards.Driver, count: int, bound: float | None, rounds: int
     def call() -> None:
         models = [param.data for param in training.params]
         began[:] = [time.perf_counter(), time.process_time()]
-        kernels.steps.multi_tensor_adam(*lists, options, groups, factors, models=models, stats=stats, tables=tables)
+        given = {"steps": counters, "models": models, "stats": stats, "tables": tables}
+        kernels.steps.multi_tensor_step("adam", training.kept[0], *lists, options, groups, factors, **given)
 
     began = [0.0, 0.0]
     for number in range(rounds + 3):

@@ -31,6 +31,11 @@ def flattened() -> str:
     return str(runpy.run_path(str(CSRC / "flatten.py"))["flatten"]())
 
 
+def compiler() -> str | None:
+    """The host's C++ compiler; None where there is none, or no sources."""
+    return shutil.which(os.environ.get("CXX", "c++")) if CSRC.is_dir() else None
+
+
 class Emulated:
     """What :class:`fp16opt.kernels.cuda_driver.Card` is, on the host.
 
@@ -73,7 +78,7 @@ class Emulated:
 
 
 class Shuffle:
-    """The state of what puts the blocks and threads of all libraries in order: see csrc/launch/cuda.cuh."""
+    """The state of what puts the blocks and threads of all libraries in order: see csrc/launch/turns.h."""
 
     def __init__(self, libraries: Sequence[ctypes.CDLL]) -> None:
         self._states = [ctypes.c_uint64.in_dll(library, "fp16opt_shuffle") for library in libraries]
@@ -89,6 +94,11 @@ class Shuffle:
             state.value = value
 
 
+def single_stores(device: Any) -> int:
+    """How many elements emulated kernels stored one by one, and not in blocks of sixteen bytes, so far."""
+    return max(ctypes.c_uint64.in_dll(library, "fp16opt_single_stores").value for library in device.libraries)
+
+
 def shuffle(device: Any) -> Shuffle:
     """The state of what puts the blocks and threads of emulated kernels in order."""
     return Shuffle(device.libraries)
@@ -96,8 +106,8 @@ def shuffle(device: Any) -> Shuffle:
 
 def build(folder: Path, *more: str) -> Emulated:
     """The kernels, compiled into ``folder``. Skips the test where there is no compiler."""
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    if compiler is None or not CSRC.is_dir():
+    command = compiler()
+    if command is None:
         pytest.skip("needs a C++ compiler and the sources")
     kernels = list(cuda_rows.KERNELS.values())
     libraries, running = [], []
@@ -106,9 +116,9 @@ def build(folder: Path, *more: str) -> Emulated:
         entries = "".join(kernel.entry() for kernel in kernels[part::PARTS])
         source.write_text(flattened() + cuda_rows.shared_assertions() + entries)
         libraries.append(source.with_suffix(".so"))
-        command = [compiler, *FLAGS, *more, "-shared", str(source), "-o", str(libraries[-1])]
-        running.append(subprocess.Popen(command))
-    assert [job.wait() for job in running] == [0] * PARTS, shlex.join(command)
+        words = [command, *FLAGS, *more, "-shared", str(source), "-o", str(libraries[-1])]
+        running.append(subprocess.Popen(words))
+    assert [job.wait() for job in running] == [0] * PARTS, shlex.join(words)
     return Emulated(libraries)
 
 

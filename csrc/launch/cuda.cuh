@@ -22,46 +22,13 @@ FP16OPT_HD T read_fresh(const T* at) {
 #endif
 }
 
-#if !defined(__CUDACC__)
-// Where a host runs a kernel: 0 takes blocks and threads in order; any other number is the state of a generator that puts
-// them in another order for each launch and phase. A GPU runs them in any, and results must not depend on it.
-extern "C" {
-inline __attribute__((visibility("default"))) uint64_t fp16opt_shuffle = 0;
-}
-
-// An order of `count` things: the i-th to take is at(i).
-class Order {
-public:
-    explicit Order(int64_t count) : count_(count) {
-        if (fp16opt_shuffle == 0 || count < 2) return;
-        first_ = next() % count;
-        do {
-            step_ = 1 + next() % (count - 1);
-        } while (divisor(count, step_) != 1);
-    }
-    int64_t at(int64_t i) const { return (first_ + i * step_) % count_; }
-
-private:
-    static int64_t next() {  // Knuth's MMIX generator, of which the upper bits are good
-        fp16opt_shuffle = (fp16opt_shuffle * 6364136223846793005ull + 1442695040888963407ull) | (uint64_t(1) << 63);
-        return int64_t(fp16opt_shuffle >> 24);
-    }
-    static int64_t divisor(int64_t a, int64_t b) { return b == 0 ? a : divisor(b, a % b); }
-
-    int64_t count_, first_ = 0, step_ = 1;
-};
-#endif
-
 template <class Phase>
 FP16OPT_HD void for_threads(Phase&& phase) {
 #if defined(__CUDA_ARCH__)
     phase(int(threadIdx.x));
     __syncthreads();
-#elif defined(__CUDACC__)
-    for (int t = 0; t < kThreads; ++t) phase(t);
 #else
-    const Order order(kThreads);
-    for (int t = 0; t < kThreads; ++t) phase(int(order.at(t)));
+    turns.run(phase);
 #endif
 }
 
@@ -112,23 +79,24 @@ struct Lists {
     FP16OPT_HD DType dtype(int list, const Chunk& chunk) const { return DType(table[chunk.tensor].dtypes[list]); }
 };
 
-// Calls load(i, raw, valid) and use(i, raw, valid) for each of a thread's groups: the `valid` elements from the chunk's
-// i-th on. The loads of `kAhead` rows are in flight together.
+// Calls load(i, raw, left) and use(i, raw, left) for each of a thread's groups, of which the chunk's i-th element is the
+// first: there are `left` from it on, or more where all threads of the warp have a whole group. These stay together. The
+// loads of `kAhead` rows are in flight together, if `aligned` says that no stores need the longer code for other addresses.
 template <class Raw, int kAhead, class Load, class Use>
-FP16OPT_HD void for_groups(int n, int thread, Load&& load, Use&& use) {
+FP16OPT_HD void for_groups(int n, int thread, bool aligned, Load&& load, Use&& use) {
     int i = thread * kGroup;
-    for (; i + (kAhead - 1) * kRow + kGroup <= n; i += kAhead * kRow) {
+    const int behind = (kWarp - thread % kWarp) * kGroup;  // to the end of the warp's groups
+    for (; aligned && i + (kAhead - 1) * kRow + behind <= n; i += kAhead * kRow) {
         Raw raw[kAhead];
         FP16OPT_UNROLL
-        for (int k = 0; k < kAhead; ++k) load(i + k * kRow, raw[k], kGroup);
+        for (int k = 0; k < kAhead; ++k) load(i + k * kRow, raw[k], kWarp * kGroup);
         FP16OPT_UNROLL
-        for (int k = 0; k < kAhead; ++k) use(i + k * kRow, raw[k], kGroup);
+        for (int k = 0; k < kAhead; ++k) use(i + k * kRow, raw[k], kWarp * kGroup);
     }
     for (; i < n; i += kRow) {
-        const int valid = n - i < kGroup ? n - i : kGroup;
         Raw raw;
-        load(i, raw, valid);
-        use(i, raw, valid);
+        load(i, raw, n - i);
+        use(i, raw, n - i);
     }
 }
 

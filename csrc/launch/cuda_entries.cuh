@@ -16,7 +16,9 @@ typedef unsigned long long uintptr_t;
 #else
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
+#include <vector>
 #endif
 
 #include "cuda.cuh"

@@ -12,16 +12,16 @@ struct Words {
     uint32_t word[8];
 };
 
-// Loads the `valid` elements from `from` on, of 32 or of 16 bits, into the words from `first` on.
-FP16OPT_HD void load_singles(Words& to, const float* from, bool aligned, int valid) {
+// Loads the `left` elements from `from` on, of 32 or of 16 bits, into the words from `first` on.
+FP16OPT_HD void load_singles(Words& to, const float* from, bool aligned, int left) {
     Eight<float> e;
-    load(e, from, aligned, valid);
+    load(e, from, aligned, left);
     FP16OPT_UNROLL
     for (int k = 0; k < kGroup; ++k) to.word[k] = bit_cast<uint32_t>(e.v[k]);
 }
-FP16OPT_HD void load_shorts(Words& to, int first, const Half* from, bool aligned, int valid) {
+FP16OPT_HD void load_shorts(Words& to, int first, const Half* from, bool aligned, int left) {
     Eight<Half> e;
-    load(e, from, aligned, valid);
+    load(e, from, aligned, left);
     FP16OPT_UNROLL
     for (int k = 0; k < kGroup / 2; ++k) to.word[first + k] = e.bytes.word[k];
 }
@@ -38,11 +38,11 @@ public:
         : first_(lists.bytes_at(0, chunk)), single_(lists.dtype(0, chunk) == DType::single),
           half_(lists.dtype(0, chunk) == DType::half), aligned_(is_aligned(first_)) {}
 
-    FP16OPT_HD void get(int i, Words& raw, int valid) const {
+    FP16OPT_HD void get(int i, Words& raw, int left) const {
         if (single_) {
-            load_singles(raw, reinterpret_cast<const float*>(first_) + i, aligned_, valid);
+            load_singles(raw, reinterpret_cast<const float*>(first_) + i, aligned_, left);
         } else {
-            load_shorts(raw, 0, reinterpret_cast<const Half*>(first_) + i, aligned_, valid);
+            load_shorts(raw, 0, reinterpret_cast<const Half*>(first_) + i, aligned_, left);
         }
     }
     FP16OPT_HD void widen_to(const Words& raw, Eight<float>& e) const {
@@ -77,19 +77,19 @@ public:
         models_aligned_ = is_aligned(models_);
     }
 
-    FP16OPT_HD void get(int i, Words& raw, int valid) const {
+    FP16OPT_HD void get(int i, Words& raw, int left) const {
         if (split_) {
-            load_shorts(raw, 0, models() + i, models_aligned_, valid);
+            load_shorts(raw, 0, models() + i, models_aligned_, left);
             if (bytes_) {
                 Eight<uint8_t> rest;
-                load(rest, static_cast<const uint8_t*>(byte_remainders() + i), aligned_, valid);
+                load(rest, static_cast<const uint8_t*>(byte_remainders() + i), aligned_, left);
                 raw.word[4] = rest.word[0];
                 raw.word[5] = rest.word[1];
             } else {
-                load_shorts(raw, 4, remainders() + i, aligned_, valid);
+                load_shorts(raw, 4, remainders() + i, aligned_, left);
             }
         } else {
-            load_singles(raw, singles() + i, aligned_, valid);
+            load_singles(raw, singles() + i, aligned_, left);
         }
     }
 
@@ -106,16 +106,25 @@ public:
 
     // kNearest: without the dither, as outside of steps.
     template <bool kNearest = false>
-    FP16OPT_HD void set(int i, Eight<float>& p, int valid, Found& found) const {
-        if (!split_) store(p, singles() + i, aligned_, valid);
+    FP16OPT_HD void set(int i, Eight<float>& p, int left, Found& found) const {
+        if (!split_) store(p, singles() + i, aligned_, left);
         if (models_ == nullptr) return;
         FP16OPT_UNROLL
-        for (int k = 0; k < kGroup; ++k) p.v[k] = k < valid ? p.v[k] : 0.0f;  // arithmetic made anything of the padding
+        for (int k = 0; k < kGroup; ++k) p.v[k] = k < left ? p.v[k] : 0.0f;  // arithmetic made anything of the padding
+        Eight<Half> weights, rest;  // bits of any dtype: of remainders in one byte the lower half
+        weights.clear();
+        rest.clear();
         if (half_) {
-            set_weights<Half, kNearest>(i, p, valid, found);
+            make<Half, kNearest>(i, p, weights, rest, found);
         } else {
-            set_weights<BFloat16, kNearest>(i, p, valid, found);
+            make<BFloat16, kNearest>(i, p, weights, rest, found);
         }
+        if (bytes_) {
+            store(Eight<uint8_t>{{rest.bytes.word[0], rest.bytes.word[1]}}, byte_remainders() + i, aligned_, left);
+        } else if (split_) {
+            store(rest, remainders() + i, aligned_, left);
+        }
+        store(weights, models() + i, models_aligned_, left);
     }
 
 private:
@@ -134,40 +143,31 @@ private:
         }
     }
 
+    // Weights and remainders of masters; both are clear before.
     template <class Model, bool kNearest>
-    FP16OPT_HD void set_weights24(int i, const Eight<float>& p, int valid, Eight<Half>& weights) const {
-        Eight<uint8_t> rest;
-        rest.clear();
-        FP16OPT_UNROLL
-        for (int k = 0; k < kGroup; ++k) {
-            const uint32_t dither = kNearest ? nearest_dither(p.v[k]) : dither_ + uint32_t(i + k) * kMasterIndexStride;
-            const Parts24 parts = split24(Model{}, p.v[k], dither);
-            weights.set(k, Half{parts.weight});
-            rest.set(k, parts.remainder);
-        }
-        store(rest, byte_remainders() + i, aligned_, valid);
-    }
-
-    template <class Model, bool kNearest>
-    FP16OPT_HD void set_weights(int i, const Eight<float>& p, int valid, Found& found) const {
-        Eight<Half> weights;  // bits of either dtype
-        weights.clear();
+    FP16OPT_HD void make(int i, const Eight<float>& p, Eight<Half>& weights, Eight<Half>& rest, Found& found) const {
         if (bytes_) {
-            set_weights24<Model, kNearest>(i, p, valid, weights);
+            Eight<uint8_t> bytes;
+            bytes.clear();
+            FP16OPT_UNROLL
+            for (int k = 0; k < kGroup; ++k) {
+                const uint32_t dither = kNearest ? nearest_dither(p.v[k]) : dither_ + uint32_t(i + k) * kMasterIndexStride;
+                const Parts24 parts = split24(Model{}, p.v[k], dither);
+                weights.set(k, Half{parts.weight});
+                bytes.set(k, parts.remainder);
+            }
+            rest.bytes.word[0] = bytes.word[0];
+            rest.bytes.word[1] = bytes.word[1];
         } else if (split_) {
-            Eight<Half> rest;
-            rest.clear();
             FP16OPT_UNROLL
             for (int k = 0; k < kGroup; ++k) {
                 const uint16_t weight = split_weight(Model{}, p.v[k]);
                 weights.set(k, Half{weight});
                 rest.set(k, Half{split_remainder(Model{}, p.v[k], widen(Model{weight}), weight)});
             }
-            store(rest, remainders() + i, aligned_, valid);
         } else {
             weights.bytes = narrow_eight<Model>(p).bytes;
         }
-        store(weights, models() + i, models_aligned_, valid);
         if (FP16OPT_UNLIKELY(any_from(p, first_infinite<Model>()))) {
             FP16OPT_UNROLL
             for (int k = 0; k < kGroup; ++k) found.flags |= cast_flags(p.v[k], first_infinite<Model>());
@@ -185,23 +185,23 @@ class Singles {
 public:
     FP16OPT_HD Singles(const Lists& lists, int list, const Chunk& chunk)
         : first_(lists.at<float>(list, chunk)), aligned_(is_aligned(first_)) {}
-    FP16OPT_HD void get(int i, Eight<float>& e, int valid) const {
-        load(e, static_cast<const float*>(first_ + i), aligned_, valid);
+    FP16OPT_HD void get(int i, Eight<float>& e, int left) const {
+        load(e, static_cast<const float*>(first_ + i), aligned_, left);
     }
-    FP16OPT_HD void set(int i, const Eight<float>& e, int valid) const { store(e, first_ + i, aligned_, valid); }
+    FP16OPT_HD void set(int i, const Eight<float>& e, int left) const { store(e, first_ + i, aligned_, left); }
 
 private:
     float* first_;
     bool aligned_;
 };
 
-// Calls group(i, valid) for each of a thread's groups.
+// Calls group(i, left) for each of a thread's groups: there are `left` elements from the chunk's i-th on.
 template <class Group>
 FP16OPT_HD void for_each_group(int n, int thread, Group&& group) {
 #if defined(__CUDA_ARCH__)
 #pragma unroll 1
 #endif
-    for (int i = thread * kGroup; i < n; i += kRow) group(i, n - i < kGroup ? n - i : kGroup);
+    for (int i = thread * kGroup; i < n; i += kRow) group(i, n - i);
 }
 
 FP16OPT_END

@@ -91,8 +91,8 @@ struct Measure {
         uint32_t most = 0;
         int zero = 0, below = 0, near = 0;
         for_groups<Eight<From>, rows_ahead<From>()>(
-            chunk.numel, thread, [&](int i, Eight<From>& raw, int valid) { load(raw, grad + i, aligned, valid); },
-            [&](int, const Eight<From>& raw, int valid) {
+            chunk.numel, thread, true, [&](int i, Eight<From>& raw, int left) { load(raw, grad + i, aligned, left); },
+            [&](int, const Eight<From>& raw, int left) {
                 Eight<float> wide;
                 widen_to(raw, wide);
                 sumsq += group_term<From>(wide.v);
@@ -101,8 +101,8 @@ struct Measure {
                     const uint32_t bits = magnitude_bits(wide.v[i]);
                     most = most < bits ? bits : most;
                     const int m = magnitude_of(raw, i);
-                    zero += i < valid && m == 0;
-                    below += i < valid && m < Magnitudes<From>::kNormal;
+                    zero += i < left && m == 0;
+                    below += i < left && m < Magnitudes<From>::kNormal;
                     near += m >= Magnitudes<From>::kLarge;
                 }
             });
@@ -153,11 +153,11 @@ struct Compare {
         clear(found);
         int moved = 0, lost = 0;
         for (int i = thread * kGroup; i < chunk.numel; i += kRow) {
-            const int valid = chunk.numel - i < kGroup ? chunk.numel - i : kGroup;
+            const int left = chunk.numel - i < kGroup ? chunk.numel - i : kGroup;
             Eight<Master> value;
             Eight<Weight> held;
-            load(value, master + i, aligned, valid);
-            load(held, weight + i, weight_aligned, valid);
+            load(value, master + i, aligned, left);
+            load(held, weight + i, weight_aligned, left);
             Eight<float> now, away;
             widen_to(value, now);
             widen_to(held, away);
@@ -168,8 +168,8 @@ struct Compare {
             const int64_t group = first + i / kGroup;
             if (group % stride != 0) continue;
             Eight<float> old;
-            load(old, then + group / stride * kGroup, then_aligned, valid);
-            const GroupOfStep step = group_of_step<Weight>(old.v, now.v, valid);
+            load(old, then + group / stride * kGroup, then_aligned, left);
+            const GroupOfStep step = group_of_step<Weight>(old.v, now.v, left);
             found.v[kChangeSumsq] += step.sumsq;
             found.v[kChange] += step.change;
             found.v[kUlp] += step.ulp;

@@ -61,25 +61,25 @@ struct UnscaleOf {
 
     // Whatever is not finite in the product is not finite in the sum.
     template <class From, bool kAdd>
-    FP16OPT_HD void group(const Eight<From>& grad, float* out, bool aligned, int valid, float factor, Found& found) const {
+    FP16OPT_HD void group(const Eight<From>& grad, float* out, bool aligned, int left, float factor, Found& found) const {
         Eight<float> product, result;
         widen_to(grad, product);
         if constexpr (kSumsStored<From> && !kAdd) found.sumsq += group_term<From>(product.v);
         FP16OPT_UNROLL
         for (int i = 0; i < kGroup; ++i) {  // padding stays 0, also where the factor is not finite
-            product.v[i] = i < valid ? unscale(product.v[i], factor) : 0.0f;
+            product.v[i] = i < left ? unscale(product.v[i], factor) : 0.0f;
         }
         result = product;
         if constexpr (kAdd) {
             Eight<float> before;
-            load(before, static_cast<const float*>(out), aligned, valid);
+            load(before, static_cast<const float*>(out), aligned, left);
             FP16OPT_UNROLL
             for (int i = 0; i < kGroup; ++i) result.v[i] = accumulate(before.v[i], product.v[i]);
             if (FP16OPT_UNLIKELY(any_not_finite(result))) found.flags |= flags_of(product, before, result, true);
         } else if (FP16OPT_UNLIKELY(any_not_finite(result))) {
             found.flags |= flags_of(product, product, result, false);
         }
-        if (kWrites && write) store(result, out, aligned, valid);
+        if (kWrites && write) store(result, out, aligned, left);
         if constexpr (!kSumsStored<From> || kAdd) found.sumsq += group_term<float>(result.v);
     }
 
@@ -87,15 +87,15 @@ struct UnscaleOf {
     FP16OPT_HD Found work_as(const Lists& lists, const Chunk& chunk, int thread) const {
         const From* grad = lists.at<const From>(0, chunk);
         float* out = lists.at<float>(kWrites && write ? 1 : 0, chunk);  // never null: a choice hides that it is global memory
-        const bool aligned = is_aligned(grad), out_aligned = is_aligned(out);
+        const bool aligned = is_aligned(grad), out_aligned = !(kWrites && write) || is_aligned(out);
         const float factor = *inv_scale;
         Found found{0.0, 0, 0};
         // The rarer kinds of work load less ahead: registers that they need would be missing in all.
         constexpr int ahead = kAdd || sizeof(From) != 2 ? 1 : 4;
         for_groups<Eight<From>, ahead>(
-            chunk.numel, thread, [&](int i, Eight<From>& raw, int valid) { load(raw, grad + i, aligned, valid); },
-            [&](int i, const Eight<From>& raw, int valid) {
-                group<From, kAdd>(raw, out + i, out_aligned, valid, factor, found);
+            chunk.numel, thread, out_aligned, [&](int i, Eight<From>& raw, int left) { load(raw, grad + i, aligned, left); },
+            [&](int i, const Eight<From>& raw, int left) {
+                group<From, kAdd>(raw, out + i, out_aligned, left, factor, found);
             });
         if constexpr (kSumsStored<From> && !kAdd) found.sumsq = unscale(found.sumsq, square(double(factor)));
         return found;
@@ -147,13 +147,13 @@ struct UnscaleClipped {
         const bool aligned = is_aligned(grad), out_aligned = is_aligned(out);
         const float first = *inv_scale, second = *factor;
         for_groups<Eight<From>, rows_ahead<From>()>(
-            chunk.numel, thread, [&](int i, Eight<From>& raw, int valid) { load(raw, grad + i, aligned, valid); },
-            [&](int i, const Eight<From>& raw, int valid) {
+            chunk.numel, thread, out_aligned, [&](int i, Eight<From>& raw, int left) { load(raw, grad + i, aligned, left); },
+            [&](int i, const Eight<From>& raw, int left) {
                 Eight<float> e;
                 widen_to(raw, e);
                 FP16OPT_UNROLL
                 for (int k = 0; k < kGroup; ++k) e.v[k] = scale(unscale(e.v[k], first), second);
-                store(e, out + i, out_aligned, valid);
+                store(e, out + i, out_aligned, left);
             });
     }
 
@@ -179,8 +179,8 @@ struct Norm {
         const bool aligned = is_aligned(values);
         Found found{0.0, 0, 0};
         for_groups<Eight<From>, rows_ahead<From>()>(
-            chunk.numel, thread,
-            [&](int i, Eight<From>& raw, int valid) { load(raw, values + i, aligned, valid); },
+            chunk.numel, thread, true,
+            [&](int i, Eight<From>& raw, int left) { load(raw, values + i, aligned, left); },
             [&](int, const Eight<From>& raw, int) {
                 Eight<float> wide;
                 widen_to(raw, wide);
@@ -220,15 +220,15 @@ struct Cast {
         const bool aligned = is_aligned(master), param_aligned = is_aligned(param);
         Found found{0.0, 0, 0};
         for_groups<Eight<float>, rows_ahead<float>()>(
-            chunk.numel, thread,
-            [&](int i, Eight<float>& raw, int valid) { load(raw, master + i, aligned, valid); },
-            [&](int i, const Eight<float>& raw, int valid) {
+            chunk.numel, thread, param_aligned,
+            [&](int i, Eight<float>& raw, int left) { load(raw, master + i, aligned, left); },
+            [&](int i, const Eight<float>& raw, int left) {
                 if (FP16OPT_UNLIKELY(any_from(raw, first_infinite<To>()))) {
                     FP16OPT_UNROLL
                     for (int k = 0; k < kGroup; ++k) found.flags |= cast_flags(raw.v[k], first_infinite<To>());
                 }
                 const Eight<To> rounded = narrow_eight<To>(raw);
-                store(rounded, param + i, param_aligned, valid);
+                store(rounded, param + i, param_aligned, left);
             });
         return found;
     }
@@ -257,8 +257,8 @@ struct Sample {
         if (stride == 0) {
             const bool aligned = is_aligned(values);
             for_groups<Eight<Half>, rows_ahead<Half>()>(
-                chunk.numel, thread, [&](int i, Eight<Half>& raw, int valid) { load(raw, values + i, aligned, valid); },
-                [&](int i, const Eight<Half>& raw, int valid) { found.digest += raw.sample_terms(i / 4, valid); });
+                chunk.numel, thread, true, [&](int i, Eight<Half>& raw, int left) { load(raw, values + i, aligned, left); },
+                [&](int i, const Eight<Half>& raw, int left) { found.digest += raw.sample_terms(i / 4, left); });
             return found;
         }
         const int64_t first = (chunk.start + stride - 1) / stride;
@@ -285,13 +285,13 @@ struct Scale {
         const bool aligned = is_aligned(values);
         const float by = *factor;
         for_groups<Eight<T>, rows_ahead<T>()>(
-            chunk.numel, thread, [&](int i, Eight<T>& raw, int valid) { load(raw, values + i, aligned, valid); },
-            [&](int i, const Eight<T>& raw, int valid) {
+            chunk.numel, thread, aligned, [&](int i, Eight<T>& raw, int left) { load(raw, values + i, aligned, left); },
+            [&](int i, const Eight<T>& raw, int left) {
                 Eight<float> wide;
                 widen_to(raw, wide);
                 FP16OPT_UNROLL
                 for (int k = 0; k < kGroup; ++k) wide.v[k] = scale(wide.v[k], by);
-                store(narrow_eight<T>(wide), values + i, aligned, valid);
+                store(narrow_eight<T>(wide), values + i, aligned, left);
             });
     }
 
@@ -313,24 +313,24 @@ struct Stretch {
     FP16OPT_HD Stretch(DType of, char* from) : dtype(of), at(from), aligned(is_aligned(from)) {}
 
     template <class T>
-    FP16OPT_HD void get_as(int i, Eight<float>& to, int valid) const {
+    FP16OPT_HD void get_as(int i, Eight<float>& to, int left) const {
         Eight<T> raw;
-        load(raw, reinterpret_cast<const T*>(at) + i, aligned, valid);
+        load(raw, reinterpret_cast<const T*>(at) + i, aligned, left);
         widen_to(raw, to);
     }
-    FP16OPT_HD void get(int i, Eight<float>& to, int valid) const {
+    FP16OPT_HD void get(int i, Eight<float>& to, int left) const {
         switch (dtype) {
-            case DType::half: return get_as<Half>(i, to, valid);
-            case DType::bfloat16: return get_as<BFloat16>(i, to, valid);
-            default: return get_as<float>(i, to, valid);
+            case DType::half: return get_as<Half>(i, to, left);
+            case DType::bfloat16: return get_as<BFloat16>(i, to, left);
+            default: return get_as<float>(i, to, left);
         }
     }
-    FP16OPT_HD void set(int i, const Eight<float>& from, int valid) const {
+    FP16OPT_HD void set(int i, const Eight<float>& from, int left) const {
         switch (dtype) {
-            case DType::half: return store(narrow_eight<Half>(from), reinterpret_cast<Half*>(at) + i, aligned, valid);
+            case DType::half: return store(narrow_eight<Half>(from), reinterpret_cast<Half*>(at) + i, aligned, left);
             case DType::bfloat16:
-                return store(narrow_eight<BFloat16>(from), reinterpret_cast<BFloat16*>(at) + i, aligned, valid);
-            default: return store(from, reinterpret_cast<float*>(at) + i, aligned, valid);
+                return store(narrow_eight<BFloat16>(from), reinterpret_cast<BFloat16*>(at) + i, aligned, left);
+            default: return store(from, reinterpret_cast<float*>(at) + i, aligned, left);
         }
     }
 };
@@ -349,14 +349,13 @@ struct Axpby {
         const Stretch outs(lists.dtype(2, chunk), lists.bytes_at(2, chunk));
         bool bad = false;
         for (int i = thread * kGroup; i < chunk.numel; i += kRow) {
-            const int valid = chunk.numel - i < kGroup ? chunk.numel - i : kGroup;
             Eight<float> x, y;
-            xs.get(i, x, valid);
-            ys.get(i, y, valid);
+            xs.get(i, x, chunk.numel - i);
+            ys.get(i, y, chunk.numel - i);
             bad |= ((check & 1u) != 0 && any_not_finite(x)) || ((check & 2u) != 0 && any_not_finite(y));
             FP16OPT_UNROLL
             for (int k = 0; k < kGroup; ++k) x.v[k] = axpby(a, x.v[k], b, y.v[k]);
-            outs.set(i, x, valid);
+            outs.set(i, x, chunk.numel - i);
         }
         if (bad) *found_inf = 1.0f;  // whichever thread comes last writes the same
     }
@@ -379,12 +378,12 @@ struct Lerp {
         const T* values = lists.at<const T>(1, chunk);
         const bool aligned = is_aligned(averages), values_aligned = is_aligned(values);
         for_groups<Pair, 2>(
-            chunk.numel, thread,
-            [&](int i, Pair& raw, int valid) {
-                load(raw.average, static_cast<const float*>(averages) + i, aligned, valid);
-                load(raw.value, values + i, values_aligned, valid);
+            chunk.numel, thread, aligned,
+            [&](int i, Pair& raw, int left) {
+                load(raw.average, static_cast<const float*>(averages) + i, aligned, left);
+                load(raw.value, values + i, values_aligned, left);
             },
-            [&](int i, const Pair& raw, int valid) {
+            [&](int i, const Pair& raw, int left) {
                 Eight<float> result, value;
                 widen_to(raw.value, value);
                 FP16OPT_UNROLL
@@ -392,7 +391,7 @@ struct Lerp {
                     result.v[k] = from_average != 0 ? lerp(raw.average.v[k], value.v[k], part)
                                                     : lerp(value.v[k], raw.average.v[k], part);
                 }
-                store(result, averages + i, aligned, valid);
+                store(result, averages + i, aligned, left);
             });
     }
 
@@ -414,11 +413,11 @@ struct Take {
     FP16OPT_HD bool is_needed() const { return true; }
 
     template <class T>
-    static FP16OPT_HD bool group(float* master, const T* param, bool aligned, bool param_aligned, int valid) {
+    static FP16OPT_HD bool group(float* master, const T* param, bool aligned, bool param_aligned, int left) {
         Eight<float> value;
         Eight<T> model;
-        load(value, static_cast<const float*>(master), aligned, valid);
-        load(model, param, param_aligned, valid);
+        load(value, static_cast<const float*>(master), aligned, left);
+        load(model, param, param_aligned, left);
         bool differs = false;
         FP16OPT_UNROLL
         for (int k = 0; k < kGroup; ++k) {
@@ -426,7 +425,7 @@ struct Take {
             value.v[k] = other ? widen(model.get(k)) : value.v[k];
             differs |= other;
         }
-        if (differs) store(value, master, aligned, valid);
+        if (differs) store_alone(value, master, aligned, left);
         return differs;
     }
 
@@ -437,8 +436,7 @@ struct Take {
         const bool aligned = is_aligned(master), param_aligned = is_aligned(param);
         bool differs = false;
         for (int i = thread * kGroup; i < chunk.numel; i += kRow) {
-            const int valid = chunk.numel - i < kGroup ? chunk.numel - i : kGroup;
-            differs |= group(master + i, param + i, aligned, param_aligned, valid);
+            differs |= group(master + i, param + i, aligned, param_aligned, chunk.numel - i);
         }
         if (differs) taken[lists.table[chunk.tensor].row] = 1;
     }

@@ -14,10 +14,10 @@ struct Split {
         const Singles masters(lists, 0, chunk);
         const Masters to(lists, chunk, 2, 1);
         Found found{0.0, 0, 0};
-        for_each_group(chunk.numel, thread, [&](int i, int valid) {
+        for_each_group(chunk.numel, thread, [&](int i, int left) {
             Eight<float> p;
-            masters.get(i, p, valid);
-            to.set<true>(i, p, valid, found);
+            masters.get(i, p, left);
+            to.set<true>(i, p, left, found);
         });
         return found;
     }
@@ -35,12 +35,12 @@ struct Join {
     FP16OPT_HD void work(const Lists& lists, const Chunk& chunk, int thread) const {
         const Masters from(lists, chunk, 1, 0);
         const Singles outs(lists, 2, chunk);
-        for_each_group(chunk.numel, thread, [&](int i, int valid) {
+        for_each_group(chunk.numel, thread, [&](int i, int left) {
             Words raw;
             Eight<float> p;
-            from.get(i, raw, valid);
+            from.get(i, raw, left);
             from.values(raw, p);
-            outs.set(i, p, valid);
+            outs.set(i, p, left);
         });
     }
 };
@@ -71,14 +71,14 @@ struct Renew {
     static FP16OPT_HD void renew(const Lists& lists, const Chunk& chunk, int thread, Rest* remainders, Plain&& plain) {
         const Half* models = lists.at<const Half>(0, chunk);
         const bool aligned = is_aligned(models), remainders_aligned = is_aligned(remainders);
-        for_each_group(chunk.numel, thread, [&](int i, int valid) {
+        for_each_group(chunk.numel, thread, [&](int i, int left) {
             Eight<Half> weights;
             Eight<Rest> rest;
-            load(weights, models + i, aligned, valid);
+            load(weights, models + i, aligned, left);
             rest.clear();
             FP16OPT_UNROLL
             for (int k = 0; k < kGroup; ++k) rest.set(k, plain(weights.get(k).bits));
-            store(rest, remainders + i, remainders_aligned, valid);
+            store(rest, remainders + i, remainders_aligned, left);
         });
     }
 };

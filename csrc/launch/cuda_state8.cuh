@@ -30,10 +30,10 @@ class CodeBytes {
 public:
     FP16OPT_HD CodeBytes(const Lists& lists, int list, const Chunk& chunk)
         : first_(lists.at<uint8_t>(list, chunk)), aligned_(is_aligned(first_)) {}
-    FP16OPT_HD void get(int i, Eight<uint8_t>& codes, int valid) const {
-        load(codes, static_cast<const uint8_t*>(first_ + i), aligned_, valid);
+    FP16OPT_HD void get(int i, Eight<uint8_t>& codes, int left) const {
+        load(codes, static_cast<const uint8_t*>(first_ + i), aligned_, left);
     }
-    FP16OPT_HD void set(int i, const Eight<uint8_t>& codes, int valid) const { store(codes, first_ + i, aligned_, valid); }
+    FP16OPT_HD void set(int i, const Eight<uint8_t>& codes, int left) const { store_alone(codes, first_ + i, aligned_, left); }
 
 private:
     uint8_t* first_;
@@ -68,7 +68,7 @@ struct Adam8Step : CodedStep {
         return Terms{terms_of<Adam>(factors(g.maximize != 0), g, count(member)), g.limit * kRatioUnit, kRatios * (1.0f / g.limit)};
     }
 
-    FP16OPT_HD Found advance(const Terms& terms, const Lists& lists, const Chunk& chunk, int i, int valid, int thread,
+    FP16OPT_HD Found advance(const Terms& terms, const Lists& lists, const Chunk& chunk, int i, int left, int thread,
                              Rows& rows) const {
         const Grads grads(lists, chunk);
         const Masters masters(lists, chunk, 1, model_list, number);
@@ -77,10 +77,10 @@ struct Adam8Step : CodedStep {
         Words raw_grad, raw_master;
         Eight<float> g, p;
         Eight<uint8_t> ratios, shares, made;
-        grads.get(i, raw_grad, valid);
-        masters.get(i, raw_master, valid);
-        first.get(i, ratios, valid);
-        second.get(i, shares, valid);
+        grads.get(i, raw_grad, left);
+        masters.get(i, raw_master, left);
+        first.get(i, ratios, left);
+        second.get(i, shares, left);
         grads.widen_to(raw_grad, g);
         masters.values(raw_master, p);
         made.clear();
@@ -94,25 +94,25 @@ struct Adam8Step : CodedStep {
             adam_move(terms.adam, p.v[k], m, second_root);
             const float ratio = ratio_or_zero(magnitude_of(m, uint32_t()), now);
             made.set(k, uint8_t(signed_code(ratio_steps(ratio, terms.units, ratio_dither(dither(chunk, i + k))), m)));
-            const float kept = k < valid ? now : 0.0f;
+            const float kept = k < left ? now : 0.0f;
             rows.values[k * kThreads + thread] = kept;
             most = kept > most ? kept : most;
         }
         rows.largest[thread] = most;
-        first.set(i, made, valid);
+        first.set(i, made, left);
         Found found{0.0, 0, 0};
-        masters.set(i, p, valid, found);
+        masters.set(i, p, left, found);
         return found;
     }
 
-    FP16OPT_HD void keep(const Lists& lists, const Chunk& chunk, int i, int valid, int thread, const Rows& rows) const {
+    FP16OPT_HD void keep(const Lists& lists, const Chunk& chunk, int i, int left, int thread, const Rows& rows) const {
         const float largest = rows.largest_of_block(thread);
         const bool zero = !(largest >= kLeastScale);
         const float per_scale = 1.0f / largest;
         Eight<uint8_t> made;
         made.clear();
         if (zero) {
-            CodeBytes(lists, 2, chunk).set(i, made, valid);
+            CodeBytes(lists, 2, chunk).set(i, made, left);
         } else {
             FP16OPT_UNROLL
             for (int k = 0; k < kGroup; ++k) {
@@ -121,7 +121,7 @@ struct Adam8Step : CodedStep {
                 made.set(k, uint8_t(root_code(to_words(shares), kept)));
             }
         }
-        CodeBytes(lists, 3, chunk).set(i, made, valid);
+        CodeBytes(lists, 3, chunk).set(i, made, left);
         if (i % kStateBlock == 0) scales(lists, scale_list, chunk)[i / kStateBlock] = zero ? 0.0f : largest;
     }
 };
@@ -141,7 +141,7 @@ struct Sgd8Step : CodedStep {
         return Terms{terms_of<Sgd>(factors(g.maximize != 0), g, 0.0f), first};
     }
 
-    FP16OPT_HD Found advance(const Terms& terms, const Lists& lists, const Chunk& chunk, int i, int valid, int thread,
+    FP16OPT_HD Found advance(const Terms& terms, const Lists& lists, const Chunk& chunk, int i, int left, int thread,
                              Rows& rows) const {
         const Grads grads(lists, chunk);
         const Masters masters(lists, chunk, 1, model_list, number);
@@ -149,9 +149,9 @@ struct Sgd8Step : CodedStep {
         Words raw_grad, raw_master;
         Eight<float> g, p;
         Eight<uint8_t> codes;
-        grads.get(i, raw_grad, valid);
-        masters.get(i, raw_master, valid);
-        CodeBytes(lists, 2, chunk).get(i, codes, valid);
+        grads.get(i, raw_grad, left);
+        masters.get(i, raw_master, left);
+        CodeBytes(lists, 2, chunk).get(i, codes, left);
         grads.widen_to(raw_grad, g);
         masters.values(raw_master, p);
         float most = 0.0f;
@@ -166,15 +166,15 @@ struct Sgd8Step : CodedStep {
             }
             rows.values[k * kThreads + thread] = momentum;
             const float size = smaller(magnitude_of(momentum, uint32_t()), kLargestMomentum);
-            most = k < valid && size > most ? size : most;
+            most = k < left && size > most ? size : most;
         }
         rows.largest[thread] = most;
         Found found{0.0, 0, 0};
-        masters.set(i, p, valid, found);
+        masters.set(i, p, left, found);
         return found;
     }
 
-    FP16OPT_HD void keep(const Lists& lists, const Chunk& chunk, int i, int valid, int thread, const Rows& rows) const {
+    FP16OPT_HD void keep(const Lists& lists, const Chunk& chunk, int i, int left, int thread, const Rows& rows) const {
         const float largest = rows.largest_of_block(thread);
         const bool zero = !(largest >= kLeastMomentum);
         Eight<uint8_t> made;
@@ -186,7 +186,7 @@ struct Sgd8Step : CodedStep {
             const float share = ratio_or_zero(magnitude_of(value, uint32_t()), largest);
             made.set(k, uint8_t(zero ? 0u : signed_code(ratio_steps(share, kRatios, dither_low), value)));
         }
-        CodeBytes(lists, 2, chunk).set(i, made, valid);
+        CodeBytes(lists, 2, chunk).set(i, made, left);
         if (i % kStateBlock == 0) scales(lists, scale_list, chunk)[i / kStateBlock] = zero ? 0.0f : largest;
     }
 };
@@ -199,11 +199,11 @@ FP16OPT_HD void work_in_rows(const WithTerms<Step>& o, const Lists& lists, const
             const int i = row + t * kGroup, left = chunk.numel - i;
             if (row == 0) s.flags[t] = 0;
             o.rows.largest[t] = 0.0f;
-            if (left > 0) s.flags[t] |= o.step.advance(o.terms, lists, chunk, i, left < kGroup ? left : kGroup, t, o.rows).flags;
+            if (left > 0) s.flags[t] |= o.step.advance(o.terms, lists, chunk, i, left, t, o.rows).flags;
         });
         for_threads([&](int t) {
             const int i = row + t * kGroup, left = chunk.numel - i;
-            if (left > 0) o.step.keep(lists, chunk, i, left < kGroup ? left : kGroup, t, o.rows);
+            if (left > 0) o.step.keep(lists, chunk, i, left, t, o.rows);
         });
     }
 }

@@ -72,14 +72,14 @@ struct StepOf : StepCommon {
         // More than there are would be fields that nobody reads: the last one again.
         const Singles state[] = {{lists, kStates > 0 ? 2 : 1, chunk}, {lists, kStates > 1 ? 3 : 1, chunk}, {lists, kStates > 2 ? 4 : 1, chunk}};
         Found found{0.0, 0, 0};
-        for_each_group(chunk.numel, thread, [&](int i, int valid) {
+        for_each_group(chunk.numel, thread, [&](int i, int left) {
             Words raw_grad, raw_master;
             Eight<float> g, p, kept[kStates > 0 ? kStates : 1];
-            grads.get(i, raw_grad, valid);
-            masters.get(i, raw_master, valid);
+            grads.get(i, raw_grad, left);
+            masters.get(i, raw_master, left);
             FP16OPT_UNROLL
             for (int j = 0; j < kStates; ++j) {
-                if constexpr (!kFirst) state[j].get(i, kept[j], valid);
+                if constexpr (!kFirst) state[j].get(i, kept[j], left);
             }
             grads.widen_to(raw_grad, g);
             masters.values(raw_master, p);
@@ -89,8 +89,8 @@ struct StepOf : StepCommon {
                 if constexpr (F::phases > 1) step_one<F, kStates, 1, kFirst>(terms, g, p, kept, k);
             }
             FP16OPT_UNROLL
-            for (int j = 0; j < kStates; ++j) state[j].set(i, kept[j], valid);
-            masters.set(i, p, valid, found);
+            for (int j = 0; j < kStates; ++j) state[j].set(i, kept[j], left);
+            masters.set(i, p, left, found);
         });
         return found;
     }

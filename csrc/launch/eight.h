@@ -1,12 +1,13 @@
 // Eight consecutive elements in registers, as they are stored: what one GPU thread loads and stores at a time. Sixteen
 // bytes an access where the address allows it. Elsewhere, and at the end of a chunk, loads read the sixteen-byte blocks
-// that the elements lie in, and shift; stores go element by element.
+// that the elements lie in, and shift; in stores the threads of a warp give each other what is lacking of a block.
 #pragma once
 
 #include "../core/dtype.h"
 #include "../functors/cast.h"
 #include "../functors/l2norm.h"
 #include "../functors/sample.h"
+#include "turns.h"
 
 #if defined(__CUDACC__)
 #define FP16OPT_UNROLL _Pragma("unroll")
@@ -83,6 +84,8 @@ struct Eight {
 
     FP16OPT_HD void load(const T* from) { bytes = load16(from); }
     FP16OPT_HD void store(T* to) const { store16(to, bytes); }
+    FP16OPT_HD uint32_t word_at(int k) const { return bytes.word[k]; }
+    FP16OPT_HD void set_word(int k, uint32_t value) { bytes.word[k] = value; }
     FP16OPT_HD T get(int i) const { return T{uint16_t(bytes.word[i / 2] >> (i % 2 * 16))}; }
     FP16OPT_HD void clear() { bytes = Bytes16{{0, 0, 0, 0}}; }
     FP16OPT_HD void set(int i, T value) {  // of a place that is clear
@@ -124,6 +127,8 @@ struct Eight<float> {
             store16(to + 4 * k, b);
         }
     }
+    FP16OPT_HD uint32_t word_at(int k) const { return bit_cast<uint32_t>(v[k]); }
+    FP16OPT_HD void set_word(int k, uint32_t value) { v[k] = bit_cast<float>(value); }
     FP16OPT_HD float get(int i) const { return v[i]; }
     FP16OPT_HD void clear() {
         FP16OPT_UNROLL
@@ -161,25 +166,107 @@ struct Eight<uint8_t> {
         memcpy(to, word, sizeof(word));
 #endif
     }
+    FP16OPT_HD uint32_t word_at(int k) const { return word[k]; }
+    FP16OPT_HD void set_word(int k, uint32_t value) { word[k] = value; }
     FP16OPT_HD uint8_t get(int i) const { return uint8_t(word[i / 4] >> (i % 4 * 8)); }
     FP16OPT_HD void clear() { word[0] = word[1] = 0; }
     FP16OPT_HD void set(int i, uint8_t value) { word[i / 4] |= uint32_t(value) << (i % 4 * 8); }
 };
 
-// The elements from `from` on: the first `valid`, and zeros behind them.
+// The elements from `from` on: the first `valid`, and zeros behind them. `valid` may be more than eight.
 template <class T>
 FP16OPT_HD void load(Eight<T>& to, const T* from, bool aligned, int valid) {
-    if (aligned && valid == kGroup) return to.load(from);
-    to.load_any(from, valid);
+    if (aligned && valid >= kGroup) return to.load(from);
+    to.load_any(from, valid < kGroup ? valid : kGroup);
 }
 
+// The elements from `first` to before `end`, one by one.
 template <class T>
-FP16OPT_HD void store(const Eight<T>& from, T* to, bool aligned, int valid) {
-    if (aligned && valid == kGroup) return from.store(to);
+FP16OPT_HD void store_singly(const Eight<T>& from, T* to, int first, int end) {
     FP16OPT_UNROLL
     for (int i = 0; i < kGroup; ++i) {
-        if (i < valid) to[i] = from.get(i);
+        if (first <= i && i < end) to[i] = from.get(i);
     }
+#if !defined(__CUDACC__)
+    fp16opt_single_stores += uint64_t((end < kGroup ? end : kGroup) - first);
+#endif
+}
+
+// The first `valid` elements, by a thread that may be alone in its warp to store any.
+template <class T>
+FP16OPT_HD void store_alone(const Eight<T>& from, T* to, bool aligned, int valid) {
+    if (aligned && valid >= kGroup) return from.store(to);
+    store_singly(from, to, 0, valid);
+}
+
+// How many bytes a store has at most: sixteen, or those of eight elements.
+template <class T>
+constexpr FP16OPT_HD int block_bytes() {
+    return sizeof(T) == 1 ? 8 : 16;
+}
+// How many words of the thread before, its last ones, a block may begin with.
+template <class T>
+constexpr FP16OPT_HD int words_before() {
+    return (block_bytes<T>() - int(sizeof(T)) + 3) / 4;
+}
+
+// Thread `lane` of a warp stores the block, or two, that its elements begin in, from the block's beginning on, if they and those
+// of the thread before fill it; the first and the last thread store singly what is in no such block. `before`: the last
+// words of the thread before.
+template <class T>
+FP16OPT_HD void store_blocks(const Eight<T>& from, const uint32_t* before, T* to, int left, int lane) {
+    constexpr int kWords = 2 * int(sizeof(T)), kBefore = words_before<T>();
+    const int offset = int(reinterpret_cast<uintptr_t>(to) % block_bytes<T>());
+    const int held = kGroup - offset / int(sizeof(T));  // of its own elements in the block
+    const bool whole = (offset == 0 || lane > 0) && left >= held, next_whole = lane < kWarp - 1 && left - kGroup >= held;
+    const int first = whole ? held : 0, end = next_whole ? held : left;
+    if (first < end) store_singly(from, to, first, end);
+    if (!whole) return;
+    uint32_t words[kBefore + kWords];
+    FP16OPT_UNROLL
+    for (int k = 0; k < kBefore; ++k) words[k] = before[k];
+    FP16OPT_UNROLL
+    for (int k = 0; k < kWords; ++k) words[kBefore + k] = from.word_at(k);
+    FP16OPT_UNROLL
+    for (int k = kBefore + kWords - 1; k >= 2; --k) words[k] = (offset & 8) != 0 ? words[k - 2] : words[k];
+    FP16OPT_UNROLL
+    for (int k = kBefore + kWords - 1; k >= 1; --k) words[k] = (offset & 4) != 0 ? words[k - 1] : words[k];
+    Eight<T> shifted;
+    FP16OPT_UNROLL
+    for (int k = 0; k < kWords; ++k) {
+        const uint32_t low = words[kBefore + k - 1], high = words[kBefore + k];
+        shifted.set_word(k, sizeof(T) == 4 ? high : uint32_t((uint64_t(high) << 32 | low) >> (32 - offset % 4 * 8)));
+    }
+    shifted.store(reinterpret_cast<T*>(reinterpret_cast<char*>(to) - offset));
+}
+
+// The first `left` elements, by all threads of a warp that have any: they call this together, for groups one behind the
+// other. `left` is what there is from `to` on, up to 256, so that a thread knows which of those behind it have some.
+template <class T>
+FP16OPT_HD void store(const Eight<T>& from, T* to, bool aligned, int left) {
+    if (aligned) return store_alone(from, to, true, left);
+    constexpr int kWords = 2 * int(sizeof(T)), kBefore = words_before<T>();
+#if defined(__CUDA_ARCH__)
+    const int lane = int(threadIdx.x) % kWarp;
+    const uint32_t together = threads_with_some(lane, left);
+    uint32_t before[kBefore];
+    FP16OPT_UNROLL
+    for (int k = 0; k < kBefore; ++k) {
+        before[k] = __shfl_up_sync(together, from.word_at(kWords - kBefore + k), 1);
+    }
+    store_blocks(from, before, to, left, lane);
+#else
+    Given given{{}, kWords, reinterpret_cast<char*>(to), left, nullptr};
+    for (int k = 0; k < kWords; ++k) given.words[k] = from.word_at(k);
+    given.store = [](const Given& own, const uint32_t* end_of_before, int lane) {
+        Eight<T> mine;
+        uint32_t before[kBefore] = {};
+        for (int k = 0; k < kWords; ++k) mine.set_word(k, own.words[k]);
+        for (int k = 0; end_of_before != nullptr && k < kBefore; ++k) before[k] = end_of_before[k - kBefore];
+        store_blocks(mine, before, reinterpret_cast<T*>(own.to), own.left, lane);
+    };
+    turns.give(given);
+#endif
 }
 
 // Rounds eight float32 to the type of the memory.

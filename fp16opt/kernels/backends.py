@@ -24,7 +24,7 @@ def captures(device: torch.device) -> bool:
         False
     """
     on_card = device.type == "cuda" or compiled_for(device) is cuda
-    return on_card and cuda.current_stream(device).captures
+    return on_card and cuda.Stream(device).captures
 
 
 def backend(device: torch.device | str) -> str:

@@ -97,11 +97,6 @@ class Stream:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
-def current_stream(device: torch.device) -> Stream:
-    """The stream that work on ``device`` is given to now."""
-    return Stream(device)
-
-
 def device_of(stream: Stream) -> Card:
     """What launches kernels on the stream's device.
 
@@ -284,7 +279,7 @@ def launch(
     writes: bool = True,
 ) -> None:
     """:func:`fp16opt.kernels.native.launch` for the CUDA kernels, which have the flags in their table."""
-    stream = current_stream(call.plan.device)
+    stream = Stream(call.plan.device)
     queue(KERNELS[function], stream, arguments, table_of(call, stream, Table, flags))
     native.count_writes(call, results, lists=writes)
 
@@ -294,13 +289,13 @@ def launch(
 
 def capture_scale(scale: Tensor, pair: Tensor) -> None:
     """:func:`fp16opt.kernels.decisions.capture_scale`."""
-    queue(KERNELS["capture_scale"], current_stream(scale.device), (scale, pair))
+    queue(KERNELS["capture_scale"], Stream(scale.device), (scale, pair))
 
 
 def decide_clip(norm: Tensor, found_inf: Tensor | None, max_norm: float, only_finite: bool, results: Tensor) -> None:
     """:func:`fp16opt.kernels.decisions.decide_clip`; ``results``: float32, [2]."""
     values = (norm, found_inf, max_norm, only_finite, results, results.data_ptr() + 4)
-    queue(KERNELS["decide_clip"], current_stream(norm.device), values)
+    queue(KERNELS["decide_clip"], Stream(norm.device), values)
 
 
 def close_step(
@@ -323,6 +318,6 @@ def close_step(
     sizes = [0 if tensor is None else tensor.numel() for tensor in (kept, memory)]
     decided = (found_inf, last, skipped, scale, clean, skips, settings)
     values = (*decided, flags, kept, sizes[0], memory, sizes[1] // 4)
-    queue(KERNELS["close_step"], current_stream(device), values)
+    queue(KERNELS["close_step"], Stream(device), values)
     written = (last, skipped, scale, trackers, kept, memory)
     native.count_versions([tensor for tensor in written if tensor is not None])

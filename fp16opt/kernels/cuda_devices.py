@@ -159,8 +159,8 @@ class _Known:
     """
 
     def __init__(self) -> None:
-        self._watches_forks = False
         self._begin()
+        os.register_at_fork(after_in_child=self._begin)
 
     def _begin(self) -> None:
         self._lock = threading.RLock()
@@ -168,13 +168,10 @@ class _Known:
         self._said: set[str] = set()
 
     def of(self, index: int) -> Served:
-        return self._found.get(index) or self._find_out(index)
-
-    def _find_out(self, index: int) -> Served:
+        found = self._found.get(index)
+        if found is not None:
+            return found
         with self._lock:
-            if not self._watches_forks:
-                os.register_at_fork(after_in_child=self._begin)
-                self._watches_forks = True
             if index not in self._found:
                 self._found[index] = self._asked(index)
             return self._found[index]

@@ -70,6 +70,7 @@ class Blocks(Enum):
     SINGLE = "one block, and no lists"
 
 
+_NO_GROUP = Struct("", "")
 _KEEPS_BUSY = 2048
 """Blocks, of kernels that may find nothing to do: as many as keep any GPU busy."""
 
@@ -93,11 +94,10 @@ class Kernel:
     """
 
     def __init__(
-        self, name: str, functor: str, fields: str, blocks: Blocks, group: Struct | None = None, made_of: str = ""
+        self, name: str, functor: str, fields: str, blocks: Blocks, group: Struct = _NO_GROUP, made_of: str = ""
     ) -> None:
         self.name, self.functor, self.blocks = name, Struct(functor, fields), blocks
-        self.group = Struct("", "") if group is None else group
-        self.made_of = made_of
+        self.group, self.made_of = group, made_of
         self.counted = self.functor.fields.index("n") if "n" in self.functor.fields else None
         self.least, self.most = (0, _KEEPS_BUSY) if blocks is Blocks.MAPPING else (1, sys.maxsize)
 

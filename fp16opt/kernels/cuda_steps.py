@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import native
+from . import cuda, native
 from .calls import Call
-from .cuda import Table, current_stream, queue, table_of
+from .cuda import Table, queue, table_of
 from .cuda_rows import KERNELS, MEMBER, Struct
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def launch(
     plan = call.plan
     if not plan.direct and (plan.by_reference or not plan.rows):
         return
-    kernel, stream = KERNELS[name], current_stream(plan.device)
+    kernel, stream = KERNELS[name], cuda.Stream(plan.device)
     kept: list[Tensor] = []
     groups = [(*_rate(o[0], plan.device, kept), *o[1:]) for o in options]
     counters: list[Tensor] = []
@@ -117,7 +117,7 @@ def launch(
         counters = [counters[place] for place in plan.direct]
     if getattr(plan.compiled, "group_count", 0) != len(options):
         plan.compiled = None
-    make = functools.partial(StepTable, group=kernel.group or Struct("", ""), group_count=len(options))
+    make = functools.partial(StepTable, group=kernel.group, group_count=len(options))
     table = table_of(call, stream, make, first, groups, group_of, numbers)
     models = -1 if stats is None else len(plan.operation.lists) - 1
     overflow, memory = None if stats is None else stats.overflow, table.memory

@@ -29,8 +29,6 @@ __all__ = [
     "LionOptions",
     "SgdOptions",
     "StepTables",
-    "multi_tensor_adam",
-    "multi_tensor_sgd",
     "multi_tensor_step",
 ]
 
@@ -220,77 +218,3 @@ def multi_tensor_step(
             groups = b"".join(itertools.starmap(PACKS[kernel], options))
             told = (row.struct, *factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
             plan.serving.launch(call, "step", *told, results=(overflow,), flags=fresh)
-
-
-def multi_tensor_adam(
-    grads: Entries,
-    masters: Entries,
-    exp_avgs: Entries,
-    exp_avg_sqs: Entries,
-    steps: Entries,
-    options: Sequence[AdamOptions],
-    group_of: Sequence[int],
-    factors: Factors,
-    *,
-    max_exp_avg_sqs: Entries | None = None,
-    models: Entries | None = None,
-    stats: CastStats | None = None,
-    found_inf: Tensor | None = None,
-    number: int = 0,
-    tables: StepTables | None = None,
-) -> None:
-    """One Adam or AdamW step of n tensors, in one pass over their memory.
-
-    Args:
-        exp_avgs, exp_avg_sqs, max_exp_avg_sqs: the state, the last given for amsgrad.
-        grads, masters, steps, options, group_of, factors, models, stats, found_inf, number, tables: as for
-            :func:`multi_tensor_step`, which says too what is raised.
-
-    Example:
-        >>> master, m, v, step = [torch.ones(1)], [torch.zeros(1)], [torch.zeros(1)], [torch.zeros(())]
-        >>> options = [AdamOptions(0.1, 0.9, 0.999, 1e-8, 0.0, True, False)]
-        >>> one = torch.tensor(1.0)
-        >>> multi_tensor_adam([torch.ones(1)], master, m, v, step, options, [0], Factors(one, one))
-        >>> master[0], step[0]
-        (tensor([0.9000]), tensor(1.))
-    """
-    state = (exp_avgs, exp_avg_sqs) if max_exp_avg_sqs is None else (exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
-    lists = grads, masters, state, options, group_of
-    rest: dict[str, Any] = {"found_inf": found_inf, "number": number, "tables": tables}
-    multi_tensor_step("adam", *lists, factors, steps=steps, models=models, stats=stats, **rest)
-
-
-def multi_tensor_sgd(
-    grads: Entries,
-    masters: Entries,
-    options: Sequence[SgdOptions],
-    group_of: Sequence[int],
-    factors: Factors,
-    *,
-    momentum_buffers: Entries | None = None,
-    first: Sequence[bool] | None = None,
-    models: Entries | None = None,
-    stats: CastStats | None = None,
-    found_inf: Tensor | None = None,
-    number: int = 0,
-    tables: StepTables | None = None,
-) -> None:
-    """One SGD step of n tensors, in one pass over their memory.
-
-    Args:
-        momentum_buffers: n float32 tensors of the same shapes; None steps without momentum.
-        first: given with momentum_buffers: which of the n hold nothing yet.
-        grads, masters, options, group_of, factors, models, stats, found_inf, number, tables: as for
-            :func:`multi_tensor_step`, which says too what is raised.
-
-    Example:
-        >>> master, one = [torch.ones(1)], torch.tensor(1.0)
-        >>> options = [SgdOptions(0.25, 0.0, 0.0, 0.0, False, False)]
-        >>> multi_tensor_sgd([torch.ones(1)], master, options, [0], Factors(one, one))
-        >>> master[0]
-        tensor([0.7500])
-    """
-    state = () if momentum_buffers is None else (momentum_buffers,)
-    lists = grads, masters, state, options, group_of
-    rest: dict[str, Any] = {"found_inf": found_inf, "number": number, "tables": tables}
-    multi_tensor_step("sgd", *lists, factors, first=first, models=models, stats=stats, **rest)

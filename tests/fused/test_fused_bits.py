@@ -1,4 +1,4 @@
-"""multi_tensor_adam, multi_tensor_sgd and multi_tensor_step against numpy, bit for bit, on every backend."""
+"""multi_tensor_step against numpy, bit for bit, on every backend."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from named_steps import adam_step, sgd_step
 from torch import Tensor
 
 from fp16opt.kernels import CastStats, multi_tensor_cast
@@ -17,8 +18,6 @@ from fp16opt.kernels.steps import (
     LionOptions,
     SgdOptions,
     StepTables,
-    multi_tensor_adam,
-    multi_tensor_sgd,
     multi_tensor_step,
 )
 from fused import oracle_fused as oracle
@@ -130,7 +129,7 @@ def test_adam_has_the_bits_of_the_recipe(case: str, kind: str, implementation: s
     tables = StepTables()
     for step in range(3):
         grads = problem.grads(waits=step != 1)
-        multi_tensor_adam(
+        adam_step(
             grads, problem.masters, problem.kept[0], problem.kept[1], steps, options, [0] * len(SIZES), factors(),
             max_exp_avg_sqs=problem.kept[2] if o["amsgrad"] else None, models=problem.models, stats=problem.stats,
             tables=tables,
@@ -155,7 +154,7 @@ def test_sgd_has_the_bits_of_the_recipe(case: str, kind: str, implementation: st
     options = [SgdOptions(**o)]
     for step in range(3):
         grads = problem.grads(waits=step != 1)
-        multi_tensor_sgd(
+        sgd_step(
             grads, problem.masters, options, [0] * len(SIZES), factors(), momentum_buffers=buffers,
             first=[step == 0] * len(SIZES) if buffers else None, models=problem.models, stats=problem.stats,
         )  # fmt: skip
@@ -201,7 +200,7 @@ def test_groups_and_absent_entries(implementation: str) -> None:
     options = [AdamOptions(lr, 0.9, 0.99, 1e-8, 0.0, True, False) for lr in (0.5, 0.25)]
     one = torch.tensor(1.0)
     grads = [torch.full((5,), 2.0), torch.full((5,), 2.0), None]
-    multi_tensor_adam(grads, masters, m, v, steps, options, [1, 0, 0], Factors(one, one))
+    adam_step(grads, masters, m, v, steps, options, [1, 0, 0], Factors(one, one))
     for k, (lr, t) in enumerate([(0.25, 0), (0.5, 7)]):
         e = Element(np.ones(5, np.float32), np.zeros(5, np.float32), np.zeros(5, np.float32), None, t)
         oracle.adam(e, np.full(5, 2, np.float32), 1.0, 1.0, **{**ADAM, "lr": lr, "betas": (0.9, 0.99)})
@@ -216,14 +215,14 @@ def test_nothing_is_written_where_found_inf_is_set(found: float, implementation:
     lists = [[torch.full((70,), x)] for x in (2.0, 1.0, 0.5, 0.25)]
     model, stats, step = [torch.zeros(70).half()], CastStats.allocate(1, "cpu"), [torch.tensor(4.0)]
     options = [AdamOptions(0.1, 0.9, 0.99, 1e-8, 0.0, True, False)]
-    multi_tensor_adam(
+    adam_step(
         *lists, step, options, [0], Factors(one, one), models=model, stats=stats, found_inf=flag
     )  # fmt: skip
     untouched = float(lists[1][0][0]) == 1.0 and float(step[0]) == 4.0 and not model[0].any()
     assert untouched == bool(found)
     master, buffer = [torch.ones(3)], [torch.ones(3)]
     o = [SgdOptions(0.1, 0.9, 0.0, 0.0, False, False)]
-    multi_tensor_sgd(
+    sgd_step(
         [torch.ones(3)], master, o, [0], Factors(one, one), momentum_buffers=buffer, found_inf=flag
     )  # fmt: skip
     assert (float(master[0][0]) == 1.0 and float(buffer[0][0]) == 1.0) == bool(found)
@@ -245,7 +244,7 @@ def test_any_layout_gives_the_same_bits(implementation: str) -> None:
         master, m, v = arrange(base), arrange(torch.zeros_like(base)), arrange(torch.zeros_like(base))
         model, step = arrange(base.half()), torch.tensor(0.0)
         options = [AdamOptions(0.1, 0.9, 0.99, 1e-8, 0.1, True, False)]
-        multi_tensor_adam(
+        adam_step(
             [arrange(grad)], [master], [m], [v], [step], options, [0], Factors(one, one), models=[model],
             stats=CastStats.allocate(1, "cpu"),
         )  # fmt: skip
@@ -264,7 +263,7 @@ SOPT = [SgdOptions(0.1, 0.9, 0.0, 0.0, False, False)]
 
 def stepped(grad: Any = T, master: Any = T, m: Any = T, step: Any = ONE, group: Any = (0,), **more: Any) -> None:
     given = more.pop("factors", Factors(ONE, ONE))
-    multi_tensor_adam([grad], [master], [m], [T], [step], OPT, list(group), given, **more)
+    adam_step([grad], [master], [m], [T], [step], OPT, list(group), given, **more)
 
 
 REFUSED: list[tuple[type[Exception], str, Callable[[], object]]] = [
@@ -282,7 +281,7 @@ REFUSED: list[tuple[type[Exception], str, Callable[[], object]]] = [
     (TypeError, r"factors.coefficient must be float32", lambda: stepped(factors=Factors(ONE, ONE.double()))),
     (TypeError, r"found_inf must be float32", lambda: stepped(found_inf=torch.tensor(0))),
     (ValueError, r"first has 2 entries, grads has 1",
-     lambda: multi_tensor_sgd([T], [T], SOPT, [0], Factors(ONE, ONE), momentum_buffers=[T], first=[True, True])),
+     lambda: sgd_step([T], [T], SOPT, [0], Factors(ONE, ONE), momentum_buffers=[T], first=[True, True])),
     (ValueError, r"multi_tensor_lion: options\[0\].beta2 must be at least 0 and less than 1, got 1.0",
      lambda: multi_tensor_step("lion", [T], [T], [[T]], [LOPT[0]._replace(beta2=1.0)], [0], Factors(ONE, ONE))),
     (ValueError, r"multi_tensor_lion: stats must be given along with models",
@@ -308,7 +307,7 @@ def test_absent_entries_before_new_momentum_buffers(implementation: str) -> None
     buffers = [torch.full((70,), x) for x in (float("nan"), 1.0, float("nan"))]
     options = [SgdOptions(lr, 0.5, 0.5, 0.0, False, False) for lr in (1.0, 0.25)]
     one = torch.tensor(1.0)
-    multi_tensor_sgd(
+    sgd_step(
         [None, torch.ones(70), torch.ones(70)], master, options, [0, 1, 0], Factors(one, one),
         momentum_buffers=buffers, first=[True, False, True],
     )  # fmt: skip

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from named_steps import adam_step
 from torch.optim import AdamW
 
 from fp16opt import MixedPrecisionOptimizer
 from fp16opt.kernels import native
-from fp16opt.kernels.steps import AdamOptions, Factors, multi_tensor_adam
+from fp16opt.kernels.steps import AdamOptions, Factors
 
 STEPS = 300
 
@@ -63,7 +64,7 @@ def test_every_quotient_of_a_root(level: str) -> None:
             assert np.array_equal(np.sqrt(x * x), x)
             master = torch.zeros(x.size)
             options = [AdamOptions(1.0, 0.0, float(beta2), 0.0, 0.0, True, False)]
-            multi_tensor_adam(
+            adam_step(
                 [torch.full((x.size,), -(2.0**-30))], [master], [zeros.clone()], [zeros.clone()], [torch.tensor(0.0)],
                 options, [0], Factors(one, one), max_exp_avg_sqs=[largest],
             )  # fmt: skip

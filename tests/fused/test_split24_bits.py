@@ -9,9 +9,10 @@ import numpy as np
 import pretended
 import pytest
 import torch
+from named_steps import adam_step, sgd_step
 
 from fp16opt.kernels import CastStats, multi_tensor_cast, multi_tensor_join, multi_tensor_renew, multi_tensor_split
-from fp16opt.kernels.steps import AdamOptions, Factors, SgdOptions, multi_tensor_adam, multi_tensor_sgd
+from fp16opt.kernels.steps import AdamOptions, Factors, SgdOptions
 from fused import oracle_fused
 from fused import oracle_split24 as oracle
 from fused.test_fused_bits import ADAM, SGD, spread
@@ -148,10 +149,10 @@ def test_steps_have_the_bits_of_the_oracle(which: str, kind: str, implementation
         if which == "adamw":
             o = {**ADAM, "lr": 1e-4, "weight_decay": 0.1}
             options = [AdamOptions(o["lr"], *o["betas"], o["eps"], o["weight_decay"], True, False)]
-            multi_tensor_adam(grads, rests, m, v, steps, options, [0] * len(SIZES), GIVEN, **more)
+            adam_step(grads, rests, m, v, steps, options, [0] * len(SIZES), GIVEN, **more)
         else:
             o = {**SGD, "lr": 1e-3}
-            multi_tensor_sgd(grads, rests, [SgdOptions(**o)], [0] * len(SIZES), GIVEN, **more)
+            sgd_step(grads, rests, [SgdOptions(**o)], [0] * len(SIZES), GIVEN, **more)
         for k, (e, grad) in enumerate(zip(elements, grads, strict=True)):
             step = oracle_fused.adam if which == "adamw" else oracle_fused.sgd
             step(e, grad.float().numpy(), INV_SCALE, CLIP, **o)
@@ -181,7 +182,7 @@ def test_the_dither_carries_what_is_less_than_half_a_place(implementation: str) 
     model, rest, stats = [torch.ones(n).bfloat16()], [torch.zeros(n, dtype=torch.int8)], CastStats.allocate(1, "cpu")
     one, options = torch.tensor(1.0), [SgdOptions(-lr, 0.0, 0.0, 0.0, False, False)]
     for number in range(256 if implementation == "reference" else steps):
-        multi_tensor_sgd(
+        sgd_step(
             [torch.ones(n)], rest, options, [0], Factors(one, one), models=model, stats=stats, number=number
         )  # fmt: skip
     out = [torch.zeros(n)]

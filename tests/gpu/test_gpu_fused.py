@@ -11,6 +11,7 @@ import pytest
 import torch
 from card import IS_THERE, seeds
 from engine.checks import assert_same_bits, normal, steps_in_one_pass
+from named_steps import sgd_step
 from step_cases import KINDS, StepCase, assert_same_results, place, random_case, split_and_join
 from test_cuda_steps import random_split, two_steps
 from test_gpu_kernels import same
@@ -20,7 +21,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
 from fp16opt.kernels import CastStats, multi_tensor_join, multi_tensor_renew, multi_tensor_split
-from fp16opt.kernels.steps import Factors, SgdOptions, multi_tensor_sgd
+from fp16opt.kernels.steps import Factors, SgdOptions
 
 pytestmark = pytest.mark.gpu
 MAKERS: dict[str, Callable[..., Optimizer]] = {
@@ -123,7 +124,7 @@ def test_more_than_2_to_the_31_elements(device: torch.device) -> None:
     model, rest = torch.zeros_like(grad), torch.zeros(numel, dtype=torch.int16, device=device)
     one, options = torch.tensor(1.0, device=device), [SgdOptions(0.5, 0.0, 0.0, 0.0, False, False)]
     stats = CastStats.allocate(1, device)
-    multi_tensor_sgd([grad], [rest], options, [0], Factors(one, one), models=[model], stats=stats)
+    sgd_step([grad], [rest], options, [0], Factors(one, one), models=[model], stats=stats)
     assert (model[-1].item(), model[0].item(), model[2**31].item(), model[2**31 - 1].item()) == (-1.5, -2.0, -6.0, 0.0)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from kernel_cases import LAYOUTS, SIXTEEN, make, shape_of
+from named_steps import adam_step, sgd_step
 from torch import Tensor
 
 from fp16opt.kernels import CastStats, PointerTables, multi_tensor_join, multi_tensor_split, reference_split
@@ -18,8 +19,6 @@ from fp16opt.kernels.steps import (
     LionOptions,
     SgdOptions,
     StepTables,
-    multi_tensor_adam,
-    multi_tensor_sgd,
     multi_tensor_step,
 )
 
@@ -82,7 +81,7 @@ class StepCase:
         if self.kind.endswith(("adam", "amsgrad")):
             largest = self.state[2] if self.kind.endswith("amsgrad") else None
             lists = (c["grads"], c["masters"], self.state[0], self.state[1], self.steps)
-            multi_tensor_adam(*lists, self.options, self.group_of, factors, max_exp_avg_sqs=largest, **common)
+            adam_step(*lists, self.options, self.group_of, factors, max_exp_avg_sqs=largest, **common)
         elif self.kind.endswith("lion"):
             multi_tensor_step(
                 "lion", c["grads"], c["masters"], self.state, self.options, self.group_of, factors, **common
@@ -90,7 +89,7 @@ class StepCase:
         else:
             if self.state:
                 common.update(momentum_buffers=self.state[0], first=self.first)
-            multi_tensor_sgd(c["grads"], c["masters"], self.options, self.group_of, factors, **common)
+            sgd_step(c["grads"], c["masters"], self.options, self.group_of, factors, **common)
         return self
 
     def again(self, grads: Column) -> StepCase:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import emulated
 import numpy as np
 import pretended
@@ -9,7 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp16opt.kernels import multi_tensor_axpby, multi_tensor_join, multi_tensor_scale
+from fp16opt.kernels import (
+    CastStats,
+    cuda_rows,
+    multi_tensor_axpby,
+    multi_tensor_join,
+    multi_tensor_scale,
+    multi_tensor_split,
+)
 
 
 def carved(values: Tensor, offset: int) -> Tensor:
@@ -58,3 +71,52 @@ def test_elements_are_read_from_any_address(
     for name, ours, theirs in zip(("params", "rests", "values"), got, wanted, strict=True):
         for k, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             assert torch.equal(a, b), f"{name}[{k}] of {a.numel()}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int8])
+@pytest.mark.parametrize("size", [65536, 65536 + 3 * 2048 + 77, 256 + 3, 250])
+def test_threads_of_a_warp_store_blocks_together(
+    emulated_cuda: emulated.Emulated, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, size: int
+) -> None:
+    """A warp of 32 threads has 256 elements, one behind the other. From any address all are stored in whole blocks, but
+    what the first thread has of the block that it begins in, and what is behind the last whole block."""
+    emulated.use(emulated_cuda, monkeypatch)
+    masters, alone = torch.randn(size), min(16, 8 * dtype.itemsize) // dtype.itemsize
+    for offset in range(16 // dtype.itemsize):
+        before = emulated.single_stores(emulated_cuda)
+        if dtype is torch.int8:
+            weights, rests = carved(masters.bfloat16(), 0), carved(torch.zeros(size, dtype=dtype), offset)
+            multi_tensor_split([masters], [weights], [rests], CastStats.allocate(1, "cpu"))
+        else:
+            multi_tensor_scale([carved(masters.to(dtype), offset)], torch.tensor(0.5))
+        wanted = size % 8 if dtype is torch.int8 else 0  # of the weights
+        for n in (min(256, size - first) for first in range(0, size, 256)):
+            head = min(-(offset % alone) % 8, n)
+            wanted += head + (n - head) % 8
+        assert emulated.single_stores(emulated_cuda) - before == wanted, f"{offset=}"
+
+
+@pytest.mark.skipif(emulated.compiler() is None, reason="needs a C++ compiler and the sources")
+def test_threads_that_do_not_store_together_are_found(tmp_path: Path) -> None:
+    """On a GPU they would wait for each other. Here the process ends."""
+    together = "store(narrow_eight<T>(wide), values + i, aligned, left);"
+    source = emulated.flattened()
+    assert source.count(together) == 1
+    kernel = cuda_rows.KERNELS["scale"]
+    for condition, status in (("", 0), ("if (i % 512 != 256) ", -signal.SIGABRT)):
+        text = source.replace(together, condition + together) + cuda_rows.shared_assertions() + kernel.entry()
+        path = tmp_path / f"scale{status}.cpp"
+        path.write_text(text)
+        library = path.with_suffix(".so")
+        subprocess.run(
+            [str(emulated.compiler()), *emulated.FLAGS, "-shared", str(path), "-o", str(library)], check=True
+        )
+        script = (
+            "import emulated, pathlib, pytest, torch\n"
+            "from fp16opt.kernels import multi_tensor_scale\n"
+            f"emulated.use(emulated.Emulated([pathlib.Path({str(library)!r})]), pytest.MonkeyPatch())\n"
+            "multi_tensor_scale([torch.ones(4097).half()[1:]], torch.tensor(0.5))\n"
+        )
+        folders = [str(emulated.CSRC.parent), str(emulated.CSRC.parent / "tests")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+        assert subprocess.run([sys.executable, "-c", script], env=environment, check=False).returncode == status

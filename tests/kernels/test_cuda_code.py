@@ -113,7 +113,7 @@ def test_every_operation_is_one_kernel(compiled: Compiled) -> None:
     assert set(compiled.kernels) == {*WIDE, *SINGLE}
     for blocks, names in zip(Blocks, (FINDING, STEPPING, MEASURING, MAPPING, SINGLE), strict=True):
         assert {kernel.functor.name for kernel in KERNELS.values() if kernel.blocks is blocks} == set(names)
-    assert compiled.size < 67_000 * len(KERNELS)  # 46,000 to 65,400 a kernel were seen, by card
+    assert compiled.size < 73_000 * len(KERNELS)  # at most 71,600 a kernel were seen, for sm_120
 
 
 def test_arithmetic_is_exact(compiled: Compiled) -> None:
@@ -163,6 +163,13 @@ def test_loads_and_stores_are_16_bytes_wide(compiled: Compiled, name: str) -> No
     assert (wide[1] > 0) >= stores
     generic = [op for op in used if re.match(r"(ld|st)\.(v\d\.)?[fubs]\d+$", op)]
     assert not generic, f"addresses that the compiler does not know to be global: {generic}"
+
+
+def test_threads_store_together_what_is_not_aligned(compiled: Compiled) -> None:
+    """But for weights that others wrote, which not every thread of a warp takes."""
+    writers = {name for name, (_, stores) in WIDE.items() if stores} - {"Take"}
+    together = {name for name, body in compiled.kernels.items() if instructions(body)["shfl.sync.up.b32"] > 0}
+    assert together == writers
 
 
 def test_nothing_is_spilled_and_no_atomic_adds_numbers(compiled: Compiled) -> None:

@@ -13,6 +13,7 @@ import pretended
 import pytest
 import torch
 from kernel_cases import LAYOUTS, SIXTEEN, make, shape_of
+from named_steps import adam_step, sgd_step
 from step_cases import KINDS, StepCase, assert_same_results, place, random_case, split_and_join, unaligned
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from fp16opt import MixedPrecisionOptimizer
 from fp16opt.kernels import CastStats, GradStats, cuda_rows, multi_tensor_check, multi_tensor_renew, native, tables
 from fp16opt.kernels.reference_steps import power
 from fp16opt.kernels.state8 import multi_tensor_adam8, multi_tensor_sgd8
-from fp16opt.kernels.steps import AdamOptions, Factors, StepTables, multi_tensor_adam, multi_tensor_sgd
+from fp16opt.kernels.steps import AdamOptions, Factors, StepTables
 
 compiled = pytest.mark.skipif(not native.available(), reason="the compiled CPU module is not installed")
 
@@ -198,7 +199,7 @@ def test_what_is_rounded_by_the_number_of_the_step_is_not_captured(
             lists = (columns["grads"], columns["masters"], codes[0], scales)
             multi_tensor_sgd8(*lists, case.options, case.group_of, factors, 1, first=case.first, **given)
         else:
-            multi_tensor_sgd(columns["grads"], codes[0], case.options, case.group_of, factors, number=1, **given)
+            sgd_step(columns["grads"], codes[0], case.options, case.group_of, factors, number=1, **given)
 
     tensors = [t for column in (*columns.values(), *codes, scales, case.steps) for t in column if t is not None]
     before = [t.clone() for t in tensors]
@@ -300,7 +301,7 @@ def test_betas_that_are_none_are_refused(which: str, beta: float) -> None:
     lists: list[list[Tensor | None]] = [[torch.ones(3)] for _ in range(4)]
     one, step = torch.tensor(1.0), torch.tensor(0.0)
     with pytest.raises(ValueError, match=rf"options\[0\].{which} must be at least 0 and less than 1, got {beta}"):
-        multi_tensor_adam(*lists, [step], [options], [0], Factors(one, one), tables=StepTables())
+        adam_step(*lists, [step], [options], [0], Factors(one, one), tables=StepTables())
     assert step == 0
 
 
