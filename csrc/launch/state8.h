@@ -8,14 +8,11 @@
 
 FP16OPT_BEGIN
 
+// Of numbers that are not negative, and no nans.
 FP16OPT_HD float largest_of(const Floats (&values)[2 * kVectors]) {
     Floats most = values[0];
     for (int k = 1; k < 2 * kVectors; ++k) most = larger(most, values[k]);
-    float lanes[kWidth];
-    memcpy(lanes, &most, sizeof(lanes));
-    float found = lanes[0];
-    for (int k = 1; k < kWidth; ++k) found = lanes[k] > found ? lanes[k] : found;
-    return found;
+    return largest_lane(most);
 }
 
 // What is made of the numbers of half a block: bytes. `dither` is the first element's.
@@ -158,7 +155,9 @@ FP16OPT_HD void adam8_loop(const AdamTerms<Floats>& terms, const Grad& grad, Mas
     uint8_t nothing[kStateBlock];
     Uncoded kept = {};
     kept.to = nothing;
-    for (int64_t i = 0; i < n; i += kStateBlock) adam8_block(own_terms, grad, master, own_state, unit, units, kept, i);
+    Master own_master = master;
+    for (int64_t i = 0; i < n; i += kStateBlock) adam8_block(own_terms, grad, own_master, own_state, unit, units, kept, i);
+    master = own_master;
     for (int h = 0; h < 2; ++h) {
         const Floats* const roots = kept.roots + h * kVectors;
         Block shares;
