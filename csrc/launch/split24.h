@@ -75,9 +75,9 @@ public:
         const uint32_t dither = dither_ + uint32_t(i) * kMasterIndexStride;
         if (FP16OPT_UNLIKELY(any_from(p, first_infinite<Model>()))) {
             flags_ |= write_special(p, model_ + i, remainder_ + i, dither);
-            return;
+        } else {
+            split24_finite(p, model_ + i, remainder_ + i, dither);
         }
-        split24_finite(p, model_ + i, remainder_ + i, dither);
     }
 
     FP16OPT_HD void finish() const {}
