@@ -184,22 +184,35 @@ public:
     FP16OPT_HD void read(int64_t i, Block& p) const {
         prefetch_block(model_ + i);
         prefetch_block(remainder_ + i);
-        if (!is_special(static_cast<const Model*>(model_ + i))) {
-            return join_finite(static_cast<const Model*>(model_ + i), remainder_ + i, p);
-        }
+        if (FP16OPT_UNLIKELY(is_special(static_cast<const Model*>(model_ + i)))) return read_special(model_ + i, remainder_ + i, p);
+        join_finite(static_cast<const Model*>(model_ + i), remainder_ + i, p);
+    }
+
+    FP16OPT_HD void write(int64_t i, const Block& p) {
+        if (FP16OPT_UNLIKELY(!split_finite(p, model_ + i, remainder_ + i))) flags_ |= write_special(p, model_ + i, remainder_ + i);
+    }
+
+    FP16OPT_HD void finish() const {}
+    FP16OPT_HD uint32_t flags() const { return flags_; }
+
+private:
+    // Out of the loops, and without `this`: what a loop reads of a master stays in registers.
+    FP16OPT_NOINLINE static void read_special(const Model* model, const uint16_t* remainder, Block& p) {
         Block wide;
-        widen_weights(Model{}, model_ + i, wide);
-        const Shorts weights(model_ + i), remainders(remainder_ + i);
+        widen_weights(Model{}, model, wide);
+        const Shorts weights(model), remainders(remainder);
         Singles joined(wide);
         for (int k = 0; k < kBlock; ++k) joined.v[k] = join(Model{}, joined.v[k], weights.v[k], remainders.v[k]);
         load(static_cast<const float*>(joined.v), p);
     }
-
-    FP16OPT_HD void write(int64_t i, const Block& p) {
-        if (split_finite(p, model_ + i, remainder_ + i)) return;
+    // Gives back the flags of what it wrote.
+    FP16OPT_NOINLINE static uint32_t write_special(const Block& p, Model* model, uint16_t* remainder) {
         Block wide;
         const Singles master(p);
-        if (FP16OPT_UNLIKELY(any_from(p, first_infinite<Model>()))) note(master);
+        uint32_t flags = 0;
+        if (any_from(p, first_infinite<Model>())) {
+            for (int k = 0; k < kBlock; ++k) flags |= cast_flags(master.v[k], first_infinite<Model>());
+        }
         Shorts weights, remainders;
         weights_of(Model{}, p, master, weights);
         widen_weights(Model{}, weights.v, wide);
@@ -207,16 +220,9 @@ public:
         for (int k = 0; k < kBlock; ++k) {
             remainders.v[k] = split_remainder(Model{}, master.v[k], rounded.v[k], weights.v[k]);
         }
-        weights.copy_to(model_ + i);
-        remainders.copy_to(remainder_ + i);
-    }
-
-    FP16OPT_HD void finish() const {}
-    FP16OPT_HD uint32_t flags() const { return flags_; }
-
-private:
-    FP16OPT_NOINLINE void note(const Singles& master) {
-        for (int k = 0; k < kBlock; ++k) flags_ |= cast_flags(master.v[k], first_infinite<Model>());
+        weights.copy_to(model);
+        remainders.copy_to(remainder);
+        return flags;
     }
 
     Model* model_;

@@ -66,33 +66,42 @@ public:
         Codes remainders;
         get(static_cast<const int8_t*>(remainder_ + i), remainders);
         prefetch_block(model_ + i);
-        if (FP16OPT_UNLIKELY(!join24_finite(static_cast<const Model*>(model_ + i), remainders, p))) read_special(i, p);
+        if (FP16OPT_UNLIKELY(!join24_finite(static_cast<const Model*>(model_ + i), remainders, p))) {
+            read_special(model_ + i, remainder_ + i, p);
+        }
     }
 
     FP16OPT_HD void write(int64_t i, const Block& p) {
         const uint32_t dither = dither_ + uint32_t(i) * kMasterIndexStride;
-        if (FP16OPT_UNLIKELY(any_from(p, first_infinite<Model>()))) return write_special(i, p, dither);
-        split24_finite(p, model_ + i, remainder_ + i, dither);
+        if (FP16OPT_UNLIKELY(any_from(p, first_infinite<Model>()))) {
+            flags_ |= write_special(p, model_ + i, remainder_ + i, dither);
+        } else {
+            split24_finite(p, model_ + i, remainder_ + i, dither);
+        }
     }
 
     FP16OPT_HD void finish() const {}
     FP16OPT_HD uint32_t flags() const { return flags_; }
 
 private:
-    FP16OPT_NOINLINE void read_special(int64_t i, Block& p) const {
+    // Without `this`, as SplitMaster's.
+    FP16OPT_NOINLINE static void read_special(const Model* model, const int8_t* remainder, Block& p) {
         float joined[kBlock];
-        for (int k = 0; k < kBlock; ++k) joined[k] = join24(Model{}, model_[i + k].bits, uint8_t(remainder_[i + k]));
+        for (int k = 0; k < kBlock; ++k) joined[k] = join24(Model{}, model[k].bits, uint8_t(remainder[k]));
         load(static_cast<const float*>(joined), p);
     }
-    FP16OPT_NOINLINE void write_special(int64_t i, const Block& p, uint32_t dither) {
+    // Gives back the flags of what it wrote.
+    FP16OPT_NOINLINE static uint32_t write_special(const Block& p, Model* model, int8_t* remainder, uint32_t dither) {
         float master[kBlock];
+        uint32_t flags = 0;
         store(master, p);
         for (int k = 0; k < kBlock; ++k) {
             const Parts24 parts = split24(Model{}, master[k], dither + uint32_t(k) * kMasterIndexStride);
-            model_[i + k].bits = parts.weight;
-            remainder_[i + k] = int8_t(parts.remainder);
-            flags_ |= cast_flags(master[k], first_infinite<Model>());
+            model[k].bits = parts.weight;
+            remainder[k] = int8_t(parts.remainder);
+            flags |= cast_flags(master[k], first_infinite<Model>());
         }
+        return flags;
     }
 
     Model* model_;

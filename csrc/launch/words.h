@@ -11,6 +11,7 @@ FP16OPT_BEGIN
 typedef uint32_t Words __attribute__((vector_size(64)));
 FP16OPT_HD Floats smaller(Floats a, float b) { return _mm512_min_ps(a, splat(b)); }
 FP16OPT_HD Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+FP16OPT_HD float largest_lane(Floats a) { return _mm512_reduce_max_ps(a); }
 FP16OPT_HD Floats ratio_or_zero(Floats a, Floats b) {
     return _mm512_maskz_div_ps(_mm512_cmp_ps_mask(b, _mm512_setzero_ps(), _CMP_GT_OQ), a, b);
 }
@@ -34,6 +35,11 @@ FP16OPT_HD Words nearest_words(Floats x) { return Words(_mm512_cvtps_epi32(x)); 
 typedef uint32_t Words __attribute__((vector_size(32)));
 FP16OPT_HD Floats smaller(Floats a, float b) { return _mm256_min_ps(a, splat(b)); }
 FP16OPT_HD Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+FP16OPT_HD float largest_lane(Floats a) {
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
 FP16OPT_HD Words larger_word(Words a, Words b) { return Words(_mm256_max_epu32(__m256i(a), __m256i(b))); }
 FP16OPT_HD Words magnitude_of_word(Words x) { return Words(_mm256_abs_epi32(__m256i(x))); }
 FP16OPT_HD Floats with_sign_of(Floats x, Words of) { return _mm256_blendv_ps(x, -x, bit_cast<Floats>(of)); }
@@ -46,6 +52,7 @@ FP16OPT_HD Words nearest_words(Floats x) { return Words(_mm256_cvtps_epi32(x)); 
 typedef uint32_t Words;
 FP16OPT_HD uint32_t splat_word(uint32_t x) { return x; }
 FP16OPT_HD float larger(float a, float b) { return a > b ? a : b; }
+FP16OPT_HD float largest_lane(float a) { return a; }
 FP16OPT_HD Words nearest_words(float x) { return to_words((x + kRounder) - kRounder); }
 #endif
 
