@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from test_kernel_build import ROOT, needs_build_tools
 
 FUNCTOR = """\
@@ -194,6 +195,7 @@ print("equal bits")
 '''
 
 
+@pytest.mark.slow
 @needs_build_tools
 def test_a_functor_and_a_row_are_all_that_a_new_formula_takes(tmp_path: Path) -> None:
     """Signum on every SIMD level, in torch operations, as a CUDA kernel and through the engine: numpy's bits."""
