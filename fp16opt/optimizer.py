@@ -601,8 +601,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if self._accumulation.stage is Stage.READY:
             if self._accumulation.has_strange():
                 self._take_foreign()
-            elif self._under.again and self._under.serves(self.scaler) and self._gradients.any_there():
-                self._under.take_again(self.scaler)
             else:
                 self._accumulation.take_zeros(self.scaler)
         elif self.__dict__.get("grad_scale") is not None and self._is_foreign():
@@ -776,8 +774,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         finite = are_finite(self._accumulation.losses) if skipped is True else None
         flags = [] if skipped is False else self._gradients.flags()
         skipped = self._outcome.close(verdict, skipped, flags, self._gradients.stats)
-        pending, driven = self._accumulation.pending, self._under.seen is not None or self._under.again
-        self._under.again = driven and pending is not None and pending.foreign and skipped is not True
         self._accumulation.finish(used)
         if self._under.seen is not None:
             self._under.stepped()
@@ -1116,7 +1112,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         state_formats.adopt_all(self._state_format, self._pairs.all, self._holder)
         self._pairs.changed()
         self._accumulation.abandon()
-        self._under.again = False
         self.write_masters()
 
     def fp32_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:

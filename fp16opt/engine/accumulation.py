@@ -143,7 +143,7 @@ class Accumulation:
     def _leave(self, sight: Sight) -> None:
         """What a step has used may stay in the model.
 
-        Nothing is kept alive that others clear. Where the last step's gradients came to :meth:`clear`, so do these.
+        Nothing is kept alive, but where the last step's gradients came to :meth:`clear`: so do these, as a rule.
         """
         self.left_over = None if sight.is_empty else FadedSight(sight, keeps=self._cleared_here)
         self._cleared_here = False
@@ -442,6 +442,8 @@ class Accumulation:
             if others and not edited:
                 gradients.made, gradients.sight = False, None  # to be made again, of what is there now
             elif gradients.made:
+                if gone and not gradients.summing:
+                    gradients.drop(gone)
                 gradients.judge()
             return
         if gradients.summing:

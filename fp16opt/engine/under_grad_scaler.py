@@ -30,7 +30,6 @@ class UnderGradScaler:
 
     Attributes:
         seen: the gradients that a GradScaler was shown, which no step has used.
-        again: whether the last step was about such gradients, and was taken: another call takes it again.
     """
 
     def __init__(self, pairs: Pairs, gradients: Gradients, accumulation: Accumulation) -> None:
@@ -38,7 +37,6 @@ class UnderGradScaler:
         self.gradients = gradients
         self.accumulation = accumulation
         self.seen: Sight | None = None
-        self.again = False
         self._shared: list[int] = []
         self._neutral: tuple[LossScaler | None, int, bool] = (None, 0, False)
         self._evaluates = False
@@ -72,12 +70,19 @@ class UnderGradScaler:
         """``param_groups`` are read: remember gradients that came without the engine."""
         at_rest = self.accumulation.stage is Stage.READY and not self.accumulation.interrupted
         strange = self.accumulation.strange() if at_rest else []
-        if strange:
-            for position in strange if self.pairs.has_own else ():
-                model = self.pairs.models[position]
-                if self.pairs.are_own[position] and model.dtype not in HALF_DTYPES:
-                    _coalesce(model)  # now: who reads param_groups may keep the values that he finds
-            self.seen = Sight(self.gradients.of_model())
+        if not strange:
+            return
+        grads = self.gradients.of_model()
+        for position in strange if self.pairs.has_own else ():
+            grad = grads[position]
+            if grad is not None and grad.is_sparse and self._is_raw(position, grad):
+                grads[position] = grad.coalesce()  # now: who reads param_groups may keep the values that he finds
+                store(self.pairs.models[position], grads[position])
+        self.seen = Sight(grads)
+
+    def _is_raw(self, position: int, grad: Tensor) -> bool:
+        """Whether a sparse gradient is not coalesced, and is one that a GradScaler is shown as it is."""
+        return self.pairs.are_own[position] and grad.dtype not in HALF_DTYPES and not grad.is_coalesced()
 
     def make(self, scaler: LossScaler) -> None:
         """A master's gradient is read: give all masters FP32 copies, which the model's parameters share.
@@ -114,12 +119,6 @@ class UnderGradScaler:
         self._share()
         ((_, found),) = accumulation.scalers()
         return found.clone()
-
-    def take_again(self, scaler: LossScaler) -> None:
-        """A step has used the gradients, nobody cleared them, and another one follows, as torch's take it."""
-        self.accumulation.take_foreign(scaler)
-        if self.gradients.see().is_of(self.pairs.masters):  # then they are true, and where they belong
-            self.gradients.own_are_scaled, self.gradients.made = False, True
 
     def _take(self, scaler: LossScaler) -> Pending | None:
         """Gradients that came without the engine are the accumulation's now; None where there are none."""
@@ -198,19 +197,19 @@ class UnderGradScaler:
             return None
         if not (stage is Stage.READY or self._is_underway()):
             return None
-        if stage is Stage.READY and any(
-            grad is not None and not own for grad, own in zip(self.seen.grads, self.pairs.are_own, strict=False)
-        ):
-            return None  # a GradScaler would have read these from their masters
+        shown = self.seen.grads + [None] * (len(self.pairs) - len(self.seen.grads))  # parameters may have come since
+        as_it_is = list(self.pairs.are_own)  # whether a GradScaler reads what the model holds
+        for position in self._shared:
+            grad = shown[position]
+            as_it_is[position] = grad is not None and grad.dtype not in HALF_DTYPES
+        if stage is Stage.READY and not all(mine or grad is None for mine, grad in zip(as_it_is, shown, strict=True)):
+            return None  # it would have read these from their masters
         if stage in (Stage.LOOKED, Stage.TAKEN):
             ((_, found),) = self.accumulation.scalers()
         else:
-            own = map(operator.is_, self.pairs.masters, self.pairs.models)
             made = stored(self.pairs.masters) if stage is Stage.SCALED else [None] * len(self.pairs)
-            shown = self.seen.grads + [None] * (
-                len(self.pairs) - len(self.seen.grads)
-            )  # parameters may have come since
-            values = [seen if mine else grad for mine, seen, grad in zip(own, shown, made, strict=True)]
+            mine = as_it_is if stage is Stage.READY else self.pairs.are_own
+            values = [seen if is_mine else grad for is_mine, seen, grad in zip(mine, shown, made, strict=True)]
             found = self.gradients.judge_apart(values, self.accumulation.device)
         return Verdict(found, [(scaler, found)]) if bool(found) else None
 
@@ -231,9 +230,3 @@ class UnderGradScaler:
                     store(model, torch.zeros_like(model))
         self._shared = []
         self.stepped()
-
-
-def _coalesce(model: Tensor) -> None:
-    grad = model.grad
-    if grad is not None and grad.layout is torch.sparse_coo and not grad.is_coalesced():
-        store(model, grad.coalesce())

@@ -29,6 +29,7 @@ from contract.worlds import (
     times,
     values,
 )
+from fp16opt import MixedPrecisionOptimizer
 
 WAYS = pytest.mark.parametrize("how", ["backward", "waiting", "scale_loss"])
 
@@ -330,3 +331,21 @@ def test_update_master_grads_undoes_a_clip_and_gives_the_same_bits(mode: Mode, s
         world.opt.update_master_grads()
         world.check_master_grads(grads)
     world.expect_step(grads)
+
+
+@pytest.mark.parametrize("scale", [1.0, 64.0])
+@pytest.mark.parametrize("fused_step", ["auto", False])
+@pytest.mark.parametrize("last", [1.0, INF])
+def test_a_gradient_dropped_beside_an_edited_one_is_out_of_the_step(
+    scale: float, fused_step: bool | str, last: float
+) -> None:
+    params = [torch.nn.Parameter(torch.zeros(2).half()) for _ in range(3)]
+    opt = MixedPrecisionOptimizer(torch.optim.SGD(params, lr=0.125), loss_scale=scale, fused_step=fused_step)
+    opt.backward(sum((p.float() * c).sum() for p, c in zip(params, (1.0, 1.0, last), strict=True)))  # type: ignore[arg-type]
+    first = next(opt.master_params())
+    first.grad = torch.full_like(first, 2.0)
+    params[2].grad = None
+    assert float(opt.clip_master_grads(1e9)) == pytest.approx(10.0**0.5)
+    opt.step()
+    assert [p[0].item() for p in params] == [-0.25, -0.125, 0.0]
+    assert opt.skipped_steps == 0
