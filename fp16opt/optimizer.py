@@ -949,6 +949,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def master_params(self) -> Iterator[Tensor]:
         """What the wrapped optimizer steps, in param_groups order: FP32 masters, and parameters that are their own."""
         self._pairs.verify()
+        if self._pairs.own_halves:  # one that was unfrozen has a master too
+            self._follow_groups()
         if not self._masters.are_whole:  # then the weights are part of them
             self._model_writes.check_home("master_params()")
         return self._masters.shown(self._pairs.all)

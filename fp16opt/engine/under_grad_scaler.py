@@ -18,6 +18,7 @@ from torch import Tensor
 from ..kernels import counters
 from ..scaling import LossScaler
 from .accumulation import Accumulation, Pending, Stage, Verdict
+from .dtensors import version
 from .gradients import Gradients
 from .pairs import HALF_DTYPES, Pairs
 from .sights import GRAD, Sight, store, stored
@@ -177,14 +178,18 @@ class UnderGradScaler:
     def _are_edited(self, seen: Sight) -> bool:
         """Whether the gradients are still those of one iteration, some of which were dropped or replaced by the user.
 
-        Some are left then, or came in FP32 in place of shared ones, and no 16-bit one did: these are autograd's. Where
-        model and masters shared them they do again.
+        Some are left then, or others came in FP32 in place of shared ones. Where 16-bit ones came in their place,
+        autograd made them, unless what is left was not added to. Where model and masters shared them they do again.
         """
         now = self.gradients.of_model()
         shared = [grad for grad in (now[position] for position in self._shared) if grad is not None]
+        left = [
+            (a, then) for a, b, then in zip(now, seen.grads, seen.versions, strict=False) if a is b and a is not None
+        ]
         if any(grad.dtype in HALF_DTYPES for grad in shared):
-            return False
-        if not shared and not any(a is b and a is not None for a, b in zip(now, seen.grads, strict=False)):
+            left = [(grad, then) for grad, then in left if version(grad) == then]
+            shared = []
+        if not (shared or left):
             return False
         if self._is_underway() and self.gradients.made:
             self.gradients.are_shared()

@@ -242,6 +242,31 @@ def test_a_gradient_that_is_not_finite_and_is_dropped_before_unscaling_skips_not
 
 
 @SCALERS
+@MODES
+@pytest.mark.parametrize("edit", ["read", "assigned"])
+@pytest.mark.parametrize("clears", [True, False])
+def test_a_16_bit_gradient_that_replaces_one_that_is_not_finite_is_stepped(
+    cls: Any, options: Any, edit: str, clears: bool
+) -> None:
+    """Before unscaling, after masters' gradients were read; what a backward makes after a clear is another thing."""
+    side = Driven(HALVES, cls, options)
+    side.backward(1.0, math.inf)
+    (first, _) = side.masters
+    if edit == "assigned":
+        first.grad = first.grad * 1.0
+    assert first.grad is not None
+    side.params[1].grad = torch.zeros(3, dtype=torch.float16)
+    side.step()
+    assert side.values() == [0.875, 1.0]
+    assert side.opt.skipped_steps == 0
+    if clears:
+        side.opt.zero_grad()
+        side.backward(0.0, 1.0)
+        side.step()
+        assert side.values() == [0.875 - 0.0625, 0.875]
+
+
+@SCALERS
 @pytest.mark.parametrize("zeroes", [True, False])
 def test_a_skip_on_gradients_that_nobody_cleared_is_counted(cls: Any, zeroes: bool) -> None:
     """Model and masters share them still, so that nobody hears when a GradScaler reads them."""
@@ -310,6 +335,20 @@ def test_a_parameter_that_is_unfrozen_later_is_stepped_on_a_master(
     play(mine)
     assert mine.values() == plain.values()
     assert [m.dtype for m in mine.masters] == [torch.float32] * 2
+
+
+@SCALERS
+@MODES
+def test_a_parameter_that_is_unfrozen_has_a_master_for_who_reads_masters_first(cls: Any, options: Any) -> None:
+    side = Driven(HALVES, cls, options)
+    side.params[1].requires_grad_(False)
+    for k in range(2):
+        side.opt.zero_grad()
+        side.params[1].requires_grad_(k == 1)
+        side.backward(1.0, None if k == 0 else 1.0)
+        assert [master.grad is None for master in side.masters] == [False, k == 0]
+        side.step()
+    assert side.values() == [1.0 - 0.125 - 0.1875, 0.875]
 
 
 @SCALERS
