@@ -99,7 +99,7 @@ def step_rows(driver: cards.Driver, count: int, bound: float | None, rounds: int
     lists, counters = (own[::3], [own[1::3], own[2::3]]), [torch.zeros(()) for _ in range(count)]
     options = [kernels.steps.AdamOptions(1e-3, 0.9, 0.999, 1e-8, 0.01, True, False)]
     factors, groups = kernels.steps.Factors(torch.ones(()), torch.ones(())), [0] * count
-    tables, stats = kernels.steps.StepTables(), kernels.CastStats.allocate(count, "cpu")
+    tables, stats = kernels.PointerTables(), kernels.CastStats.allocate(count, "cpu")
 
     def call() -> None:
         models = [param.data for param in training.params]

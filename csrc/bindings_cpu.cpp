@@ -7,7 +7,7 @@
 #include "api_measures.h"
 #include "api_split.h"
 #include "api_steps.h"
-#include "seen_lists.h"
+#include "known_calls.h"
 #include "tensor_counters.h"
 
 using namespace fp16opt;
@@ -35,7 +35,7 @@ void bind_finding(py::module_& module) {
                              uintptr_t nonfinite, uintptr_t sumsq, uintptr_t norm, uintptr_t found_inf, bool writes,
                              const py::object& accumulate) {
         const PointerLists lists(addresses);
-        const std::vector<uint8_t> add = flags_of(accumulate, table.rows);
+        const std::vector<uint8_t> add = flags_of(accumulate, table.rows, n);
         const GradRows rows{address<int32_t>(nonfinite), address<double>(sumsq), n, address<double>(norm),
                             address<float>(found_inf)};
         py::gil_scoped_release release;
@@ -116,7 +116,7 @@ void bind_writing(py::module_& module) {
 
 // The lists of a step, of which `others` follow those of the table. Groups come by row.
 StepLists step_lists(const Table& table, const PointerLists& given, size_t others, bool has_models, uintptr_t overflow,
-                     const py::sequence& group_of, uint32_t number) {
+                     const py::sequence& group_of, int64_t n, uint32_t number) {
     const size_t lists = given.size() - others, state = 2 + (has_models ? 1 : 0);
     if (given.size() < state + others) throw std::invalid_argument("there are fewer lists of addresses than a step has");
     StepLists result{table, given[0], given[1], {}, has_models ? &given[lists - 1] : nullptr, {}, address<int32_t>(overflow),
@@ -125,8 +125,8 @@ StepLists step_lists(const Table& table, const PointerLists& given, size_t other
     result.group_of.reserve(table.rows.size());
     const auto groups = py::reinterpret_steal<py::object>(PySequence_Fast(group_of.ptr(), "group_of must be a sequence"));
     if (!groups) throw py::error_already_set();
+    if (PySequence_Fast_GET_SIZE(groups.ptr()) != n) throw std::invalid_argument("group_of must have one entry for each row");
     for (int64_t row : table.rows) {
-        if (row >= PySequence_Fast_GET_SIZE(groups.ptr())) throw std::invalid_argument("group_of must have one entry for each row");
         const long group = PyLong_AsLong(PySequence_Fast_GET_ITEM(groups.ptr(), row));
         if (group == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
         result.group_of.push_back(int32_t(group));
@@ -144,8 +144,8 @@ void bind_steps(py::module_& module) {
         const PointerLists given(addresses);
         const StepFormula& formula = formula_named(name);
         const size_t others = size_t(formula.is_coded) + size_t(formula.counts);
-        const StepLists lists = step_lists(table, given, others, has_models, overflow, group_of, number);
-        const std::vector<uint8_t> fresh = flags_of(first, table.rows);
+        const StepLists lists = step_lists(table, given, others, has_models, overflow, group_of, n, number);
+        const std::vector<uint8_t> fresh = flags_of(first, table.rows, n);
         const std::string packed = groups.content();
         py::gil_scoped_release release;
         formula.step(lists, {formula.is_coded ? &given[given.size() - others] : nullptr,
@@ -157,6 +157,7 @@ void bind_steps(py::module_& module) {
 void fill(py::module_ module) {
     py::class_<Table>(module, "Table").def(py::init(&make_table));
     bind_seen_lists(module);
+    bind_known_calls(module);
     bind_tensor_counters(module);
     bind_finding(module);
     bind_measures(module);

@@ -176,37 +176,41 @@ public:
         }
     }
 
-    // Reads the lists again: their addresses, or None where something is not as it was.
-    py::object match(const py::tuple& lists) {
-        if (lists.size() != seen_.size() || !can_read(lists)) return py::none();
+    // Reads the lists again: their addresses, or null where something is not as it was.
+    std::unique_ptr<Addresses> find(const py::tuple& lists) {
+        if (lists.size() != seen_.size() || !can_read(lists)) return nullptr;
         const bool whole = used_ == size_t(count_);  // then a None is found by its type
         for (Py_ssize_t i = 0; !whole && i < count_; ++i) {
-            if (leaves_out(lists, i) != (left_out_[size_t(i)] != 0)) return py::none();
+            if (leaves_out(lists, i) != (left_out_[size_t(i)] != 0)) return nullptr;
         }
         auto found = std::make_unique<Addresses>();
         found->lists.resize(seen_.size());
         Reading* reading = whole ? Reading::current() : nullptr;
         for (size_t k = 0; k < seen_.size(); ++k) {
-            if (items(lists, k).size() != count_) return py::none();  // is_neg may have run anything
+            if (items(lists, k).size() != count_) return nullptr;  // is_neg may have run anything
             const Read* earlier = reading == nullptr ? nullptr : reading->find(items(lists, k).data(), used_);
             if (earlier != nullptr) {
-                if (!(*earlier->seen == *seen_[k])) return py::none();
+                if (!(*earlier->seen == *seen_[k])) return nullptr;
                 found->lists[k] = earlier->pointers;
                 found->held.push_back(earlier->held);
                 continue;
             }
             const auto held = found->held.emplace_back(std::make_shared<Held>());
-            if (!read(items(lists, k), *seen_[k], *held, found->lists[k])) return py::none();
+            if (!read(items(lists, k), *seen_[k], *held, found->lists[k])) return nullptr;
             if (reading != nullptr) reading->keep({held, seen_[k], found->lists[k]});
         }
-        return py::owning(std::move(found));
+        return found;
+    }
+
+    // The same for Python.
+    py::object match(const py::tuple& lists) {
+        auto found = find(lists);
+        return found == nullptr ? py::none() : py::owning(std::move(found));
     }
 
     // Whether the one list that was given is as it was.
     bool again(const py::object& list) {
-        const auto lists = py::reinterpret_steal<py::tuple>(PyTuple_Pack(1, list.ptr()));
-        if (!lists) throw py::error_already_set();
-        return match(lists).ptr() != Py_None;
+        return find(py::tuple_of(list)) != nullptr;
     }
 
 private:
@@ -321,15 +325,15 @@ private:
     const std::vector<Pointers>* lists_;
 };
 
-// One flag for each tensor, by place: from one bool, or from a list of them by row.
-std::vector<uint8_t> flags_of(const py::object& source, const std::vector<int64_t>& rows) {
+// One flag for each tensor, by place: from one bool, or from a list of n of them, by row.
+std::vector<uint8_t> flags_of(const py::object& source, const std::vector<int64_t>& rows, int64_t n) {
     if (py::isinstance<py::bool_>(source)) return std::vector<uint8_t>(rows.size(), source.cast<bool>());
     std::vector<uint8_t> flags;
     flags.reserve(rows.size());
     const auto all = py::reinterpret_steal<py::object>(PySequence_Fast(source.ptr(), "flags must be a bool or a sequence"));
     if (!all) throw py::error_already_set();
     for (int64_t row : rows) {
-        if (row >= PySequence_Fast_GET_SIZE(all.ptr())) throw std::invalid_argument("there must be one flag for each row");
+        if (row >= n || PySequence_Fast_GET_SIZE(all.ptr()) != n) throw std::invalid_argument("there must be one flag for each entry");
         const int truth = PyObject_IsTrue(PySequence_Fast_GET_ITEM(all.ptr(), row));
         if (truth < 0) throw py::error_already_set();
         flags.push_back(uint8_t(truth));

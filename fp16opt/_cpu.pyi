@@ -28,6 +28,30 @@ class SeenLists:
     def match(self, lists: tuple[Sequence[Tensor | None], ...]) -> Addresses | None: ...
     def again(self, tensors: Sequence[Tensor | None]) -> bool: ...
 
+class KnownCalls:
+    def __init__(
+        self,
+        threads: Callable[[], int],
+        count: Callable[[list[Tensor]], None],
+        count_each: Callable[[list[Tensor]], None],
+    ) -> None: ...
+    def add(
+        self,
+        name: str,
+        function: Callable[..., object],
+        table: Table,
+        length: int,
+        lists: SeenLists,
+        tensors: SeenLists | None,
+        arguments: tuple[object, ...],
+        places: list[int],
+        results: list[int],
+        written: list[int],
+    ) -> None: ...
+    def repeats(
+        self, name: str, lists: tuple[Sequence[Tensor | None], ...], arguments: tuple[object, ...], writes: bool
+    ) -> bool: ...
+
 class TensorReader:
     def __init__(self, tensor_type: type, grad: object, version: object, quiet: Callable[[], object]) -> None: ...
     def asked_gradient(

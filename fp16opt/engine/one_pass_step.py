@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..kernels import backend, steps
+from ..kernels import PointerTables, backend
 from ..kernels.backends import captures
 from ..kernels.reference_steps import Factors
 from ..kernels.tables import is_dense
@@ -134,7 +134,7 @@ class _Call:
     columns: dict[str, list[Tensor | None]] = field(default_factory=dict)
     group_of: list[int] = field(default_factory=list)
     first: list[bool] = field(default_factory=list)
-    tables: steps.StepTables = field(default_factory=steps.StepTables)
+    tables: PointerTables = field(default_factory=PointerTables)
 
     def fill(self, grads: list[Tensor | None], states: list[dict[str, Any]]) -> bool:
         """Take this step's gradients, and the state as it is now: ``states`` are those of each row in use.

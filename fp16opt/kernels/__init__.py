@@ -137,6 +137,11 @@ def multi_tensor_unscale(
     """
     if not write and accumulate is not False:
         raise ValueError(f"{UNSCALE.name}: write=False goes with accumulate=False only.")
+    results = (stats.nonfinite, stats.sumsq, stats.norm, stats.found_inf)
+    arguments = (inv_scale, *results, write)
+    if tables is not None and tables.repeats("unscale", (grads, outs), (*arguments, accumulate), write):
+        stats.touched = True
+        return
     call = call_for(UNSCALE, (grads, outs), tables, stats.norm.device)
     plan = call.plan
     check_given(UNSCALE.name, plan, {"inv_scale": inv_scale}, stats, {"accumulate": accumulate})
@@ -147,8 +152,6 @@ def multi_tensor_unscale(
         reference.unscale(row, grad, out, inv_scale.view(()), add, write, stats)
     if plan.serving is None:
         return reference.finish(stats)
-    results = (stats.nonfinite, stats.sumsq, stats.norm, stats.found_inf)
-    arguments = (inv_scale, *results, write)
     plan.serving.launch(call, "unscale", *arguments, results=results, flags=accumulate, writes=write)
 
 
@@ -174,6 +177,10 @@ def multi_tensor_check(
         >>> stats.sumsq.item(), stats.found_inf.item()
         (18.0, 0.0)
     """
+    results = (stats.nonfinite, stats.sumsq, stats.norm, stats.found_inf)
+    if tables is not None and tables.repeats("unscale", (grads,), (inv_scale, *results, False, False), False):
+        stats.touched = True
+        return
     call = call_for(CHECK, (grads,), tables, stats.norm.device)
     plan = call.plan
     check_given(CHECK.name, plan, {"inv_scale": inv_scale}, stats)
@@ -184,7 +191,6 @@ def multi_tensor_check(
         reference.unscale(row, grad, out, inv_scale.view(()), False, False, stats)
     if plan.serving is None:
         return reference.finish(stats)
-    results = (stats.nonfinite, stats.sumsq, stats.norm, stats.found_inf)
     name = "check" if plan.serving is cuda else "unscale"
     plan.serving.launch(call, name, inv_scale, *results, False, results=results, flags=False)
 
@@ -215,6 +221,8 @@ def multi_tensor_unscale_clipped(
         >>> out
         [tensor([1.])]
     """
+    if tables is not None and tables.repeats("unscale_clipped", (grads, outs), (inv_scale, factor), True):
+        return
     call = call_for(UNSCALE, (grads, outs), tables, getattr(inv_scale, "device", None))
     plan = call.plan
     check_given("multi_tensor_unscale_clipped", plan, {"inv_scale": inv_scale, "factor": factor})
@@ -255,7 +263,7 @@ def multi_tensor_l2norm(tensors: Entries, *, tables: PointerTables | None = None
     if plan.serving is None:
         return reference.norms(sumsq)
     norm, norms = sumsq.new_zeros(()), torch.zeros_like(sumsq)
-    plan.serving.launch(call, "l2norm", sumsq, norm, norms, results=(sumsq,))
+    plan.serving.launch(call, "l2norm", sumsq, norm, norms, results=(sumsq,), again=False)
     return norm, norms
 
 
@@ -280,6 +288,8 @@ def multi_tensor_scale(tensors: Entries, factor: Tensor, *, tables: PointerTable
     check_result(SCALE.name, "factor", factor, 1, torch.float32, getattr(factor, "device", None))
     on_host = factor.device.type == "cpu" and backends.compiled_for(factor.device) is not cuda
     if on_host and factor.item() == 1.0:  # before the tables: nothing to clip costs nothing
+        return
+    if tables is not None and tables.repeats("scale", (tensors,), (factor,), True):
         return
     call = call_for(SCALE, (tensors,), tables, factor.device)
     plan = call.plan
@@ -335,6 +345,9 @@ def multi_tensor_axpby(
     if check not in _CHECKS:
         raise ValueError(f"{AXPBY.name}: check must be 'both', 'x' or 'y', got {check!r}.")
     a, b = _as_single("a", a), _as_single("b", b)
+    checked, flag = (0, 0) if found_inf is None else (_CHECKS[check], found_inf)
+    if tables is not None and tables.repeats("axpby", (xs, ys, outs), (a, b, checked, flag), True):
+        return
     call = call_for(AXPBY, (xs, ys, outs), tables, getattr(found_inf, "device", None))
     plan = call.plan
     check_given(AXPBY.name, plan, {"found_inf": found_inf})
@@ -342,7 +355,6 @@ def multi_tensor_axpby(
         x, y, out = call.row(row)
         reference.axpby(a, x, b, y, out, found_inf, check)
     if plan.serving is not None:
-        checked, flag = (0, 0) if found_inf is None else (_CHECKS[check], found_inf)
         plan.serving.launch(call, "axpby", a, b, checked, flag, results=(flag,))
 
 
@@ -367,6 +379,8 @@ def multi_tensor_cast(
         >>> stats.overflow.item() == TOO_LARGE
         True
     """
+    if tables is not None and tables.repeats("cast", (masters, params), (stats.overflow,), True):
+        return
     call = call_for(CAST, (masters, params), tables, stats.overflow.device)
     plan = call.plan
     check_given(CAST.name, plan, {}, stats)
@@ -399,6 +413,8 @@ def multi_tensor_sample(tensors: Entries, samples: Tensor, *, tables: PointerTab
         >>> samples.item() != 0
         True
     """
+    if tables is not None and tables.repeats("sample", (tensors,), (samples,), True):
+        return
     call = call_for(SAMPLE, (tensors,), tables, getattr(samples, "device", None))
     plan = call.plan
     check_result(SAMPLE.name, "samples", samples, plan.count, torch.int64, plan.device)

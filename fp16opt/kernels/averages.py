@@ -38,6 +38,8 @@ def multi_tensor_lerp(
         raise ValueError(f"{LERP.name}: weight must be from 0 to 1, got {weight!r}.")
     from_average = weight < 0.5  # the nearer end: so weights of 0 and 1 are exact, as in torch.lerp
     part = float(weight) if from_average else 1.0 - float(weight)
+    if tables is not None and tables.repeats("lerp", (averages, values), (part, from_average), True):
+        return
     with torch.no_grad():
         call = call_for(LERP, (averages, values), tables, None)
         plan = call.plan

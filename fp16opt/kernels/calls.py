@@ -110,6 +110,10 @@ class Call(NamedTuple):
         return [tensor for row in self.plan.rows if (tensor := entries[row]) is not None]
 
 
+def _nothing_known(function: str, lists: tuple[Entries, ...], arguments: tuple[Any, ...], writes: bool) -> bool:
+    return False
+
+
 class PointerTables:
     """What one call site remembers between calls. Opaque: make one for each operation and list, and pass it along.
 
@@ -122,12 +126,22 @@ class PointerTables:
         PointerTables(empty)
     """
 
-    __slots__ = ("__weakref__", "plan", "rebuilds", "seen")
+    __slots__ = ("__weakref__", "known", "plan", "rebuilds", "repeats", "seen")
+
+    repeats: Callable[[str, tuple[Entries, ...], tuple[Any, ...], bool], bool]
+    """Make a call of (a compiled function; lists; what stands behind them; whether tensors of lists are written) as one
+    that was made before. Where that can't be had without checks nothing is done, and False is returned."""
 
     def __init__(self) -> None:
+        self.rebuilds = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Know nothing."""
         self.plan: Plan | None = None
         self.seen: Any = None
-        self.rebuilds = 0
+        self.known: Any = None
+        self.repeats = _nothing_known
 
     def __reduce__(self) -> tuple[type[PointerTables], tuple[()]]:
         return (PointerTables, ())

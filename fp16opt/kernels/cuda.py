@@ -277,6 +277,7 @@ def launch(
     results: Sequence[object] = (),
     flags: bool | Sequence[bool] | None = None,
     writes: bool = True,
+    again: bool = True,
 ) -> None:
     """:func:`fp16opt.kernels.native.launch` for the CUDA kernels, which have the flags in their table."""
     stream = Stream(call.plan.device)

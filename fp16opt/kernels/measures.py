@@ -85,7 +85,7 @@ def multi_tensor_measure(grads: Entries, *, tables: PointerTables | None = None)
         for _, row in plan.by_reference:
             numbers[row] = reference.measure(call.row(row)[0])
         if plan.serving is not None:
-            plan.serving.launch(call, "measure", numbers, results=(numbers,))
+            plan.serving.launch(call, "measure", numbers, results=(numbers,), again=False)
         return numbers
 
 
@@ -134,6 +134,7 @@ def multi_tensor_compare(
             master, weight = call.row(row)
             numbers[row] = reference.compare(master, weight, before.of(row))
         if plan.serving is not None:
-            plan.serving.launch(call, "compare", before.values, before.offsets, numbers, results=(numbers,))
+            given = (before.values, before.offsets, numbers)
+            plan.serving.launch(call, "compare", *given, results=(numbers,), again=False)
         numbers[:, 2:] *= before.shares
         return numbers

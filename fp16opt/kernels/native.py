@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .calls import Call
+from .calls import Call, Plan, PointerTables
 
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 CODES[torch.int16] = 0  # remainders: 16 bits that only split masters look into
@@ -213,6 +213,7 @@ def launch(
     results: Sequence[object] = (),
     flags: bool | Sequence[bool] | None = None,
     writes: bool = True,
+    again: bool = True,
 ) -> None:
     """Have a function of the compiled module work on the direct entries, and count what was written.
 
@@ -223,6 +224,7 @@ def launch(
         results: tensors among them that are written.
         flags: one for all entries or one for each, which is the last argument; None for a function without.
         writes: whether tensors of the lists are written.
+        again: whether the call site asks to repeat this call, so that it is worth to know it.
     """
     plan = call.plan
     if plan.compiled is None:
@@ -236,3 +238,23 @@ def launch(
     addresses = call.addresses if call.addresses is not None else addresses_of(call)
     getattr(module, function)(plan.compiled, addresses, torch.get_num_threads(), plan.count, *given)
     count_writes(call, results, lists=writes)
+    if again and call.owner is not None and call.owner.plan is plan and not plan.by_reference:
+        _remember(call.owner, plan, function, arguments if flags is None else (*arguments, flags), results)
+
+
+def _remember(
+    site: PointerTables, plan: Plan, function: str, arguments: tuple[object, ...], results: Sequence[object]
+) -> None:
+    """Have a call site repeat a call that was made, as long as nothing differs but values and addresses."""
+    numbers = [value for value in arguments if isinstance(value, Tensor)]
+    seen = seen_lists((numbers,), 0) if numbers else None
+    if not hasattr(module, "KnownCalls") or not isinstance(site.seen, module.SeenLists) or (numbers and seen is None):
+        return
+    if site.known is None:
+        counts = (torch.autograd.graph.increment_version, count_versions)
+        site.known = module.KnownCalls(torch.get_num_threads, *counts)
+        site.repeats = site.known.repeats
+    tensors = [place for place, value in enumerate(arguments) if isinstance(value, Tensor)]
+    written = [place for place in tensors if any(arguments[place] is result for result in results)]
+    run = (function, getattr(module, function), plan.compiled, plan.count)
+    site.known.add(*run, site.seen, seen, arguments, tensors, written, list(plan.operation.written))

@@ -43,8 +43,11 @@ def multi_tensor_split(
         >>> weight.item(), rest.item()
         (1.0, 8)
     """
+    lists = (masters, params, remainders)
+    if tables is not None and tables.repeats("split", lists, (stats.overflow,), True):
+        return
     with torch.no_grad():
-        call = call_for(SPLIT, (masters, params, remainders), tables, stats.overflow.device)
+        call = call_for(SPLIT, lists, tables, stats.overflow.device)
         plan = call.plan
         check_given(SPLIT.name, plan, {}, stats)
         for _, row in plan.by_reference:
@@ -74,6 +77,8 @@ def multi_tensor_join(
         >>> out.item() == 1 + 2**-20
         True
     """
+    if tables is not None and tables.repeats("join", (params, remainders, outs), (), True):
+        return
     with torch.no_grad():
         call = call_for(JOIN, (params, remainders, outs), tables, None)
         for _, row in call.plan.by_reference:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from . import cuda, cuda_steps, reference_state8, reference_steps
-from .calls import Entries, Operation
+from .calls import Entries, Operation, PointerTables
 from .formulas import AdamOptions, SgdOptions
 from .reference_state8 import BLOCK, block_count, ratio_limit
 from .reference_steps import Factors
 from .stats import CastStats
-from .steps import PACKS, Given, StepTables, step_call
+from .steps import PACKS, Given, check_options, step_call
 from .tables import BFLOAT, HALF, REMAINDERS, SINGLE
 
 __all__ = [
@@ -81,7 +81,7 @@ def multi_tensor_adam8(
     models: Entries | None = None,
     stats: CastStats | None = None,
     found_inf: Tensor | None = None,
-    tables: StepTables | None = None,
+    tables: PointerTables | None = None,
 ) -> None:
     """One Adam or AdamW step of n tensors whose moments are kept in 8 bits, in one pass over their memory.
 
@@ -105,10 +105,16 @@ def multi_tensor_adam8(
         >>> master[0], codes[1][0]
         (tensor([0.9000]), tensor([255], dtype=torch.uint8))
     """
+    operation = _ADAM[models is not None]
+    check_options(operation.name, AdamOptions, options)
+    lists = (grads, masters, exp_avg_codes, exp_avg_sq_codes, *_there(models), scales, steps)
+    limited = [(*o, ratio_limit(o.beta1, o.beta2)) for o in options]
+    given = Given(factors, options, group_of, models is not None, stats, found_inf, tables, number)
+    if tables is not None and tables.known is not None and found_inf is None:
+        behind = given.behind("Adam8", itertools.starmap(PACKS["adam8"], limited))
+        if tables.repeats("step", lists, (*behind, False), True):
+            return
     with torch.no_grad():
-        operation = _ADAM[models is not None]
-        lists = (grads, masters, exp_avg_codes, exp_avg_sq_codes, *_there(models), scales, steps)
-        given = Given(factors, options, group_of, models is not None, stats, found_inf, tables)
         call = step_call(operation, lists, given)
         if call is None:
             return
@@ -118,14 +124,11 @@ def multi_tensor_adam8(
             with reference_steps.whole(row, master, others[0] if others else None, found, number) as single:
                 t, group = float(count.add_(1.0)), options[group_of[row]]
                 reference_state8.adam(grad, single, (first, second, scale), t, group, factors, number)
-        limited = [(*o, ratio_limit(o.beta1, o.beta2)) for o in options]
         if plan.serving is cuda:
             cuda_steps.launch(call, "adam8", limited, group_of, factors, found, found_inf, number=number)
         elif plan.serving is not None and plan.direct:
-            overflow = 0 if found is None else found.overflow
-            groups = b"".join(itertools.starmap(PACKS["adam8"], limited))
-            told = ("Adam8", *factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
-            plan.serving.launch(call, "step", *told, results=(overflow,), flags=False)
+            behind = given.behind("Adam8", itertools.starmap(PACKS["adam8"], limited))
+            plan.serving.launch(call, "step", *behind, results=behind[3:4], flags=False)
 
 
 def multi_tensor_sgd8(
@@ -142,7 +145,7 @@ def multi_tensor_sgd8(
     models: Entries | None = None,
     stats: CastStats | None = None,
     found_inf: Tensor | None = None,
-    tables: StepTables | None = None,
+    tables: PointerTables | None = None,
 ) -> None:
     """One SGD step of n tensors whose momentum is kept in 8 bits, in one pass over their memory.
 
@@ -164,10 +167,15 @@ def multi_tensor_sgd8(
         >>> master[0], codes[0]
         (tensor([0.7500]), tensor([127], dtype=torch.int8))
     """
+    operation = _SGD[models is not None]
+    check_options(operation.name, SgdOptions, options)
+    lists = (grads, masters, momentum_codes, *_there(models), scales)
+    given = Given(factors, options, group_of, models is not None, stats, found_inf, tables, number, first)
+    if tables is not None and tables.known is not None and found_inf is None:
+        behind = given.behind("Sgd8", itertools.starmap(PACKS["sgd8"], options))
+        if tables.repeats("step", lists, (*behind, first), True):
+            return
     with torch.no_grad():
-        operation = _SGD[models is not None]
-        lists = (grads, masters, momentum_codes, *_there(models), scales)
-        given = Given(factors, options, group_of, models is not None, stats, found_inf, tables, first)
         call = step_call(operation, lists, given)
         if call is None:
             return
@@ -180,10 +188,8 @@ def multi_tensor_sgd8(
         if plan.serving is cuda:
             cuda_steps.launch(call, "sgd8", options, group_of, factors, found, found_inf, first=first, number=number)
         elif plan.serving is not None and plan.direct:
-            overflow = 0 if found is None else found.overflow
-            groups = b"".join(itertools.starmap(PACKS["sgd8"], options))
-            told = ("Sgd8", *factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
-            plan.serving.launch(call, "step", *told, results=(overflow,), flags=first)
+            behind = given.behind("Sgd8", itertools.starmap(PACKS["sgd8"], options))
+            plan.serving.launch(call, "step", *behind, results=behind[3:4], flags=first)
 
 
 # -- from FP32 state to codes and back ---------------------------------------------------------------------------------

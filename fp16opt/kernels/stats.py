@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -203,7 +202,7 @@ def check_given(
     numbers: dict[str, Tensor | None],
     stats: GradStats | CastStats | None = None,
     each: dict[str, bool | Sequence[int] | None] | None = None,
-    options: Sequence[Any] | None = None,
+    groups: int = 0,
 ) -> None:
     """Raise unless what is given beside the lists of a call fits to them.
 
@@ -212,7 +211,7 @@ def check_given(
         numbers: by name: float32, one element, on the device of the call. None is passed over.
         stats: for as many tensors, on that device. What else must hold they check themselves, when they are made.
         each: by name: one value for each entry. One for all, and None, are passed over.
-        options: of the groups that ``group_of`` in ``each`` chooses from. Their betas must have powers.
+        groups: how many ``group_of`` in ``each`` chooses from.
     """
     for key, number in numbers.items():
         if number is not None and (
@@ -232,12 +231,7 @@ def check_given(
             continue
         if len(values) != plan.count:
             raise ValueError(f"{name}: {key} has {len(values)} entries, grads has {plan.count}. Give one each.")
-        if options is not None and key == "group_of" and values and not 0 <= min(values) <= max(values) < len(options):
+        if key == "group_of" and values and not 0 <= min(values) <= max(values) < groups:
             raise ValueError(
-                f"{name}: group_of reaches from {min(values)} to {max(values)}, there are {len(options)} options."
+                f"{name}: group_of reaches from {min(values)} to {max(values)}, there are {groups} options."
             )
-    for k, given in enumerate(options or ()):
-        for beta in ("beta1", "beta2"):
-            value = getattr(given, beta, 0.0)
-            if not 0.0 <= value < 1.0:
-                raise ValueError(f"{name}: options[{k}].{beta} must be at least 0 and less than 1, got {value}.")

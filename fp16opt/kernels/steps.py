@@ -7,8 +7,7 @@ with every operation rounded: compiled kernels and the references of :mod:`.form
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +27,6 @@ __all__ = [
     "Factors",
     "LionOptions",
     "SgdOptions",
-    "StepTables",
     "multi_tensor_step",
 ]
 
@@ -70,13 +68,6 @@ def _served(name: str, formula: Formula) -> Iterator[tuple[tuple[str, int, bool]
 _STEPS = dict(itertools.chain.from_iterable(itertools.starmap(_served, FORMULAS.items())))
 
 
-@dataclass
-class StepTables:
-    """What one call site of a step remembers between calls; see :class:`fp16opt.kernels.PointerTables`."""
-
-    lists: PointerTables = field(default_factory=PointerTables)
-
-
 class Given(NamedTuple):
     """What every step is given beside its lists; see :func:`multi_tensor_step`.
 
@@ -91,8 +82,32 @@ class Given(NamedTuple):
     has_models: bool
     stats: CastStats | None
     found_inf: Tensor | None
-    tables: StepTables | None
+    tables: PointerTables | None
+    number: int
     first: Sequence[bool] | None = None
+
+    def behind(self, struct: str, groups: Iterable[bytes]) -> tuple[Any, ...]:
+        """What the compiled CPU step of a functor has behind its lists, but for flags."""
+        overflow = self.stats.overflow if self.has_models and self.stats is not None else 0
+        told = (overflow, self.has_models, self.group_of, b"".join(groups), self.number & 0xFFFFFFFF)
+        return (struct, *self.factors, *told)
+
+
+def check_options(name: str, kind: type[Any], options: Sequence[Any]) -> None:
+    """Raise unless the options of all groups are of a kind, and their betas have powers.
+
+    Raises:
+        TypeError: of another kind, or an lr that is neither a number nor a tensor. ValueError: a beta.
+    """
+    for place, given in enumerate(options):
+        if type(given) is not kind or not isinstance(given[0], (int, float, Tensor)):
+            raise TypeError(
+                f"{name}: options[{place}] must be {kind.__name__}, with a number or a tensor for lr, got {given!r}."
+            )
+        for beta in ("beta1", "beta2"):
+            value = getattr(given, beta, 0.0)
+            if not 0.0 <= value < 1.0:
+                raise ValueError(f"{name}: options[{place}].{beta} must be at least 0 and less than 1, got {value}.")
 
 
 def step_call(operation: Operation, lists: tuple[Entries, ...], given: Given) -> Call | None:
@@ -102,14 +117,13 @@ def step_call(operation: Operation, lists: tuple[Entries, ...], given: Given) ->
         TypeError, ValueError, RuntimeError: as :func:`multi_tensor_step`.
     """
     factors, found_inf = given.factors, given.found_inf
-    tables = None if given.tables is None else given.tables.lists
-    call = call_for(operation, lists, tables, getattr(factors[0], "device", None))
+    call = call_for(operation, lists, given.tables, getattr(factors[0], "device", None))
     if given.has_models and given.stats is None:
         raise ValueError(f"{operation.name}: {_NO_STATS}")
     numbers = {"factors.inv_scale": factors[0], "factors.coefficient": factors[1], "found_inf": found_inf}
     each: dict[str, Any] = {"group_of": given.group_of, "first": given.first}
     stats = given.stats if given.has_models else None
-    check_given(operation.name, call.plan, numbers, stats, each, given.options)
+    check_given(operation.name, call.plan, numbers, stats, each, len(given.options))
     if call.plan.is_coded and captures(call.plan.device):
         raise RuntimeError(
             f"{operation.name}: state and remainders of 8 bits are rounded by the number of the step, and each replay "
@@ -139,7 +153,7 @@ def multi_tensor_step(
     stats: CastStats | None = None,
     found_inf: Tensor | None = None,
     number: int = 0,
-    tables: StepTables | None = None,
+    tables: PointerTables | None = None,
 ) -> None:
     """One step of n tensors by a formula, in one pass over their memory. Messages name it multi_tensor_FORMULA.
 
@@ -187,23 +201,21 @@ def multi_tensor_step(
             f"and steps {'None' if steps is None else 'in a list'}."
         )
     row, operation, kernel = served
-    for place, given in enumerate(options):
-        if type(given) is not row.options or not isinstance(given[0], (int, float, Tensor)):
-            raise TypeError(
-                f"multi_tensor_{formula}: options[{place}] must be {row.options.__name__}, "
-                f"with a number or a tensor for lr, got {given!r}."
-            )
+    check_options(operation.name, row.options, options)
+    lists = (grads, masters, *state)
+    lists = lists if models is None else (*lists, models)
+    lists = lists if steps is None else (*lists, steps)
+    given = Given(factors, options, group_of, models is not None, stats, found_inf, tables, number, first)
+    fresh: bool | Sequence[bool] = first if first is not None and row.fills_first and state else False
+    if tables is not None and tables.known is not None and found_inf is None:
+        behind = given.behind(row.struct, itertools.starmap(PACKS[kernel], options))
+        if tables.repeats("step", lists, (*behind, fresh), True):
+            return
     with torch.no_grad():
-        lists = (grads, masters, *state)
-        lists = lists if models is None else (*lists, models)
-        lists = lists if steps is None else (*lists, steps)
-        call = step_call(
-            operation, lists, Given(factors, options, group_of, models is not None, stats, found_inf, tables, first)
-        )
+        call = step_call(operation, lists, given)
         if call is None:
             return
         plan, found = call.plan, None if models is None else stats
-        fresh: bool | Sequence[bool] = first if first is not None and row.fills_first and state else False
         for _, place in plan.by_reference:
             grad, master, *rest = call.row(place)
             kept, others = rest[: len(state)], rest[len(state) :]
@@ -214,7 +226,5 @@ def multi_tensor_step(
         if plan.serving is cuda:
             cuda_steps.launch(call, kernel, options, group_of, factors, found, found_inf, fresh, number)
         elif plan.serving is not None:
-            overflow = 0 if found is None else found.overflow
-            groups = b"".join(itertools.starmap(PACKS[kernel], options))
-            told = (row.struct, *factors, overflow, found is not None, group_of, groups, number & 0xFFFFFFFF)
-            plan.serving.launch(call, "step", *told, results=(overflow,), flags=fresh)
+            behind = given.behind(row.struct, itertools.starmap(PACKS[kernel], options))
+            plan.serving.launch(call, "step", *behind, results=behind[3:4], flags=fresh)

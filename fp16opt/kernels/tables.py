@@ -412,7 +412,7 @@ def call_for(
         addresses = tables.seen.match(lists)
         if addresses is not None:
             return Call(plan, lists, addresses, tables)
-    tables.plan = tables.seen = None
+    tables.forget()
     lists = tuple(list(entries) for entries in lists)
     plan = check_lists(operation, lists, device)
     tables.rebuilds += 1

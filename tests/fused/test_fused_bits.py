@@ -11,13 +11,12 @@ import torch
 from named_steps import adam_step, sgd_step
 from torch import Tensor
 
-from fp16opt.kernels import CastStats, multi_tensor_cast
+from fp16opt.kernels import CastStats, PointerTables, multi_tensor_cast
 from fp16opt.kernels.steps import (
     AdamOptions,
     Factors,
     LionOptions,
     SgdOptions,
-    StepTables,
     multi_tensor_step,
 )
 from fused import oracle_fused as oracle
@@ -126,7 +125,7 @@ def test_adam_has_the_bits_of_the_recipe(case: str, kind: str, implementation: s
     for k, e in enumerate(problem.elements):
         e.m, e.v, e.t = problem.state[0][k], problem.state[1][k], k % 3
         e.largest = problem.state[2][k] if o["amsgrad"] else None
-    tables = StepTables()
+    tables = PointerTables()
     for step in range(3):
         grads = problem.grads(waits=step != 1)
         adam_step(

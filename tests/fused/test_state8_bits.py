@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp16opt.kernels import CastStats, multi_tensor_join, multi_tensor_split, state8
+from fp16opt.kernels import CastStats, PointerTables, multi_tensor_join, multi_tensor_split, state8
 from fp16opt.kernels.state8 import multi_tensor_adam8, multi_tensor_sgd8
-from fp16opt.kernels.steps import AdamOptions, Factors, SgdOptions, StepTables
+from fp16opt.kernels.steps import AdamOptions, Factors, SgdOptions
 from fused import oracle_state8 as oracle
 from fused.conftest import LEVELS
 from fused.test_fused_bits import ADAM, SGD, spread
@@ -102,7 +102,7 @@ def test_adam_has_the_bits_of_the_oracle(case: str, kind: str, implementation: s
     o = {**ADAM, **ADAM_CASES[case]}
     problem = Problem(kind, oracle.Moments)
     options = [AdamOptions(o["lr"], *o["betas"], o["eps"], o["weight_decay"], o["decoupled"], o["maximize"])]
-    steps, tables = [torch.tensor(0.0) for _ in SIZES], StepTables()
+    steps, tables = [torch.tensor(0.0) for _ in SIZES], PointerTables()
     for number in (1, 2, 3, 0xFFFFFFFF + 7):
         grads = problem.grads(number)
         multi_tensor_adam8(
@@ -238,7 +238,7 @@ def test_on_a_card_one_kernel_steps_all(emulated_cuda: Any, monkeypatch: pytest.
     lists, scales, steps = ([torch.ones(n).half()], rests), [torch.zeros(3)], [torch.tensor(0.0)]
     adam = [AdamOptions(0.1, 0.9, 0.999, 1e-8, 0.0, True, False)], [0], Factors(one, one), 1
     sgd = [SgdOptions(0.1, 0.9, 0.0, 0.0, False, False)], [0], Factors(one, one), 1
-    tables = StepTables(), StepTables()
+    tables = PointerTables(), PointerTables()
 
     def both() -> None:
         multi_tensor_adam8(*lists, first, second, scales, steps, *adam, tables=tables[0], **more)

@@ -18,7 +18,6 @@ from fp16opt.kernels.steps import (
     Factors,
     LionOptions,
     SgdOptions,
-    StepTables,
     multi_tensor_step,
 )
 
@@ -48,7 +47,7 @@ class StepCase:
     first: list[bool]
     factors: tuple[Tensor, Tensor]
     found_inf: Tensor | None
-    tables: StepTables = field(default_factory=StepTables)
+    tables: PointerTables = field(default_factory=PointerTables)
 
     def on(self, device: torch.device | str, steps_on: torch.device | str | None = None) -> StepCase:
         """The same on ``device``, with tables of its own; learning rates that are tensors move too."""
@@ -66,7 +65,7 @@ class StepCase:
         result.options = [lr(o) for o in self.options]
         result.factors = (self.factors[0].to(device), self.factors[1].to(device))
         result.found_inf = None if self.found_inf is None else self.found_inf.to(device)
-        result.tables = StepTables()
+        result.tables = PointerTables()
         result.stats = CastStats.allocate(len(self.group_of), device)  # type: ignore[attr-defined]
         return result
 

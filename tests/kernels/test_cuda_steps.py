@@ -18,10 +18,19 @@ from step_cases import KINDS, StepCase, assert_same_results, place, random_case,
 from torch import Tensor
 
 from fp16opt import MixedPrecisionOptimizer
-from fp16opt.kernels import CastStats, GradStats, cuda_rows, multi_tensor_check, multi_tensor_renew, native, tables
+from fp16opt.kernels import (
+    CastStats,
+    GradStats,
+    PointerTables,
+    cuda_rows,
+    multi_tensor_check,
+    multi_tensor_renew,
+    native,
+    tables,
+)
 from fp16opt.kernels.reference_steps import power
 from fp16opt.kernels.state8 import multi_tensor_adam8, multi_tensor_sgd8
-from fp16opt.kernels.steps import AdamOptions, Factors, StepTables
+from fp16opt.kernels.steps import AdamOptions, Factors
 
 compiled = pytest.mark.skipif(not native.available(), reason="the compiled CPU module is not installed")
 
@@ -301,7 +310,7 @@ def test_betas_that_are_none_are_refused(which: str, beta: float) -> None:
     lists: list[list[Tensor | None]] = [[torch.ones(3)] for _ in range(4)]
     one, step = torch.tensor(1.0), torch.tensor(0.0)
     with pytest.raises(ValueError, match=rf"options\[0\].{which} must be at least 0 and less than 1, got {beta}"):
-        adam_step(*lists, [step], [options], [0], Factors(one, one), tables=StepTables())
+        adam_step(*lists, [step], [options], [0], Factors(one, one), tables=PointerTables())
     assert step == 0
 
 
