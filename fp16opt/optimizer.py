@@ -46,7 +46,16 @@ from .engine.split import SplitMasters
 from .engine.state_formats import StateFormat
 from .engine.streamed_step import Certified, StreamedStep
 from .engine.under_grad_scaler import UnderGradScaler
-from .engine.wrapped_step import HOOKS, StepFailed, Stepper, WrappedStep, extras, make_hook_tables, remake_first_state
+from .engine.wrapped_step import (
+    HOOKS,
+    StepFailed,
+    Stepper,
+    WrappedStep,
+    extras,
+    has_step_hooks,
+    make_hook_tables,
+    remake_first_state,
+)
 from .kernels import decisions
 from .kernels.native import reading
 from .scaling import LossScaler
@@ -77,6 +86,27 @@ def outside_inference(method: Method) -> Method:
         with torch.inference_mode(False):
             return method(*args, **kwargs)
 
+    return cast(Method, call)
+
+
+def between_hooks(step: Method) -> Method:
+    """An optimizer's ``step`` between its step hooks, and outside of inference mode.
+
+    torch's own wrapper also opens a frame for the profiler in every step, which takes as long as a step of some small
+    tensors does: it is opened where a profiler runs.
+    """
+    inner = outside_inference(step)
+    framed = Optimizer.profile_hook_step(inner)
+
+    @functools.wraps(step)
+    def call(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if has_step_hooks(self) or torch.autograd.profiler._is_profiler_enabled:
+            return framed(self, *args, **kwargs)
+        if torch.is_inference_mode_enabled():
+            return inner(self, *args, **kwargs)
+        return step(self, *args, **kwargs)
+
+    call.hooked = True  # type: ignore[attr-defined]  # by this torch knows that a step has its wrapper
     return cast(Method, call)
 
 
@@ -659,7 +689,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
-    @outside_inference
+    @between_hooks
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the wrapped optimizer on the masters and copy them to the model, unless a gradient was not finite.
 

@@ -103,6 +103,7 @@ FOREIGN = {
     "_opt_called": "a scheduler warns where it is not set",
     "_wrapped_by_lr_sched": "tells a scheduler's patch of step from a user's",
     "_step_supports_amp_scaling": "torch.amp.GradScaler's protocol for found_inf",
+    "_is_profiler_enabled": "of torch.autograd.profiler: nothing public tells whether a profiler runs",
     "_optimizer_step_pre_hooks": "hooks are kept in the Optimizer, and nothing public lists them",
     "_optimizer_step_post_hooks": "as above",
     "_optimizer_state_dict_pre_hooks": "as above",

@@ -77,6 +77,16 @@ class Stepper(Protocol):
         """For the wrapper's repr."""
 
 
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether somebody is to be called around its steps."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+    )
+
+
 def run_hooks(optimizer: Optimizer, work: Callable[[], None]) -> None:
     """``work`` in the place of the optimizer's own step, between its step hooks.
 
@@ -93,12 +103,7 @@ def run_hooks(optimizer: Optimizer, work: Callable[[], None]) -> None:
 
     optimizer._opt_called = True  # type: ignore[attr-defined]  # as a scheduler's patch of step would set it
     try:
-        if (
-            optimizer._optimizer_step_pre_hooks
-            or optimizer._optimizer_step_post_hooks
-            or _global_optimizer_pre_hooks
-            or _global_optimizer_post_hooks
-        ):
+        if has_step_hooks(optimizer):
             with reading(once=False):
                 Optimizer.profile_hook_step(run)(optimizer)
         else:
