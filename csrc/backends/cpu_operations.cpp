@@ -214,19 +214,19 @@ uint64_t sampled(const char* values, const Chunk& c, int64_t stride) {
 void sample(const Table& table, const Pointers& tensors, int64_t* samples, int threads) {
     require_pointers(table, {&tensors});
     int64_t cost = 0;  // in words from consecutive memory; another element of a lattice is a cache miss
+    std::vector<int64_t> strides(table.numels.size());  // 0: looked at whole
     for (int32_t place : table.places) {
         require(item_size(table.dtypes[0][size_t(place)]) == 2, "a sample is of 16-bit tensors");
         samples[table.rows[size_t(place)]] = 0;
         const int64_t numel = table.numels[size_t(place)];
+        if (numel > kSampledWhole) strides[size_t(place)] = sample_stride(numel);
         cost += numel <= kSampledWhole ? numel / 4 : 8 * (numel / kLeastStride);
     }
     for_chunks<uint64_t>(
         table, cost < kSerialWords ? 1 : threads,
         [&](const Chunk& c) {
             prefetch_next(table, c, {&tensors});
-            const int64_t numel = table.numels[size_t(c.tensor)];
-            const int64_t stride = numel <= kSampledWhole ? 0 : sample_stride(numel);
-            return sampled(static_cast<const char*>(tensors[size_t(c.tensor)]), c, stride);
+            return sampled(static_cast<const char*>(tensors[size_t(c.tensor)]), c, strides[size_t(c.tensor)]);
         },
         [&](size_t place, uint64_t part) {  // unsigned: signed numbers may not overflow
             int64_t& row = samples[table.rows[place]];
