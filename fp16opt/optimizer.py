@@ -41,6 +41,7 @@ from .engine.parts import Engine
 from .engine.ranks import Digest
 from .engine.released_step import OneByOne, ReleasedStep, SteppedOnArrival
 from .engine.schema import is_ours
+from .engine.shared_gradients import SharedGradients
 from .engine.sights import Sight
 from .engine.split import SplitMasters
 from .engine.state_formats import StateFormat
@@ -68,6 +69,7 @@ _NOT_COPIED = (
     "_classes",
     "_state_format",
     "_stepper",
+    "_shared",
     "_under",
     "_names",
 )
@@ -230,19 +232,20 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         facts = _quietly(me, MixedPrecisionOptimizer._facts, [])
         round_down = _quietly(me, MixedPrecisionOptimizer.write_masters, None)
         ranks = parallel.ranks_of(self.optimizer, self._pairs, facts, round_down)
+        self._shared = SharedGradients(self._pairs)
         self._gradients: Any
         self._accumulation: Any
         if self.gradient_release:
             self._gradients = self._accumulation = Arrivals(self._pairs, self._device, self._make_taker())
         else:
-            self._gradients = Gradients(self._pairs, self._masters)
+            self._gradients = Gradients(self._pairs, self._masters, self._shared)
             sums = self.grad_accumulation == "fp32"
             self._accumulation = Accumulation(self._gradients, self._device, sums, ranks)
-        self._under = UnderGradScaler(self._pairs, self._gradients, self._accumulation)
+        self._under = UnderGradScaler(self._pairs, self._gradients, self._accumulation, self._shared)
         self._classes = MasterClasses(
-            _quietly(me, MixedPrecisionOptimizer._make_gradients, None),
+            _quietly(me, MixedPrecisionOptimizer._show_gradient, None),
             _quietly(me, MixedPrecisionOptimizer._prepare_edit, False),
-            _quietly(me, MixedPrecisionOptimizer._share_edit, None),
+            _quietly(weakref.ref(self._shared), SharedGradients.assign, None),
         )
         self._classes.adopt(self._pairs)
         self._stepper: Stepper = self._make_released() if self.gradient_release else self._make_stepper()
@@ -621,7 +624,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         self._close_driven()
         self._accumulation.clear(set_to_none)
-        self._under.withdraw(set_to_none)
+        self._shared.withdraw(set_to_none)
 
     def _settle(self, write: bool, norm_type: float | None = None, of: set[int] | None = None) -> Verdict | None:
         """The verdict on the gradients as they are now, whoever made them; None where there is nothing to step."""
@@ -656,21 +659,13 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             warn_plain_backward(self._warned)
         self._accumulation.take_foreign(self.scaler, self.__dict__.get("grad_scale"))
 
-    def _make_gradients(self, model: Tensor, master_grad: Tensor | None, sets: bool = False) -> None:
-        """The gradient of a parameter's master, ``master_grad`` so far, is read. Nothing is looked at in autograd.
-
-        Args:
-            sets: It is about to be set: what came without the engine for other parameters counts too.
-        """
+    def _show_gradient(self, model: Tensor, master_grad: Tensor | None) -> None:
+        """The gradient of a parameter's master, ``master_grad`` so far, is read. Nothing is looked at in autograd."""
         if torch._C._current_graph_task_id() != -1:
             return
-        if (self._accumulation.stage is Stage.READY or self._is_foreign()) and self._under.serves(self.scaler):
-            self._close_renewed()
-            if self._accumulation.stage is Stage.READY and (
-                self._accumulation.is_strange(model, master_grad) or (sets and self._accumulation.strange())
-            ):
-                self._under.make(self.scaler)
-        if not (self._gradients.made or (sets and self._accumulation.stage is Stage.READY)):
+        if self._is_driven() and self._accumulation.is_strange(model, master_grad):
+            self._under.hand_over(self.scaler)
+        if not self._gradients.made:
             self._accumulation.read()
 
     def _prepare_edit(self, model: Tensor, master_grad: Tensor | None) -> bool:
@@ -679,13 +674,21 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         Returns:
             Whether the model's parameters share their masters' gradients.
         """
-        if not self._gradients.made or self._is_foreign():
-            self._make_gradients(model, master_grad, sets=True)
-        return self._is_foreign() and self._under.shares()
+        if torch._C._current_graph_task_id() == -1:
+            if self._is_driven() and (
+                self._accumulation.is_strange(model, master_grad) or self._accumulation.strange()
+            ):
+                self._under.hand_over(self.scaler)
+            if not self._gradients.made and self._accumulation.stage is not Stage.READY:
+                self._accumulation.read()
+        return self._is_foreign() and bool(self._shared.positions)
 
-    def _share_edit(self, model: Tensor, grad: Tensor | None) -> None:
-        """The gradient of a parameter's master was set to ``grad``, and model and masters share gradients."""
-        self._under.assign(model, grad)
+    def _is_driven(self) -> bool:
+        """Whether a GradScaler may be driving. What it has left out is counted then, where others have come since."""
+        if (self._accumulation.stage is Stage.READY or self._is_foreign()) and self._under.serves(self.scaler):
+            self._close_renewed()
+            return True
+        return False
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
@@ -805,8 +808,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         flags = [] if skipped is False else self._gradients.flags()
         skipped = self._outcome.close(verdict, skipped, flags, self._gradients.stats)
         self._accumulation.finish(used)
-        if self._under.seen is not None:
-            self._under.stepped()
+        self._shared.handed = None
         if not self._accumulation.replicas.alone:
             self._accumulation.replicas.after_step(skipped, self._digest)
         if skipped is not False or self._outcome.log.calibrating:
@@ -878,7 +880,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             return None
         self._follow(verifies=False)
         self._close_renewed()
-        found = self._under.unscale(self.scaler, inv_scale)
+        found = self._under.hand_over(self.scaler, inv_scale)
         if found is not None and self.grad_accumulation == "fp32":
             warn_plain_backward(self._warned)
         return found
@@ -1057,7 +1059,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """Load what :meth:`state_dict` gave, or the wrapped class's own state_dict (from FP32 training).
 
         Everything is validated first. Masters are written to the model too, so model and optimizer may be loaded in
-        either order. Tensors are copied. Gradients that wait for a step are dropped from it.
+        either order. Tensors are copied. Gradients of :meth:`backward` that wait for a step are dropped from it.
 
         Raises:
             TypeError, ValueError: Something does not fit; the optimizer is as it was.
@@ -1143,7 +1145,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._masters.lay_out(self._pairs.all, self.state)
         state_formats.adopt_all(self._state_format, self._pairs.all, self._holder)
         self._pairs.changed()
-        self._accumulation.abandon()
+        if not self._is_foreign():  # a GradScaler has its own scale, which a load leaves, and steps what it has unscaled
+            self._accumulation.abandon()
         self.write_masters()
 
     def fp32_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:

@@ -40,6 +40,7 @@ ENGINE = [
     "gradient_forms",
     "own_gradients",
     "device_gradients",
+    "shared_gradients",
     "gradients",
     "master_classes",
     "accumulation",

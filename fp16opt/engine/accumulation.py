@@ -367,6 +367,26 @@ class Accumulation:
             self._bring(self.pending, write)
         return self._verdict(norm_type, of)
 
+    def hand_over(self, scaler: LossScaler, inv_scale: Tensor | None = None) -> Tensor | None:
+        """Gradients came without :meth:`enter`: make FP32 ones for a GradScaler, which the model's parameters share.
+
+        Args:
+            inv_scale: float32, 0-dim: what they are multiplied by. None: they stay scaled, and are judged later, as the
+                GradScaler is about to write them.
+
+        Returns:
+            float32, 0-dim: 1.0 where one is not finite, else 0.0, in memory that the next pass overwrites; None where
+            nothing was found yet. No host sync.
+        """
+        pending = self.take_foreign(scaler)
+        self.gradients.bring(pending.inv_scale if inv_scale is None else inv_scale, write=True, hands_over=True)
+        if inv_scale is not None:
+            self.stage = Stage.TAKEN
+            return self._take_verdict(pending)
+        if scaler.follows_norms:  # now, as who reads them may clip them
+            self._take_norm(scaler)
+        return None
+
     def update(self) -> None:
         """Make FP32 gradients anew of what is in the model now, a clip undone; what was edited there counts."""
         self.check_complete()
@@ -374,8 +394,9 @@ class Accumulation:
             return
         if self.gradients.summing and self.stage is not Stage.SCALED:
             return
+        shares = self.gradients.made and self.pending.foreign and self.gradients.shared.hold()
         self.gradients.made, self.gradients.sight = False, None
-        self._bring(self.pending, write=True)
+        self._bring(self.pending, write=True, hands_over=shares)
 
     def read(self) -> None:
         """Somebody reads a master's gradient: make all of them true. What that ends is nothing."""
@@ -397,7 +418,7 @@ class Accumulation:
                 if self.pending.scaler.follows_norms:  # now, as who reads them may clip them
                     self._take_norm(self.pending.scaler)
 
-    def _bring(self, pending: Pending, write: bool) -> None:
+    def _bring(self, pending: Pending, write: bool, hands_over: bool = False) -> None:
         if self.replicas.local and self.waits():
             raise RuntimeError(
                 "the gradients were made under DDP's no_sync and are this rank's own. Run the last backward of a step "
@@ -408,7 +429,8 @@ class Accumulation:
         else:
             if not self.gradients.made:  # else somebody has read them since
                 sight = self.gradients.sight  # that nothing has moved was just seen
-                self.gradients.bring(pending.inv_scale, write, None if sight is None else sight.grads)
+                seen = None if sight is None else sight.grads
+                self.gradients.bring(pending.inv_scale, write, seen, hands_over)
             elif pending.foreign:
                 self.gradients.judge()  # torch's GradScaler writes gradients behind their version counters
             self._take_verdict(pending)
@@ -423,7 +445,7 @@ class Accumulation:
         gradients, pairs = self.gradients, self.gradients.pairs
         unread = self.stage is Stage.SCALED
         foreign = self.pending is not None and self.pending.foreign
-        if foreign and gradients.made and gradients.are_shared():
+        if foreign and gradients.made and gradients.shared.hold():
             self.stage = Stage.SCALED  # whoever wrote them, as a GradScaler does: they are judged when they are brought
             return
         moved, edited = gradients.moved(), gradients.edited() if gradients.made else []
@@ -517,7 +539,7 @@ class Accumulation:
 
     # -- what was found ----------------------------------------------------------------------------------------------
 
-    def _take_verdict(self, pending: Pending) -> None:
+    def _take_verdict(self, pending: Pending) -> Tensor:
         found = self.gradients.found_inf(self.device)
         key = id(pending.scaler)
         if self.gradients.summing:
@@ -527,6 +549,7 @@ class Accumulation:
         self._agreed = False
         if pending.scaler.follows_norms and not self.replicas.local:
             self._take_norm(pending.scaler)
+        return found
 
     def _take_norm(self, scaler: LossScaler) -> None:
         """For a scaler that follows norms: that of the gradients as the last pass has found them."""

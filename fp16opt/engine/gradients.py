@@ -16,10 +16,10 @@ from .. import kernels
 from ..kernels import counters
 from ..kernels.native import reading
 from .device_gradients import DeviceGradients, ToStep
-from .gradient_forms import as_master_grad
 from .masters import Masters
 from .pairs import DeviceGroup, Pairs
-from .sights import GRAD, FadedSight, Sight, drop_grads, store, stored
+from .shared_gradients import SharedGradients
+from .sights import GRAD, FadedSight, Sight, drop_grads, stored
 from .sweep import total_norm, vector_norm
 
 
@@ -32,12 +32,14 @@ class Gradients:
             were not unscaled since.
         summing: whether the next ones are added to FP32 sums.
         sight: the model's gradients when they were last brought up to date.
+        shared: which of them a GradScaler was handed.
         stats: by device: where the passes write.
     """
 
-    def __init__(self, pairs: Pairs, masters: Masters) -> None:
+    def __init__(self, pairs: Pairs, masters: Masters, shared: SharedGradients) -> None:
         self.pairs = pairs
         self.masters = masters
+        self.shared = shared
         self.made = False
         self.own_are_scaled = False
         self.summing = False
@@ -101,31 +103,6 @@ class Gradients:
             return False
         return sight.holds(self.pairs.models) and (not self.made or made is None or made.holds(self._apart))
 
-    def are_shared(self) -> bool:
-        """Whether model and masters hold the same tensors, in whatever versions.
-
-        Where they did when they were last seen, and the model was given others since, its masters take these.
-        """
-        sight, pairs = self.sight, self.pairs
-        if sight is None:
-            return False
-        if sight.is_of(pairs.models) and sight.is_of(pairs.masters):
-            return True
-        held = zip(self.of_model(), stored(pairs.masters), sight.grads, strict=True)
-        replaced = [(i, now, was is then) for i, (now, was, then) in enumerate(held) if now is not was]
-        if not all(was_shared for _, _, was_shared in replaced):
-            return False
-        for position, grad, _ in replaced:
-            pair = pairs.all[position]
-            if grad is not None:
-                grad = as_master_grad(grad, pair.master, pair.name)
-                pair.model.grad_dtype = None
-            store(pair.model, grad)
-            store(pair.master, grad)
-        if replaced:
-            self.see()
-        return True
-
     def moved(self) -> list[int]:
         """Positions of pairs whose gradient in the model was replaced, removed or written since."""
         if self.sight is None or self.sight.holds(self.pairs.models):
@@ -171,13 +148,16 @@ class Gradients:
 
     # -- the passes --------------------------------------------------------------------------------------------------
 
-    def bring(self, inv_scale: Tensor, write: bool, seen: list[Tensor | None] | None = None) -> None:
+    def bring(
+        self, inv_scale: Tensor, write: bool, seen: list[Tensor | None] | None = None, hands_over: bool = False
+    ) -> None:
         """Look at the model's gradients as they are now. No host sync.
 
         Args:
             inv_scale: float32, 0-dim: 1 / the scale of the backward that made them.
             write: make FP32 ones of all; else of those only that can't wait.
             seen: the 16-bit ones, where they were just read.
+            hands_over: a GradScaler is handed what is written, and the model's parameters share it.
         """
         if self.summing:
             self.sum_up(inv_scale)
@@ -199,7 +179,11 @@ class Gradients:
         else:
             self.made = True
             self.forget_gone()
-        self._note_made(anew=False)
+        if hands_over:
+            self.shared.share()
+        self._note_made(anew=hands_over)
+        if hands_over:
+            self.shared.handed = self.sight
 
     def forget_gone(self) -> None:
         """Masters have no gradient where the last pass found none in the model: what is there is of an earlier step."""

@@ -9,36 +9,29 @@ are the same. That its step was never called shows when other gradients come, or
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from ..kernels import counters
 from ..scaling import LossScaler
-from .accumulation import Accumulation, Pending, Stage, Verdict
-from .dtensors import version
+from .accumulation import Accumulation, Stage, Verdict
 from .gradients import Gradients
 from .pairs import HALF_DTYPES, Pairs
-from .sights import GRAD, Sight, store, stored
+from .shared_gradients import SharedGradients
+from .sights import Sight, store, stored
 
 CAN_SHARE = hasattr(Tensor, "grad_dtype")  # torch before 2.10 wants a parameter's gradient in the parameter's dtype
 
 
 class UnderGradScaler:
-    """Follows what a GradScaler does, where the wrapper's own scale is 1 and stays so.
+    """Follows what a GradScaler does, where the wrapper's own scale is 1 and stays so."""
 
-    Attributes:
-        seen: the gradients that a GradScaler was shown, which no step has used.
-    """
-
-    def __init__(self, pairs: Pairs, gradients: Gradients, accumulation: Accumulation) -> None:
+    def __init__(self, pairs: Pairs, gradients: Gradients, accumulation: Accumulation, shared: SharedGradients) -> None:
         self.pairs = pairs
         self.gradients = gradients
         self.accumulation = accumulation
-        self.seen: Sight | None = None
-        self._shared: list[int] = []
+        self.shared = shared
         self._neutral: tuple[LossScaler | None, int, bool] = (None, 0, False)
         self._evaluates = False
 
@@ -61,7 +54,8 @@ class UnderGradScaler:
             self._neutral = (scaler, scaler.generation, neutral)
         return neutral
 
-    def _is_underway(self) -> bool:
+    def is_underway(self) -> bool:
+        """Whether gradients that came without the engine wait for a step."""
         pending = self.accumulation.pending
         return self.accumulation.stage is not Stage.READY and pending is not None and pending.foreign
 
@@ -79,159 +73,80 @@ class UnderGradScaler:
             if grad is not None and grad.is_sparse and self._is_raw(position, grad):
                 grads[position] = grad.coalesce()  # now: who reads param_groups may keep the values that he finds
                 store(self.pairs.models[position], grads[position])
-        self.seen = Sight(grads)
+        self.shared.handed = Sight(grads)
 
     def _is_raw(self, position: int, grad: Tensor) -> bool:
         """Whether a sparse gradient is not coalesced, and is one that a GradScaler is shown as it is."""
         return self.pairs.are_own[position] and grad.dtype not in HALF_DTYPES and not grad.is_coalesced()
 
-    def make(self, scaler: LossScaler) -> None:
-        """A master's gradient is read: give all masters FP32 copies, which the model's parameters share.
+    def hand_over(self, scaler: LossScaler, inv_scale: Tensor | None = None) -> Tensor | None:
+        """Make FP32 gradients of those that came without the engine, which the model's parameters share.
+
+        Args:
+            scaler: The wrapper's own.
+            inv_scale: float32, 0-dim: 1 / the scale of a GradScaler of ours, for which they are unscaled by the same
+                pass. None: they stay scaled, as torch's GradScaler is about to unscale them, or a reader wants to see.
+
+        Returns:
+            float32, 0-dim: 1.0 where an unscaled gradient is not finite, else 0.0; None where none was unscaled. No
+            host sync.
 
         Raises:
             RuntimeError: This torch is too old for that.
         """
-        if self._take(scaler) is not None:
-            self.accumulation.read()  # no verdict: a GradScaler is about to write them, and a reader sends no message
-            self._share()
-
-    def unscale(self, scaler: LossScaler, inv_scale: Tensor) -> Tensor | None:
-        """What :meth:`make` does, with gradients that are unscaled by the same pass, for a GradScaler of ours.
-
-        Args:
-            scaler: The wrapper's own.
-            inv_scale: float32, 0-dim: 1 / the scale of the GradScaler.
-
-        Returns:
-            float32, 0-dim: 1.0 where a gradient is not finite, else 0.0; None where there are none that came without
-            the engine. No host sync.
-
-        Raises:
-            RuntimeError: as :meth:`make`.
-        """
         accumulation = self.accumulation
-        at_rest = accumulation.stage is Stage.READY and not accumulation.interrupted
-        pending = self._take(scaler) if at_rest else None
-        if pending is None:
+        if accumulation.stage is not Stage.READY or accumulation.interrupted or accumulation.waits():
             return None
-        one, pending.inv_scale = pending.inv_scale, inv_scale.to(pending.inv_scale.device)
-        accumulation.update()
-        pending.inv_scale = one  # what is in the model and the masters now is true
-        self._share()
-        ((_, found),) = accumulation.scalers()
-        return found.clone()
-
-    def _take(self, scaler: LossScaler) -> Pending | None:
-        """Gradients that came without the engine are the accumulation's now; None where there are none."""
-        if self.seen is None and not self.accumulation.strange():
+        if self.shared.handed is None and not accumulation.strange():
+            self.shared.hold()  # where the user has dropped one that a step has used, its master drops it
             return None
         if not CAN_SHARE:
             raise RuntimeError(
                 "a GradScaler can drive MixedPrecisionOptimizer from torch 2.10 on. Construct it with dynamic=True, "
                 "and call opt.backward(loss) and opt.step() without a GradScaler."
             )
-        return self.accumulation.take_foreign(scaler)
-
-    def _share(self) -> None:
-        self._shared = []
-        made = counters.gradients(self.pairs.masters)
-        for position, (model, grad) in enumerate(zip(self.pairs.models, made, strict=True)):
-            if model.grad is not None and grad is not None and self.pairs.masters[position] is not model:
-                model.grad_dtype = None
-                GRAD.__set__(model, grad)
-                self._shared.append(position)
-        self.gradients.see()
-        self.seen = self.gradients.sight
-
-    def shares(self) -> bool:
-        """Whether the model's parameters hold their masters' gradients as their own."""
-        return bool(self._shared)
-
-    def assign(self, model: Tensor, grad: Tensor | None) -> None:
-        """The gradient of a parameter's master was set: it is the model's too, as when a GradScaler was shown it."""
-        if model.grad is grad:
-            return
-        position = self.pairs.places[id(model)]
-        if position not in self._shared:
-            self._shared.append(position)
-        model.grad_dtype = None
-        store(model, grad)
-        self.gradients.see()
-        self.seen = self.gradients.sight
+        found = accumulation.hand_over(scaler, inv_scale)
+        return None if found is None else found.clone()
 
     # -- what became of it -------------------------------------------------------------------------------------------
 
     def renewed(self, scaler: LossScaler) -> Verdict | None:
         """:meth:`left_out`, where gradients of the model were cleared or made anew since. Else they are forgotten."""
-        if self.seen is None or all(map(operator.is_, self.seen.grads, self.gradients.of_model())):
+        shared = self.shared
+        if shared.handed is None or shared.are_there():
             return None
-        if self._are_edited(self.seen):
-            self.seen = Sight(self.gradients.of_model())
+        if shared.are_edited():
+            if self.is_underway() and self.gradients.made:
+                shared.hold()
+            shared.handed = Sight(self.gradients.of_model())
             return None
         left_out = self.left_out(scaler)
         if left_out is None:
-            self.seen = None
-            if self._is_underway():
+            shared.handed = None
+            if self.is_underway():
                 self.accumulation.forget()
         return left_out
-
-    def _are_edited(self, seen: Sight) -> bool:
-        """Whether the gradients are still those of one iteration, some of which were dropped or replaced by the user.
-
-        Some are left then, or others came in FP32 in place of shared ones. Where 16-bit ones came in their place,
-        autograd made them, unless what is left was not added to. Where model and masters shared them they do again.
-        """
-        now = self.gradients.of_model()
-        shared = [grad for grad in (now[position] for position in self._shared) if grad is not None]
-        left = [
-            (a, then) for a, b, then in zip(now, seen.grads, seen.versions, strict=False) if a is b and a is not None
-        ]
-        if any(grad.dtype in HALF_DTYPES for grad in shared):
-            left = [(grad, then) for grad, then in left if version(grad) == then]
-            shared = []
-        if not (shared or left):
-            return False
-        if self._is_underway() and self.gradients.made:
-            self.gradients.are_shared()
-        return True
 
     def left_out(self, scaler: LossScaler) -> Verdict | None:
         """Whether a step was never called because gradients were not finite: the verdict on them. Syncs."""
         stage = self.accumulation.stage
-        if self.seen is None or self._evaluates or self.accumulation.interrupted:
+        if self.shared.handed is None or self._evaluates or self.accumulation.interrupted:
             return None
-        if not (stage is Stage.READY or self._is_underway()):
+        if not (stage is Stage.READY or self.is_underway()):
             return None
-        shown = self.seen.grads + [None] * (len(self.pairs) - len(self.seen.grads))  # parameters may have come since
-        as_it_is = list(self.pairs.are_own)  # whether a GradScaler reads what the model holds
-        for position in self._shared:
-            grad = shown[position]
-            as_it_is[position] = grad is not None and grad.dtype not in HALF_DTYPES
-        if stage is Stage.READY and not all(mine or grad is None for mine, grad in zip(as_it_is, shown, strict=True)):
+        shown, are_read = self.shared.as_read()
+        if stage is Stage.READY and not all(mine or grad is None for mine, grad in zip(are_read, shown, strict=True)):
             return None  # it would have read these from their masters
         if stage in (Stage.LOOKED, Stage.TAKEN):
             ((_, found),) = self.accumulation.scalers()
         else:
             made = stored(self.pairs.masters) if stage is Stage.SCALED else [None] * len(self.pairs)
-            mine = as_it_is if stage is Stage.READY else self.pairs.are_own
+            mine = are_read if stage is Stage.READY else self.pairs.are_own
             values = [seen if is_mine else grad for is_mine, seen, grad in zip(mine, shown, made, strict=True)]
             found = self.gradients.judge_apart(values, self.accumulation.device)
         return Verdict(found, [(scaler, found)]) if bool(found) else None
 
     def used(self) -> Sight | None:
-        """The gradients that a GradScaler was shown and no step has used, in the versions in which it left them."""
-        return None if self.seen is None else Sight(self.seen.grads)
-
-    def stepped(self) -> None:
-        """The gradients that were seen are used."""
-        self.seen = None
-
-    def withdraw(self, set_to_none: bool) -> None:
-        """Gradients were cleared. Those that stay, as zeros, get their parameter's dtype again."""
-        if not set_to_none:
-            for position in self._shared:
-                model = self.pairs.models[position]
-                if model.grad is not None and model.grad.dtype != model.dtype:
-                    store(model, torch.zeros_like(model))
-        self._shared = []
-        self.stepped()
+        """The gradients that a GradScaler was handed and no step has used, in the versions in which it left them."""
+        handed = self.shared.handed
+        return None if handed is None else Sight(handed.grads)

@@ -1,0 +1,115 @@
+"""Shared gradients: what a GradScaler was handed, and whether the model and the masters hold it still.
+
+A parameter that is its own master is handed over as it is. A 16-bit one takes its master's FP32 gradient for its own
+then, so that both hold one tensor, and clipping one of them is clipping the other.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import Tensor
+
+from ..kernels import counters
+from .dtensors import version
+from .gradient_forms import as_master_grad
+from .pairs import HALF_DTYPES, Pairs
+from .sights import GRAD, Sight, store
+
+
+class SharedGradients:
+    """Which gradients a GradScaler was handed, and which of them 16-bit parameters share with their masters.
+
+    Attributes:
+        handed: the model's gradients as they were then, by pair; None where a step has used them, or there are none.
+        positions: pairs whose model and master share one. The engine writes both; where they differ, the user has
+            given the model another.
+    """
+
+    def __init__(self, pairs: Pairs) -> None:
+        self.pairs = pairs
+        self.handed: Sight | None = None
+        self.positions: set[int] = set()
+
+    def share(self) -> None:
+        """The model's parameters take the gradients of their masters, where both have one."""
+        pairs, self.positions = self.pairs, set()
+        held = zip(counters.gradients(pairs.models), counters.gradients(pairs.masters), pairs.are_own, strict=True)
+        for position, (grad, made, is_own) in enumerate(held):
+            if grad is not None and made is not None and not is_own:
+                self._give(position, made)
+
+    def assign(self, model: Tensor, grad: Tensor | None) -> None:
+        """The gradient of a parameter's master was set: it is the model's too."""
+        self._give(self.pairs.places[id(model)], grad)
+        self.handed = Sight(counters.gradients(self.pairs.models))
+
+    def _give(self, position: int, grad: Tensor | None) -> None:
+        model = self.pairs.models[position]
+        model.grad_dtype = None
+        GRAD.__set__(model, grad)
+        self.positions.add(position)
+
+    def hold(self) -> bool:
+        """Whether the masters' gradients are the model's, in whatever versions.
+
+        Where they were shared, and the model was given others since, its masters take these.
+        """
+        pairs = self.pairs
+        now, was = counters.gradients(pairs.models), counters.gradients(pairs.masters)
+        if all(map(operator.is_, now, was)):
+            return True
+        given = [i for i, (a, b) in enumerate(zip(now, was, strict=True)) if a is not b]
+        if not self.positions or not all(i in self.positions or was[i] is None for i in given):
+            return False
+        for position in given:
+            pair, grad = pairs.all[position], now[position]
+            if grad is not None:
+                grad = as_master_grad(grad, pair.master, pair.name)
+            self._give(position, grad)
+            store(pair.master, grad)
+        return True
+
+    def are_there(self) -> bool:
+        """Whether the model holds the very gradients that were handed over."""
+        handed = self.handed
+        return handed is not None and all(map(operator.is_, handed.grads, counters.gradients(self.pairs.models)))
+
+    def are_edited(self) -> bool:
+        """Whether the model's gradients are still those of that iteration, some of them dropped or replaced by the user.
+
+        Some are left then, or others came in FP32 in place of shared ones. Where 16-bit ones came in their place,
+        autograd made them, unless what is left was not added to.
+        """
+        if self.handed is None:
+            return False
+        now = counters.gradients(self.pairs.models)
+        shared = [grad for position in self.positions if (grad := now[position]) is not None]
+        then = zip(now, self.handed.grads, self.handed.versions, strict=False)
+        left = [version(a) == v for a, b, v in then if a is b and a is not None]
+        if any(grad.dtype in HALF_DTYPES for grad in shared):
+            return any(left)
+        return bool(shared or left)
+
+    def as_read(self) -> tuple[list[Tensor | None], list[bool]]:
+        """(what was handed over, by pair; whether it is what a GradScaler reads: the model's own, or shared).
+
+        Parameters that came since have None.
+        """
+        grads = [] if self.handed is None else self.handed.grads
+        grads = grads + [None] * (len(self.pairs) - len(grads))
+        are_read = list(self.pairs.are_own)
+        for position in self.positions:
+            grad = grads[position]
+            are_read[position] = grad is not None and grad.dtype not in HALF_DTYPES
+        return grads, are_read
+
+    def withdraw(self, set_to_none: bool) -> None:
+        """Gradients were cleared. Those that stay, as zeros, get their parameter's dtype again."""
+        for position in () if set_to_none else self.positions:
+            model = self.pairs.models[position]
+            if model.grad is not None and model.grad.dtype != model.dtype:
+                store(model, torch.zeros_like(model.grad if model.grad.is_sparse else model, dtype=model.dtype))
+        self.positions = set()
+        self.handed = None
