@@ -1145,8 +1145,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._masters.lay_out(self._pairs.all, self.state)
         state_formats.adopt_all(self._state_format, self._pairs.all, self._holder)
         self._pairs.changed()
-        if not self._is_foreign():  # a GradScaler has its own scale, which a load leaves, and steps what it has unscaled
-            self._accumulation.abandon()
+        self._accumulation.abandon()
         self.write_masters()
 
     def fp32_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:

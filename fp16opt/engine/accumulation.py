@@ -161,8 +161,11 @@ class Accumulation:
             self._leave(Sight(self.gradients.of_model()))
 
     def abandon(self) -> None:
-        """READY without a step; gradients that wait for one count as used. What came without us is as it was."""
-        if self.stage is not Stage.READY:
+        """READY without a step; gradients that wait for one count as used. Those that came without us are as they were.
+
+        So are those that a GradScaler was handed: it has its own scale, and steps what it has unscaled.
+        """
+        if self.stage is not Stage.READY and not self._are_shared():
             self.gradients.see()
             self.finish()
 
@@ -394,7 +397,7 @@ class Accumulation:
             return
         if self.gradients.summing and self.stage is not Stage.SCALED:
             return
-        shares = self.gradients.made and self.pending.foreign and self.gradients.shared.hold()
+        shares = self._are_shared()
         self.gradients.made, self.gradients.sight = False, None
         self._bring(self.pending, write=True, hands_over=shares)
 
@@ -436,6 +439,11 @@ class Accumulation:
             self._take_verdict(pending)
         self.stage = Stage.TAKEN if self.gradients.made else Stage.LOOKED
 
+    def _are_shared(self) -> bool:
+        """Whether a GradScaler was handed the gradients that wait for a step, and model and masters hold them still."""
+        foreign = self.pending is not None and self.pending.foreign
+        return foreign and self.gradients.made and self.gradients.shared.hold()
+
     def _check_moved(self) -> None:
         """Take in what became of gradients since they were brought up to date.
 
@@ -445,7 +453,7 @@ class Accumulation:
         gradients, pairs = self.gradients, self.gradients.pairs
         unread = self.stage is Stage.SCALED
         foreign = self.pending is not None and self.pending.foreign
-        if foreign and gradients.made and gradients.shared.hold():
+        if self._are_shared():
             self.stage = Stage.SCALED  # whoever wrote them, as a GradScaler does: they are judged when they are brought
             return
         moved, edited = gradients.moved(), gradients.edited() if gradients.made else []

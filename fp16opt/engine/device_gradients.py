@@ -115,6 +115,8 @@ class DeviceGradients:
         for row, grad in enumerate(grads):
             if grad is not None and grad.is_sparse and not grad.is_coalesced():
                 grads[row] = grad.coalesce()
+                if GRAD.__get__(self.models[row]) is grad:  # as it is of own ones, and of those that are shared
+                    store(self.models[row], grads[row])
                 store(self.masters[row], grads[row])
         return kernel_values(grads)
 

@@ -181,6 +181,8 @@ class Gradients:
             self.forget_gone()
         if hands_over:
             self.shared.share()
+        elif self.shared.positions:
+            self.shared.part()
         self._note_made(anew=hands_over)
         if hands_over:
             self.shared.handed = self.sight

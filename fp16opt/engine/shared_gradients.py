@@ -71,6 +71,17 @@ class SharedGradients:
             store(pair.master, grad)
         return True
 
+    def part(self) -> None:
+        """Gradients were made that nobody was handed: shared are those that model and masters hold in common still."""
+        now, was = counters.gradients(self.pairs.models), counters.gradients(self.pairs.masters)
+        self.positions = {i for i in self.positions if now[i] is was[i]}
+
+    def drop_gone(self) -> None:
+        """Where the model's parameter has dropped a shared gradient, its master drops it."""
+        for position in self.positions:
+            if GRAD.__get__(self.pairs.models[position]) is None:
+                store(self.pairs.masters[position], None)
+
     def are_there(self) -> bool:
         """Whether the model holds the very gradients that were handed over."""
         handed = self.handed
@@ -107,9 +118,9 @@ class SharedGradients:
 
     def withdraw(self, set_to_none: bool) -> None:
         """Gradients were cleared. Those that stay, as zeros, get their parameter's dtype again."""
-        for position in () if set_to_none else self.positions:
-            model = self.pairs.models[position]
-            if model.grad is not None and model.grad.dtype != model.dtype:
-                store(model, torch.zeros_like(model.grad if model.grad.is_sparse else model, dtype=model.dtype))
+        for model in () if set_to_none else self.pairs.models:
+            grad = GRAD.__get__(model)
+            if grad is not None and grad.dtype != model.dtype:
+                store(model, torch.zeros_like(grad if grad.is_sparse else model, dtype=model.dtype))
         self.positions = set()
         self.handed = None

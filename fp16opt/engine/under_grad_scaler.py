@@ -98,7 +98,7 @@ class UnderGradScaler:
         if accumulation.stage is not Stage.READY or accumulation.interrupted or accumulation.waits():
             return None
         if self.shared.handed is None and not accumulation.strange():
-            self.shared.hold()  # where the user has dropped one that a step has used, its master drops it
+            self.shared.drop_gone()
             return None
         if not CAN_SHARE:
             raise RuntimeError(
