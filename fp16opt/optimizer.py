@@ -859,9 +859,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _close_renewed(self) -> None:
         """The same, where other gradients have come since."""
-        left_out = self._under.renewed(self.scaler)
-        if left_out is not None:
-            self._close_left_out(left_out)
+        if self._shared.handed is not None:
+            self._close_left_out(self._under.renewed(self.scaler))
 
     @outside_inference
     def unscale_driven(self, inv_scale: Tensor) -> Tensor | None:

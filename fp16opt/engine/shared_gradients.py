@@ -34,22 +34,20 @@ class SharedGradients:
 
     def share(self) -> None:
         """The model's parameters take the gradients of their masters, where both have one."""
-        pairs, self.positions = self.pairs, set()
-        held = zip(counters.gradients(pairs.models), counters.gradients(pairs.masters), pairs.are_own, strict=True)
+        models, self.positions = self.pairs.models, set()
+        held = zip(counters.gradients(models), counters.gradients(self.pairs.masters), self.pairs.are_own, strict=True)
         for position, (grad, made, is_own) in enumerate(held):
             if grad is not None and made is not None and not is_own:
-                self._give(position, made)
+                models[position].grad_dtype = None
+                GRAD.__set__(models[position], made)
+                self.positions.add(position)
 
     def assign(self, model: Tensor, grad: Tensor | None) -> None:
         """The gradient of a parameter's master was set: it is the model's too."""
-        self._give(self.pairs.places[id(model)], grad)
-        self.handed = Sight(counters.gradients(self.pairs.models))
-
-    def _give(self, position: int, grad: Tensor | None) -> None:
-        model = self.pairs.models[position]
         model.grad_dtype = None
         GRAD.__set__(model, grad)
-        self.positions.add(position)
+        self.positions.add(self.pairs.places[id(model)])
+        self.handed = Sight(counters.gradients(self.pairs.models))
 
     def hold(self) -> bool:
         """Whether the masters' gradients are the model's, in whatever versions.
@@ -67,7 +65,9 @@ class SharedGradients:
             pair, grad = pairs.all[position], now[position]
             if grad is not None:
                 grad = as_master_grad(grad, pair.master, pair.name)
-            self._give(position, grad)
+                pair.model.grad_dtype = None
+                self.positions.add(position)
+            store(pair.model, grad)
             store(pair.master, grad)
         return True
 
@@ -88,7 +88,7 @@ class SharedGradients:
         return handed is not None and all(map(operator.is_, handed.grads, counters.gradients(self.pairs.models)))
 
     def are_edited(self) -> bool:
-        """Whether the model's gradients are still those of that iteration, some of them dropped or replaced by the user.
+        """Whether the model's gradients are still those of that iteration, some dropped or replaced by the user.
 
         Some are left then, or others came in FP32 in place of shared ones. Where 16-bit ones came in their place,
         autograd made them, unless what is left was not added to.

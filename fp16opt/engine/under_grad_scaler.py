@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from ..scaling import LossScaler
@@ -95,7 +94,9 @@ class UnderGradScaler:
             RuntimeError: This torch is too old for that.
         """
         accumulation = self.accumulation
-        if accumulation.stage is not Stage.READY or accumulation.interrupted or accumulation.waits():
+        if accumulation.stage is not Stage.READY or accumulation.interrupted:
+            return None
+        if accumulation.replicas.local and accumulation.waits():
             return None
         if self.shared.handed is None and not accumulation.strange():
             self.shared.drop_gone()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fp16opt import DynamicLossScaler, StaticLossScaler
 from fp16opt.engine import outcome as closing
-from fp16opt.grad_scaler.torch_scale import _Rule
+from fp16opt.grad_scaler.face import _Rule
 from fp16opt.kernels import GradStats, cuda_devices, decisions, native
 
 SCALES = st.integers(-14, 24).map(lambda e: 2.0**e)
