@@ -672,15 +672,18 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """The gradient of a parameter's master is set: the others are made, so that the edit shows.
 
         Returns:
-            Whether the model's parameters share their masters' gradients.
+            Whether it is the model's gradient too: the model's parameters share their masters' gradients, or there are
+            none yet that wait for a step, so that this one does.
         """
-        if torch._C._current_graph_task_id() == -1:
-            if self._is_driven() and (
-                self._accumulation.is_strange(model, master_grad) or self._accumulation.strange()
-            ):
-                self._under.hand_over(self.scaler)
-            if not self._gradients.made and self._accumulation.stage is not Stage.READY:
-                self._accumulation.read()
+        if torch._C._current_graph_task_id() != -1:
+            return False
+        driven = self._is_driven()
+        if driven and (self._accumulation.is_strange(model, master_grad) or self._accumulation.strange()):
+            self._under.hand_over(self.scaler)
+        if self._accumulation.stage is Stage.READY:
+            return driven and not (self._gradients.summing or self.gradient_release)
+        if not self._gradients.made:
+            self._accumulation.read()
         return self._is_foreign() and bool(self._shared.positions)
 
     def _is_driven(self) -> bool:
