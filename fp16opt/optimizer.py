@@ -684,7 +684,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             return driven and not (self._gradients.summing or self.gradient_release)
         if not self._gradients.made:
             self._accumulation.read()
-        return self._is_foreign() and bool(self._shared.positions)
+        return self._is_foreign() and self._shared.positions is not None
 
     def _is_driven(self) -> bool:
         """Whether a GradScaler may be driving. What it has left out is counted then, where others have come since."""

@@ -181,7 +181,7 @@ class Gradients:
             self.forget_gone()
         if hands_over:
             self.shared.share()
-        elif self.shared.positions:
+        elif self.shared.positions is not None:
             self.shared.part()
         self._note_made(anew=hands_over)
         if hands_over:

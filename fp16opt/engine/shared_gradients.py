@@ -23,18 +23,18 @@ class SharedGradients:
 
     Attributes:
         handed: the model's gradients as they were then, by pair; None where a step has used them, or there are none.
-        positions: pairs whose model and master share one. The engine writes both; where they differ, the user has
-            given the model another.
+        positions: pairs whose model and master share one; None: the GradScaler was handed none in FP32. The engine
+            writes both; where they differ, the user has given the model another.
     """
 
     def __init__(self, pairs: Pairs) -> None:
         self.pairs = pairs
         self.handed: Sight | None = None
-        self.positions: set[int] = set()
+        self.positions: set[int] | None = None
 
     def share(self) -> None:
         """The model's parameters take the gradients of their masters, where both have one."""
-        models, self.positions = self.pairs.models, set()
+        models, self.positions = self.pairs.models, set[int]()
         held = zip(counters.gradients(models), counters.gradients(self.pairs.masters), self.pairs.are_own, strict=True)
         for position, (grad, made, is_own) in enumerate(held):
             if grad is not None and made is not None and not is_own:
@@ -46,6 +46,7 @@ class SharedGradients:
         """The gradient of a parameter's master was set: it is the model's too."""
         model.grad_dtype = None
         GRAD.__set__(model, grad)
+        self.positions = set[int]() if self.positions is None else self.positions
         self.positions.add(self.pairs.places[id(model)])
         self.handed = Sight(counters.gradients(self.pairs.models))
 
@@ -59,7 +60,7 @@ class SharedGradients:
         if all(map(operator.is_, now, was)):
             return True
         given = [i for i, (a, b) in enumerate(zip(now, was, strict=True)) if a is not b]
-        if not self.positions or not all(i in self.positions or was[i] is None for i in given):
+        if self.positions is None or not all(i in self.positions or was[i] is None for i in given):
             return False
         for position in given:
             pair, grad = pairs.all[position], now[position]
@@ -74,11 +75,11 @@ class SharedGradients:
     def part(self) -> None:
         """Gradients were made that nobody was handed: shared are those that model and masters hold in common still."""
         now, was = counters.gradients(self.pairs.models), counters.gradients(self.pairs.masters)
-        self.positions = {i for i in self.positions if now[i] is was[i]}
+        self.positions = {i for i in self.positions or () if now[i] is was[i]} or None
 
     def drop_gone(self) -> None:
         """Where the model's parameter has dropped a shared gradient, its master drops it."""
-        for position in self.positions:
+        for position in self.positions or ():
             if GRAD.__get__(self.pairs.models[position]) is None:
                 store(self.pairs.masters[position], None)
 
@@ -96,7 +97,7 @@ class SharedGradients:
         if self.handed is None:
             return False
         now = counters.gradients(self.pairs.models)
-        shared = [grad for position in self.positions if (grad := now[position]) is not None]
+        shared = [grad for position in self.positions or () if (grad := now[position]) is not None]
         then = zip(now, self.handed.grads, self.handed.versions, strict=False)
         left = [version(a) == v for a, b, v in then if a is b and a is not None]
         if any(grad.dtype in HALF_DTYPES for grad in shared):
@@ -111,7 +112,7 @@ class SharedGradients:
         grads = [] if self.handed is None else self.handed.grads
         grads = grads + [None] * (len(self.pairs) - len(grads))
         are_read = list(self.pairs.are_own)
-        for position in self.positions:
+        for position in self.positions or ():
             grad = grads[position]
             are_read[position] = grad is not None and grad.dtype not in HALF_DTYPES
         return grads, are_read
@@ -122,5 +123,4 @@ class SharedGradients:
             grad = GRAD.__get__(model)
             if grad is not None and grad.dtype != model.dtype:
                 store(model, torch.zeros_like(grad if grad.is_sparse else model, dtype=model.dtype))
-        self.positions = set()
-        self.handed = None
+        self.handed = self.positions = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -420,3 +421,167 @@ def test_a_sparse_gradient_after_a_dense_one_is_stepped_with_the_others(cls: Any
             p.grad = None
     assert first.tolist() == [0.5] * 3
     assert table.weight.tolist() == [[1.0, 1.0], [0.5, 0.5], [1.0, 1.0], [1.0, 1.0]]
+
+
+@SCALERS
+@MODES
+@pytest.mark.parametrize("dtypes", [(torch.float16,), WIDE[:1]], ids=["half", "wide"])
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_sparse_gradients_that_are_cleared_to_zeros_stay_sparse(
+    cls: Any, options: Any, dtypes: Any, momentum: float
+) -> None:
+    """With momentum the dense zeros that came in their place could not be added to a sparse buffer."""
+    found = []
+    for wraps in (False, True):
+        (table,) = (torch.nn.Embedding(4, 2, sparse=True, dtype=dtypes[0] if wraps else torch.float32),)
+        torch.nn.init.ones_(table.weight)
+        opt: Any = SGD([table.weight], lr=0.125, momentum=momentum)
+        if wraps:
+            split = options.get("master_weights") == "split"  # which sparse gradients with momentum do not suit
+            opt = MixedPrecisionOptimizer(opt, **({} if split else options))
+        scaler = (cls if wraps else Theirs)("cpu", init_scale=SCALE)
+        for k in range(3):
+            scaler.scale(table(torch.tensor([k, 1, k])).float().sum()).backward()
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad(set_to_none=False)
+            assert table.weight.grad is not None
+            assert table.weight.grad.is_sparse
+        found.append(table.weight.float().tolist())
+    assert found[1] == found[0]
+
+
+@SCALERS
+@pytest.mark.parametrize("options", [{}, {"fused_step": False}], ids=["one pass", "wrapped"])
+@pytest.mark.parametrize("other", [torch.float16, torch.float32])
+def test_a_step_goes_on_without_a_used_gradient_that_was_dropped_beside_a_sparse_one(
+    cls: Any, options: Any, other: torch.dtype
+) -> None:
+    """Ours read the old gradient of the dropped one's master, and found it gone in the middle of the call."""
+    halves = [torch.nn.Parameter(torch.ones(3, dtype=torch.float16)) for _ in range(2)]
+    (table,), _, scaler = _tables((other,), cls, None)
+    opt = MixedPrecisionOptimizer(SGD([*halves, table.weight], lr=0.125), **options)
+    scaler.scale(sum(p.float().sum() for p in halves) + table(torch.tensor([1])).float().sum()).backward()
+    scaler.step(opt)
+    scaler.update()
+    halves[0].grad = None
+    scaler.step(opt)
+    scaler.update()
+    assert [p.tolist() for p in halves] == [[0.875] * 3] * 2
+    assert next(opt.master_params()).grad is None
+
+
+# What model and masters share
+
+
+@SCALERS
+@DTYPES
+@MODES
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_load_leaves_gradients_that_were_unscaled_to_their_step(
+    cls: Any, dtypes: Any, options: Any, clip: bool
+) -> None:
+    def play(side: Driven) -> None:
+        for k in range(2):
+            side.backward(1.0, 2.0)
+            side.scaler.unscale_(side.opt)
+            if clip:
+                for param in side.params:
+                    assert param.grad is not None
+                    param.grad.mul_(0.5)
+            if k:
+                side.opt.load_state_dict(copy.deepcopy(side.opt.state_dict()))
+            side.step()
+            side.opt.zero_grad()
+
+    mine = _as_plain(play, dtypes, cls, options)
+    assert mine.opt.skipped_steps == 0
+
+
+@SCALERS
+@pytest.mark.parametrize("dtypes", [HALVES, MIXED], ids=["halves", "mixed"])
+@MODES
+def test_a_master_shows_no_gradient_of_a_step_that_the_model_has_dropped(cls: Any, dtypes: Any, options: Any) -> None:
+    side = Driven(dtypes, cls, options)
+    side.backward(1.0, 2.0)
+    side.step()
+    side.params[0].grad = None
+    shown = [p.grad is None for group in side.opt.param_groups for p in group["params"]]
+    assert shown[0]
+    assert [p.grad is None for p in side.params] == [True, False]
+
+
+@SCALERS
+@pytest.mark.parametrize("dtypes", [HALVES, MIXED], ids=["halves", "mixed"])
+@MODES
+def test_a_gradient_where_there_was_none_when_others_were_unscaled_is_stepped(
+    cls: Any, dtypes: Any, options: Any
+) -> None:
+    def play(side: Driven) -> None:
+        side.backward(None, 2.0)
+        side.scaler.unscale_(side.opt)
+        side.params[0].grad = torch.full((3,), 4.0, dtype=side.params[0].dtype)
+        side.step()
+
+    _as_plain(play, dtypes, cls, options)
+
+
+@SCALERS
+@DTYPES
+@MODES
+def test_gradients_that_were_made_anew_are_shared_still(cls: Any, dtypes: Any, options: Any) -> None:
+    """``update_master_grads`` after an assignment; a clip of the model was lost for the one that was assigned."""
+
+    def play(side: Driven) -> None:
+        side.backward(1.0, 2.0)
+        side.scaler.unscale_(side.opt)
+        side.params[0].grad = torch.full((3,), 4.0)
+        if isinstance(side.opt, MixedPrecisionOptimizer):
+            side.opt.update_master_grads()
+        for param in side.params:
+            assert param.grad is not None
+            param.grad.mul_(0.5)
+        side.step()
+
+    _as_plain(play, dtypes, cls, options)
+
+
+@SCALERS
+def test_a_look_before_unscaling_ends_what_an_earlier_iteration_shared(cls: Any) -> None:
+    """The wrapper's clip is of its own gradients then: 16-bit ones of the model do not replace them."""
+    side = Driven(MIXED, cls, {"fused_step": False})
+    side.backward(1.0, 2.0)
+    side.step()
+    for param in side.params:
+        param.grad = None
+    side.loss(1.0, 2.0).backward()
+    side.opt.clip_master_values(0.5)
+    assert side.params[1].grad is not None
+    side.params[1].grad.mul_(0.5)  # so that all are looked at again
+    side.opt.step()
+    assert side.values() == [0.875 - 0.125 * (0.5 + 0.5), 0.75 - 0.125 * (1.0 + 0.25)]
+
+
+@pytest.mark.parametrize("cls", [None, Theirs, Ours], ids=["nobody", "torch", "fp16opt"])
+@DTYPES
+@MODES
+@pytest.mark.parametrize("before", ["nothing", "a step", "zeros"])
+def test_a_gradient_that_is_assigned_where_none_wait_is_stepped(
+    cls: Any, dtypes: Any, options: Any, before: str
+) -> None:
+    if options.get("master_weights") == "split":
+        pytest.skip("split masters are read, not held")
+
+    def play(side: Driven) -> None:
+        side.scaler and side.scaler.scale(torch.ones(()))
+        if before != "nothing":
+            side.backward(1.0, 2.0)
+            side.step()
+            side.opt.zero_grad(set_to_none=before != "zeros")
+        _assign(side.masters, 4.0 * (1.0 if cls is None else SCALE))
+        side.step()
+        side.opt.zero_grad()
+        side.backward(1.0, 2.0)
+        side.step()
+
+    _as_plain(play, dtypes, cls, options)
