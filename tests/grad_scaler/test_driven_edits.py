@@ -585,3 +585,22 @@ def test_a_gradient_that_is_assigned_where_none_wait_is_stepped(
         side.step()
 
     _as_plain(play, dtypes, cls, options)
+
+
+@SCALERS
+@pytest.mark.parametrize("options", [{}, {"fused_step": False}], ids=["one pass", "wrapped"])
+def test_a_clip_of_a_sparse_gradient_with_duplicates_that_was_assigned_is_kept(cls: Any, options: Any) -> None:
+    """Its duplicates were summed for the master alone; the next look took the model's, which was not clipped."""
+    (table,), _, scaler = _tables((torch.float16,), cls, None)
+    other = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
+    opt = MixedPrecisionOptimizer(SGD([table.weight, other], lr=0.125), **options)
+    scaler.scale(table(torch.tensor([1])).float().sum() + other.float().sum()).backward()
+    scaler.unscale_(opt)
+    master = next(opt.master_params())
+    master.grad = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.full((2, 2), 2.0), (4, 2))
+    opt.clip_master_values(1.0)
+    assert other.grad is not None
+    other.grad.mul_(2.0)
+    scaler.step(opt)
+    assert table.weight[1].tolist() == [0.875] * 2
+    assert other.tolist() == [0.75] * 3
