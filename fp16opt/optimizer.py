@@ -46,7 +46,7 @@ from .engine.sights import Sight
 from .engine.split import SplitMasters
 from .engine.state_formats import StateFormat
 from .engine.streamed_step import Certified, StreamedStep
-from .engine.under_grad_scaler import UnderGradScaler
+from .engine.under_grad_scaler import CAN_SHARE, UnderGradScaler
 from .engine.wrapped_step import (
     HOOKS,
     StepFailed,
@@ -681,7 +681,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if driven and (self._accumulation.is_strange(model, master_grad) or self._accumulation.strange()):
             self._under.hand_over(self.scaler)
         if self._accumulation.stage is Stage.READY:
-            return driven and not (self._gradients.summing or self.gradient_release)
+            return driven and CAN_SHARE and not (self._gradients.summing or self.gradient_release)
         if not self._gradients.made:
             self._accumulation.read()
         return self._is_foreign() and self._shared.positions is not None
