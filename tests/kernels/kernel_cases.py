@@ -66,6 +66,19 @@ def make(
     return lay_out(flat.to(dtype).reshape(shape), layout)
 
 
+def place(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """A copy with the same strides and offset, with the memory around it."""
+    around = (
+        torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage()).to(device, copy=True)
+    )
+    return around.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def copies(tensors: list[Tensor | None]) -> list[Tensor | None]:
+    """For who writes to tensors that other tests read too."""
+    return [None if t is None else place(t, "cpu") for t in tensors]
+
+
 def raw(tensor: Tensor, like: Tensor | None = None) -> np.ndarray[Any, Any]:
     """The stored values in the memory order of ``like`` (itself where not given), 16-bit ones as uint16. A copy."""
     strides = np.array((like if like is not None else tensor).stride(), dtype=np.int64)

@@ -55,9 +55,7 @@ def sum_of_squares(values: Array, stored: str = "", factor: float = 1.0) -> floa
     total = 0.0
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         for start in range(0, values.size, 65536):
-            part = values[start : start + 65536]
-            chunk = np.zeros(65536, dtype=values.dtype)
-            chunk[: part.size] = part
+            chunk = in_whole_rows(values[start : start + 65536])
             wide = chunk.astype(np.float64).reshape(-1, 8)
             sums = added(added(added(wide * wide)))[:, 0]
             if values.dtype != np.float64:
@@ -70,10 +68,17 @@ def sum_of_squares(values: Array, stored: str = "", factor: float = 1.0) -> floa
     return total
 
 
+def in_whole_rows(part: Array) -> Array:
+    """With zeros behind, so that each of the 256 lanes has as many groups of 8: whole chunks would add more zeros."""
+    rows = np.zeros(-(-part.size // 2048) * 2048, dtype=part.dtype)
+    rows[: part.size] = part
+    return rows
+
+
 def in_lanes(groups: NDArray[np.float64], factor: float = 1.0) -> float:
     """The sum of a chunk's groups: group g to lane g mod 256, each lane times ``factor``, a tree over the lanes."""
     lanes = np.zeros(256)
-    for row in groups.reshape(32, 256):
+    for row in groups.reshape(-1, 256):
         lanes += row
     lanes *= factor
     while lanes.size > 1:
@@ -86,8 +91,7 @@ def plain_sum(values: NDArray[np.float64]) -> float:
     total = 0.0
     with np.errstate(over="ignore", invalid="ignore"):
         for start in range(0, values.size, 65536):
-            chunk = np.zeros(65536)
-            chunk[: values[start : start + 65536].size] = values[start : start + 65536]
+            chunk = in_whole_rows(values[start : start + 65536])
             total += in_lanes(added(added(added(chunk.reshape(-1, 8))))[:, 0])
     return total
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from kernel_cases import LAYOUTS, SIXTEEN, make, shape_of
+from kernel_cases import LAYOUTS, SIXTEEN, make, place, shape_of
 from named_steps import adam_step, sgd_step
 from torch import Tensor
 
@@ -24,14 +24,6 @@ from fp16opt.kernels.steps import (
 STATE = {"adam": 2, "amsgrad": 3, "sgd": 0, "momentum": 1, "lion": 1}
 KINDS = (*STATE, *(f"own {kind}" for kind in STATE))
 Column = list["Tensor | None"]
-
-
-def place(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """A copy with the same strides and offset, with the memory around it."""
-    around = (
-        torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage()).to(device, copy=True)
-    )
-    return around.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 @dataclass

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
 import oracle_kernels as oracle
 import pytest
 import torch
-from kernel_cases import KINDS, assert_same_values, raw
+from kernel_cases import KINDS, assert_same_values, copies, raw
+from oracle_kernels import Array
 from test_kernel_bits import SEEDS, UNSCALE_DTYPES, random_rows
 from torch import Tensor
 
@@ -22,14 +24,32 @@ from fp16opt.kernels import (
 ONE = torch.tensor(1.0)
 
 
-def copies(tensors: list[Tensor | None]) -> list[Tensor | None]:
-    return [None if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t) for t in tensors]
+@functools.cache
+def lists(seed: int, special: float) -> list[list[Tensor | None]]:
+    """Gradients and what they are unscaled into, for all implementations; written by none."""
+    return random_rows(np.random.default_rng(seed), UNSCALE_DTYPES, special)
+
+
+INV_SCALE, FACTOR = np.float32(0.3), np.float32(0.7)
+
+
+@functools.cache
+def clipped(seed: int, special: float) -> list[Array | None]:
+    """What the oracle makes of :func:`lists`, in two roundings."""
+    wanted: list[Array | None] = []
+    for grad, out in zip(*lists(seed, special), strict=True):
+        if grad is None or out is None:
+            wanted.append(None)
+            continue
+        wide = oracle.unscale(raw(grad, out), KINDS[grad.dtype], INV_SCALE, None).out
+        wanted.append(oracle.scale(wide, KINDS[out.dtype], FACTOR))
+    return wanted
 
 
 @pytest.mark.parametrize("special", [0.0, 0.001])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_looking_finds_what_writing_finds_and_writes_nothing(implementation: str, seed: int, special: float) -> None:
-    grads, outs = random_rows(np.random.default_rng(600 + seed), UNSCALE_DTYPES, special)
+    grads, outs = lists(600 + seed, special)
     written, looked = (GradStats.allocate(len(grads), "cpu") for _ in range(2))
     inv_scale, tables = torch.tensor(0.3), PointerTables()
     multi_tensor_unscale(grads, copies(outs), inv_scale, written)
@@ -48,13 +68,10 @@ def test_looking_finds_what_writing_finds_and_writes_nothing(implementation: str
 @pytest.mark.parametrize("special", [0.0, 0.001])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_unscaled_and_clipped_is_rounded_twice(implementation: str, seed: int, special: float) -> None:
-    grads, outs = random_rows(np.random.default_rng(700 + seed), UNSCALE_DTYPES, special)
-    inv_scale, factor = np.float32(0.3), np.float32(0.7)
-    multi_tensor_unscale_clipped(grads, outs, torch.tensor(inv_scale), torch.tensor(factor))
-    for i, (grad, out) in enumerate(zip(grads, outs, strict=True)):
-        if grad is not None and out is not None:
-            wide = oracle.unscale(raw(grad, out), KINDS[grad.dtype], inv_scale, None).out
-            wanted = oracle.scale(wide, KINDS[out.dtype], factor)
+    grads, firsts = lists(700 + seed, special)
+    multi_tensor_unscale_clipped(grads, outs := copies(firsts), torch.tensor(INV_SCALE), torch.tensor(FACTOR))
+    for i, (out, wanted) in enumerate(zip(outs, clipped(700 + seed, special), strict=True)):
+        if out is not None and wanted is not None:
             assert_same_values(raw(out), wanted, KINDS[out.dtype], f"tensor {i}")
 
 
