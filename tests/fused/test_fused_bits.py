@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -66,28 +67,55 @@ def spread(rng: np.random.Generator, numel: int, low: float, high: float) -> ora
     return values
 
 
-class Problem:
-    """Elements for the oracle, and the same as lists of tensors."""
+def positive(rng: np.random.Generator, numel: int) -> oracle.Array:
+    """Second moments over the whole range of float32: what roots and quotients can meet."""
+    values = np.abs(spread(rng, numel, -44, 38))
+    values[rng.random(numel) < 0.01] = np.inf
+    return values
 
-    def __init__(self, dtype: torch.dtype | None, state: int, seed: int = 0) -> None:
-        self.rng = np.random.default_rng(seed)
-        self.dtype = dtype
-        self.elements = [Element(spread(self.rng, n, -6, 2)) for n in SIZES]
-        self.state = [[self._positive(n) if k else spread(self.rng, n, -9, 1) for n in SIZES] for k in range(state)]
-        self.masters = [torch.from_numpy(e.p.copy()) for e in self.elements]
-        self.kept = [[torch.from_numpy(a.copy()) for a in column] for column in self.state]
+
+class Drawn(NamedTuple):
+    """Parameters, columns of state, and the gradients of three steps; computed once, written by none."""
+
+    values: list[oracle.Array]
+    state: list[list[oracle.Array]]
+    grads: list[list[oracle.Array]]
+
+
+@functools.cache
+def drawn(state: int, lion: bool = False) -> Drawn:
+    rng = np.random.default_rng(0)
+    values = [spread(rng, n, -6, 2) for n in SIZES]
+    columns = [[positive(rng, n) if k else spread(rng, n, -9, 1) for n in SIZES] for k in range(state)]
+    grads = [[spread(rng, n, -3, 3) for n in SIZES] for _ in range(3)]
+    if lion:  # zero momentum and zero gradients: no direction
+        for column in (values, columns[0], *grads):
+            column[3][:3] = 0.0
+        columns[0][4][5] = np.nan
+    for column in (values, *columns, *grads):
+        for array in column:
+            array.flags.writeable = False
+    return Drawn(values, columns, grads)
+
+
+def grads_of(numbers: Drawn, dtype: torch.dtype | None, step: int) -> list[Tensor]:
+    """The second step's are in float32 whatever the parameters are in."""
+    to = dtype if dtype is not None and step != 1 else torch.float32
+    return [torch.from_numpy(a.copy()).to(to) for a in numbers.grads[step]]
+
+
+class Problem:
+    """Lists of tensors to step."""
+
+    def __init__(self, dtype: torch.dtype | None, numbers: Drawn) -> None:
+        self.dtype, self.numbers = dtype, numbers
+        self.masters = [torch.from_numpy(a.copy()) for a in numbers.values]
+        self.kept = [[torch.from_numpy(a.copy()) for a in column] for column in numbers.state]
         self.models = None if dtype is None else [torch.zeros(n, dtype=dtype) for n in SIZES]
         self.stats = CastStats.allocate(len(SIZES), "cpu")
 
-    def _positive(self, numel: int) -> oracle.Array:
-        """Second moments over the whole range of float32: what roots and quotients can meet."""
-        values = np.abs(spread(self.rng, numel, -44, 38))
-        values[self.rng.random(numel) < 0.01] = np.inf
-        return values
-
-    def grads(self, waits: bool) -> list[Tensor]:
-        dtype = self.dtype if self.dtype is not None and waits else torch.float32
-        return [torch.from_numpy(spread(self.rng, n, -3, 3)).to(dtype) for n in SIZES]
+    def grads(self, step: int) -> list[Tensor]:
+        return grads_of(self.numbers, self.dtype, step)
 
     def check(self, got: list[Tensor], want: list[oracle.Array], what: str) -> None:
         for n, tensor, array in zip(SIZES, got, want, strict=True):
@@ -115,31 +143,58 @@ def factors() -> Factors:
     return Factors(torch.tensor(FACTORS[0]), torch.tensor(FACTORS[1]))
 
 
+def three_steps(recipe: Callable[..., None], elements: list[Element], numbers: Drawn, kind: str, o: Any) -> None:
+    for step in range(3):
+        for e, grad in zip(elements, grads_of(numbers, KINDS[kind], step), strict=True):
+            recipe(e, grad.float().numpy(), *FACTORS, **o)
+
+
+@functools.cache
+def after_adam(case: str, kind: str) -> list[Element]:
+    """What the recipe gives, for all implementations."""
+    o = {**ADAM, **ADAM_CASES[case]}
+    numbers = drawn(3 if o["amsgrad"] else 2)
+    columns = [*numbers.state, [None] * len(SIZES)][:3]
+    rows = zip(numbers.values, *columns, strict=True)
+    elements = [Element(p, m, v, largest, k % 3) for k, (p, m, v, largest) in enumerate(rows)]
+    three_steps(oracle.adam, elements, numbers, kind, o)
+    return elements
+
+
+@functools.cache
+def after_sgd(case: str, kind: str) -> list[Element]:
+    elements = [Element(p) for p in drawn(0).values]
+    three_steps(oracle.sgd, elements, drawn(0), kind, {**SGD, **SGD_CASES[case]})
+    return elements
+
+
+@functools.cache
+def after_lion(case: str, kind: str) -> list[Element]:
+    numbers = drawn(1, lion=True)
+    elements = [Element(p, m) for p, m in zip(numbers.values, numbers.state[0], strict=True)]
+    three_steps(oracle.lion, elements, numbers, kind, {**LION, **LION_CASES[case]})
+    return elements
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", ADAM_CASES)
 def test_adam_has_the_bits_of_the_recipe(case: str, kind: str, implementation: str) -> None:
     o = {**ADAM, **ADAM_CASES[case]}
-    problem = Problem(KINDS[kind], 3 if o["amsgrad"] else 2)
+    problem, wanted = Problem(KINDS[kind], drawn(3 if o["amsgrad"] else 2)), after_adam(case, kind)
     options = [AdamOptions(o["lr"], *o["betas"], o["eps"], o["weight_decay"], o["decoupled"], o["maximize"])]
     steps = [torch.tensor(float(k % 3)) for k in range(len(SIZES))]
-    for k, e in enumerate(problem.elements):
-        e.m, e.v, e.t = problem.state[0][k], problem.state[1][k], k % 3
-        e.largest = problem.state[2][k] if o["amsgrad"] else None
     tables = PointerTables()
     for step in range(3):
-        grads = problem.grads(waits=step != 1)
         adam_step(
-            grads, problem.masters, problem.kept[0], problem.kept[1], steps, options, [0] * len(SIZES), factors(),
+            problem.grads(step), problem.masters, problem.kept[0], problem.kept[1], steps, options, [0] * len(SIZES), factors(),
             max_exp_avg_sqs=problem.kept[2] if o["amsgrad"] else None, models=problem.models, stats=problem.stats,
             tables=tables,
         )  # fmt: skip
-        for e, grad in zip(problem.elements, grads, strict=True):
-            oracle.adam(e, grad.float().numpy(), *FACTORS, **o)
-    problem.check(problem.masters, [e.p for e in problem.elements], "master")
-    problem.check(problem.kept[0], [e.m for e in problem.elements], "exp_avg")
-    problem.check(problem.kept[1], [e.v for e in problem.elements], "exp_avg_sq")
+    problem.check(problem.masters, [e.p for e in wanted], "master")
+    problem.check(problem.kept[0], [e.m for e in wanted], "exp_avg")
+    problem.check(problem.kept[1], [e.v for e in wanted], "exp_avg_sq")
     if o["amsgrad"]:
-        problem.check(problem.kept[2], [e.largest for e in problem.elements], "max_exp_avg_sq")
+        problem.check(problem.kept[2], [e.largest for e in wanted], "max_exp_avg_sq")
     assert [float(s) for s in steps] == [k % 3 + 3.0 for k in range(len(SIZES))]
     problem.check_models()
 
@@ -148,20 +203,17 @@ def test_adam_has_the_bits_of_the_recipe(case: str, kind: str, implementation: s
 @pytest.mark.parametrize("case", SGD_CASES)
 def test_sgd_has_the_bits_of_the_recipe(case: str, kind: str, implementation: str) -> None:
     o = {**SGD, **SGD_CASES[case]}
-    problem = Problem(KINDS[kind], 0)
+    problem, wanted = Problem(KINDS[kind], drawn(0)), after_sgd(case, kind)
     buffers = [torch.full((n,), float("nan")) for n in SIZES] if o["momentum"] else None
     options = [SgdOptions(**o)]
     for step in range(3):
-        grads = problem.grads(waits=step != 1)
         sgd_step(
-            grads, problem.masters, options, [0] * len(SIZES), factors(), momentum_buffers=buffers,
+            problem.grads(step), problem.masters, options, [0] * len(SIZES), factors(), momentum_buffers=buffers,
             first=[step == 0] * len(SIZES) if buffers else None, models=problem.models, stats=problem.stats,
         )  # fmt: skip
-        for e, grad in zip(problem.elements, grads, strict=True):
-            oracle.sgd(e, grad.float().numpy(), *FACTORS, **o)
-    problem.check(problem.masters, [e.p for e in problem.elements], "master")
+    problem.check(problem.masters, [e.p for e in wanted], "master")
     if buffers:
-        problem.check(buffers, [e.m for e in problem.elements], "momentum_buffer")
+        problem.check(buffers, [e.m for e in wanted], "momentum_buffer")
     problem.check_models()
 
 
@@ -169,25 +221,15 @@ def test_sgd_has_the_bits_of_the_recipe(case: str, kind: str, implementation: st
 @pytest.mark.parametrize("case", LION_CASES)
 def test_lion_has_the_bits_of_the_recipe(case: str, kind: str, implementation: str) -> None:
     o = {**LION, **LION_CASES[case]}
-    problem = Problem(KINDS[kind], 1)
+    problem, wanted = Problem(KINDS[kind], drawn(1, lion=True)), after_lion(case, kind)
     options = [LionOptions(o["lr"], *o["betas"], o["weight_decay"], o["maximize"])]
-    problem.state[0][3][:3] = problem.elements[3].p[:3] = 0.0  # zero momentum and zero gradients: no direction
-    problem.state[0][4][5] = np.nan
-    problem.kept[0] = [torch.from_numpy(a.copy()) for a in problem.state[0]]
-    for k, e in enumerate(problem.elements):
-        e.m = problem.state[0][k]
-        problem.masters[k].copy_(torch.from_numpy(e.p))
     for step in range(3):
-        grads = problem.grads(waits=step != 1)
-        grads[3][:3] = 0.0
         multi_tensor_step(
-            "lion", grads, problem.masters, [problem.kept[0]], options, [0] * len(SIZES), factors(),
+            "lion", problem.grads(step), problem.masters, [problem.kept[0]], options, [0] * len(SIZES), factors(),
             models=problem.models, stats=problem.stats,
         )  # fmt: skip
-        for e, grad in zip(problem.elements, grads, strict=True):
-            oracle.lion(e, grad.float().numpy(), *FACTORS, **o)
-    problem.check(problem.masters, [e.p for e in problem.elements], "master")
-    problem.check(problem.kept[0], [e.m for e in problem.elements], "exp_avg")
+    problem.check(problem.masters, [e.p for e in wanted], "master")
+    problem.check(problem.kept[0], [e.m for e in wanted], "exp_avg")
     problem.check_models()
 
 
