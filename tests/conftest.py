@@ -1,9 +1,15 @@
-"""Shared settings of the test suite: import path, threads, marks, hypothesis profiles."""
+"""Shared settings of the test suite: import path, threads, marks, hypothesis profiles; what is done once for many."""
 
+import fcntl
+import logging
 import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+# Idle threads must not spin on cores that other workers want; OpenMP reads this when torch loads it.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import pytest
 import torch
@@ -15,6 +21,11 @@ if HERE not in sys.path:  # so that `import oracle` works under every pytest imp
 
 # The tensors here are small: more threads than this only add noise to the run time.
 torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+# pytest attaches its handlers to each logger that does not propagate, three times a test, and torch has forty of these.
+for _logger in logging.root.manager.loggerDict.values():
+    if isinstance(_logger, logging.Logger):
+        _logger.propagate = True
 
 _COMMON = {
     "deadline": None,
@@ -49,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def stepping(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> object:
+def stepping(request: pytest.FixtureRequest) -> object:
     """What an optimizer gets that is made without ``fused_step``, where a test asks for it; see `checks.by_step`."""
     mode = getattr(request, "param", "as it is")
     if mode != "as it is":
@@ -57,13 +68,44 @@ def stepping(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
         defaults = MixedPrecisionOptimizer.__init__.__kwdefaults__
         assert defaults is not None
-        monkeypatch.setitem(defaults, "fused_step", mode)
+        request.getfixturevalue("monkeypatch").setitem(defaults, "fused_step", mode)
     return mode
 
 
 @pytest.fixture(scope="session")
 def emulated_cuda(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The CUDA kernels' source, running on the CPU."""
+    """The CUDA kernels' source, running on the CPU; compiled by the first worker that asks."""
     import emulated
 
-    return emulated.build(tmp_path_factory.mktemp("emulated"))
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    folder = tmp_path_factory.mktemp("emulated") if run is None else tmp_path_factory.getbasetemp().parent / run
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return emulated.build(folder)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tried_once() -> Iterator[None]:
+    """Split masters try, when they are made, whether an optimizer's class can step a bucket at a time: some 40 ms of
+    small steps. Here torch's own classes are tried once with each of their settings; test_certify.py has the trial."""
+    from fp16opt.engine import streamed_step
+
+    ask, known = streamed_step.check_bucket_invariant, {}
+
+    def ask_once(factory: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> Any:
+        try:
+            made = factory([torch.nn.Parameter(torch.ones(2, 2))])
+        except Exception:
+            return ask(factory)
+        if not type(made).__module__.startswith("torch.optim"):
+            return ask(factory)
+        settings = [(key, value) for key, value in sorted(made.param_groups[0].items()) if key != "params"]
+        key = type(made), repr(settings), torch.get_default_dtype()
+        if key not in known:
+            known[key] = ask(factory)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streamed_step, "check_bucket_invariant", ask_once)
+        yield

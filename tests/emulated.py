@@ -105,20 +105,21 @@ def shuffle(device: Any) -> Shuffle:
 
 
 def build(folder: Path, *more: str) -> Emulated:
-    """The kernels, compiled into ``folder``. Skips the test where there is no compiler."""
+    """The kernels, compiled into ``folder`` if they are not there. Skips the test where there is no compiler."""
     command = compiler()
     if command is None:
         pytest.skip("needs a C++ compiler and the sources")
-    kernels = list(cuda_rows.KERNELS.values())
-    libraries, running = [], []
-    for part in range(PARTS):
-        source = folder / f"kernels{part}.cpp"
-        entries = "".join(kernel.entry() for kernel in kernels[part::PARTS])
-        source.write_text(flattened() + cuda_rows.shared_assertions() + entries)
-        libraries.append(source.with_suffix(".so"))
-        words = [command, *FLAGS, *more, "-shared", str(source), "-o", str(libraries[-1])]
-        running.append(subprocess.Popen(words))
-    assert [job.wait() for job in running] == [0] * PARTS, shlex.join(words)
+    libraries, done = [folder / f"kernels{part}.so" for part in range(PARTS)], folder / "done"
+    if not done.exists():
+        running, kernels = [], list(cuda_rows.KERNELS.values())
+        for part, library in enumerate(libraries):
+            entries = "".join(kernel.entry() for kernel in kernels[part::PARTS])
+            source = library.with_suffix(".cpp")
+            source.write_text(flattened() + cuda_rows.shared_assertions() + entries)
+            words = [command, *FLAGS, *more, "-shared", str(source), "-o", str(library)]
+            running.append(subprocess.Popen(words))
+        assert [job.wait() for job in running] == [0] * PARTS, shlex.join(words)
+        done.touch()
     return Emulated(libraries)
 
 

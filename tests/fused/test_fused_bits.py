@@ -186,7 +186,8 @@ def test_adam_has_the_bits_of_the_recipe(case: str, kind: str, implementation: s
     tables = PointerTables()
     for step in range(3):
         adam_step(
-            problem.grads(step), problem.masters, problem.kept[0], problem.kept[1], steps, options, [0] * len(SIZES), factors(),
+            problem.grads(step), problem.masters, problem.kept[0], problem.kept[1], steps, options,
+            [0] * len(SIZES), factors(),
             max_exp_avg_sqs=problem.kept[2] if o["amsgrad"] else None, models=problem.models, stats=problem.stats,
             tables=tables,
         )  # fmt: skip

@@ -196,9 +196,7 @@ def test_axpby_of_random_lists(implementation: str, seed: int, in_place: str) ->
 
 
 @functools.cache
-def cast_case(
-    seed: int, special: float
-) -> tuple[list[Tensor | None], list[Tensor | None], list[oracle.Cast | None]]:
+def cast_case(seed: int, special: float) -> tuple[list[Tensor | None], list[Tensor | None], list[oracle.Cast | None]]:
     masters, params = random_rows(np.random.default_rng(400 + seed), [(torch.float32, d) for d in SIXTEEN], special)
     wanted = [
         None if m is None or p is None else oracle.cast(raw(m, p), KINDS[p.dtype])
