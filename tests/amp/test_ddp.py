@@ -13,61 +13,66 @@ import torch
 import fp16opt
 
 SCRIPT = """
-import sys
+import os
+
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 
 from fp16opt import amp
 
-rank, level, file = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
-model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-parallel = nn.parallel.DistributedDataParallel(model)
-torch.manual_seed(rank)
-x, y = torch.randn(16, 8), torch.randint(0, 3, (16,))
-skips = []
-for i in range(5):
-    optimizer.zero_grad()
-    out = parallel(x).float()
-    loss = F.cross_entropy(out, y) * (float("inf") if (i, rank) == (2, 1) else 1.0)
-    with amp.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    skips.append(optimizer.step_was_skipped)
-result = {
-    "skips": skips,
-    "masters": [p.detach() for p in amp.master_params(optimizer)],
-    "params": [p.detach() for p in model.parameters()],
-    "amp": dict(amp.state_dict()),
-}
-torch.save(result, f"{file}.{rank}")
-dist.destroy_process_group()
+
+def train(rank, level):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/meet.{level}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    parallel = nn.parallel.DistributedDataParallel(model)
+    torch.manual_seed(rank)
+    x, y = torch.randn(16, 8), torch.randint(0, 3, (16,))
+    skips = []
+    for i in range(5):
+        optimizer.zero_grad()
+        out = parallel(x).float()
+        loss = F.cross_entropy(out, y) * (float("inf") if (i, rank) == (2, 1) else 1.0)
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        skips.append(optimizer.step_was_skipped)
+    result = {
+        "skips": skips,
+        "masters": [p.detach() for p in amp.master_params(optimizer)],
+        "params": [p.detach() for p in model.parameters()],
+        "amp": dict(amp.state_dict()),
+    }
+    torch.save(result, f"{level}.{rank}")
+    dist.destroy_process_group()
+
+
+for level in ("O1", "O2"):  # of one process, which has imported torch, as it is before any level
+    mp.start_processes(train, (level,), nprocs=2, start_method="fork")
 """
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what each rank had in the end, at both levels."""
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "work.py").write_text(SCRIPT)
+    package = str(Path(fp16opt.__file__).resolve().parent.parent)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])}
+    subprocess.run([sys.executable, "work.py"], env=environment, cwd=folder, timeout=240, check=True)
+    return folder
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed package")
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_ranks_agree(level: str, tmp_path: Path) -> None:
-    (tmp_path / "work.py").write_text(SCRIPT)
-    package = str(Path(fp16opt.__file__).resolve().parent.parent)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(tmp_path / "work.py")]
-    runs = [
-        subprocess.Popen([*command, str(rank), level, str(tmp_path / "meet")], env=environment, cwd=tmp_path)
-        for rank in range(2)
-    ]
-    try:
-        assert [run.wait(timeout=120) for run in runs] == [0, 0]
-    finally:
-        for run in runs:
-            run.kill()
-    first, second = (torch.load(tmp_path / f"meet.{rank}", weights_only=True) for rank in range(2))
+def test_ranks_agree(level: str, trained: Path) -> None:
+    first, second = (torch.load(trained / f"{level}.{rank}", weights_only=True) for rank in range(2))
     assert first["skips"] == second["skips"] == [False, False, True, False, False]
     assert first["amp"] == second["amp"]
     assert first["amp"]["loss_scaler0"] == {"loss_scale": 2.0**15, "unskipped": 2}

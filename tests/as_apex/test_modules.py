@@ -156,7 +156,7 @@ def work(rank, folder):
 
 
 if __name__ == "__main__":
-    mp.spawn(work, (sys.argv[1],), nprocs=2)
+    mp.start_processes(work, (sys.argv[1],), nprocs=2, start_method="fork")  # torch is imported once
 """
 
 

@@ -16,6 +16,14 @@ from typing import Any
 
 TIMEOUT = 60.0  # seconds for one function
 GLOO = datetime.timedelta(seconds=20)
+IMPORTED_ONCE = [  # by the process from which all ranks are forked; it does nothing else
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torch.distributed.tensor.parallel",
+    "hypothesis",
+    "pytest",
+]
 
 
 def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
@@ -50,7 +58,8 @@ class World:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED_ONCE)
         self._folder = tempfile.TemporaryDirectory()
         for rank in range(self.size):
             here, there = context.Pipe()
