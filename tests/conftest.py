@@ -1,6 +1,7 @@
 """Shared settings of the test suite: import path, threads, marks, hypothesis profiles; what is done once for many."""
 
 import fcntl
+import gc
 import logging
 import os
 import sys
@@ -44,6 +45,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tenth", action="store_true", help="run every tenth test, for a first look at a change")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """The garbage collector leaves out a million objects that stay to the end: torch, and the tests themselves."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)  # of those that marks and -k have left
