@@ -6,12 +6,12 @@ import copy
 import importlib.util
 import os
 import random
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import interpreters
 import pytest
 import torch
 from specs import CASES, params_of
@@ -785,8 +785,7 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         "            self.state[p]['low'] = torch.zeros(3, dtype=torch.float16)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(fp16opt.__file__).parent.parent)}
-    command = [sys.executable, "-m", "fp16opt", "certify", "certified_half:Half"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = interpreters.python("-m", "fp16opt", "certify", "certified_half:Half", cwd=tmp_path, env=environment)
     assert done.returncode == 1, done.stderr
     assert "low is float16" in done.stdout
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
+
+import interpreters
 
 import fp16opt
 
@@ -15,12 +16,4 @@ PACKAGE = str(Path(fp16opt.__file__).resolve().parent.parent)
 def python(where: Path, *arguments: str, path: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """``python arguments...`` in ``where``; ``path`` comes first in PYTHONPATH."""
     parts = [*path, PACKAGE, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=where,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(parts)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return interpreters.python(*arguments, cwd=where, env={**os.environ, "PYTHONPATH": os.pathsep.join(parts)})

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import interpreters
 import pytest
 import torch
 from engine.checks import tensor_bytes
@@ -210,8 +210,7 @@ def test_what_is_out_of_range_is_named(options: dict[str, Any], message: str) ->
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(fp16opt.__file__).parents[1]), *sys.path])}
     line = "plan --params 7e9 --ranks 64 --shard fsdp2 --optimizer adamw --masters split --network 25 --memory 1000"
-    command = [sys.executable, "-m", "fp16opt", *line.split()]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=60)
+    done = interpreters.python("-m", "fp16opt", *line.split(), env=environment, cwd=tmp_path, timeout=60)
     assert done.returncode == 0, done.stderr
     wanted = Plan(params=7e9, ranks=64, shard="fsdp2", masters="split", network=25e9, memory=1e12)
     assert done.stdout.strip() == wanted.report()

@@ -17,10 +17,12 @@ from typing import Any
 TIMEOUT = 60.0  # seconds for one function
 GLOO = datetime.timedelta(seconds=20)
 IMPORTED_ONCE = [  # by the process from which all ranks are forked; it does nothing else
+    "torch._dynamo",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.optim",
     "torch.distributed.tensor.parallel",
+    "fp16opt.distributed",
     "hypothesis",
     "pytest",
 ]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import interpreters
 import pytest
 import torch
 from engine.checks import assert_same, assert_same_bits, snapshot
@@ -233,13 +233,7 @@ print(type(scaler).__module__, scaler.cur_scale, scaler._unskipped, scaler.scale
     import fp16opt
 
     path = os.pathsep.join([str(Path(fp16opt.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
+    done = interpreters.python("-c", code, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["fp16opt.fp16_utils.loss_scalers", "4096.0", "17", "1000", "2.0"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
+import interpreters
 import numpy as np
 import pytest
 import torch
@@ -134,7 +134,7 @@ def test_a_decoupled_lion_of_the_package_is_not_taken_for_a_plain_one() -> None:
 
 def test_the_package_is_not_imported_for_us() -> None:
     code = "import sys, fp16opt; print('lion_pytorch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+    assert interpreters.python("-c", code, cwd=Path.cwd()).stdout == "False\n"
 
 
 class Bold(AdamW):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
+import interpreters
 import pytest
 import torch
 from torch import Tensor
@@ -21,9 +21,8 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     """In another process, as what is wrong here ends one."""
     native_names = "from fp16opt.kernels.native import module as _cpu, _exchange\n"
     head = "import torch, weakref\nfrom torch import Tensor\n" + native_names
-    command = [sys.executable, "-c", head + textwrap.dedent(code)]
     home = Path(native.__file__).parents[2]  # Python looks first where it is started: a checkout may hold no module
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=home)
+    return interpreters.python("-c", head + textwrap.dedent(code), cwd=home)
 
 
 def assert_runs(code: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,27 +29,43 @@ def any_shape(rng: np.random.Generator) -> tuple[int, ...]:
     return (int(rng.choice(LONG)),) if rng.random() < 0.2 else shape_of(rng)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_gradients_of_random_lists(implementation: str, seed: int) -> None:
-    rng, tables = np.random.default_rng(seed), PointerTables()
+# What is measured, and what the oracle says of it, is computed once for all implementations; nobody writes to it.
+
+
+@functools.cache
+def gradients(seed: int) -> tuple[list[Tensor | None], list[list[float]]]:
+    rng = np.random.default_rng(seed)
     grads: list[Tensor | None] = []
     for _ in range(24):
         dtype, layout = SHARED[int(rng.integers(0, 4))], LAYOUTS[int(rng.integers(0, len(LAYOUTS)))]
         grad = make(rng, any_shape(rng), dtype, layout, special=0.02 * (rng.random() < 0.3))
         grads.append(None if rng.random() < 0.1 else grad)
+    return grads, [[0.0] * 5 if g is None else oracle.measured(raw(g), KINDS[g.dtype]) for g in grads]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gradients_of_random_lists(implementation: str, seed: int) -> None:
+    (grads, wanted), tables = gradients(seed), PointerTables()
     for _ in range(2):
         numbers = multi_tensor_measure(grads, tables=tables)
-        for i, grad in enumerate(grads):
-            want = [0.0] * 5 if grad is None else oracle.measured(raw(grad), KINDS[grad.dtype])
+        for i, want in enumerate(wanted):
             assert_same(numbers[i], want, MEASURED, f"tensor {i}")
+
+
+@functools.cache
+def every_number(dtype: torch.dtype) -> tuple[list[Tensor], list[list[float]]]:
+    """Some of the numbers alone, and all of them together."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    tensors = [*every.split(1)[::97], every]
+    return tensors, [oracle.measured(raw(one), KINDS[dtype]) for one in tensors]
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN, ids=str)
 def test_every_16_bit_number_is_counted_as_what_it_is(level: str, dtype: torch.dtype) -> None:
-    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
-    numbers = multi_tensor_measure([*every.split(1)[::97], every])
-    for number, one in zip(numbers, [*every.split(1)[::97], every], strict=True):
-        assert_same(number, oracle.measured(raw(one), KINDS[dtype]), MEASURED, f"{one[0]}")
+    tensors, wanted = every_number(dtype)
+    numbers = multi_tensor_measure(tensors)
+    for i, want in enumerate(wanted):
+        assert_same(numbers[i], want, MEASURED, f"tensor {i}")
     _, _, bits = oracle.TYPES[KINDS[dtype]]
     assert numbers[-1, 2].item() == 2
     assert numbers[-1, 3].item() == 2 * (2**bits - 1)
@@ -77,33 +94,47 @@ def pair(rng: np.random.Generator, shape: tuple[int, ...], layout: str) -> tuple
     return before, after, lay_out(after.to(weight_of), layout) if of != weight_of else after, KINDS[weight_of]
 
 
+Row = tuple[Tensor, Tensor, Tensor, str]
+
+
+def compared(before: Tensor, after: Tensor, weight: Tensor, kind: str) -> list[float]:
+    return oracle.compared(*(oracle.decode(raw(t, after), KINDS[t.dtype]) for t in (after, before, weight)), kind)
+
+
+@functools.cache
+def steps(seed: int) -> tuple[list[Row], list[list[float]]]:
+    """Rows of :func:`pair`; the fourth is left out by the test."""
+    rng = np.random.default_rng(seed)
+    rows = [pair(rng, any_shape(rng), LAYOUTS[int(rng.integers(0, len(LAYOUTS)))]) for _ in range(16)]
+    return rows, [[0.0] * 7 if i == 3 else compared(*row) for i, row in enumerate(rows)]
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_steps_of_random_lists(implementation: str, seed: int) -> None:
-    rng, tables = np.random.default_rng(seed), PointerTables()
-    rows = [pair(rng, any_shape(rng), LAYOUTS[int(rng.integers(0, len(LAYOUTS)))]) for _ in range(16)]
+    (rows, wanted), tables = steps(seed), PointerTables()
     masters: list[Tensor | None] = [row[1] for row in rows]
     masters[3] = None
     snapshots = Snapshots([None if i == 3 else row[0] for i, row in enumerate(rows)])
     for _ in range(2):
         numbers = multi_tensor_compare(masters, [row[2] for row in rows], snapshots, tables=tables)
-        for i, (before, after, weight, kind) in enumerate(rows):
-            if i == 3:
-                assert numbers[i].tolist() == [0.0] * 7
-                continue
-            values = [oracle.decode(raw(one, after), KINDS[one.dtype]) for one in (after, before, weight)]
-            assert_same(numbers[i], oracle.compared(*values, kind), COMPARED, f"row {i}, {kind}, {tuple(after.shape)}")
+        for i, ((_, after, _, kind), want) in enumerate(zip(rows, wanted, strict=True)):
+            assert_same(numbers[i], want, COMPARED, f"row {i}, {kind}, {tuple(after.shape)}")
+
+
+@functools.cache
+def long_step(weight_of: torch.dtype, numel: int) -> tuple[Row, list[float]]:
+    rng = np.random.default_rng(numel)
+    before = torch.cat([torch.zeros(3), make(rng, (numel,), torch.float32)])[3:]
+    after = torch.cat([torch.zeros(1), before + 1e-4 * make(rng, (numel,), torch.float32)])[1:]
+    row = before, after, torch.cat([torch.zeros(1), after])[1:].to(weight_of), KINDS[weight_of]
+    return row, compared(*row)
 
 
 @pytest.mark.parametrize("weight_of", SIXTEEN, ids=str)
 @pytest.mark.parametrize("numel", LONG)
 def test_steps_of_long_tensors_at_any_alignment(implementation: str, weight_of: torch.dtype, numel: int) -> None:
-    rng = np.random.default_rng(numel)
-    before = torch.cat([torch.zeros(3), make(rng, (numel,), torch.float32)])[3:]
-    after = torch.cat([torch.zeros(1), before + 1e-4 * make(rng, (numel,), torch.float32)])[1:]
-    weight = torch.cat([torch.zeros(1), after])[1:].to(weight_of)
+    (before, after, weight, _), want = long_step(weight_of, numel)
     found = multi_tensor_compare([after], [weight], Snapshots([before]))[0]
-    values = [oracle.decode(raw(one), KINDS[one.dtype]) for one in (after, before, weight)]
-    want = oracle.compared(*values, KINDS[weight_of])
     assert_same(found, want, COMPARED, str(numel))
     assert 0 < want[-1] < want[-2] <= numel
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
-import subprocess
 import sys
 import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import interpreters
 import numpy as np
 import pytest
 import torch
@@ -217,27 +217,15 @@ def test_a_forked_child_of_a_busy_parent(threads: None) -> None:
 @pytest.mark.parametrize("name", native.module.simd_levels() if native.available() else [])
 def test_environment_chooses_the_level(name: str, tmp_path: Path) -> None:
     code = "from fp16opt.kernels import native; print(native.module.simd_level())"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(fp16opt.__file__).parents[1]), "FP16OPT_SIMD": name},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(fp16opt.__file__).parents[1]), "FP16OPT_SIMD": name}
+    done = interpreters.python("-c", code, cwd=tmp_path, env=environment)
     assert done.stdout.strip() == name
 
 
 @compiled
 def test_a_wrong_level_in_the_environment_is_reported(tmp_path: Path) -> None:
     code = "from fp16opt import kernels; print(kernels.backend('cpu'))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(fp16opt.__file__).parents[1]), "FP16OPT_SIMD": "mmx"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(fp16opt.__file__).parents[1]), "FP16OPT_SIMD": "mmx"}
+    done = interpreters.python("-c", code, cwd=tmp_path, env=environment)
     assert done.stdout.strip() == "reference"
     assert "SIMD level 'mmx' is not one that this build has" in done.stderr
