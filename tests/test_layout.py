@@ -7,6 +7,7 @@ functions, the second half runs them on the package, and on small sources in whi
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -183,13 +184,19 @@ def called_imports(node: ast.Call) -> list[str]:
     return [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
 
 
+@functools.cache
+def walk(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """``ast.walk``, once for each tree."""
+    return tuple(ast.walk(tree))
+
+
 def imported_modules(files: Files, path: str) -> Iterator[tuple[list[str], int]]:
     """(names below ``fp16opt``, line) of everything of the package that a file imports, wherever in the file.
 
     ``from .a import b`` gives ``a.b``, which may be a module or a name in ``a``.
     """
     package = path.split("/")[:-1]
-    for node in ast.walk(files[path]):
+    for node in walk(files[path]):
         found: list[list[str]] = []
         if isinstance(node, ast.Import):
             found = [alias.name.split(".") for alias in node.names]
@@ -207,14 +214,14 @@ def imported_modules(files: Files, path: str) -> Iterator[tuple[list[str], int]]
 
 def annotations(tree: ast.Module) -> Iterator[tuple[str, int]]:
     """(name, line) of every name in an annotation, strings inside of it parsed."""
-    for node in ast.walk(tree):
+    for node in walk(tree):
         marks = [getattr(node, "annotation", None), getattr(node, "returns", None)]
         for mark in filter(None, marks):
             yield from ((name, mark.lineno) for name in names_in(mark))
 
 
 def names_in(annotation: ast.expr) -> Iterator[str]:
-    for node in ast.walk(annotation):
+    for node in walk(annotation):
         if isinstance(node, ast.Name):
             yield node.id
         elif isinstance(node, ast.Attribute):
@@ -229,7 +236,7 @@ def names_in(annotation: ast.expr) -> Iterator[str]:
 def bound(tree: ast.Module) -> set[str]:
     """Names that a file imports or defines."""
     found = set()
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
         elif isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -337,7 +344,7 @@ def compiled_code(files: Files) -> list[str]:
     """Importers of the compiled modules, where there is more than one, or outside of kernels/."""
     importers: dict[str, int] = {}
     for path, tree in files.items():
-        for node in ast.walk(tree):
+        for node in walk(tree):
             names = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -357,7 +364,7 @@ def compiled_code(files: Files) -> list[str]:
 def defined(tree: ast.Module) -> set[str]:
     """Private names that a file defines: functions, classes, variables, fields, attributes of self and cls."""
     found = set()
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -365,7 +372,7 @@ def defined(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node.value):
             found.add(node.attr)
         elif isinstance(node, ast.Assign) and any(ast.unparse(t) == "__slots__" for t in node.targets):
-            found |= {n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+            found |= {n.value for n in walk(node.value) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
     return {name for name in found if private(name)}
 
 
@@ -394,7 +401,7 @@ def reaching_in(files: Files, foreign: Container[str]) -> list[str]:
 
 def private_uses(tree: ast.Module) -> Iterator[tuple[int, str, str, str]]:
     """(line, private name, what it is asked of, what is written) of each use on something that is not self."""
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Attribute) and private(node.attr) and not is_own(node.value):
             yield node.lineno, node.attr, ast.unparse(node.value), ast.unparse(node)
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
@@ -412,7 +419,7 @@ def not_used(files: Files, foreign: Iterable[str]) -> list[str]:
     used = {name for tree in files.values() for _, name, _, _ in private_uses(tree)}
     # a hook table or protocol flag of our own is set on self or as a class's field
     used |= {name for tree in files.values() for name in defined(tree)}
-    used |= {n.value for tree in files.values() for n in ast.walk(tree) if isinstance(n, ast.Constant) and n.value}
+    used |= {n.value for tree in files.values() for n in walk(tree) if isinstance(n, ast.Constant) and n.value}
     return [f"FOREIGN[{name!r}]: no file uses it" for name in foreign if name not in used]
 
 
@@ -442,11 +449,11 @@ def takes_the_optimizer(files: Files, rooms: Iterable[str]) -> list[str]:
             for name, line in annotations(tree)
             if name == "MixedPrecisionOptimizer"
         ]
-        for function in (node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)):
+        for function in (node for node in walk(tree) if isinstance(node, FUNCTIONS)):
             names = {arg.arg for arg in parameters(function)} & OPTIMIZERS
             if "engine" in names:
                 complaints.append(f"{path}:{function.lineno}: {function.name} takes the engine")
-            for node in (n for n in ast.walk(function) if isinstance(n, ast.Attribute)):
+            for node in (n for n in walk(function) if isinstance(n, ast.Attribute)):
                 asked = isinstance(node.value, ast.Name) and node.value.id in names
                 if asked and node.attr not in ON_OPTIMIZERS | {*FOREIGN}:
                     complaints.append(
@@ -462,7 +469,7 @@ def unwanted(files: Files) -> list[str]:
     """assert, which vanishes under -O; print; global and nonlocal state of modules; unfinished marks."""
     complaints = []
     for path, tree in files.items():
-        for node in ast.walk(tree):
+        for node in walk(tree):
             if isinstance(node, ast.Assert):
                 complaints.append(f"{path}:{node.lineno}: assert; raise instead")
             elif isinstance(node, ast.Global):
@@ -504,12 +511,12 @@ def not_annotated(files: Files) -> list[str]:
     for path, tree in files.items():
         methods = {
             id(inner)
-            for node in ast.walk(tree)
+            for node in walk(tree)
             if isinstance(node, ast.ClassDef)
             for inner in node.body
             if isinstance(inner, FUNCTIONS) and "staticmethod" not in {ast.unparse(d) for d in inner.decorator_list}
         }
-        for node in ast.walk(tree):
+        for node in walk(tree):
             if not isinstance(node, FUNCTIONS):
                 continue
             needed = parameters(node)[1 if id(node) in methods else 0 :]

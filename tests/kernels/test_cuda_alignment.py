@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import emulated
+import interpreters
 import numpy as np
 import pretended
 import pytest
@@ -119,4 +119,4 @@ def test_threads_that_do_not_store_together_are_found(tmp_path: Path) -> None:
         )
         folders = [str(emulated.CSRC.parent), str(emulated.CSRC.parent / "tests")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
-        assert subprocess.run([sys.executable, "-c", script], env=environment, check=False).returncode == status
+        assert interpreters.python("-c", script, cwd=tmp_path, env=environment).returncode == status
