@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import emulated
@@ -41,13 +42,24 @@ few = pytest.mark.parametrize("implementation", FEW, indirect=True)
 """Each SIMD level once, each with another number of threads; :func:`test_threads` has all of them."""
 
 
+@functools.cache
+def drawn() -> tuple[list[oracle.Array], list[list[oracle.Array]]]:
+    """Parameters, and gradients of four steps, of any size, also such as leave v at zero; one block at rest. Drawn
+    once, written by nobody."""
+    rng = np.random.default_rng(0)
+    masters = [spread(rng, n, -4, 2) for n in SIZES]
+    grads = [[spread(rng, n, low, 3) for n in SIZES] for low in (-3, -26, -3, -3)]
+    for values in (*masters, *(values for step in grads for values in step)):
+        values.flags.writeable = False
+    return masters, grads
+
+
 class Problem:
     """Parameters for the oracle, and the same as lists of tensors."""
 
     def __init__(self, kind: str, state: type) -> None:
-        self.rng = np.random.default_rng(0)
         self.dtype = KINDS[kind]
-        masters = [torch.from_numpy(spread(self.rng, n, -4, 2)) for n in SIZES]
+        masters = [torch.from_numpy(values.copy()) for values in drawn()[0]]
         self.stats = CastStats.allocate(len(SIZES), "cpu")
         self.models = None if self.dtype is None else [torch.zeros(n, dtype=self.dtype) for n in SIZES]
         self.masters = masters
@@ -69,9 +81,9 @@ class Problem:
         return [out.numpy() for out in outs]
 
     def grads(self, step: int) -> list[Tensor]:
-        """Of any size, also such as leave v at zero, or beyond its range; one block at rest."""
+        """Those of the first step may be beyond the range of v."""
         dtype = self.dtype if self.dtype is not None and step != 1 else torch.float32
-        made = [spread(self.rng, n, -26 if step == 2 else -3, 3) for n in SIZES]
+        made = [values.copy() for values in drawn()[1][min(step, 4) - 1]]
         for values in made:
             values[128:256] = 0.0
             if self.dtype != torch.float16 and step == 1:
