@@ -1,6 +1,5 @@
 """Shared settings of the test suite: import path, threads, marks, hypothesis profiles; what is done once for many."""
 
-import fcntl
 import gc
 import logging
 import os
@@ -87,6 +86,8 @@ def stepping(request: pytest.FixtureRequest) -> object:
 @pytest.fixture(scope="session")
 def emulated_cuda(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The CUDA kernels' source, running on the CPU; compiled by the first worker that asks."""
+    import fcntl
+
     import emulated
 
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
