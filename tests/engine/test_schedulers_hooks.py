@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import Any
 
@@ -215,3 +216,43 @@ def test_a_hook_may_give_a_weight_other_memory(kind: str, fused: bool) -> None:
         handle.remove()
         one_step(opts[1], [plain], [0.25])
         assert_same_bits(p, plain, f"step {k}")
+
+
+@pytest.mark.parametrize("watched", ["not at all", "by a profiler", "by a hook"])
+def test_a_step_has_the_profilers_frame_where_somebody_watches(watched: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    frames: list[str] = []
+    true_frame = torch.autograd.profiler.record_function
+
+    def noted(name: str, *arguments: Any) -> Any:
+        frames.append(name)
+        return true_frame(name, *arguments)
+
+    p = ones()
+    opt = MixedPrecisionOptimizer(SGD([p], lr=0.5), fused_step=True)
+    one_step(opt, [p], [0.25])
+    monkeypatch.setattr(torch.autograd.profiler, "record_function", noted)
+    if watched == "by a hook":
+        opt.register_step_post_hook(lambda *_: None)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) if watched == "by a profiler" else contextlib.nullcontext():
+        one_step(opt, [p], [0.25])
+    name = "Optimizer.step#MixedPrecisionOptimizer.step"
+    assert frames.count(name) == (watched != "not at all")
+
+
+def test_an_own_step_of_a_subclass_has_torchs_hooks() -> None:
+    class Counting(MixedPrecisionOptimizer):
+        def step(self, closure: Any = None) -> Any:
+            calls.append("step")
+            return super().step(closure)
+
+    calls: list[str] = []
+    p = ones()
+    opt = Counting(SGD([p], lr=0.5))
+    opt.register_step_pre_hook(lambda *_: calls.append("before"))
+    opt.register_step_post_hook(lambda *_: calls.append("after"))
+    one_step(opt, [p], [0.25])
+    assert calls.count("step") == 1
+    assert calls[0] == "before"
+    assert calls[-1] == "after"
+    assert p[0].item() == 0.875
