@@ -195,7 +195,8 @@ def run_step(optimizer: Optimizer, found_inf: Tensor | None, closure: Callable[[
     """
     completed: list[bool] = []
     with contextlib.ExitStack() as around:
-        around.enter_context(_first_post_hook(optimizer, lambda *_: completed.append(True)))
+        if has_step_hooks(optimizer):  # else what is raised was raised by the step
+            around.enter_context(_first_post_hook(optimizer, lambda *_: completed.append(True)))
         around.enter_context(reading(once=False))
         if isinstance(optimizer, torch.optim.SGD):
             around.enter_context(fused_steps_guarded(optimizer))
