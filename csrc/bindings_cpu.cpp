@@ -129,6 +129,7 @@ StepLists step_lists(const Table& table, const PointerLists& given, size_t other
     for (int64_t row : table.rows) {
         const long group = PyLong_AsLong(PySequence_Fast_GET_ITEM(groups.ptr(), row));
         if (group == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+        if (group < 0 || group > INT32_MAX) throw std::invalid_argument("group_of reaches outside the groups");
         result.group_of.push_back(int32_t(group));
     }
     return result;

@@ -55,6 +55,7 @@ from .engine.wrapped_step import (
     extras,
     has_step_hooks,
     make_hook_tables,
+    post_hooks,
     remake_first_state,
 )
 from .kernels import decisions
@@ -104,9 +105,10 @@ def between_hooks(step: Method) -> Method:
     def call(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if has_step_hooks(self) or torch.autograd.profiler._is_profiler_enabled:
             return framed(self, *args, **kwargs)
-        if torch.is_inference_mode_enabled():
-            return inner(self, *args, **kwargs)
-        return step(self, *args, **kwargs)
+        returned = (inner if torch.is_inference_mode_enabled() else step)(self, *args, **kwargs)
+        for hook in post_hooks(self):  # they have come meanwhile: torch, too, asks for them when the step is done
+            hook(self, (self, *args), kwargs)
+        return returned
 
     call.hooked = True  # type: ignore[attr-defined]  # by this torch knows that a step has its wrapper
     return cast(Method, call)

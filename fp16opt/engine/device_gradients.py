@@ -278,7 +278,9 @@ class DeviceGradients:
         """A gradient that can't wait: sparse, of another dtype, or laid out otherwise than its parameter."""
         pair = self.pairs[row]
         if grad.layout is torch.strided:
-            out = self._room(row)
+            # A GradScaler reads one after the other: what a master shares already it may have been given before.
+            is_shared = grad.dtype == torch.float32 and GRAD.__get__(pair.master) is grad
+            out = grad if is_shared else self._room(row)
             taken.put(row, local(grad), local(out))
             store(pair.master, out)
             return

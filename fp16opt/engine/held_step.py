@@ -132,4 +132,4 @@ class HeldStep:
 
     def step(self, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
         """See :class:`Stepper`."""
-        run_hooks(self.optimizer, self.held.step)
+        run_hooks(self.optimizer, lambda hooked: self.held.step())

@@ -35,7 +35,7 @@ from .one_pass_trial import Trials
 from .pairs import HALF_DTYPES, DeviceGroup, Pairs
 from .sights import stored
 from .state_formats import StateFormat
-from .wrapped_step import has_step_hooks, run_hooks
+from .wrapped_step import run_hooks
 
 _MODEL, _NEEDS_GRAD = operator.attrgetter("model"), operator.attrgetter("requires_grad")
 NO_MASTERS = "there are no FP32 masters (master_weights='none')"
@@ -355,10 +355,10 @@ class OnePassStep:
 
         run_hooks(self.optimizer, functools.partial(self._take_or_fall_back, found_inf))
 
-    def _take_or_fall_back(self, found_inf: Tensor | None) -> None:
+    def _take_or_fall_back(self, found_inf: Tensor | None, hooked: bool) -> None:
         """In the midst of the optimizer's hooks, which may have changed its groups since :meth:`reason` looked."""
         try:
-            if has_step_hooks(self.optimizer) and (reason := self._groups_obstacle()):
+            if hooked and (reason := self._groups_obstacle()):
                 raise CannotServe(reason)
             self._take(found_inf)
         except CannotServe as unserved:

@@ -261,5 +261,5 @@ class ReleasedStep:
         run_hooks(self.optimizer, _nothing)
 
 
-def _nothing() -> None:
+def _nothing(hooked: bool) -> None:
     pass

@@ -87,10 +87,15 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     )
 
 
-def run_hooks(optimizer: Optimizer, work: Callable[[], None]) -> None:
-    """``work`` in the place of the optimizer's own step, between its step hooks.
+def post_hooks(optimizer: Optimizer) -> tuple[Callable[..., None], ...]:
+    """Whom torch calls after a step, in its order."""
+    return (*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values())
 
-    Without any, torch's frame around them, which times each step for a profiler, is left to the wrapper's own step.
+
+def run_hooks(optimizer: Optimizer, work: Callable[[bool], None]) -> None:
+    """``work`` in the place of the optimizer's own step, between its step hooks. It is told whether there are any.
+
+    Without them, torch's frame around them, which times each step for a profiler, is left to the wrapper's own step.
 
     Raises:
         StepFailed: Around what it or a hook raised.
@@ -98,7 +103,7 @@ def run_hooks(optimizer: Optimizer, work: Callable[[], None]) -> None:
     done: list[bool] = []
 
     def run(_: Optimizer) -> None:
-        work()
+        work(True)
         done.append(True)
 
     optimizer._opt_called = True  # type: ignore[attr-defined]  # as a scheduler's patch of step would set it
@@ -107,7 +112,7 @@ def run_hooks(optimizer: Optimizer, work: Callable[[], None]) -> None:
             with reading(once=False):
                 Optimizer.profile_hook_step(run)(optimizer)
         else:
-            work()
+            work(False)
     except BaseException as error:
         raise StepFailed(error, bool(done)) from error
 

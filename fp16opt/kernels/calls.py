@@ -69,6 +69,7 @@ class Plan:
         is_coded: whether a list holds codes or remainders of 8 bits, which steps round by their number.
         decided_here: whether the host has to look at a flag that says whether to write: not where only kernels write.
         compiled: what a compiled backend made of ``direct``, or None.
+        seen: what recognises the lists; None where they are checked every time.
     """
 
     operation: Operation
@@ -83,6 +84,7 @@ class Plan:
     counts_here: bool = True
     decided_here: bool = True
     compiled: Any = field(default=None)
+    seen: Any = field(default=None)
 
 
 class Call(NamedTuple):
@@ -126,7 +128,7 @@ class PointerTables:
         PointerTables(empty)
     """
 
-    __slots__ = ("__weakref__", "known", "plan", "rebuilds", "repeats", "seen")
+    __slots__ = ("__weakref__", "known", "plan", "rebuilds", "repeats")
 
     repeats: Callable[[str, tuple[Entries, ...], tuple[Any, ...], bool], bool]
     """Make a call of (a compiled function; lists; what stands behind them; whether tensors of lists are written) as one
@@ -139,7 +141,6 @@ class PointerTables:
     def forget(self) -> None:
         """Know nothing."""
         self.plan: Plan | None = None
-        self.seen: Any = None
         self.known: Any = None
         self.repeats = _nothing_known
 

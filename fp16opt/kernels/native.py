@@ -239,22 +239,30 @@ def launch(
     getattr(module, function)(plan.compiled, addresses, torch.get_num_threads(), plan.count, *given)
     count_writes(call, results, lists=writes)
     if again and call.owner is not None and call.owner.plan is plan and not plan.by_reference:
-        _remember(call.owner, plan, function, arguments if flags is None else (*arguments, flags), results)
+        _remember(call.owner, plan, function, arguments, () if flags is None else (flags,), results)
 
 
 def _remember(
-    site: PointerTables, plan: Plan, function: str, arguments: tuple[object, ...], results: Sequence[object]
+    site: PointerTables,
+    plan: Plan,
+    function: str,
+    arguments: tuple[object, ...],
+    flags: tuple[object, ...],
+    results: Sequence[object],
 ) -> None:
-    """Have a call site repeat a call that was made, as long as nothing differs but values and addresses."""
-    numbers = [value for value in arguments if isinstance(value, Tensor)]
-    seen = seen_lists((numbers,), 0) if numbers else None
-    if not hasattr(module, "KnownCalls") or not isinstance(site.seen, module.SeenLists) or (numbers and seen is None):
-        return
-    if site.known is None:
-        counts = (torch.autograd.graph.increment_version, count_versions)
-        site.known = module.KnownCalls(torch.get_num_threads, *counts)
-        site.repeats = site.known.repeats
+    """Have a call site repeat a call that was made, as long as nothing differs but values and addresses.
+
+    Another thread may have the site see other lists meanwhile: what is remembered is of ``plan`` alone.
+    """
     tensors = [place for place, value in enumerate(arguments) if isinstance(value, Tensor)]
+    seen = seen_lists(([arguments[place] for place in tensors],), 0) if tensors else None  # type: ignore[misc]
+    if not isinstance(plan.seen, module.SeenLists) or (tensors and seen is None):
+        return
+    known = site.known
+    if known is None:
+        counts = (torch.autograd.graph.increment_version, count_versions)
+        known = site.known = module.KnownCalls(torch.get_num_threads, *counts)
+        site.repeats = known.repeats
     written = [place for place in tensors if any(arguments[place] is result for result in results)]
     run = (function, getattr(module, function), plan.compiled, plan.count)
-    site.known.add(*run, site.seen, seen, arguments, tensors, written, list(plan.operation.written))
+    known.add(*run, plan.seen, seen, (*arguments, *flags), tensors, written, list(plan.operation.written))

@@ -205,8 +205,9 @@ def multi_tensor_step(
     lists = (grads, masters, *state)
     lists = lists if models is None else (*lists, models)
     lists = lists if steps is None else (*lists, steps)
-    given = Given(factors, options, group_of, models is not None, stats, found_inf, tables, number, first)
-    fresh: bool | Sequence[bool] = first if first is not None and row.fills_first and state else False
+    fills = first if row.fills_first and state else None
+    given = Given(factors, options, group_of, models is not None, stats, found_inf, tables, number, fills)
+    fresh: bool | Sequence[bool] = False if fills is None else fills
     if tables is not None and tables.known is not None and found_inf is None:
         behind = given.behind(row.struct, itertools.starmap(PACKS[kernel], options))
         if tables.repeats("step", lists, (*behind, fresh), True):

@@ -409,7 +409,7 @@ def call_for(
         return Call(check_lists(operation, lists, device), lists, None, None)
     plan = tables.plan
     if plan is not None and plan.operation is operation:
-        addresses = tables.seen.match(lists)
+        addresses = plan.seen.match(lists)
         if addresses is not None:
             return Call(plan, lists, addresses, tables)
     tables.forget()
@@ -418,6 +418,6 @@ def call_for(
     tables.rebuilds += 1
     # Entries of odd layout are checked every time: their storage may be anything.
     if plan.rows and plan.is_plain:
-        tables.seen = _seen(lists, len(operation.lists))
+        plan.seen = _seen(lists, len(operation.lists))
         tables.plan = plan
     return Call(plan, lists, None, tables)

@@ -256,3 +256,44 @@ def test_an_own_step_of_a_subclass_has_torchs_hooks() -> None:
     assert calls[0] == "before"
     assert calls[-1] == "after"
     assert p[0].item() == 0.875
+
+
+@pytest.mark.parametrize("whose", ["the wrapper's", "everybody's"])
+def test_a_hook_that_comes_during_a_step_is_called_after_it(whose: str) -> None:
+    calls: list[Any] = []
+    handles: list[Any] = []
+    p = ones()
+    inner = SGD([p], lr=0.5)
+    opt = MixedPrecisionOptimizer(inner)
+
+    def evaluate() -> torch.Tensor:
+        opt.zero_grad()
+        loss = linear_loss([p], [0.25])
+        opt.backward(loss)
+        register = register_optimizer_step_post_hook if whose == "everybody's" else opt.register_step_post_hook
+        handles.append(register(lambda of, args, _: calls.append((of, args))))
+        return loss
+
+    try:
+        opt.step(evaluate)
+    finally:
+        handles[0].remove()
+    assert (opt, (opt, evaluate)) in calls
+    opt.step(lambda: None)
+    assert sum(of is opt for of, _ in calls) == 1
+
+
+@pytest.mark.parametrize("settings", [{"lr": 0.0}, {"lr": 0.25}, {"maximize": True}, {"weight_decay": 0.5}])
+def test_what_a_pre_hook_sets_counts_also_where_it_removes_itself(settings: dict[str, Any]) -> None:
+    p, plain = ones(), ones(4, torch.float32)
+    inner, reference = SGD([p], lr=0.5), SGD([plain], lr=0.5)
+    opt = MixedPrecisionOptimizer(inner)
+    one_step(opt, [p], [0.25])
+    plain.grad = torch.full((4,), 0.25)
+    reference.step()
+    handle = inner.register_step_pre_hook(lambda of, *_: (handle.remove(), of.param_groups[0].update(settings))[0])
+    one_step(opt, [p], [0.25])
+    reference.param_groups[0].update(settings)
+    plain.grad = torch.full((4,), 0.25)
+    reference.step()
+    assert torch.equal(next(opt.master_params()), plain)

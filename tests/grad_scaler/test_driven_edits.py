@@ -604,3 +604,45 @@ def test_a_clip_of_a_sparse_gradient_with_duplicates_that_was_assigned_is_kept(c
     scaler.step(opt)
     assert table.weight[1].tolist() == [0.875] * 2
     assert other.tolist() == [0.75] * 3
+
+
+@SCALERS
+@DTYPES
+@MODES
+@pytest.mark.parametrize(
+    "when", ["in an empty step", "before the step", "once unscaled", "of the model once unscaled", "after"]
+)
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_gradient_that_is_shared_before_another_comes_is_unscaled_with_it(
+    cls: Any, dtypes: tuple[torch.dtype, ...], options: dict[str, Any], when: str, clips: bool
+) -> None:
+    """torch's GradScaler reads masters one after the other, and the first may share its gradient already."""
+
+    def run(driven: Driven) -> list[Tensor]:
+        scaler, opt = driven.scaler, driven.opt
+        assert scaler is not None
+        if when == "in an empty step":
+            opt.zero_grad()
+            driven.masters[0].grad = torch.full((3,), 2.0)
+        else:
+            driven.backward(0.5, None)
+        if "unscaled" in when:
+            scaler.unscale_(opt)
+        of = driven.params if "model" in when else driven.masters
+        if "unscaled" in when or when == "before the step":
+            of[0].grad = of[0].grad.clone()
+        if when != "in an empty step":
+            driven.step()
+        if when == "after":
+            of[0].grad = of[0].grad.clone()
+        driven.backward(0.5, 0.25)
+        if clips:
+            scaler.unscale_(opt)
+            clip_grad_norm_(driven.masters, 0.125)
+        driven.step()
+        return [master.detach().clone() for master in driven.masters]
+
+    wanted = run(Driven(WIDE, Theirs))
+    found = run(Driven(dtypes, cls, options))
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.allclose(one, other, rtol=2.0**-20, atol=0.0)

@@ -240,3 +240,39 @@ def test_copies_know_nothing(looks: Looks) -> None:
     looks.call()
     assert looks.outs[0][0].item() == 1.0
     assert looks.tables.rebuilds == 1
+
+
+@pytest.mark.parametrize("group", [2**32, -(2**32), 2**40, -1])
+def test_a_group_far_outside_is_refused(group: int) -> None:
+    site = Steps()
+    before = site.masters[0].clone()
+    with pytest.raises(ValueError, match="group_of"):
+        site.call(group_of=[group] * N)
+    assert torch.equal(site.masters[0], before)
+
+
+def test_flags_in_a_tensor_are_flags(looks: Looks) -> None:
+    for sums in (2.0, 3.0, 4.0):
+        looks.call(accumulate=torch.ones(N, dtype=torch.bool))
+        assert looks.outs[0][0].item() == sums
+
+
+def test_what_is_remembered_is_of_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread has the site see other lists just when a call on these is about to be remembered."""
+    site, long = Looks(), [tensors(HALF, 2.0) * 13, tensors(SINGLE, 0.0) * 13]
+    long = [[torch.full((64,), t[0].item(), dtype=t.dtype) for t in entries] for entries in long]
+    stats, seen_lists, other = GradStats.allocate(13 * N, "cpu"), native.seen_lists, [True]
+
+    def switched(*arguments: Any) -> Any:
+        if other and len(arguments[0]) == 1:
+            other.clear()
+            kernels.multi_tensor_unscale(*long, torch.tensor(0.5), stats, tables=site.tables)
+        return seen_lists(*arguments)
+
+    monkeypatch.setattr(native, "seen_lists", switched)
+    site.tables = PointerTables()
+    for _ in range(4):
+        site.call()
+        kernels.multi_tensor_unscale(*long, torch.tensor(0.5), stats, tables=site.tables)
+    assert not other
+    assert all(bool((out == 1.0).all()) for out in (*site.outs, *long[1]))
