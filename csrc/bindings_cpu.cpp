@@ -8,6 +8,7 @@
 #include "api_split.h"
 #include "api_steps.h"
 #include "known_calls.h"
+#include "state_columns.h"
 #include "tensor_counters.h"
 
 using namespace fp16opt;
@@ -164,6 +165,7 @@ void fill(py::module_ module) {
     bind_measures(module);
     bind_writing(module);
     bind_steps(module);
+    module.def("state_columns", &state_columns);
     module.def("clip_decision", &clip_decision);
     module.def("follow_scale", [](bool overflow, uintptr_t scale, uintptr_t clean, uintptr_t skips, uintptr_t settings) {
         follow_scale(overflow, address<float>(scale), address<int32_t>(clean), address<int32_t>(skips),

@@ -5,6 +5,7 @@ and statistics go as addresses.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 from weakref import ReferenceType
 
 from torch import Tensor
@@ -71,6 +72,9 @@ class Table:
 Lists = Addresses | list[list[int]]
 Flags = bool | Sequence[bool]
 
+def state_columns(
+    state: dict[Tensor, Any], keys: list[Tensor], places: list[int] | None, names: tuple[str, ...]
+) -> list[list[Any]] | None: ...
 def put_addresses(source: Lists, first: int, count: int, places: list[int] | None, to: int, stride: int) -> bool: ...
 def unscale(
     table: Table,

@@ -55,6 +55,10 @@ class Driver:
         """Have a function report ``code``; 0 for no more."""
         self._library.fake_fail(name.encode(), code)
 
+    def mute(self, yes: bool) -> None:
+        """Have launches noted no more, or again."""
+        self._library.fake_mute(yes)
+
     def run(self, libraries: Sequence[Path]) -> None:
         """Have launches run these libraries' kernels."""
         self._library.fake_open(None)

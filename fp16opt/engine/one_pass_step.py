@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..kernels import PointerTables, backend
+from ..kernels import PointerTables, backend, native
 from ..kernels.backends import captures
 from ..kernels.reference_steps import Factors
 from ..kernels.tables import is_dense
@@ -120,7 +120,7 @@ class _Call:
         row: how they are stepped.
         waits: whether its gradients wait in 16 bits.
         columns: by name, by row: masters, models; gradients and state while it runs.
-        places: of each row in use, where its state is among all of the optimizer's.
+        places: of each row in use, where its state is among all of the optimizer's; None where the two are one list.
         first: rows whose state holds nothing yet.
     """
 
@@ -130,27 +130,15 @@ class _Call:
     names: tuple[str, ...]
     count: int
     rows: list[int] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
+    places: list[int] | None = None
     columns: dict[str, list[Tensor | None]] = field(default_factory=dict)
     group_of: list[int] = field(default_factory=list)
     first: list[bool] = field(default_factory=list)
     tables: PointerTables = field(default_factory=PointerTables)
 
-    def fill(self, grads: list[Tensor | None], states: list[dict[str, Any]]) -> bool:
-        """Take this step's gradients, and the state as it is now: ``states`` are those of each row in use.
-
-        Returns:
-            Whether all of the state is there.
-        """
-        lacks = False
-        columns: dict[str, list[Any]] = {"grads": grads}
-        for name in self.names:
-            try:
-                column: list[Any] = list(map(operator.itemgetter(name), states))
-            except KeyError:
-                column = [state.get(name) for state in states]
-            lacks = lacks or not all(map(operator.is_not, column, itertools.repeat(None)))
-            columns[name] = column
+    def fill(self, grads: list[Tensor | None], state: list[list[Any]]) -> None:
+        """Take this step's gradients, by row, and for each name the state as it is now, of each row in use."""
+        columns: dict[str, list[Any]] = {"grads": grads, **dict(zip(self.names, state, strict=True))}
         if len(self.rows) < self.count:
             columns["grads"] = list(map(grads.__getitem__, self.rows))
             for name, column in columns.items():
@@ -158,7 +146,6 @@ class _Call:
                 for row, value in zip(self.rows, column, strict=True):
                     entries[row] = value
         self.columns.update(columns)
-        return not lacks
 
     def rest(self) -> None:
         """Let go of gradients and state."""
@@ -447,15 +434,13 @@ class OnePassStep:
     def _plan(self, group: DeviceGroup, settings: _Settings, grads: ToStep) -> _Plan:
         """The calls of one device: those of the last step with other gradients, or new ones."""
         kinds = _kinds(len(group.positions), grads)
-        plan, keys = self._plans.get(group.device), self.optimizer.state
+        plan = self._plans.get(group.device)
         if not (
             plan is not None
             and not grads.has_sparse
             and plan.generation == self.pairs.generation
             and plan.kinds == kinds
             and plan.deciding == settings.deciding
-            and len(keys) == len(plan.keys)
-            and all(map(operator.is_, keys, plan.keys))
             and self._filled(plan, grads)
         ):
             plan = self._new_plan(group, kinds, settings, grads)
@@ -466,11 +451,11 @@ class OnePassStep:
 
     def _filled(self, plan: _Plan, grads: ToStep) -> bool:
         """Whether the calls of a plan found gradients and all state for this step."""
-        states = list(self.optimizer.state.values())
         for call in plan.calls:
-            mine = (grads.waiting if call.waits else grads.true) or []
-            if not call.fill(mine, list(map(states.__getitem__, call.places))):
+            state = native.state_columns(self.optimizer.state, plan.keys, call.places, call.names)
+            if state is None:
                 return False
+            call.fill((grads.waiting if call.waits else grads.true) or [], state)
         return True
 
     def _new_plan(
@@ -507,8 +492,10 @@ class OnePassStep:
         place = {id(key): k for k, key in enumerate(keys)}
         for call in calls.values():
             masters = [self.pairs.all[group.positions[row]].master for row in call.rows]
-            call.places = [place[id(master)] for master in masters] if call.names else []
-            call.fill((grads.waiting if call.waits else grads.true) or [], states[id(call)])
+            places = [place[id(master)] for master in masters] if call.names else []
+            call.places = None if places == list(range(len(keys))) else places
+            columns = [[of_one.get(name) for of_one in states[id(call)]] for name in call.names]
+            call.fill((grads.waiting if call.waits else grads.true) or [], columns)
         return _Plan(self.pairs.generation, kinds, keys, settings.deciding, list(calls.values()))
 
     def _state_of(

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import importlib
 import json
+import operator
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -113,6 +114,35 @@ def tensor_reader(grad: Any, version: Any) -> Any:
         return module.TensorReader(Tensor, grad, version, torch._C.DisableTorchFunctionSubclass)
     except TypeError:
         return None  # attributes that are not written in C
+
+
+def state_columns(
+    state: dict[Tensor, Any], keys: list[Tensor], places: list[int] | None, names: tuple[str, ...]
+) -> list[list[Any]] | None:
+    """Entries of an optimizer's state by name, each as a list over parameters.
+
+    Args:
+        state: a dictionary for each parameter.
+        keys: the parameters that it is to have, in its order.
+        places: among these, which are asked for; None for all.
+        names: of the entries.
+
+    Returns:
+        None where the keys are others, or where an entry is missing or None.
+
+    Example:
+        >>> x = torch.zeros(1)
+        >>> state_columns({x: {"step": 2.0}}, [x], None, ("step",)), state_columns({x: {}}, [x], None, ("step",))
+        ([[2.0]], None)
+    """
+    if module is not None:
+        found: list[list[Any]] | None = module.state_columns(state, keys, places, names)
+        return found
+    if len(state) != len(keys) or not all(map(operator.is_, state, keys)):
+        return None
+    entries = list(state.values()) if places is None else list(map(list(state.values()).__getitem__, places))
+    columns = [[entry.get(name) for entry in entries] for name in names]
+    return None if any(value is None for column in columns for value in column) else columns
 
 
 def reading(once: bool) -> AbstractContextManager[None]:
