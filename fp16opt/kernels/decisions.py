@@ -151,8 +151,7 @@ def close_step(
             f"close_step: the compiled CUDA kernels do not serve {where}. Use LossScaler.update and GradStats.reset."
         )
     memory = None if stats is None else stats.memory
-    with torch.no_grad():
-        cuda.close_step(of[0].device, memory, flags, kept, found_inf, outcome, scaler)
+    cuda.close_step(of[0].device, memory, flags, kept, found_inf, outcome, scaler)
     if stats is not None:
         stats.touched = stats.memory is None
         stats.reset()
