@@ -167,7 +167,7 @@ def multi_tensor_step(
         group_of: for each of the n entries, its place in ``options``.
         factors: what gradients are multiplied by.
         steps: for formulas that count: n float32 tensors of one element, each its own: how many steps were taken.
-            Counted up. Where they are not on the device of the others, the step is decided on the host: one wait, if
+            Counted up. Where they are on the CPU and the others are not, the step is decided on the host: one wait, if
             ``found_inf`` is given.
         first: for formulas that fill state in the first step: which of the n hold nothing yet.
         models: n float16 or bfloat16 tensors of the same shapes, to which masters are rounded; None where masters are

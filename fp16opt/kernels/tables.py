@@ -184,7 +184,10 @@ def _check_row(operation: Operation, i: int, row: Sequence[Tensor], device: torc
         raise TypeError(f"{operation.name}: wants {operation.wanted}, got {names}.")
 
 
-def _check_counter(operation: Operation, i: int, counter: object, device: torch.device) -> Tensor:
+def _check_counter(
+    operation: Operation, i: int, counter: object, counted_on: torch.device | None, device: torch.device
+) -> Tensor:
+    """Raise unless a counter may be among others on ``counted_on``, beside lists on ``device``."""
     where = f"{operation.name}: {operation.counters}[{i}]"
     _check_dense(where, counter)
     if not isinstance(counter, Tensor) or counter.numel() != 1:
@@ -193,8 +196,14 @@ def _check_counter(operation: Operation, i: int, counter: object, device: torch.
         )
     if counter.dtype != SINGLE:
         raise TypeError(f"{operation.name}: wants float32, got {operation.counters}[{i}] {str(counter.dtype)[6:]}.")
-    if counter.device != device:
-        raise ValueError(f"{where} is on {counter.device}, the first of the call on {device}. Keep them on one device.")
+    if counted_on is not None and counter.device != counted_on:
+        raise ValueError(
+            f"{where} is on {counter.device}, the first of the call on {counted_on}. Keep them on one device."
+        )
+    if counter.device not in (device, torch.device("cpu")):
+        raise ValueError(
+            f"{where} is on {counter.device}, the tensors of the call on {device}. Keep counters there or on the CPU."
+        )
     return counter
 
 
@@ -306,9 +315,8 @@ def check_lists(operation: Operation, lists: Sequence[Entries], device: torch.de
             scales = _check_scales(operation, i, lists[width][i], tensors[0].numel(), found or torch.device("cpu"))
             is_direct = _is_plain(scales) and is_direct
         if operation.counters:
-            counter = lists[-1][i]
-            counted_on = counted_on or getattr(counter, "device", None) or torch.device("cpu")
-            is_direct = _is_plain(_check_counter(operation, i, counter, counted_on)) and is_direct
+            counter = _check_counter(operation, i, lists[-1][i], counted_on, found or torch.device("cpu"))
+            counted_on, is_direct = counter.device, _is_plain(counter) and is_direct
         if is_direct:
             direct.append(place)
     where = found or device or torch.device("cpu")

@@ -316,6 +316,7 @@ REFUSED: list[tuple[type[Exception], str, Callable[[], object]]] = [
     (ValueError, r"exp_avgs\[0\] has shape \(2,\)", lambda: stepped(m=T[:2])),
     (TypeError, r"wants float32, got steps\[0\] float64", lambda: stepped(step=torch.tensor(1.0).double())),
     (ValueError, r"steps must have one element", lambda: stepped(step=T)),
+    (ValueError, r"steps\[0\] is on meta, the tensors of the call on cpu", lambda: stepped(step=ONE.to("meta"))),
     (ValueError, r"group_of has 2 entries, grads has 1", lambda: stepped(group=(0, 0))),
     (ValueError, r"group_of reaches from 1 to 1, there are 1 options", lambda: stepped(group=(1,))),
     (ValueError, r"stats must be given along with models", lambda: stepped(models=[H])),
