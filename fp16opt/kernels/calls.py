@@ -22,7 +22,7 @@ class Operation(NamedTuple):
         wanted: the same in words.
         written: the lists whose tensors autograd and users see change: their version counters move.
         shape_of: the list whose shapes and strides the others must have.
-        counters: a further list, of one float32 number for each entry that takes part, there or on the CPU; "" for none.
+        counters: a further list, a float32 number for each entry that takes part, there or on the CPU; "" for none.
         scales: a further list before it, of float32 tensors with a number for every ``block`` elements; "" for none.
         block: elements.
         coded: the backends whose kernels take lists of 8-bit codes; elsewhere torch operations serve these.
