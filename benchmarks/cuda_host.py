@@ -107,21 +107,20 @@ def step_rows(driver: cards.Driver, count: int, bound: float | None, rounds: int
         given = {"steps": counters, "models": models, "stats": stats, "tables": tables}
         kernels.steps.multi_tensor_step("adam", training.kept[0], *lists, options, groups, factors, **given)
 
-    began, launched = [0.0, 0.0], [""]
+    began, launched = [0.0, 0.0], list[str]()
     for number in range(rounds + 3):
+        timing = number >= 3
+        driver.mute(timing)
         training.prepare()
         driver.noted()
-        driver.mute(number >= 3)
         found = timed(training.opt.step, 1e3)
-        noted = driver.noted("cuLaunchKernel")
+        launched = launched if timing else driver.noted("cuLaunchKernel")
         call()
         alone = (time.perf_counter() - began[0]) * 1e3, (time.process_time() - began[1]) * 1e3
-        if number >= 3:
+        if timing:
             steps.append(found)
             calls.append(alone)
-            continue
-        launched = noted
-        if not any("fp16opt_adam" in line for line in launched) or len(driver.noted("cuLaunchKernel")) != 1:
+        elif not any("fp16opt_adam" in line for line in launched) or len(driver.noted("cuLaunchKernel")) != 1:
             raise SystemExit(f"the step launched something else: {launched}")
     words = f"{count} tensors"
     return [

@@ -172,13 +172,10 @@ private:
 
     // The entries as they are now: getters may run other code, which changes lists.
     static std::vector<py::object> hold(const py::list& list) {
-        const Items items(list.ptr());
+        PyObject* const* items = PySequence_Fast_ITEMS(list.ptr());
         std::vector<py::object> held;
         held.reserve(list.size());
-        for (Py_ssize_t i = 0; i < items.size(); ++i) {
-            items.prefetch(i);
-            held.push_back(py::reinterpret_borrow<py::object>(items.at(i)));
-        }
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list.ptr()); ++i) held.push_back(py::reinterpret_borrow<py::object>(items[i]));
         return held;
     }
 

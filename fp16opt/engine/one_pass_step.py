@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..kernels import PointerTables, backend, native
+from ..kernels import PointerTables, backend
 from ..kernels.backends import captures
+from ..kernels.native import state_columns
 from ..kernels.reference_steps import Factors
 from ..kernels.tables import is_dense
 from .device_gradients import ToStep
@@ -452,7 +453,7 @@ class OnePassStep:
     def _filled(self, plan: _Plan, grads: ToStep) -> bool:
         """Whether the calls of a plan found gradients and all state for this step."""
         for call in plan.calls:
-            state = native.state_columns(self.optimizer.state, plan.keys, call.places, call.names)
+            state = state_columns(self.optimizer.state, plan.keys, call.places, call.names)
             if state is None:
                 return False
             call.fill((grads.waiting if call.waits else grads.true) or [], state)

@@ -157,9 +157,11 @@ int cuLaunchKernel(Handle function, unsigned blocks, unsigned, unsigned, unsigne
     if (found == functions.end() || extra != nullptr) return 400;
     if (found->second.second != current()) return 201;
     const std::string& name = found->second.first;
-    const int failed = muted ? 0 : note("cuLaunchKernel", name + " blocks " + std::to_string(blocks) + " threads " + std::to_string(threads) +
-                                                  " shared " + std::to_string(shared) + " stream " + text_of(stream) +
-                                                  " context " + text_of(current() - kContexts));
+    const auto line = [&] {
+        return name + " blocks " + std::to_string(blocks) + " threads " + std::to_string(threads) + " shared " +
+               std::to_string(shared) + " stream " + text_of(stream) + " context " + text_of(current() - kContexts);
+    };
+    const int failed = muted ? 0 : note("cuLaunchKernel", line());
     if (failed != 0) return failed;
     for (void* library : libraries) {
         if (void* entry = dlsym(library, name.c_str())) {
