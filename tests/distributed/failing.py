@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
+from distributed.world import leave
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed
 
 STEPS = 6
@@ -51,8 +52,8 @@ def main(folder: str, trouble: str) -> None:
     weights = distributed.fp32_state_dict(net, opt)
     if rank == 0:
         torch.save((first, weights), f"{folder}/result.pt")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    leave()

@@ -6,13 +6,14 @@ import contextlib
 import datetime
 import importlib
 import multiprocessing
+import os
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 TIMEOUT = 60.0  # seconds for one function
 GLOO = datetime.timedelta(seconds=20)
@@ -45,6 +46,20 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
             pipe.send(("failed", traceback.format_exc()))
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
+
+
+def leave() -> NoReturn:
+    """End a program under torchrun whose work is done, without the interpreter's clearing up.
+
+    ``destroy_process_group`` ends no thread of gloo while something holds a group, as the meshes in torch's caches do.
+    Such a thread that frees a tensor while the interpreter ends aborts the process (pytorch/pytorch#190489).
+    """
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 class World:

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from contract import oracle
+from distributed.world import leave
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -114,8 +114,8 @@ def main(folder: Path) -> None:
     if rest.optimizer.optimizer.loss_scale != hand.scale.value:
         raise SystemExit(f"resumed: the scale is {rest.optimizer.optimizer.loss_scale}, wanted {hand.scale.value}")
     print(f"rank {os.environ['RANK']}: all is well, {sum(loop.skipped)} of {len(loop.skipped)} steps were skipped")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    leave()
