@@ -668,7 +668,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if self._is_driven() and self._accumulation.is_strange(model, master_grad):
             self._under.hand_over(self.scaler)
         if not self._gradients.made:
-            self._accumulation.read()
+            self._accumulation.read(model)
 
     def _prepare_edit(self, model: Tensor, master_grad: Tensor | None) -> bool:
         """The gradient of a parameter's master is set: the others are made, so that the edit shows.
@@ -683,9 +683,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if driven and (self._accumulation.is_strange(model, master_grad) or self._accumulation.strange()):
             self._under.hand_over(self.scaler)
         if self._accumulation.stage is Stage.READY:
+            self._accumulation.assign(model)
             return driven and CAN_SHARE and not (self._gradients.summing or self.gradient_release)
         if not self._gradients.made:
-            self._accumulation.read()
+            self._accumulation.read(model)
         return self._is_foreign() and self._shared.positions is not None
 
     def _is_driven(self) -> bool:

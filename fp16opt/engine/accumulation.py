@@ -119,6 +119,7 @@ class Accumulation:
         self._unreduced: set[int] = set()
         self.losses: list[Tensor] = []
         self._norms: dict[int, Tensor] = {}  # of scalers that follow them, which were not told yet
+        self._assigned: set[int] = set()  # ids of parameters whose masters the user gave a gradient when none waited
 
     # -- the stages --------------------------------------------------------------------------------------------------
 
@@ -401,14 +402,20 @@ class Accumulation:
         self.gradients.made, self.gradients.sight = False, None
         self._bring(self.pending, write=True, hands_over=shares)
 
-    def read(self) -> None:
-        """Somebody reads a master's gradient: make all of them true. What that ends is nothing."""
+    def assign(self, model: Tensor) -> None:
+        """The user gives a parameter's master a gradient while none wait for a step."""
+        self._assigned.add(id(model))
+
+    def read(self, model: Tensor) -> None:
+        """Somebody reads the gradient of a parameter's master: make all of them true. What that ends is nothing."""
         if self.gradients.made or self.interrupted:
             return
         if self.stage is Stage.READY and self._are_zeros:
             self.gradients.bring(torch.ones((), dtype=torch.float32, device=self.device), write=True)
         elif self.stage is Stage.READY:
             self.gradients.read_late()
+            if self.left_over is not None and id(model) not in self._assigned:
+                self.gradients.forget_used(model, self.left_over)
         elif self.stage is Stage.LOOKED:
             self.gradients.write()
             self.stage = Stage.TAKEN

@@ -425,7 +425,10 @@ class Arrivals:
         """False: nothing is reduced over ranks."""
         return False
 
-    def read(self) -> None:
+    def assign(self, model: Tensor) -> None:
+        """A master's gradient is set: it is refused by the next step."""
+
+    def read(self, model: Tensor) -> None:
         """A master's gradient is read: there is none."""
 
     def update(self) -> None:

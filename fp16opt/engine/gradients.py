@@ -19,7 +19,7 @@ from .device_gradients import DeviceGradients, ToStep
 from .masters import Masters
 from .pairs import DeviceGroup, Pairs
 from .shared_gradients import SharedGradients
-from .sights import GRAD, FadedSight, Sight, drop_grads, stored
+from .sights import GRAD, FadedSight, Sight, drop_grads, store, stored
 from .sweep import total_norm, vector_norm
 
 
@@ -425,6 +425,12 @@ class Gradients:
         with torch.no_grad():
             for each in self._each:
                 each.read_late(used)
+
+    def forget_used(self, model: Tensor, used: FadedSight) -> None:
+        """A parameter's master has no gradient where the model's, which a step has ``used``, is gone or was written."""
+        position, grad = self.pairs.places[id(model)], model.grad
+        if used.had(position) and (grad is None or not used.holds(position, grad)):
+            store(self.pairs.masters[position], None)
 
     def clear(self, set_to_none: bool, sums_stay: bool = False) -> None:
         """Clear the model's and the masters' gradients.

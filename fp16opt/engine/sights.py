@@ -116,6 +116,10 @@ class FadedSight:
         then = self._refs[position]() if self._kept is None else self._kept[position]
         return then is grad and self._versions[position] == version(grad)
 
+    def had(self, position: int) -> bool:
+        """Whether there was a gradient."""
+        return position < len(self._versions) and self._versions[position] != -1
+
 
 def _nothing() -> None:
     """In place of a weak reference to a gradient that is not there."""

@@ -349,3 +349,30 @@ def test_a_gradient_dropped_beside_an_edited_one_is_out_of_the_step(
     opt.step()
     assert [p[0].item() for p in params] == [-0.25, -0.125, 0.0]
     assert opt.skipped_steps == 0
+
+
+@every_scale
+@every_mode
+@pytest.mark.parametrize("clears", ["drop", "write"])
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_gradient_that_a_step_has_used_goes_from_its_master_with_the_models(
+    mode: Mode, scale: str, reads: bool, clears: str
+) -> None:
+    """Else who reads it, a norm over all masters for one, finds an earlier step's. FP32 sums are of masters alone."""
+    world = World(mode, scale)
+    grads = values(0.5, 1.0, -0.5)
+    world.backward(grads)
+    world.expect_step(grads)
+    if reads:
+        world.check_master_grads(grads)
+    if clears == "write" and (scale == "one" or mode.folds):
+        pytest.skip("such a write is a gradient of the next step, or there is none to write")
+    i = world.sixteen()
+    if clears == "drop":
+        world.params[i].grad = None
+    else:
+        world.params[i].grad.mul_(2.0)
+    world.check_master_grads(grads if mode.folds else instead(grads, i, None))
+    given = values(2.0, 2.0, 2.0)[i]
+    world.masters[i].grad = given
+    assert world.masters[i].grad is given
