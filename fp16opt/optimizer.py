@@ -814,7 +814,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         flags = [] if skipped is False else self._gradients.flags()
         skipped = self._outcome.close(verdict, skipped, flags, self._gradients.stats)
         self._accumulation.finish(used)
-        self._shared.handed = None
+        self._shared.forget()
         if not self._accumulation.replicas.alone:
             self._accumulation.replicas.after_step(skipped, self._digest)
         if skipped is not False or self._outcome.log.calibrating:
@@ -856,12 +856,13 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         Args:
             is_logged: Whether the GradScaler logs it.
         """
-        self._close_driven(is_logged)
+        if self._under.serves(self.scaler):
+            self._close_left_out(self._under.left_out(self.scaler, is_told=True), is_logged)
 
-    def _close_driven(self, is_logged: bool = False) -> None:
+    def _close_driven(self) -> None:
         """Count the step that a GradScaler did not call because of what it found. Syncs where one drives."""
         if self._under.serves(self.scaler):
-            self._close_left_out(self._under.left_out(self.scaler), is_logged)
+            self._close_left_out(self._under.left_out(self.scaler))
 
     def _close_renewed(self) -> None:
         """The same, where other gradients have come since."""

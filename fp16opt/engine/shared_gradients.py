@@ -23,6 +23,8 @@ class SharedGradients:
 
     Attributes:
         handed: the model's gradients as they were then, by pair; None where a step has used them, or there are none.
+        shown: whether a GradScaler may have decided on them: ours has unscaled them, or ``param_groups``, where torch's
+            finds them, were read since they came.
         positions: pairs whose model and master share one; None: the GradScaler was handed none in FP32. The engine
             writes both; where they differ, the user has given the model another.
     """
@@ -30,6 +32,7 @@ class SharedGradients:
     def __init__(self, pairs: Pairs) -> None:
         self.pairs = pairs
         self.handed: Sight | None = None
+        self.shown = False
         self.positions: set[int] | None = None
 
     def share(self) -> None:
@@ -123,4 +126,9 @@ class SharedGradients:
             grad = GRAD.__get__(model)
             if grad is not None and grad.dtype != model.dtype:
                 store(model, torch.zeros_like(grad if grad.is_sparse else model, dtype=model.dtype))
-        self.handed = self.positions = None
+        self.positions = None
+        self.forget()
+
+    def forget(self) -> None:
+        """What was handed over is used, or gone."""
+        self.handed, self.shown = None, False

@@ -64,6 +64,7 @@ class UnderGradScaler:
         """``param_groups`` are read: remember gradients that came without the engine."""
         at_rest = self.accumulation.stage is Stage.READY and not self.accumulation.interrupted
         strange = self.accumulation.strange() if at_rest else []
+        self.shared.shown = self.shared.shown or bool(strange) or self.is_underway()
         if not strange:
             return
         grads = self.gradients.of_model()
@@ -107,6 +108,7 @@ class UnderGradScaler:
                 "and call opt.backward(loss) and opt.step() without a GradScaler."
             )
         found = accumulation.hand_over(scaler, inv_scale)
+        self.shared.shown = self.shared.shown or inv_scale is not None
         return None if found is None else found.clone()
 
     # -- what became of it -------------------------------------------------------------------------------------------
@@ -123,13 +125,20 @@ class UnderGradScaler:
             return None
         left_out = self.left_out(scaler)
         if left_out is None:
-            shared.handed = None
+            shared.forget()
             if self.is_underway():
                 self.accumulation.forget()
         return left_out
 
-    def left_out(self, scaler: LossScaler) -> Verdict | None:
-        """Whether a step was never called because gradients were not finite: the verdict on them. Syncs."""
+    def left_out(self, scaler: LossScaler, is_told: bool = False) -> Verdict | None:
+        """Whether a step was never called because gradients were not finite: the verdict on them. Syncs.
+
+        Args:
+            is_told: The GradScaler has said that it did not. Else it may not have come yet: somebody has read gradients
+                of masters that he had, and that is all so far.
+        """
+        if not (is_told or self.shared.shown):
+            return None
         stage = self.accumulation.stage
         if self.shared.handed is None or self._evaluates or self.accumulation.interrupted:
             return None

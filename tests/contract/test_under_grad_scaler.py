@@ -92,6 +92,32 @@ def test_a_skip_is_counted_as_soon_as_anybody_asks(
 
 @SCALERS
 @every_mode
+@pytest.mark.parametrize("ask", ["skipped_steps", "deepcopy"])
+@pytest.mark.parametrize("then", ["step", "drop", *CLEARS])
+def test_a_question_before_the_grad_scaler_has_come_counts_nothing(cls: Any, mode: Mode, ask: str, then: str) -> None:
+    """Master gradients were read, an inf is there, and somebody asks: the iteration goes on as if he had not.
+
+    A GradScaler that then finds the inf skips once; none that is dropped is a skip, and the others are stepped.
+    """
+    world = Driven(mode, cls)
+    world.grad_scaler.scale(world.loss(instead(GRADS, 0, torch.full((4,), INF)))).backward()
+    assert not bool(torch.isfinite(world.masters[0].grad).all())
+    assert not ASKS[ask](world)
+    if then == "drop":
+        world.params[0].grad = None
+    elif then in CLEARS:
+        CLEARS[then](world)
+        world.grad_scaler.scale(world.loss(GRADS)).backward()
+    world.grad_scaler.step(world.opt)
+    world.grad_scaler.update()
+    if then == "step":
+        world.expect_skipped()
+    else:
+        world.expect_stepped(instead(GRADS, 0, None) if then == "drop" else GRADS)
+
+
+@SCALERS
+@every_mode
 @UNSCALES
 @pytest.mark.parametrize("clear", CLEARS)
 def test_a_skip_is_counted_when_the_next_gradients_come(cls: Any, mode: Mode, unscales: bool, clear: str) -> None:
