@@ -219,8 +219,8 @@ class Accumulation:
             elif self._edited and not self.gradients.summing:
                 raise RuntimeError(
                     f"master gradients were edited and a further backward follows: {describe(self._edited)}. The edits "
-                    "would be lost, as gradients add up in the model. Call step() first, or use "
-                    'grad_accumulation="fp32".'
+                    "would be lost, as gradients add up in the model. Clip and edit after the last backward of a step, "
+                    'or use grad_accumulation="fp32", which keeps edits.'
                 )
         if self.gradients.pairs.has_own:
             self.gradients.set_aside(self.replicas.keeps)
