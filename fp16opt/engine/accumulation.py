@@ -137,6 +137,8 @@ class Accumulation:
             self._leave(self.gradients.sight)
         if self.gradients.pairs.elsewhere:
             self._leave_elsewhere()
+        if not self.gradients.made:
+            self.gradients.forget_gone()  # of parameters that had none in this step, but in an earlier one
         self.last = self.pending
         self.gradients.rest(self.left_over)
         self._start()
@@ -510,7 +512,7 @@ class Accumulation:
             f"the model's gradients were written after {words}: {describe(names)}. To edit them before they are used, "
             "call backward(loss, update_master_grads=False), edit, then update_master_grads(). To clip, call "
             "clip_master_grads(max_norm) in place of clip_grad_norm_(model.parameters()). To accumulate, call "
-            "backward(loss) of this optimizer each time."
+            "backward(loss) of this optimizer each time. To give a step up, call zero_grad() of this optimizer."
         )
 
     # -- FP32 sums ---------------------------------------------------------------------------------------------------

@@ -86,6 +86,12 @@ class DeviceGradients:
         for row, pair in enumerate(old.pairs):
             if old.masters[row] is not pair.master or pair.device is not self.group:
                 continue
+            if row in old.live:
+                self.live.add(pair.row)
+            if old.waiting is not None and old.waiting[row] is not None:
+                self.waiting = self.waiting or [None] * len(self.models)
+                self.waiting[pair.row], self.factors = old.waiting[row], old.factors
+                self._waits += 1
             self._rooms[pair.row] = old._rooms[row]
             self.sweep.stats.nonfinite[pair.row] = old.sweep.stats.nonfinite[row]
             self.sweep.stats.sumsq[pair.row] = old.sweep.stats.sumsq[row]
@@ -98,6 +104,7 @@ class DeviceGradients:
                 if self.flags is None:
                     self.flags = torch.zeros_like(self.sweep.stats.nonfinite)
                 self.flags[pair.row] = old.flags[row]
+        self.sweep.total()
 
     # -- lists of rows -----------------------------------------------------------------------------------------------
 

@@ -49,10 +49,11 @@ class Gradients:
         self._clipped = False
         self._late: FadedSight | None = None
         self._each: list[DeviceGradients] = []
+        self._apart_positions: list[int] = []
         self.grow()
 
     def grow(self) -> None:
-        """Parameters or masters came."""
+        """Parameters or masters came. What is known of the gradients of others stays so."""
         before, self._each = self._each, [DeviceGradients(g, self.pairs, self.masters) for g in self.pairs.devices]
         self._of = {id(each.group): each for each in self._each}
         self.stats = [each.sweep.stats for each in self._each]
@@ -60,9 +61,13 @@ class Gradients:
         for each in self._each:
             for old in before:
                 each.take_over(old)
-        self._apart_positions = [i for i, own in enumerate(self.pairs.are_own) if not own]
+        apart, self._apart_positions = self._apart_positions, [i for i, o in enumerate(self.pairs.are_own) if not o]
         self._apart = [self.pairs.masters[i] for i in self._apart_positions]
-        self.sight = self._made_sight = None
+        if self.sight is not None:
+            self.sight = self.sight.among(self.of_model(), range(len(self.sight.grads)))
+        if self._made_sight is not None:
+            places = {position: place for place, position in enumerate(self._apart_positions)}
+            self._made_sight = self._made_sight.among(stored(self._apart), [places[position] for position in apart])
 
     # -- what is there -----------------------------------------------------------------------------------------------
 

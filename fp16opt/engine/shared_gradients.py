@@ -6,6 +6,7 @@ then, so that both hold one tensor, and clipping one of them is clipping the oth
 
 from __future__ import annotations
 
+import itertools
 import operator
 
 import torch
@@ -88,8 +89,10 @@ class SharedGradients:
 
     def are_there(self) -> bool:
         """Whether the model holds the very gradients that were handed over."""
-        handed = self.handed
-        return handed is not None and all(map(operator.is_, handed.grads, counters.gradients(self.pairs.models)))
+        if self.handed is None:
+            return False
+        now = counters.gradients(self.pairs.models)
+        return all(itertools.starmap(operator.is_, itertools.zip_longest(self.handed.grads, now)))
 
     def are_edited(self) -> bool:
         """Whether the model's gradients are still those of that iteration, some dropped or replaced by the user.

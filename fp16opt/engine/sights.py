@@ -81,6 +81,14 @@ class Sight:
         except RuntimeError:  # some were made in inference mode, and count no versions
             return False
 
+    def among(self, now: list[Tensor | None], places: Sequence[int]) -> Sight:
+        """What was seen is at ``places`` in a longer list; others there are seen as they are ``now``."""
+        longer = Sight(now)
+        for place, grad, counted in zip(places, self.grads, self.versions, strict=True):
+            longer.grads[place], longer.versions[place] = grad, counted
+        longer.is_empty = all(map(operator.is_, longer.grads, itertools.repeat(None)))
+        return longer
+
     def was_carried(self, position: int, now: Tensor) -> bool:
         """Whether ``now`` has the bits of what was seen there, in other memory. Syncs."""
         then = self.grads[position]

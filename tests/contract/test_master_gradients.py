@@ -376,3 +376,67 @@ def test_a_gradient_that_a_step_has_used_goes_from_its_master_with_the_models(
     given = values(2.0, 2.0, 2.0)[i]
     world.masters[i].grad = given
     assert world.masters[i].grad is given
+
+
+COMES = {
+    "a group": lambda world, param: world.opt.add_param_group({"params": [param]}),
+    "a group of the wrapped optimizer's": lambda world, param: world.opt.optimizer.add_param_group({"params": [param]}),
+    "unfrozen": lambda world, param: world.params[2].requires_grad_(),
+}
+BEFORE = {
+    "backward": lambda world: None,
+    "clip": lambda world: world.opt.clip_master_grads(1e6),
+    "read": lambda world: [master.grad for master in world.masters],
+    "update": lambda world: world.opt.update_master_grads(),
+}
+
+
+class WithOneFrozen(World):
+    """Its last parameter has no master yet."""
+
+    @staticmethod
+    def wrap(optimizer: torch.optim.Optimizer, **arguments: Any) -> MixedPrecisionOptimizer:
+        optimizer.param_groups[0]["params"][-1].requires_grad_(False)
+        return MixedPrecisionOptimizer(optimizer, **arguments)
+
+
+@every_mode
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("comes", COMES)
+@pytest.mark.parametrize("then", ["step", "clip", "drop", "edit"])
+def test_parameters_that_come_before_the_step_take_nothing_from_it(
+    mode: Mode, before: str, comes: str, then: str
+) -> None:
+    """What was found of the others' gradients stays known: norm, clip, and what is edited or dropped afterwards."""
+    world = WithOneFrozen(mode)
+    grads = instead(values(0.5, 1.0, -0.5), 2, None)
+    world.backward(grads)
+    BEFORE[before](world)
+    COMES[comes](world, torch.nn.Parameter(torch.ones(3, dtype=torch.float16)))
+    if then == "clip":
+        grads = oracle.clipped(grads, world.expect_norm(world.opt.clip_master_grads(1.0), grads), 1.0)
+    elif then == "drop" and not mode.folds:
+        world.params[0].grad = None
+        grads = instead(grads, 0, None)
+    elif then == "edit":
+        master = next(iter(world.opt.master_params()))
+        master.grad.mul_(0.5)
+        grads = instead(grads, 0, grads[0] * 0.5)
+    world.opt.step()
+    world.reference.step(grads)
+    for i, (got, want) in enumerate(zip(world.opt.master_params(), world.reference.masters, strict=False)):
+        assert (got.detach() - want.detach()).abs().max().item() <= world.bound(i)
+
+
+@every_mode_that_keeps_gradients
+def test_a_gradient_of_the_step_before_the_last_is_not_shown(mode: Mode) -> None:
+    """It was read then, and its parameter had none in the last."""
+    world = World(mode)
+    i = world.sixteen()
+    for grads in (values(0.5, 1.0, -0.5), instead(values(0.5, 1.0, -0.5), i, None)):
+        world.model_zero_grad()
+        world.backward(grads)
+        if grads[i] is not None:
+            world.check_master_grads(grads)
+        world.expect_step(grads)
+    world.check_master_grads(grads)

@@ -466,3 +466,20 @@ def test_a_load_leaves_gradients_that_came_without_us_to_their_step(cls: Any) ->
         scaler.step(opt)
         scaler.update()
     assert (half.item(), single.item()) == (0.875, 0.75)
+
+
+@SCALERS
+@pytest.mark.parametrize("fused_step", ["auto", False])
+def test_a_parameter_that_comes_between_micro_batches_is_unscaled_with_the_others(
+    cls: Any, fused_step: str | bool
+) -> None:
+    """Master gradients were read before it came."""
+    first, second = (torch.nn.Parameter(torch.zeros(2, dtype=torch.float16)) for _ in range(2))
+    opt = fp16opt.MixedPrecisionOptimizer(torch.optim.SGD([first], lr=1.0), fused_step=fused_step)
+    grad_scaler = cls("cpu", init_scale=16.0)
+    grad_scaler.scale(first.float().sum()).backward()
+    assert next(opt.master_params()).grad is not None
+    opt.add_param_group({"params": [second]})
+    grad_scaler.scale(first.float().sum() + second.float().sum()).backward()
+    grad_scaler.step(opt)
+    assert [p.tolist() for p in (first, second)] == [[-2.0, -2.0], [-1.0, -1.0]]
