@@ -814,7 +814,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         flags = [] if skipped is False else self._gradients.flags()
         skipped = self._outcome.close(verdict, skipped, flags, self._gradients.stats)
         self._accumulation.finish(used)
-        self._shared.forget()
+        if self._shared.handed is not None:
+            self._shared.forget()
         if not self._accumulation.replicas.alone:
             self._accumulation.replicas.after_step(skipped, self._digest)
         if skipped is not False or self._outcome.log.calibrating:

@@ -137,8 +137,6 @@ class Accumulation:
             self._leave(self.gradients.sight)
         if self.gradients.pairs.elsewhere:
             self._leave_elsewhere()
-        if not self.gradients.made:
-            self.gradients.forget_gone()  # of parameters that had none in this step, but in an earlier one
         self.last = self.pending
         self.gradients.rest(self.left_over)
         self._start()

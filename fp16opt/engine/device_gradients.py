@@ -530,6 +530,8 @@ class DeviceGradients:
         """A step is over. ``frees`` gives their memory back; what was ``made`` in them stays with who reads it."""
         self.summed = set()
         self._held = {}
+        if not made and len(self.live) < len(self.models):
+            self.forget_gone()  # parameters had none in this step, and their masters may hold an earlier one's
         if frees and self._has_rooms:
             for row, room in enumerate(self._rooms):
                 if room is not None and not made and GRAD.__get__(self.masters[row]) is room:

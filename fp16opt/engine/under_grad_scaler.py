@@ -64,7 +64,8 @@ class UnderGradScaler:
         """``param_groups`` are read: remember gradients that came without the engine."""
         at_rest = self.accumulation.stage is Stage.READY and not self.accumulation.interrupted
         strange = self.accumulation.strange() if at_rest else []
-        self.shared.shown = self.shared.shown or bool(strange) or self.is_underway()
+        if strange or self.shared.handed is not None:
+            self.shared.shown = True
         if not strange:
             return
         grads = self.gradients.of_model()
