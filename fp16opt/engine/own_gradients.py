@@ -63,8 +63,11 @@ class OwnGradients:
             return
         mine = aligned(grad, param)
         if before is not None and before.layout is torch.strided:
-            self._taken.put(row, local(mine), local(before), True)
-            param.grad = before
+            self._taken.put(row, local(mine).detach(), local(before), True)
+            if type(grad) is Tensor and grad.dtype == before.dtype and not grad._is_view():
+                grad.data = before  # still the same tensor: torch's clip_grad_norm_ may have listed it already
+            else:
+                param.grad = before
             self.are_usual = False
             return
         if mine is not grad or local(mine).stride() != local(param).stride():

@@ -440,3 +440,20 @@ def test_a_gradient_of_the_step_before_the_last_is_not_shown(mode: Mode) -> None
             world.check_master_grads(grads)
         world.expect_step(grads)
     world.check_master_grads(grads)
+
+
+@pytest.mark.parametrize("arguments", [{"fused_step": False}, {}, {"grad_accumulation": "fp32"}], ids=str)
+@pytest.mark.parametrize("how", ["waiting", "scale_loss"])
+def test_clip_grad_norm_sums_up_fp32_gradients_before_it_measures_them(arguments: dict[str, Any], how: str) -> None:
+    """It lists the FP32 parameter's first, scaled and with a part of it set aside, and then reads the 16-bit one's."""
+    params = [torch.nn.Parameter(torch.ones(1, dtype=dtype)) for dtype in (torch.float32, torch.float16)]
+    opt = MixedPrecisionOptimizer(torch.optim.SGD(params, lr=1.0), loss_scale=64.0, **arguments)
+    for k in range(2):
+        loss = params[0].sum() * 3 + params[1].float().sum() * 4
+        if k and how == "scale_loss":
+            opt.scale_loss(loss).backward()
+        else:
+            opt.backward(loss, update_master_grads=not k)
+    assert float(clip_grad_norm_(opt.master_params(), 1.0)) == 10.0
+    opt.step()
+    assert [p.item() for p in params] == pytest.approx([0.4, 0.2], abs=1e-3)
