@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+NAMES_CLASSES = hasattr(torch.serialization, "get_unsafe_globals_in_checkpoint")
+"""From torch 2.6 on: without that no class can be given a stand-in."""
+
 
 class SavedObject:
     """An object of a class that was not imported: its arguments, attributes and items, and nothing that runs.
@@ -64,16 +67,18 @@ def read(file: Path) -> Any:
 
     Raises:
         pickle.UnpicklingError: The file needs more than that: code that would run, or a class in a file of torch before
-            1.6.
+            1.6, or any other class where torch is older than 2.6.
     """
     return _load(file, _strangers(file))
 
 
 def _strangers(file: Path) -> list[type]:
     """A stand-in for each class that the file names. Looking for them runs nothing."""
+    if not NAMES_CLASSES:
+        return []
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    except (AttributeError, ValueError, RuntimeError):  # torch before 2.6; a file of torch before 1.6
+    except (ValueError, RuntimeError):  # a file of torch before 1.6
         return []
     return [stand_in(*name.rpartition(".")[::2]) for name in names]
 
@@ -83,6 +88,7 @@ def _load(file: Path, classes: list[type]) -> Any:
         try:
             return torch.load(file, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
+            older = "" if NAMES_CLASSES else " (torch 2.6 or newer is needed to leave objects of other classes out)"
             raise pickle.UnpicklingError(
-                f"{file}: holds more than tensors, numbers and containers, and nothing in a file is run: {error}"
+                f"{file}: holds more than tensors, numbers and containers, and nothing in a file is run{older}: {error}"
             ) from None

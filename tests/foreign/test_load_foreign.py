@@ -550,6 +550,17 @@ def test_objects_of_libraries_are_stand_ins_and_these_are_not_imported(
     assert repr(found["made"]).startswith("somebodys.library.Callback({'best': tensor")
 
 
+def test_older_torch_says_from_which_one_on_classes_are_left_out(
+    tmp_path: Path, of_another_library: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = save({"a": torch.ones(2)}, tmp_path, "plain.pt")
+    strange = save({"made": of_another_library("somebodys.library", "Callback")}, tmp_path, "strange.pt")
+    monkeypatch.setattr(fp16opt.saved_objects, "NAMES_CLASSES", False)
+    assert fp16opt.saved_objects.read(plain)["a"].equal(torch.ones(2))
+    with pytest.raises(pickle.UnpicklingError, match=r"torch 2\.6 or newer is needed"):
+        fp16opt.saved_objects.read(strange)
+
+
 CASES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "unknown": (lambda c: {"weights": c["state_dict"]}, "is of no known kind; it holds 'weights'"),
     "a list": (lambda c: [1], "is of no known kind; it holds list"),
