@@ -135,8 +135,8 @@ class UnderGradScaler:
         """Whether a step was never called because gradients were not finite: the verdict on them. Syncs.
 
         Args:
-            is_told: The GradScaler has said that it did not. Else it may not have come yet: somebody has read gradients
-                of masters that he had, and that is all so far.
+            is_told: The GradScaler has said that it did not call. Otherwise it may not have come yet, where somebody
+                has only read the masters' gradients.
         """
         if not (is_told or self.shared.shown):
             return None
