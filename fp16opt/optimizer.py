@@ -857,13 +857,12 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         Args:
             is_logged: Whether the GradScaler logs it.
         """
-        if self._under.serves(self.scaler):
-            self._close_left_out(self._under.left_out(self.scaler, is_told=True), is_logged)
+        self._close_driven(is_logged)
 
-    def _close_driven(self) -> None:
+    def _close_driven(self, is_logged: bool = False) -> None:
         """Count the step that a GradScaler did not call because of what it found. Syncs where one drives."""
         if self._under.serves(self.scaler):
-            self._close_left_out(self._under.left_out(self.scaler))
+            self._close_left_out(self._under.left_out(self.scaler), is_logged)
 
     def _close_renewed(self) -> None:
         """The same, where other gradients have come since."""

@@ -131,15 +131,10 @@ class UnderGradScaler:
                 self.accumulation.forget()
         return left_out
 
-    def left_out(self, scaler: LossScaler, is_told: bool = False) -> Verdict | None:
-        """Whether a step was never called because gradients were not finite: the verdict on them. Syncs.
-
-        Args:
-            is_told: The GradScaler has said that it did not call. Otherwise it may not have come yet, where somebody
-                has only read the masters' gradients.
-        """
-        if not (is_told or self.shared.shown):
-            return None
+    def left_out(self, scaler: LossScaler) -> Verdict | None:
+        """Whether a step was never called because gradients were not finite: the verdict on them. Syncs."""
+        if not self.shared.shown:
+            return None  # the GradScaler may not have come yet: somebody has only read the masters' gradients
         stage = self.accumulation.stage
         if self.shared.handed is None or self._evaluates or self.accumulation.interrupted:
             return None
