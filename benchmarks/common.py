@@ -128,6 +128,7 @@ class Row:
         low, high: first and third quartile over the rounds.
         processor: the same figure from processor time, for judging how much other processes disturbed it.
         at_least: the figure must not be below the bound instead.
+        within: nor may a negative one be further from zero.
     """
 
     what: str
@@ -137,12 +138,14 @@ class Row:
     high: float
     processor: float | None = None
     at_least: bool = False
+    within: bool = False
 
     @property
     def verdict(self) -> str:
         if self.bound is None:
             return "-"
-        met = self.value >= self.bound if self.at_least else self.value <= self.bound
+        value = abs(self.value) if self.within else self.value
+        met = value >= self.bound if self.at_least else value <= self.bound
         return "met" if met else "MISSED"
 
 
@@ -195,7 +198,7 @@ def print_rows(rows: Sequence[Row]) -> None:
     width = max(len(row.what) for row in rows)
     print(f"\n{'row':<{width}}  {'measured':>8}  {'quartiles':>15}  {'cpu time':>8}  {'bound':>7}  verdict")
     for row in rows:
-        sign = ">=" if row.at_least else "<="
+        sign = ">=" if row.at_least else "+-" if row.within else "<="
         bound = "-" if row.bound is None else f"{sign} {row.bound:g}"
         spread = f"{row.low:.3f} - {row.high:.3f}"
         spent = "-" if row.processor is None else f"{row.processor:.3f}"

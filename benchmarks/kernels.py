@@ -38,6 +38,8 @@ BYTES = {  # read and written per parameter, counted
     "scale by 0.5": 4 + 4,
     "copy of the bytes of unscale": 6,
     "torch copy of the bytes of unscale": 6,
+    "8-bit codes": 2 + 1,
+    "8-bit codes back": 1 + 2,
 }
 
 
@@ -81,6 +83,8 @@ class Lists:
         self.cast_stats = kernels.CastStats.allocate(len(wide), "cpu")
         self.samples = torch.zeros(len(wide), dtype=torch.int64)
         self.found_inf = torch.zeros(())
+        self.codes = [torch.zeros_like(t, dtype=torch.int8) for t in wide]
+        self.scales = [torch.zeros(-(-t.numel() // kernels.HELD_BLOCK)) for t in wide]
         self.elements = sum(t.numel() for t in wide)
         self.tables: dict[str, kernels.PointerTables] = {}
 
@@ -105,6 +109,12 @@ class Lists:
 
     def sample(self) -> None:
         kernels.multi_tensor_sample(self.params, self.samples, tables=self._cache("sample"))
+
+    def encode(self) -> None:
+        kernels.multi_tensor_encode(self.halves, self.codes, self.scales, tables=self._cache("encode"))
+
+    def decode(self) -> None:
+        kernels.multi_tensor_decode(self.codes, self.params, self.scales, tables=self._cache("decode"))
 
     def scale(self, factor: float) -> None:
         kernels.multi_tensor_scale(self.outs, torch.tensor(factor), tables=self._cache("scale"))
@@ -156,6 +166,16 @@ def check(lists: Lists) -> None:
         found = (lists.cast_stats.overflow[i].item(), lists.samples[i].item())
         if not (wanted_cast.out == bits).all() or found != (wanted_cast.overflow, oracle.sample(bits)):
             sys.exit(f"cast or sample is wrong in tensor {i}")
+    lists.encode()
+    lists.decode()
+    for i, (grad, param) in enumerate(zip(lists.halves, lists.params, strict=True)):
+        codes, scales = oracle.held_codes(grad.float().numpy().reshape(-1))
+        got = lists.codes[i].numpy().reshape(-1)
+        decoded = torch.from_numpy(oracle.held_values(codes, scales)).half()
+        if not (
+            (codes == got).all() and (scales == lists.scales[i].numpy()).all() and torch.equal(decoded, param.view(-1))
+        ):
+            sys.exit(f"8-bit codes are wrong in tensor {i}")
     print(f"checked: {len(lists.masters)} tensors, {lists.elements / 1e6:.1f} million elements, equal to the oracle")
 
 
@@ -176,6 +196,8 @@ def contenders(lists: Lists, copy: PlainCopy) -> list[common.Contender]:
         Job("sample", lists.sample),
         Job("scale by 0.5", lambda: lists.scale(0.5)),
         Job("scale by 1", lambda: lists.scale(1.0)),
+        Job("8-bit codes", lists.encode),
+        Job("8-bit codes back", lists.decode),
     ]
 
 
@@ -202,6 +224,10 @@ def main() -> None:
         common.ratio_row("masters to FP16 / _foreach_copy_", 0.95, timings["cast"], timings["_foreach_copy_"]),
         common.ratio_row("clip with nothing to clip / clip", 0.05, timings["scale by 1"], timings["scale by 0.5"]),
         common.ratio_row("sample / look without writing", None, timings["sample"], timings["look without writing"]),
+        common.ratio_row(
+            "FP16 gradients to 8-bit codes / unscale + check + norm", None, timings["8-bit codes"], unscale
+        ),
+        common.ratio_row("8-bit codes to FP16 / the same", None, timings["8-bit codes back"], unscale),
     ]
     rows[1].at_least = True
     if arguments.quick:

@@ -4,6 +4,7 @@
 #include <tuple>
 
 #include "api.h"
+#include "api_held.h"
 #include "api_measures.h"
 #include "api_split.h"
 #include "api_steps.h"
@@ -115,6 +116,20 @@ void bind_writing(py::module_& module) {
     });
 }
 
+// Behind the lists of the table comes that of the scales.
+void bind_held(py::module_& module) {
+    module.def("encode", [](const Table& table, const py::object& addresses, int threads, int64_t) {
+        const PointerLists lists(addresses);
+        py::gil_scoped_release release;
+        encode(table, lists[0], lists[1], lists[2], threads);
+    });
+    module.def("decode", [](const Table& table, const py::object& addresses, int threads, int64_t) {
+        const PointerLists lists(addresses);
+        py::gil_scoped_release release;
+        decode(table, lists[0], lists[1], lists[2], threads);
+    });
+}
+
 // The lists of a step, of which `others` follow those of the table. Groups come by row.
 StepLists step_lists(const Table& table, const PointerLists& given, size_t others, bool has_models, uintptr_t overflow,
                      const py::sequence& group_of, int64_t n, uint32_t number) {
@@ -164,6 +179,7 @@ void fill(py::module_ module) {
     bind_finding(module);
     bind_measures(module);
     bind_writing(module);
+    bind_held(module);
     bind_steps(module);
     module.def("state_columns", &state_columns);
     module.def("clip_decision", &clip_decision);

@@ -55,7 +55,6 @@ ENGINE = [
     "arrivals",
     "choices",
     "released_step",
-    "held_codes",
     "held_step",
     "outcome",
     "closures",

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .. import kernels
 from ..kernels.reference_steps import Factors
 from ..scaling import LossScaler
-from . import held_codes
 from .arrivals import Place
-from .held_codes import Codes
 from .pairs import HALF_DTYPES
 from .released_step import OneByOne
 from .sweep import total_norm, vector_norm
 from .wrapped_step import run_hooks
 
 SMALLEST = 4096  # elements: smaller gradients, and those of FP32 parameters, are held as they are
+
+
+class Codes(NamedTuple):
+    """A gradient in 8 bits.
+
+    Attributes:
+        codes: int8, of its shape and strides.
+        scales: float32, the largest magnitude of each block of 256.
+    """
+
+    codes: Tensor
+    scales: Tensor
 
 
 class HeldOnArrival:
@@ -30,6 +41,7 @@ class HeldOnArrival:
 
     def __init__(self, one_by_one: OneByOne) -> None:
         self._one_by_one = one_by_one
+        self._tables: dict[int, tuple[kernels.PointerTables, kernels.PointerTables]] = {}  # of coding and decoding
         self._held: dict[int, tuple[Place, Codes | Tensor, Factors]] = {}
         self._factor: Tensor | None = None
 
@@ -40,7 +52,23 @@ class HeldOnArrival:
         """Code it, or keep it as it is where it is small."""
         model = place.pair.model
         coded = model.numel() >= SMALLEST and model.dtype in HALF_DTYPES
-        self._held[place.position] = place, held_codes.encode(grad) if coded else grad.detach(), factors
+        self._held[place.position] = place, self._encoded(place, grad) if coded else grad.detach(), factors
+
+    def _tables_of(self, place: Place) -> tuple[kernels.PointerTables, kernels.PointerTables]:
+        if place.position not in self._tables:
+            self._tables[place.position] = kernels.PointerTables(), kernels.PointerTables()
+        return self._tables[place.position]
+
+    def _encoded(self, place: Place, grad: Tensor) -> Codes:
+        codes = torch.empty_like(grad, dtype=torch.int8, requires_grad=False)
+        scales = torch.empty(-(-grad.numel() // kernels.HELD_BLOCK), dtype=torch.float32, device=grad.device)
+        kernels.multi_tensor_encode([grad], [codes], [scales], tables=self._tables_of(place)[0])
+        return Codes(codes, scales)
+
+    def _decoded(self, place: Place, held: Codes) -> Tensor:
+        grad = torch.empty_like(place.pair.model, requires_grad=False)
+        kernels.multi_tensor_decode([held.codes], [grad], [held.scales], tables=self._tables_of(place)[1])
+        return grad
 
     def end(self, told: bool = True) -> None:
         """See :class:`Taker`."""
@@ -97,7 +125,7 @@ class HeldOnArrival:
             for position in sorted(self._held):
                 place, held, factors = self._held[position]
                 if isinstance(held, Codes):
-                    held = held_codes.decode(held, torch.empty_like(place.pair.model, requires_grad=False))
+                    held = self._decoded(place, held)
                 if self._factor is not None:
                     factors = Factors(factors.inv_scale, self._factor.to(held.device))
                 self._one_by_one.step(place, held, factors, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,22 +44,20 @@ class One:
         return self._pairs.generation
 
 
-class OneState(Mapping[Tensor, dict[str, Any]]):
-    """The state of one master alone, as :class:`OnePassStep` wants that of all."""
+class OneState(dict[Tensor, dict[str, Any]]):
+    """The state of one master alone, as :class:`OnePassStep` wants that of all: what is missing is made among all.
 
-    def __init__(self, optimizer: Optimizer, master: Tensor) -> None:
-        self._optimizer = optimizer
-        self._master = master
+    Args:
+        of_all: The wrapped optimizer's.
+    """
 
-    def __getitem__(self, master: Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = self._optimizer.state[master]
-        return state
+    def __init__(self, of_all: dict[Tensor, dict[str, Any]], master: Tensor) -> None:
+        super().__init__({master: of_all[master]} if master in of_all else {})
+        self._of_all = of_all
 
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter([self._master] if self._master in self._optimizer.state else [])
-
-    def __len__(self) -> int:
-        return int(self._master in self._optimizer.state)
+    def __missing__(self, master: Tensor) -> dict[str, Any]:
+        made = self[master] = self._of_all[master]
+        return made
 
 
 class OneOptimizer:
@@ -71,13 +69,17 @@ class OneOptimizer:
 
     def __init__(self, optimizer: Optimizer, pair: Pair) -> None:
         self._optimizer = optimizer
-        self._group = pair.group
-        self.state = OneState(optimizer, pair.master)
+        self._pair = pair
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The pair's own."""
-        return [self._optimizer.param_groups[self._group]]
+        return [self._optimizer.param_groups[self._pair.group]]
+
+    @property
+    def state(self) -> OneState:
+        """The master's, as it is now."""
+        return OneState(self._optimizer.state, self._pair.master)
 
 
 class OneGradient:

@@ -26,6 +26,7 @@ from . import backends, cuda, reference
 from .averages import multi_tensor_lerp
 from .backends import backend
 from .calls import Entries, PointerTables
+from .held import HELD_BLOCK, multi_tensor_decode, multi_tensor_encode
 from .measures import COMPARED, MEASURED, Snapshots, multi_tensor_compare, multi_tensor_measure
 from .splitting import multi_tensor_join, multi_tensor_split
 from .stats import (
@@ -56,6 +57,7 @@ from .written import multi_tensor_renew, multi_tensor_take
 __all__ = [
     "COMPARED",
     "HALF_DTYPES",
+    "HELD_BLOCK",
     "INF",
     "MEASURED",
     "NAN",
@@ -72,6 +74,8 @@ __all__ = [
     "multi_tensor_cast",
     "multi_tensor_check",
     "multi_tensor_compare",
+    "multi_tensor_decode",
+    "multi_tensor_encode",
     "multi_tensor_join",
     "multi_tensor_l2norm",
     "multi_tensor_lerp",

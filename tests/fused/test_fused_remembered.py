@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+import fp16opt
 from fp16opt import MixedPrecisionOptimizer
+
+PACKAGE = Path(fp16opt.__file__).parent
 
 Change = Callable[[MixedPrecisionOptimizer, list[nn.Parameter]], None]
 MAKERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
@@ -207,3 +214,47 @@ def test_nothing_that_is_remembered_keeps_gradients_or_state_alive() -> None:
     opt.optimizer.load_state_dict(Adam(params).state_dict() | {"state": {}})
     gc.collect()
     assert [ref() for ref in gone] == [None] * len(gone)
+
+
+MODES = [
+    {"fused_step": True},
+    {"fused_step": True, "grad_accumulation": "fp32"},
+    {"master_weights": "split"},
+    {"master_weights": "split24"},
+    {"optimizer_state": "8bit"},
+    {"gradient_release": True},
+    {"gradient_release": True, "master_weights": "split24", "optimizer_state": "8bit"},
+    {"gradient_release": "held"},
+]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: " ".join(str(value) for value in mode.values()))
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_step_like_the_last_raises_nothing_inside_and_takes_few_calls(kind: str, mode: dict[str, Any]) -> None:
+    """What was prepared is found again: else it is made anew by many calls, or after an error that nobody hears of."""
+    params = [nn.Parameter(torch.full((size,), 0.1).half()) for size in (4096, *(8,) * 9)]
+    opt = MixedPrecisionOptimizer(MAKERS[kind](params), loss_scale=8.0, **mode)
+    raised: list[str] = []
+    calls = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal calls
+        if str(PACKAGE) not in frame.f_code.co_filename:
+            return None
+        calls += event == "call"
+        if event == "exception" and not isinstance(argument[1], (GeneratorExit, StopIteration)):
+            raised.append(f"{frame.f_code.co_filename}:{frame.f_lineno}: {argument[1]!r}")
+        return trace
+
+    for number in range(5):
+        opt.zero_grad()
+        loss = torch.stack([param.float().square().sum() for param in params]).sum()
+        if number == 4:
+            sys.settrace(trace)
+        try:
+            opt.backward(loss)
+            opt.step()
+        finally:
+            sys.settrace(None)
+    assert raised == []
+    assert 0 < calls <= (150 if "gradient_release" not in mode else 100 + 60 * len(params))

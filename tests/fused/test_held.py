@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
-from fp16opt.engine.held_codes import decode, encode
+from fp16opt.kernels import HELD_BLOCK, multi_tensor_decode, multi_tensor_encode
 from fused.test_released import batch, made, train
 
 
@@ -32,6 +32,23 @@ def loss_of(net: nn.Module, seed: int) -> Tensor:
 
 
 # -- codes -------------------------------------------------------------------------------------------------------------
+
+
+class Codes(NamedTuple):
+    codes: Tensor
+    scales: Tensor
+
+
+def encode(grad: Tensor) -> Codes:
+    codes = torch.full_like(grad, 77, dtype=torch.int8)
+    scales = torch.full((-(-grad.numel() // HELD_BLOCK),), math.nan)
+    multi_tensor_encode([grad], [codes], [scales])
+    return Codes(codes, scales)
+
+
+def decode(held: Codes, out: Tensor) -> Tensor:
+    multi_tensor_decode([held.codes], [out], [held.scales])
+    return out
 
 
 def spread(numel: int, dtype: torch.dtype, seed: int) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fp16opt import MixedPrecisionOptimizer
+from fp16opt.kernels import multi_tensor_decode, multi_tensor_encode
 
 pytestmark = pytest.mark.card
 
@@ -56,13 +57,15 @@ def test_what_is_not_finite_is_left_alone_and_counted_without_a_wait() -> None:
 
 
 def test_codes_have_the_bits_of_the_cpu() -> None:
-    from fp16opt.engine.held_codes import decode, encode
-
     grad = (torch.randn(100_001) * torch.randn(100_001).exp()).half()
-    there, here = encode(grad.cuda()), encode(grad)
-    assert torch.equal(there.codes.cpu(), here.codes)
-    assert torch.equal(there.scales.cpu(), here.scales)
-    assert torch.equal(decode(there, torch.empty_like(grad.cuda())).cpu(), decode(here, torch.empty_like(grad)))
+    found = []
+    for given in (grad, grad.cuda()):
+        codes, scales = torch.zeros_like(given, dtype=torch.int8), torch.zeros(391, device=given.device)
+        multi_tensor_encode([given], [codes], [scales])
+        out = torch.zeros_like(given)
+        multi_tensor_decode([codes], [out], [scales])
+        found.append([codes.cpu(), scales.cpu(), out.cpu()])
+    assert all(map(torch.equal, *found))
 
 
 def test_held_gradients_train() -> None:
