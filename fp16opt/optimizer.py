@@ -667,8 +667,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             return
         if self._is_driven() and self._accumulation.is_strange(model, master_grad):
             self._under.hand_over(self.scaler)
-        if not self._gradients.made:
-            self._accumulation.read(model)
+        self._accumulation.read(model)
 
     def _prepare_edit(self, model: Tensor, master_grad: Tensor | None) -> bool:
         """The gradient of a parameter's master is set: the others are made, so that the edit shows.

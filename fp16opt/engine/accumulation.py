@@ -408,9 +408,11 @@ class Accumulation:
 
     def read(self, model: Tensor) -> None:
         """Somebody reads the gradient of a parameter's master: make all of them true. What that ends is nothing."""
-        if self.gradients.made or self.interrupted:
+        if self.interrupted:
             return
-        if self.stage is Stage.READY and self._are_zeros:
+        if self.gradients.made:
+            self._follow_drop(model)
+        elif self.stage is Stage.READY and self._are_zeros:
             self.gradients.bring(torch.ones((), dtype=torch.float32, device=self.device), write=True)
         elif self.stage is Stage.READY:
             self.gradients.read_late()
@@ -427,6 +429,13 @@ class Accumulation:
                 self.gradients.bring(self.pending.inv_scale, write=True)
                 if self.pending.scaler.follows_norms:  # now, as who reads them may clip them
                     self._take_norm(self.pending.scaler)
+
+    def _follow_drop(self, model: Tensor) -> None:
+        """Where a parameter's gradient was set to None since its master's was made, that goes too."""
+        if self.pending is None or self.pending.foreign or not self.gradients.drop_gone(model):
+            return
+        if self.stage is not Stage.SCALED:  # else nobody has asked for the verdict yet
+            self._take_verdict(self.pending)
 
     def _bring(self, pending: Pending, write: bool, hands_over: bool = False) -> None:
         if self.replicas.local and self.waits():

@@ -70,6 +70,11 @@ class Sight:
         then = zip(self.grads, self.versions, strict=True)
         return [i for i, ((a, v), b, w) in enumerate(zip(then, now, versions, strict=True)) if a is not b or v != w]
 
+    def forget(self, position: int) -> None:
+        """There was no gradient there."""
+        self.grads[position], self.versions[position] = None, -1
+        self.is_empty = all(map(operator.is_, self.grads, itertools.repeat(None)))
+
     def is_of(self, tensors: list[Tensor]) -> bool:
         """Whether these hold the gradients that were seen, be they written since."""
         return all(map(operator.is_, counters.gradients(tensors), self.grads))

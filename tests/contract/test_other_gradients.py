@@ -59,6 +59,27 @@ def test_a_dropped_gradient_goes_with_its_flags_and_its_norm(
 
 
 @every_mode_that_keeps_gradients
+@pytest.mark.parametrize(("how", "scale"), [("backward", "static"), ("waiting", "dynamic"), ("scale_loss", "one")])
+@pytest.mark.parametrize("look", ["nothing", "update", "read"])
+@pytest.mark.parametrize("value", [NAN, 8.0])
+def test_a_dropped_gradient_is_not_in_torchs_clip_of_masters(
+    mode: Mode, scale: str, how: str, look: str, value: float
+) -> None:
+    """Whoever has read masters before: what the model dropped since, its master shows no more."""
+    world = World(mode, scale)
+    grads = values(0.5, 1.0, -0.5)
+    world.leave(how, instead(grads, 1, torch.full_like(grads[1], value)))
+    if look == "update":
+        world.opt.update_master_grads()
+    if look == "read":
+        assert all(master.grad is not None for master in world.masters)
+    world.params[1].grad = None
+    grads = instead(grads, 1, None)
+    norm = world.expect_norm(torch.nn.utils.clip_grad_norm_(world.masters, 2.0), grads)
+    world.expect_step(oracle.clipped(grads, norm, 2.0))
+
+
+@every_mode_that_keeps_gradients
 def test_a_gradient_that_is_dropped_after_a_clip_leaves_the_others_clipped(mode: Mode) -> None:
     """As with torch's clip_grad_norm_; a second clip measures what is left."""
     world = World(mode)
