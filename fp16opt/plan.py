@@ -194,8 +194,11 @@ class Plan:
 
     def _notes(self) -> list[str]:
         notes = []
-        if self._is_split and self.shard in ("zero", "fsdp2"):
-            notes.append(f"With {self.shard}, split masters are refused so far: this is what they would take.")
+        refused = ["split masters"] * self._is_split + ["8-bit state"] * (self.state == "8bit")
+        if refused and self.shard in ("zero", "fsdp2"):
+            are = "is" if refused == ["8-bit state"] else "are"
+            words = f"{' and '.join(refused)} {are} refused so far: this is what they would take."
+            notes.append(f"With {self.shard}, {words}")
         if self.release != "no":
             notes.append("In backward the 16-bit gradient of one parameter at a time comes on top, and is freed.")
         return notes

@@ -409,14 +409,17 @@ class Arrivals:
         return False
 
     def _check_none(self) -> None:
-        held = zip(self.pairs.all, stored(self.pairs.models), stored(self.pairs.masters), strict=True)
-        found = [pair for pair, *grads in held if any(grad is not None for grad in grads)]
-        if found:
-            raise RuntimeError(
-                f"gradients are there that no backward made: {self.pairs.describe(found)}. With "
-                f"{self._said} they are taken as backward makes them. Call zero_grad(), or use "
-                "gradient_release=False."
-            )
+        held = zip(self.places, stored(self.pairs.models), stored(self.pairs.masters), strict=True)
+        found = [place for place, *grads in held if any(grad is not None for grad in grads)]
+        if not found:
+            return
+        again = any(place.has_come for place in found)
+        raise RuntimeError(
+            f"gradients are there that no backward made: {self.pairs.describe(place.pair for place in found)}. With "
+            f"{self._said} they are taken as backward makes them. "
+            + ("If the model is in DDP, its reducer writes them back, on one rank too: train what it wraps. " * again)
+            + f"Call zero_grad(){', then step()' * again}, or use gradient_release=False."
+        )
 
     def take_zeros(self, scaler: LossScaler) -> None:
         """There are none: ``zero_grad`` frees."""

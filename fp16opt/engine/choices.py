@@ -100,6 +100,8 @@ class Choices:
             self._check_needed(EightBitState.needed_by, 'optimizer_state="fp32"', obstacle)
             called = [name for group in _called(list(enumerate(optimizer.param_groups)), names) for name in group]
             state_formats.check_moments(optimizer.state_dict(), called)
+        if self.splits:
+            self._check_split(is_zero, optimizer, names)
         if self.master_weights == "split24":
             self._check_needed(_SPLIT24, 'master_weights="split"', obstacle)
         if self.fused_step is True:
@@ -109,8 +111,8 @@ class Choices:
                     f"fused_step=True can't be served: {reason}. Use fused_step=False, which steps the wrapped "
                     'optimizer itself, or "auto", which does so where a fused step does not apply.'
                 )
-        if self.splits:
-            self._check_split(optimizer, names, certified, is_zero)
+        if self.master_weights == "split":
+            certified.check(optimizer)
         if self.gradient_release:
             self._check_release(scaler, obstacle)
 
@@ -142,7 +144,7 @@ class Choices:
         if obstacle():
             raise ValueError(f"{needed_by} can't be served: {obstacle()}. Use {instead}.")
 
-    def _check_split(self, optimizer: Optimizer, names: dict[int, str], certified: Certified, is_zero: bool) -> None:
+    def _check_split(self, is_zero: bool, optimizer: Optimizer, names: dict[int, str]) -> None:
         if self.on_model_write == "ignore":
             raise ValueError(
                 f'on_model_write="ignore" does not go with master_weights="{self.master_weights}": the model\'s '
@@ -150,11 +152,9 @@ class Choices:
             )
         if is_zero:
             raise ValueError(
-                'master_weights="split" does not go with ZeroRedundancyOptimizer: it sends 16-bit weights and knows of '
-                'no remainders. Use master_weights="full", which ZeRO spreads over the ranks.'
+                f'master_weights="{self.master_weights}" does not go with ZeroRedundancyOptimizer: it sends 16-bit '
+                'weights and knows of no remainders. Use master_weights="full", which ZeRO spreads over the ranks.'
             )
-        if self.master_weights == "split":
-            certified.check(optimizer)
         for number, group in enumerate(optimizer.param_groups):
             self._check_plain(group, number, names)
 
@@ -177,8 +177,9 @@ class Choices:
             )
         if scaler.dynamic and self.gradient_release is True:
             raise ValueError(
-                f"{said} steps parameters before all gradients are known, which does not go with a dynamic loss scale: "
-                'an overflow could not be undone. Use loss_scale=..., or gradient_release="held".'
+                f"{said} does not go with a dynamic loss scale (dynamic=True, or such a scaler): parameters are "
+                "stepped before all gradients are known, and an overflow could not be undone. Use loss_scale=..., or "
+                'gradient_release="held".'
             )
         refuse_ranks(said, ValueError)
         reason = obstacle() or ("" if self.makes_masters else one_pass_step.NO_MASTERS)

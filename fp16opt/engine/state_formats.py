@@ -21,6 +21,7 @@ _FORMAT, _BLOCK, _LIMIT = "codes_format", "codes_block", "ratio_limit"
 _MOMENTS = ("exp_avg_codes", "exp_avg_sq_codes", "exp_avg_sq_scales")
 _MOMENTUM = ("momentum_codes", "momentum_scales")
 _OWN_NAMES = frozenset({*_MOMENTS, *_MOMENTUM, _FORMAT, _BLOCK, _LIMIT})
+_LARGEST = {"ratio8": 2.0**62, "block8": 2.0**126}  # scales, as csrc/functors/ratio8.h ends them
 _HOW_SAVED = "Pass what state_dict(compact=True) of this class returned."
 
 
@@ -283,13 +284,16 @@ def _check_saved(entry: Mapping[str, Any], label: str) -> None:
     """Raise unless codes of a checkpoint can be decoded."""
     form, block = entry.get(_FORMAT), entry.get(_BLOCK)
     known = {"ratio8": _MOMENTS, "block8": _MOMENTUM}
-    if form not in known:
+    if not isinstance(form, str) or form not in known:
         raise ValueError(
             f"{label}: {_FORMAT} must be 'ratio8' or 'block8', got {form!r}. Save it with state_dict(), which holds "
             "FP32, with the fp16opt release that wrote it."
         )
     if not isinstance(block, int) or isinstance(block, bool) or not 0 < block <= 65536 or block & (block - 1):
         raise ValueError(f"{label}: {_BLOCK} must be a power of two up to 65536, got {block!r}. {_HOW_SAVED}")
+    whole = [name for name in ("exp_avg", "exp_avg_sq", "momentum_buffer") if name in entry]
+    if whole:
+        raise ValueError(f"{label}: {whole[0]} is there beside its codes. {_HOW_SAVED}")
     for name in known[form]:
         if not isinstance(entry.get(name), Tensor):
             raise TypeError(f"{label}: {name} must be a tensor, got {type(entry.get(name)).__name__}. {_HOW_SAVED}")
@@ -298,22 +302,29 @@ def _check_saved(entry: Mapping[str, Any], label: str) -> None:
     for name, code, dtype in zip(known[form], codes, (torch.int8, torch.uint8), strict=False):
         if code.dtype != dtype or code.shape != codes[0].shape or code.layout != torch.strided or code.is_meta:
             raise ValueError(
-                f"{label}: {name} must be {str(dtype)[6:]} of shape {list(codes[0].shape)}, got {str(code.dtype)[6:]} "
-                f"of shape {list(code.shape)}. {_HOW_SAVED}"
+                f"{label}: {name} must be {str(dtype)[6:]} of shape {list(codes[0].shape)}, got {_described(code)}. "
+                f"{_HOW_SAVED}"
             )
     if bool((codes[0] == -128).any()):
         raise ValueError(f"{label}: {known[form][0]} holds -128, which is no code. {_HOW_SAVED}")
     wanted, name = -(-codes[0].numel() // block), known[form][-1]
-    if scales.dtype != torch.float32 or tuple(scales.shape) != (wanted,) or scales.is_meta:
+    has_form = (scales.dtype, tuple(scales.shape), scales.layout) == (torch.float32, (wanted,), torch.strided)
+    if not has_form or scales.is_meta:
         raise ValueError(
             f"{label}: {name} must be float32 of shape [{wanted}], one for every {block} elements, got "
-            f"{str(scales.dtype)[6:]} of shape {list(scales.shape)}. {_HOW_SAVED}"
+            f"{_described(scales)}. {_HOW_SAVED}"
         )
-    if not bool(((scales >= 0) & scales.isfinite()).all()):
-        raise ValueError(f"{label}: {name} must be finite and not negative. {_HOW_SAVED}")
+    if not bool(((scales >= 0) & (scales <= _LARGEST[form])).all()):
+        raise ValueError(f"{label}: {name} must be from 0 to {_LARGEST[form]:g}. {_HOW_SAVED}")
     limit = entry.get(_LIMIT)
     if form == "ratio8" and not (isinstance(limit, float) and 2.0**-20 <= limit <= 2.0**20):
         raise ValueError(f"{label}: {_LIMIT} must be a number from 2**-20 to 2**20, got {limit!r}. {_HOW_SAVED}")
+
+
+def _described(tensor: Tensor) -> str:
+    """A tensor that is not as it should be."""
+    odd = "meta " if tensor.is_meta else "" if tensor.layout == torch.strided else f"{str(tensor.layout)[6:]} "
+    return f"{odd}{str(tensor.dtype)[6:]} of shape {list(tensor.shape)}"
 
 
 def check_moments(state_dict: Any, names: Sequence[str]) -> None:

@@ -185,6 +185,8 @@ def test_by_hand() -> None:
     for shard, refused in (("fsdp2", True), ("zero", True), ("ddp", False)):
         report = Plan(params=1e9, ranks=2, shard=shard, masters="split").report()
         assert ("split masters are refused so far" in report) == refused
+        coded = Plan(params=1e9, ranks=2, shard=shard, state="8bit").report()
+        assert ("8-bit state is refused so far" in coded) == refused
         assert "refused" not in Plan(params=1e9, ranks=2, shard=shard).report()
     slow = Plan(params=1e12, ranks=4096, shard="fsdp2", compute=1e4)
     assert slow.shortest_step() > 1e4

@@ -9,6 +9,7 @@ import math
 import pickle
 import sys
 import weakref
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -314,8 +315,8 @@ WHEN_WRAPPED: dict[str, tuple[dict[str, Any], str]] = {
     "number": ({"gradient_release": 1}, "gradient_release: expected one of False, True, 'held', got 1"),
     "general": ({"fused_step": False}, "gradient_release=True needs the one-pass step, and fused_step=False"),
     "sums": ({"grad_accumulation": "fp32"}, "gradient_release=True frees each gradient.*grad_accumulation='fp32'"),
-    "dynamic": ({"dynamic": True}, "gradient_release=True .* does not go with a dynamic loss scale"),
-    "scaler": ({"scaler": DynamicLossScaler()}, "gradient_release=True .* does not go with a dynamic loss scale"),
+    "dynamic": ({"dynamic": True}, r"gradient_release=True does not go with .* \(dynamic=True, .*Use loss_scale"),
+    "scaler": ({"scaler": DynamicLossScaler()}, "gradient_release=True does not go with a dynamic loss scale"),
     "none": ({"master_weights": "none"}, "gradient_release=True needs the one-pass step.*: there are no FP32 masters"),
 }
 
@@ -344,6 +345,25 @@ def test_several_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         opt.backward(net(batch(torch.float16, 0)))
     with pytest.raises(ValueError, match="before DDP's reducer averages them over the 2 ranks"):
         made()
+
+
+@pytest.mark.parametrize("release", [True, "held"])
+def test_ddp_on_one_rank_is_named_and_can_be_left(release: Any, tmp_path: Path) -> None:
+    """Its reducer writes gradients back after they were taken, though there is nothing to average."""
+    net = nn.Linear(8, 8).half()
+    opt = MixedPrecisionOptimizer(AdamW(net.parameters()), gradient_release=release)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        reduced = nn.parallel.DistributedDataParallel(net)
+        opt.backward(reduced(torch.ones(1, 8).half()).float().sum())
+        with pytest.raises(
+            RuntimeError, match=r"If the model is in DDP, its reducer .*Call zero_grad\(\), then step\(\)"
+        ):
+            opt.step()
+        opt.zero_grad()
+        opt.step()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_ddp_module_can_not_be_attached() -> None:
