@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -136,20 +137,16 @@ class DeviceGradients:
 
     def _outs(self, entries: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The memory for FP32 gradients of ``entries``, put into their masters' ``.grad``."""
-        outs: list[Tensor | None] = []
-        missing: list[int] = []
-        for row, entry in enumerate(entries):
-            out = None if entry is None else self._rooms[row]
-            outs.append(out)
-            if out is not None:
-                GRAD.__set__(self.masters[row], out)
-            elif entry is not None:
-                missing.append(row)
-        if missing:
+        rows = [row for row, entry in enumerate(entries) if entry is not None]
+        if missing := [row for row in rows if self._rooms[row] is None]:
             self._has_rooms = True
             for row, room in zip(missing, self._kind.like(map(self.pairs.__getitem__, missing)), strict=True):
-                outs[row] = self._rooms[row] = room
-                GRAD.__set__(self.masters[row], room)
+                self._rooms[row] = room
+        are_all = len(rows) == len(entries)
+        masters = self.masters if are_all else [self.masters[row] for row in rows]
+        rooms = list(self._rooms) if are_all else [self._rooms[row] for row in rows]
+        collections.deque(map(GRAD.__set__, masters, rooms), maxlen=0)  # a thousand calls without a loop of Python
+        outs = rooms if are_all else self._spread(rows, rooms)
         return [None if out is None else local(out) for out in outs] if self._has_pieces else outs
 
     def kept(self) -> list[Tensor | None]:
