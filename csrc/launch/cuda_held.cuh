@@ -28,7 +28,7 @@ FP16OPT_HD uint32_t largest_bits(const Stretch& grads, int i, int left) {
     grads.get(i, g, left);
     uint32_t most = 0;
     FP16OPT_UNROLL
-    for (int k = 0; k < kGroup; ++k) most = k < left ? larger_word(most, magnitude(g.v[k])) : most;
+    for (int k = 0; k < kGroup; ++k) most = larger_word(most, magnitude(g.v[k]));  // behind the end are zeros
     return most;
 }
 

@@ -411,7 +411,8 @@ class Accumulation:
         if self.interrupted:
             return
         if self.gradients.made:
-            self._follow_drop(model)
+            if self.pending is not None and not self.pending.foreign:
+                self.gradients.drop_gone(model)
         elif self.stage is Stage.READY and self._are_zeros:
             self.gradients.bring(torch.ones((), dtype=torch.float32, device=self.device), write=True)
         elif self.stage is Stage.READY:
@@ -429,13 +430,6 @@ class Accumulation:
                 self.gradients.bring(self.pending.inv_scale, write=True)
                 if self.pending.scaler.follows_norms:  # now, as who reads them may clip them
                     self._take_norm(self.pending.scaler)
-
-    def _follow_drop(self, model: Tensor) -> None:
-        """Where a parameter's gradient was set to None since its master's was made, that goes too."""
-        if self.pending is None or self.pending.foreign or not self.gradients.drop_gone(model):
-            return
-        if self.stage is not Stage.SCALED:  # else nobody has asked for the verdict yet
-            self._take_verdict(self.pending)
 
     def _bring(self, pending: Pending, write: bool, hands_over: bool = False) -> None:
         if self.replicas.local and self.waits():

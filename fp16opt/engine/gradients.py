@@ -243,17 +243,18 @@ class Gradients:
         if self.sight is not None:
             self._note_made()
 
-    def drop_gone(self, model: Tensor) -> bool:
-        """:meth:`drop` of one parameter, if its gradient is None and was not when it was seen. Whether it is so."""
+    def drop_gone(self, model: Tensor) -> None:
+        """If a parameter's gradient is None and was not when it was seen, its master's goes too, which is no edit.
+
+        That the model's was :meth:`moved` is still to be found.
+        """
         position, sight = self.pairs.places[id(model)], self.sight
         if sight is None or self.summing or model.grad is not None or sight.grads[position] is None:
-            return False
-        sight.forget(position)
+            return
         if self._made_sight is not None:
             self._made_sight.forget(self._apart_positions.index(position))
         pair = self.pairs.all[position]
         self._of[id(pair.device)].drop(pair.row)
-        return True
 
     def rescale(self, factor: Tensor) -> None:
         """Multiply 16-bit gradients that are left from an earlier step by ``factor`` (float32, 0-dim). No host sync."""

@@ -28,6 +28,7 @@ from contract.worlds import (
     times,
     values,
 )
+from fp16opt import MixedPrecisionOptimizer
 
 WHAT_TO_CALL = r"update_master_grads|opt\.backward|backward\(loss|scale_loss|zero_grad"
 
@@ -77,6 +78,28 @@ def test_a_dropped_gradient_is_not_in_torchs_clip_of_masters(
     grads = instead(grads, 1, None)
     norm = world.expect_norm(torch.nn.utils.clip_grad_norm_(world.masters, 2.0), grads)
     world.expect_step(oracle.clipped(grads, norm, 2.0))
+
+
+@pytest.mark.parametrize("fused_step", ["auto", False])
+@pytest.mark.parametrize("look", ["read", "update"])
+def test_a_dropped_gradient_is_no_edit_of_its_master(fused_step: bool | str, look: str) -> None:
+    """Its master has none after a read, and a further backward adds up what is there."""
+    params = [torch.nn.Parameter(torch.ones(4).half()) for _ in range(3)]
+    opt = MixedPrecisionOptimizer(torch.optim.SGD(params, lr=1.0), loss_scale=4.0, fused_step=fused_step)
+
+    def backward() -> None:
+        opt.backward(sum((factor * param).float().sum() for factor, param in zip((3, 4, 5), params, strict=True)))
+
+    backward()
+    if look == "update":
+        opt.update_master_grads()
+    assert all(master.grad is not None for master in opt.master_params())
+    params[2].grad = None
+    assert [master.grad is None for master in opt.master_params()] == [False, False, True]
+    opt.clip_master_grads(100.0)
+    backward()
+    opt.step()
+    assert [param[0].item() for param in params] == [1 - 6, 1 - 8, 1 - 5]
 
 
 @every_mode_that_keeps_gradients
