@@ -101,7 +101,7 @@ class Choices:
             called = [name for group in _called(list(enumerate(optimizer.param_groups)), names) for name in group]
             state_formats.check_moments(optimizer.state_dict(), called)
         if self.splits:
-            self._check_split(is_zero, optimizer, names)
+            self._check_split(optimizer, names, is_zero)
         if self.master_weights == "split24":
             self._check_needed(_SPLIT24, 'master_weights="split"', obstacle)
         if self.fused_step is True:
@@ -144,7 +144,7 @@ class Choices:
         if obstacle():
             raise ValueError(f"{needed_by} can't be served: {obstacle()}. Use {instead}.")
 
-    def _check_split(self, is_zero: bool, optimizer: Optimizer, names: dict[int, str]) -> None:
+    def _check_split(self, optimizer: Optimizer, names: dict[int, str], is_zero: bool) -> None:
         if self.on_model_write == "ignore":
             raise ValueError(
                 f'on_model_write="ignore" does not go with master_weights="{self.master_weights}": the model\'s '

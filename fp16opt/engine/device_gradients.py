@@ -146,7 +146,7 @@ class DeviceGradients:
         masters = self.masters if are_all else [self.masters[row] for row in rows]
         rooms = list(self._rooms) if are_all else [self._rooms[row] for row in rows]
         collections.deque(map(GRAD.__set__, masters, rooms), maxlen=0)  # a thousand calls without a loop of Python
-        outs = rooms if are_all else self._spread(rows, rooms)
+        outs = self._spread(rows, rooms)
         return [None if out is None else local(out) for out in outs] if self._has_pieces else outs
 
     def kept(self) -> list[Tensor | None]:
