@@ -63,8 +63,8 @@ void cast(const Table& table, const Pointers& masters, const Pointers& params, i
 // The digest of each 16-bit tensor's sample (functors/sample.h), by row.
 void sample(const Table& table, const Pointers& tensors, int64_t* samples, int threads);
 
-// What gradients of a norm are multiplied by (functors/clip.h), and how a scale follows a step (functors/loss_scale.h).
-float clip_decision(double norm, float found_inf, bool only_finite, double max_norm);
+// A clip's outcome, two numbers (functors/clip.h), and how a scale follows a step (functors/loss_scale.h).
+void clip_decision(const double* norm, const float* found_inf, double max_norm, bool only_finite, float* single, float* factor);
 void follow_scale(bool overflow, float* scale, int32_t* clean, int32_t* skips, const void* settings);
 
 }  // namespace fp16opt

@@ -173,8 +173,9 @@ inline object handle::attr(const char* name) const { return checked(PyObject_Get
 inline object handle::operator()() const { return checked(PyObject_CallNoArgs(ptr_)); }
 inline int_::int_(long value) : object(checked(PyLong_FromLong(value))) {}
 inline list::list(size_t size) : object(checked(PyList_New(Py_ssize_t(size)))) {}
-inline tuple tuple_of(handle item) {
-    return reinterpret_steal<tuple>(checked(PyTuple_Pack(1, item.ptr())).release());
+template <class... T>
+tuple tuple_of(const T&... items) {
+    return reinterpret_steal<tuple>(checked(PyTuple_Pack(Py_ssize_t(sizeof...(T)), items.ptr()...)).release());
 }
 inline object none() { return reinterpret_borrow<object>(Py_None); }
 

@@ -182,7 +182,11 @@ void fill(py::module_ module) {
     bind_held(module);
     bind_steps(module);
     module.def("state_columns", &state_columns);
-    module.def("clip_decision", &clip_decision);
+    module.def("decide_clip", [](uintptr_t norm, uintptr_t found_inf, double max_norm, bool only_finite, uintptr_t single,
+                                 uintptr_t factor) {
+        clip_decision(address<const double>(norm), address<const float>(found_inf), max_norm, only_finite, address<float>(single),
+                      address<float>(factor));
+    });
     module.def("follow_scale", [](bool overflow, uintptr_t scale, uintptr_t clean, uintptr_t skips, uintptr_t settings) {
         follow_scale(overflow, address<float>(scale), address<int32_t>(clean), address<int32_t>(skips),
                      address<const double>(settings));

@@ -1,10 +1,12 @@
 // How the module reads the state of an optimizer, which is a dictionary of each tensor's in a dictionary, as columns.
 #pragma once
 
+#include <algorithm>
 #include <optional>
 #include <vector>
 
 #include "binding.h"
+#include "core/macros.h"
 
 namespace fp16opt {
 namespace {
@@ -23,6 +25,34 @@ std::optional<std::vector<py::object>> values_of(const py::dict& state, const py
     return values;
 }
 
+constexpr size_t kAskedFor = 256;  // dictionaries at once
+
+// Asks the cache for what some dictionaries hold, of which everything lies elsewhere and would be waited for: first for all
+// their entries, then for the values.
+FP16OPT_INLINE void ask_for(const std::vector<py::object>& values, const std::optional<std::vector<size_t>>& places, size_t first,
+                            size_t count) {
+#if defined(__GNUC__)
+    const size_t end = std::min(count, first + kAskedFor);
+    const auto dictionary = [&](size_t i) {
+        PyObject* of_one = values.at(places ? (*places)[i] : i).ptr();
+        return PyDict_Check(of_one) ? of_one : nullptr;
+    };
+    for (size_t i = first; i < end; ++i) {
+        PyObject* of_one = dictionary(i);
+        if (of_one == nullptr) continue;
+        const auto* keys = reinterpret_cast<const char*>(reinterpret_cast<PyDictObject*>(of_one)->ma_keys);
+        for (int line = 0; line < 4; ++line) __builtin_prefetch(keys + 64 * line);
+    }
+    for (size_t i = first; i < end; ++i) {
+        PyObject *of_one = dictionary(i), *key = nullptr, *value = nullptr;
+        Py_ssize_t at = 0;
+        while (of_one != nullptr && PyDict_Next(of_one, &at, &key, &value) != 0) __builtin_prefetch(value, 1);
+    }
+#else
+    (void)values, (void)places, (void)first, (void)count;
+#endif
+}
+
 // For each of `names` what the dictionaries in `state` have there: those at `places`, or all. None where the keys of `state`
 // are other than `keys`, or in another order, or where something is missing or None.
 py::object state_columns(const py::dict& state, const py::list& keys, const std::optional<std::vector<size_t>>& places,
@@ -33,6 +63,7 @@ py::object state_columns(const py::dict& state, const py::list& keys, const std:
     std::vector<py::list> columns;
     for (size_t k = 0; k < names.size(); ++k) columns.emplace_back(count);
     for (size_t i = 0; i < count; ++i) {
+        if (i % kAskedFor == 0) ask_for(*values, places, i, count);
         PyObject* of_one = values->at(places ? (*places)[i] : i).ptr();
         if (!PyDict_Check(of_one)) return py::none();
         for (size_t k = 0; k < names.size(); ++k) {

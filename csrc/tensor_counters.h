@@ -3,14 +3,14 @@
 #pragma once
 
 #include <utility>
-#include <vector>
 
+#include "ahead.h"
 #include "seen_lists.h"
 
 namespace fp16opt {
 namespace {
 
-// What `Tensor.NAME` reads, of an attribute that is written in C.
+// What `Tensor.NAME` reads and sets, of an attribute that is written in C.
 class Getter {
 public:
     explicit Getter(const py::object& attribute) : held_(attribute) {
@@ -25,6 +25,10 @@ public:
         PyObject* value = set_->get(tensor, set_->closure);
         if (value == nullptr) throw py::error_already_set();
         return py::reinterpret_steal<py::object>(value);
+    }
+    // Throws what torch raises.
+    void set(PyObject* tensor, PyObject* value) const {
+        if (set_->set(tensor, value, set_->closure) != 0) throw py::error_already_set();
     }
 
 private:
@@ -98,54 +102,84 @@ public:
 
     // `.grad` of each.
     py::list gradients(const py::list& tensors) const {
-        const auto held = hold(tensors);
-        py::list found(held.size());
-        Quiet quiet(quiet_);
-        Pass pass(grad_, tensor_type_, quiet);
-        for (size_t i = 0; i < held.size(); ++i) {
-            pass.counts_its_own(held[i].ptr());
-            PyList_SET_ITEM(found.ptr(), Py_ssize_t(i), grad_(held[i].ptr()).release().ptr());
-        }
+        py::list found(tensors.size());
+        for_each(tensors, grad_, [&](Py_ssize_t i, const py::object& tensor, Pass& pass) {
+            PyList_SET_ITEM(found.ptr(), i, grad_of(pass, tensor).release().ptr());
+            return true;
+        });
         return found;
+    }
+
+    // `.grad` of each, and as versions() of these.
+    py::tuple see(const py::list& tensors) const {
+        py::list found(tensors.size()), then(tensors.size());
+        bool counted = true;
+        Quiet quiet(quiet_);
+        Pass grad_pass(version_, tensor_type_, quiet);
+        for_each(tensors, grad_, quiet, [&](Py_ssize_t i, const py::object& tensor, Pass& pass) {
+            const py::object grad = grad_of(pass, tensor);
+            PyList_SET_ITEM(found.ptr(), i, grad.inc_ref().ptr());
+            counted = counted && (grad.is_none() || grad_pass.counts_its_own(grad.ptr()));
+            if (counted) PyList_SET_ITEM(then.ptr(), i, version_of(grad).release().ptr());
+            return true;
+        });
+        return py::tuple_of(found, counted ? py::object(then) : py::none());
+    }
+
+    // Sets `.grad` of each.
+    void set_gradients(const py::list& tensors, const py::list& grads) const {
+        const Items given(grads.ptr());
+        if (tensors.size() != grads.size()) throw py::value_error("there must be one gradient for each tensor");
+        Ahead<false> ahead;
+        for_each(tensors, grad_, [&](Py_ssize_t i, const py::object& tensor, Pass& pass) {
+            ahead(i, given);
+            pass.counts_its_own(tensor.ptr());  // or it throws
+            PyObject* grad = given.at(i);
+            if (grad == nullptr) throw py::value_error("a list changed while it was read");
+            grad_.set(tensor.ptr(), py::reinterpret_borrow<py::object>(grad).ptr());
+            return true;
+        });
+    }
+
+    // Whether a `.grad` is there.
+    bool have_gradients(const py::list& tensors) const {
+        return !for_each(tensors, grad_, [&](Py_ssize_t, const py::object& tensor, Pass& pass) {
+            return grad_of(pass, tensor).is_none();
+        });
     }
 
     // `_version` of each, -1 for None; None where one does not count its own writes.
     py::object versions(const py::list& tensors) const {
-        const auto held = hold(tensors);
-        py::list found(held.size());
-        Quiet quiet(quiet_);
-        Pass pass(version_, tensor_type_, quiet);
-        for (size_t i = 0; i < held.size(); ++i) {
-            const bool there = !held[i].is_none();
-            if (there && !pass.counts_its_own(held[i].ptr())) return py::none();
-            const auto version = there ? version_(held[i].ptr()) : py::int_(-1);
-            PyList_SET_ITEM(found.ptr(), Py_ssize_t(i), version.inc_ref().ptr());
-        }
-        return found;
+        py::list found(tensors.size());
+        const bool counted = for_each(tensors, version_, [&](Py_ssize_t i, const py::object& tensor, Pass& pass) {
+            if (!tensor.is_none() && !pass.counts_its_own(tensor.ptr())) return false;
+            PyList_SET_ITEM(found.ptr(), i, version_of(tensor).release().ptr());
+            return true;
+        });
+        return counted ? py::object(found) : py::none();
     }
 
     // Whether each counts its own writes, and is in the version that stands in `then`.
     bool have_versions(const py::list& tensors, const py::list& then) const {
-        const auto held = hold(tensors), versions = hold(then);
-        Quiet quiet(quiet_);
-        Pass pass(version_, tensor_type_, quiet);
-        for (size_t i = 0; i < held.size(); ++i) {
-            if (i >= versions.size() || !is_in_version(pass, held[i], versions[i])) return false;
-        }
-        return held.size() == versions.size();
+        const Items versions(then.ptr());
+        if (tensors.size() != then.size()) return false;
+        return for_each(tensors, version_, [&](Py_ssize_t i, const py::object& tensor, Pass& pass) {
+            return is_in_version(pass, tensor, versions.at(i));
+        });
     }
 
     // Whether `.grad` of each is that tensor, or None, and as have_versions.
     bool hold_gradients(const py::list& tensors, const py::list& grads, const py::list& then) const {
-        const auto held = hold(tensors), seen = hold(grads), versions = hold(then);
-        if (held.size() != seen.size() || held.size() != versions.size()) return false;
+        if (tensors.size() != grads.size() || tensors.size() != then.size()) return false;
+        const Items seen(grads.ptr()), versions(then.ptr());
         Quiet quiet(quiet_);
-        Pass pass(grad_, tensor_type_, quiet), grad_pass(version_, tensor_type_, quiet);
-        for (size_t i = 0; i < held.size(); ++i) {
-            pass.counts_its_own(held[i].ptr());
-            if (!grad_(held[i].ptr()).is(seen[i]) || !is_in_version(grad_pass, seen[i], versions[i])) return false;
-        }
-        return true;
+        Pass grad_pass(version_, tensor_type_, quiet);
+        Ahead<false> ahead;
+        return for_each(tensors, grad_, quiet, [&](Py_ssize_t i, const py::object& tensor, Pass& pass) {
+            ahead(i, seen);
+            const py::object grad = grad_of(pass, tensor);
+            return grad.ptr() == seen.at(i) && is_in_version(grad_pass, grad, versions.at(i));
+        });
     }
 
     // `.grad` of one tensor. Where the tensor that `partners`, weak references by id, have for it does not hold the very same,
@@ -170,19 +204,40 @@ private:
         return grad_(tensor.ptr());
     }
 
-    // The entries as they are now: getters may run other code, which changes lists.
-    static std::vector<py::object> hold(const py::list& list) {
-        PyObject* const* items = PySequence_Fast_ITEMS(list.ptr());
-        std::vector<py::object> held;
-        held.reserve(list.size());
-        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list.ptr()); ++i) held.push_back(py::reinterpret_borrow<py::object>(items[i]));
-        return held;
+    // Calls `look(i, tensor, pass)` for each, in their order, until it says false; whether it never did. Getters may run other
+    // code, which changes lists: then this throws.
+    template <class Look>
+    bool for_each(const py::list& tensors, const Getter& getter, Look&& look) const {
+        Quiet quiet(quiet_);
+        return for_each(tensors, getter, quiet, look);
+    }
+    // The same in a context that `look` may use as well.
+    template <class Look>
+    bool for_each(const py::list& tensors, const Getter& getter, Quiet& quiet, Look&& look) const {
+        const Items items(tensors.ptr());
+        const Py_ssize_t count = items.size();
+        Pass pass(getter, tensor_type_, quiet);
+        Ahead<false> ahead;
+        for (Py_ssize_t i = 0; i < count; ++i) {
+            ahead(i, items);
+            if (items.size() != count) throw py::value_error("a list changed while it was read");
+            const auto tensor = py::reinterpret_borrow<py::object>(items.at(i));
+            if (!look(i, tensor, pass)) return false;
+        }
+        return true;
     }
 
-    bool is_in_version(Pass& pass, const py::object& tensor, const py::object& then) const {
-        if (!tensor.is_none() && !pass.counts_its_own(tensor.ptr())) return false;
-        const py::object now = tensor.is_none() ? py::int_(-1) : version_(tensor.ptr());
-        const int same = PyObject_RichCompareBool(now.ptr(), then.ptr(), Py_EQ);
+    py::object grad_of(Pass& pass, const py::object& tensor) const {
+        pass.counts_its_own(tensor.ptr());  // or it throws
+        return grad_(tensor.ptr());
+    }
+
+    py::object version_of(const py::object& tensor) const { return tensor.is_none() ? py::int_(-1) : version_(tensor.ptr()); }
+
+    bool is_in_version(Pass& pass, const py::object& tensor, PyObject* then) const {
+        if (then == nullptr || (!tensor.is_none() && !pass.counts_its_own(tensor.ptr()))) return false;
+        const auto wanted = py::reinterpret_borrow<py::object>(then);
+        const int same = PyObject_RichCompareBool(version_of(tensor).ptr(), wanted.ptr(), Py_EQ);
         if (same < 0) throw py::error_already_set();
         return same != 0;
     }
@@ -193,10 +248,14 @@ private:
 };
 
 void bind_tensor_counters(py::module_& module) {
+    module.def("learn_tensors", &learn_tensors);
     py::class_<TensorReader>(module, "TensorReader")
         .def(py::init<py::type, const py::object&, const py::object&, py::object>())
         .def("asked_gradient", &TensorReader::asked_gradient)
         .def("gradients", &TensorReader::gradients)
+        .def("see", &TensorReader::see)
+        .def("set_gradients", &TensorReader::set_gradients)
+        .def("have_gradients", &TensorReader::have_gradients)
         .def("versions", &TensorReader::versions)
         .def("have_versions", &TensorReader::have_versions)
         .def("hold_gradients", &TensorReader::hold_gradients);

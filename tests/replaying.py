@@ -37,6 +37,7 @@ class Graph(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Callable[[], None]] = []
+        self.pool: list[Tensor] = []  # a graph keeps the memory that was allocated in it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = str(func).split(".")[1], kwargs or {}
@@ -45,7 +46,9 @@ class Graph(TorchDispatchMode):
         in_place = func._schema.is_mutable or any(r.alias_info is not None for r in func._schema.returns)
         if in_place:
             self.calls.append(lambda: func(*args, **kwargs))
-        elif name not in NEW and not name.startswith("_record_function"):
+        elif name in NEW:
+            self.pool.append(result)
+        elif not name.startswith("_record_function"):
             self.calls.append(lambda: self._again(func, args, kwargs, result))
         return result
 

@@ -2,6 +2,7 @@
 // set to its name; see the note in core/macros.h. It uses nothing from the standard library but memcpy.
 //
 // A level is two files, this one and cpu_steps.cpp: each takes a second and more to read the compiler's vector functions.
+#include "../functors/sample.h"
 #include "../launch/cpu.h"
 #include "../launch/measures.h"
 #include "../launch/split.h"
@@ -74,6 +75,16 @@ double sum_of_squares_chunk(DType dtype, const void* values, int64_t n) {
         case DType::byte: break;
     }
     return sum_of_squares(static_cast<const double*>(values), n);
+}
+
+uint64_t sample_words(const void* values, int64_t words) {
+    uint64_t sum = 0;
+    for (int64_t i = 0; i < words; ++i) {
+        uint64_t word;
+        memcpy(&word, static_cast<const char*>(values) + 8 * i, sizeof(word));
+        sum += sample_term(word, i);
+    }
+    return sum;
 }
 
 void scale_chunk(DType dtype, void* values, int64_t n, float factor) {
@@ -225,6 +236,7 @@ const MeasureLevel measure_level = {measure_chunk, compare_chunk};
 }  // namespace
 extern const CpuLevel level;
 const CpuLevel level = {FP16OPT_NAME(FP16OPT_LEVEL), unscale_chunk, unscale_clipped_chunk, sum_of_squares_chunk, scale_chunk,
-                        lerp_chunk, axpby_chunk, cast_chunk, &step_level, &split_level, &state8_level, &held_level, &measure_level};
+                        lerp_chunk, axpby_chunk, cast_chunk, sample_words,
+                        &step_level, &split_level, &state8_level, &held_level, &measure_level};
 
 FP16OPT_END

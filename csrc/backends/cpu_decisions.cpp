@@ -5,8 +5,8 @@
 
 namespace fp16opt {
 
-float clip_decision(double norm, float found_inf, bool only_finite, double max_norm) {
-    return decided_factor(norm, found_inf, only_finite, max_norm);
+void clip_decision(const double* norm, const float* found_inf, double max_norm, bool only_finite, float* single, float* factor) {
+    decide_clip(*norm, found_inf, only_finite, max_norm, single, factor);
 }
 
 void follow_scale(bool overflow, float* scale, int32_t* clean, int32_t* skips, const void* settings) {

@@ -32,6 +32,7 @@ struct CpuLevel {
     bool (*axpby)(const DType (&dtypes)[3], float a, const void* x, float b, const void* y, void* out, int64_t n,
                   uint32_t check);  // true: a checked input is not finite
     uint32_t (*cast)(DType to, const float* master, void* param, int64_t n, bool stream);
+    uint64_t (*sample_words)(const void* values, int64_t words);  // of a short tensor, from the first on
     const StepLevel* steps;
     const SplitLevel* splits;
     const State8Level* state8;

@@ -4,12 +4,16 @@
 #include <cstdint>
 #include <cstring>
 
+// FP16OPT_INLINE: inlined always. What only prefetches must be: GCC takes it for a function without effects, and drops calls.
+#if defined(__GNUC__)
+#define FP16OPT_INLINE inline __attribute__((always_inline))
+#else
+#define FP16OPT_INLINE inline
+#endif
 #if defined(__CUDACC__)
 #define FP16OPT_HD __host__ __device__ __forceinline__
-#elif defined(__GNUC__)
-#define FP16OPT_HD inline __attribute__((always_inline))
 #else
-#define FP16OPT_HD inline
+#define FP16OPT_HD FP16OPT_INLINE
 #endif
 
 #if defined(__GNUC__)

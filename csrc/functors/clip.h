@@ -14,9 +14,12 @@ FP16OPT_HD float clip_factor(double norm, double max_norm) {
     return factor > 1.0f ? 1.0f : factor;  // nan stays
 }
 
-// The outcome of a clip: 1 where an element is not finite, and with `only_finite` where the norm is not.
-FP16OPT_HD float decided_factor(double norm, float found_inf, bool only_finite, double max_norm) {
-    return found_inf > 0.0f || (only_finite && !is_finite(norm)) ? 1.0f : clip_factor(norm, max_norm);
+// The outcome of a clip: the norm, and what gradients are multiplied by. That is 1 where an element is not finite, and with
+// `only_finite` where the norm is not. `found_inf` may be null.
+FP16OPT_HD void decide_clip(double norm, const float* found_inf, bool only_finite, double max_norm, float* single, float* factor) {
+    const bool stays = (found_inf != nullptr && *found_inf > 0.0f) || (only_finite && !is_finite(norm));
+    *single = float(norm);
+    *factor = stays ? 1.0f : clip_factor(norm, max_norm);
 }
 
 FP16OPT_END

@@ -33,10 +33,7 @@ struct DecideClip {
 
     FP16OPT_HD void run() const {
         for_threads([&](int t) {
-            if (t != 0) return;
-            const double value = *norm;
-            *single = float(value);
-            *factor = decided_factor(value, found_inf == nullptr ? 0.0f : *found_inf, only_finite, max_norm);
+            if (t == 0) decide_clip(*norm, found_inf, only_finite, max_norm, single, factor);
         });
     }
 };

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import itertools
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..kernels import decisions
+from ..kernels import counters, decisions
 from ..scaling import LossScaler
 from .diagnostics import describe
 from .gradients import Gradients
@@ -282,9 +280,9 @@ class Accumulation:
 
     def strange(self) -> list[int]:
         """Positions with gradients that neither a backward of ours nor a step has seen."""
-        grads = self.gradients.of_model()
-        if all(map(operator.is_, grads, itertools.repeat(None))):
+        if not counters.have_gradients(self.gradients.pairs.models):
             return []
+        grads = self.gradients.of_model()
         if self.left_over is None:
             return [i for i, grad in enumerate(grads) if grad is not None]
         left_over = self.left_over

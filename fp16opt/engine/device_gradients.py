@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from .gradient_forms import Taken, can_wait, coalesced, kernel_values
 from .masters import Masters
 from .own_gradients import OwnGradients
 from .pairs import HALF_DTYPES, DeviceGroup, Pairs
-from .sights import GRAD, FadedSight, count_there, drop_grads, store, stored
+from .sights import GRAD, FadedSight, are_there, count_there, drop_grads, store, stored
 from .sweep import Sweep, vector_norm
 
 _NEEDS_GRAD = operator.attrgetter("requires_grad")
@@ -137,6 +136,9 @@ class DeviceGradients:
 
     def _outs(self, entries: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The memory for FP32 gradients of ``entries``, put into their masters' ``.grad``."""
+        if not self._has_pieces and are_there(entries) and are_there(self._rooms):
+            counters.set_gradients(self.masters, self._rooms)
+            return list(self._rooms)
         rows = [row for row, entry in enumerate(entries) if entry is not None]
         if missing := [row for row in rows if self._rooms[row] is None]:
             self._has_rooms = True
@@ -145,7 +147,7 @@ class DeviceGradients:
         are_all = len(rows) == len(entries)
         masters = self.masters if are_all else [self.masters[row] for row in rows]
         rooms = list(self._rooms) if are_all else [self._rooms[row] for row in rows]
-        collections.deque(map(GRAD.__set__, masters, rooms), maxlen=0)  # a thousand calls without a loop of Python
+        counters.set_gradients(masters, rooms)
         outs = self._spread(rows, rooms)
         return [None if out is None else local(out) for out in outs] if self._has_pieces else outs
 
@@ -508,7 +510,7 @@ class DeviceGradients:
     def clip(self, factor: Tensor, made: bool, of: set[int] | None) -> None:
         """Multiply by ``factor``: what waits when it is used, true ones now."""
         if self.waiting is not None:
-            self.factors = Factors(self.factors.inv_scale, factor.reshape(()))
+            self.factors = Factors(self.factors.inv_scale, factor)
         if not self.all_wait():
             self.sweep.scale(self.true_ones(made) if of is None else self.meant(made, of), factor)
 

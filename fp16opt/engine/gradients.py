@@ -80,11 +80,7 @@ class Gradients:
         for each in self._each if self.summing else ():
             if each.summed:
                 return True
-        for tensors in (self.pairs.models, self.pairs.elsewhere):
-            for grad in map(GRAD.__get__, tensors):
-                if grad is not None:
-                    return True
-        return False
+        return counters.have_gradients(self.pairs.models) or counters.have_gradients(self.pairs.elsewhere)
 
     def tensors(self) -> list[Tensor]:
         """Every gradient that is there, the masters' too, and memory that is kept for them."""
@@ -95,7 +91,7 @@ class Gradients:
 
     def see(self) -> Sight:
         """Remember the model's gradients as they are now."""
-        self.sight = Sight(counters.gradients(self.pairs.models))
+        self.sight = Sight.of(self.pairs.models)
         return self.sight
 
     def are_as_seen(self) -> bool:
@@ -202,7 +198,7 @@ class Gradients:
         """Remember gradients as they are now; with ``anew`` False the model's are as they were seen, if they were."""
         if anew or self.sight is None:
             self.see()
-        self._made_sight = Sight(counters.gradients(self._apart)) if self.made and self._apart else None
+        self._made_sight = Sight.of(self._apart) if self.made and self._apart else None
 
     def write(self) -> None:
         """Make FP32 gradients of those that wait, in the bits that a one-pass step would use. No host sync."""

@@ -104,7 +104,7 @@ class HeldOnArrival:
 
     def clip(self, factor: Tensor) -> None:
         """See :class:`Taker`."""
-        self._factor = factor.reshape(())
+        self._factor = factor
 
     def drop(self) -> None:
         """See :class:`Taker`."""

@@ -34,7 +34,7 @@ from .one_pass_rows import (
 )
 from .one_pass_trial import Trials
 from .pairs import HALF_DTYPES, DeviceGroup, Pairs
-from .sights import stored
+from .sights import are_there, stored
 from .state_formats import StateFormat
 from .wrapped_step import run_hooks
 
@@ -526,7 +526,7 @@ class OnePassStep:
 
 def _kinds(count: int, grads: ToStep) -> list[bool | None]:
     waiting, true = grads.waiting, grads.true
-    if waiting is not None and true is None and all(map(operator.is_not, waiting, itertools.repeat(None))):
+    if waiting is not None and true is None and are_there(waiting):
         return [True] * count
     kinds: list[bool | None] = [None] * count
     for values, kind in ((waiting, True), (true, False)):

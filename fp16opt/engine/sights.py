@@ -23,6 +23,11 @@ def stored(tensors: Sequence[Tensor]) -> list[Tensor | None]:
     return counters.gradients(tensors if isinstance(tensors, list) else list(tensors))
 
 
+def are_there(grads: Sequence[Tensor | None]) -> bool:
+    """Whether none is None."""
+    return all(map(operator.is_not, grads, itertools.repeat(None)))
+
+
 def count_there(grads: Sequence[Tensor | None]) -> int:
     """How many are not None. ``list.count`` would compare tensors."""
     return sum(map(operator.is_not, grads, itertools.repeat(None)))
@@ -47,20 +52,25 @@ class Sight:
 
     Args:
         grads: of all pairs, or of whatever list is looked at again later.
+        versions: of these, where they were just read.
 
     Attributes:
         is_empty: whether there was none.
         versions: their counters.
     """
 
-    def __init__(self, grads: list[Tensor | None]) -> None:
+    def __init__(self, grads: list[Tensor | None], versions: list[int] | None = None) -> None:
         self.grads = grads
         self.is_empty = all(map(operator.is_, grads, itertools.repeat(None)))
-        try:
-            versions = counters.versions(grads)
-        except RuntimeError:
-            versions = None
         self.versions = versions_of(grads) if versions is None else versions
+
+    @classmethod
+    def of(cls, tensors: list[Tensor]) -> Sight:
+        """The gradients that these hold now."""
+        try:
+            return cls(*counters.see(tensors))
+        except RuntimeError:  # some were made in inference mode, and count no versions
+            return cls(counters.gradients(tensors))
 
     def moved(self, now: list[Tensor | None]) -> list[int]:
         """Positions whose gradient is another one now, or none, or was written as far as version counters show."""

@@ -8,10 +8,12 @@ import torch
 
 from . import cuda, native
 
+_HOST = torch.device("cpu")
+
 
 def compiled_for(device: torch.device) -> ModuleType | None:
     """The file that calls the compiled kernels for a device; None where torch operations serve. Does not sync."""
-    if device.type == "cpu":
+    if device == _HOST or device.type == "cpu":  # asking for the type makes a string by way of a C++ stream
         return native if native.module is not None else None
     return cuda if cuda.serves(device) else None
 

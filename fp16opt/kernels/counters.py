@@ -1,7 +1,8 @@
-"""What many tensors hold now: their gradients, and how often each was written."""
+"""Many tensors' gradients, and how often each tensor was written."""
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,17 @@ from torch import Tensor
 
 from . import native
 
-__all__ = ["Reader", "asked_gradient", "gradients", "have_versions", "hold_gradients", "versions"]
+__all__ = [
+    "Reader",
+    "asked_gradient",
+    "gradients",
+    "have_gradients",
+    "have_versions",
+    "hold_gradients",
+    "see",
+    "set_gradients",
+    "versions",
+]
 
 _GRAD: Any = Tensor.grad  # torch's own descriptor, in front of which subclasses may put another
 _VERSION: Any = Tensor._version
@@ -43,6 +54,49 @@ class Reader:
         """
         with torch._C.DisableTorchFunctionSubclass():
             return list(map(_GRAD.__get__, tensors))
+
+    def see(self, tensors: list[Any]) -> tuple[list[Tensor | None], list[int] | None]:
+        """``.grad`` of each tensor, and as :meth:`versions` of these.
+
+        Raises:
+            RuntimeError: as :meth:`versions`.
+
+        Example:
+            >>> x = torch.zeros(1)
+            >>> x.grad = torch.ones(1).mul_(2.0)
+            >>> see([x])
+            ([tensor([2.])], [1])
+        """
+        grads = self.gradients(tensors)
+        return grads, self.versions(grads)
+
+    def set_gradients(self, tensors: list[Any], grads: list[Any]) -> None:
+        """Set ``.grad`` of each tensor, whatever a subclass puts before it.
+
+        Raises:
+            TypeError, RuntimeError: torch refuses one; those before it are set.
+            ValueError: the lists differ in length.
+
+        Example:
+            >>> x, y = torch.zeros(1), torch.ones(1)
+            >>> set_gradients([x], [y])
+            >>> x.grad is y
+            True
+        """
+        if len(tensors) != len(grads):
+            raise ValueError("there must be one gradient for each tensor")
+        with torch._C.DisableTorchFunctionSubclass():
+            for tensor, grad in zip(tensors, grads, strict=True):
+                _GRAD.__set__(tensor, grad)
+
+    def have_gradients(self, tensors: list[Any]) -> bool:
+        """Whether ``.grad`` of one of them is not None.
+
+        Example:
+            >>> have_gradients([torch.zeros(1)])
+            False
+        """
+        return any(map(operator.is_not, self.gradients(tensors), itertools.repeat(None)))
 
     def asked_gradient(
         self,
@@ -122,6 +176,9 @@ class Reader:
 _reader = native.tensor_reader(_GRAD, _VERSION) or Reader()
 asked_gradient = _reader.asked_gradient
 gradients = _reader.gradients
+see = _reader.see
+set_gradients = _reader.set_gradients
+have_gradients = _reader.have_gradients
 versions = _reader.versions
 have_versions = _reader.have_versions
 hold_gradients = _reader.hold_gradients

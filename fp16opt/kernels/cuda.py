@@ -293,10 +293,11 @@ def capture_scale(scale: Tensor, pair: Tensor) -> None:
     queue(KERNELS["capture_scale"], Stream(scale.device), (scale, pair))
 
 
-def decide_clip(norm: Tensor, found_inf: Tensor | None, max_norm: float, only_finite: bool, results: Tensor) -> None:
-    """:func:`fp16opt.kernels.decisions.decide_clip`; ``results``: float32, [2]."""
-    values = (norm, found_inf, max_norm, only_finite, results, results.data_ptr() + 4)
-    queue(KERNELS["decide_clip"], Stream(norm.device), values)
+def decide_clip(
+    norm: Tensor, found_inf: Tensor | None, max_norm: float, only_finite: bool, single: Tensor, factor: Tensor
+) -> None:
+    """:func:`fp16opt.kernels.decisions.decide_clip`, into ``single`` and ``factor``."""
+    queue(KERNELS["decide_clip"], Stream(norm.device), (norm, found_inf, max_norm, only_finite, single, factor))
 
 
 def close_step(

@@ -80,14 +80,10 @@ def decide_clip(
         (tensor(4.), tensor(0.2500))
     """
     serving = backends.compiled_for(norm.device) if norm.dtype == torch.float64 else None
-    if serving is native and (found_inf is None or found_inf.device == norm.device):
-        found = 0.0 if found_inf is None else found_inf.item()
-        value = native.clip_decision(float(norm.item()), found, only_finite, max_norm)
-        return norm.float(), torch.full((), value, dtype=torch.float32, device="cpu")
-    if serving is cuda:
-        results = torch.empty(2, dtype=torch.float32, device=norm.device)
-        cuda.decide_clip(norm, found_inf, max_norm, only_finite, results)
-        single, factor = results.unbind()
+    if serving is not None and (found_inf is None or found_inf.device == norm.device):
+        single = torch.empty((), dtype=torch.float32, device=norm.device)
+        factor = torch.empty_like(single)
+        serving.decide_clip(norm, found_inf, max_norm, only_finite, single, factor)
         return single, factor
     factor = clip_factor(norm, max_norm)
     if found_inf is not None:

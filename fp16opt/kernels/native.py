@@ -52,6 +52,9 @@ def _load(name: str) -> tuple[Any, str]:
 
 module, _cpu_missing = _load("_cpu")
 """The compiled CPU module, or None."""
+if module is not None:  # it asks the cache for tensors ahead, where they are laid out as it knows
+    _probe = torch.empty(0, device="cpu")
+    module.learn_tensors(_probe, _probe._cdata)
 _exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
 
@@ -72,10 +75,12 @@ def status() -> str:
     return f"loaded; this machine runs its SIMD levels {', '.join(module.simd_levels())}"
 
 
-def clip_decision(norm: float, found_inf: float, only_finite: bool, max_norm: float) -> float:
-    """What :func:`fp16opt.kernels.decisions.decide_clip` multiplies by."""
-    factor: float = module.clip_decision(norm, found_inf, only_finite, max_norm)
-    return factor
+def decide_clip(
+    norm: Tensor, found_inf: Tensor | None, max_norm: float, only_finite: bool, single: Tensor, factor: Tensor
+) -> None:
+    """:func:`fp16opt.kernels.decisions.decide_clip`, into ``single`` and ``factor``."""
+    found = 0 if found_inf is None else found_inf.data_ptr()
+    module.decide_clip(norm.data_ptr(), found, max_norm, only_finite, single.data_ptr(), factor.data_ptr())
 
 
 def follow_scale(overflow: bool, scale: Tensor, trackers: Tensor, settings: Tensor | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import Any
 
@@ -124,6 +125,73 @@ def test_gradients_are_held_until_replaced_written_or_dropped(reader: Any) -> No
     assert not reader.hold_gradients(params, grads, [0, 1, -1])
 
 
+def test_gradients_are_seen_with_their_versions(reader: Any) -> None:
+    params = [InFront(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2)), torch.zeros(2)]
+    assert reader.see(params) == ([None] * 3, [-1] * 3)
+    assert not reader.have_gradients(params)
+    wanted = [torch.ones(2).mul_(2.0), None, torch.zeros(2)]
+    reader.set_gradients(params, wanted)
+    grads, then = reader.see(params)
+    assert [a is b for a, b in zip(grads, wanted, strict=True)] == [True] * 3
+    assert then == [1, -1, 0]
+    assert reader.have_gradients(params)
+    assert reader.have_gradients(params[2:])
+    assert not reader.have_gradients(params[1:2])
+    reader.set_gradients(params, [None] * 3)
+    assert not reader.have_gradients(params)
+    assert reader.see([]) == ([], [])
+
+
+def test_seeing_is_told_of_gradients_that_may_count_elsewhere_or_count_nothing(reader: Any) -> None:
+    params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(3)]
+    piece = Tensor._make_subclass(Piece, torch.zeros(3))  # type: ignore[attr-defined]
+    params[0].grad = params[2].grad = torch.ones(3)
+    Tensor.grad.__set__(params[1], piece)  # type: ignore[attr-defined]
+    grads, then = reader.see(params)
+    assert grads[0] is grads[2]
+    assert grads[1] is piece
+    assert then is None
+    with torch.inference_mode():
+        params[1].grad = torch.ones(3)
+    with pytest.raises(RuntimeError, match="do not track version counter"):
+        reader.see(params)
+
+
+def test_a_gradient_that_torch_refuses_is_not_set(reader: Any) -> None:
+    params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    grads = [torch.ones(2), torch.ones(5), torch.ones(2)]
+    with pytest.raises(RuntimeError, match="size"):
+        reader.set_gradients(params, grads)
+    assert params[0].grad is grads[0]
+    assert params[1].grad is None
+    with pytest.raises(TypeError):
+        reader.set_gradients(params, [torch.ones(2), 3, None])
+    with pytest.raises(TypeError):
+        reader.set_gradients([3], [None])
+    with pytest.raises(ValueError, match="one gradient for each"):
+        reader.set_gradients(params, grads[:2])
+
+
+@pytest.mark.skipif(not native.available(), reason="no compiled module")
+def test_nothing_depends_on_where_torch_keeps_its_tensors() -> None:
+    """Compiled code asks the cache ahead only where a tensor of Python's is laid out as it knows."""
+    reader, probe = READERS["compiled"], torch.empty(0)
+    assert reader is not None
+    params: list[Any] = [torch.nn.Parameter(torch.zeros(2)) for _ in range(60)]
+    for param in params[::2]:
+        param.grad = torch.ones(2)
+    mixed = [*params[:30], None, *params[30:], made(Overridden), None]
+    wanted = (reader.see(params), reader.versions(mixed))
+    try:
+        for address in (0, probe._cdata + 8):
+            native.module.learn_tensors(probe, address)
+            assert (reader.see(params), reader.versions(mixed)) == wanted
+        native.module.learn_tensors(probe, probe._cdata)
+        assert (reader.see(params), reader.versions(mixed)) == wanted
+    finally:
+        native.module.learn_tensors(probe, probe._cdata)
+
+
 def test_a_gradient_is_asked_for_unless_its_partner_holds_the_same(reader: Any) -> None:
     tensor, partner, alone = InFront(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2)), torch.zeros(2)
     grads = [torch.full((2,), float(k)) for k in range(3)]
@@ -180,9 +248,13 @@ def test_what_is_no_tensor_raises(reader: Any, wrong: Any) -> None:
 def test_torch_asks_subclasses_again_afterwards(reader: Any) -> None:
     """Also where two kinds of subclass came, and where it raised."""
     entry = made(Overridden)
-    for param in (torch.nn.Parameter(torch.zeros(1)), made(Overridden)):
+    for param in (torch.nn.Parameter(torch.zeros(3)), made(Overridden)):
         assert reader.hold_gradients([entry, param], [None, None], [-1, -1])
         assert not reader.hold_gradients([entry, param], [None, entry], [-1, 0])
+        reader.set_gradients([param], [made(Overridden)])
+        assert reader.see([param])[1] == [0]
+        assert reader.hold_gradients([param], *reader.see([param]))
+        reader.set_gradients([param], [None])
         with pytest.raises(TypeError):
             reader.versions([param, 3])
         with pytest.raises(AssertionError, match="asked"):
@@ -207,5 +279,6 @@ def test_a_mode_that_changes_the_list_meanwhile_does_no_harm(reader: Any) -> Non
             tensors.clear()
             return function(*args, **(kwargs or {}))
 
-    with Emptying():
+    with Emptying(), contextlib.suppress(ValueError):  # compiled code says that the list changed
         assert len(reader.versions(tensors)) >= 1
+    assert not tensors
