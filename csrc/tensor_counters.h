@@ -110,7 +110,7 @@ public:
         return found;
     }
 
-    // `.grad` of each, and as versions() of these.
+    // `.grad` of each, and as versions() of these, None also where one counts none.
     py::tuple see(const py::list& tensors) const {
         py::list found(tensors.size()), then(tensors.size());
         bool counted = true;
@@ -120,7 +120,15 @@ public:
             const py::object grad = grad_of(pass, tensor);
             PyList_SET_ITEM(found.ptr(), i, grad.inc_ref().ptr());
             counted = counted && (grad.is_none() || grad_pass.counts_its_own(grad.ptr()));
-            if (counted) PyList_SET_ITEM(then.ptr(), i, version_of(grad).release().ptr());
+            if (!counted) return true;
+            try {
+                PyList_SET_ITEM(then.ptr(), i, version_of(grad).release().ptr());
+            } catch (py::error_already_set& raised) {
+                raised.restore();
+                if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) throw py::error_already_set();
+                PyErr_Clear();  // made in inference mode
+                counted = false;
+            }
             return true;
         });
         return py::tuple_of(found, counted ? py::object(then) : py::none());

@@ -91,7 +91,7 @@ class Gradients:
 
     def see(self) -> Sight:
         """Remember the model's gradients as they are now."""
-        self.sight = Sight.of(self.pairs.models)
+        self.sight = Sight(*counters.see(self.pairs.models))
         return self.sight
 
     def are_as_seen(self) -> bool:
@@ -198,7 +198,7 @@ class Gradients:
         """Remember gradients as they are now; with ``anew`` False the model's are as they were seen, if they were."""
         if anew or self.sight is None:
             self.see()
-        self._made_sight = Sight.of(self._apart) if self.made and self._apart else None
+        self._made_sight = Sight(*counters.see(self._apart)) if self.made and self._apart else None
 
     def write(self) -> None:
         """Make FP32 gradients of those that wait, in the bits that a one-pass step would use. No host sync."""

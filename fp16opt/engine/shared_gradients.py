@@ -52,7 +52,7 @@ class SharedGradients:
         GRAD.__set__(model, grad)
         self.positions = set[int]() if self.positions is None else self.positions
         self.positions.add(self.pairs.places[id(model)])
-        self.handed = Sight.of(self.pairs.models)
+        self.handed = Sight(*counters.see(self.pairs.models))
 
     def hold(self) -> bool:
         """Whether the masters' gradients are the model's, in whatever versions.

@@ -64,14 +64,6 @@ class Sight:
         self.is_empty = all(map(operator.is_, grads, itertools.repeat(None)))
         self.versions = versions_of(grads) if versions is None else versions
 
-    @classmethod
-    def of(cls, tensors: list[Tensor]) -> Sight:
-        """The gradients that these hold now."""
-        try:
-            return cls(*counters.see(tensors))
-        except RuntimeError:  # some were made in inference mode, and count no versions
-            return cls(counters.gradients(tensors))
-
     def moved(self, now: list[Tensor | None]) -> list[int]:
         """Positions whose gradient is another one now, or none, or was written as far as version counters show."""
         versions = versions_of(now)

@@ -56,10 +56,7 @@ class Reader:
             return list(map(_GRAD.__get__, tensors))
 
     def see(self, tensors: list[Any]) -> tuple[list[Tensor | None], list[int] | None]:
-        """``.grad`` of each tensor, and as :meth:`versions` of these.
-
-        Raises:
-            RuntimeError: as :meth:`versions`.
+        """``.grad`` of each tensor, and as :meth:`versions` of these; None also where one counts none.
 
         Example:
             >>> x = torch.zeros(1)
@@ -68,7 +65,10 @@ class Reader:
             ([tensor([2.])], [1])
         """
         grads = self.gradients(tensors)
-        return grads, self.versions(grads)
+        try:
+            return grads, self.versions(grads)
+        except RuntimeError:  # made in inference mode
+            return grads, None
 
     def set_gradients(self, tensors: list[Any], grads: list[Any]) -> None:
         """Set ``.grad`` of each tensor, whatever a subclass puts before it.
