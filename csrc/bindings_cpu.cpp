@@ -26,6 +26,12 @@ Table make_table(std::vector<int64_t> numels, std::vector<int64_t> rows, const s
     return Table(std::move(numels), std::move(rows), std::move(dtypes), std::move(places));
 }
 
+// Where a single tensor's memory begins; null for None.
+template <class T>
+T* memory_of(const py::object& tensor) {
+    return tensor.is_none() ? nullptr : address<T>(py::read(py::As<uintptr_t>{}, tensor.attr("data_ptr")()));
+}
+
 void require_rows(const Table& table, int64_t n) {
     for (int32_t place : table.places) {
         if (table.rows[size_t(place)] >= n) throw std::invalid_argument("a row lies outside the lists");
@@ -182,14 +188,24 @@ void fill(py::module_ module) {
     bind_held(module);
     bind_steps(module);
     module.def("state_columns", &state_columns);
-    module.def("decide_clip", [](uintptr_t norm, uintptr_t found_inf, double max_norm, bool only_finite, uintptr_t single,
-                                 uintptr_t factor) {
-        clip_decision(address<const double>(norm), address<const float>(found_inf), max_norm, only_finite, address<float>(single),
-                      address<float>(factor));
+    module.def("decide_clip", [](const py::object& norm, const py::object& found_inf, double max_norm, bool only_finite,
+                                 const py::object& single, const py::object& factor) {
+        clip_decision(memory_of<const double>(norm), memory_of<const float>(found_inf), max_norm, only_finite,
+                      memory_of<float>(single), memory_of<float>(factor));
     });
-    module.def("follow_scale", [](bool overflow, uintptr_t scale, uintptr_t clean, uintptr_t skips, uintptr_t settings) {
-        follow_scale(overflow, address<float>(scale), address<int32_t>(clean), address<int32_t>(skips),
-                     address<const double>(settings));
+    // Of a static scale there is neither a scale to change nor settings; its trackers are the skips alone.
+    module.def("follow_scale", [](const py::object& count, const py::object& count_each, bool overflow, const py::object& scale,
+                                  const py::object& trackers, const py::object& settings) {
+        auto* first = memory_of<int32_t>(trackers);
+        if (settings.is_none()) {
+            follow_scale(overflow, nullptr, nullptr, first, nullptr);
+        } else {
+            follow_scale(overflow, memory_of<float>(scale), first, first + 1, memory_of<const double>(settings));
+        }
+        py::list written(settings.is_none() ? 1 : 2);
+        PyList_SET_ITEM(written.ptr(), 0, trackers.inc_ref().ptr());
+        if (!settings.is_none()) PyList_SET_ITEM(written.ptr(), 1, scale.inc_ref().ptr());
+        count_writes(count, count_each, written);
     });
     module.def("simd_level", [] { return current_level().name; });
     module.def("use_simd_level", &use_level);

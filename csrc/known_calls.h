@@ -24,11 +24,21 @@ struct KnownCall {
     std::vector<size_t> written;  // which lists are
 };
 
+// Tells autograd that tensors were written, by `count`, which takes a list of them; where it raises, by `count_each`.
+void count_writes(const py::object& count, const py::object& count_each, const py::list& written) {
+    if (written.size() == 0) return;
+    py::object done = py::reinterpret_steal<py::object>(PyObject_CallOneArg(count.ptr(), written.ptr()));
+    if (done) return;
+    if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) throw py::error_already_set();
+    PyErr_Clear();
+    py::checked(PyObject_CallOneArg(count_each.ptr(), written.ptr()));
+}
+
 // What one call site knows. For every call the dtypes, devices, shapes and strides of all tensors are compared again, and their
 // addresses are read again; numbers and flags may be others, of the same types.
 class KnownCalls {
 public:
-    // `threads` says how many to use. `count` takes a list of tensors that were written; where it raises, `count_each` does.
+    // `threads` says how many to use; the others are count_writes'.
     KnownCalls(py::object threads, py::object count, py::object count_each)
         : threads_(std::move(threads)), count_(std::move(count)), count_each_(std::move(count_each)) {}
 
@@ -93,7 +103,7 @@ private:
         std::vector<PyObject*> plain;
         for (const py::object& one : given) plain.push_back(one.ptr());
         py::checked(PyObject_Vectorcall(known->function.ptr(), plain.data(), plain.size(), nullptr));
-        count(written);
+        count_writes(count_, count_each_, written);
         return true;
     }
 
@@ -107,15 +117,6 @@ private:
             for (PyObject* tensor : addresses.held[known.written[k]]->tensors) add(tensor);
         }
         return written;
-    }
-
-    void count(const py::list& written) const {
-        if (written.size() == 0) return;
-        py::object done = py::reinterpret_steal<py::object>(PyObject_CallOneArg(count_.ptr(), written.ptr()));
-        if (done) return;
-        if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) throw py::error_already_set();
-        PyErr_Clear();
-        py::checked(PyObject_CallOneArg(count_each_.ptr(), written.ptr()));
     }
 
     py::object threads_, count_, count_each_;

@@ -134,6 +134,14 @@ public:
         return py::tuple_of(found, counted ? py::object(then) : py::none());
     }
 
+    // How many are not None.
+    static long count_there(const py::list& tensors) {
+        const Items items(tensors.ptr());
+        long found = 0;
+        for (Py_ssize_t i = 0; i < items.size(); ++i) found += items.at(i) != Py_None;
+        return found;
+    }
+
     // Sets `.grad` of each.
     void set_gradients(const py::list& tensors, const py::list& grads) const {
         const Items given(grads.ptr());
@@ -260,6 +268,7 @@ void bind_tensor_counters(py::module_& module) {
     py::class_<TensorReader>(module, "TensorReader")
         .def(py::init<py::type, const py::object&, const py::object&, py::object>())
         .def("asked_gradient", &TensorReader::asked_gradient)
+        .def("count_there", [](const TensorReader&, const py::list& tensors) { return py::int_(TensorReader::count_there(tensors)); })
         .def("gradients", &TensorReader::gradients)
         .def("see", &TensorReader::see)
         .def("set_gradients", &TensorReader::set_gradients)

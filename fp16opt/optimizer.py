@@ -26,10 +26,9 @@ from .engine.arrivals import Arrivals
 from .engine.choices import Choices
 from .engine.closures import ClosureHabits, Evaluations
 from .engine.diagnostics import Overflow
-from .engine.gradients import Gradients
+from .engine.gradients import Gradients, SharedGradients, Sight
 from .engine.held_step import HeldOnArrival, HeldStep
-from .engine.master_classes import MasterClasses
-from .engine.masters import FullMasters, Masters, NoMasters
+from .engine.masters import FullMasters, MasterClasses, Masters, NoMasters
 from .engine.memory import Memory, measure
 from .engine.model_writes import ModelWrites
 from .engine.one_pass_rows import counters_saved, no_row, row_of
@@ -41,8 +40,6 @@ from .engine.parts import Engine
 from .engine.ranks import Digest
 from .engine.released_step import OneByOne, ReleasedStep, SteppedOnArrival
 from .engine.schema import is_ours
-from .engine.shared_gradients import SharedGradients
-from .engine.sights import Sight
 from .engine.split import SplitMasters
 from .engine.state_formats import StateFormat
 from .engine.streamed_step import Certified, StreamedStep
@@ -58,8 +55,8 @@ from .engine.wrapped_step import (
     post_hooks,
     remake_first_state,
 )
-from .kernels import decisions
-from .kernels.native import reading
+from .kernels import backends
+from .kernels.native import read_anew, read_once
 from .scaling import LossScaler
 
 _NOT_COPIED = (
@@ -582,7 +579,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 f"the total norm of order {norm_type} of the master gradients is {norm.item()}: it can't be clipped. "
                 "Leave error_if_nonfinite=False to have step() skip, or see overflow_report() after it."
             )
-        single, factor = self._outcome.clipped = decisions.decide_clip(norm, verdict.found_inf, max_norm)
+        single, factor = self._outcome.clipped = backends.decide_clip(norm, verdict.found_inf, max_norm)
         if not (self._on_host and factor.item() == 1.0):  # elsewhere the kernel looks: nobody waits
             self._gradients.clip(factor, of)
         return single
@@ -726,7 +723,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         if closure is not None:
             return self._step_with(closure)
-        with reading(once=self._stepper.reads_once and not self._gradients.summing):  # sums free gradients meanwhile
+        frees_gradients = self._gradients.summing  # which may leave others in their memory
+        with (read_once if self._stepper.reads_once and not frees_gradients else read_anew)():
             return self._step_once(None)
 
     def _step_once(self, closure: Callable[[], Any] | None) -> Any:

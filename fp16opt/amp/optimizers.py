@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..engine.accumulation import Stage, Verdict
 from ..engine.diagnostics import Overflow, SkipLog, describe
-from ..engine.sights import Sight
+from ..engine.gradients import Sight
 from ..engine.wrapped_step import HOOKS, Stepper
 from ..optimizer import MixedPrecisionOptimizer
 from ..scaling import LossScaler as EngineScaler

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels import counters, decisions
+from ..kernels import backends, counters
 from ..scaling import LossScaler
 from .diagnostics import describe
-from .gradients import Gradients
+from .gradients import FadedSight, Gradients, Sight
 from .ranks import Ranks, Replicas
-from .sights import FadedSight, Sight
 
 
 class Stage(enum.Enum):
@@ -49,7 +48,7 @@ class Pending:
     def capture(cls, scaler: LossScaler) -> Pending:
         """``scaler``'s present scale. No sync."""
         memory = scaler.memory()
-        scale, inv_scale = decisions.capture_scale(scaler.scale if memory is None else memory.scale)
+        scale, inv_scale = backends.capture_scale(scaler.scale if memory is None else memory.scale)
         return cls(scaler, scaler.generation, scale, inv_scale)
 
     def is_current(self, scaler: LossScaler) -> bool:

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..kernels import counters
+from ..kernels.counters import GRAD, store
 from ..kernels.reference_steps import Factors
 from ..kernels.tables import same_walk
 from ..scaling import LossScaler
 from .accumulation import Pending, Stage, Verdict
 from .pairs import Pair, Pairs
 from .ranks import Ranks, Replicas
-from .sights import GRAD, store, stored
 
 # -- what goes with it -------------------------------------------------------------------------------------------------
 
@@ -347,7 +348,7 @@ class Arrivals:
 
     def tensors(self) -> list[Tensor]:
         """What is kept of gradients, and any that somebody else has put into parameters or masters."""
-        found = [*stored(self.pairs.models), *stored(self.pairs.masters)]
+        found = [*counters.gradients(self.pairs.models), *counters.gradients(self.pairs.masters)]
         return [*self.taker.tensors(), *(grad for grad in found if grad is not None)]
 
     # -- the end -----------------------------------------------------------------------------------------------------
@@ -409,7 +410,8 @@ class Arrivals:
         return False
 
     def _check_none(self) -> None:
-        held = zip(self.places, stored(self.pairs.models), stored(self.pairs.masters), strict=True)
+        models, masters = counters.gradients(self.pairs.models), counters.gradients(self.pairs.masters)
+        held = zip(self.places, models, masters, strict=True)
         found = [place for place, *grads in held if any(grad is not None for grad in grads)]
         if not found:
             return

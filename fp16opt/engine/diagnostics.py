@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from .. import kernels
-from ..kernels.native import reading
+from ..kernels.native import read_anew
 from ..scaling import LossScaler
 
 __all__ = ["Overflow", "SkipLog", "blamed", "describe", "overflows_from_flags", "warn", "warn_cast", "warn_model_write"]
@@ -192,7 +192,7 @@ def _is_power_of_two(count: int) -> bool:
 
 def warn(text: str, *arguments: object) -> None:
     """Log a warning in the midst of a step. Who handles it may do anything: lists of tensors are read anew after it."""
-    with reading(once=False):
+    with read_anew():
         logger.warning(text, *arguments)
 
 

@@ -7,20 +7,252 @@ until then. Gradients of parameters that are their own masters are unscaled in p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+import operator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from .. import kernels
 from ..kernels import counters
-from ..kernels.native import reading
-from .device_gradients import DeviceGradients, ToStep
+from ..kernels.counters import GRAD, count_there, drop_gradients, store
+from ..kernels.native import read_once
+from .dtensors import different_bits, local, version
 from .masters import Masters
-from .pairs import DeviceGroup, Pairs
-from .shared_gradients import SharedGradients
-from .sights import GRAD, FadedSight, Sight, drop_grads, store, stored
-from .sweep import total_norm, vector_norm
+from .pairs import HALF_DTYPES, DeviceGroup, Pairs
+from .sweep import DeviceGradients, ToStep, as_master_grad, total_norm, vector_norm
+
+# -- what was seen -----------------------------------------------------------------------------------------------------
+
+
+class Sight:
+    """Gradients as they were at one moment: which tensors, in which versions.
+
+    Args:
+        grads: of all pairs, or of whatever list is looked at again later.
+        versions: of these, where they were just read.
+
+    Attributes:
+        is_empty: whether there was none.
+        versions: their counters.
+    """
+
+    def __init__(self, grads: list[Tensor | None], versions: list[int] | None = None) -> None:
+        self.grads = grads
+        self.is_empty = count_there(grads) == 0
+        self.versions = versions_of(grads) if versions is None else versions
+
+    def moved(self, now: list[Tensor | None]) -> list[int]:
+        """Positions whose gradient is another one now, or none, or was written as far as version counters show."""
+        versions = versions_of(now)
+        if versions == self.versions and all(map(operator.is_, now, self.grads)):
+            return []
+        then = zip(self.grads, self.versions, strict=True)
+        return [i for i, ((a, v), b, w) in enumerate(zip(then, now, versions, strict=True)) if a is not b or v != w]
+
+    def forget(self, position: int) -> None:
+        """There was no gradient there."""
+        self.grads[position], self.versions[position] = None, -1
+        self.is_empty = count_there(self.grads) == 0
+
+    def is_of(self, tensors: list[Tensor]) -> bool:
+        """Whether these hold the gradients that were seen, be they written since."""
+        return all(map(operator.is_, counters.gradients(tensors), self.grads))
+
+    def holds(self, tensors: list[Tensor]) -> bool:
+        """Whether these hold the very gradients that were seen, unwritten. False where that is not known at once."""
+        try:
+            return counters.hold_gradients(tensors, self.grads, self.versions)
+        except RuntimeError:  # some were made in inference mode, and count no versions
+            return False
+
+    def among(self, now: list[Tensor | None], places: Sequence[int]) -> Sight:
+        """What was seen is at ``places`` in a longer list; others there are seen as they are ``now``."""
+        longer = Sight(now)
+        for place, grad, counted in zip(places, self.grads, self.versions, strict=True):
+            longer.grads[place], longer.versions[place] = grad, counted
+        longer.is_empty = count_there(longer.grads) == 0
+        return longer
+
+    def was_carried(self, position: int, now: Tensor) -> bool:
+        """Whether ``now`` has the bits of what was seen there, in other memory. Syncs."""
+        then = self.grads[position]
+        if then is None or then is now or self.versions[position] != version(then):
+            return False
+        a, b = local(then), local(now)
+        alike = a.layout is b.layout is torch.strided and a.dtype == b.dtype and a.shape == b.shape
+        return alike and a.dtype in HALF_DTYPES and not bool(different_bits(a, b).any())
+
+
+class FadedSight:
+    """What was seen, as a rule keeping no gradient alive.
+
+    Args:
+        sight: what was seen.
+        keeps: keep it alive. A thousand weak references are a thousand objects for Python's garbage collector to run
+            after.
+    """
+
+    def __init__(self, sight: Sight, keeps: bool = False) -> None:
+        self._kept = sight.grads if keeps else None
+        self._refs: list[Callable[[], Tensor | None]] = []
+        self._versions = sight.versions
+        try:
+            self._refs = [] if keeps else list(map(weakref.ref, sight.grads))
+        except TypeError:  # there is no weak reference to None
+            self._refs = [_nothing if grad is None else weakref.ref(grad) for grad in sight.grads]
+
+    def holds(self, position: int, grad: Tensor) -> bool:
+        """Whether ``grad`` is what was seen there, unwritten since."""
+        if position >= len(self._versions):
+            return False
+        then = self._refs[position]() if self._kept is None else self._kept[position]
+        return then is grad and self._versions[position] == version(grad)
+
+    def had(self, position: int) -> bool:
+        """Whether there was a gradient."""
+        return position < len(self._versions) and self._versions[position] != -1
+
+
+def _nothing() -> None:
+    """In place of a weak reference to a gradient that is not there."""
+
+
+def versions_of(grads: list[Tensor | None]) -> list[int]:
+    """Version counters; -1 where there is no gradient, 0 for those made in inference mode, which count none."""
+    try:
+        found = counters.versions(grads)
+        if found is None:  # pieces of DTensors count their own
+            found = [-1 if g is None else version(g) for g in grads]
+        return found
+    except RuntimeError:
+        return [-1 if g is None else 0 if g.is_inference() else g._version for g in grads]
+
+
+# -- what a GradScaler was handed --------------------------------------------------------------------------------------
+
+
+class SharedGradients:
+    """Which gradients a GradScaler was handed, and which of them 16-bit parameters share with their masters.
+
+    Attributes:
+        handed: the model's gradients as they were then, by pair; None where a step has used them, or there are none.
+        shown: whether a GradScaler may have decided on them: ours has unscaled them, or ``param_groups``, where torch's
+            finds them, were read since they came.
+        positions: pairs whose model and master share one; None: the GradScaler was handed none in FP32. The engine
+            writes both; where they differ, the user has given the model another.
+    """
+
+    def __init__(self, pairs: Pairs) -> None:
+        self.pairs = pairs
+        self.handed: Sight | None = None
+        self.shown = False
+        self.positions: set[int] | None = None
+
+    def share(self) -> None:
+        """The model's parameters take the gradients of their masters, where both have one."""
+        models, self.positions = self.pairs.models, set[int]()
+        held = zip(counters.gradients(models), counters.gradients(self.pairs.masters), self.pairs.are_own, strict=True)
+        for position, (grad, made, is_own) in enumerate(held):
+            if grad is not None and made is not None and not is_own:
+                models[position].grad_dtype = None
+                GRAD.__set__(models[position], made)
+                self.positions.add(position)
+
+    def assign(self, model: Tensor, grad: Tensor | None) -> None:
+        """The gradient of a parameter's master was set: it is the model's too."""
+        model.grad_dtype = None
+        GRAD.__set__(model, grad)
+        self.positions = set[int]() if self.positions is None else self.positions
+        self.positions.add(self.pairs.places[id(model)])
+        self.handed = Sight(*counters.see(self.pairs.models))
+
+    def hold(self) -> bool:
+        """Whether the masters' gradients are the model's, in whatever versions.
+
+        Where they were shared, and the model was given others since, its masters take these.
+        """
+        pairs = self.pairs
+        now, was = counters.gradients(pairs.models), counters.gradients(pairs.masters)
+        if all(map(operator.is_, now, was)):
+            return True
+        given = [i for i, (a, b) in enumerate(zip(now, was, strict=True)) if a is not b]
+        if self.positions is None or not all(i in self.positions or was[i] is None for i in given):
+            return False
+        for position in given:
+            pair, grad = pairs.all[position], now[position]
+            if grad is not None:
+                grad = as_master_grad(grad, pair.master, pair.name)
+                pair.model.grad_dtype = None
+                self.positions.add(position)
+            store(pair.model, grad)
+            store(pair.master, grad)
+        return True
+
+    def part(self) -> None:
+        """Gradients were made that nobody was handed: shared are those that model and masters hold in common still."""
+        now, was = counters.gradients(self.pairs.models), counters.gradients(self.pairs.masters)
+        self.positions = {i for i in self.positions or () if now[i] is was[i]} or None
+
+    def drop_gone(self) -> None:
+        """Where the model's parameter has dropped a shared gradient, its master drops it."""
+        for position in self.positions or ():
+            if GRAD.__get__(self.pairs.models[position]) is None:
+                store(self.pairs.masters[position], None)
+
+    def are_there(self) -> bool:
+        """Whether the model holds the very gradients that were handed over."""
+        if self.handed is None:
+            return False
+        now = counters.gradients(self.pairs.models)
+        return all(itertools.starmap(operator.is_, itertools.zip_longest(self.handed.grads, now)))
+
+    def are_edited(self) -> bool:
+        """Whether the model's gradients are still those of that iteration, some dropped or replaced by the user.
+
+        Some are left then, or others came in FP32 in place of shared ones. Where 16-bit ones came in their place,
+        autograd made them, unless what is left was not added to.
+        """
+        if self.handed is None:
+            return False
+        now = counters.gradients(self.pairs.models)
+        shared = [grad for position in self.positions or () if (grad := now[position]) is not None]
+        then = zip(now, self.handed.grads, self.handed.versions, strict=False)
+        left = [version(a) == v for a, b, v in then if a is b and a is not None]
+        if any(grad.dtype in HALF_DTYPES for grad in shared):
+            return any(left)
+        return bool(shared or left)
+
+    def as_read(self) -> tuple[list[Tensor | None], list[bool]]:
+        """(what was handed over, by pair; whether it is what a GradScaler reads: the model's own, or shared).
+
+        Parameters that came since have None.
+        """
+        grads = [] if self.handed is None else self.handed.grads
+        grads = grads + [None] * (len(self.pairs) - len(grads))
+        are_read = list(self.pairs.are_own)
+        for position in self.positions or ():
+            grad = grads[position]
+            are_read[position] = grad is not None and grad.dtype not in HALF_DTYPES
+        return grads, are_read
+
+    def withdraw(self, set_to_none: bool) -> None:
+        """Gradients were cleared. Those that stay, as zeros, get their parameter's dtype again."""
+        for model in () if set_to_none else self.pairs.models:
+            grad = GRAD.__get__(model)
+            if grad is not None and grad.dtype != model.dtype:
+                store(model, torch.zeros_like(grad if grad.is_sparse else model, dtype=model.dtype))
+        self.positions = None
+        self.forget()
+
+    def forget(self) -> None:
+        """What was handed over is used, or gone."""
+        self.handed, self.shown = None, False
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
 
 
 class Gradients:
@@ -67,7 +299,9 @@ class Gradients:
             self.sight = self.sight.among(self.of_model(), range(len(self.sight.grads)))
         if self._made_sight is not None:
             places = {position: place for place, position in enumerate(self._apart_positions)}
-            self._made_sight = self._made_sight.among(stored(self._apart), [places[position] for position in apart])
+            self._made_sight = self._made_sight.among(
+                counters.gradients(self._apart), [places[position] for position in apart]
+            )
 
     # -- what is there -----------------------------------------------------------------------------------------------
 
@@ -84,7 +318,7 @@ class Gradients:
 
     def tensors(self) -> list[Tensor]:
         """Every gradient that is there, the masters' too, and memory that is kept for them."""
-        found = [*self.of_model(), *stored(self.pairs.masters), *stored(self.pairs.elsewhere)]
+        found = [*self.of_model(), *counters.gradients(self.pairs.masters), *counters.gradients(self.pairs.elsewhere)]
         for each in self._each:
             found += each.kept()
         return [tensor for tensor in found if tensor is not None]
@@ -120,7 +354,7 @@ class Gradients:
         made = self._made_sight
         if made is None or made.holds(self._apart):
             return []
-        return [self._apart_positions[i] for i in made.moved(stored(self._apart))]
+        return [self._apart_positions[i] for i in made.moved(counters.gradients(self._apart))]
 
     # -- before and after a backward ---------------------------------------------------------------------------------
 
@@ -168,7 +402,7 @@ class Gradients:
         self.made, self._clipped, self._measured = write, False, True
         self._late = None
         try:
-            with torch.no_grad(), reading(once=True):
+            with torch.no_grad(), read_once():
                 for each in self._each:
                     each.look(inv_scale.to(each.group.device), write, seen)
         except (TypeError, ValueError, RuntimeError):
@@ -285,9 +519,9 @@ class Gradients:
             for each in self._each:
                 each.sum_up(inv_scale.to(each.group.device))
         for each in self._each:
-            drop_grads(each.copied_models, keep)
+            drop_gradients(each.copied_models, keep)
         if self.pairs.elsewhere:
-            drop_grads(self.pairs.elsewhere, keep)
+            drop_gradients(self.pairs.elsewhere, keep)
         self._measured, self._clipped = True, False
         self.made = True
         self.forget_gone()
@@ -438,7 +672,7 @@ class Gradients:
             return
         with torch.no_grad():
             for each in self._each:
-                each.read_late(used)
+                each.read_late(used.holds)
 
     def forget_used(self, model: Tensor, used: FadedSight) -> None:
         """A parameter's master has no gradient where the model's, which a step has ``used``, is gone or was written."""

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..kernels import PointerTables, backend
+from ..kernels import PointerTables, backend, counters
 from ..kernels.backends import captures
 from ..kernels.native import state_columns
 from ..kernels.reference_steps import Factors
 from ..kernels.tables import is_dense
-from .device_gradients import ToStep
 from .diagnostics import warn
 from .gradients import Gradients
 from .masters import Masters
@@ -34,8 +33,8 @@ from .one_pass_rows import (
 )
 from .one_pass_trial import Trials
 from .pairs import HALF_DTYPES, DeviceGroup, Pairs
-from .sights import are_there, stored
 from .state_formats import StateFormat
+from .sweep import ToStep
 from .wrapped_step import run_hooks
 
 _MODEL, _NEEDS_GRAD = operator.attrgetter("model"), operator.attrgetter("requires_grad")
@@ -473,7 +472,7 @@ class OnePassStep:
             own = pair.master is pair.model
             if waits is None or (own and pair.model.dtype in HALF_DTYPES):
                 continue
-            if not waits and stored([pair.master])[0].layout is not torch.strided:  # type: ignore[union-attr]
+            if not waits and counters.gradients([pair.master])[0].layout is not torch.strided:  # type: ignore[union-attr]
                 raise CannotServe(f"the gradient of {pair.name!r} is sparse")
             settings_of = self._row.settings(self.optimizer.param_groups[pair.group])
             stepped = self.form.row(settings_of, pair.model.numel())
@@ -526,7 +525,7 @@ class OnePassStep:
 
 def _kinds(count: int, grads: ToStep) -> list[bool | None]:
     waiting, true = grads.waiting, grads.true
-    if waiting is not None and true is None and are_there(waiting):
+    if waiting is not None and true is None and counters.count_there(waiting) == len(waiting):
         return [True] * count
     kinds: list[bool | None] = [None] * count
     for values, kind in ((waiting, True), (true, False)):

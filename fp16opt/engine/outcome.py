@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..kernels import decisions
+from ..kernels import backends
 from ..scaling import LossScaleError, LossScaler
 from .accumulation import Verdict
 from .diagnostics import Overflow, SkipLog, blamed, describe, overflows_from_flags
@@ -21,7 +21,7 @@ logger = logging.getLogger("fp16opt")
 def follow(scaler: LossScaler, found_inf: Tensor) -> None:
     """``scaler.update(found_inf)``, in one call of compiled code where that can be. No host sync."""
     memory = scaler.memory()
-    if memory is not None and decisions.follow(found_inf, memory):
+    if memory is not None and backends.follow(found_inf, memory):
         scaler.generation += memory.settings is not None  # a static scale stays what it was
     else:
         scaler.update(found_inf)
@@ -35,8 +35,8 @@ def note(found_inf: Tensor, flags: list[Tensor], kept: list[Tensor], last: Tenso
         flags, kept: int32, by device.
         last, skipped: float32 and float64, 0-dim, on the device of ``found_inf``.
     """
-    if len(flags) == 1 and flags[0].device == found_inf.device and decisions.are_compiled(found_inf.device):
-        decisions.close_step(flags=flags[0], kept=kept[0], found_inf=found_inf, outcome=(last, skipped))
+    if len(flags) == 1 and flags[0].device == found_inf.device and backends.are_compiled(found_inf.device):
+        backends.close_step(flags=flags[0], kept=kept[0], found_inf=found_inf, outcome=(last, skipped))
         return
     for one, copy in zip(flags, kept, strict=True):
         copy.copy_(one)
@@ -136,7 +136,7 @@ class Outcome:
             return skipped
         last, counted = self._memory(flags, skipped.device)
         devices = [one.nonfinite.device for one in stats]
-        if not (devices and skipped.device == devices[0] and all(map(decisions.are_compiled, devices))):
+        if not (devices and skipped.device == devices[0] and all(map(backends.are_compiled, devices))):
             note(skipped, flags, self._kept, last, counted)
             for scaler, found in verdict.of:
                 follow(scaler, found)
@@ -163,9 +163,9 @@ class Outcome:
             single[0].generation += memory.settings is not None
         for number, (one, bits, kept) in enumerate(zip(stats, flags, self._kept, strict=True)):
             if number:
-                decisions.close_step(stats=one, flags=bits, kept=kept)
+                backends.close_step(stats=one, flags=bits, kept=kept)
             else:
-                decisions.close_step(
+                backends.close_step(
                     stats=one,
                     flags=bits,
                     kept=kept,

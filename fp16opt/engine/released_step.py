@@ -15,7 +15,6 @@ from ..kernels.reference_steps import Factors
 from ..scaling import LossScaler
 from .arguments import require
 from .arrivals import Place
-from .device_gradients import ToStep
 from .masters import Masters
 from .model_writes import ModelWrites
 from .one_pass_rows import CannotServe, OnePassRow, steps_on_device
@@ -23,6 +22,7 @@ from .one_pass_step import OnePassStep, groups_obstacle
 from .one_pass_trial import Trials
 from .pairs import HALF_DTYPES, DeviceGroup, Pair, Pairs
 from .state_formats import StateFormat
+from .sweep import ToStep
 from .wrapped_step import run_hooks
 
 

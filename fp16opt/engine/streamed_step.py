@@ -18,12 +18,12 @@ from .. import kernels
 from ..certify import check_bucket_invariant
 from ..certify.buckets import BucketSteps, hooks_muted, settings_of
 from ..certify.trials import factory_like
-from ..kernels.native import reading
+from ..kernels.counters import GRAD, count_there
+from ..kernels.native import read_anew
 from ..kernels.reference_steps import Factors
 from .gradients import Gradients
 from .masters import Masters
 from .pairs import Pair, Pairs
-from .sights import GRAD, count_there
 from .wrapped_step import StepFailed, fused_steps_guarded
 
 BUCKET = 1 << 20
@@ -257,7 +257,7 @@ class StreamedStep:
             )
         parts = BucketSteps(self.optimizer)
         memory = _Memory(known[2])
-        with reading(once=False):  # the wrapped optimizer's code runs, on members with other memory
+        with read_anew():  # the wrapped optimizer's code runs, on members with other memory
             for bucket in known[2]:
                 self._step(bucket, parts, memory, grads)
                 self._done = True

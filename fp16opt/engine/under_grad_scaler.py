@@ -13,12 +13,12 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from ..kernels import counters
+from ..kernels.counters import store
 from ..scaling import LossScaler
 from .accumulation import Accumulation, Stage, Verdict
-from .gradients import Gradients
+from .gradients import Gradients, SharedGradients, Sight
 from .pairs import HALF_DTYPES, Pairs
-from .shared_gradients import SharedGradients
-from .sights import Sight, store, stored
 
 CAN_SHARE = hasattr(Tensor, "grad_dtype")  # torch before 2.10 wants a parameter's gradient in the parameter's dtype
 
@@ -146,7 +146,7 @@ class UnderGradScaler:
         if stage in (Stage.LOOKED, Stage.TAKEN):
             ((_, found),) = self.accumulation.scalers()
         else:
-            made = stored(self.pairs.masters) if stage is Stage.SCALED else [None] * len(self.pairs)
+            made = counters.gradients(self.pairs.masters) if stage is Stage.SCALED else [None] * len(self.pairs)
             mine = are_read if stage is Stage.READY else self.pairs.are_own
             values = [seen if is_mine else grad for is_mine, seen, grad in zip(mine, shown, made, strict=True)]
             found = self.gradients.judge_apart(values, self.accumulation.device)

@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from ..kernels.native import reading
+from ..kernels import counters
+from ..kernels.native import read_anew
 from .gradients import Gradients
-from .master_classes import MasterClasses
-from .masters import Masters
+from .masters import MasterClasses, Masters
 from .pairs import HALF_DTYPES, Pairs
 from .schema import is_torch_class
-from .sights import stored
 
 HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -109,7 +108,7 @@ def run_hooks(optimizer: Optimizer, work: Callable[[bool], None]) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]  # as a scheduler's patch of step would set it
     try:
         if has_step_hooks(optimizer):
-            with reading(once=False):
+            with read_anew():
                 Optimizer.profile_hook_step(run)(optimizer)
         else:
             work(False)
@@ -176,7 +175,7 @@ class WrappedStep:
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
         """``step``, in the midst of the optimizer's hooks, on ordinary parameters with FP32 gradients."""
         self.gradients.write()
-        with self.classes.plain(), fused_steps_guarded(self.optimizer), reading(once=False):
+        with self.classes.plain(), fused_steps_guarded(self.optimizer), read_anew():
             return step(*args)
 
     def round_down(self) -> None:
@@ -202,7 +201,7 @@ def run_step(optimizer: Optimizer, found_inf: Tensor | None, closure: Callable[[
     with contextlib.ExitStack() as around:
         if has_step_hooks(optimizer):  # else what is raised was raised by the step
             around.enter_context(_first_post_hook(optimizer, lambda *_: completed.append(True)))
-        around.enter_context(reading(once=False))
+        around.enter_context(read_anew())
         if isinstance(optimizer, torch.optim.SGD):
             around.enter_context(fused_steps_guarded(optimizer))
         if found_inf is not None:
@@ -252,7 +251,7 @@ def _fused_momentum_groups(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any
         return
     for group in optimizer.param_groups:
         if group.get("fused") and group.get("momentum"):
-            grads = stored(group["params"])
+            grads = counters.gradients(group["params"])
             have = [
                 optimizer.state[p].get("momentum_buffer") is not None if p in optimizer.state else False
                 for p, grad in zip(group["params"], grads, strict=True)
@@ -266,7 +265,7 @@ def _fused_halves(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
     if isinstance(optimizer, torch.optim.SGD):
         for group in optimizer.param_groups:
             halves = [p for p in group["params"] if p.dtype in HALF_DTYPES and p.device.type == "cpu"]
-            if group.get("fused") and any(grad is not None for grad in stored(halves)):
+            if group.get("fused") and any(grad is not None for grad in counters.gradients(halves)):
                 yield group
 
 

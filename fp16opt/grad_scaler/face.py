@@ -22,7 +22,7 @@ from ..engine.arguments import check_number
 from ..engine.diagnostics import Overflow, SkipLog, describe
 from ..engine.outcome import check_consecutive, counters, follow
 from ..engine.wrapped_step import found_inf_given, supports_found_inf
-from ..kernels import decisions
+from ..kernels import backends
 from ..optimizer import MixedPrecisionOptimizer
 from ..scaling import LARGEST_SCALE, SMALLEST_SCALE, DynamicLossScaler
 from .closures import Evaluation, Evaluations, take_closure
@@ -389,7 +389,7 @@ class GradScaler(torch.amp.GradScaler):
                 "error_if_nonfinite=False to have step() skip, or see overflow_report(optimizer) after it."
             )
         found = None if found is None else found.to(device)
-        norm, factor = decisions.decide_clip(wide, found, max_norm, only_finite=True)
+        norm, factor = backends.decide_clip(wide, found, max_norm, only_finite=True)
         gradients.scale(factor)
         return norm
 

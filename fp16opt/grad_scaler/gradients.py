@@ -14,12 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..engine.diagnostics import Overflow, describe, overflows_from_flags
-from ..engine.gradient_forms import coalesced
+from ..engine.gradients import Sight
 from ..engine.outcome import note, room_for
 from ..engine.pairs import HALF_DTYPES, OWN_DTYPES, name_of
-from ..engine.sights import Sight
-from ..engine.sweep import Sweep, total_norm, vector_norm
-from ..kernels import decisions
+from ..engine.sweep import Sweep, coalesced, total_norm, vector_norm
+from ..kernels import backends
 
 _SERVED = (*HALF_DTYPES, *OWN_DTYPES)
 
@@ -205,7 +204,7 @@ class OptimizerGradients:
             return None
         sweep, inv_scale = self._sweep(rows), inv_scale.to(rows.device, non_blocking=True)
         sweep.look(rows.values, inv_scale)
-        norm, factor = decisions.decide_clip(sweep.stats.norm, sweep.stats.found_inf, max_norm)
+        norm, factor = backends.decide_clip(sweep.stats.norm, sweep.stats.found_inf, max_norm)
         sweep.write(rows.values, rows.values, inv_scale, factor)
         self._checked, self._measured = [(rows.places, sweep)], None
         return norm, sweep.stats.found_inf

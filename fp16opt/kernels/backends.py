@@ -1,12 +1,19 @@
-"""Which implementation serves a device."""
+"""Which implementation serves a device, and the few numbers that each decides between a step's passes over tensors.
+
+These numbers stay on their device, and nothing waits for it. In torch operations each decision is a dozen launches that
+move a few bytes each; where the compiled CUDA kernels serve it is one.
+"""
 
 from __future__ import annotations
 
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from . import cuda, native
+from .cuda import Outcome, ScaleMemory
+from .stats import GradStats
 
 _HOST = torch.device("cpu")
 
@@ -44,3 +51,145 @@ def backend(device: torch.device | str) -> str:
     """
     served_by = compiled_for(torch.device(device))
     return "reference" if served_by is None else "cpu" if served_by is native else "cuda"
+
+
+# -- what is decided of single numbers ---------------------------------------------------------------------------------
+
+
+def are_compiled(device: torch.device) -> bool:
+    """Whether each decision on ``device`` is one launch. Does not sync.
+
+    Example:
+        >>> are_compiled(torch.device("cpu"))
+        False
+    """
+    return compiled_for(device) is cuda
+
+
+def capture_scale(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The scale as it is now, and what gradients that were made with it are multiplied by.
+
+    Args:
+        scale: float32, shape []. A loss scaler's own, which changes in place.
+
+    Returns:
+        (scale, 1/scale): float32, shape [], in memory of their own. Does not sync.
+
+    Example:
+        >>> capture_scale(torch.tensor(1024.0))
+        (tensor(1024.), tensor(0.0010))
+    """
+    if compiled_for(scale.device) is not cuda:
+        return scale.clone(), scale.reciprocal()
+    pair = torch.empty(2, dtype=torch.float32, device=scale.device)
+    cuda.capture_scale(scale, pair)
+    now, inverse = pair.unbind()
+    return now, inverse
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What gradients of this norm (float64, 0-dim) are multiplied by: float32, at most 1. No host sync.
+
+    The formula and the bits of ``torch.nn.utils.clip_grad_norm_``, which works in the norm's float32. Where the norm is
+    finite but too large for float32 the factor is taken in float64. Written again, bit for bit, in
+    ``csrc/functors/clip.h``.
+
+    Example:
+        >>> clip_factor(torch.tensor(4.0, dtype=torch.float64), 1.0)
+        tensor(0.2500)
+    """
+    single = norm.float()
+    factor = torch.where(single.isfinite(), max_norm / (single + 1e-6), (max_norm / norm).float())
+    return factor.clamp(max=1.0)
+
+
+def decide_clip(
+    norm: Tensor, found_inf: Tensor | None, max_norm: float, *, only_finite: bool = False
+) -> tuple[Tensor, Tensor]:
+    """A clip's outcome.
+
+    Args:
+        norm: float64, shape []. The total norm of the gradients.
+        found_inf: float32, shape [], on the same device. Where it is 1.0 gradients stay as they are.
+        max_norm: what to bring the norm down to.
+        only_finite: whether gradients stay as they are where the norm itself is not finite, too.
+
+    Returns:
+        (the norm, what to multiply gradients by): float32, shape [], in memory of their own. Does not sync.
+
+    Example:
+        >>> decide_clip(torch.tensor(4.0, dtype=torch.float64), torch.tensor(0.0), 1.0)
+        (tensor(4.), tensor(0.2500))
+    """
+    serving = compiled_for(norm.device) if norm.dtype == torch.float64 else None
+    if serving is not None and (found_inf is None or found_inf.device == norm.device):
+        single = torch.empty((), dtype=torch.float32, device=norm.device)
+        factor = torch.empty_like(single)
+        serving.decide_clip(norm, found_inf, max_norm, only_finite, single, factor)
+        return single, factor
+    factor = clip_factor(norm, max_norm)
+    if found_inf is not None:
+        factor = torch.where(found_inf > 0, 1.0, factor)
+    return norm.float(), torch.where(norm.isfinite(), factor, 1.0) if only_finite else factor
+
+
+def follow(found_inf: Tensor, scaler: ScaleMemory) -> bool:
+    """A loss scale follows one step, where compiled code does it by the rule of the scaler's ``update``.
+
+    Args:
+        found_inf: float32, shape [], 0.0 or 1.0.
+        scaler: The scale, int32 trackers (clean steps and skips), and float64 settings in the order of
+            ``csrc/functors/loss_scale.h``. Without settings the scale stays, and trackers are one number, the skips.
+
+    Returns:
+        Whether it was done. Does not sync.
+    """
+    scale, trackers, settings = scaler
+    if scale is None or trackers is None or trackers.device != found_inf.device:
+        return False
+    serving = compiled_for(found_inf.device)
+    if serving is native and scale.device == found_inf.device:
+        native.follow_scale(bool(found_inf.item()), scale, trackers, settings)
+        return True
+    if serving is cuda:
+        close_step(found_inf=found_inf, scaler=scaler)
+        return True
+    return False
+
+
+def close_step(
+    *,
+    stats: GradStats | None = None,
+    flags: Tensor | None = None,
+    kept: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    outcome: Outcome = (None, None),
+    scaler: ScaleMemory = (None, None, None),
+) -> None:
+    """The end of a step: the scale follows, the outcome is noted, flags are kept, and statistics are zero again.
+
+    Only where decisions :func:`are_compiled`: elsewhere the callers' torch operations do the same, and they are the
+    specification (``LossScaler.update`` for the scale). All tensors lie on one device; any may be left out.
+
+    Args:
+        stats: Cleared, after everything else was read.
+        flags: int32, shape [n], which may be those of ``stats``. Copied to ``kept``.
+        kept: int32, shape [n].
+        found_inf: float32, shape [], 0.0 or 1.0, which may be that of ``stats``. None: nothing but the above.
+        outcome: What it is written to and added to.
+        scaler: As for :func:`follow`.
+
+    Raises:
+        ValueError: No compiled kernel serves the device.
+    """
+    of = [tensor for tensor in (kept, found_inf, None if stats is None else stats.found_inf) if tensor is not None]
+    if not of or not are_compiled(of[0].device):
+        where = of[0].device if of else "no tensors"
+        raise ValueError(
+            f"close_step: the compiled CUDA kernels do not serve {where}. Use LossScaler.update and GradStats.reset."
+        )
+    memory = None if stats is None else stats.memory
+    cuda.close_step(of[0].device, memory, flags, kept, found_inf, outcome, scaler)
+    if stats is not None:
+        stats.touched = stats.memory is None
+        stats.reset()

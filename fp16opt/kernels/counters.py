@@ -1,10 +1,10 @@
-"""Many tensors' gradients, and how often each tensor was written."""
+"""Many tensors' gradients as torch holds them, and how often each tensor was written."""
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ReferenceType
 
@@ -14,18 +14,22 @@ from torch import Tensor
 from . import native
 
 __all__ = [
+    "GRAD",
     "Reader",
     "asked_gradient",
+    "count_there",
+    "drop_gradients",
     "gradients",
     "have_gradients",
     "have_versions",
     "hold_gradients",
     "see",
     "set_gradients",
+    "store",
     "versions",
 ]
 
-_GRAD: Any = Tensor.grad  # torch's own descriptor, in front of which subclasses may put another
+GRAD: Any = Tensor.grad  # torch's own descriptor, in front of which subclasses may put another
 _VERSION: Any = Tensor._version
 _NONE = type(None)
 
@@ -53,7 +57,7 @@ class Reader:
             [None]
         """
         with torch._C.DisableTorchFunctionSubclass():
-            return list(map(_GRAD.__get__, tensors))
+            return list(map(GRAD.__get__, tensors))
 
     def see(self, tensors: list[Any]) -> tuple[list[Tensor | None], list[int] | None]:
         """``.grad`` of each tensor, and as :meth:`versions` of these; None also where one counts none.
@@ -69,6 +73,15 @@ class Reader:
             return grads, self.versions(grads)
         except RuntimeError:  # made in inference mode
             return grads, None
+
+    def count_there(self, tensors: list[Any]) -> int:
+        """How many are not None. ``list.count`` would compare tensors.
+
+        Example:
+            >>> count_there([None, torch.zeros(1)])
+            1
+        """
+        return sum(map(operator.is_not, tensors, itertools.repeat(None)))
 
     def set_gradients(self, tensors: list[Any], grads: list[Any]) -> None:
         """Set ``.grad`` of each tensor, whatever a subclass puts before it.
@@ -87,7 +100,7 @@ class Reader:
             raise ValueError("there must be one gradient for each tensor")
         with torch._C.DisableTorchFunctionSubclass():
             for tensor, grad in zip(tensors, grads, strict=True):
-                _GRAD.__set__(tensor, grad)
+                GRAD.__set__(tensor, grad)
 
     def have_gradients(self, tensors: list[Any]) -> bool:
         """Whether ``.grad`` of one of them is not None.
@@ -117,12 +130,12 @@ class Reader:
             >>> asked_gradient(partners, lambda partner, held: setattr(x, "grad", partner * 2.0), x)
             tensor([2.])
         """
-        found: Tensor | None = _GRAD.__get__(tensor)
+        found: Tensor | None = GRAD.__get__(tensor)
         reference = partners.get(id(tensor))
         partner = None if reference is None else reference()
-        if partner is not None and (found is None or found is not _GRAD.__get__(partner)):
+        if partner is not None and (found is None or found is not GRAD.__get__(partner)):
             ask(partner, found)
-            found = _GRAD.__get__(tensor)
+            found = GRAD.__get__(tensor)
         return found
 
     def versions(self, tensors: list[Any]) -> list[int] | None:
@@ -173,8 +186,9 @@ class Reader:
         return alike and self.have_versions(now, then)
 
 
-_reader = native.tensor_reader(_GRAD, _VERSION) or Reader()
+_reader = native.tensor_reader(GRAD, _VERSION) or Reader()
 asked_gradient = _reader.asked_gradient
+count_there = _reader.count_there
 gradients = _reader.gradients
 see = _reader.see
 set_gradients = _reader.set_gradients
@@ -182,3 +196,17 @@ have_gradients = _reader.have_gradients
 versions = _reader.versions
 have_versions = _reader.have_versions
 hold_gradients = _reader.hold_gradients
+
+
+def store(tensor: Tensor, grad: Tensor | None) -> None:
+    """Set ``.grad``, and nothing else."""
+    GRAD.__set__(tensor, grad)
+
+
+def drop_gradients(tensors: Sequence[Tensor], keep: bool = False) -> None:
+    """Free them, or leave zeros in their places."""
+    for tensor in tensors:
+        if not keep:
+            GRAD.__set__(tensor, None)
+        elif (grad := GRAD.__get__(tensor)) is not None:
+            grad.zero_()

@@ -289,14 +289,14 @@ def launch(
 
 
 def capture_scale(scale: Tensor, pair: Tensor) -> None:
-    """:func:`fp16opt.kernels.decisions.capture_scale`."""
+    """:func:`fp16opt.kernels.backends.capture_scale`."""
     queue(KERNELS["capture_scale"], Stream(scale.device), (scale, pair))
 
 
 def decide_clip(
     norm: Tensor, found_inf: Tensor | None, max_norm: float, only_finite: bool, single: Tensor, factor: Tensor
 ) -> None:
-    """:func:`fp16opt.kernels.decisions.decide_clip`, into ``single`` and ``factor``."""
+    """:func:`fp16opt.kernels.backends.decide_clip`, into ``single`` and ``factor``."""
     queue(KERNELS["decide_clip"], Stream(norm.device), (norm, found_inf, max_norm, only_finite, single, factor))
 
 
@@ -309,7 +309,7 @@ def close_step(
     outcome: Outcome,
     scaler: ScaleMemory,
 ) -> None:
-    """:func:`fp16opt.kernels.decisions.close_step`, with None in place of what is not asked for."""
+    """:func:`fp16opt.kernels.backends.close_step`, with None in place of what is not asked for."""
     (last, skipped), (scale, trackers, settings) = outcome, scaler
     if settings is None:
         scale = None  # a static one

@@ -10,12 +10,12 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
+import functools
 import importlib
 import json
 import operator
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -75,24 +75,6 @@ def status() -> str:
     return f"loaded; this machine runs its SIMD levels {', '.join(module.simd_levels())}"
 
 
-def decide_clip(
-    norm: Tensor, found_inf: Tensor | None, max_norm: float, only_finite: bool, single: Tensor, factor: Tensor
-) -> None:
-    """:func:`fp16opt.kernels.decisions.decide_clip`, into ``single`` and ``factor``."""
-    found = 0 if found_inf is None else found_inf.data_ptr()
-    module.decide_clip(norm.data_ptr(), found, max_norm, only_finite, single.data_ptr(), factor.data_ptr())
-
-
-def follow_scale(overflow: bool, scale: Tensor, trackers: Tensor, settings: Tensor | None) -> None:
-    """:func:`fp16opt.kernels.decisions.follow`."""
-    first = trackers.data_ptr()
-    if settings is None:
-        module.follow_scale(overflow, 0, 0, first, 0)
-    else:
-        module.follow_scale(overflow, scale.data_ptr(), first, first + 4, settings.data_ptr())
-    count_versions([trackers] if settings is None else [scale, trackers])
-
-
 def seen_lists(lists: tuple[Sequence[Tensor | None], ...], deciding: int) -> Any:
     """A compiled proof that lists are as they were, which reads their addresses; None where there is none.
 
@@ -121,7 +103,7 @@ def tensor_reader(grad: Any, version: Any) -> Any:
         return None  # attributes that are not written in C
 
 
-def state_columns(
+def state_columns_in_python(
     state: dict[Tensor, Any], keys: list[Tensor], places: list[int] | None, names: tuple[str, ...]
 ) -> list[list[Any]] | None:
     """Entries of an optimizer's state by name, each as a list over parameters.
@@ -140,9 +122,6 @@ def state_columns(
         >>> state_columns({x: {"step": 2.0}}, [x], None, ("step",)), state_columns({x: {}}, [x], None, ("step",))
         ([[2.0]], None)
     """
-    if module is not None:
-        found: list[list[Any]] | None = module.state_columns(state, keys, places, names)
-        return found
     if len(state) != len(keys) or not all(map(operator.is_, state, keys)):
         return None
     entries = list(state.values()) if places is None else list(map(list(state.values()).__getitem__, places))
@@ -150,18 +129,18 @@ def state_columns(
     return None if any(value is None for column in columns for value in column) else columns
 
 
-def reading(once: bool) -> AbstractContextManager[None]:
-    """A block in which each list of tensors is read once, by this thread.
+state_columns = state_columns_in_python if module is None else module.state_columns
 
-    Reading dtype, shape, strides and address of a tensor takes a tenth of a microsecond, and a step gives some lists to
-    five operations. In the block a list of the same tensors is taken to be as it was when it was first read there. So
-    nobody else's code may run in it, as a hook's, which could give a tensor other memory. A block in another is a part
-    of it.
+read_once = contextlib.nullcontext if module is None else functools.partial(module.Reading, True)
+"""A block in which each list of tensors is read once, by this thread.
 
-    Args:
-        once: False has every list read anew, in this block, and after it in one around it.
-    """
-    return contextlib.nullcontext() if module is None else module.Reading(once)
+Reading dtype, shape, strides and address of a tensor takes a tenth of a microsecond, and a step gives some lists to
+five operations. In the block a list of the same tensors is taken to be as it was when it was first read there. So
+nobody else's code may run in it, as a hook's, which could give a tensor other memory. A block in another is a part of
+it.
+"""
+read_anew = contextlib.nullcontext if module is None else functools.partial(module.Reading, False)
+"""A block in which every list is read anew, and after it in a block of :data:`read_once` around it."""
 
 
 def table_arguments(call: Call) -> tuple[list[int], list[int], list[list[int]], list[int]]:
@@ -216,6 +195,13 @@ def count_versions(tensors: list[Tensor]) -> None:
     for tensor in tensors:
         if not tensor.is_inference():  # tensors made in inference mode count no versions
             torch.autograd.graph.increment_version(tensor)
+
+
+if module is not None:
+    decide_clip = module.decide_clip
+    """:func:`fp16opt.kernels.backends.decide_clip`, into two tensors given last."""
+    follow_scale = functools.partial(module.follow_scale, torch.autograd.graph.increment_version, count_versions)
+    """:func:`fp16opt.kernels.backends.follow`, of a step that is known to be skipped or not."""
 
 
 def count_writes(call: Call, results: Sequence[object], *, lists: bool = True) -> None:

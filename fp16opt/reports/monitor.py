@@ -21,7 +21,7 @@ from ..engine.dtensors import local
 from ..engine.outcome import read_at_once
 from ..engine.pairs import HALF_DTYPES, Pair
 from ..engine.parts import Engine, inside
-from ..engine.sights import GRAD
+from ..kernels.counters import GRAD
 from ..optimizer import MixedPrecisionOptimizer
 from .sinks import JsonLines, Record, Sink, make_sink
 from .statistics import GRADIENT, UPDATE, Earlier, of_gradients, of_updates, take

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.dtensors import is_sharded, local
-from ..engine.sights import GRAD
+from ..kernels.counters import GRAD
 
 
 @dataclass

@@ -22,7 +22,7 @@ from engine.checks import (
     parameters,
 )
 from fp16opt import MixedPrecisionOptimizer
-from fp16opt.kernels.decisions import decide_clip
+from fp16opt.kernels.backends import decide_clip
 
 pytestmark = by_step
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from fp16opt import DynamicLossScaler, StaticLossScaler
 from fp16opt.engine import outcome as closing
 from fp16opt.grad_scaler.face import _Rule
-from fp16opt.kernels import GradStats, cuda_devices, decisions, native
+from fp16opt.kernels import GradStats, backends, cuda_devices, native
 
 SCALES = st.integers(-14, 24).map(lambda e: 2.0**e)
 FACTORS = st.floats(1.0 + 2.0**-10, 1e6, width=32) | st.sampled_from([2.0, 1.1, 3.0, 2.0**40])
@@ -36,9 +36,7 @@ def close(scaler: Any, found: float, counters: tuple[torch.Tensor, torch.Tensor]
     kept = torch.zeros(3, dtype=torch.int32)
     memory = scaler.memory()
     assert memory is not None
-    decisions.close_step(
-        stats=stats, flags=flags, kept=kept, found_inf=stats.found_inf, outcome=counters, scaler=memory
-    )
+    backends.close_step(stats=stats, flags=flags, kept=kept, found_inf=stats.found_inf, outcome=counters, scaler=memory)
     assert kept.tolist() == [0, 3, 1]
     assert stats.memory is not None
     assert not stats.memory.any()
@@ -88,7 +86,7 @@ def test_on_the_host_it_follows_alike(scalers: tuple[Any, Any], overflows: list[
     for k, overflow in enumerate(overflows):
         found, memory = torch.tensor(float(overflow)), ours.memory()
         version = memory.scale._version
-        assert decisions.follow(found, memory) == native.available()
+        assert backends.follow(found, memory) == native.available()
         if not native.available():
             return
         theirs.update(found)
@@ -169,11 +167,11 @@ def test_a_clip_is_decided_as_in_torch(
     flag = None if found is None else torch.tensor(found)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "module", None)
-        wanted = decisions.decide_clip(given_norm, flag, max_norm, only_finite=only_finite)
+        wanted = backends.decide_clip(given_norm, flag, max_norm, only_finite=only_finite)
     with pytest.MonkeyPatch.context() as patch:
         if by == "cuda":
             emulated.use(emulated_cuda, patch)
-        got = decisions.decide_clip(given_norm, flag, max_norm, only_finite=only_finite)
+        got = backends.decide_clip(given_norm, flag, max_norm, only_finite=only_finite)
     for a, b, what in zip(got, wanted, ("norm", "factor"), strict=True):
         assert a.dtype == b.dtype == torch.float32
         assert (a.isnan() and b.isnan()) or a.view(torch.int32) == b.view(torch.int32), f"{what}: {a} is not {b}"
@@ -185,7 +183,7 @@ def test_the_factor_is_that_of_torchs_clip(norm: float, max_norm: float) -> None
     parameter.grad = torch.tensor([norm])
     single = parameter.grad.double().norm()
     torch.nn.utils.clip_grad_norm_([parameter], max_norm)
-    factor = decisions.clip_factor(single, max_norm)
+    factor = backends.clip_factor(single, max_norm)
     assert torch.equal(parameter.grad, torch.tensor([norm]) * factor)
 
 
@@ -194,7 +192,7 @@ def test_a_captured_scale_and_its_inverse(emulated_cuda: emulated.Emulated, valu
     scale = torch.tensor(value)
     with pytest.MonkeyPatch.context() as patch:
         emulated.use(emulated_cuda, patch)
-        now, inverse = decisions.capture_scale(scale)
+        now, inverse = backends.capture_scale(scale)
     scale.fill_(0.0)
     assert now.item() == value
     assert inverse.numpy() == np.float32(1.0) / np.float32(value)
@@ -204,11 +202,11 @@ def test_a_captured_scale_and_its_inverse(emulated_cuda: emulated.Emulated, valu
 def test_other_devices_take_torchs_operations() -> None:
     stats, flags = GradStats.allocate(1, "cpu"), torch.zeros(1, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"close_step: the compiled CUDA kernels do not serve cpu\. Use LossScaler"):
-        decisions.close_step(stats=stats, flags=flags, kept=flags.clone())
+        backends.close_step(stats=stats, flags=flags, kept=flags.clone())
     with pytest.raises(ValueError, match="do not serve no tensors"):
-        decisions.close_step()
+        backends.close_step()
     scale = torch.tensor(8.0)
-    now, inverse = decisions.capture_scale(scale)
+    now, inverse = backends.capture_scale(scale)
     scale.fill_(1.0)
     assert (now.item(), inverse.item()) == (8.0, 0.125)
 
@@ -253,9 +251,9 @@ def test_decisions_run_on_the_current_stream_and_hold_what_they_use(
     monkeypatch.setattr(compiled, "current", 7)
     emulated.launch_on(Noted(cuda_devices.kernels_on(0)), monkeypatch)
     norm, found, scale = torch.tensor(2.0, dtype=torch.float64), torch.tensor(0.0), torch.tensor(8.0)
-    results = [*decisions.decide_clip(norm, found, 1.0), *decisions.capture_scale(scale)]
+    results = [*backends.decide_clip(norm, found, 1.0), *backends.capture_scale(scale)]
     flags, kept, stats = *torch.zeros(2, 1, dtype=torch.int32), GradStats.allocate(1, "cpu")
-    decisions.close_step(stats=stats, flags=flags, kept=kept, found_inf=found)
+    backends.close_step(stats=stats, flags=flags, kept=kept, found_inf=found)
     assert launched == [(name, 1, 7, 1) for name in ("decide_clip", "capture_scale", "close_step")]
     used = [norm, found, scale, results[0], results[2], flags, kept, stats.memory]
     assert {tensor.data_ptr() for tensor in used if tensor is not None} <= set(held)

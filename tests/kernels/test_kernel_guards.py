@@ -510,17 +510,17 @@ class TestReadingOnce:
     def test_memory_that_was_given_meanwhile_is_read_after_the_block(self) -> None:
         values, norm = self.sites()
         twos, fours = values[0].data, torch.full((3,), 4.0)
-        with native.reading(once=True):
+        with native.read_once():
             assert norm() == 4.0
             values[0].data = fours
             assert norm() == 4.0, "nobody else's code runs here"
-            with native.reading(once=False):
+            with native.read_anew():
                 assert norm() == 52.0**0.5
                 values[0].data = twos
                 assert norm() == 4.0
                 values[0].data = fours
             assert norm() == 52.0**0.5, "what was read before is forgotten"
-            with native.reading(once=True):
+            with native.read_once():
                 values[0].data = twos
                 assert norm() == 52.0**0.5, "a part of the block around it"
             assert norm() == 52.0**0.5
@@ -528,7 +528,7 @@ class TestReadingOnce:
 
     def test_other_tensors_are_read(self) -> None:
         values, norm = self.sites()
-        with native.reading(once=True):
+        with native.read_once():
             assert norm() == 4.0
             assert norm(values[0], torch.zeros(4)) == 12.0**0.5
             assert norm(torch.ones(3), values[1]) == 7.0**0.5
@@ -540,14 +540,14 @@ class TestReadingOnce:
         others, tables = [torch.ones(5).half(), torch.ones(4)], PointerTables()
         for _ in range(2):
             multi_tensor_l2norm(others, tables=tables)
-        with native.reading(once=True):
+        with native.read_once():
             assert float(multi_tensor_l2norm(others, tables=tables)[0]) == 3.0
             assert norm(*others) == 3.0
             assert norm(*values) == 4.0
 
     def test_tensors_are_held_until_the_end(self) -> None:
         values, norm = self.sites()
-        with native.reading(once=True):
+        with native.read_once():
             norm()
             gone = weakref.ref(values[0])
             values.clear()
@@ -556,7 +556,7 @@ class TestReadingOnce:
 
     def test_a_block_that_raises_ends(self) -> None:
         values, norm = self.sites()
-        with contextlib.suppress(KeyError), native.reading(once=True):
+        with contextlib.suppress(KeyError), native.read_once():
             norm()
             raise KeyError
         values[0].data = torch.zeros(3)
@@ -565,7 +565,7 @@ class TestReadingOnce:
     def test_other_threads_read_for_themselves(self) -> None:
         values, norm = self.sites()
         found: list[float] = []
-        with native.reading(once=True):
+        with native.read_once():
             norm()
             before, values[0].data = values[0].data, torch.zeros(3)
             thread = threading.Thread(target=lambda: found.append(norm()))
