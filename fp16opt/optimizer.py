@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -687,10 +688,12 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _is_driven(self) -> bool:
         """Whether a GradScaler may be driving. What it has left out is counted then, where others have come since."""
-        if (self._accumulation.stage is Stage.READY or self._is_foreign()) and self._under.serves(self.scaler):
-            self._close_renewed()
-            return True
-        return False
+        if self.scaler.dynamic or not (self._accumulation.stage is Stage.READY or self._is_foreign()):
+            return False
+        if not self._under.serves(self.scaler):
+            return False
+        self._close_renewed()
+        return True
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
@@ -755,7 +758,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def _step_with(self, closure: Callable[[], Any]) -> Any:
         if not callable(closure):
             raise TypeError(f"closure: expected a callable that returns the loss, got {type(closure).__name__}.")
-        parallel.refuse_on_zero(self.optimizer, "step(closure)", "Use an optimizer that steps without one, or FSDP2.")
+        if self._holder is not self.optimizer:
+            parallel.refuse_on_zero(
+                self.optimizer, "step(closure)", "Use an optimizer that steps without one, or FSDP2."
+            )
         self._close_driven()
         if self._evaluates_again():
             if not self._masters.are_whole:
@@ -765,10 +771,18 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                     'which does not go with master_weights="split". Use master_weights="full".'
                 )
             return self._step_evaluating(closure)
-        with self._under.evaluating(), torch.enable_grad():
+        with self._evaluating(), torch.enable_grad():
             loss = closure()
         self._step_once(_Given(loss))
         return loss
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        self._under.evaluates = True
+        try:
+            yield
+        finally:
+            self._under.evaluates = False
 
     def _evaluates_again(self) -> bool:
         """Whether the wrapped optimizer evaluates its closure more than once, or at a time of its own."""
@@ -779,7 +793,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._model_writes.notice()
         evaluations = Evaluations(closure, self.write_masters, self._accumulation)
         try:
-            with self._under.evaluating():
+            with self._evaluating():
                 stepped = evaluations.step(self.optimizer, copies=self._masters.are_whole)
         except BaseException:
             self.zero_grad()
@@ -858,7 +872,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _close_driven(self, is_logged: bool = False) -> None:
         """Count the step that a GradScaler did not call because of what it found. Syncs where one drives."""
-        if self._under.serves(self.scaler):
+        if not self.scaler.dynamic and self._under.serves(self.scaler):
             self._close_left_out(self._under.left_out(self.scaler), is_logged)
 
     def _close_renewed(self) -> None:
@@ -986,8 +1000,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._pairs.verify()
         if self._pairs.own_halves:  # one that was unfrozen has a master too
             self._follow_groups()
-        if not self._masters.are_whole:  # then the weights are part of them
-            self._model_writes.check_home("master_params()")
+        if self._masters.are_whole:
+            return iter(list(self._pairs.masters))
+        self._model_writes.check_home("master_params()")  # the weights are part of them
         return self._masters.shown(self._pairs.all)
 
     def model_params(self) -> Iterator[Tensor]:

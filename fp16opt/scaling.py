@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import ctypes
+import functools
 import math
 from collections.abc import Mapping
 from numbers import Integral, Real
@@ -99,6 +100,7 @@ class LossScaler(abc.ABC):
                 the same on every rank. No element is larger. No sync.
         """
 
+    @property
     def memory(self) -> ScaleMemory | None:
         """What a kernel needs to do what `update` does, but for `generation`; None where only `update` can. No sync."""
         return None
@@ -157,6 +159,7 @@ class StaticLossScaler(LossScaler):
     def to(self, device: torch.device | str) -> StaticLossScaler:
         """Move the scaler's tensors to ``device``; returns the scaler itself."""
         self._scale, self._skips = self._scale.to(device), self._skips.to(device)
+        self.__dict__.pop("memory", None)
         return self
 
     def set_scale(self, value: float) -> None:
@@ -169,6 +172,7 @@ class StaticLossScaler(LossScaler):
         bad = found_inf.to(device=self._skips.device, dtype=torch.int32, non_blocking=True)
         self._skips.add_(1).mul_(bad)
 
+    @functools.cached_property
     def memory(self) -> ScaleMemory | None:
         """The scale, which stays, and the skips in a row."""
         is_ours = type(self).update is StaticLossScaler.update
@@ -308,6 +312,7 @@ class DynamicLossScaler(LossScaler):
         self._set_constant("_wrap", [interval, _INT32_MAX], torch.int32)
         self._set_constant("_factors", factors, wide if self._wide_factors else torch.float32)
         self._set_constant("_settings", [float(getattr(self, name)) for name in _RULE], wide)
+        self.__dict__.pop("memory", None)
 
     def _set_constant(self, name: str, values: list[float], dtype: torch.dtype) -> None:
         """In place where it is there: a CUDA graph that is replayed reads the present settings."""
@@ -411,6 +416,7 @@ class DynamicLossScaler(LossScaler):
         self._lately.copy_(torch.stack([largest, before, ceiling, left, calibrated]))
         return torch.where(clean, moved, torch.where(backs_off, dropped, scale))
 
+    @functools.cached_property
     def memory(self) -> ScaleMemory | None:
         """What `update` reads and writes. The rule is written again, bit for bit, in csrc/functors/loss_scale.h."""
         is_ours = type(self).update is DynamicLossScaler.update and self.policy == "doubling"

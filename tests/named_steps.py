@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fp16opt.kernels.steps import AdamOptions, Factors, SgdOptions, multi_tensor_step
+from fp16opt.kernels.operations import AdamOptions, Factors, SgdOptions, multi_tensor_step
 
 Column = Sequence[Tensor]
 

@@ -128,7 +128,7 @@ def test_zero_gradients_and_silence_say_nothing() -> None:
 def test_the_default_is_as_before() -> None:
     scaler = DynamicLossScaler()
     assert not scaler.follows_norms
-    assert scaler.memory() is not None
+    assert scaler.memory is not None
     assert not {"policy", "headroom"} & set(scaler.state_dict())
     assert "policy" not in repr(scaler)
     assert LossScaler.follows_norms is False
@@ -139,7 +139,7 @@ def test_a_policy_is_checked() -> None:
         with pytest.raises(ValueError, match=r"policy must be 'doubling' or 'headroom', got"):
             DynamicLossScaler(policy=value)  # type: ignore[arg-type]
     scaler = DynamicLossScaler(policy="headroom")
-    assert scaler.memory() is None
+    assert scaler.memory is None
     assert "policy='headroom'" in repr(scaler)
 
 

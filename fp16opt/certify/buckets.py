@@ -13,12 +13,12 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 T = TypeVar("T")
 
-_NOT_SETTINGS = ("params", "param_names")
+NOT_SETTINGS = ("params", "param_names")
 
 
 def settings_of(group: dict[str, Any]) -> dict[str, Any]:
     """What a param group holds besides its parameters and their names."""
-    return {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
+    return {key: value for key, value in group.items() if key not in NOT_SETTINGS}
 
 
 @contextlib.contextmanager

@@ -28,8 +28,7 @@ _VERDICTS = 8  # verdicts that travel with them; should more scalers have a part
 class Independent(Replicas):
     """The user said that gradients are not shared between ranks."""
 
-    def check_folding(self) -> None:
-        """Folding is fine: no reduction can be missed."""
+    are_told = True
 
 
 class Compared(Independent):

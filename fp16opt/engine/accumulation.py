@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -47,7 +48,7 @@ class Pending:
     @classmethod
     def capture(cls, scaler: LossScaler) -> Pending:
         """``scaler``'s present scale. No sync."""
-        memory = scaler.memory()
+        memory = scaler.memory
         scale, inv_scale = backends.capture_scale(scaler.scale if memory is None else memory.scale)
         return cls(scaler, scaler.generation, scale, inv_scale)
 
@@ -74,6 +75,18 @@ class Verdict:
     found_inf: Tensor
     of: list[tuple[LossScaler, Tensor]]
     norm: Tensor | None = None
+
+
+def _refuse_ranks() -> None:
+    """Raise where gradients are about to be folded into FP32 sums that DDP might never reduce."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    raise RuntimeError(
+        'gradients are to be folded into FP32 (grad_accumulation="fp32", or several loss scales in one step) in a '
+        f"process group of {dist.get_world_size()} ranks: under DDP's no_sync the ranks would drift apart. Call "
+        "fp16opt.distributed.attach(opt, ddp_model); or attach(opt, None), if ranks don't share gradients."
+    )
 
 
 class Accumulation:
@@ -518,8 +531,8 @@ class Accumulation:
     def _start_summing(self) -> None:
         if self.gradients.summing:
             return
-        if not self.gradients.pairs.has_pieces:  # FSDP2 shows gradients only when they are reduced
-            self.replicas.check_folding()
+        if not (self.replicas.are_told or self.gradients.pairs.has_pieces):  # FSDP2 shows gradients that are reduced
+            _refuse_ranks()
         self.gradients.start_summing()
         for key, (scaler, found) in self._verdicts.items():  # the kernel's own buffer, which the next pass overwrites
             self._verdicts[key] = (scaler, found.clone())

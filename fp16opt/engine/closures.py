@@ -9,10 +9,12 @@ import torch
 from torch.optim import Optimizer
 
 from ..certify import closure_calls, factory_like
-from ..certify.buckets import settings_of
+from ..certify.buckets import NOT_SETTINGS, settings_of
 from .accumulation import Accumulation, Verdict
 from .snapshot import Snapshot
 from .wrapped_step import StepFailed, run_step
+
+_ALIKE = (*NOT_SETTINGS, "lr", "initial_lr")  # optimizers that differ in these call their closures alike
 
 
 class GaveUp(Exception):
@@ -27,10 +29,10 @@ class ClosureHabits:
 
     def calls_again(self, optimizer: Optimizer) -> bool:
         """Whether a closure that is evaluated before the step, once, would not do. No sync."""
-        settings = settings_of(optimizer.param_groups[0]) if optimizer.param_groups else {}
-        kind = repr([(key, value) for key, value in sorted(settings.items()) if key not in ("lr", "initial_lr")])
+        group = optimizer.param_groups[0] if optimizer.param_groups else {}
+        kind = repr([(key, value) for key, value in sorted(group.items()) if key not in _ALIKE])
         if kind not in self._known:
-            self._known[kind] = closure_calls(factory_like(optimizer, settings)) not in ("never", "once")
+            self._known[kind] = closure_calls(factory_like(optimizer, settings_of(group))) not in ("never", "once")
         return self._known[kind]
 
 

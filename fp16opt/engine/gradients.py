@@ -17,12 +17,12 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels import counters
-from ..kernels.counters import GRAD, count_there, drop_gradients, store
+from ..kernels.counters import GRAD, count_there, store
 from ..kernels.native import read_once
 from .dtensors import different_bits, local, version
 from .masters import Masters
 from .pairs import HALF_DTYPES, DeviceGroup, Pairs
-from .sweep import DeviceGradients, ToStep, as_master_grad, total_norm, vector_norm
+from .sweep import DeviceGradients, ToStep, as_master_grad, drop_gradients, total_norm, vector_norm
 
 # -- what was seen -----------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +28,8 @@ class Masters(Protocol):
         keeps_gradients: whether the memory of FP32 gradients is kept from one step to the next.
         are_whole: whether masters are ordinary tensors that their optimizer, and the user, may read and write.
         needs_number: whether steps round them by the number of the step.
-        has_ties: whether weights must be compared on the host before they are taken for written.
+        ties: by id of a master, what a checkpoint has left that weights must be compared with on the host before they
+            are taken for written. A step writes weights anew, and leaves none.
     """
 
     words: str
@@ -36,20 +37,13 @@ class Masters(Protocol):
     keeps_gradients: bool
     are_whole: bool
     needs_number: bool
-
-    @property
-    def has_ties(self) -> bool:
-        """See the class."""
-        ...
+    ties: dict[int, Any]
 
     def make(self, model: Tensor) -> Tensor:
         """The master of a 16-bit parameter, with its value."""
 
-    def like(self, pairs: Iterable[Pair]) -> list[Tensor]:
-        """New FP32 memory in the shapes and strides of masters."""
-
     def operand(self, pair: Pair) -> Tensor:
-        """What a one-pass step takes for the master, beside the model's parameter."""
+        """What a one-pass step takes for the master, beside the model's parameter. It is laid out as masters are."""
 
     def round_down(self, group: DeviceGroup, rows: Sequence[int] | None = None) -> None:
         """Write masters, rounded to nearest even, into the model: all of a device, or some rows. No host sync."""
@@ -59,9 +53,6 @@ class Masters(Protocol):
 
     def write(self, pairs: Sequence[Pair], values: Sequence[Tensor]) -> None:
         """Masters of one device take FP32 values; the model follows with :meth:`round_down`."""
-
-    def stepped(self) -> None:
-        """A step wrote masters and model."""
 
     def mend(self, pairs: Sequence[Pair]) -> bool:
         """Undo, in weights that were written, what is no more than another rounding of the same masters."""
@@ -93,7 +84,9 @@ class FullMasters:
     keeps_gradients = True
     are_whole = True
     needs_number = False
-    has_ties = False
+
+    def __init__(self) -> None:
+        self.ties: dict[int, Any] = {}
 
     def make(self, model: Tensor) -> Tensor:
         """See :class:`Masters`. Leaves, with the marks that users set on parameters (Muon variants read them)."""
@@ -101,13 +94,6 @@ class FullMasters:
         master = torch.nn.Parameter(data, requires_grad=True)
         master.__dict__.update(model.__dict__)
         return master
-
-    def like(self, pairs: Iterable[Pair]) -> list[Tensor]:
-        """See :class:`Masters`."""
-        made: list[Tensor] = []
-        for pair in pairs:
-            made.append(torch.empty_like(pair.master, dtype=torch.float32, requires_grad=False))
-        return made
 
     def operand(self, pair: Pair) -> Tensor:
         """The master itself."""
@@ -132,9 +118,6 @@ class FullMasters:
         with torch.no_grad():
             for pair, value in zip(pairs, values, strict=True):
                 pair.master.copy_(value)
-
-    def stepped(self) -> None:
-        """Nothing is kept beside masters and model."""
 
     def mend(self, pairs: Sequence[Pair]) -> bool:
         """There is no other rounding: see :meth:`_written`."""

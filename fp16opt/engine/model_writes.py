@@ -192,7 +192,7 @@ class ModelWrites:
         versions = self._model_versions
         if not counters.have_versions(self.pairs.models, versions):
             versions = self._versions(self.pairs.models)
-        if self.policy == "refresh" and not waits and not self.masters.has_ties:
+        if self.policy == "refresh" and not waits and not self.masters.ties:
             self._take_on_device(versions)
         else:
             written: list[Pair] = []

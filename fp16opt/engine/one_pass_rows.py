@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..kernels import backend, steps
+from ..kernels import backend, operations
 from ..kernels.formulas import FORMULAS, Formula
 
 Columns = dict[str, "list[Tensor | None]"]
@@ -105,28 +105,13 @@ def _make_state(formula: Formula, state: dict[str, Any], group: dict[str, Any], 
         state[name] = new(model, dtype=torch.float32, requires_grad=False) if of_shape else new_counter(group, model)
 
 
-def _call(
-    name: str,
-    formula: Formula,
-    columns: Columns,
-    options: Any,
-    group_of: Any,
-    factors: Any,
-    first: list[bool],
-    **rest: Any,
-) -> None:
-    state = [*map(columns.__getitem__, filter(columns.__contains__, formula.state))]
-    lists = columns["grads"], columns["masters"], state
-    steps.multi_tensor_step(name, *lists, options, group_of, factors, steps=columns.get("step"), first=first, **rest)
-
-
 def _row(name: str, formula: Formula) -> OnePassRow:
     return OnePassRow(
         formula.numbers(),
         formula.options_of,
         formula.state_of,
         functools.partial(_make_state, formula),
-        functools.partial(_call, name, formula),
+        functools.partial(operations.step_columns, name, formula),
         formula.fills_first,
         wanted=formula.wanted,
         neutral=formula.neutral,

@@ -388,8 +388,7 @@ class OnePassStep:
                 raise
             self._plans = {}
             self._make_calls(settings, found_inf)
-        if self.masters.has_ties:
-            self.masters.stepped()
+        self.masters.ties.clear()
 
     def _make_calls(self, settings: _Settings, found_inf: Tensor | None) -> None:
         self._began = False

@@ -20,7 +20,7 @@ logger = logging.getLogger("fp16opt")
 
 def follow(scaler: LossScaler, found_inf: Tensor) -> None:
     """``scaler.update(found_inf)``, in one call of compiled code where that can be. No host sync."""
-    memory = scaler.memory()
+    memory = scaler.memory
     if memory is not None and backends.follow(found_inf, memory):
         scaler.generation += memory.settings is not None  # a static scale stays what it was
     else:
@@ -154,7 +154,7 @@ class Outcome:
     ) -> None:
         """Outcome, scale and statistics, in one launch a device where that can be."""
         single = verdict.of[0] if len(verdict.of) == 1 and verdict.of[0][1] is skipped else None
-        memory = None if single is None else single[0].memory()
+        memory = None if single is None else single[0].memory
         if single is None or memory is None or memory.trackers.device != skipped.device:
             memory = None
             for scaler, found in verdict.of:

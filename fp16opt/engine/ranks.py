@@ -6,7 +6,6 @@ and a norm are sums over ranks; :class:`Replicas` where ranks hold the same mast
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -82,6 +81,7 @@ class Replicas:
     """Nobody said whether gradients are shared with other ranks.
 
     Attributes:
+        are_told: Whether somebody said which ranks share gradients.
         alone: Whether no rank is known that hears of steps.
         reduces: Whether DDP averages gradients after they have come.
         needs_decision: Whether a skip must be known on the host.
@@ -90,22 +90,12 @@ class Replicas:
             reduces at the next synchronised backward, be it used there or not.
     """
 
+    are_told = False
     alone = True
     reduces = False
     needs_decision = False
     local = False
     keeps = False
-
-    def check_folding(self) -> None:
-        """Raise where gradients are about to be folded into FP32 sums that DDP might never reduce."""
-        dist = sys.modules.get("torch.distributed")
-        if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-            return
-        raise RuntimeError(
-            'gradients are to be folded into FP32 (grad_accumulation="fp32", or several loss scales in one step) in a '
-            f"process group of {dist.get_world_size()} ranks: under DDP's no_sync the ranks would drift apart. Call "
-            "fp16opt.distributed.attach(opt, ddp_model); or attach(opt, None), if ranks don't share gradients."
-        )
 
     def reduce(self, sums: Sums, verdicts: list[Tensor]) -> list[Tensor]:
         """Average FP32 sums that were made on this rank alone over the ranks; returns the verdicts of all ranks.

@@ -6,7 +6,7 @@ under which the optimizer keeps its state. Their values exist while they are ste
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,10 +62,10 @@ class SplitMasters:
         self._dtype = torch.int16 if bits == 32 else torch.int8
         self._made: list[tuple[Tensor, Tensor]] = []  # placeholder and remainder
         self._rests: dict[int, Tensor] = {}
-        self._ties: dict[int, _Ties] = {}
+        self.ties: dict[int, _Ties] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        ties = [(master, self._ties[id(master)]) for master, _ in self._made if id(master) in self._ties]
+        ties = [(master, self.ties[id(master)]) for master, _ in self._made if id(master) in self.ties]
         return {"made": self._made, "ties": ties, "bits": 24 if self.needs_number else 32}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -74,12 +74,7 @@ class SplitMasters:
         for master, rest in self._made:  # copying gave the placeholders memory of their own
             master.data = placeholder(rest)
         self._rests = {id(master): rest for master, rest in self._made}
-        self._ties = {id(master): ties for master, ties in state["ties"]}
-
-    @property
-    def has_ties(self) -> bool:
-        """Whether a checkpoint was loaded since the last step that has weights on ties."""
-        return bool(self._ties)
+        self.ties = {id(master): ties for master, ties in state["ties"]}
 
     def make(self, model: Tensor) -> Tensor:
         """A placeholder.
@@ -94,14 +89,6 @@ class SplitMasters:
         self._rests[id(master)] = rest
         return master
 
-    def like(self, pairs: Iterable[Pair]) -> list[Tensor]:
-        """New FP32 memory in the shapes and strides that full masters would have."""
-        made: list[Tensor] = []
-        for pair in pairs:
-            shape = self._rests.get(id(pair.master), pair.master)
-            made.append(torch.empty_like(shape, dtype=torch.float32, requires_grad=False))
-        return made
-
     def operand(self, pair: Pair) -> Tensor:
         """The remainder, which with the weight is the master; or the parameter, where it is its own."""
         return self._rests.get(id(pair.master), pair.master)
@@ -112,9 +99,9 @@ class SplitMasters:
     def read(self, pairs: Sequence[Pair]) -> list[Tensor]:
         """Values made for this call, in the strides that full masters would have."""
         apart = [pair for pair in pairs if id(pair.master) in self._rests]
-        outs = self.like(apart)
+        rests = [self.operand(pair) for pair in apart]
+        outs = [torch.empty_like(rest, dtype=torch.float32) for rest in rests]
         with torch.no_grad():
-            rests = [self.operand(pair) for pair in apart]
             kernels.multi_tensor_join([pair.model.detach() for pair in apart], rests, outs)
         made = {id(pair): out for pair, out in zip(apart, outs, strict=True)}
         return [made[id(pair)] if id(pair) in made else pair.master.detach() for pair in pairs]
@@ -129,13 +116,9 @@ class SplitMasters:
                 pair.device.cast.overflow[pair.row] = flag
         for pair, value in zip(pairs, values, strict=True):
             ties = _find_ties(pair.model.detach(), value)
-            self._ties.pop(id(pair.master), None)
+            self.ties.pop(id(pair.master), None)
             if ties is not None:
-                self._ties[id(pair.master)] = ties
-
-    def stepped(self) -> None:
-        """Weights and remainders were written by a step, which leaves no ties to remember."""
-        self._ties = {}
+                self.ties[id(pair.master)] = ties
 
     def mend(self, pairs: Sequence[Pair]) -> bool:
         """Put weights back that hold the even neighbour of a tie.
@@ -144,7 +127,7 @@ class SplitMasters:
         """
         mended = False
         for pair in pairs:
-            ties = self._ties.get(id(pair.master))
+            ties = self.ties.get(id(pair.master))
             if ties is not None:
                 model = pair.model.detach()
                 now = model[ties.where]
@@ -173,7 +156,7 @@ class SplitMasters:
         rest = self._rests.get(id(pair.master))
         if rest is not None:
             rest.copy_(plain_remainder(pair.model.detach(), self._dtype))
-            self._ties.pop(id(pair.master), None)
+            self.ties.pop(id(pair.master), None)
 
     def shown(self, pairs: Sequence[Pair]) -> Iterator[Tensor]:
         """Masters decoded as they are asked for, with their gradients; and parameters that are their own."""

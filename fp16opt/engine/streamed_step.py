@@ -229,7 +229,7 @@ class StreamedStep:
             with torch.no_grad(), hooks_muted(self.optimizer):
                 self._run()
         finally:
-            self.masters.stepped()
+            self.masters.ties.clear()
 
     def _gradients(self) -> dict[int, _Gradient]:
         """By ``id(pair)``, where there is one."""

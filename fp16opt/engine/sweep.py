@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 from .. import kernels
 from ..kernels import PointerTables, counters, reference
 from ..kernels.calls import Entries
-from ..kernels.counters import GRAD, count_there, drop_gradients, store
+from ..kernels.counters import GRAD, count_there, store
 from ..kernels.reference_steps import Factors
 from ..kernels.tables import same_walk
 from .dtensors import aligned, local
@@ -102,7 +103,7 @@ class Sweep:
         """Add flags (int32, one for each of ``rows``) that another pass has found."""
         index = torch.tensor(rows, dtype=torch.int64, device="cpu").to(self.device)
         self.stats.nonfinite[index] |= bits
-        self.total()
+        self.stats.found_inf.copy_(self.stats.nonfinite.ne(0).any())
 
     def total(self) -> None:
         """``found_inf`` and ``norm`` anew from the rows."""
@@ -324,6 +325,17 @@ class OwnGradients:
 
 
 _NEEDS_GRAD = operator.attrgetter("requires_grad")
+_new_room = functools.partial(torch.empty_like, dtype=torch.float32, requires_grad=False)
+
+
+def drop_gradients(tensors: list[Tensor], keep: bool = False) -> None:
+    """Free them, or leave zeros in their places."""
+    if not keep:
+        counters.set_gradients(tensors, [None] * len(tensors))
+        return
+    for grad in counters.gradients(tensors):
+        if grad is not None:
+            grad.zero_()
 
 
 class ToStep(NamedTuple):
@@ -372,7 +384,7 @@ class DeviceGradients:
         self.live: set[int] = set()
         self._waits = 0  # how many do
         self._copied_positions = [group.positions[row] for row in group.copied]
-        self._kind = masters
+        self._shapes = [masters.operand(pair) for pair in self.pairs]
         self._has_pieces = pairs.has_pieces
         self._rooms: list[Tensor | None] = [None] * len(group)  # memory for FP32 gradients
         self._has_rooms = False
@@ -433,8 +445,8 @@ class DeviceGradients:
     def _room(self, row: int) -> Tensor:
         room = self._rooms[row]
         if room is None or room.device != self.masters[row].device:
-            (room,) = self._kind.like([self.pairs[row]])
-            self._rooms[row], self._has_rooms = room, True
+            room = self._rooms[row] = _new_room(self._shapes[row])
+            self._has_rooms = True
         return room
 
     def _outs(self, entries: list[Tensor | None]) -> list[Tensor | None]:
@@ -445,8 +457,8 @@ class DeviceGradients:
         rows = [row for row, entry in enumerate(entries) if entry is not None]
         if missing := [row for row in rows if self._rooms[row] is None]:
             self._has_rooms = True
-            for row, room in zip(missing, self._kind.like(map(self.pairs.__getitem__, missing)), strict=True):
-                self._rooms[row] = room
+            for row in missing:
+                self._rooms[row] = _new_room(self._shapes[row])
         are_all = len(rows) == len(entries)
         masters = self.masters if are_all else [self.masters[row] for row in rows]
         rooms = list(self._rooms) if are_all else [self._rooms[row] for row in rows]

@@ -8,9 +8,6 @@ are the same. That its step was never called shows when other gradients come, or
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 from torch import Tensor
 
 from ..kernels import counters
@@ -24,7 +21,11 @@ CAN_SHARE = hasattr(Tensor, "grad_dtype")  # torch before 2.10 wants a parameter
 
 
 class UnderGradScaler:
-    """Follows what a GradScaler does, where the wrapper's own scale is 1 and stays so."""
+    """Follows what a GradScaler does, where the wrapper's own scale is 1 and stays so.
+
+    Attributes:
+        evaluates: whether a closure makes and clears gradients inside of a step: none of them was left out.
+    """
 
     def __init__(self, pairs: Pairs, gradients: Gradients, accumulation: Accumulation, shared: SharedGradients) -> None:
         self.pairs = pairs
@@ -32,16 +33,7 @@ class UnderGradScaler:
         self.accumulation = accumulation
         self.shared = shared
         self._neutral: tuple[LossScaler | None, int, bool] = (None, 0, False)
-        self._evaluates = False
-
-    @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Within, a closure makes and clears gradients inside of a step: none of them was left out."""
-        self._evaluates = True
-        try:
-            yield
-        finally:
-            self._evaluates = False
+        self.evaluates = False
 
     def serves(self, scaler: LossScaler) -> bool:
         """Whether a GradScaler's scale can be the only one. Syncs once for each value of the scale."""
@@ -136,7 +128,7 @@ class UnderGradScaler:
         if not self.shared.shown:
             return None  # the GradScaler may not have come yet: somebody has only read the masters' gradients
         stage = self.accumulation.stage
-        if self.shared.handed is None or self._evaluates or self.accumulation.interrupted:
+        if self.shared.handed is None or self.evaluates or self.accumulation.interrupted:
             return None
         if not (stage is Stage.READY or self.is_underway()):
             return None

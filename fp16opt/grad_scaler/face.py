@@ -19,14 +19,14 @@ from torch.optim import Optimizer
 
 from .. import kernels
 from ..engine.arguments import check_number
-from ..engine.diagnostics import Overflow, SkipLog, describe
-from ..engine.outcome import check_consecutive, counters, follow
+from ..engine.diagnostics import Overflow, SkipLog, describe, overflows_from_flags
+from ..engine.outcome import check_consecutive, counters, follow, note, room_for
 from ..engine.wrapped_step import found_inf_given, supports_found_inf
 from ..kernels import backends
 from ..optimizer import MixedPrecisionOptimizer
 from ..scaling import LARGEST_SCALE, SMALLEST_SCALE, DynamicLossScaler
 from .closures import Evaluation, Evaluations, take_closure
-from .gradients import OptimizerGradients
+from .gradients import OptimizerGradients, Place
 
 _EXTRAS = "fp16opt"  # the key of state_dict that torch's loader does not look at
 _EXTRA_SETTINGS = ("min_scale", "max_scale", "hysteresis", "max_consecutive_skips")
@@ -51,6 +51,66 @@ class _Rule(DynamicLossScaler):
     def tensors(self) -> tuple[Tensor, Tensor]:
         """(scale, finite steps in a row): not copies, but what :meth:`update` writes."""
         return self._scale, self.growth_tracker
+
+
+class _Record:
+    """What became of one optimizer's steps.
+
+    Attributes:
+        gradients: The optimizer's.
+        driven: Whether it is a wrapper that has unscaled its gradients itself.
+        skipped: Whether its last step was skipped: decided, or the device's flag (float32, 0-dim). None where there was
+            nothing to step.
+    """
+
+    def __init__(self) -> None:
+        self.gradients = OptimizerGradients()
+        self.driven = False
+        self.skipped: bool | Tensor | None = None
+        self._blamed: list[tuple[list[Place], Tensor]] = []
+        self._told: list[Overflow] = []
+        self._kept: list[Tensor] = []
+        self._last: Tensor | None = None
+
+    def close(self, skipped: bool | None, told: list[Overflow]) -> None:
+        """A step was decided on the host. No sync.
+
+        Args:
+            told: Whom the optimizer blames, where it was ``driven``.
+        """
+        checked = self.gradients.checked if skipped else []
+        self.skipped, self._told = skipped, told
+        self._blamed = [(places, sweep.stats.nonfinite.clone()) for places, sweep in checked]
+
+    def close_on_device(self, found_inf: Tensor, counted: Tensor) -> None:
+        """Nobody has looked at a step: count it if it was skipped. No sync.
+
+        What is noted stays in one place, so that a CUDA graph that is replayed goes on writing there.
+        """
+        checked = self.gradients.checked
+        flags = [sweep.stats.nonfinite for _, sweep in checked]
+        self._kept = room_for(flags, self._kept)
+        if self._last is None or self._last.device != found_inf.device:
+            self._last = torch.zeros((), dtype=torch.float32, device=found_inf.device)
+        note(found_inf, flags, self._kept, self._last, counted)
+        self.skipped, self._told = self._last, []
+        self._blamed = [(places, kept) for (places, _), kept in zip(checked, self._kept, strict=True)]
+
+    def release(self) -> None:
+        """Let go of the gradients."""
+        self.driven = False
+        if self.gradients.rows or self.gradients.foreign:
+            self.gradients.release()
+
+    def report(self) -> list[Overflow]:
+        """Which parameters had non-finite gradients if the last step was skipped, in param_groups order. Syncs."""
+        if not self.skipped:
+            return []
+        found = list(self._told)
+        for places, flags in self._blamed:
+            names, where = [place.name() for place in places], [(place.group, place.index) for place in places]
+            found += overflows_from_flags(flags.tolist(), names, where)
+        return sorted(found, key=lambda overflow: (overflow.group, overflow.index))
 
 
 def _check_scale(scale: object) -> None:
@@ -146,7 +206,7 @@ class GradScaler(torch.amp.GradScaler):
     def _forget(self) -> None:
         """Start without what is tied to living optimizers and losses: at construction, and in a copy."""
         self._losses: deque[Tensor] = deque(maxlen=_LOSSES)
-        self._gradients: WeakKeyDictionary[Any, OptimizerGradients] = WeakKeyDictionary()
+        self._records: WeakKeyDictionary[Any, _Record] = WeakKeyDictionary()
         self._warned: set[str] = set()
         self._log = SkipLog()
 
@@ -258,16 +318,16 @@ class GradScaler(torch.amp.GradScaler):
 
     # -- unscaling and clipping ------------------------------------------------------------------------------------
 
-    def _of(self, optimizer: Optimizer) -> OptimizerGradients:
+    def _record_of(self, optimizer: Optimizer) -> _Record:
         if getattr(optimizer, "gradient_release", False):
             raise ValueError(
                 "a GradScaler can't drive a MixedPrecisionOptimizer with gradient_release: its gradients are used "
                 "before they could be unscaled. Use loss_scale=... of the wrapper and opt.backward(loss), or "
                 "gradient_release=False."
             )
-        found = self._gradients.get(optimizer)
+        found = self._records.get(optimizer)
         if found is None:
-            found = self._gradients[optimizer] = OptimizerGradients()
+            found = self._records[optimizer] = _Record()
         return found
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -293,12 +353,12 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """torch's hook, from which ``unscale_`` and torch's other methods get their flags."""
-        gradients = self._of(optimizer)
+        record = self._record_of(optimizer)
         if isinstance(optimizer, MixedPrecisionOptimizer):
             optimizer.check_driven()
             at_once = optimizer.unscale_driven(inv_scale)
             if at_once is not None:
-                gradients.driven = True
+                record.driven = True
                 if self._rule.follows_norms:
                     self._rule.see(optimizer.engine.gradients.largest_norm(self._rule.growth_tracker.device))
                 return {at_once.device: at_once}
@@ -309,7 +369,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_in_place(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        gradients = self._of(optimizer)
+        gradients = self._record_of(optimizer).gradients
         gradients.collect(optimizer, allow_fp16 or self._steps_itself or self._allow_16bit_weights)
         halves = gradients.halves()
         if halves:
@@ -369,13 +429,14 @@ class GradScaler(torch.amp.GradScaler):
             return self._clip(optimizer, max_norm, norm_type, error_if_nonfinite)
         finally:
             if not self._enabled:  # no step and no update of this scaler will let go of them
-                self._of(optimizer).release()
+                self._record_of(optimizer).release()
 
     def _clip(self, optimizer: Optimizer, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         found = self._found_for_clipping(optimizer)
-        gradients = self._of(optimizer)
-        if gradients.driven and isinstance(optimizer, MixedPrecisionOptimizer):
+        record = self._record_of(optimizer)
+        if record.driven and isinstance(optimizer, MixedPrecisionOptimizer):
             return optimizer.clip_master_grads(max_norm, norm_type, error_if_nonfinite)
+        gradients = record.gradients
         gradients.collect(optimizer)
         if gradients.foreign:
             params = list(gradients.params())
@@ -399,7 +460,7 @@ class GradScaler(torch.amp.GradScaler):
             return None  # unscaled or stepped already
         if isinstance(optimizer, MixedPrecisionOptimizer):
             return None  # its masters' gradients are made by one pass, and clipped by another
-        gradients = self._of(optimizer)
+        gradients = self._record_of(optimizer).gradients
         gradients.collect(optimizer)
         clipped = gradients.unscale_and_clip(self._scale.double().reciprocal().float(), max_norm)
         if clipped is None:
@@ -531,19 +592,19 @@ class GradScaler(torch.amp.GradScaler):
         return Evaluation(loss, found is not None and bool(found), scaled)
 
     def _record(self, optimizer: Optimizer, skipped: bool | Tensor | None) -> None:
-        gradients = self._gradients[optimizer]
+        record = self._records[optimizer]
         told: list[Overflow] = []
         if skipped is True and isinstance(optimizer, MixedPrecisionOptimizer):
             optimizer.note_left_out(is_logged=True)  # update() logs it
-            told = optimizer.overflow_report() if gradients.driven else told
+            told = optimizer.overflow_report() if record.driven else told
         if isinstance(skipped, Tensor):
             if self._skips_counted is None:
                 self._skips_counted = counters(skipped.device)[1]
-            gradients.record_on_device(skipped, self._skips_counted)
+            record.close_on_device(skipped, self._skips_counted)
         else:
-            gradients.record(skipped, told)
+            record.close(skipped, told)
             self._skips += skipped is True
-        gradients.release()
+        record.release()
         if skipped is not False:
             # The scheduler of an optimizer that was not called would warn of a wrong order.
             optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -584,18 +645,18 @@ class GradScaler(torch.amp.GradScaler):
             )
         found = self._found(*states.values())
         skipped, stepped = [], False
-        for optimizer, gradients in self._gradients.items():
+        for optimizer, record in self._records.items():
             if id(optimizer) in states and states[id(optimizer)]["stage"] is OptState.STEPPED:
-                stepped |= gradients.skipped is False
-                if gradients.skipped is True:
-                    skipped.append(gradients)
+                stepped |= record.skipped is False
+                if record.skipped is True:
+                    skipped.append(record)
         finite = self._losses_are_finite() if skipped else None
         self._next_iteration()
         if found is None:
             return
         old = float(self._rule.scale) if skipped else 0.0
         follow(self._rule, found)
-        report = [overflow for gradients in skipped for overflow in gradients.report()] if skipped else []
+        report = [overflow for record in skipped for overflow in record.report()] if skipped else []
         if skipped:
             self._log.skipped(self._rule, old, report, finite)
         elif stepped and self._log.calibrating:
@@ -609,9 +670,9 @@ class GradScaler(torch.amp.GradScaler):
 
     def _next_iteration(self) -> None:
         self._losses.clear()
-        for optimizer, gradients in self._gradients.items():
+        for optimizer, record in self._records.items():
             if self._per_optimizer_states[id(optimizer)]["stage"] is not OptState.STEPPED:  # else it has let go
-                gradients.release()
+                record.release()
         self._per_optimizer_states.clear()
 
     # -- state to read ---------------------------------------------------------------------------------------------
@@ -621,7 +682,7 @@ class GradScaler(torch.amp.GradScaler):
 
         False where it had nothing to step, or was never stepped by this scaler.
         """
-        found = self._gradients.get(optimizer)
+        found = self._records.get(optimizer)
         return found is not None and bool(found.skipped)
 
     @property
@@ -636,7 +697,7 @@ class GradScaler(torch.amp.GradScaler):
             In the order of its param_groups, named where the groups have names (torch's ``param_names``), else as
             'group 0, param 3'; empty where the step was not skipped.
         """
-        found = self._gradients.get(optimizer)
+        found = self._records.get(optimizer)
         return [] if found is None else found.report()
 
     def step_scheduler(self, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
@@ -668,7 +729,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self._enabled:
             mine = scheduler.optimizer
-            found = [g for o, g in self._gradients.items() if o is mine or getattr(o, "optimizer", None) is mine]
+            found = [one for o, one in self._records.items() if o is mine or getattr(o, "optimizer", None) is mine]
             if not found:
                 raise RuntimeError(
                     f"step_scheduler: the optimizer of this {type(scheduler).__name__} has not been stepped by this "
@@ -740,7 +801,7 @@ class GradScaler(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         """As torch's: refuses in the middle of an iteration. What belongs to living optimizers stays behind."""
         state = super().__getstate__()
-        for name in ("_gradients", "_warned", "_log", "_skips_counted", "_losses"):
+        for name in ("_records", "_warned", "_log", "_skips_counted", "_losses"):
             state.pop(name, None)
         if self._enabled:
             state["_rule"] = copy.deepcopy(self._rule).to("cpu")

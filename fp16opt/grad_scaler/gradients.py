@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..engine.diagnostics import Overflow, describe, overflows_from_flags
+from ..engine.diagnostics import describe
 from ..engine.gradients import Sight
-from ..engine.outcome import note, room_for
 from ..engine.pairs import HALF_DTYPES, OWN_DTYPES, name_of
 from ..engine.sweep import Sweep, coalesced, total_norm, vector_norm
 from ..kernels import backends
@@ -45,7 +44,7 @@ class Place(NamedTuple):
 
 
 @dataclass
-class _Rows:
+class Rows:
     """The gradients of one device, in the order of the optimizer's parameters.
 
     ``values`` are dense and real: the values of sparse gradients, complex ones seen as pairs of real numbers. Where
@@ -58,6 +57,7 @@ class _Rows:
     is_plain: bool = True
 
     def is_dense(self) -> bool:
+        """Whether no gradient is sparse."""
         return self.is_plain or all(place.grad.layout is torch.strided for place in self.places)
 
 
@@ -67,37 +67,30 @@ class OptimizerGradients:
     Attributes:
         foreign: Parameters whose gradients are tensor subclasses with operations of their own (DTensor); torch's
             operations serve them.
-        driven: Whether the optimizer is a wrapper that has unscaled them itself.
-        skipped: Whether the optimizer's last step was skipped: decided, or the device's flag (float32, 0-dim). None
-            where there was nothing to step.
+        rows: The others, by device.
+        checked: Those that were unscaled, and the pass that has found their flags.
     """
 
     def __init__(self) -> None:
-        self.skipped: bool | Tensor | None = None
         self._sweeps: dict[torch.device, Sweep] = {}
-        self._blamed: list[tuple[list[Place], Tensor]] = []
-        self._told: list[Overflow] = []
-        self._kept: list[Tensor] = []
-        self._last: Tensor | None = None
         self.release()
 
     def release(self) -> None:
-        """Let go of the gradients. What became of the step stays known."""
-        self._rows: list[_Rows] = []
+        """Let go of the gradients."""
+        self.rows: list[Rows] = []
         self.foreign: list[Tensor] = []
-        self.driven = False
         self._measured: Sight | None = None
-        self._checked: list[tuple[list[Place], Sweep]] = []
+        self.checked: list[tuple[list[Place], Sweep]] = []
 
     def params(self) -> Iterator[Tensor]:
         """The parameters that have a gradient."""
-        for rows in self._rows:
+        for rows in self.rows:
             yield from (place.param for place in rows.places)
         yield from self.foreign
 
     def device(self) -> torch.device:
         """Where the first of them is; the CPU for none."""
-        return self._rows[0].device if self._rows else torch.device("cpu")
+        return self.rows[0].device if self.rows else torch.device("cpu")
 
     # -- finding them ------------------------------------------------------------------------------------------------
 
@@ -142,23 +135,23 @@ class OptimizerGradients:
                 "GradScaler(allow_16bit_weights=True) to step them as they are."
             )
         self.foreign = foreign
-        by_device: dict[torch.device, _Rows] = {}
+        by_device: dict[torch.device, Rows] = {}
         for place, plain in places:
             values = _memory_of(place) if plain is None else plain
-            rows = by_device.setdefault(values.device, _Rows(values.device))
+            rows = by_device.setdefault(values.device, Rows(values.device))
             rows.places.append(place)
             rows.values.append(values)
             rows.is_plain = rows.is_plain and plain is not None
-        self._rows = list(by_device.values())
+        self.rows = list(by_device.values())
 
     def halves(self) -> list[str]:
         """Names of the 16-bit parameters that have a gradient."""
-        return [place.name() for rows in self._rows for place in rows.places if place.param.dtype in HALF_DTYPES]
+        return [place.name() for rows in self.rows for place in rows.places if place.param.dtype in HALF_DTYPES]
 
     def coalesce(self) -> None:
         """Sum the duplicates of sparse gradients, so that norms and factors meet each element once."""
         with torch.no_grad():
-            for rows in self._rows:
+            for rows in self.rows:
                 for row, place in enumerate(rows.places):
                     if place.grad.layout is torch.sparse_coo and not place.grad.is_coalesced():
                         place.param.grad = place.grad.coalesce()
@@ -178,15 +171,15 @@ class OptimizerGradients:
             For each device that holds gradients which are not foreign: float32, 0-dim, 1.0 where one was not finite
             after unscaling (or too large for its 16-bit dtype), else 0.0. Overwritten by the next call.
         """
-        self._checked, self._measured = [], None
+        self.checked, self._measured = [], None
         found = {}
         with torch.no_grad():
-            for rows in self._rows:
+            for rows in self.rows:
                 sweep = self._sweep(rows)
                 _unscale(rows.values, sweep, inv_scale.to(rows.device, non_blocking=True))
-                self._checked.append((rows.places, sweep))
+                self.checked.append((rows.places, sweep))
                 found[rows.device] = sweep.stats.found_inf
-        if all([rows.is_dense() for rows in self._rows]):  # noqa: C419
+        if all([rows.is_dense() for rows in self.rows]):  # noqa: C419
             self._measured = Sight(self._grads())
         return found
 
@@ -197,16 +190,16 @@ class OptimizerGradients:
             (norm before clipping, found_inf), each float32, 0-dim, as :meth:`unscale` would find them. None where
             nothing was done: gradients are not all float32 and dense on one device.
         """
-        if self.foreign or len(self._rows) != 1:
+        if self.foreign or len(self.rows) != 1:
             return None
-        (rows,) = self._rows
+        (rows,) = self.rows
         if not rows.is_plain or any([value.dtype is not torch.float32 for value in rows.values]):  # noqa: C419
             return None
         sweep, inv_scale = self._sweep(rows), inv_scale.to(rows.device, non_blocking=True)
         sweep.look(rows.values, inv_scale)
         norm, factor = backends.decide_clip(sweep.stats.norm, sweep.stats.found_inf, max_norm)
         sweep.write(rows.values, rows.values, inv_scale, factor)
-        self._checked, self._measured = [(rows.places, sweep)], None
+        self.checked, self._measured = [(rows.places, sweep)], None
         return norm, sweep.stats.found_inf
 
     def norm(self, norm_type: float, device: torch.device) -> Tensor:
@@ -221,9 +214,9 @@ class OptimizerGradients:
                 dense = [grad._values() if grad.layout is torch.sparse_coo else grad for grad in grads]
                 parts = [vector_norm(grad, norm_type) for grad in dense if grad.numel()]
             elif self._is_measured():
-                parts = [sweep.stats.norm for _, sweep in self._checked]
+                parts = [sweep.stats.norm for _, sweep in self.checked]
             else:
-                parts = [self._sweep(rows).norm(rows.values) for rows in self._rows]
+                parts = [self._sweep(rows).norm(rows.values) for rows in self.rows]
             return total_norm(parts, norm_type, device)
 
     def largest_norm(self, device: torch.device) -> Tensor:
@@ -231,7 +224,7 @@ class OptimizerGradients:
 
         Of DTensors the norms over all ranks: a message each.
         """
-        norms = [sweep.largest_norm().to(device) for _, sweep in self._checked]
+        norms = [sweep.largest_norm().to(device) for _, sweep in self.checked]
         for grad in (param.grad for param in self.foreign):
             if grad is not None:
                 norm = torch.linalg.vector_norm(grad.detach(), dtype=torch.float32)
@@ -240,10 +233,10 @@ class OptimizerGradients:
 
     def scale(self, factor: Tensor) -> None:
         """Multiply all gradients by ``factor`` (float32, 0-dim), in place. On the CPU 1.0 touches no memory."""
-        for rows in self._rows:
+        for rows in self.rows:
             self._sweep(rows).scale(rows.values, factor.to(rows.device))
 
-    def _sweep(self, rows: _Rows) -> Sweep:
+    def _sweep(self, rows: Rows) -> Sweep:
         """Kept while as many gradients come as before."""
         sweep = self._sweeps.get(rows.device)
         if sweep is None or len(sweep.stats.nonfinite) != len(rows.values):
@@ -252,46 +245,12 @@ class OptimizerGradients:
 
     def _grads(self) -> list[Tensor | None]:
         """As they are now; None where one was cleared."""
-        return [place.param.grad for rows in self._rows for place in rows.places]
+        return [place.param.grad for rows in self.rows for place in rows.places]
 
     def _is_measured(self) -> bool:
         """Whether no gradient came, was written or replaced since :meth:`unscale` summed its squares."""
         now = self._grads()
         return self._measured is not None and len(now) == len(self._measured.grads) and not self._measured.moved(now)
-
-    # -- what was found ----------------------------------------------------------------------------------------------
-
-    def record(self, skipped: bool | None, told: list[Overflow]) -> None:
-        """Note what became of a step that was decided on the host, and who is to blame. No sync.
-
-        Args:
-            told: by the optimizer, where it was ``driven``.
-        """
-        self.skipped, self._told = skipped, told
-        self._blamed = [(places, sweep.stats.nonfinite.clone()) for places, sweep in self._checked] if skipped else []
-
-    def record_on_device(self, found_inf: Tensor, counted: Tensor) -> None:
-        """Note a step that nobody looked at, and count it if it was skipped. No sync.
-
-        What is noted stays in one place, so that a CUDA graph that is replayed goes on writing there.
-        """
-        flags = [sweep.stats.nonfinite for _, sweep in self._checked]
-        self._kept = room_for(flags, self._kept)
-        if self._last is None or self._last.device != found_inf.device:
-            self._last = torch.zeros((), dtype=torch.float32, device=found_inf.device)
-        note(found_inf, flags, self._kept, self._last, counted)
-        self.skipped, self._told = self._last, []
-        self._blamed = [(places, kept) for (places, _), kept in zip(self._checked, self._kept, strict=True)]
-
-    def report(self) -> list[Overflow]:
-        """Which parameters had non-finite gradients if the last step was skipped, in param_groups order. Syncs."""
-        if not self.skipped:
-            return []
-        found = list(self._told)
-        for places, flags in self._blamed:
-            names, where = [place.name() for place in places], [(place.group, place.index) for place in places]
-            found += overflows_from_flags(flags.tolist(), names, where)
-        return sorted(found, key=lambda overflow: (overflow.group, overflow.index))
 
 
 def _unscale(values: list[Tensor], sweep: Sweep, inv_scale: Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from weakref import ReferenceType
 
@@ -18,7 +18,6 @@ __all__ = [
     "Reader",
     "asked_gradient",
     "count_there",
-    "drop_gradients",
     "gradients",
     "have_gradients",
     "have_versions",
@@ -201,12 +200,3 @@ hold_gradients = _reader.hold_gradients
 def store(tensor: Tensor, grad: Tensor | None) -> None:
     """Set ``.grad``, and nothing else."""
     GRAD.__set__(tensor, grad)
-
-
-def drop_gradients(tensors: Sequence[Tensor], keep: bool = False) -> None:
-    """Free them, or leave zeros in their places."""
-    for tensor in tensors:
-        if not keep:
-            GRAD.__set__(tensor, None)
-        elif (grad := GRAD.__get__(tensor)) is not None:
-            grad.zero_()

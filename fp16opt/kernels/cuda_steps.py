@@ -99,7 +99,7 @@ def launch(
         name: of the kernel.
         options: of each param_group: the learning rate, then the other fields of the kernel's group.
         group_of: by row, its place in ``options``.
-        factors, stats, found_inf: as for :func:`fp16opt.kernels.steps.multi_tensor_step`.
+        factors, stats, found_inf: as for :func:`fp16opt.kernels.operations.multi_tensor_step`.
         first: by row whether its state holds nothing yet; None where the kernel does not ask.
         number: of the step, by which what has few bits is rounded.
     """

@@ -15,10 +15,10 @@ from torch import Tensor
 from . import cuda, cuda_steps, reference_state8, reference_steps
 from .calls import Entries, Operation, PointerTables
 from .formulas import AdamOptions, SgdOptions
+from .operations import PACKS, Given, check_options, step_call
 from .reference_state8 import BLOCK, block_count, ratio_limit
 from .reference_steps import Factors
 from .stats import CastStats
-from .steps import PACKS, Given, check_options, step_call
 from .tables import BFLOAT, HALF, REMAINDERS, SINGLE
 
 __all__ = [
@@ -86,12 +86,12 @@ def multi_tensor_adam8(
     """One Adam or AdamW step of n tensors whose moments are kept in 8 bits, in one pass over their memory.
 
     Args:
-        grads, masters, steps, options, group_of, factors: as for :func:`fp16opt.kernels.steps.multi_tensor_step`.
+        grads, masters, steps, options, group_of, factors: as for :func:`fp16opt.kernels.operations.multi_tensor_step`.
         exp_avg_codes: n int8 tensors of the same shapes. Written, as all the following.
         exp_avg_sq_codes: n uint8 tensors of the same shapes.
         scales: n contiguous float32 tensors, each of one number for every 128 elements.
         number: of the step, which the rounding of codes goes by; modulo 2**32.
-        models, stats, found_inf, tables: as for :func:`fp16opt.kernels.steps.multi_tensor_step`.
+        models, stats, found_inf, tables: as for :func:`fp16opt.kernels.operations.multi_tensor_step`.
 
     Raises:
         TypeError: a wrong type or dtype. ValueError: lengths, shapes or devices that differ. Nothing is written then.
@@ -150,11 +150,11 @@ def multi_tensor_sgd8(
     """One SGD step of n tensors whose momentum is kept in 8 bits, in one pass over their memory.
 
     Args:
-        grads, masters, options, group_of, factors: as for :func:`fp16opt.kernels.steps.multi_tensor_step`.
+        grads, masters, options, group_of, factors: as for :func:`fp16opt.kernels.operations.multi_tensor_step`.
         momentum_codes: n int8 tensors of the same shapes. Written, as ``scales``.
         scales, number: as for :func:`multi_tensor_adam8`.
         first: which of the n hold nothing yet.
-        models, stats, found_inf, tables: as for :func:`fp16opt.kernels.steps.multi_tensor_step`.
+        models, stats, found_inf, tables: as for :func:`fp16opt.kernels.operations.multi_tensor_step`.
 
     Raises:
         TypeError: a wrong type or dtype. ValueError: lengths, shapes or devices that differ. Nothing is written then.

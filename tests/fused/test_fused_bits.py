@@ -13,7 +13,7 @@ from named_steps import adam_step, sgd_step
 from torch import Tensor
 
 from fp16opt.kernels import CastStats, PointerTables, multi_tensor_cast
-from fp16opt.kernels.steps import (
+from fp16opt.kernels.operations import (
     AdamOptions,
     Factors,
     LionOptions,

@@ -10,7 +10,7 @@ from torch.optim import AdamW
 
 from fp16opt import MixedPrecisionOptimizer
 from fp16opt.kernels import native
-from fp16opt.kernels.steps import AdamOptions, Factors
+from fp16opt.kernels.operations import AdamOptions, Factors
 
 STEPS = 300
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fp16opt.kernels import CastStats, PointerTables, multi_tensor_join, multi_tensor_split, state8
+from fp16opt.kernels.operations import AdamOptions, Factors, SgdOptions
 from fp16opt.kernels.state8 import multi_tensor_adam8, multi_tensor_sgd8
-from fp16opt.kernels.steps import AdamOptions, Factors, SgdOptions
 from fused import oracle_state8 as oracle
 from fused.conftest import LEVELS
 from fused.test_fused_bits import ADAM, SGD, spread

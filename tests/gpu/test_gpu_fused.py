@@ -21,7 +21,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
 from fp16opt.kernels import CastStats, multi_tensor_join, multi_tensor_renew, multi_tensor_split
-from fp16opt.kernels.steps import Factors, SgdOptions
+from fp16opt.kernels.operations import Factors, SgdOptions
 
 pytestmark = pytest.mark.gpu
 MAKERS: dict[str, Callable[..., Optimizer]] = {

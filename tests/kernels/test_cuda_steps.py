@@ -28,9 +28,9 @@ from fp16opt.kernels import (
     native,
     tables,
 )
+from fp16opt.kernels.operations import AdamOptions, Factors
 from fp16opt.kernels.reference_steps import power
 from fp16opt.kernels.state8 import multi_tensor_adam8, multi_tensor_sgd8
-from fp16opt.kernels.steps import AdamOptions, Factors
 
 compiled = pytest.mark.skipif(not native.available(), reason="the compiled CPU module is not installed")
 

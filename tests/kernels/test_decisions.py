@@ -34,7 +34,7 @@ def close(scaler: Any, found: float, counters: tuple[torch.Tensor, torch.Tensor]
     stats.found_inf.fill_(found)
     flags = torch.tensor([0, 3, 1], dtype=torch.int32)
     kept = torch.zeros(3, dtype=torch.int32)
-    memory = scaler.memory()
+    memory = scaler.memory
     assert memory is not None
     backends.close_step(stats=stats, flags=flags, kept=kept, found_inf=stats.found_inf, outcome=counters, scaler=memory)
     assert kept.tolist() == [0, 3, 1]
@@ -43,7 +43,7 @@ def close(scaler: Any, found: float, counters: tuple[torch.Tensor, torch.Tensor]
 
 
 def bits(scaler: Any) -> tuple[int, ...]:
-    memory = scaler.memory()
+    memory = scaler.memory
     return (int(memory.scale.view(torch.int32)), *memory.trackers.reshape(-1).tolist())
 
 
@@ -84,7 +84,7 @@ def test_the_scale_follows_as_update_says(compiled: Any, scalers: tuple[Any, Any
 def test_on_the_host_it_follows_alike(scalers: tuple[Any, Any], overflows: list[bool]) -> None:
     ours, theirs = scalers
     for k, overflow in enumerate(overflows):
-        found, memory = torch.tensor(float(overflow)), ours.memory()
+        found, memory = torch.tensor(float(overflow)), ours.memory
         version = memory.scale._version
         assert backends.follow(found, memory) == native.available()
         if not native.available():
@@ -222,7 +222,7 @@ def test_autograd_counts_what_is_written(compiled: Any) -> None:
 def test_settings_that_are_loaded_are_written_in_place() -> None:
     """A CUDA graph that is replayed reads them."""
     scaler, other = DynamicLossScaler(8.0), DynamicLossScaler(16.0, 3.0, 0.25, growth_interval=7, hysteresis=2)
-    memory = scaler.memory()
+    memory = scaler.memory
     assert memory is not None
     names = ("_scale", "_trackers", "_other", "_limits", "_wrap", "_factors", "_settings")
     places = [getattr(scaler, name).data_ptr() for name in names]

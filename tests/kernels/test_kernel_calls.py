@@ -14,7 +14,7 @@ import torch
 import fp16opt
 from fp16opt import kernels
 from fp16opt.kernels import PointerTables, native
-from fp16opt.kernels.steps import AdamOptions, Factors, SgdOptions, multi_tensor_step
+from fp16opt.kernels.operations import AdamOptions, Factors, SgdOptions, multi_tensor_step
 
 PACKAGE = str(Path(fp16opt.__file__).parent)
 N = 50

@@ -29,7 +29,7 @@ from fp16opt.kernels import (
     multi_tensor_unscale,
     native,
 )
-from fp16opt.kernels.steps import Factors, LionOptions, SgdOptions, multi_tensor_step
+from fp16opt.kernels.operations import Factors, LionOptions, SgdOptions, multi_tensor_step
 
 ONE = torch.tensor(1.0)
 

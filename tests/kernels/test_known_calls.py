@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp16opt import kernels
 from fp16opt.kernels import CastStats, GradStats, PointerTables, native
-from fp16opt.kernels.steps import AdamOptions, Factors, SgdOptions, multi_tensor_step
+from fp16opt.kernels.operations import AdamOptions, Factors, SgdOptions, multi_tensor_step
 
 if native.module is None or native._exchange is None:
     pytest.skip("no compiled module, or no exchange table", allow_module_level=True)
@@ -51,7 +51,7 @@ def unchecked(looks: Looks, monkeypatch: pytest.MonkeyPatch) -> Looks:
     def refuse(*_: object) -> None:
         raise AssertionError("the call was checked again")
 
-    monkeypatch.setattr(kernels, "call_for", refuse)
+    monkeypatch.setattr(kernels.operations, "call_for", refuse)
     return looks
 
 
@@ -190,7 +190,7 @@ def test_another_formula_on_the_same_lists_is_another_call() -> None:
         kind = (
             SgdOptions(0.25, 0.5, 0.0, 0.0, False, False)
             if sgd
-            else kernels.steps.LionOptions(0.5, 0.5, 0.5, 0.0, False)
+            else kernels.operations.LionOptions(0.5, 0.5, 0.5, 0.0, False)
         )
         lists = tensors(HALF, 2.0), masters, state
         given = {"models": tensors(HALF), "stats": CastStats.allocate(N, "cpu"), "tables": site}
