@@ -1,4 +1,4 @@
-"""One device's gradients, a row for each parameter: where they lie, and the passes over them."""
+"""One device's gradients, a row for each parameter."""
 
 from __future__ import annotations
 

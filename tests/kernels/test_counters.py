@@ -55,6 +55,11 @@ def made(kind: type, written: int = 0) -> Any:
     return values if kind is Tensor else values.as_subclass(kind)
 
 
+def test_those_that_are_there_are_counted(reader: Any) -> None:
+    x = torch.zeros(1)
+    assert [reader.count_there(given) for given in ([], [None], [x], [None, x, x, None])] == [0, 0, 1, 2]
+
+
 def test_the_compiled_one_serves_where_it_is() -> None:
     assert (READERS["compiled"] is not None) == native.available()
     assert isinstance(counters.versions.__self__, counters.Reader) != native.available()  # type: ignore[attr-defined]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,6 +94,37 @@ def test_on_the_host_it_follows_alike(scalers: tuple[Any, Any], overflows: list[
         theirs.update(found)
         assert bits(ours) == bits(theirs), f"step {k} of {overflows}"
         assert memory.scale._version > version
+
+
+@pytest.mark.parametrize("make", [DynamicLossScaler, lambda: StaticLossScaler(8.0)])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])
+def test_a_copy_and_a_scaler_that_moved_are_followed_in_their_own_memory(make: Any, copied: Any) -> None:
+    scaler = make()
+    assert scaler.memory is scaler.memory
+    other = copied(scaler)
+    closing.follow(other, torch.tensor(1.0))
+    assert (int(scaler.consecutive_skips), int(other.consecutive_skips)) == (0, 1)
+    assert scaler.to("meta").memory.trackers.device.type == scaler.memory.scale.device.type == "meta"
+
+
+def test_a_scaler_that_loads_another_policy_is_followed_by_its_rule() -> None:
+    doubling, headroom = DynamicLossScaler(), DynamicLossScaler(policy="headroom")
+    scaler = DynamicLossScaler()
+    assert scaler.memory is not None
+    scaler.load_state_dict(headroom.state_dict())
+    assert scaler.memory is None
+    scaler.load_state_dict(doubling.state_dict())
+    assert scaler.memory is not None
+
+
+@pytest.mark.parametrize("make", [lambda: DynamicLossScaler(8.0), lambda: StaticLossScaler(8.0)])
+def test_a_scaler_made_in_inference_mode_counts_no_versions_and_is_followed(make: Any) -> None:
+    with torch.inference_mode():
+        scaler = make()
+    with torch.inference_mode():
+        closing.follow(scaler, torch.tensor(1.0))
+    assert int(scaler.consecutive_skips) == 1
+    assert float(scaler.scale) == (4.0 if scaler.dynamic else 8.0)
 
 
 def test_closing_a_step_asks_a_scaler_of_the_users_own() -> None:
