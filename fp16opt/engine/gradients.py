@@ -402,7 +402,7 @@ class Gradients:
         self.made, self._clipped, self._measured = write, False, True
         self._late = None
         try:
-            with torch.no_grad(), read_once():
+            with read_once():
                 for each in self._each:
                     each.look(inv_scale.to(each.group.device), write, seen)
         except (TypeError, ValueError, RuntimeError):
@@ -625,9 +625,8 @@ class Gradients:
         """
         if self._clipped or of is not None:
             self.write()
-        with torch.no_grad():
-            for each in self._each:
-                each.clip(factor.to(each.group.device), self.made, of)
+        for each in self._each:
+            each.clip(factor.to(each.group.device), self.made, of)
         self._clipped, self._measured = not self.made, False
         if self.made or self.pairs.has_own:
             self._note_made()

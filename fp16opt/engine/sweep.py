@@ -539,7 +539,8 @@ class DeviceGradients:
             if self._are_usual(grads):
                 live.update(group.copied)
             else:
-                grads, taken = self._sorted(grads, live)
+                with torch.no_grad():
+                    grads, taken = self._sorted(grads, live)
                 count = count_there(grads)
             entries = self._spread(group.copied, grads) if count else None
             if taken is not None:
@@ -563,7 +564,8 @@ class DeviceGradients:
             live.update(self.group.own)
         else:
             live.update([row for row, grad in zip(self.group.own, grads, strict=True) if grad is not None])
-            entries = self._dense(entries)
+            with torch.no_grad():
+                entries = self._dense(entries)
         self.sweep.judge(entries, self._narrow)
 
     def _are_usual(self, grads: list[Tensor | None]) -> bool:
@@ -827,7 +829,8 @@ class DeviceGradients:
         if self.waiting is not None:
             self.factors = Factors(self.factors.inv_scale, factor)
         if not self.all_wait():
-            self.sweep.scale(self.true_ones(made) if of is None else self.meant(made, of), factor)
+            with torch.no_grad():
+                self.sweep.scale(self.meant(made, of), factor)
 
     def meant(self, made: bool, of: set[int] | None) -> list[Tensor | None]:
         """The true gradients that belong to parameters with these ids, None elsewhere."""
