@@ -383,6 +383,7 @@ class DeviceGradients:
         self.has_sparse = False
         self.live: set[int] = set()
         self._waits = 0  # how many do
+        self._copied_rows = frozenset(group.copied)  # a set takes in another faster than a list
         self._copied_positions = [group.positions[row] for row in group.copied]
         self._shapes = [masters.operand(pair) for pair in self.pairs]
         self._has_pieces = pairs.has_pieces
@@ -537,7 +538,7 @@ class DeviceGradients:
             grads = counters.gradients(self.copied_models) if seen is None else self._copied_of(seen)
             taken, count = None, len(grads)
             if self._are_usual(grads):
-                live.update(group.copied)
+                live |= self._copied_rows
             else:
                 with torch.no_grad():
                     grads, taken = self._sorted(grads, live)
@@ -719,8 +720,8 @@ class DeviceGradients:
             entries = self._spread(group.copied, grads)
             outs = self._spread(group.copied, sums) if sums else self._outs(entries)
             sweep.take(entries, outs, inv_scale, bool(sums))
-            self.summed.update(group.copied)
-            self.live.update(group.copied)
+            self.summed |= self._copied_rows
+            self.live |= self._copied_rows
         else:
             self._add_up(grads, inv_scale)
         found = sweep.stats.nonfinite | own_flags
