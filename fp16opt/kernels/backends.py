@@ -1,4 +1,4 @@
-"""Which implementation serves a device: for lists of tensors, or for the few numbers that a step decides between passes.
+"""Which implementation serves a device, be it lists of tensors or the few numbers that a step decides between passes.
 
 These numbers stay on their device, and nothing waits for it. In torch operations each decision is a dozen launches that
 move a few bytes each; where the compiled CUDA kernels serve it is one.
