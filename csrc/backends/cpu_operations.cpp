@@ -186,6 +186,10 @@ namespace {
 
 constexpr int64_t kSerialWords = 1 << 17;  // as kSerialElements; a word takes a fraction of a nanosecond
 
+// How many elements of a lattice are asked for ahead. Each lies in a page of its own or shares it with one other, and the
+// processor looks up more of these at once for prefetches than for loads: a look takes two thirds of the time.
+constexpr int64_t kLatticeAhead = 24;
+
 // A chunk's part of the digest. Nothing depends on what was loaded before, so that the misses of a lattice overlap.
 uint64_t sampled(const CpuLevel& level, const char* values, const Chunk& c, int64_t stride) {
     uint64_t sum = 0;
@@ -198,6 +202,9 @@ uint64_t sampled(const CpuLevel& level, const char* values, const Chunk& c, int6
         return sum + sample_term(word, whole);
     }
     for (int64_t i = (c.start + stride - 1) / stride * stride; i < c.start + c.numel; i += stride) {
+#if defined(__GNUC__)
+        __builtin_prefetch(values + 2 * (i + kLatticeAhead * stride));
+#endif
         uint16_t bits;
         std::memcpy(&bits, values + 2 * i, sizeof(bits));
         sum += sample_term(bits, i);
