@@ -186,8 +186,8 @@ namespace {
 
 constexpr int64_t kSerialWords = 1 << 17;  // as kSerialElements; a word takes a fraction of a nanosecond
 
-// How many elements of a lattice are asked for ahead. Each lies in a page of its own or shares it with one other, and the
-// processor looks up more of these at once for prefetches than for loads: a look takes two thirds of the time.
+// How many elements of a lattice are asked for ahead. Each lies in a page of its own or shares it with one other. A look at 48
+// tensors of a million elements takes two thirds of the time that it takes without.
 constexpr int64_t kLatticeAhead = 24;
 
 // A chunk's part of the digest. Nothing depends on what was loaded before, so that the misses of a lattice overlap.
