@@ -1,17 +1,4 @@
-"""The multi-tensor operations: one typed function each, over lists of tensors.
-
-All lists of a call have the same length n, and all tensors live on one device. An entry may be None: it is skipped,
-and its statistics stay as they are. Results are written into tensors that the caller gives, on the device, and
-nothing waits for the device. Tensors may have any strides; those that one index can walk through memory together
-are served by a compiled kernel where there is one (:func:`backend`), all others by :mod:`fp16opt.kernels.reference`,
-with the same bits.
-
-Version counters move for the tensors that autograd or users see change: ``outs``, tensors scaled in place, 16-bit
-params, parameters that are their own masters, statistics; not for optimizer state, step counters and float32 masters
-where 16-bit models are stepped along with them, as in torch's own fused steps.
-
-Every function takes ``tables``, a :class:`PointerTables` of the call site, to save time by skipping checks made before.
-"""
+"""The multi-tensor operations that every step is made of; the docstring of the package says what holds for all."""
 
 from __future__ import annotations
 
