@@ -251,7 +251,7 @@ def _fused_momentum_groups(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any
         return
     for group in optimizer.param_groups:
         if group.get("fused") and group.get("momentum"):
-            grads = counters.gradients(group["params"])
+            grads = counters.gradients(list(group["params"]))
             have = [
                 optimizer.state[p].get("momentum_buffer") is not None if p in optimizer.state else False
                 for p, grad in zip(group["params"], grads, strict=True)

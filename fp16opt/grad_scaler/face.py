@@ -99,7 +99,8 @@ class _Record:
     def release(self) -> None:
         """Let go of the gradients."""
         self.driven = False
-        if self.gradients.rows or self.gradients.foreign:
+        # `checked` too: gradients that were cleared since they were unscaled are in no row.
+        if self.gradients.rows or self.gradients.foreign or self.gradients.checked:
             self.gradients.release()
 
     def report(self) -> list[Overflow]:

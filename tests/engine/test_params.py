@@ -82,6 +82,17 @@ def test_first_gradient_that_arrives_late(case: OptimizerCase) -> None:
     assert_same_bits(list(opt.master_params())[1], next(iter(only.master_params())))
 
 
+def test_a_group_may_hold_its_parameters_in_a_tuple() -> None:
+    (p,) = parameters([(4,)])
+    inner = SGD([p], lr=0.5, momentum=0.5, fused=True)
+    opt = MixedPrecisionOptimizer(inner, loss_scale=8.0, fused_step=False)
+    opt.param_groups[0]["params"] = tuple(opt.param_groups[0]["params"])
+    before = p.detach().float()
+    for _ in range(2):
+        one_step(opt, [p], [1.0])
+    assert torch.equal(p.detach(), (before - 0.5 - 0.75).half())
+
+
 def test_tied_weights_have_one_master_and_get_both_gradients() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

@@ -378,6 +378,20 @@ def test_gradients_are_let_go_after_the_step() -> None:
             scaler.update()
 
 
+def test_gradients_that_are_cleared_between_unscaling_and_the_step_are_let_go() -> None:
+    param = torch.nn.Parameter(torch.zeros(2))
+    optimizer, scaler = SGD([param], lr=0.5), Ours("cpu")
+    scaler.scale(param.sum()).backward()
+    scaler.unscale_(optimizer)
+    grad = weakref.ref(param.grad)
+    optimizer.zero_grad()
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    gc.collect()
+    assert grad() is None
+
+
 def test_the_scaler_keeps_no_optimizer_alive() -> None:
     scaler = Ours("cpu")
     param = torch.nn.Parameter(torch.zeros(2))
