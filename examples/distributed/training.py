@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import math
 import os
 import sys
@@ -92,9 +93,16 @@ def train_step(model: nn.Module, opt: MixedPrecisionOptimizer, text: lm.Text, st
 
 
 def train(args: argparse.Namespace, shard: Shard, local: Local) -> None:
-    """The whole training of one rank; goes on from the newest complete checkpoint."""
+    """The whole of one rank."""
     torch.set_num_threads(1)
-    device = start_rank(args.output)
+    run(args, start_rank(args.output), shard, local)
+    # DDP's reducer must be gone before the group is: freed last, it waits for gloo's thread with the interpreter's lock held.
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def run(args: argparse.Namespace, device: torch.device, shard: Shard, local: Local) -> None:
+    """The training of one rank; goes on from the newest complete checkpoint."""
     text = lm.load_text(device)
     torch.manual_seed(0)
     model = shard(lm.GPT(len(text.characters)).to(device, lm.DTYPES[args.dtype]))
@@ -129,4 +137,3 @@ def train(args: argparse.Namespace, shard: Shard, local: Local) -> None:
             say(f"step {step}: loss {loss.item():.3f}, scale {opt.loss_scale:g}, {rate:,.0f} characters/s")
             distributed.save(args.output / f"step{step}", model, opt)
     say(f"validation loss {lm.validate(model, text):.3f}, {opt.skipped_steps} steps skipped")
-    dist.destroy_process_group()

@@ -13,6 +13,7 @@ import torch
 import fp16opt
 
 SCRIPT = """
+import gc
 import os
 
 import torch
@@ -24,9 +25,15 @@ from torch import nn
 from fp16opt import amp
 
 
-def train(rank, level):
+def work(rank, level):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/meet.{level}", rank=rank, world_size=2)
+    train(rank, level)
+    gc.collect()  # a reducer that is freed last waits for gloo's thread with the interpreter's lock held
+    dist.destroy_process_group()
+
+
+def train(rank, level):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
@@ -50,11 +57,10 @@ def train(rank, level):
         "amp": dict(amp.state_dict()),
     }
     torch.save(result, f"{level}.{rank}")
-    dist.destroy_process_group()
 
 
 for level in ("O1", "O2"):  # of one process, which has imported torch, as it is before any level
-    mp.start_processes(train, (level,), nprocs=2, start_method="fork")
+    mp.start_processes(work, (level,), nprocs=2, start_method="fork")
 """
 
 

@@ -91,6 +91,7 @@ def test_sync_batch_norm_takes_apexs_arguments() -> None:
 
 
 TWO_RANKS = """
+import gc
 import sys
 import fp16opt
 import torch
@@ -114,6 +115,14 @@ class Branches(torch.nn.Module):
 def work(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    train(rank)
+    gc.collect()  # a reducer that is freed last waits for gloo's thread with the interpreter's lock held
+    dist.barrier()  # a rank that leaves early breaks the connections of one that still makes its groups
+    dist.destroy_process_group()
+    print("rank done", flush=True)
+
+
+def train(rank):
     torch.manual_seed(rank)  # ranks begin with other weights: rank 0's win
     model = DistributedDataParallel(convert_network(Branches(), torch.float16), message_size=1, delay_allreduce=True)
     optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.5), static_loss_scale=16.0)
@@ -150,9 +159,6 @@ def work(rank, folder):
             assert next(iter(bad)) in str(error)
         else:
             raise SystemExit("not refused")
-    dist.barrier()  # a rank that leaves early breaks the connections of one that still makes its groups
-    dist.destroy_process_group()
-    print("rank done", flush=True)
 
 
 if __name__ == "__main__":

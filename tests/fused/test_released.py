@@ -363,6 +363,9 @@ def test_ddp_on_one_rank_is_named_and_can_be_left(release: Any, tmp_path: Path) 
         opt.zero_grad()
         opt.step()
     finally:
+        # A reducer that is freed last waits for gloo's thread with the interpreter's lock held, which the thread wants.
+        reduced = None
+        gc.collect()
         torch.distributed.destroy_process_group()
 
 
