@@ -96,7 +96,7 @@ def train(args: argparse.Namespace, shard: Shard, local: Local) -> None:
     """The whole of one rank."""
     torch.set_num_threads(1)
     run(args, start_rank(args.output), shard, local)
-    # DDP's reducer must be gone before the group is: freed last, it waits for gloo's thread with the interpreter's lock held.
+    # DDP's reducer goes before the group: freed last, it waits for gloo's thread with the interpreter's lock held.
     gc.collect()
     dist.destroy_process_group()
 
