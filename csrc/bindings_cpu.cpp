@@ -1,5 +1,6 @@
 // The Python face of the CPU operations. It knows no torch: tensors come in as addresses and sizes (see seen_lists.h). Every
 // operation is called with a table, the addresses of its lists, how many threads to use, and n, the length of the lists.
+#include <algorithm>
 #include <string>
 #include <tuple>
 
@@ -31,6 +32,8 @@ template <class T>
 T* memory_of(const py::object& tensor) {
     return tensor.is_none() ? nullptr : address<T>(py::read(py::As<uintptr_t>{}, tensor.attr("data_ptr")()));
 }
+
+size_t bytes_of(const py::object& tensor) { return py::read(py::As<size_t>{}, tensor.attr("nbytes")); }
 
 void require_rows(const Table& table, int64_t n) {
     for (int32_t place : table.places) {
@@ -197,15 +200,28 @@ void fill(py::module_ module) {
     module.def("follow_scale", [](const py::object& count, const py::object& count_each, bool overflow, const py::object& scale,
                                   const py::object& trackers, const py::object& settings) {
         auto* first = memory_of<int32_t>(trackers);
+        bool moved = false;
         if (settings.is_none()) {
             follow_scale(overflow, nullptr, nullptr, first, nullptr);
         } else {
-            follow_scale(overflow, memory_of<float>(scale), first, first + 1, memory_of<const double>(settings));
+            auto* now = memory_of<float>(scale);
+            const float before = *now;
+            follow_scale(overflow, now, first, first + 1, memory_of<const double>(settings));
+            moved = *now != before;
         }
-        py::list written(settings.is_none() ? 1 : 2);
+        py::list written(moved ? 2 : 1);
         PyList_SET_ITEM(written.ptr(), 0, trackers.inc_ref().ptr());
-        if (!settings.is_none()) PyList_SET_ITEM(written.ptr(), 1, scale.inc_ref().ptr());
+        if (moved) PyList_SET_ITEM(written.ptr(), 1, scale.inc_ref().ptr());
         count_writes(count, count_each, written);
+        return moved;
+    });
+    module.def("are_equal", [](const py::object& one, const py::object& other) {
+        const size_t bytes = bytes_of(one);
+        return bytes == bytes_of(other) && memcmp(memory_of<const void>(one), memory_of<const void>(other), bytes) == 0;
+    });
+    module.def("is_zero", [](const py::object& tensor) {
+        const auto* from = memory_of<const char>(tensor);
+        return std::all_of(from, from + bytes_of(tensor), [](char byte) { return byte == 0; });
     });
     module.def("simd_level", [] { return current_level().name; });
     module.def("use_simd_level", &use_level);

@@ -43,7 +43,7 @@ FP16OPT_INLINE void prefetch_next(const Table& table, const Chunk& chunk, std::i
         if (list == nullptr) continue;
         const char* from = at<const char>(*list, table, k, *next);
         int64_t bytes = next->numel * item_size(table.dtypes[k][size_t(next->tensor)]);
-        if (bytes > 1024) bytes = 1024;
+        if (bytes > 512) bytes = 512;  // more at once than a processor keeps track of would be waited for
         for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(from + line, 1);
         ++k;
     }

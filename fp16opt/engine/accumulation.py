@@ -46,8 +46,15 @@ class Pending:
     foreign: bool = False
 
     @classmethod
-    def capture(cls, scaler: LossScaler) -> Pending:
-        """``scaler``'s present scale. No sync."""
+    def capture(cls, scaler: LossScaler, known: Pending | None = None) -> Pending:
+        """``scaler``'s present scale. No sync.
+
+        Args:
+            known: One that was captured before, whose tensors serve as long as the scale stays; not on a GPU, where a
+                CUDA graph that is being captured would read memory that others may free.
+        """
+        if known is not None and known.is_current(scaler) and known.scale.is_cpu:
+            return cls(scaler, known.generation, known.scale, known.inv_scale)
         memory = scaler.memory
         scale, inv_scale = backends.capture_scale(scaler.scale if memory is None else memory.scale)
         return cls(scaler, scaler.generation, scale, inv_scale)
@@ -111,6 +118,7 @@ class Accumulation:
         self.ranks = ranks
         self.replicas = Replicas()
         self.last: Pending | None = None
+        self._captured: Pending | None = None
         self.backwards = 0
         self.left_over: FadedSight | None = None
         self._left_elsewhere: FadedSight | None = None
@@ -255,7 +263,8 @@ class Accumulation:
             self.gradients.rescale(scaler.scale.to(self.device) * self.last.inv_scale.to(self.device))
         if self.sums:
             self._start_summing()
-        return Pending.capture(scaler)
+        self._captured = Pending.capture(scaler, self._captured)
+        return self._captured
 
     def _change_scale(self, scaler: LossScaler, pending: Pending) -> Pending:
         if self.stage is Stage.SCALED:

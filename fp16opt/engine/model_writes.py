@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..kernels import counters
+from ..kernels import backends, counters
 from .diagnostics import warn_cast, warn_model_write
 from .dtensors import version
 from .masters import Masters
@@ -217,7 +217,7 @@ class ModelWrites:
 
     def _written(self, group: DeviceGroup, record: _Record, versions: list[int]) -> list[Pair]:
         self._sample(group, record.now)
-        sampled = None if torch.equal(record.now, record.then) else (record.now != record.then).tolist()
+        sampled = None if backends.are_equal(record.now, record.then) else (record.now != record.then).tolist()
         if sampled is None and versions == self._model_versions:
             return []
         self.see_masters()

@@ -21,10 +21,11 @@ logger = logging.getLogger("fp16opt")
 def follow(scaler: LossScaler, found_inf: Tensor) -> None:
     """``scaler.update(found_inf)``, in one call of compiled code where that can be. No host sync."""
     memory = scaler.memory
-    if memory is not None and backends.follow(found_inf, memory):
-        scaler.generation += memory.settings is not None  # a static scale stays what it was
-    else:
+    moved = None if memory is None else backends.follow(found_inf, memory)
+    if moved is None:
         scaler.update(found_inf)
+    else:
+        scaler.generation += moved
 
 
 def note(found_inf: Tensor, flags: list[Tensor], kept: list[Tensor], last: Tensor, skipped: Tensor) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..kernels import backends
 from ..kernels.tables import is_dense
 from .arguments import quoted
 from .diagnostics import describe
@@ -265,9 +266,9 @@ class Pairs:
         """(name, bits of ``CastStats.overflow``) of masters that did not fit when they were last rounded. Syncs."""
         found = []
         for group in self.devices:
-            flags = group.cast.overflow.tolist()
-            if any(flags):
-                found += [(self.names[i], bits) for i, bits in zip(group.positions, flags, strict=True) if bits]
+            if not backends.is_zero(group.cast.overflow):
+                flags = zip(group.positions, group.cast.overflow.tolist(), strict=True)
+                found += [(self.names[i], bits) for i, bits in flags if bits]
         return found
 
     def name(self, names: dict[int, str]) -> None:

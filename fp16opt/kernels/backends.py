@@ -53,6 +53,30 @@ def backend(device: torch.device | str) -> str:
     return "reference" if served_by is None else "cpu" if served_by is native else "cuda"
 
 
+def are_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two contiguous tensors of one dtype and device hold the same bits. Syncs.
+
+    Example:
+        >>> are_equal(torch.tensor([1, 2]), torch.tensor([1, 3]))
+        False
+    """
+    if compiled_for(one.device) is native:
+        return bool(native.module.are_equal(one, other))
+    return torch.equal(one, other)
+
+
+def is_zero(tensor: Tensor) -> bool:
+    """Whether every bit of a contiguous tensor is 0. Syncs.
+
+    Example:
+        >>> is_zero(torch.zeros(3, dtype=torch.int32))
+        True
+    """
+    if compiled_for(tensor.device) is native:
+        return bool(native.module.is_zero(tensor))
+    return not bool(tensor.any())
+
+
 # -- what is decided of single numbers ---------------------------------------------------------------------------------
 
 
@@ -123,8 +147,8 @@ def decide_clip(
     """
     serving = compiled_for(norm.device) if norm.dtype == torch.float64 else None
     if serving is not None and (found_inf is None or found_inf.device == norm.device):
-        single = torch.empty((), dtype=torch.float32, device=norm.device)
-        factor = torch.empty_like(single)
+        like = torch.empty((), dtype=torch.float32, device=norm.device) if found_inf is None else found_inf
+        single, factor = torch.empty_like(like), torch.empty_like(like)
         serving.decide_clip(norm, found_inf, max_norm, only_finite, single, factor)
         return single, factor
     factor = clip_factor(norm, max_norm)
@@ -133,7 +157,7 @@ def decide_clip(
     return norm.float(), torch.where(norm.isfinite(), factor, 1.0) if only_finite else factor
 
 
-def follow(found_inf: Tensor, scaler: ScaleMemory) -> bool:
+def follow(found_inf: Tensor, scaler: ScaleMemory) -> bool | None:
     """A loss scale follows one step, where compiled code does it by the rule of the scaler's ``update``.
 
     Args:
@@ -142,19 +166,18 @@ def follow(found_inf: Tensor, scaler: ScaleMemory) -> bool:
             ``csrc/functors/loss_scale.h``. Without settings the scale stays, and trackers are one number, the skips.
 
     Returns:
-        Whether it was done. Does not sync.
+        Whether the scale has moved, or may have; None where nothing was done. Does not sync.
     """
     scale, trackers, settings = scaler
     if scale is None or trackers is None or trackers.device != found_inf.device:
-        return False
+        return None
     serving = compiled_for(found_inf.device)
     if serving is native and scale.device == found_inf.device:
-        native.follow_scale(bool(found_inf.item()), scale, trackers, settings)
-        return True
+        return bool(native.follow_scale(bool(found_inf.item()), scale, trackers, settings))
     if serving is cuda:
         close_step(found_inf=found_inf, scaler=scaler)
-        return True
-    return False
+        return settings is not None
+    return None
 
 
 def close_step(

@@ -201,7 +201,7 @@ if module is not None:
     decide_clip = module.decide_clip
     """:func:`fp16opt.kernels.backends.decide_clip`, into two tensors given last."""
     follow_scale = functools.partial(module.follow_scale, torch.autograd.graph.increment_version, count_versions)
-    """:func:`fp16opt.kernels.backends.follow`, of a step that is known to be skipped or not."""
+    """:func:`fp16opt.kernels.backends.follow`, of a step whose outcome is known; whether the scale moved."""
 
 
 def count_writes(call: Call, results: Sequence[object], *, lists: bool = True) -> None:
