@@ -74,16 +74,17 @@ private:
         for (size_t line = 0; line < (reads_memory ? 4 : 2); ++line) __builtin_prefetch(from + kLine * line);
     }
     // Storage, what autograd knows and the version counter are among the first words of torch's tensor, behind its virtual
-    // table and its reference count.
+    // table and its reference count. The first two are as long as two and three lines.
     void behind(PyObject* object) {
         const char* from = is_tensor(object) ? inner_of(object) : nullptr;
         if (from == nullptr) return;
         const char* words[kLine / sizeof(void*)];
         std::memcpy(words, from, kLine);
-        for (size_t word = reads_memory ? 2 : 3; word < (reads_memory ? 4 : 7); ++word) {
+        constexpr size_t kStorage = 2, kAutograd = 3, kVersions = 6;
+        for (size_t word = reads_memory ? kStorage : kAutograd; word <= (reads_memory ? kAutograd : kVersions); ++word) {
             if (words[word] == nullptr) continue;
-            __builtin_prefetch(words[word]);
-            if (reads_memory) __builtin_prefetch(words[word] + kLine - 1);
+            const size_t lines = word == kAutograd && !reads_memory ? 3 : reads_memory ? 2 : 1;
+            for (size_t line = 0; line < lines; ++line) __builtin_prefetch(words[word] + kLine * line);
         }
     }
 #endif

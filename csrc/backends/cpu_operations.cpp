@@ -74,7 +74,7 @@ void unscale(const Table& table, const std::vector<Pointers>& lists, float inv_s
     for_chunks<UnscaleResult>(
         table, threads,
         [&](const Chunk& c) {
-            prefetch_next(table, c, {&grads, writes ? &outs : nullptr});
+            prefetch_later(table, c, {&grads, writes ? &outs : nullptr});
             return level.unscale(table.dtypes[0][size_t(c.tensor)], at<void>(grads, table, 0, c),
                                  writes ? at<void>(outs, table, 1, c) : nullptr, c.numel, inv_scale, add[size_t(c.tensor)] != 0, stream);
         },
@@ -96,7 +96,7 @@ void unscale_clipped(const Table& table, const Pointers& grads, const Pointers& 
     const bool stream = table.elements * 4 >= kStreamingThreshold;
     parallel_for(int64_t(table.chunks.size()), threads_for(table, threads), [&](int64_t i) {
         const Chunk& c = table.chunks[size_t(i)];
-        prefetch_next(table, c, {&grads, &outs});
+        prefetch_later(table, c, {&grads, &outs});
         level.unscale_clipped(table.dtypes[0][size_t(c.tensor)], at<void>(grads, table, 0, c),
                               at<void>(outs, table, 1, c), c.numel, inv_scale, factor, stream);
     });
@@ -137,7 +137,7 @@ void lerp(const Table& table, const Pointers& averages, const Pointers& values, 
     const CpuLevel& level = current_level();
     parallel_for(int64_t(table.chunks.size()), threads_for(table, threads), [&](int64_t i) {
         const Chunk& c = table.chunks[size_t(i)];
-        prefetch_next(table, c, {&averages, &values});
+        prefetch_later(table, c, {&averages, &values});
         level.lerp(table.dtypes[1][size_t(c.tensor)], at<void>(averages, table, 0, c), at<void>(values, table, 1, c), c.numel,
                    part, from_average);
     });
@@ -175,7 +175,7 @@ void cast(const Table& table, const Pointers& masters, const Pointers& params, i
     for_chunks<uint32_t>(
         table, threads,
         [&](const Chunk& c) {
-            prefetch_next(table, c, {&masters, &params});
+            prefetch_later(table, c, {&masters, &params});
             return level.cast(table.dtypes[1][size_t(c.tensor)], at<float>(masters, table, 0, c),
                               at<void>(params, table, 1, c), c.numel, stream);
         },
@@ -229,7 +229,7 @@ void sample(const Table& table, const Pointers& tensors, int64_t* samples, int t
     for_chunks<uint64_t>(
         table, cost < kSerialWords ? 1 : threads,
         [&](const Chunk& c) {
-            prefetch_next(table, c, {&tensors});
+            prefetch_later(table, c, {&tensors});
             return sampled(level, static_cast<const char*>(tensors[size_t(c.tensor)]), c, strides[size_t(c.tensor)]);
         },
         [&](size_t place, uint64_t part) {  // unsigned: signed numbers may not overflow

@@ -10,7 +10,7 @@ namespace {
 // Calls step(part, master) for the whole blocks of a chunk, and for what is left.
 template <class Step>
 uint32_t for_steps(const StepChunk& c, Step&& step) {
-    return for_whole_blocks(c, kBlock, int(sizeof(float)), [&](const StepChunk& part, int64_t) {
+    return for_whole_blocks(c, kBlock, int(sizeof(float)), true, [&](const StepChunk& part, int64_t) {
         return step_any(part, [&](const auto& grad, auto& master) { step(part, grad, master); });
     });
 }
@@ -20,7 +20,7 @@ uint32_t step_chunk(const StepChunk& c, const GradFactors& factors, const void* 
     const typename F::template Terms<Floats> terms(factors, *static_cast<const typename F::Scalars*>(scalars), SplatFloats{});
     return for_steps(c, [&](const StepChunk& part, const auto& grad, auto& master) {
         float* const state[] = {static_cast<float*>(part.state[0]), static_cast<float*>(part.state[1]), static_cast<float*>(part.state[2])};
-        step_loop<F>(terms, grad, master, part.states, first, state, part.numel);
+        step_loop<F>(terms, grad, master, part.states, first, state, part.ahead.state, part.numel);
     });
 }
 
@@ -29,9 +29,10 @@ uint32_t step_chunk(const StepChunk& c, const GradFactors& factors, const void* 
 // Calls step(part, master, state) for the whole blocks of a chunk, and for what is left.
 template <class Step>
 uint32_t for_steps(const StepChunk& c, const State8Chunk& s, Step&& step) {
-    return for_whole_blocks(c, kStateBlock, 1, [&](const StepChunk& part, int64_t start) {
+    return for_whole_blocks(c, kStateBlock, 1, false, [&](const StepChunk& part, int64_t start) {
         const StateCodes state{static_cast<int8_t*>(part.state[0]), static_cast<uint8_t*>(part.state[1]),
-                               s.scales + start / kStateBlock, s.limit, s.dither + uint32_t(start) * kIndexStride};
+                               part.ahead.state[0], part.ahead.state[1], s.scales + start / kStateBlock, s.limit,
+                               s.dither + uint32_t(start) * kIndexStride};
         return step_any(part, [&](const auto& grad, auto& master) { step(part, grad, master, state); });
     });
 }

@@ -29,20 +29,23 @@ T* at(const Pointers& pointers, const Table& table, size_t list, const Chunk& ch
                                 chunk.start * item_size(table.dtypes[list][place]));
 }
 
-// Asks for the beginnings of a later chunk's memory while this one is worked on: of one that is as far away as memory takes
-// to come. Of long tensors the loops and the processor itself see to that; short ones lie anywhere, and would be waited for
-// one after the other.
-FP16OPT_INLINE void prefetch_next(const Table& table, const Chunk& chunk, std::initializer_list<const Pointers*> lists) {
+// The chunk whose memory is asked for while `chunk` is worked on: as far away as memory takes to come. Null behind the end.
+inline const Chunk* later_chunk(const Table& table, const Chunk& chunk) {
+    const int64_t far = 1 + 512 / (chunk.numel + 1);
+    return &chunk - table.chunks.data() + far < int64_t(table.chunks.size()) ? &chunk + far : nullptr;
+}
+
+// Asks for the beginnings of a later chunk's memory. Of long tensors the loops and the processor itself see to that; short ones
+// lie anywhere, and would be waited for one after the other.
+FP16OPT_INLINE void prefetch_later(const Table& table, const Chunk& chunk, std::initializer_list<const Pointers*> lists) {
 #if defined(__GNUC__)
-    const int64_t ahead = 1 + 512 / (chunk.numel + 1);
-    if (&chunk - table.chunks.data() + ahead >= int64_t(table.chunks.size())) return;
-    const Chunk* next = &chunk + ahead;
-    if (next->numel > 1024) return;
+    const Chunk* later = later_chunk(table, chunk);
+    if (later == nullptr || later->numel > 1024) return;
     size_t k = 0;
     for (const Pointers* list : lists) {
         if (list == nullptr) continue;
-        const char* from = at<const char>(*list, table, k, *next);
-        int64_t bytes = next->numel * item_size(table.dtypes[k][size_t(next->tensor)]);
+        const char* from = at<const char>(*list, table, k, *later);
+        int64_t bytes = later->numel * item_size(table.dtypes[k][size_t(later->tensor)]);
         if (bytes > 512) bytes = 512;  // more at once than a processor keeps track of would be waited for
         for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(from + line, 1);
         ++k;

@@ -44,7 +44,7 @@ void measure(const Table& table, const Pointers& grads, double* numbers, int64_t
     require_lists(table, {&grads}, n);
     const MeasureLevel* level = current_level().measures;
     fill(table, kMeasured, kLargest, numbers, threads, [&](const Chunk& c) {
-        prefetch_next(table, c, {&grads});
+        prefetch_later(table, c, {&grads});
         return level->measure(table.dtypes[0][size_t(c.tensor)], at<void>(grads, table, 0, c), c.numel);
     });
 }
@@ -55,7 +55,7 @@ void compare(const Table& table, const Pointers& masters, const Pointers& weight
     const MeasureLevel* level = current_level().measures;
     fill(table, kCompared, -1, numbers, threads, [&](const Chunk& c) {
         const size_t place = size_t(c.tensor);
-        prefetch_next(table, c, {&masters, &weights});
+        prefetch_later(table, c, {&masters, &weights});
         return level->compare(table.dtypes[0][place], table.dtypes[1][place], at<void>(masters, table, 0, c),
                               at<void>(weights, table, 1, c), before + offsets[table.rows[place]],
                               table.numels[place] <= kMeasuredWhole, c.start, c.numel);

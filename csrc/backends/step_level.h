@@ -6,6 +6,11 @@
 
 namespace fp16opt {
 
+// For each array of a chunk a distance in bytes.
+struct Distances {
+    int64_t grad, master, state[3], model;
+};
+
 // The addresses of a chunk's first elements. `model` is null for parameters that are their own masters. `state` is
 // float32 but for the steps with 8-bit state.
 struct StepChunk {
@@ -15,6 +20,7 @@ struct StepChunk {
     void* state[3];  // null from `states` on
     void* model;
     int64_t numel;
+    Distances ahead;  // from what a loop reads to what it asks the cache for
     int states;
     bool split;    // `master` holds the remainders of masters that are split
     bool split24;  // they are of 8 bits, and rounded with a dither: that of the first element

@@ -66,6 +66,16 @@ StepChunk chunk_of(const StepLists& lists, const Chunk& c, bool stream) {
     return chunk;
 }
 
+// From the arrays of one chunk to those of another with as many.
+Distances between(const StepChunk& from, const StepChunk& to) {
+    const auto bytes = [](const void* a, const void* b) {
+        return int64_t(reinterpret_cast<intptr_t>(b) - reinterpret_cast<intptr_t>(a));
+    };
+    Distances found = {bytes(from.grad, to.grad), bytes(from.master, to.master), {}, bytes(from.model, to.model)};
+    for (int k = 0; k < from.states; ++k) found.state[k] = bytes(from.state[k], to.state[k]);
+    return found;
+}
+
 // Runs `step(chunk, part)` on all chunks and keeps the flags of what they wrote; `part` is the chunk in the table.
 template <class Step>
 void run(const StepLists& lists, int threads, Step&& step) {
@@ -79,9 +89,9 @@ void run(const StepLists& lists, int threads, Step&& step) {
     for_chunks<uint32_t>(
         table, threads,
         [&](const Chunk& c) {
-            const auto state = [&](size_t k) { return k < lists.state.size() ? lists.state[k] : nullptr; };
-            prefetch_next(table, c, {&lists.grads, &lists.masters, state(0), state(1), state(2), lists.models});
-            return step(chunk_of(lists, c, stream), c);
+            StepChunk chunk = chunk_of(lists, c, stream);
+            if (const Chunk* later = later_chunk(table, c)) chunk.ahead = between(chunk, chunk_of(lists, *later, stream));
+            return step(chunk, c);
         },
         [&](size_t place, uint32_t flags) {
             if (narrows) lists.overflow[table.rows[place]] |= int32_t(flags);

@@ -178,12 +178,13 @@ class SplitMaster {
 public:
     typedef Weight Model;
 
-    FP16OPT_HD SplitMaster(void* model, void* remainder)
-        : model_(static_cast<Model*>(model)), remainder_(static_cast<uint16_t*>(remainder)) {}
+    FP16OPT_HD SplitMaster(void* model, void* remainder, int64_t model_ahead = kAhead, int64_t ahead = kAhead)
+        : model_(static_cast<Model*>(model)), remainder_(static_cast<uint16_t*>(remainder)), model_ahead_(model_ahead),
+          ahead_(ahead) {}
 
     FP16OPT_HD void read(int64_t i, Block& p) const {
-        prefetch_block(model_ + i);
-        prefetch_block(remainder_ + i);
+        prefetch_block(model_ + i, model_ahead_);
+        prefetch_block(remainder_ + i, ahead_);
         if (FP16OPT_UNLIKELY(is_special(static_cast<const Model*>(model_ + i)))) return read_special(model_ + i, remainder_ + i, p);
         join_finite(static_cast<const Model*>(model_ + i), remainder_ + i, p);
     }
@@ -227,6 +228,7 @@ private:
 
     Model* model_;
     uint16_t* remainder_;
+    int64_t model_ahead_, ahead_;
     uint32_t flags_ = 0;
 };
 

@@ -59,13 +59,15 @@ class Split24Master {
 public:
     typedef Weight Model;
 
-    FP16OPT_HD Split24Master(void* model, void* remainder, uint32_t dither)
-        : model_(static_cast<Model*>(model)), remainder_(static_cast<int8_t*>(remainder)), dither_(dither) {}
+    FP16OPT_HD Split24Master(void* model, void* remainder, uint32_t dither, int64_t model_ahead, int64_t ahead)
+        : model_(static_cast<Model*>(model)), remainder_(static_cast<int8_t*>(remainder)), model_ahead_(model_ahead),
+          ahead_(ahead), dither_(dither) {}
 
     FP16OPT_HD void read(int64_t i, Block& p) const {
         Codes remainders;
+        prefetch_block(model_ + i, model_ahead_);
+        prefetch_block(remainder_ + i, ahead_);
         get(static_cast<const int8_t*>(remainder_ + i), remainders);
-        prefetch_block(model_ + i);
         if (FP16OPT_UNLIKELY(!join24_finite(static_cast<const Model*>(model_ + i), remainders, p))) {
             read_special(model_ + i, remainder_ + i, p);
         }
@@ -106,6 +108,7 @@ private:
 
     Model* model_;
     int8_t* remainder_;
+    int64_t model_ahead_, ahead_;
     uint32_t dither_;
     uint32_t flags_ = 0;
 };

@@ -77,10 +77,12 @@ FP16OPT_HD void code_roots(uint8_t* to, const Block& shares, const Floats* kept,
 
 #endif
 
-// Where the state of a chunk is. `second` is null for SGD; `dither` is the first element's.
+// Where the state of a chunk is. `second` is null for SGD; `dither` is the first element's. What lies `ahead` bytes
+// from codes is asked for.
 struct StateCodes {
     int8_t* first;
     uint8_t* second;
+    int64_t first_ahead, second_ahead;
     float* scales;
     float limit;
     uint32_t dither;
@@ -112,6 +114,8 @@ FP16OPT_HD void adam8_block(const AdamTerms<Floats>& terms, const Grad& grad, Ma
         Floats* const roots = kept.roots + h * kVectors;
         Block g, p, m, v, shares, ratios;
         Codes first, second;
+        prefetch_block(state.second + at, state.second_ahead);
+        prefetch_block(state.first + at, state.first_ahead);
         get(static_cast<const uint8_t*>(state.second + at), second);
         get(static_cast<const int8_t*>(state.first + at), first);
         grad.read(at, g);
@@ -186,6 +190,7 @@ FP16OPT_HD void sgd8_block(const SgdTerms<Floats>& terms, const Grad& grad, Mast
             momenta[h] = g;  // any value: it is not looked at
             for (int k = 0; k < kVectors; ++k) sgd<true>(terms, g.v[k], p.v[k], &momenta[h].v[k]);
         } else {
+            prefetch_block(state.first + at, state.first_ahead);
             get(static_cast<const int8_t*>(state.first + at), codes);
             for (int k = 0; k < kVectors; ++k) {
                 momenta[h].v[k] = signed_of_code(codes.v[k], scales, unit);

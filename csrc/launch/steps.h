@@ -66,24 +66,23 @@ struct SplatFloats {
     FP16OPT_HD Floats operator()(float x) const { return splat(x); }
 };
 
-// How far ahead of the arithmetic memory is asked for, in bytes of each array. The processor's own prefetcher stops at
-// every page, and a step walks through five arrays at once.
+// How far ahead of the arithmetic memory is asked for where a loop is not told otherwise, in bytes of each array.
 constexpr int64_t kAhead = 1024;
 
 template <class T>
-FP16OPT_HD void prefetch_block(const T* at) {
+FP16OPT_HD void prefetch_block(const T* at, int64_t ahead = kAhead) {
 #if defined(__GNUC__)
-    const char* from = reinterpret_cast<const char*>(at) + kAhead;
+    const char* from = reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(at) + uintptr_t(ahead));  // in another array
     for (size_t line = 0; line < kBlock * sizeof(T); line += 64) __builtin_prefetch(from + line, 0, 3);
 #else
-    (void)at;
+    (void)at, (void)ahead;
 #endif
 }
 
-// A block that the loop comes to, while memory behind it is asked for.
+// A block that the loop comes to, while memory that is `ahead` bytes from it is asked for.
 template <class T>
-FP16OPT_HD void get(const T* from, Block& b) {
-    prefetch_block(from);
+FP16OPT_HD void get(const T* from, Block& b, int64_t ahead = kAhead) {
+    prefetch_block(from, ahead);
     load(from, b);
 }
 
@@ -93,10 +92,11 @@ template <class Model>
 struct Gradient {
     const void* at;
     bool wide;
+    int64_t ahead;
 
     FP16OPT_HD void read(int64_t i, Block& g) const {
-        if (sizeof(Model) == sizeof(float) || wide) return get(static_cast<const float*>(at) + i, g);
-        get(static_cast<const Model*>(at) + i, g);
+        if (sizeof(Model) == sizeof(float) || wide) return get(static_cast<const float*>(at) + i, g, ahead);
+        get(static_cast<const Model*>(at) + i, g, ahead);
     }
 };
 
@@ -109,10 +109,15 @@ class FullMaster {
 public:
     typedef Weight Model;
 
-    FP16OPT_HD FullMaster(void* master, void* model, bool stream)
-        : master_(static_cast<float*>(master)), model_(static_cast<Model*>(model)), stream_(stream) {}
+    // `model_ahead`: 0 where the memory of weights is not asked for.
+    FP16OPT_HD FullMaster(void* master, void* model, int64_t ahead, int64_t model_ahead, bool stream)
+        : master_(static_cast<float*>(master)), model_(static_cast<Model*>(model)), ahead_(ahead), model_ahead_(model_ahead),
+          stream_(stream) {}
 
-    FP16OPT_HD void read(int64_t i, Block& p) const { get(static_cast<const float*>(master_ + i), p); }
+    FP16OPT_HD void read(int64_t i, Block& p) const {
+        get(static_cast<const float*>(master_ + i), p, ahead_);
+        if (model_ahead_ != 0) prefetch_block(model_ + i, model_ahead_);
+    }
 
     FP16OPT_HD void write(int64_t i, const Block& p) {
         store(master_ + i, p);
@@ -134,6 +139,7 @@ private:
 
     float* master_;
     Model* model_;
+    int64_t ahead_, model_ahead_;
     bool stream_;
     uint32_t flags_ = 0;
 };
@@ -143,25 +149,26 @@ class OwnMaster {
 public:
     typedef float Model;
 
-    explicit FP16OPT_HD OwnMaster(void* master) : master_(static_cast<float*>(master)) {}
-    FP16OPT_HD void read(int64_t i, Block& p) const { get(static_cast<const float*>(master_ + i), p); }
+    FP16OPT_HD OwnMaster(void* master, int64_t ahead) : master_(static_cast<float*>(master)), ahead_(ahead) {}
+    FP16OPT_HD void read(int64_t i, Block& p) const { get(static_cast<const float*>(master_ + i), p, ahead_); }
     FP16OPT_HD void write(int64_t i, const Block& p) { store(master_ + i, p); }
     FP16OPT_HD void finish() const {}
     FP16OPT_HD uint32_t flags() const { return 0; }
 
 private:
     float* master_;
+    int64_t ahead_;
 };
 
 // Blocks of kStates tensors of state. Without loops: a compiler keeps in registers only what it finds by constant indices.
 template <int kStates, bool kFirst>
-FP16OPT_HD void get_states(float* const* state, int64_t i, const Block& g, Block* kept) {
+FP16OPT_HD void get_states(float* const* state, const int64_t* ahead, int64_t i, const Block& g, Block* kept) {
     if constexpr (kStates > 0) {
-        get_states<kStates - 1, kFirst>(state, i, g, kept);
+        get_states<kStates - 1, kFirst>(state, ahead, i, g, kept);
         if constexpr (kFirst) {
             kept[kStates - 1] = g;  // any value: it is not looked at
         } else {
-            get(static_cast<const float*>(state[kStates - 1] + i), kept[kStates - 1]);
+            get(static_cast<const float*>(state[kStates - 1] + i), kept[kStates - 1], ahead[kStates - 1]);
         }
     }
 }
@@ -175,9 +182,10 @@ FP16OPT_HD void store_states(float* const* state, int64_t i, const Block* kept) 
 
 // The block at `i`, with kStates tensors of state.
 template <class F, int kStates, bool kFirst>
-FP16OPT_HD void step_block(const typename F::template Terms<Floats>& terms, Block& g, Block& p, float* const* state, int64_t i) {
+FP16OPT_HD void step_block(const typename F::template Terms<Floats>& terms, Block& g, Block& p, float* const* state,
+                           const int64_t* ahead, int64_t i) {
     Block kept[kStates > 0 ? kStates : 1];
-    get_states<kStates, kFirst>(state, i, g, kept);
+    get_states<kStates, kFirst>(state, ahead, i, g, kept);
     for (int k = 0; k < kVectors; ++k) step_one<F, kStates, 0, kFirst>(terms, g, p, kept, k);
     if constexpr (F::phases > 1) {
         for (int k = 0; k < kVectors; ++k) step_one<F, kStates, 1, kFirst>(terms, g, p, kept, k);
@@ -188,25 +196,26 @@ FP16OPT_HD void step_block(const typename F::template Terms<Floats>& terms, Bloc
 // The same for as many as there are: one branch for 64 elements, and gradient and masters are compiled once for all.
 template <class F, int kStates = F::least_states>
 FP16OPT_HD void step_block_of(int states, bool first, const typename F::template Terms<Floats>& terms, Block& g, Block& p,
-                              float* const* state, int64_t i) {
+                              float* const* state, const int64_t* ahead, int64_t i) {
     if constexpr (kStates < F::most_states) {
-        if (states > kStates) return step_block_of<F, kStates + 1>(states, first, terms, g, p, state, i);
+        if (states > kStates) return step_block_of<F, kStates + 1>(states, first, terms, g, p, state, ahead, i);
     }
     if constexpr (F::fills_first && kStates > 0) {
-        if (first) return step_block<F, kStates, true>(terms, g, p, state, i);
+        if (first) return step_block<F, kStates, true>(terms, g, p, state, ahead, i);
     }
-    step_block<F, kStates, false>(terms, g, p, state, i);
+    step_block<F, kStates, false>(terms, g, p, state, ahead, i);
 }
 
 // `n` is a multiple of kBlock.
 template <class F, class Grad, class Master>
 FP16OPT_HD void step_loop(const typename F::template Terms<Floats>& terms, const Grad& grad, Master& master, int states,
-                          bool first, float* const* state, int64_t n) {
+                          bool first, float* const* state, const int64_t* ahead, int64_t n) {
+    const int64_t own[3] = {ahead[0], ahead[1], ahead[2]};  // stores of vectors may change what others have the address of
     for (int64_t i = 0; i < n; i += kBlock) {
         Block g, p;
         grad.read(i, g);
         master.read(i, p);
-        step_block_of<F>(states, first, terms, g, p, state, i);
+        step_block_of<F>(states, first, terms, g, p, state, own, i);
         master.write(i, p);
     }
     master.finish();

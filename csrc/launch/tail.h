@@ -1,5 +1,6 @@
-// The last, incomplete block of a chunk, in memory of its own, so that the loops of steps know whole blocks only. Behind its
-// elements are copies of the first one, which flag and exceed nothing that it doesn't; what becomes of them is dropped.
+// The last block of a chunk that does not end with one, in memory of its own, so that the loops of steps know whole blocks
+// only. Where there are too few elements, copies of the first one stand behind them, which flag and exceed nothing that it
+// doesn't; what becomes of them is dropped.
 #pragma once
 
 #include "../core/macros.h"
@@ -35,17 +36,27 @@ public:
     }
     void give_back() const {
         for (int k = 0; k < count_; ++k) {
-            if (place_[k].at != nullptr) memcpy(place_[k].at, memory_[k], size_t(valid_ * place_[k].size));
+            if (place_[k].at != nullptr) copy(place_[k].at, memory_[k], size_t(valid_ * place_[k].size));
         }
     }
 
 private:
     template <class Word>
     void fill(const void* from, char* to) const {
-        Word first;
-        memcpy(&first, from, sizeof(Word));
-        for (int k = 0; k < block_; ++k) memcpy(to + size_t(k) * sizeof(Word), &first, sizeof(Word));
-        memcpy(to, from, size_t(valid_) * sizeof(Word));
+        if (valid_ < block_) {
+            Word first;
+            memcpy(&first, from, sizeof(Word));
+            for (int k = 0; k < block_; ++k) memcpy(to + size_t(k) * sizeof(Word), &first, sizeof(Word));
+        }
+        copy(to, from, size_t(valid_) * sizeof(Word));
+    }
+    // Whole blocks go as the loops read and write them: a load of what two stores have made waits for both.
+    void copy(void* to, const void* from, size_t bytes) const {
+        if (valid_ < block_) {
+            memcpy(to, from, bytes);
+            return;
+        }
+        for (size_t line = 0; line < bytes; line += 64) memcpy(static_cast<char*>(to) + line, static_cast<const char*>(from) + line, 64);
     }
 
     struct Place {
