@@ -83,7 +83,7 @@ private:
         constexpr size_t kStorage = 2, kAutograd = 3, kVersions = 6;
         for (size_t word = reads_memory ? kStorage : kAutograd; word <= (reads_memory ? kAutograd : kVersions); ++word) {
             if (words[word] == nullptr) continue;
-            const size_t lines = word == kAutograd && !reads_memory ? 3 : reads_memory ? 2 : 1;
+            const size_t lines = reads_memory ? 2 : word == kAutograd ? 3 : 1;
             for (size_t line = 0; line < lines; ++line) __builtin_prefetch(words[word] + kLine * line);
         }
     }

@@ -124,9 +124,7 @@ public:
             try {
                 PyList_SET_ITEM(then.ptr(), i, version_of(grad).release().ptr());
             } catch (py::error_already_set& raised) {
-                raised.restore();
-                if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) throw py::error_already_set();
-                PyErr_Clear();  // made in inference mode
+                let_pass_if_uncounted(raised);
                 counted = false;
             }
             return true;
@@ -184,7 +182,7 @@ public:
         });
     }
 
-    // Whether `.grad` of each is that tensor, or None, and as have_versions.
+    // Whether `.grad` of each is that tensor, or None, and as have_versions; not where one counts none.
     bool hold_gradients(const py::list& tensors, const py::list& grads, const py::list& then) const {
         if (tensors.size() != grads.size() || tensors.size() != then.size()) return false;
         const Items seen(grads.ptr()), versions(then.ptr());
@@ -194,7 +192,13 @@ public:
         return for_each(tensors, grad_, quiet, [&](Py_ssize_t i, const py::object& tensor, Pass& pass) {
             ahead(i, seen);
             const py::object grad = grad_of(pass, tensor);
-            return grad.ptr() == seen.at(i) && is_in_version(grad_pass, grad, versions.at(i));
+            if (grad.ptr() != seen.at(i)) return false;
+            try {
+                return is_in_version(grad_pass, grad, versions.at(i));
+            } catch (py::error_already_set& raised) {
+                let_pass_if_uncounted(raised);
+                return false;
+            }
         });
     }
 
@@ -215,6 +219,13 @@ public:
     }
 
 private:
+    // A tensor that was made in inference mode counts no versions: torch raises RuntimeError. Throws what else was raised.
+    static void let_pass_if_uncounted(py::error_already_set& raised) {
+        raised.restore();
+        if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) throw py::error_already_set();
+        PyErr_Clear();
+    }
+
     py::object one_gradient(const py::object& tensor) const {
         if (!PyObject_TypeCheck(tensor.ptr(), grad_.owner())) throw py::type_error("not a tensor");
         return grad_(tensor.ptr());

@@ -92,6 +92,7 @@ FOREIGN = {
     "_python_dispatch": "TorchDispatchMode has no public place",
     "_local_scalar_dense": "the operation of Tensor.item, by which a look of the host is seen",
     "_C": "torch._C: where the next name is",
+    "_increment_version": "of many tensors: the public function is one more call of Python in each operation",
     "_current_graph_task_id": "nothing public tells whether autograd runs in this thread",
     "_execution_engine": "where the next name's callbacks are queued: nothing public is called when a backward ends",
     "_VF": "where torch.nn's RNNs find the functions that autocast",

@@ -46,15 +46,8 @@ class Pending:
     foreign: bool = False
 
     @classmethod
-    def capture(cls, scaler: LossScaler, known: Pending | None = None) -> Pending:
-        """``scaler``'s present scale. No sync.
-
-        Args:
-            known: One that was captured before, whose tensors serve as long as the scale stays; not on a GPU, where a
-                CUDA graph that is being captured would read memory that others may free.
-        """
-        if known is not None and known.is_current(scaler) and known.scale.is_cpu:
-            return cls(scaler, known.generation, known.scale, known.inv_scale)
+    def capture(cls, scaler: LossScaler) -> Pending:
+        """``scaler``'s present scale. No sync."""
         memory = scaler.memory
         scale, inv_scale = backends.capture_scale(scaler.scale if memory is None else memory.scale)
         return cls(scaler, scaler.generation, scale, inv_scale)
@@ -263,8 +256,11 @@ class Accumulation:
             self.gradients.rescale(scaler.scale.to(self.device) * self.last.inv_scale.to(self.device))
         if self.sums:
             self._start_summing()
-        self._captured = Pending.capture(scaler, self._captured)
-        return self._captured
+        captured = self._captured
+        # It serves as long as the scale stays; not on a GPU, where a graph that is captured would go on reading it.
+        if captured is None or not (captured.is_current(scaler) and captured.scale.is_cpu):
+            captured = self._captured = Pending.capture(scaler)
+        return captured
 
     def _change_scale(self, scaler: LossScaler, pending: Pending) -> Pending:
         if self.stage is Stage.SCALED:

@@ -63,10 +63,7 @@ class Sight:
 
     def holds(self, tensors: list[Tensor]) -> bool:
         """Whether these hold the very gradients that were seen, unwritten. False where that is not known at once."""
-        try:
-            return counters.hold_gradients(tensors, self.grads, self.versions)
-        except RuntimeError:  # some were made in inference mode, and count no versions
-            return False
+        return counters.hold_gradients(tensors, self.grads, self.versions)
 
     def among(self, now: list[Tensor | None], places: Sequence[int]) -> Sight:
         """What was seen is at ``places`` in a longer list; others there are seen as they are ``now``."""
@@ -336,7 +333,8 @@ class Gradients:
         sight, made = self.sight, self._made_sight
         if sight is None or (sight.is_empty and not (self.summing and self.any_there())):
             return False
-        return sight.holds(self.pairs.models) and (not self.made or made is None or made.holds(self._apart))
+        held = counters.hold_gradients(self.pairs.models, sight.grads, sight.versions)
+        return held and (not self.made or made is None or made.holds(self._apart))
 
     def moved(self) -> list[int]:
         """Positions of pairs whose gradient in the model was replaced, removed or written since."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable
@@ -340,9 +339,9 @@ class OnePassStep:
                 counters_to_host(self.optimizer)
             return self.fallback.step(found_inf, closure)
 
-        run_hooks(self.optimizer, functools.partial(self._take_or_fall_back, found_inf))
+        run_hooks(self.optimizer, self._take_or_fall_back, found_inf)
 
-    def _take_or_fall_back(self, found_inf: Tensor | None, hooked: bool) -> None:
+    def _take_or_fall_back(self, hooked: bool, found_inf: Tensor | None) -> None:
         """In the midst of the optimizer's hooks, which may have changed its groups since :meth:`reason` looked."""
         try:
             if hooked and (reason := self._groups_obstacle()):

@@ -91,10 +91,13 @@ def post_hooks(optimizer: Optimizer) -> tuple[Callable[..., None], ...]:
     return (*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values())
 
 
-def run_hooks(optimizer: Optimizer, work: Callable[[bool], None]) -> None:
-    """``work`` in the place of the optimizer's own step, between its step hooks. It is told whether there are any.
+def run_hooks(optimizer: Optimizer, work: Callable[..., None], *given: object) -> None:
+    """``work`` in the place of the optimizer's own step, between its step hooks.
 
     Without them, torch's frame around them, which times each step for a profiler, is left to the wrapper's own step.
+
+    Args:
+        work: Is told whether there are hooks, and what is ``given``.
 
     Raises:
         StepFailed: Around what it or a hook raised.
@@ -102,7 +105,7 @@ def run_hooks(optimizer: Optimizer, work: Callable[[bool], None]) -> None:
     done: list[bool] = []
 
     def run(_: Optimizer) -> None:
-        work(True)
+        work(True, *given)
         done.append(True)
 
     optimizer._opt_called = True  # type: ignore[attr-defined]  # as a scheduler's patch of step would set it
@@ -111,7 +114,7 @@ def run_hooks(optimizer: Optimizer, work: Callable[[bool], None]) -> None:
             with read_anew():
                 Optimizer.profile_hook_step(run)(optimizer)
         else:
-            work(False)
+            work(False, *given)
     except BaseException as error:
         raise StepFailed(error, bool(done)) from error
 

@@ -171,8 +171,7 @@ class Reader:
     def hold_gradients(self, tensors: list[Any], grads: list[Tensor | None], then: list[int]) -> bool:
         """Whether ``.grad`` of each is the very tensor in ``grads``, in the version that stands in ``then``.
 
-        Raises:
-            RuntimeError: as :meth:`versions`.
+        False where that is not known at once: where one was made in inference mode, and counts no versions.
 
         Example:
             >>> x = torch.zeros(1)
@@ -182,7 +181,10 @@ class Reader:
         """
         now = self.gradients(tensors)
         alike = len(now) == len(grads) and all(map(operator.is_, now, grads))
-        return alike and self.have_versions(now, then)
+        try:
+            return alike and self.have_versions(now, then)
+        except RuntimeError:
+            return False
 
 
 _reader = native.tensor_reader(GRAD, _VERSION) or Reader()

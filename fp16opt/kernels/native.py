@@ -190,6 +190,10 @@ def put_addresses(call: Call, which: range, places: list[int] | None, at: int, s
     return True
 
 
+increment_versions: Any = torch._C._increment_version
+"""``torch.autograd.graph.increment_version`` of a list, without its call of Python; torch 2.4's takes no lists."""
+
+
 def count_versions(tensors: list[Tensor]) -> None:
     """One more version for each tensor, as torch's own in-place operations count them."""
     for tensor in tensors:
@@ -200,7 +204,7 @@ def count_versions(tensors: list[Tensor]) -> None:
 if module is not None:
     decide_clip = module.decide_clip
     """:func:`fp16opt.kernels.backends.decide_clip`, into two tensors given last."""
-    follow_scale = functools.partial(module.follow_scale, torch.autograd.graph.increment_version, count_versions)
+    follow_scale = functools.partial(module.follow_scale, increment_versions, count_versions)
     """:func:`fp16opt.kernels.backends.follow`, of a step whose outcome is known; whether the scale moved."""
 
 
@@ -222,7 +226,7 @@ def count_writes(call: Call, results: Sequence[object], *, lists: bool = True) -
             entries = list(map(entries.__getitem__, map(plan.rows.__getitem__, plan.direct)))
         written += entries  # type: ignore[arg-type]  # entries that take part are tensors
     try:
-        torch.autograd.graph.increment_version(written)
+        increment_versions(written)
     except RuntimeError:  # torch 2.4 takes no lists, and tensors made in inference mode count no versions
         count_versions(written)
 
@@ -281,8 +285,7 @@ def _remember(
         return
     known = site.known
     if known is None:
-        counts = (torch.autograd.graph.increment_version, count_versions)
-        known = site.known = module.KnownCalls(torch.get_num_threads, *counts)
+        known = site.known = module.KnownCalls(torch.get_num_threads, increment_versions, count_versions)
         site.repeats = known.repeats
     written = [place for place in tensors if any(arguments[place] is result for result in results)]
     run = (function, getattr(module, function), plan.compiled, plan.count)

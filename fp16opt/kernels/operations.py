@@ -530,14 +530,25 @@ class Given(NamedTuple):
     stats: CastStats | None
     found_inf: Tensor | None
     tables: PointerTables | None
-    number: int
     first: Sequence[bool] | None = None
 
-    def behind(self, struct: str, groups: Iterable[bytes]) -> tuple[Any, ...]:
-        """What the compiled CPU step of a functor has behind its lists, but for flags."""
-        overflow = self.stats.overflow if self.has_models and self.stats is not None else 0
-        told = (overflow, self.has_models, self.group_of, b"".join(groups), self.number & 0xFFFFFFFF)
-        return (struct, *self.factors, *told)
+
+def behind_lists(
+    functor: str,
+    factors: Factors,
+    stats: CastStats | None,
+    group_of: Sequence[int],
+    groups: Iterable[bytes],
+    number: int,
+) -> tuple[Any, ...]:
+    """What the compiled CPU step has behind its lists, but for flags.
+
+    Args:
+        stats: where there are models, else None.
+        groups: the param_groups' options, packed.
+    """
+    overflow = 0 if stats is None else stats.overflow
+    return functor, *factors, overflow, stats is not None, group_of, b"".join(groups), number & 0xFFFFFFFF
 
 
 def check_options(name: str, kind: type[Any], options: Sequence[Any]) -> None:
@@ -653,17 +664,19 @@ def multi_tensor_step(
     lists = lists if models is None else (*lists, models)
     lists = lists if steps is None else (*lists, steps)
     fills = first if row.fills_first and state else None
-    given = Given(factors, options, group_of, models is not None, stats, found_inf, tables, number, fills)
     fresh: bool | Sequence[bool] = False if fills is None else fills
+    found = None if models is None else stats
     if tables is not None and tables.known is not None and found_inf is None:
-        behind = given.behind(row.struct, itertools.starmap(PACKS[kernel], options))
+        packed = itertools.starmap(PACKS[kernel], options)
+        behind = behind_lists(row.struct, factors, found, group_of, packed, number)
         if tables.repeats("step", lists, (*behind, fresh), True):
             return
+    given = Given(factors, options, group_of, models is not None, stats, found_inf, tables, fills)
     with torch.no_grad():
         call = step_call(operation, lists, given)
         if call is None:
             return
-        plan, found = call.plan, None if models is None else stats
+        plan = call.plan
         for _, place in plan.by_reference:
             grad, master, *rest = call.row(place)
             kept, others = rest[: len(state)], rest[len(state) :]
@@ -674,7 +687,8 @@ def multi_tensor_step(
         if plan.serving is cuda:
             cuda_steps.launch(call, kernel, options, group_of, factors, found, found_inf, fresh, number)
         elif plan.serving is not None:
-            behind = given.behind(row.struct, itertools.starmap(PACKS[kernel], options))
+            packed = itertools.starmap(PACKS[kernel], options)
+            behind = behind_lists(row.struct, factors, found, group_of, packed, number)
             plan.serving.launch(call, "step", *behind, results=behind[3:4], flags=fresh)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from . import cuda, cuda_steps, reference_state8, reference_steps
 from .calls import Entries, Operation, PointerTables
 from .formulas import AdamOptions, SgdOptions
-from .operations import PACKS, Given, check_options, step_call
+from .operations import PACKS, Given, behind_lists, check_options, step_call
 from .reference_state8 import BLOCK, block_count, ratio_limit
 from .reference_steps import Factors
 from .stats import CastStats
@@ -109,16 +109,18 @@ def multi_tensor_adam8(
     check_options(operation.name, AdamOptions, options)
     lists = (grads, masters, exp_avg_codes, exp_avg_sq_codes, *_there(models), scales, steps)
     limited = [(*o, ratio_limit(o.beta1, o.beta2)) for o in options]
-    given = Given(factors, options, group_of, models is not None, stats, found_inf, tables, number)
+    found = None if models is None else stats
     if tables is not None and tables.known is not None and found_inf is None:
-        behind = given.behind("Adam8", itertools.starmap(PACKS["adam8"], limited))
+        packed = itertools.starmap(PACKS["adam8"], limited)
+        behind = behind_lists("Adam8", factors, found, group_of, packed, number)
         if tables.repeats("step", lists, (*behind, False), True):
             return
+    given = Given(factors, options, group_of, models is not None, stats, found_inf, tables)
     with torch.no_grad():
         call = step_call(operation, lists, given)
         if call is None:
             return
-        plan, found = call.plan, None if models is None else stats
+        plan = call.plan
         for _, row in plan.by_reference:
             grad, master, first, second, *others, scale, count = call.row(row)
             with reference_steps.whole(row, master, others[0] if others else None, found, number) as single:
@@ -127,7 +129,8 @@ def multi_tensor_adam8(
         if plan.serving is cuda:
             cuda_steps.launch(call, "adam8", limited, group_of, factors, found, found_inf, number=number)
         elif plan.serving is not None and plan.direct:
-            behind = given.behind("Adam8", itertools.starmap(PACKS["adam8"], limited))
+            packed = itertools.starmap(PACKS["adam8"], limited)
+            behind = behind_lists("Adam8", factors, found, group_of, packed, number)
             plan.serving.launch(call, "step", *behind, results=behind[3:4], flags=False)
 
 
@@ -170,16 +173,18 @@ def multi_tensor_sgd8(
     operation = _SGD[models is not None]
     check_options(operation.name, SgdOptions, options)
     lists = (grads, masters, momentum_codes, *_there(models), scales)
-    given = Given(factors, options, group_of, models is not None, stats, found_inf, tables, number, first)
+    found = None if models is None else stats
     if tables is not None and tables.known is not None and found_inf is None:
-        behind = given.behind("Sgd8", itertools.starmap(PACKS["sgd8"], options))
+        packed = itertools.starmap(PACKS["sgd8"], options)
+        behind = behind_lists("Sgd8", factors, found, group_of, packed, number)
         if tables.repeats("step", lists, (*behind, first), True):
             return
+    given = Given(factors, options, group_of, models is not None, stats, found_inf, tables, first)
     with torch.no_grad():
         call = step_call(operation, lists, given)
         if call is None:
             return
-        plan, found = call.plan, None if models is None else stats
+        plan = call.plan
         for _, row in plan.by_reference:
             grad, master, codes, *others, scale = call.row(row)
             with reference_steps.whole(row, master, others[0] if others else None, found, number) as single:
@@ -188,7 +193,8 @@ def multi_tensor_sgd8(
         if plan.serving is cuda:
             cuda_steps.launch(call, "sgd8", options, group_of, factors, found, found_inf, first=first, number=number)
         elif plan.serving is not None and plan.direct:
-            behind = given.behind("Sgd8", itertools.starmap(PACKS["sgd8"], options))
+            packed = itertools.starmap(PACKS["sgd8"], options)
+            behind = behind_lists("Sgd8", factors, found, group_of, packed, number)
             plan.serving.launch(call, "step", *behind, results=behind[3:4], flags=first)
 
 

@@ -242,6 +242,17 @@ def test_what_counts_no_versions_raises_as_in_torch(reader: Any) -> None:
         reader.have_versions([torch.zeros(1).as_subclass(Overridden), entry], [0, 0])
 
 
+def test_gradients_that_count_no_versions_are_not_known_to_be_held(reader: Any) -> None:
+    params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    with torch.inference_mode():
+        params[1].grad = torch.zeros(2)
+    grads = reader.gradients(params)
+    for then in ([-1, 0], [-1, -1]):
+        assert not reader.hold_gradients(params, grads, then)
+    params[1].grad = None
+    assert reader.hold_gradients(params, [None, None], [-1, -1])
+
+
 @pytest.mark.parametrize("wrong", [3, "x", object()])
 def test_what_is_no_tensor_raises(reader: Any, wrong: Any) -> None:
     for read in (reader.versions, reader.gradients):
