@@ -57,10 +57,6 @@ class Sight:
         self.grads[position], self.versions[position] = None, -1
         self.is_empty = count_there(self.grads) == 0
 
-    def is_of(self, tensors: list[Tensor]) -> bool:
-        """Whether these hold the gradients that were seen, be they written since."""
-        return all(map(operator.is_, counters.gradients(tensors), self.grads))
-
     def holds(self, tensors: list[Tensor]) -> bool:
         """Whether these hold the very gradients that were seen, unwritten. False where that is not known at once."""
         return counters.hold_gradients(tensors, self.grads, self.versions)

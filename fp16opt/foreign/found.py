@@ -30,7 +30,6 @@ class Found:
         groups: settings, for each group.
         scale: None where the file has none.
         flat: the state of all parameters in one tensor each, in order.
-        exact: whether ``weights`` has all parameters: each must be in the model.
     """
 
     kind: str
@@ -41,7 +40,6 @@ class Found:
     groups: Sequence[Mapping[str, Any]] = ()
     scale: Scale | None = None
     flat: bool = False
-    exact: bool = True
 
 
 def refuse(where: object, what: str, remedy: str) -> ValueError:
