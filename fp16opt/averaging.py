@@ -267,7 +267,7 @@ class AveragedMasters:
         alone, so ``torch.load(weights_only=True)`` reads it. The rule is the code's. References to the live tensors.
         """
         state = {_PREFIX + name: value for name, value in self.fp32_state_dict().items()}
-        return {_COUNT: torch.tensor(self.updates), **state}
+        return {_COUNT: torch.tensor(self.updates, dtype=torch.int64, device="cpu"), **state}
 
     @outside_inference
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ from .engine.arguments import (
     check_scaler,
     make_scaler,
     named,
+    naming_loss_scale,
     open_group,
 )
 from .engine.arrivals import Arrivals
@@ -199,7 +200,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         with torch.inference_mode(False):
             self._make(optimizer, master_weights, on_model_write)
         self._step_supports_amp_scaling = not self._under.serves(self.scaler)
-        make_hook_tables(self)
+        make_hook_tables(self, self.optimizer)
         self._patch_step_function()
 
     def _make(self, optimizer: Optimizer, master_weights: str, on_model_write: str) -> None:
@@ -373,7 +374,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._names = {}
         self._model_writes.count_anew()
         self._compose()
-        make_hook_tables(self)
+        make_hook_tables(self, self.optimizer)
         self._patch_step_function()
 
     @outside_inference
@@ -925,7 +926,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 "loss_scale was set between backward and step: gradients made with the old scale would be unscaled "
                 "wrongly. Set it after step() or zero_grad()."
             )
-        self.scaler.set_scale(value)
+        with naming_loss_scale():
+            self.scaler.set_scale(value)
 
     @property
     def step_was_skipped(self) -> bool:

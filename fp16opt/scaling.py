@@ -594,7 +594,7 @@ def _read_dynamic(state_dict: Mapping[str, Any]) -> DynamicLossScaler:
     if clean >= loaded.growth_interval:
         raise ValueError(f"scaler state: growth_tracker must be under growth_interval, got {clean}.")
     loaded.set_scale(loaded._inside("scaler state: scale", _field(state_dict, "scale")))
-    loaded._trackers.copy_(torch.tensor([clean, skips], dtype=torch.int32))
+    loaded._trackers.copy_(torch.tensor([clean, skips], dtype=torch.int32, device="cpu"))
     if loaded.policy == "headroom":
         if "headroom" not in state_dict:
             raise ValueError("scaler state lacks the key 'headroom'. Pass the scaler's own state_dict().")

@@ -521,6 +521,25 @@ def not_annotated(files: Files) -> list[str]:
     return complaints
 
 
+MAKERS = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "tensor", "zeros"}
+ASKS_TORCH = {"certify/surroundings.py"}
+"""Files that make a tensor to see what torch's defaults are."""
+
+
+def made_by_default(files: Files) -> list[str]:
+    """Tensors whose dtype or device would be torch's default one, which users set."""
+    complaints = []
+    for path, tree in files.items():
+        for node in walk(tree):
+            if not (isinstance(node, ast.Call) and ast.unparse(node.func) in {f"torch.{name}" for name in MAKERS}):
+                continue
+            given = {keyword.arg for keyword in node.keywords}
+            missing = [word for word in ("dtype", "device") if not given & {word, None}]
+            if missing and path not in ASKS_TORCH:
+                complaints.append(f"{path}:{node.lineno}: {ast.unparse(node)} has no {' and no '.join(missing)}")
+    return complaints
+
+
 # -- the package ------------------------------------------------------------------------------------------------------
 
 FILES = read(ROOT)
@@ -573,6 +592,10 @@ def test_no_unfinished_marks() -> None:
 
 def test_files_and_public_functions_say_what_they_are_for() -> None:
     report(without_words(FILES))
+
+
+def test_no_tensor_is_made_by_default() -> None:
+    report(made_by_default(FILES))
 
 
 def test_annotations_are_complete() -> None:
@@ -657,6 +680,7 @@ CHECKS: list[Callable[[Files], list[str]]] = [
     below,
     unwanted,
     not_annotated,
+    made_by_default,
 ]
 
 
@@ -725,6 +749,14 @@ BAD: list[tuple[Callable[[Files], list[str]], str, str, str]] = [
         "'''What it is for.'''\nclass A:\n    '''A.'''\n    def f(self): ...",
         "face.py:4: A.f has no",
     ),
+    (made_by_default, "face", "torch.zeros(3)", "face.py:1: torch.zeros(3) has no dtype and no device"),
+    (made_by_default, "face", "torch.tensor(x, device='cpu')", "has no dtype"),
+    (
+        made_by_default,
+        "face",
+        "def f():\n    return torch.ones(3, dtype=x)",
+        "face.py:2: torch.ones(3, dtype=x) has no device",
+    ),
     (not_annotated, "face", "def f(x) -> None: ...", "face.py:1: f: no annotation of x"),
     (not_annotated, "face", "def f(x: int): ...", "face.py:1: f: no annotation of return"),
     (not_annotated, "face", "class A:\n    @staticmethod\n    def f(x) -> None: ...", "no annotation of x"),
@@ -754,6 +786,7 @@ GOOD: list[tuple[Callable[[Files], list[str]], str, str]] = [
     (circles, "face", "from .kernels import native\nfrom . import kernels"),
     (rooms_entered_wrongly, "engine__later", "from .. import kernels\nimport torch\nfrom .earlier import Earlier"),
     (without_words, "face", "'''What it is for.'''\ndef _f(): ...\nclass _A: ..."),
+    (made_by_default, "face", "torch.zeros(3, **options), torch.ones((), dtype=x, device=y), torch.zeros_like(z)"),
 ]
 
 

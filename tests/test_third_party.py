@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -193,9 +193,6 @@ class Lookahead(torch.optim.Optimizer):
         self.optimizer, self.k, self.alpha = base, k, alpha
         self.defaults = {"lookahead_k": k, **base.defaults}
         self.state = defaultdict(dict)
-        self._optimizer_step_pre_hooks: dict[int, Any] = OrderedDict()
-        self._optimizer_step_post_hooks: dict[int, Any] = OrderedDict()
-        self._patch_step_function()
         for group in self.param_groups:
             group["counter"] = 0
             for p in group["params"]:

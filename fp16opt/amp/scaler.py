@@ -193,7 +193,7 @@ class LossScaler(scaling.LossScaler):
 
     @overflowed.setter
     def overflowed(self, value: bool) -> None:
-        self._found = torch.tensor(float(value))
+        self._found = torch.tensor(float(value), dtype=torch.float32, device="cpu")
 
     _has_overflow = overflowed
 
@@ -217,7 +217,7 @@ class LossScaler(scaling.LossScaler):
 
     def update_scale(self) -> bool:
         """Let the scale follow :meth:`unscale`. Returns whether the step should be skipped. Syncs."""
-        found = torch.zeros(()) if self._found is None else self._found
+        found = torch.zeros((), dtype=torch.float32, device="cpu") if self._found is None else self._found
         self.settle(found)
         return bool(found)
 

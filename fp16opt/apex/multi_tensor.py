@@ -97,7 +97,7 @@ def multi_tensor_scale(chunk_size: int, flag: Tensor, lists: Lists, scale: float
     ins, outs = _take("multi_tensor_scale", lists, 2)
     with torch.no_grad():
         device = ins[0].device
-        factor = torch.tensor(float(scale), device=device)
+        factor = torch.tensor(float(scale), dtype=torch.float32, device=device)
         wide = [out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32) for out in outs]
         stats = kernels.GradStats.allocate(len(ins), device)
         sources = _shaped(ins, outs)
@@ -120,7 +120,7 @@ def multi_tensor_axpby(chunk_size: int, flag: Tensor, lists: Lists, a: float, b:
     checks: dict[int, Any] = {-1: "both", 0: "x", 1: "y"}
     if arg_to_check not in checks:
         raise ValueError(f"multi_tensor_axpby: expected arg_to_check -1, 0 or 1, got {arg_to_check!r}.")
-    found = torch.zeros((), device=outs[0].device)
+    found = torch.zeros((), dtype=torch.float32, device=outs[0].device)
     xs, ys = _shaped(xs, outs), _shaped(ys, outs)
     kernels.multi_tensor_axpby(float(a), xs, float(b), ys, outs, found_inf=found, check=checks[arg_to_check])
     _raise_flag(flag, found)
@@ -177,7 +177,7 @@ def multi_tensor_adam(
             _like(grads, values),
             firsts,
             seconds,
-            [torch.full((), float(step - 1), device=value.device) for value in values],
+            [torch.full((), float(step - 1), dtype=torch.float32, device=value.device) for value in values],
             lr=lr,
             betas=(beta1, beta2),
             eps=eps,

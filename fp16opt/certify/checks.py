@@ -193,8 +193,9 @@ def _memory_filled() -> Iterator[None]:
 
 def _skipping_step(optimizer: Optimizer, found_inf: float, grad_scale: float | None = None) -> None:
     """A step by torch's protocol: the optimizer itself looks at the flag, and divides by the scale."""
-    optimizer.grad_scale = None if grad_scale is None else torch.tensor(grad_scale)  # type: ignore[attr-defined]
-    optimizer.found_inf = torch.tensor(found_inf)  # type: ignore[attr-defined]
+    single: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    optimizer.grad_scale = None if grad_scale is None else torch.tensor(grad_scale, **single)  # type: ignore[attr-defined]
+    optimizer.found_inf = torch.tensor(found_inf, **single)  # type: ignore[attr-defined]
     try:
         optimizer.step()
     finally:

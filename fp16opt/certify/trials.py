@@ -145,8 +145,8 @@ class Trial:
     def make(self) -> tuple[list[Parameter], Optimizer]:
         """New FP32 parameters on the device, and an optimizer over them."""
         rng = torch.Generator().manual_seed(7)
-        values = [torch.randn(shape, generator=rng, device="cpu") for shape in self.setting.shapes]
-        params = [Parameter(value.float().to(self.device)) for value in values]
+        values = [torch.randn(shape, generator=rng, dtype=torch.float32, device="cpu") for shape in self.setting.shapes]
+        params = [Parameter(value.to(self.device)) for value in values]
         return params, self.over(params)
 
     def over(self, params: list[Parameter]) -> Optimizer:
@@ -165,7 +165,7 @@ class Trial:
         rng = torch.Generator().manual_seed(1000 + step)
         grads = []
         for i, param in enumerate(params):
-            grad = torch.randn(param.shape, generator=rng, device="cpu").float() * 10.0 ** (1 - i)
+            grad = torch.randn(param.shape, generator=rng, dtype=torch.float32, device="cpu") * 10.0 ** (1 - i)
             grads.append((grad.to_sparse(1) if self.setting.kind == "sparse" else grad).to(self.device))
         return grads
 
@@ -193,7 +193,7 @@ class Trial:
 
     def evaluate(self, params: list[Parameter], step: int, without: frozenset[int] = frozenset()) -> Tensor:
         """A quadratic bowl's loss, with its gradients in ``.grad``."""
-        loss = torch.zeros(())
+        loss = torch.zeros((), dtype=torch.float32, device="cpu")
         for i, (param, target) in enumerate(zip(params, self.gradients(params, step), strict=True)):
             with torch.no_grad():
                 away = param - (target.to_dense() if target.is_sparse else target)

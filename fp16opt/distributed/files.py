@@ -375,7 +375,7 @@ def _blank(stored: Any, master: Tensor | None) -> Any:
     dtype = stored.properties.dtype
     if master is not None and tuple(size) == tuple(master.shape) and master.dim():
         return torch.empty_like(master, dtype=dtype, requires_grad=False)
-    return torch.empty(size, dtype=dtype)
+    return torch.empty(size, dtype=dtype, device="cpu")
 
 
 def _put(root: Any, path: tuple[Any, ...], value: Any) -> None:

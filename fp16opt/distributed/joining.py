@@ -65,7 +65,7 @@ class _Hook(JoinHook):
         opt = self.opt
         group = process_group(opt)
         mine = dist.get_rank() if is_last_joiner else -1
-        source = torch.tensor([mine], device=opt.join_device)
+        source = torch.tensor([mine], dtype=torch.int64, device=opt.join_device)
         dist.all_reduce(source, dist.ReduceOp.MAX, group=group)
         box = [opt.state_dict() if mine == int(source) else None]
         dist.broadcast_object_list(box, src=int(source), group=group)

@@ -115,15 +115,15 @@ class DdpReplicas(Compared):
         Returns:
             The same over all ranks. Where only an average is not finite, all are 1.0.
         """
-        tally = torch.zeros(_VERDICTS, dtype=torch.float32)
+        tally = torch.zeros(_VERDICTS, dtype=torch.float32, device="cpu")
         for number, verdict in enumerate(verdicts):
             tally[min(number, _VERDICTS - 1)] += verdict.to(tally)
-        found = torch.zeros(())
+        found = torch.zeros((), dtype=torch.float32, device="cpu")
         with torch.no_grad():
             for group, mine in list(sums.sums()):
                 kept = self._sum_over_ranks(sums, group, mine, tally)
                 stats = kernels.GradStats.allocate(len(kept), group.device)
-                share = torch.tensor(1.0 / dist.get_world_size(self.group), device=group.device)
+                share = torch.tensor(1.0 / dist.get_world_size(self.group), dtype=torch.float32, device=group.device)
                 kernels.multi_tensor_unscale(kept, kept, share, stats)
                 for row, value in enumerate(kept):
                     if value is not None and _is_half(group.masters[row]):
@@ -150,7 +150,9 @@ class DdpReplicas(Compared):
                 value = mine[row]
                 pieces.append(torch.zeros_like(group.masters[row]).reshape(-1) if value is None else value.reshape(-1))
             # Behind the sums, whether this rank has them, and its verdicts: one message for all.
-            present = torch.tensor([float(mine[row] is not None) for row in rows], device=first.device)
+            present = torch.tensor(
+                [float(mine[row] is not None) for row in rows], dtype=torch.float32, device=first.device
+            )
             flat = torch.cat([part.to(dtype) for part in (*pieces, present, tally.to(first.device))])
             dist.all_reduce(flat, group=self.group)
             *values, there, verdicts = torch.split(flat, [*(len(p) for p in pieces), len(rows), len(tally)])

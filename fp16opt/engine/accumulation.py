@@ -415,6 +415,7 @@ class Accumulation:
             return
         shares = self._are_shared()
         self.gradients.made, self.gradients.sight = False, None
+        self._edited = []  # no edit is left that a further backward could lose
         self._bring(self.pending, write=True, hands_over=shares)
 
     def assign(self, model: Tensor) -> None:
@@ -435,6 +436,7 @@ class Accumulation:
             if self.left_over is not None and id(model) not in self._assigned:
                 self.gradients.forget_used(model, self.left_over)
         elif self.stage is Stage.LOOKED:
+            self.gradients.drop_gone(model)
             self.gradients.write()
             self.stage = Stage.TAKEN
         elif self.pending is not None and not self.waits():

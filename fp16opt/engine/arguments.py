@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -24,9 +25,18 @@ def make_scaler(dynamic: bool, loss_scale: float | None, scaler: LossScaler | No
         return scaler
     if dynamic:
         return DynamicLossScaler()
-    try:
+    with naming_loss_scale():
         return StaticLossScaler(1.0 if loss_scale is None else loss_scale)
-    except (TypeError, ValueError) as error:  # it names its own argument
+
+
+@contextlib.contextmanager
+def naming_loss_scale() -> Iterator[None]:
+    """What a scaler's own check says of its ``scale`` is said of ``loss_scale``, as the user has it."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if not str(error).startswith("scale "):
+            raise
         raise type(error)(f"loss_{error}") from None
 
 

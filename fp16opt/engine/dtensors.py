@@ -34,7 +34,12 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def version(tensor: Tensor) -> int:
-    """Counts writes to the tensor and, for a DTensor, those to its piece: torch counts the two apart."""
+    """Counts writes to the tensor and, for a DTensor, those to its piece: torch counts the two apart.
+
+    0 for one that was made in inference mode, which counts none.
+    """
+    if tensor.is_inference():
+        return 0
     piece = getattr(tensor, "_local_tensor", None)
     return tensor._version if piece is None else tensor._version + int(piece._version)
 

@@ -114,14 +114,12 @@ def _nothing() -> None:
 
 
 def versions_of(grads: list[Tensor | None]) -> list[int]:
-    """Version counters; -1 where there is no gradient, 0 for those made in inference mode, which count none."""
+    """The :func:`version` of each; -1 where there is no gradient."""
     try:
         found = counters.versions(grads)
-        if found is None:  # pieces of DTensors count their own
-            found = [-1 if g is None else version(g) for g in grads]
-        return found
-    except RuntimeError:
-        return [-1 if g is None else 0 if g.is_inference() else g._version for g in grads]
+    except RuntimeError:  # some were made in inference mode
+        found = None
+    return [-1 if g is None else version(g) for g in grads] if found is None else found
 
 
 # -- what a GradScaler was handed --------------------------------------------------------------------------------------
@@ -497,10 +495,13 @@ class Gradients:
                 self.write()
         for each in self._each:
             each.start_summing(self.made)
+        self._measured = self._measured or not self.made
         self.summing = True
 
     def sum_up(self, inv_scale: Tensor, keep: bool = False) -> None:
         """Add the model's gradients to FP32 sums, and free the 16-bit ones. No host sync.
+
+        Sums that get nothing now are known as well as they were: those that were clipped are to be measured again.
 
         Args:
             keep: leave zeros where they would be freed.
@@ -516,8 +517,7 @@ class Gradients:
             drop_gradients(each.copied_models, keep)
         if self.pairs.elsewhere:
             drop_gradients(self.pairs.elsewhere, keep)
-        self._measured, self._clipped = True, False
-        self.made = True
+        self._clipped, self.made = False, True
         self.forget_gone()
         self._note_made()
 
@@ -695,4 +695,5 @@ class Gradients:
         else:
             self.summing = any([each.clear_to_zeros(sums_stay) for each in self._each])  # noqa: C419
         self.own_are_scaled = False
-        self.made = self._clipped = self._measured = False
+        self.made = self._clipped = False
+        self._measured = self.summing  # sums of zeros are

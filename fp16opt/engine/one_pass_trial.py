@@ -108,7 +108,7 @@ def _step(
     grads: list[Tensor],
     number: int,
 ) -> None:
-    one = torch.ones(())
+    one = torch.ones((), dtype=torch.float32, device="cpu")
     for param, state in zip(params, states, strict=True):
         if not state:
             row.make(state, group, param)

@@ -398,7 +398,7 @@ def check_apart(labelled: Sequence[tuple[str, Tensor]]) -> None:
         for other in reached:
             (first, a), (second, b) = labelled[min(other[3], span[3])], labelled[max(other[3], span[3])]
             if a is b:
-                raise ValueError(f"parameter {second!r} is in the optimizer twice. Leave it out once.")
+                raise ValueError(f"parameters {first!r} and {second!r} are one, in the optimizer twice. Leave one out.")
             if _share_bytes(local(a), local(b)):
                 raise ValueError(
                     f"parameters {first!r} and {second!r} share memory: an update of one would overwrite the other's. "
@@ -415,7 +415,11 @@ def _share_bytes(a: Tensor, b: Tensor) -> bool:
     offsets = []
     for tensor in (a, b):
         reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-        elements = torch.arange(reach + 1, device="cpu").as_strided(tensor.shape, tensor.stride()).reshape(-1, 1)
-        of_one = torch.arange(tensor.element_size(), device="cpu")
+        elements = (
+            torch.arange(reach + 1, dtype=torch.int64, device="cpu")
+            .as_strided(tensor.shape, tensor.stride())
+            .reshape(-1, 1)
+        )
+        of_one = torch.arange(tensor.element_size(), dtype=torch.int64, device="cpu")
         offsets.append((elements * tensor.element_size() + of_one).reshape(-1) + (tensor.data_ptr() - low))
     return bool(torch.isin(*offsets).any())

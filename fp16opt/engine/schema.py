@@ -270,7 +270,7 @@ def _check_settings(group: Mapping[str, Any], where: str, optimizer: Optimizer) 
         if key in _FLAGS:
             continue
         try:  # the class knows its ranges
-            cls([torch.zeros(1, 1, device="cpu")], **{key: _plain(saved)})
+            cls([torch.zeros(1, 1, dtype=torch.float32, device="cpu")], **{key: _plain(saved)})
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{where}: {key} is {saved!r}, which {cls.__name__} refuses: {error}. {HOW_SAVED}"

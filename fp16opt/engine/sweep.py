@@ -810,7 +810,7 @@ class DeviceGradients:
 
     def measured_power_sum(self, counted: Callable[[Tensor], bool]) -> Tensor:
         """float64, 0-dim: the sum of squares that the last pass has found, of parameters that are ``counted``."""
-        mine = torch.tensor([counted(model) for model in self.models], device=self.group.device)
+        mine = torch.tensor([counted(model) for model in self.models], dtype=torch.bool, device=self.group.device)
         return self.sweep.stats.sumsq.where(mine, 0.0).sum()  # not times the mask: inf * 0 is nan
 
     def power_sum(self, norm_type: float, counted: Callable[[Tensor], bool], made: bool) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -293,9 +294,12 @@ def fused_steps_guarded(optimizer: Optimizer) -> Iterator[None]:
 # -- what an optimizer holds beside its state ------------------------------------------------------------------------
 
 
-def make_hook_tables(optimizer: Optimizer) -> None:
-    """Give ``optimizer`` the tables of hooks that torch's own constructor would make, where it has none."""
-    for name in HOOKS:
+def make_hook_tables(*optimizers: Optimizer) -> None:
+    """Give optimizers the tables of hooks that torch's own constructor makes, where they have none.
+
+    Those around another optimizer, as Lookahead, often don't call it.
+    """
+    for optimizer, name in itertools.product(optimizers, HOOKS):
         if name not in optimizer.__dict__:
             setattr(optimizer, name, OrderedDict())
 

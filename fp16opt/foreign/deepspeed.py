@@ -93,7 +93,8 @@ def _moments(
                 result[name][key] = first.clone() if isinstance(first, Tensor) else first
     if "step" in settings[number] and states[0]:
         for name in group:
-            result[name].setdefault("step", torch.tensor(float(settings[number]["step"])))
+            step = torch.tensor(float(settings[number]["step"]), dtype=torch.float32, device="cpu")
+            result[name].setdefault("step", step)
     return {name: entries for name, entries in result.items() if entries}
 
 

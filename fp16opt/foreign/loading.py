@@ -288,7 +288,7 @@ class _Plan:
                 result[place] = dict(state[i])
                 step = steps[i]
                 if "step" not in result[place] and step is not None:  # where apex's and Megatron's fused ones keep it
-                    result[place]["step"] = torch.tensor(float(step))
+                    result[place]["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
         unknown = [i for i in state if i not in steps]
         if unknown:
             raise refuse(self._path, f"has state of parameter {unknown[0]!r}, which is in no group", "Save it anew.")

@@ -84,7 +84,7 @@ class LossScaler:
 
     def update_scale(self, overflow: bool) -> None:
         """Take note of one step. ``overflow``: whether its gradients held inf or nan."""
-        self.scaler.update(torch.tensor(float(bool(overflow))))
+        self.scaler.update(torch.tensor(float(bool(overflow)), dtype=torch.float32, device="cpu"))
 
     def scale_gradient(self, module: Any, grad_in: tuple[Any, ...], grad_out: tuple[Any, ...]) -> tuple[Any, ...]:
         """A backward hook for modules: the gradients ``grad_in`` times the scale; None stays None."""

@@ -94,7 +94,7 @@ class Stream:
 
     def staging(self, size: int) -> Tensor:
         """Page-locked host memory. torch keeps it until copies from it are done."""
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def device_of(stream: Stream) -> Card:

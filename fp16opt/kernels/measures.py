@@ -41,7 +41,7 @@ class Snapshots:
         self._sizes = [reference.snapshot_size(n) if here else 0 for n, here in zip(numels, narrow, strict=True)]
         self._starts = list(itertools.accumulate(self._sizes, initial=0))[:-1]
         self.values = torch.empty(sum(self._sizes), dtype=torch.float32, device=device)
-        self.offsets = torch.tensor(self._starts, dtype=torch.int64).to(device)
+        self.offsets = torch.tensor(self._starts, dtype=torch.int64, device="cpu").to(device)
         self.wide: dict[int, Tensor] = {}
         for row, tensor in enumerate(tensors):
             if tensor is None:
@@ -50,7 +50,7 @@ class Snapshots:
                 self.wide[row] = tensor.new_empty(reference.snapshot_size(numels[row]))
             reference.snapshot(tensor.detach(), self.of(row))
         each = [n / max(1, reference.snapshot_elements(n)) for n in numels]
-        self.shares = torch.tensor(each, dtype=sum_dtype(device)).view(-1, 1).to(device)
+        self.shares = torch.tensor(each, dtype=sum_dtype(device), device="cpu").view(-1, 1).to(device)
 
     def of(self, row: int) -> Tensor:
         """What was taken of the tensor at a position, with padding behind it."""

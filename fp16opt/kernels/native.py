@@ -53,7 +53,7 @@ def _load(name: str) -> tuple[Any, str]:
 module, _cpu_missing = _load("_cpu")
 """The compiled CPU module, or None."""
 if module is not None:  # it asks the cache for tensors ahead, where they are laid out as it knows
-    _probe = torch.empty(0, device="cpu")
+    _probe = torch.empty(0, dtype=torch.float32, device="cpu")
     module.learn_tensors(_probe, _probe._cdata)
 _exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 

@@ -176,7 +176,7 @@ def _sqrt(values: Tensor) -> Tensor:
     if values.device.type != "cpu":
         return torch.sqrt(values)
     roots = [math.sqrt(value) for value in values.reshape(-1).tolist()]
-    return torch.tensor(roots, dtype=values.dtype).view(values.shape)
+    return torch.tensor(roots, dtype=values.dtype, device="cpu").view(values.shape)
 
 
 def _nonfinite_bits(product: Tensor) -> Tensor:

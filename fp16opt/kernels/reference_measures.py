@@ -135,7 +135,7 @@ def compare(master: Tensor, weight: Tensor, before: Tensor) -> Tensor:
 def _spread(before: Tensor, numel: int, part: slice, like: Tensor) -> tuple[Tensor, Tensor]:
     """A snapshot's elements where they were in a slab, with zeros between them, and where these are."""
     stride = 1 if numel <= WHOLE else STRIDE
-    place = torch.arange(part.start, part.stop, device=like.device)
+    place = torch.arange(part.start, part.stop, dtype=torch.int64, device=like.device)
     group = place // GROUP
     inside = group % stride == 0
     return torch.where(inside, before[group // stride * GROUP + place % GROUP], torch.zeros_like(like)), inside

@@ -84,7 +84,7 @@ class _Dither(NamedTuple):
 
 
 def _single(value: float) -> float:
-    return float(torch.tensor(value, dtype=torch.float32))
+    return float(torch.tensor(value, dtype=torch.float32, device="cpu"))
 
 
 def _root(values: Tensor) -> Tensor:

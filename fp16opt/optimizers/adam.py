@@ -124,7 +124,7 @@ class FusedAdam(FP32StateOptimizer):
 
     def _new_state(self, value: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         return {
-            "step": torch.zeros((), device=value.device),
+            "step": torch.zeros((), dtype=torch.float32, device=value.device),
             "exp_avg": torch.zeros_like(value),
             "exp_avg_sq": torch.zeros_like(value),
         }
@@ -133,7 +133,7 @@ class FusedAdam(FP32StateOptimizer):
         for batch in batches:
             for state, value in zip(batch.states, batch.values, strict=True):
                 if not isinstance(state["step"], Tensor):  # apex counted in an int, for the group
-                    state["step"] = torch.tensor(float(state["step"]), device=value.device)
+                    state["step"] = torch.tensor(float(state["step"]), dtype=torch.float32, device=value.device)
             for dtype in WIDE:
                 chosen = [i for i, value in enumerate(batch.values) if value.dtype == dtype]
                 if chosen:

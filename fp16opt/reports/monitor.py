@@ -293,7 +293,7 @@ class Monitor:
         for position in folded:  # the sum is that of the FP32 gradient; shares and the largest are of those folded in
             found[position, 0] = sample.folded[position][0]
             found[position, _LARGEST:] = sample.folded[position][_LARGEST:].to(found)
-        still = torch.tensor([scaled for _, scaled in grads], dtype=torch.bool).to(parts.device)
+        still = torch.tensor([scaled for _, scaled in grads], dtype=torch.bool, device="cpu").to(parts.device)
         inverse = found.new_ones(()) if pending is None else pending.inv_scale.to(found)
         factor = found.new_ones(()) if clipped is None or clipped is self._clipped else clipped[1].to(found)
         as_it_lies = torch.where(still, inverse, 1.0 / factor)  # what is not scaled was clipped where it lies
@@ -355,8 +355,9 @@ class Monitor:
         self._follow(parts)
         if not ranks.alone:
             counted = [ranks.counted(model) for model in parts.pairs.models]
-            numbers = numbers.masked_fill(~torch.tensor(counted, dtype=torch.bool).to(device)[:, None], 0.0)
-        rows = torch.tensor(self._places, dtype=torch.int64).to(device)
+            others = ~torch.tensor(counted, dtype=torch.bool, device="cpu").to(device)
+            numbers = numbers.masked_fill(others[:, None], 0.0)
+        rows = torch.tensor(self._places, dtype=torch.int64, device="cpu").to(device)
         table = numbers.new_zeros(len(self._rows), numbers.shape[1]).index_add_(0, rows, numbers)
         largest = numbers.new_zeros(len(self._rows)).scatter_reduce_(0, rows, numbers[:, _LARGEST], "amax")
         if not ranks.alone:

@@ -34,6 +34,11 @@ def _table(rows: int, columns: tuple[str, ...], device: torch.device) -> Tensor:
     return torch.zeros(rows, len(columns), dtype=stats.sum_dtype(device), device=device)
 
 
+def _sizes(tensors: Sequence[Tensor | None]) -> Tensor:
+    sizes = [0 if tensor is None else tensor.numel() for tensor in tensors]
+    return torch.tensor(sizes, dtype=torch.int64, device="cpu")
+
+
 def of_gradients(grads: Sequence[Tensor | None], device: torch.device) -> Tensor:
     """The numbers of gradients as they are, scaled or not.
 
@@ -53,7 +58,7 @@ def of_gradients(grads: Sequence[Tensor | None], device: torch.device) -> Tensor
     table = _table(len(grads), GRADIENT, device)
     for positions in _by_device(there):
         table[positions, 1:] = kernels.multi_tensor_measure([there[one] for one in positions]).to(table)
-    table[:, 0] = torch.tensor([0 if grad is None else grad.numel() for grad in grads]).to(table)
+    table[:, 0] = _sizes(grads).to(table)
     return table
 
 
@@ -84,5 +89,5 @@ def of_updates(
     for positions, snapshots in before:
         masters, weights = zip(*map(now, positions), strict=True)
         table[positions, 1:] = kernels.multi_tensor_compare(masters, weights, snapshots).to(table)
-        table[positions, 0] = torch.tensor([master.numel() for master in masters]).to(table)
+        table[positions, 0] = _sizes(masters).to(table)
     return table

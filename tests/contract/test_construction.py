@@ -108,6 +108,8 @@ def test_a_parameter_listed_twice_is_refused_by_name(dtype: torch.dtype) -> None
     p = nn.Parameter(torch.ones(4, dtype=dtype))
     with pytest.raises(ValueError, match=r"first\.weight"):
         _wrap([p, p], names=("first.weight",))
+    with pytest.raises(ValueError, match=r"parameters 'group 0, param 0' and 'group 0, param 2' are one, in the opt"):
+        _wrap([p, nn.Parameter(torch.ones(4, dtype=dtype)), p], names=())
 
 
 @SIXTEEN
@@ -258,6 +260,23 @@ def test_no_result_depends_on_torchs_default_dtype(mode: Mode, scale: str, dtype
 
 @every_mode
 @every_scale
+def test_no_result_depends_on_torchs_default_device(mode: Mode, scale: str) -> None:
+    world = World(mode, scale)
+    losses = [world.loss(values(0.5, -0.25 * k, 1.0) if k != 1 else [float("inf"), 1.0, 1.0]) for k in range(3)]
+    with torch.device("meta"):
+        for k, loss in enumerate(losses):
+            world.opt.zero_grad(set_to_none=k != 1)
+            world.opt.backward(loss)
+            world.opt.clip_master_grads(1e6)
+            world.opt.step()
+            world.opt.load_state_dict(copy.deepcopy(world.opt.state_dict()))
+    for k in range(3):
+        world.reference.step(values(0.5, -0.25 * k, 1.0) if k != 1 else values(float("inf"), 1.0, 1.0))
+    world.check()
+
+
+@every_mode
+@every_scale
 def test_no_result_depends_on_inference_mode_around_step(mode: Mode, scale: str) -> None:
     """The first step makes the optimizer's state; the second writes it where tensors of inference can't be written."""
     world = World(mode, scale)
@@ -284,6 +303,19 @@ def test_no_result_depends_on_inference_mode_around_step(mode: Mode, scale: str)
 def test_a_bad_loss_scale_is_named_as_it_was_given(value: object) -> None:
     with pytest.raises((TypeError, ValueError), match=r"^loss_scale\b"):
         MixedPrecisionOptimizer(SGD([nn.Parameter(torch.ones(3, dtype=HALF))], lr=0.1), loss_scale=value)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), True, "8", 2.0**30], ids=repr)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_bad_loss_scale_that_is_set_is_named_as_it_was_set(value: Any, dynamic: bool) -> None:
+    opt = MixedPrecisionOptimizer(SGD([nn.Parameter(torch.ones(3, dtype=HALF))], lr=0.1), dynamic=dynamic)
+    before = opt.loss_scale
+    if not dynamic and value == 2.0**30:
+        opt.loss_scale = value  # a static one has no limits of its own
+        return
+    with pytest.raises((TypeError, ValueError), match=r"^loss_scale must"):
+        opt.loss_scale = value
+    assert opt.loss_scale == before
 
 
 NO_MASTERS = {"master_weights": "none"}

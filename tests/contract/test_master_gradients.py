@@ -333,6 +333,58 @@ def test_update_master_grads_undoes_a_clip_and_gives_the_same_bits(mode: Mode, s
     world.expect_step(grads)
 
 
+@every_scale
+@by([mode for mode in ALL if mode.folds])
+@pytest.mark.parametrize("comes", [0, 1, 2])
+def test_sums_that_get_nothing_more_keep_their_clip_in_the_next_norm(mode: Mode, scale: str, comes: int) -> None:
+    world = World(mode, scale)
+    grads = values(0.5, 1.0, -0.5)
+    world.backward(grads)
+    sums = oracle.clipped(grads, world.expect_norm(world.opt.clip_master_grads(0.5), grads), 0.5)
+    more = [grad if i == comes else None for i, grad in enumerate(grads)]
+    world.backward(more)
+    sums = plus(sums, more)
+    sums = oracle.clipped(sums, world.expect_norm(world.opt.clip_master_grads(1.0), sums), 1.0)
+    world.check_master_grads(sums)
+    world.expect_step(sums)
+
+
+@every_scale
+@by([mode for mode in KEEPS if not mode.is_mixed])
+@pytest.mark.parametrize("clips", [False, True])
+def test_update_master_grads_undoes_an_edit_and_a_further_backward_may_follow(
+    mode: Mode, scale: str, clips: bool
+) -> None:
+    world = World(mode, scale)
+    grads = values(0.5, 1.0, -0.5)
+    world.backward(grads)
+    world.masters[0].grad.mul_(2.0)
+    if clips:
+        world.opt.clip_master_grads(1e6)
+    world.opt.update_master_grads()
+    world.check_master_grads(grads)
+    world.backward(grads)
+    world.expect_step(plus(grads, grads))
+
+
+@every_scale
+@every_mode_that_keeps_gradients
+@pytest.mark.parametrize("first", ["read", "clip"])
+def test_a_gradient_dropped_after_a_clip_is_gone_from_its_master_at_once(mode: Mode, scale: str, first: str) -> None:
+    world = World(mode, scale)
+    i, grads = world.sixteen(), values(0.5, 1.0, -0.5)
+    world.backward(grads)
+    world.opt.clip_master_grads(1e6)
+    world.params[i].grad = None
+    grads = instead(grads, i, None)
+    if first == "read":
+        assert world.masters[i].grad is None
+    else:
+        assert float(clip_grad_norm_(world.masters, 1e6)) == pytest.approx(oracle.total_norm(grads))
+    world.check_master_grads(grads)
+    world.expect_step(grads)
+
+
 @pytest.mark.parametrize("scale", [1.0, 64.0])
 @pytest.mark.parametrize("fused_step", ["auto", False])
 @pytest.mark.parametrize("last", [1.0, INF])

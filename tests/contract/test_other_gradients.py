@@ -10,6 +10,7 @@ from contract import oracle
 from contract.worlds import (
     ALL,
     INF,
+    KEEPS,
     NAN,
     ONE_PASS,
     SCALES,
@@ -252,6 +253,25 @@ def test_fp32_sums_are_used_up_by_a_step(scale: str) -> None:
         else:
             world.backward(times(grads, 1.0 + k))
             world.expect_step(times(grads, 1.0 + k))
+
+
+@by([mode for mode in KEEPS if not mode.is_mixed])
+@pytest.mark.parametrize("then", ["backward", "read", "clip"])
+def test_a_gradient_that_counts_no_versions_may_stay_after_a_step(mode: Mode, then: str) -> None:
+    """One that was made in inference mode, and that nobody clears: torch's own optimizers go on, too."""
+    world = World(mode, "one")
+    grads = values(0.5, 1.0, -0.5)
+    world.backward(grads, update_master_grads=False)
+    with torch.inference_mode():
+        world.params[0].grad = grads[0].half()
+    world.expect_step(grads)
+    if then == "read":
+        assert [master.grad is None for master in world.masters] == [False] * 3
+    elif then == "clip":
+        assert float(world.opt.clip_master_grads(1.0)) == 0.0, "all were used"
+    more = [None, values(0.0, 0.25)[1], None]
+    world.backward(more)
+    world.expect_step(plus(more, grads))
 
 
 # -- sparse, create_graph ------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 The machine holds two lists: what the model's gradients truly are (``sums``), and, once somebody clipped or edited, what
 the masters' are instead (``edited``). Numbers are such that 16-bit sums are exact at every scale. Left out is what the
 contract leaves open: writes into gradients of which a part was set aside with another scale, model writes beside edited
-masters, and calls after a clip other than those that end or undo it.
+masters, and, where gradients add up in the model, calls after a clip other than those that end or undo it. FP32 sums
+keep clips and edits, and go on.
 """
 
 from __future__ import annotations
@@ -63,13 +64,16 @@ class Calls(RuleBasedStateMachine):
 
     # -- backward --------------------------------------------------------------------------------------------------
 
+    def may_add(self) -> bool:
+        return self.mode.folds or not (self.was_clipped or self.was_edited)
+
     @rule(grads=GRADS, how=st.sampled_from(WAYS))
-    @precondition(lambda self: not self.was_clipped and not self.was_edited)
+    @precondition(may_add)
     def backward(self, grads: Any, how: str) -> None:
         self._backward(grads, how)
 
     @rule(grads=GRADS, bad=st.sampled_from([INF, NAN]), which=WHICH)
-    @precondition(lambda self: not self.was_clipped and not self.was_edited)
+    @precondition(may_add)
     def overflow(self, grads: Any, bad: float, which: int) -> None:
         self._backward([bad if i == which else g for i, g in enumerate(grads)], "backward")
 
@@ -77,6 +81,8 @@ class Calls(RuleBasedStateMachine):
         if self.carried and self.mode.folds and self.mode.is_mixed:
             self.zero_grad()  # whether those of FP32 parameters are used up too is left open
         self.world.leave(how, grads)
+        if self.edited is not None:
+            self.sums, self.was_clipped, self.was_edited = self.edited, False, False
         for i, g in enumerate(grads):
             if g is not None:
                 new, old = torch.full(self.params[i].shape, g), self.sums[i]
@@ -124,6 +130,14 @@ class Calls(RuleBasedStateMachine):
         norm = self.world.expect_norm(self.opt.clip_master_grads(max_norm), self.now())
         self.edited = oracle.clipped(self.now(), norm, max_norm)
         self.was_clipped, self.looked, self.mine = True, True, False
+
+    @rule(grads=GRADS, max_norm=st.sampled_from([0.5, 4.0]))
+    @precondition(lambda self: self.mode.folds and self.pending and not self.was_clipped)
+    def clip_and_go_on(self, grads: Any, max_norm: float) -> None:
+        """Sums that get nothing more are as the first clip has left them."""
+        self._clip(max_norm)
+        self._backward(grads, "backward")
+        self._clip(max_norm)
 
     @rule()
     @precondition(lambda self: self.pending and not (self.was_clipped and self.carried))
@@ -195,7 +209,7 @@ class Calls(RuleBasedStateMachine):
     # -- the step and what is between steps ------------------------------------------------------------------------
 
     @rule(grads=GRADS, how=st.sampled_from(WAYS), max_norm=st.sampled_from([None, 0.5]))
-    @precondition(lambda self: not self.was_clipped and not self.was_edited)
+    @precondition(may_add)
     def whole_step(self, grads: Any, how: str, max_norm: float | None) -> None:
         self._backward(grads, how)
         if max_norm is not None:
