@@ -75,17 +75,17 @@ class Wrapped:
 
 
 class Driven(Wrapped):
-    """The wrapper under a GradScaler, as trainers call it, with torch's clip of the masters."""
+    """The wrapper under a GradScaler, as trainers call it, with torch's clip of the masters or of the model."""
 
-    def __init__(self, count: int, scaler: torch.amp.GradScaler, **options: Any) -> None:
+    def __init__(self, count: int, scaler: torch.amp.GradScaler, of_masters: bool = True, **options: Any) -> None:
         super().__init__(count, **options)
-        self.scaler = scaler
+        self.scaler, self.of_masters = scaler, of_masters
 
     def walk(self) -> None:
         """Counted."""
         self.scaler.scale(self.loss).backward()
         self.scaler.unscale_(self.opt)
-        torch.nn.utils.clip_grad_norm_(list(self.opt.master_params()), MAX_NORM)
+        torch.nn.utils.clip_grad_norm_(list(self.opt.master_params()) if self.of_masters else self.params, MAX_NORM)
         self.scaler.step(self.opt)
         self.scaler.update()
 
@@ -137,7 +137,62 @@ def modes() -> dict[str, Maker]:
             start + "torch's GradScaler": lambda n, f=f: Driven(n, torch.amp.GradScaler("cpu", init_scale=SCALE), **f),
             start + "our GradScaler": lambda n, f=f: Driven(n, fp16opt.GradScaler("cpu", init_scale=SCALE), **f),
         }
+        for masters in ("full", "split"):
+            crossed, o = f"{start}{masters} masters, FP16 and FP32, ", {**f, "master_weights": masters}
+            both: dict[str, Any] = {"dtypes": (HALF, SINGLE), **o}
+            found |= {
+                crossed + "closure": lambda n, b=both: Wrapped(n, closure=True, scaler=dynamic(), **b),
+                crossed + "torch's GradScaler": lambda n, b=both: Driven(
+                    n, torch.amp.GradScaler("cpu", init_scale=SCALE), False, **b
+                ),
+                crossed + "our GradScaler": lambda n, b=both: Driven(
+                    n, fp16opt.GradScaler("cpu", init_scale=SCALE), False, **b
+                ),
+            }
     return {**found, "our GradScaler alone, FP32 parameters": ScalerAlone}
+
+
+def crossings() -> dict[str, Maker]:
+    """Whatever goes together of masters, sums, dtypes, state and scale: of these only the longest walks are shown."""
+    found: dict[str, Maker] = {}
+    for fused_step, masters, sums, dtypes, state, scaler in itertools.product(
+        (False, "auto"),
+        ("full", "split", "split24", "none"),
+        ("model", "fp32"),
+        ((HALF,), (HALF, SINGLE), (HALF, torch.bfloat16, SINGLE)),
+        ("fp32", "8bit"),
+        (None, dynamic),
+    ):
+        options = {
+            "fused_step": fused_step,
+            "master_weights": masters,
+            "grad_accumulation": sums,
+            "optimizer_state": state,
+        }
+        name = ", ".join(map(str, (*options.values(), *dtypes, "dynamic" if scaler else "static")))
+
+        def make(n: int, dtypes: Any = dtypes, options: Any = options, scaler: Any = scaler) -> Wrapped:
+            return Wrapped(n, dtypes, scaler=scaler and scaler(), **options)
+
+        try:
+            make(1)
+        except ValueError:  # what does not go together is refused by name
+            continue
+        found[name] = make
+    return found
+
+
+def longest(found: dict[str, Maker]) -> list[Walk]:
+    """Of all modes the one with most calls, with most files, and with most calls a further parameter."""
+    walks = [measure(name, make) for name, make in found.items()]
+    most = [max(walks, key=lambda walk: getattr(walk, of)) for of in ("calls", "files", "further")]
+    words = ("most calls", "most files", "most a further parameter")
+    return [
+        Walk(
+            f"{word} of {len(walks)} crossings: {walk.mode.replace('torch.', '')}", walk.calls, walk.files, walk.further
+        )
+        for word, walk in zip(words, most, strict=True)
+    ]
 
 
 def calls_of(work: Callable[[], object]) -> Calls:
@@ -237,6 +292,8 @@ def main() -> None:
     if arguments.show is not None:
         for name, make in chosen.items():
             show(name, make)
+    elif not arguments.quick:
+        walks += longest(crossings())
     print_walks(walks, bounds=arguments.check or not arguments.quick)
     common.write_json(
         arguments.json,

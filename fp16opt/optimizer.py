@@ -159,10 +159,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         (1.0, 0.9998779296875)
     """
 
-    # A GradScaler must leave this alone; else Lightning would refuse to clip, and Accelerate miss skips. Where there is
-    # a scale of its own it is set: then a GradScaler tells ``step`` that it came, which refuses.
-    _step_supports_amp_scaling = False
-
     def __init__(
         self,
         optimizer: Optimizer,
@@ -199,7 +195,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.gradient_release = gradient_release
         with torch.inference_mode(False):
             self._make(optimizer, master_weights, on_model_write)
-        self._step_supports_amp_scaling = not self._under.serves(self.scaler)
         make_hook_tables(self, self.optimizer)
         self._patch_step_function()
 
@@ -465,10 +460,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _scaled(self, loss: Tensor, scaler: LossScaler | None) -> Tensor:
         """:meth:`scale_loss` of what was checked."""
-        if self.scaler.dynamic or not self._under.serves(self.scaler):
-            self._step_supports_amp_scaling = True  # the scaler may have come after construction
-        else:
-            self._close_left_out(self._under.left_out(self.scaler))
+        if self._shared.shown:
+            self._close_driven()
         self._follow(verifies=self.gradient_release is True)  # else only gradients are looked at until the step
         pending: Pending = self._accumulation.enter(self.scaler if scaler is None else scaler)
         if loss.numel() == 1:
@@ -834,6 +827,21 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self._outcome.tell(skipped, self.scaler, old, finite, verdict, self._pairs)
 
     # -- under a GradScaler ------------------------------------------------------------------------------------------
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a GradScaler that comes is to tell ``step`` so, which refuses where there is a scale of its own.
+
+        Elsewhere it must leave this alone, unless a user sets it: Lightning would refuse to clip, and Accelerate miss
+        skips.
+        """
+        return self._tells_step or not self._under.serves(self.scaler)
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        self._tells_step = value
+
+    _tells_step = False
 
     def _is_foreign(self) -> bool:
         pending = self._accumulation.pending

@@ -302,8 +302,7 @@ class Accumulation:
         grads = self.gradients.of_model()
         if self.left_over is None:
             return [i for i, grad in enumerate(grads) if grad is not None]
-        left_over = self.left_over
-        return [i for i, grad in enumerate(grads) if grad is not None and not left_over.holds(i, grad)]
+        return self.left_over.others(grads)
 
     def is_strange(self, model: Tensor, master_grad: Tensor | None) -> bool:
         """Whether one parameter has such a gradient, or none while its master still has one; zeros ask for all."""
@@ -316,11 +315,10 @@ class Accumulation:
 
     def has_strange(self) -> bool:
         """Whether there are such gradients, be it of parameters that other ranks step: then all ranks take part."""
-        left, elsewhere = self._left_elsewhere, self.gradients.pairs.elsewhere
-        return bool(self.strange()) or any(
-            param.grad is not None and not (left is not None and left.holds(i, param.grad))
-            for i, param in enumerate(elsewhere)
-        )
+        if self.strange():
+            return True
+        left, elsewhere = self._left_elsewhere, counters.gradients(self.gradients.pairs.elsewhere)
+        return any(grad is not None for grad in elsewhere) if left is None else bool(left.others(elsewhere))
 
     def _check_strange(self, positions: list[int], scale: float) -> None:
         pairs = self.gradients.pairs

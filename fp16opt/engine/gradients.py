@@ -104,6 +104,13 @@ class FadedSight:
         then = self._refs[position]() if self._kept is None else self._kept[position]
         return then is grad and self._versions[position] == version(grad)
 
+    def others(self, grads: list[Tensor | None]) -> list[int]:
+        """Positions of gradients, now ``grads``, that are not what was seen there, or were written since."""
+        kept = [ref() for ref in self._refs] if self._kept is None else self._kept
+        then = itertools.chain(zip(kept, self._versions, strict=True), itertools.repeat((None, -1)))
+        now = zip(grads, versions_of(grads), then, strict=False)
+        return [i for i, (g, v, (seen, was)) in enumerate(now) if g is not None and not (g is seen and v == was)]
+
     def had(self, position: int) -> bool:
         """Whether there was a gradient."""
         return position < len(self._versions) and self._versions[position] != -1

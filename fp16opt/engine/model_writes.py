@@ -97,7 +97,7 @@ class ModelWrites:
         self._written_masters.clear()
         self._unsampled.clear()
         if not masters_seen:
-            self._master_versions = self._versions(self.pairs.masters)
+            self._master_versions = self._versions(self.pairs.apart)
         self._model_versions = self._versions(self.pairs.models)
         if self.policy != "ignore":
             for group, record in zip(self.pairs.devices, self._records, strict=True):
@@ -129,7 +129,7 @@ class ModelWrites:
         """Tensors were copied, and count their versions from the beginning. What was written before stays written."""
         self._groups = list(self.pairs.devices)
         self._generation = self.pairs.generation
-        self._master_versions = self._versions(self.pairs.masters)
+        self._master_versions = self._versions(self.pairs.apart)
         self._model_versions = self._versions(self.pairs.models)
 
     def _follow(self) -> None:
@@ -138,9 +138,11 @@ class ModelWrites:
         self._groups = list(self.pairs.devices)
         self._records = [_Record(group) for group in self._groups]
 
-    def _versions(self, tensors: list[Tensor]) -> list[int]:
+    def _versions(self, tensors: list[Tensor] | list[Tensor | None]) -> list[int]:
         found = counters.versions(tensors)
-        return [version(tensor) for tensor in tensors] if found is None else found  # pieces of DTensors count their own
+        if found is None:  # pieces of DTensors count their own
+            found = [-1 if tensor is None else version(tensor) for tensor in tensors]
+        return found
 
     def _sample(self, group: DeviceGroup, samples: Tensor) -> None:
         """Digests of a device's weights into ``samples``."""
@@ -151,15 +153,12 @@ class ModelWrites:
 
     def see_masters(self) -> None:
         """Remember which masters the user, or a hook, has written, until they are rounded down."""
-        if not self.pairs.has_apart or counters.have_versions(self.pairs.masters, self._master_versions):
+        if not self.pairs.has_apart or counters.have_versions(self.pairs.apart, self._master_versions):
             return
-        versions = self._versions(self.pairs.masters)
-        if versions != self._master_versions:
-            known = zip(versions, self._master_versions, self.pairs.are_own, strict=True)
-            for position, (now, then, own) in enumerate(known):
-                if now != then and not own:
-                    self._written_masters.add(position)
-            self._master_versions = versions
+        versions = self._versions(self.pairs.apart)
+        now_and_then = enumerate(zip(versions, self._master_versions, strict=True))
+        self._written_masters.update([position for position, (now, then) in now_and_then if now != then])
+        self._master_versions = versions
 
     def _round_written(self) -> None:
         """Round down those masters."""
@@ -266,7 +265,7 @@ class ModelWrites:
             self.masters.take_up_on_device(group, masters, record.now, record.then, record.taken)
             self._untold = True
         if any(kernels.backend(group.device) == "reference" for group in self._groups):  # which counts its writes
-            self._master_versions = self._versions(self.pairs.masters)
+            self._master_versions = self._versions(self.pairs.apart)
 
     def accept(self, pairs: list[Pair]) -> None:
         """Masters were brought up to these weights: from here on they count as written by the engine."""
@@ -280,7 +279,7 @@ class ModelWrites:
         Until then what goes around versions passes for the engine's.
         """
         position = pair.device.positions[pair.row]
-        self._master_versions[position] = version(pair.master)
+        self._master_versions[position] = -1 if self.pairs.are_own[position] else version(pair.master)
         self._model_versions[position] = version(pair.model)
         if self.policy != "ignore":
             self._unsampled.add(position)

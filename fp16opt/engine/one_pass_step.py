@@ -304,11 +304,12 @@ class OnePassStep:
             warn("the wrapped optimizer steps itself from here on, and not in one pass: %s.", reason)
 
     def _check_not_captured(self) -> None:
-        if any(captures(group.device) for group in self.pairs.devices):
-            raise RuntimeError(
-                f"a step with {self.needed_by} can't be captured into a CUDA graph: the host decides whether it is "
-                "skipped, and by which number it rounds. Step outside of the graph."
-            )
+        for group in self.pairs.devices:
+            if captures(group.device):
+                raise RuntimeError(
+                    f"a step with {self.needed_by} can't be captured into a CUDA graph: the host decides whether it is "
+                    "skipped, and by which number it rounds. Step outside of the graph."
+                )
 
     def _refuse(self, reason: str) -> None:
         raise RuntimeError(
@@ -395,19 +396,25 @@ class OnePassStep:
         for group in self.pairs.devices:
             grads = self.gradients.to_step(group)
             planned.append((group, grads.factors, self._plan(group, settings, grads)))
+        number = self._number() if self.form.needs_number or self.masters.needs_number else 0
         for group, factors, plan in planned:
             one = found_inf if found_inf is None or found_inf.device == group.device else found_inf.to(group.device)
             for call in plan.calls:
-                self._call(group, call, settings.options, factors, one)
+                self._call(group, call, settings.options, factors, one, number)
                 self._began = True
 
     def _call(
-        self, group: DeviceGroup, call: _Call, options: list[Any], factors: Factors, found_inf: Tensor | None
+        self,
+        group: DeviceGroup,
+        call: _Call,
+        options: list[Any],
+        factors: Factors,
+        found_inf: Tensor | None,
+        number: int,
     ) -> None:
         if not call.waits:
             one = torch.ones((), dtype=torch.float32, device=group.device)
             factors = Factors(one, one)
-        by_number = {"number": self._number()} if self.form.needs_number or self.masters.needs_number else {}
         call.row.call(
             call.columns,
             options,
@@ -418,7 +425,7 @@ class OnePassStep:
             stats=None if call.own else group.cast,
             found_inf=found_inf,
             tables=call.tables,
-            **by_number,
+            number=number,
         )
         if True in call.first and (found_inf is None or not bool(found_inf)):  # a step that skips leaves nothing there
             for name in call.names:

@@ -107,6 +107,7 @@ class Pairs:
         elsewhere: model parameters whose masters are on other ranks.
         names_elsewhere: theirs; None until :meth:`name` has given names that are the same on all ranks.
         has_pieces: whether there are DTensors.
+        apart: the masters, None in place of those that are parameters themselves.
         are_own, has_own, has_apart: whether each parameter is its own master, whether one is, whether one is not.
         own_halves: pairs of 16-bit parameters that are their own masters.
     """
@@ -225,6 +226,7 @@ class Pairs:
         self.has_pieces = any(map(is_sharded, self.models))
         self.are_own = list(map(operator.is_, self.models, self.masters))
         self.has_own, self.has_apart = any(self.are_own), not all(self.are_own)
+        self.apart = [None if own else master for own, master in zip(self.are_own, self.masters, strict=True)]
         self.own_halves = [pair for pair in self.all if pair.master is pair.model and pair.model.dtype in HALF_DTYPES]
         self._seen = kernels.Seen(None if self.has_pieces else self.models)
         self.generation += 1

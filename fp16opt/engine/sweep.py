@@ -38,7 +38,7 @@ class Sweep:
         self.stats = kernels.GradStats.allocate(rows, device)
         self.one = torch.ones((), dtype=torch.float32, device=device)
         self._look, self._take, self._in_place = PointerTables(), PointerTables(), PointerTables()
-        self._judge, self._round = PointerTables(), PointerTables()
+        self._judge, self._judge_some, self._round = PointerTables(), PointerTables(), PointerTables()
         self._norm, self._scale = PointerTables(), PointerTables()
 
     def look(self, grads: Entries, inv_scale: Tensor) -> None:
@@ -54,7 +54,7 @@ class Sweep:
         """``outs = (grads * inv_scale) * coefficient``, of gradients that were looked at."""
         kernels.multi_tensor_unscale_clipped(grads, outs, inv_scale, coefficient, tables=self._take)
 
-    def judge(self, values: Entries, narrow: Sequence[int]) -> None:
+    def judge(self, values: list[Tensor | None], narrow: Sequence[int]) -> None:
         """Look at gradients that are true already.
 
         Args:
@@ -71,9 +71,10 @@ class Sweep:
             self.look(halves, self.one)
             if all(map(operator.is_, values, itertools.repeat(None))):
                 return
-        kernels.multi_tensor_unscale(values, values, self.one, self.stats, write=False, tables=self._judge)
+        tables = self._judge if count_there(values) == len(values) else self._judge_some
+        kernels.multi_tensor_unscale(values, values, self.one, self.stats, write=False, tables=tables)
 
-    def measure(self, sums: Entries, known: Tensor | None, narrow: Sequence[int]) -> None:
+    def measure(self, sums: list[Tensor | None], known: Tensor | None, narrow: Sequence[int]) -> None:
         """Sums of squares of FP32 sums. Flags stay, and rise where a sum is not finite that was not ``known`` to be."""
         flags = self.stats.nonfinite.clone()
         self.judge(sums, narrow)
@@ -376,6 +377,7 @@ class DeviceGradients:
         self.masters = [pair.master for pair in self.pairs]
         self.own_models = [self.models[row] for row in group.own]
         self.copied_models = [self.models[row] for row in group.copied]
+        self._copied_masters = [self.masters[row] for row in group.copied]
         self.sweep = Sweep(group.device, len(group))
         self.waiting: list[Tensor | None] | None = None
         self.factors = Factors(self.sweep.one, self.sweep.one)
@@ -452,17 +454,16 @@ class DeviceGradients:
 
     def _outs(self, entries: list[Tensor | None]) -> list[Tensor | None]:
         """The memory for FP32 gradients of ``entries``, put into their masters' ``.grad``."""
-        if not self._has_pieces and count_there(entries) == count_there(self._rooms) == len(self._rooms):
-            counters.set_gradients(self.masters, self._rooms)
-            return list(self._rooms)
-        rows = [row for row, entry in enumerate(entries) if entry is not None]
-        if missing := [row for row in rows if self._rooms[row] is None]:
+        copied = self.group.copied
+        are_all = count_there(entries) == len(copied)
+        rows = copied if are_all else [row for row, entry in enumerate(entries) if entry is not None]
+        if count_there(self._rooms) < len(copied):
             self._has_rooms = True
-            for row in missing:
-                self._rooms[row] = _new_room(self._shapes[row])
-        are_all = len(rows) == len(entries)
-        masters = self.masters if are_all else [self.masters[row] for row in rows]
-        rooms = list(self._rooms) if are_all else [self._rooms[row] for row in rows]
+            for row in rows:
+                if self._rooms[row] is None:
+                    self._rooms[row] = _new_room(self._shapes[row])
+        rooms = list(map(self._rooms.__getitem__, rows))
+        masters = self._copied_masters if are_all else list(map(self.masters.__getitem__, rows))
         counters.set_gradients(masters, rooms)
         outs = self._spread(rows, rooms)
         return [None if out is None else local(out) for out in outs] if self._has_pieces else outs
