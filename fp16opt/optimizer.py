@@ -487,7 +487,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             loss: One floating element, any device. An FP16 loss limits the scale to 2**15: its own gradient, the scale,
                 enters the FP16 graph. End the model with ``.float()`` to lift that.
             update_master_grads: False leaves all gradients, scaled, to the user until :meth:`update_master_grads`, a
-                clip or a step looks at them.
+                clip or a step looks at them. Until then several add up in the model's dtype, whatever
+                ``grad_accumulation`` is.
             retain_graph, create_graph, inputs: As for ``torch.Tensor.backward``.
             scaler: Scale with this one instead. Each backward of such a step is added to FP32 sums with its own scale,
                 each scaler is updated by what its own backwards gave, and any overflow skips the step.
@@ -548,8 +549,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             max_norm: Not negative.
             norm_type: p of the norm, positive; ``math.inf`` for the largest magnitude.
             error_if_nonfinite: Raise instead of leaving a non-finite norm to ``step``. Syncs with the device.
-            params: Parameters of the model, or masters: the norm is that of their gradients, and the others stay.
-                None: all of this optimizer. Those without a gradient may be any.
+            params: Parameters of the model, or masters that are kept whole: the norm is that of their gradients, and
+                the others stay. None: all of this optimizer. Those without a gradient may be any.
 
         Returns:
             The norm before clipping: float32, 0-dim, on the device; 0 where there are no gradients. No host sync.
@@ -587,7 +588,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
         Args:
             max_value: Not negative.
-            params: Parameters of the model, or masters, whose gradients are meant; None: all of this optimizer.
+            params: Parameters of the model, or masters that are kept whole, whose gradients are meant; None: all of
+                this optimizer.
 
         Raises:
             TypeError, ValueError: As :meth:`clip_master_grads`.

@@ -37,7 +37,7 @@ class Sweep:
         self.device = device
         self.stats = kernels.GradStats.allocate(rows, device)
         self.one = torch.ones((), dtype=torch.float32, device=device)
-        self._look, self._take, self._in_place = PointerTables(), PointerTables(), PointerTables()
+        self._look, self._take, self._take_own, self._in_place = (PointerTables() for _ in range(4))
         self._judge, self._judge_some, self._round = PointerTables(), PointerTables(), PointerTables()
         self._norm, self._scale = PointerTables(), PointerTables()
 
@@ -45,9 +45,15 @@ class Sweep:
         """What ``grads * inv_scale`` would be in FP32: flags and sums of squares. Writes no gradient."""
         kernels.multi_tensor_check(grads, inv_scale, self.stats, tables=self._look)
 
-    def take(self, grads: Entries, outs: Entries, inv_scale: Tensor, adds: bool | list[bool] = False) -> None:
-        """``outs = grads * inv_scale``, or added to, looked at on the way. ``outs`` may be ``grads``."""
-        tables = self._in_place if outs is grads else self._take
+    def take(
+        self, grads: Entries, outs: Entries, inv_scale: Tensor, adds: bool | list[bool] = False, own: bool = False
+    ) -> None:
+        """``outs = grads * inv_scale``, or added to, looked at on the way. ``outs`` may be ``grads``.
+
+        Args:
+            own: these are gradients of parameters that are their own masters, which come in turns with the others.
+        """
+        tables = self._in_place if outs is grads else self._take_own if own else self._take
         kernels.multi_tensor_unscale(grads, outs, inv_scale, self.stats, accumulate=adds, tables=tables)
 
     def write(self, grads: Entries, outs: Entries, inv_scale: Tensor, coefficient: Tensor) -> None:
@@ -313,7 +319,8 @@ class OwnGradients:
         """One pass over all of them."""
         sweep, taken = self._sweep, self._taken
         if taken.used:
-            sweep.take(taken.sources, taken.outs, self._inv_scale, taken.adds if any(taken.adds) else False)
+            adds = taken.adds if any(taken.adds) else False
+            sweep.take(taken.sources, taken.outs, self._inv_scale, adds, own=True)
         if self._narrow:
             rows = [row for row, _ in self._narrow]
             sweep.round(rows, [taken.outs[row] for row in rows], [out for _, out in self._narrow])
