@@ -14,7 +14,7 @@ from torch import Tensor
 from ..kernels import backends, counters
 from ..scaling import LossScaler
 from .diagnostics import describe
-from .gradients import FadedSight, Gradients, Sight
+from .gradients import NOTHING_LEFT, FadedSight, Gradients, Sight
 from .ranks import Ranks, Replicas
 
 
@@ -299,10 +299,7 @@ class Accumulation:
         """Positions with gradients that neither a backward of ours nor a step has seen."""
         if not counters.have_gradients(self.gradients.pairs.models):
             return []
-        grads = self.gradients.of_model()
-        if self.left_over is None:
-            return [i for i, grad in enumerate(grads) if grad is not None]
-        return self.left_over.others(grads)
+        return (self.left_over or NOTHING_LEFT).others(*counters.see(self.gradients.pairs.models))
 
     def is_strange(self, model: Tensor, master_grad: Tensor | None) -> bool:
         """Whether one parameter has such a gradient, or none while its master still has one; zeros ask for all."""
@@ -317,8 +314,7 @@ class Accumulation:
         """Whether there are such gradients, be it of parameters that other ranks step: then all ranks take part."""
         if self.strange():
             return True
-        left, elsewhere = self._left_elsewhere, counters.gradients(self.gradients.pairs.elsewhere)
-        return any(grad is not None for grad in elsewhere) if left is None else bool(left.others(elsewhere))
+        return bool((self._left_elsewhere or NOTHING_LEFT).others(*counters.see(self.gradients.pairs.elsewhere)))
 
     def _check_strange(self, positions: list[int], scale: float) -> None:
         pairs = self.gradients.pairs

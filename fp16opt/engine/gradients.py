@@ -104,20 +104,35 @@ class FadedSight:
         then = self._refs[position]() if self._kept is None else self._kept[position]
         return then is grad and self._versions[position] == version(grad)
 
-    def others(self, grads: list[Tensor | None]) -> list[int]:
-        """Positions of gradients, now ``grads``, that are not what was seen there, or were written since."""
-        kept = [ref() for ref in self._refs] if self._kept is None else self._kept
+    def others(self, grads: list[Tensor | None], versions: list[int] | None) -> list[int]:
+        """Positions of gradients that are not what was seen there, or were written since.
+
+        Args:
+            grads, versions: as they are now; as :func:`fp16opt.kernels.counters.see` gave them.
+        """
+        kept = map(_CALLED, self._refs) if self._kept is None else self._kept
         then = itertools.chain(zip(kept, self._versions, strict=True), itertools.repeat((None, -1)))
-        now = zip(grads, versions_of(grads), then, strict=False)
-        return [i for i, (g, v, (seen, was)) in enumerate(now) if g is not None and not (g is seen and v == was)]
+        now = zip(grads, versions_of(grads) if versions is None else versions, then, strict=False)
+        found = []
+        for position, (grad, counted, (seen, was)) in enumerate(now):
+            if grad is not None and not (grad is seen and counted == was):
+                found.append(position)
+        return found
 
     def had(self, position: int) -> bool:
         """Whether there was a gradient."""
         return position < len(self._versions) and self._versions[position] != -1
 
 
+_CALLED = operator.methodcaller("__call__")
+
+
 def _nothing() -> None:
     """In place of a weak reference to a gradient that is not there."""
+
+
+NOTHING_LEFT = FadedSight(Sight([], []))
+"""Where no step has left a gradient."""
 
 
 def versions_of(grads: list[Tensor | None]) -> list[int]:

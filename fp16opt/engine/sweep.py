@@ -675,9 +675,11 @@ class DeviceGradients:
         """Look at true gradients as they are now: somebody edited them."""
         values = self.true_ones(made)
         self.sweep.stats.reset()
-        self.live = {row for row, value in enumerate(values) if value is not None}
+        self.live = set()
+        for row, value in itertools.chain(enumerate(values), enumerate(self.waiting or ())):
+            if value is not None:
+                self.live.add(row)
         if self.waiting is not None:
-            self.live |= {row for row, value in enumerate(self.waiting) if value is not None}
             self.sweep.look(self.waiting, self.factors.inv_scale)
         self.sweep.judge(values, self._narrow)
         if self.flags is not None:  # a sum may be finite again; what went into it was judged with its scaler

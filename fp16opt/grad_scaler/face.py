@@ -78,9 +78,9 @@ class _Record:
         Args:
             told: Whom the optimizer blames, where it was ``driven``.
         """
-        checked = self.gradients.checked if skipped else []
-        self.skipped, self._told = skipped, told
-        self._blamed = [(places, sweep.stats.nonfinite.clone()) for places, sweep in checked]
+        self.skipped, self._told, self._blamed = skipped, told, []
+        for places, sweep in self.gradients.checked if skipped else ():
+            self._blamed.append((places, sweep.stats.nonfinite.clone()))
 
     def close_on_device(self, found_inf: Tensor, counted: Tensor) -> None:
         """Nobody has looked at a step: count it if it was skipped. No sync.
