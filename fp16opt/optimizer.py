@@ -355,7 +355,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """All but hooks, a scheduler's patch of ``step``, and gradients (torch copies parameters without theirs)."""
         self._model_writes.check_home("a copy or pickle")
-        self._close_driven()
+        self._count_driven()
         self._model_writes.see_masters()
         kept = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
         return {**kept, "_wrapped_extras": extras(self.optimizer), "_steps_counted": self.engine.steps_counted()}
@@ -810,19 +810,28 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             and all(scaler.max_consecutive_skips is None for scaler, _ in verdict.of)
         )
 
-    def _close(self, verdict: Verdict, skipped: bool | Tensor, used: Sight | None = None) -> None:
+    def _close(
+        self, verdict: Verdict, skipped: bool | Tensor, used: Sight | None = None, goes_on: bool = False
+    ) -> None:
         """The one end of every step: count, update the scalers (so that gradients met the scale of their backward).
 
         Args:
             used: The model's gradients that it was about, where others may be there by now.
+            goes_on: A GradScaler's iteration is to be counted before it is over: gradients stay as they are.
         """
+        if self._shared.counted and skipped is True:
+            self._end_driven(used)
+            return
         old = float(self.scaler.scale) if skipped is True else 0.0
         finite = are_finite(self._accumulation.losses) if skipped is True else None
         flags = [] if skipped is False else self._gradients.flags()
         skipped = self._outcome.close(verdict, skipped, flags, self._gradients.stats)
-        self._accumulation.finish(used)
-        if self._shared.handed is not None:
-            self._shared.forget()
+        if goes_on:
+            self._shared.counted = True
+        else:
+            self._accumulation.finish(used)
+            if self._shared.handed is not None:
+                self._shared.forget()
         if not self._accumulation.replicas.alone:
             self._accumulation.replicas.after_step(skipped, self._digest)
         if skipped is not False or self._outcome.log.calibrating:
@@ -882,9 +891,22 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._close_driven(is_logged)
 
     def _close_driven(self, is_logged: bool = False) -> None:
-        """Count the step that a GradScaler did not call because of what it found. Syncs where one drives."""
+        """End the step that a GradScaler did not call because of what it found. Syncs where one drives."""
         if not self.scaler.dynamic and self._under.serves(self.scaler):
-            self._close_left_out(self._under.left_out(self.scaler), is_logged)
+            if self._shared.counted:
+                self._end_driven(self._under.used())
+            else:
+                self._close_left_out(self._under.left_out(self.scaler), is_logged)
+
+    def _end_driven(self, used: Sight | None) -> None:
+        """The iteration is over whose skip was counted before."""
+        self._accumulation.finish(used)
+        self._shared.forget()
+
+    def _count_driven(self) -> None:
+        """Count it because somebody asks, be it in the midst of the iteration: what follows there changes nothing."""
+        if not self.scaler.dynamic and self._under.serves(self.scaler):
+            self._close_left_out(self._under.left_out(self.scaler), goes_on=True)
 
     def _close_renewed(self) -> None:
         """The same, where other gradients have come since."""
@@ -913,12 +935,12 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             warn_plain_backward(self._warned)
         return found
 
-    def _close_left_out(self, verdict: Verdict | None, is_logged: bool = False) -> None:
+    def _close_left_out(self, verdict: Verdict | None, is_logged: bool = False, goes_on: bool = False) -> None:
         if verdict is None:
             return
         self._outcome.log.elsewhere = is_logged
         try:
-            self._close(verdict, skipped=True, used=self._under.used())
+            self._close(verdict, skipped=True, used=self._under.used(), goes_on=goes_on)
         finally:
             self._outcome.log.elsewhere = None
 
@@ -931,7 +953,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
-        if self._accumulation.stage is not Stage.READY:
+        if self._accumulation.waits_for_step():
             raise RuntimeError(
                 "loss_scale was set between backward and step: gradients made with the old scale would be unscaled "
                 "wrongly. Set it after step() or zero_grad()."
@@ -984,7 +1006,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             >>> stats["loss_scale"], stats["skipped_steps"], stats["parameters_blamed"]
             (32768.0, 1, 1)
         """
-        self._close_driven()
+        self._count_driven()
         norm, factor = self._outcome.clipped or (float("nan"), float("nan"))
         found = self._outcome.numbers()
         untold = [one.to(self._device) for one in self._model_writes.untold()]
@@ -1004,7 +1026,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _look_back(self) -> None:
         """Somebody asks what became of steps: count and tell what was not yet. May sync."""
-        self._close_driven()
+        self._count_driven()
         self._model_writes.tell_if_due()
 
     def master_params(self) -> Iterator[Tensor]:

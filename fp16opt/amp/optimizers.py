@@ -155,14 +155,16 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
-    def _close(self, verdict: Verdict, skipped: bool | Tensor, used: Sight | None = None) -> None:
+    def _close(
+        self, verdict: Verdict, skipped: bool | Tensor, used: Sight | None = None, goes_on: bool = False
+    ) -> None:
         for scaler, found in verdict.of:
             if id(scaler) in self._delayed and isinstance(scaler, LossScaler):
                 scaler.settle(found)  # no scale_loss of this step came to it
         self._delayed.clear()
         if skipped is True and isinstance(self._outcome.log, AmpLog):
             self._outcome.log.blamed = [id(scaler) for scaler, found in verdict.of if bool(found)]
-        super()._close(verdict, skipped, used)
+        super()._close(verdict, skipped, used, goes_on)
         self.__dict__["_opt_called"] = True  # what LR schedulers look for
         if self.amp.function_casts:
             _amp_state.casts.clear_cache()

@@ -218,10 +218,7 @@ class Accumulation:
         if self.interrupted:
             self.check_complete()
         pending = self.pending
-        if self.stage is not Stage.READY and not self.gradients.any_there():
-            self.forget()  # somebody has cleared them: an abandoned batch
-            pending = None
-        if pending is None or self.stage is Stage.READY:
+        if pending is None or self.stage is Stage.READY or not self.waits_for_step():
             pending = self._enter_from_ready(scaler)
         else:
             self._check_moved()
@@ -235,11 +232,17 @@ class Accumulation:
                 )
         if self.gradients.pairs.has_own:
             self.gradients.set_aside(self.replicas.keeps)
-        self.gradients.made, self.gradients.sight = False, None
+        self.gradients.renew()
         self.backwards += 1
         pending.foreign = False
         self.pending, self.stage, self._arrived = pending, Stage.SCALED, False
         return pending
+
+    def waits_for_step(self) -> bool:
+        """Whether gradients do. READY where somebody has cleared them, in whatever way: an abandoned batch."""
+        if self.stage is not Stage.READY and not self.gradients.any_there():
+            self.forget()
+        return self.stage is not Stage.READY
 
     def forget(self) -> None:
         """READY; what was found counts for nothing, and nothing is known of what is in the model."""
@@ -264,10 +267,13 @@ class Accumulation:
 
     def _change_scale(self, scaler: LossScaler, pending: Pending) -> Pending:
         if self.stage is Stage.SCALED:
-            if not self.gradients.summing and (self._arrived or self.gradients.made):
-                self.gradients.judge()  # those that are true already: the pass over the others won't look at them
-                self._take_verdict(pending)
+            unseen = not self.gradients.summing and (self.gradients.made or self.gradients.pairs.has_own)
+            if not self.gradients.summing:
+                self._verdicts.pop(id(pending.scaler), None)  # it was on fewer gradients, or on some that are gone
             self._sum_up(pending)
+            if unseen:  # those that were true already: the pass over the others did not look at them
+                self.gradients.judge()
+                self._take_verdict(pending)
         else:
             self._start_summing()
         return Pending.capture(scaler)
@@ -408,7 +414,7 @@ class Accumulation:
         if self.gradients.summing and self.stage is not Stage.SCALED:
             return
         shares = self._are_shared()
-        self.gradients.made, self.gradients.sight = False, None
+        self.gradients.renew()
         self._edited = []  # no edit is left that a further backward could lose
         self._bring(self.pending, write=True, hands_over=shares)
 
@@ -421,7 +427,7 @@ class Accumulation:
         if self.interrupted:
             return
         if self.gradients.made:
-            if self.pending is not None and not self.pending.foreign:
+            if self.pending is not None and not (self.pending.foreign and self.gradients.shared.handed is not None):
                 self.gradients.drop_gone(model)
         elif self.stage is Stage.READY and self._are_zeros:
             self.gradients.bring(torch.ones((), dtype=torch.float32, device=self.device), write=True)
@@ -491,7 +497,7 @@ class Accumulation:
             self._refuse_writes([pairs.all[i].name for i in written], unread or gradients.summing)
         if unread:
             if others and not edited:
-                gradients.made, gradients.sight = False, None  # to be made again, of what is there now
+                gradients.renew()  # to be made again, of what is there now
             elif gradients.made:
                 if gone and not gradients.summing:
                     gradients.drop(gone)

@@ -154,6 +154,7 @@ class SharedGradients:
         handed: the model's gradients as they were then, by pair; None where a step has used them, or there are none.
         shown: whether a GradScaler may have decided on them: ours has unscaled them, or ``param_groups``, where torch's
             finds them, were read since they came.
+        counted: whether the skip that they led to is, because somebody asked before the iteration was over.
         positions: pairs whose model and master share one; None: the GradScaler was handed none in FP32. The engine
             writes both; where they differ, the user has given the model another.
     """
@@ -161,7 +162,7 @@ class SharedGradients:
     def __init__(self, pairs: Pairs) -> None:
         self.pairs = pairs
         self.handed: Sight | None = None
-        self.shown = False
+        self.shown = self.counted = False
         self.positions: set[int] | None = None
 
     def share(self) -> None:
@@ -262,7 +263,7 @@ class SharedGradients:
 
     def forget(self) -> None:
         """What was handed over is used, or gone."""
-        self.handed, self.shown = None, False
+        self.handed, self.shown, self.counted = None, False, False
 
 
 # -- all of them -------------------------------------------------------------------------------------------------------
@@ -371,6 +372,12 @@ class Gradients:
         return [self._apart_positions[i] for i in made.moved(counters.gradients(self._apart))]
 
     # -- before and after a backward ---------------------------------------------------------------------------------
+
+    def renew(self) -> None:
+        """Others are about to come, or these are to be taken as they are now: what was found or clipped is undone."""
+        self.made, self.sight = False, None
+        for each in self._each:
+            each.waiting = None
 
     def set_aside(self, keep: bool = False) -> None:
         """Take true gradients from parameters that are their own masters, to be added back when the next are true.

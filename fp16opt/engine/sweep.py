@@ -711,6 +711,8 @@ class DeviceGradients:
 
     def start_summing(self, made: bool) -> None:
         """What masters hold, if it was ``made``, is what the next ones are added to; 16-bit gradients are freed."""
+        if not made and self.live:  # what was found was in gradients that come again, or are gone
+            self._begin()
         self.flags = self.sweep.stats.nonfinite.clone()
         self.summed = self.live - set(self.group.own) if made else set()
         if made:

@@ -124,8 +124,11 @@ class UnderGradScaler:
         return left_out
 
     def left_out(self, scaler: LossScaler) -> Verdict | None:
-        """Whether a step was never called because gradients were not finite: the verdict on them. Syncs."""
-        if not self.shared.shown:
+        """Whether a step was never called because gradients were not finite: the verdict on them. Syncs.
+
+        None where that was counted, too.
+        """
+        if not self.shared.shown or self.shared.counted:
             return None  # the GradScaler may not have come yet: somebody has only read the masters' gradients
         stage = self.accumulation.stage
         if self.shared.handed is None or self.evaluates or self.accumulation.interrupted:
