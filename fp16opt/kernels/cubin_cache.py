@@ -89,12 +89,15 @@ def _read(path: Path, name: str, directory: int) -> Cubins:
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
     except OSError as error:
         raise CacheError(f"{path / name} can't be opened: {error.strerror}") from None
-    with open(descriptor, "rb") as file:
+    try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise CacheError(f"{path / name} is no file")
         _check_owner(str(path / name), found)
-        content = file.read()
+        with open(descriptor, "rb", closefd=False) as file:
+            content = file.read()
+    finally:
+        os.close(descriptor)
     checksum, rest = content[:_CHECKSUM], content[_CHECKSUM:]
     line, _, blobs = rest.partition(b"\n")
     try:

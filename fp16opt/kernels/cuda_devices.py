@@ -100,7 +100,12 @@ class _Code:
         return self.cubins.code[name]
 
     def _compiled(self, there: dict[str, bytes], names: Iterable[str]) -> Cubins:
-        made = compile_kernels(find([self._cuda[0]]), self._capability, names)
+        try:
+            made = compile_kernels(find([self._cuda[0]]), self._capability, names)
+        except NvrtcError as error:
+            if not there:
+                raise  # torch operations will serve
+            raise NvrtcError(f"the kernels in the cache are without {', '.join(names)}: {error}") from None
         cubins = Cubins(made.arch, made.version, there | made.code)
         try:
             if self._can_store:

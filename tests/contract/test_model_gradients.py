@@ -279,7 +279,7 @@ def test_an_overflow_that_comes_past_the_counter_before_the_first_look_skips(
 
 
 @every_mode_that_keeps_gradients
-@pytest.mark.parametrize(("edit", "scale"), zip(SHOWN, SCALES, strict=True))
+@pytest.mark.parametrize(("edit", "scale"), list(zip(SHOWN, SCALES, strict=True)))
 @pytest.mark.parametrize("look", ["clip", "small clip", "update"])
 @pytest.mark.parametrize("call", ["backward", "clip_master_grads", "step"])
 def test_after_a_look_a_shown_write_is_refused_at_any_scale(

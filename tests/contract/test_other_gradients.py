@@ -29,7 +29,7 @@ from contract.worlds import (
     times,
     values,
 )
-from fp16opt import MixedPrecisionOptimizer
+from fp16opt import MixedPrecisionOptimizer, StaticLossScaler
 
 WHAT_TO_CALL = r"update_master_grads|opt\.backward|backward\(loss|scale_loss|zero_grad"
 
@@ -114,6 +114,75 @@ def test_a_gradient_that_is_dropped_after_a_clip_leaves_the_others_clipped(mode:
     grads = instead(oracle.clipped(grads, norm, 2.0), 0, None)
     world.expect_norm(world.opt.clip_master_grads(1e6), grads)
     world.expect_step(grads)
+
+
+@every_mode
+@every_scale
+def test_the_scale_may_be_set_after_all_gradients_were_dropped(mode: Mode, scale: str) -> None:
+    """An abandoned batch, as whatever cleared it."""
+    world = World(mode, scale)
+    world.backward(values(0.5, 1.0, -0.5))
+    if not mode.folds:
+        world.model_zero_grad()
+        world.opt.loss_scale = 32.0
+        world.reference.scale.value = 32.0
+        world.backward(values(0.5, 1.0, -0.5))
+        world.expect_step(values(0.5, 1.0, -0.5))
+    else:  # sums in FP32 are of masters alone
+        with pytest.raises(RuntimeError, match="loss_scale was set between backward and step"):
+            world.opt.loss_scale = 32.0
+
+
+# -- a second scaler -----------------------------------------------------------------------------------------------
+
+
+@by([mode for mode in ALL if mode.is_mixed])
+@pytest.mark.parametrize("how", ["backward", "waiting"])
+def test_an_overflow_of_fp32_gradients_skips_though_a_second_scaler_joins(mode: Mode, how: str) -> None:
+    """They were true, and unseen, when the others began to be summed up."""
+    world = World(mode)
+    grads = values(0.5, 1.0, -0.5)
+    world.backward(instead(grads, world.own(), torch.full_like(grads[world.own()], INF)))
+    world.leave(how, grads)
+    world.backward(grads, scaler=StaticLossScaler(4.0))
+    world.expect_skip()
+    world.opt.zero_grad()
+    world.backward(grads)
+    world.expect_step(grads)
+
+
+@by([mode for mode in KEEPS if not mode.is_mixed])
+@pytest.mark.parametrize("limit", [1e9, 0.5])
+def test_what_was_clipped_before_a_further_backward_is_summed_as_it_came(mode: Mode, limit: float) -> None:
+    """Whatever the clip found of gradients that were fewer then."""
+    world = World(mode)
+    grads = values(0.5, 1.0, -0.5)
+    world.backward(instead(grads, 1, None))
+    world.opt.clip_master_grads(limit)
+    world.backward(grads)
+    world.backward(instead(grads, 1, None), scaler=StaticLossScaler(4.0))
+    world.expect_step(plus(instead(grads, 1, None), grads, instead(grads, 1, None)))
+
+
+@every_mode_that_keeps_gradients
+@pytest.mark.parametrize("value", [8.0, NAN])
+@pytest.mark.parametrize("look", ["nothing", "read", "clip"])
+def test_a_dropped_gradient_is_gone_though_a_second_scaler_joins(mode: Mode, look: str, value: float) -> None:
+    world = World(mode)
+    grads = values(0.5, 1.0, -0.5)
+    world.backward(instead(grads, 0, torch.full_like(grads[0], value)))
+    if look == "read":
+        assert all(master.grad is not None for master in world.masters)
+    if look == "clip":
+        world.opt.clip_master_grads(1e9)
+    world.params[0].grad = None
+    world.backward(instead(grads, 0, None), scaler=StaticLossScaler(4.0))
+    summed = plus(instead(grads, 0, None), instead(grads, 0, None))
+    world.expect_norm(world.opt.clip_master_grads(1e9), summed)
+    world.expect_step(summed)
+
+
+# -- abandoned -----------------------------------------------------------------------------------------------------
 
 
 @every_scale

@@ -118,6 +118,39 @@ def test_a_question_before_the_grad_scaler_has_come_counts_nothing(cls: Any, mod
 
 @SCALERS
 @every_mode
+@pytest.mark.parametrize("ask", ["stats", "skipped_steps", "deepcopy"])
+@pytest.mark.parametrize("then", ["clip of the model", "clip of masters", "mended"])
+def test_a_question_after_unscaling_counts_the_skip_once_and_ends_nothing(
+    cls: Any, mode: Mode, ask: str, then: str
+) -> None:
+    """A logger that asks in the midst of the iteration changes nothing of what follows in it, nor of the next."""
+    world = Driven(mode, cls)
+    world.drive(GRADS)
+    world.expect_stepped(GRADS)
+    CLEARS["model.zero_grad"](world)
+    world.grad_scaler.scale(world.loss(instead(GRADS, 0, torch.full((4,), INF)))).backward()
+    world.grad_scaler.unscale_(world.opt)
+    assert world.opt.stats()["skipped_steps"] == 1 if ask == "stats" else ASKS[ask](world)
+    if then == "mended":
+        world.params[0].grad.nan_to_num_(0.0, 0.0, 0.0)
+        world.opt.clip_master_grads(1e6)
+    else:
+        clip_grad_norm_(world.params if then == "clip of the model" else world.masters, 1.0)
+    world.grad_scaler.step(world.opt)
+    assert world.opt.param_groups
+    world.grad_scaler.update()
+    world.expect_skipped()
+    for clear in ("model.zero_grad", "opt.zero_grad"):
+        CLEARS[clear](world)
+        world.drive(GRADS)
+        world.expect_stepped(GRADS)
+    CLEARS["model.zero_grad"](world)
+    world.drive(instead(GRADS, 0, torch.full((4,), INF)))
+    world.expect_skipped()
+
+
+@SCALERS
+@every_mode
 @UNSCALES
 @pytest.mark.parametrize("clear", CLEARS)
 def test_a_skip_is_counted_when_the_next_gradients_come(cls: Any, mode: Mode, unscales: bool, clear: str) -> None:

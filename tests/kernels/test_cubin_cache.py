@@ -121,7 +121,7 @@ def test_what_others_can_write_is_not_used(folder: Path, mode: int) -> None:
         cubin_cache.store(DIGEST, 90, SET)
 
 
-def test_links_and_pipes_are_not_followed(folder: Path, tmp_path: Path) -> None:
+def test_links_pipes_and_folders_are_no_files(folder: Path, tmp_path: Path) -> None:
     path = cubin_cache.store(DIGEST, 90, SET)
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
@@ -130,6 +130,9 @@ def test_links_and_pipes_are_not_followed(folder: Path, tmp_path: Path) -> None:
     assert said == f"{path} can't be opened: Too many levels of symbolic links"
     path.unlink()
     os.mkfifo(path, 0o600)
+    assert load() == (None, [f"{path} is no file"])
+    path.unlink()
+    path.mkdir(0o700)
     assert load() == (None, [f"{path} is no file"])
 
 

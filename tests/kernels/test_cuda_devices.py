@@ -21,7 +21,7 @@ import torch
 from step_cases import assert_same_results, random_case
 
 from fp16opt import __main__ as command
-from fp16opt import kernels
+from fp16opt import MixedPrecisionOptimizer, kernels
 from fp16opt.kernels import (
     PointerTables,
     backends,
@@ -347,6 +347,25 @@ def test_code_from_the_disk_that_the_driver_refuses_is_compiled_again(
     found, _ = cubin_cache.load(cuda_rows.digest(), 90, (14, 3))
     assert found is not None
     assert set(found.code) == set(FIRST), "none of the old code is left"
+
+
+def test_a_kernel_that_is_not_on_disk_where_nvrtc_has_gone_since(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is on disk serves; what is not there is refused, and says what mends it."""
+    assert kernels.backend("cuda:0") == "cuda"
+    monkeypatch.setattr(cuda_devices, "find", nvrtc.find)  # of another CUDA than the pretended one
+    monkeypatch.setattr(cuda_devices, "_known", cuda_devices._Known())
+    cards.serve_host_tensors(monkeypatch)
+    param = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
+    opt = MixedPrecisionOptimizer(torch.optim.SGD([param], lr=0.5), loss_scale=4.0)
+    opt.backward(param.float().sum())
+    words = (
+        r"^the kernels in the cache are without sgd: libnvrtc.so.14, the compiler that torch's CUDA wheels bring, was"
+    )
+    for _ in range(2):
+        with pytest.raises(nvrtc.NvrtcError, match=words):
+            opt.step()
+        assert param.grad is not None
+        assert param.tolist() == [1.0] * 4
 
 
 def test_a_part_of_the_first_kernels_on_disk_is_made_whole(driver: Any) -> None:
