@@ -20,8 +20,8 @@ import pytest
 import torch
 from step_cases import assert_same_results, random_case
 
-from fp16opt import __main__ as command
 from fp16opt import MixedPrecisionOptimizer, kernels
+from fp16opt import __main__ as command
 from fp16opt.kernels import (
     PointerTables,
     backends,
