@@ -153,26 +153,36 @@ def modes() -> dict[str, Maker]:
 
 
 def crossings() -> dict[str, Maker]:
-    """Whatever goes together of masters, sums, dtypes, state and scale: of these only the longest walks are shown."""
+    """Whatever goes together of masters, sums, dtypes, state and driver: of these only the longest walks are shown."""
     found: dict[str, Maker] = {}
-    for fused_step, masters, sums, dtypes, state, scaler in itertools.product(
+    drivers: dict[str, type[torch.amp.GradScaler]] = {
+        "torch's GradScaler": torch.amp.GradScaler,
+        "our GradScaler": fp16opt.GradScaler,
+    }
+    for fused_step, masters, sums, dtypes, state, how in itertools.product(
         (False, "auto"),
         ("full", "split", "split24", "none"),
         ("model", "fp32"),
         ((HALF,), (HALF, SINGLE), (HALF, torch.bfloat16, SINGLE)),
         ("fp32", "8bit"),
-        (None, dynamic),
+        ("one", "static", "dynamic", "closure", *drivers),
     ):
+        if how in drivers and (masters == "none" or sums == "fp32"):
+            continue  # GradScalers refuse 16-bit gradients without masters, and sum none up in FP32
         options = {
             "fused_step": fused_step,
             "master_weights": masters,
             "grad_accumulation": sums,
             "optimizer_state": state,
         }
-        name = ", ".join(map(str, (*options.values(), *dtypes, "dynamic" if scaler else "static")))
+        name = ", ".join(map(str, (*options.values(), *dtypes, how)))
 
-        def make(n: int, dtypes: Any = dtypes, options: Any = options, scaler: Any = scaler) -> Wrapped:
-            return Wrapped(n, dtypes, scaler=scaler and scaler(), **options)
+        def make(n: int, dtypes: Any = dtypes, options: Any = options, how: str = how) -> Wrapped:
+            if how in drivers:
+                return Driven(n, drivers[how]("cpu", init_scale=SCALE), False, dtypes=dtypes, **options)
+            if how in ("one", "static"):
+                return Wrapped(n, dtypes, loss_scale=1.0 if how == "one" else SCALE, **options)
+            return Wrapped(n, dtypes, how == "closure", scaler=dynamic(), **options)
 
         try:
             make(1)

@@ -48,13 +48,13 @@ from .engine.streamed_step import Certified, StreamedStep
 from .engine.under_grad_scaler import CAN_SHARE, UnderGradScaler
 from .engine.wrapped_step import (
     HOOKS,
+    STEP_HOOKS_OF_ALL,
     StepFailed,
     Stepper,
     WrappedStep,
     extras,
-    has_step_hooks,
     make_hook_tables,
-    post_hooks,
+    own_step_hooks,
     remake_first_state,
 )
 from .kernels import backends
@@ -102,10 +102,11 @@ def between_hooks(step: Method) -> Method:
 
     @functools.wraps(step)
     def call(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if has_step_hooks(self) or torch.autograd.profiler._is_profiler_enabled:
+        if any((*own_step_hooks(self), *STEP_HOOKS_OF_ALL)) or torch.autograd.profiler._is_profiler_enabled:
             return framed(self, *args, **kwargs)
         returned = (inner if torch.is_inference_mode_enabled() else step)(self, *args, **kwargs)
-        for hook in post_hooks(self):  # they have come meanwhile: torch, too, asks for them when the step is done
+        _, of_this, _, of_all = *own_step_hooks(self), *STEP_HOOKS_OF_ALL
+        for hook in (*of_this.values(), *of_all.values()):  # come meanwhile: torch, too, asks when the step is done
             hook(self, (self, *args), kwargs)
         return returned
 

@@ -146,11 +146,6 @@ class _Call:
                     entries[row] = value
         self.columns.update(columns)
 
-    def rest(self) -> None:
-        """Let go of gradients and state."""
-        for name in ("grads", *self.names):
-            self.columns[name] = []
-
 
 _FIXED = (bool, int, float, str, type(None))
 
@@ -202,8 +197,8 @@ class OnePassStep:
         row: Of the optimizer's class.
         optimizer: The wrapped optimizer. Its state is used and filled.
         form: What that state is made of.
-        number: Gives the number of the step that is being taken, by which what is kept in 8 bits is rounded.
         needed_by: The argument that leaves no other way to step, as one writes it; "" where ``fallback`` may step.
+        number: Gives the number of the step that is being taken, by which what is kept in 8 bits is rounded.
         fallback: A wrapped or a streamed step.
         trials: What is known of classes that are not torch's.
     """
@@ -287,7 +282,12 @@ class OnePassStep:
                 does not go with. Nothing has been done.
         """
         if self.needed_by:
-            self._check_not_captured()
+            for group in self.pairs.devices:
+                if captures(group.device):
+                    raise RuntimeError(
+                        f"a step with {self.needed_by} can't be captured into a CUDA graph: the host decides whether "
+                        "it is skipped, and by which number it rounds. Step outside of the graph."
+                    )
         reason = self._last_reason = self.reason()
         if reason:
             if self.needed_by:
@@ -302,14 +302,6 @@ class OnePassStep:
         if self.wanted is True or self._served:
             self._warned = True
             warn("the wrapped optimizer steps itself from here on, and not in one pass: %s.", reason)
-
-    def _check_not_captured(self) -> None:
-        for group in self.pairs.devices:
-            if captures(group.device):
-                raise RuntimeError(
-                    f"a step with {self.needed_by} can't be captured into a CUDA graph: the host decides whether it is "
-                    "skipped, and by which number it rounds. Step outside of the graph."
-                )
 
     def _refuse(self, reason: str) -> None:
         raise RuntimeError(
@@ -432,7 +424,8 @@ class OnePassStep:
                 for row in call.rows:
                     master = self.pairs.all[group.positions[row]].master
                     self.optimizer.state[master][name] = call.columns[name][row]
-        call.rest()
+        for name in ("grads", *call.names):  # nothing is kept alive
+            call.columns[name] = []
 
     # -- plans -------------------------------------------------------------------------------------------------------
 

@@ -97,18 +97,15 @@ class Outcome:
 
         Replays of a CUDA graph are not among them.
         """
-        return max(0, self._taken_before + self.steps - self._left_out())
+        return self.number() - 1
 
     @steps_taken.setter
     def steps_taken(self, count: int) -> None:
-        self._taken_before = count - (self.steps - self._left_out())
-
-    def _left_out(self) -> int:
-        return self._skipped_since() if self.all_or_nothing else 0
+        self._taken_before = count - (self.steps - self.all_or_nothing * self._skipped_since())
 
     def number(self) -> int:
-        """Of the step that is being taken, from 1."""
-        return self.steps_taken + 1
+        """Of the step that is being taken, or comes next, from 1."""
+        return max(0, self._taken_before + self.steps - self.all_or_nothing * self._skipped_since()) + 1
 
     def nothing(self) -> None:
         """``step`` was called and there was nothing to step. No sync."""

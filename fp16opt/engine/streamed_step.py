@@ -94,6 +94,7 @@ class Bucket:
         rests: What their masters keep beside the weights.
         offsets: Where each of ``split`` begins in the bucket's memory, in elements.
         rows: Those of ``split`` in the statistics of their device.
+        cast: Statistics of ``split`` alone.
         models, members: Of ``split``.
         stepped: All that the optimizer is shown.
     """
@@ -109,11 +110,13 @@ class Bucket:
     join_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
     unscale_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
     split_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
+    cast: kernels.CastStats = field(init=False)
     models: list[Tensor] = field(init=False)
     members: list[Tensor] = field(init=False)
     stepped: list[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.cast = kernels.CastStats.allocate(len(self.split), self.device)
         self.models = [pair.model for pair in self.split]
         self.members = [pair.master for pair in self.split]
         self.stepped = self.members + [pair.master for pair in self.own]
@@ -236,7 +239,7 @@ class StreamedStep:
         found: dict[int, _Gradient] = {}
         for group in self.pairs.devices:
             grads = self.gradients.to_step(group)
-            nothing: list[Tensor | None] = [None] * len(group)
+            nothing: list[Tensor | None] = [None] * len(group.positions)
             each = zip(group.positions, grads.waiting or nothing, grads.true or nothing, strict=True)
             for position, waits, true in each:
                 if waits is not None or true is not None:
@@ -277,9 +280,8 @@ class StreamedStep:
         with _filled(members, values, mine):
             parts.run(bucket.group, bucket.stepped, self._step_part)
         if bucket.split:
-            found = kernels.CastStats.allocate(len(models), bucket.device)
-            kernels.multi_tensor_split(values, models, bucket.rests, found, tables=bucket.split_tables)
-            bucket.split[0].device.cast.overflow[bucket.rows] = found.overflow
+            kernels.multi_tensor_split(values, models, bucket.rests, bucket.cast, tables=bucket.split_tables)
+            bucket.split[0].device.cast.overflow[bucket.rows] = bucket.cast.overflow
 
     def _step_part(self) -> None:
         with contextlib.ExitStack() as around:

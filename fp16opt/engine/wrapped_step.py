@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -77,19 +78,10 @@ class Stepper(Protocol):
         """For the wrapper's repr."""
 
 
-def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether somebody is to be called around its steps."""
-    return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
-    )
-
-
-def post_hooks(optimizer: Optimizer) -> tuple[Callable[..., None], ...]:
-    """Whom torch calls after a step, in its order."""
-    return (*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values())
+own_step_hooks = operator.attrgetter("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Whom torch calls before, and after, an optimizer's steps: two tables."""
+STEP_HOOKS_OF_ALL = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+"""The same for those of every optimizer."""
 
 
 def run_hooks(optimizer: Optimizer, work: Callable[..., None], *given: object) -> None:
@@ -111,7 +103,7 @@ def run_hooks(optimizer: Optimizer, work: Callable[..., None], *given: object) -
 
     optimizer._opt_called = True  # type: ignore[attr-defined]  # as a scheduler's patch of step would set it
     try:
-        if has_step_hooks(optimizer):
+        if any((*own_step_hooks(optimizer), *STEP_HOOKS_OF_ALL)):
             with read_anew():
                 Optimizer.profile_hook_step(run)(optimizer)
         else:
@@ -165,8 +157,9 @@ class WrappedStep:
         """See :class:`Stepper`."""
         self.gradients.write()
         before = self._versions()
+        ordinary = self.classes.plain() if self.classes.adopted else contextlib.nullcontext()
         try:
-            with self.classes.plain():
+            with ordinary:
                 loss = run_step(self.optimizer, found_inf, closure)
         except StepFailed as failed:
             failed.completed = failed.completed or self._versions() != before
@@ -188,7 +181,8 @@ class WrappedStep:
             self.pairs.take_pieces()
         with torch.no_grad():
             for group in self.pairs.devices:
-                self.masters.round_down(group)
+                if group.copied:
+                    self.masters.round_down(group)
 
     def _versions(self) -> list[int]:
         """Version counters of those masters whose steps are counted: torch's fused steps leave them as they are."""
@@ -203,7 +197,7 @@ def run_step(optimizer: Optimizer, found_inf: Tensor | None, closure: Callable[[
     """
     completed: list[bool] = []
     with contextlib.ExitStack() as around:
-        if has_step_hooks(optimizer):  # else what is raised was raised by the step
+        if any((*own_step_hooks(optimizer), *STEP_HOOKS_OF_ALL)):  # else what is raised was raised by the step
             around.enter_context(_first_post_hook(optimizer, lambda *_: completed.append(True)))
         around.enter_context(read_anew())
         if isinstance(optimizer, torch.optim.SGD):
