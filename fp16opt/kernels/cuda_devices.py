@@ -19,7 +19,7 @@ from . import cubin_cache
 from .cubin_cache import CacheError, Cubins
 from .cuda_driver import Card, Driver, DriverError
 from .cuda_rows import FIRST, KERNELS, OPTIONS, digest, source_of
-from .nvrtc import Nvrtc, NvrtcError, find
+from .nvrtc import Nvrtc, NvrtcError, find, lies_in_a_folder
 
 logger = logging.getLogger("fp16opt")
 
@@ -100,12 +100,7 @@ class _Code:
         return self.cubins.code[name]
 
     def _compiled(self, there: dict[str, bytes], names: Iterable[str]) -> Cubins:
-        try:
-            made = compile_kernels(find([self._cuda[0]]), self._capability, names)
-        except NvrtcError as error:
-            if not there:
-                raise  # torch operations will serve
-            raise NvrtcError(f"the kernels in the cache are without {', '.join(names)}: {error}") from None
+        made = compile_kernels(find([self._cuda[0]]), self._capability, names)
         cubins = Cubins(made.arch, made.version, there | made.code)
         try:
             if self._can_store:
@@ -137,6 +132,8 @@ def _load(index: int, cuda: tuple[int, int]) -> Served:
     stored, complaints = cubin_cache.load(digest(), capability, cuda)
     for complaint in complaints:
         logger.warning("compiled CUDA kernels are not taken from the disk: %s", complaint)
+    if stored is not None and len(stored.code) < len(KERNELS) and not lies_in_a_folder(cuda[0]):
+        find([cuda[0]])  # it will be needed in the midst of a training
     for cubins in (None,) if stored is None else (stored, None):
         code = _Code(capability, cuda, cubins)
         try:

@@ -143,6 +143,11 @@ def _places(major: int) -> Iterator[str]:
     yield soname(major)
 
 
+def lies_in_a_folder(major: int) -> bool:
+    """Whether a wheel, torch or CUDA_HOME has the library of a release. Opens nothing."""
+    return any(map(os.path.exists, _places(major)))
+
+
 def find(majors: Sequence[int]) -> Nvrtc:
     """The NVRTC that torch has loaded, else that of a wheel, of torch's folder, of CUDA_HOME, or of the system.
 
