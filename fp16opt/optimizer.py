@@ -889,15 +889,15 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         Args:
             is_logged: Whether the GradScaler logs it.
         """
-        self._close_driven(is_logged)
+        self._close_driven(is_logged, used=Sight(self._gradients.of_model()))  # edits since unscale_ count among them
 
-    def _close_driven(self, is_logged: bool = False) -> None:
+    def _close_driven(self, is_logged: bool = False, used: Sight | None = None) -> None:
         """End the step that a GradScaler did not call because of what it found. Syncs where one drives."""
         if not self.scaler.dynamic and self._under.serves(self.scaler):
             if self._shared.counted:
-                self._end_driven(self._under.used())
+                self._end_driven(used or self._under.used())
             else:
-                self._close_left_out(self._under.left_out(self.scaler), is_logged)
+                self._close_left_out(self._under.left_out(self.scaler), is_logged, used)
 
     def _end_driven(self, used: Sight | None) -> None:
         """The iteration is over whose skip was counted before."""
@@ -936,12 +936,14 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             warn_plain_backward(self._warned)
         return found
 
-    def _close_left_out(self, verdict: Verdict | None, is_logged: bool = False, goes_on: bool = False) -> None:
+    def _close_left_out(
+        self, verdict: Verdict | None, is_logged: bool = False, used: Sight | None = None, goes_on: bool = False
+    ) -> None:
         if verdict is None:
             return
         self._outcome.log.elsewhere = is_logged
         try:
-            self._close(verdict, skipped=True, used=self._under.used(), goes_on=goes_on)
+            self._close(verdict, skipped=True, used=used or self._under.used(), goes_on=goes_on)
         finally:
             self._outcome.log.elsewhere = None
 

@@ -151,6 +151,26 @@ def test_a_question_after_unscaling_counts_the_skip_once_and_ends_nothing(
 
 @SCALERS
 @every_mode
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_gradient_given_before_a_skip_is_of_the_step_that_is_skipped(cls: Any, mode: Mode, which: int) -> None:
+    """Not the next one's, whoever reads ``param_groups`` after it."""
+    world = Driven(mode, cls)
+    for _ in range(2):
+        CLEARS["model.zero_grad"](world)
+        world.grad_scaler.scale(world.loss(instead(GRADS, 2, torch.full((5,), INF)))).backward()
+        world.grad_scaler.unscale_(world.opt)
+        world.masters[which].grad = torch.ones_like(world.masters[which])
+        world.grad_scaler.step(world.opt)
+        assert world.opt.param_groups
+        world.grad_scaler.update()
+        world.expect_skipped()
+    CLEARS["opt.zero_grad"](world)
+    world.drive(GRADS)
+    world.expect_stepped(GRADS)
+
+
+@SCALERS
+@every_mode
 @UNSCALES
 @pytest.mark.parametrize("clear", CLEARS)
 def test_a_skip_is_counted_when_the_next_gradients_come(cls: Any, mode: Mode, unscales: bool, clear: str) -> None:
