@@ -820,7 +820,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             used: The model's gradients that it was about, where others may be there by now.
             goes_on: A GradScaler's iteration is to be counted before it is over: gradients stay as they are.
         """
-        if self._shared.counted and skipped is True:
+        if self._shared.counted and bool(skipped):
             self._end_driven(used)
             return
         old = float(self.scaler.scale) if skipped is True else 0.0

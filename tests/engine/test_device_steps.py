@@ -251,3 +251,27 @@ def test_counts_and_masters_stay_where_they_are(emulated_cuda: ModuleType, monke
     opt.loss_scale = 64.0
     assert places() == before
     assert opt.skipped_steps == 3
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="from torch 2.10 on")
+@pytest.mark.parametrize("fused_step", ["auto", False])
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_skip_that_was_asked_for_before_the_device_decides_it_is_counted_once(
+    emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch, asks: bool, fused_step: bool | str
+) -> None:
+    """By torch's protocol for steps that skip on the device."""
+    pretended.pretend(emulated_cuda, monkeypatch)
+    param = Parameter(torch.zeros(4, dtype=torch.float16))
+    opt = MixedPrecisionOptimizer(torch.optim.AdamW([param], lr=0.5, fused=True), fused_step=fused_step)
+    opt._step_supports_amp_scaling = True
+    grad_scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for factor in (1.0, float("inf"), 1.0):
+        opt.zero_grad()
+        grad_scaler.scale((param.float() * factor).sum()).backward()
+        grad_scaler.unscale_(opt)
+        if asks:
+            opt.stats()
+        grad_scaler.step(opt)
+        grad_scaler.update()
+    assert opt.skipped_steps == 1
+    assert opt.stats()["steps"] == 3
