@@ -820,7 +820,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             used: The model's gradients that it was about, where others may be there by now.
             goes_on: A GradScaler's iteration is to be counted before it is over: gradients stay as they are.
         """
-        if self._shared.counted and bool(skipped):
+        if self._shared.counted is not None and bool(skipped):
             self._end_driven(used)
             return
         old = float(self.scaler.scale) if skipped is True else 0.0
@@ -828,7 +828,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         flags = [] if skipped is False else self._gradients.flags()
         skipped = self._outcome.close(verdict, skipped, flags, self._gradients.stats)
         if goes_on:
-            self._shared.counted = True
+            self._shared.count()
         else:
             self._accumulation.finish(used)
             if self._shared.handed is not None:
@@ -894,7 +894,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def _close_driven(self, is_logged: bool = False, used: Sight | None = None) -> None:
         """End the step that a GradScaler did not call because of what it found. Syncs where one drives."""
         if not self.scaler.dynamic and self._under.serves(self.scaler):
-            if self._shared.counted:
+            if self._shared.counted is not None:
+                self._end_if_over()
+            if self._shared.counted is not None:
                 self._end_driven(used or self._under.used())
             else:
                 self._close_left_out(self._under.left_out(self.scaler), is_logged, used)
@@ -904,13 +906,24 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._accumulation.finish(used)
         self._shared.forget()
 
+    def _end_if_over(self) -> None:
+        """The same, where gradients of the next iteration have come."""
+        if self._shared.is_over:
+            self._end_driven(self._shared.counted)
+        else:
+            self._close_left_out(self._under.renewed(self.scaler))
+
     def _count_driven(self) -> None:
         """Count it because somebody asks, be it in the midst of the iteration: what follows there changes nothing."""
         if not self.scaler.dynamic and self._under.serves(self.scaler):
+            if self._shared.counted is not None:
+                self._end_if_over()
             self._close_left_out(self._under.left_out(self.scaler), goes_on=True)
 
     def _close_renewed(self) -> None:
         """The same, where other gradients have come since."""
+        if self._shared.counted is not None:
+            self._end_if_over()
         if self._shared.handed is not None:
             self._close_left_out(self._under.renewed(self.scaler))
 

@@ -154,7 +154,9 @@ class SharedGradients:
         handed: the model's gradients as they were then, by pair; None where a step has used them, or there are none.
         shown: whether a GradScaler may have decided on them: ours has unscaled them, or ``param_groups``, where torch's
             finds them, were read since they came.
-        counted: whether the skip that they led to is, because somebody asked before the iteration was over.
+        counted: these gradients as they were when the skip that they led to was counted, as somebody asked before it was
+            known whether the iteration was over; else None.
+        is_over: whether it is: autograd has added others since.
         positions: pairs whose model and master share one; None: the GradScaler was handed none in FP32. The engine
             writes both; where they differ, the user has given the model another.
     """
@@ -162,7 +164,9 @@ class SharedGradients:
     def __init__(self, pairs: Pairs) -> None:
         self.pairs = pairs
         self.handed: Sight | None = None
-        self.shown = self.counted = False
+        self.shown = self.is_over = False
+        self.counted: Sight | None = None
+        self._watch: torch.utils.hooks.RemovableHandle | None = None
         self.positions: set[int] | None = None
 
     def share(self) -> None:
@@ -261,9 +265,27 @@ class SharedGradients:
         self.positions = None
         self.forget()
 
+    def count(self) -> None:
+        """The skip is counted now. A GradScaler of torch's does not say when the iteration is over; a backward does."""
+        grads = [] if self.handed is None else self.handed.grads
+        self.counted, mine = Sight(grads), weakref.ref(self)
+
+        def end(_: Tensor) -> None:
+            shared = mine()
+            if shared is not None:
+                shared.is_over = True
+
+        for model, grad in zip(self.pairs.models, grads, strict=False):
+            if grad is not None and model.requires_grad:
+                self._watch = model.register_post_accumulate_grad_hook(end)  # type: ignore[no-untyped-call]
+                break
+
     def forget(self) -> None:
         """What was handed over is used, or gone."""
-        self.handed, self.shown, self.counted = None, False, False
+        self.handed, self.counted, self.shown, self.is_over = None, None, False, False
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
 
 
 # -- all of them -------------------------------------------------------------------------------------------------------

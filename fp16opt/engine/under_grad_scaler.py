@@ -128,7 +128,7 @@ class UnderGradScaler:
 
         None where that was counted, too.
         """
-        if not self.shared.shown or self.shared.counted:
+        if not self.shared.shown or self.shared.counted is not None:
             return None  # the GradScaler may not have come yet: somebody has only read the masters' gradients
         stage = self.accumulation.stage
         if self.shared.handed is None or self.evaluates or self.accumulation.interrupted:

@@ -151,6 +151,39 @@ def test_a_question_after_unscaling_counts_the_skip_once_and_ends_nothing(
 
 @SCALERS
 @every_mode
+@UNSCALES
+@pytest.mark.parametrize("asks", ["after unscale_", "after update"])
+@pytest.mark.parametrize("clear", ["zero_", "model.zero_grad", "load"])
+def test_skips_in_a_row_are_counted_each_where_somebody_asks(
+    cls: Any, mode: Mode, unscales: bool, asks: str, clear: str
+) -> None:
+    """Also where gradients are cleared in place, so that the next are the same tensors."""
+    world = Driven(mode, cls)
+    bad = instead(GRADS, 0, torch.full((4,), INF))
+    for count, grads in enumerate((bad, bad, bad)):
+        world.grad_scaler.scale(world.loss(grads)).backward()
+        if clear == "load":
+            world.opt.load_state_dict(world.opt.state_dict())
+        if unscales:
+            world.grad_scaler.unscale_(world.opt)
+            if asks == "after unscale_":
+                assert world.opt.skipped_steps == count + 1
+        world.grad_scaler.step(world.opt)
+        world.grad_scaler.update()
+        if asks == "after update" or not unscales:
+            assert world.opt.skipped_steps == count + 1
+        world.expect_skipped()
+        for param in world.params:
+            if clear == "zero_" and param.grad is not None:
+                param.grad.zero_()
+            else:
+                param.grad = None
+    world.drive(GRADS)
+    world.expect_stepped(GRADS)
+
+
+@SCALERS
+@every_mode
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_gradient_given_before_a_skip_is_of_the_step_that_is_skipped(cls: Any, mode: Mode, which: int) -> None:
     """Not the next one's, whoever reads ``param_groups`` after it."""
