@@ -916,8 +916,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def _count_driven(self) -> None:
         """Count it because somebody asks, be it in the midst of the iteration: what follows there changes nothing."""
         if not self.scaler.dynamic and self._under.serves(self.scaler):
-            if self._shared.counted is not None:
-                self._end_if_over()
+            self._close_renewed()
             self._close_left_out(self._under.left_out(self.scaler), goes_on=True)
 
     def _close_renewed(self) -> None:

@@ -154,8 +154,8 @@ class SharedGradients:
         handed: the model's gradients as they were then, by pair; None where a step has used them, or there are none.
         shown: whether a GradScaler may have decided on them: ours has unscaled them, or ``param_groups``, where torch's
             finds them, were read since they came.
-        counted: these gradients as they were when the skip that they led to was counted, as somebody asked before it was
-            known whether the iteration was over; else None.
+        counted: these gradients as they were when the skip that they led to was counted, as somebody asked while the
+            iteration may go on; else None.
         is_over: whether it is: autograd has added others since.
         positions: pairs whose model and master share one; None: the GradScaler was handed none in FP32. The engine
             writes both; where they differ, the user has given the model another.

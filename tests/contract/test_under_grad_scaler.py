@@ -184,6 +184,25 @@ def test_skips_in_a_row_are_counted_each_where_somebody_asks(
 
 @SCALERS
 @every_mode
+@UNSCALES
+def test_skips_in_a_row_are_counted_each_where_checkpoints_are_loaded_on_the_way(
+    cls: Any, mode: Mode, unscales: bool
+) -> None:
+    """A load asks, of the iteration before too."""
+    world = Driven(mode, cls)
+    for _ in range(4):
+        CLEARS["model.zero_grad"](world)
+        world.grad_scaler.scale(world.loss(instead(GRADS, 0, torch.full((4,), INF)))).backward()
+        world.opt.load_state_dict(world.opt.state_dict())
+        if unscales:
+            world.grad_scaler.unscale_(world.opt)
+        world.grad_scaler.step(world.opt)
+        world.grad_scaler.update()
+    assert world.opt.skipped_steps == 4
+
+
+@SCALERS
+@every_mode
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_gradient_given_before_a_skip_is_of_the_step_that_is_skipped(cls: Any, mode: Mode, which: int) -> None:
     """Not the next one's, whoever reads ``param_groups`` after it."""
