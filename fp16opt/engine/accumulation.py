@@ -513,10 +513,10 @@ class Accumulation:
         if foreign or not written:
             gradients.see()
         if self.pending is not None:
+            before = self._verdicts.copy()
             self._take_verdict(self.pending)
-            if edited or own:  # what is stepped is what was found now, whoever found something before
-                found = self.gradients.found_inf(self.device).clone()
-                self._verdicts = {key: (scaler, found) for key, (scaler, _) in self._verdicts.items()}
+            if edited or own:
+                self._take_edits(self.pending, before)
 
     def _writes_count(self, unread: bool) -> bool:
         """Whether 16-bit gradients are the user's still."""
@@ -585,6 +585,17 @@ class Accumulation:
         if pending.scaler.follows_norms and not self.replicas.local:
             self._take_norm(pending.scaler)
         return found
+
+    def _take_edits(self, pending: Pending, before: dict[int, tuple[LossScaler, Tensor]]) -> None:
+        """What is stepped is what was found now. It counts for those that had found something; else for the last."""
+        found = self.gradients.found_inf(self.device).clone()
+        if len(self._verdicts) > 1 and before:
+            nobody = 1.0 - torch.stack([one for _, one in before.values()]).amax()
+            had = {key: one for key, (_, one) in before.items()}
+            had[id(pending.scaler)] = torch.maximum(nobody, had.get(id(pending.scaler), nobody))
+            self._verdicts = {key: (scaler, found * had[key]) for key, (scaler, _) in self._verdicts.items()}
+        else:
+            self._verdicts = {key: (scaler, found) for key, (scaler, _) in self._verdicts.items()}
 
     def _take_norm(self, scaler: LossScaler) -> None:
         """For a scaler that follows norms: that of the gradients as the last pass has found them."""

@@ -29,7 +29,7 @@ from contract.worlds import (
     times,
     values,
 )
-from fp16opt import MixedPrecisionOptimizer, StaticLossScaler
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, StaticLossScaler
 
 WHAT_TO_CALL = r"update_master_grads|opt\.backward|backward\(loss|scale_loss|zero_grad"
 
@@ -180,6 +180,33 @@ def test_a_dropped_gradient_is_gone_though_a_second_scaler_joins(mode: Mode, loo
     summed = plus(instead(grads, 0, None), instead(grads, 0, None))
     world.expect_norm(world.opt.clip_master_grads(1e9), summed)
     world.expect_step(summed)
+
+
+@by([mode for mode in ALL if mode.has_masters])
+@pytest.mark.parametrize("edit", ["torch's clip", "mul", "inf", "mended"])
+@pytest.mark.parametrize("first", [True, False])
+def test_an_edit_blames_no_scaler_whose_backwards_were_finite(mode: Mode, edit: str, first: bool) -> None:
+    """Of two scalers, torch's clip over masters for one. Where an edit itself is not finite the last hears of it."""
+    world = World(mode)
+    a, b = (DynamicLossScaler(8.0) for _ in range(2))
+    grads = values(0.5, 1.0, -0.5)
+    bad = instead(grads, 0, torch.full_like(grads[0], INF))
+    clean = edit == "inf"
+    world.backward(bad if first and not clean else grads, scaler=a)
+    world.backward(grads if first or clean else bad, scaler=b)
+    masters = world.masters
+    if edit == "torch's clip":
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+    elif edit == "mul":
+        masters[2].grad.mul_(0.5)
+    elif edit == "inf":
+        masters[2].grad[0] = INF
+    else:
+        masters[0].grad = torch.ones_like(masters[0].grad)
+    world.opt.step()
+    assert bool(world.opt.step_was_skipped) == (edit != "mended")
+    told = {"mended": (8.0, 8.0), "inf": (8.0, 4.0)}.get(edit, (4.0, 8.0) if first else (8.0, 4.0))
+    assert (float(a.scale), float(b.scale)) == told
 
 
 # -- abandoned -----------------------------------------------------------------------------------------------------
