@@ -895,7 +895,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """End the step that a GradScaler did not call because of what it found. Syncs where one drives."""
         if not self.scaler.dynamic and self._under.serves(self.scaler):
             if self._shared.counted is not None:
-                self._end_if_over()
+                self._close_renewed()
             if self._shared.counted is not None:
                 self._end_driven(used or self._under.used())
             else:
@@ -906,13 +906,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._accumulation.finish(used)
         self._shared.forget()
 
-    def _end_if_over(self) -> None:
-        """The same, where gradients of the next iteration have come."""
-        if self._shared.is_over:
-            self._end_driven(self._shared.counted)
-        else:
-            self._close_left_out(self._under.renewed(self.scaler))
-
     def _count_driven(self) -> None:
         """Count it because somebody asks, be it in the midst of the iteration: what follows there changes nothing."""
         if not self.scaler.dynamic and self._under.serves(self.scaler):
@@ -920,10 +913,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self._close_left_out(self._under.left_out(self.scaler), goes_on=True)
 
     def _close_renewed(self) -> None:
-        """The same, where other gradients have come since."""
-        if self._shared.counted is not None:
-            self._end_if_over()
-        if self._shared.handed is not None:
+        """End it where gradients of the next iteration have come."""
+        if self._shared.is_over:
+            self._end_driven(self._shared.counted)
+        elif self._shared.handed is not None:
             self._close_left_out(self._under.renewed(self.scaler))
 
     @outside_inference
