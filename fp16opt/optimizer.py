@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import kernels, parallel
+from .certify import bucket_obstacle
 from .engine import checkpoint, state_formats
 from .engine.arguments import (
     check_loss,
@@ -176,7 +177,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             grad_accumulation, on_model_write, fused_step, master_weights, optimizer_state, gradient_release, closure
         )
         self._names = {id(param): name for name, param in named(named_parameters)}
-        self._certified = Certified()
+        self._certified = Certified(bucket_obstacle)
         self.scaler = make_scaler(dynamic, loss_scale, scaler)
         is_zero = parallel.is_zero(optimizer)
         check_optimizer(self.config, optimizer, self.scaler, self._names, self._certified, is_zero)
@@ -901,7 +902,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             "weights": self.params.models,
             "masters": masters,
             "moments": self.inner.state,
-            "gradients": self._gradients.tensors(),
+            "gradients": self.gradients.tensors(),
             "engine": self,
         }
         return measure(self.params.models, kinds)

@@ -226,7 +226,7 @@ class _WithoutCasts:
         self.stepper = stepper
 
     @property
-    def rounded_all(self) -> bool:
+    def rounded_all(self) -> bool:  # type: ignore[override]
         """As the stepper says."""
         return self.stepper.rounded_all
 

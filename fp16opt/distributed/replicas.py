@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -169,7 +169,7 @@ def _is_half(master: Tensor) -> bool:
     return master.dtype in HALF_DTYPES
 
 
-def _chunks(tensors: list[Tensor]) -> Iterator[list[int]]:
+def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
     """Places of tensors of one dtype that go into one message, alike on every rank."""
     chunk: list[int] = []
     size = 0

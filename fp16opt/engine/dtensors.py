@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_GRAD: Any = Tensor.grad  # torch's own descriptor
+
 
 def is_sharded(tensor: object) -> bool:
     """Whether this is a DTensor."""
@@ -35,9 +37,9 @@ def local(tensor: Tensor) -> Tensor:
     return found
 
 
-raw_grad: Any = Tensor.grad.__get__  # type: ignore[attr-defined]
+raw_grad: Any = _GRAD.__get__
 """``.grad`` as torch holds it, in front of which :class:`fp16opt.engine.masters.MasterParameter` puts a question."""
-set_raw_grad: Any = Tensor.grad.__set__  # type: ignore[attr-defined]
+set_raw_grad: Any = _GRAD.__set__
 """Set ``.grad``, and nothing else."""
 _version: Any = operator.attrgetter("_version")
 

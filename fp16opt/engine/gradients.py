@@ -270,7 +270,7 @@ class DeviceGradients:
                 wide = [outs[row] if row in halves else None for row in range(len(outs))]
                 round_to(wide, [halves.get(row) for row in range(len(outs))], self.stats)
         for row, grad in self._sparse.items():
-            places[row] = _sparse_like(grad, outs[row])
+            places[row] = _sparse_like(grad, _there(outs[row]))
         for row, (master, place) in enumerate(zip(self.masters, places, strict=True)):
             if not (row in self._own and (place is None or place is raw_grad(master))):
                 set_raw_grad(master, place)
@@ -496,7 +496,7 @@ class DeviceGradients:
         for row, master in enumerate(self.masters):
             made, sum_ = places[row], before[row]
             if row in self._sparse:
-                made = _sparse_like(self._sparse[row], outs[row])
+                made = _sparse_like(self._sparse[row], _there(outs[row]))
             elif row in self._half_own and ins[row] is not None:
                 wide: list[Tensor | None] = [outs[row] if k == row else None for k in range(len(outs))]
                 made = torch.empty_like(ins[row])  # type: ignore[arg-type]
@@ -595,7 +595,13 @@ def drop_gradients(tensors: list[Tensor], keep: bool = False) -> None:
                 set_raw_grad(tensor, None)
 
 
-def _sparse_like(grad: Tensor, values: Tensor | None) -> Tensor:
+def _there(value: Tensor | None) -> Tensor:
+    if value is None:
+        raise RuntimeError("internal error: a sparse gradient was not made. Please report this.")
+    return value
+
+
+def _sparse_like(grad: Tensor, values: Tensor) -> Tensor:
     return torch.sparse_coo_tensor(grad._indices(), values, grad.shape, is_coalesced=True).coalesce()
 
 

@@ -101,7 +101,7 @@ class FullMasters:
         """See :class:`Masters`."""
         if not group.copied:
             return
-        masters = group.copied_masters
+        masters: Entries = group.copied_masters
         if rows is not None:
             wanted = set(rows)
             masters = [master if row in wanted else None for row, master in enumerate(masters)]
@@ -201,7 +201,8 @@ def _read(master: Tensor) -> Tensor | None:
     owner = _owner_of(master)
     if owner is not None:
         owner.before_reading()
-    return raw_grad(master)
+    grad: Tensor | None = raw_grad(master)
+    return grad
 
 
 def _set(master: Tensor, value: Tensor | None) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels import backends
+from ..kernels.calls import Entries
 from .diagnostics import warn_cast, warn_model_write
 from .dtensors import version, versions
 from .masters import Masters
@@ -124,11 +125,11 @@ class ModelWrites:
         self.record()
         for group, record in zip(self.params.devices, self._records, strict=True):
             for row, (position, pair) in enumerate(zip(group.positions, group.pairs, strict=True)):
-                master, sample, strides, of_model, of_master, is_written = kept.get(id(pair.model), (None,) * 6)
-                if master is not pair.master:
+                before = kept.get(id(pair.model))
+                if before is None or before[0] is not pair.master:
                     continue
-                record.then[row], record.strides[row] = sample, strides
-                self._model_versions[position], self._master_versions[position] = of_model, of_master
+                _, record.then[row], record.strides[row], *counted, is_written = before
+                self._model_versions[position], self._master_versions[position] = counted
                 if is_written:
                     self._written_masters.add(position)
 
@@ -258,7 +259,7 @@ class ModelWrites:
             for row, position in enumerate(group.positions) if counted != self._model_versions else ():
                 if counted[position] != self._model_versions[position]:  # compare in full, whatever the sample says
                     torch.add(record.then[row], 1, out=record.now[row])
-            masters = group.copied_masters
+            masters: Entries = group.copied_masters
             if theirs := self._written_masters:
                 pairs = zip(group.positions, masters, strict=True)
                 masters = [None if position in theirs else master for position, master in pairs]

@@ -265,7 +265,7 @@ class ParamTable:
             kinds = zip(("dtype", "shape", "device"), pair.known, (now.dtype, now.shape, now.device), strict=True)
             what, before, is_now = next(kind for kind in kinds if kind[1] != kind[2])
             if what == "shape":
-                before, is_now = tuple(before), tuple(is_now)  # type: ignore[arg-type, assignment]
+                before, is_now = tuple(before), tuple(is_now)  # type: ignore[arg-type]
             raise RuntimeError(
                 f"parameter {pair.name!r} had {what} {before} when the optimizer was wrapped and has {is_now} now. "
                 "Convert or move the model first, then make the optimizer and wrap it."

@@ -98,7 +98,7 @@ class GradientStamp:
     def __init__(self, grads: Sequence[Tensor | None]) -> None:
         self._versions = versions(grads)
         try:
-            self._refs: list[Callable[[], Tensor | None]] = list(map(weakref.ref, grads))  # type: ignore[arg-type]
+            self._refs: list[Callable[[], Tensor | None]] = list(map(weakref.ref, grads))
             self.is_empty = not grads
         except TypeError:  # there is no weak reference to None
             self._refs = [_no_gradient if grad is None else weakref.ref(grad) for grad in grads]

@@ -230,16 +230,15 @@ class Together:
 
     def arrived(self) -> None:
         """The backward is over. No host sync."""
-        engines = [one.engine for one in self.optimizers]
-        for engine in engines:
-            engine.step_state.arrived()
-        if not any(engine.gradients.any_there() or engine.params.has_dtensors for engine in engines):
-            warn_no_gradients([name for engine in engines for name in engine.params.names], self._warned)
+        for one in self.optimizers:
+            one.step_state.end_backward(stamp=True)
+        if all(one.step_state.found_none() and not one.params.has_dtensors for one in self.optimizers):
+            warn_no_gradients([name for one in self.optimizers for name in one.params.names], self._warned)
 
     def interrupt(self) -> None:
         """The backward has raised, so gradients are incomplete."""
         for one in self.optimizers:
-            one.engine.step_state.interrupt()
+            one.step_state.interrupt()
 
     def clip_grad_norm(self, params: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the master gradients of the model's parameters ``params`` to one norm over all of them.
