@@ -58,7 +58,7 @@ from .engine.wrapped_step import (
 from .kernels import backends
 from .scaling import LossScaler
 
-_NOT_COPIED = (*HOOKS, "step", "gradients", "step_state", "_state_format", "_stepper", "_guard", "_names")
+_NOT_COPIED = (*HOOKS, "step", "gradients", "step_state", "_state_format", "_stepper", "_guard", "_names", "_certified")
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -320,7 +320,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.outcome.steps_taken = counted
         for name, value in left.items():
             self.optimizer.__dict__.setdefault(name, value)
-        self._names = {}
+        self._names, self._certified = {}, Certified(bucket_obstacle)
         self.model_writes.count_anew()
         self._compose()
         make_hook_tables(self, self.optimizer)
