@@ -26,6 +26,7 @@ from .fused_step import PerParameterStepper
 from .masters import Masters
 from .model_writes import ModelWrites
 from .params import ParamPair, ParamTable
+from .ranks import Ranks, Replicas
 from .state_formats import StateFormat
 from .step_state import BackwardScale, OverflowCheck
 from .wrapped_step import run_hooks
@@ -148,6 +149,7 @@ class GradientRelease:
         self._was_cleared = False  # by zero_grad, when parameters had been stepped already
         self._end_is_queued = False  # autograd is to call :meth:`_end`
         self._handles: list[Any] = []
+        self._ranks, self._replicas = Ranks(), Replicas()
         self._release_hooks = weakref.finalize(self, _remove, self._handles)
         self.follow_params()
 
@@ -339,6 +341,33 @@ class GradientRelease:
         """Run the wrapped optimizer's step hooks: parameters were stepped in backward."""
         run_hooks(self.optimizer, _nothing)
 
+    @property
+    def ranks(self) -> Ranks:
+        """Where the masters' other parts are: all are here."""
+        return self._ranks
+
+    @property
+    def replicas(self) -> Replicas:
+        """Which ranks share gradients with this one: none."""
+        return self._replicas
+
+    @replicas.setter
+    def replicas(self, replicas: Replicas) -> None:
+        if replicas.reduces:
+            self.refuse("attach")
+        self._replicas = replicas
+
+    def scales_by_one(self) -> bool:
+        """False: a GradScaler can't do the scaling, as parameters are stepped in backward."""
+        return False
+
+    def found_none(self) -> bool:
+        """Whether the backward that has just ended has given no parameter a gradient."""
+        return not self._any_came()
+
+    def require_open(self) -> None:
+        """No-op: there is no clip before a change of parameters."""
+
     def flags(self) -> list[Tensor]:
         """By device: int32 bits of each row, as :meth:`finish` found them. No sync."""
         return [stats.nonfinite for stats in self.stats]
@@ -348,7 +377,7 @@ class GradientRelease:
         found = [*raw_grads(self.params.models), *raw_grads(self.params.masters)]
         return [grad for grad in found if grad is not None]
 
-    def reset(self) -> None:
+    def reset(self, keeps_true: bool = True) -> None:
         """The step is over, or was given up: nothing has come."""
         self._scale, self._is_interrupted, self._was_cleared, self.losses = None, False, False, []
         for slot in self.slots:
