@@ -374,7 +374,7 @@ def test_a_ddp_module_can_not_be_attached() -> None:
 
     _, opt = made()
     with pytest.raises(RuntimeError, match="it can't be attached to a DDP module"):
-        opt.engine.accumulation.replicas = DdpReplicas.__new__(DdpReplicas)
+        opt.step_state.replicas = DdpReplicas.__new__(DdpReplicas)
 
 
 def test_clipping_and_true_gradients_are_refused_when_they_are_called() -> None:
