@@ -190,6 +190,7 @@ class GradientRelease:
                 "optimizer's loss, switch requires_grad of these parameters off meanwhile."
             )
         refuse_ranks(RuntimeError)
+        self.params.verify()
         self._check_no_others()
         if scaler.dynamic:
             raise RuntimeError(
