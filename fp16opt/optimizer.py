@@ -642,6 +642,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _take_step(self, check: OverflowCheck, on_device: bool, closure: EvaluatedClosure | None) -> Any:
         self.model_writes.sync(waits=self._on_host)
+        if closure is not None:
+            closure.before_step()
         try:
             result = self._stepper.step(check.found_inf if on_device else None, closure)
         except StepFailed as failed:
