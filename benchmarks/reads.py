@@ -2,8 +2,9 @@
 
     python benchmarks/reads.py [--quick] [--json PATH]
 
-A step is ``backward(loss)``, perhaps a ``clip_master_grads``, and ``step``, after a ``zero_grad``. Counted is how often
-the library's own files read a ``.grad`` of the model and found a gradient there: the largest number over all parameters.
+A step is ``backward(loss)``, perhaps a ``clip_master_grads``, and ``step``, after a ``zero_grad``. Counted is how
+often the library's own files read a ``.grad`` of the model and found a gradient there: the largest number over all
+parameters.
 Bound, without a clip and with what ``fused_step="auto"`` takes: two, what ``backward`` notes and what the check
 compares with it.
 """
