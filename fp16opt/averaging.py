@@ -111,7 +111,7 @@ class AveragedMasters:
         self._optimizer = wrapper
         self._averages: dict[Tensor, Tensor] = {}
         self._generation = -1
-        self._devices: list[tuple[DeviceGroup, Entries, kernels.PointerTables]] = []
+        self._devices: list[tuple[DeviceGroup, Entries, kernels.CallCache]] = []
         self.rule = rule
         self.updates = 0
         self._follow(wrapper.engine)
@@ -152,7 +152,7 @@ class AveragedMasters:
         for group in pairs.devices:
             averages = [self._averages.get(pairs.models[position]) for position in group.positions]
             entries = [None if average is None else local(average) for average in averages]
-            self._devices.append((group, entries, kernels.PointerTables()))
+            self._devices.append((group, entries, kernels.CallCache()))
         self._generation = pairs.generation
 
     # -- averaging -----------------------------------------------------------------------------------------------------
@@ -173,10 +173,10 @@ class AveragedMasters:
         engine.model_writes.check_home("AveragedMasters.update()")
         self._follow(engine)
         weight = self._weight()
-        for group, averages, tables in self._devices:
+        for group, averages, cache in self._devices:
             if engine.masters.are_whole:
                 values = [None if a is None else m for a, m in zip(averages, group.masters, strict=True)]
-                kernels.multi_tensor_lerp(averages, values, weight, tables=tables)
+                kernels.multi_tensor_lerp(averages, values, weight, cache=cache)
             else:
                 for rows in _batches(averages):
                     pairs = [engine.pairs.all[group.positions[row]] for row in rows]

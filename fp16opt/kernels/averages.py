@@ -23,6 +23,7 @@ def multi_tensor_lerp(averages: Entries, values: Entries, weight: float, *, cach
         TypeError, ValueError: as :func:`multi_tensor_unscale`, and for a weight that is no number from 0 to 1.
 
     Example:
+        >>> import torch
         >>> averages = [torch.tensor([0.0, 8.0])]
         >>> multi_tensor_lerp(averages, [torch.tensor([1.0, 0.0]).half()], 0.25)
         >>> averages

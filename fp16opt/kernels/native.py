@@ -8,12 +8,9 @@ the call returns, and here autograd is told what was written. Compiled code rele
 from __future__ import annotations
 
 import array
-import contextlib
 import ctypes
-import functools
 import importlib
 import json
-import operator
 import warnings
 from collections.abc import Sequence
 from pathlib import Path

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from . import reference, reference_measures, reference_split
 from .calls import Argument, Operation, Specification
@@ -62,27 +61,28 @@ def _compare_accepts(master: torch.dtype, weight: torch.dtype) -> bool:
 # -- specifications of one row: (row, tensors, arguments, flag) --------------------------------------------------------
 
 
-def _unscale(row: int, tensors: list[Tensor], given: tuple[Any, ...], accumulate: bool) -> None:
+def _unscale(row: int, tensors: Any, given: tuple[Any, ...], accumulate: bool) -> None:
+    grad, out = tensors
     inv_scale, stats, write = given
-    reference.unscale(row, *tensors, inv_scale.view(()), accumulate, write, stats)
+    reference.unscale(row, grad, out, inv_scale.view(()), accumulate, write, stats)
 
 
-def _check(row: int, tensors: list[Tensor], given: tuple[Any, ...], _: bool) -> None:
+def _check(row: int, tensors: Any, given: tuple[Any, ...], _: bool) -> None:
     inv_scale, stats, write = given
     out = torch.empty_like(tensors[0], dtype=SINGLE)  # judged is what float32 ones would hold
     reference.unscale(row, tensors[0], out, inv_scale.view(()), False, write, stats)
 
 
-def _unscale_clipped(row: int, tensors: list[Tensor], given: tuple[Any, ...], _: bool) -> None:
+def _unscale_clipped(row: int, tensors: Any, given: tuple[Any, ...], _: bool) -> None:
     reference.unscale_clipped(*tensors, *(number.view(()) for number in given))
 
 
-def _l2norm(row: int, tensors: list[Tensor], given: tuple[Any, ...], _: bool) -> None:
+def _l2norm(row: int, tensors: Any, given: tuple[Any, ...], _: bool) -> None:
     given[0][row] = reference.sum_of_squares(*tensors)
 
 
-def _scale(row: int, tensors: list[Tensor], given: tuple[Any, ...], _: bool) -> None:
-    reference.scale(*tensors, given[0].view(()))
+def _scale(row: int, tensors: Any, given: tuple[Any, ...], _: bool) -> None:
+    reference.scale(tensors[0], given[0].view(()))
 
 
 CHECKED = {"x": 1, "y": 2, "both": 3}
@@ -90,49 +90,52 @@ CHECKED = {"x": 1, "y": 2, "both": 3}
 _CHECKED = {code: name for name, code in CHECKED.items()}
 
 
-def _axpby(row: int, tensors: list[Tensor], given: tuple[Any, ...], _: bool) -> None:
+def _axpby(row: int, tensors: Any, given: tuple[Any, ...], _: bool) -> None:
     a, b, checked, found_inf = given
     x, y, out = tensors
     reference.axpby(a, x, b, y, out, found_inf, _CHECKED.get(checked, ""))
 
 
-def _lerp(row: int, tensors: list[Tensor], given: tuple[Any, ...], _: bool) -> None:
+def _lerp(row: int, tensors: Any, given: tuple[Any, ...], _: bool) -> None:
     reference.lerp(*tensors, *given)
 
 
-def _cast(row: int, tensors: list[Tensor], given: tuple[Any, ...], _: bool) -> None:
+def _cast(row: int, tensors: Any, given: tuple[Any, ...], _: bool) -> None:
     reference.cast(row, *tensors, *given)
 
 
-def _sample(row: int, tensors: list[Tensor], given: tuple[Any, ...], _: bool) -> None:
+def _sample(row: int, tensors: Any, given: tuple[Any, ...], _: bool) -> None:
     given[0][row] = reference.sample(*tensors)
 
 
-def _measure(row: int, tensors: list[Tensor], given: tuple[Any, ...], _: bool) -> None:
+def _measure(row: int, tensors: Any, given: tuple[Any, ...], _: bool) -> None:
     given[0][row] = reference_measures.measure(*tensors)
 
 
-def _compare(row: int, tensors: list[Tensor], given: tuple[Any, ...], _: bool) -> None:
+def _compare(row: int, tensors: Any, given: tuple[Any, ...], _: bool) -> None:
+    master, weight = tensors
     before, numbers = given
-    numbers[row] = reference_measures.compare(*tensors, before.of(row))
+    numbers[row] = reference_measures.compare(master, weight, before.of(row))
 
 
-def _split(row: int, tensors: list[Tensor], given: tuple[Any, ...], _: bool) -> None:
+def _split(row: int, tensors: Any, given: tuple[Any, ...], _: bool) -> None:
     reference_split.split(row, *tensors, *given)
 
 
-def _join(row: int, tensors: list[Tensor], given: tuple[Any, ...], _: bool) -> None:
+def _join(row: int, tensors: Any, given: tuple[Any, ...], _: bool) -> None:
     reference_split.join(*tensors)
 
 
-def _refresh(row: int, tensors: list[Tensor], given: tuple[Any, ...], _: bool) -> None:
+def _refresh(row: int, tensors: Any, given: tuple[Any, ...], _: bool) -> None:
+    master, param = tensors
     now, then, taken = given
-    reference.refresh_master(*tensors, now[row] != then[row], taken[row])
+    reference.refresh_master(master, param, now[row] != then[row], taken[row])
 
 
-def _reset(row: int, tensors: list[Tensor], given: tuple[Any, ...], _: bool) -> None:
+def _reset(row: int, tensors: Any, given: tuple[Any, ...], _: bool) -> None:
+    param, remainder = tensors
     now, then, taken = given
-    reference_split.reset_remainder(*tensors, now[row] != then[row], taken[row])
+    reference_split.reset_remainder(param, remainder, now[row] != then[row], taken[row])
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------

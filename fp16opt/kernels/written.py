@@ -39,9 +39,10 @@ def multi_tensor_refresh_masters(
         TypeError, ValueError: as :func:`multi_tensor_unscale`.
 
     Example:
-        >>> masters, digests = [torch.tensor([1.0001, 2.0])], torch.zeros(2, 1, dtype=torch.int64)
-        >>> digests[0] = 1
-        >>> multi_tensor_refresh_masters(masters, [torch.tensor([1.0, 3.0]).half()], *digests, torch.zeros(1, dtype=torch.int32))
+        >>> import torch
+        >>> masters, params = [torch.tensor([1.0001, 2.0])], [torch.tensor([1.0, 3.0]).half()]
+        >>> now, then, taken = torch.tensor([1]), torch.tensor([0]), torch.zeros(1, dtype=torch.int32)
+        >>> multi_tensor_refresh_masters(masters, params, now, then, taken)
         >>> masters[0]
         tensor([1.0001, 3.0000])
     """
@@ -73,9 +74,11 @@ def multi_tensor_reset_remainders(
         TypeError, ValueError: as :func:`multi_tensor_unscale`.
 
     Example:
-        >>> rest, digests = torch.tensor([8, 8], dtype=torch.int16), torch.zeros(2, 1, dtype=torch.int64)
-        >>> digests[0] = 1
-        >>> multi_tensor_reset_remainders([torch.ones(2).bfloat16()], [rest], *digests, torch.zeros(1, dtype=torch.int32))
+        >>> import torch
+        >>> rest, taken = torch.tensor([8, 8], dtype=torch.int16), torch.zeros(1, dtype=torch.int32)
+        >>> multi_tensor_reset_remainders(
+        ...     [torch.ones(2).bfloat16()], [rest], torch.tensor([1]), torch.tensor([0]), taken
+        ... )
         >>> rest
         tensor([0, 0], dtype=torch.int16)
     """

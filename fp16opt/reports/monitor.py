@@ -21,7 +21,6 @@ from ..engine.dtensors import local
 from ..engine.outcome import read_at_once
 from ..engine.pairs import HALF_DTYPES, Pair
 from ..engine.parts import Engine, inside
-from ..kernels.counters import GRAD
 from ..optimizer import MixedPrecisionOptimizer
 from .sinks import JsonLines, Record, Sink, make_sink
 from .statistics import GRADIENT, UPDATE, Earlier, of_gradients, of_updates, take
@@ -397,7 +396,7 @@ NUMBERS = {
 
 def _folder(sample: _Sample, position: int) -> Callable[[Tensor], None]:
     def fold(param: Tensor) -> None:
-        grad = GRAD.__get__(param)
+        grad = Tensor.grad.__get__(param)
         if grad is None or grad.layout is not torch.strided or grad.dtype not in HALF_DTYPES:
             return
         with torch.no_grad():
@@ -420,10 +419,10 @@ def _stepped(parts: Engine, pair: Pair) -> Tensor:
 def _gradient(pair: Pair, own_are_scaled: bool) -> tuple[Tensor | None, bool]:
     """(this rank's piece of a pair's gradient as it lies in memory, whether it is still scaled)."""
     own = pair.master is pair.model
-    grad = GRAD.__get__(pair.model)
+    grad = Tensor.grad.__get__(pair.model)
     scaled = own_are_scaled if own else grad is not None and grad.dtype in HALF_DTYPES
     if grad is None and not own:
-        grad = GRAD.__get__(pair.master)
+        grad = Tensor.grad.__get__(pair.master)
     if grad is None:
         return None, False
     grad = grad._values() if grad.layout is torch.sparse_coo else grad
