@@ -704,8 +704,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         raise RuntimeError(
             f"a GradScaler came to unscale gradients by its own scale, and this optimizer has a loss scale of "
             f"{self.loss_scale:g}{', at which opt.backward(loss) made them' if made_here else ''}. Drop one of the "
-            "two: call opt.backward(loss) and opt.step() without a GradScaler; or construct MixedPrecisionOptimizer without "
-            "dynamic, loss_scale, scaler, and call scaler.scale(loss).backward()."
+            "two: call opt.backward(loss) and opt.step() without a GradScaler; or construct MixedPrecisionOptimizer "
+            "without dynamic, loss_scale, scaler, and call scaler.scale(loss).backward()."
         )
 
     @outside_inference
