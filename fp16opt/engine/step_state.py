@@ -754,7 +754,8 @@ class StepState:
         self.gradients.release()
         if not (self.stage is Stage.UNSCALED and keeps_true):
             self.gradients.forget_true()
-        if self.stage is not Stage.CHECKED:  # optimizers may write the gradients that they step
+        is_stamped = self.stage is Stage.CHECKED or (self.stage is Stage.UNSCALED and not self.params.has_own)
+        if not is_stamped:  # optimizers may write the gradients that they step
             self._stamp = GradientStamp(raw_grads(self.params.models))
         self.last_scale = self.scale
         self.stage = Stage.READY

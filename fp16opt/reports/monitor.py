@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..engine.arguments import check_number
-from ..engine.dtensors import local
+from ..engine.dtensors import local, raw_grad
 from ..engine.outcome import read_at_once
 from ..engine.params import HALF_DTYPES, ParamPair
 from ..engine.parts import Wrapper, inside
-from ..kernels.counters import GRAD
 from ..optimizer import MixedPrecisionOptimizer
 from .sinks import JsonLines, Record, Sink, make_sink
 from .statistics import GRADIENT, UPDATE, Earlier, of_gradients, of_updates, take
@@ -420,10 +419,10 @@ def _stepped(parts: Wrapper, pair: ParamPair) -> Tensor:
 def _gradient(pair: ParamPair, own_are_scaled: bool) -> tuple[Tensor | None, bool]:
     """(this rank's piece of a pair's gradient as it lies in memory, whether it is still scaled)."""
     own = pair.master is pair.model
-    grad = GRAD.__get__(pair.model)
+    grad = raw_grad(pair.model)
     scaled = own_are_scaled if own else grad is not None and grad.dtype in HALF_DTYPES
     if grad is None and not own:
-        grad = GRAD.__get__(pair.master)
+        grad = raw_grad(pair.master)
     if grad is None:
         return None, False
     grad = grad._values() if grad.layout is torch.sparse_coo else grad
