@@ -751,7 +751,7 @@ class StepState:
         Args:
             keeps_true: leave master gradients to be read.
         """
-        self.gradients.release()
+        self.gradients.release(frees=self.stage is Stage.CHECKED)
         if not (self.stage is Stage.UNSCALED and keeps_true):
             self.gradients.forget_true()
         is_stamped = self.stage is Stage.CHECKED or (self.stage is Stage.UNSCALED and not self.params.has_own)
