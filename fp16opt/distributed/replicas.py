@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import kernels
 from ..engine.params import HALF_DTYPES, DeviceParams
 from ..engine.ranks import Digest, Replicas, Sums
+from ..engine.step_state import StepState
 from .exchange import gather
 
 _CHUNK = 2**25  # bytes of FP32 sums that are sent at a time
@@ -60,30 +61,52 @@ class Compared(Independent):
 class DdpReplicas(Compared):
     """Ranks of a ``DistributedDataParallel`` module.
 
+    Args:
+        state: whose stamps follow where the module moves gradients into its buckets.
+
     Attributes:
         local: whether the last forward was made under ``no_sync``: its gradients stay on this rank.
     """
 
     reduces = True
 
-    def __init__(self, ddp: DistributedDataParallel, every: int) -> None:
+    def __init__(self, ddp: DistributedDataParallel, every: int, state: StepState) -> None:
         super().__init__(ddp.process_group, every)
         self.ddp = ddp
+        self._state = weakref.ref(state)
+        self._as_stamped = False
         self.local = False
         self.keeps = bool(ddp.find_unused_parameters)
         known = weakref.ref(self)
 
-        def note(module: Any, _args: Any, _output: Any) -> None:
+        def before(module: Any, _args: Any) -> None:
             replicas = known()
             if replicas is not None and torch.is_grad_enabled():
-                replicas.local = not module.require_backward_grad_sync
+                replicas.before_forward()
 
-        # DDP prepares the reduction in forward; what counts is whether that was under no_sync, not where backward runs.
-        self._hook = ddp.register_forward_hook(note)
+        def after(module: Any, _args: Any, _output: Any) -> None:
+            replicas = known()
+            if replicas is not None and torch.is_grad_enabled():
+                replicas.after_forward()
+
+        self._hooks = [ddp.register_forward_pre_hook(before), ddp.register_forward_hook(after)]
 
     def detach(self) -> None:
-        """Take the hook away."""
-        self._hook.remove()
+        """Take the hooks away."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def before_forward(self) -> None:
+        """The module may be about to move gradients into new buckets, as it does once, after the first reduction."""
+        state = self._state()
+        self._as_stamped = self.ddp.gradient_as_bucket_view and state is not None and state.is_as_stamped()
+
+    def after_forward(self) -> None:
+        """The reduction is prepared: what counts is whether that was under no_sync, not where the backward runs."""
+        self.local = not self.ddp.require_backward_grad_sync
+        state = self._state()
+        if self._as_stamped and state is not None:
+            state.stamp_again()
 
     @property
     def needs_decision(self) -> bool:  # type: ignore[override]
