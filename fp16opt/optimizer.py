@@ -58,7 +58,7 @@ from .engine.wrapped_step import (
 from .kernels import backends
 from .scaling import LossScaler
 
-_NOT_COPIED = (*HOOKS, "step", "gradients", "step_state", "_state_format", "_stepper", "_guard", "_names")
+_NOT_COPIED = (*HOOKS, "step", "gradients", "step_state", "_state_format", "_stepper", "_guard", "_names", "_certified")
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -320,7 +320,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.outcome.steps_taken = counted
         for name, value in left.items():
             self.optimizer.__dict__.setdefault(name, value)
-        self._names = {}
+        self._names, self._certified = {}, Certified(bucket_obstacle)
         self.model_writes.count_anew()
         self._compose()
         make_hook_tables(self, self.optimizer)
@@ -348,15 +348,21 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._sync_params()
 
     @outside_inference
-    def _sync_params(self) -> None:
+    def _sync_params(self, verifies: bool = True) -> None:
         """Follow what the groups hold: parameters that were added, removed, replaced, reordered or unfrozen.
 
+        Args:
+            verifies: look whether a known parameter was moved or converted. A backward leaves that to the check.
+
         Raises:
-            RuntimeError: the model's weights are swapped; or the step's gradients were clipped already.
+            RuntimeError: the model's weights are swapped; a parameter's dtype, shape or device was changed; or
+                parameters came or went after the step's gradients were clipped.
             TypeError, ValueError: a parameter can't be served. Nothing is changed then.
         """
         if self.model_writes.swapped:
             self.model_writes.require_not_swapped(type(self).__name__)
+        if verifies:
+            self.params.verify_moved()
         groups = self.inner.param_groups
         if not self.params.has_changed(groups, self.masters.are_apart):
             return
@@ -422,7 +428,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _scaled(self, loss: Tensor, scaler: LossScaler | None) -> Tensor:
         """:meth:`scale_loss` of what was checked."""
-        self._sync_params()
+        self._sync_params(verifies=False)
         scale: BackwardScale = self.step_state.begin_backward(self.scaler if scaler is None else scaler)
         if loss.numel() == 1:
             self.step_state.losses.append(loss.detach())  # a skip's log line says whether it was finite
@@ -487,7 +493,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if self.gradient_release:
             self.step_state.refuse("update_master_grads")
         self._sync_params()
-        self.params.verify_moved()
         self.step_state.update()
 
     @outside_inference
@@ -619,7 +624,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _step_once(self, closure: EvaluatedClosure | None) -> Any:
         self._sync_params()
-        self.params.verify_moved()
         if self.gradient_release:
             return self._step_released()
         check = self._finalize(write=not self._stepper.takes_scaled())
@@ -748,7 +752,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _step_reevaluating(self, closure: Callable[[], Any]) -> Any:
         self._sync_params()
-        self.params.verify_moved()
         self.model_writes.sync()
         evaluations = Reevaluations(closure, self.write_masters, self.step_state)
         try:
@@ -868,7 +871,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def master_params(self) -> Iterator[Tensor]:
         """What the wrapped optimizer steps, in param_groups order: FP32 masters, and parameters that are their own."""
         self._sync_params()  # one that was unfrozen has a master too
-        self.params.verify_moved()
         if self.masters.are_whole:
             return iter(list(self.params.masters))
         return self.masters.shown(self.params.all)

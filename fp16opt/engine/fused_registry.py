@@ -50,6 +50,8 @@ class FusedStepSpec:
         required: settings without which there is no step.
         defaults: settings that a class may lack, with the values that switch them off.
         group_keys: from a setting to the group's key for it, or keys for its parts, where the class is not torch's own.
+        must_be: values that options of a package's class must have, which the functor knows nothing of: attributes of
+            the optimizer, or keys of its groups, in versions of the package that have them.
     """
 
     numbers: tuple[str, ...]
@@ -62,6 +64,7 @@ class FusedStepSpec:
     required: tuple[str, ...] = ("lr",)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     group_keys: GroupKeys = field(default_factory=dict)
+    must_be: Mapping[str, Any] = field(default_factory=dict)
 
     def keys_used(self) -> list[str]:
         """The keys that :meth:`settings` reads from a group of a class that is not torch's own."""
@@ -77,12 +80,22 @@ class FusedStepSpec:
         }
         return {**self.defaults, **given}
 
+    def optimizer_obstacle(self, optimizer: Optimizer) -> str:
+        """Why the kernel can't step an optimizer of the class with its present options, in words; "" where it can."""
+        for name, wanted in self.must_be.items():
+            if getattr(optimizer, name, wanted) != wanted:
+                return f"{type(optimizer).__name__} has {name}={getattr(optimizer, name)!r}"
+        return ""
+
     def group_obstacle(self, group: dict[str, Any]) -> str:
         """Why the kernel can't step a group with its present settings, in words; "" where it can. No sync."""
         if group.get("differentiable"):
             return "differentiable=True"
         if group.get("capturable") and not all(map(steps_on_device, {param.device for param in group["params"]})):
             return "capturable=True"  # for a graph, which torch operations here could not be part of
+        for name, wanted in self.must_be.items():
+            if group.get(name, wanted) != wanted:
+                return f"{name}={group[name]!r}"
         missing = [key for key in self.keys_used() if key not in group]
         if missing:
             return f"no {missing[0]!r}"
@@ -152,8 +165,10 @@ _SPECS: dict[type[Optimizer], FusedStepSpec] = {
     cls: FUNCTORS[name] for name, formula in FORMULAS.items() for cls in formula.classes
 }
 
+_MUST_BE: dict[str, dict[str, Any]] = {"lion_pytorch.Lion": {"decoupled_wd": False, "cautious_factor": 1.0}}
+
 _PACKAGED = {
-    tuple(path.split(".")): replace(FUNCTORS[name], group_keys=keys)
+    tuple(path.split(".")): replace(FUNCTORS[name], group_keys=keys, must_be=_MUST_BE.get(path, {}))
     for name, formula in FORMULAS.items()
     for path, keys in formula.packaged.items()
 }

@@ -7,6 +7,7 @@ the plan again; anything else makes a new one, which checks all state before any
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 from ..kernels import CallCache, CastStats, backend
 from ..kernels.backends import captures
 from ..kernels.reference_steps import Factors
-from ..kernels.tables import is_dense
+from ..kernels.lists import is_dense
 from .diagnostics import warn
 from .dtensors import raw_grads
 from .fused_registry import (
@@ -51,8 +52,11 @@ def optimizer_obstacle(optimizer: Optimizer, params: Sequence[Tensor], names: Se
         names: what messages call them.
     """
     cls = type(optimizer)
-    if fused_spec_for(cls) is None:
+    spec = fused_spec_for(cls)
+    if spec is None:
         return no_fused_step(cls)
+    if reason := spec.optimizer_obstacle(optimizer):
+        return reason
     if has_own_step(optimizer):
         return f"the step of this {cls.__name__} was replaced"
     return params_obstacle(params, names)
@@ -230,7 +234,7 @@ class _Plan:
             if not all(map(operator.is_, map(state.get, masters), entries)):
                 return False
             for name, tensors in columns.items():
-                if not all(map(operator.is_, [entry.get(name) for entry in entries], tensors)):
+                if not all(map(operator.is_, map(dict.get, entries, itertools.repeat(name)), tensors)):
                     return False
         return True
 

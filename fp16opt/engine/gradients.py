@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import kernels
 from ..kernels import reference
 from ..kernels.reference_steps import Factors
-from ..kernels.tables import same_walk
+from ..kernels.lists import same_walk
 from .dtensors import aligned, local, raw_grad, raw_grads, set_raw_grad
 from .masters import Masters
 from .params import HALF_DTYPES, DeviceParams, ParamTable

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels import backends
-from ..kernels.tables import is_dense
+from ..kernels.lists import is_dense
 from .arguments import quoted
 from .diagnostics import describe
 from .dtensors import check_whole, is_sharded, local

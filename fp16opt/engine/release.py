@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from .. import kernels
 from ..kernels.reference_steps import Factors
-from ..kernels.tables import same_walk
+from ..kernels.lists import same_walk
 from ..scaling import LossScaler
 from .dtensors import raw_grad, raw_grads, set_raw_grad
 from .fused_registry import CannotServe, require_fused_spec, steps_on_device
@@ -190,6 +190,7 @@ class GradientRelease:
                 "optimizer's loss, switch requires_grad of these parameters off meanwhile."
             )
         refuse_ranks(RuntimeError)
+        self.params.verify()
         self._check_no_others()
         if scaler.dynamic:
             raise RuntimeError(

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..kernels import backends
 from ..scaling import LossScaler
 from .diagnostics import describe
-from .dtensors import raw_grads, versions
+from .dtensors import local, raw_grads, versions
 from .gradients import Gradients
 from .params import ParamTable
 from .ranks import Ranks, Replicas
@@ -439,7 +439,7 @@ class StepState:
     def _not_zero(self, grads: list[Tensor | None]) -> list[str]:
         """Names of parameters whose gradient is there and not all zeros. Syncs where there are gradients."""
         there = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
-        return [self.params.names[i] for i, grad in there if bool((grad != 0).any())]
+        return [self.params.names[i] for i, grad in there if bool((_values_of(grad) != 0).any())]
 
     # -- the check ---------------------------------------------------------------------------------------------------
 
@@ -773,7 +773,8 @@ class StepState:
         self.gradients.release()
         if not (self.stage is Stage.UNSCALED and keeps_true):
             self.gradients.forget_true()
-        if self.stage is not Stage.CHECKED:  # optimizers may write the gradients that they step
+        is_stamped = self.stage is Stage.CHECKED or (self.stage is Stage.UNSCALED and not self.params.has_own)
+        if not is_stamped:  # optimizers may write the gradients that they step
             self._stamp = GradientStamp(raw_grads(self.params.models))
         self.last_scale = self.scale
         self.stage = Stage.READY
@@ -784,6 +785,10 @@ class StepState:
         self.gradients.clear(set_to_none)
         self.stage, self._stamp = Stage.READY, None
         self._start()
+
+
+def _values_of(grad: Tensor) -> Tensor:
+    return grad._values() if grad.layout is torch.sparse_coo else local(grad)
 
 
 def _refuse_ranks() -> None:
