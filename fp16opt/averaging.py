@@ -149,10 +149,10 @@ class AveragedMasters:
         if table.has_dtensors:
             table.find_pieces()
         self._devices = []
-        for group in table.devices:
-            averages = [self._averages.get(table.models[position]) for position in group.positions]
-            entries = [None if average is None else local(average) for average in averages]
-            self._devices.append((group, entries, kernels.CallCache()))
+        for device in table.devices:
+            averages = [self._averages.get(table.models[position]) for position in device.positions]
+            entries = tuple([None if average is None else local(average) for average in averages])
+            self._devices.append((device, entries, kernels.CallCache()))
         self._generation = table.generation
 
     # -- averaging -----------------------------------------------------------------------------------------------------
@@ -173,13 +173,15 @@ class AveragedMasters:
         wrapper.model_writes.require_not_swapped("AveragedMasters.update()")
         self._follow(wrapper)
         weight = self._weight()
-        for group, averages, cache in self._devices:
+        for device, averages, cache in self._devices:
             if wrapper.masters.are_whole:
-                values = [None if a is None else m for a, m in zip(averages, group.masters, strict=True)]
+                values: Entries = device.masters
+                if any(average is None for average in averages):
+                    values = [None if a is None else m for a, m in zip(averages, device.masters, strict=True)]
                 kernels.multi_tensor_lerp(averages, values, weight, cache=cache)
             else:
                 for rows in _batches(averages):
-                    pairs = [wrapper.params.all[group.positions[row]] for row in rows]
+                    pairs = [wrapper.params.all[device.positions[row]] for row in rows]
                     kernels.multi_tensor_lerp([averages[row] for row in rows], wrapper.masters.read(pairs), weight)
         self.updates += 1
 
@@ -232,14 +234,14 @@ class AveragedMasters:
 
     def _write_averages(self) -> None:
         with torch.no_grad():
-            for group, averages, _ in self._devices:
+            for device, averages, _ in self._devices:
                 halves: list[tuple[Tensor, Tensor]] = []
-                for average, model in zip(averages, group.models, strict=True):
+                for average, model in zip(averages, device.models, strict=True):
                     if average is not None and model.dtype in HALF_DTYPES:
                         halves.append((average, model.detach()))
                     elif average is not None:
                         model.detach().copy_(average)
-                stats = kernels.CastStats.allocate(len(halves), group.device)
+                stats = kernels.CastStats.allocate(len(halves), device.device)
                 kernels.multi_tensor_cast([average for average, _ in halves], [model for _, model in halves], stats)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------

@@ -333,7 +333,8 @@ class Monitor:
         found[:, _LARGEST] *= as_it_lies
         if are_true and state.scale is not None and state.scale.external:  # a GradScaler divides them where they lie
             true = of_gradients(list(map(_piece, raw_grads(wrapper.params.masters))), wrapper.device)
-            found[:, _SUMSQ], found[:, _LARGEST] = true[:, _SUMSQ], true[:, _LARGEST]
+            factor = _told_by_grad_scaler(wrapper).to(true)
+            found[:, _SUMSQ], found[:, _LARGEST] = true[:, _SUMSQ] * factor.square(), true[:, _LARGEST] * factor
         elif state.stage in (Stage.CHECKED, Stage.UNSCALED):  # then the sums are known, from before any clip
             for device, one in zip(wrapper.params.devices, wrapper.gradients.stats, strict=True):
                 rows = [at for at, position in enumerate(device.positions) if grads[position][0] is not None]
@@ -472,10 +473,13 @@ def _piece(grad: Tensor | None) -> Tensor | None:
 def _inv_scale(wrapper: Wrapper) -> Tensor:
     """float32, 0-dim: what makes the model's gradients true."""
     scale: BackwardScale | None = wrapper.step_state.scale
-    if scale is not None:
-        return scale.inv_scale
-    told: Tensor | None = getattr(wrapper, "grad_scale", None)  # by torch's GradScaler, for ``step`` to divide by it
-    return torch.ones((), device=wrapper.device) if told is None else told.reshape(()).reciprocal()
+    return _told_by_grad_scaler(wrapper) if scale is None else scale.inv_scale
+
+
+def _told_by_grad_scaler(wrapper: Wrapper) -> Tensor:
+    """0-dim: what ``step`` is to multiply gradients by for a GradScaler of torch; 1.0 without one."""
+    grad_scale: Tensor | None = getattr(wrapper, "grad_scale", None)
+    return torch.ones((), device=wrapper.device) if grad_scale is None else grad_scale.reshape(()).reciprocal()
 
 
 def _in_words(numbers: Sequence[float], skipped: bool, has_no_master: bool) -> dict[str, float | None]:

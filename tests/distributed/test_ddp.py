@@ -95,7 +95,7 @@ def count_messages(rank: int, size: int) -> None:
 
 
 def sent(work: Any) -> dict[str, int]:
-    """How often each collective ran, whoever called it."""
+    """How often each collective ran."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         work()
     found: dict[str, int] = {}
