@@ -91,7 +91,7 @@ def between_hooks(step: Method) -> Method:
             return framed(self, *args, **kwargs)
         returned = (inner if torch.is_inference_mode_enabled() else step)(self, *args, **kwargs)
         _, of_this, _, of_all = *own_step_hooks(self), *STEP_HOOKS_OF_ALL
-        for hook in (*of_this.values(), *of_all.values()):  # registered meanwhile: torch, too, asks when the step is done
+        for hook in (*of_this.values(), *of_all.values()):  # registered meanwhile: torch asks after the step, too
             hook(self, (self, *args), kwargs)
         return returned
 
@@ -148,7 +148,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    """torch.amp.GradScaler's protocol: it calls ``step`` also for a skip, and hands over its scale and what it found."""
+    """torch.amp.GradScaler's protocol: it calls ``step`` for a skip too, and hands over its scale and what it found."""
 
     def __init__(
         self,
@@ -677,7 +677,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         return check
 
     def _finalize_under_grad_scaler(self, write: bool) -> OverflowCheck | None:
-        """A GradScaler has set ``found_inf``, and ``grad_scale``: what gradients are still to be divided by, or None."""
+        """A GradScaler has set ``found_inf``, and ``grad_scale``: what gradients must still be divided by, or None."""
         state, flag, grad_scale = self.step_state, self.__dict__["found_inf"], self.__dict__.get("grad_scale")
         self.check_external_scale()
         if grad_scale is not None:
@@ -703,9 +703,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self.__dict__.pop(name, None)
         raise RuntimeError(
             f"a GradScaler came to unscale gradients by its own scale, and this optimizer has a loss scale of "
-            f"{self.loss_scale:g}{', at which opt.backward(loss) made them' if made_here else ''}. Drop one of the two: "
-            "call opt.backward(loss) and opt.step() without a GradScaler; or construct MixedPrecisionOptimizer without "
-            "dynamic, loss_scale, scaler, and call scaler.scale(loss).backward()."
+            f"{self.loss_scale:g}{', at which opt.backward(loss) made them' if made_here else ''}. Drop one of the "
+            "two: call opt.backward(loss) and opt.step() without a GradScaler; or construct MixedPrecisionOptimizer "
+            "without dynamic, loss_scale, scaler, and call scaler.scale(loss).backward()."
         )
 
     @outside_inference

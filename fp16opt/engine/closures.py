@@ -20,7 +20,7 @@ class GaveUp(Exception):
 
 
 def closure_mode(asked: str | None, optimizer: Optimizer) -> str:
-    """"once" or "reevaluate": what the user asked for, else what the class of the wrapped optimizer needs.
+    """ "once" or "reevaluate": what the user asked for, else what the class of the wrapped optimizer needs.
 
     Example:
         >>> closure_mode(None, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))

@@ -491,7 +491,7 @@ class StateByParam(MutableMapping[Any, Any]):
     def get(self, key: Any, default: Any = None) -> Any:
         """The state of a parameter, or ``default``, which does not begin one."""
         mine = self._key(key)
-        return self._state[mine] if mine in self._state else default
+        return self._state.get(mine, default)
 
     def pop(self, key: Any, *default: Any) -> Any:
         """Take a parameter's state away, as a dict does."""
