@@ -201,7 +201,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             "split24": functools.partial(SplitMasters, 24),
         }
         self.masters = kinds[master_weights]()
-        self.inner = parallel.holder_of(optimizer)
+        self.inner = parallel.inner_of(optimizer)
         self.params = ParamTable(self.inner.param_groups, self._names, self._adopter())
         for pair in self.params.all if master_weights != "none" else ():
             if pair.master is pair.model:

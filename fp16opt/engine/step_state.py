@@ -345,17 +345,24 @@ class StepState:
         if self.stage is Stage.UNSCALED:
             written = [i for i in written if not self.params.master_is_model[i]]
         if written:
-            self._refuse_writes([self.params.names[i] for i in written])
+            self._refuse_writes(written, grads)
         if self.stage is Stage.UNSCALED:
             self._notice_edits()
 
-    def _refuse_writes(self, names: list[str]) -> None:
+    def _refuse_writes(self, written: list[int], grads: list[Tensor | None]) -> None:
+        names = [self.params.names[i] for i in written]
         when = "backward(loss) had made them" if self.stage is Stage.SCALED else "they were checked"
         more = ""
         if self.scale is not None and self.scale.external:
             more = (
                 " Under a GradScaler clip opt.master_params(). Trainers that clip the model's own: Lightning, "
                 "Accelerate, transformers, timm have a module in fp16opt.integrations."
+            )
+        moved = [grads[i] for i in written]
+        if not self.replicas.are_told and any(grad is not None and grad._is_view() for grad in moved):
+            more += (
+                " DDP with gradient_as_bucket_view=True moves gradients once, after its first reduction: call "
+                "fp16opt.distributed.attach(opt, ddp_model)."
             )
         raise RuntimeError(
             f"the model's gradients were written after {when}: {describe(names)}. To have them count, call "
@@ -572,6 +579,18 @@ class StepState:
             return False
         written, _ = self._stamp.compare(raw_grads(self.params.models))
         return any(not (self.stage is Stage.UNSCALED and self.params.master_is_model[i]) for i in written)
+
+    def is_as_stamped(self) -> bool:
+        """Whether the stamps tell of no gradient that was written, replaced or set to None since."""
+        stamped = (self._stamp, self.params.models), (self._true_stamp, self.params.masters)
+        return all(stamp is None or not any(stamp.compare(raw_grads(tensors))) for stamp, tensors in stamped)
+
+    def stamp_again(self) -> None:
+        """DDP has moved gradients into its buckets: the stamps are of those that are there now, which are the same."""
+        if self._stamp is not None:
+            self._stamp = GradientStamp(raw_grads(self.params.models))
+        if self._true_stamp is not None:
+            self._true_stamp = GradientStamp(raw_grads(self.params.masters))
 
     def has_new(self) -> bool:
         """In READY: whether the model has gradients that no step has used."""
