@@ -216,12 +216,12 @@ class Table:
     def _keep(self, stream: Stream, owner: CallCache | None) -> None:
         """Write the bytes to memory of their own, for the graph that is being captured.
 
-        It stays as long as ``owner``: replays need the tensors and buffers of whoever made the call, so they end with
-        it. Where a call has no owner nothing tells when the graph is gone, and the memory is never given back. It is
-        the driver's and not torch's. Torch would take it from the graph's own pool, whose memory is the graph's alone
-        (with ``backend:cudaMallocAsync`` it is there only while the graph runs), or on another stream from the common
-        one, where it would be lent again at once while a last replay may still read it; the driver's is freed when
-        the device is done.
+        It stays as long as ``owner``: replays need the tensors and buffers of the call site, so they end with it. Where
+        a call has no owner nothing tells when the graph is gone, and the memory is never given back. It is the driver's
+        and not torch's. Torch would take it from the graph's own pool, whose memory is the graph's alone (with
+        ``backend:cudaMallocAsync`` it is there only while the graph runs), or on another stream from the common one,
+        where it would be lent again at once while a last replay may still read it; the driver's is freed when the
+        device is done.
         """
         device = device_of(stream)
         self._settle(device.keep(self.host.raw, self._size))
