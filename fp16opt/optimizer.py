@@ -40,7 +40,7 @@ from .engine.ranks import Digest
 from .engine.release import GradientRelease
 from .engine.schema import is_ours
 from .engine.split import SplitMasters
-from .engine.step_state import BackwardScale, OverflowCheck, Stage, StepState
+from .engine.step_state import BackwardScale, OverflowCheck, StepState
 from .engine.wrapped_step import (
     HOOKS,
     STEP_HOOKS_OF_ALL,
