@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from contract.reference import Make, Scale, clip_factor, found_inf, total_norm, unscaled
+
 Given = Sequence[float | None]
-Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -50,61 +51,6 @@ class Stage(enum.Enum):
     CHECKED = "CHECKED"
     UNSCALED = "UNSCALED"
     INTERRUPTED = "INTERRUPTED"
-
-
-@dataclass
-class Scale:
-    """A loss scale, moved after each step by what that step found. ``growth_interval=None``: it never moves."""
-
-    value: float
-    growth_interval: int | None = None
-    max_scale: float = 2.0**24
-    min_scale: float = 2.0**-14
-    clean: int = 0
-
-    def update(self, overflow: bool) -> None:
-        if self.growth_interval is None:
-            return
-        if overflow:
-            self.clean = 0
-            self.value = max(self.value * 0.5, self.min_scale)
-            return
-        self.clean += 1
-        if self.clean == self.growth_interval:
-            self.clean = 0
-            self.value = min(self.value * 2.0, self.max_scale)
-
-    def write(self, value: float) -> None:
-        self.value, self.clean = value, 0
-
-    @property
-    def is_one(self) -> bool:
-        """What the contract calls a scale of 1: static, and exactly that."""
-        return self.growth_interval is None and self.value == 1.0
-
-
-def unscaled(grad: Tensor, scale: float) -> Tensor:
-    """One FP32 multiplication by FP32 1/scale."""
-    inv_scale = torch.ones((), dtype=torch.float32) / torch.tensor(scale, dtype=torch.float32)
-    return grad.to(torch.float32) * inv_scale
-
-
-def total_norm(grads: Sequence[Tensor | None], norm_type: float = 2.0) -> float:
-    """Over all elements, in double, rounded once to FP32."""
-    there = [g.double().reshape(-1) for g in grads if g is not None]
-    if not there:
-        return 0.0
-    return float(torch.linalg.vector_norm(torch.cat(there), norm_type).float())
-
-
-def clip_factor(max_norm: float, norm: float) -> Tensor:
-    """torch's factor in FP32, at most 1."""
-    factor = torch.tensor(max_norm, dtype=torch.float32) / (torch.tensor(norm, dtype=torch.float32) + 1e-6)
-    return factor.clamp(max=1.0)
-
-
-def is_finite(grads: Sequence[Tensor | None]) -> bool:
-    return all(bool(torch.isfinite(g).all()) for g in grads if g is not None)
 
 
 @dataclass
@@ -255,7 +201,7 @@ class Oracle:
         self._unscale()
         sums = [self._true(p) for p in self.params]
         if not was_ready and not self.is_folded:
-            self.heard = [(self.scale, not is_finite(sums))]
+            self.heard = [(self.scale, found_inf(sums))]
         finite = True
         for p, g, old in zip(self.params, grads, sums, strict=True):
             if g is not None and not p.is_frozen:
@@ -428,7 +374,7 @@ class Oracle:
         factor = clip_factor(max_norm, norm)
         if self.stage is Stage.SCALED:
             self.stage = Stage.CHECKED
-        if not is_finite(self.grads()) or float(factor) == 1.0:
+        if found_inf(self.grads()) or float(factor) == 1.0:
             return
         if self.factor is not None:
             self.clips += 1
@@ -439,7 +385,7 @@ class Oracle:
             return
         self._unscale()
         self.is_clipped = True
-        if not is_finite(self.grads()):
+        if found_inf(self.grads()):
             return
         self._apply_factor()
         for p in self._there():
@@ -455,7 +401,7 @@ class Oracle:
             self.step_was_skipped = False
             return
         grads = self.grads()
-        overflow = not is_finite(grads)
+        overflow = found_inf(grads)
         self.left = [
             [p.grad, self._true(p), true, *([None] if self.is_folded else [])]
             for p, true in zip(self.params, grads, strict=True)
