@@ -132,7 +132,9 @@ class Oracle:
     @classmethod
     def of(cls, models: Sequence[Tensor], make: Make, scale: Scale, folds: bool, frozen: Sequence[int] = ()) -> Oracle:
         masters = [nn.Parameter(p.detach().to(torch.float32, copy=True)) for p in models]
-        params = [Param(p.dtype, m, is_frozen=i in frozen) for i, (p, m) in enumerate(zip(models, masters, strict=True))]
+        params = [
+            Param(p.dtype, m, is_frozen=i in frozen) for i, (p, m) in enumerate(zip(models, masters, strict=True))
+        ]
         oracle = cls(params, make(masters), scale, folds=folds)
         oracle._measure()
         return oracle
@@ -345,8 +347,10 @@ class Oracle:
             if not any(p.grad is not None for p in self.params):
                 return
             self._take(self.scale.value)
-        if self.stage is Stage.UNSCALED and self.is_clipped and any(
-            not p.is_half and p.grad is not None for p in self.params
+        if (
+            self.stage is Stage.UNSCALED
+            and self.is_clipped
+            and any(not p.is_half and p.grad is not None for p in self.params)
         ):
             raise Unspecified  # a clip that may be in the gradients of FP32 parameters
         if self.is_clipped or self.is_edited:

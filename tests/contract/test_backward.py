@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD
 
+from contract.reference import clipped
 from contract.worlds import (
     ALL,
     FOLDING,
@@ -37,6 +38,7 @@ from contract.worlds import (
     every_way,
     instead,
     plus,
+    sgd,
     times,
     values,
 )
@@ -125,6 +127,49 @@ def test_retain_graph_and_create_graph_reach_autograd() -> None:
     with pytest.warns(UserWarning, match="create_graph"):
         opt.backward(p.square().sum(), create_graph=True)
     assert p.grad.requires_grad
+
+
+@by([WRAPPED, FUSED, MIXED_WRAPPED, MIXED_FUSED])
+@every_scale
+def test_gradients_that_have_a_graph_are_stepped(mode: Mode, scale: str) -> None:
+    world = World(mode, scale)
+    world.backward(GRADS, create_graph=True)
+    world.expect_step(GRADS)
+
+
+@every_mode
+@every_way
+@pytest.mark.parametrize("then", ["step", "clip", "read"])
+def test_sparse_gradients_are_summed_in_fp32(mode: Mode, how: str, then: str) -> None:
+    """An embedding row looked up twice, a dense parameter beside it; torch's AdamW takes none, so SGD everywhere."""
+    world = World(mode, "static", shapes=((5, 2), (2, 3), (5,)), make=sgd)
+    rows, coefficients = torch.tensor([1, 3, 3]), torch.tensor([[0.5, 1.0], [2.0, -1.0], [1.0, 0.25]])
+    first = torch.zeros(5, 2).index_add(0, rows, coefficients)
+    grads: list[Tensor | None] = [first, GRADS[1], None]
+    loss = (nn.functional.embedding(rows, world.params[0], sparse=True).float() * coefficients).sum()
+    loss = loss + world.loss([None, GRADS[1], None])
+    if how == "scale_loss":
+        world.opt.scale_loss(loss).backward()
+    else:
+        world.opt.backward(loss, update_master_grads=how == "backward")
+    if then == "clip":
+        norm = world.expect_norm(world.opt.clip_master_grads(1.0), grads)
+        grads = clipped(grads, norm, 1.0)
+    if then == "read":
+        shown = world.masters[0].grad
+        assert shown is not None
+        assert (shown.layout, shown.is_coalesced(), shown.dtype) == (torch.sparse_coo, True, torch.float32)
+        assert shown.to_dense().tolist() == first.tolist()
+    world.expect_step(grads)
+
+
+def test_sparse_sums_keep_what_16_bits_would_lose() -> None:
+    """4,097 times the same row with gradient 1: a float16 sum stops at 2,048."""
+    table = nn.Parameter(torch.zeros(2, 1, dtype=torch.float16))
+    opt = MixedPrecisionOptimizer(SGD([table], lr=1.0))
+    opt.backward(nn.functional.embedding(torch.zeros(4097, dtype=torch.long), table, sparse=True).float().sum())
+    opt.step()
+    assert next(opt.master_params()).tolist() == [[-4097.0], [0.0]]
 
 
 def test_a_loss_without_a_graph_is_torchs_error() -> None:
@@ -409,6 +454,39 @@ def test_each_scaler_hears_of_its_own_backwards(mode: Mode, bad: int | None) -> 
     world.opt.step()
     assert bool(world.opt.step_was_skipped) == (bad is not None)
     assert [float(scaler.scale) for scaler in scalers] == [4.0 if k == bad else 16.0 for k in range(2)]
+
+
+@by([WRAPPED, FUSED])
+@pytest.mark.parametrize("edit", ["torch's clip", "in place", "mended"])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_an_edit_blames_no_scaler_whose_backwards_were_finite(mode: Mode, edit: str, bad: int) -> None:
+    world = World(mode)
+    scalers = [DynamicLossScaler(8.0) for _ in range(2)]
+    for k, scaler in enumerate(scalers):
+        world.backward(instead(GRADS, 0, torch.full((4,), INF)) if k == bad else GRADS, scaler=scaler)
+    masters = world.masters
+    if edit == "torch's clip":
+        clip_grad_norm_(masters, 1.0)
+    elif edit == "in place":
+        masters[2].grad.mul_(0.5)
+    else:
+        masters[0].grad = torch.ones(4)
+    world.opt.step()
+    assert bool(world.opt.step_was_skipped) == (edit != "mended")
+    assert [float(s.scale) for s in scalers] == [4.0 if k == bad and edit != "mended" else 8.0 for k in range(2)]
+
+
+@every_mode_that_keeps_gradients
+@pytest.mark.parametrize("value", [8.0, NAN])
+@pytest.mark.parametrize("look", ["nothing", "read"])
+def test_a_dropped_gradient_is_gone_though_a_second_scaler_joins(mode: Mode, look: str, value: float) -> None:
+    world = World(mode)
+    world.backward(instead(GRADS, 0, torch.full_like(GRADS[0], value)))
+    if look == "read":
+        assert world.masters[world.half()].grad is not None
+    world.params[0].grad = None
+    world.backward(instead(GRADS, 0, None), scaler=StaticLossScaler(4.0))
+    world.expect_step(times(instead(GRADS, 0, None), 2))
 
 
 @pytest.mark.parametrize("value", [2.0, "dynamic", torch.tensor(2.0)], ids=repr)
