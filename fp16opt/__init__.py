@@ -5,8 +5,8 @@ from .averaging import AveragedMasters, ema
 from .certify import Check, Report, certify
 from .engine.checkpoint import optimizer_state
 from .engine.diagnostics import Overflow
+from .engine.fused_registry import register_fused_step, register_one_pass
 from .engine.memory import Memory
-from .engine.one_pass_classes import register_one_pass
 from .foreign import Loaded, load_foreign
 from .grad_scaler import GradScaler
 from .optimizer import MixedPrecisionOptimizer
@@ -37,5 +37,6 @@ __all__ = [
     "install_as_apex",
     "load_foreign",
     "optimizer_state",
+    "register_fused_step",
     "register_one_pass",
 ]

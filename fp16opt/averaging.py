@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from . import kernels
 from .engine.dtensors import is_sharded, local
-from .engine.pairs import HALF_DTYPES, DeviceGroup, Pair
-from .engine.parts import Engine, inside
+from .engine.params import HALF_DTYPES, DeviceParams, ParamPair
+from .engine.parts import Wrapper, inside
 from .kernels.calls import Entries
 from .optimizer import MixedPrecisionOptimizer, outside_inference
 
@@ -111,10 +111,10 @@ class AveragedMasters:
         self._optimizer = wrapper
         self._averages: dict[Tensor, Tensor] = {}
         self._generation = -1
-        self._devices: list[tuple[DeviceGroup, Entries, kernels.PointerTables]] = []
+        self._devices: list[tuple[DeviceParams, Entries, kernels.CallCache]] = []
         self.rule = rule
         self.updates = 0
-        self._follow(wrapper.engine)
+        self._follow(wrapper)
         if not self._averages:
             raise ValueError("model: none of its parameters is in this optimizer. Pass the model that it trains.")
 
@@ -128,12 +128,12 @@ class AveragedMasters:
         return parameter_names(self._model)
 
     @outside_inference
-    def _follow(self, engine: Engine) -> None:
+    def _follow(self, engine: Wrapper) -> None:
         """Averages for parameters that came, of the values that they have now."""
-        pairs = engine.pairs
+        pairs = engine.params
         if self._generation == pairs.generation:
-            if pairs.has_pieces:
-                pairs.take_pieces()
+            if pairs.has_dtensors:
+                pairs.find_pieces()
             return
         names = self._names()
         if not names.keys().isdisjoint(map(id, pairs.elsewhere)):
@@ -146,13 +146,13 @@ class AveragedMasters:
                 value = engine.masters.read([pair])[0]
                 dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
                 self._averages[pair.model] = torch.empty_like(value, dtype=dtype, requires_grad=False).copy_(value)
-        if pairs.has_pieces:
-            pairs.take_pieces()
+        if pairs.has_dtensors:
+            pairs.find_pieces()
         self._devices = []
         for group in pairs.devices:
             averages = [self._averages.get(pairs.models[position]) for position in group.positions]
             entries = [None if average is None else local(average) for average in averages]
-            self._devices.append((group, entries, kernels.PointerTables()))
+            self._devices.append((group, entries, kernels.CallCache()))
         self._generation = pairs.generation
 
     # -- averaging -----------------------------------------------------------------------------------------------------
@@ -169,17 +169,17 @@ class AveragedMasters:
 
         Syncs: never.
         """
-        engine = self._optimizer.engine
-        engine.model_writes.check_home("AveragedMasters.update()")
+        engine = self._optimizer
+        engine.model_writes.require_not_swapped("AveragedMasters.update()")
         self._follow(engine)
         weight = self._weight()
-        for group, averages, tables in self._devices:
+        for group, averages, cache in self._devices:
             if engine.masters.are_whole:
                 values = [None if a is None else m for a, m in zip(averages, group.masters, strict=True)]
-                kernels.multi_tensor_lerp(averages, values, weight, tables=tables)
+                kernels.multi_tensor_lerp(averages, values, weight, cache=cache)
             else:
                 for rows in _batches(averages):
-                    pairs = [engine.pairs.all[group.positions[row]] for row in rows]
+                    pairs = [engine.params.all[group.positions[row]] for row in rows]
                     kernels.multi_tensor_lerp([averages[row] for row in rows], engine.masters.read(pairs), weight)
         self.updates += 1
 
@@ -208,15 +208,15 @@ class AveragedMasters:
 
         Syncs: where the optimizer's own look at the model's weights does.
         """
-        engine = self._optimizer.engine
+        engine = self._optimizer
         with torch.inference_mode(False):
-            engine.model_writes.check_home("swap()")
-            if engine.pairs.has_pieces:
+            engine.model_writes.require_not_swapped("swap()")
+            if engine.params.has_dtensors:
                 self._names()
-            engine.model_writes.notice()
+            engine.model_writes.sync()
             self._follow(engine)
-            engine.model_writes.lend("averages, inside AveragedMasters.swap()")
-            mine = [pair for pair in engine.pairs.all if pair.model in self._averages]
+            engine.model_writes.swap("averages, inside AveragedMasters.swap()")
+            mine = [pair for pair in engine.params.all if pair.model in self._averages]
             kept = [local(pair.model.detach()).clone() for pair in mine]
         try:
             with torch.inference_mode(False):
@@ -224,11 +224,11 @@ class AveragedMasters:
             yield
         finally:
             with torch.inference_mode(False), torch.no_grad():
-                if engine.pairs.has_pieces:
+                if engine.params.has_dtensors:
                     self._names()
-                    engine.pairs.take_pieces()
+                    engine.params.find_pieces()
                 _put_back(mine, kept)
-                engine.model_writes.take_back(mine)
+                engine.model_writes.restore(mine)
 
     def _write_averages(self) -> None:
         with torch.no_grad():
@@ -281,7 +281,7 @@ class AveragedMasters:
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict: expected a dict, got {type(state_dict).__name__}. {_HOW_SAVED}")
-        self._follow(self._optimizer.engine)
+        self._follow(self._optimizer)
         if _COUNT not in state_dict:
             raise ValueError(f"state_dict lacks {_COUNT!r}. {_HOW_SAVED}")
         updates = _count(state_dict[_COUNT])
@@ -312,7 +312,7 @@ def _batches(averages: Entries) -> Iterator[list[int]]:
         yield rows
 
 
-def _put_back(pairs: list[Pair], kept: list[Tensor]) -> None:
+def _put_back(pairs: list[ParamPair], kept: list[Tensor]) -> None:
     for pair, value in zip(pairs, kept, strict=True):
         local(pair.model.detach()).copy_(value)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -13,8 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import kernels, parallel
-from .engine import checkpoint, one_pass_step, state_formats
-from .engine.accumulation import Accumulation, Pending, Stage, Verdict, are_finite
+from .certify import bucket_obstacle
+from .engine import checkpoint, state_formats
 from .engine.arguments import (
     check_loss,
     check_number,
@@ -24,56 +23,42 @@ from .engine.arguments import (
     naming_loss_scale,
     open_group,
 )
-from .engine.arrivals import Arrivals
-from .engine.choices import Choices
-from .engine.closures import ClosureHabits, Evaluations
+from .engine.bucketed_step import BucketedStep, Certified
+from .engine.closures import EvaluatedClosure, Reevaluations, closure_mode
+from .engine.compatibility import check_groups, check_new_group, check_optimizer, make_state_format
+from .engine.config import Config
 from .engine.diagnostics import Overflow
-from .engine.gradients import Gradients, SharedGradients, Sight
-from .engine.held_step import HeldOnArrival, HeldStep
-from .engine.masters import FullMasters, MasterClasses, Masters, NoMasters
+from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step
+from .engine.fused_step import FusedStep
+from .engine.gradients import Gradients
+from .engine.masters import FullMasters, Masters, NoMasters, own_masters
 from .engine.memory import Memory, measure
 from .engine.model_writes import ModelWrites
-from .engine.one_pass_rows import counters_saved, no_row, row_of
-from .engine.one_pass_step import OnePassStep
-from .engine.one_pass_trial import Trials
-from .engine.outcome import Outcome, read_at_once, warn_no_gradients, warn_plain_backward
-from .engine.pairs import HALF_DTYPES, Pairs
-from .engine.parts import Engine
+from .engine.outcome import Outcome, are_finite, read_at_once, warn_no_gradients, warn_plain_backward
+from .engine.params import HALF_DTYPES, ParamTable, StateByParam
 from .engine.ranks import Digest
-from .engine.released_step import OneByOne, ReleasedStep, SteppedOnArrival
+from .engine.release import GradientRelease
 from .engine.schema import is_ours
 from .engine.split import SplitMasters
-from .engine.state_formats import StateFormat
-from .engine.streamed_step import Certified, StreamedStep
-from .engine.under_grad_scaler import CAN_SHARE, UnderGradScaler
+from .engine.step_state import BackwardScale, OverflowCheck, Stage, StepState
 from .engine.wrapped_step import (
     HOOKS,
     STEP_HOOKS_OF_ALL,
     StepFailed,
     Stepper,
+    WrappedOptimizerGuard,
     WrappedStep,
     extras,
+    is_guarded,
     make_hook_tables,
+    note_step,
     own_step_hooks,
     remake_first_state,
 )
 from .kernels import backends
-from .kernels.native import read_anew, read_once
 from .scaling import LossScaler
 
-_NOT_COPIED = (
-    *HOOKS,
-    "step",
-    "_gradients",
-    "_accumulation",
-    "_classes",
-    "_state_format",
-    "_stepper",
-    "_shared",
-    "_under",
-    "_names",
-)
-
+_NOT_COPIED = (*HOOKS, "step", "gradients", "step_state", "_state_format", "_stepper", "_guard", "_names", "_certified")
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -106,7 +91,7 @@ def between_hooks(step: Method) -> Method:
             return framed(self, *args, **kwargs)
         returned = (inner if torch.is_inference_mode_enabled() else step)(self, *args, **kwargs)
         _, of_this, _, of_all = *own_step_hooks(self), *STEP_HOOKS_OF_ALL
-        for hook in (*of_this.values(), *of_all.values()):  # come meanwhile: torch, too, asks when the step is done
+        for hook in (*of_this.values(), *of_all.values()):  # registered meanwhile: torch, too, asks when the step is done
             hook(self, (self, *args), kwargs)
         return returned
 
@@ -144,8 +129,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             elements on. They step in one pass. Checkpoints hold FP32.
         gradient_release: True: each parameter is stepped in backward when its gradient arrives, and the gradient is
             freed. It takes a one-pass step, one backward a step, a static scale and no clip; a gradient that is not
-            finite leaves its parameter alone, while others are stepped. "held": a code of 8 bits of each gradient is
-            kept and stepped from; any scaler, and a clip.
+            finite leaves its parameter alone, while others are stepped.
+        closure: How ``step(closure)`` evaluates. "once": once, before the step. "reevaluate": whenever the wrapped
+            optimizer calls it (SAM and its like); the model holds the masters' values each time, and an evaluation that
+            overflows lowers the scale and is made again. None: "reevaluate" for LBFGS, "once" for all others.
 
     Raises:
         TypeError: ``optimizer`` is no torch Optimizer, or wrapped already.
@@ -160,6 +147,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         (1.0, 0.9998779296875)
     """
 
+    _step_supports_amp_scaling = True
+    """torch.amp.GradScaler's protocol: it calls ``step`` also for a skip, and hands over its scale and what it found."""
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -173,20 +163,24 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         fused_step: bool | str = "auto",
         master_weights: str = "full",
         optimizer_state: str = "fp32",
-        gradient_release: bool | str = False,
+        gradient_release: bool = False,
+        closure: str | None = None,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
-        if isinstance(optimizer, MixedPrecisionOptimizer):
-            raise TypeError("optimizer: expected an optimizer that is not wrapped yet, got a MixedPrecisionOptimizer.")
-        self._choices = Choices(
-            grad_accumulation, on_model_write, fused_step, master_weights, optimizer_state, gradient_release
+        if isinstance(optimizer, MixedPrecisionOptimizer) or is_guarded(optimizer):
+            raise TypeError(
+                f"optimizer: this {type(optimizer).__name__} is wrapped already, and holds the masters of its wrapper. "
+                "Use that wrapper, or make the optimizer anew over model.parameters() and wrap it once."
+            )
+        self.config = Config(
+            grad_accumulation, on_model_write, fused_step, master_weights, optimizer_state, gradient_release, closure
         )
         self._names = {id(param): name for name, param in named(named_parameters)}
-        self._trials, self._certified = Trials(), Certified()
+        self._certified = Certified(bucket_obstacle)
         self.scaler = make_scaler(dynamic, loss_scale, scaler)
         is_zero = parallel.is_zero(optimizer)
-        self._choices.check(optimizer, self.scaler, self._names, self._trials, self._certified, is_zero)
+        check_optimizer(self.config, optimizer, self.scaler, self._names, self._certified, is_zero)
         self.optimizer = optimizer
         self.master_weights = master_weights
         self.grad_accumulation = grad_accumulation
@@ -206,130 +200,87 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             "split": SplitMasters,
             "split24": functools.partial(SplitMasters, 24),
         }
-        self._masters = kinds[master_weights]()
-        self._holder = parallel.holder_of(optimizer)
-        self._pairs = Pairs(self._holder.param_groups, self._names, self._adopter())
-        for pair in self._pairs.all if master_weights != "none" else ():
+        self.masters = kinds[master_weights]()
+        self.inner = parallel.holder_of(optimizer)
+        self.params = ParamTable(self.inner.param_groups, self._names, self._adopter())
+        for pair in self.params.all if master_weights != "none" else ():
             if pair.master is pair.model:
                 self._carry_state(pair.model, pair.model)
-        self._device = parallel.device_of(optimizer, self._pairs.masters)
-        self._on_host = kernels.is_host(self._device)
-        self.scaler.to(self._device)
-        self._model_writes = ModelWrites(self._pairs, self._masters, on_model_write)
-        self._outcome = Outcome()
-        self._habits = ClosureHabits()
+        self.device = parallel.device_of(optimizer, self.params.masters)
+        self._on_host = kernels.is_host(self.device)
+        self.scaler.to(self.device)
+        self.model_writes = ModelWrites(self.params, self.masters, on_model_write)
+        self.outcome = Outcome()
         self._warned: set[str] = set()
         self._compose()
-        state_formats.adopt_all(self._state_format, self._pairs.all, self._holder)
+        state_formats.convert_all(self._state_format, self.params.all, self.inner)
 
     def _compose(self) -> None:
         """The components that live with gradients, which no copy has."""
         me = weakref.ref(self)
-        self._state_format = self._choices.state_format(self.optimizer)
+        self._guard = WrappedOptimizerGuard(self.optimizer)
+        self._state_format = make_state_format(self.config, self.optimizer)
         facts = _quietly(me, MixedPrecisionOptimizer._facts, [])
         round_down = _quietly(me, MixedPrecisionOptimizer.write_masters, None)
-        ranks = parallel.ranks_of(self.optimizer, self._pairs, facts, round_down)
-        self._shared = SharedGradients(self._pairs)
-        self._gradients: Any
-        self._accumulation: Any
+        ranks = parallel.ranks_of(self.optimizer, self.params, facts, round_down)
+        self.gradients: Any
+        self.step_state: Any
         if self.gradient_release:
-            self._gradients = self._accumulation = Arrivals(self._pairs, self._device, self._make_taker())
-        else:
-            self._gradients = Gradients(self._pairs, self._masters, self._shared)
-            sums = self.grad_accumulation == "fp32"
-            self._accumulation = Accumulation(self._gradients, self._device, sums, ranks)
-        self._under = UnderGradScaler(self._pairs, self._gradients, self._accumulation, self._shared)
-        self._classes = MasterClasses(
-            _quietly(me, MixedPrecisionOptimizer._show_gradient, None),
-            _quietly(me, MixedPrecisionOptimizer._prepare_edit, False),
-            _quietly(weakref.ref(self._shared), SharedGradients.assign, None),
-        )
-        self._classes.adopt(self._pairs)
-        self._stepper: Stepper = self._make_released() if self.gradient_release else self._make_stepper()
-
-    def _make_taker(self) -> Any:
-        """What is done with gradients that arrive."""
-        row = one_pass_step.require_row(self.optimizer)
-        one_by_one = OneByOne(row, self.optimizer, self._pairs, self._masters, *self._forms(), self._trials)
-        if self.gradient_release == "held":
-            return HeldOnArrival(one_by_one)
-        return SteppedOnArrival(one_by_one, self._model_writes, self._on_host)
-
-    def _make_released(self) -> Stepper:
-        """What ``step`` does with gradients that have arrived."""
-        taker = self._accumulation.taker
-        if self.gradient_release == "held":
-            return HeldStep(self.optimizer, taker)
-        self._outcome.all_or_nothing = False
-        self._outcome.log.what = "parameters left alone while the others were stepped"
-        self._outcome.log.advice = "Use a lower scale."
-        return ReleasedStep(self.optimizer)
+            parts = self.optimizer, self.params, self.masters, self.model_writes, self._state_format
+            self.gradients = self.step_state = GradientRelease(*parts, self.outcome.number, self.device)
+            self.outcome.release_steps()
+            return
+        self.gradients = Gradients(self.params, self.masters)
+        sums, scaler = self.grad_accumulation == "fp32", _quietly(me, _scaler_of, self.scaler)
+        self.step_state = StepState(self.params, self.gradients, scaler, self.device, sums, ranks)
+        own_masters(self.params, self.step_state)
+        self._stepper: Stepper = self._make_stepper()
 
     def _make_stepper(self) -> Stepper:
-        parts = self.optimizer, self._pairs, self._masters, self._gradients
-        row = row_of(type(self.optimizer)) if self.fused_step else None
-        why = no_row(type(self.optimizer)) if self.fused_step else "fused_step=False"
-        general: Stepper = WrappedStep(*parts, self._classes, why) if self._masters.are_whole else StreamedStep(*parts)
-        if row is None:
+        parts = self.optimizer, self.params, self.masters, self.gradients
+        spec = fused_spec_for(type(self.optimizer)) if self.fused_step else None
+        why = no_fused_step(type(self.optimizer)) if self.fused_step else "fused_step=False"
+        general: Stepper = WrappedStep(*parts, why) if self.masters.are_whole else BucketedStep(*parts)
+        if spec is None:
             return general
-        return OnePassStep(self.fused_step, row, *parts, *self._forms(), general, self._trials)
-
-    def _forms(self) -> tuple[StateFormat, str, Callable[[], int]]:
-        """What a one-pass step works on: the state, the argument that leaves no other step, the number of the step."""
-        return self._state_format, self._choices.needed_by, self._outcome.number
+        form = self._state_format, self.config.required_by, self.outcome.number
+        return FusedStep(self.fused_step, spec, *parts, *form, general)
 
     def _adopter(self) -> Callable[[Tensor], Tensor] | None:
         """What makes masters; None where 16-bit parameters are their own."""
-        return self._adopt if self._masters.are_apart else None
+        return self._adopt if self.masters.are_apart else None
 
     def _adopt(self, model: Tensor) -> Tensor:
         """The master of a 16-bit parameter, with the optimizer state that the parameter had, in FP32."""
-        master = self._masters.make(model)
+        master = self.masters.make(model)
         self._carry_state(model, master)
         return master
 
     def _carry_state(self, param: Tensor, master: Tensor) -> None:
-        checkpoint.carry_state(self._holder, param, master)
-        remake_first_state(self._holder, master)
+        checkpoint.carry_state(self.inner, param, master)
+        remake_first_state(self.inner, master)
 
     # -- what a torch optimizer shows --------------------------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The wrapped optimizer's param_groups: masters where there are masters, model parameters elsewhere."""
-        if self._under.serves(self.scaler):
-            if self._pairs.own_halves or len(self._holder.param_groups) != len(self._pairs.group_sizes):
-                self._follow_groups()  # a GradScaler of torch's refuses 16-bit parameters that have no masters
-            self._close_renewed()
-            self._under.see()
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The wrapped optimizer's state, keyed by master; FP32."""
-        return self._holder.state
+        """The wrapped optimizer's state, FP32, keyed by master; a model's parameter stands for its master."""
+        return StateByParam(self.inner.state, self.params)
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The wrapped optimizer's defaults."""
-        return self._holder.defaults
+        return self.inner.defaults
 
-    @property
-    def engine(self) -> Engine:
-        """What it is composed of, for faces and distributed training. Not a stable interface."""
-        return Engine(
-            optimizer=self.optimizer,
-            holder=self._holder,
-            pairs=self._pairs,
-            masters=self._masters,
-            model_writes=self._model_writes,
-            gradients=self._gradients,
-            accumulation=self._accumulation,
-            outcome=self._outcome,
-            scaler=self.scaler,
-            device=self._device,
-            choices=self._choices,
-        )
+    def steps_counted(self) -> int:
+        """How many steps were taken, with one that was taken in backward and that ``step`` is yet to count."""
+        ahead: int = self.step_state.steps_ahead() if self.gradient_release else 0
+        return self.outcome.steps_taken + ahead
 
     def __repr__(self) -> str:
         inner = repr(self.optimizer).replace("\n", "\n  ")
@@ -338,16 +289,19 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             f"  parameters: {self._summary()}\n  grad_accumulation: {self.grad_accumulation!r}, "
             f"on_model_write: {self.on_model_write!r}, master_weights: {self.master_weights!r}, "
             f"optimizer_state: {self.optimizer_state!r}, gradient_release: {self.gradient_release!r}\n"
-            f"  step: {self._stepper.describe()}\n  memory: {self._measured()}\n)"
+            f"  step: {self._describe_step()}\n  memory: {self._measured()}\n)"
         )
+
+    def _describe_step(self) -> str:
+        return "fused, in backward" if self.gradient_release else self._stepper.describe()
 
     def _summary(self) -> str:
         """Counts of the kinds of parameters."""
         counts: dict[str, int] = {}
-        for pair in self._pairs.all:
+        for pair in self.params.all:
             kind = str(pair.model.dtype).removeprefix("torch.")
             if pair.master is not pair.model:
-                kind += f" {self._masters.words}"
+                kind += f" {self.masters.words}"
             elif pair.model.dtype in HALF_DTYPES:
                 kind += " without masters" if self.master_weights == "none" else " frozen"
             counts[kind] = counts.get(kind, 0) + 1
@@ -355,20 +309,19 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but hooks, a scheduler's patch of ``step``, and gradients (torch copies parameters without theirs)."""
-        self._model_writes.check_home("a copy or pickle")
-        self._count_driven()
-        self._model_writes.see_masters()
+        self.model_writes.require_not_swapped("a copy or pickle")
+        self.model_writes.see_masters()
         kept = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
-        return {**kept, "_wrapped_extras": extras(self.optimizer), "_steps_counted": self.engine.steps_counted()}
+        return {**kept, "_wrapped_extras": extras(self.optimizer), "_steps_counted": self.steps_counted()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         left, counted = state.pop("_wrapped_extras"), state.pop("_steps_counted")
         self.__dict__.update(state)
-        self._outcome.steps_taken = counted
+        self.outcome.steps_taken = counted
         for name, value in left.items():
             self.optimizer.__dict__.setdefault(name, value)
-        self._names = {}
-        self._model_writes.count_anew()
+        self._names, self._certified = {}, Certified(bucket_obstacle)
+        self.model_writes.count_anew()
         self._compose()
         make_hook_tables(self, self.optimizer)
         self._patch_step_function()
@@ -382,47 +335,60 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             ValueError: A parameter is here already, or has a dtype that can't be served. Nothing is changed then.
         """
         parallel.refuse_on_zero(self.optimizer, "add_param_group", "Add groups to it before it is wrapped.")
-        self._pairs.verify()
+        self._sync_params()
         group, params, names = open_group(param_group)
         number = len(self.optimizer.param_groups)
         names = {**self._names, **names}
-        self._pairs.check_new_group({**group, "params": params}, number, names)
-        parallel.check_meshes([*self._pairs.models, *params])
         new = {**group, "params": params}
-        self._choices.check_new_group(self.optimizer, new, number, names, self._trials, self._certified)
+        self.params.check_new_group(new, number, names)
+        parallel.check_meshes([*self.params.models, *params])
+        check_new_group(self.config, self.optimizer, new, number, names, self._certified)
         self.optimizer.add_param_group(group)
-        self._pairs.add_group(self.optimizer.param_groups[-1], number, names, self._adopter())
-        self._grow()
-
-    def _follow(self, *, verifies: bool = True) -> None:
-        """Notice parameters that were changed, unfrozen, or added through the wrapped optimizer itself.
-
-        Args:
-            verifies: False leaves those that were changed to the step, where only gradients are looked at till then.
-        """
-        if self._model_writes.lent:
-            self._model_writes.check_home(type(self).__name__)
-        groups = self._holder.param_groups
-        if self._pairs.are_more(groups, self._masters.are_apart, verifies):
-            if self.master_weights == "split":
-                self._certified.check(self.optimizer)
-            self._pairs.verify()
-            self._pairs.take_in(groups, self._names, self._adopter())
-            self._grow()
+        self._names = names
+        self._sync_params()
 
     @outside_inference
-    def _follow_groups(self) -> None:
-        self._follow(verifies=False)
+    def _sync_params(self, verifies: bool = True) -> None:
+        """Follow what the groups hold: parameters that were added, removed, replaced, reordered or unfrozen.
 
-    def _grow(self) -> None:
-        """Parameters or masters came."""
-        self._model_writes.grown()
-        self._gradients.grow()
-        self._classes.adopt(self._pairs)
-        if self._pairs.has_pieces:  # ask anew who must hear of verdicts and norms
-            me = weakref.ref(self)
-            facts = _quietly(me, MixedPrecisionOptimizer._facts, [])
-            self._accumulation.ranks = parallel.ranks_of(self.optimizer, self._pairs, facts, lambda: None)
+        Args:
+            verifies: look whether a known parameter was moved or converted. A backward leaves that to the check.
+
+        Raises:
+            RuntimeError: the model's weights are swapped; a parameter's dtype, shape or device was changed; or
+                parameters came or went after the step's gradients were clipped.
+            TypeError, ValueError: a parameter can't be served. Nothing is changed then.
+        """
+        if self.model_writes.swapped:
+            self.model_writes.require_not_swapped(type(self).__name__)
+        if verifies:
+            self.params.verify_moved()
+        groups = self.inner.param_groups
+        if not self.params.has_changed(groups, self.masters.are_apart):
+            return
+        self.step_state.require_open()
+        self._check_groups(groups)
+        gone = self.params.sync(groups, self._names, self._adopter())
+        for pair in gone:
+            self.inner.state.pop(pair.master, None)
+        self._params_changed()
+
+    def _check_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Raise where parameters or settings that came can't be served."""
+        models = {id(pair.master): pair.model for pair in self.params.all}
+        asked = [{**group, "params": [models.get(id(p), p) for p in group["params"]]} for group in groups]
+        check_groups(self.config, self.optimizer, asked, 0, self._names)
+        if self.master_weights == "split":
+            self._certified.check(self.optimizer)
+
+    def _params_changed(self) -> None:
+        self.model_writes.follow_params()
+        self.step_state.follow_params()
+        if not self.gradient_release:
+            own_masters(self.params, self.step_state)
+        if self.params.has_dtensors:  # ask anew who must hear of overflows and norms
+            facts = _quietly(weakref.ref(self), MixedPrecisionOptimizer._facts, [])
+            self.step_state.ranks = parallel.ranks_of(self.optimizer, self.params, facts, lambda: None)
 
     def train(self, mode: bool = True) -> None:
         """Call ``train`` of the wrapped optimizer, where it has one (schedule-free ones), and let the model follow.
@@ -432,8 +398,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         switch = getattr(self.optimizer, "train" if mode else "eval", None)
         if callable(switch):
-            self._model_writes.notice()
-            switch()
+            self.model_writes.sync()
+            with self._guard.open():
+                switch()
             self.write_masters()
 
     def eval(self) -> None:
@@ -461,13 +428,11 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _scaled(self, loss: Tensor, scaler: LossScaler | None) -> Tensor:
         """:meth:`scale_loss` of what was checked."""
-        if self._shared.shown:
-            self._close_driven()
-        self._follow(verifies=self.gradient_release is True)  # else only gradients are looked at until the step
-        pending: Pending = self._accumulation.enter(self.scaler if scaler is None else scaler)
+        self._sync_params(verifies=False)
+        scale: BackwardScale = self.step_state.begin_backward(self.scaler if scaler is None else scaler)
         if loss.numel() == 1:
-            self._accumulation.losses.append(loss.detach())  # a skip's log line says whether it was finite
-        return loss.float() * pending.scale.to(loss.device)
+            self.step_state.losses.append(loss.detach())  # a skip's log line says whether it was finite
+        return loss.float() * scale.scale.to(loss.device)
 
     def backward(
         self,
@@ -481,23 +446,23 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     ) -> None:
         """Scale the loss and run autograd.
 
-        Gradients of FP32 and FP64 parameters are true when it returns: unscaled in place. Those of 16-bit parameters
-        are neither read nor written: FP32 ones are made of them when a clip, a step or a reader needs them.
+        Until the check (a clip, a step, :meth:`update_master_grads`, or a read of a master's ``.grad``) ``.grad`` holds
+        what autograd made, scaled, of FP32 parameters too; several backwards add up there.
 
         Args:
             loss: One floating element, any device. An FP16 loss limits the scale to 2**15: its own gradient, the scale,
                 enters the FP16 graph. End the model with ``.float()`` to lift that.
-            update_master_grads: False leaves all gradients, scaled, to the user until :meth:`update_master_grads`, a
-                clip or a step looks at them. Until then several add up in the model's dtype, whatever
-                ``grad_accumulation`` is.
+            update_master_grads: True notes which gradients there are, and an edit of one raises at the check (call
+                :meth:`update_master_grads` to have it count). False leaves them to the user until then.
             retain_graph, create_graph, inputs: As for ``torch.Tensor.backward``.
             scaler: Scale with this one instead. Each backward of such a step is added to FP32 sums with its own scale,
                 each scaler is updated by what its own backwards gave, and any overflow skips the step.
 
         Raises:
             TypeError, ValueError: The loss is not one floating element.
-            RuntimeError: An earlier backward was interrupted and its gradients are incomplete; gradients were edited
-                where that would be lost, or are there that this optimizer did not make.
+            RuntimeError: An earlier backward was interrupted and its gradients are incomplete; gradients were written
+                since the last one; master gradients were clipped or edited, which this one would undo; or gradients of
+                an earlier step are there, made at another scale.
 
         Syncs: never (parameters' gradients stay on their devices).
         """
@@ -508,29 +473,27 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         try:
             torch.autograd.backward(scaled, None, retain_graph, create_graph, inputs=inputs)
         except BaseException:
-            self._accumulation.interrupt()
+            self.step_state.interrupt()
             raise
-        if update_master_grads:
-            self._accumulation.arrived()
-        if not (self._gradients.any_there() or self._pairs.has_pieces):  # FSDP2 may add up gradients of its own first
-            warn_no_gradients(self._pairs.names, self._warned)
+        self.step_state.end_backward(stamp=update_master_grads)
+        if not self.params.has_dtensors and self.step_state.found_none():  # FSDP2 may add up gradients of its own first
+            warn_no_gradients(self.params.names, self._warned)
 
     @outside_inference
     def update_master_grads(self) -> None:
-        """Make master gradients anew of the model's: times 1/scale, in FP32, checked and measured in one pass.
+        """Take the model's gradients as they are now, whoever wrote them, and write true FP32 ones to the masters.
 
-        Uses the scale of the backward that made them; called with no backward before it, the scaler's present scale.
-        Called again on the same model gradients it gives the same bits, and undoes a clip; gradients of parameters
-        that are their own masters, and FP32 sums, are unscaled once and stay as they are. No host sync.
+        One pass: times 1/scale of the backward that made them (with none before it, the scaler's present scale), with
+        flags and norm. Called again on the same gradients it gives the same bits, and undoes a clip; gradients of
+        parameters that are their own masters, and FP32 sums, are unscaled once and stay as they are. No host sync.
 
         Raises:
             RuntimeError: A parameter's dtype, shape or device was changed; or a backward was interrupted.
         """
-        self._accumulation.check_complete()
-        self._follow()
-        if self._accumulation.stage is Stage.READY and self._accumulation.has_strange():
-            self._accumulation.take_foreign(self.scaler)
-        self._accumulation.update()
+        if self.gradient_release:
+            self.step_state.refuse("update_master_grads")
+        self._sync_params()
+        self.step_state.update()
 
     @outside_inference
     def clip_master_grads(
@@ -563,22 +526,26 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         max_norm = check_number("max_norm", max_norm)
         norm_type = check_number("norm_type", norm_type, above_zero=True)
-        if not self._accumulation.ranks.alone:
-            self._accumulation.ranks.check_norm_type(norm_type)
-        self._follow(verifies=False)
-        of = None if params is None else self._pairs.chosen(params)
-        verdict = self._settle(write=of is not None, norm_type=norm_type, of=of)
-        norm = None if verdict is None else verdict.norm
-        if verdict is None or norm is None:
-            return torch.zeros((), dtype=torch.float32, device=self._device)
+        if not self.step_state.ranks.alone:
+            self.step_state.ranks.check_norm_type(norm_type)
+        self._sync_params()
+        of = None if params is None else self.params.chosen(params)
+        if self.gradient_release:
+            self.step_state.refuse("clip_master_grads")
+        check: OverflowCheck | None = self.step_state.finalize(norm_type=norm_type, of=of)
+        norm = None if check is None else check.norm
+        if check is None or norm is None:
+            return torch.zeros((), dtype=torch.float32, device=self.device)
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
                 f"the total norm of order {norm_type} of the master gradients is {norm.item()}: it can't be clipped. "
                 "Leave error_if_nonfinite=False to have step() skip, or see overflow_report() after it."
             )
-        single, factor = self._outcome.clipped = backends.decide_clip(norm, verdict.found_inf, max_norm)
-        if not (self._on_host and factor.item() == 1.0):  # elsewhere the kernel looks: nobody waits
-            self._gradients.clip(factor, of)
+        single, factor = self.outcome.clipped = backends.decide_clip(norm, check.found_inf, max_norm)
+        if self._on_host and factor.item() == 1.0:  # elsewhere the kernel looks, and the host does not wait
+            self.step_state.close()
+        else:
+            self.step_state.clip(factor, of)
         return single
 
     @outside_inference
@@ -606,11 +573,13 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             tensor([ 0.2500, -0.5000])
         """
         max_value = check_number("max_value", max_value)
-        self._follow()
-        of = None if params is None else self._pairs.chosen(params)
-        verdict = self._settle(write=True)
-        if verdict is not None:
-            self._gradients.clip_values(max_value, verdict.found_inf, of)
+        self._sync_params()
+        of = None if params is None else self.params.chosen(params)
+        if self.gradient_release:
+            self.step_state.refuse("clip_master_values")
+        check: OverflowCheck | None = self.step_state.finalize(write=True)
+        if check is not None:
+            self.step_state.clip_values(max_value, check.found_inf, of)
 
     @outside_inference
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -619,80 +588,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         Args:
             set_to_none: Set ``.grad`` to None. The engine keeps the masters' gradient memory for the next step.
         """
-        self._close_driven()
-        self._accumulation.clear(set_to_none)
-        self._shared.withdraw(set_to_none)
-
-    def _settle(self, write: bool, norm_type: float | None = None, of: set[int] | None = None) -> Verdict | None:
-        """The verdict on the gradients as they are now, whoever made them; None where there is nothing to step."""
-        flag = self.__dict__.get("found_inf")
-        if flag is not None:
-            self.check_driven()
-        if self._accumulation.stage is Stage.READY:
-            if self._accumulation.has_strange():
-                self._take_foreign()
-            else:
-                self._accumulation.take_zeros(self.scaler)
-        elif self.__dict__.get("grad_scale") is not None and self._is_foreign():
-            self._take_foreign()  # it has looked at them and left the unscaling to this step
-        verdict: Verdict | None = self._accumulation.settle(write, norm_type, of)
-        if verdict is not None and flag is not None:  # torch's protocol: a GradScaler hands over its own verdict
-            found = torch.maximum(verdict.found_inf, flag.to(self._device).reshape(()).clamp(max=1.0))
-            verdict = Verdict(found, [(scaler, found) for scaler, _ in verdict.of], verdict.norm)
-        return verdict
-
-    def _take_foreign(self) -> None:
-        """Gradients came without the engine, and are to be stepped as they are, or as a GradScaler says."""
-        if not self._under.serves(self.scaler):
-            self._drop_handed_over()
-            raise RuntimeError(
-                "gradients were found that neither opt.backward(loss) nor opt.scale_loss(loss) made, and the loss "
-                f"scale is {self.loss_scale:g}: they would be unscaled wrongly. Use opt.backward(loss); or, for a "
-                "GradScaler to do the scaling, construct MixedPrecisionOptimizer without dynamic, loss_scale, scaler. "
-                "Trainers that call backward themselves: Lightning, Accelerate, transformers, timm have a module in "
-                "fp16opt.integrations."
-            )
-        if self.grad_accumulation == "fp32":
-            warn_plain_backward(self._warned)
-        self._accumulation.take_foreign(self.scaler, self.__dict__.get("grad_scale"))
-
-    def _show_gradient(self, model: Tensor, master_grad: Tensor | None) -> None:
-        """The gradient of a parameter's master, ``master_grad`` so far, is read. Nothing is looked at in autograd."""
-        if torch._C._current_graph_task_id() != -1:
-            return
-        if self._is_driven() and self._accumulation.is_strange(model, master_grad):
-            self._under.hand_over(self.scaler)
-        self._accumulation.read(model)
-
-    def _prepare_edit(self, model: Tensor, master_grad: Tensor | None) -> bool:
-        """The gradient of a parameter's master is set: the others are made, so that the edit shows.
-
-        Returns:
-            Whether it is the model's gradient too: the model's parameters share their masters' gradients, or there are
-            none yet that wait for a step, so that this one does.
-        """
-        if torch._C._current_graph_task_id() != -1:
-            return False
-        driven = self._is_driven()
-        if driven and (self._accumulation.is_strange(model, master_grad) or self._accumulation.strange()):
-            self._under.hand_over(self.scaler)
-        if self._accumulation.stage is Stage.READY:
-            self._accumulation.assign(model)
-            return driven and CAN_SHARE and not (self._gradients.summing or self.gradient_release)
-        if not self._gradients.made:
-            self._accumulation.read(model)
-        return self._is_foreign() and self._shared.positions is not None
-
-    def _is_driven(self) -> bool:
-        """Whether a GradScaler may be driving. What it has left out is counted then, where others have come since."""
-        if self.scaler.dynamic or not (self._accumulation.stage is Stage.READY or self._is_foreign()):
-            return False
-        if not self._under.serves(self.scaler):
-            return False
-        self._close_renewed()
-        return True
-
-    # -- the step ----------------------------------------------------------------------------------------------------
+        self.step_state.clear(set_to_none)
 
     @between_hooks
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -703,10 +599,11 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
         Args:
             closure: Clears gradients, computes the loss, calls ``backward`` on this optimizer and returns the loss. It
-                is evaluated once, before the step, and an overflow is one skip. Optimizers that evaluate more than once
-                (LBFGS, SAM) do so: the model holds the masters' values before each evaluation, one that overflows
-                lowers the scale and is evaluated again, and where the scale can't go lower, or the closure made no
-                gradients, everything is restored and one skip is counted.
+                is evaluated once, before the step, and an overflow is one skip. With ``closure="reevaluate"`` (LBFGS by
+                itself, SAM and its like if you say so) the wrapped optimizer evaluates it when it likes: the model
+                holds the masters' values before each evaluation, one that overflows lowers the scale and is evaluated
+                again, and where the scale can't go lower, or the closure made no gradients, everything is restored and
+                one skip is counted.
 
         Returns:
             The closure's loss, also where the step was skipped; what the wrapped optimizer's ``step`` returns without a
@@ -723,234 +620,174 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         if closure is not None:
             return self._step_with(closure)
-        frees_gradients = self._gradients.summing  # which may leave others in their memory
-        with (read_once if self._stepper.reads_once and not frees_gradients else read_anew)():
-            return self._step_once(None)
+        return self._step_once(None)
 
-    def _step_once(self, closure: Callable[[], Any] | None) -> Any:
-        self._follow()
-        verdict = self._settle(write=not self._stepper.takes_waiting())
-        if verdict is None:
-            self._outcome.nothing()
+    def _step_once(self, closure: EvaluatedClosure | None) -> Any:
+        self._sync_params()
+        if self.gradient_release:
+            return self._step_released()
+        check = self._finalize(write=not self._stepper.takes_scaled())
+        if check is None:
+            self.outcome.nothing()
             return None
-        found_inf = verdict.found_inf
-        on_device = not self._on_host and self._skips_on_device(verdict)
-        skipped: bool | Tensor = found_inf if on_device else bool(found_inf)
-        if skipped is True and self._stepper.all_or_nothing:
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else its scheduler warns of a wrong order
-            self._close(verdict, skipped=True)
-            return None
-        self._model_writes.notice(waits=self._on_host)
+        on_device = not self._on_host and self._skips_on_device(check)
+        skipped: bool | Tensor = check.found_inf if on_device else bool(check.found_inf)
+        result = None
+        if skipped is True:
+            note_step(self.optimizer)
+        else:
+            result = self._take_step(check, on_device, closure)
+        self._record(check, skipped)
+        return result
+
+    def _take_step(self, check: OverflowCheck, on_device: bool, closure: EvaluatedClosure | None) -> Any:
+        self.model_writes.sync(waits=self._on_host)
         try:
-            loss = self._stepper.step(found_inf if on_device else None, closure)
+            result = self._stepper.step(check.found_inf if on_device else None, closure)
         except StepFailed as failed:
             if failed.completed:
-                self._model_writes.agree(self._stepper.rounded_all, self._on_host)
-                self._close(verdict, skipped=False if on_device else skipped)
+                self.model_writes.agree(self._stepper.rounded_all, self._on_host)
+                self._record(check, skipped=False)
             raise failed.error from None
-        self._model_writes.agree(self._stepper.rounded_all, self._on_host)
-        self._close(verdict, skipped=skipped)
-        return loss
+        self.model_writes.agree(self._stepper.rounded_all, self._on_host)
+        return result
 
-    def _step_with(self, closure: Callable[[], Any]) -> Any:
-        if not callable(closure):
-            raise TypeError(f"closure: expected a callable that returns the loss, got {type(closure).__name__}.")
-        if self._holder is not self.optimizer:
-            parallel.refuse_on_zero(
-                self.optimizer, "step(closure)", "Use an optimizer that steps without one, or FSDP2."
-            )
-        self._close_driven()
-        if self._evaluates_again():
-            if not self._masters.are_whole:
-                name = type(self.optimizer).__name__
-                raise RuntimeError(
-                    f"{name} evaluates its closure more than once in a step, or at a time of its own, "
-                    'which does not go with master_weights="split". Use master_weights="full".'
-                )
-            return self._step_evaluating(closure)
-        with self._evaluating(), torch.enable_grad():
-            loss = closure()
-        self._step_once(_Given(loss))
-        return loss
-
-    @contextlib.contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        self._under.evaluates = True
+    def _step_released(self) -> None:
+        """Parameters were stepped in backward: what is left are the wrapped optimizer's step hooks, and the count."""
+        check: OverflowCheck | None = self.step_state.finish()
+        if check is None:
+            self.outcome.nothing()
+            return
+        self.model_writes.sync(waits=self._on_host)
         try:
-            yield
+            self.step_state.step()
+        except StepFailed as failed:
+            raise failed.error from None
         finally:
-            self._under.evaluates = False
+            self.model_writes.agree(rounded_all=False, waits=self._on_host)
+            self._record(check, bool(check.found_inf) if self._on_host else check.found_inf)
 
-    def _evaluates_again(self) -> bool:
-        """Whether the wrapped optimizer evaluates its closure more than once, or at a time of its own."""
-        return self._habits.calls_again(self.optimizer)
+    def _finalize(self, write: bool) -> OverflowCheck | None:
+        """The check of the gradients as they are now; under a GradScaler, by torch's protocol."""
+        if "found_inf" in self.__dict__:
+            return self._finalize_under_grad_scaler(write)
+        check: OverflowCheck | None = self.step_state.finalize(write)
+        if check is not None and self.step_state.scale.external and self.grad_accumulation == "fp32":
+            warn_plain_backward(self._warned)
+        return check
 
-    def _step_evaluating(self, closure: Callable[[], Any]) -> Any:
-        self._follow()
-        self._model_writes.notice()
-        evaluations = Evaluations(closure, self.write_masters, self._accumulation)
-        try:
-            with self._evaluating():
-                stepped = evaluations.step(self.optimizer, copies=self._masters.are_whole)
-        except BaseException:
-            self.zero_grad()
-            raise
-        if evaluations.verdict is None:
-            self._outcome.nothing()
-        else:
-            self._close(evaluations.verdict, skipped=not stepped)
-        if not stepped:
-            self.zero_grad()
-        return evaluations.returned if stepped else evaluations.loss
-
-    def _skips_on_device(self, verdict: Verdict) -> bool:
-        """Whether the decision can stay on a device at which a look would wait."""
-        return (
-            self._stepper.skips_on_device()
-            and not self._accumulation.replicas.needs_decision
-            and all(scaler.max_consecutive_skips is None for scaler, _ in verdict.of)
-        )
-
-    def _close(
-        self, verdict: Verdict, skipped: bool | Tensor, used: Sight | None = None, goes_on: bool = False
-    ) -> None:
-        """The one end of every step: count, update the scalers (so that gradients met the scale of their backward).
-
-        Args:
-            used: The model's gradients that it was about, where others may be there by now.
-            goes_on: A GradScaler's iteration is to be counted before it is over: gradients stay as they are.
-        """
-        if self._shared.counted is not None and bool(skipped):
-            self._end_driven(used)
-            return
-        old = float(self.scaler.scale) if skipped is True else 0.0
-        finite = are_finite(self._accumulation.losses) if skipped is True else None
-        flags = [] if skipped is False else self._gradients.flags()
-        skipped = self._outcome.close(verdict, skipped, flags, self._gradients.stats)
-        if goes_on:
-            self._shared.count()
-        else:
-            self._accumulation.finish(used)
-            if self._shared.handed is not None:
-                self._shared.forget()
-        if not self._accumulation.replicas.alone:
-            self._accumulation.replicas.after_step(skipped, self._digest)
-        if skipped is not False or self._outcome.log.calibrating:
-            self._outcome.tell(skipped, self.scaler, old, finite, verdict, self._pairs)
-
-    # -- under a GradScaler ------------------------------------------------------------------------------------------
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Whether a GradScaler that comes is to tell ``step`` so, which refuses where there is a scale of its own.
-
-        Elsewhere it must leave this alone, unless a user sets it: Lightning would refuse to clip, and Accelerate miss
-        skips.
-        """
-        return self._tells_step or not self._under.serves(self.scaler)
-
-    @_step_supports_amp_scaling.setter
-    def _step_supports_amp_scaling(self, value: bool) -> None:
-        self._tells_step = value
-
-    _tells_step = False
-
-    def _is_foreign(self) -> bool:
-        pending = self._accumulation.pending
-        return pending is not None and pending.foreign
-
-    def check_driven(self) -> None:
-        """A GradScaler came.
-
-        Raises:
-            RuntimeError: The gradients were made by :meth:`backward`, with a loss scale of this optimizer.
-        """
-        pending = self._accumulation.pending
-        if pending is None or pending.foreign or self._under.serves(self.scaler):
-            return
-        self._drop_handed_over()
-        raise RuntimeError(
-            f"opt.backward(loss) made the gradients at this optimizer's loss scale of {self.loss_scale:g}, and a "
-            "GradScaler came to unscale them by its own. Drop one of the two: call opt.step() without a GradScaler; or "
-            "construct MixedPrecisionOptimizer without dynamic, loss_scale, scaler and call scaler.scale(loss)"
-            ".backward()."
-        )
-
-    def _drop_handed_over(self) -> None:
-        """What a GradScaler left for this step: torch's takes it back only where ``step`` returns."""
-        for name in ("grad_scale", "found_inf"):
-            self.__dict__.pop(name, None)
-
-    def note_left_out(self, is_logged: bool = True) -> None:
-        """A GradScaler did not call :meth:`step` because it found gradients that are not finite: count the skip.
-
-        torch's own tells nobody; then it is counted when other gradients come, or when somebody asks.
-
-        Args:
-            is_logged: Whether the GradScaler logs it.
-        """
-        self._close_driven(is_logged, used=Sight(self._gradients.of_model()))  # edits since unscale_ count among them
-
-    def _close_driven(self, is_logged: bool = False, used: Sight | None = None) -> None:
-        """End the step that a GradScaler did not call because of what it found. Syncs where one drives."""
-        if not self.scaler.dynamic and self._under.serves(self.scaler):
-            if self._shared.counted is not None:
-                self._close_renewed()
-            if self._shared.counted is not None:
-                self._end_driven(used or self._under.used())
+    def _finalize_under_grad_scaler(self, write: bool) -> OverflowCheck | None:
+        """A GradScaler has set ``found_inf``, and ``grad_scale``: what gradients are still to be divided by, or None."""
+        state, flag, grad_scale = self.step_state, self.__dict__["found_inf"], self.__dict__.get("grad_scale")
+        self.check_external_scale()
+        if grad_scale is not None:
+            inv_scale = grad_scale.to(self.device).double().reciprocal().float().reshape(())
+            if state.stage is Stage.READY:
+                state.take_external(inv_scale)
             else:
-                self._close_left_out(self._under.left_out(self.scaler), is_logged, used)
+                state.unscale()
+                state.unscale_again(inv_scale)
+        check: OverflowCheck | None = state.finalize(write)
+        if check is None or not isinstance(flag, Tensor):
+            return check
+        found = torch.maximum(check.found_inf, flag.to(self.device).reshape(()).clamp(max=1.0))
+        return OverflowCheck(found, [(scaler, found) for scaler, _ in check.of], check.norm)
 
-    def _end_driven(self, used: Sight | None) -> None:
-        """The iteration is over whose skip was counted before."""
-        self._accumulation.finish(used)
-        self._shared.forget()
-
-    def _count_driven(self) -> None:
-        """Count it because somebody asks, be it in the midst of the iteration: what follows there changes nothing."""
-        if not self.scaler.dynamic and self._under.serves(self.scaler):
-            self._close_renewed()
-            self._close_left_out(self._under.left_out(self.scaler), goes_on=True)
-
-    def _close_renewed(self) -> None:
-        """End it where gradients of the next iteration have come."""
-        if self._shared.is_over:
-            self._end_driven(self._shared.counted)
-        elif self._shared.handed is not None:
-            self._close_left_out(self._under.renewed(self.scaler))
+    def check_external_scale(self) -> None:
+        """Raise ``RuntimeError`` where a GradScaler can't be the one that scales, with both ways out."""
+        state = self.step_state
+        made_here = not self.gradient_release and state.scale is not None and not state.scale.external
+        if state.scales_by_one() and not made_here:
+            return
+        for name in ("grad_scale", "found_inf"):  # torch's GradScaler takes them back only where ``step`` returns
+            self.__dict__.pop(name, None)
+        raise RuntimeError(
+            f"a GradScaler came to unscale gradients by its own scale, and this optimizer has a loss scale of "
+            f"{self.loss_scale:g}{', at which opt.backward(loss) made them' if made_here else ''}. Drop one of the two: "
+            "call opt.backward(loss) and opt.step() without a GradScaler; or construct MixedPrecisionOptimizer without "
+            "dynamic, loss_scale, scaler, and call scaler.scale(loss).backward()."
+        )
 
     @outside_inference
-    def unscale_driven(self, inv_scale: Tensor) -> Tensor | None:
-        """Make unscaled FP32 gradients of those that came by a plain backward, in one pass: a GradScaler of ours asks.
+    def check_external(self, inv_scale: Tensor) -> Tensor | None:
+        """Check gradients that came by a plain backward, for a GradScaler of this library. Makes no FP32 ones.
 
         Args:
             inv_scale: float32, 0-dim, any device: 1 / the scale that they were made with.
 
         Returns:
-            float32, 0-dim: 1.0 where one is not finite, else 0.0. None where nothing was done: there are none, or they
-            are to be unscaled where they lie, for this optimizer has a scale of its own, no masters, or other ranks'
-            gradients to hear of. No sync.
-        """
-        spread = self._pairs.has_pieces or not self._accumulation.ranks.alone or self._accumulation.replicas.local
-        if spread or not self._masters.are_apart or not self._under.serves(self.scaler):
-            return None
-        self._follow(verifies=False)
-        self._close_renewed()
-        found = self._under.hand_over(self.scaler, inv_scale)
-        if found is not None and self.grad_accumulation == "fp32":
-            warn_plain_backward(self._warned)
-        return found
+            float32, 0-dim: 1.0 where one times ``inv_scale`` is not finite, else 0.0; None where there are none. No
+            sync.
 
-    def _close_left_out(
-        self, verdict: Verdict | None, is_logged: bool = False, used: Sight | None = None, goes_on: bool = False
-    ) -> None:
-        if verdict is None:
-            return
-        self._outcome.log.elsewhere = is_logged
+        Raises:
+            RuntimeError: This optimizer has a scale of its own.
+        """
+        self._sync_params()
+        self.check_external_scale()
+        if self.step_state.stage is Stage.READY:
+            self.step_state.take_external(inv_scale)
+        check: OverflowCheck | None = self.step_state.finalize()
+        return None if check is None else check.found_inf.clone()
+
+    # -- closures ----------------------------------------------------------------------------------------------------
+
+    def _step_with(self, closure: Callable[[], Any]) -> Any:
+        if not callable(closure):
+            raise TypeError(f"closure: expected a callable that returns the loss, got {type(closure).__name__}.")
+        if self.inner is not self.optimizer:
+            parallel.refuse_on_zero(
+                self.optimizer, "step(closure)", "Use an optimizer that steps without one, or FSDP2."
+            )
+        if closure_mode(self.config.closure, self.optimizer) == "once":
+            with torch.enable_grad():
+                loss = closure()
+            self._step_once(EvaluatedClosure(loss, self.params.masters))
+            return loss
+        if not self.masters.are_whole:
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__} evaluates its closure itself, which does not go with "
+                f'master_weights="{self.master_weights}". Use master_weights="full".'
+            )
+        return self._step_reevaluating(closure)
+
+    def _step_reevaluating(self, closure: Callable[[], Any]) -> Any:
+        self._sync_params()
+        self.model_writes.sync()
+        evaluations = Reevaluations(closure, self.write_masters, self.step_state)
         try:
-            self._close(verdict, skipped=True, used=used or self._under.used(), goes_on=goes_on)
-        finally:
-            self._outcome.log.elsewhere = None
+            stepped = evaluations.step(self.optimizer)
+        except BaseException:
+            self.zero_grad()
+            raise
+        if evaluations.check is None:
+            self.outcome.nothing()
+        else:
+            self._record(evaluations.check, skipped=not stepped)
+        if not stepped:
+            self.zero_grad()
+        return evaluations.returned if stepped else evaluations.loss
+
+    # -- the end of a step -------------------------------------------------------------------------------------------
+
+    def _skips_on_device(self, check: OverflowCheck) -> bool:
+        """Whether the decision can stay on a device at which a look would wait."""
+        return (
+            self._stepper.skips_on_device()
+            and not self.step_state.replicas.needs_decision
+            and all(scaler.max_consecutive_skips is None for scaler, _ in check.of)
+        )
+
+    def _record(self, check: OverflowCheck, skipped: bool | Tensor) -> None:
+        """The one end of every step: count, update the scalers (gradients met the scale of their backward), READY."""
+        old = float(self.scaler.scale) if skipped is True else 0.0
+        finite = are_finite(self.step_state.losses) if skipped is True else None
+        flags = [] if skipped is False else self.gradients.flags()
+        skipped = self.outcome.record(check, skipped, flags, self.gradients.stats)
+        self.step_state.reset()
+        if not self.step_state.replicas.alone:
+            self.step_state.replicas.after_step(skipped, self._digest)
+        if skipped is not False or self.outcome.log.calibrating:
+            self.outcome.tell(skipped, self.scaler, old, finite, check, self.params, "found_inf" in self.__dict__)
 
     # -- state to read -----------------------------------------------------------------------------------------------
 
@@ -961,7 +798,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
-        if self._accumulation.waits_for_step():
+        if self.step_state.waits_for_step():
             raise RuntimeError(
                 "loss_scale was set between backward and step: gradients made with the old scale would be unscaled "
                 "wrongly. Set it after step() or zero_grad()."
@@ -972,19 +809,19 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last ``step`` was skipped for non-finite gradients. Reading may sync with the device."""
-        self._look_back()
-        return self._outcome.last_was_skipped
+        self.model_writes.warn_if_due()
+        return self.outcome.last_was_skipped
 
     @property
     def skipped_steps(self) -> int:
         """Steps skipped, those before a checkpoint that was loaded included. Reading may sync with the device."""
-        self._look_back()
-        return self._outcome.skipped_steps
+        self.model_writes.warn_if_due()
+        return self.outcome.skipped_steps
 
     def overflow_report(self) -> list[Overflow]:
         """Which parameters had non-finite gradients when the last step was skipped; empty when it was not. Syncs."""
-        self._look_back()
-        return self._outcome.report(self._pairs)
+        self.model_writes.warn_if_due()
+        return self.outcome.report(self.params)
 
     def stats(self) -> dict[str, float]:
         """What is known of the run so far, in plain numbers under constant keys, for any logger.
@@ -1003,7 +840,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             gradients by; nan before the first.
             ``model_writes_taken``: weights that something else wrote and masters took, one each parameter and step.
 
-        Syncs: once, where the numbers are on a device (and once more where a GradScaler drives).
+        Syncs: once, where the numbers are on a device.
 
         Example:
             >>> weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
@@ -1014,10 +851,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             >>> stats["loss_scale"], stats["skipped_steps"], stats["parameters_blamed"]
             (32768.0, 1, 1)
         """
-        self._count_driven()
-        norm, factor = self._outcome.clipped or (float("nan"), float("nan"))
-        found = self._outcome.numbers()
-        untold = [one.to(self._device) for one in self._model_writes.untold()]
+        norm, factor = self.outcome.clipped or (float("nan"), float("nan"))
+        found = self.outcome.numbers()
+        untold = [one.to(self.device) for one in self.model_writes.not_warned()]
         numbers = read_at_once(
             {
                 "loss_scale": self.scaler.scale,
@@ -1025,31 +861,23 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 "skipped_in_a_row": self.scaler.consecutive_skips,
                 "grad_norm": norm,
                 "clip_factor": factor,
-                "model_writes_taken": sum(untold, start=self._model_writes.taken),
+                "model_writes_taken": sum(untold, start=self.model_writes.taken),
             }
         )
         numbers["steps_since_calibration"] = max(0, numbers["steps"] - numbers["skipped_steps"])
         fractions = ("loss_scale", "grad_norm", "clip_factor")
         return {name: value if name in fractions else int(value) for name, value in numbers.items()}
 
-    def _look_back(self) -> None:
-        """Somebody asks what became of steps: count and tell what was not yet. May sync."""
-        self._count_driven()
-        self._model_writes.tell_if_due()
-
     def master_params(self) -> Iterator[Tensor]:
         """What the wrapped optimizer steps, in param_groups order: FP32 masters, and parameters that are their own."""
-        self._pairs.verify()
-        if self._pairs.own_halves:  # one that was unfrozen has a master too
-            self._follow_groups()
-        if self._masters.are_whole:
-            return iter(list(self._pairs.masters))
-        self._model_writes.check_home("master_params()")  # the weights are part of them
-        return self._masters.shown(self._pairs.all)
+        self._sync_params()  # one that was unfrozen has a master too
+        if self.masters.are_whole:
+            return iter(list(self.params.masters))
+        return self.masters.shown(self.params.all)
 
     def model_params(self) -> Iterator[Tensor]:
         """The model's parameters, in param_groups order; pairs with :meth:`master_params`."""
-        return iter(list(self._pairs.models))
+        return iter(list(self.params.models))
 
     def memory(self) -> Memory:
         """What the tensors of this training take now on this rank, by kind; activations are the model's business.
@@ -1065,21 +893,21 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             >>> opt.memory().masters
             4000
         """
-        self._pairs.verify()
+        self.params.verify_moved()
         return self._measured()
 
     def _measured(self) -> Memory:
         """Bytes by kind, also where parameters were changed since."""
-        apart = [pair for pair in self._pairs.all if pair.master is not pair.model]
-        masters = [[pair.master for pair in apart], [self._masters.operand(pair) for pair in apart]]
+        apart = [pair for pair in self.params.all if pair.master is not pair.model]
+        masters = [[pair.master for pair in apart], [self.masters.operand(pair) for pair in apart]]
         kinds = {
-            "weights": self._pairs.models,
+            "weights": self.params.models,
             "masters": masters,
-            "moments": self._holder.state,
-            "gradients": self._gradients.tensors(),
+            "moments": self.inner.state,
+            "gradients": self.gradients.tensors(),
             "engine": self,
         }
-        return measure(self._pairs.models, kinds)
+        return measure(self.params.models, kinds)
 
     # -- checkpoints and the model's own weights ---------------------------------------------------------------------
 
@@ -1093,15 +921,15 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         Args:
             compact: Of state that is kept in 8 bits, give codes and not FP32 moments. Other programs can't read these.
         """
-        parallel.refuse_plain_state(self._accumulation.ranks.alone, "state_dict")
+        parallel.refuse_plain_state(self.step_state.ranks.alone, "state_dict")
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        self._follow()
-        self._model_writes.notice()
-        self._look_back()
-        counts = self.engine.steps_counted(), self._outcome.skipped_steps
+        self._sync_params()
+        self.model_writes.sync()
+        self.model_writes.warn_if_due()
+        counts = self.steps_counted(), self.outcome.skipped_steps
         built = checkpoint.build(self.optimizer, self._saved_masters(), self.scaler, *counts)
-        if row_of(type(self.optimizer)) is not None:
+        if fused_spec_for(type(self.optimizer)) is not None:
             built["optimizer"] = counters_saved(built["optimizer"])
         if self.optimizer_state == "8bit":
             built["optimizer"] = state_formats.saved(built["optimizer"], compact)
@@ -1112,25 +940,25 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _saved_masters(self) -> list[Tensor | None]:
         """FP32 masters in order, None where a parameter is its own: a value has one home in a checkpoint."""
-        return [None if pair.master is pair.model else self._masters.read([pair])[0] for pair in self._pairs.all]
+        return [None if pair.master is pair.model else self.masters.read([pair])[0] for pair in self.params.all]
 
     @outside_inference
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave, or the wrapped class's own state_dict (from FP32 training).
 
         Everything is validated first. Masters are written to the model too, so model and optimizer may be loaded in
-        either order. Tensors are copied. Gradients of :meth:`backward` that wait for a step are dropped from it.
+        either order. Tensors are copied. What was found in gradients that wait for a step is forgotten.
 
         Raises:
             TypeError, ValueError: Something does not fit; the optimizer is as it was.
         """
-        parallel.refuse_plain_state(self._accumulation.ranks.alone, "load_state_dict")
+        parallel.refuse_plain_state(self.step_state.ranks.alone, "load_state_dict")
         if isinstance(state_dict, dict):
             state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        self._follow()
+        self._sync_params()
         self.load_checked(state_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -1149,19 +977,20 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         thawed = self._to_thaw(state_dict)
         masters = self._saved_masters()
         for position in thawed:  # they get a master if all fits
-            masters[position] = self._pairs.models[position].detach().float()
+            masters[position] = self.params.models[position].detach().float()
         plan = check(lambda: self._plan(state_dict, masters))
         check(lambda: self._check_loaded(state_dict))
         if thawed:
-            self._pairs.give_masters([self._pairs.all[i] for i in thawed], self._holder.param_groups, self._adopt)
-            self._grow()
+            self.step_state.require_open()
+            self.params.give_masters([self.params.all[i] for i in thawed], self.inner.param_groups, self._adopt)
+            self._params_changed()
         if not plan.has_masters:  # else weights that were loaded just before would be undone below
-            self._model_writes.notice()
+            self.model_writes.sync()
         masters = self._saved_masters()
         self._plan(state_dict, masters).apply()
         if plan.has_masters:
-            self._outcome.steps_taken = state_dict.get("steps", 0)
-            self._outcome.skipped_steps = state_dict.get("skipped_steps", 0)
+            self.outcome.steps_taken = state_dict.get("steps", 0)
+            self.outcome.skipped_steps = state_dict.get("skipped_steps", 0)
         self._take_loaded(masters)
 
     def _decoded(self, state_dict: Any) -> Any:
@@ -1170,42 +999,42 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         Raises:
             TypeError, ValueError: Codes are damaged, or a moment can't be kept in 8 bits.
         """
-        found = state_formats.expanded(state_dict, self._pairs.names)
+        found = state_formats.expanded(state_dict, self.params.names)
         if self.optimizer_state == "8bit":
-            state_formats.check_moments(found, self._pairs.names)
+            state_formats.check_moments(found, self.params.names)
         return found
 
     def _to_thaw(self, state_dict: Any) -> list[int]:
         """Where a checkpoint has a master, and the parameter is frozen here: the checkpoint decides."""
         saved = state_dict.get("masters") if isinstance(state_dict, dict) else None
-        if not isinstance(saved, (list, tuple)) or len(saved) != len(self._pairs) or self.master_weights == "none":
+        if not isinstance(saved, (list, tuple)) or len(saved) != len(self.params) or self.master_weights == "none":
             return []
-        frozen = {id(pair) for pair in self._pairs.own_halves}
-        return [i for i, pair in enumerate(self._pairs.all) if id(pair) in frozen and isinstance(saved[i], Tensor)]
+        frozen = {id(pair) for pair in self.params.unmastered_half_params}
+        return [i for i, pair in enumerate(self.params.all) if id(pair) in frozen and isinstance(saved[i], Tensor)]
 
     def _check_loaded(self, state_dict: Any) -> None:
         """Raise ``ValueError`` where a checkpoint's groups could not be stepped."""
         saved = (state_dict["optimizer"] if is_ours(state_dict) else state_dict).get("param_groups", [])
         groups = [
-            {**here, **told, "params": [pair.model for pair in self._pairs.all if pair.group == number]}
-            for number, (here, told) in enumerate(zip(self._holder.param_groups, saved, strict=False))
+            {**here, **told, "params": [pair.model for pair in self.params.all if pair.group == number]}
+            for number, (here, told) in enumerate(zip(self.inner.param_groups, saved, strict=False))
         ]
-        self._choices.check_groups(self.optimizer, groups, 0, self._names, self._trials)
+        check_groups(self.config, self.optimizer, groups, 0, self._names)
 
     def _plan(self, state_dict: Any, masters: list[Tensor | None]) -> checkpoint.LoadPlan:
         return checkpoint.plan_load(
-            state_dict, optimizer=self._holder, masters=masters, names=self._pairs.names, scaler=self.scaler
+            state_dict, optimizer=self.inner, masters=masters, names=self.params.names, scaler=self.scaler
         )
 
     def _take_loaded(self, masters: list[Tensor | None]) -> None:
         """Masters take the values into which a checkpoint was loaded; the model and the state follow."""
-        for pair, value in zip(self._pairs.all, masters, strict=True):
-            if value is not None and not self._masters.are_whole:
-                self._masters.write([pair], [value])
-        self._masters.lay_out(self._pairs.all, self.state)
-        state_formats.adopt_all(self._state_format, self._pairs.all, self._holder)
-        self._pairs.changed()
-        self._accumulation.abandon()
+        for pair, value in zip(self.params.all, masters, strict=True):
+            if value is not None and not self.masters.are_whole:
+                self.masters.write([pair], [value])
+        self.masters.lay_out(self.params.all, self.inner.state)
+        state_formats.convert_all(self._state_format, self.params.all, self.inner)
+        self.params.changed()
+        self.step_state.reset(keeps_true=False)
         self.write_masters()
 
     def fp32_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
@@ -1217,66 +1046,53 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             TypeError: ``model`` is no Module.
             ValueError: None of its parameters is in this optimizer.
         """
-        self._pairs.check_model(model)
-        self._follow()
-        self._model_writes.notice()
-        self._model_writes.tell_if_due()
-        apart = {id(pair.model): pair for pair in self._pairs.all if pair.master is not pair.model}
+        self.params.check_model(model)
+        self._sync_params()
+        self.model_writes.sync()
+        self.model_writes.warn_if_due()
+        apart = {id(pair.model): pair for pair in self.params.all if pair.master is not pair.model}
         state: dict[str, Any] = model.state_dict(keep_vars=True)
         made: dict[int, Tensor] = {}
         for name, value in state.items():
             if isinstance(value, Tensor):
                 if id(value) not in made:
                     pair = apart.get(id(value))
-                    made[id(value)] = value.detach() if pair is None else self._masters.read([pair])[0].detach()
+                    made[id(value)] = value.detach() if pair is None else self.masters.read([pair])[0].detach()
                 state[name] = made[id(value)]
         return state
 
     @outside_inference
     def refresh_masters(self) -> None:
         """Masters take the model parameters' values, for code that wrote the model in place. No host sync."""
-        self._follow()
-        for pair in self._pairs.all:
+        self._sync_params()
+        for pair in self.params.all:
             if pair.master is not pair.model:
-                self._masters.refresh(pair)
-        self._model_writes.record()
+                self.masters.refresh(pair)
+        self.model_writes.record()
 
     def write_masters(self) -> None:
         """The model takes the masters' values, rounded, for code that wrote the masters in place. No host sync."""
-        self._model_writes.check_home(type(self).__name__)
-        if self._pairs.has_pieces:
-            self._pairs.take_pieces()
+        self.model_writes.require_not_swapped(type(self).__name__)
+        if self.params.has_dtensors:
+            self.params.find_pieces()
         with torch.no_grad():
-            for group in self._pairs.devices:
-                self._masters.round_down(group)
-        self._model_writes.agree(rounded_all=True, waits=self._on_host)
+            for group in self.params.devices:
+                self.masters.round_down(group)
+        self.model_writes.agree(rounded_all=True, waits=self._on_host)
 
     # -- on several ranks --------------------------------------------------------------------------------------------
 
     def _facts(self) -> list[str]:
         """What must be the same on every rank, in lines."""
-        return parallel.facts(self.engine)
+        return parallel.facts(self)
 
     def _digest(self) -> Digest:
         """What ranks that share gradients hold alike."""
-        return parallel.digest(self.engine)
+        return parallel.digest(self)
 
 
-class _Given:
-    """A closure that was evaluated already. An optimizer that calls it twice in a step is one that was misjudged."""
-
-    def __init__(self, loss: Any) -> None:
-        self._loss = loss
-        self._called = False
-
-    def __call__(self) -> Any:
-        if self._called:
-            raise RuntimeError(
-                "the wrapped optimizer evaluated its closure a second time in one step, and on small tensors it did "
-                "not. Evaluate the loss yourself, call backward(loss), then step() without a closure."
-            )
-        self._called = True
-        return self._loss
+def _scaler_of(optimizer: MixedPrecisionOptimizer) -> LossScaler:
+    return optimizer.scaler
 
 
 def _quietly(me: weakref.ref[Any], method: Callable[..., Any], without: Any) -> Callable[..., Any]:

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .engine.dtensors import is_sharded
-from .engine.pairs import Pairs
-from .engine.parts import Engine
+from .engine.params import ParamTable
 from .engine.ranks import Digest, Ranks
 
 _ELSEWHERE = "fp16opt.distributed.state_dict and load_state_dict, or save and load,"
@@ -53,7 +52,7 @@ def device_of(optimizer: Optimizer, masters: list[Tensor]) -> torch.device:
 
 
 def ranks_of(
-    optimizer: Optimizer, pairs: Pairs, facts: Callable[[], list[str]], round_down: Callable[[], None]
+    optimizer: Optimizer, params: ParamTable, facts: Callable[[], list[str]], round_down: Callable[[], None]
 ) -> Ranks:
     """Who must hear of verdicts and norms.
 
@@ -64,28 +63,28 @@ def ranks_of(
     if is_zero(optimizer):
         from .distributed import zero
 
-        pairs.elsewhere = zero.elsewhere(optimizer, pairs.models)
+        params.elsewhere = zero.elsewhere(optimizer, params.models)
         zero.copy_down_before_broadcast(optimizer, round_down)
         return zero.ZeroRanks(optimizer, facts)
-    if pairs.has_pieces:
+    if params.has_dtensors:
         from .distributed import shards
 
-        return shards.MeshRanks(pairs.models, facts)
+        return shards.MeshRanks(params.models, facts)
     return Ranks()
 
 
-def facts(engine: Engine) -> list[str]:
+def facts(optimizer: Any) -> list[str]:
     """What must be the same on every rank, in lines."""
     from .distributed import facts
 
-    return facts.facts(engine)
+    return facts.facts(optimizer)
 
 
-def digest(engine: Engine) -> Digest:
+def digest(optimizer: Any) -> Digest:
     """What ranks that share gradients hold alike."""
     from .distributed import facts
 
-    return facts.digest(engine)
+    return facts.digest(optimizer)
 
 
 def refuse_plain_state(alone: bool, what: str) -> None:
@@ -144,8 +143,7 @@ class AcrossRanks:
     @property
     def join_device(self) -> torch.device:
         """See ``torch.distributed.algorithms.join.Joinable``."""
-        engine: Any = self.engine  # type: ignore[attr-defined]
-        device: torch.device = engine.device
+        device: torch.device = self.device  # type: ignore[attr-defined]
         return device
 
     @property

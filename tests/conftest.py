@@ -1,6 +1,7 @@
 """Shared settings of the test suite: import path, threads, marks, hypothesis profiles; what is done once for many."""
 
 import gc
+import importlib
 import logging
 import os
 import sys
@@ -102,9 +103,8 @@ def emulated_cuda(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def tried_once() -> Iterator[None]:
     """Split masters try, when they are made, whether an optimizer's class can step a bucket at a time: some 40 ms of
     small steps. Here torch's own classes are tried once with each of their settings; test_certify.py has the trial."""
-    from fp16opt.engine import streamed_step
-
-    ask, known = streamed_step.check_bucket_invariant, {}
+    checks = importlib.import_module("fp16opt.certify.checks")
+    ask, known = checks.check_bucket_invariant, {}
 
     def ask_once(factory: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> Any:
         try:
@@ -120,5 +120,5 @@ def tried_once() -> Iterator[None]:
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streamed_step, "check_bucket_invariant", ask_once)
+        patch.setattr(checks, "check_bucket_invariant", ask_once)
         yield

@@ -26,7 +26,7 @@ from fp16opt.certify.comparing import same_bits
 
 CHECKS = [
     *["none_grad", "fp32_state", "bucket_invariant", "deterministic"],
-    *["closure", "found_inf", "state_dict", "capturable"],
+    *["closure", "found_inf", "state_dict", "capturable", "fused_step"],
 ]
 
 

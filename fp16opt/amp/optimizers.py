@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..engine.accumulation import Stage, Verdict
 from ..engine.diagnostics import Overflow, SkipLog, describe
-from ..engine.gradients import Sight
+from ..engine.step_state import OverflowCheck, Stage
 from ..engine.wrapped_step import HOOKS, Stepper
 from ..optimizer import MixedPrecisionOptimizer
 from ..scaling import LossScaler as EngineScaler
@@ -90,7 +89,7 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
 
     def _attach(self) -> None:
         self._delayed: set[int] = set()  # ids of scalers whose last backward was left as it is
-        self._outcome.log = AmpLog(self.amp)
+        self.outcome.log = AmpLog(self.amp)
         if self.amp.function_casts:
             self._stepper = _WithoutCasts(self._stepper)
         self.register_step_pre_hook(_refuse_closure)
@@ -117,10 +116,10 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
 
     def enter(self, loss: Tensor, scaler: LossScaler) -> Tensor:
         """``loss`` scaled. A backward follows."""
-        stage = self._accumulation.stage
-        # READY: a plain backward may have left gradients, at scale 1. Else the model may have been cleared without a
-        # step, and what was found in its gradients goes as well.
-        if stage is Stage.READY or (stage is not Stage.SCALED and self._gradients.moved()):
+        state = self.step_state
+        # READY: a plain backward may have left gradients, at scale 1. Else the model's may have been set to zero without
+        # a step, and what was found in them goes as well.
+        if state.has_new() if state.stage is Stage.READY else state.was_written():
             self.update_master_grads()
         scaled = self.scale_loss(loss, scaler=scaler)
         self._delayed.add(id(scaler))
@@ -128,19 +127,19 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
 
     def abandon(self) -> None:
         """The backward raised: gradients are incomplete until they are cleared."""
-        self._accumulation.interrupt()
+        self.step_state.interrupt()
 
     def settle_gradients(self, scaler: LossScaler) -> Tensor:
         """Write the master gradients of the last backward. Returns whether *its* overflowed: float32, 0-dim."""
         self._delayed.discard(id(scaler))
-        if self._accumulation.stage is Stage.SCALED:
+        if self.step_state.stage is Stage.SCALED:
             self.update_master_grads()
-        found: Tensor = self._gradients.found_inf(self._device)
+        found: Tensor = self.gradients.found_inf(self.device)
         return found
 
     def blame(self, scaler: LossScaler, found_inf: Tensor) -> None:
         """Skip the next step where ``found_inf`` (float32, 0-dim): another optimizer of this backward overflowed."""
-        self._accumulation.blame(scaler, found_inf)
+        self.step_state.blame(scaler, found_inf)
 
     @property
     def has_masters(self) -> bool:
@@ -155,16 +154,14 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
-    def _close(
-        self, verdict: Verdict, skipped: bool | Tensor, used: Sight | None = None, goes_on: bool = False
-    ) -> None:
-        for scaler, found in verdict.of:
+    def _record(self, check: OverflowCheck, skipped: bool | Tensor) -> None:
+        for scaler, found in check.of:
             if id(scaler) in self._delayed and isinstance(scaler, LossScaler):
                 scaler.settle(found)  # no scale_loss of this step came to it
         self._delayed.clear()
-        if skipped is True and isinstance(self._outcome.log, AmpLog):
-            self._outcome.log.blamed = [id(scaler) for scaler, found in verdict.of if bool(found)]
-        super()._close(verdict, skipped, used, goes_on)
+        if skipped is True and isinstance(self.outcome.log, AmpLog):
+            self.outcome.log.blamed = [id(scaler) for scaler, found in check.of if bool(found)]
+        super()._record(check, skipped)
         self.__dict__["_opt_called"] = True  # what LR schedulers look for
         if self.amp.function_casts:
             _amp_state.casts.clear_cache()
@@ -217,8 +214,8 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
 
     def _post_amp_backward(self, scaler: LossScaler) -> None:
         """Unscale the gradients of a backward whose loss the caller multiplied by the scale of ``scaler``."""
-        if self._accumulation.stage is Stage.READY and self._accumulation.strange():
-            self._accumulation.take_foreign(scaler)
+        if self.step_state.stage is Stage.READY and self.step_state.has_new():
+            self.step_state.take_external(scaler=scaler)
         scaler.settle(self.settle_gradients(scaler))
 
 
@@ -229,23 +226,13 @@ class _WithoutCasts:
         self.stepper = stepper
 
     @property
-    def rounded_all(self) -> bool:
+    def rounded_all(self) -> bool:  # type: ignore[override]
         """As the stepper says."""
         return self.stepper.rounded_all
 
-    @property
-    def all_or_nothing(self) -> bool:
+    def takes_scaled(self) -> bool:
         """As the stepper says."""
-        return self.stepper.all_or_nothing
-
-    @property
-    def reads_once(self) -> bool:
-        """As the stepper says."""
-        return self.stepper.reads_once
-
-    def takes_waiting(self) -> bool:
-        """As the stepper says."""
-        return self.stepper.takes_waiting()
+        return self.stepper.takes_scaled()
 
     def skips_on_device(self) -> bool:
         """As the stepper says."""

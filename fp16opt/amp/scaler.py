@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import scaling
-from ..engine.outcome import follow
+from ..engine.outcome import update_scale
 from ..scaling import LARGEST_SCALE, SMALLEST_SCALE, DynamicLossScaler, StaticLossScaler
 
 _INIT_SCALE = 2.0**16
@@ -110,7 +110,7 @@ class LossScaler(scaling.LossScaler):
             self._unsettled = None
         self.before = self.rule.scale
         self._found = found_inf.clone()  # it may be a buffer of the kernels, which the next backward overwrites
-        follow(self.rule, found_inf)
+        update_scale(self.rule, found_inf)
 
     def postpone(self, found_inf: Tensor) -> None:
         """As :meth:`settle`, but the scale follows at the next one, or in ``step`` (``delay_overflow_check``)."""

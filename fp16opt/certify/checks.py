@@ -12,14 +12,15 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .buckets import BucketSteps
+from ..engine.buckets import BucketSteps
 from .closures import closure_calls
 from .comparing import difference, everything, same_bits, states_of, tensors_of
+from .fused import fused_step
 from .report import Check, Report
 from .surroundings import undisturbed
-from .trials import Factory, Trial, check_factory, quote, setting_for
+from .trials import Factory, Trial, check_factory, factory_like, quote, setting_for
 
-__all__ = ["certify", "check_bucket_invariant"]
+__all__ = ["bucket_obstacle", "certify", "check_bucket_invariant"]
 
 _STEPS = 12  # rectified Adam moves nothing in its first five
 
@@ -32,7 +33,8 @@ def certify(optimizer_factory: Factory) -> Report:
     same gradients give the same bits, whatever the random state), ``closure`` (it steps without one; what
     :func:`closure_calls` says is told), ``found_inf`` (torch's protocol for skipping on the device is honoured, on the
     first step too), ``state_dict`` (a round trip goes on alike), ``capturable`` (a step can be captured in a CUDA
-    graph). All but the last run on the CPU.
+    graph), ``fused_step`` (a class given to :func:`fp16opt.register_fused_step` steps as the functor does). All but
+    ``capturable`` run on the CPU.
 
     Args:
         optimizer_factory: Called with a list of FP32 parameters, returns an optimizer over them. Called many times.
@@ -56,6 +58,15 @@ def certify(optimizer_factory: Factory) -> Report:
         setting, name = setting_for(optimizer_factory)
         trial = Trial(optimizer_factory, setting)
         return Report(name, setting.words, {check: _outcome(test, trial) for check, test in _CHECKS.items()})
+
+
+def bucket_obstacle(optimizer: Optimizer, settings: dict[str, Any]) -> str:
+    """Why optimizers like this one, with such settings of a group, can't be stepped a bucket at a time; "" if they can.
+
+    Tried on small tensors of the CPU, in some tens of milliseconds; ``optimizer`` is only looked at.
+    """
+    check = check_bucket_invariant(factory_like(optimizer, settings))
+    return check.detail if check.passed is False else ""
 
 
 def check_bucket_invariant(optimizer_factory: Factory) -> Check:
@@ -314,4 +325,5 @@ _CHECKS: dict[str, Callable[[Trial], Check]] = {
     "found_inf": _found_inf,
     "state_dict": _state_dict,
     "capturable": _capturable,
+    "fused_step": fused_step,
 }

@@ -17,7 +17,7 @@ from .trials import Factory, NoOptimizer, Setting, Trial, check_factory
 
 ClosureCalls = Literal["never", "once", "elsewhere", "several", "untested"]
 
-_SMALL = (  # and few, because the engine asks while somebody waits; the kinds that certify tries, in its order
+_SMALL = (  # the kinds that certify tries, in its order
     Setting(((2, 3), (4,)), "dense", "vectors and matrices"),
     Setting(((2, 3), (3, 2)), "dense", "matrices only"),
     Setting(((2, 3), (3, 2)), "sparse", "sparse gradients of matrices"),
@@ -30,8 +30,7 @@ def closure_calls(optimizer_factory: Factory) -> ClosureCalls:
 
     What a caller needs to know is whether it may evaluate before the step, and hand over a closure that returns the
     loss. So a single call counts as "once" only where twelve steps done that way leave the same bits. It holds for the
-    settings that the factory gives: ``LBFGS(max_iter=1)`` is "once", because that is what it does then, and whoever
-    keeps the answer keeps it for the settings.
+    settings that the factory gives: ``LBFGS(max_iter=1)`` is "once", because that is what it does then.
 
     Args:
         optimizer_factory: Called with a list of FP32 parameters, returns an optimizer over them. Called a few times.

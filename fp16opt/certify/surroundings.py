@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from .buckets import hooks_muted
+from ..engine.buckets import hooks_muted
 
 
 @contextlib.contextmanager

@@ -10,12 +10,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..engine.dtensors import is_sharded
-from ..engine.pairs import Pairs
-from ..engine.parts import Engine, inside
+from ..engine.params import ParamTable
+from ..engine.parts import Wrapper, inside
 from ..engine.ranks import Replicas
 from .exchange import compare, require_process_group, together
 from .facts import facts
-from .modules import engine_of, parameter_names, uncompiled
+from .modules import parameter_names, uncompiled, wrapper_of
 from .replicas import Compared, DdpReplicas, Independent
 
 
@@ -42,14 +42,14 @@ def attach(opt: Optimizer, ddp_model: nn.Module | None, *, verify_ranks_every: i
 
     Syncs: yes.
     """
-    engine = engine_of(opt)
+    wrapper = wrapper_of(opt)
     if isinstance(verify_ranks_every, bool) or not isinstance(verify_ranks_every, int):
         raise TypeError(f"verify_ranks_every: expected an int, got {type(verify_ranks_every).__name__}.")
     if verify_ranks_every < 0:
         raise ValueError(f"verify_ranks_every: expected 0 or more, got {verify_ranks_every}.")
     Joinable.register(type(inside(opt)))
     if ddp_model is None:
-        _replace(engine, Independent())
+        _replace(wrapper, Independent())
         return
     require_process_group("attach")
     module = uncompiled(ddp_model)
@@ -59,25 +59,25 @@ def attach(opt: Optimizer, ddp_model: nn.Module | None, *, verify_ranks_every: i
             "ddp_model: expected a DistributedDataParallel, a module with DTensor parameters, or None, got "
             f"{type(ddp_model).__name__}."
         )
-    group = engine.accumulation.ranks.group
+    group = wrapper.step_state.ranks.group
     if isinstance(module, DistributedDataParallel) and not sharded:
         group = module.process_group
-    together("attach", lambda: _take_names(engine.pairs, module), group)
-    compare("the optimizer", facts(engine), group)
+    together("attach", lambda: _take_names(wrapper.params, module), group)
+    compare("the optimizer", facts(wrapper), group)
     if isinstance(module, DistributedDataParallel):
-        _replace(engine, DdpReplicas(module, verify_ranks_every))
+        _replace(wrapper, DdpReplicas(module, verify_ranks_every))
     else:
-        _replace(engine, Compared(group, verify_ranks_every))
+        _replace(wrapper, Compared(group, verify_ranks_every))
 
 
-def _replace(engine: Engine, replicas: Replicas) -> None:
-    before = engine.accumulation.replicas
+def _replace(wrapper: Wrapper, replicas: Replicas) -> None:
+    before = wrapper.step_state.replicas
     if isinstance(before, DdpReplicas):
         before.detach()
-    engine.accumulation.replicas = replicas
+    wrapper.step_state.replicas = replicas
 
 
-def _take_names(pairs: Pairs, model: Any) -> None:
+def _take_names(pairs: ParamTable, model: Any) -> None:
     """The module's names for parameters that have none; raise where it lacks one of them."""
     names = parameter_names(model)
     strange = [pair.name for pair in pairs.all if id(pair.model) not in names]

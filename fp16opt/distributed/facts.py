@@ -8,40 +8,40 @@ from typing import Any
 from torch import Tensor
 
 from ..engine.dtensors import is_sharded
-from ..engine.parts import Engine
+from ..engine.parts import Wrapper
 from ..engine.ranks import Digest
 
 
-def facts(engine: Engine) -> list[str]:
+def facts(wrapper: Wrapper) -> list[str]:
     """What must be the same on every rank, one line each, in an order in which the first difference tells most."""
-    groups = engine.optimizer.param_groups
-    lines = [f"the wrapped optimizer {type(engine.optimizer).__name__}", f"{len(groups)} param_groups"]
+    groups = wrapper.optimizer.param_groups
+    lines = [f"the wrapped optimizer {type(wrapper.optimizer).__name__}", f"{len(groups)} param_groups"]
     lines += [f"{len(group['params'])} parameters in group {number}" for number, group in enumerate(groups)]
-    for name, param in _everywhere(engine) if is_zero(engine) else _here(engine):
+    for name, param in _everywhere(wrapper) if is_zero(wrapper) else _here(wrapper):
         layout = f" {getattr(param, 'placements', '')}".rstrip()
         lines.append(f"{name} as {param.dtype} {list(param.shape)}{layout}, requires_grad={param.requires_grad}")
     for number, group in enumerate(groups):
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         lines += [f"group {number} with {key}={_shown(value)}" for key, value in sorted(settings.items())]
-    chosen = asdict(engine.choices)
+    chosen = asdict(wrapper.config)
     del chosen["on_model_write"]  # each rank may look at its own
     lines += [f"{option}={value!r}" for option, value in chosen.items()]
-    scaler = engine.scaler.state_dict()
+    scaler = wrapper.scaler.state_dict()
     return lines + [f"a scaler with {key}={_shown(value)}" for key, value in scaler.items()]
 
 
-def digest(engine: Engine) -> Digest:
+def digest(wrapper: Wrapper) -> Digest:
     """What ranks that share gradients hold alike: masters, as far as they are whole, and the scaler."""
-    scaler = repr({key: _shown(value) for key, value in engine.scaler.state_dict().items()})
-    if is_zero(engine):
-        labelled = _everywhere(engine)
+    scaler = repr({key: _shown(value) for key, value in wrapper.scaler.state_dict().items()})
+    if is_zero(wrapper):
+        labelled = _everywhere(wrapper)
         return Digest([name for name, _ in labelled], [param for _, param in labelled], scaler)
     names: list[str] = []
     values: list[Tensor] = []
-    for pair in engine.pairs.all:
+    for pair in wrapper.params.all:
         if is_sharded(pair.model):
             continue
-        operand = engine.masters.operand(pair)
+        operand = wrapper.masters.operand(pair)
         is_split = operand is not pair.master  # then weight and remainder are the master
         parts = [pair.model, operand] if is_split else [operand]
         names += [f"the master of {pair.name!r}"] * len(parts)
@@ -49,23 +49,23 @@ def digest(engine: Engine) -> Digest:
     return Digest(names, values, scaler)
 
 
-def is_zero(engine: Engine) -> bool:
+def is_zero(wrapper: Wrapper) -> bool:
     """Whether the wrapped optimizer is a ZeroRedundancyOptimizer, which holds another one."""
-    return engine.holder is not engine.optimizer
+    return wrapper.inner is not wrapper.optimizer
 
 
-def _here(engine: Engine) -> list[tuple[str, Tensor]]:
-    return [(repr(pair.name), pair.model) for pair in engine.pairs.all]
+def _here(wrapper: Wrapper) -> list[tuple[str, Tensor]]:
+    return [(repr(pair.name), pair.model) for pair in wrapper.params.all]
 
 
-def _everywhere(engine: Engine) -> list[tuple[str, Tensor]]:
+def _everywhere(wrapper: Wrapper) -> list[tuple[str, Tensor]]:
     """The model's parameters on all ranks, by names that are the same on all of them."""
-    pairs = engine.pairs
+    pairs = wrapper.params
     names: dict[int, str] = {}
     if pairs.names_elsewhere is not None:  # else ranks have numbered theirs, each for itself
         names = {id(pair.model): repr(pair.name) for pair in pairs.all}
         names |= {id(p): repr(n) for p, n in zip(pairs.elsewhere, pairs.names_elsewhere, strict=True)}
-    params = [param for group in engine.optimizer.param_groups for param in group["params"]]
+    params = [param for group in wrapper.optimizer.param_groups for param in group["params"]]
     return [(names.get(id(param), f"parameter {i}"), param) for i, param in enumerate(params)]
 
 

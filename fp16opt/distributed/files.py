@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
 from .exchange import gather, together
-from .modules import clean, engine_of, unwrapped
+from .modules import clean, unwrapped, wrapper_of
 from .named import load_state_dict, names_of, state_dict
 
 MANIFEST = "fp16opt.json"
@@ -210,7 +210,7 @@ def _payload(model: nn.Module, opt: Optimizer) -> dict[str, Any]:
 
 def _rest(model: nn.Module, opt: Optimizer) -> dict[str, Any]:
     """What of the model the optimizer does not have: buffers, and parameters that were left out of it."""
-    mine, pairs = names_of(model, opt), engine_of(opt).pairs
+    mine, pairs = names_of(model, opt), wrapper_of(opt).params
     ours = {id(param) for param in [*pairs.models, *pairs.elsewhere]} & set(mine)
     every = unwrapped(model).state_dict(keep_vars=True)
     values = {clean(name): value for name, value in every.items() if id(value) not in ours}
@@ -344,7 +344,7 @@ def _template(path: Path, model: nn.Module, opt: Optimizer) -> tuple[dict[str, A
     names = names_of(model, opt)
     stored: Any = FileSystemReader(str(path)).read_metadata()
     paths: dict[str, tuple[Any, ...]] = stored.planner_data
-    masters = {names[id(pair.model)]: pair.master for pair in engine_of(opt).pairs.all}
+    masters = {names[id(pair.model)]: pair.master for pair in wrapper_of(opt).params.all}
     template: dict[str, Any] = {"masters": {}, "state": {}, "scaler": {}, "param_groups": []}
     if any(where[0] == "counts" for where in paths.values()):  # files of before have none
         template["counts"] = {}

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
-from .modules import engine_of
+from .modules import wrapper_of
 from .replicas import DdpReplicas
 
 
@@ -18,7 +18,7 @@ def process_group(opt: Any) -> Any:
     Raises:
         RuntimeError: it is attached to none.
     """
-    replicas = engine_of(opt).accumulation.replicas
+    replicas = wrapper_of(opt).step_state.replicas
     if not isinstance(replicas, DdpReplicas):
         raise RuntimeError(
             "Join needs to know whose gradients are shared: call fp16opt.distributed.attach(opt, ddp_model) first."
@@ -34,15 +34,15 @@ def hook(opt: Any) -> JoinHook:
             data could not answer; or DDP has a PowerSGD hook.
     """
     process_group(opt)
-    engine = engine_of(opt)
-    if not engine.accumulation.ranks.alone:
+    wrapper = wrapper_of(opt)
+    if not wrapper.step_state.ranks.alone:
         raise RuntimeError("Join can't serve masters that are spread over ranks (ZeRO, FSDP2). Even out the inputs.")
-    if engine.choices.grad_accumulation == "fp32":
+    if wrapper.config.grad_accumulation == "fp32":
         raise RuntimeError(
             "Join can't serve grad_accumulation=\"fp32\": a rank without data can't tell when FP32 sums are averaged. "
             'Use grad_accumulation="model", or even out the inputs.'
         )
-    if engine.accumulation.replicas.needs_decision:
+    if wrapper.step_state.replicas.needs_decision:
         raise RuntimeError(
             "Join can't serve PowerSGD: a rank without data goes on compressing, and does not hear of the skips after "
             "which the hook's memory must be cleared. Even out the inputs, or use fp16_compress_hook."
@@ -56,7 +56,7 @@ class _Hook(JoinHook):
 
     def main_hook(self) -> None:
         """The others step. Their gradients need no message of ours; their comparison of the ranks may."""
-        replicas = engine_of(self.opt).accumulation.replicas
+        replicas = wrapper_of(self.opt).step_state.replicas
         if isinstance(replicas, DdpReplicas):
             replicas.shadow_step()
 

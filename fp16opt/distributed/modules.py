@@ -1,29 +1,30 @@
-"""What users hand over, opened: the module inside of its wrappings, the engine inside of the optimizer."""
+"""What users hand over, opened: the module inside of its wrappings, the wrapper inside of a trainer's optimizer."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
-from ..engine.parts import Engine, inside
+from ..engine.parts import Wrapper, inside, is_wrapper
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
-def engine_of(opt: object) -> Engine:
-    """The components of a wrapper, be it inside of a trainer's optimizer.
+def wrapper_of(opt: object) -> Wrapper:
+    """The wrapper, also where a trainer's optimizer holds it.
 
     Raises:
         TypeError: it is anything else.
     """
-    found = inside(opt)
-    engine = getattr(found, "engine", None)
-    if not (isinstance(found, Optimizer) and isinstance(engine, Engine)):
+    found: Any = inside(opt)
+    if not is_wrapper(found):
         raise TypeError(
             f"opt: expected a fp16opt.MixedPrecisionOptimizer, got {type(opt).__name__}. Wrap the optimizer first."
         )
-    return engine
+    wrapper: Wrapper = found
+    return wrapper
 
 
 def uncompiled(model: object) -> object:

@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from ..engine import checkpoint, state_formats
 from ..engine.dtensors import is_sharded
-from ..engine.pairs import HALF_DTYPES
-from ..engine.parts import Engine, inside
+from ..engine.params import HALF_DTYPES
+from ..engine.parts import Wrapper, inside
 from ..engine.wrapped_step import HOOKS
 from .exchange import together
 from .facts import is_zero
-from .modules import clean, engine_of, parameter_names, unwrapped
+from .modules import clean, parameter_names, unwrapped, wrapper_of
 from .zero import owners, sync
 
 KEYS = ("masters", "state", "scaler", "param_groups")
@@ -34,7 +34,7 @@ def names_of(model: nn.Module, opt: Optimizer) -> dict[int, str]:
         TypeError: an argument is of another type.
         ValueError: the optimizer has a parameter that the model lacks.
     """
-    pairs = engine_of(opt).pairs
+    pairs = wrapper_of(opt).params
     names = parameter_names(model)
     for i, param in enumerate([*pairs.models, *pairs.elsewhere]):
         if id(param) not in names:
@@ -43,12 +43,12 @@ def names_of(model: nn.Module, opt: Optimizer) -> dict[int, str]:
     return names
 
 
-def _model_groups(engine: Engine) -> list[list[Tensor]]:
+def _model_groups(wrapper: Wrapper) -> list[list[Tensor]]:
     """The model's parameters by group, those of other ranks included."""
-    if is_zero(engine):
-        return [list(group["params"]) for group in engine.optimizer.param_groups]
-    groups: list[list[Tensor]] = [[] for _ in engine.optimizer.param_groups]
-    for pair in engine.pairs.all:
+    if is_zero(wrapper):
+        return [list(group["params"]) for group in wrapper.optimizer.param_groups]
+    groups: list[list[Tensor]] = [[] for _ in wrapper.optimizer.param_groups]
+    for pair in wrapper.params.all:
         groups[pair.group].append(pair.model)
     return groups
 
@@ -74,24 +74,24 @@ def state_dict(model: nn.Module, opt: Optimizer) -> dict[str, Any]:
 
     Syncs: yes. Sends nothing.
     """
-    names, engine = names_of(model, opt), engine_of(opt)
-    engine.model_writes.notice()
-    holder = engine.holder
-    fresh = bool(len(engine.pairs)) and not holder.state
+    names, wrapper = names_of(model, opt), wrapper_of(opt)
+    wrapper.model_writes.sync()
+    holder = wrapper.inner
+    fresh = bool(len(wrapper.params)) and not holder.state
     masters, state = {}, {}
-    for pair in engine.pairs.all:
+    for pair in wrapper.params.all:
         name, master = names[id(pair.model)], pair.master
-        masters[name] = engine.masters.read([pair])[0]
+        masters[name] = wrapper.masters.read([pair])[0]
         if fresh and master.requires_grad:
             state[name] = _first_state(holder, holder.param_groups[pair.group], master)
         elif master in holder.state:
             state[name] = dict(state_formats.whole_entry(holder.state[master]))
     groups = []
-    for group, members in zip(engine.optimizer.param_groups, _model_groups(engine), strict=True):
+    for group, members in zip(wrapper.optimizer.param_groups, _model_groups(wrapper), strict=True):
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         groups.append({**settings, "params": [names[id(param)] for param in members], "fresh": fresh})
-    scaler = engine.scaler.state_dict()
-    counts = {"steps": engine.steps_counted(), "skipped_steps": engine.outcome.skipped_steps}
+    scaler = wrapper.scaler.state_dict()
+    counts = {"steps": wrapper.steps_counted(), "skipped_steps": wrapper.outcome.skipped_steps}
     return {"masters": masters, "state": state, "scaler": scaler, "param_groups": groups, "counts": counts}
 
 
@@ -134,33 +134,33 @@ def load_state_dict(model: nn.Module, opt: Optimizer, state_dict: Mapping[str, A
 
     Syncs: yes.
     """
-    engine = engine_of(opt)
-    ranks = engine.accumulation.ranks
+    wrapper = wrapper_of(opt)
+    ranks = wrapper.step_state.ranks
 
     def everywhere(check: Callable[[], Any]) -> Any:
         """Where ranks are about to send each other parts, what one of them refuses all do."""
         return check() if ranks.alone else together("load_state_dict", check, ranks.group)
 
-    names: dict[int, str] = everywhere(lambda: _check(model, opt, engine, state_dict))
+    names: dict[int, str] = everywhere(lambda: _check(model, opt, wrapper, state_dict))
     saved = state_dict["masters"]
-    values = [laid_out(saved[names[id(pair.model)]], pair.master) for pair in engine.pairs.all]
+    values = [laid_out(saved[names[id(pair.model)]], pair.master) for pair in wrapper.params.all]
     load_checked: Any = inside(opt).load_checked  # type: ignore[attr-defined]
-    load_checked(_positional(state_dict, engine, names, values), everywhere)
+    load_checked(_positional(state_dict, wrapper, names, values), everywhere)
     with torch.no_grad():
-        for pair, value in zip(engine.pairs.all, values, strict=True):
+        for pair, value in zip(wrapper.params.all, values, strict=True):
             if pair.master is pair.model:
                 pair.model.copy_(value)
-    if is_zero(engine):
-        sync(engine.optimizer, engine.holder)
-        engine.model_writes.record()
+    if is_zero(wrapper):
+        sync(wrapper.optimizer, wrapper.inner)
+        wrapper.model_writes.record()
 
 
-def _check(model: nn.Module, opt: Optimizer, engine: Engine, sd: Any) -> dict[int, str]:
+def _check(model: nn.Module, opt: Optimizer, wrapper: Wrapper, sd: Any) -> dict[int, str]:
     """Raise for what can be seen without sending anything; returns the parameters' names."""
     names = names_of(model, opt)
     _check_outside(sd)
-    _check_groups(sd["param_groups"], engine, names)
-    for pair in engine.pairs.all:
+    _check_groups(sd["param_groups"], wrapper, names)
+    for pair in wrapper.params.all:
         _check_value(sd["masters"], names[id(pair.model)], pair.master)
     return names
 
@@ -176,8 +176,8 @@ def _check_outside(sd: object) -> None:
             raise TypeError(f"state_dict: {key} must be a dict, got {type(sd[key]).__name__}. {_HOW}")
 
 
-def _check_groups(groups: Any, engine: Engine, names: dict[int, str]) -> None:
-    wanted = _model_groups(engine)
+def _check_groups(groups: Any, wrapper: Wrapper, names: dict[int, str]) -> None:
+    wanted = _model_groups(wrapper)
     if not isinstance(groups, list) or len(groups) != len(wanted):
         found = len(groups) if isinstance(groups, list) else type(groups).__name__
         raise ValueError(f"param_groups: expected a list of {len(wanted)} groups, got {found}. {_HOW}")
@@ -226,12 +226,12 @@ def laid_out(value: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(whole, mesh, placements, src_data_rank=None)
 
 
-def _positional(sd: Mapping[str, Any], engine: Engine, names: dict[int, str], values: list[Tensor]) -> dict[str, Any]:
-    """The engine's own form of state_dict, for what this rank steps."""
-    pairs = engine.pairs.all
+def _positional(sd: Mapping[str, Any], wrapper: Wrapper, names: dict[int, str], values: list[Tensor]) -> dict[str, Any]:
+    """The wrapper's own form of state_dict, for what this rank steps."""
+    pairs = wrapper.params.all
     groups: list[dict[str, Any]] = []
     counts, no_settings = _counts(sd)
-    for number, group in enumerate(engine.holder.param_groups):
+    for number, group in enumerate(wrapper.inner.param_groups):
         settings = {key: value for key, value in sd["param_groups"][number].items() if key not in no_settings}
         kept = {"param_names": group["param_names"]} if "param_names" in group else {}
         groups.append({**settings, **kept, "params": [i for i, p in enumerate(pairs) if p.group == number]})
@@ -282,12 +282,12 @@ def fp32_state_dict(model: nn.Module, opt: Optimizer) -> dict[str, Any]:
     Syncs: yes. Sends every sharded tensor, one at a time.
     """
     names_of(model, opt)
-    engine = engine_of(opt)
-    engine.model_writes.notice()
+    wrapper = wrapper_of(opt)
+    wrapper.model_writes.sync()
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     whole: dict[str, Any] = {}
     done: dict[int, Tensor] = {}
-    find = _Finder(engine)
+    find = _Finder(wrapper)
     for name, value in unwrapped(model).state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             whole[clean(name)] = value
@@ -302,13 +302,13 @@ def fp32_state_dict(model: nn.Module, opt: Optimizer) -> dict[str, Any]:
 class _Finder:
     """From a model's tensor to the whole master, wherever it is."""
 
-    def __init__(self, engine: Engine) -> None:
-        pairs = engine.pairs
-        self._masters = engine.masters
+    def __init__(self, wrapper: Wrapper) -> None:
+        pairs = wrapper.params
+        self._masters = wrapper.masters
         self._apart = {id(pair.model): pair for pair in pairs.all if pair.master is not pair.model}
         self._elsewhere = {id(p) for p in pairs.elsewhere if p.dtype in HALF_DTYPES}
-        self._owners = owners(engine.optimizer) if is_zero(engine) else {}
-        self._group = engine.accumulation.ranks.group
+        self._owners = owners(wrapper.optimizer) if is_zero(wrapper) else {}
+        self._group = wrapper.step_state.ranks.group
 
     def __call__(self, value: Tensor) -> Tensor:
         key = id(value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import kernels
-from ..engine.pairs import HALF_DTYPES, DeviceGroup
+from ..engine.params import HALF_DTYPES, DeviceParams
 from ..engine.ranks import Digest, Replicas, Sums
 from .exchange import gather
 
@@ -135,7 +135,7 @@ class DdpReplicas(Compared):
         return [(tally[min(number, _VERDICTS - 1)] > 0).float() for number in range(len(verdicts))]
 
     def _sum_over_ranks(
-        self, sums: Sums, group: DeviceGroup, mine: list[Tensor | None], tally: Tensor
+        self, sums: Sums, group: DeviceParams, mine: list[Tensor | None], tally: Tensor
     ) -> list[Tensor | None]:
         """By row: the sums over the ranks, where they are kept or, if that is in 16 bits, in new FP32 memory.
 
@@ -169,7 +169,7 @@ def _is_half(master: Tensor) -> bool:
     return master.dtype in HALF_DTYPES
 
 
-def _chunks(tensors: list[Tensor]) -> Iterator[list[int]]:
+def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
     """Places of tensors of one dtype that go into one message, alike on every rank."""
     chunk: list[int] = []
     size = 0

@@ -1,94 +1,107 @@
-"""Steps of optimizers that evaluate their closure more than once (LBFGS, SAM): masters down before, back off after."""
+"""Closures: evaluated once before a step, or whenever the wrapped optimizer calls them (LBFGS, SAM)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from ..certify import closure_calls, factory_like
-from ..certify.buckets import NOT_SETTINGS, settings_of
-from .accumulation import Accumulation, Verdict
+from .dtensors import versions
 from .snapshot import Snapshot
+from .step_state import OverflowCheck, StepState
 from .wrapped_step import StepFailed, run_step
-
-_ALIKE = (*NOT_SETTINGS, "lr", "initial_lr")  # optimizers that differ in these call their closures alike
 
 
 class GaveUp(Exception):
     """Raised out of an evaluation that overflows while the scale can't go lower."""
 
 
-class ClosureHabits:
-    """How often the wrapped optimizer's class calls its closure: tried once for each kind of settings."""
+def closure_mode(asked: str | None, optimizer: Optimizer) -> str:
+    """"once" or "reevaluate": what the user asked for, else what the class of the wrapped optimizer needs.
 
-    def __init__(self) -> None:
-        self._known: dict[str, bool] = {}
-
-    def calls_again(self, optimizer: Optimizer) -> bool:
-        """Whether a closure that is evaluated before the step, once, would not do. No sync."""
-        group = optimizer.param_groups[0] if optimizer.param_groups else {}
-        kind = repr([(key, value) for key, value in sorted(group.items()) if key not in _ALIKE])
-        if kind not in self._known:
-            self._known[kind] = closure_calls(factory_like(optimizer, settings_of(group))) not in ("never", "once")
-        return self._known[kind]
+    Example:
+        >>> closure_mode(None, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
+        'once'
+    """
+    if asked is not None:
+        return asked
+    return "reevaluate" if isinstance(optimizer, torch.optim.LBFGS) else "once"
 
 
-class Evaluations:
-    """The closure as such an optimizer sees it: gradients are true and finite when it returns.
+class EvaluatedClosure:
+    """A closure that was evaluated before the step.
 
     Args:
-        closure: The user's.
-        round_down: Writes the masters' present values into the model.
-        accumulation: Settled after each evaluation.
-
-    Attributes:
-        loss: Of the last evaluation.
-        returned: What the optimizer's step returned.
-        verdict: On its gradients; None where it made none.
+        loss: what it returned.
+        masters: what the wrapped optimizer steps. One that moves them and calls the closure then, or calls it twice,
+            wants gradients at another point than there are.
     """
 
-    def __init__(self, closure: Callable[[], Any], round_down: Callable[[], None], accumulation: Accumulation) -> None:
+    def __init__(self, loss: Any, masters: Sequence[Tensor]) -> None:
+        self._loss = loss
+        self._masters = masters
+        self._versions = versions(masters)
+        self._called = False
+
+    def __call__(self) -> Any:
+        if self._called or versions(self._masters) != self._versions:
+            raise RuntimeError(
+                "the wrapped optimizer evaluates its closure more than once in a step, or after it has moved the "
+                'weights, as SAM does. Construct MixedPrecisionOptimizer with closure="reevaluate"; or evaluate the '
+                "loss yourself, call backward(loss), then step() without a closure."
+            )
+        self._called = True
+        return self._loss
+
+
+class Reevaluations:
+    """The closure as an optimizer sees it that evaluates it itself: gradients are true and finite when it returns.
+
+    Args:
+        closure: the user's.
+        round_down: writes the masters' present values into the model.
+        state: finalized after each evaluation.
+
+    Attributes:
+        loss: of the last evaluation.
+        returned: what the optimizer's step returned.
+        check: of its gradients; None where it made none.
+    """
+
+    def __init__(self, closure: Callable[[], Any], round_down: Callable[[], None], state: StepState) -> None:
         self._closure = closure
         self._round_down = round_down
-        self._accumulation = accumulation
+        self._state = state
         self.loss: Any = None
         self.returned: Any = None
-        self.verdict: Verdict | None = None
+        self.check: OverflowCheck | None = None
 
     def __call__(self) -> Any:
         self._round_down()
         while True:
-            before = self._accumulation.backwards
+            before = self._state.backwards
             with torch.enable_grad():
                 self.loss = self._closure()
-            self.verdict = self._accumulation.settle(write=True)
-            if self.verdict is None or not bool(self.verdict.found_inf):
+            self.check = self._state.finalize(write=True)
+            if self.check is None or not bool(self.check.found_inf):
                 return self.loss
-            if self._accumulation.backwards == before or not self._back_off(self.verdict):
+            if self._state.backwards == before or not _back_off(self.check):
                 raise GaveUp  # it made no gradients of its own, or the scale can't go lower
-            self._accumulation.abandon()
+            self._state.clear(set_to_none=True)
 
-    def _back_off(self, verdict: Verdict) -> bool:
-        """Lower every scale whose backward overflowed; False where none of them can go lower. Syncs."""
-        lowered = False
-        for scaler, found in verdict.of:
-            if bool(found):
-                lowered |= scaler.back_off()
-        return lowered
-
-    def step(self, optimizer: Optimizer, copies: bool) -> bool:
+    def step(self, optimizer: Optimizer) -> bool:
         """Step ``optimizer``, which may evaluate any number of times.
 
-        Whatever goes wrong on the way, masters and their state are put back as they were: with ``copies`` a copy is
-        taken first, which costs as much memory as both.
+        Whatever goes wrong on the way, masters and their state are put back as they were: a copy is taken first, which
+        costs as much memory as both.
 
         Returns:
             Whether it was stepped: False where it gave up.
         """
-        before = Snapshot(optimizer, copies_tensors=copies)
+        before = Snapshot(optimizer, copies_tensors=True)
         try:
             self.returned = run_step(optimizer, None, self)
         except StepFailed as failed:
@@ -99,3 +112,12 @@ class Evaluations:
             raise failed.error from None
         self._round_down()
         return True
+
+
+def _back_off(check: OverflowCheck) -> bool:
+    """Lower every scale whose backward overflowed; False where none of them can go lower. Syncs."""
+    lowered = False
+    for scaler, found in check.of:
+        if bool(found):
+            lowered |= scaler.back_off()
+    return lowered

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from .. import kernels
-from ..kernels.native import read_anew
 from ..scaling import LossScaler
 
 __all__ = ["Overflow", "SkipLog", "blamed", "describe", "overflows_from_flags", "warn", "warn_cast", "warn_model_write"]
@@ -95,7 +94,7 @@ class SkipLog:
 
     Attributes:
         calibrating: Whether no step was taken yet.
-        elsewhere: Set while a skip is noted that a GradScaler decided: whether it logs that itself.
+        grad_scaler_logs: Whether the GradScaler that drives logs skips itself.
         what, advice: How a skip at a static scale is called, and what to do about it.
     """
 
@@ -103,7 +102,7 @@ class SkipLog:
     advice = "Use a lower scale or dynamic=True."
 
     def __init__(self) -> None:
-        self.elsewhere: bool | None = None
+        self.grad_scaler_logs = False
         self.calibrating = True
         self._stuck = 0
 
@@ -121,11 +120,6 @@ class SkipLog:
             overflows: the parameters with non-finite gradients.
             loss_is_finite: whether the losses of the step were finite; None where nobody has seen them.
         """
-        if self.elsewhere is not None:
-            calm = logging.INFO if self.calibrating else logging.WARNING
-            level = logging.DEBUG if self.elsewhere else calm
-            logger.log(level, "step skipped by the GradScaler: non-finite gradients in %s.", blamed(overflows))
-            return
         new = float(scaler.scale)
         stuck = not scaler.dynamic or (not new < old and scaler.at_floor())
         in_a_row = int(scaler.consecutive_skips)
@@ -166,6 +160,12 @@ class SkipLog:
                 "step skipped, loss scale %s: a rare overflow, non-finite gradients in %s.", change, blamed(overflows)
             )
 
+    def skipped_by_grad_scaler(self, overflows: Sequence[Overflow]) -> None:
+        """A step was skipped under a GradScaler, which lowers its scale itself, and may log it."""
+        calm = logging.INFO if self.calibrating else logging.WARNING
+        level = logging.DEBUG if self.grad_scaler_logs else calm
+        logger.log(level, "step skipped by the GradScaler: non-finite gradients in %s.", blamed(overflows))
+
     def _log_stuck(self, dynamic: bool, scale: float, overflows: Sequence[Overflow]) -> None:
         if dynamic:
             logger.error(
@@ -191,9 +191,8 @@ def _is_power_of_two(count: int) -> bool:
 
 
 def warn(text: str, *arguments: object) -> None:
-    """Log a warning in the midst of a step. Who handles it may do anything: lists of tensors are read anew after it."""
-    with read_anew():
-        logger.warning(text, *arguments)
+    """Log a warning."""
+    logger.warning(text, *arguments)
 
 
 def warn_cast(flags: Iterable[tuple[str, int]], warned: set[str]) -> None:

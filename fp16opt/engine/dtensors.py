@@ -6,10 +6,14 @@ Nothing here imports torch.distributed: a DTensor is known by what it carries.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_GRAD: Any = Tensor.grad  # torch's own descriptor
 
 
 def is_sharded(tensor: object) -> bool:
@@ -31,6 +35,31 @@ def local(tensor: Tensor) -> Tensor:
         piece = piece.wait()
     found: Tensor = piece
     return found
+
+
+raw_grad: Any = _GRAD.__get__
+"""``.grad`` as torch holds it, in front of which :class:`fp16opt.engine.masters.MasterParameter` puts a question."""
+set_raw_grad: Any = _GRAD.__set__
+"""Set ``.grad``, and nothing else."""
+_version: Any = operator.attrgetter("_version")
+
+
+def raw_grads(tensors: Iterable[Tensor]) -> list[Tensor | None]:
+    """:data:`raw_grad` of each; tensors of subclasses are read as plain ones."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(map(raw_grad, tensors))
+
+
+def versions(tensors: Sequence[Tensor | None]) -> list[int]:
+    """:func:`version` of each; -1 where there is none."""
+    kinds = set(map(type, tensors))
+    if all(getattr(kind, "__torch_dispatch__", None) is Tensor.__torch_dispatch__ for kind in kinds):
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                return list(map(_version, tensors))
+        except RuntimeError:
+            pass  # one was made in inference mode, and counts none
+    return [-1 if tensor is None else version(tensor) for tensor in tensors]
 
 
 def version(tensor: Tensor) -> int:

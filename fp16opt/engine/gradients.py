@@ -1,750 +1,890 @@
 """Gradients: from what autograd left in the model to what the optimizer steps.
 
-A 16-bit gradient waits where it is. It is looked at (flags, norm) when somebody needs to know, and an FP32 one is made
-of it when somebody needs it: the wrapped optimizer's step, or whoever reads ``.grad`` of its master. A clip is a factor
-until then. Gradients of parameters that are their own masters are unscaled in place, once a backward.
+A gradient waits, scaled, where autograd left it. The check reads it for flags and norm. Then it is stepped as it is,
+by a kernel that multiplies on the way; or a true FP32 one is made of it, which lies in ``.grad`` of its master. A clip
+is a factor until then. FP32 sums lie in ``.grad`` of masters from the first backward on.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
-import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import kernels
-from ..kernels import counters
-from ..kernels.counters import GRAD, count_there, store
-from ..kernels.native import read_once
-from .dtensors import different_bits, local, version
+from ..kernels import reference
+from ..kernels.reference_steps import Factors
+from ..kernels.tables import same_walk
+from .dtensors import aligned, local, raw_grad, raw_grads, set_raw_grad
 from .masters import Masters
-from .pairs import HALF_DTYPES, DeviceGroup, Pairs
-from .sweep import DeviceGradients, ToStep, as_master_grad, drop_gradients, total_norm, vector_norm
+from .params import HALF_DTYPES, DeviceParams, ParamTable
 
-# -- what was seen -----------------------------------------------------------------------------------------------------
+_DTYPE, _LAYOUT = operator.attrgetter("dtype"), operator.attrgetter("layout")
 
 
-class Sight:
-    """Gradients as they were at one moment: which tensors, in which versions.
-
-    Args:
-        grads: of all pairs, or of whatever list is looked at again later.
-        versions: of these, where they were just read.
+class GradsToStep(NamedTuple):
+    """One device's gradients as a step takes them.
 
     Attributes:
-        is_empty: whether there was none.
-        versions: their counters.
+        grads: by row, dense, as kernels take them: all scaled as autograd left them, or all true. None: the parameter
+            is left alone.
+        factors: what they are to be multiplied by; ones where they are true.
+        scaled: which of the two they are.
+        has_sparse: whether a true one is sparse, of which ``grads`` has the values.
     """
 
-    def __init__(self, grads: list[Tensor | None], versions: list[int] | None = None) -> None:
-        self.grads = grads
-        self.is_empty = count_there(grads) == 0
-        self.versions = versions_of(grads) if versions is None else versions
-
-    def moved(self, now: list[Tensor | None]) -> list[int]:
-        """Positions whose gradient is another one now, or none, or was written as far as version counters show."""
-        versions = versions_of(now)
-        if versions == self.versions and all(map(operator.is_, now, self.grads)):
-            return []
-        then = zip(self.grads, self.versions, strict=True)
-        return [i for i, ((a, v), b, w) in enumerate(zip(then, now, versions, strict=True)) if a is not b or v != w]
-
-    def forget(self, position: int) -> None:
-        """There was no gradient there."""
-        self.grads[position], self.versions[position] = None, -1
-        self.is_empty = count_there(self.grads) == 0
-
-    def holds(self, tensors: list[Tensor]) -> bool:
-        """Whether these hold the very gradients that were seen, unwritten. False where that is not known at once."""
-        return counters.hold_gradients(tensors, self.grads, self.versions)
-
-    def among(self, now: list[Tensor | None], places: Sequence[int]) -> Sight:
-        """What was seen is at ``places`` in a longer list; others there are seen as they are ``now``."""
-        longer = Sight(now)
-        for place, grad, counted in zip(places, self.grads, self.versions, strict=True):
-            longer.grads[place], longer.versions[place] = grad, counted
-        longer.is_empty = count_there(longer.grads) == 0
-        return longer
-
-    def was_carried(self, position: int, now: Tensor) -> bool:
-        """Whether ``now`` has the bits of what was seen there, in other memory. Syncs."""
-        then = self.grads[position]
-        if then is None or then is now or self.versions[position] != version(then):
-            return False
-        a, b = local(then), local(now)
-        alike = a.layout is b.layout is torch.strided and a.dtype == b.dtype and a.shape == b.shape
-        return alike and a.dtype in HALF_DTYPES and not bool(different_bits(a, b).any())
+    grads: list[Tensor | None]
+    factors: Factors
+    scaled: bool
+    has_sparse: bool
 
 
-class FadedSight:
-    """What was seen, as a rule keeping no gradient alive.
+# -- single tensors ----------------------------------------------------------------------------------------------------
+
+
+def coalesced(grad: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """A sparse gradient with duplicates summed in ``dtype``, not in 16 bits.
+
+    Raises:
+        TypeError: it is neither dense nor sparse COO.
+    """
+    if grad.layout is not torch.sparse_coo:
+        raise TypeError(
+            f"parameter {name!r}: expected a dense or a sparse COO gradient, got layout {grad.layout}. Convert it in a "
+            "hook."
+        )
+    if grad.is_coalesced():
+        return grad
+    return torch.sparse_coo_tensor(grad._indices(), grad._values().to(dtype), grad.shape).coalesce()
+
+
+def total_norm(parts: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """The norm over tensors whose norms are ``parts``: float64, 0-dim, on ``device``."""
+    if len(parts) == 1:
+        return parts[0].to(device)
+    if not parts:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return vector_norm(torch.stack([part.to(device) for part in parts]), norm_type)
+
+
+def vector_norm(value: Tensor, norm_type: float) -> Tensor:
+    """The norm of one dense tensor: float64, 0-dim. No host sync."""
+    dtype = torch.complex128 if value.is_complex() else torch.float64
+    norm: Tensor = torch.linalg.vector_norm(value, norm_type, dtype=dtype)
+    return norm
+
+
+def judge(
+    values: Sequence[Tensor | None], stats: kernels.GradStats, one: Tensor, cache: kernels.CallCache | None = None
+) -> None:
+    """Flags and sums of squares of gradients that are true already; None leaves a row as it is. No host sync.
 
     Args:
-        sight: what was seen.
-        keeps: keep it alive. A thousand weak references are a thousand objects for Python's garbage collector to run
-            after.
+        values: float16 to float64, by row.
+        one: float32, 0-dim: 1.0 on the device.
+    """
+    if any([value is not None and value.dtype in HALF_DTYPES for value in values]):  # noqa: C419
+        halves = [value if value is not None and value.dtype in HALF_DTYPES else None for value in values]
+        kernels.multi_tensor_check(halves, one, stats)
+        values = [value if half is None else None for value, half in zip(values, halves, strict=True)]
+        cache = None
+    if any([value is not None for value in values]):  # noqa: C419
+        kernels.multi_tensor_unscale(values, values, one, stats, write=False, cache=cache)
+
+
+def round_to(
+    wide: list[Tensor | None], outs: list[Tensor | None], stats: kernels.GradStats
+) -> None:
+    """``outs = wide`` in 16 bits; what is too large for them counts as inf. None leaves a row as it is. No host sync."""
+    found = kernels.CastStats.allocate(len(wide), stats.nonfinite.device)
+    kernels.multi_tensor_cast(wide, outs, found)
+    stats.nonfinite |= (found.overflow & kernels.TOO_LARGE).ne(0) * kernels.INF
+    stats.found_inf.copy_(stats.nonfinite.ne(0).any())
+
+
+# -- one device --------------------------------------------------------------------------------------------------------
+
+
+class DeviceGradients:
+    """The gradients of one device, a row for each parameter. No call waits for the device.
+
+    Args:
+        device: its parameters.
+        params: of all devices.
+        masters: how masters are kept.
+
+    Attributes:
+        stats: what the last pass found, by row: flags and sums of squares; ``found_inf`` and ``norm`` over all rows.
+        scaled: by row, gradients that were checked and wait where they are, as kernels take them.
+        factors: what these are to be multiplied by.
+        has_sparse: whether the last check met a sparse one, which can't wait.
+        summed: rows of 16-bit parameters whose master gradient is a sum that the next one is added to.
     """
 
-    def __init__(self, sight: Sight, keeps: bool = False) -> None:
-        self._kept = sight.grads if keeps else None
-        self._refs: list[Callable[[], Tensor | None]] = []
-        self._versions = sight.versions
-        try:
-            self._refs = [] if keeps else list(map(weakref.ref, sight.grads))
-        except TypeError:  # there is no weak reference to None
-            self._refs = [_nothing if grad is None else weakref.ref(grad) for grad in sight.grads]
+    def __init__(self, device: DeviceParams, params: ParamTable, masters: Masters) -> None:
+        self.device = device
+        self.params = params
+        self.pairs = device.pairs
+        self.models = [pair.model for pair in self.pairs]
+        self.masters = [pair.master for pair in self.pairs]
+        self.stats = kernels.GradStats.allocate(len(device), device.device)
+        self.one = torch.ones((), dtype=torch.float32, device=device.device)
+        self.factors = Factors(self.one, self.one)
+        self.scaled: list[Tensor | None] = []
+        self.has_sparse = False
+        self.summed: set[int] = set()
+        self._sum_flags: Tensor | None = None
+        self._set_aside: dict[int, Tensor] | None = None  # true gradients of own rows while a backward adds others
+        self._sparse: dict[int, Tensor] = {}
+        self._has_dtensors = params.has_dtensors
+        self._own = frozenset(device.own)
+        self._dtypes = [model.dtype for model in self.models]
+        self._half_own = [row for row in device.own if self._dtypes[row] in HALF_DTYPES]
+        self._like = [masters.operand(pair) for pair in self.pairs]  # of which gradients have shape and strides
+        self._memory: list[Tensor | None] = [None] * len(self.pairs)  # for FP32 gradients
 
-    def holds(self, position: int, grad: Tensor) -> bool:
-        """Whether ``grad`` is what was seen there, unwritten since."""
-        if position >= len(self._versions):
-            return False
-        then = self._refs[position]() if self._kept is None else self._kept[position]
-        return then is grad and self._versions[position] == version(grad)
+    # -- what kernels take -------------------------------------------------------------------------------------------
 
-    def others(self, grads: list[Tensor | None], versions: list[int] | None) -> list[int]:
-        """Positions of gradients that are not what was seen there, or were written since.
+    def _collect(self, grads: list[Tensor | None], inv_scale: Tensor) -> None:
+        """Take the model's gradients, by row, as they are now."""
+        self.factors = Factors(inv_scale, self.one)
+        self._sparse, self.has_sparse = {}, False
+        there, dtypes = grads, self._dtypes
+        if not all(map(operator.is_not, grads, itertools.repeat(None))):
+            there = [grad for grad in grads if grad is not None]
+            dtypes = [dtype for grad, dtype in zip(grads, dtypes, strict=True) if grad is not None]
+        plain = (
+            not self._has_dtensors
+            and set(map(type, there)) <= {Tensor}
+            and list(map(_DTYPE, there)) == dtypes
+            and set(map(_LAYOUT, there)) <= {torch.strided}
+        )
+        if plain:
+            self.scaled = grads
+            return
+        self.params.verify()
+        rows = enumerate(grads)
+        with torch.no_grad():
+            self.scaled = [None if grad is None else self._as_kernels_take(row, grad) for row, grad in rows]
+        self.has_sparse = bool(self._sparse)
+
+    def _as_kernels_take(self, row: int, grad: Tensor) -> Tensor | None:
+        """A dense gradient in its parameter's dtype or FP32; a sparse one is put where :meth:`unscale` finds it.
+
+        Raises:
+            TypeError: it is neither dense nor sparse COO.
+        """
+        pair, dtype = self.pairs[row], self._dtypes[row]
+        grad = aligned(grad.detach() if grad.requires_grad else grad, pair.model)
+        if grad.layout is not torch.strided:
+            self._sparse[row] = coalesced(grad, torch.float32 if dtype in HALF_DTYPES else dtype, pair.name)
+            return None
+        piece = local(grad)
+        fits = piece.dtype == dtype or (piece.dtype is torch.float32 and dtype in HALF_DTYPES)
+        return piece if fits else piece.to(torch.float32 if dtype in HALF_DTYPES else dtype)
+
+    def _room(self, row: int) -> Tensor:
+        """The memory for the FP32 gradient of a master, laid out as that is."""
+        room = self._memory[row]
+        if room is None:
+            like = self._like[row]
+            room = self._memory[row] = torch.empty_like(like, dtype=torch.float32, requires_grad=False)
+        return room
+
+    def memory(self) -> list[Tensor | None]:
+        """What is kept of gradients beside ``.grad``."""
+        return [*self._memory, *(self._set_aside or {}).values()]
+
+    # -- check -------------------------------------------------------------------------------------------------------
+
+    def check(self, grads: list[Tensor | None], inv_scale: Tensor) -> None:
+        """Flags and sums of squares of ``grads * inv_scale``, which are not written.
 
         Args:
-            grads, versions: as they are now; as :func:`fp16opt.kernels.counters.see` gave them.
+            grads: the model's, by row.
+            inv_scale: float32, 0-dim: 1 / the scale of the backward that made them.
         """
-        kept = map(_CALLED, self._refs) if self._kept is None else self._kept
-        then = itertools.chain(zip(kept, self._versions, strict=True), itertools.repeat((None, -1)))
-        now = zip(grads, versions_of(grads) if versions is None else versions, then, strict=False)
-        found = []
-        for position, (grad, counted, (seen, was)) in enumerate(now):
-            if grad is not None and not (grad is seen and counted == was):
-                found.append(position)
-        return found
+        self._collect(grads, inv_scale)
+        self.stats.reset()
+        if self.has_sparse:
+            return  # it is unscaled at once
+        wide = [row for row in self.device.own if self._dtypes[row] is torch.float64]
+        scaled: Sequence[Tensor | None] = self.scaled
+        if wide:
+            doubles = [grad if row in wide else None for row, grad in enumerate(scaled)]
+            if any([grad is not None for grad in doubles]):  # noqa: C419
+                kernels.multi_tensor_unscale(doubles, doubles, inv_scale, self.stats, write=False)
+            scaled = [None if row in wide else grad for row, grad in enumerate(scaled)]
+        kernels.multi_tensor_check(scaled, inv_scale, self.stats, cache=self.device.caches["check"])
 
-    def had(self, position: int) -> bool:
-        """Whether there was a gradient."""
-        return position < len(self._versions) and self._versions[position] != -1
+    def drop(self, row: int) -> None:
+        """A parameter's gradient was set to None: it is left alone, and what was found in it does not count."""
+        if self.scaled:
+            self.scaled = [None if place == row else grad for place, grad in enumerate(self.scaled)]
+        if row not in self._own:
+            set_raw_grad(self.masters[row], None)
+        self.summed.discard(row)
+        self.stats.nonfinite[row] = 0
+        self.stats.sumsq[row] = 0.0
+        reference.finish(self.stats)
 
+    # -- unscale -----------------------------------------------------------------------------------------------------
 
-_CALLED = operator.methodcaller("__call__")
+    def check_and_unscale(self, grads: list[Tensor | None], inv_scale: Tensor, unit: bool) -> None:
+        """:meth:`check` and :meth:`unscale` in one pass.
 
-
-def _nothing() -> None:
-    """In place of a weak reference to a gradient that is not there."""
-
-
-NOTHING_LEFT = FadedSight(Sight([], []))
-"""Where no step has left a gradient."""
-
-
-def versions_of(grads: list[Tensor | None]) -> list[int]:
-    """The :func:`version` of each; -1 where there is no gradient."""
-    try:
-        found = counters.versions(grads)
-    except RuntimeError:  # some were made in inference mode
-        found = None
-    return [-1 if g is None else version(g) for g in grads] if found is None else found
-
-
-# -- what a GradScaler was handed --------------------------------------------------------------------------------------
-
-
-class SharedGradients:
-    """Which gradients a GradScaler was handed, and which of them 16-bit parameters share with their masters.
-
-    Attributes:
-        handed: the model's gradients as they were then, by pair; None where a step has used them, or there are none.
-        shown: whether a GradScaler may have decided on them: ours has unscaled them, or ``param_groups``, where torch's
-            finds them, were read since they came.
-        counted: these gradients as they were when the skip that they led to was counted, as somebody asked while the
-            iteration may go on; else None.
-        is_over: whether it is: autograd has added others since.
-        positions: pairs whose model and master share one; None: the GradScaler was handed none in FP32. The engine
-            writes both; where they differ, the user has given the model another.
-    """
-
-    def __init__(self, pairs: Pairs) -> None:
-        self.pairs = pairs
-        self.handed: Sight | None = None
-        self.shown = self.is_over = False
-        self.counted: Sight | None = None
-        self._watch: torch.utils.hooks.RemovableHandle | None = None
-        self.positions: set[int] | None = None
-
-    def share(self) -> None:
-        """The model's parameters take the gradients of their masters, where both have one."""
-        models, self.positions = self.pairs.models, set[int]()
-        held = zip(counters.gradients(models), counters.gradients(self.pairs.masters), self.pairs.are_own, strict=True)
-        for position, (grad, made, is_own) in enumerate(held):
-            if grad is not None and made is not None and not is_own:
-                models[position].grad_dtype = None
-                GRAD.__set__(models[position], made)
-                self.positions.add(position)
-
-    def assign(self, model: Tensor, grad: Tensor | None) -> None:
-        """The gradient of a parameter's master was set: it is the model's too."""
-        model.grad_dtype = None
-        GRAD.__set__(model, grad)
-        self.positions = set[int]() if self.positions is None else self.positions
-        self.positions.add(self.pairs.places[id(model)])
-        self.handed = Sight(*counters.see(self.pairs.models))
-
-    def hold(self) -> bool:
-        """Whether the masters' gradients are the model's, in whatever versions.
-
-        Where they were shared, and the model was given others since, its masters take these.
+        Args:
+            unit: whether gradients that lie where they belong are known to be true already.
         """
-        pairs = self.pairs
-        now, was = counters.gradients(pairs.models), counters.gradients(pairs.masters)
-        if all(map(operator.is_, now, was)):
-            return True
-        given = [i for i, (a, b) in enumerate(zip(now, was, strict=True)) if a is not b]
-        if self.positions is None or not all(i in self.positions or was[i] is None for i in given):
-            return False
-        for position in given:
-            pair, grad = pairs.all[position], now[position]
+        self._collect(grads, inv_scale)
+        self.stats.reset()
+        self._write(is_checked=False, unit=unit)
+
+    def unscale(self, unit: bool) -> None:
+        """Write true FP32 gradients to ``.grad`` of masters, of those that were checked, with the factor of a clip.
+
+        They have the bits that the step of a kernel would use.
+        """
+        self._write(is_checked=True, unit=unit and self.factors.coefficient is self.one)
+
+    def _write(self, is_checked: bool, unit: bool) -> None:
+        ins: list[Tensor | None] = list(self.scaled)
+        places: list[Tensor | None] = [None] * len(ins)  # what goes into .grad
+        for row, grad in enumerate(ins):
             if grad is not None:
-                grad = as_master_grad(grad, pair.master, pair.name)
-                pair.model.grad_dtype = None
-                self.positions.add(position)
-            store(pair.model, grad)
-            store(pair.master, grad)
-        return True
-
-    def part(self) -> None:
-        """Gradients were made that nobody was handed: shared are those that model and masters hold in common still."""
-        now, was = counters.gradients(self.pairs.models), counters.gradients(self.pairs.masters)
-        self.positions = {i for i in self.positions or () if now[i] is was[i]} or None
-
-    def drop_gone(self) -> None:
-        """Where the model's parameter has dropped a shared gradient, its master drops it."""
-        for position in self.positions or ():
-            if GRAD.__get__(self.pairs.models[position]) is None:
-                store(self.pairs.masters[position], None)
-
-    def are_there(self) -> bool:
-        """Whether the model holds the very gradients that were handed over."""
-        if self.handed is None:
-            return False
-        now = counters.gradients(self.pairs.models)
-        return all(itertools.starmap(operator.is_, itertools.zip_longest(self.handed.grads, now)))
-
-    def are_edited(self) -> bool:
-        """Whether the model's gradients are still those of that iteration, some dropped or replaced by the user.
-
-        Some are left then, or others came in FP32 in place of shared ones. Where 16-bit ones came in their place,
-        autograd made them, unless what is left was not added to.
-        """
-        if self.handed is None:
-            return False
-        now = counters.gradients(self.pairs.models)
-        shared = [grad for position in self.positions or () if (grad := now[position]) is not None]
-        then = zip(now, self.handed.grads, self.handed.versions, strict=False)
-        left = [version(a) == v for a, b, v in then if a is b and a is not None]
-        if any(grad.dtype in HALF_DTYPES for grad in shared):
-            return any(left)
-        return bool(shared or left)
-
-    def as_read(self) -> tuple[list[Tensor | None], list[bool]]:
-        """(what was handed over, by pair; whether it is what a GradScaler reads: the model's own, or shared).
-
-        Parameters that came since have None.
-        """
-        grads = [] if self.handed is None else self.handed.grads
-        grads = grads + [None] * (len(self.pairs) - len(grads))
-        are_read = list(self.pairs.are_own)
-        for position in self.positions or ():
-            grad = grads[position]
-            are_read[position] = grad is not None and grad.dtype not in HALF_DTYPES
-        return grads, are_read
-
-    def withdraw(self, set_to_none: bool) -> None:
-        """Gradients were cleared. Those that stay, as zeros, get their parameter's dtype again."""
-        for model in () if set_to_none else self.pairs.models:
-            grad = GRAD.__get__(model)
-            if grad is not None and grad.dtype != model.dtype:
-                store(model, torch.zeros_like(grad if grad.is_sparse else model, dtype=model.dtype))
-        self.positions = None
-        self.forget()
-
-    def count(self) -> None:
-        """The skip is counted now. A GradScaler of torch's does not say when the iteration is over; a backward does."""
-        grads = [] if self.handed is None else self.handed.grads
-        self.counted, mine = Sight(grads), weakref.ref(self)
-
-        def end(_: Tensor) -> None:
-            shared = mine()
-            if shared is not None:
-                shared.is_over = True
-
-        for model, grad in zip(self.pairs.models, grads, strict=False):
-            if grad is not None and model.requires_grad:
-                self._watch = model.register_post_accumulate_grad_hook(end)  # type: ignore[no-untyped-call]
-                break
-
-    def forget(self) -> None:
-        """What was handed over is used, or gone."""
-        self.handed, self.counted, self.shown, self.is_over = None, None, False, False
-        if self._watch is not None:
-            self._watch.remove()
-            self._watch = None
-
-
-# -- all of them -------------------------------------------------------------------------------------------------------
-
-
-class Gradients:
-    """The gradients of all pairs, device by device.
-
-    Attributes:
-        made: whether FP32 gradients are in the masters' ``.grad``: then these are what is stepped.
-        own_are_scaled: whether a backward has added to gradients of parameters that are their own masters, and they
-            were not unscaled since.
-        summing: whether the next ones are added to FP32 sums.
-        sight: the model's gradients when they were last brought up to date.
-        shared: which of them a GradScaler was handed.
-        stats: by device: where the passes write.
-    """
-
-    def __init__(self, pairs: Pairs, masters: Masters, shared: SharedGradients) -> None:
-        self.pairs = pairs
-        self.masters = masters
-        self.shared = shared
-        self.made = False
-        self.own_are_scaled = False
-        self.summing = False
-        self.sight: Sight | None = None
-        self._made_sight: Sight | None = None
-        self._measured = False
-        self._clipped = False
-        self._late: FadedSight | None = None
-        self._each: list[DeviceGradients] = []
-        self._apart_positions: list[int] = []
-        self.grow()
-
-    def grow(self) -> None:
-        """Parameters or masters came. What is known of the gradients of others stays so."""
-        before, self._each = self._each, [DeviceGradients(g, self.pairs, self.masters) for g in self.pairs.devices]
-        self._of = {id(each.group): each for each in self._each}
-        self.stats = [each.sweep.stats for each in self._each]
-        self._flags = [stats.nonfinite for stats in self.stats]
-        for each in self._each:
-            for old in before:
-                each.take_over(old)
-        apart, self._apart_positions = self._apart_positions, [i for i, o in enumerate(self.pairs.are_own) if not o]
-        self._apart = [self.pairs.masters[i] for i in self._apart_positions]
-        if self.sight is not None:
-            self.sight = self.sight.among(self.of_model(), range(len(self.sight.grads)))
-        if self._made_sight is not None:
-            places = {position: place for place, position in enumerate(self._apart_positions)}
-            self._made_sight = self._made_sight.among(
-                counters.gradients(self._apart), [places[position] for position in apart]
-            )
-
-    # -- what is there -----------------------------------------------------------------------------------------------
-
-    def of_model(self) -> list[Tensor | None]:
-        """The model's gradients, of all pairs."""
-        return counters.gradients(self.pairs.models)
-
-    def any_there(self) -> bool:
-        """Whether a parameter holds a gradient, or a sum."""
-        for each in self._each if self.summing else ():
-            if each.summed:
-                return True
-        return counters.have_gradients(self.pairs.models) or counters.have_gradients(self.pairs.elsewhere)
-
-    def tensors(self) -> list[Tensor]:
-        """Every gradient that is there, the masters' too, and memory that is kept for them."""
-        found = [*self.of_model(), *counters.gradients(self.pairs.masters), *counters.gradients(self.pairs.elsewhere)]
-        for each in self._each:
-            found += each.kept()
-        return [tensor for tensor in found if tensor is not None]
-
-    def see(self) -> Sight:
-        """Remember the model's gradients as they are now."""
-        self.sight = Sight(*counters.see(self.pairs.models))
-        return self.sight
-
-    def are_as_seen(self) -> bool:
-        """Whether there are gradients, and all are the very ones that were there when they were last looked at.
-
-        These are the model's, and the masters' where these are ``made``. False where it is not known at once.
-        """
-        sight, made = self.sight, self._made_sight
-        if sight is None or (sight.is_empty and not (self.summing and self.any_there())):
-            return False
-        held = counters.hold_gradients(self.pairs.models, sight.grads, sight.versions)
-        return held and (not self.made or made is None or made.holds(self._apart))
-
-    def moved(self) -> list[int]:
-        """Positions of pairs whose gradient in the model was replaced, removed or written since."""
-        if self.sight is None or self.sight.holds(self.pairs.models):
-            return []
-        return self.sight.moved(self.of_model())
-
-    def was_carried(self, position: int) -> bool:
-        """Whether a moved gradient holds the same bits as before: DDP rearranges its buckets once. Syncs."""
-        now = self.pairs.models[position].grad
-        return now is not None and self.sight is not None and self.sight.was_carried(position, now)
-
-    def edited(self) -> list[int]:
-        """Positions whose master gradient was written or replaced since it was ``made``. Own ones are the model's."""
-        made = self._made_sight
-        if made is None or made.holds(self._apart):
-            return []
-        return [self._apart_positions[i] for i in made.moved(counters.gradients(self._apart))]
-
-    # -- before and after a backward ---------------------------------------------------------------------------------
-
-    def renew(self) -> None:
-        """Others are about to come, or these are to be taken as they are now: what was found or clipped is undone."""
-        self.made, self.sight = False, None
-        for each in self._each:
-            each.waiting = None
-
-    def set_aside(self, keep: bool = False) -> None:
-        """Take true gradients from parameters that are their own masters, to be added back when the next are true.
-
-        Otherwise autograd would add scaled gradients to unscaled ones. With ``keep``, zeros stay in place of None.
-        """
-        for each in () if self.own_are_scaled else self._each:
-            each.set_aside(keep)
-        self.own_are_scaled = True
-
-    def unscale_own(self, inv_scale: Tensor) -> None:
-        """Make gradients of parameters that are their own masters true, in place, and check and measure them.
-
-        Args:
-            inv_scale: float32, 0-dim: 1 / the scale of the backward that made them.
-        """
-        was_scaled, self.own_are_scaled = self.own_are_scaled, False
-        if not was_scaled:
-            return
-        self.sight = None
+                places[row] = self._place_of(row, grad)
+        outs = [None if place is None else local(place) for place in places]
+        for row, grad in self._sparse.items():
+            ins[row] = grad._values()
+            outs[row] = torch.empty_like(grad._values(), dtype=self._sparse_dtype(row))
+        halves = {row: outs[row] for row in self._half_own if outs[row] is not None}
+        for row in halves:
+            outs[row] = torch.empty_like(ins[row], dtype=torch.float32)  # type: ignore[arg-type]
         with torch.no_grad():
-            for each in self._each:
-                each.unscale_own(inv_scale.to(each.group.device), self.summing)
+            self._run(ins, outs, is_checked, unit)
+            if halves:
+                wide = [outs[row] if row in halves else None for row in range(len(outs))]
+                round_to(wide, [halves.get(row) for row in range(len(outs))], self.stats)
+        for row, grad in self._sparse.items():
+            places[row] = _sparse_like(grad, _there(outs[row]))
+        for row, (master, place) in enumerate(zip(self.masters, places, strict=True)):
+            if not (row in self._own and (place is None or place is raw_grad(master))):
+                set_raw_grad(master, place)
+        self.scaled, self._sparse = [], {}
 
-    # -- the passes --------------------------------------------------------------------------------------------------
+    def _sparse_dtype(self, row: int) -> torch.dtype:
+        dtype = self._dtypes[row]
+        return torch.float32 if dtype in HALF_DTYPES and row not in self._own else dtype
 
-    def bring(
-        self, inv_scale: Tensor, write: bool, seen: list[Tensor | None] | None = None, hands_over: bool = False
-    ) -> None:
-        """Look at the model's gradients as they are now. No host sync.
+    def _place_of(self, row: int, grad: Tensor) -> Tensor:
+        """The tensor that is to hold a row's true gradient: of parameters that are their own masters, in place."""
+        if row not in self._own:
+            return self._room(row)
+        model = self.models[row]
+        held: Tensor = raw_grad(model)
+        # torch's fused steps are silently wrong where a gradient's strides are not its parameter's.
+        fits = held.dtype == model.dtype and not held.requires_grad and aligned(held, model) is held
+        if fits and same_walk(grad, local(model)):
+            return held
+        return torch.empty_like(model, requires_grad=False)
 
-        Args:
-            inv_scale: float32, 0-dim: 1 / the scale of the backward that made them.
-            write: make FP32 ones of all; else of those only that can't wait.
-            seen: the 16-bit ones, where they were just read.
-            hands_over: a GradScaler is handed what is written, and the model's parameters share it.
-        """
-        if self.summing:
-            self.sum_up(inv_scale)
-            return
-        if self.pairs.has_own and self.own_are_scaled:
-            self.unscale_own(inv_scale)
-        self.made, self._clipped, self._measured = write, False, True
-        self._late = None
-        try:
-            with read_once():
-                for each in self._each:
-                    each.look(inv_scale.to(each.group.device), write, seen)
-        except (TypeError, ValueError, RuntimeError):
-            self.pairs.verify()  # if a parameter was changed, this says which
-            raise
-        for each in self._each:
-            if each.waiting is not None:
-                break
+    def _run(self, ins: list[Tensor | None], outs: list[Tensor | None], is_checked: bool, unit: bool) -> None:
+        if unit:  # what is there already is read at most
+            there = [grad if grad is out else None for grad, out in zip(ins, outs, strict=True)]
+            if not is_checked:
+                judge(there, self.stats, self.one, self.device.caches["judge"])
+            ins = [None if same is not None else grad for grad, same in zip(ins, there, strict=True)]
+            outs = [None if same is not None else out for out, same in zip(outs, there, strict=True)]
+            if all([grad is None for grad in ins]):  # noqa: C419
+                return
+        cache = self.device.caches["unscale"]
+        if is_checked:
+            kernels.multi_tensor_unscale_clipped(ins, outs, *self.factors, cache=cache)
         else:
-            self.made = True
-            self.forget_gone()
-        if hands_over:
-            self.shared.share()
-        elif self.shared.positions is not None:
-            self.shared.part()
-        self._note_made(anew=hands_over)
-        if hands_over:
-            self.shared.handed = self.sight
+            kernels.multi_tensor_unscale(ins, outs, self.factors.inv_scale, self.stats, cache=cache)
 
-    def forget_gone(self) -> None:
-        """Masters have no gradient where the last pass found none in the model: what is there is of an earlier step."""
-        for each in self._each:
-            if len(each.live) < len(each.models):
-                each.forget_gone()
-
-    def _note_made(self, anew: bool = True) -> None:
-        """Remember gradients as they are now; with ``anew`` False the model's are as they were seen, if they were."""
-        if anew or self.sight is None:
-            self.see()
-        self._made_sight = Sight(*counters.see(self._apart)) if self.made and self._apart else None
-
-    def write(self) -> None:
-        """Make FP32 gradients of those that wait, in the bits that a one-pass step would use. No host sync."""
-        if self.made:
-            return
+    def scale_back(self, scale: Tensor) -> None:
+        """Multiply gradients that were unscaled in place by ``scale`` (float32, 0-dim): a further backward adds to them."""
+        own = [self.models[row] for row in self.device.own]
         with torch.no_grad():
-            for each in self._each:
-                each.write()
-        self._clipped = False
-        self.made = True
-        self.forget_gone()
-        self._note_made(anew=False)
+            values = [grad for grad in _dense(raw_grads(own)) if grad is not None]
+            kernels.multi_tensor_scale(values, scale)
 
-    def judge(self) -> None:
-        """Look at true gradients as they are now: somebody edited them. No host sync."""
+    def scale_again(self, inv_scale: Tensor) -> None:
+        """Multiply true gradients by ``inv_scale`` (float32, 0-dim): they were made at a scale that is known by now."""
         with torch.no_grad():
-            for each in self._each:
-                each.judge(self.made)
-        self._measured = not self._clipped
-        self._note_made()
+            values = self.true_ones()
+            self.stats.reset()
+            halves = [value if value is not None and value.dtype in HALF_DTYPES else None for value in values]
+            wide = [value if half is None else None for value, half in zip(values, halves, strict=True)]
+            kernels.multi_tensor_unscale(wide, wide, inv_scale, self.stats)
+            kernels.multi_tensor_scale(halves, inv_scale)
+            kernels.multi_tensor_check(halves, self.one, self.stats)
 
-    def judge_apart(self, values: list[Tensor | None], device: torch.device) -> Tensor:
-        """float32, 0-dim, on ``device``: 1.0 where one of ``values``, true gradients by pair, is not finite.
+    # -- true gradients ----------------------------------------------------------------------------------------------
 
-        :meth:`flags` are theirs until the next pass. No host sync.
-        """
-        whole = [v.coalesce() if v is not None and v.layout is torch.sparse_coo else v for v in values]
+    def true_ones(self) -> list[Tensor | None]:
+        """By row: what masters hold, dense, as kernels take it; of sparse ones the values, coalesced."""
+        grads = raw_grads(self.masters)
+        self.has_sparse = False
+        if not self._has_dtensors and set(map(type, grads)) == {Tensor} and set(map(_LAYOUT, grads)) == {torch.strided}:
+            return grads
+        for row, grad in enumerate(grads):
+            if grad is not None and grad.is_sparse:
+                self.has_sparse = True
+                if not grad.is_coalesced():
+                    grads[row] = grad.coalesce()
+                    set_raw_grad(self.masters[row], grads[row])
+        return _dense(grads)
+
+    def recheck(self) -> None:
+        """Flags and sums of squares of the true gradients as they are now."""
+        self.stats.reset()
         with torch.no_grad():
-            for each in self._each:
-                each.judge_apart([whole[position] for position in each.group.positions])
-        return self.found_inf(device).clone()
+            judge(self.true_ones(), self.stats, self.one, self.device.caches["judge"])
+        self._sum_flags = None
 
-    def drop(self, positions: list[int]) -> None:
-        """Gradients that somebody has set to None are not part of the step."""
-        for position in positions:
-            pair = self.pairs.all[position]
-            self._of[id(pair.device)].drop(pair.row)
-        if self.sight is not None:
-            self._note_made()
+    def to_step(self, scaled: bool) -> GradsToStep:
+        """See :class:`GradsToStep`."""
+        if scaled:
+            return GradsToStep(self.scaled, self.factors, True, False)
+        return GradsToStep(self.true_ones(), Factors(self.one, self.one), False, self.has_sparse)
 
-    def drop_gone(self, model: Tensor) -> None:
-        """If a parameter's gradient is None and was not when it was seen, its master's goes too, which is no edit.
+    # -- norm and clip -----------------------------------------------------------------------------------------------
 
-        That the model's was :meth:`moved` is still to be found.
-        """
-        position, sight = self.pairs.places[id(model)], self.sight
-        if sight is None or self.summing or model.grad is not None or sight.grads[position] is None:
-            return
-        if self._made_sight is not None:
-            self._made_sight.forget(self._apart_positions.index(position))
-        pair = self.pairs.all[position]
-        self._of[id(pair.device)].drop(pair.row)
+    def norm(self) -> Tensor:
+        """The 2-norm over the true gradients, read again: float64, 0-dim."""
+        values = self.true_ones()
+        if all([value is None for value in values]):  # noqa: C419
+            return torch.zeros_like(self.stats.norm)
+        return kernels.multi_tensor_l2norm(values)[0]
 
-    def rescale(self, factor: Tensor) -> None:
-        """Multiply 16-bit gradients that are left from an earlier step by ``factor`` (float32, 0-dim). No host sync."""
+    def largest_norm(self) -> Tensor:
+        """float32, 0-dim: the largest of the rows' norms that the last pass has found. No element is larger."""
+        sums = self.stats.sumsq
+        return sums.amax().sqrt().float() if len(sums) else torch.zeros_like(self.one)
+
+    def measured_power_sum(self, counted: Callable[[Tensor], bool]) -> Tensor:
+        """float64, 0-dim: the sum of squares that the last pass has found, of parameters that are ``counted``."""
+        mine = torch.tensor([counted(model) for model in self.models], dtype=torch.bool, device=self.one.device)
+        return self.stats.sumsq.where(mine, 0.0).sum()  # not times the mask: inf * 0 is nan
+
+    def power_sum(self, norm_type: float, counted: Callable[[Tensor], bool]) -> Tensor:
+        """float64, 0-dim: the sum of |g|**p over true gradients (p = inf: the largest |g|)."""
+        values = [
+            value
+            for value, model in zip(self.true_ones(), self.models, strict=True)
+            if value is not None and value.numel() and counted(model)
+        ]
+        if not values:
+            return torch.zeros((), dtype=torch.float64, device=self.one.device)
+        if norm_type == 2.0:
+            return kernels.multi_tensor_l2norm(values)[0].square()
+        parts = torch.stack([vector_norm(value, norm_type) for value in values])
+        return parts.amax() if norm_type == float("inf") else parts.pow(norm_type).sum()
+
+    def chosen(self, of: set[int] | None) -> list[Tensor | None]:
+        """The true gradients that belong to the model's parameters with these ids; None elsewhere."""
+        values = self.true_ones()
+        if of is None:
+            return values
+        return [value if id(model) in of else None for model, value in zip(self.models, values, strict=True)]
+
+    def clip_scaled(self, factor: Tensor) -> None:
+        """Multiply gradients that wait by ``factor`` (float32, 0-dim) when they are used."""
+        self.factors = Factors(self.factors.inv_scale, factor)
+
+    def clip_true(self, factor: Tensor, of: set[int] | None) -> None:
+        """Multiply true gradients by ``factor`` (float32, 0-dim). On the CPU a factor of 1 touches no memory."""
         with torch.no_grad():
-            for each in self._each:
-                each.rescale(factor.to(each.group.device))
+            kernels.multi_tensor_scale(self.chosen(of), factor)
 
     # -- FP32 sums ---------------------------------------------------------------------------------------------------
 
-    def start_summing(self) -> None:
-        """From now on :meth:`sum_up` adds to the master gradients. What they hold counts; 16-bit ones are freed."""
-        if self.summing:
-            return
-        for each in self._each:
-            if each.waiting is not None:
-                self.write()
-        for each in self._each:
-            each.start_summing(self.made)
-        self._measured = self._measured or not self.made
-        self.summing = True
+    def start_summing(self, are_true: bool) -> None:
+        """From now on :meth:`fold` adds to masters' gradients. Those that ``are_true`` there are sums already."""
+        self.summed = set()
+        self._sum_flags = None
+        if are_true:
+            self.summed = {row for row in self.device.copied if raw_grad(self.masters[row]) is not None}
+            self._sum_flags = self.stats.nonfinite.clone()
+        else:
+            self.stats.reset()
 
-    def sum_up(self, inv_scale: Tensor, keep: bool = False) -> None:
-        """Add the model's gradients to FP32 sums, and free the 16-bit ones. No host sync.
-
-        Sums that get nothing now are known as well as they were: those that were clipped are to be measured again.
+    def set_aside(self, keep: bool) -> None:
+        """Take true gradients from parameters that are their own masters: a backward is about to add scaled ones.
 
         Args:
-            keep: leave zeros where they would be freed.
+            keep: leave zeros, not None: DDP still reduces them.
         """
-        for each in self._each:  # what earlier ones gave is in ``flags``, and is not this one's
-            each.sweep.forget_flags()
-        if self.pairs.has_own:
-            self.unscale_own(inv_scale)
-        with torch.no_grad():
-            for each in self._each:
-                each.sum_up(inv_scale.to(each.group.device))
-        for each in self._each:
-            drop_gradients(each.copied_models, keep)
-        if self.pairs.elsewhere:
-            drop_gradients(self.pairs.elsewhere, keep)
-        self._clipped, self.made = False, True
-        self.forget_gone()
-        self._note_made()
+        if self._set_aside is not None:
+            return
+        self._set_aside = {}
+        for row in self.device.own:
+            grad = raw_grad(self.models[row])
+            if grad is not None:
+                # DDP writes the next gradient into the same memory, where gradients are views of its buckets.
+                self._set_aside[row] = grad.clone() if keep or grad._is_view() else grad
+                drop_gradients([self.models[row]], keep)
 
-    def sums(self) -> Iterator[tuple[DeviceGroup, list[Tensor | None]]]:
-        """By device: the FP32 sums so far, by row, without what a backward has just left in own parameters.
+    def fold(self, inv_scale: Tensor, keep: bool) -> None:
+        """Add the model's gradients times ``inv_scale`` to the sums, and free 16-bit ones.
+
+        ``stats.found_inf`` says of those alone whether one was not finite.
+
+        Args:
+            inv_scale: float32, 0-dim.
+            keep: leave zeros where gradients would be freed.
+        """
+        self.stats.nonfinite.zero_()  # of earlier ones, which are in the flags of sums
+        self.stats.found_inf.zero_()
+        self.stats.touched = True
+        self._collect(raw_grads(self.models), inv_scale)
+        aside, self._set_aside = self._set_aside or {}, None
+        before = [self._sum_of(row, aside) for row in range(len(self.pairs))]
+        ins, outs, places = self._plan_fold(before)
+        adds = [out is not None and before[row] is places[row] for row, out in enumerate(outs)]
+        with torch.no_grad():
+            if any([grad is not None for grad in ins]):  # noqa: C419
+                kernels.multi_tensor_unscale(ins, outs, inv_scale, self.stats, accumulate=adds if any(adds) else False)
+            self._store_sums(ins, outs, places, before)
+        drop_gradients([self.models[row] for row in self.device.copied], keep)
+        found = self.stats.nonfinite
+        self._sum_flags = found.clone() if self._sum_flags is None else self._sum_flags | found
+        self.scaled, self._sparse = [], {}
+
+    def _sum_of(self, row: int, aside: dict[int, Tensor]) -> Tensor | None:
+        if row in self._own:
+            return aside.get(row)
+        return raw_grad(self.masters[row]) if row in self.summed else None
+
+    def _plan_fold(
+        self, before: list[Tensor | None]
+    ) -> tuple[list[Tensor | None], list[Tensor | None], list[Tensor | None]]:
+        """(what is read; what is written, as kernels take it; what goes into ``.grad``), by row."""
+        ins: list[Tensor | None] = list(self.scaled)
+        outs: list[Tensor | None] = [None] * len(ins)
+        places: list[Tensor | None] = [None] * len(ins)
+        for row, grad in enumerate(self.scaled):
+            if grad is None:
+                continue
+            sum_ = before[row]
+            if row in self._half_own:
+                outs[row] = torch.empty_like(grad, dtype=torch.float32)
+            elif sum_ is not None and sum_.layout is torch.strided:
+                places[row], outs[row] = sum_, local(sum_)
+            else:
+                places[row] = self._place_of(row, grad)
+                outs[row] = local(places[row])  # type: ignore[arg-type]
+        for row, grad in self._sparse.items():
+            ins[row] = grad._values()
+            outs[row] = torch.empty_like(grad._values(), dtype=self._sparse_dtype(row))
+        return ins, outs, places
+
+    def _store_sums(
+        self,
+        ins: list[Tensor | None],
+        outs: list[Tensor | None],
+        places: list[Tensor | None],
+        before: list[Tensor | None],
+    ) -> None:
+        measured_anew = False
+        for row, master in enumerate(self.masters):
+            made, sum_ = places[row], before[row]
+            if row in self._sparse:
+                made = _sparse_like(self._sparse[row], _there(outs[row]))
+            elif row in self._half_own and ins[row] is not None:
+                wide: list[Tensor | None] = [outs[row] if k == row else None for k in range(len(outs))]
+                made = torch.empty_like(ins[row])  # type: ignore[arg-type]
+                round_to(wide, [made if k == row else None for k in range(len(outs))], self.stats)
+            if made is None:
+                made = sum_
+            elif sum_ is not None and made is not sum_:
+                made, measured_anew = sum_ + made, True
+            if made is not None:
+                set_raw_grad(master, made)
+                if row not in self._own:
+                    self.summed.add(row)
+        if measured_anew:
+            self._measure_sums()
+
+    def _measure_sums(self) -> None:
+        """Sums of squares of the sums. Flags of what was added last stay."""
+        flags = self.stats.nonfinite.clone()
+        judge(self.true_ones(), self.stats, self.one)
+        self.stats.nonfinite.copy_(flags)
+        reference.finish(self.stats)
+
+    def sums(self) -> list[Tensor | None]:
+        """By row: the FP32 sums so far, without what a backward has just left in parameters that are own masters.
 
         Raises:
             TypeError: a sum is sparse.
         """
-        for each in self._each:
-            yield each.group, each.sums(self.own_are_scaled)
+        aside = self._set_aside
+        values = [
+            (raw_grad(self.models[row]) if aside is None else aside.get(row))
+            if row in self._own
+            else self._sum_of(row, {})
+            for row in range(len(self.pairs))
+        ]
+        for pair, value in zip(self.pairs, values, strict=True):
+            if value is not None and value.layout is not torch.strided:
+                raise TypeError(
+                    f"parameter {pair.name!r}: expected a dense gradient, got {value.layout}: sparse gradients made "
+                    "under no_sync can't be averaged over ranks. Leave no_sync, or use sparse=False."
+                )
+        return values
 
-    def put_sum(self, group: DeviceGroup, row: int, value: Tensor) -> Tensor:
+    def put_sum(self, row: int, value: Tensor) -> Tensor:
         """Overwrite the sum of a row, or begin one; returns the tensor that holds it."""
-        return self._of[id(group)].put_sum(row, value, self.own_are_scaled)
+        there = self.sums()[row]
+        if there is None:
+            own = row in self._own
+            there = torch.empty_like(self.models[row], requires_grad=False) if own else self._room(row)
+            if own and self._set_aside is not None:
+                self._set_aside[row] = there
+            else:
+                set_raw_grad(self.masters[row], there)
+        if row not in self._own:
+            self.summed.add(row)
+        return there.copy_(value)
 
-    def averaged(self, group: DeviceGroup, stats: kernels.GradStats) -> None:
+    def averaged(self, stats: kernels.GradStats) -> None:
+        """The sums are averages over ranks now, in which a pass has found ``stats``."""
+        found = stats.nonfinite
+        self._sum_flags = found.clone() if self._sum_flags is None else self._sum_flags | found
+        self.stats.sumsq.copy_(stats.sumsq)
+        reference.finish(self.stats)
+
+    def flags(self) -> Tensor:
+        """int32 bits ``kernels.INF | kernels.NAN`` of each row; of sums, of all that went into them."""
+        return self.stats.nonfinite if self._sum_flags is None else self._sum_flags
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def release(self, frees: bool) -> None:
+        """A step is over, or was given up: what was found is forgotten, what is in ``.grad`` stays.
+
+        Args:
+            frees: give the memory of FP32 gradients back.
+        """
+        self.scaled, self._sparse, self.summed, self._sum_flags = [], {}, set(), None
+        self._set_aside = None
+        if frees:
+            self._memory = [None] * len(self._memory)
+        self.stats.reset()
+
+    def forget_true(self) -> None:
+        """Masters have no gradients but those that are their model's."""
+        for row in self.device.copied:
+            set_raw_grad(self.masters[row], None)
+
+
+def drop_gradients(tensors: list[Tensor], keep: bool = False) -> None:
+    """Free them, or leave zeros in their places."""
+    for tensor, grad in zip(tensors, raw_grads(tensors), strict=True):
+        if grad is not None:
+            if keep:
+                grad.zero_()
+            else:
+                set_raw_grad(tensor, None)
+
+
+def _there(value: Tensor | None) -> Tensor:
+    if value is None:
+        raise RuntimeError("internal error: a sparse gradient was not made. Please report this.")
+    return value
+
+
+def _sparse_like(grad: Tensor, values: Tensor) -> Tensor:
+    return torch.sparse_coo_tensor(grad._indices(), values, grad.shape, is_coalesced=True).coalesce()
+
+
+def _dense(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The tensors that hold gradients' elements, as kernels take them; of sparse ones their values."""
+    values: list[Tensor | None] = []
+    for grad in grads:
+        if grad is not None:
+            piece = local(grad._values() if grad.is_sparse else grad)
+            grad = piece.detach() if piece.requires_grad else piece
+        values.append(grad)
+    return values
+
+
+# -- all devices -------------------------------------------------------------------------------------------------------
+
+
+class Gradients:
+    """The gradients of all parameters, device by device.
+
+    Attributes:
+        are_true: whether masters hold true FP32 gradients: then these are what is stepped.
+        summing: whether the next ones are added to FP32 sums.
+        is_measured: whether ``stats`` have the sums of squares of the gradients as they are.
+    """
+
+    def __init__(self, params: ParamTable, masters: Masters) -> None:
+        self.params = params
+        self.masters = masters
+        self.are_true = self.summing = self.is_measured = False
+        self._unit = False  # whether the gradients that were checked are known to be true where they lie
+        self._each: list[DeviceGradients] = []
+        self.follow_params()
+
+    def follow_params(self) -> None:
+        """Parameters or masters came or went. What waits is found anew; what masters hold stays."""
+        summing = self.summing
+        self._each = [DeviceGradients(device, self.params, self.masters) for device in self.params.devices]
+        self._of = {id(each.device): each for each in self._each}
+        self.is_measured = False
+        if self.are_true:
+            for each in self._each:
+                each.recheck()
+                if summing:
+                    each.start_summing(are_true=True)
+            self.is_measured = True
+
+    @property
+    def stats(self) -> list[kernels.GradStats]:
+        """By device: where the passes write."""
+        return [each.stats for each in self._each]
+
+    def tensors(self) -> list[Tensor]:
+        """Every gradient that is there, the masters' too, and memory that is kept for them."""
+        found = [*raw_grads(self.params.models), *raw_grads(self.params.masters), *raw_grads(self.params.elsewhere)]
+        for each in self._each:
+            found += each.memory()
+        return [tensor for tensor in found if tensor is not None]
+
+    def _by_device(self, grads: list[Tensor | None]) -> Iterator[tuple[DeviceGradients, list[Tensor | None]]]:
+        for each in self._each:
+            whole = len(self._each) == 1
+            yield each, list(grads) if whole else list(map(grads.__getitem__, each.device.positions))
+
+    # -- the passes --------------------------------------------------------------------------------------------------
+
+    def check(self, grads: list[Tensor | None], inv_scale: Tensor, unit: bool) -> None:
+        """Flags and norm of the model's gradients times ``inv_scale``. Sparse ones are unscaled at once.
+
+        Args:
+            grads: the model's, of all parameters, as they were just read.
+            inv_scale: float32, 0-dim: 1 / the scale of the backward that made them.
+            unit: whether that is known to be 1.
+
+        Raises:
+            RuntimeError: a parameter's dtype, shape or device was changed.
+        """
+        self.are_true, self.is_measured = False, True
+        with _NamingChanges(self.params):
+            for each, mine in self._by_device(grads):
+                each.check(mine, inv_scale.to(each.one.device))
+        self._unit = unit
+        if any([each.has_sparse for each in self._each]):  # noqa: C419
+            self.check_and_unscale(grads, inv_scale, unit)
+
+    def check_and_unscale(self, grads: list[Tensor | None], inv_scale: Tensor, unit: bool) -> None:
+        """:meth:`check`, and write true FP32 gradients to the masters, in one pass."""
+        with _NamingChanges(self.params):
+            for each, mine in self._by_device(grads):
+                each.check_and_unscale(mine, inv_scale.to(each.one.device), unit)
+        self.are_true = self.is_measured = True
+
+    def unscale(self) -> None:
+        """Write true FP32 gradients to the masters, of those that were checked, with the factor of a clip."""
+        if not self.are_true:
+            for each in self._each:
+                each.unscale(self._unit)
+            self.are_true = True
+
+    def recheck(self) -> None:
+        """Flags and norm of true gradients as they are now."""
+        for each in self._each:
+            each.recheck()
+        self.is_measured = True
+
+    def scale_back(self, scale: Tensor) -> None:
+        """Gradients that were unscaled in place are as their backward made them again. No host sync."""
+        for each in self._each:
+            if each.device.own:
+                each.scale_back(scale.to(each.one.device))
+
+    def scale_again(self, inv_scale: Tensor) -> None:
+        """Multiply true gradients by ``inv_scale`` (float32, 0-dim), checked on the way. No host sync."""
+        for each in self._each:
+            each.scale_again(inv_scale.to(each.one.device))
+        self.is_measured = True
+
+    def drop(self, positions: Sequence[int]) -> None:
+        """Gradients that were set to None are not part of the step."""
+        for position in positions:
+            pair = self.params.all[position]
+            self._of[id(pair.device)].drop(pair.row)
+
+    # -- FP32 sums ---------------------------------------------------------------------------------------------------
+
+    def start_summing(self) -> None:
+        """From now on :meth:`fold` adds to masters' gradients. What they hold counts where it is true."""
+        for each in self._each:
+            each.start_summing(self.are_true)
+        if self.are_true:
+            drop_gradients([pair.model for pair in self.params.all if pair.master is not pair.model])
+        self.summing = True
+
+    def set_aside(self, keep: bool) -> None:
+        """See :meth:`DeviceGradients.set_aside`."""
+        for each in self._each:
+            each.set_aside(keep)
+
+    def fold(self, inv_scale: Tensor, keep: bool) -> None:
+        """Add the model's gradients to FP32 sums, and free the 16-bit ones. No host sync."""
+        with _NamingChanges(self.params):
+            for each in self._each:
+                each.fold(inv_scale.to(each.one.device), keep)
+        drop_gradients(self.params.elsewhere, keep)
+        self.are_true = self.is_measured = True
+
+    def sums(self) -> Iterator[tuple[DeviceParams, list[Tensor | None]]]:
+        """By device: the FP32 sums so far, by row. Raises TypeError where one is sparse."""
+        for each in self._each:
+            yield each.device, each.sums()
+
+    def put_sum(self, device: DeviceParams, row: int, value: Tensor) -> Tensor:
+        """Overwrite the sum of a row, or begin one; returns the tensor that holds it."""
+        return self._of[id(device)].put_sum(row, value)
+
+    def averaged(self, device: DeviceParams, stats: kernels.GradStats) -> None:
         """The sums of a device are averages over ranks now, in which a pass has found ``stats``."""
-        self._of[id(group)].averaged(stats)
-        self._note_made()
+        self._of[id(device)].averaged(stats)
 
     # -- what was found ----------------------------------------------------------------------------------------------
 
     def found_inf(self, device: torch.device) -> Tensor:
         """float32, 0-dim: 1.0 where the last pass met a non-finite gradient, else 0.0. Overwritten by the next."""
-        if len(self._each) == 1:
-            return self._each[0].sweep.stats.found_inf.to(device)
-        found = [each.sweep.stats.found_inf.to(device) for each in self._each]
+        found = [each.stats.found_inf.to(device) for each in self._each]
+        if len(found) == 1:
+            return found[0]
         return torch.stack(found).amax() if found else torch.zeros((), dtype=torch.float32, device=device)
 
     def flags(self) -> list[Tensor]:
         """By device: int32 bits ``kernels.INF | kernels.NAN`` of each row, which the next pass overwrites. No sync."""
-        if not self.summing:
-            return self._flags
-        return [each.sweep.stats.nonfinite if each.flags is None else each.flags for each in self._each]
+        return [each.flags() for each in self._each]
 
-    def to_step(self, group: DeviceGroup) -> ToStep:
-        """A device's gradients as a step finds them."""
-        each = self._of[id(group)]
-        if each.all_wait():
-            return ToStep(each.waiting, None, each.factors)
-        true = each.true_ones(self.made)
-        return ToStep(each.waiting, true, each.factors, each.has_sparse)
+    def to_step(self, device: DeviceParams) -> GradsToStep:
+        """A device's gradients as a step takes them."""
+        return self._of[id(device)].to_step(scaled=not self.are_true)
 
     # -- norm and clip -----------------------------------------------------------------------------------------------
 
     def norm(self, norm_type: float, device: torch.device, of: set[int] | None = None) -> Tensor:
         """float64, 0-dim, on ``device``: the norm over all gradients. No host sync.
 
-        The 2-norm was summed by the pass that looked; it is read again only after a clip.
+        The 2-norm was summed by the pass that checked; it is read again only after a clip.
 
         Args:
             of: ids of the model's parameters whose gradients are meant; None: all.
         """
-        if of is not None:
-            power = self.power_sum(norm_type, device, lambda param: id(param) in of)
-            return power if norm_type == float("inf") else power.pow(1.0 / norm_type)
-        if norm_type == 2.0 and self._measured:
-            if len(self._each) == 1:
-                return self._each[0].sweep.stats.norm.to(device)
-            return total_norm([each.sweep.stats.norm for each in self._each], norm_type, device)
-        self.write()
-        with torch.no_grad():
-            if norm_type == 2.0:
-                parts = [each.sweep.norm(each.true_ones(self.made)) for each in self._each]
-            else:
-                values = [value for each in self._each for value in each.true_ones(self.made)]
-                parts = [vector_norm(v, norm_type) for v in values if v is not None and v.numel()]
-            return total_norm(parts, norm_type, device)
+        if of is None and norm_type == 2.0 and self.is_measured:
+            return total_norm([each.stats.norm for each in self._each], norm_type, device)
+        if of is None and norm_type == 2.0:
+            return total_norm([each.norm() for each in self._each], norm_type, device)
+        power = self.power_sum(norm_type, device, lambda param: of is None or id(param) in of)
+        return power if norm_type == float("inf") else power.pow(1.0 / norm_type)
 
     def largest_norm(self, device: torch.device) -> Tensor:
         """float32, 0-dim, on ``device``: the largest of the norms of single tensors at the last pass. No host sync."""
-        norms = [each.sweep.largest_norm().to(device) for each in self._each]
+        norms = [each.largest_norm().to(device) for each in self._each]
         return torch.stack(norms).amax() if norms else torch.zeros((), dtype=torch.float32, device=device)
 
     def power_sum(self, norm_type: float, device: torch.device, counted: Callable[[Tensor], bool]) -> Tensor:
         """float64, 0-dim: the sum of |g|**p over the elements that this rank counts (p = inf: the largest |g|)."""
         total = torch.zeros((), dtype=torch.float64, device=device)
-        was_measured = norm_type == 2.0 and self._measured
-        if not was_measured:
-            self.write()
         with torch.no_grad():
             for each in self._each:
-                if was_measured:
+                if norm_type == 2.0 and self.is_measured:
                     part = each.measured_power_sum(counted).to(total)
                 else:
-                    part = each.power_sum(norm_type, counted, self.made).to(total)
+                    part = each.power_sum(norm_type, counted).to(total)
                 total = torch.maximum(total, part) if norm_type == float("inf") else total + part
         return total
 
     def clip(self, factor: Tensor, of: set[int] | None = None) -> None:
         """Multiply all gradients by ``factor`` (float32, 0-dim): those that wait when they are used. No host sync.
 
-        A second factor would be a third rounding, so gradients that wait are made before one. So they are where the
-        factor is not for all.
-
         Args:
-            of: ids of the model's parameters whose gradients are meant; None: all.
+            of: ids of the model's parameters whose gradients are meant, all of which are true; None: all.
         """
-        if self._clipped or of is not None:
-            self.write()
         for each in self._each:
-            each.clip(factor.to(each.group.device), self.made, of)
-        self._clipped, self._measured = not self.made, False
-        if self.made or self.pairs.has_own:
-            self._note_made()
+            mine = factor.to(each.one.device)
+            if self.are_true:
+                each.clip_true(mine, of)
+            else:
+                each.clip_scaled(mine)
+        self.is_measured = False
 
     def clip_values(self, largest: float, found_inf: Tensor, of: set[int] | None = None) -> None:
-        """Bring every element of all gradients to at most ``largest`` in size. No host sync.
+        """Bring every element of true gradients to at most ``largest`` in size. No host sync.
 
         Args:
             largest: not negative.
             found_inf: float32, 0-dim. Where it is 1.0 gradients stay, or an inf would become a number.
             of: ids of the model's parameters whose gradients are meant; None: all.
         """
-        self.write()
         bound = torch.full_like(found_inf, largest, dtype=torch.float64).masked_fill_(found_inf > 0, float("inf"))
         with torch.no_grad():
-            for value in [value for each in self._each for value in each.meant(self.made, of)]:
+            for value in [value for each in self._each for value in each.chosen(of)]:
                 if value is not None:
                     mine = bound.to(value.device, value.dtype)
                     value.clamp_(-mine, mine)
-        self._measured = False
-        self._note_made()
+        self.is_measured = False
 
-    # -- reading late, clearing --------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------------------------
 
-    def rest(self, used: FadedSight | None) -> None:
-        """A step is over, and what was found is forgotten; what is in ``.grad`` stays.
-
-        Args:
-            used: the model's gradients as it has used them: while they stay so, what waited can still be read.
-        """
-        self._late = None if self.made else used
-        frees = not (self.masters.keeps_gradients and self.made)
+    def release(self) -> None:
+        """A step is over, or was given up: what was found is forgotten; what is in ``.grad`` stays."""
         for each in self._each:
-            each.rest(frees, self.made)
-        self.made = self._clipped = self._measured = self.summing = False
-        self.sight = self._made_sight = None
+            each.release(frees=not self.masters.keeps_gradients)
+        self.are_true = self.summing = self.is_measured = False
 
-    def read_late(self) -> None:
-        """``.grad`` of a master is read after the step that used it."""
-        used, self._late = self._late, None
-        if used is None:
-            return
-        with torch.no_grad():
-            for each in self._each:
-                each.read_late(used.holds)
+    def forget_true(self) -> None:
+        """Masters have no gradients but those that are their model's."""
+        for each in self._each:
+            each.forget_true()
 
-    def forget_used(self, model: Tensor, used: FadedSight) -> None:
-        """A parameter's master has no gradient where the model's, which a step has ``used``, is gone or was written."""
-        position, grad = self.pairs.places[id(model)], model.grad
-        if used.had(position) and (grad is None or not used.holds(position, grad)):
-            store(self.pairs.masters[position], None)
+    def clear(self, set_to_none: bool) -> None:
+        """Clear the model's and the masters' gradients, as ``torch.optim.Optimizer.zero_grad`` does.
 
-    def clear(self, set_to_none: bool, sums_stay: bool = False) -> None:
-        """Clear the model's and the masters' gradients.
-
-        Args:
-            sums_stay: zeros of master gradients are sums, to be added to.
+        Zeros of FP32 sums, of which the model holds nothing, are zeros of the model too.
         """
-        self._late, self.sight, self._made_sight = None, None, None
-        for tensor in [*self.pairs.models, *self.pairs.elsewhere, *self.pairs.masters]:
-            if set_to_none:
-                GRAD.__set__(tensor, None)
-            elif (grad := GRAD.__get__(tensor)) is not None:
+        summed = [pair for each in self._each for row, pair in enumerate(each.pairs) if row in each.summed]
+        self.release()
+        for tensor in [*self.params.models, *self.params.elsewhere, *self.params.masters]:
+            grad = raw_grad(tensor)
+            if grad is not None and set_to_none:
+                set_raw_grad(tensor, None)
+            elif grad is not None:
                 if grad.requires_grad:
                     grad = grad.detach()
-                    GRAD.__set__(tensor, grad)
+                    set_raw_grad(tensor, grad)
                 grad.zero_()
-        if set_to_none:
-            for each in self._each:
-                each.clear(frees=not self.masters.keeps_gradients)
-            self.summing = False
-        else:
-            self.summing = any([each.clear_to_zeros(sums_stay) for each in self._each])  # noqa: C419
-        self.own_are_scaled = False
-        self.made = self._clipped = False
-        self._measured = self.summing  # sums of zeros are
+        for pair in () if set_to_none else summed:
+            if raw_grad(pair.model) is None:
+                set_raw_grad(pair.model, torch.zeros_like(pair.model, requires_grad=False))
+
+
+class _NamingChanges:
+    """Where kernels refuse tensors within, a parameter that was changed is named instead."""
+
+    def __init__(self, params: ParamTable) -> None:
+        self._params = params
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, (TypeError, ValueError, RuntimeError)):
+            self._params.verify()

@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from .. import kernels
-from ..kernels import counters
 from ..kernels.calls import Entries
-from ..kernels.counters import GRAD
-from .dtensors import different_bits, local
-from .pairs import DeviceGroup, Pair, Pairs
+from .dtensors import different_bits, local, raw_grad, set_raw_grad
+from .params import DeviceParams, ParamPair, ParamTable
 
 
 class Masters(Protocol):
@@ -42,37 +40,37 @@ class Masters(Protocol):
     def make(self, model: Tensor) -> Tensor:
         """The master of a 16-bit parameter, with its value."""
 
-    def operand(self, pair: Pair) -> Tensor:
+    def operand(self, pair: ParamPair) -> Tensor:
         """What a one-pass step takes for the master, beside the model's parameter. It is laid out as masters are."""
 
-    def round_down(self, group: DeviceGroup, rows: Sequence[int] | None = None) -> None:
+    def round_down(self, group: DeviceParams, rows: Sequence[int] | None = None) -> None:
         """Write masters, rounded to nearest even, into the model: all of a device, or some rows. No host sync."""
 
-    def read(self, pairs: Sequence[Pair]) -> list[Tensor]:
+    def read(self, pairs: Sequence[ParamPair]) -> list[Tensor]:
         """FP32 values of masters of one device."""
 
-    def write(self, pairs: Sequence[Pair], values: Sequence[Tensor]) -> None:
+    def write(self, pairs: Sequence[ParamPair], values: Sequence[Tensor]) -> None:
         """Masters of one device take FP32 values; the model follows with :meth:`round_down`."""
 
-    def mend(self, pairs: Sequence[Pair]) -> bool:
+    def mend(self, pairs: Sequence[ParamPair]) -> bool:
         """Undo, in weights that were written, what is no more than another rounding of the same masters."""
 
-    def differs(self, pair: Pair, sample_moved: bool) -> bool:
+    def differs(self, pair: ParamPair, sample_moved: bool) -> bool:
         """Whether a weight, of which a version counter or a sample has moved, has other values than its master."""
 
-    def take_up(self, pair: Pair) -> None:
+    def take_up(self, pair: ParamPair) -> None:
         """The master takes the weight's values where they are not its own, rounded. No host sync."""
 
-    def take_up_on_device(self, group: DeviceGroup, masters: Entries, now: Tensor, then: Tensor, taken: Tensor) -> None:
+    def take_up_on_device(self, group: DeviceParams, masters: Entries, now: Tensor, then: Tensor, taken: Tensor) -> None:
         """:meth:`take_up` of the rows where ``now`` is not ``then`` and ``masters`` not None, on the device itself."""
 
-    def refresh(self, pair: Pair) -> None:
+    def refresh(self, pair: ParamPair) -> None:
         """The master takes the weight's value, in all elements. No host sync."""
 
-    def shown(self, pairs: Sequence[Pair]) -> Iterator[Tensor]:
+    def shown(self, pairs: Sequence[ParamPair]) -> Iterator[Tensor]:
         """What users get for masters."""
 
-    def lay_out(self, pairs: Sequence[Pair], state: Mapping[Any, Any]) -> None:
+    def lay_out(self, pairs: Sequence[ParamPair], state: Mapping[Any, Any]) -> None:
         """Give loaded optimizer state the strides that steps need."""
 
 
@@ -95,58 +93,58 @@ class FullMasters:
         master.__dict__.update(model.__dict__)
         return master
 
-    def operand(self, pair: Pair) -> Tensor:
+    def operand(self, pair: ParamPair) -> Tensor:
         """The master itself."""
         return pair.master
 
-    def round_down(self, group: DeviceGroup, rows: Sequence[int] | None = None) -> None:
+    def round_down(self, group: DeviceParams, rows: Sequence[int] | None = None) -> None:
         """See :class:`Masters`."""
         if not group.copied:
             return
-        masters = group.copied_masters
+        masters: Entries = group.copied_masters
         if rows is not None:
             wanted = set(rows)
             masters = [master if row in wanted else None for row, master in enumerate(masters)]
-        kernels.multi_tensor_cast(masters, group.copied_models, group.cast, tables=group.tables["cast"])
+        kernels.multi_tensor_cast(masters, group.copied_models, group.cast, cache=group.caches["cast"])
 
-    def read(self, pairs: Sequence[Pair]) -> list[Tensor]:
+    def read(self, pairs: Sequence[ParamPair]) -> list[Tensor]:
         """The masters themselves, detached."""
         return [pair.master.detach() for pair in pairs]
 
-    def write(self, pairs: Sequence[Pair], values: Sequence[Tensor]) -> None:
+    def write(self, pairs: Sequence[ParamPair], values: Sequence[Tensor]) -> None:
         """See :class:`Masters`."""
         with torch.no_grad():
             for pair, value in zip(pairs, values, strict=True):
                 pair.master.copy_(value)
 
-    def mend(self, pairs: Sequence[Pair]) -> bool:
+    def mend(self, pairs: Sequence[ParamPair]) -> bool:
         """There is no other rounding: see :meth:`_written`."""
         return False
 
-    def differs(self, pair: Pair, sample_moved: bool) -> bool:
+    def differs(self, pair: ParamPair, sample_moved: bool) -> bool:
         """By comparing the whole weight with its rounded master. Equal bits are no write. Syncs."""
         return bool(_written(pair).any())
 
-    def take_up(self, pair: Pair) -> None:
+    def take_up(self, pair: ParamPair) -> None:
         """See :class:`Masters`. The other elements keep their low bits."""
         with torch.no_grad():
             model, master = local(pair.model.detach()), local(pair.master.detach())
             master.copy_(torch.where(_written(pair), model.float(), master))
 
-    def take_up_on_device(self, group: DeviceGroup, masters: Entries, now: Tensor, then: Tensor, taken: Tensor) -> None:
+    def take_up_on_device(self, group: DeviceParams, masters: Entries, now: Tensor, then: Tensor, taken: Tensor) -> None:
         """See :class:`Masters`."""
-        kernels.multi_tensor_take(masters, group.copied_models, now, then, taken, tables=group.tables["take"])
+        kernels.multi_tensor_refresh_masters(masters, group.copied_models, now, then, taken, cache=group.caches["take"])
 
-    def refresh(self, pair: Pair) -> None:
+    def refresh(self, pair: ParamPair) -> None:
         """See :class:`Masters`."""
         with torch.no_grad():
             pair.master.copy_(pair.model.detach())
 
-    def shown(self, pairs: Sequence[Pair]) -> Iterator[Tensor]:
+    def shown(self, pairs: Sequence[ParamPair]) -> Iterator[Tensor]:
         """The masters themselves."""
         return iter([pair.master for pair in pairs])
 
-    def lay_out(self, pairs: Sequence[Pair], state: Mapping[Any, Any]) -> None:
+    def lay_out(self, pairs: Sequence[ParamPair], state: Mapping[Any, Any]) -> None:
         """Masters show the strides that their state needs."""
 
 
@@ -157,7 +155,7 @@ class NoMasters(FullMasters):
     are_apart = False
 
 
-def rounded(pair: Pair) -> Tensor:
+def rounded(pair: ParamPair) -> Tensor:
     """This rank's piece of a master, rounded to the model's dtype as steps round it."""
     master = local(pair.master.detach())
     made = torch.empty_like(master, dtype=pair.model.dtype)
@@ -165,7 +163,7 @@ def rounded(pair: Pair) -> Tensor:
     return made
 
 
-def _written(pair: Pair) -> Tensor:
+def _written(pair: ParamPair) -> Tensor:
     """Element-wise: whether a weight has other bits than its rounded master.
 
     A model that was trained with split masters rounds ties of bfloat16 away from zero: loading it is no write.
@@ -180,98 +178,102 @@ def _written(pair: Pair) -> Tensor:
     return where.view(model.shape)
 
 
-# -- asking before gradients are read ----------------------------------------------------------------------------------
+# -- gradients that are made when they are read ------------------------------------------------------------------------
 
 
-Asked = Callable[[Tensor, "Tensor | None"], None]
-Edited = Callable[[Tensor, "Tensor | None"], bool]
+class GradientOwner(Protocol):
+    """Who makes the gradients of masters."""
+
+    def before_reading(self) -> None:
+        """``.grad`` of a master is about to be read."""
+
+    def before_setting(self, value: Tensor | None) -> None:
+        """``.grad`` of a master is about to be set to ``value``."""
 
 
-class MasterClasses:
-    """Subclasses of Parameter (and of DTensor) whose ``grad`` makes true gradients before it is read or set.
+def _owner_of(master: Tensor) -> GradientOwner | None:
+    reference = master.__dict__.get(_OWNER)
+    owner: GradientOwner | None = None if reference is None else reference()
+    return owner
 
-    Copies and pickles of such parameters are plain ones again.
 
-    Args:
-        read: called with the model's parameter, and what the master holds, before ``.grad`` is read; not where the
-            two hold the same, as under a GradScaler: then it was made.
-        edit: called likewise before ``.grad`` is set. Says whether model and masters share gradients.
-        share: called with the model's parameter and what the master's ``.grad`` was set to, where they do.
+def _read(master: Tensor) -> Tensor | None:
+    owner = _owner_of(master)
+    if owner is not None:
+        owner.before_reading()
+    grad: Tensor | None = raw_grad(master)
+    return grad
 
-    Attributes:
-        adopted: (master, its class, the ordinary class) of those that have one of them.
+
+def _set(master: Tensor, value: Tensor | None) -> None:
+    owner = _owner_of(master)
+    if owner is not None:
+        owner.before_setting(value)
+    set_raw_grad(master, value)
+
+
+def _delete(master: Tensor) -> None:
+    _set(master, None)
+
+
+def _copied(master: Tensor, data: Tensor) -> torch.nn.Parameter:
+    """An ordinary parameter with ``data`` and the marks that users set on ``master``."""
+    made = torch.nn.Parameter(data, requires_grad=master.requires_grad)
+    made.__dict__.update({name: value for name, value in master.__dict__.items() if name != _OWNER})
+    return made
+
+
+_OWNER = "fp16opt_owner"
+
+
+@functools.cache
+def master_class(cls: Any) -> Any:
+    """The subclass of ``cls`` (Parameter, or DTensor) whose ``grad`` has true gradients made before it is read or set.
+
+    Copies and pickles of such parameters are ordinary ones again.
     """
 
-    def __init__(self, read: Asked, edit: Edited, share: Asked) -> None:
-        self._asks = read, edit, share
-        self._of: dict[type, type] = {}
-        # By id of their masters, which live as long as this. Weak: classes are freed by the garbage collector only.
-        self._models: dict[int, weakref.ref[Tensor]] = {}
-        self.adopted: list[tuple[Tensor, type, type]] = []
-
-    def made(self, cls: type) -> bool:
-        """Whether ``cls`` is one of them."""
-        return self._of.get(cls.__mro__[1]) is cls
-
-    def adopt(self, pairs: Pairs) -> None:
-        """Have every master ask before its gradient is read."""
-        for pair in pairs.all:
-            cls = type(pair.master)
-            if pair.master is not pair.model and not self.made(cls):
-                if cls not in self._of:
-                    self._of[cls] = _subclass(cls, self._models, *self._asks)
-                pair.master.__class__ = self._of[cls]
-                self._models[id(pair.master)] = weakref.ref(pair.model)
-                self.adopted.append((pair.master, self._of[cls], cls))
-
-    @contextlib.contextmanager
-    def plain(self) -> Iterator[None]:
-        """For as long as it lasts, masters are ordinary parameters, for which torch chooses its faster loops."""
-        for master, _, ordinary in self.adopted:
-            master.__class__ = ordinary
-        try:
-            yield
-        finally:
-            for master, cls, _ in self.adopted:
-                master.__class__ = cls
-
-
-def _subclass(
-    cls: Any,
-    models: dict[int, weakref.ref[Tensor]],
-    read: Asked,
-    edit: Edited,
-    share: Asked,
-) -> type:
-    class MasterParameter(cls):  # type: ignore[misc]
-        """An FP32 master whose gradient is made of the model's when it is read."""
-
+    class Master(cls):  # type: ignore[misc]
         if "__slots__" in cls.__dict__:
             __slots__ = ()
 
-        def _set_grad(self, value: Tensor | None) -> None:
-            reference = models.get(id(self))  # none of one that was made of this class by somebody else
-            model = None if reference is None else reference()
-            shares = model is not None and edit(model, GRAD.__get__(self))
-            GRAD.__set__(self, value)
-            if model is not None and shares:
-                share(model, value)
-
-        def _delete_grad(self) -> None:
-            self._set_grad(None)
-
-        # Compiled code, where there is some: who drives reads each of them many times.
-        grad = property(functools.partial(counters.asked_gradient, models, read), _set_grad, _delete_grad)
+        grad = property(_read, _set, _delete)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            plain = self.detach()
-            made = torch.nn.Parameter(plain, requires_grad=self.requires_grad)
-            made.__dict__.update(self.__dict__)
-            return made.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+            return _copied(self, self.detach()).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
             if id(self) not in memo:
-                memo[id(self)] = torch.nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
+                memo[id(self)] = _copied(self, self.detach().clone())
             return memo[id(self)]
 
-    return MasterParameter
+    Master.__name__ = Master.__qualname__ = f"Master{cls.__name__}"
+    return Master
+
+
+MasterParameter: Any = master_class(torch.nn.Parameter)
+"""An FP32 master whose gradient is made of the model's when it is read."""
+
+
+def own_masters(params: ParamTable, owner: GradientOwner) -> None:
+    """Have every master that is apart from its model ask ``owner``, who is not kept alive, before ``.grad`` is read."""
+    reference = weakref.ref(owner)
+    for pair in params.all:
+        if pair.master is not pair.model:
+            cls = type(pair.master)
+            if _OWNER not in pair.master.__dict__:
+                pair.master.__class__ = master_class(cls)
+            pair.master.__dict__[_OWNER] = reference
+
+
+@contextlib.contextmanager
+def ordinary_parameters(params: ParamTable) -> Iterator[None]:
+    """For as long as it lasts, masters are ordinary parameters, for which torch chooses its faster loops."""
+    masters = [(master, type(master)) for master in params.apart if master is not None]
+    for master, cls in masters:
+        master.__class__ = cls.__mro__[1]
+    try:
+        yield
+    finally:
+        for master, cls in masters:
+            master.__class__ = cls

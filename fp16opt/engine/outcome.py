@@ -11,14 +11,14 @@ from torch import Tensor
 from .. import kernels
 from ..kernels import backends
 from ..scaling import LossScaleError, LossScaler
-from .accumulation import Verdict
 from .diagnostics import Overflow, SkipLog, blamed, describe, overflows_from_flags
-from .pairs import Pairs
+from .params import ParamTable
+from .step_state import OverflowCheck
 
 logger = logging.getLogger("fp16opt")
 
 
-def follow(scaler: LossScaler, found_inf: Tensor) -> None:
+def update_scale(scaler: LossScaler, found_inf: Tensor) -> None:
     """``scaler.update(found_inf)``, in one call of compiled code where that can be. No host sync."""
     memory = scaler.memory
     moved = None if memory is None else backends.follow(found_inf, memory)
@@ -107,12 +107,18 @@ class Outcome:
         """Of the step that is being taken, or comes next, from 1."""
         return max(0, self._taken_before + self.steps - self.all_or_nothing * self._skipped_since()) + 1
 
+    def release_steps(self) -> None:
+        """Parameters are stepped one by one: a step that counts as skipped has left alone some of them."""
+        self.all_or_nothing = False
+        self.log.what = "parameters left alone while the others were stepped"
+        self.log.advice = "Use a lower scale."
+
     def nothing(self) -> None:
         """``step`` was called and there was nothing to step. No sync."""
         self._last, self._flags = False, None
 
-    def close(
-        self, verdict: Verdict, skipped: bool | Tensor, flags: list[Tensor], stats: Sequence[kernels.GradStats]
+    def record(
+        self, check: OverflowCheck, skipped: bool | Tensor, flags: list[Tensor], stats: Sequence[kernels.GradStats]
     ) -> bool | Tensor:
         """Note what became of a step, and have the scalers follow; nothing has been cleared yet.
 
@@ -129,34 +135,34 @@ class Outcome:
             self._flags = [one.clone() for one in flags] if skipped else None
             self._last = skipped
             self._skipped_here += skipped
-            for scaler, found in verdict.of:
-                follow(scaler, found)
+            for scaler, found in check.of:
+                update_scale(scaler, found)
             return skipped
         last, counted = self._memory(flags, skipped.device)
         devices = [one.nonfinite.device for one in stats]
         if not (devices and skipped.device == devices[0] and all(map(backends.are_compiled, devices))):
             note(skipped, flags, self._kept, last, counted)
-            for scaler, found in verdict.of:
-                follow(scaler, found)
+            for scaler, found in check.of:
+                update_scale(scaler, found)
             return last
-        self._close_on_device(verdict, skipped, flags, stats, (last, counted))
+        self._record_on_device(check, skipped, flags, stats, (last, counted))
         return last
 
-    def _close_on_device(
+    def _record_on_device(
         self,
-        verdict: Verdict,
+        check: OverflowCheck,
         skipped: Tensor,
         flags: list[Tensor],
         stats: Sequence[kernels.GradStats],
         outcome: tuple[Tensor, Tensor],
     ) -> None:
         """Outcome, scale and statistics, in one launch a device where that can be."""
-        single = verdict.of[0] if len(verdict.of) == 1 and verdict.of[0][1] is skipped else None
+        single = check.of[0] if len(check.of) == 1 and check.of[0][1] is skipped else None
         memory = None if single is None else single[0].memory
         if single is None or memory is None or memory.trackers.device != skipped.device:
             memory = None
-            for scaler, found in verdict.of:
-                follow(scaler, found)
+            for scaler, found in check.of:
+                update_scale(scaler, found)
         else:
             single[0].generation += memory.settings is not None
         for number, (one, bits, kept) in enumerate(zip(stats, flags, self._kept, strict=True)):
@@ -198,15 +204,15 @@ class Outcome:
             "parameters_blamed": blamed * last,
         }
 
-    def report(self, pairs: Pairs) -> list[Overflow]:
+    def report(self, params: ParamTable) -> list[Overflow]:
         """Which parameters had non-finite gradients if the last step was skipped, in param_groups order. Syncs."""
         if self._flags is None or not self.last_was_skipped:
             return []
-        bits = [0] * len(pairs)
-        for group, flags in zip(pairs.devices, self._flags, strict=False):
+        bits = [0] * len(params)
+        for group, flags in zip(params.devices, self._flags, strict=False):
             for position, flag in zip(group.positions, flags.tolist(), strict=False):
                 bits[position] = flag
-        return overflows_from_flags(bits, pairs.names, pairs.indices())
+        return overflows_from_flags(bits, params.names, params.indices())
 
     def tell(
         self,
@@ -214,23 +220,33 @@ class Outcome:
         scaler: LossScaler,
         old_scale: float,
         loss_is_finite: bool | None,
-        verdict: Verdict,
-        pairs: Pairs,
+        check: OverflowCheck,
+        params: ParamTable,
+        under_grad_scaler: bool = False,
     ) -> None:
         """Log a step that was decided on the host.
 
         Args:
             loss_is_finite: As for :meth:`SkipLog.skipped`.
+            under_grad_scaler: Whether a GradScaler has handed over its scale, and follows itself.
 
         Raises:
             LossScaleError: a scaler's limit of non-finite steps in a row is reached.
         """
         if skipped is True:
-            report = self.report(pairs)
-            self.log.skipped(scaler, old_scale, report, loss_is_finite)
-            check_consecutive([one for one, _ in verdict.of], report)
+            report = self.report(params)
+            if under_grad_scaler:
+                self.log.skipped_by_grad_scaler(report)
+            else:
+                self.log.skipped(scaler, old_scale, report, loss_is_finite)
+            check_consecutive([one for one, _ in check.of], report)
         elif skipped is False:
             self.log.stepped()
+
+
+def are_finite(losses: Sequence[Tensor]) -> bool | None:
+    """Whether all losses of a step are; None where the engine has seen none. Syncs."""
+    return all([bool(loss.isfinite().all()) for loss in losses]) if losses else None  # noqa: C419
 
 
 def read_at_once(numbers: dict[str, float | Tensor]) -> dict[str, float]:

@@ -1,47 +1,50 @@
-"""What an optimizer is composed of, for those who need a part of it: faces and distributed training."""
+"""What a ``MixedPrecisionOptimizer`` shows of itself to the rest of the package: distributed training, reports, faces."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 
 from ..scaling import LossScaler
-from .accumulation import Accumulation
-from .choices import Choices
-from .gradients import Gradients
+from .config import Config
 from .masters import Masters
 from .model_writes import ModelWrites
 from .outcome import Outcome
-from .pairs import Pairs
+from .params import ParamTable
 
 
-@dataclass(frozen=True)
-class Engine:
-    """The components of a ``MixedPrecisionOptimizer``.
+class Wrapper(Protocol):
+    """The components of a ``MixedPrecisionOptimizer``. Not a stable interface.
 
     Attributes:
         optimizer: The wrapped one.
-        holder: The one that holds what is stepped on this rank: ``optimizer``, or the one inside of ZeRO.
-        choices: What was asked for.
+        inner: The one that holds what is stepped on this rank: ``optimizer``, or the one inside of ZeRO.
+        config: What was asked for.
+        gradients, step_state: ``Gradients`` and ``StepState``; with ``gradient_release`` both are a
+            ``GradientRelease``.
     """
 
     optimizer: Optimizer
-    holder: Optimizer
-    pairs: Pairs
+    inner: Optimizer
+    params: ParamTable
     masters: Masters
     model_writes: ModelWrites
-    gradients: Gradients
-    accumulation: Accumulation
+    gradients: Any
+    step_state: Any
     outcome: Outcome
     scaler: LossScaler
     device: torch.device
-    choices: Choices
+    config: Config
 
     def steps_counted(self) -> int:
         """How many steps were taken, with one that was taken in backward and that ``step`` is yet to count."""
-        return self.outcome.steps_taken + self.accumulation.steps_ahead()
+
+
+def is_wrapper(optimizer: object) -> bool:
+    """Whether this is a ``MixedPrecisionOptimizer``."""
+    return isinstance(optimizer, Optimizer) and isinstance(optimizer.__dict__.get("params"), ParamTable)
 
 
 def inside(optimizer: object) -> object:
@@ -50,4 +53,4 @@ def inside(optimizer: object) -> object:
     Accelerate's prepared optimizers are such, and Lightning's and Fabric's. Anything else is returned as it is.
     """
     held = getattr(optimizer, "optimizer", None)
-    return held if isinstance(getattr(held, "engine", None), Engine) else optimizer
+    return held if is_wrapper(held) else optimizer

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import kernels
 from ..kernels.calls import Entries
 from .dtensors import different_bits
-from .pairs import DeviceGroup, Pair
+from .params import DeviceParams, ParamPair
 
 
 def placeholder(param: Tensor) -> Tensor:
@@ -89,14 +89,14 @@ class SplitMasters:
         self._rests[id(master)] = rest
         return master
 
-    def operand(self, pair: Pair) -> Tensor:
+    def operand(self, pair: ParamPair) -> Tensor:
         """The remainder, which with the weight is the master; or the parameter, where it is its own."""
         return self._rests.get(id(pair.master), pair.master)
 
-    def round_down(self, group: DeviceGroup, rows: Sequence[int] | None = None) -> None:
+    def round_down(self, group: DeviceParams, rows: Sequence[int] | None = None) -> None:
         """Nothing to do: the weights are part of the masters."""
 
-    def read(self, pairs: Sequence[Pair]) -> list[Tensor]:
+    def read(self, pairs: Sequence[ParamPair]) -> list[Tensor]:
         """Values made for this call, in the strides that full masters would have."""
         apart = [pair for pair in pairs if id(pair.master) in self._rests]
         rests = [self.operand(pair) for pair in apart]
@@ -106,7 +106,7 @@ class SplitMasters:
         made = {id(pair): out for pair, out in zip(apart, outs, strict=True)}
         return [made[id(pair)] if id(pair) in made else pair.master.detach() for pair in pairs]
 
-    def write(self, pairs: Sequence[Pair], values: Sequence[Tensor]) -> None:
+    def write(self, pairs: Sequence[ParamPair], values: Sequence[Tensor]) -> None:
         """Weights and remainders take FP32 values."""
         models, rests = [pair.model for pair in pairs], [self.operand(pair) for pair in pairs]
         if pairs:
@@ -120,7 +120,7 @@ class SplitMasters:
             if ties is not None:
                 self.ties[id(pair.master)] = ties
 
-    def mend(self, pairs: Sequence[Pair]) -> bool:
+    def mend(self, pairs: Sequence[ParamPair]) -> bool:
         """Put weights back that hold the even neighbour of a tie.
 
         A checkpoint of full masters goes with a model rounded to even on ties: loading that model too is no write.
@@ -138,33 +138,33 @@ class SplitMasters:
                     mended = True
         return mended
 
-    def differs(self, pair: Pair, sample_moved: bool) -> bool:
+    def differs(self, pair: ParamPair, sample_moved: bool) -> bool:
         """By the sample alone: what the weight was before is not known. A write that it misses keeps the low bits."""
         return sample_moved
 
-    def take_up(self, pair: Pair) -> None:
+    def take_up(self, pair: ParamPair) -> None:
         """As :meth:`refresh`: what the weights were before is not known."""
         self.refresh(pair)
 
-    def take_up_on_device(self, group: DeviceGroup, masters: Entries, now: Tensor, then: Tensor, taken: Tensor) -> None:
+    def take_up_on_device(self, group: DeviceParams, masters: Entries, now: Tensor, then: Tensor, taken: Tensor) -> None:
         """See :class:`fp16opt.engine.masters.Masters`."""
         rests = [None if master is None else self._rests[id(master)] for master in masters]
-        kernels.multi_tensor_renew(group.copied_models, rests, now, then, taken, tables=group.tables["take"])
+        kernels.multi_tensor_reset_remainders(group.copied_models, rests, now, then, taken, cache=group.caches["take"])
 
-    def refresh(self, pair: Pair) -> None:
+    def refresh(self, pair: ParamPair) -> None:
         """The weight stands for itself."""
         rest = self._rests.get(id(pair.master))
         if rest is not None:
             rest.copy_(plain_remainder(pair.model.detach(), self._dtype))
             self.ties.pop(id(pair.master), None)
 
-    def shown(self, pairs: Sequence[Pair]) -> Iterator[Tensor]:
+    def shown(self, pairs: Sequence[ParamPair]) -> Iterator[Tensor]:
         """Masters decoded as they are asked for, with their gradients; and parameters that are their own."""
         for pair in pairs:
             apart = id(pair.master) in self._rests
             yield DecodedMaster.of(self.read([pair])[0], pair.master) if apart else pair.master
 
-    def lay_out(self, pairs: Sequence[Pair], state: Mapping[Any, Any]) -> None:
+    def lay_out(self, pairs: Sequence[ParamPair], state: Mapping[Any, Any]) -> None:
         """Give the tensors of optimizer state the masters' strides, which placeholders do not show.
 
         torch's fused steps are silently wrong where a state's strides are not its parameter's.

@@ -1,4 +1,4 @@
-"""What optimizer state of one-pass steps is made of: FP32 tensors under torch's names, or codes of 8 bits."""
+"""What optimizer state of fused steps is made of: FP32 tensors under torch's names, or codes of 8 bits."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..kernels import state8
-from .one_pass_rows import FUNCTORS, CannotServe, Columns, OnePassRow, check_state, new_counter
-from .pairs import Pair
+from .fused_registry import FUNCTORS, CannotServe, FusedStepSpec, check_fp32_state, new_counter
+from .params import ParamPair
 
 LEAST = 4096
 """Elements from which on a parameter's state is kept in 8 bits."""
@@ -26,58 +26,58 @@ _HOW_SAVED = "Pass what state_dict(compact=True) of this class returned."
 
 
 class StateFormat(Protocol):
-    """How the state of an optimizer that steps in one pass is kept.
+    """How the state of an optimizer that is stepped by fused kernels is kept.
 
     Attributes:
-        needed_by: the argument that asked for it, where the wrapped optimizer could not step on such state; else "".
+        required_by: the argument that asked for it, where the wrapped optimizer could not step on such state; else "".
         needs_number: whether steps round state by the number of the step.
     """
 
-    needed_by: str
+    required_by: str
     needs_number: bool
 
-    def row(self, group: dict[str, Any], numel: int) -> OnePassRow:
-        """How a parameter of a group, of ``numel`` elements in all, is stepped."""
+    def spec_for(self, settings: dict[str, Any], numel: int) -> FusedStepSpec:
+        """How a parameter of a group with these settings, of ``numel`` elements in all, is stepped."""
 
-    def settings(self, group: dict[str, Any]) -> tuple[Any, ...]:
-        """What of a group's settings decides about the state that a step needs."""
+    def deciding(self, settings: dict[str, Any]) -> tuple[Any, ...]:
+        """What of a group's settings decides which state a step needs: a plan holds while this stays equal."""
 
     def obstacle(self, group: dict[str, Any]) -> str:
-        """Why state of this form can't be had for a group, in words; "" where it can."""
+        """Why a group can't have state of this format, in words; "" where it can."""
 
-    def adopt(self, state: dict[str, Any], group: dict[str, Any], numel: int) -> None:
-        """Bring a parameter's state to this form. No host sync."""
+    def convert(self, state: dict[str, Any], settings: dict[str, Any], numel: int) -> None:
+        """Bring a parameter's state to this format. No host sync."""
 
 
 class FullState:
     """FP32 tensors of the parameters' shapes under torch's names.
 
     Args:
-        row: of the wrapped optimizer's class; None where it has none, and nobody asks.
+        spec: of the wrapped optimizer's class; None where it has none, and only :meth:`convert` is called.
     """
 
-    needed_by = ""
+    required_by = ""
     needs_number = False
 
-    def __init__(self, row: OnePassRow | None) -> None:
-        self._row: Any = row
+    def __init__(self, spec: FusedStepSpec | None) -> None:
+        self._spec: Any = spec
 
-    def row(self, group: dict[str, Any], numel: int) -> OnePassRow:
+    def spec_for(self, settings: dict[str, Any], numel: int) -> FusedStepSpec:
         """The class's own."""
-        row: OnePassRow = self._row
-        return row
+        spec: FusedStepSpec = self._spec
+        return spec
 
-    def settings(self, group: dict[str, Any]) -> tuple[Any, ...]:
+    def deciding(self, settings: dict[str, Any]) -> tuple[Any, ...]:
         """Names of state tensors."""
-        names: tuple[str, ...] = self._row.state(group)
+        names: tuple[str, ...] = self._spec.state_names(settings)
         return names
 
     def obstacle(self, group: dict[str, Any]) -> str:
-        """None."""
+        """Returns "": no obstacle."""
         return ""
 
-    def adopt(self, state: dict[str, Any], group: dict[str, Any], numel: int) -> None:
-        """It has it."""
+    def convert(self, state: dict[str, Any], settings: dict[str, Any], numel: int) -> None:
+        """No-op: already FP32."""
 
 
 # -- Adam --------------------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def _encode_moments(state: dict[str, Any], exp_avg: Tensor, exp_avg_sq: Tensor, 
     state[_LIMIT] = limit
 
 
-def _adopt_moments(state: dict[str, Any], group: dict[str, Any]) -> None:
+def _convert_moments(state: dict[str, Any], group: dict[str, Any]) -> None:
     limit = _limit(group)
     if isinstance(state.get("exp_avg"), Tensor) and isinstance(state.get("exp_avg_sq"), Tensor):
         _encode_moments(state, state.pop("exp_avg").float(), state.pop("exp_avg_sq").float(), limit)
@@ -136,7 +136,7 @@ def _make_momentum(state: dict[str, Any], group: dict[str, Any], model: Tensor) 
     state["momentum_scales"] = torch.zeros(blocks, dtype=torch.float32, device=model.device)
 
 
-def _adopt_momentum(state: dict[str, Any], group: dict[str, Any]) -> None:
+def _convert_momentum(state: dict[str, Any], group: dict[str, Any]) -> None:
     buffer = state.get("momentum_buffer")
     if isinstance(buffer, Tensor):
         del state["momentum_buffer"]
@@ -152,26 +152,25 @@ def _check_codes(name: str, tensor: object, master: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise CannotServe(f"the state of a parameter has no tensor {name!r}")
     if name == "step":
-        return check_state(name, tensor, master)
-    blocks = name.endswith("scales")
-    shape = (state8.block_count(master.numel()),) if blocks else tuple(master.shape)
+        return check_fp32_state(name, tensor, master)
+    shape = (state8.block_count(master.numel()),) if name.endswith("scales") else tuple(master.shape)
     if tuple(tensor.shape) != shape or tensor.device != master.device or tensor.requires_grad:
         raise CannotServe(f"state {name!r} is of shape {tuple(tensor.shape)} on {tensor.device}")
     return None
 
 
-def has_eight_bits(row: OnePassRow | None) -> bool:
-    """Whether there is an 8-bit form of a class's state: of torch's SGD, Adam and AdamW."""
-    return any(row is FUNCTORS[name] for name in ("sgd", "adam", "adamw"))
+def has_eight_bits(spec: FusedStepSpec | None) -> bool:
+    """Whether there is an 8-bit format for a class's state: of torch's SGD, Adam and AdamW."""
+    return any(spec is FUNCTORS[name] for name in ("sgd", "adam", "adamw"))
 
 
-def _call_adam(columns: Columns, options: Any, group_of: Any, factors: Any, first: list[bool], **rest: Any) -> None:
+def _call_adam(columns: dict[str, Any], options: Any, group_of: Any, factors: Any, first: Any, **rest: Any) -> None:
     first_codes, second_codes, scales = (columns[name] for name in _MOMENTS)
     lists = columns["grads"], columns["masters"], first_codes, second_codes, scales, columns["step"]
     state8.multi_tensor_adam8(*lists, options, group_of, factors, rest.pop("number"), **rest)
 
 
-def _call_sgd(columns: Columns, options: Any, group_of: Any, factors: Any, first: list[bool], **rest: Any) -> None:
+def _call_sgd(columns: dict[str, Any], options: Any, group_of: Any, factors: Any, first: Any, **rest: Any) -> None:
     codes, scales = (columns[name] for name in _MOMENTUM)
     lists = columns["grads"], columns["masters"], codes, scales
     state8.multi_tensor_sgd8(*lists, options, group_of, factors, rest.pop("number"), first=first, **rest)
@@ -184,44 +183,46 @@ class EightBitState:
     ``ratio_limit``. SGD: ``momentum_codes`` (int8) and ``momentum_scales``.
 
     Args:
-        row: of the wrapped optimizer's class: SGD, Adam or AdamW.
+        spec: of the wrapped optimizer's class: SGD, Adam or AdamW.
     """
 
-    needed_by = 'optimizer_state="8bit"'
+    required_by = 'optimizer_state="8bit"'
     needs_number = True
 
-    def __init__(self, row: OnePassRow) -> None:
-        self._is_sgd = row is FUNCTORS["sgd"]
-        self._full = row
+    def __init__(self, spec: FusedStepSpec) -> None:
+        self._is_sgd = spec is FUNCTORS["sgd"]
+        self._full = spec
         if self._is_sgd:
-            kinds: dict[str, Any] = {"state": _momentum, "make": _make_momentum, "call": _call_sgd}
+            parts: dict[str, Any] = {"state_names": _momentum, "make_state": _make_momentum, "call": _call_sgd}
         else:
-            kinds = {"state": _moments, "make": _make_moments, "call": _call_adam}
-        self._coded = dataclasses.replace(self._full, check=_check_codes, **kinds)
+            parts = {"state_names": _moments, "make_state": _make_moments, "call": _call_adam}
+        self._coded = dataclasses.replace(self._full, check_state=_check_codes, **parts)
 
-    def row(self, group: dict[str, Any], numel: int) -> OnePassRow:
-        """See the class."""
-        return self._coded if numel >= LEAST and (not self._is_sgd or group["momentum"]) else self._full
+    def spec_for(self, settings: dict[str, Any], numel: int) -> FusedStepSpec:
+        """The coded step from ``LEAST`` elements on; the class's own FP32 step below, and for SGD without momentum."""
+        return self._coded if numel >= LEAST and (not self._is_sgd or settings["momentum"]) else self._full
 
-    def settings(self, group: dict[str, Any]) -> tuple[Any, ...]:
-        """Names of state tensors, and what Adam's codes mean."""
-        return self._full.state(group) if self._is_sgd else (*self._full.state(group), _limit(group))
+    def deciding(self, settings: dict[str, Any]) -> tuple[Any, ...]:
+        """Names of state tensors; for Adam also the limit of its codes, which follows from the betas."""
+        names = self._full.state_names(settings)
+        return names if self._is_sgd else (*names, _limit(settings))
 
     def obstacle(self, group: dict[str, Any]) -> str:
         """AMSGrad's: its maximum of v has no code."""
         return "amsgrad=True, whose largest v so far has no 8-bit form" if group.get("amsgrad") else ""
 
-    def adopt(self, state: dict[str, Any], group: dict[str, Any], numel: int) -> None:
-        """Codes take the place of FP32 state, rounded to nearest, and of codes that were made with other betas."""
-        if self.row(group, numel) is self._coded:
-            (_adopt_momentum if self._is_sgd else _adopt_moments)(state, group)
+    def convert(self, state: dict[str, Any], settings: dict[str, Any], numel: int) -> None:
+        """Encode FP32 state, rounded to nearest; encode anew what was encoded with other betas."""
+        if self.spec_for(settings, numel) is self._coded:
+            (_convert_momentum if self._is_sgd else _convert_moments)(state, settings)
 
 
-def adopt_all(form: StateFormat, pairs: Iterable[Pair], optimizer: Optimizer) -> None:
-    """Bring all of an optimizer's state to the form in which it is kept. No host sync."""
+def convert_all(state_format: StateFormat, pairs: Iterable[ParamPair], optimizer: Optimizer) -> None:
+    """Bring all of an optimizer's state to the format in which it is kept. No host sync."""
     for pair in pairs:
         if pair.master in optimizer.state:
-            form.adopt(optimizer.state[pair.master], optimizer.param_groups[pair.group], pair.model.numel())
+            group = optimizer.param_groups[pair.group]
+            state_format.convert(optimizer.state[pair.master], group, pair.model.numel())
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -243,7 +244,7 @@ def whole_entry(entry: Any) -> Any:
 
 
 def _compact_entry(entry: Any) -> Any:
-    """With what one needs to know to read the codes."""
+    """A parameter's state with the names of format and block size, which decoding its codes needs."""
     if not isinstance(entry, Mapping) or not _OWN_NAMES & entry.keys():
         return entry
     return {**entry, _FORMAT: "block8" if "momentum_codes" in entry else "ratio8", _BLOCK: state8.BLOCK}
@@ -322,7 +323,7 @@ def _check_saved(entry: Mapping[str, Any], label: str) -> None:
 
 
 def _described(tensor: Tensor) -> str:
-    """A tensor that is not as it should be."""
+    """A refused tensor, in words."""
     odd = "meta " if tensor.is_meta else "" if tensor.layout == torch.strided else f"{str(tensor.layout)[6:]} "
     return f"{odd}{str(tensor.dtype)[6:]} of shape {list(tensor.shape)}"
 
@@ -339,7 +340,7 @@ def check_moments(state_dict: Any, names: Sequence[str]) -> None:
         )
         for name, value in moments.items():
             if not isinstance(value, Tensor) or value.is_meta or value.layout != torch.strided:
-                continue  # others judge it
+                continue  # the plan of the load refuses it
             low = 0.0 if name == "exp_avg_sq" else -torch.inf
             if not bool(((value >= low) & value.isfinite()).all()):
                 raise ValueError(

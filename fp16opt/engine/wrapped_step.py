@@ -1,10 +1,11 @@
-"""The wrapped optimizer's own step on FP32 masters, with guards against faults of torch's fused ones."""
+"""The wrapped optimizer's own step on FP32 masters, with guards against faults of torch's fused steps."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import operator
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -14,11 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from ..kernels import counters
-from ..kernels.native import read_anew
+from .dtensors import raw_grads
 from .gradients import Gradients
-from .masters import MasterClasses, Masters
-from .pairs import HALF_DTYPES, Pairs
+from .masters import Masters, ordinary_parameters
+from .params import HALF_DTYPES, ParamTable
 from .schema import is_torch_class
 
 HOOKS = (
@@ -32,7 +32,7 @@ HOOKS = (
 
 
 class StepFailed(Exception):
-    """Carries an exception out of a step, and whether the step itself had been done by then."""
+    """Carries an exception out of a step, with whether the step itself had been done by then."""
 
     def __init__(self, error: BaseException, completed: bool) -> None:
         super().__init__(str(error))
@@ -41,27 +41,19 @@ class StepFailed(Exception):
 
 
 class Stepper(Protocol):
-    """What steps the masters. After it masters and model agree, but for masters that the user wrote."""
+    """What steps the masters. After it masters and model agree, but for masters that the user wrote.
 
-    @property
-    def rounded_all(self) -> bool:
-        """Whether the last step wrote all masters into the model, those that the user wrote too."""
+    Attributes:
+        rounded_all: whether the last step wrote all masters into the model, also those that the user wrote.
+    """
 
-    @property
-    def all_or_nothing(self) -> bool:
-        """Whether one gradient that is not finite leaves out the whole step."""
-        return True
+    rounded_all: bool
 
-    @property
-    def reads_once(self) -> bool:
-        """Whether lists may be read once a step: nobody else's code runs in it, but hooks, and no gradient is freed."""
-        return False
-
-    def takes_waiting(self) -> bool:
-        """Whether the next step takes gradients as they wait in 16 bits."""
+    def takes_scaled(self) -> bool:
+        """Whether the next step takes gradients still scaled; else they are unscaled before it."""
 
     def skips_on_device(self) -> bool:
-        """Whether the next step can be left out on the device, by a flag that nobody looks at. No sync."""
+        """Whether the next step can be skipped on the device, by a flag that the host does not read. No sync."""
 
     def step(self, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
         """Step, with the wrapped optimizer's hooks.
@@ -71,29 +63,37 @@ class Stepper(Protocol):
             closure: handed to the wrapped optimizer where that steps itself.
 
         Raises:
-            StepFailed: Around whatever the step or one of its hooks raised.
+            StepFailed: around whatever the step or one of its hooks raised.
         """
 
     def describe(self) -> str:
         """For the wrapper's repr."""
 
 
+# -- step hooks --------------------------------------------------------------------------------------------------------
+
+
 own_step_hooks = operator.attrgetter("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-"""Whom torch calls before, and after, an optimizer's steps: two tables."""
+"""Getter for an optimizer's step (pre, post) hooks: two tables."""
 STEP_HOOKS_OF_ALL = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
-"""The same for those of every optimizer."""
+"""The step hooks of every optimizer: two tables."""
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether code of the user's runs before or after a step of ``optimizer``."""
+    return any((*own_step_hooks(optimizer), *STEP_HOOKS_OF_ALL))
 
 
 def run_hooks(optimizer: Optimizer, work: Callable[..., None], *given: object) -> None:
     """``work`` in the place of the optimizer's own step, between its step hooks.
 
-    Without them, torch's frame around them, which times each step for a profiler, is left to the wrapper's own step.
+    Without hooks, torch's frame around them, which times each step for a profiler, is left to the wrapper's own step.
 
     Args:
-        work: Is told whether there are hooks, and what is ``given``.
+        work: called with whether there are hooks, then with what is ``given``.
 
     Raises:
-        StepFailed: Around what it or a hook raised.
+        StepFailed: around what it or a hook raised.
     """
     done: list[bool] = []
 
@@ -101,48 +101,176 @@ def run_hooks(optimizer: Optimizer, work: Callable[..., None], *given: object) -
         work(True, *given)
         done.append(True)
 
-    optimizer._opt_called = True  # type: ignore[attr-defined]  # as a scheduler's patch of step would set it
+    note_step(optimizer)
     try:
-        if any((*own_step_hooks(optimizer), *STEP_HOOKS_OF_ALL)):
-            with read_anew():
-                Optimizer.profile_hook_step(run)(optimizer)
+        if has_step_hooks(optimizer):
+            Optimizer.profile_hook_step(run)(optimizer)
         else:
             work(False, *given)
     except BaseException as error:
         raise StepFailed(error, bool(done)) from error
 
 
+def note_step(optimizer: Optimizer) -> None:
+    """Tell schedulers of the wrapped optimizer that it was stepped, or skipped: else they warn of a wrong order."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def make_hook_tables(*optimizers: Optimizer) -> None:
+    """Give optimizers the tables of hooks that torch's own constructor makes, where they have none.
+
+    Classes around another optimizer, as Lookahead, often don't call torch's constructor.
+    """
+    for optimizer, name in itertools.product(optimizers, HOOKS):
+        if name not in optimizer.__dict__:
+            setattr(optimizer, name, OrderedDict())
+
+
+# -- the guard ---------------------------------------------------------------------------------------------------------
+
+
+class WrappedOptimizerGuard:
+    """Has ``step`` and ``zero_grad`` of the wrapped optimizer raise, unless the wrapper calls them.
+
+    Both become attributes of the optimizer itself, in front of its class's methods, and of a scheduler's patch. There
+    is no reference cycle. Make it when nothing of the wrapper's construction can fail any more.
+
+    Args:
+        optimizer: the wrapped one. It is not kept alive.
+        wrapper: the name of the class to call instead.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([torch.ones(1)])
+        >>> guard = WrappedOptimizerGuard(optimizer)
+        >>> optimizer.step()
+        Traceback (most recent call last):
+        RuntimeError: SGD.step() was called on an optimizer that MixedPrecisionOptimizer wraps, behind its back: ...
+        >>> with guard.open():
+        ...     optimizer.step()
+    """
+
+    def __init__(self, optimizer: Optimizer, wrapper: str = "MixedPrecisionOptimizer") -> None:
+        self.wrapper = wrapper
+        self._optimizer = weakref.ref(optimizer)
+        self._opened = 0
+        for name in GUARDED:
+            before = optimizer.__dict__.get(name)
+            inner = None if isinstance(before, _GuardedMethod) else before
+            optimizer.__dict__[name] = _GuardedMethod(name, self, inner)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """Within, the optimizer's ``step`` and ``zero_grad`` are its own. May be nested."""
+        self._opened += 1
+        try:
+            yield
+        finally:
+            self._opened -= 1
+
+    def call(self, name: str, inner: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
+        """The optimizer's own method: ``inner``, which a scheduler put in front of the class's, or the class's.
+
+        Raises:
+            RuntimeError: the guard is not open.
+        """
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise ReferenceError(f"{name}() of an optimizer that was freed was called.")
+        if not self._opened:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.{name}() was called on an optimizer that {self.wrapper} wraps, behind its "
+                f"back: masters, gradients and the loss scale would not be seen to. Call opt.{name}() of the "
+                f"{self.wrapper} instead."
+            )
+        if inner is not None:
+            return inner(*args, **kwargs)
+        return getattr(type(optimizer), name)(optimizer, *args, **kwargs)
+
+
+GUARDED = ("step", "zero_grad")
+"""The methods of a wrapped optimizer that raise when they are called from elsewhere."""
+
+
+class _GuardedMethod:
+    """A guarded method, found in the optimizer's ``__dict__`` before its class is asked.
+
+    It has the attribute by which torch's schedulers know a ``step`` that tells them of steps: the wrapper sees to that.
+    A copy of it guards nothing and raises: the wrapper of the copied optimizer makes a new one.
+    """
+
+    _wrapped_by_lr_sched = True  # torch from 2.5 on
+    _with_counter = True  # torch 2.4
+
+    def __init__(self, name: str, guard: WrappedOptimizerGuard | None, inner: Callable[..., Any] | None) -> None:
+        self.__name__ = name
+        self.guard = guard
+        self.inner = inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.guard is None:
+            raise RuntimeError(f"{self.__name__}() of a copied optimizer was called. Copy its wrapper, and call that.")
+        return self.guard.call(self.__name__, self.inner, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _GuardedMethod, (self.__name__, None, None)
+
+
+def _guarded(optimizer: Optimizer, name: str) -> _GuardedMethod | None:
+    found = optimizer.__dict__.get(name)
+    return found if isinstance(found, _GuardedMethod) and found.guard is not None else None
+
+
+def is_guarded(optimizer: Optimizer) -> bool:
+    """Whether a wrapper has put its guard on ``optimizer``: it is wrapped already."""
+    return _guarded(optimizer, "step") is not None
+
+
+def has_own_step(optimizer: Optimizer) -> bool:
+    """Whether the ``step`` of this very optimizer was replaced, by other code than a scheduler's or the guard's."""
+    method = _guarded(optimizer, "step")
+    step = optimizer.__dict__.get("step") if method is None else method.inner
+    return step is not None and not (hasattr(step, "_wrapped_by_lr_sched") or hasattr(step, "_with_counter"))
+
+
+@contextlib.contextmanager
+def guard_open(optimizer: Optimizer) -> Iterator[None]:
+    """Within, ``step`` and ``zero_grad`` of ``optimizer`` are its own, guarded or not."""
+    method = _guarded(optimizer, "step")
+    if method is None or method.guard is None:
+        yield
+    else:
+        with method.guard.open():
+            yield
+
+
+# -- the step ----------------------------------------------------------------------------------------------------------
+
+
 class WrappedStep:
     """Steps the wrapped optimizer itself.
 
     Args:
-        optimizer: Its groups hold the masters of ``pairs``.
-        classes: Of masters; ordinary parameters while they are stepped.
-        why: What :meth:`describe` says of it.
+        optimizer: its groups hold the masters of ``params``.
+        why: what :meth:`describe` says of it.
     """
-
-    all_or_nothing = True
-    reads_once = False
 
     def __init__(
         self,
         optimizer: Optimizer,
-        pairs: Pairs,
+        params: ParamTable,
         masters: Masters,
         gradients: Gradients,
-        classes: MasterClasses,
         why: str = "fused_step=False",
     ) -> None:
         self.optimizer = optimizer
-        self.pairs = pairs
+        self.params = params
         self.masters = masters
         self.gradients = gradients
-        self.classes = classes
         self.why = why
         self.rounded_all = True
 
-    def takes_waiting(self) -> bool:
-        """False: a wrapped optimizer wants FP32 gradients."""
+    def takes_scaled(self) -> bool:
+        """False: a wrapped optimizer reads true FP32 gradients."""
         return False
 
     def skips_on_device(self) -> bool:
@@ -154,12 +282,11 @@ class WrappedStep:
         return f"general ({self.why})"
 
     def step(self, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
-        """See :class:`Stepper`."""
-        self.gradients.write()
+        """See :class:`Stepper`. Masters are ordinary parameters while the optimizer steps them."""
+        self.gradients.unscale()
         before = self._versions()
-        ordinary = self.classes.plain() if self.classes.adopted else contextlib.nullcontext()
         try:
-            with ordinary:
+            with ordinary_parameters(self.params):
                 loss = run_step(self.optimizer, found_inf, closure)
         except StepFailed as failed:
             failed.completed = failed.completed or self._versions() != before
@@ -169,39 +296,40 @@ class WrappedStep:
         self.round_down()
         return loss
 
-    def run(self, step: Callable[..., Any], *args: Any) -> Any:
-        """``step``, in the midst of the optimizer's hooks, on ordinary parameters with FP32 gradients."""
-        self.gradients.write()
-        with self.classes.plain(), fused_steps_guarded(self.optimizer), read_anew():
-            return step(*args)
+    def step_within_hooks(self) -> None:
+        """The optimizer's step without its hooks, which are running: a kernel could not step after all."""
+        self.gradients.unscale()
+        step = type(self.optimizer).step
+        with ordinary_parameters(self.params), fused_steps_guarded(self.optimizer), guard_open(self.optimizer):
+            getattr(step, "__wrapped__", step)(self.optimizer)
+        self.round_down()
 
     def round_down(self) -> None:
         """Write all masters into the model."""
-        if self.pairs.has_pieces:
-            self.pairs.take_pieces()
+        if self.params.has_dtensors:
+            self.params.find_pieces()
         with torch.no_grad():
-            for group in self.pairs.devices:
-                if group.copied:
-                    self.masters.round_down(group)
+            for device in self.params.devices:
+                self.masters.round_down(device)
 
     def _versions(self) -> list[int]:
-        """Version counters of those masters whose steps are counted: torch's fused steps leave them as they are."""
+        """Version counters of the masters, but for those that torch's fused steps write: they don't count writes."""
         return [p._version for group in self.optimizer.param_groups if not group.get("fused") for p in group["params"]]
 
 
 def run_step(optimizer: Optimizer, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
-    """Call ``optimizer.step``.
+    """Call ``optimizer.step``, guarded or not.
 
     Raises:
-        StepFailed: Around whatever the step or one of its hooks raised.
+        StepFailed: around whatever the step or one of its hooks raised.
     """
     completed: list[bool] = []
+    note_step(optimizer)
     with contextlib.ExitStack() as around:
-        if any((*own_step_hooks(optimizer), *STEP_HOOKS_OF_ALL)):  # else what is raised was raised by the step
+        around.enter_context(guard_open(optimizer))
+        if has_step_hooks(optimizer):  # else what is raised was raised by the step
             around.enter_context(_first_post_hook(optimizer, lambda *_: completed.append(True)))
-        around.enter_context(read_anew())
-        if isinstance(optimizer, torch.optim.SGD):
-            around.enter_context(fused_steps_guarded(optimizer))
+        around.enter_context(fused_steps_guarded(optimizer))
         if found_inf is not None:
             around.enter_context(found_inf_given(optimizer, found_inf))
         try:
@@ -222,7 +350,7 @@ def found_inf_given(optimizer: Any, found_inf: Tensor) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _first_post_hook(optimizer: Optimizer, hook: Callable[..., None]) -> Iterator[None]:
-    """Have ``hook`` run right after the step and before any hook of the user's, which might raise."""
+    """Have ``hook`` run right after the step, before any hook of the user's, which might raise."""
     handle = optimizer.register_step_post_hook(hook)
     optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
     try:
@@ -231,12 +359,15 @@ def _first_post_hook(optimizer: Optimizer, hook: Callable[..., None]) -> Iterato
         handle.remove()
 
 
+# -- faults of torch's fused steps -------------------------------------------------------------------------------------
+
+
 def supports_found_inf(optimizer: Optimizer) -> bool:
     """Whether ``optimizer.step`` skips on the device when ``optimizer.found_inf`` is 1.0, and can be trusted to now.
 
     torch's fused steps do. torch 2.13's fused SGD leaves ``momentum_buffer`` uninitialised when the flag is set on the
     step that makes it, so it must not be called with the flag until every gradient's buffer is there. Of other classes
-    nothing is known: they are decided on the host.
+    nothing is known: the host decides for them.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False) or not is_torch_class(optimizer):
         return False
@@ -249,7 +380,7 @@ def _fused_momentum_groups(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any
         return
     for group in optimizer.param_groups:
         if group.get("fused") and group.get("momentum"):
-            grads = counters.gradients(list(group["params"]))
+            grads = raw_grads(group["params"])
             have = [
                 optimizer.state[p].get("momentum_buffer") is not None if p in optimizer.state else False
                 for p, grad in zip(group["params"], grads, strict=True)
@@ -258,12 +389,12 @@ def _fused_momentum_groups(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any
             yield group, have.count(False), have.count(True)
 
 
-def _fused_halves(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
+def _fused_half_groups(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
     """Fused SGD groups in which 16-bit parameters on the CPU are to be stepped: there are no masters."""
     if isinstance(optimizer, torch.optim.SGD):
         for group in optimizer.param_groups:
             halves = [p for p in group["params"] if p.dtype in HALF_DTYPES and p.device.type == "cpu"]
-            if group.get("fused") and any(grad is not None for grad in counters.gradients(halves)):
+            if group.get("fused") and any(grad is not None for grad in raw_grads(halves)):
                 yield group
 
 
@@ -275,7 +406,7 @@ def fused_steps_guarded(optimizer: Optimizer) -> Iterator[None]:
     later than the others'), and on a CPU it leaves whole vectors of 16-bit parameters as they were.
     """
     unfused = [group for group, missing, there in _fused_momentum_groups(optimizer) if missing and there]
-    unfused += [group for group in _fused_halves(optimizer) if not any(group is other for other in unfused)]
+    unfused += [group for group in _fused_half_groups(optimizer) if not any(group is other for other in unfused)]
     for group in unfused:
         group["fused"] = False
     try:
@@ -286,16 +417,6 @@ def fused_steps_guarded(optimizer: Optimizer) -> Iterator[None]:
 
 
 # -- what an optimizer holds beside its state ------------------------------------------------------------------------
-
-
-def make_hook_tables(*optimizers: Optimizer) -> None:
-    """Give optimizers the tables of hooks that torch's own constructor makes, where they have none.
-
-    Those around another optimizer, as Lookahead, often don't call it.
-    """
-    for optimizer, name in itertools.product(optimizers, HOOKS):
-        if name not in optimizer.__dict__:
-            setattr(optimizer, name, OrderedDict())
 
 
 def remake_first_state(optimizer: Optimizer, master: Tensor) -> None:
@@ -311,10 +432,10 @@ def remake_first_state(optimizer: Optimizer, master: Tensor) -> None:
 
 
 def extras(optimizer: Optimizer) -> dict[str, Any]:
-    """Attributes that torch's pickling of optimizers forgets (LBFGS needs its own), hooks and patches left out."""
+    """Attributes that torch's pickling of optimizers forgets (LBFGS needs its own), without hooks, patches, guard."""
     kept = optimizer.__getstate__()
     return {
         name: value
         for name, value in optimizer.__dict__.items()
-        if name not in kept and name != "step" and not name.endswith("_hooks")
+        if name not in kept and name not in GUARDED and not name.endswith("_hooks")
     }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..engine.pairs import Pair
+from ..engine.params import ParamPair
 from ..engine.parts import inside
 from ..engine.schema import state_keys
 from ..optimizer import MixedPrecisionOptimizer
@@ -157,10 +157,10 @@ class _Plan:
     """
 
     def __init__(self, path: Path, found: Found, optimizer: MixedPrecisionOptimizer, names: dict[int, str]) -> None:
-        engine = optimizer.engine
+        engine = optimizer
         self._path = path
         self._found = found
-        self._pairs = engine.pairs.all
+        self._pairs = engine.params.all
         self._names = [names.get(id(pair.model), "") for pair in self._pairs]
         if "" in self._names:
             nameless = self._pairs[self._names.index("")].name
@@ -332,7 +332,7 @@ def _scaled(state: dict[str, Any], scale: Scale) -> dict[str, Any]:
     return {**state, "scale": value, "growth_tracker": min(scale.clean, int(state["growth_interval"]) - 1)}
 
 
-def _unflattened(flat: Mapping[str, Any], pairs: list[Pair], path: Path) -> dict[int, dict[str, Any]]:
+def _unflattened(flat: Mapping[str, Any], pairs: list[ParamPair], path: Path) -> dict[int, dict[str, Any]]:
     """State of one parameter that held all, in order."""
     result: dict[int, dict[str, Any]] = {i: {} for i in range(len(pairs))}
     whole = sum(pair.model.numel() for pair in pairs)

@@ -76,17 +76,18 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
             grad_accumulation=grad_accumulation,
             on_model_write=on_model_write,
             fused_step=False,  # the wrapped optimizer's own step, to the bit
+            closure="reevaluate",  # apex repeated the closure while it overflowed, whatever the wrapped class
         )
         if not verbose:
-            self._outcome.log = _Quiet()
+            self.outcome.log = _Quiet()
 
     # -- the old words -----------------------------------------------------------------------------------------------
 
     @property
     def overflow(self) -> bool:
         """Whether the last gradients that came up to the masters held inf or nan. Reading may sync with the device."""
-        verdict = self._accumulation.verdict()
-        return self.step_was_skipped if verdict is None else bool(verdict.found_inf)
+        check = self.step_state.last_check()
+        return self.step_was_skipped if check is None else bool(check.found_inf)
 
     @property
     def loss_scaler(self) -> LossScaler:
@@ -117,7 +118,7 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
     @property
     def state(self) -> Any:
         """The wrapped optimizer's state, keyed by master. May be set."""
-        return self.optimizer.state
+        return super().state
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -141,7 +142,7 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
     def _grouped(self) -> list[list[tuple[Tensor, Tensor]]]:
         """Per group, each (model parameter, master); the same one twice where it is its own master."""
         pairs = zip(self.model_params(), self.master_params(), strict=True)
-        return [list(itertools.islice(pairs, len(group["params"]))) for group in self._holder.param_groups]
+        return [list(itertools.islice(pairs, len(group["params"]))) for group in self.inner.param_groups]
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
@@ -164,7 +165,7 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
             retain_graph: As for ``torch.Tensor.backward``.
             create_graph, inputs, scaler: As for ``MixedPrecisionOptimizer.backward``.
         """
-        if not self._gradients.any_there():  # cleared by the model
+        if not self.step_state.has_gradients():  # cleared by the model
             self._count_unstepped_overflow()
         super().backward(
             loss,
@@ -174,7 +175,7 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
             inputs=inputs,
             scaler=scaler,
         )
-        if update_master_grads and not self._accumulation.waits():
+        if update_master_grads and not self.step_state.waits_for_reduction():
             self.update_master_grads()
 
     def zero_grad(self, set_grads_to_None: bool = False, set_to_none: bool | None = None) -> None:  # type: ignore[override]
@@ -193,13 +194,9 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
         Otherwise the scale would never go down. An overflow for which a closure's evaluation lowered the scale already
         is not counted again.
         """
-        verdict = self._accumulation.verdict()
-        if verdict is not None and bool(verdict.found_inf):
-            self._close(verdict, skipped=True)
-
-    def _evaluates_again(self) -> bool:
-        """True: apex repeated the closure while it overflowed, whatever the wrapped class."""
-        return True
+        check = self.step_state.last_check()
+        if check is not None and bool(check.found_inf):
+            self._record(check, skipped=True)
 
     def clip_master_grads(
         self,
@@ -214,8 +211,8 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
             The norm before clipping: float32, 0-dim, on the device. -1 after an overflow. No host sync.
         """
         norm = super().clip_master_grads(max_norm, norm_type, error_if_nonfinite, params)
-        verdict = self._accumulation.verdict()
-        return norm if verdict is None else torch.where(verdict.found_inf > 0, torch.full_like(norm, -1.0), norm)
+        check = self.step_state.last_check()
+        return norm if check is None else torch.where(check.found_inf > 0, torch.full_like(norm, -1.0), norm)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """The masters' gradients, unscaled, in a list per group; None after an overflow. Syncs with the device."""
@@ -236,7 +233,7 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
         ``optimizer_state_dict`` (the wrapped optimizer's own) and ``fp32_from_fp16`` (masters, a list per group).
         Tensors are references, as in torch.
         """
-        sizes = [len(group["params"]) for group in self._holder.param_groups]
+        sizes = [len(group["params"]) for group in self.inner.param_groups]
         state: dict[str, Any] = face_state(
             super().state_dict(compact=compact), sizes, self.scaler.dynamic, self.overflow
         )

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from .. import kernels
 from ..engine.arguments import check_number
 from ..engine.diagnostics import Overflow, SkipLog, describe, overflows_from_flags
-from ..engine.outcome import check_consecutive, counters, follow, note, room_for
+from ..engine.outcome import check_consecutive, counters, note, room_for, update_scale
 from ..engine.wrapped_step import found_inf_given, supports_found_inf
 from ..kernels import backends
 from ..optimizer import MixedPrecisionOptimizer
@@ -58,14 +58,14 @@ class _Record:
 
     Attributes:
         gradients: The optimizer's.
-        driven: Whether it is a wrapper that has unscaled its gradients itself.
+        wraps: Whether it is a ``MixedPrecisionOptimizer``, which has checked its gradients itself.
         skipped: Whether its last step was skipped: decided, or the device's flag (float32, 0-dim). None where there was
             nothing to step.
     """
 
     def __init__(self) -> None:
         self.gradients = OptimizerGradients()
-        self.driven = False
+        self.wraps = False
         self.skipped: bool | Tensor | None = None
         self._blamed: list[tuple[list[Place], Tensor]] = []
         self._told: list[Overflow] = []
@@ -76,11 +76,11 @@ class _Record:
         """A step was decided on the host. No sync.
 
         Args:
-            told: Whom the optimizer blames, where it was ``driven``.
+            told: Whom the optimizer blames, where it ``wraps``.
         """
         self.skipped, self._told, self._blamed = skipped, told, []
-        for places, sweep in self.gradients.checked if skipped else ():
-            self._blamed.append((places, sweep.stats.nonfinite.clone()))
+        for places, stats in self.gradients.checked if skipped else ():
+            self._blamed.append((places, stats.nonfinite.clone()))
 
     def close_on_device(self, found_inf: Tensor, counted: Tensor) -> None:
         """Nobody has looked at a step: count it if it was skipped. No sync.
@@ -88,7 +88,7 @@ class _Record:
         What is noted stays in one place, so that a CUDA graph that is replayed goes on writing there.
         """
         checked = self.gradients.checked
-        flags = [sweep.stats.nonfinite for _, sweep in checked]
+        flags = [stats.nonfinite for _, stats in checked]
         self._kept = room_for(flags, self._kept)
         if self._last is None or self._last.device != found_inf.device:
             self._last = torch.zeros((), dtype=torch.float32, device=found_inf.device)
@@ -98,7 +98,7 @@ class _Record:
 
     def release(self) -> None:
         """Let go of the gradients."""
-        self.driven = False
+        self.wraps = False
         # `checked` too: gradients that were cleared since they were unscaled are in no row.
         if self.gradients.rows or self.gradients.foreign or self.gradients.checked:
             self.gradients.release()
@@ -355,16 +355,14 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         """torch's hook, from which ``unscale_`` and torch's other methods get their flags."""
         record = self._record_of(optimizer)
-        if isinstance(optimizer, MixedPrecisionOptimizer):
-            optimizer.check_driven()
-            at_once = optimizer.unscale_driven(inv_scale)
-            if at_once is not None:
-                record.driven = True
-                if self._rule.follows_norms:
-                    self._rule.see(optimizer.engine.gradients.largest_norm(self._rule.growth_tracker.device))
-                return {at_once.device: at_once}
-            with optimizer.engine.accumulation.rewriting():  # their versions move, and they are no others for that
-                return self._unscale_in_place(optimizer, inv_scale, found_inf, allow_fp16)
+        if isinstance(optimizer, MixedPrecisionOptimizer) and optimizer.master_weights != "none":
+            found_by_it = optimizer.check_external(inv_scale)
+            if found_by_it is None:
+                return {}
+            record.wraps = True
+            if self._rule.follows_norms:
+                self._rule.see(optimizer.gradients.largest_norm(self._rule.growth_tracker.device))
+            return {found_by_it.device: found_by_it}
         return self._unscale_in_place(optimizer, inv_scale, found_inf, allow_fp16)
 
     def _unscale_in_place(
@@ -435,7 +433,7 @@ class GradScaler(torch.amp.GradScaler):
     def _clip(self, optimizer: Optimizer, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         found = self._found_for_clipping(optimizer)
         record = self._record_of(optimizer)
-        if record.driven and isinstance(optimizer, MixedPrecisionOptimizer):
+        if record.wraps and isinstance(optimizer, MixedPrecisionOptimizer):
             return optimizer.clip_master_grads(max_norm, norm_type, error_if_nonfinite)
         gradients = record.gradients
         gradients.collect(optimizer)
@@ -557,12 +555,23 @@ class GradScaler(torch.amp.GradScaler):
                 optimizer.step()  # which refuses gradients that wait in the model, where it has a scale of its own
             self._warn_no_gradients(optimizer)
             return None, None
+        if isinstance(optimizer, MixedPrecisionOptimizer):
+            return self._step_wrapper(optimizer, found, args, kwargs)
         if not kernels.is_host(found.device) and self._skips_on_device(optimizer):
             with found_inf_given(optimizer, found):
                 return optimizer.step(*args, **kwargs), found
         if bool(found):
             return None, True
         return optimizer.step(*args, **kwargs), False
+
+    def _step_wrapper(
+        self, optimizer: MixedPrecisionOptimizer, found: Tensor, args: Any, kwargs: Any
+    ) -> tuple[Any, bool | Tensor | None]:
+        """torch's protocol: the wrapper decides and counts, also a skip, of which :meth:`update` logs."""
+        optimizer.outcome.log.grad_scaler_logs = True
+        with found_inf_given(optimizer, found):
+            result = optimizer.step(*args, **kwargs)
+        return result, optimizer.outcome.last
 
     def _skips_on_device(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer can skip without a look at the flag, which would wait for a device."""
@@ -596,8 +605,7 @@ class GradScaler(torch.amp.GradScaler):
         record = self._records[optimizer]
         told: list[Overflow] = []
         if skipped is True and isinstance(optimizer, MixedPrecisionOptimizer):
-            optimizer.note_left_out(is_logged=True)  # update() logs it
-            told = optimizer.overflow_report() if record.driven else told
+            told = optimizer.overflow_report() if record.wraps else told
         if isinstance(skipped, Tensor):
             if self._skips_counted is None:
                 self._skips_counted = counters(skipped.device)[1]
@@ -656,7 +664,7 @@ class GradScaler(torch.amp.GradScaler):
         if found is None:
             return
         old = float(self._rule.scale) if skipped else 0.0
-        follow(self._rule, found)
+        update_scale(self._rule, found)
         report = [overflow for record in skipped for overflow in record.report()] if skipped else []
         if skipped:
             self._log.skipped(self._rule, old, report, finite)

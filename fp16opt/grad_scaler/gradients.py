@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .. import kernels
 from ..engine.diagnostics import describe
-from ..engine.gradients import Sight
-from ..engine.pairs import HALF_DTYPES, OWN_DTYPES, name_of
-from ..engine.sweep import Sweep, coalesced, total_norm, vector_norm
+from ..engine.gradients import coalesced, round_to, total_norm, vector_norm
+from ..engine.params import HALF_DTYPES, OWN_DTYPES, name_of
+from ..engine.step_state import GradientStamp
 from ..kernels import backends
 
 _SERVED = (*HALF_DTYPES, *OWN_DTYPES)
@@ -68,19 +69,19 @@ class OptimizerGradients:
         foreign: Parameters whose gradients are tensor subclasses with operations of their own (DTensor); torch's
             operations serve them.
         rows: The others, by device.
-        checked: Those that were unscaled, and the pass that has found their flags.
+        checked: Those that were unscaled, and what the pass has found in them.
     """
 
     def __init__(self) -> None:
-        self._sweeps: dict[torch.device, Sweep] = {}
+        self._stats: dict[torch.device, kernels.GradStats] = {}
         self.release()
 
     def release(self) -> None:
         """Let go of the gradients."""
         self.rows: list[Rows] = []
         self.foreign: list[Tensor] = []
-        self._measured: Sight | None = None
-        self.checked: list[tuple[list[Place], Sweep]] = []
+        self._measured: GradientStamp | None = None
+        self.checked: list[tuple[list[Place], kernels.GradStats]] = []
 
     def params(self) -> Iterator[Tensor]:
         """The parameters that have a gradient."""
@@ -175,12 +176,12 @@ class OptimizerGradients:
         found = {}
         with torch.no_grad():
             for rows in self.rows:
-                sweep = self._sweep(rows)
-                _unscale(rows.values, sweep, inv_scale.to(rows.device, non_blocking=True))
-                self.checked.append((rows.places, sweep))
-                found[rows.device] = sweep.stats.found_inf
+                stats = self._stats_of(rows)
+                _unscale(rows.values, stats, inv_scale.to(rows.device, non_blocking=True))
+                self.checked.append((rows.places, stats))
+                found[rows.device] = stats.found_inf
         if all([rows.is_dense() for rows in self.rows]):  # noqa: C419
-            self._measured = Sight(self._grads())
+            self._measured = GradientStamp(self._grads())
         return found
 
     def unscale_and_clip(self, inv_scale: Tensor, max_norm: float) -> tuple[Tensor, Tensor] | None:
@@ -195,12 +196,12 @@ class OptimizerGradients:
         (rows,) = self.rows
         if not rows.is_plain or any([value.dtype is not torch.float32 for value in rows.values]):  # noqa: C419
             return None
-        sweep, inv_scale = self._sweep(rows), inv_scale.to(rows.device, non_blocking=True)
-        sweep.look(rows.values, inv_scale)
-        norm, factor = backends.decide_clip(sweep.stats.norm, sweep.stats.found_inf, max_norm)
-        sweep.write(rows.values, rows.values, inv_scale, factor)
-        self.checked, self._measured = [(rows.places, sweep)], None
-        return norm, sweep.stats.found_inf
+        stats, inv_scale = self._stats_of(rows), inv_scale.to(rows.device, non_blocking=True)
+        kernels.multi_tensor_check(rows.values, inv_scale, stats)
+        norm, factor = backends.decide_clip(stats.norm, stats.found_inf, max_norm)
+        kernels.multi_tensor_unscale_clipped(rows.values, rows.values, inv_scale, factor)
+        self.checked, self._measured = [(rows.places, stats)], None
+        return norm, stats.found_inf
 
     def norm(self, norm_type: float, device: torch.device) -> Tensor:
         """The norm over all gradients: float64, 0-dim, on ``device``. No host sync.
@@ -214,9 +215,9 @@ class OptimizerGradients:
                 dense = [grad._values() if grad.layout is torch.sparse_coo else grad for grad in grads]
                 parts = [vector_norm(grad, norm_type) for grad in dense if grad.numel()]
             elif self._is_measured():
-                parts = [sweep.stats.norm for _, sweep in self.checked]
+                parts = [stats.norm for _, stats in self.checked]
             else:
-                parts = [self._sweep(rows).norm(rows.values) for rows in self.rows]
+                parts = [kernels.multi_tensor_l2norm(rows.values)[0] for rows in self.rows]
             return total_norm(parts, norm_type, device)
 
     def largest_norm(self, device: torch.device) -> Tensor:
@@ -224,7 +225,7 @@ class OptimizerGradients:
 
         Of DTensors the norms over all ranks: a message each.
         """
-        norms = [sweep.largest_norm().to(device) for _, sweep in self.checked]
+        norms = [stats.sumsq.amax().sqrt().float().to(device) for _, stats in self.checked]
         for grad in (param.grad for param in self.foreign):
             if grad is not None:
                 norm = torch.linalg.vector_norm(grad.detach(), dtype=torch.float32)
@@ -234,14 +235,14 @@ class OptimizerGradients:
     def scale(self, factor: Tensor) -> None:
         """Multiply all gradients by ``factor`` (float32, 0-dim), in place. On the CPU 1.0 touches no memory."""
         for rows in self.rows:
-            self._sweep(rows).scale(rows.values, factor.to(rows.device))
+            kernels.multi_tensor_scale(rows.values, factor.to(rows.device))
 
-    def _sweep(self, rows: Rows) -> Sweep:
+    def _stats_of(self, rows: Rows) -> kernels.GradStats:
         """Kept while as many gradients come as before."""
-        sweep = self._sweeps.get(rows.device)
-        if sweep is None or len(sweep.stats.nonfinite) != len(rows.values):
-            sweep = self._sweeps[rows.device] = Sweep(rows.device, len(rows.values))
-        return sweep
+        stats = self._stats.get(rows.device)
+        if stats is None or len(stats.nonfinite) != len(rows.values):
+            stats = self._stats[rows.device] = kernels.GradStats.allocate(len(rows.values), rows.device)
+        return stats
 
     def _grads(self) -> list[Tensor | None]:
         """As they are now; None where one was cleared."""
@@ -249,18 +250,18 @@ class OptimizerGradients:
 
     def _is_measured(self) -> bool:
         """Whether no gradient came, was written or replaced since :meth:`unscale` summed its squares."""
-        now = self._grads()
-        return self._measured is not None and len(now) == len(self._measured.grads) and not self._measured.moved(now)
+        return self._measured is not None and self._measured.compare(self._grads()) == ([], [])
 
 
-def _unscale(values: list[Tensor], sweep: Sweep, inv_scale: Tensor) -> None:
+def _unscale(values: list[Tensor], stats: kernels.GradStats, inv_scale: Tensor) -> None:
     halves = [row for row, value in enumerate(values) if value.dtype in HALF_DTYPES]
     outs = list(values)
     for row in halves:
         outs[row] = torch.empty_like(values[row], dtype=torch.float32)
-    sweep.take(values, outs, inv_scale)
+    kernels.multi_tensor_unscale(values, outs, inv_scale, stats)
     if halves:
-        sweep.round(halves, [outs[row] for row in halves], [values[row] for row in halves])
+        wide = [out if row in halves else None for row, out in enumerate(outs)]
+        round_to(wide, [value if row in halves else None for row, value in enumerate(values)], stats)
 
 
 def _is_foreign(grad: Tensor) -> bool:

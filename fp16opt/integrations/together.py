@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..engine.arguments import make_scaler
-from ..engine.outcome import follow, warn_no_gradients
-from ..engine.pairs import HALF_DTYPES
+from ..engine.outcome import update_scale, warn_no_gradients
+from ..engine.params import HALF_DTYPES
 from ..optimizer import MixedPrecisionOptimizer
 from ..scaling import LossScaler
 
@@ -39,7 +39,7 @@ class _Round:
         first, *others = self.found.values()
         found = first if not others else torch.stack([first, *(one.to(first.device) for one in others)]).amax()
         self.found = {}
-        follow(self.scaler, found)
+        update_scale(self.scaler, found)
 
 
 class SharedLossScaler(LossScaler):
@@ -230,16 +230,15 @@ class Together:
 
     def arrived(self) -> None:
         """The backward is over. No host sync."""
-        engines = [one.engine for one in self.optimizers]
-        for engine in engines:
-            engine.accumulation.arrived()
-        if not any(engine.gradients.any_there() or engine.pairs.has_pieces for engine in engines):
-            warn_no_gradients([name for engine in engines for name in engine.pairs.names], self._warned)
+        for one in self.optimizers:
+            one.step_state.end_backward(stamp=True)
+        if all(one.step_state.found_none() and not one.params.has_dtensors for one in self.optimizers):
+            warn_no_gradients([name for one in self.optimizers for name in one.params.names], self._warned)
 
     def interrupt(self) -> None:
         """The backward has raised, so gradients are incomplete."""
         for one in self.optimizers:
-            one.engine.accumulation.interrupt()
+            one.step_state.interrupt()
 
     def clip_grad_norm(self, params: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the master gradients of the model's parameters ``params`` to one norm over all of them.

@@ -71,3 +71,33 @@ __all__ = [
     "multi_tensor_unscale",
     "multi_tensor_unscale_clipped",
 ]
+
+
+# TEMPORARY
+def _alias(f):
+    import functools
+
+    @functools.wraps(f)
+    def g(*a, cache=None, **k):
+        if cache is not None:
+            k["tables"] = cache
+        return f(*a, **k)
+
+    return g
+
+
+for _n in list(globals()):
+    if _n.startswith("multi_tensor_"):
+        globals()[_n] = _alias(globals()[_n])
+CallCache = PointerTables
+multi_tensor_refresh_masters = globals()["multi_tensor_take"]
+multi_tensor_reset_remainders = globals()["multi_tensor_renew"]
+from . import calls as _c
+from . import operations as _o
+from . import state8 as _s8
+
+_c.CallCache = PointerTables
+for _m in (_s8, _o):
+    for _n in list(vars(_m)):
+        if _n.startswith("multi_tensor_") or _n == "step_columns":
+            setattr(_m, _n, _alias(getattr(_m, _n)))

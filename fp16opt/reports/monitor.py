@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from ..engine.arguments import check_number
 from ..engine.dtensors import local
 from ..engine.outcome import read_at_once
-from ..engine.pairs import HALF_DTYPES, Pair
-from ..engine.parts import Engine, inside
+from ..engine.params import HALF_DTYPES, ParamPair
+from ..engine.parts import Wrapper, inside
 from ..kernels.counters import GRAD
 from ..optimizer import MixedPrecisionOptimizer
 from .sinks import JsonLines, Record, Sink, make_sink
@@ -122,7 +122,7 @@ class Monitor:
         sinks = to if isinstance(to, (list, tuple)) else [to]
         self.every, self.depth, self.steps = int(every), depth, int(start)
         self._sinks: list[Sink] = [make_sink(one) for one in sinks]
-        self._engine: Engine | None = wrapper.engine
+        self._engine: Wrapper | None = wrapper
         self._writes = _rank() == 0
         self._waiting: list[_Step] = []
         self._sample: _Sample | None = None
@@ -242,12 +242,12 @@ class Monitor:
         if self.steps % self.every == 0:
             self._arm()
 
-    def _note(self, parts: Engine, seconds: float | None) -> None:
+    def _note(self, parts: Wrapper, seconds: float | None) -> None:
         """What every step gives, without a look at a device."""
         if not self._writes:
             return
         last, clipped = parts.outcome.last, parts.outcome.clipped
-        pending = parts.accumulation.last
+        pending = parts.step_state.last
         scale = parts.scaler.scale if pending is None else pending.scale
         skipped = last.clone() if isinstance(last, Tensor) else last
         self._waiting.append(_Step(self.steps, seconds, scale, skipped, None if clipped is self._clipped else clipped))
@@ -259,35 +259,35 @@ class Monitor:
 
     def _looks(self) -> bool:
         """Whether this rank reads tensors: rank 0, or all where each has a part of the masters."""
-        return self._writes or (self._engine is not None and not self._engine.accumulation.ranks.alone)
+        return self._writes or (self._engine is not None and not self._engine.step_state.ranks.alone)
 
     def _arm(self) -> None:
         """The next step is sampled: where gradients are folded into FP32 sums, look at each before it goes."""
         parts = self._engine
-        if parts is None or parts.choices.grad_accumulation != "fp32" or not self._looks():
+        if parts is None or parts.config.grad_accumulation != "fp32" or not self._looks():
             return
         sample = self._sample = _Sample()
-        for position, pair in enumerate(parts.pairs.all):
+        for position, pair in enumerate(parts.params.all):
             if pair.model.dtype in HALF_DTYPES and pair.model.requires_grad and pair.model.is_leaf:
                 fold = _folder(sample, position)
                 self._folding.append(pair.model.register_post_accumulate_grad_hook(fold))  # type: ignore[no-untyped-call]
 
-    def _masters(self, parts: Engine) -> Earlier:
+    def _masters(self, parts: Wrapper) -> Earlier:
         """Some elements of all that is stepped, as they are now."""
         masters: dict[int, Tensor] = {}
         joined: Earlier = []
-        for position, pair in enumerate(parts.pairs.all):
+        for position, pair in enumerate(parts.params.all):
             if pair.master is not pair.model and not parts.masters.are_whole:  # each in memory of its own, for a moment
                 joined += take({position: _stepped(parts, pair)})
             elif pair.master is not pair.model or pair.model.requires_grad:
                 masters[position] = _stepped(parts, pair)
         return take(masters) + joined
 
-    def _look(self, parts: Engine, sample: _Sample) -> Tensor:
+    def _look(self, parts: Wrapper, sample: _Sample) -> Tensor:
         """Numbers of the gradients that are there now, of each unscaled and before the clip."""
-        pending = parts.accumulation.pending or parts.accumulation.last
+        pending = parts.step_state.pending or parts.step_state.last
         clipped = parts.outcome.clipped
-        grads = [_gradient(pair, parts.gradients.own_are_scaled) for pair in parts.pairs.all]
+        grads = [_gradient(pair, parts.gradients.own_are_scaled) for pair in parts.params.all]
         found = of_gradients([grad for grad, _ in grads], parts.device)
         folded = [position for position in sample.folded if grads[position][0] is not None]
         for position in folded:  # the sum is that of the FP32 gradient; shares and the largest are of those folded in
@@ -301,13 +301,13 @@ class Monitor:
         found[:, _SUMSQ] *= as_it_lies.square()
         as_it_lies[folded] = inverse
         found[:, _LARGEST] *= as_it_lies
-        if parts.accumulation.stage.value in ("looked", "taken"):  # then the sums are known, from before any clip
-            for group, one in zip(parts.pairs.devices, parts.gradients.stats, strict=True):
+        if parts.step_state.stage.value in ("looked", "taken"):  # then the sums are known, from before any clip
+            for group, one in zip(parts.params.devices, parts.gradients.stats, strict=True):
                 rows = [at for at, position in enumerate(group.positions) if grads[position][0] is not None]
                 found[[group.positions[at] for at in rows], _SUMSQ] = one.sumsq[rows].to(found)
         return found
 
-    def _finish_sample(self, opt: Any, parts: Engine, sample: _Sample) -> None:
+    def _finish_sample(self, opt: Any, parts: Wrapper, sample: _Sample) -> None:
         begun = time.perf_counter()
         for handle in self._folding:
             handle.remove()
@@ -315,7 +315,7 @@ class Monitor:
         with torch.no_grad():
             if sample.gradients is None:  # of a closure
                 sample.gradients = self._look(parts, sample)
-            pairs = parts.pairs.all
+            pairs = parts.params.all
 
             def now(position: int) -> tuple[Tensor, Tensor]:
                 return _stepped(parts, pairs[position]), local(pairs[position].model.detach())
@@ -340,8 +340,8 @@ class Monitor:
         parts = self._engine
         if parts is None:
             return
-        mine = [(_prefix(pair.name, self.depth), _kind(pair)) for pair in parts.pairs.all]
-        everyone = [mine] if parts.accumulation.ranks.alone else _all_gathered(mine)
+        mine = [(_prefix(pair.name, self.depth), _kind(pair)) for pair in parts.params.all]
+        everyone = [mine] if parts.step_state.ranks.alone else _all_gathered(mine)
         self._kinds: dict[str, dict[str, Any]] = {}
         for name, kind in (row for rows in everyone for row in rows):
             self._kinds.setdefault(name, kind)
@@ -349,12 +349,12 @@ class Monitor:
         place = {name: number for number, name in enumerate(self._rows)}
         self._places = [place[name] for name, _ in mine]
 
-    def _gather(self, parts: Engine, numbers: Tensor) -> list[list[float]]:
+    def _gather(self, parts: Wrapper, numbers: Tensor) -> list[list[float]]:
         """By row: sums over its parameters and over the ranks, and the largest gradient. Syncs once."""
-        ranks, device = parts.accumulation.ranks, parts.device
+        ranks, device = parts.step_state.ranks, parts.device
         self._follow(parts)
         if not ranks.alone:
-            counted = [ranks.counted(model) for model in parts.pairs.models]
+            counted = [ranks.counted(model) for model in parts.params.models]
             others = ~torch.tensor(counted, dtype=torch.bool, device="cpu").to(device)
             numbers = numbers.masked_fill(others[:, None], 0.0)
         rows = torch.tensor(self._places, dtype=torch.int64, device="cpu").to(device)
@@ -366,9 +366,9 @@ class Monitor:
         read: list[list[float]] = table.tolist()
         return read
 
-    def _follow(self, parts: Engine) -> None:
+    def _follow(self, parts: Wrapper) -> None:
         """Rows of parameters that came since, as ``add_param_group`` brings them: rows of their own."""
-        for pair in parts.pairs.all[len(self._places) :]:
+        for pair in parts.params.all[len(self._places) :]:
             name = _prefix(pair.name, self.depth)
             if name not in self._kinds:
                 self._kinds[name] = _kind(pair)
@@ -412,12 +412,12 @@ def _folder(sample: _Sample, position: int) -> Callable[[Tensor], None]:
     return fold
 
 
-def _stepped(parts: Engine, pair: Pair) -> Tensor:
+def _stepped(parts: Wrapper, pair: ParamPair) -> Tensor:
     """This rank's piece of what the optimizer steps for a pair; of split masters a new tensor."""
     return local(pair.model.detach() if pair.master is pair.model else parts.masters.read([pair])[0])
 
 
-def _gradient(pair: Pair, own_are_scaled: bool) -> tuple[Tensor | None, bool]:
+def _gradient(pair: ParamPair, own_are_scaled: bool) -> tuple[Tensor | None, bool]:
     """(this rank's piece of a pair's gradient as it lies in memory, whether it is still scaled)."""
     own = pair.master is pair.model
     grad = GRAD.__get__(pair.model)
@@ -469,7 +469,7 @@ def _of_stats(stats: dict[str, float]) -> Record:
     return {"loss_scale": stats["loss_scale"], **{name: stats[name] for name in names}}
 
 
-def _kind(pair: Pair) -> dict[str, Any]:
+def _kind(pair: ParamPair) -> dict[str, Any]:
     dtype, stepped = (str(one.dtype).removeprefix("torch.") for one in (pair.model, pair.master))
     return {"dtype": dtype, "stepped": stepped, "elements": pair.model.numel()}
 

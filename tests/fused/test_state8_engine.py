@@ -460,7 +460,6 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "8bit": ('optimizer_state="8bit"', {"optimizer_state": "8bit"}),
     "split24": ('master_weights="split24"', {"master_weights": "split24"}),
     "release": ("gradient_release=True", {"gradient_release": True}),
-    "held": ("gradient_release='held'", {"gradient_release": "held"}),
 }
 LATER: dict[str, tuple[dict[str, Any], torch.dtype, str]] = {
     "float64": ({}, torch.float64, "parameter 'group 1, param 0' is float64"),

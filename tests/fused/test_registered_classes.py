@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from engine.checks import assert_same
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from fp16opt import MixedPrecisionOptimizer, register_one_pass
-from fp16opt.engine import one_pass_rows, one_pass_trial
+from fp16opt import MixedPrecisionOptimizer, certify, register_fused_step, register_one_pass
+from fp16opt.engine import fused_registry
 from fused import oracle_fused as oracle
 from fused.oracle_fused import Element
 from fused.test_fused_steps import give_grads, parameters
@@ -45,7 +46,7 @@ class PlainLion(Optimizer):
 
 LION_KEYS = {"lr": "rate", "betas": ("b1", "b2"), "weight_decay": "decay"}
 TORCHS = {name: name for name in ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")}
-register_one_pass(PlainLion, "lion", LION_KEYS)
+register_fused_step(PlainLion, "lion", LION_KEYS)
 
 
 def half() -> Tensor:
@@ -116,9 +117,11 @@ def test_a_copy_where_the_class_is_not_registered(monkeypatch: pytest.MonkeyPatc
     """It steps itself; released gradients have no other step, and say so."""
     plain = MixedPrecisionOptimizer(PlainLion([half()]))
     released = MixedPrecisionOptimizer(PlainLion([half()]), gradient_release=True)
-    monkeypatch.delitem(one_pass_rows.ROWS, PlainLion)
+    monkeypatch.delitem(fused_registry._SPECS, PlainLion)
     assert "step: general (PlainLion is not exactly SGD" in repr(copy.deepcopy(plain))
-    with pytest.raises(ValueError, match=r"PlainLion is not exactly SGD.*Call fp16opt.register_one_pass for it first"):
+    with pytest.raises(
+        ValueError, match=r"PlainLion is not exactly SGD.*Call fp16opt.register_fused_step for it first"
+    ):
         copy.deepcopy(released)
 
 
@@ -127,9 +130,9 @@ def test_a_copy_where_the_class_is_not_registered(monkeypatch: pytest.MonkeyPatc
 
 def test_a_decoupled_lion_of_the_package_is_not_taken_for_a_plain_one() -> None:
     inner = lion_of_package()([half()], lr=1e-4, weight_decay=0.1, decoupled_weight_decay=True)
-    with pytest.raises(ValueError, match=r"Lion, with the settings of group 0, gives other weights: .* after 1 step"):
+    with pytest.raises(ValueError, match="fused_step=True can't be served: Lion has decoupled_wd=True"):
         MixedPrecisionOptimizer(inner, fused_step=True)
-    assert "step: general (Lion, with the settings of group 0" in repr(MixedPrecisionOptimizer(inner))
+    assert "step: general (Lion has decoupled_wd=True" in repr(MixedPrecisionOptimizer(inner))
 
 
 def test_the_package_is_not_imported_for_us() -> None:
@@ -173,42 +176,45 @@ class Nested(Renamed):
     pass
 
 
-register_one_pass(Bold, "adamw", TORCHS)
-register_one_pass(OwnState, "lion", LION_KEYS)
-register_one_pass(Counting, "adam", TORCHS)
-register_one_pass(Raising, "sgd", {"lr": "lr"})
-register_one_pass(Renamed, "sgd", {"lr": "rate"})
+register_fused_step(Bold, "adamw", TORCHS)
+register_fused_step(OwnState, "lion", LION_KEYS)
+register_fused_step(Counting, "adam", TORCHS)
+register_fused_step(Raising, "sgd", {"lr": "lr"})
+register_fused_step(Renamed, "sgd", {"lr": "rate"})
 
 DIFFERENT: dict[type[Optimizer], str] = {
-    Bold: r"Bold, with the settings of group 0, .* after 1 step",
+    Bold: "Bold gives other .* after 1 step",
     OwnState: r"keeps state \['exp_avg', 'velocity'\] where \['exp_avg'\] is wanted, after 1 step",
-    Counting: r"Counting, .* keeps 'step' as int where a tensor is wanted, after 1 step",
-    Raising: r"can't be tried on small tensors: OSError: not here",
-    Renamed: "group 0 has no 'rate'",
-    Nested: "Nested is not exactly SGD",
+    Counting: "Counting keeps 'step' as int where a tensor is wanted, after 1 step",
+    Raising: "step raised OSError: not here",
+    Renamed: "Renamed has no 'rate' in its groups",
 }
 
 
 @pytest.mark.parametrize("cls", DIFFERENT, ids=lambda cls: cls.__name__)
-def test_a_class_that_steps_otherwise_steps_itself(cls: Any) -> None:
-    with pytest.raises(ValueError, match=f"fused_step=True can't be served: .*{DIFFERENT[cls]}"):
-        MixedPrecisionOptimizer(cls([half()], lr=0.01), fused_step=True)
-    assert "step: general (" in repr(MixedPrecisionOptimizer(cls([half()], lr=0.01)))
+def test_certify_says_where_a_registered_class_steps_otherwise(cls: Any) -> None:
+    check = certify(lambda params: cls(params, lr=0.01)).checks["fused_step"]
+    assert check.passed is False
+    assert re.search(DIFFERENT[cls], check.detail), check.detail
 
 
-class Momentum(SGD):
-    pass
+def test_certify_says_that_a_registered_class_steps_alike() -> None:
+    assert certify(lambda params: PlainLion(params, decay=0.1)).checks["fused_step"].passed is True
+    assert certify(AdamW).checks["fused_step"].passed is None
+    assert certify(Nested).checks["fused_step"].detail == "has no fused step"
 
 
-@pytest.mark.parametrize("lr", [0.1, 1e-9])
-def test_settings_that_were_left_out_must_be_off(lr: float) -> None:
-    """However small the learning rate, at which no weight moves."""
-    register_one_pass(Momentum, "sgd", {"lr": "lr", "momentum": "momentum", "weight_decay": "weight_decay"})
-    served = Momentum([half()], lr=lr, momentum=0.9, weight_decay=1e-6)
-    assert "step: fused" in repr(MixedPrecisionOptimizer(served, fused_step=True))
-    for more in ({"nesterov": True, "momentum": 0.9}, {"dampening": 0.5, "momentum": 0.9}, {"maximize": True}):
-        with pytest.raises(ValueError, match="gives other"):
-            MixedPrecisionOptimizer(Momentum([half()], lr=lr, **more), fused_step=True)  # type: ignore[arg-type]
+def test_a_registered_class_is_trusted_and_another_is_not_served() -> None:
+    assert "step: fused" in repr(MixedPrecisionOptimizer(Bold([half()]), fused_step=True))
+    for cls, message in ((Renamed, "group 0 has no 'rate'"), (Nested, "Nested is not exactly SGD")):
+        with pytest.raises(ValueError, match=f"fused_step=True can't be served: {message}"):
+            MixedPrecisionOptimizer(cls([half()], lr=0.01), fused_step=True)
+        assert "step: general (" in repr(MixedPrecisionOptimizer(cls([half()], lr=0.01)))
+
+
+def test_the_old_name_warns() -> None:
+    with pytest.warns(DeprecationWarning, match="register_one_pass is called fp16opt.register_fused_step now"):
+        register_one_pass(PlainLion, "lion", LION_KEYS)
 
 
 REFUSED: list[tuple[type[Exception], str, tuple[Any, Any, Any]]] = [
@@ -224,8 +230,8 @@ REFUSED: list[tuple[type[Exception], str, tuple[Any, Any, Any]]] = [
      (Nested, "sgd", {"lr": 0.1})),
     (TypeError, r"hyperparameters\['betas'\]: expected a key .*, or a tuple of two, got \('b1',\)",
      (Nested, "lion", {"lr": "lr", "betas": ("b1",)})),
-    (ValueError, "cls: AdamW has a one-pass step already", (AdamW, "adamw", TORCHS)),
-    (ValueError, "cls: PlainLion has a one-pass step already, with other settings",
+    (ValueError, "cls: AdamW has a fused step already", (AdamW, "adamw", TORCHS)),
+    (ValueError, "cls: PlainLion has a fused step already, with other settings",
      (PlainLion, "lion", {"lr": "rate", "betas": ("b1", "b2")})),
 ]  # fmt: skip
 
@@ -233,125 +239,5 @@ REFUSED: list[tuple[type[Exception], str, tuple[Any, Any, Any]]] = [
 @pytest.mark.parametrize(("error", "message", "given"), REFUSED, ids=[message[:60] for _, message, _ in REFUSED])
 def test_what_registering_refuses(error: type[Exception], message: str, given: tuple[Any, Any, Any]) -> None:
     with pytest.raises(error, match=message):
-        register_one_pass(*given)
-    register_one_pass(PlainLion, "lion", LION_KEYS)  # the same again changes nothing
-
-
-class Cautious(PlainLion):
-    """Steps otherwise where a group says so."""
-
-    def __init__(self, params: Any, **more: Any) -> None:
-        super().__init__(params, **more)
-        self.defaults["cautious"] = False
-        for group in self.param_groups:
-            group.setdefault("cautious", False)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        before = [[p.clone() for p in group["params"]] for group in self.param_groups]
-        super().step()
-        for group, olds in zip(self.param_groups, before, strict=True):
-            for p, old in zip(group["params"], olds, strict=True):
-                if group["cautious"]:
-                    p.copy_(old.lerp(p, 0.5))
-
-
-register_one_pass(Cautious, "lion", LION_KEYS)
-
-
-def train_once(opt: MixedPrecisionOptimizer, *params: Tensor) -> None:
-    opt.zero_grad()
-    opt.backward(sum((p.float() * 0.5).sum() for p in params))  # type: ignore[arg-type]
-    opt.step()
-
-
-def test_settings_that_come_later_are_tried_as_well(caplog: pytest.LogCaptureFixture) -> None:
-    def made() -> tuple[Tensor, MixedPrecisionOptimizer]:
-        weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
-        return weight, MixedPrecisionOptimizer(Cautious([weight]), fused_step=True)
-
-    weight, opt = made()
-    train_once(opt, weight)
-    moved = 1 - float(next(iter(opt.master_params()))[0])
-    opt.param_groups[0]["cautious"] = True
-    train_once(opt, weight)
-    assert 1 - float(next(iter(opt.master_params()))[0]) == pytest.approx(1.5 * moved, rel=1e-3), "its own step"
-    assert "Cautious, with the settings of group 0, gives other weights" in caplog.text
-    opt.param_groups[0]["cautious"] = False
-    assert "step: fused" in repr(opt)
-    _, opt = made()
-    opt.add_param_group({"params": [half()], "cautious": True})
-    assert "step: general (Cautious, with the settings of group 1, gives other weights" in repr(opt)
-
-
-def test_a_rate_that_changes_is_no_new_kind_of_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = half()
-    opt = MixedPrecisionOptimizer(PlainLion([weight], decay=0.1), fused_step=True)
-    train_once(opt, weight)
-    tried: list[Any] = []
-    monkeypatch.setattr(one_pass_trial, "_difference", lambda *given: tried.append(given) or "")
-    for rate, decay in ((0.1, 0.1), (0.2, 0.3)):
-        opt.param_groups[0].update(rate=rate, decay=decay, b1=0.8)
-        train_once(opt, weight)
-    assert tried == []
-    opt.param_groups[0]["decay"] = 0.0
-    train_once(opt, weight)
-    train_once(opt, weight)
-    assert len(tried) == 1
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"fused_step": True},
-        {"master_weights": "split24", "fused_step": True},
-        {"gradient_release": True},
-        {"gradient_release": "held", "fused_step": True, "dynamic": True},
-    ],
-    ids=str,
-)
-def test_a_class_is_tried_once(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[Any] = []
-    monkeypatch.setattr(one_pass_trial, "_difference", lambda *given: tried.append(given) or "")
-    weight = half()
-    opt = MixedPrecisionOptimizer(PlainLion([weight]), **options)
-    train_once(opt, weight)
-    assert "fused" in repr(opt)
-    assert len(tried) == 1
-
-
-class Scheduled(AdamW):
-    """AdamW by another name."""
-
-
-register_one_pass(Scheduled, "adamw", TORCHS)
-
-
-def test_betas_that_change_are_no_new_kind_of_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = half()
-    opt = MixedPrecisionOptimizer(Scheduled([weight]), fused_step=True)
-    train_once(opt, weight)
-    tried: list[Any] = []
-    monkeypatch.setattr(one_pass_trial, "_difference", lambda *given: tried.append(given) or "")
-    for beta in (0.85, 0.8, 0.75):
-        opt.param_groups[0]["betas"] = (beta, 0.99)
-        train_once(opt, weight)
-    assert tried == []
-    opt.param_groups[0]["betas"] = (0.0, 0.99)
-    train_once(opt, weight)
-    assert len(tried) == 1
-
-
-def test_with_release_settings_that_come_later_are_refused() -> None:
-    weight = half()
-    opt = MixedPrecisionOptimizer(Cautious([weight]), gradient_release=True)
-    train_once(opt, weight)
-    with pytest.raises(ValueError, match=r"gradient_release=True needs the one-pass step.*: Cautious, with .* group 1"):
-        opt.add_param_group({"params": [half()], "cautious": True})
-    assert len(opt.param_groups) == 1
-    opt.param_groups[0]["cautious"] = True
-    before = weight.detach().clone()
-    with pytest.raises(RuntimeError, match="can't be stepped in one pass any more: Cautious, with the settings of"):
-        opt.backward(weight.float().sum())
-    assert torch.equal(weight, before)
+        register_fused_step(*given)
+    register_fused_step(PlainLion, "lion", LION_KEYS)  # the same again changes nothing

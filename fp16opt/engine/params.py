@@ -1,14 +1,15 @@
-"""Pairs: which parameters are trained, which master belongs to each, and where both lie.
+"""Parameters: which are trained, by identity and order, which master belongs to each, and where both lie.
 
-Every parameter of the wrapped optimizer is one :class:`Pair`, and one row of its :class:`DeviceGroup`: the same row in
-every list and every statistic of that device. A parameter without a master apart from itself is its own master.
+Every parameter of the wrapped optimizer is one :class:`ParamPair`, and one row of its :class:`DeviceParams`: the same
+row in every list and every statistic of that device. A parameter without a master apart from itself is its own master.
+What the wrapped optimizer's ``param_groups`` hold is the truth: :meth:`ParamTable.sync` follows it.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,56 +26,57 @@ from .dtensors import check_whole, is_sharded, local
 HALF_DTYPES = kernels.HALF_DTYPES
 OWN_DTYPES = (torch.float32, torch.float64)
 
-_PARAMS = operator.itemgetter("params")
-
 Adopt = Callable[[Tensor], Tensor]
 """Makes the master of a 16-bit parameter, optimizer state included."""
 
 
-class DeviceGroup:
+class DeviceParams:
     """The parameters of one device, in rows, as kernels take them: of DTensors this rank's pieces.
 
     Attributes:
         positions: of each row among all pairs.
+        pairs: of each row.
         models, masters: of each row.
         copied: rows whose master is a tensor apart from the model's.
         own: the others.
         copied_models, copied_masters: as ``models`` and ``masters``, None in the rows of ``own``.
         is_host: whether they can be read at once, without waiting for work that was queued.
         cast: what the last rounding of masters to the model found.
-        tables: the kernels' caches for lists of these rows, by call site.
+        caches: the kernels' caches for lists of these rows, by call site.
     """
 
-    def __init__(self, device: torch.device, positions: list[int], pairs: list[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, device: torch.device, positions: list[int], pairs: list[ParamPair]) -> None:
         self.device = device
         self.is_host = kernels.is_host(device)
         self.positions = positions
-        self.copied = [row for row, (model, master) in enumerate(pairs) if master is not model]
-        self.own = [row for row, (model, master) in enumerate(pairs) if master is model]
+        self.pairs = pairs
+        self.copied = [row for row, pair in enumerate(pairs) if pair.master is not pair.model]
+        self.own = [row for row, pair in enumerate(pairs) if pair.master is pair.model]
         self.cast = kernels.CastStats.allocate(len(pairs), device)
-        self.tables: defaultdict[str, kernels.PointerTables] = defaultdict(kernels.PointerTables)
-        self.lay(pairs)
+        self.caches: defaultdict[str, kernels.CallCache] = defaultdict(kernels.CallCache)
+        self.find_pieces()
 
     def __len__(self) -> int:
         return len(self.positions)
 
-    def lay(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Take (model, master) of each row as they are now: FSDP2 makes new pieces where a model is moved or loaded."""
-        self.models = [local(model) for model, _ in pairs]
-        self.masters = [local(master) for _, master in pairs]
+    def find_pieces(self) -> None:
+        """Take models and masters as they are now: FSDP2 makes new pieces where a model is moved or loaded."""
+        self.models = tuple([local(pair.model) for pair in self.pairs])
+        self.masters = tuple([local(pair.master) for pair in self.pairs])
         own = set(self.own)
-        self.copied_models = [None if row in own else model for row, model in enumerate(self.models)]
-        self.copied_masters = [None if row in own else master for row, master in enumerate(self.masters)]
+        self.copied_models = tuple([None if row in own else model for row, model in enumerate(self.models)])
+        self.copied_masters = tuple([None if row in own else master for row, master in enumerate(self.masters)])
 
 
 @dataclass(eq=False, slots=True)
-class Pair:
+class ParamPair:
     """A parameter of the model and what the optimizer steps for it.
 
     Attributes:
         master: FP32, or ``model`` itself.
         group, index: where the wrapped optimizer's ``param_groups`` hold it.
-        row: its row in ``device``.
+        known: the model parameter's dtype, shape and device when it came.
+        device, row: its place among the parameters of its device.
     """
 
     model: Tensor
@@ -82,11 +84,12 @@ class Pair:
     name: str
     group: int
     index: int
-    device: DeviceGroup
-    row: int
+    known: tuple[torch.dtype, torch.Size, torch.device]
+    device: Any = None
+    row: int = 0
 
 
-class Pairs:
+class ParamTable:
     """All pairs, in the order of the wrapped optimizer's param_groups.
 
     Args:
@@ -98,57 +101,109 @@ class Pairs:
         TypeError, ValueError: a parameter can't be served; nothing has been changed then.
 
     Attributes:
-        generation: grows with every change of parameters, masters or optimizer state that is not a step. What was
-            proved of them holds while it stands.
+        generation: grows with every change of parameters, masters or optimizer state that is not a step. A plan holds
+            while it stands.
         layout: grows where parameters were laid out in other strides or memory of other kinds.
         models, masters, names: of each pair.
-        places: by id of a model's parameter, where it is among them.
         devices: in the order of their first parameters.
         elsewhere: model parameters whose masters are on other ranks.
         names_elsewhere: theirs; None until :meth:`name` has given names that are the same on all ranks.
-        has_pieces: whether there are DTensors.
+        has_dtensors: whether there are DTensors.
         apart: the masters, None in place of those that are parameters themselves.
-        are_own, has_own, has_apart: whether each parameter is its own master, whether one is, whether one is not.
-        own_halves: pairs of 16-bit parameters that are their own masters.
+        master_is_model, has_own, has_apart: whether each parameter is its own master, whether one is, whether one is
+            not.
+        unmastered_half_params: pairs of 16-bit parameters that are their own masters.
     """
 
     def __init__(self, groups: list[dict[str, Any]], names: dict[int, str], adopt: Adopt | None) -> None:
         self.generation = self.layout = 0
         self.elsewhere: list[Tensor] = []
         self.names_elsewhere: list[str] | None = None
-        self.all: list[Pair] = []
+        self.all: list[ParamPair] = []
         self.group_sizes: list[int] = []
-        self._known: list[tuple[torch.dtype, torch.Size, torch.device]] = []
-        for number, group in enumerate(groups):
-            check_group(group, number, names)
-        check_apart(_labelled(groups, names))
-        for number, group in enumerate(groups):
-            self._append(group, number, names, adopt)
-        self._rebuild()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._place()  # a copy's parameters have other ids
+        self._addresses: list[int] = []
+        self._take_in(groups, names, adopt, [])
 
     def __len__(self) -> int:
         return len(self.all)
 
-    def _append(self, group: dict[str, Any], number: int, names: dict[int, str], adopt: Adopt | None) -> None:
-        params = group["params"]
-        nowhere = DeviceGroup(torch.device("cpu"), [], [])
-        for index, param in enumerate(params):
-            name = name_of(group, index, param, names) or numbered(number, index)
-            pair = Pair(param, param, name, number, index, nowhere, 0)
-            self.all.append(pair)
-            self._known.append((param.dtype, param.shape, param.device))
-            if adopt is not None and param.dtype in HALF_DTYPES and param.requires_grad:
-                pair.master = params[index] = adopt(param)
-        self.group_sizes.append(len(params))
+    # -- following the groups ----------------------------------------------------------------------------------------
+
+    def has_changed(self, groups: list[dict[str, Any]], thaws: bool) -> bool:
+        """Whether the groups hold other parameters than this table, in another order, or one was unfrozen.
+
+        Args:
+            thaws: whether 16-bit parameters get masters when they are unfrozen.
+        """
+        lists = [group["params"] for group in groups]
+        if list(map(len, lists)) != self.group_sizes:
+            return True
+        position = 0
+        for params in lists:
+            if not all(map(operator.is_, params, self.masters[position : position + len(params)])):
+                return True
+            position += len(params)
+        return thaws and any(pair.model.requires_grad for pair in self.unmastered_half_params)
+
+    def sync(self, groups: list[dict[str, Any]], names: dict[int, str], adopt: Adopt | None) -> list[ParamPair]:
+        """Take in what the groups hold: new parameters get masters, known ones keep theirs.
+
+        A model parameter whose master is known stands for its master, which takes its place in the group.
+
+        Returns:
+            The pairs that are gone.
+
+        Raises:
+            TypeError, ValueError: a parameter can't be served or is there twice; nothing has been changed then.
+        """
+        return self._take_in(groups, names, adopt, self.all)
+
+    def _take_in(
+        self, groups: list[dict[str, Any]], names: dict[int, str], adopt: Adopt | None, known: list[ParamPair]
+    ) -> list[ParamPair]:
+        by_id = {id(tensor): pair for pair in known for tensor in (pair.model, pair.master)}
+        found: list[ParamPair] = []
+        labelled: list[tuple[str, Tensor]] = []
+        for number, group in enumerate(groups):
+            check_group(group, number, names, by_id)
+            for index, param in enumerate(group["params"]):
+                name = name_of(group, index, param, names) or numbered(number, index)
+                pair = by_id.get(id(param))
+                if pair is None:
+                    pair = ParamPair(param, param, name, number, index, (param.dtype, param.shape, param.device))
+                    by_id[id(param)] = pair
+                found.append(pair)
+                labelled.append((name, pair.model))
+        check_apart(labelled)
+        kept = {id(pair) for pair in found}
+        gone = [pair for pair in known if id(pair) not in kept]
+        position = 0
+        for number, group in enumerate(groups):
+            for index in range(len(group["params"])):
+                pair = found[position]
+                if pair.name == numbered(pair.group, pair.index):
+                    pair.name = numbered(number, index)
+                pair.group, pair.index = number, index
+                if adopt is not None and pair.master is pair.model and is_to_be_mastered(pair.model):
+                    pair.master = adopt(pair.model)
+                if group["params"][index] is not pair.master:
+                    group["params"][index] = pair.master
+                position += 1
+        self.all = found
+        self.group_sizes = [len(group["params"]) for group in groups]
+        self._rebuild()
+        return gone
+
+    def give_masters(self, pairs: Iterable[ParamPair], groups: list[dict[str, Any]], adopt: Adopt) -> None:
+        """Give masters to 16-bit parameters that were frozen when they came: a checkpoint has masters for them."""
+        for pair in pairs:
+            pair.master = groups[pair.group]["params"][pair.index] = adopt(pair.model)
+        self._rebuild()
 
     def check_new_group(self, group: dict[str, Any], number: int, names: dict[int, str]) -> None:
         """Raise for the first parameter of a group about to be added that can't be served."""
-        check_group(group, number, names)
-        known = {id(pair.model) for pair in self.all}
+        check_group(group, number, names, {})
+        known = {id(tensor) for pair in self.all for tensor in (pair.model, pair.master)}
         for index, param in enumerate(group["params"]):
             if id(param) in known:
                 raise ValueError(
@@ -157,55 +212,8 @@ class Pairs:
                 )
         check_apart([(pair.name, pair.model) for pair in self.all] + _labelled([group], names, number))
 
-    def add_group(self, group: dict[str, Any], number: int, names: dict[int, str], adopt: Adopt | None) -> None:
-        """Take in a group whose ``params`` list is the wrapped optimizer's own."""
-        self._append(group, number, names, adopt)
-        self._rebuild()
-
-    def are_more(self, groups: list[dict[str, Any]], are_apart: bool, verifies: bool = False) -> bool:
-        """Whether parameters came through the wrapped optimizer itself, or some that get masters were unfrozen.
-
-        Args:
-            verifies: :meth:`verify` those that are known before.
-
-        Raises:
-            RuntimeError: a known group changed its length; or as :meth:`verify`.
-        """
-        if verifies and not self._seen.again(self.models):
-            self._verify_each()
-        sizes = list(map(len, map(_PARAMS, groups)))
-        if sizes == self.group_sizes and not (are_apart and self.own_halves):
-            return False
-        known = len(self.group_sizes)
-        if sizes[:known] != self.group_sizes:
-            raise RuntimeError(
-                f"the wrapped optimizer's param_groups were changed: expected groups of {self.group_sizes} parameters, "
-                f"got {sizes}. Use add_param_group of the wrapper."
-            )
-        return len(groups) > known or (are_apart and any(pair.model.requires_grad for pair in self.own_halves))
-
-    def take_in(self, groups: list[dict[str, Any]], names: dict[int, str], adopt: Adopt | None) -> None:
-        """Take in parameters that came, and give masters to those that were unfrozen."""
-        known = len(self.group_sizes)
-        thawed = [] if adopt is None else [pair for pair in self.own_halves if pair.model.requires_grad]
-        for number in range(known, len(groups)):
-            self.check_new_group(groups[number], number, names)
-            self._append(groups[number], number, names, adopt)
-        if adopt is not None:
-            self._give_masters(thawed, groups, adopt)
-        self._rebuild()
-
-    def give_masters(self, pairs: Iterable[Pair], groups: list[dict[str, Any]], adopt: Adopt) -> None:
-        """Give masters to 16-bit parameters that were frozen when they came: a checkpoint has masters for them."""
-        self._give_masters(pairs, groups, adopt)
-        self._rebuild()
-
-    def _give_masters(self, pairs: Iterable[Pair], groups: list[dict[str, Any]], adopt: Adopt) -> None:
-        for pair in pairs:
-            pair.master = groups[pair.group]["params"][pair.index] = adopt(pair.model)
-
     def changed(self) -> None:
-        """Optimizer state or masters were replaced: nothing that was proved of them holds."""
+        """Optimizer state or masters were replaced: no plan that was made of them holds."""
         self.generation += 1
 
     def _rebuild(self) -> None:
@@ -213,54 +221,55 @@ class Pairs:
         for position, pair in enumerate(self.all):
             by_device.setdefault(pair.master.device, []).append(position)
         self.devices = [
-            DeviceGroup(device, positions, [(self.all[i].model, self.all[i].master) for i in positions])
-            for device, positions in by_device.items()
+            DeviceParams(device, positions, [self.all[i] for i in positions]) for device, positions in by_device.items()
         ]
-        for group in self.devices:
-            for row, position in enumerate(group.positions):
-                self.all[position].device, self.all[position].row = group, row
+        for device in self.devices:
+            for row, pair in enumerate(device.pairs):
+                pair.device, pair.row = device, row
         self.models = [pair.model for pair in self.all]
         self.masters = [pair.master for pair in self.all]
         self.names = [pair.name for pair in self.all]
-        self._place()
-        self.has_pieces = any(map(is_sharded, self.models))
-        self.are_own = list(map(operator.is_, self.models, self.masters))
-        self.has_own, self.has_apart = any(self.are_own), not all(self.are_own)
-        self.apart = [None if own else master for own, master in zip(self.are_own, self.masters, strict=True)]
-        self.own_halves = [pair for pair in self.all if pair.master is pair.model and pair.model.dtype in HALF_DTYPES]
-        self._seen = kernels.Seen(None if self.has_pieces else self.models)
+        self.has_dtensors = any(map(is_sharded, self.models))
+        self.master_is_model = list(map(operator.is_, self.models, self.masters))
+        self.has_own, self.has_apart = any(self.master_is_model), not all(self.master_is_model)
+        own = zip(self.master_is_model, self.masters, strict=True)
+        self.apart = [None if is_own else master for is_own, master in own]
+        self.unmastered_half_params = [
+            pair for pair in self.all if pair.master is pair.model and pair.model.dtype in HALF_DTYPES
+        ]
         self.generation += 1
-
-    def _place(self) -> None:
-        self.places = {id(model): position for position, model in enumerate(self.models)}
 
     # -- what kernels get --------------------------------------------------------------------------------------------
 
-    def take_pieces(self) -> None:
+    def find_pieces(self) -> None:
         """To be called before kernels get the model or the masters, where these are DTensors."""
-        for group in self.devices:
-            group.lay([(self.models[i], self.masters[i]) for i in group.positions])
+        for device in self.devices:
+            device.find_pieces()
+
+    def verify_moved(self) -> None:
+        """:meth:`verify`, where a parameter lies at another address than before. Does not sync."""
+        if self.has_dtensors:
+            self.find_pieces()
+        addresses = [piece.data_ptr() for device in self.devices for piece in device.models]
+        if addresses != self._addresses:
+            self.verify()
+            self._addresses = addresses
+            self.layout += 1
 
     def verify(self) -> None:
         """Raise ``RuntimeError`` naming the first parameter whose dtype, shape or device was changed since it came."""
-        if not self._seen.again(self.models):
-            self._verify_each()
-
-    def _verify_each(self) -> None:
-        for pair, (dtype, shape, device) in zip(self.all, self._known, strict=True):
+        for pair in self.all:
             now = pair.model
-            for what, before, is_now in (
-                ("dtype", dtype, now.dtype),
-                ("shape", tuple(shape), tuple(now.shape)),
-                ("device", device, now.device),
-            ):
-                if before != is_now:
-                    raise RuntimeError(
-                        f"parameter {pair.name!r} had {what} {before} when the optimizer was wrapped and has {is_now} "
-                        "now. Convert or move the model first, then make the optimizer and wrap it."
-                    )
-        self._seen = kernels.Seen(None if self.has_pieces else self.models)
-        self.layout += 1
+            if pair.known == (now.dtype, now.shape, now.device):
+                continue
+            kinds = zip(("dtype", "shape", "device"), pair.known, (now.dtype, now.shape, now.device), strict=True)
+            what, before, is_now = next(kind for kind in kinds if kind[1] != kind[2])
+            if what == "shape":
+                before, is_now = tuple(before), tuple(is_now)  # type: ignore[arg-type]
+            raise RuntimeError(
+                f"parameter {pair.name!r} had {what} {before} when the optimizer was wrapped and has {is_now} now. "
+                "Convert or move the model first, then make the optimizer and wrap it."
+            )
 
     # -- in words ----------------------------------------------------------------------------------------------------
 
@@ -286,7 +295,7 @@ class Pairs:
         """(group, index) of each pair."""
         return [(pair.group, pair.index) for pair in self.all]
 
-    def describe(self, pairs: Iterable[Pair]) -> str:
+    def describe(self, pairs: Iterable[ParamPair]) -> str:
         """Their names in a line."""
         return describe([pair.name for pair in pairs])
 
@@ -352,9 +361,20 @@ def _labelled(groups: list[dict[str, Any]], names: dict[int, str], first: int = 
 # -- which parameters can be served ------------------------------------------------------------------------------------
 
 
-def check_group(group: dict[str, Any], number: int, names: dict[int, str]) -> None:
-    """Raise ``ValueError`` or ``TypeError`` for the first parameter of ``group`` that can't be served."""
+def is_to_be_mastered(model: Tensor) -> bool:
+    """Whether a parameter gets a master: in 16 bits, and trained."""
+    return model.dtype in HALF_DTYPES and model.requires_grad
+
+
+def check_group(group: dict[str, Any], number: int, names: dict[int, str], known: Container[int]) -> None:
+    """Raise ``ValueError`` or ``TypeError`` for the first parameter of ``group`` that can't be served.
+
+    Args:
+        known: ids of parameters and masters that are served already.
+    """
     for index, param in enumerate(group["params"]):
+        if id(param) in known:
+            continue
         where = f"group {number}, param {index}{quoted(name_of(group, index, param, names))}"
         if not isinstance(param, Tensor):
             raise TypeError(f"{where}: expected a tensor, got {type(param).__name__}.")
@@ -425,3 +445,75 @@ def _share_bytes(a: Tensor, b: Tensor) -> bool:
         of_one = torch.arange(tensor.element_size(), dtype=torch.int64, device="cpu")
         offsets.append((elements * tensor.element_size() + of_one).reshape(-1) + (tensor.data_ptr() - low))
     return bool(torch.isin(*offsets).any())
+
+
+# -- state, by parameter -----------------------------------------------------------------------------------------------
+
+
+class StateByParam(MutableMapping[Any, Any]):
+    """The wrapped optimizer's state, keyed by what it steps; a model's parameter stands for its master.
+
+    Args:
+        state: the wrapped optimizer's own.
+        params: who is trained.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+        >>> table = ParamTable([{"params": [weight]}], {}, lambda model: torch.nn.Parameter(model.detach().float()))
+        >>> StateByParam({table.masters[0]: {"step": 1}}, table)[weight]
+        {'step': 1}
+    """
+
+    def __init__(self, state: MutableMapping[Any, Any], params: ParamTable) -> None:
+        self._state = state
+        self._params = params
+
+    def _key(self, key: Any) -> Any:
+        """The master of a model's parameter; any other key as it is."""
+        if not isinstance(key, Tensor) or key in self._state:
+            return key
+        return next((pair.master for pair in self._params.all if pair.model is key), key)
+
+    def __getitem__(self, key: Any) -> Any:
+        mine = self._key(key)
+        if mine not in self._state and not any(master is mine for master in self._params.masters):
+            raise KeyError(self._unknown(key))
+        return self._state[mine]  # which begins the state of a parameter that is trained and has none
+
+    def _unknown(self, key: Any) -> str:
+        if not isinstance(key, Tensor):
+            return repr(key)
+        return (
+            f"no state of a tensor of shape {tuple(key.shape)} and {str(key.dtype)[6:]}: it is no parameter of this "
+            f"optimizer, which trains {describe(self._params.names)}"
+        )
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The state of a parameter, or ``default``, which does not begin one."""
+        mine = self._key(key)
+        return self._state[mine] if mine in self._state else default
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """Take a parameter's state away, as a dict does."""
+        return self._state.pop(self._key(key), *default)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._state[self._key(key)] = value
+
+    def __delitem__(self, key: Any) -> None:
+        mine = self._key(key)
+        if mine not in self._state:
+            raise KeyError(self._unknown(key))
+        del self._state[mine]
+
+    def __contains__(self, key: object) -> bool:
+        return self._key(key) in self._state
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+    def __repr__(self) -> str:
+        return repr(self._state)

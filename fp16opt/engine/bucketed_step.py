@@ -6,25 +6,23 @@ import contextlib
 import inspect
 import itertools
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import kernels
-from ..certify import check_bucket_invariant
-from ..certify.buckets import BucketSteps, hooks_muted, settings_of
-from ..certify.trials import factory_like
-from ..kernels.counters import GRAD, count_there
-from ..kernels.native import read_anew
 from ..kernels.reference_steps import Factors
+from .buckets import BucketSteps, hooks_muted, settings_of
+from .dtensors import raw_grad, set_raw_grad
 from .gradients import Gradients
 from .masters import Masters
-from .pairs import Pair, Pairs
-from .wrapped_step import StepFailed, fused_steps_guarded
+from .params import ParamPair, ParamTable
+from .wrapped_step import StepFailed, fused_steps_guarded, guard_open, note_step
 
 BUCKET = 1 << 20
 """Elements in a bucket, at most; a tensor with more is a bucket of its own."""
@@ -38,30 +36,34 @@ _ONLY_SIZES = ("lr", "initial_lr", "weight_decay")  # groups often differ in the
 
 
 class Certified:
-    """Kinds of param groups that were found to be stepped a bucket at a time as in one step."""
+    """The classes and settings that were found to step a bucket at a time as in one step. Each is asked for once.
 
-    def __init__(self) -> None:
-        self._kinds: set[str] = set()
-        self._groups = 0
+    Args:
+        ask: from an optimizer and the settings of a group: why it can't, in words; "" where it can.
+            (:func:`fp16opt.certify.checks.bucket_obstacle`.)
+    """
+
+    def __init__(self, ask: Callable[[Optimizer, dict[str, Any]], str]) -> None:
+        self._ask = ask
+        self._known: set[tuple[type, str]] = set()
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise ``ValueError`` where one of the groups that came since the last call is not. The first is named."""
-        for group in optimizer.param_groups[self._groups :]:
+        """Raise ``ValueError`` for the first group of ``optimizer`` that can't be stepped a bucket at a time."""
+        for group in optimizer.param_groups:
             self.check_settings(optimizer, settings_of(group))
-        self._groups = len(optimizer.param_groups)
 
     def check_settings(self, optimizer: Optimizer, settings: dict[str, Any]) -> None:
         """The same for a group that would have these settings."""
         kind = repr([(key, bool(value) if _is_size(key, value) else value) for key, value in sorted(settings.items())])
-        if kind in self._kinds:
+        if (type(optimizer), kind) in self._known:
             return
-        check = check_bucket_invariant(factory_like(optimizer, settings))
-        if check.passed is False:
+        reason = self._ask(optimizer, settings)
+        if reason:
             raise ValueError(
                 f'master_weights="split": {_named(optimizer, settings)} can\'t be stepped a bucket at a time: '
-                f'{check.detail}. Use master_weights="full". (fp16opt.certify tests for it: bucket_invariant.)'
+                f'{reason}. Use master_weights="full". (fp16opt.certify tests for it: bucket_invariant.)'
             )
-        self._kinds.add(kind)
+        self._known.add((type(optimizer), kind))
 
 
 def _is_size(key: str, value: object) -> bool:
@@ -88,28 +90,31 @@ class Bucket:
     """Parameters of one group and one device that are stepped together.
 
     Attributes:
-        group: The number of their param_group.
-        split: Those with split masters.
-        own: Those that are their own masters; they are stepped where they are.
-        rests: What their masters keep beside the weights.
-        offsets: Where each of ``split`` begins in the bucket's memory, in elements.
-        rows: Those of ``split`` in the statistics of their device.
-        cast: Statistics of ``split`` alone.
-        models, members: Of ``split``.
-        stepped: All that the optimizer is shown.
+        group: the number of their param_group.
+        split: those with split masters.
+        own: those that are their own masters; they are stepped where they are.
+        rests: what the masters of ``split`` keep beside the weights.
+        offsets: where each of ``split`` begins in the bucket's memory, in elements.
+        rows: of ``split`` in the statistics of their device.
+        cast: statistics of ``split`` alone.
+        models, members: of ``split``.
+        stepped: all that the optimizer is shown.
     """
 
     group: int
     device: torch.device
-    split: list[Pair]
-    own: list[Pair]
+    split: list[ParamPair]
+    own: list[ParamPair]
     rests: list[Tensor]
     offsets: list[int]
     rows: Tensor
     size: int
-    join_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
-    unscale_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
-    split_tables: kernels.PointerTables = field(default_factory=kernels.PointerTables)
+    join_cache: kernels.CallCache = field(default_factory=kernels.CallCache)
+    unscale_cache: kernels.CallCache = field(default_factory=kernels.CallCache)
+    split_cache: kernels.CallCache = field(default_factory=kernels.CallCache)
+    own_caches: defaultdict[torch.device, kernels.CallCache] = field(
+        default_factory=lambda: defaultdict(kernels.CallCache)
+    )
     cast: kernels.CastStats = field(init=False)
     models: list[Tensor] = field(init=False)
     members: list[Tensor] = field(init=False)
@@ -126,17 +131,17 @@ def _room_for(tensor: Tensor) -> int:
     return -(-tensor.numel() // _ALIGNED) * _ALIGNED
 
 
-def plan_buckets(pairs: Pairs, masters: Masters, groups: int, stepped: Sequence[Pair]) -> list[Bucket]:
+def plan_buckets(params: ParamTable, masters: Masters, groups: int, stepped: Sequence[ParamPair]) -> list[Bucket]:
     """The buckets of a step.
 
     Args:
-        groups: How many param_groups there are.
-        stepped: Those with split masters that have a gradient. The others are left out.
+        groups: how many param_groups there are.
+        stepped: those with split masters that have a gradient. The others are left out.
     """
     wanted = {id(pair) for pair in stepped}
     buckets: list[Bucket] = []
     for number in range(groups):
-        members = [pair for pair in pairs.all if pair.group == number]
+        members = [pair for pair in params.all if pair.group == number]
         parts = _parts([pair for pair in members if id(pair) in wanted])
         rest = [pair for pair in members if pair.master is pair.model]
         if not parts:  # a group without any gradient takes part in a step, too: some optimizers count steps in it
@@ -151,10 +156,10 @@ def plan_buckets(pairs: Pairs, masters: Masters, groups: int, stepped: Sequence[
     return buckets
 
 
-def _parts(members: list[Pair]) -> list[list[Pair]]:
+def _parts(members: list[ParamPair]) -> list[list[ParamPair]]:
     """Members of one group, cut where the device changes or the bucket is full."""
-    parts: list[list[Pair]] = []
-    by_device: dict[torch.device, list[Pair]] = {}
+    parts: list[list[ParamPair]] = []
+    by_device: dict[torch.device, list[ParamPair]] = {}
     for pair in members:
         by_device.setdefault(pair.master.device, []).append(pair)
     for alike in by_device.values():
@@ -169,138 +174,132 @@ def _parts(members: list[Pair]) -> list[list[Pair]]:
     return parts
 
 
-class _Gradient(NamedTuple):
-    """One parameter's: as it waits in 16 bits, with what it is to be multiplied by; or as it is true."""
-
-    waiting: Tensor | None
-    true: Tensor | None
-    factors: Factors
-
-
-class StreamedStep:
+class BucketedStep:
     """Steps the wrapped optimizer on split masters, a bucket at a time.
 
     Args:
-        optimizer: The wrapped optimizer; its groups hold the placeholders of ``pairs``.
-        masters: Split ones.
+        optimizer: the wrapped optimizer; its groups hold the placeholders of ``params``.
+        masters: split ones.
     """
 
-    all_or_nothing = True
-    reads_once = False
-
-    def __init__(self, optimizer: Optimizer, pairs: Pairs, masters: Masters, gradients: Gradients) -> None:
+    def __init__(self, optimizer: Optimizer, params: ParamTable, masters: Masters, gradients: Gradients) -> None:
         self.optimizer = optimizer
-        self.pairs = pairs
+        self.params = params
         self.masters = masters
         self.gradients = gradients
-        self._planned: tuple[int, list[Pair], list[Bucket]] | None = None
-        self._done = False
         self.rounded_all = True
+        self._planned: tuple[int, list[ParamPair], list[Bucket]] | None = None
+        self._is_done = False
 
-    def takes_waiting(self) -> bool:
-        """True: it is one bucket's gradients that are made at a time."""
+    def takes_scaled(self) -> bool:
+        """True: true gradients are made for one bucket at a time."""
         return True
 
     def skips_on_device(self) -> bool:
-        """False: a bucket is stepped by the wrapped optimizer, which is decided on the host."""
+        """False: the wrapped optimizer steps each bucket, and the host decides for it."""
         return False
 
     def describe(self) -> str:
-        """See :class:`fp16opt.engine.wrapped_step.Stepper`."""
+        """Why no kernel steps."""
         return "general (a bucket of split masters at a time)"
 
     def step(self, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
-        """See :class:`fp16opt.engine.wrapped_step.Stepper`. A closure's value is that of its evaluation before."""
-        self._done = False
+        """See :class:`fp16opt.engine.wrapped_step.Stepper`. Returns what ``closure`` does; it was evaluated before."""
+        self._is_done = False
 
         def run(_: Optimizer, *closure: Callable[[], Any]) -> Any:
             loss = closure[0]() if closure else None
-            self._step_all()
+            self.step_within_hooks()
             return loss
 
+        note_step(self.optimizer)
         try:
             return Optimizer.profile_hook_step(run)(self.optimizer, *(() if closure is None else (closure,)))
         except BaseException as error:
-            raise StepFailed(error, self._done) from error
+            raise StepFailed(error, self._is_done) from error
 
-    def run(self, step: Callable[..., Any], *args: Any) -> None:
-        """In place of ``step``, in the midst of the optimizer's hooks: a kernel could not step after all."""
-        self._step_all()
-
-    def _step_all(self) -> None:
+    def step_within_hooks(self) -> None:
+        """Step all buckets without the optimizer's hooks, which are running."""
         try:
-            with torch.no_grad(), hooks_muted(self.optimizer):
-                self._run()
+            with torch.no_grad(), hooks_muted(self.optimizer), guard_open(self.optimizer):
+                self._step_buckets()
         finally:
             self.masters.ties.clear()
 
-    def _gradients(self) -> dict[int, _Gradient]:
-        """By ``id(pair)``, where there is one."""
-        found: dict[int, _Gradient] = {}
-        for group in self.pairs.devices:
-            grads = self.gradients.to_step(group)
-            nothing: list[Tensor | None] = [None] * len(group.positions)
-            each = zip(group.positions, grads.waiting or nothing, grads.true or nothing, strict=True)
-            for position, waits, true in each:
-                if waits is not None or true is not None:
-                    found[id(self.pairs.all[position])] = _Gradient(waits, true, grads.factors)
-        return found
-
-    def _run(self) -> None:
-        grads = self._gradients()
-        stepped = [pair for pair in self.pairs.all if pair.master is not pair.model and id(pair) in grads]
-        known = self._planned
-        same = known is not None and known[0] == self.pairs.generation and len(known[1]) == len(stepped)
-        if known is None or not same or not all(map(operator.is_, known[1], stepped)):
-            groups = len(self.optimizer.param_groups)
-            known = self._planned = (
-                self.pairs.generation,
-                stepped,
-                plan_buckets(self.pairs, self.masters, groups, stepped),
-            )
+    def _step_buckets(self) -> None:
+        grads = self._find_gradients()
         parts = BucketSteps(self.optimizer)
-        memory = _Memory(known[2])
-        with read_anew():  # the wrapped optimizer's code runs, on members with other memory
-            for bucket in known[2]:
-                self._step(bucket, parts, memory, grads)
-                self._done = True
+        buckets = self._buckets(grads)
+        memory = _Memory(buckets)
+        for bucket in buckets:
+            self._step(bucket, parts, memory, grads)
+            self._is_done = True
         parts.finish()
 
-    def _step(
-        self,
-        bucket: Bucket,
-        parts: BucketSteps,
-        memory: _Memory,
-        grads: dict[int, _Gradient],
-    ) -> None:
-        models, members = bucket.models, bucket.members
+    def _find_gradients(self) -> dict[int, _Gradient]:
+        """By ``id(pair)``, where there is one."""
+        found: dict[int, _Gradient] = {}
+        for device in self.params.devices:
+            grads, factors, scaled, _ = self.gradients.to_step(device)
+            for pair, grad in zip(device.pairs, grads, strict=True):
+                if grad is not None:
+                    found[id(pair)] = _Gradient(grad if scaled else None, factors)
+        return found
+
+    def _buckets(self, grads: dict[int, _Gradient]) -> list[Bucket]:
+        """The buckets of this step: those of the last one where the same parameters have gradients."""
+        generation = self.params.generation
+        stepped = [pair for pair in self.params.all if pair.master is not pair.model and id(pair) in grads]
+        known = self._planned
+        same = known is not None and known[0] == generation and len(known[1]) == len(stepped)
+        if known is None or not same or not all(map(operator.is_, known[1], stepped)):
+            groups = len(self.optimizer.param_groups)
+            known = self._planned = generation, stepped, plan_buckets(self.params, self.masters, groups, stepped)
+        return known[2]
+
+    def _step(self, bucket: Bucket, parts: BucketSteps, memory: _Memory, grads: dict[int, _Gradient]) -> None:
         values, room = memory.views(bucket)
-        kernels.multi_tensor_join(models, bucket.rests, values, tables=bucket.join_tables)
-        mine = self._made(bucket, room, list(map(grads.__getitem__, map(id, bucket.split))))
-        with _filled(members, values, mine):
+        kernels.multi_tensor_join(bucket.models, bucket.rests, values, cache=bucket.join_cache)
+        true = self._true_ones(bucket.members, room, [grads[id(pair)] for pair in bucket.split], bucket.unscale_cache)
+        with _filled(bucket.members, values, true), _with_gradients(self._own_gradients(bucket, grads)):
             parts.run(bucket.group, bucket.stepped, self._step_part)
         if bucket.split:
-            kernels.multi_tensor_split(values, models, bucket.rests, bucket.cast, tables=bucket.split_tables)
+            kernels.multi_tensor_split(values, bucket.models, bucket.rests, bucket.cast, cache=bucket.split_cache)
             bucket.split[0].device.cast.overflow[bucket.rows] = bucket.cast.overflow
 
     def _step_part(self) -> None:
-        with contextlib.ExitStack() as around:
-            if isinstance(self.optimizer, torch.optim.SGD):
-                around.enter_context(fused_steps_guarded(self.optimizer))
+        with fused_steps_guarded(self.optimizer):
             self.optimizer.step()
 
-    def _made(self, bucket: Bucket, room: list[Tensor], grads: list[_Gradient]) -> list[Tensor | None]:
-        """The bucket's FP32 gradients: true ones, with their masters' ``.grad``, and those made in ``room``."""
-        waiting: list[Tensor | None] = [None] * len(grads)
-        outs, found = waiting.copy(), waiting.copy()
-        for row, (member, out, grad) in enumerate(zip(bucket.members, room, grads, strict=True)):
-            if grad.waiting is not None:
-                waiting[row], outs[row], found[row] = grad.waiting, out, out
-            elif grad.true is not None:
-                found[row] = GRAD.__get__(member)
-        if count_there(waiting):
-            kernels.multi_tensor_unscale_clipped(waiting, outs, *grads[0].factors, tables=bucket.unscale_tables)
+    def _true_ones(
+        self, masters: list[Tensor], room: list[Tensor], grads: list[_Gradient], cache: kernels.CallCache
+    ) -> list[Tensor | None]:
+        """True gradients of a bucket's parameters: what their masters hold, or what is made in ``room``."""
+        scaled = [grad.scaled for grad in grads]
+        if any(grad is not None for grad in scaled):  # then all are
+            kernels.multi_tensor_unscale_clipped(scaled, room, *grads[0].factors, cache=cache)
+            return list(room)
+        return [raw_grad(master) for master in masters]
+
+    def _own_gradients(self, bucket: Bucket, grads: dict[int, _Gradient]) -> list[tuple[Tensor, Tensor | None]]:
+        """True gradients of a bucket's parameters that are their own masters, with those parameters."""
+        found: list[tuple[Tensor, Tensor | None]] = []
+        own = [pair for pair in bucket.own if id(pair) in grads]
+        for device in dict.fromkeys(pair.model.device for pair in own):
+            there = [pair for pair in own if pair.model.device == device]
+            params = [pair.model for pair in there]
+            room = [torch.empty_like(param, requires_grad=False) for param in params]
+            true = self._true_ones(params, room, [grads[id(pair)] for pair in there], bucket.own_caches[device])
+            found += zip(params, true, strict=True)
         return found
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """One parameter's: as it is scaled, with what it is to be multiplied by; None where its master has a true one."""
+
+    scaled: Tensor | None
+    factors: Factors
 
 
 class _Memory:
@@ -334,18 +333,31 @@ def _filled(members: list[Tensor], values: list[Tensor], grads: list[Tensor | No
     kept: list[tuple[Tensor, type, Tensor, Tensor | None]] = []
     try:
         for member, value, grad in zip(members, values, grads, strict=True):
-            cls, before = type(member), GRAD.__get__(member)
+            cls, before = type(member), raw_grad(member)
             member.__class__ = torch.nn.Parameter  # torch takes its faster loops for exactly this class
             kept.append((member, cls, member.data, before))
             if before is not None:
-                GRAD.__set__(member, None)  # of strides that the new values may not have
+                set_raw_grad(member, None)  # of strides that the new values may not have
             member.data = value
-            GRAD.__set__(member, grad)
+            set_raw_grad(member, grad)
         yield
     finally:
         for member, cls, data, before in kept:
-            GRAD.__set__(member, None)
+            set_raw_grad(member, None)
             member.data = data
             if before is not None:
-                GRAD.__set__(member, before)
+                set_raw_grad(member, before)
             member.__class__ = cls
+
+
+@contextlib.contextmanager
+def _with_gradients(given: list[tuple[Tensor, Tensor | None]]) -> Iterator[None]:
+    """Within, parameters that are their own masters have these gradients; after it those that they had."""
+    kept = [(param, raw_grad(param)) for param, _ in given]
+    try:
+        for param, grad in given:
+            set_raw_grad(param, grad)
+        yield
+    finally:
+        for param, grad in kept:
+            set_raw_grad(param, grad)

@@ -1,0 +1,196 @@
+"""Whether the wrapper's arguments go with each other, and with the optimizer that is wrapped."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..scaling import LossScaler
+from . import state_formats
+from .arguments import quoted
+from .bucketed_step import Certified
+from .buckets import settings_of
+from .config import Config
+from .fused_registry import fused_spec_for
+from .fused_step import NO_MASTERS, groups_obstacle, optimizer_obstacle, params_obstacle
+from .params import HALF_DTYPES, name_of, numbered
+from .release import SAID, refuse_ranks
+from .split import check_plain
+from .state_formats import EightBitState, FullState, StateFormat
+
+_IN_ITS_PLACE = {
+    'optimizer_state="8bit"': 'optimizer_state="fp32"',
+    'master_weights="split24"': 'master_weights="split"',
+}
+
+
+def make_state_format(config: Config, optimizer: Optimizer) -> StateFormat:
+    """How an optimizer's state is kept."""
+    spec = fused_spec_for(type(optimizer))
+    return FullState(spec) if spec is None or config.optimizer_state == "fp32" else EightBitState(spec)
+
+
+# -- an optimizer that is about to be wrapped --------------------------------------------------------------------------
+
+
+def check_optimizer(
+    config: Config,
+    optimizer: Optimizer,
+    scaler: LossScaler,
+    names: dict[int, str],
+    certified: Certified,
+    is_zero: bool,
+) -> None:
+    """Raise ``ValueError`` where arguments don't go with each other, or with an optimizer about to be wrapped.
+
+    Args:
+        names: by id of a parameter.
+        certified: which classes and settings can be stepped a bucket at a time.
+        is_zero: whether it is torch's ZeroRedundancyOptimizer.
+    """
+    obstacle = functools.cache(lambda: _obstacle(config, optimizer, names, is_zero))
+    if config.optimizer_state == "8bit":
+        _check_required(config, 'optimizer_state="8bit"', obstacle)
+        params = [name for group in _called(list(enumerate(optimizer.param_groups)), names) for name in group]
+        state_formats.check_moments(optimizer.state_dict(), params)
+    if config.splits:
+        _check_split(config, optimizer, names, is_zero)
+    if config.master_weights == "split24":
+        _check_required(config, 'master_weights="split24"', obstacle)
+    if config.fused_step is True:
+        reason = obstacle() or ("" if config.makes_masters else NO_MASTERS)
+        if reason:
+            raise ValueError(
+                f"fused_step=True can't be served: {reason}. Use fused_step=False, which steps the wrapped "
+                'optimizer itself, or "auto", which does so where a fused step does not apply.'
+            )
+    if config.master_weights == "split":
+        certified.check(optimizer)
+    if config.gradient_release:
+        _check_release(config, scaler, obstacle)
+
+
+def _obstacle(config: Config, optimizer: Optimizer, names: dict[int, str], is_zero: bool) -> str:
+    """Why no kernel can step an optimizer, in words; "" where one can."""
+    if is_zero:
+        return "ZeroRedundancyOptimizer steps its part of the parameters itself"
+    spec = fused_spec_for(type(optimizer))
+    if config.optimizer_state == "8bit" and not state_formats.has_eight_bits(spec):
+        return f"{type(optimizer).__name__} is not exactly SGD, Adam or AdamW of torch.optim"
+    groups = list(enumerate(optimizer.param_groups))
+    params = [param for _, group in groups for param in group["params"]]
+    reason = optimizer_obstacle(optimizer, params, [name for group in _called(groups, names) for name in group])
+    if reason or spec is None:
+        return reason
+    return groups_obstacle(spec, make_state_format(config, optimizer), groups)
+
+
+def _check_required(config: Config, required_by: str, obstacle: Callable[[], str]) -> None:
+    instead = _IN_ITS_PLACE[required_by]
+    if config.fused_step is False:
+        raise ValueError(
+            f"{required_by} does not go with fused_step=False: it is a form of the one-pass step. "
+            f'Use fused_step="auto", or {instead}.'
+        )
+    if not config.makes_masters:
+        raise ValueError(
+            f'{required_by} does not go with master_weights="none": the one-pass step is one of masters. '
+            f'Use master_weights="split", or {instead}.'
+        )
+    if obstacle():
+        raise ValueError(f"{required_by} can't be served: {obstacle()}. Use {instead}.")
+
+
+def _check_split(config: Config, optimizer: Optimizer, names: dict[int, str], is_zero: bool) -> None:
+    if config.on_model_write == "ignore":
+        raise ValueError(
+            f'on_model_write="ignore" does not go with master_weights="{config.master_weights}": the model\'s '
+            'weights are part of the masters, so a write to them can\'t be ignored. Use "refresh" or "error".'
+        )
+    if is_zero:
+        raise ValueError(
+            f'master_weights="{config.master_weights}" does not go with ZeroRedundancyOptimizer: it sends 16-bit '
+            'weights and knows of no remainders. Use master_weights="full", which ZeRO spreads over the ranks.'
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        _check_plain(config, group, number, names)
+
+
+def _check_plain(config: Config, group: dict[str, Any], number: int, names: dict[int, str]) -> None:
+    for index, param in enumerate(group["params"]):
+        if isinstance(param, Tensor) and param.dtype in HALF_DTYPES:
+            where = f"group {number}, param {index}{quoted(name_of(group, index, param, names))}"
+            check_plain(where, param, config.master_weights)
+
+
+def _check_release(config: Config, scaler: LossScaler, obstacle: Callable[[], str]) -> None:
+    if config.fused_step is False:
+        raise ValueError(f'{SAID} needs the one-pass step, and fused_step=False rules it out. Use fused_step="auto".')
+    if config.grad_accumulation != "model":
+        raise ValueError(
+            f"{SAID} frees each gradient when it comes, so grad_accumulation={config.grad_accumulation!r} has "
+            'nothing to add up. Use grad_accumulation="model" and one backward a step, or gradient_release=False.'
+        )
+    if scaler.dynamic:
+        raise ValueError(
+            f"{SAID} does not go with a dynamic loss scale (dynamic=True, or such a scaler): parameters are stepped "
+            "before all gradients are known, and an overflow could not be undone. Use loss_scale=..., or "
+            "gradient_release=False."
+        )
+    refuse_ranks(ValueError)
+    reason = obstacle() or ("" if config.makes_masters else NO_MASTERS)
+    if reason:
+        raise ValueError(f"{SAID} needs the one-pass step, which can't be had: {reason}. Use gradient_release=False.")
+
+
+# -- groups that are to come -------------------------------------------------------------------------------------------
+
+
+def check_groups(
+    config: Config, optimizer: Optimizer, groups: list[dict[str, Any]], first: int, names: dict[int, str]
+) -> None:
+    """Raise ``ValueError`` for groups, as they are to be, where only a fused step can step them, and it can't.
+
+    Args:
+        groups: defaults filled in; "params" are the model's.
+        first: the number of the first of them.
+    """
+    spec = fused_spec_for(type(optimizer))
+    if not config.required_by or spec is None:
+        return
+    state_format, each = make_state_format(config, optimizer), list(enumerate(groups, first))
+    for (number, group), called in zip(each, _called(each, names), strict=True):
+        reason = params_obstacle(group["params"], called) or groups_obstacle(spec, state_format, [(number, group)])
+        if reason:
+            raise ValueError(
+                f"{config.required_by} needs the one-pass step, which group {number} can't have: {reason}. Change "
+                f"that, or wrap the optimizer without {config.required_by}."
+            )
+
+
+def check_new_group(
+    config: Config,
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    number: int,
+    names: dict[int, str],
+    certified: Certified,
+) -> None:
+    """The same for a group that is to be added, without defaults; and whether its masters can be had."""
+    check_groups(config, optimizer, [{**optimizer.defaults, **group}], number, names)
+    if config.splits:
+        _check_plain(config, group, number, names)
+    if config.master_weights == "split":
+        certified.check_settings(optimizer, {**optimizer.defaults, **settings_of(group)})
+
+
+def _called(groups: list[tuple[int, dict[str, Any]]], names: dict[int, str]) -> list[list[str]]:
+    """What messages call the parameters of groups with these numbers."""
+    return [
+        [name_of(group, i, param, names) or numbered(number, i) for i, param in enumerate(group["params"])]
+        for number, group in groups
+    ]

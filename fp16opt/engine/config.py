@@ -1,0 +1,63 @@
+"""How the wrapper is asked to train: its arguments that choose one of several ways."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .arguments import check_choice
+
+_CHOICES: dict[str, tuple[bool | str, ...]] = {
+    "grad_accumulation": ("model", "fp32"),
+    "on_model_write": ("refresh", "error", "ignore"),
+    "fused_step": (False, True, "auto"),
+    "master_weights": ("full", "none", "split", "split24"),
+    "optimizer_state": ("fp32", "8bit"),
+    "gradient_release": (False, True),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """The arguments of ``MixedPrecisionOptimizer`` that are one of several, under their names there.
+
+    Raises:
+        ValueError: one is none of these.
+    """
+
+    grad_accumulation: str
+    on_model_write: str
+    fused_step: bool | str
+    master_weights: str
+    optimizer_state: str
+    gradient_release: bool | str
+    closure: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.gradient_release == "held":
+            raise ValueError(
+                'gradient_release="held" was removed in 0.2; use True, or master_weights="split24" with '
+                'optimizer_state="8bit" to save memory.'
+            )
+        for name, choices in _CHOICES.items():
+            check_choice(name, getattr(self, name), choices)
+        if self.closure is not None:
+            check_choice("closure", self.closure, ("once", "reevaluate"))
+
+    @property
+    def makes_masters(self) -> bool:
+        """Whether 16-bit parameters get masters."""
+        return self.master_weights != "none"
+
+    @property
+    def splits(self) -> bool:
+        """Whether the weights are part of the masters."""
+        return self.master_weights in ("split", "split24")
+
+    @property
+    def required_by(self) -> str:
+        """The argument that leaves no step but the fused one, as the user writes it; "" where there is none."""
+        if self.optimizer_state == "8bit":
+            return 'optimizer_state="8bit"'
+        if self.master_weights == "split24":
+            return 'master_weights="split24"'
+        return "gradient_release=True" if self.gradient_release else ""

@@ -1,0 +1,551 @@
+"""Fused steps: what SGD, Adam, AdamW or Lion would do, by one kernel, from the scaled gradient to the 16-bit weight.
+
+:class:`FusedStep` keeps one plan for each device: which rows a kernel call takes, with the tuples of masters, models
+and state that it gets. A step with the same parameters, the same rows with gradients and the same state tensors uses
+the plan again; anything else makes a new one, which checks all state before anything is written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..kernels import CallCache, CastStats, backend
+from ..kernels.backends import captures
+from ..kernels.reference_steps import Factors
+from ..kernels.tables import is_dense
+from .diagnostics import warn
+from .dtensors import raw_grads
+from .fused_registry import (
+    CannotServe,
+    FusedStepSpec,
+    counter_to_device,
+    counters_to_host,
+    fused_spec_for,
+    no_fused_step,
+    steps_on_device,
+)
+from .gradients import Gradients, GradsToStep
+from .masters import Masters
+from .params import HALF_DTYPES, DeviceParams, ParamPair, ParamTable
+from .state_formats import StateFormat
+from .wrapped_step import has_own_step, run_hooks
+
+NO_MASTERS = "there are no FP32 masters (master_weights='none')"
+
+
+# -- what stands in the way --------------------------------------------------------------------------------------------
+
+
+def optimizer_obstacle(optimizer: Optimizer, params: Sequence[Tensor], names: Sequence[str]) -> str:
+    """Why no kernel can step ``optimizer``, whatever its groups say, in words; "" where one can. No sync.
+
+    Args:
+        params: the model's parameters.
+        names: what messages call them.
+    """
+    cls = type(optimizer)
+    spec = fused_spec_for(cls)
+    if spec is None:
+        return no_fused_step(cls)
+    if reason := spec.optimizer_obstacle(optimizer):
+        return reason
+    if has_own_step(optimizer):
+        return f"the step of this {cls.__name__} was replaced"
+    return params_obstacle(params, names)
+
+
+def params_obstacle(params: Sequence[Tensor], names: Sequence[str]) -> str:
+    """Why no kernel can step one of the model's parameters, in words; "" where one can."""
+    for param, name in zip(params, names, strict=True):
+        if param.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            return f"parameter {name!r} is {str(param.dtype).removeprefix('torch.')}"
+        if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            return f"parameter {name!r} is a {type(param).__name__}"
+        if param.layout is not torch.strided or (param.numel() and not is_dense(param)):
+            return f"the memory of parameter {name!r} is not dense"
+    return ""
+
+
+def groups_obstacle(
+    spec: FusedStepSpec, state_format: StateFormat, groups: Iterable[tuple[int, dict[str, Any]]]
+) -> str:
+    """Why no kernel can step groups, given with their numbers, as their settings are now; "" where one can. No sync."""
+    for number, group in groups:
+        reason = state_format.obstacle(group) or spec.group_obstacle(group)
+        if reason:
+            return f"group {number} has {reason}"
+    return ""
+
+
+# -- settings and state ------------------------------------------------------------------------------------------------
+
+
+class GroupSettings(NamedTuple):
+    """What a group's settings mean to a fused step now.
+
+    Attributes:
+        settings: under the names that the functor's own class has for them.
+        options: the kernel's.
+        deciding: what of them decides which state a step needs.
+    """
+
+    settings: dict[str, Any]
+    options: Any
+    deciding: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, spec: FusedStepSpec, state_format: StateFormat, group: dict[str, Any]) -> GroupSettings:
+        """Of a group in which nothing stands in the way. No sync."""
+        settings = spec.settings(group)
+        return cls(settings, spec.options(settings), state_format.deciding(settings))
+
+
+class ParamState(NamedTuple):
+    """The state of one parameter as a fused step takes it.
+
+    Attributes:
+        spec: how it is stepped.
+        entry: the optimizer's own dict of it; None where it needs no state.
+        tensors: by name.
+        is_first: whether these hold nothing yet. Then they are not in ``entry``: a step that is skipped leaves none.
+    """
+
+    spec: FusedStepSpec
+    entry: dict[str, Any] | None
+    tensors: dict[str, Tensor]
+    is_first: bool
+
+    @classmethod
+    def find(
+        cls, optimizer: Optimizer, state_format: StateFormat, settings: dict[str, Any], pair: ParamPair
+    ) -> ParamState:
+        """Find it, in the format in which it is kept; made as torch makes it where there is none. No sync.
+
+        Raises:
+            CannotServe: the kernel can't take what is there.
+        """
+        count = pair.model.numel()
+        spec = state_format.spec_for(settings, count)
+        names = spec.state_names(settings)
+        if not names:
+            return cls(spec, None, {}, False)
+        entry = optimizer.state[pair.master]
+        state_format.convert(entry, settings, count)
+        if spec.fills_first and any(entry.get(name) is None for name in names):
+            made: dict[str, Any] = {}
+            spec.make_state(made, settings, pair.model)
+            return cls(spec, entry, {name: made[name] for name in names}, True)
+        if not entry:
+            spec.make_state(entry, settings, pair.model)
+        counter_to_device(entry, pair.master.device)
+        for name in names:
+            spec.check_state(name, entry.get(name), pair.master)
+        return cls(spec, entry, {name: entry[name] for name in names}, False)
+
+    def keep_first(self) -> None:
+        """The first step was taken: the optimizer keeps the state that it filled."""
+        if self.is_first and self.entry is not None:
+            self.entry.update(self.tensors)
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _KernelCall:
+    """One kernel call: rows of a device that are stepped alike, with state of the same names.
+
+    Attributes:
+        is_own: whether its parameters are their own masters; else models are rounded from masters.
+        rows: of the device.
+        states: of each of the rows.
+        masters, models, state: by row of the device, None in other rows.
+        group_of: by row of the device: the group's number.
+        first: by row of the device: whether its state holds nothing yet.
+    """
+
+    spec: FusedStepSpec
+    is_own: bool
+    rows: list[int] = field(default_factory=list)
+    states: list[ParamState] = field(default_factory=list)
+    masters: tuple[Tensor | None, ...] = ()
+    models: tuple[Tensor | None, ...] = ()
+    state: dict[str, tuple[Tensor | None, ...]] = field(default_factory=dict)
+    group_of: list[int] = field(default_factory=list)
+    first: list[bool] = field(default_factory=list)
+    cache: CallCache = field(default_factory=CallCache)
+
+    def fill(self, device: DeviceParams, masters: Masters) -> None:
+        """Lay the rows that were collected out over the rows of the device."""
+        count = len(device)
+        pairs = [device.pairs[row] for row in self.rows]
+        names = self.states[0].tensors
+        self.masters = _spread(count, self.rows, [masters.operand(pair) for pair in pairs])
+        self.models = _spread(count, self.rows, [device.models[row] for row in self.rows])
+        self.state = {name: _spread(count, self.rows, [state.tensors[name] for state in self.states]) for name in names}
+        self.group_of, self.first = [0] * count, [False] * count
+        for row, pair, state in zip(self.rows, pairs, self.states, strict=True):
+            self.group_of[row], self.first[row] = pair.group, state.is_first
+
+
+def _spread(count: int, rows: list[int], values: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    spread: list[Tensor | None] = [None] * count
+    for row, value in zip(rows, values, strict=True):
+        spread[row] = value
+    return tuple(spread)
+
+
+@dataclass
+class _Plan:
+    """The kernel calls of one device, with what they were planned for.
+
+    Attributes:
+        generation: the parameter table's.
+        there: by row, whether it has a gradient.
+        deciding: of each group.
+        masters: of the rows that have state; ``entries`` their dicts and ``columns`` by name what these hold.
+    """
+
+    generation: int
+    there: list[bool]
+    deciding: list[tuple[Any, ...]]
+    calls: list[_KernelCall]
+    kept: list[tuple[list[Tensor], list[dict[str, Any]], dict[str, list[Tensor]]]] = field(default_factory=list)
+
+    def remember_state(self, device: DeviceParams) -> None:
+        """Note which tensors are the state, to be compared before each step."""
+        for call in self.calls:
+            entries = [state.entry for state in call.states if state.entry is not None]
+            if entries:
+                columns = {name: [state.tensors[name] for state in call.states] for name in call.state}
+                self.kept.append(([device.pairs[row].master for row in call.rows], entries, columns))
+
+    def has_state(self, state: dict[Tensor, dict[str, Any]]) -> bool:
+        """Whether the optimizer's state is made of the very same tensors."""
+        for masters, entries, columns in self.kept:
+            if not all(map(operator.is_, map(state.get, masters), entries)):
+                return False
+            for name, tensors in columns.items():
+                if not all(map(operator.is_, map(dict.get, entries, itertools.repeat(name)), tensors)):
+                    return False
+        return True
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the step makes state, so that the next one needs another plan."""
+        return any(state.is_first for call in self.calls for state in call.states)
+
+
+# -- the step ----------------------------------------------------------------------------------------------------------
+
+
+class FusedStep:
+    """Decides at every step whether a kernel takes it, and takes it; else ``fallback`` steps.
+
+    Args:
+        wanted: ``fused_step`` of the wrapper, checked.
+        spec: of the optimizer's class.
+        optimizer: the wrapped optimizer. Its state is used and filled.
+        state_format: how that state is kept.
+        required_by: the argument that leaves no other way to step, as the user writes it; "" where ``fallback`` may.
+        step_count: gives the number of the step that is being taken, by which 8-bit values are rounded.
+        fallback: a wrapped or a bucketed step.
+    """
+
+    def __init__(
+        self,
+        wanted: bool | str,
+        spec: FusedStepSpec,
+        optimizer: Optimizer,
+        params: ParamTable,
+        masters: Masters,
+        gradients: Gradients,
+        state_format: StateFormat,
+        required_by: str,
+        step_count: Callable[[], int],
+        fallback: Any,
+    ) -> None:
+        self.wanted = wanted
+        self.spec = spec
+        self.optimizer = optimizer
+        self.params = params
+        self.masters = masters
+        self.gradients = gradients
+        self.state_format = state_format
+        self.required_by = required_by
+        self.fallback = fallback
+        self.rounded_all = False
+        self._step_count = step_count
+        self._lasting_reason = self._last_reason = ""
+        self._known_generation = -1
+        self._has_served = self._has_warned = False
+        self._plans: dict[torch.device, _Plan] = {}
+
+    # -- whether -----------------------------------------------------------------------------------------------------
+
+    def reason(self) -> str:
+        """Why the fallback steps; "" where a kernel does. No sync."""
+        if self._lasting_reason or self._known_generation != self.params.generation:  # an obstacle may be gone
+            self._known_generation = self.params.generation
+            self._lasting_reason = self._find_lasting_reason()
+        return self._lasting_reason or self._groups_obstacle()
+
+    def _find_lasting_reason(self) -> str:
+        if any(pair.model.requires_grad for pair in self.params.unmastered_half_params):
+            return NO_MASTERS
+        reason = optimizer_obstacle(self.optimizer, self.params.models, self.params.names)
+        if reason or self.required_by or self.wanted != "auto":
+            return reason
+        plain = [str(each.device) for each in self.params.devices if backend(each.device) == "reference"]
+        return f"no compiled kernels serve {plain[0]}" if plain else ""
+
+    def _groups_obstacle(self) -> str:
+        return groups_obstacle(self.spec, self.state_format, enumerate(self.optimizer.param_groups))
+
+    def describe(self) -> str:
+        """For the wrapper's repr: that it is fused, or why not."""
+        reason = self.reason()
+        return f"general ({reason})" if reason else "fused"
+
+    def takes_scaled(self) -> bool:
+        """See :class:`Stepper`. Where a kernel stepped before and does not any more, a warning says once why.
+
+        Raises:
+            RuntimeError: there is no other way to step, or a CUDA graph is being captured, which the argument that
+                requires a kernel does not go with. Nothing has been done.
+        """
+        if self.required_by:
+            self._refuse_capture()
+        reason = self._last_reason = self.reason()
+        if reason:
+            self._warn_or_refuse(reason)
+            return bool(self.fallback.takes_scaled())
+        self._has_served = True
+        return True
+
+    def _refuse_capture(self) -> None:
+        if any(captures(each.device) for each in self.params.devices):
+            raise RuntimeError(
+                f"a step with {self.required_by} can't be captured into a CUDA graph: the host decides whether it is "
+                "skipped, and by which number it rounds. Step outside of the graph."
+            )
+
+    def _warn_or_refuse(self, reason: str) -> None:
+        if self.required_by:
+            raise RuntimeError(
+                f"this step can't be taken in one pass: {reason}. With {self.required_by} there is no other way: undo "
+                "that, or save, and load into an optimizer wrapped without."
+            )
+        if not self._has_warned and (self.wanted is True or self._has_served):
+            self._has_warned = True
+            warn("the wrapped optimizer steps itself from here on, and not in one pass: %s.", reason)
+
+    def skips_on_device(self) -> bool:
+        """See :class:`Stepper`. Not where the first step fills state: the host decides whether there is some after."""
+        if self.reason():
+            return bool(self.fallback.skips_on_device())
+        if self.required_by or not all(steps_on_device(each.device) for each in self.params.devices):
+            return False
+        return not self.spec.fills_first or self._has_all_state()
+
+    def _has_all_state(self) -> bool:
+        """Whether every parameter that has a gradient has all of its state."""
+        state, groups = self.optimizer.state, self.optimizer.param_groups
+        names = [self.spec.state_names(self.spec.settings(group)) for group in groups]
+        for device in self.params.devices:
+            for pair, grad in zip(device.pairs, self.gradients.to_step(device).grads, strict=True):
+                if grad is not None and any(state.get(pair.master, {}).get(n) is None for n in names[pair.group]):
+                    return False
+        return True
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    def step(self, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
+        """See :class:`Stepper`."""
+        self.rounded_all = bool(self._last_reason)
+        if self.rounded_all:
+            if self._has_served:
+                counters_to_host(self.optimizer)
+            return self.fallback.step(found_inf, closure)
+        run_hooks(self.optimizer, self._step_or_fall_back, found_inf)
+        return None
+
+    def _step_or_fall_back(self, has_hooks: bool, found_inf: Tensor | None) -> None:
+        """Runs between the optimizer's hooks, which may have changed its groups since :meth:`reason` looked."""
+        try:
+            if has_hooks and (reason := self._groups_obstacle()):
+                raise CannotServe(reason)
+            self._call_kernels(found_inf)
+        except CannotServe as unserved:
+            self._warn_or_refuse(str(unserved))
+            if found_inf is None or not bool(found_inf):  # the host decides
+                counters_to_host(self.optimizer)
+                self.fallback.step_within_hooks()
+
+    def _call_kernels(self, found_inf: Tensor | None) -> None:
+        """The step alone. All calls are planned, and all obstacles found, before the first call is made.
+
+        Raises:
+            CannotServe: a kernel can't take it; nothing was stepped.
+        """
+        groups = [GroupSettings.of(self.spec, self.state_format, group) for group in self.optimizer.param_groups]
+        options = [group.options for group in groups]
+        planned = []
+        for device in self.params.devices:
+            grads = self.gradients.to_step(device)
+            planned.append((device, grads, self._plan(device, groups, grads)))
+        number = self._step_count() if self.state_format.needs_number or self.masters.needs_number else 0
+        for device, grads, plan in planned:
+            flag = found_inf if found_inf is None or found_inf.device == device.device else found_inf.to(device.device)
+            for call in plan.calls:
+                self._call(device, call, options, grads, flag, number)
+        self.masters.ties.clear()
+
+    def _call(
+        self,
+        device: DeviceParams,
+        call: _KernelCall,
+        options: list[Any],
+        grads: GradsToStep,
+        found_inf: Tensor | None,
+        number: int,
+    ) -> None:
+        values: Sequence[Tensor | None] = grads.grads
+        if len(call.rows) < len(values):
+            values = [None if master is None else grad for grad, master in zip(values, call.masters, strict=True)]
+        call.spec.call(
+            {"grads": values, "masters": call.masters, **call.state},
+            options,
+            call.group_of,
+            grads.factors,
+            call.first,
+            models=None if call.is_own else call.models,
+            stats=None if call.is_own else device.cast,
+            found_inf=found_inf,
+            cache=call.cache,
+            number=number,
+        )
+        if True in call.first and (found_inf is None or not bool(found_inf)):
+            for state in call.states:
+                state.keep_first()
+
+    # -- plans -------------------------------------------------------------------------------------------------------
+
+    def _plan(self, device: DeviceParams, groups: list[GroupSettings], grads: GradsToStep) -> _Plan:
+        """The calls of one device: those of the last step, or new ones."""
+        if grads.has_sparse:
+            raise CannotServe(f"the gradient of {_first_sparse(device)!r} is sparse")
+        there = [grad is not None for grad in grads.grads]
+        deciding = [group.deciding for group in groups]
+        plan = self._plans.get(device.device)
+        if (
+            plan is not None
+            and plan.generation == self.params.generation
+            and plan.there == there
+            and plan.deciding == deciding
+            and plan.has_state(self.optimizer.state)
+        ):
+            return plan
+        self._plans.pop(device.device, None)
+        plan = _Plan(self.params.generation, there, deciding, self._new_calls(device, groups, there))
+        if not plan.is_first:
+            plan.remember_state(device)
+            self._plans[device.device] = plan
+        return plan
+
+    def _new_calls(self, device: DeviceParams, groups: list[GroupSettings], there: list[bool]) -> list[_KernelCall]:
+        calls: dict[tuple[bool, tuple[str, ...]], _KernelCall] = {}
+        for row, pair in enumerate(device.pairs):
+            is_own = pair.master is pair.model
+            if not there[row] or (is_own and pair.model.dtype in HALF_DTYPES):  # a frozen one has no master
+                continue
+            state = ParamState.find(self.optimizer, self.state_format, groups[pair.group].settings, pair)
+            call = calls.setdefault((is_own, tuple(state.tensors)), _KernelCall(state.spec, is_own))
+            call.rows.append(row)
+            call.states.append(state)
+        for call in calls.values():
+            call.fill(device, self.masters)
+        return list(calls.values())
+
+
+def _first_sparse(device: DeviceParams) -> str:
+    grads = raw_grads([pair.master for pair in device.pairs])
+    pairs = zip(device.pairs, grads, strict=True)
+    return next(pair.name for pair, grad in pairs if grad is not None and grad.layout is not torch.strided)
+
+
+class PerParameterStepper:
+    """Fused steps of single parameters, each when its gradient has come.
+
+    Args:
+        spec, state_format, step_count: as :class:`FusedStep` has them.
+    """
+
+    def __init__(
+        self,
+        spec: FusedStepSpec,
+        optimizer: Optimizer,
+        params: ParamTable,
+        masters: Masters,
+        state_format: StateFormat,
+        step_count: Callable[[], int],
+    ) -> None:
+        self.spec = spec
+        self.optimizer = optimizer
+        self.params = params
+        self.masters = masters
+        self.state_format = state_format
+        self._step_count = step_count
+        self._groups: dict[int, GroupSettings] = {}
+
+    def begin(self) -> None:
+        """A backward begins: the settings of each group are read anew, once."""
+        self._groups.clear()
+
+    def step(self, pair: ParamPair, grad: Tensor, factors: Factors, found_inf: Tensor | None, cache: CallCache) -> None:
+        """Step one parameter.
+
+        Args:
+            grad: in the parameter's strides: of its dtype, or float32.
+            found_inf: float32, 0-dim, on the device: where it is 1.0 nothing is written. None: decided already.
+            cache: of this parameter.
+
+        Raises:
+            CannotServe: the kernel can't take it; nothing was stepped.
+        """
+        group = self._group(pair.group)
+        is_own = pair.master is pair.model
+        state = ParamState.find(self.optimizer, self.state_format, group.settings, pair)
+        columns = {name: (tensor,) for name, tensor in state.tensors.items()}
+        state.spec.call(
+            {"grads": (grad,), "masters": (self.masters.operand(pair),), **columns},
+            [group.options],
+            [0],
+            factors,
+            [state.is_first],
+            models=None if is_own else (pair.model,),
+            stats=None if is_own else CastStats(pair.device.cast.overflow[pair.row : pair.row + 1]),
+            found_inf=found_inf,
+            cache=cache,
+            number=self._step_count() if self.state_format.needs_number or self.masters.needs_number else 0,
+        )
+        if state.is_first and (found_inf is None or not bool(found_inf)):
+            state.keep_first()
+        self.masters.ties.pop(id(pair.master), None)
+
+    def _group(self, number: int) -> GroupSettings:
+        if number not in self._groups:
+            group = self.optimizer.param_groups[number]
+            reason = groups_obstacle(self.spec, self.state_format, [(number, group)])
+            if reason:
+                raise CannotServe(reason)
+            self._groups[number] = GroupSettings.of(self.spec, self.state_format, group)
+        return self._groups[number]

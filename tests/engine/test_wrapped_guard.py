@@ -1,0 +1,118 @@
+"""The guard on a wrapped optimizer: used from elsewhere it raises; schedulers and copies go on as before."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
+
+from fp16opt.engine.wrapped_step import (
+    WrappedOptimizerGuard,
+    extras,
+    guard_open,
+    has_own_step,
+    is_guarded,
+    run_step,
+)
+
+
+def made() -> tuple[Tensor, SGD]:
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    return weight, SGD([weight], lr=0.5)
+
+
+def test_step_and_zero_grad_raise_unless_the_guard_is_open() -> None:
+    weight, inner = made()
+    assert not is_guarded(inner)
+    guard = WrappedOptimizerGuard(inner)
+    assert is_guarded(inner)
+    for name in ("step", "zero_grad"):
+        with pytest.raises(RuntimeError, match=rf"SGD.{name}\(\) was called .*Call opt.{name}\(\) of the MixedPrec"):
+            getattr(inner, name)()
+    with guard.open(), guard.open():
+        inner.step()
+    assert weight[0] == 0.5
+    with guard_open(inner):
+        inner.zero_grad()
+    assert weight.grad is None
+    with pytest.raises(RuntimeError, match="behind its back"):
+        inner.step()
+
+
+def test_there_is_no_reference_cycle() -> None:
+    _, inner = made()
+    WrappedOptimizerGuard(inner)
+    step, gone = inner.step, weakref.ref(inner)
+    gc.disable()
+    try:
+        del inner
+        assert gone() is None
+    finally:
+        gc.enable()
+    with pytest.raises(ReferenceError, match="of an optimizer that was freed"):
+        step()
+
+
+def test_schedulers_made_before_and_after_see_steps_and_give_no_warning() -> None:
+    _, inner = made()
+    before = StepLR(inner, 1)
+    WrappedOptimizerGuard(inner)
+    assert not has_own_step(inner)
+    after = StepLR(inner, 1)
+    run_step(inner, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        before.step()
+        after.step()
+    with pytest.raises(RuntimeError, match="behind its back"):
+        inner.step()
+
+
+def test_copies_and_pickles_have_no_guard() -> None:
+    _, inner = made()
+    WrappedOptimizerGuard(inner)
+    for copied in (copy.deepcopy(inner), pickle.loads(pickle.dumps(inner))):
+        assert not is_guarded(copied)
+        copied.step()
+    assert not {"step", "zero_grad"} & extras(inner).keys()
+
+
+class Whole(SGD):
+    """Its state is all of it, the guard too."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+def test_a_copy_that_took_the_guard_along_says_so_until_it_is_guarded_itself() -> None:
+    weight, _ = made()
+    inner = Whole([weight], lr=0.5)
+    WrappedOptimizerGuard(inner)
+    copied = copy.deepcopy(inner)
+    assert not is_guarded(copied)
+    with pytest.raises(RuntimeError, match="of a copied optimizer was called"):
+        copied.step()
+    with WrappedOptimizerGuard(copied).open():
+        copied.step()
+
+
+def test_a_step_that_was_replaced_is_known_and_called() -> None:
+    _, inner = made()
+    called: list[int] = []
+    inner.step = lambda: called.append(1)  # type: ignore[method-assign, assignment, misc, return-value]
+    assert has_own_step(inner)
+    guard = WrappedOptimizerGuard(inner)
+    assert has_own_step(inner)
+    with guard.open():
+        inner.step()
+    assert called == [1]
