@@ -321,7 +321,10 @@ class Oracle:
         p = self.params[which]
         if not p.is_half or p.is_frozen or self.stage is Stage.INTERRUPTED or any(q.written for q in self.params):
             raise Unspecified
+        was_ready = self.stage is Stage.READY
         self._settle()
+        if self.stage is Stage.READY and not was_ready:
+            raise Unspecified  # all were dropped: whether the one that is set now is dropped with them
         new = None if value is None else torch.full_like(p.master, value).detach()
         if self.stage is Stage.READY:
             there = any(q.grad is not None for q in self.params)
