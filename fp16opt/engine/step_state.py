@@ -796,7 +796,7 @@ class StepState:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def require_open(self) -> None:
-        """Raise ``RuntimeError`` where the step's gradients were clipped or edited, and parameters are about to change."""
+        """Raise ``RuntimeError`` where the step's gradients were clipped or edited: parameters are about to change."""
         stamp = self._true_stamp
         if self._is_closed or (stamp is not None and any(stamp.compare(raw_grads(self.params.masters)))):
             raise RuntimeError(
