@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from ..kernels import CallCache, CastStats, backend
 from ..kernels.backends import captures
+from ..kernels.lists import is_dense
 from ..kernels.reference_steps import Factors
-from ..kernels.tables import is_dense
 from .diagnostics import warn
 from .dtensors import raw_grads
 from .fused_registry import (

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels import reference
+from ..kernels.lists import same_walk
 from ..kernels.reference_steps import Factors
-from ..kernels.tables import same_walk
 from .dtensors import aligned, local, raw_grad, raw_grads, set_raw_grad
 from .masters import Masters
 from .params import HALF_DTYPES, DeviceParams, ParamTable
@@ -96,10 +96,8 @@ def judge(
         kernels.multi_tensor_unscale(values, values, one, stats, write=False, cache=cache)
 
 
-def round_to(
-    wide: list[Tensor | None], outs: list[Tensor | None], stats: kernels.GradStats
-) -> None:
-    """``outs = wide`` in 16 bits; what is too large for them counts as inf. None leaves a row as it is. No host sync."""
+def round_to(wide: list[Tensor | None], outs: list[Tensor | None], stats: kernels.GradStats) -> None:
+    """``outs = wide`` in 16 bits; what is too large counts as inf. None leaves a row as it is. No host sync."""
     found = kernels.CastStats.allocate(len(wide), stats.nonfinite.device)
     kernels.multi_tensor_cast(wide, outs, found)
     stats.nonfinite |= (found.overflow & kernels.TOO_LARGE).ne(0) * kernels.INF
@@ -308,7 +306,7 @@ class DeviceGradients:
             kernels.multi_tensor_unscale(ins, outs, self.factors.inv_scale, self.stats, cache=cache)
 
     def scale_back(self, scale: Tensor) -> None:
-        """Multiply gradients that were unscaled in place by ``scale`` (float32, 0-dim): a further backward adds to them."""
+        """Multiply gradients that were unscaled in place by ``scale`` (float32, 0-dim): others are to be added."""
         own = [self.models[row] for row in self.device.own]
         with torch.no_grad():
             values = [grad for grad in _dense(raw_grads(own)) if grad is not None]
@@ -844,10 +842,14 @@ class Gradients:
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
-    def release(self) -> None:
-        """A step is over, or was given up: what was found is forgotten; what is in ``.grad`` stays."""
+    def release(self, frees: bool = False) -> None:
+        """A step is over, or was given up: what was found is forgotten; what is in ``.grad`` stays.
+
+        Args:
+            frees: no FP32 gradients were made: give back memory that is kept from an earlier step, in which they were.
+        """
         for each in self._each:
-            each.release(frees=not self.masters.keeps_gradients)
+            each.release(frees or not self.masters.keeps_gradients)
         self.are_true = self.summing = self.is_measured = False
 
     def forget_true(self) -> None:

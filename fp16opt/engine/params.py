@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels import backends
-from ..kernels.tables import is_dense
+from ..kernels.lists import is_dense
 from .arguments import quoted
 from .diagnostics import describe
 from .dtensors import check_whole, is_sharded, local
@@ -491,7 +491,7 @@ class StateByParam(MutableMapping[Any, Any]):
     def get(self, key: Any, default: Any = None) -> Any:
         """The state of a parameter, or ``default``, which does not begin one."""
         mine = self._key(key)
-        return self._state[mine] if mine in self._state else default
+        return self._state.get(mine, default)
 
     def pop(self, key: Any, *default: Any) -> Any:
         """Take a parameter's state away, as a dict does."""

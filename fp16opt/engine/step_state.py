@@ -350,7 +350,7 @@ class StepState:
         if written and _are_zero(grads):
             self._take_zeros(grads)
         elif written:
-            self._refuse_writes([self.params.names[i] for i in written])
+            self._refuse_writes(written, grads)
         elif self.stage is Stage.UNSCALED:
             self._notice_edits()
 
@@ -359,13 +359,20 @@ class StepState:
         self.reset(keeps_true=False)
         self._stamp = GradientStamp(grads, are_zeros=True)
 
-    def _refuse_writes(self, names: list[str]) -> None:
+    def _refuse_writes(self, written: list[int], grads: list[Tensor | None]) -> None:
+        names = [self.params.names[i] for i in written]
         when = "backward(loss) had made them" if self.stage is Stage.SCALED else "they were checked"
         more = ""
         if self.scale is not None and self.scale.external:
             more = (
                 " Under a GradScaler clip opt.master_params(). Trainers that clip the model's own: Lightning, "
                 "Accelerate, transformers, timm have a module in fp16opt.integrations."
+            )
+        moved = [grads[i] for i in written]
+        if not self.replicas.are_told and any(grad is not None and grad._is_view() for grad in moved):
+            more += (
+                " DDP with gradient_as_bucket_view=True moves gradients once, after its first reduction: call "
+                "fp16opt.distributed.attach(opt, ddp_model)."
             )
         raise RuntimeError(
             f"the model's gradients were written after {when}: {describe(names)}. To have them count, call "
@@ -598,6 +605,18 @@ class StepState:
         grads = raw_grads(self.params.models)
         return any(self._stamp.compare(grads)) and _are_zero(grads)
 
+    def is_as_stamped(self) -> bool:
+        """Whether the stamps tell of no gradient that was written, replaced or set to None since."""
+        stamped = (self._stamp, self.params.models), (self._true_stamp, self.params.masters)
+        return all(stamp is None or not any(stamp.compare(raw_grads(tensors))) for stamp, tensors in stamped)
+
+    def stamp_again(self) -> None:
+        """DDP has moved gradients into its buckets: the stamps are of those that are there now, which are the same."""
+        if self._stamp is not None:
+            self._stamp = GradientStamp(raw_grads(self.params.models))
+        if self._true_stamp is not None:
+            self._true_stamp = GradientStamp(raw_grads(self.params.masters))
+
     def has_new(self) -> bool:
         """In READY: whether the model has gradients that no step has used, and that are no zeros of ``zero_grad``."""
         grads = raw_grads(self.params.models)
@@ -776,7 +795,7 @@ class StepState:
         Args:
             keeps_true: leave master gradients to be read.
         """
-        self.gradients.release()
+        self.gradients.release(frees=self.stage is Stage.CHECKED)
         if not (self.stage is Stage.UNSCALED and keeps_true):
             self.gradients.forget_true()
         is_stamped = self.stage is Stage.CHECKED or (self.stage is Stage.UNSCALED and not self.params.has_own)
