@@ -657,14 +657,24 @@ class StepState:
         if self.stage is Stage.UNSCALED:
             self._true_stamp = GradientStamp(raw_grads(self.params.masters))
 
-    def unscale_again(self, inv_scale: Tensor) -> None:
-        """A GradScaler has told its scale only now: true gradients are multiplied by ``inv_scale`` (float32, 0-dim)."""
-        self.gradients.scale_again(inv_scale.to(self.device))
-        if self.scale is not None:
+    def unscale_external(self, inv_scale: Tensor) -> None:
+        """A GradScaler tells its scale: gradients that it has not unscaled are to be multiplied by ``inv_scale``.
+
+        Args:
+            inv_scale: float32, 0-dim, any device. Told again, it changes nothing.
+        """
+        if self.stage is Stage.READY:
+            self.take_external(inv_scale)
+            return
+        if self.scale is None or not self.scale.unit:
+            return
+        self.scale.inv_scale, self.scale.unit = inv_scale.to(self.device), False
+        self.unscale()
+        if self.stage is Stage.UNSCALED:  # read before: taken as made at 1
+            self.gradients.scale_again(self.scale.inv_scale)
             self._found = {}
             self._note_found(self.scale)
-            self.scale.external = False  # nobody writes them any more
-        self._true_stamp = GradientStamp(raw_grads(self.params.masters))
+            self._true_stamp = GradientStamp(raw_grads(self.params.masters))
 
     # -- FP32 sums ---------------------------------------------------------------------------------------------------
 
