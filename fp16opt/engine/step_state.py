@@ -303,10 +303,6 @@ class StepState:
             return any(map(operator.is_not, raw_grads(self.params.masters), itertools.repeat(None)))
         return any(map(operator.is_not, raw_grads(self.params.elsewhere), itertools.repeat(None)))
 
-    def has_gradients(self) -> bool:
-        """Whether a parameter holds one, or a sum. Changes nothing."""
-        return self._any_there(raw_grads(self.params.models))
-
     def waits_for_reduction(self) -> bool:
         """Whether gradients were made under DDP's no_sync, and are to be reduced by a later backward."""
         return self.replicas.local and not (self.gradients.summing or self.sums)
