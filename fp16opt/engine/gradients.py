@@ -842,10 +842,14 @@ class Gradients:
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
-    def release(self) -> None:
-        """A step is over, or was given up: what was found is forgotten; what is in ``.grad`` stays."""
+    def release(self, frees: bool = False) -> None:
+        """A step is over, or was given up: what was found is forgotten; what is in ``.grad`` stays.
+
+        Args:
+            frees: no FP32 gradients were made: give back memory that is kept from an earlier step, in which they were.
+        """
         for each in self._each:
-            each.release(frees=not self.masters.keeps_gradients)
+            each.release(frees or not self.masters.keeps_gradients)
         self.are_true = self.summing = self.is_measured = False
 
     def forget_true(self) -> None:
