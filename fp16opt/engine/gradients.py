@@ -445,7 +445,7 @@ class DeviceGradients:
         aside, self._set_aside = self._set_aside or {}, None
         before = [self._sum_of(row, aside) for row in range(len(self.pairs))]
         ins, outs, places = self._plan_fold(before)
-        adds = [out is not None and before[row] is places[row] for row, out in enumerate(outs)]
+        adds = [place is not None and before[row] is place for row, place in enumerate(places)]
         with torch.no_grad():
             if any([grad is not None for grad in ins]):  # noqa: C419
                 kernels.multi_tensor_unscale(ins, outs, inv_scale, self.stats, accumulate=adds if any(adds) else False)
