@@ -23,7 +23,7 @@ from .diagnostics import describe
 from .dtensors import is_sharded, local, raw_grads, versions
 from .gradients import Gradients
 from .params import HALF_DTYPES, ParamTable
-from .ranks import Ranks, Replicas
+from .ranks import Ranks, Replicas, refuse_torch_checkpointing
 
 
 class Stage(enum.Enum):
@@ -610,6 +610,7 @@ class StepState:
         if torch._C._current_graph_task_id() != -1:
             return
         if self.stage is Stage.READY and value is not None:
+            refuse_torch_checkpointing("optimizer state")
             scaler = self._scaler()
             if not self._is_one(scaler):
                 raise RuntimeError(
