@@ -100,6 +100,7 @@ class Oracle:
         is_folded: FP32 sums on the masters are all that counts; the model's 16-bit gradients were freed.
         was_undone: ``update_master_grads`` came after a clip or an edit.
         is_used: The gradients are those of a step that is over, as that left them.
+        was_clipped_again: A clip came after a clip: whether FP32 parameters hold true gradients by now is open.
         is_set_alone: A master was given a gradient where the model has none.
         left: What the last step may have left as the gradient of each FP32 parameter: how far it brings them is open.
         heard: The scalers of this step's backwards, with what each one's own gradients were.
@@ -121,6 +122,7 @@ class Oracle:
     is_folded: bool = False
     was_undone: bool = False
     is_used: bool = False
+    was_clipped_again: bool = False
     is_set_alone: bool = False
     heard: list[tuple[Scale, bool]] = field(default_factory=list)
     left: list[list[Tensor | None]] = field(default_factory=list)
@@ -154,6 +156,8 @@ class Oracle:
             self._forget()
         else:
             self._may_add()
+        if folds and not self.is_folded and self.stage in (Stage.CHECKED, Stage.UNSCALED) and not second_scaler:
+            raise Unspecified  # whether what was read is in sums
         if self.stage is Stage.UNSCALED and not folds:
             for p in self._there():
                 if not p.is_half and p.grad is not None:
@@ -162,7 +166,7 @@ class Oracle:
         if folds and (stamp or second_scaler):
             self._fold(grads, scale)
             return
-        if folds and self.stage in (Stage.CHECKED, Stage.UNSCALED):
+        if self.is_folded:
             raise Unspecified  # sums, and 16-bit gradients beside them
         self._accumulate(grads, scale.value)
         self.stage, self.backward_scale, self.is_stamped = Stage.SCALED, scale.value, stamp
@@ -253,27 +257,26 @@ class Oracle:
         self._note_write(p)
 
     def model_zero_grad(self) -> None:
-        if self.is_open or self.is_set_alone or (self.folds and self.stage is Stage.INTERRUPTED):
+        if self.is_set_alone or (self.folds and self.stage is not Stage.READY):
             raise Unspecified
-        was_used = self.is_used
         for p in self.params:
-            p.grad = p.true = None
-        self._reset()
-        self.is_used = was_used  # what masters show of the last step is left open
+            p.grad, p.true, p.written = None, None, False
 
     def _drop(self, p: Param) -> None:
-        if self.is_open or self.is_set_alone:
+        if self.is_open or self.is_set_alone or (self.folds and self.stage is Stage.SCALED):
             raise Unspecified
         p.grad, p.true, p.written = None, None, False
 
     def _may_write(self, p: Param) -> None:
         if self.stage is Stage.INTERRUPTED or self.is_set_alone or (self.is_open and not self.is_folded):
             raise Unspecified
+        if self.folds and self.stage is Stage.SCALED:
+            raise Unspecified  # whether an earlier backward's are in sums
         if self.is_taken and self.stage in (Stage.CHECKED, Stage.UNSCALED) and p.is_half:
             raise Unspecified  # these are checked anew, and rule 3 refuses them
         if self.is_taken and self.stage is Stage.CHECKED:
             raise Unspecified
-        if self.stage is Stage.UNSCALED and not p.is_half and self.factor is not None:
+        if not p.is_half and (self.was_clipped_again or (self.stage is Stage.UNSCALED and self.factor is not None)):
             raise Unspecified  # whether the clip is in it by now
 
     def _note_write(self, p: Param) -> None:
@@ -318,7 +321,10 @@ class Oracle:
         p = self.params[which]
         if not p.is_half or p.is_frozen or self.stage is Stage.INTERRUPTED or any(q.written for q in self.params):
             raise Unspecified
+        was_ready = self.stage is Stage.READY
         self._settle()
+        if self.stage is Stage.READY and not was_ready:
+            raise Unspecified  # all were dropped: whether the one that is set now is dropped with them
         new = None if value is None else torch.full_like(p.master, value).detach()
         if self.stage is Stage.READY:
             there = any(q.grad is not None for q in self.params)
@@ -329,11 +335,11 @@ class Oracle:
             if not self.scale.is_one:
                 raise Refused("set")
             self._take(1.0)
-        if p.grad is None and value is not None and not self.is_folded:
+        if p.grad is None and new is not None and not self.is_folded:
             self.is_set_alone = True
         self._unscale()
-        p.true = new
-        self.is_edited = True
+        if p.true is not None or new is not None:
+            p.true, self.is_edited = new, True
 
     def update_master_grads(self) -> None:
         self._settle()
@@ -374,8 +380,9 @@ class Oracle:
         """After `clip_norm`. ``norm`` is the FP32 one that the library returned, so that the factor has its bits."""
         if self.stage is Stage.READY:
             return
+        self.was_clipped_again = self.is_clipped and self.stage is not Stage.UNSCALED
         self.is_clipped = True
-        factor = clip_factor(max_norm, norm)
+        factor = clip_factor(norm, max_norm)
         if self.stage is Stage.SCALED:
             self.stage = Stage.CHECKED
         if found_inf(self.grads()) or float(factor) == 1.0:
@@ -465,8 +472,9 @@ class Oracle:
         if self.stage is not Stage.READY:
             raise Unspecified
         for p, master in zip(self.params, saved.masters, strict=True):
-            with torch.no_grad():
-                p.master.copy_(master)
+            if p.is_half and not p.is_frozen:  # others are in the model's own checkpoint
+                with torch.no_grad():
+                    p.master.copy_(master)
         self.optimizer.load_state_dict(copy.deepcopy(saved.state))
         self.scale.value, self.scale.clean = saved.scale.value, saved.scale.clean
         self.skipped_steps, self.step_was_skipped = saved.skipped_steps, None
@@ -481,9 +489,12 @@ class Oracle:
     def shown_by_fp32(self, which: int) -> list[Tensor | None]:
         """What ``.grad`` of an FP32 parameter may be now: a clip may be in it, or wait."""
         p = self.params[which]
-        if p.grad is None or self.stage is not Stage.UNSCALED or self.factor is None:
-            return [p.grad]
-        return [p.grad, p.grad * self.factor]
+        shown = [p.grad]
+        if self.was_clipped_again:
+            shown.append(self._true(p))
+        if self.factor is not None and (self.was_clipped_again or self.stage is Stage.UNSCALED):
+            shown += [None if g is None else g * self.factor for g in shown]
+        return shown
 
     def model(self) -> list[Tensor]:
         return [p.master.detach().to(p.dtype) for p in self.params]
@@ -557,7 +568,7 @@ class Oracle:
     def _reset(self) -> None:
         self.stage, self.factor, self.heard = Stage.READY, None, []
         self.is_stamped = self.is_clipped = self.is_edited = self.is_taken = self.is_folded = False
-        self.was_undone = self.is_used = self.is_set_alone = False
+        self.was_undone = self.is_used = self.is_set_alone = self.was_clipped_again = False
         for p in self.params:
             p.written = False
 

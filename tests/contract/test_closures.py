@@ -339,7 +339,7 @@ def test_a_static_scale_cannot_go_lower(mode: Mode, make: Any, scale: str) -> No
 def test_a_class_that_evaluates_again_without_saying_so_is_told_the_argument(mode: Mode, closure: str | None) -> None:
     """It would be evaluated at weights that are not the masters' rounded."""
     world = World(mode, "dynamic", make=TwoSteps, arguments={"closure": closure})
-    with pytest.raises(RuntimeError, match=r'TwoSteps.*closure="reevaluate"'):
+    with pytest.raises(RuntimeError, match=r'closure="reevaluate"'):
         world.opt.step(Closure(world))
     assert int(world.opt.skipped_steps) == 0
 
@@ -347,7 +347,7 @@ def test_a_class_that_evaluates_again_without_saying_so_is_told_the_argument(mod
 @MODES
 def test_lbfgs_may_be_told_to_evaluate_once(mode: Mode) -> None:
     world = World(mode, make=lbfgs, arguments={"closure": "once"})
-    with pytest.raises(RuntimeError, match=r'LBFGS.*closure="reevaluate"'):
+    with pytest.raises(RuntimeError, match=r'closure="reevaluate"'):
         world.opt.step(Closure(world))
 
 
@@ -455,7 +455,7 @@ def test_an_optimizer_that_evaluates_again_is_refused_with_split_masters() -> No
         opt = MixedPrecisionOptimizer(Twice([weight], lr=0.1), master_weights="split")
         opt.step(lambda: weight.float().sum())
 
-    with pytest.raises((RuntimeError, ValueError), match=r"Twice.*closure"):
+    with pytest.raises((RuntimeError, ValueError), match=r"closure"):
         wrapped_and_stepped()
     assert torch.equal(weight, torch.ones(4, dtype=torch.bfloat16))
 

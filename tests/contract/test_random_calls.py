@@ -372,6 +372,8 @@ class Play:
         oracle, ours, grad = self.oracle, self.oracle.params[i], self.params[i].grad
         if oracle.stage is Stage.INTERRUPTED or (oracle.is_open and not oracle.is_folded):
             return
+        if oracle.folds and oracle.stage is Stage.SCALED:
+            return  # a part of it may be in sums
         if ours.is_half:
             if not same(grad, ours.grad):
                 raise Difference(f"the model's gradient of {self.names[i]} is {grad}, must be {ours.grad}")
@@ -464,7 +466,7 @@ def make_calls(draw: random.Random, setting: Setting) -> list[Call]:
         return [make() for _, make in draw.choices(single, weights, k=count)]
 
     calls: list[Call] = []
-    for _ in range(draw.randint(2, 5)):
+    for _ in range(draw.randint(2, 4)):
         calls += some(0.3)
         for _ in range(draw.randint(1, 2)):
             calls += [draw.choice([("backward", grads()), ("backward", grads(), False), ("scale_loss", grads())])]
