@@ -254,12 +254,12 @@ class DeviceGradients:
         places: list[Tensor | None] = [None] * len(ins)  # what goes into .grad
         for row, grad in enumerate(ins):
             if grad is not None:
-                places[row] = self._place_of(row, grad)
+                places[row] = self._place_of(row)
         outs = [None if place is None else local(place) for place in places]
         for row, grad in self._sparse.items():
             ins[row] = grad._values()
             outs[row] = torch.empty_like(grad._values(), dtype=self._sparse_dtype(row))
-        halves = {row: outs[row] for row in self._half_own if outs[row] is not None}
+        halves = {row: out for row in self._half_own if (out := outs[row]) is not None and out.dtype in HALF_DTYPES}
         for row in halves:
             outs[row] = torch.empty_like(ins[row], dtype=torch.float32)  # type: ignore[arg-type]
         with torch.no_grad():
@@ -268,7 +268,7 @@ class DeviceGradients:
                 wide = [outs[row] if row in halves else None for row in range(len(outs))]
                 round_to(wide, [halves.get(row) for row in range(len(outs))], self.stats)
         for row, grad in self._sparse.items():
-            places[row] = _sparse_like(grad, _there(outs[row]))
+            places[row] = _sparse_like(grad, _there(halves.get(row, outs[row])))
         for row, (master, place) in enumerate(zip(self.masters, places, strict=True)):
             if not (row in self._own and (place is None or place is raw_grad(master))):
                 set_raw_grad(master, place)
@@ -278,17 +278,20 @@ class DeviceGradients:
         dtype = self._dtypes[row]
         return torch.float32 if dtype in HALF_DTYPES and row not in self._own else dtype
 
-    def _place_of(self, row: int, grad: Tensor) -> Tensor:
+    def _place_of(self, row: int) -> Tensor:
         """The tensor that is to hold a row's true gradient: of parameters that are their own masters, in place."""
         if row not in self._own:
             return self._room(row)
+        held: Tensor = raw_grad(self.models[row])
+        return held if self._fits(row, held) else torch.empty_like(self.models[row], requires_grad=False)
+
+    def _fits(self, row: int, held: Tensor) -> bool:
+        """Whether a gradient of a parameter that is its own master can be made true where it lies."""
         model = self.models[row]
-        held: Tensor = raw_grad(model)
+        is_of_dtype = held.dtype == model.dtype or held.dtype is torch.float32
         # torch's fused steps are silently wrong where a gradient's strides are not its parameter's.
-        fits = held.dtype == model.dtype and not held.requires_grad and aligned(held, model) is held
-        if fits and same_walk(grad, local(model)):
-            return held
-        return torch.empty_like(model, requires_grad=False)
+        fits = is_of_dtype and held.layout is torch.strided and not held.requires_grad and aligned(held, model) is held
+        return fits and same_walk(local(held), local(model))
 
     def _run(self, ins: list[Tensor | None], outs: list[Tensor | None], is_checked: bool, unit: bool) -> None:
         if unit:  # what is there already is read at most
@@ -445,7 +448,7 @@ class DeviceGradients:
         aside, self._set_aside = self._set_aside or {}, None
         before = [self._sum_of(row, aside) for row in range(len(self.pairs))]
         ins, outs, places = self._plan_fold(before)
-        adds = [place is not None and before[row] is place for row, place in enumerate(places)]
+        adds = [place is not None and place is before[row] for row, place in enumerate(places)]
         with torch.no_grad():
             if any([grad is not None for grad in ins]):  # noqa: C419
                 kernels.multi_tensor_unscale(ins, outs, inv_scale, self.stats, accumulate=adds if any(adds) else False)
@@ -476,7 +479,7 @@ class DeviceGradients:
             elif sum_ is not None and sum_.layout is torch.strided:
                 places[row], outs[row] = sum_, local(sum_)
             else:
-                places[row] = self._place_of(row, grad)
+                places[row] = self._place_of(row)
                 outs[row] = local(places[row])  # type: ignore[arg-type]
         for row, grad in self._sparse.items():
             ins[row] = grad._values()
@@ -501,6 +504,8 @@ class DeviceGradients:
                 round_to(wide, [made if k == row else None for k in range(len(outs))], self.stats)
             if made is None:
                 made = sum_
+            elif made is sum_ and row in self._own and self._fits(row, held := raw_grad(master)):
+                made = held.copy_(sum_)  # torch's clip_grad_norm_ may have listed it already
             elif sum_ is not None and made is not sum_:
                 made, measured_anew = sum_ + made, True
             if made is not None:
@@ -720,8 +725,8 @@ class Gradients:
     def drop(self, positions: Sequence[int]) -> None:
         """Gradients that were set to None are not part of the step."""
         for position in positions:
-            pair = self.params.all[position]
-            self._of[id(pair.device)].drop(pair.row)
+            each = next(each for each in self._each if position in each.device.positions)
+            each.drop(self.params.all[position].row)
 
     # -- FP32 sums ---------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from .. import kernels
 from ..kernels import backends
 from ..scaling import LossScaler
 from .diagnostics import describe
-from .dtensors import is_sharded, local, raw_grads, versions
+from .dtensors import is_sharded, local, raw_grad, raw_grads, versions
 from .gradients import Gradients
 from .params import HALF_DTYPES, ParamTable
 from .ranks import Ranks, Replicas, refuse_torch_checkpointing
@@ -260,8 +260,9 @@ class StepState:
             if left:
                 raise RuntimeError(
                     f"gradients are there that this backward would add to, and they were made at another scale: "
-                    f"{describe(left)}. Call zero_grad() after each step, also after a skipped one. A backward of "
-                    "another optimizer's loss leaves gradients here too: clear them, or give both one scaler."
+                    f"{describe(left)}. Call zero_grad() after each step, also after a skipped one. Where another "
+                    "optimizer's backward left them, clear them; or, where both have one scaler, call "
+                    "update_master_grads() of this one after that backward."
                 )
         self.gradients.forget_true()
         if self.sums:
@@ -281,10 +282,10 @@ class StepState:
                 self._start_summing()
             if self.stage is not Stage.UNSCALED:
                 self._fold(scale)
-        elif self.gradients.summing:
-            return
-        elif self.stage is Stage.UNSCALED and self.params.has_own and not scale.unit:
-            self.gradients.scale_back(scale.scale)
+        elif self.stage is Stage.UNSCALED and not self.gradients.summing:
+            if self.params.has_own and not scale.unit:
+                self.gradients.scale_back(scale.scale)
+            self.gradients.are_true = False
 
     def end_backward(self, stamp: bool) -> None:
         """A backward is over.
@@ -374,7 +375,7 @@ class StepState:
             RuntimeError: one was written where that does not count.
         """
         self._drop_gone(grads)
-        written = [] if self._stamp is None or self.gradients.summing else self._stamp.compare(grads)[0]
+        written = [] if self._stamp is None else self._stamp.compare(grads)[0]
         if self.stage is Stage.UNSCALED:
             written = [i for i in written if not self.params.master_is_model[i]]
         if written and _are_zero(grads):
@@ -392,11 +393,11 @@ class StepState:
     def _refuse_writes(self, written: list[int], grads: list[Tensor | None]) -> None:
         names = [self.params.names[i] for i in written]
         when = "backward(loss) had made them" if self.stage is Stage.SCALED else "they were checked"
-        more = ""
+        first, more = "", ""
         if self.scale is not None and self.scale.external:
-            more = (
-                " Under a GradScaler clip opt.master_params(). Trainers that clip the model's own: Lightning, "
-                "Accelerate, transformers, timm have a module in fp16opt.integrations."
+            first = (
+                "Under a GradScaler clip opt.master_params(), after unscale_. Trainers that clip the model's own: "
+                "Lightning, Accelerate, transformers, timm have a module in fp16opt.integrations. "
             )
         moved = [grads[i] for i in written]
         if not self.replicas.are_told and any(grad is not None and grad._is_view() for grad in moved):
@@ -405,8 +406,8 @@ class StepState:
                 "fp16opt.distributed.attach(opt, ddp_model)."
             )
         raise RuntimeError(
-            f"the model's gradients were written after {when}: {describe(names)}. To have them count, call "
-            "update_master_grads(). To clip, call clip_master_grads(max_norm) in place of "
+            f"the model's gradients were written after {when}: {describe(names)}. {first}To have them count, "
+            "call update_master_grads(). To clip, call clip_master_grads(max_norm) in place of "
             "clip_grad_norm_(model.parameters()). To add up micro-batches, call backward(loss) of this optimizer each "
             f"time. To give the step up, call zero_grad().{more}"
         )
@@ -467,7 +468,8 @@ class StepState:
             raise RuntimeError(
                 "gradients were found that neither opt.backward(loss) nor opt.scale_loss(loss) made, and the loss "
                 f"scale is {float(scaler.scale):g}: they would be unscaled wrongly. Use opt.backward(loss), and "
-                "zero_grad() after each step; or, for a GradScaler to do the scaling, construct "
+                "zero_grad() after each step. Where another optimizer with the same scaler has made them, call "
+                "update_master_grads() of this one first. For a GradScaler to do the scaling, construct "
                 "MixedPrecisionOptimizer without dynamic, loss_scale, scaler. Trainers that call backward themselves: "
                 "Lightning, Accelerate, transformers, timm have a module in fp16opt.integrations."
             )
@@ -590,8 +592,16 @@ class StepState:
         self.stage, self._stamp, self._is_closed = Stage.SCALED, None, False
         self._check(self.scale, grads, True, self.scale.unit or own_are_true)
 
-    def before_reading(self) -> None:
-        """``.grad`` of a master is about to be read: true ones are made of all. Within autograd nothing is done."""
+    def before_reading(self, position: int) -> None:
+        """``.grad`` of a master is about to be read: true ones are made of all. Within autograd nothing is done.
+
+        Args:
+            position: of its pair.
+        """
+        if self.stage is Stage.UNSCALED and not self.gradients.summing:
+            if raw_grad(self.params.models[position]) is None:
+                self._drop_gone(raw_grads(self.params.models))
+            return
         if self.stage in (Stage.UNSCALED, Stage.INTERRUPTED) or torch._C._current_graph_task_id() != -1:
             return
         if self.stage is Stage.READY and not (self._is_one(self._scaler()) and self.has_new() and self.take_external()):
@@ -601,8 +611,12 @@ class StepState:
         with torch.inference_mode(False):
             self._bring_up(write=True)
 
-    def before_setting(self, value: Tensor | None) -> None:
+    def before_setting(self, position: int, value: Tensor | None) -> None:
         """``.grad`` of a master is about to be set: the others are made true, so that the edit counts.
+
+        Args:
+            position: of its pair.
+            value: what it is set to.
 
         Raises:
             RuntimeError: no gradients wait for a step, and the scale is not 1.
@@ -622,7 +636,7 @@ class StepState:
             if not is_new or not self.take_external():
                 self._take_none(scaler)
                 return
-        self.before_reading()
+        self.before_reading(position)
 
     def _take_none(self, scaler: LossScaler) -> None:
         """UNSCALED without any gradient: the user is about to give masters theirs."""
@@ -821,16 +835,21 @@ class StepState:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def require_open(self) -> None:
-        """Raise ``RuntimeError`` where parameters are about to change and the step's gradients were clipped already."""
-        if self._is_closed:
+        """Raise ``RuntimeError`` where the step's gradients were clipped or edited, and parameters are about to change."""
+        stamp = self._true_stamp
+        if self._is_closed or (stamp is not None and any(stamp.compare(raw_grads(self.params.masters)))):
             raise RuntimeError(
                 "param_groups were changed between a clip, or an edit of master gradients, and the step. Change them "
                 "before the first backward of a step, or after the step."
             )
 
     def follow_params(self) -> None:
-        """Parameters or masters came or went."""
-        if self.stage is Stage.CHECKED:
+        """Parameters or masters came or went. What was found is found anew, of those that were unfrozen too."""
+        scale = self.scale
+        if scale is not None and not self.gradients.summing and self.stage in (Stage.CHECKED, Stage.UNSCALED):
+            if self.stage is Stage.UNSCALED and not scale.unit:
+                self.gradients.scale_back(scale.scale)
+            self.gradients.are_true, self._true_stamp = False, None
             self.stage = Stage.SCALED
         self.gradients.follow_params()
         if self._stamp is not None and self.stage is not Stage.READY:
