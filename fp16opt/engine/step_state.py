@@ -16,13 +16,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import kernels
 from ..kernels import backends
 from ..scaling import LossScaler
 from .diagnostics import describe
-from .dtensors import local, raw_grad, raw_grads, versions
+from .dtensors import is_sharded, local, raw_grad, raw_grads, versions
 from .gradients import Gradients
-from .params import ParamTable
-from .ranks import Ranks, Replicas
+from .params import HALF_DTYPES, ParamTable
+from .ranks import Ranks, Replicas, refuse_torch_checkpointing
 
 
 class Stage(enum.Enum):
@@ -88,6 +89,9 @@ class OverflowCheck:
 class GradientStamp:
     """Which gradients there were at one moment, in which versions. It keeps none of them alive.
 
+    torch counts no version where a foreach operation writes a DTensor, as ``clip_grad_norm_`` does: of these a sample
+    of the bits is compared too, which syncs.
+
     Args:
         grads: of all parameters, in the order of the table.
         are_zeros: whether they are known to be zeros.
@@ -99,6 +103,7 @@ class GradientStamp:
     def __init__(self, grads: Sequence[Tensor | None], are_zeros: bool = False) -> None:
         self.are_zeros = are_zeros
         self._versions = versions(grads)
+        self._digests = _digests(grads)
         try:
             self._refs: list[Callable[[], Tensor | None]] = list(map(weakref.ref, grads))
             self.is_empty = not grads
@@ -111,19 +116,44 @@ class GradientStamp:
         if len(now) != len(self._refs):  # parameters came: of those that were there nothing is known
             return [], []
         then, counted = list(map(_CALL, self._refs)), versions(now)
-        if counted == self._versions and all(map(operator.is_, then, now)):
+        digests = _digests(now) if self._digests else {}
+        if counted == self._versions and digests == self._digests and all(map(operator.is_, then, now)):
             return [], []
         each = enumerate(zip(then, self._versions, now, counted, strict=True))
-        moved = [position for position, (a, v, b, w) in each if a is not b or v != w]
+        moved = [
+            position
+            for position, (a, v, b, w) in each
+            if a is not b or v != w or digests.get(position) != self._digests.get(position)
+        ]
         gone = [position for position in moved if now[position] is None]
         return [position for position in moved if now[position] is not None], gone
 
     def forget(self, position: int) -> None:
         """There was no gradient there."""
         self._refs[position], self._versions[position] = _no_gradient, -1
+        self._digests.pop(position, None)
 
 
 _CALL = operator.methodcaller("__call__")
+
+
+def _digests(grads: Sequence[Tensor | None]) -> dict[int, int]:
+    """By position: digests of sampled bits of this rank's pieces of DTensors. Syncs where there are any on a device."""
+    if set(map(type, grads)) <= {Tensor, type(None)}:
+        return {}
+    with torch.no_grad():
+        pieces = {i: local(grad).detach() for i, grad in enumerate(grads) if grad is not None and is_sharded(grad)}
+        found: dict[int, int] = {}
+        for device in {piece.device for piece in pieces.values()}:
+            here = [i for i, piece in pieces.items() if piece.device == device]
+            samples = torch.zeros(len(here), dtype=torch.int64, device=device)
+            kernels.multi_tensor_sample([_as_halves(pieces[i]) for i in here], samples)
+            found.update(zip(here, samples.tolist(), strict=True))
+    return found
+
+
+def _as_halves(piece: Tensor) -> Tensor:
+    return piece if piece.dtype in HALF_DTYPES else piece.reshape(-1).view(torch.float16)
 
 
 def _no_gradient() -> None:
@@ -448,12 +478,20 @@ class StepState:
         return True
 
     def _not_zero(self, grads: list[Tensor | None]) -> list[str]:
-        """Names of parameters whose gradient is there and not all zeros. Syncs once where there are gradients."""
-        there = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
+        """Names of parameters whose gradient is there and not all zeros. Syncs once where there are gradients.
+
+        Where masters are spread over ranks it is so on all of them alike: else some would raise, and the others wait.
+        """
+        named = [*zip(self.params.names, grads, strict=True)]
+        named += [("a parameter of another rank", grad) for grad in raw_grads(self.params.elsewhere)]
+        there = [(name, grad) for name, grad in named if grad is not None]
         if not there:
             return []
-        flags = torch.stack([_any_not_zero(grad).to(self.device) for _, grad in there]).tolist()
-        return [self.params.names[i] for (i, _), flag in zip(there, flags, strict=True) if flag]
+        flags = torch.stack([_any_not_zero(grad).to(self.device) for _, grad in there])
+        found = [name for (name, _), flag in zip(there, flags.tolist(), strict=True) if flag]
+        if self.params.has_dtensors and self.ranks.largest(flags.any().float().reshape(1)).item():
+            return found or ["a parameter's piece on another rank"]
+        return found
 
     def _has_zeros(self, grads: list[Tensor | None]) -> bool:
         """In READY: whether gradients are zeros of ``zero_grad(set_to_none=False)``, untouched since."""
@@ -582,6 +620,7 @@ class StepState:
         if torch._C._current_graph_task_id() != -1:
             return
         if self.stage is Stage.READY and value is not None:
+            refuse_torch_checkpointing("optimizer state")
             scaler = self._scaler()
             if not self._is_one(scaler):
                 raise RuntimeError(
