@@ -131,8 +131,8 @@ class OptimizerGradients:
             raise ValueError(
                 "Attempting to unscale FP16 gradients. FP16 weights that are stepped without FP32 masters lose every "
                 f"update smaller than half a unit in the last place: {describe(refused)}. Write optimizer = "
-                "fp16opt.MixedPrecisionOptimizer(optimizer) after making it, or GradScaler(allow_16bit_weights=True) to "
-                "step them as they are."
+                "fp16opt.MixedPrecisionOptimizer(optimizer) after making it, or "
+                "GradScaler(allow_16bit_weights=True) to step them as they are."
             )
         self.subclassed = subclassed
         by_device: dict[torch.device, DeviceRows] = {}

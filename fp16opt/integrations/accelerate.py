@@ -109,7 +109,10 @@ class Accelerator(accelerate.Accelerator):
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
         """Accelerate's, of a class that knows of skips."""
         if self.master_weights is None:
-            return super().prepare_optimizer(optimizer, device_placement)
+            prepared = super().prepare_optimizer(optimizer, device_placement)
+            if type(prepared) is AcceleratedOptimizer and isinstance(prepared.optimizer, MixedPrecisionOptimizer):
+                prepared.__class__ = MasterWeightsOptimizer  # its `step` is called for a skip too
+            return prepared
         if isinstance(optimizer, MasterWeightsOptimizer):
             if not any(one is optimizer for one in self._optimizers):  # after free_memory
                 self._optimizers.append(optimizer)
@@ -183,11 +186,11 @@ class Accelerator(accelerate.Accelerator):
             RuntimeError: In the middle of an accumulation: what is clipped there would be added to.
             ValueError: A parameter has a gradient and is in no prepared optimizer.
         """
-        if self._together is None:
+        clipping = self._clipping("clip_grad_norm_")
+        if clipping is None:
             before: Tensor | None = super().clip_grad_norm_(parameters, max_norm, norm_type)
             return before
-        self._check_complete("clip_grad_norm_")
-        return self._together.clip_grad_norm(parameters, float(max_norm), float(norm_type))
+        return clipping.clip_grad_norm(parameters, float(max_norm), float(norm_type))
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clip the true gradients of ``parameters`` by value. An overflow stays one, and is skipped.
@@ -195,18 +198,29 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             RuntimeError, ValueError: As :meth:`clip_grad_norm_`.
         """
-        if self._together is None:
+        clipping = self._clipping("clip_grad_value_")
+        if clipping is None:
             super().clip_grad_value_(parameters, clip_value)
             return
-        self._check_complete("clip_grad_value_")
-        self._together.clip_grad_value(parameters, float(clip_value))
+        clipping.clip_grad_value(parameters, float(clip_value))
 
-    def _check_complete(self, what: str) -> None:
+    def _clipping(self, what: str) -> Together | None:
+        """Whose masters are clipped, with true gradients; None: clip as Accelerate does."""
+        clipping = self._together
+        inside = [one.optimizer for one in self._optimizers]
+        are_wrapped = bool(inside) and all(isinstance(one, MixedPrecisionOptimizer) for one in inside)
+        if clipping is None and self.scaler is not None and are_wrapped:
+            clipping = Together(inside)
+        if clipping is None:
+            return None
         if not self.sync_gradients:
             raise RuntimeError(
                 f"{what} was called in the middle of an accumulation. Call it where accelerator.sync_gradients is "
                 "True, before optimizer.step()."
             )
+        if clipping is not self._together:
+            self.unscale_gradients()
+        return clipping
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -267,8 +281,8 @@ def _masters_in(folder: str, number: int) -> Path:
     return Path(folder) / f"masters_{number}"
 
 
-def take_over(accelerator: accelerate.Accelerator, master_weights: dict[str, Any] | None) -> Accelerator:
-    """Make an accelerator that somebody else has made one of :class:`Accelerator`. Nothing may be prepared yet.
+def convert(accelerator: accelerate.Accelerator, master_weights: dict[str, Any] | None) -> Accelerator:
+    """Make an accelerator that a trainer has made one of :class:`Accelerator`. Nothing may be prepared yet.
 
     transformers makes its own and has no hook for another class.
 
@@ -295,7 +309,8 @@ def use_fp16opt_scaler(accelerator: accelerate.Accelerator, **settings: Any) -> 
 
     For models with FP32 weights under autocast, and for 16-bit ones whose optimizers are wrapped in
     ``MixedPrecisionOptimizer(optimizer)``. Call it before ``prepare``. On a CPU, where Accelerate leaves its "fp16"
-    off, it is on with this call: models run under autocast, and clips see true gradients.
+    off, it is on with this call: models run under autocast, and clips see true gradients. The accelerator becomes an
+    :class:`Accelerator`, which clips the masters of wrapped optimizers and tells of their skips.
 
     Args:
         accelerator: With ``mixed_precision="fp16"``.
@@ -323,6 +338,8 @@ def use_fp16opt_scaler(accelerator: accelerate.Accelerator, **settings: Any) -> 
             "use_fp16opt_scaler out."
         )
     scaler = GradScaler(accelerator.device.type, **settings)
+    if type(accelerator) is accelerate.Accelerator:
+        convert(accelerator, None)
     accelerator.scaler = scaler
     accelerator.native_amp = True  # False on a CPU: then clips would not unscale
     return scaler

@@ -267,7 +267,7 @@ def test_one_by_one_in_any_order() -> None:
     optimizer.step()
     assert not accelerator.optimizer_step_was_skipped
     names = {name for name, _ in net.named_parameters()}
-    assert set(optimizer.optimizer.engine.pairs.names) == names
+    assert set(optimizer.optimizer.params.names) == names
 
 
 def test_optimizers_of_fp32_models_stay_as_they_are() -> None:
