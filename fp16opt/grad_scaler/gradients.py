@@ -116,8 +116,8 @@ class OptimizerGradients:
                     continue
                 seen.add(id(param))
                 if type(grad) is Tensor and grad.dtype in OWN_DTYPES and grad.layout is torch.strided:
-                    plain = grad.detach() if grad.requires_grad else grad
-                    places.append((ParamWithGrad(param, group, number, index), plain))
+                    memory = grad.detach() if grad.requires_grad else grad
+                    places.append((ParamWithGrad(param, group, number, index), memory))
                     continue
                 if not allow_fp16 and grad.dtype is torch.float16:
                     refused.append(name_of(group, index, param, {}) or _where(number, index))
