@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from ..engine.parts import inside
 from ..optimizer import MixedPrecisionOptimizer
 from .accelerate import check_options, convert
-from .together import scaled_by_dtype
+from .optimizer_group import scaled_by_dtype
 
 
 class MasterWeightsMixin:

@@ -31,7 +31,7 @@ from fp16opt import (
 )
 from fp16opt.fp16_utils import FP16_Optimizer
 from fp16opt.integrations.accelerate import Accelerator, use_fp16opt_scaler
-from fp16opt.integrations.together import SharedLossScaler
+from fp16opt.integrations.optimizer_group import SharedLossScaler
 from integrations.byhand import (
     BF16,
     HALF,

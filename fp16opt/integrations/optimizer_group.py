@@ -1,4 +1,4 @@
-"""Together: the optimizers that one trainer's backward serves. They share a loss scale, which follows all of them."""
+"""OptimizerGroup: the optimizers that one trainer's backward serves, on one loss scale that follows all of them."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class SharedLossScaler(LossScaler):
         return f"SharedLossScaler({self.rule!r}, of {self._round.members} optimizers)"
 
 
-class Together:
+class OptimizerGroup:
     """Wraps a trainer's optimizers, and does for all of them what its backward and its clipping do.
 
     Args:
@@ -153,7 +153,7 @@ class Together:
 
     Example:
         >>> weights = [torch.nn.Parameter(torch.ones(2, dtype=torch.float16)) for _ in range(2)]
-        >>> both = Together([torch.optim.SGD([w], lr=0.5) for w in weights], options={"loss_scale": 64.0})
+        >>> both = OptimizerGroup([torch.optim.SGD([w], lr=0.5) for w in weights], options={"loss_scale": 64.0})
         >>> with both.backward((weights[0] * weights[1]).sum()) as scaled:
         ...     scaled.backward()
         >>> for opt in both.optimizers:
