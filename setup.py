@@ -1,15 +1,16 @@
 """Builds fp16opt: its compiled CPU module `_cpu`, and the one text that CUDA kernels are compiled from where they run.
 
-The module needs a C++17 compiler and Python's headers; neither torch nor its headers. It is optional: on a machine
-without a working compiler the package is installed all the same, and plain torch operations serve. The text needs
-nothing.
+The module needs a C++17 compiler, Python's headers, pybind11's, and ninja, for which a `build.ninja` is written that
+compiles only what changed; neither torch nor its headers. It is optional: on a machine without a working compiler the
+package is installed all the same, and plain torch operations serve. The text needs nothing.
 
 Environment:
     CXX, CXXFLAGS, LDFLAGS: the compiler and more flags for it.
     FP16OPT_CPU: 0 skips the module, 1 makes a failure to build it an error.
 """
 
-import hashlib
+import importlib
+import importlib.util
 import json
 import os
 import platform
@@ -19,7 +20,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ X86_LEVELS = {
         "-Wno-maybe-uninitialized",
     ],
 }
+BINDINGS = ["-O1"]  # they wait for the kernels, and pybind11's templates compile in two thirds of the time
+SHARED = ["-bundle", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared", "-s"]
 MOST_JOBS = 8  # of compiling: each takes up to half a gigabyte of memory
 
 
@@ -74,47 +76,73 @@ def compiler() -> list[str]:
     raise BuildFailed(f"CXX is set to {named!r}, which is not a program" if named else not_found)
 
 
+def build_tools() -> str:
+    """The folder of pybind11's headers. Raises BuildFailed where it, or ninja, is not installed."""
+    missing = [name for name in ("pybind11", "ninja") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise BuildFailed(f"the build's Python packages are not all installed: pip install {' '.join(missing)}")
+    return str(importlib.import_module("pybind11").get_include())
+
+
 def units() -> list[tuple[Path, list[str]]]:
     """The translation units, each with flags of its own. Those that take longest first, so that no core waits."""
     leveled = [CSRC / "backends" / "cpu_steps.cpp", CSRC / "backends" / "cpu.cpp"]
     others = sorted(set((CSRC / "backends").glob("*.cpp")).difference(leveled))
     return [
-        (CSRC / "bindings_cpu.cpp", []),
+        (CSRC / "bindings_cpu.cpp", BINDINGS),
         *[(s, [f"-DFP16OPT_LEVEL={name}", *flags]) for s in leveled for name, flags in reversed(levels().items())],
         *[(source, []) for source in others],
     ]
 
 
-def run(command: list[str]) -> None:
-    """Run the compiler. Raises BuildFailed, with its output printed, where it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        print(done.stdout + done.stderr, file=sys.stderr)
-        raise BuildFailed(f"the compiler {shlex.join(compiler())!r} failed (its output is above)")
+def escaped(path: Path) -> str:
+    """A path as ninja reads it."""
+    return "".join("$" + letter if letter in "$ :" else letter for letter in str(path))
+
+
+def command(arguments: list[str]) -> str:
+    """A part of a command line as ninja reads it."""
+    return shlex.join(arguments).replace("$", "$$")
+
+
+def rules(output: Path, folder: Path, pybind11: str) -> str:
+    """The text of build.ninja, which compiles into ``folder`` and links ``output``."""
+    headers = [sysconfig.get_paths()["include"], pybind11, str(folder), str(CSRC)]  # formulas.h, and what it names
+    machine = [f"-DFP16OPT_BASELINE={next(iter(levels()))}", *[f"-I{path}" for path in headers]]
+    machine += ["-DFP16OPT_X86=1"] if levels() is X86_LEVELS else []
+    common = [*compiler(), *FLAGS, *shlex.split(os.environ.get("CXXFLAGS", "")), *machine]
+    more = shlex.split(os.environ.get("LDFLAGS", ""))
+    lines = [
+        "ninja_required_version = 1.5",
+        "rule compile",
+        f"  command = {command(common)} $flags -MMD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "rule link",
+        f"  command = {command([*compiler(), *SHARED, '-pthread'])} $in -o $out {command(more)}",
+    ]
+    objects = []
+    for source, flags in units():
+        level = [flag.partition("=")[2] for flag in flags if flag.startswith("-DFP16OPT_LEVEL=")]
+        objects.append("-".join([source.stem, *level]) + ".o")
+        lines += [f"build {objects[-1]}: compile {escaped(source)}", f"  flags = {command(flags)}"]
+    lines.append(f"build {escaped(output)}: link {' '.join(objects)}")
+    return "\n".join([*lines, ""])
 
 
 def build_module(output: Path, folder: Path) -> None:
     """Compile into ``folder`` what is not there as it is now, and link ``output``."""
+    text = rules(output, folder, build_tools())
     folder.mkdir(parents=True, exist_ok=True)
-    made_of_sources()["write_formulas"](folder)
-    machine = [f"-DFP16OPT_BASELINE={next(iter(levels()))}", f"-I{sysconfig.get_paths()['include']}"]
-    machine += [f"-I{folder}", f"-I{CSRC}"]  # formulas.h, and what it names
-    machine += ["-DFP16OPT_X86=1"] if levels() is X86_LEVELS else []
-    common = [*compiler(), *FLAGS, *shlex.split(os.environ.get("CXXFLAGS", "")), *machine]
-    headers = max(path.stat().st_mtime for path in [*CSRC.rglob("*.h"), folder / "formulas.h"])
-    objects, commands = [], []
-    for source, flags in units():
-        command = [*common, *flags, "-c", str(source), "-o"]
-        objects.append(folder / f"{source.stem}-{hashlib.sha256(repr(command).encode()).hexdigest()[:8]}.o")
-        written = max(headers, source.stat().st_mtime)
-        if not objects[-1].exists() or objects[-1].stat().st_mtime <= written:
-            commands.append([*command, str(objects[-1])])
     output.parent.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(min(MOST_JOBS, os.cpu_count() or 1)) as pool:
-        list(pool.map(run, commands))
-    shared = ["-bundle", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared"]
-    more = shlex.split(os.environ.get("LDFLAGS", ""))
-    run([*compiler(), *shared, "-pthread", *map(str, objects), "-o", str(output), *more])
+    made_of_sources()["write_formulas"](folder)
+    (folder / "build.ninja").write_text(text, encoding="utf-8")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ninja = [sys.executable, "-m", "ninja", "-C", str(folder), "-j", str(min(MOST_JOBS, cores))]
+    done = subprocess.run(ninja, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        print(done.stdout + done.stderr, file=sys.stderr)
+        raise BuildFailed(f"the compiler {shlex.join(compiler())!r} failed (its output is above)")
 
 
 WARNING = """

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, kernels
-from fp16opt.kernels import CastStats, GradStats, PointerTables, cuda_devices
+from fp16opt.kernels import CallCache, CastStats, GradStats, cuda_devices
 
 MODELS = {
     "350M": routes.gpt_shapes(24, 1024, 50257, 1024),
@@ -190,13 +190,13 @@ def kernel_rows(name: str, problem: Problem, rounds: int) -> list[common.Row]:
     params = [torch.empty_like(grad) for grad in problem.scaled]
     stats = GradStats.allocate(len(outs), DEVICE)
     cast = CastStats.allocate(len(outs), DEVICE)
-    up, down = PointerTables(), PointerTables()
+    up, down = CallCache(), CallCache()
     inverse = torch.tensor(1.0 / routes.SCALE, device=DEVICE)
     copied = torch.empty(2, 3 * problem.elements, dtype=torch.uint8, device=DEVICE)  # 3 read, 3 written
     contenders = [
         Call("copy", lambda: copied[1].copy_(copied[0])),
-        Call("unscale", lambda: kernels.multi_tensor_unscale(problem.scaled, outs, inverse, stats, tables=up)),
-        Call("cast", lambda: kernels.multi_tensor_cast(outs, params, cast, tables=down)),
+        Call("unscale", lambda: kernels.multi_tensor_unscale(problem.scaled, outs, inverse, stats, cache=up)),
+        Call("cast", lambda: kernels.multi_tensor_cast(outs, params, cast, cache=down)),
     ]
     for contender in contenders:
         contender.run()

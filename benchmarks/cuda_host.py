@@ -99,12 +99,12 @@ def step_rows(driver: cards.Driver, count: int, bound: float | None, rounds: int
     lists, counters = (own[::3], [own[1::3], own[2::3]]), [torch.zeros(()) for _ in range(count)]
     options = [kernels.operations.AdamOptions(1e-3, 0.9, 0.999, 1e-8, 0.01, True, False)]
     factors, groups = kernels.operations.Factors(torch.ones(()), torch.ones(())), [0] * count
-    tables, stats = kernels.PointerTables(), kernels.CastStats.allocate(count, "cpu")
+    cache, stats = kernels.CallCache(), kernels.CastStats.allocate(count, "cpu")
 
     def call() -> None:
         models = [param.data for param in training.params]
         began[:] = [time.perf_counter(), time.process_time()]
-        given = {"steps": counters, "models": models, "stats": stats, "tables": tables}
+        given = {"steps": counters, "models": models, "stats": stats, "cache": cache}
         kernels.operations.multi_tensor_step("adam", training.kept[0], *lists, options, groups, factors, **given)
 
     began, launched = [0.0, 0.0], list[str]()

@@ -50,18 +50,10 @@ MODES = [
     Mode("FP16, one pass", {}, {}),
     Mode("split", {"master_weights": "split"}, {"masters": "split"}),
     Mode(
-        "split, held", {"master_weights": "split", "gradient_release": "held"}, {"masters": "split", "release": "held"}
-    ),
-    Mode(
         "split, released", {"master_weights": "split", "gradient_release": True}, {"masters": "split", "release": "yes"}
     ),
     Mode("split, 8-bit state", {"master_weights": "split", **HALF_STATE}, {"masters": "split", "state": "8bit"}),
     Mode("split24, 8-bit state", {"master_weights": "split24", **HALF_STATE}, {"masters": "split24", "state": "8bit"}),
-    Mode(
-        "split24, 8-bit state, held",
-        {"master_weights": "split24", "gradient_release": "held", **HALF_STATE},
-        {"masters": "split24", "state": "8bit", "release": "held"},
-    ),
     Mode(
         "split24, 8-bit state, released",
         {"master_weights": "split24", "gradient_release": True, **HALF_STATE},
@@ -141,7 +133,6 @@ SYSTEMS = {
     "fp16opt, split": (2, 2, 2, 8),
     "split + 8-bit state": (2, 2, 2, 2 + 4 / 128),
     "split24 + 8-bit state": (2, 2, 1, 2 + 4 / 128),
-    "the same, gradients held": (2, 1 + 4 / 256, 1, 2 + 4 / 128),
     "the same, gradients released": (2, 0, 1, 2 + 4 / 128),
     "8-bit state, no masters": (2, 2, 0, 2 + 2 * 4 / 256),
 }

@@ -113,13 +113,13 @@ class Look:
     def __init__(self, problem: Problem) -> None:
         self.model = [weight.clone() for weight in problem.weights]
         self.samples = torch.zeros(len(self.model), dtype=torch.int64)
-        self.tables = kernels.PointerTables()
+        self.cache = kernels.CallCache()
 
     def prepare(self) -> None:
         pass
 
     def run(self) -> None:
-        kernels.multi_tensor_sample(self.model, self.samples, tables=self.tables)
+        kernels.multi_tensor_sample(self.model, self.samples, cache=self.cache)
 
 
 class Plain:

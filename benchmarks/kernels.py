@@ -38,8 +38,6 @@ BYTES = {  # read and written per parameter, counted
     "scale by 0.5": 4 + 4,
     "copy of the bytes of unscale": 6,
     "torch copy of the bytes of unscale": 6,
-    "8-bit codes": 2 + 1,
-    "8-bit codes back": 1 + 2,
 }
 
 
@@ -83,21 +81,19 @@ class Lists:
         self.cast_stats = kernels.CastStats.allocate(len(wide), "cpu")
         self.samples = torch.zeros(len(wide), dtype=torch.int64)
         self.found_inf = torch.zeros(())
-        self.codes = [torch.zeros_like(t, dtype=torch.int8) for t in wide]
-        self.scales = [torch.zeros(-(-t.numel() // kernels.HELD_BLOCK)) for t in wide]
         self.elements = sum(t.numel() for t in wide)
-        self.tables: dict[str, kernels.PointerTables] = {}
+        self.caches: dict[str, kernels.CallCache] = {}
 
-    def _cache(self, name: str) -> kernels.PointerTables:
-        return self.tables.setdefault(name, kernels.PointerTables())
+    def _cache(self, name: str) -> kernels.CallCache:
+        return self.caches.setdefault(name, kernels.CallCache())
 
     def unscale(self, grads: list[Tensor], name: str, **options: Any) -> None:
-        tables = self._cache(name)
-        kernels.multi_tensor_unscale(grads, self.outs, self.inv_scale, self.stats, tables=tables, **options)
+        cache = self._cache(name)
+        kernels.multi_tensor_unscale(grads, self.outs, self.inv_scale, self.stats, cache=cache, **options)
 
     def unscale_clipped(self) -> None:
-        factor, tables = torch.tensor(0.5), self._cache("half")
-        kernels.multi_tensor_unscale_clipped(self.halves, self.outs, self.inv_scale, factor, tables=tables)
+        factor, cache = torch.tensor(0.5), self._cache("half")
+        kernels.multi_tensor_unscale_clipped(self.halves, self.outs, self.inv_scale, factor, cache=cache)
 
     def unscale_torch(self) -> None:
         torch._foreach_copy_(self.outs, self.halves)
@@ -105,19 +101,13 @@ class Lists:
         torch.linalg.vector_norm(torch.stack(torch._foreach_norm(self.outs)))
 
     def cast(self) -> None:
-        kernels.multi_tensor_cast(self.masters, self.params, self.cast_stats, tables=self._cache("cast"))
+        kernels.multi_tensor_cast(self.masters, self.params, self.cast_stats, cache=self._cache("cast"))
 
     def sample(self) -> None:
-        kernels.multi_tensor_sample(self.params, self.samples, tables=self._cache("sample"))
-
-    def encode(self) -> None:
-        kernels.multi_tensor_encode(self.halves, self.codes, self.scales, tables=self._cache("encode"))
-
-    def decode(self) -> None:
-        kernels.multi_tensor_decode(self.codes, self.params, self.scales, tables=self._cache("decode"))
+        kernels.multi_tensor_sample(self.params, self.samples, cache=self._cache("sample"))
 
     def scale(self, factor: float) -> None:
-        kernels.multi_tensor_scale(self.outs, torch.tensor(factor), tables=self._cache("scale"))
+        kernels.multi_tensor_scale(self.outs, torch.tensor(factor), cache=self._cache("scale"))
 
 
 class PlainCopy:
@@ -166,21 +156,11 @@ def check(lists: Lists) -> None:
         found = (lists.cast_stats.overflow[i].item(), lists.samples[i].item())
         if not (wanted_cast.out == bits).all() or found != (wanted_cast.overflow, oracle.sample(bits)):
             sys.exit(f"cast or sample is wrong in tensor {i}")
-    lists.encode()
-    lists.decode()
-    for i, (grad, param) in enumerate(zip(lists.halves, lists.params, strict=True)):
-        codes, scales = oracle.held_codes(grad.float().numpy().reshape(-1))
-        got = lists.codes[i].numpy().reshape(-1)
-        decoded = torch.from_numpy(oracle.held_values(codes, scales)).half()
-        if not (
-            (codes == got).all() and (scales == lists.scales[i].numpy()).all() and torch.equal(decoded, param.view(-1))
-        ):
-            sys.exit(f"8-bit codes are wrong in tensor {i}")
     print(f"checked: {len(lists.masters)} tensors, {lists.elements / 1e6:.1f} million elements, equal to the oracle")
 
 
 def contenders(lists: Lists, copy: PlainCopy) -> list[common.Contender]:
-    norm_table = kernels.PointerTables()
+    norm_cache = kernels.CallCache()
     return [
         Job("unscale", lambda: lists.unscale(lists.halves, "half")),
         Job("look without writing", lambda: lists.unscale(lists.halves, "half", write=False)),
@@ -192,12 +172,10 @@ def contenders(lists: Lists, copy: PlainCopy) -> list[common.Contender]:
         Job("unscale, accumulating", lambda: lists.unscale(lists.halves, "add", accumulate=True)),
         Job("cast", lists.cast),
         Job("_foreach_copy_", lambda: torch._foreach_copy_(lists.params, lists.masters)),
-        Job("norm", lambda: kernels.multi_tensor_l2norm(lists.outs, tables=norm_table)),
+        Job("norm", lambda: kernels.multi_tensor_l2norm(lists.outs, cache=norm_cache)),
         Job("sample", lists.sample),
         Job("scale by 0.5", lambda: lists.scale(0.5)),
         Job("scale by 1", lambda: lists.scale(1.0)),
-        Job("8-bit codes", lists.encode),
-        Job("8-bit codes back", lists.decode),
     ]
 
 
@@ -224,10 +202,6 @@ def main() -> None:
         common.ratio_row("masters to FP16 / _foreach_copy_", 0.95, timings["cast"], timings["_foreach_copy_"]),
         common.ratio_row("clip with nothing to clip / clip", 0.05, timings["scale by 1"], timings["scale by 0.5"]),
         common.ratio_row("sample / look without writing", None, timings["sample"], timings["look without writing"]),
-        common.ratio_row(
-            "FP16 gradients to 8-bit codes / unscale + check + norm", None, timings["8-bit codes"], unscale
-        ),
-        common.ratio_row("8-bit codes to FP16 / the same", None, timings["8-bit codes back"], unscale),
     ]
     rows[1].at_least = True
     if arguments.quick:

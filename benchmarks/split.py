@@ -128,8 +128,8 @@ def kept(route: Route) -> float:
             collect(dict(vars(value)) if hasattr(value, "__dict__") else [])
 
     seen: set[int] = set()
-    engine = route.opt.engine
-    for part in (engine.pairs, engine.masters, engine.model_writes, engine.gradients, engine.accumulation):
+    opt = route.opt
+    for part in (opt.params, opt.masters, opt.model_writes, opt.gradients, opt.step_state):
         collect(part)
     return sum(found.values()) / route.problem.elements
 

@@ -105,8 +105,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 def kept(route: Route) -> float:
     """Bytes a parameter between backward and step: weights, gradients, what masters need beside weights, and state."""
-    engine = route.opt.engine
-    operands = [engine.masters.operand(pair) for pair in engine.pairs.all]
+    operands = [route.opt.masters.operand(pair) for pair in route.opt.params.all]
     all_of = [*route.model, *route.grads, *operands, *tensors_of(dict(route.opt.state))]
     memory_of = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in all_of}
     return sum(memory_of.values()) / route.problem.elements

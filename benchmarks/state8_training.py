@@ -1,4 +1,4 @@
-"""Does a training with 8-bit optimizer state, 24-bit masters, or gradients held in 8 bits, end where one without ends?
+"""Does a training with 8-bit optimizer state or 24-bit masters end where one without ends?
 
     python benchmarks/state8_training.py [--quick] [--task digits|gpt] [--steps N] [--seeds N] [--json PATH]
 
@@ -33,15 +33,13 @@ from torch import Tensor, nn
 from fp16opt import MixedPrecisionOptimizer
 
 NUDGED = "fp32, one bit changed"
-HELD = "fp32, gradients held"
 MODES: dict[str, dict[str, Any]] = {
     "fp32": {"master_weights": "split"},
     NUDGED: {"master_weights": "split"},
     "8bit": {"master_weights": "split", "optimizer_state": "8bit"},
     "split24 + 8bit": {"master_weights": "split24", "optimizer_state": "8bit"},
-    HELD: {"master_weights": "split", "gradient_release": "held"},
 }
-INFORM = (NUDGED, HELD)  # modes without bounds
+INFORM = (NUDGED,)  # modes without bounds
 BOUNDS = {"digits": (0.001, 0.002), "gpt": (0.003, 0.004)}
 
 

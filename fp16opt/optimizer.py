@@ -40,7 +40,7 @@ from .engine.ranks import Digest
 from .engine.release import GradientRelease
 from .engine.schema import is_ours
 from .engine.split import SplitMasters
-from .engine.step_state import BackwardScale, OverflowCheck, Stage, StepState
+from .engine.step_state import BackwardScale, OverflowCheck, StepState
 from .engine.wrapped_step import (
     HOOKS,
     STEP_HOOKS_OF_ALL,
@@ -91,7 +91,7 @@ def between_hooks(step: Method) -> Method:
             return framed(self, *args, **kwargs)
         returned = (inner if torch.is_inference_mode_enabled() else step)(self, *args, **kwargs)
         _, of_this, _, of_all = *own_step_hooks(self), *STEP_HOOKS_OF_ALL
-        for hook in (*of_this.values(), *of_all.values()):  # registered meanwhile: torch, too, asks when the step is done
+        for hook in (*of_this.values(), *of_all.values()):  # registered meanwhile: torch asks after the step, too
             hook(self, (self, *args), kwargs)
         return returned
 
@@ -201,7 +201,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             "split24": functools.partial(SplitMasters, 24),
         }
         self.masters = kinds[master_weights]()
-        self.inner = parallel.holder_of(optimizer)
+        self.inner = parallel.inner_of(optimizer)
         self.params = ParamTable(self.inner.param_groups, self._names, self._adopter())
         for pair in self.params.all if master_weights != "none" else ():
             if pair.master is pair.model:
@@ -335,7 +335,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             ValueError: A parameter is here already, or has a dtype that can't be served. Nothing is changed then.
         """
         parallel.refuse_on_zero(self.optimizer, "add_param_group", "Add groups to it before it is wrapped.")
-        self._sync_params()
+        self._sync_groups()
         group, params, names = open_group(param_group)
         number = len(self.optimizer.param_groups)
         names = {**self._names, **names}
@@ -345,10 +345,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         check_new_group(self.config, self.optimizer, new, number, names, self._certified)
         self.optimizer.add_param_group(group)
         self._names = names
-        self._sync_params()
+        self._sync_groups()
 
     @outside_inference
-    def _sync_params(self, verifies: bool = True) -> None:
+    def _sync_groups(self, verifies: bool = True) -> None:
         """Follow what the groups hold: parameters that were added, removed, replaced, reordered or unfrozen.
 
         Args:
@@ -428,7 +428,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _scaled(self, loss: Tensor, scaler: LossScaler | None) -> Tensor:
         """:meth:`scale_loss` of what was checked."""
-        self._sync_params(verifies=False)
+        self._sync_groups(verifies=False)
         scale: BackwardScale = self.step_state.begin_backward(self.scaler if scaler is None else scaler)
         if loss.numel() == 1:
             self.step_state.losses.append(loss.detach())  # a skip's log line says whether it was finite
@@ -492,7 +492,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         if self.gradient_release:
             self.step_state.refuse("update_master_grads")
-        self._sync_params()
+        self._sync_groups()
         self.step_state.update()
 
     @outside_inference
@@ -528,7 +528,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         norm_type = check_number("norm_type", norm_type, above_zero=True)
         if not self.step_state.ranks.alone:
             self.step_state.ranks.check_norm_type(norm_type)
-        self._sync_params()
+        self._sync_groups()
         of = None if params is None else self.params.chosen(params)
         if self.gradient_release:
             self.step_state.refuse("clip_master_grads")
@@ -573,7 +573,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             tensor([ 0.2500, -0.5000])
         """
         max_value = check_number("max_value", max_value)
-        self._sync_params()
+        self._sync_groups()
         of = None if params is None else self.params.chosen(params)
         if self.gradient_release:
             self.step_state.refuse("clip_master_values")
@@ -626,7 +626,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             raise
 
     def _step_once(self, closure: EvaluatedClosure | None) -> Any:
-        self._sync_params()
+        self._sync_groups()
         if self.gradient_release:
             return self._step_released()
         check = self._finalize(write=not self._stepper.takes_scaled())
@@ -645,6 +645,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _take_step(self, check: OverflowCheck, on_device: bool, closure: EvaluatedClosure | None) -> Any:
         self.model_writes.sync(waits=self._on_host)
+        if closure is not None:
+            closure.before_step()
         try:
             result = self._stepper.step(check.found_inf if on_device else None, closure)
         except StepFailed as failed:
@@ -680,7 +682,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         return check
 
     def _finalize_under_grad_scaler(self, write: bool) -> OverflowCheck | None:
-        """A GradScaler has set ``found_inf``, and ``grad_scale``: what gradients are to be divided by, or None."""
+        """A GradScaler has set ``found_inf``, and ``grad_scale``: what gradients must still be divided by, or None."""
         state, flag, grad_scale = self.step_state, self.__dict__["found_inf"], self.__dict__.get("grad_scale")
         self.check_external_scale()
         if grad_scale is not None:
@@ -698,10 +700,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if state.scales_by_one() and not made_here:
             return
         raise RuntimeError(
-            "a GradScaler came to unscale gradients by its own scale, and this optimizer has a loss scale of "
-            f"{self.loss_scale:g}{', at which opt.backward(loss) made them' if made_here else ''}. Drop one of the two: "
-            "call opt.backward(loss) and opt.step() without a GradScaler; or construct MixedPrecisionOptimizer without "
-            "dynamic, loss_scale, scaler, and call scaler.scale(loss).backward()."
+            f"a GradScaler came to unscale gradients by its own scale, and this optimizer has a loss scale of "
+            f"{self.loss_scale:g}{', at which opt.backward(loss) made them' if made_here else ''}. Drop one of the "
+            "two: call opt.backward(loss) and opt.step() without a GradScaler; or construct MixedPrecisionOptimizer "
+            "without dynamic, loss_scale, scaler, and call scaler.scale(loss).backward()."
         )
 
     @outside_inference
@@ -718,7 +720,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         Raises:
             RuntimeError: This optimizer has a scale of its own.
         """
-        self._sync_params()
+        self._sync_groups()
         self.check_external_scale()
         self.step_state.unscale_external(inv_scale)
         # Parameters that are their own masters hold true gradients then: no read of a master's would make them so.
@@ -747,7 +749,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         return self._step_reevaluating(closure)
 
     def _step_reevaluating(self, closure: Callable[[], Any]) -> Any:
-        self._sync_params()
+        self._sync_groups()
         self.model_writes.sync()
         evaluations = MasterReevaluations(closure, self.write_masters, self.step_state)
         try:
@@ -866,7 +868,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def master_params(self) -> Iterator[Tensor]:
         """What the wrapped optimizer steps, in param_groups order: FP32 masters, and parameters that are their own."""
-        self._sync_params()  # one that was unfrozen has a master too
+        self._sync_groups()  # one that was unfrozen has a master too
         if self.masters.are_whole:
             return iter(list(self.params.masters))
         return self.masters.shown(self.params.all)
@@ -920,7 +922,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         parallel.refuse_plain_state(self.step_state.ranks.alone, "state_dict")
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        self._sync_params()
+        self._sync_groups()
         self.model_writes.sync()
         self.model_writes.warn_if_due()
         counts = self.steps_counted(), self.outcome.skipped_steps
@@ -954,7 +956,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        self._sync_params()
+        self._sync_groups()
         self.load_checked(state_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -1043,7 +1045,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             ValueError: None of its parameters is in this optimizer.
         """
         self.params.check_model(model)
-        self._sync_params()
+        self._sync_groups()
         self.model_writes.sync()
         self.model_writes.warn_if_due()
         apart = {id(pair.model): pair for pair in self.params.all if pair.master is not pair.model}
@@ -1060,7 +1062,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     @outside_inference
     def refresh_masters(self) -> None:
         """Masters take the model parameters' values, for code that wrote the model in place. No host sync."""
-        self._sync_params()
+        self._sync_groups()
         for pair in self.params.all:
             if pair.master is not pair.model:
                 self.masters.refresh(pair)

@@ -229,7 +229,6 @@ Numbers compare_chunk(DType of_master, DType of_weight, const void* master, cons
 
 extern const StepLevel step_level;  // cpu_steps.cpp
 extern const State8Level state8_level;  // cpu_steps.cpp
-extern const HeldLevel held_level;  // cpu_steps.cpp
 namespace {
 const SplitLevel split_level = {split_chunk, join_chunk};
 const MeasureLevel measure_level = {measure_chunk, compare_chunk};
@@ -237,6 +236,6 @@ const MeasureLevel measure_level = {measure_chunk, compare_chunk};
 extern const CpuLevel level;
 const CpuLevel level = {FP16OPT_NAME(FP16OPT_LEVEL), unscale_chunk, unscale_clipped_chunk, sum_of_squares_chunk, scale_chunk,
                         lerp_chunk, axpby_chunk, cast_chunk, sample_words,
-                        &step_level, &split_level, &state8_level, &held_level, &measure_level};
+                        &step_level, &split_level, &state8_level, &measure_level};
 
 FP16OPT_END

@@ -15,7 +15,6 @@ enum CheckInputs : uint32_t { kCheckX = 1, kCheckY = 2 };
 struct StepLevel;  // step_level.h
 struct SplitLevel;  // split_level.h
 struct State8Level;  // state8_level.h
-struct HeldLevel;  // held_level.h
 struct MeasureLevel;  // measure_level.h
 
 // Pointers are to the chunk's first element and need no more than the element's own alignment.
@@ -36,7 +35,6 @@ struct CpuLevel {
     const StepLevel* steps;
     const SplitLevel* splits;
     const State8Level* state8;
-    const HeldLevel* held;
     const MeasureLevel* measures;
 };
 

@@ -1,7 +1,6 @@
 // The one-pass steps for every dtype, at one SIMD level. Compiled once for each level, as cpu.cpp is.
-#include "../launch/held.h"
+#include "../launch/state8.h"
 #include "chunk_types.h"
-#include "held_level.h"
 #include "state8_level.h"
 
 FP16OPT_BEGIN
@@ -51,34 +50,6 @@ uint32_t sgd8_chunk(const StepChunk& c, const State8Chunk& s, const GradFactors&
     });
 }
 
-// -- gradients in 8 bits -----------------------------------------------------------------------------------------------
-
-void encode_chunk(DType from, const void* grad, void* codes, float* scales, uint32_t index, int64_t n) {
-    const char* const grads = static_cast<const char*>(grad);
-    int8_t* const made = static_cast<int8_t*>(codes);
-    const int64_t rest = n % kHeldBlock, whole = n - rest;
-    encode_blocks(from, grads, made, scales, index, whole);
-    if (rest == 0) return;
-    char padded[kHeldBlock * sizeof(float)] = {};
-    int8_t last[kHeldBlock];
-    memcpy(padded, grads + whole * item_size(from), size_t(rest * item_size(from)));
-    encode_blocks(from, padded, last, scales + whole / kHeldBlock, index + uint32_t(whole), kHeldBlock);
-    memcpy(made + whole, last, size_t(rest));
-}
-
-void decode_chunk(DType to, const void* codes, const float* scales, void* out, int64_t n) {
-    const int8_t* const from = static_cast<const int8_t*>(codes);
-    char* const outs = static_cast<char*>(out);
-    const int64_t rest = n % kBlock, whole = n - rest;
-    decode_blocks(to, from, scales, outs, whole);
-    if (rest == 0) return;
-    int8_t padded[kBlock] = {};
-    char last[kBlock * sizeof(float)];
-    memcpy(padded, from + whole, size_t(rest));
-    decode_blocks(to, padded, scales + whole / kHeldBlock, last, kBlock);
-    memcpy(outs + whole * item_size(to), last, size_t(rest * item_size(to)));
-}
-
 }  // namespace
 
 extern const StepLevel step_level;
@@ -88,7 +59,5 @@ const StepLevel step_level = {kSteps};
 #undef FP16OPT_ENTRY
 extern const State8Level state8_level;
 const State8Level state8_level = {adam8_chunk, sgd8_chunk};
-extern const HeldLevel held_level;
-const HeldLevel held_level = {encode_chunk, decode_chunk};
 
 FP16OPT_END

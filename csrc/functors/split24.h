@@ -1,7 +1,7 @@
 // A float32 master as the 16-bit weight of the model and an 8-bit remainder.
 //
 // float16: the weight is rounded to nearest, ties to even, and the remainder counts 256ths of the weight's last place, rounded
-// to nearest: the master is kept within 2^-9 of that place, or 2^-8 where the count is 128 and is held at 127. From 65520 on the
+// to nearest: the master is kept within 2^-9 of that place, or 2^-8 where the count is 128 and is clamped to 127. From 65520 on the
 // weight is infinite and the remainder holds the upper bits of the magnitude. bfloat16: the master's upper 24 bits, of which
 // the weight is the upper half rounded to nearest, ties away from zero; what is below them is rounded up or down by a dither,
 // a function of index and step, because updates that are less than half of the last place would otherwise be lost each time.

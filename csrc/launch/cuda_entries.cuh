@@ -23,7 +23,6 @@ typedef unsigned long long uintptr_t;
 
 #include "cuda.cuh"
 #include "cuda_decisions.cuh"
-#include "cuda_held.cuh"
 #include "cuda_measures.cuh"
 #include "cuda_operations.cuh"
 #include "cuda_split.cuh"

@@ -37,7 +37,7 @@ FP16OPT_HD void split24_finite(const Block& p, Half* weights, int8_t* remainders
         const Floats per_one = bit_cast<Floats>((272u << 23) - step_exponents(wide));
         steps.v[k] = nearest_words(steps_away(p.v[k], wide, per_one));
     }
-    store_held(remainders, steps);
+    store_clamped(remainders, steps);
 }
 FP16OPT_HD void split24_finite(const Block& p, BFloat16* weights, int8_t* remainders, uint32_t dither) {
     Codes codes;

@@ -100,7 +100,7 @@ FP16OPT_HD void get(const int8_t* from, Codes& codes) {
 
 #if defined(FP16OPT_AVX2)
 
-// 32 numbers as bytes, held within the range of these; in the order of packing, which store_packed undoes.
+// 32 numbers as bytes, clamped to the range of these; in the order of packing, which store_packed undoes.
 FP16OPT_HD __m256i packed(const Words* words) {
     const __m256i low = _mm256_packs_epi32(__m256i(words[0]), __m256i(words[1]));
     return _mm256_packs_epi16(low, _mm256_packs_epi32(__m256i(words[2]), __m256i(words[3])));
@@ -125,8 +125,8 @@ FP16OPT_HD void store_codes(int8_t* to, const Codes& codes) {
 #endif
 }
 
-// Numbers with a sign, held from -127 to 127.
-FP16OPT_HD void store_held(int8_t* to, const Codes& numbers) {
+// Numbers with a sign, clamped to -127 .. 127.
+FP16OPT_HD void store_clamped(int8_t* to, const Codes& numbers) {
 #if defined(FP16OPT_AVX512)
     for (int k = 0; k < kVectors; ++k) {
         const __m128i codes = _mm_max_epi8(_mm512_cvtsepi32_epi8(__m512i(numbers.v[k])), _mm_set1_epi8(-127));

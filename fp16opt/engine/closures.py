@@ -21,7 +21,7 @@ class GaveUp(Exception):
 
 
 def closure_mode(asked: str | None, optimizer: Optimizer) -> str:
-    """"once" or "reevaluate": what the user asked for, else what the class of the wrapped optimizer needs.
+    """ "once" or "reevaluate": what the user asked for, else what the class of the wrapped optimizer needs.
 
     Example:
         >>> closure_mode(None, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
@@ -44,8 +44,12 @@ class EvaluatedClosure:
     def __init__(self, loss: Any, masters: Sequence[Tensor]) -> None:
         self._loss = loss
         self._masters = masters
-        self._versions = versions(masters)
+        self._versions: list[int] = []
         self._called = False
+
+    def before_step(self) -> None:
+        """The wrapped optimizer is about to step masters, which have taken by now what was written to the model."""
+        self._versions = versions(self._masters)
 
     def __call__(self) -> Any:
         if self._called or versions(self._masters) != self._versions:

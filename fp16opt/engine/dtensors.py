@@ -41,7 +41,7 @@ raw_grad: Any = _GRAD.__get__
 """``.grad`` as torch holds it, in front of which :class:`fp16opt.engine.masters.MasterParameter` puts a question."""
 set_raw_grad: Any = _GRAD.__set__
 """Set ``.grad``, and nothing else."""
-_version: Any = operator.attrgetter("_version")
+_read_version: Any = operator.attrgetter("_version")
 
 
 def raw_grads(tensors: Iterable[Tensor]) -> list[Tensor | None]:
@@ -56,7 +56,7 @@ def versions(tensors: Sequence[Tensor | None]) -> list[int]:
     if all(getattr(kind, "__torch_dispatch__", None) is Tensor.__torch_dispatch__ for kind in kinds):
         try:
             with torch._C.DisableTorchFunctionSubclass():
-                return list(map(_version, tensors))
+                return list(map(_read_version, tensors))
         except RuntimeError:
             pass  # one was made in inference mode, and counts none
     return [-1 if tensor is None else version(tensor) for tensor in tensors]

@@ -61,7 +61,9 @@ class Masters(Protocol):
     def take_up(self, pair: ParamPair) -> None:
         """The master takes the weight's values where they are not its own, rounded. No host sync."""
 
-    def take_up_on_device(self, group: DeviceParams, masters: Entries, now: Tensor, then: Tensor, taken: Tensor) -> None:
+    def take_up_on_device(
+        self, group: DeviceParams, masters: Entries, now: Tensor, then: Tensor, taken: Tensor
+    ) -> None:
         """:meth:`take_up` of the rows where ``now`` is not ``then`` and ``masters`` not None, on the device itself."""
 
     def refresh(self, pair: ParamPair) -> None:
@@ -131,7 +133,9 @@ class FullMasters:
             model, master = local(pair.model.detach()), local(pair.master.detach())
             master.copy_(torch.where(_written(pair), model.float(), master))
 
-    def take_up_on_device(self, group: DeviceParams, masters: Entries, now: Tensor, then: Tensor, taken: Tensor) -> None:
+    def take_up_on_device(
+        self, group: DeviceParams, masters: Entries, now: Tensor, then: Tensor, taken: Tensor
+    ) -> None:
         """See :class:`Masters`."""
         kernels.multi_tensor_refresh_masters(masters, group.copied_models, now, then, taken, cache=group.caches["take"])
 

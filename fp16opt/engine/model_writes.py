@@ -176,7 +176,8 @@ class ModelWrites:
         """Follow the policy where weights hold other values than their masters.
 
         Args:
-            waits: False leaves the comparison to the device, where the policy is "refresh"; :meth:`warn_now` says what was taken.
+            waits: False leaves the comparison to the device, where the policy is "refresh"; :meth:`warn_now` says what
+                was taken.
 
         Raises:
             RuntimeError: the policy is "error" and a weight was written; or the model's weights are swapped.
@@ -279,7 +280,7 @@ class ModelWrites:
 
         Until then what goes around versions passes for the engine's.
         """
-        position = pair.device.positions[pair.row]
+        position = pair.position
         self._master_versions[position] = -1 if self.params.master_is_model[position] else version(pair.master)
         self._model_versions[position] = version(pair.model)
         if self.policy != "ignore":
@@ -324,7 +325,7 @@ class ModelWrites:
         """Raise ``RuntimeError`` where the model holds something else than its weights."""
         if self.swapped:
             raise RuntimeError(
-                f"{who} was called while the model holds {self.swapped}: masters and weights don't belong together now. "
+                f"{who} was called while the model holds {self.swapped}: masters and weights don't belong together. "
                 "Leave the `with` block first."
             )
 

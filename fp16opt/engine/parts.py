@@ -1,4 +1,4 @@
-"""What a ``MixedPrecisionOptimizer`` shows of itself to the rest of the package: distributed training, reports, faces."""
+"""What a ``MixedPrecisionOptimizer`` shows of itself to the rest of the package."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import kernels
+from ..kernels.lists import same_walk
 from ..kernels.reference_steps import Factors
-from ..kernels.tables import same_walk
 from ..scaling import LossScaler
 from .dtensors import raw_grad, raw_grads, set_raw_grad
 from .fused_registry import CannotServe, require_fused_spec, steps_on_device

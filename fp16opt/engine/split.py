@@ -113,7 +113,7 @@ class SplitMasters:
             stats = kernels.CastStats.allocate(len(pairs), models[0].device)
             kernels.multi_tensor_split(list(values), models, rests, stats)
             for pair, flag in zip(pairs, stats.overflow, strict=True):
-                pair.device.cast.overflow[pair.row] = flag
+                pair.cast.overflow[pair.row] = flag
         for pair, value in zip(pairs, values, strict=True):
             ties = _find_ties(pair.model.detach(), value)
             self.ties.pop(id(pair.master), None)
@@ -146,7 +146,9 @@ class SplitMasters:
         """As :meth:`refresh`: what the weights were before is not known."""
         self.refresh(pair)
 
-    def take_up_on_device(self, group: DeviceParams, masters: Entries, now: Tensor, then: Tensor, taken: Tensor) -> None:
+    def take_up_on_device(
+        self, group: DeviceParams, masters: Entries, now: Tensor, then: Tensor, taken: Tensor
+    ) -> None:
         """See :class:`fp16opt.engine.masters.Masters`."""
         rests = [None if master is None else self._rests[id(master)] for master in masters]
         kernels.multi_tensor_reset_remainders(group.copied_models, rests, now, then, taken, cache=group.caches["take"])

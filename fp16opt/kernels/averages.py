@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-
-from . import reference
-from .calls import Entries, PointerTables
-from .tables import LERP, call_for
+from .calls import CallCache, Entries
+from .lists import checked
+from .table import LERP
 
 
-def multi_tensor_lerp(
-    averages: Entries, values: Entries, weight: float, *, tables: PointerTables | None = None
-) -> None:
+def multi_tensor_lerp(averages: Entries, values: Entries, weight: float, *, cache: CallCache | None = None) -> None:
     """``averages[i] += weight * (values[i] - averages[i])``; with a weight of 1/2 or more from the other end.
 
     That is ``values[i] + (1 - weight) * (averages[i] - values[i])``: a weight of 1 gives the values themselves, as in
@@ -21,12 +17,13 @@ def multi_tensor_lerp(
         averages: n tensors, float32 or float64. Written.
         values: n tensors of the same shapes: float16, bfloat16 or float32; float64 for float64 ``averages``.
         weight: 0 to 1. It, or 1 - weight, is rounded to the dtype of the averages.
-        tables: the cache of this call site.
+        cache: the cache of this call site.
 
     Raises:
         TypeError, ValueError: as :func:`multi_tensor_unscale`, and for a weight that is no number from 0 to 1.
 
     Example:
+        >>> import torch
         >>> averages = [torch.tensor([0.0, 8.0])]
         >>> multi_tensor_lerp(averages, [torch.tensor([1.0, 0.0]).half()], 0.25)
         >>> averages
@@ -38,13 +35,4 @@ def multi_tensor_lerp(
         raise ValueError(f"{LERP.name}: weight must be from 0 to 1, got {weight!r}.")
     from_average = weight < 0.5  # the nearer end: so weights of 0 and 1 are exact, as in torch.lerp
     part = float(weight) if from_average else 1.0 - float(weight)
-    if tables is not None and tables.repeats("lerp", (averages, values), (part, from_average), True):
-        return
-    with torch.no_grad():
-        call = call_for(LERP, (averages, values), tables, None)
-        plan = call.plan
-        for _, row in plan.by_reference:
-            average, value = call.row(row)
-            reference.lerp(average, value, part, from_average)
-        if plan.serving is not None:
-            plan.serving.launch(call, "lerp", part, from_average)
+    checked(LERP, (averages, values), cache).run(part, from_average)

@@ -1,4 +1,4 @@
-"""Which implementation serves a device, be it lists of tensors or the few numbers that a step decides between passes.
+"""Which implementation serves a device, of lists of tensors, and of the few numbers that a step decides between passes.
 
 These numbers stay on their device, and nothing waits for it. In torch operations each decision is a dozen launches that
 move a few bytes each; where the compiled CUDA kernels serve it is one.
@@ -61,7 +61,7 @@ def are_equal(one: Tensor, other: Tensor) -> bool:
         False
     """
     if compiled_for(one.device) is native:
-        return bool(native.module.are_equal(one, other))
+        return native.are_equal(one, other)
     return torch.equal(one, other)
 
 
@@ -73,7 +73,7 @@ def is_zero(tensor: Tensor) -> bool:
         True
     """
     if compiled_for(tensor.device) is native:
-        return bool(native.module.is_zero(tensor))
+        return native.is_zero(tensor)
     return not bool(tensor.any())
 
 
@@ -146,7 +146,8 @@ def decide_clip(
         (tensor(4.), tensor(0.2500))
     """
     serving = compiled_for(norm.device) if norm.dtype == torch.float64 else None
-    if serving is not None and (found_inf is None or found_inf.device == norm.device):
+    fits = found_inf is None or (found_inf.device == norm.device and found_inf.dtype == torch.float32)
+    if serving is not None and fits:
         like = torch.empty((), dtype=torch.float32, device=norm.device) if found_inf is None else found_inf
         single, factor = torch.empty_like(like), torch.empty_like(like)
         serving.decide_clip(norm, found_inf, max_norm, only_finite, single, factor)

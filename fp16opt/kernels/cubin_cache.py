@@ -1,8 +1,8 @@
 """Compiled CUDA kernels on disk, so that they are compiled once a machine.
 
-What lies there runs in the process that reads it: the folder and its files must be the user's own, and nobody else may
-write them. A file is replaced in one move, so that readers and other writers see a whole one. Its name says what it was
-made from, a checksum in front of it whether it is damaged.
+What lies there runs in the process that reads it: the folder and its files must be the user's own, and no other user
+may write them. A file is replaced in one move, so that readers and other writers see a whole one. Its name says what it
+was made from, a checksum in front of it whether it is damaged.
 """
 
 from __future__ import annotations

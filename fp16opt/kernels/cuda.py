@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import cuda_devices, native
-from .calls import Call, PointerTables
+from .calls import Call, CallCache
 from .cuda_driver import Card
 from .cuda_rows import CHUNK, ENTRY, FOUND, KERNELS, LISTS, NUMBERS, Kernel
 from .reference import CHUNK as CHUNK_ELEMENTS
@@ -134,7 +134,7 @@ class Table:
 
     def __init__(self, call: Call, more: int = 0) -> None:
         plan = call.plan
-        width, count = plan.operation.tables, len(plan.direct)
+        width, count = plan.operation.width, len(plan.direct)
         if width > _MOST_LISTS:
             raise ValueError(
                 f"{plan.operation.name}: {width} lists, the CUDA kernels take up to {_MOST_LISTS}. Widen Entry."
@@ -213,15 +213,15 @@ class Table:
             ctypes.memmove(staging.data_ptr(), self.address, size)
             to.copy_(staging, non_blocking=True)
 
-    def _keep(self, stream: Stream, owner: PointerTables | None) -> None:
+    def _keep(self, stream: Stream, owner: CallCache | None) -> None:
         """Write the bytes to memory of their own, for the graph that is being captured.
 
-        It stays as long as ``owner``: replays need the tensors and buffers of whoever made the call, so they end with
-        it. Where a call has no owner nothing tells when the graph is gone, and the memory is never given back. It is
-        the driver's and not torch's. Torch would take it from the graph's own pool, whose memory is the graph's alone
-        (with ``backend:cudaMallocAsync`` it is there only while the graph runs), or on another stream from the common
-        one, where it would be lent again at once while a last replay may still read it; the driver's is freed when
-        the device is done.
+        It stays as long as ``owner``: replays need the tensors and buffers of the call site, so they end with it. Where
+        a call has no owner nothing tells when the graph is gone, and the memory is never given back. It is the driver's
+        and not torch's. Torch would take it from the graph's own pool, whose memory is the graph's alone (with
+        ``backend:cudaMallocAsync`` it is there only while the graph runs), or on another stream from the common one,
+        where it would be lent again at once while a last replay may still read it; the driver's is freed when the
+        device is done.
         """
         device = device_of(stream)
         self._settle(device.keep(self.host.raw, self._size))
@@ -272,17 +272,16 @@ def queue(kernel: Kernel, stream: Stream, values: Sequence[object], table: Table
 
 def launch(
     call: Call,
-    function: str,
-    *arguments: object,
-    results: Sequence[object] = (),
+    values: Sequence[Any],
+    *,
+    written: Sequence[Tensor] = (),
     flags: bool | Sequence[bool] | None = None,
     writes: bool = True,
-    again: bool = True,
 ) -> None:
     """:func:`fp16opt.kernels.native.launch` for the CUDA kernels, which have the flags in their table."""
     stream = Stream(call.plan.device)
-    queue(KERNELS[function], stream, arguments, table_of(call, stream, Table, flags))
-    native.count_writes(call, results, lists=writes)
+    queue(KERNELS[call.operation.cuda], stream, values, table_of(call, stream, Table, flags))
+    native.count_writes(call, written, lists=writes)
 
 
 # -- decisions ---------------------------------------------------------------------------------------------------------

@@ -164,8 +164,6 @@ KERNELS = {
         Kernel("split", "Split", "overflow:P", Blocks.FINDING),
         Kernel("join", "Join", "", Blocks.MAPPING),
         Kernel("renew", "Renew", _DIGESTS, Blocks.MAPPING),
-        Kernel("encode", "Encode", "", Blocks.FINDING),
-        Kernel("decode", "Decode", "", Blocks.MAPPING),
         Kernel("capture_scale", "CaptureScale", "scale:P pair:P", Blocks.SINGLE),
         Kernel("decide_clip", "DecideClip", _CLIP, Blocks.SINGLE),
         Kernel("close_step", "CloseStep", f"{_DECIDED} {_CLEARED}", Blocks.SINGLE),

@@ -20,8 +20,7 @@ from .cuda import Table, queue, table_of
 from .cuda_rows import KERNELS, MEMBER, Struct
 
 if TYPE_CHECKING:
-    from .reference_steps import Factors
-    from .stats import CastStats
+    from .steps import StepValues
 
 
 class StepTable(Table):
@@ -33,7 +32,7 @@ class StepTable(Table):
     """
 
     def __init__(self, call: Call, group: Struct, group_count: int) -> None:
-        plan, lists = call.plan, call.plan.operation.tables
+        plan, lists = call.plan, call.plan.operation.width
         self._direct = plan.direct
         self._counters = range(lists, lists + 1) if plan.operation.counters and plan.counts_here else None
         self._group, self._member = group.packer, MEMBER.packer
@@ -81,49 +80,35 @@ def _rate(value: float | Tensor, device: torch.device, kept: list[Tensor]) -> tu
     return 0.0, number.data_ptr(), int(number.dtype == torch.float64)
 
 
-def launch(
-    call: Call,
-    name: str,
-    options: Sequence[tuple[Any, ...]],
-    group_of: Sequence[int],
-    factors: Factors,
-    stats: CastStats | None,
-    found_inf: Tensor | None,
-    first: bool | Sequence[bool] | None = None,
-    number: int = 0,
-) -> None:
+def launch(call: Call, values: StepValues) -> None:
     """One step of the direct entries, in one launch; decided if the host counts the steps.
 
     Args:
-        call: the lists: grads, masters, those of the state, models where there are ``stats``, counters where declared.
-        name: of the kernel.
-        options: of each param_group: the learning rate, then the other fields of the kernel's group.
-        group_of: by row, its place in ``options``.
-        factors, stats, found_inf: as for :func:`fp16opt.kernels.operations.multi_tensor_step`.
-        first: by row whether its state holds nothing yet; None where the kernel does not ask.
-        number: of the step, by which what has few bits is rounded.
+        call: the lists: grads, masters, those of the state, models where there are statistics, counters where declared.
+        values: what they are stepped with. ``options`` are, of each param_group, the learning rate and the other fields
+            of the kernel's group.
     """
-    plan = call.plan
+    plan, stats, options = call.plan, values.stats, values.options
     if not plan.direct and (plan.by_reference or not plan.rows):
         return
-    kernel, stream = KERNELS[name], cuda.Stream(plan.device)
+    kernel, stream = KERNELS[call.operation.cuda], cuda.Stream(plan.device)
     kept: list[Tensor] = []
     groups = [(*_rate(o[0], plan.device, kept), *o[1:]) for o in options]
     counters: list[Tensor] = []
     numbers: list[float] = []
     if plan.operation.counters and not plan.counts_here:
-        counters = call.column(plan.operation.tables)
+        counters = call.column(plan.operation.width)
         numbers = (torch.stack([step.reshape(()) for step in counters]) + 1.0).tolist()
         counters = [counters[place] for place in plan.direct]
     if getattr(plan.compiled, "group_count", 0) != len(options):
         plan.compiled = None
     make = functools.partial(StepTable, group=kernel.group, group_count=len(options))
-    table = table_of(call, stream, make, first, groups, group_of, numbers)
+    table = table_of(call, stream, make, values.first, groups, values.group_of, numbers)
     models = -1 if stats is None else len(plan.operation.lists) - 1
     overflow, memory = None if stats is None else stats.overflow, table.memory
     members, groups_at = memory + table.more, memory + table.groups
-    read = (members, memory + table.entries, overflow, models, number & 0xFFFFFFFF, groups_at)
-    queue(kernel, stream, (*factors, found_inf, *read), table)
+    read = (members, memory + table.entries, overflow, models, values.number & 0xFFFFFFFF, groups_at)
+    queue(kernel, stream, (*values.factors, values.found_inf, *read), table)
     stream.hold(kept)
     native.count_writes(call, [] if overflow is None else [overflow])
     if counters:

@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 
 from . import reference_measures as reference
-from .calls import Entries, PointerTables
+from .calls import Call, CallCache, Entries
+from .lists import checked
 from .reference_measures import COMPARED, MEASURED
-from .stats import check_result, sum_dtype
-from .tables import COMPARE, MEASURE, call_for
+from .stats import Given, check_result, sum_dtype
+from .table import COMPARE, MEASURE
 
 __all__ = ["COMPARED", "MEASURED", "Snapshots", "multi_tensor_compare", "multi_tensor_measure"]
 
 
-class Snapshots:
+class Snapshots(Given):
     """Some elements of each tensor of a list, as they were: all of up to 16,384, of more one group of 8 in 17.
 
     Args:
@@ -52,18 +53,26 @@ class Snapshots:
         each = [n / max(1, reference.snapshot_elements(n)) for n in numels]
         self.shares = torch.tensor(each, dtype=sum_dtype(device), device="cpu").view(-1, 1).to(device)
 
+    @property
+    def rows(self) -> tuple[str, Tensor]:
+        return "before.offsets", self.offsets
+
+    @property
+    def passed(self) -> tuple[Tensor, ...]:
+        return self.values, self.offsets
+
     def of(self, row: int) -> Tensor:
         """What was taken of the tensor at a position, with padding behind it."""
         start = self._starts[row]
         return self.wide[row] if row in self.wide else self.values[start : start + self._sizes[row]]
 
 
-def multi_tensor_measure(grads: Entries, *, tables: PointerTables | None = None) -> Tensor:
+def multi_tensor_measure(grads: Entries, *, cache: CallCache | None = None) -> Tensor:
     """What gradients hold, as they are, scaled or not, in one pass.
 
     Args:
         grads: n tensors, float16 to float64.
-        tables: the cache of this call site.
+        cache: the cache of this call site.
 
     Returns:
         float64, shape [n, 5], on the device, in the order of ``MEASURED``: sum of squares, to the bit that of
@@ -78,19 +87,14 @@ def multi_tensor_measure(grads: Entries, *, tables: PointerTables | None = None)
         >>> multi_tensor_measure([torch.tensor([0.0, 2.0**-20, 3.0, 4e4]).half()])[0, 1:]
         tensor([4.0000e+04, 1.0000e+00, 1.0000e+00, 1.0000e+00], dtype=torch.float64)
     """
-    with torch.no_grad():
-        call = call_for(MEASURE, (grads,), tables, None)
-        plan = call.plan
-        numbers = torch.zeros(plan.count, len(MEASURED), dtype=sum_dtype(plan.device), device=plan.device)
-        for _, row in plan.by_reference:
-            numbers[row] = reference.measure(call.row(row)[0])
-        if plan.serving is not None:
-            plan.serving.launch(call, "measure", numbers, results=(numbers,), again=False)
-        return numbers
+    call = checked(MEASURE, (grads,), cache)
+    numbers = _zeros(call, len(MEASURED))
+    call.run(numbers)
+    return numbers
 
 
 def multi_tensor_compare(
-    masters: Entries, weights: Entries, before: Snapshots, *, tables: PointerTables | None = None
+    masters: Entries, weights: Entries, before: Snapshots, *, cache: CallCache | None = None
 ) -> Tensor:
     """What a step did to masters, and how far their weights are from them, in one pass.
 
@@ -98,7 +102,7 @@ def multi_tensor_compare(
         masters: n tensors after the step: float32; or parameters without masters, float16 to float64.
         weights: n float16 or bfloat16 tensors of the same shapes; or the same as ``masters``.
         before: of the masters, taken before the step, with their strides.
-        tables: the cache of this call site.
+        cache: the cache of this call site.
 
     Returns:
         float64, shape [n, 7], on the device, in the order of ``COMPARED``: sums of squares of masters and of masters
@@ -117,24 +121,22 @@ def multi_tensor_compare(
         >>> multi_tensor_compare([master], [master.half()], before)[0, -2:]
         tensor([2., 1.], dtype=torch.float64)
     """
-    with torch.no_grad():
-        call = call_for(COMPARE, (masters, weights), tables, None)
-        plan = call.plan
-        check_result(COMPARE.name, "before.offsets", before.offsets, plan.count, torch.int64, plan.device)
-        numbers = torch.zeros(plan.count, len(COMPARED), dtype=sum_dtype(plan.device), device=plan.device)
-        for row in plan.rows:
-            master = call.row(row)[0]
-            have, want = before.of(row).numel(), reference.snapshot_size(master.numel())
-            if have != want or (row in before.wide) != (master.dtype == torch.float64):
-                raise ValueError(
-                    f"{COMPARE.name}: before has {have} element(s) for masters[{row}], which needs {want} of its "
-                    "dtype. Take the snapshots of the same list of masters."
-                )
-        for _, row in plan.by_reference:
-            master, weight = call.row(row)
-            numbers[row] = reference.compare(master, weight, before.of(row))
-        if plan.serving is not None:
-            given = (before.values, before.offsets, numbers)
-            plan.serving.launch(call, "compare", *given, results=(numbers,), again=False)
-        numbers[:, 2:] *= before.shares
-        return numbers
+    call = checked(COMPARE, (masters, weights), cache)
+    numbers = _zeros(call, len(COMPARED))
+    check_result(COMPARE.name, *before.rows, call.plan.count, torch.int64, call.plan.device)
+    for row in call.plan.rows:
+        master = call.row(row)[0]
+        have, want = before.of(row).numel(), reference.snapshot_size(master.numel())
+        if have != want or (row in before.wide) != (master.dtype == torch.float64):
+            raise ValueError(
+                f"{COMPARE.name}: before has {have} element(s) for masters[{row}], which needs {want} of its "
+                "dtype. Take the snapshots of the same list of masters."
+            )
+    call.run(before, numbers)
+    numbers[:, 2:] *= before.shares
+    return numbers
+
+
+def _zeros(call: Call, columns: int) -> Tensor:
+    device = call.plan.device
+    return torch.zeros(call.plan.count, columns, dtype=sum_dtype(device), device=device)

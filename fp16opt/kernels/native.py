@@ -1,6 +1,6 @@
 """The calls into the compiled CPU module, which sees addresses and sizes and nothing else.
 
-Everything that could go wrong with an address is settled here and in :mod:`fp16opt.kernels.tables`: dtype, device,
+Everything that could go wrong with an address is settled here and in :mod:`fp16opt.kernels.lists`: dtype, device,
 shape, strides and layout are checked there; addresses are read afresh for every call, the tensors are kept alive until
 the call returns, and here autograd is told what was written. Compiled code releases the GIL while it works.
 """
@@ -8,12 +8,9 @@ the call returns, and here autograd is told what was written. Compiled code rele
 from __future__ import annotations
 
 import array
-import contextlib
 import ctypes
-import functools
 import importlib
 import json
-import operator
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .calls import Call, Plan, PointerTables
+from .calls import Call
 
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 CODES[torch.int16] = 0  # remainders: 16 bits that only split masters look into
@@ -52,10 +49,6 @@ def _load(name: str) -> tuple[Any, str]:
 
 module, _cpu_missing = _load("_cpu")
 """The compiled CPU module, or None."""
-if module is not None:  # it asks the cache for tensors ahead, where they are laid out as it knows
-    _probe = torch.empty(0, dtype=torch.float32, device="cpu")
-    module.learn_tensors(_probe, _probe._cdata)
-_exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
 
 def available() -> bool:
@@ -73,74 +66,6 @@ def status() -> str:
     if module is None:
         return f"missing: {_cpu_missing}"
     return f"loaded; this machine runs its SIMD levels {', '.join(module.simd_levels())}"
-
-
-def seen_lists(lists: tuple[Sequence[Tensor | None], ...], deciding: int) -> Any:
-    """A compiled proof that lists are as they were, which reads their addresses; None where there is none.
-
-    It needs DLPack's exchange table, which torch offers from version 2.10 on. Entries that are None in one of the first
-    ``deciding`` lists are left out.
-    """
-    if module is None or _exchange is None:
-        return None
-    try:
-        return module.SeenLists(_exchange, Tensor, Tensor.is_neg, lists, deciding)
-    except (BufferError, RuntimeError, TypeError, ValueError):
-        return None  # a tensor that DLPack can't describe; the caller compares attributes instead
-
-
-def tensor_reader(grad: Any, version: Any) -> Any:
-    """What :class:`fp16opt.kernels.counters.Reader` is, compiled; None where there is none.
-
-    It calls the C functions behind the attributes ``grad`` and ``version`` of torch's tensors, for each tensor in half
-    of the time that a loop in Python takes.
-    """
-    if module is None:
-        return None
-    try:
-        return module.TensorReader(Tensor, grad, version, torch._C.DisableTorchFunctionSubclass)
-    except TypeError:
-        return None  # attributes that are not written in C
-
-
-def state_columns_in_python(
-    state: dict[Tensor, Any], keys: list[Tensor], places: list[int] | None, names: tuple[str, ...]
-) -> list[list[Any]] | None:
-    """Entries of an optimizer's state by name, each as a list over parameters.
-
-    Args:
-        state: a dictionary for each parameter.
-        keys: the parameters that it is to have, in its order.
-        places: among these, which are asked for; None for all.
-        names: of the entries.
-
-    Returns:
-        None where the keys are others, or where an entry is missing or None.
-
-    Example:
-        >>> x = torch.zeros(1)
-        >>> state_columns({x: {"step": 2.0}}, [x], None, ("step",)), state_columns({x: {}}, [x], None, ("step",))
-        ([[2.0]], None)
-    """
-    if len(state) != len(keys) or not all(map(operator.is_, state, keys)):
-        return None
-    entries = list(state.values()) if places is None else list(map(list(state.values()).__getitem__, places))
-    columns = [[entry.get(name) for entry in entries] for name in names]
-    return None if any(value is None for column in columns for value in column) else columns
-
-
-state_columns = state_columns_in_python if module is None else module.state_columns
-
-read_once = contextlib.nullcontext if module is None else functools.partial(module.Reading, True)
-"""A block in which each list of tensors is read once, by this thread.
-
-Reading dtype, shape, strides and address of a tensor takes a tenth of a microsecond, and a step gives some lists to
-five operations. In the block a list of the same tensors is taken to be as it was when it was first read there. So
-nobody else's code may run in it, as a hook's, which could give a tensor other memory. A block in another is a part of
-it.
-"""
-read_anew = contextlib.nullcontext if module is None else functools.partial(module.Reading, False)
-"""A block in which every list is read anew, and after it in a block of :data:`read_once` around it."""
 
 
 def table_arguments(call: Call) -> tuple[list[int], list[int], list[list[int]], list[int]]:
@@ -201,30 +126,47 @@ def count_versions(tensors: list[Tensor]) -> None:
             torch.autograd.graph.increment_version(tensor)
 
 
-if module is not None:
-    decide_clip = module.decide_clip
-    """:func:`fp16opt.kernels.backends.decide_clip`, into two tensors given last."""
-    follow_scale = functools.partial(module.follow_scale, increment_versions, count_versions)
+def decide_clip(
+    norm: Tensor, found_inf: Tensor | None, max_norm: float, only_finite: bool, single: Tensor, factor: Tensor
+) -> None:
+    """:func:`fp16opt.kernels.backends.decide_clip`, into ``single`` and ``factor``."""
+    found = 0 if found_inf is None else found_inf.data_ptr()
+    module.decide_clip(norm.data_ptr(), found, max_norm, only_finite, single.data_ptr(), factor.data_ptr())
+
+
+def follow_scale(overflow: bool, scale: Tensor, trackers: Tensor, settings: Tensor | None) -> bool:
     """:func:`fp16opt.kernels.backends.follow`, of a step whose outcome is known; whether the scale moved."""
+    at = 0 if settings is None else settings.data_ptr()
+    moved: bool = module.follow_scale(overflow, scale.data_ptr(), trackers.data_ptr(), at)
+    count_versions([trackers] if settings is None else [trackers, scale])
+    return moved
 
 
-def count_writes(call: Call, results: Sequence[object], *, lists: bool = True) -> None:
+def are_equal(one: Tensor, other: Tensor) -> bool:
+    """:func:`fp16opt.kernels.backends.are_equal`."""
+    if one.numel() != other.numel() or one.dtype != other.dtype:
+        return False
+    return bool(module.are_equal(one.data_ptr(), other.data_ptr(), one.numel() * one.element_size()))
+
+
+def is_zero(tensor: Tensor) -> bool:
+    """:func:`fp16opt.kernels.backends.is_zero`."""
+    return bool(module.is_zero(tensor.data_ptr(), tensor.numel() * tensor.element_size()))
+
+
+def count_writes(call: Call, results: Sequence[Tensor], *, lists: bool = True) -> None:
     """One more version for each tensor that autograd or users see change.
 
-    These are ``results``, of which those that are no tensors are passed over, and, with ``lists``, the tensors of the
-    lists that the operation declares as written. State and step counters are not among them, nor float32 masters of
-    16-bit parameters: torch's own fused steps count none of these either, and for 1,000 small tensors counting takes as
-    long as the step.
+    These are ``results``, and, with ``lists``, the tensors of the lists that the operation declares as written. State
+    and step counters are not among them, nor float32 masters of 16-bit parameters: torch's own fused steps count none
+    of these either, and for 1,000 small tensors counting takes as long as the step.
     """
-    written: list[Tensor] = []
-    for result in results:
-        if isinstance(result, Tensor):
-            written.append(result)
-    for which in call.plan.operation.written if lists else ():
-        entries, plan = call.lists[which], call.plan
-        if len(plan.direct) < plan.count:
-            entries = list(map(entries.__getitem__, map(plan.rows.__getitem__, plan.direct)))
-        written += entries  # type: ignore[arg-type]  # entries that take part are tensors
+    written: list[Any] = list(results)
+    plan = call.plan
+    for which in call.operation.written if lists else ():
+        entries = call.lists[which]
+        every = len(plan.direct) == plan.count
+        written += entries if every else [entries[plan.rows[place]] for place in plan.direct]
     try:
         increment_versions(written)
     except RuntimeError:  # torch 2.4 takes no lists, and tensors made in inference mode count no versions
@@ -233,60 +175,27 @@ def count_writes(call: Call, results: Sequence[object], *, lists: bool = True) -
 
 def launch(
     call: Call,
-    function: str,
-    *arguments: object,
-    results: Sequence[object] = (),
+    values: Sequence[Any],
+    *,
+    written: Sequence[Tensor] = (),
     flags: bool | Sequence[bool] | None = None,
     writes: bool = True,
-    again: bool = True,
 ) -> None:
-    """Have a function of the compiled module work on the direct entries, and count what was written.
+    """Have the operation's function of the compiled module work on the direct entries, and count what was written.
 
     Args:
         call: the lists.
-        function: its name in the module.
-        arguments: behind the lists. Tensors, on the device, go as addresses.
-        results: tensors among them that are written.
+        values: what the function has behind the lists. Tensors, on the device, go as addresses.
+        written: tensors among them that are written.
         flags: one for all entries or one for each, which is the last argument; None for a function without.
         writes: whether tensors of the lists are written.
-        again: whether the call site asks to repeat this call, so that it is worth to know it.
     """
     plan = call.plan
     if plan.compiled is None:
         plan.compiled = module.Table(*table_arguments(call))
-    given = list(arguments)
-    for place, value in enumerate(arguments):
-        if isinstance(value, Tensor):
-            given[place] = value.data_ptr()
+    given = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
     if flags is not None:
         given.append(flags)
-    addresses = call.addresses if call.addresses is not None else addresses_of(call)
-    getattr(module, function)(plan.compiled, addresses, torch.get_num_threads(), plan.count, *given)
-    count_writes(call, results, lists=writes)
-    if again and call.owner is not None and call.owner.plan is plan and not plan.by_reference:
-        _remember(call.owner, plan, function, arguments, () if flags is None else (flags,), results)
-
-
-def _remember(
-    site: PointerTables,
-    plan: Plan,
-    function: str,
-    arguments: tuple[object, ...],
-    flags: tuple[object, ...],
-    results: Sequence[object],
-) -> None:
-    """Have a call site repeat a call that was made, as long as nothing differs but values and addresses.
-
-    Another thread may have the site see other lists meanwhile: what is remembered is of ``plan`` alone.
-    """
-    tensors = [place for place, value in enumerate(arguments) if isinstance(value, Tensor)]
-    seen = seen_lists(([arguments[place] for place in tensors],), 0) if tensors else None  # type: ignore[misc]
-    if not isinstance(plan.seen, module.SeenLists) or (tensors and seen is None):
-        return
-    known = site.known
-    if known is None:
-        known = site.known = module.KnownCalls(torch.get_num_threads, increment_versions, count_versions)
-        site.repeats = known.repeats
-    written = [place for place in tensors if any(arguments[place] is result for result in results)]
-    run = (function, getattr(module, function), plan.compiled, plan.count)
-    known.add(*run, plan.seen, seen, (*arguments, *flags), tensors, written, list(plan.operation.written))
+    function = getattr(module, call.operation.cpu)
+    function(plan.compiled, addresses_of(call), torch.get_num_threads(), plan.count, *given)
+    count_writes(call, written, lists=writes)

@@ -402,7 +402,7 @@ def sample(tensor: Tensor) -> Tensor:
     return ((x & 0xFFFFFFFF) * ((x >> 32) & 0xFFFFFFFF) + words).sum()
 
 
-def take(master: Tensor, param: Tensor, moved: Tensor, taken: Tensor) -> None:
+def refresh_master(master: Tensor, param: Tensor, moved: Tensor, taken: Tensor) -> None:
     """``master`` takes the value of ``param`` where its rounded self has other bits, if ``moved``.
 
     Args:

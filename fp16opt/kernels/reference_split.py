@@ -140,7 +140,7 @@ def join(param: Tensor, remainder: Tensor, out: Tensor) -> None:
     write_back(target, out, order)
 
 
-def renew(param: Tensor, remainder: Tensor, moved: Tensor, taken: Tensor) -> None:
+def reset_remainder(param: Tensor, remainder: Tensor, moved: Tensor, taken: Tensor) -> None:
     """``remainder`` becomes what ``param`` needs beside it to stand for itself, if ``moved``.
 
     Args:

@@ -1,6 +1,4 @@
-"""Steps with 8-bit optimizer state, and gradients that are held in 8 bits, written plainly in torch.
-
-The specification of ``csrc/functors/ratio8.h`` and ``csrc/functors/held.h``.
+"""Steps with 8-bit optimizer state, written plainly in torch: the specification of ``csrc/functors/ratio8.h``.
 
 See :mod:`.reference`. Blocks are 128 consecutive elements in the memory order of the codes, and a tail acts as if
 padded with zeros. Adam ("ratio8"): with r = sqrt(v) and S the block's largest r, v is kept as uint8 c with
@@ -24,8 +22,6 @@ from .reference_steps import Factors
 
 BLOCK = 128
 """Consecutive elements with one scale."""
-HELD_BLOCK = 256
-"""The same, of gradients that are held."""
 _SATURATED = 64.0  # the limit where the ratio has no bound
 _INDEX_STRIDE, _STEP_STRIDE = 0x9E3779B1, 0x85EBCA77
 _LARGEST_ROOT, _LEAST_SCALE = 2.0**62, 2.0**-46
@@ -70,7 +66,7 @@ class _Dither(NamedTuple):
     bits: Tensor | None
 
     @classmethod
-    def of(cls, part: slice, step: int | Tensor, device: torch.device) -> _Dither:
+    def of(cls, part: slice, step: int, device: torch.device) -> _Dither:
         index = torch.arange(part.start, part.stop, dtype=torch.int64, device=device)
         return cls((index * _INDEX_STRIDE + (step & 0xFFFFFFFF) * _STEP_STRIDE) & 0xFFFFFFFF)
 
@@ -258,45 +254,4 @@ def decode_momentum(codes: tuple[Tensor, Tensor], momentum_buffer: Tensor, block
     views = _Codes(codes[1], codes[0], momentum_buffer, block=block)
     for _, scales, (shares, buffer) in views.parts():
         buffer.copy_(_decode_signed(shares, _each(scales, shares.numel(), block), 1.0))
-    views.write_back()
-
-
-# -- gradients that are held -------------------------------------------------------------------------------------------
-
-
-def encode_gradient(grad: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """A gradient as 8-bit codes of its share of its block's largest magnitude, in the code of :func:`sgd`'s momentum::
-
-        encode  S = the largest |g| of the block; u = |g| / S; x = 1 + 247 u
-                a = min(127, (bits(x) + h - bits(1)) >> 19)
-        decode  g = sign * (float_from_bits((a << 19) + bits(1)) - 1) * (1 / 247) * S
-
-    x lies in 1 .. 248, and 248 is code 127 exactly, so the largest of a block is kept to a rounding. Codes of an octave
-    of x are evenly spaced, by x / 16 at most: |decoded - g| <= (|g| + S / 247) / 16, up to roundings of float32, which
-    are 2^-20 of it. Which of the two neighbours is taken is left to a dither h < 2^19 that depends on the element's
-    place and on S, and on nothing else: the mean over dithers is g, and the same gradient has the same code, so that a
-    resumed training needs no memory of it. To nearest, whatever is below S / 7,904 would be zero always, and Adam would
-    never step it.
-
-    Args:
-        grad: float16, bfloat16 or float32. What is not finite has any code.
-        codes: int8, of its shape. Written.
-        scales: float32, one for each 256 elements in the memory order of the codes. Written.
-    """
-    views = _Codes(scales, codes, block=HELD_BLOCK)
-    source = flatten(grad, views.order).values
-    for part, largest, (shares,) in views.parts():
-        values = source[part].float()
-        largest.copy_(_largest(values.abs(), HELD_BLOCK))
-        each = _each(largest, shares.numel(), HELD_BLOCK)
-        of_scale = each.view(torch.int32).long() >> 13  # gradients of 16 bits have nothing below
-        shares.copy_(_encode_signed(values, each, 1.0, _Dither.of(part, of_scale, each.device)))
-    views.write_back()
-
-
-def decode_gradient(codes: Tensor, out: Tensor, scales: Tensor) -> None:
-    """Write what codes stand for into ``out``: of their shape, any floating dtype."""
-    views = _Codes(scales, codes, out, block=HELD_BLOCK)
-    for _, largest, (shares, values) in views.parts():
-        values.copy_(_decode_signed(shares, _each(largest, shares.numel(), HELD_BLOCK), 1.0))
     views.write_back()

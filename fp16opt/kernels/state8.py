@@ -6,20 +6,19 @@ the step and the value, and on nothing else; so every backend, thread count and 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import cuda, cuda_steps, reference_state8, reference_steps
-from .calls import Entries, Operation, PointerTables
+from . import reference_state8
+from .calls import CallCache, Entries
 from .formulas import AdamOptions, SgdOptions
-from .operations import PACKS, Given, behind_lists, check_options, step_call
 from .reference_state8 import BLOCK, block_count, ratio_limit
 from .reference_steps import Factors
 from .stats import CastStats
-from .tables import BFLOAT, HALF, REMAINDERS, SINGLE
+from .steps import StepValues, run_step, steps_of
 
 __all__ = [
     "BLOCK",
@@ -33,37 +32,37 @@ __all__ = [
     "ratio_limit",
 ]
 
-_OWN = "float32, and codes of int8 and uint8"
-_MODELS = "float32 and codes of int8 and uint8, but for models of float16 or bfloat16 and gradients of these or float32"
-_CODES = (torch.int8, torch.uint8)
-_CODED = ("cpu", "cuda")
+
+def _adam(
+    grad: Tensor, single: Tensor, codes: list[Tensor], o: Any, factors: Factors, t: float, first: bool, number: int
+) -> None:
+    exp_avg, exp_avg_sq, scales = codes
+    reference_state8.adam(grad, single, (exp_avg, exp_avg_sq, scales), t, o, factors, number)
 
 
-def _owned(grad: torch.dtype, master: torch.dtype, *codes: torch.dtype) -> bool:
-    return grad == SINGLE and master == SINGLE and codes == _CODES[: len(codes)]
+def _sgd(
+    grad: Tensor, single: Tensor, codes: list[Tensor], o: Any, factors: Factors, t: float, first: bool, number: int
+) -> None:
+    momentum, scales = codes
+    reference_state8.sgd(grad, single, (momentum, scales), first, o, factors, number)
 
 
-def _with_models(grad: torch.dtype, master: torch.dtype, *rest: torch.dtype) -> bool:
-    *codes, model = rest
-    fits = model in (HALF, BFLOAT) and grad in (SINGLE, model) and master in (SINGLE, *REMAINDERS)
-    return fits and tuple(codes) == _CODES[: len(codes)]
+def _with_limit(o: AdamOptions) -> tuple[Any, ...]:
+    return (*o, ratio_limit(o.beta1, o.beta2))
 
 
-def _operation(name: str, *codes: str, counters: str = "") -> dict[bool, Operation]:
-    """By whether there are models: the operation as the guards see it."""
-    lists = ("grads", "masters", *codes)
-    models = Operation(
-        name, (*lists, "models"), _with_models, _MODELS, (len(lists),), 1, counters, "scales", BLOCK, _CODED
-    )
-    return {False: Operation(name, lists, _owned, _OWN, (1,), 1, counters, "scales", BLOCK, _CODED), True: models}
-
-
-_ADAM = _operation("multi_tensor_adam8", "exp_avg_codes", "exp_avg_sq_codes", counters="steps")
-_SGD = _operation("multi_tensor_sgd8", "momentum_codes")
-
-
-def _there(models: Entries | None) -> tuple[Entries, ...]:
-    return () if models is None else (models,)
+_ADAM = steps_of(
+    "multi_tensor_adam8",
+    "Adam8",
+    AdamOptions,
+    _adam,
+    ("exp_avg_codes", "exp_avg_sq_codes"),
+    "adam8",
+    counts=True,
+    block=BLOCK,
+    packed=_with_limit,
+)
+_SGD = steps_of("multi_tensor_sgd8", "Sgd8", SgdOptions, _sgd, ("momentum_codes",), "sgd8", counts=False, block=BLOCK)
 
 
 def multi_tensor_adam8(
@@ -81,17 +80,17 @@ def multi_tensor_adam8(
     models: Entries | None = None,
     stats: CastStats | None = None,
     found_inf: Tensor | None = None,
-    tables: PointerTables | None = None,
+    cache: CallCache | None = None,
 ) -> None:
     """One Adam or AdamW step of n tensors whose moments are kept in 8 bits, in one pass over their memory.
 
     Args:
-        grads, masters, steps, options, group_of, factors: as for :func:`fp16opt.kernels.operations.multi_tensor_step`.
+        grads, masters, steps, options, group_of, factors: as for :func:`fp16opt.kernels.steps.multi_tensor_step`.
         exp_avg_codes: n int8 tensors of the same shapes. Written, as all the following.
         exp_avg_sq_codes: n uint8 tensors of the same shapes.
         scales: n contiguous float32 tensors, each of one number for every 128 elements.
         number: of the step, which the rounding of codes goes by; modulo 2**32.
-        models, stats, found_inf, tables: as for :func:`fp16opt.kernels.operations.multi_tensor_step`.
+        models, stats, found_inf, cache: as for :func:`fp16opt.kernels.steps.multi_tensor_step`.
 
     Raises:
         TypeError: a wrong type or dtype. ValueError: lengths, shapes or devices that differ. Nothing is written then.
@@ -105,33 +104,10 @@ def multi_tensor_adam8(
         >>> master[0], codes[1][0]
         (tensor([0.9000]), tensor([255], dtype=torch.uint8))
     """
-    operation = _ADAM[models is not None]
-    check_options(operation.name, AdamOptions, options)
-    lists = (grads, masters, exp_avg_codes, exp_avg_sq_codes, *_there(models), scales, steps)
-    limited = [(*o, ratio_limit(o.beta1, o.beta2)) for o in options]
     found = None if models is None else stats
-    if tables is not None and tables.known is not None and found_inf is None:
-        packed = itertools.starmap(PACKS["adam8"], limited)
-        behind = behind_lists("Adam8", factors, found, group_of, packed, number)
-        if tables.repeats("step", lists, (*behind, False), True):
-            return
-    given = Given(factors, options, group_of, models is not None, stats, found_inf, tables)
-    with torch.no_grad():
-        call = step_call(operation, lists, given)
-        if call is None:
-            return
-        plan = call.plan
-        for _, row in plan.by_reference:
-            grad, master, first, second, *others, scale, count = call.row(row)
-            with reference_steps.whole(row, master, others[0] if others else None, found, number) as single:
-                t, group = float(count.add_(1.0)), options[group_of[row]]
-                reference_state8.adam(grad, single, (first, second, scale), t, group, factors, number)
-        if plan.serving is cuda:
-            cuda_steps.launch(call, "adam8", limited, group_of, factors, found, found_inf, number=number)
-        elif plan.serving is not None and plan.direct:
-            packed = itertools.starmap(PACKS["adam8"], limited)
-            behind = behind_lists("Adam8", factors, found, group_of, packed, number)
-            plan.serving.launch(call, "step", *behind, results=behind[3:4], flags=False)
+    values = StepValues(options, group_of, factors, found, found_inf, False, number)
+    lists = (grads, masters, exp_avg_codes, exp_avg_sq_codes, models, scales, steps)
+    run_step(_ADAM[models is not None], lists, values, cache)
 
 
 def multi_tensor_sgd8(
@@ -148,16 +124,16 @@ def multi_tensor_sgd8(
     models: Entries | None = None,
     stats: CastStats | None = None,
     found_inf: Tensor | None = None,
-    tables: PointerTables | None = None,
+    cache: CallCache | None = None,
 ) -> None:
     """One SGD step of n tensors whose momentum is kept in 8 bits, in one pass over their memory.
 
     Args:
-        grads, masters, options, group_of, factors: as for :func:`fp16opt.kernels.operations.multi_tensor_step`.
+        grads, masters, options, group_of, factors: as for :func:`fp16opt.kernels.steps.multi_tensor_step`.
         momentum_codes: n int8 tensors of the same shapes. Written, as ``scales``.
         scales, number: as for :func:`multi_tensor_adam8`.
         first: which of the n hold nothing yet.
-        models, stats, found_inf, tables: as for :func:`fp16opt.kernels.operations.multi_tensor_step`.
+        models, stats, found_inf, cache: as for :func:`fp16opt.kernels.steps.multi_tensor_step`.
 
     Raises:
         TypeError: a wrong type or dtype. ValueError: lengths, shapes or devices that differ. Nothing is written then.
@@ -170,32 +146,9 @@ def multi_tensor_sgd8(
         >>> master[0], codes[0]
         (tensor([0.7500]), tensor([127], dtype=torch.int8))
     """
-    operation = _SGD[models is not None]
-    check_options(operation.name, SgdOptions, options)
-    lists = (grads, masters, momentum_codes, *_there(models), scales)
     found = None if models is None else stats
-    if tables is not None and tables.known is not None and found_inf is None:
-        packed = itertools.starmap(PACKS["sgd8"], options)
-        behind = behind_lists("Sgd8", factors, found, group_of, packed, number)
-        if tables.repeats("step", lists, (*behind, first), True):
-            return
-    given = Given(factors, options, group_of, models is not None, stats, found_inf, tables, first)
-    with torch.no_grad():
-        call = step_call(operation, lists, given)
-        if call is None:
-            return
-        plan = call.plan
-        for _, row in plan.by_reference:
-            grad, master, codes, *others, scale = call.row(row)
-            with reference_steps.whole(row, master, others[0] if others else None, found, number) as single:
-                group = options[group_of[row]]
-                reference_state8.sgd(grad, single, (codes, scale), bool(first[row]), group, factors, number)
-        if plan.serving is cuda:
-            cuda_steps.launch(call, "sgd8", options, group_of, factors, found, found_inf, first=first, number=number)
-        elif plan.serving is not None and plan.direct:
-            packed = itertools.starmap(PACKS["sgd8"], options)
-            behind = behind_lists("Sgd8", factors, found, group_of, packed, number)
-            plan.serving.launch(call, "step", *behind, results=behind[3:4], flags=first)
+    values = StepValues(options, group_of, factors, found, found_inf, first, number)
+    run_step(_SGD[models is not None], (grads, masters, momentum_codes, models, scales), values, cache)
 
 
 # -- from FP32 state to codes and back ---------------------------------------------------------------------------------
@@ -239,7 +192,7 @@ def decode_moments(
         (tensor([0.]), tensor([4.]))
     """
     with torch.no_grad():
-        first, second = (torch.empty_like(exp_avg_codes, dtype=SINGLE) for _ in range(2))
+        first, second = (torch.empty_like(exp_avg_codes, dtype=torch.float32) for _ in range(2))
         reference_state8.decode_moments((exp_avg_codes, exp_avg_sq_codes, scales), limit, first, second, block)
         return first, second
 
@@ -274,6 +227,6 @@ def decode_momentum(momentum_codes: Tensor, scales: Tensor, *, block: int = BLOC
         tensor([4.])
     """
     with torch.no_grad():
-        made = torch.empty_like(momentum_codes, dtype=SINGLE)
+        made = torch.empty_like(momentum_codes, dtype=torch.float32)
         reference_state8.decode_momentum((momentum_codes, scales), made, block)
         return made

@@ -7,13 +7,10 @@ for the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from .calls import Plan
 
 INF = 1
 """Bit in :attr:`GradStats.nonfinite`: an unscaled gradient is infinite."""
@@ -58,8 +55,30 @@ def _check_rows(
         )
 
 
+class Given:
+    """One argument of an operation that stands for several of its kernels' arguments.
+
+    Attributes:
+        rows: what has a number for each tensor of the lists, with its name in messages.
+        passed: what kernels are given.
+        results: what of it a pass writes.
+    """
+
+    @property
+    def rows(self) -> tuple[str, Tensor]:
+        raise NotImplementedError
+
+    @property
+    def passed(self) -> tuple[Tensor, ...]:
+        return self.results
+
+    @property
+    def results(self) -> tuple[Tensor, ...]:
+        return ()
+
+
 @dataclass(eq=False)
-class GradStats:
+class GradStats(Given):
     """What an unscaling pass finds in n gradients.
 
     Attributes:
@@ -133,6 +152,14 @@ class GradStats:
         for name, value in state.items():
             setattr(self, name, getattr(fresh, name).copy_(value))
 
+    @property
+    def rows(self) -> tuple[str, Tensor]:
+        return "stats.nonfinite", self.nonfinite
+
+    @property
+    def results(self) -> tuple[Tensor, ...]:
+        return self.nonfinite, self.sumsq, self.norm, self.found_inf
+
     def reset(self) -> None:
         """Set everything to zero, as after :meth:`allocate`, where it is not. Does not sync."""
         if not self.touched:
@@ -144,7 +171,7 @@ class GradStats:
 
 
 @dataclass(eq=False)
-class CastStats:
+class CastStats(Given):
     """What a pass that rounds n masters to 16 bits finds.
 
     Attributes:
@@ -164,6 +191,14 @@ class CastStats:
     def __post_init__(self) -> None:
         n = (self.overflow.numel(),) if isinstance(self.overflow, Tensor) else ()
         _check_rows("CastStats", "overflow", self.overflow, torch.int32, n, self.overflow)
+
+    @property
+    def rows(self) -> tuple[str, Tensor]:
+        return "stats.overflow", self.overflow
+
+    @property
+    def results(self) -> tuple[Tensor, ...]:
+        return (self.overflow,)
 
     @classmethod
     def allocate(cls, n: int, device: torch.device | str) -> CastStats:
@@ -194,44 +229,3 @@ def check_result(
             f"{operation}: {name} must be contiguous with {numel} element(s), got shape {tuple(tensor.shape)} and "
             f"strides {tensor.stride()}."
         )
-
-
-def check_given(
-    name: str,
-    plan: Plan,
-    numbers: dict[str, Tensor | None],
-    stats: GradStats | CastStats | None = None,
-    each: dict[str, bool | Sequence[int] | None] | None = None,
-    groups: int = 0,
-) -> None:
-    """Raise unless what is given beside the lists of a call fits to them.
-
-    Args:
-        name: of the operation.
-        numbers: by name: float32, one element, on the device of the call. None is passed over.
-        stats: for as many tensors, on that device. What else must hold they check themselves, when they are made.
-        each: by name: one value for each entry. One for all, and None, are passed over.
-        groups: how many ``group_of`` in ``each`` chooses from.
-    """
-    for key, number in numbers.items():
-        if number is not None and (
-            not isinstance(number, Tensor)
-            or number.dtype != torch.float32
-            or number.device != plan.device
-            or number.numel() != 1
-        ):
-            check_result(name, key, number, 1, torch.float32, plan.device)
-    if stats is not None:
-        which = "overflow" if isinstance(stats, CastStats) else "nonfinite"
-        rows: Tensor = getattr(stats, which)
-        if rows.numel() != plan.count or rows.device != plan.device:
-            check_result(name, f"stats.{which}", rows, plan.count, torch.int32, plan.device)
-    for key, values in (each or {}).items():
-        if values is None or isinstance(values, bool):
-            continue
-        if len(values) != plan.count:
-            raise ValueError(f"{name}: {key} has {len(values)} entries, grads has {plan.count}. Give one each.")
-        if key == "group_of" and values and not 0 <= min(values) <= max(values) < groups:
-            raise ValueError(
-                f"{name}: group_of reaches from {min(values)} to {max(values)}, there are {groups} options."
-            )

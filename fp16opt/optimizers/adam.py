@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
-from ..kernels.tables import is_dense
+from ..kernels.lists import is_dense
 from .base import WIDE, Batch, FP32StateOptimizer, refuse_amsgrad
 
 # So many steps in, both bias corrections are exactly 1: how torch's functions are told to leave them out.

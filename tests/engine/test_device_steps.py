@@ -170,13 +170,13 @@ def test_what_is_taken_while_somebody_looks_is_told_to_the_next(
     """The look waits for the device; a step that is replayed on another stream may take a weight meanwhile."""
     pretended.pretend(emulated_cuda, monkeypatch)
     flags: list[torch.Tensor] = []
-    take = kernels.multi_tensor_take
+    take = kernels.multi_tensor_refresh_masters
 
     def noted(*args: Any, **kwargs: Any) -> None:
         flags.append(args[4])
         take(*args, **kwargs)
 
-    monkeypatch.setattr(kernels, "multi_tensor_take", noted)
+    monkeypatch.setattr(kernels, "multi_tensor_refresh_masters", noted)
     run = Run(FUSED["AdamW"]).train(2, ())
     WRITES["data"](run.params[3])
     run.train(1, ())
@@ -259,11 +259,9 @@ def test_counts_and_masters_stay_where_they_are(emulated_cuda: ModuleType, monke
 def test_a_skip_that_was_asked_for_before_the_device_decides_it_is_counted_once(
     emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch, asks: bool, fused_step: bool | str
 ) -> None:
-    """By torch's protocol for steps that skip on the device."""
     pretended.pretend(emulated_cuda, monkeypatch)
     param = Parameter(torch.zeros(4, dtype=torch.float16))
     opt = MixedPrecisionOptimizer(torch.optim.AdamW([param], lr=0.5, fused=True), fused_step=fused_step)
-    opt._step_supports_amp_scaling = True
     grad_scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for factor in (1.0, float("inf"), 1.0):
         opt.zero_grad()

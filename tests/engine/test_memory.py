@@ -39,9 +39,6 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[float, float, float
     "split, 8 bits": (
         {"master_weights": "split", "optimizer_state": "8bit"}, {"masters": "split", "state": "8bit"},
         (2, 2, 2 + 4 / 128, 2)),
-    "split24, 8 bits, held": (
-        {"master_weights": "split24", "optimizer_state": "8bit", "gradient_release": "held"},
-        {"masters": "split24", "state": "8bit", "release": "held"}, (2, 1, 2 + 4 / 128, 1 + 4 / 256)),
     "split24, 8 bits, released": (
         {"master_weights": "split24", "optimizer_state": "8bit", "gradient_release": True},
         {"masters": "split24", "state": "8bit", "release": "yes"}, (2, 1, 2 + 4 / 128, 0)),

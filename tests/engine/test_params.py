@@ -82,17 +82,6 @@ def test_first_gradient_that_arrives_late(case: OptimizerCase) -> None:
     assert_same_bits(list(opt.master_params())[1], next(iter(only.master_params())))
 
 
-def test_a_group_may_hold_its_parameters_in_a_tuple() -> None:
-    (p,) = parameters([(4,)])
-    inner = SGD([p], lr=0.5, momentum=0.5, fused=True)
-    opt = MixedPrecisionOptimizer(inner, loss_scale=8.0, fused_step=False)
-    opt.param_groups[0]["params"] = tuple(opt.param_groups[0]["params"])
-    before = p.detach().float()
-    for _ in range(2):
-        one_step(opt, [p], [1.0])
-    assert torch.equal(p.detach(), (before - 0.5 - 0.75).half())
-
-
 def test_tied_weights_have_one_master_and_get_both_gradients() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -283,18 +272,6 @@ def test_sparse_gradients_clip_skip_and_repeat() -> None:
     assert_same_bits(p, array([1.0]))
 
 
-def test_sparse_gradients_that_nobody_cleared_go_on_adding_up_at_another_scale() -> None:
-    table = nn.Parameter(torch.zeros(3, 1, dtype=torch.bfloat16))  # autograd adds no sparse float16 gradients on a CPU
-    opt = MixedPrecisionOptimizer(SGD([table], lr=1.0), loss_scale=8.0)
-    opt.backward(nn.functional.embedding(torch.tensor([0, 0]), table, sparse=True).float().sum())
-    opt.step()
-    opt.loss_scale = 2.0
-    opt.backward(nn.functional.embedding(torch.tensor([0, 2]), table, sparse=True).float().sum())
-    opt.step()
-    (m,) = opt.master_params()
-    assert_same_bits(m, torch.tensor([[-5.0], [0.0], [-1.0]]))
-
-
 def test_mixed_dtypes_in_one_group_overflow_together() -> None:
     kinds = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     for bad in range(4):
@@ -305,15 +282,6 @@ def test_mixed_dtypes_in_one_group_overflow_together() -> None:
         assert bool(opt.step_was_skipped), f"nan in the {kinds[bad]} param went unnoticed"
         for p, was in zip(params, before, strict=True):
             assert_same_bits(p, was)
-
-
-def test_many_groups_with_their_own_options() -> None:
-    params = parameters([(3,)] * 5)
-    start = [p.detach().float() for p in params]
-    opt = MixedPrecisionOptimizer(SGD([{"params": [p], "lr": 2.0**-i} for i, p in enumerate(params)]), loss_scale=8.0)
-    one_step(opt, params, [0.5] * 5)
-    for i, (m, was) in enumerate(zip(opt.master_params(), start, strict=True)):
-        assert_same_bits(m, was - 0.5 * 2.0**-i)
 
 
 def test_loading_follows_the_checkpoints_masters() -> None:

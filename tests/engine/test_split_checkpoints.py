@@ -14,7 +14,16 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from engine import recipes
-from engine.checks import assert_same, assert_same_bits, by_step, groups_params, normal, one_step, ones
+from engine.checks import (
+    assert_same,
+    assert_same_bits,
+    by_step,
+    groups_params,
+    linear_loss,
+    normal,
+    one_step,
+    ones,
+)
 from engine.split_cases import by_dtype, gradients, half_sgd, masters, through_file, trained, wrap
 from fp16opt import DynamicLossScaler
 
@@ -180,7 +189,7 @@ def test_a_scalar_on_a_tie(model_first: bool, caplog: pytest.LogCaptureFixture) 
 def test_copies_of_what_master_params_gives_are_ordinary_parameters() -> None:
     p = ones(3)
     opt = wrap(SGD([p], lr=2.0**-13))
-    one_step(opt, [p], [1.0])
+    opt.backward(linear_loss([p], [1.0]))
     (master,) = opt.master_params()
     assert master.grad is not None
     for made in (copy.deepcopy(master), pickle.loads(pickle.dumps(master)), through_file(master)):

@@ -162,8 +162,7 @@ def test_training_random_calls_equal_full_masters() -> None:
     for k in range(60):
         draw = rng.integers(0, 8, 4)
         for opt, params in zip(opts, models, strict=True):
-            if draw[0]:
-                opt.zero_grad(set_to_none=bool(draw[0] % 2))
+            opt.zero_grad(set_to_none=bool(draw[0] % 2))
             for n in range(1 + draw[1] // 4):
                 grads = gradients(params, 1000 * k + n, False)
                 opt.backward(linear_loss(params, grads), update_master_grads=bool(draw[2]))

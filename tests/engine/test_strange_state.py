@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adam
+from torch.optim import Adam
 
 from engine.checks import assert_same, by_step, linear_loss, one_step, ones
 from fp16opt import MixedPrecisionOptimizer
@@ -31,15 +31,6 @@ def test_reading_state_by_the_models_parameter_leaves_nothing_to_save() -> None:
     assert unused in opt.state
     other = MixedPrecisionOptimizer(Adam([nn.Parameter(p.detach().clone()) for p in params]))
     other.load_state_dict(want)
-
-
-def test_state_of_a_stranger_that_holds_something_is_not_thrown_away() -> None:
-    param = ones()
-    opt = MixedPrecisionOptimizer(SGD([param], lr=1.0))
-    opt.state[param]["mine"] = 1
-    with pytest.raises(KeyError):  # torch's, as with any optimizer
-        opt.state_dict()
-    assert opt.state[param] == {"mine": 1}
 
 
 def _two(frozen: bool) -> tuple[list[nn.Parameter], MixedPrecisionOptimizer]:

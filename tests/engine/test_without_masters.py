@@ -26,9 +26,10 @@ def test_it_trains_like_the_plain_optimizer_on_16_bit_weights(dtype: torch.dtype
     plain = torch.optim.SGD([plain_half, plain_full], lr=0.5, momentum=0.5)
     factor = torch.tensor([0.25, 1.0, -3.0, 8.0])
     for _ in range(4):
-        for _ in range(2):  # the second is added to what the first one left, unscaled
+        for _ in range(2):  # the second is added to what the first one left, scaled
             optimizer.backward((half.float() * factor).sum() + (full * factor).sum())
             ((plain_half.float() * factor).sum() + (plain_full * factor).sum()).backward()
+        optimizer.update_master_grads()
         assert torch.equal(half.grad, plain_half.grad)
         optimizer.step()
         plain.step()

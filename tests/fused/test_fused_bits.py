@@ -12,7 +12,7 @@ import torch
 from named_steps import adam_step, sgd_step
 from torch import Tensor
 
-from fp16opt.kernels import CastStats, PointerTables, multi_tensor_cast
+from fp16opt.kernels import CallCache, CastStats, multi_tensor_cast
 from fp16opt.kernels.operations import (
     AdamOptions,
     Factors,
@@ -183,13 +183,13 @@ def test_adam_has_the_bits_of_the_recipe(case: str, kind: str, implementation: s
     problem, wanted = Problem(KINDS[kind], drawn(3 if o["amsgrad"] else 2)), after_adam(case, kind)
     options = [AdamOptions(o["lr"], *o["betas"], o["eps"], o["weight_decay"], o["decoupled"], o["maximize"])]
     steps = [torch.tensor(float(k % 3)) for k in range(len(SIZES))]
-    tables = PointerTables()
+    tables = CallCache()
     for step in range(3):
         adam_step(
             problem.grads(step), problem.masters, problem.kept[0], problem.kept[1], steps, options,
             [0] * len(SIZES), factors(),
             max_exp_avg_sqs=problem.kept[2] if o["amsgrad"] else None, models=problem.models, stats=problem.stats,
-            tables=tables,
+            cache=tables,
         )  # fmt: skip
     problem.check(problem.masters, [e.p for e in wanted], "master")
     problem.check(problem.kept[0], [e.m for e in wanted], "exp_avg")

@@ -267,8 +267,6 @@ def test_copies_and_pickles_go_on_fused() -> None:
         assert steps_in_one_pass(other)
         train(other, other_params, 1)
         assert_same(other.state_dict(), opt.state_dict())
-        m = next(other.master_params())
-        assert m.grad is not None
     file = io.BytesIO()
     torch.save(list(opt.master_params()), file)
     file.seek(0)
@@ -287,7 +285,6 @@ def test_groups_and_parameters_that_come_later() -> None:
     assert "is float64" in repr(opt)
 
 
-@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="a GradScaler drives it from torch 2.10 on")
 def test_a_gradscaler_drives_it() -> None:
     params, opt = made("adamw", loss_scale=None)
     masters = [m.detach().clone() for m in opt.master_params()]
@@ -297,7 +294,7 @@ def test_a_gradscaler_drives_it() -> None:
         loss = sum((p.float() * (step + 1)).sum() for p in params)
         scaler.scale(loss).backward()
         scaler.unscale_(opt)
-        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        torch.nn.utils.clip_grad_norm_(opt.master_params(), 1.0)
         scaler.step(opt)
         scaler.update()
     assert opt.skipped_steps == 0

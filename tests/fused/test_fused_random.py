@@ -79,8 +79,7 @@ class Run:
         return what != 6
 
     def step(self, number: int, draw: list[int]) -> None:
-        if draw[3]:
-            self.opt.zero_grad(set_to_none=bool(draw[3] % 4))
+        self.opt.zero_grad(set_to_none=bool(draw[3] % 4))
         for n in range(1 + draw[4] // 8):
             self.backward(1000 * number + 10 * n, draw)
         if self.between(draw[5]):

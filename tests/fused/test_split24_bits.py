@@ -11,7 +11,13 @@ import pytest
 import torch
 from named_steps import adam_step, sgd_step
 
-from fp16opt.kernels import CastStats, multi_tensor_cast, multi_tensor_join, multi_tensor_renew, multi_tensor_split
+from fp16opt.kernels import (
+    CastStats,
+    multi_tensor_cast,
+    multi_tensor_join,
+    multi_tensor_reset_remainders,
+    multi_tensor_split,
+)
 from fp16opt.kernels.operations import AdamOptions, Factors, SgdOptions
 from fused import oracle_fused
 from fused import oracle_split24 as oracle
@@ -198,7 +204,7 @@ def test_a_weight_that_was_written_stands_for_itself() -> None:
         rest, digests = torch.tensor([5, 5, 5], dtype=torch.int8), torch.zeros(2, 1, dtype=torch.int64)
         weight = torch.tensor([1.0, torch.inf, -torch.inf], dtype=dtype)
         digests[0] = 1
-        multi_tensor_renew([weight], [rest], *digests, torch.zeros(1, dtype=torch.int32))
+        multi_tensor_reset_remainders([weight], [rest], *digests, torch.zeros(1, dtype=torch.int32))
         out = torch.zeros(3)
         multi_tensor_join([weight], [rest], [out])
         assert torch.equal(out, weight.float())
@@ -211,7 +217,7 @@ def test_a_card_splits_joins_and_renews_as_torch_operations_do(
     values = some(5003, seed=4)
     wanted = both(values, kind)
     weight, rest, digests = wanted[0].clone(), wanted[1].clone(), torch.tensor([[1], [0]])
-    multi_tensor_renew([weight], [rest], *digests, torch.zeros(1, dtype=torch.int32))
+    multi_tensor_reset_remainders([weight], [rest], *digests, torch.zeros(1, dtype=torch.int32))
     emulated.use(emulated_cuda, monkeypatch)
     count = pretended.counting(monkeypatch)
     got = both(values, kind)
@@ -223,7 +229,7 @@ def test_a_card_splits_joins_and_renews_as_torch_operations_do(
     assert same(got[2].numpy(), wanted[2].numpy()).all()
     assert got[3] == wanted[3] == 3
     taken = torch.zeros(1, dtype=torch.int32)
-    multi_tensor_renew([wanted[0]], [got[1]], *digests, taken)
+    multi_tensor_reset_remainders([wanted[0]], [got[1]], *digests, taken)
     assert torch.equal(got[1], rest)
     assert int(taken) == 1
     assert count.launches["renew"] == 1

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp16opt.kernels import CastStats, PointerTables, multi_tensor_join, multi_tensor_split, state8
+from fp16opt.kernels import CallCache, CastStats, multi_tensor_join, multi_tensor_split, state8
 from fp16opt.kernels.operations import AdamOptions, Factors, SgdOptions
 from fp16opt.kernels.state8 import multi_tensor_adam8, multi_tensor_sgd8
 from fused import oracle_state8 as oracle
@@ -114,12 +114,12 @@ def test_adam_has_the_bits_of_the_oracle(case: str, kind: str, implementation: s
     o = {**ADAM, **ADAM_CASES[case]}
     problem = Problem(kind, oracle.Moments)
     options = [AdamOptions(o["lr"], *o["betas"], o["eps"], o["weight_decay"], o["decoupled"], o["maximize"])]
-    steps, tables = [torch.tensor(0.0) for _ in SIZES], PointerTables()
+    steps, tables = [torch.tensor(0.0) for _ in SIZES], CallCache()
     for number in (1, 2, 3, 0xFFFFFFFF + 7):
         grads = problem.grads(number)
         multi_tensor_adam8(
             grads, problem.masters, problem.first, problem.second, problem.scales, steps, options, [0] * len(SIZES),
-            GIVEN, number, models=problem.models, stats=problem.stats, tables=tables,
+            GIVEN, number, models=problem.models, stats=problem.stats, cache=tables,
         )  # fmt: skip
         for e, grad in zip(problem.elements, grads, strict=True):
             oracle.adam(e, grad.float().numpy(), INV_SCALE, CLIP, number, **o)
@@ -250,11 +250,11 @@ def test_on_a_card_one_kernel_steps_all(emulated_cuda: Any, monkeypatch: pytest.
     lists, scales, steps = ([torch.ones(n).half()], rests), [torch.zeros(3)], [torch.tensor(0.0)]
     adam = [AdamOptions(0.1, 0.9, 0.999, 1e-8, 0.0, True, False)], [0], Factors(one, one), 1
     sgd = [SgdOptions(0.1, 0.9, 0.0, 0.0, False, False)], [0], Factors(one, one), 1
-    tables = PointerTables(), PointerTables()
+    tables = CallCache(), CallCache()
 
     def both() -> None:
-        multi_tensor_adam8(*lists, first, second, scales, steps, *adam, tables=tables[0], **more)
-        multi_tensor_sgd8(*lists, first, scales, *sgd, first=[True], tables=tables[1], **more)
+        multi_tensor_adam8(*lists, first, second, scales, steps, *adam, cache=tables[0], **more)
+        multi_tensor_sgd8(*lists, first, scales, *sgd, first=[True], cache=tables[1], **more)
 
     both()
     count = pretended.counting(monkeypatch)

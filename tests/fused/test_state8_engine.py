@@ -430,7 +430,7 @@ def test_a_group_with_amsgrad_is_refused_and_nothing_added() -> None:
         opt.add_param_group({"params": [nn.Parameter(torch.ones(3))], "amsgrad": True})
     assert len(opt.param_groups) == 1
     opt.add_param_group({"params": [nn.Parameter(torch.ones(LARGE).half())]})
-    step(opt, [*params, opt._pairs.models[-1]], 3)
+    step(opt, [*params, opt.params.models[-1]], 3)
     assert "exp_avg_codes" in own_names(opt)[3]
 
 
@@ -480,7 +480,7 @@ def test_groups_that_could_never_be_stepped_are_refused_when_they_come(case: str
     with pytest.raises(ValueError, match=re.escape(wanted)):
         opt.add_param_group({"params": [nn.Parameter(torch.ones(3, dtype=dtype))], **more})
     assert len(opt.param_groups) == len(opt.optimizer.param_groups) == 1
-    opt.backward(opt.engine.pairs.models[0].float().sum())
+    opt.backward(opt.params.models[0].float().sum())
     opt.step()
     plain = MixedPrecisionOptimizer(AdamW([nn.Parameter(torch.ones(LARGE).half())]), fused_step="auto")
     plain.add_param_group({"params": [nn.Parameter(torch.ones(3))], "differentiable": True})

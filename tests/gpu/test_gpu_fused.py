@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
-from fp16opt.kernels import CastStats, multi_tensor_join, multi_tensor_renew, multi_tensor_split
+from fp16opt.kernels import CastStats, multi_tensor_join, multi_tensor_reset_remainders, multi_tensor_split
 from fp16opt.kernels.operations import Factors, SgdOptions
 
 pytestmark = pytest.mark.gpu
@@ -105,7 +105,7 @@ def test_written_weights_are_renewed(device: torch.device) -> None:
     params[1][5] = float("inf")
     rests = [torch.full((70_001,), 9, device=device, dtype=torch.int16) for _ in range(3)]
     now, taken = torch.tensor([0, 1, 0], device=device), torch.zeros(3, dtype=torch.int32, device=device)
-    multi_tensor_renew(params, rests, now, torch.zeros_like(now), taken)
+    multi_tensor_reset_remainders(params, rests, now, torch.zeros_like(now), taken)
     assert taken.tolist() == [0, 1, 0]
     assert rests[0].eq(9).all()
     assert rests[2].eq(9).all()

@@ -13,7 +13,7 @@ from kernel_cases import BORDERS, LAYOUTS, make, shape_of
 from torch import Tensor
 
 from fp16opt import kernels
-from fp16opt.kernels import CastStats, GradStats, PointerTables, cuda_devices
+from fp16opt.kernels import CallCache, CastStats, GradStats, cuda_devices
 
 pytestmark = pytest.mark.gpu
 SIXTEEN = (torch.float16, torch.bfloat16)
@@ -50,68 +50,68 @@ def same(got: Any, want: Any, where: str) -> None:
 
 
 def unscale(accumulate: bool = False, write: bool = True) -> Callable[..., Any]:
-    def call(lists: Lists, tables: PointerTables) -> Any:
+    def call(lists: Lists, cache: CallCache) -> Any:
         grads, outs = lists
         device = next(t.device for t in outs if t is not None)
         stats = GradStats.allocate(len(grads), device)
         scale = torch.tensor(2.0**-7, device=device)
-        kernels.multi_tensor_unscale(grads, outs, scale, stats, accumulate=accumulate, write=write, tables=tables)
+        kernels.multi_tensor_unscale(grads, outs, scale, stats, accumulate=accumulate, write=write, cache=cache)
         return outs, stats.nonfinite, stats.sumsq, stats.norm, stats.found_inf
 
     return call
 
 
-def clipped(lists: Lists, tables: PointerTables) -> Any:
+def clipped(lists: Lists, cache: CallCache) -> Any:
     device = next(t.device for t in lists[1] if t is not None)
     scale, factor = torch.tensor(0.1, device=device), torch.tensor(0.3, device=device)
-    kernels.multi_tensor_unscale_clipped(*lists, scale, factor, tables=tables)
+    kernels.multi_tensor_unscale_clipped(*lists, scale, factor, cache=cache)
     return lists[1]
 
 
-def scale(lists: Lists, tables: PointerTables) -> Any:
+def scale(lists: Lists, cache: CallCache) -> Any:
     device = next(t.device for t in lists[0] if t is not None)
-    kernels.multi_tensor_scale(lists[0], torch.tensor(0.3, device=device), tables=tables)
+    kernels.multi_tensor_scale(lists[0], torch.tensor(0.3, device=device), cache=cache)
     return lists[0]
 
 
-def lerp(lists: Lists, tables: PointerTables) -> Any:
+def lerp(lists: Lists, cache: CallCache) -> Any:
     for weight in (0.001, 0.75):
-        kernels.multi_tensor_lerp(lists[0], lists[1], weight, tables=tables)
+        kernels.multi_tensor_lerp(lists[0], lists[1], weight, cache=cache)
     return lists[0]
 
 
-def axpby(lists: Lists, tables: PointerTables) -> Any:
+def axpby(lists: Lists, cache: CallCache) -> Any:
     device = next(t.device for t in lists[0] if t is not None)
     found = torch.zeros((), device=device)
-    kernels.multi_tensor_axpby(0.3, lists[0], -1.7, lists[1], lists[2], found_inf=found, tables=tables)
+    kernels.multi_tensor_axpby(0.3, lists[0], -1.7, lists[1], lists[2], found_inf=found, cache=cache)
     return lists[2], found
 
 
-def cast(lists: Lists, tables: PointerTables) -> Any:
+def cast(lists: Lists, cache: CallCache) -> Any:
     device = next(t.device for t in lists[0] if t is not None)
     stats = CastStats.allocate(len(lists[0]), device)
-    kernels.multi_tensor_cast(*lists, stats, tables=tables)
+    kernels.multi_tensor_cast(*lists, stats, cache=cache)
     return lists[1], stats.overflow
 
 
-def sample(lists: Lists, tables: PointerTables) -> Any:
+def sample(lists: Lists, cache: CallCache) -> Any:
     device = next(t.device for t in lists[0] if t is not None)
     found = torch.zeros(len(lists[0]), dtype=torch.int64, device=device)
-    kernels.multi_tensor_sample(lists[0], found, tables=tables)
+    kernels.multi_tensor_sample(lists[0], found, cache=cache)
     return found
 
 
-def l2norm(lists: Lists, tables: PointerTables) -> Any:
-    return kernels.multi_tensor_l2norm(lists[0], tables=tables)
+def l2norm(lists: Lists, cache: CallCache) -> Any:
+    return kernels.multi_tensor_l2norm(lists[0], cache=cache)
 
 
-def measure(lists: Lists, tables: PointerTables) -> Any:
-    return kernels.multi_tensor_measure(lists[0], tables=tables)
+def measure(lists: Lists, cache: CallCache) -> Any:
+    return kernels.multi_tensor_measure(lists[0], cache=cache)
 
 
-def compare(lists: Lists, tables: PointerTables) -> Any:
+def compare(lists: Lists, cache: CallCache) -> Any:
     before = kernels.Snapshots([None if master is None else master * 0.999 for master in lists[0]])
-    return kernels.multi_tensor_compare(lists[0], lists[1], before, tables=tables)
+    return kernels.multi_tensor_compare(lists[0], lists[1], before, cache=cache)
 
 
 UP_TO_SINGLE = (*SIXTEEN, torch.float32)
@@ -159,11 +159,11 @@ def test_same_bits_as_the_cpu(device: torch.device, name: str, seed: int, specia
     operation, dtypes = OPERATIONS[name]
     rng = np.random.default_rng(seed)
     lists = random_lists(rng, dtypes, special)
-    there, tables = to(device, lists), PointerTables()
-    same(operation(there, tables), operation(lists, PointerTables()), name)
+    there, cache = to(device, lists), CallCache()
+    same(operation(there, cache), operation(lists, CallCache()), name)
     if name in ("l2norm", "sample", "measure", "compare"):
-        again = [operation(there, tables) for _ in range(5)]
-        same(again, [operation(lists, PointerTables())] * 5, f"{name} again")
+        again = [operation(there, cache) for _ in range(5)]
+        same(again, [operation(lists, CallCache())] * 5, f"{name} again")
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
@@ -209,7 +209,7 @@ def test_side_streams_and_short_lived_tensors(device: torch.device) -> None:
 
     The library sees to its own; tensors in lists are the caller's, who tells the allocator, as for torch's operations.
     """
-    side, tables = torch.cuda.Stream(device), PointerTables()
+    side, cache = torch.cuda.Stream(device), CallCache()
     stats = GradStats.allocate(1, device)
     for k in range(1, 30):
         grad = torch.full((1 << 20,), float(k), device=device, dtype=torch.float16)
@@ -218,7 +218,7 @@ def test_side_streams_and_short_lived_tensors(device: torch.device) -> None:
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             torch.cuda._sleep(2_000_000)
-            kernels.multi_tensor_unscale([grad], [out], scale, stats, tables=tables)
+            kernels.multi_tensor_unscale([grad], [out], scale, stats, cache=cache)
             norm = stats.norm.clone()
         if IS_THERE:
             grad.record_stream(side)
@@ -232,15 +232,15 @@ def test_side_streams_and_short_lived_tensors(device: torch.device) -> None:
 
 
 def test_streams_take_turns_at_one_table(device: torch.device) -> None:
-    tables, streams = PointerTables(), [torch.cuda.Stream(device) for _ in range(3)]
+    cache, streams = CallCache(), [torch.cuda.Stream(device) for _ in range(3)]
     torch.cuda.synchronize(device)
     found = []
     for k in range(60):
         with torch.cuda.stream(streams[k % 3]):
             values = torch.full((70_000,), k + 1.0, device=device)
-            found.append((k, values, kernels.multi_tensor_l2norm([values], tables=tables)[0]))
+            found.append((k, values, kernels.multi_tensor_l2norm([values], cache=cache)[0]))
     torch.cuda.synchronize(device)
-    assert tables.rebuilds == 1, "the addresses change, and the table is the same"
+    assert cache.rebuilds == 1, "the addresses change, and the table is the same"
     assert [norm.item() for _, _, norm in found] == [(70_000.0 * (k + 1) ** 2) ** 0.5 for k, _, _ in found]
 
 

@@ -221,29 +221,3 @@ def compared(now: Array, then: Array, held: Array, kind: str) -> list[float]:
         each = now.size / max(1, int(inside.sum()))
         some = [sum_of_squares(change), plain_sum(size.astype(np.float64)), plain_sum(gap), float(moved.sum()), lost]
         return [sum_of_squares(now), sum_of_squares(away), *(number * each for number in some)]
-
-
-# -- gradients in codes of 8 bits --------------------------------------------------------------------------------------
-
-HELD_BLOCK = 256
-
-
-def held_codes(values: Array) -> tuple[Array, Array]:
-    """int8 codes and float32 scales of finite float32 values."""
-    blocks = np.pad(values, (0, -values.size % HELD_BLOCK)).reshape(-1, HELD_BLOCK)
-    sizes = np.abs(blocks)
-    scales = sizes.max(axis=1, keepdims=True)
-    wide = np.float32(1) + (sizes / np.where(scales == 0, np.float32(1), scales)) * np.float32(247)
-    place = np.arange(blocks.size, dtype=np.uint64).reshape(blocks.shape)
-    of_scale = (scales.view(np.uint32) >> np.uint32(13)).astype(np.uint64)
-    dither = (place * np.uint64(0x9E3779B1) + of_scale * np.uint64(0x85EBCA77)) % np.uint64(2**19)
-    steps = (wide.view(np.uint32).astype(np.int64) + dither.astype(np.int64) - 0x3F800000) >> 19
-    codes = np.where(np.signbit(blocks), -1, 1) * np.minimum(steps, 127)
-    return codes.astype(np.int8).reshape(-1)[: values.size], scales.reshape(-1)
-
-
-def held_values(codes: Array, scales: Array) -> Array:
-    """What they stand for, in float32."""
-    wide = ((np.abs(codes.astype(np.int32)) << 19) + 0x3F800000).astype(np.uint32).view(np.float32)
-    unit = np.where(codes < 0, -1, 1).astype(np.float32) * np.float32(1 / 247)
-    return ((wide - np.float32(1)) * unit) * np.repeat(scales, HELD_BLOCK)[: codes.size]

@@ -12,7 +12,7 @@ from kernel_cases import LAYOUTS, SIXTEEN, make, place, shape_of
 from named_steps import adam_step, sgd_step
 from torch import Tensor
 
-from fp16opt.kernels import CastStats, PointerTables, multi_tensor_join, multi_tensor_split, reference_split
+from fp16opt.kernels import CallCache, CastStats, multi_tensor_join, multi_tensor_split, reference_split
 from fp16opt.kernels.operations import (
     AdamOptions,
     Factors,
@@ -39,7 +39,7 @@ class StepCase:
     first: list[bool]
     factors: tuple[Tensor, Tensor]
     found_inf: Tensor | None
-    tables: PointerTables = field(default_factory=PointerTables)
+    tables: CallCache = field(default_factory=CallCache)
 
     def on(self, device: torch.device | str, steps_on: torch.device | str | None = None) -> StepCase:
         """The same on ``device``, with tables of its own; learning rates that are tensors move too."""
@@ -57,7 +57,7 @@ class StepCase:
         result.options = [lr(o) for o in self.options]
         result.factors = (self.factors[0].to(device), self.factors[1].to(device))
         result.found_inf = None if self.found_inf is None else self.found_inf.to(device)
-        result.tables = PointerTables()
+        result.tables = CallCache()
         result.stats = CastStats.allocate(len(self.group_of), device)  # type: ignore[attr-defined]
         return result
 
@@ -178,8 +178,8 @@ def split_and_join(masters: Column, models: Column, rests: Column, device: torch
     """Weights, remainders, what they are joined to, and flags; all on ``device``, twice with the same tables."""
     there = [[None if t is None else place(t, device) for t in column] for column in (masters, models, rests)]
     outs: Column = [None if master is None else torch.full_like(master, 7.0) for master in there[0]]
-    stats, tables = CastStats.allocate(len(masters), device), [PointerTables(), PointerTables()]
+    stats, tables = CastStats.allocate(len(masters), device), [CallCache(), CallCache()]
     for _ in range(2):
-        multi_tensor_split(*there, stats, tables=tables[0])
-        multi_tensor_join(there[1], there[2], outs, tables=tables[1])
+        multi_tensor_split(*there, stats, cache=tables[0])
+        multi_tensor_join(there[1], there[2], outs, cache=tables[1])
     return [there[1], there[2], outs, [stats.overflow]]

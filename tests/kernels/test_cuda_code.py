@@ -24,7 +24,6 @@ FINDING = {
     "Cast": (True, True),
     "Sample": (True, False),
     "Split": (True, True),
-    "Encode": (True, False),
 }
 MEASURING = {"Measure": (True, False), "Compare": (True, False)}
 MAPPING = {
@@ -35,7 +34,6 @@ MAPPING = {
     "Take": (True, True),
     "Join": (True, True),
     "Renew": (True, True),
-    "Decode": (False, True),
 }
 STEPS = ("AdamStep", "AmsgradStep", "SgdStep", "MomentumStep", "LionStep", "Adam8Step", "Sgd8Step")
 STEPPING = dict.fromkeys(STEPS, (True, True))

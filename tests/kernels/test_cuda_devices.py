@@ -23,7 +23,7 @@ from step_cases import assert_same_results, random_case
 from fp16opt import __main__ as command
 from fp16opt import kernels
 from fp16opt.kernels import (
-    PointerTables,
+    CallCache,
     backends,
     cubin_cache,
     cuda,
@@ -222,7 +222,7 @@ def test_a_launch_pushes_the_context_where_the_thread_has_none_or_another(host: 
 def test_a_launch_is_few_functions_and_none_for_each_argument(host: Any) -> None:
     """What it costs is the number of functions: by the next launch each is out of the processor's caches again."""
     host.context(0)
-    grads, scale, site = [torch.ones(64).half() for _ in range(5)], torch.ones(()), PointerTables()
+    grads, scale, site = [torch.ones(64).half() for _ in range(5)], torch.ones(()), CallCache()
     stats, folder, called = kernels.GradStats.allocate(5, "cpu"), cuda.__file__.removesuffix(".py"), list[str]()
 
     def note(frame: FrameType, event: str, argument: object) -> None:
@@ -233,7 +233,7 @@ def test_a_launch_is_few_functions_and_none_for_each_argument(host: Any) -> None
         called.clear()
         sys.setprofile(note)
         try:
-            kernels.multi_tensor_check(grads, scale, stats, tables=site)
+            kernels.multi_tensor_check(grads, scale, stats, cache=site)
         finally:
             sys.setprofile(None)
     assert called[0] == "launch"
@@ -253,8 +253,8 @@ def test_launches_go_to_the_current_stream(host: Any, monkeypatch: pytest.Monkey
 def test_a_captured_call_has_memory_of_its_own(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     host.context(0)
-    tables = PointerTables()
-    assert multi_tensor_l2norm([torch.ones(9)], tables=tables)[0].item() == 3.0
+    tables = CallCache()
+    assert multi_tensor_l2norm([torch.ones(9)], cache=tables)[0].item() == 3.0
     called = [line for line in host.noted() if not line.startswith("cuCtx")]
     assert [line.split()[0] for line in called] == [
         *("cuThreadExchangeStreamCaptureMode", "cuMemAlloc", "cuStreamCreate", "cuMemcpyHtoDAsync"),

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from fp16opt import MixedPrecisionOptimizer
 from fp16opt.kernels import (
+    CallCache,
     CastStats,
     GradStats,
-    PointerTables,
     cuda_rows,
+    lists,
     multi_tensor_check,
-    multi_tensor_renew,
+    multi_tensor_reset_remainders,
     native,
-    tables,
 )
 from fp16opt.kernels.operations import AdamOptions, Factors
 from fp16opt.kernels.reference_steps import power
@@ -160,12 +160,12 @@ def test_counters_on_the_host_are_counted_there(host: Any, monkeypatch: pytest.M
         one.found_inf = torch.tensor(found)
     there.run().run()
     versions = [step._version for step in case.steps if step is not None]
-    check = tables.check_lists
+    check = lists.check_lists
 
-    def elsewhere(*given: Any) -> tables.Plan:
+    def elsewhere(*given: Any) -> lists.Plan:
         return dataclasses.replace(check(*given), counts_here=False, decided_here=True)
 
-    monkeypatch.setattr(tables, "check_lists", elsewhere)
+    monkeypatch.setattr(lists, "check_lists", elsewhere)
     case.run().run()
     assert_same_results(case, there, "host")
     assert [float(step) for step in case.steps if step is not None] == ([2, 6, 1002] if found == 0 else [0, 4, 1000])
@@ -310,7 +310,7 @@ def test_betas_that_are_none_are_refused(which: str, beta: float) -> None:
     lists: list[list[Tensor | None]] = [[torch.ones(3)] for _ in range(4)]
     one, step = torch.tensor(1.0), torch.tensor(0.0)
     with pytest.raises(ValueError, match=rf"options\[0\].{which} must be at least 0 and less than 1, got {beta}"):
-        adam_step(*lists, [step], [options], [0], Factors(one, one), tables=PointerTables())
+        adam_step(*lists, [step], [options], [0], Factors(one, one), cache=CallCache())
     assert step == 0
 
 
@@ -371,7 +371,7 @@ def test_weights_that_were_written_stand_for_themselves(emulated_cuda: emulated.
             patch = pytest.MonkeyPatch()
             emulated.use(emulated_cuda, patch)
         mine, taken = [None if r is None else place(r, "cpu") for r in rests], torch.zeros(count, dtype=torch.int32)
-        multi_tensor_renew(params, mine, now, then, taken)
+        multi_tensor_reset_remainders(params, mine, now, then, taken)
         if backend == "emulated":
             patch.undo()
         results.append((mine, taken))
@@ -388,10 +388,10 @@ def test_what_renewing_refuses() -> None:
     one = torch.zeros(1, dtype=torch.int64)
     taken, rest = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int16)
     with pytest.raises(
-        TypeError, match="multi_tensor_renew: wants float16 or bfloat16 params and int16 or int8 remainders"
+        TypeError, match="multi_tensor_reset_remainders: wants float16 or bfloat16 params and int16 or int8 remainders"
     ):
-        multi_tensor_renew([torch.ones(2)], [rest], one, one, taken)
-    with pytest.raises(ValueError, match="multi_tensor_renew: now must be contiguous with 1 element"):
-        multi_tensor_renew([torch.ones(2).half()], [rest], torch.zeros(2, dtype=torch.int64), one, taken)
-    with pytest.raises(TypeError, match="multi_tensor_renew: taken must be int32"):
-        multi_tensor_renew([torch.ones(2).half()], [rest], one, one, one)
+        multi_tensor_reset_remainders([torch.ones(2)], [rest], one, one, taken)
+    with pytest.raises(ValueError, match="multi_tensor_reset_remainders: now must be contiguous with 1 element"):
+        multi_tensor_reset_remainders([torch.ones(2).half()], [rest], torch.zeros(2, dtype=torch.int64), one, taken)
+    with pytest.raises(TypeError, match="multi_tensor_reset_remainders: taken must be int32"):
+        multi_tensor_reset_remainders([torch.ones(2).half()], [rest], one, one, one)

@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 
 from fp16opt import MixedPrecisionOptimizer, kernels
 from fp16opt.kernels import (
+    CallCache,
     GradStats,
-    PointerTables,
     cuda,
     multi_tensor_l2norm,
     multi_tensor_unscale,
     native,
-    tables,
 )
 from fp16opt.kernels.calls import Call, Plan
+from fp16opt.kernels.table import L2NORM
 
 CHUNK = 65536
 
@@ -42,35 +42,35 @@ def tensors(n: int, seed: int = 0) -> list[torch.Tensor]:
 
 
 def test_the_table_is_copied_where_an_address_changed_and_only_there(host: Any) -> None:
-    site, values = PointerTables(), tensors(20)
-    norms = [multi_tensor_l2norm(values, tables=site)[0].item() for _ in range(3)]
+    site, values = CallCache(), tensors(20)
+    norms = [multi_tensor_l2norm(values, cache=site)[0].item() for _ in range(3)]
     assert len(host.copies) == 1, "the first call copies everything"
     values[7] = values[7].clone()
-    norms.append(multi_tensor_l2norm(values, tables=site)[0].item())
+    norms.append(multi_tensor_l2norm(values, cache=site)[0].item())
     assert len(host.copies) == 2
     assert host.copies[1] < host.copies[0] / 2, "later calls copy addresses alone"
-    norms.append(multi_tensor_l2norm(values, tables=site)[0].item())
+    norms.append(multi_tensor_l2norm(values, cache=site)[0].item())
     assert len(host.copies) == 2
     assert len(set(norms)) == 1
 
 
 def test_a_flag_that_changed_is_copied_too(host: Any) -> None:
-    site, grads, outs = PointerTables(), tensors(3), tensors(3, 1)
+    site, grads, outs = CallCache(), tensors(3), tensors(3, 1)
     stats, one = GradStats.allocate(3, "cpu"), torch.tensor(1.0)
     wanted = [out + grad if k == 1 else grad for k, (out, grad) in enumerate(zip(outs, grads, strict=True))]
     before = [out.clone() for out in outs]
-    multi_tensor_unscale(grads, outs, one, stats, tables=site)
+    multi_tensor_unscale(grads, outs, one, stats, cache=site)
     for out, value in zip(outs, before, strict=True):
         out.copy_(value)  # the same addresses again
-    multi_tensor_unscale(grads, outs, one, stats, accumulate=[False, True, False], tables=site)
+    multi_tensor_unscale(grads, outs, one, stats, accumulate=[False, True, False], cache=site)
     assert all(torch.equal(out, want) for out, want in zip(outs, wanted, strict=True))
 
 
 def test_another_stream_waits_for_the_one_before(host: Any) -> None:
-    site, values = PointerTables(), tensors(2)
+    site, values = CallCache(), tensors(2)
     for stream in (0, 0, 7, 7, 0):
         host.current = stream
-        multi_tensor_l2norm(values, tables=site)
+        multi_tensor_l2norm(values, cache=site)
     assert host.waits == [(7, 0), (0, 7)]
 
 
@@ -82,7 +82,7 @@ def test_what_is_held_for_a_side_stream_is_the_librarys_own_and_nothing_else(hos
     now, then, taken = torch.ones(3).long(), torch.zeros(3).long(), torch.zeros(3, dtype=torch.int32)
     params = [out.half() for out in outs]
     kernels.multi_tensor_sample(params, now)
-    kernels.multi_tensor_take(outs, params, now, then, taken)
+    kernels.multi_tensor_refresh_masters(outs, params, now, then, taken)
     own = [scale, factor, now, then, taken, stats.nonfinite, stats.sumsq, stats.norm, stats.found_inf]
     assert {tensor.data_ptr() for tensor in own} <= set(host.held)
     assert not {tensor.data_ptr() for tensor in (*grads, *outs, *params)} & set(host.held)
@@ -99,19 +99,19 @@ def test_a_captured_call_has_a_table_of_its_own(
             launched.append(arguments)
             super().launch(*arguments)
 
-    site, half, stats = PointerTables(), torch.tensor(0.5), GradStats.allocate(3, "cpu")
+    site, half, stats = CallCache(), torch.tensor(0.5), GradStats.allocate(3, "cpu")
     first, second = tensors(3), [2 * value for value in tensors(3)]
     outs, others = tensors(3, 1), tensors(3, 2)
-    multi_tensor_unscale(first, outs, half, stats, tables=site)
+    multi_tensor_unscale(first, outs, half, stats, cache=site)
     eager = stats.norm.item()
     emulated.launch_on(Recorded(emulated_cuda), monkeypatch)
     monkeypatch.setattr(host, "capturing", True)
     copies = len(host.copies)
-    multi_tensor_unscale(second, others, half, stats, tables=site)
+    multi_tensor_unscale(second, others, half, stats, cache=site)
     assert len(host.copies) == copies, "nothing that a replay would repeat"
     monkeypatch.setattr(host, "capturing", False)
     for lists in ((first, outs), (second, others)):
-        multi_tensor_unscale(*lists, half, stats, tables=site)
+        multi_tensor_unscale(*lists, half, stats, cache=site)
         assert stats.norm.item() == (eager if lists[0] is first else 2 * eager)
     for out in (*outs, *others):
         out.zero_()
@@ -126,12 +126,12 @@ def test_a_captured_calls_table_goes_with_the_call_site(
 ) -> None:
     before = emulated_cuda.kept_tables()
     monkeypatch.setattr(host, "capturing", True)
-    site = PointerTables()
+    site = CallCache()
     for seed in range(3):
-        multi_tensor_l2norm(tensors(2, seed), tables=site)
+        multi_tensor_l2norm(tensors(2, seed), cache=site)
     assert emulated_cuda.kept_tables() == before + 3, "graphs read them, whatever the calls after them"
     monkeypatch.setattr(host, "capturing", False)
-    multi_tensor_l2norm([t.double() for t in tensors(3)], tables=site)  # other lists
+    multi_tensor_l2norm([t.double() for t in tensors(3)], cache=site)  # other lists
     assert emulated_cuda.kept_tables() == before + 3
     copies = [pickle.loads(pickle.dumps(site)), copy.deepcopy(site)]
     assert emulated_cuda.kept_tables() == before + 3
@@ -181,7 +181,7 @@ def test_without_a_call_site_a_captured_table_stays(
 
 
 def test_a_failed_copy_leaves_no_table_behind(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    site, values = PointerTables(), tensors(2)
+    site, values = CallCache(), tensors(2)
     wanted = multi_tensor_l2norm(values)[0].item()
 
     def refuse(self: Any, size: int) -> torch.Tensor:
@@ -190,27 +190,27 @@ def test_a_failed_copy_leaves_no_table_behind(host: Any, monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         patch.setattr(host, "staging", refuse)
         with pytest.raises(torch.OutOfMemoryError, match="no host memory"):
-            multi_tensor_l2norm(values, tables=site)
-    assert multi_tensor_l2norm(values, tables=site)[0].item() == wanted
+            multi_tensor_l2norm(values, cache=site)
+    assert multi_tensor_l2norm(values, cache=site)[0].item() == wanted
 
 
 def test_a_table_made_in_inference_mode_serves_outside_of_it_and_the_other_way_round(host: Any) -> None:
     lists = [tensors(3) for _ in range(3)]
     for modes in ((True, False, True), (False, True, False)):
         host.copies.clear()
-        site = PointerTables()
+        site = CallCache()
         for mode, values in zip(modes, lists, strict=True):
             with torch.inference_mode(mode):
-                assert multi_tensor_l2norm(values, tables=site)[0].item() == multi_tensor_l2norm(lists[0])[0].item()
+                assert multi_tensor_l2norm(values, cache=site)[0].item() == multi_tensor_l2norm(lists[0])[0].item()
         assert len(host.copies) == 3 + 3, "each has other addresses, which are brought there; a call without a site too"
 
 
 def test_clipping_uses_the_table_of_the_pass_before(host: Any) -> None:
-    site, grads, outs = PointerTables(), tensors(4), tensors(4, 1)
+    site, grads, outs = CallCache(), tensors(4), tensors(4, 1)
     stats, half = GradStats.allocate(4, "cpu"), torch.tensor(0.5)
     for _ in range(2):
-        multi_tensor_unscale(grads, outs, half, stats, write=False, tables=site)
-        kernels.multi_tensor_unscale_clipped(grads, outs, half, half, tables=site)
+        multi_tensor_unscale(grads, outs, half, stats, write=False, cache=site)
+        kernels.multi_tensor_unscale_clipped(grads, outs, half, half, cache=site)
     assert len(host.copies) == 1
     assert all(torch.equal(out, grad * 0.25) for out, grad in zip(outs, grads, strict=True))
 
@@ -218,8 +218,8 @@ def test_clipping_uses_the_table_of_the_pass_before(host: Any) -> None:
 def table_of(sizes: list[int], places: list[int], dtype: torch.dtype = torch.float32) -> cuda.Table:
     """The table of one list of tensors without memory, of which those at ``places`` are served."""
     lists: list[list[torch.Tensor | None]] = [[torch.empty(size, dtype=dtype, device="meta") for size in sizes]]
-    plan = Plan(tables.L2NORM, torch.device("meta"), len(sizes), list(range(len(sizes))), places, [], cuda, True)
-    return cuda.Table(Call(plan, tuple(lists), None, None))
+    plan = Plan(L2NORM, torch.device("meta"), len(sizes), list(range(len(sizes))), places, [], cuda, True)
+    return cuda.Table(Call(L2NORM, plan, tuple(map(tuple, lists)), None, None))
 
 
 @given(
@@ -249,10 +249,10 @@ def test_tensors_of_more_than_2_to_the_31_elements_are_packed() -> None:
 
 
 def test_more_lists_than_an_entry_has_room_for_are_refused() -> None:
-    operation = tables.L2NORM._replace(name="multi_tensor_wide", lists=tuple("abcdefghi"))
+    operation = L2NORM._replace(name="multi_tensor_wide", lists=tuple("abcdefghi"))
     plan = Plan(operation, torch.device("meta"), 0, [], [], [], cuda, True)
     with pytest.raises(ValueError, match=r"multi_tensor_wide: 9 lists, the CUDA kernels take up to 8. Widen Entry."):
-        cuda.Table(Call(plan, ([],) * 9, None, None))
+        cuda.Table(Call(operation, plan, ((),) * 9, None, None))
 
 
 @pytest.mark.parametrize("stride", [8, 16])
@@ -261,7 +261,7 @@ def test_addresses_are_put_where_they_belong(
     monkeypatch: pytest.MonkeyPatch, places: list[int] | None, stride: int
 ) -> None:
     """By the compiled module and without it: one after the other, and what lies between stays."""
-    call = Call(None, (), [[11, 12, 13], [21, 22, 23], [31, 32, 33]], None)  # type: ignore[arg-type]
+    call = Call(L2NORM, None, (), [[11, 12, 13], [21, 22, 23], [31, 32, 33]], None)  # type: ignore[arg-type]
     wanted = [10 * k + p + 1 for k in (2, 3) for p in ([0, 1, 2] if places is None else places)]
     for module in dict.fromkeys((native.module, None)):
         monkeypatch.setattr(native, "module", module)
@@ -275,11 +275,11 @@ def test_addresses_are_put_where_they_belong(
 
 
 def test_float64_beside_others_is_served_by_torch_operations(host: Any) -> None:
-    tables, stats = PointerTables(), GradStats.allocate(3, "cpu")
+    tables, stats = CallCache(), GradStats.allocate(3, "cpu")
     grads = [torch.full((9,), 4.0).half(), torch.full((9,), 2.0).double(), torch.full((9,), 6.0)]
     outs: list[torch.Tensor] = [torch.zeros(9), torch.zeros(9).double(), torch.zeros(9)]
     for _ in range(2):
-        multi_tensor_unscale(grads, outs, torch.tensor(0.5), stats, tables=tables)
+        multi_tensor_unscale(grads, outs, torch.tensor(0.5), stats, cache=tables)
         assert [out[8].item() for out in outs] == [2.0, 1.0, 3.0]
         assert stats.sumsq.tolist() == [36.0, 9.0, 81.0]
         assert stats.norm.item() == 126.0**0.5
@@ -294,10 +294,10 @@ def test_without_the_cpu_module_tables_are_made_all_the_same(
     for module in dict.fromkeys((native.module, None)):
         with monkeypatch.context() as patch:
             patch.setattr(native, "module", module)
-            host, site = emulated.use(emulated_cuda, patch), PointerTables()
+            host, site = emulated.use(emulated_cuda, patch), CallCache()
             values = tensors(5)
-            found = [multi_tensor_l2norm(values, tables=site)[1].tolist() for _ in range(2)]
+            found = [multi_tensor_l2norm(values, cache=site)[1].tolist() for _ in range(2)]
             values[3] = values[3] * 2
-            results.append(([*found, multi_tensor_l2norm(values, tables=site)[1].tolist()], host.copies, site.rebuilds))
+            results.append(([*found, multi_tensor_l2norm(values, cache=site)[1].tolist()], host.copies, site.rebuilds))
     assert results == [results[0]] * len(results)
     assert results[0][2] == 1

@@ -27,9 +27,9 @@ from torch import Tensor
 from fp16opt.kernels import (
     INF,
     NAN,
+    CallCache,
     CastStats,
     GradStats,
-    PointerTables,
     multi_tensor_axpby,
     multi_tensor_cast,
     multi_tensor_l2norm,
@@ -89,9 +89,9 @@ def test_unscale_of_random_lists(implementation: str, seed: int, special: float,
     stats = GradStats.allocate(len(grads), "cpu")
     stats.nonfinite.fill_(4)
     stats.sumsq.fill_(0.5)
-    tables = PointerTables()
+    tables = CallCache()
     multi_tensor_unscale(
-        grads, outs, torch.tensor(inv_scale), stats, accumulate=adds if accumulate else False, tables=tables
+        grads, outs, torch.tensor(inv_scale), stats, accumulate=adds if accumulate else False, cache=tables
     )
     bits, sums = [], []
     for i, wanted in enumerate(unscale_wanted(seed, special, accumulate)):
@@ -158,7 +158,7 @@ def lerp_case(weight: float) -> tuple[list[Tensor | None], list[Tensor | None], 
 def test_lerp_of_random_lists(implementation: str, weight: float) -> None:
     firsts, values, wanted = lerp_case(weight)
     averages = copies(firsts)
-    multi_tensor_lerp(averages, values, weight, tables=PointerTables())
+    multi_tensor_lerp(averages, values, weight, cache=CallCache())
     for i, (average, want) in enumerate(zip(averages, wanted, strict=True)):
         if average is not None and want is not None:
             assert_same_values(raw(average), want, KINDS[average.dtype], f"tensor {i}")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import pickle
-import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fp16opt.kernels import (
+    CallCache,
     CastStats,
     GradStats,
-    PointerTables,
     backend,
     multi_tensor_axpby,
     multi_tensor_cast,
@@ -242,34 +239,26 @@ class Site:
     def __init__(self) -> None:
         self.grads: list[Tensor | None] = [torch.arange(12.0).reshape(3, 4).half() + i for i in range(3)]
         self.outs = [torch.zeros(3, 4) for _ in range(3)]
-        self.tables = PointerTables()
+        self.cache = CallCache()
         self.stats = GradStats.allocate(3, "cpu")
         self.check()
 
     def check(self) -> int:
-        """Call, compare with plain torch, and return how many times the table was built so far."""
-        multi_tensor_unscale(self.grads, self.outs, torch.tensor(0.5), self.stats, tables=self.tables)
+        """Call, compare with plain torch, and return how many times the lists were checked so far."""
+        multi_tensor_unscale(self.grads, self.outs, torch.tensor(0.5), self.stats, cache=self.cache)
         for grad, out in zip(self.grads, self.outs, strict=True):
             if grad is not None:
                 assert torch.equal(out, grad.float() * 0.5)
-        return self.tables.rebuilds
+        return self.cache.rebuilds
 
 
 @pytest.fixture
-def without_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with a torch that has no DLPack exchange table."""
-    monkeypatch.setattr(native, "_exchange", None)
-
-
-@pytest.fixture(params=["exchange", "attributes"])
-def site(request: pytest.FixtureRequest, level: str) -> Site:
-    if request.param == "attributes":
-        request.getfixturevalue("without_exchange")
+def site(level: str) -> Site:
     return Site()
 
 
 def test_table_is_kept_while_nothing_but_addresses_changes(site: Site) -> None:
-    first = site.tables.rebuilds
+    first = site.cache.rebuilds
     assert site.check() == first
     site.grads = [None if g is None else g.clone() + 1 for g in site.grads]
     site.outs[1].data = torch.full((3, 4), 9.0)
@@ -280,7 +269,7 @@ def test_table_is_kept_while_nothing_but_addresses_changes(site: Site) -> None:
 
 
 def test_table_notices_data_of_another_place_shape_stride_or_dtype(site: Site) -> None:
-    built = site.tables.rebuilds
+    built = site.cache.rebuilds
     grad, out = site.grads[1], site.outs[1]
     assert grad is not None
     changes: list[Callable[[], None]] = [
@@ -299,7 +288,7 @@ def test_table_notices_data_of_another_place_shape_stride_or_dtype(site: Site) -
 
 
 def test_table_notices_what_became_none_or_sparse_or_strided(site: Site) -> None:
-    built = site.tables.rebuilds
+    built = site.cache.rebuilds
     site.grads[0] = None
     assert site.check() == built + 1
     site.grads[0] = torch.ones(3, 8).half()[:, ::2]
@@ -320,20 +309,20 @@ def test_table_notices_what_became_none_or_sparse_or_strided(site: Site) -> None
 @pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128])
 def test_lazily_negated_values_are_read_with_their_sign(level: str, dtype: torch.dtype) -> None:
     """A call site knows a plain tensor, and gets a negated one of one element in its place."""
-    table, stats = PointerTables(), GradStats.allocate(1, "cpu")
+    table, stats = CallCache(), GradStats.allocate(1, "cpu")
     numbers = torch.tensor([1.0 + 0.5j, 2.0 + 3.0j]).to(dtype)
     out = torch.zeros(1, dtype=torch.float64 if dtype == torch.complex128 else torch.float32)
     for number in (numbers[1:], numbers[:1].conj(), numbers[1:].conj(), numbers[:1]):
-        multi_tensor_unscale([number.imag], [out], ONE, stats, tables=table)
+        multi_tensor_unscale([number.imag], [out], ONE, stats, cache=table)
         assert out.item() == number.imag.item()
-        multi_tensor_unscale([number.real], [out], ONE, stats, tables=table)
+        multi_tensor_unscale([number.real], [out], ONE, stats, cache=table)
         assert out.item() == number.real.item()
 
 
 def test_another_place_that_is_none_moves_the_statistics(level: str) -> None:
-    table = PointerTables()
-    assert multi_tensor_l2norm([None, torch.ones(4)], tables=table)[1].tolist() == [0.0, 2.0]
-    assert multi_tensor_l2norm([torch.ones(4), None], tables=table)[1].tolist() == [2.0, 0.0]
+    table = CallCache()
+    assert multi_tensor_l2norm([None, torch.ones(4)], cache=table)[1].tolist() == [0.0, 2.0]
+    assert multi_tensor_l2norm([torch.ones(4), None], cache=table)[1].tolist() == [2.0, 0.0]
 
 
 class Wrapper(Tensor):
@@ -354,26 +343,26 @@ class Wrapper(Tensor):
 
 
 def test_tensors_without_memory_are_never_read_as_memory(level: str) -> None:
-    table, plain = PointerTables(), torch.full((4,), 3.0)
+    table, plain = CallCache(), torch.full((4,), 3.0)
     for tensor in (plain, Wrapper(plain + 1), plain, Wrapper(plain + 1)):
         values = getattr(tensor, "held", tensor)
-        assert multi_tensor_l2norm([tensor], tables=table)[0].item() == 2 * values[0].item()
+        assert multi_tensor_l2norm([tensor], cache=table)[0].item() == 2 * values[0].item()
 
 
 def test_a_table_may_serve_another_operation_and_other_lists(level: str) -> None:
-    table = PointerTables()
-    assert multi_tensor_l2norm([torch.ones(4)], tables=table)[0].item() == 2.0
+    table = CallCache()
+    assert multi_tensor_l2norm([torch.ones(4)], cache=table)[0].item() == 2.0
     tensors = [torch.ones(9), torch.ones(7)]
-    multi_tensor_scale(tensors, torch.tensor(0.5), tables=table)
-    assert multi_tensor_l2norm(tensors, tables=table)[0].item() == 2.0
+    multi_tensor_scale(tensors, torch.tensor(0.5), cache=table)
+    assert multi_tensor_l2norm(tensors, cache=table)[0].item() == 2.0
 
 
 def test_tables_copy_and_pickle_as_empty() -> None:
-    table = PointerTables()
-    multi_tensor_l2norm([torch.ones(4)], tables=table)
-    assert repr(table) == "PointerTables(multi_tensor_l2norm, 1 entries)"
+    table = CallCache()
+    multi_tensor_l2norm([torch.ones(4)], cache=table)
+    assert repr(table) == "CallCache(multi_tensor_l2norm, 1 entries)"
     for twin in (copy.deepcopy(table), copy.copy(table), pickle.loads(pickle.dumps(table))):
-        assert repr(twin) == "PointerTables(empty)"
+        assert repr(twin) == "CallCache(empty)"
 
 
 def test_backend_per_device(level: str) -> None:
@@ -389,63 +378,6 @@ class TestCompiledModule:
     def test_level_must_exist(self) -> None:
         with pytest.raises(ValueError, match="SIMD level 'sse9' is not one"):
             native.module.use_simd_level("sse9")
-
-    def test_lists_are_of_tensors(self) -> None:
-        if native._exchange is None:
-            pytest.skip("this torch has no DLPack exchange table")
-
-        def seen(*lists: Any, deciding: int = 1) -> Any:
-            return native.module.SeenLists(native._exchange, Tensor, Tensor.is_neg, lists, deciding)
-
-        with pytest.raises(TypeError, match="not a tensor"):
-            seen([3])
-        with pytest.raises(TypeError, match="lists must be lists or tuples, all of one length"):
-            seen([ONE], [])
-        with pytest.raises(TypeError, match="lists must be lists or tuples"):
-            seen(iter([ONE]))
-        assert seen([ONE]).match(([3],)) is None
-        assert seen([ONE]).match(((ONE,),)) is not None
-        assert seen([ONE]).match(([ONE], [ONE])) is None
-        assert seen([ONE]).match(([ONE, ONE],)) is None
-        assert seen([ONE, None]).match(([ONE, ONE],)) is None
-        assert seen([ONE, None]).match(([ONE.clone(), None],)) is not None
-        with pytest.raises(TypeError, match="not a tensor"):
-            seen([ONE], [None])
-        assert seen([ONE, None], [ONE, None]).match(([ONE, None], [ONE, 3])) is not None
-        with pytest.raises(ValueError, match="not a DLPack exchange table"):
-            native.module.SeenLists(__import__("datetime").datetime_CAPI, Tensor, Tensor.is_neg, ([],), 1)
-
-    def test_a_list_that_changes_while_it_is_read(self) -> None:
-        """Asking a tensor of a subclass for its sign runs Python."""
-        if native._exchange is None:
-            pytest.skip("this torch has no DLPack exchange table")
-
-        class Emptying(Tensor):
-            pass
-
-        values = [torch.ones(2)[1:].as_subclass(Emptying) for _ in range(100)]  # where imaginary parts may be
-        shrinks = [False]
-
-        def is_neg(tensor: Tensor) -> bool:
-            if shrinks[0]:
-                values.clear()
-            return False
-
-        seen = native.module.SeenLists(native._exchange, Tensor, is_neg, (values,), 1)
-        assert seen.match((values,)) is not None
-        shrinks[0] = True
-        assert seen.match((values,)) is None
-
-    def test_tensors_are_held_while_their_addresses_are(self) -> None:
-        if native._exchange is None:
-            pytest.skip("this torch has no DLPack exchange table")
-        values = [torch.ones(5)]
-        gone = weakref.ref(values[0])
-        found = native.module.SeenLists(native._exchange, Tensor, Tensor.is_neg, (values,), 1).match((values,))
-        values.clear()
-        assert gone() is not None
-        del found
-        assert gone() is None
 
     @pytest.mark.parametrize(
         ("table", "match"),
@@ -491,88 +423,6 @@ class TestCompiledModule:
             native.module.unscale(single, [[0]] * 2, 1, 1, address, 0, 0, 0, 0, False, True)
         with pytest.raises(ValueError, match="masters must be float32"):
             native.module.cast(mixed, [[0]] * 2, 1, 1, 0)
-
-
-@pytest.mark.skipif(not native.available() or native._exchange is None, reason="needs the module and DLPack's exchange")
-class TestReadingOnce:
-    """Lists that are read once, while nobody else's code runs."""
-
-    @staticmethod
-    def sites() -> tuple[list[Tensor], Any]:
-        values, tables = [torch.full((3,), 2.0), torch.ones(4)], PointerTables()
-        multi_tensor_l2norm(values, tables=tables)
-
-        def norm(*given: Tensor) -> float:
-            return float(multi_tensor_l2norm(list(given or values), tables=tables)[0])
-
-        return values, norm
-
-    def test_memory_that_was_given_meanwhile_is_read_after_the_block(self) -> None:
-        values, norm = self.sites()
-        twos, fours = values[0].data, torch.full((3,), 4.0)
-        with native.read_once():
-            assert norm() == 4.0
-            values[0].data = fours
-            assert norm() == 4.0, "nobody else's code runs here"
-            with native.read_anew():
-                assert norm() == 52.0**0.5
-                values[0].data = twos
-                assert norm() == 4.0
-                values[0].data = fours
-            assert norm() == 52.0**0.5, "what was read before is forgotten"
-            with native.read_once():
-                values[0].data = twos
-                assert norm() == 52.0**0.5, "a part of the block around it"
-            assert norm() == 52.0**0.5
-        assert norm() == 4.0
-
-    def test_other_tensors_are_read(self) -> None:
-        values, norm = self.sites()
-        with native.read_once():
-            assert norm() == 4.0
-            assert norm(values[0], torch.zeros(4)) == 12.0**0.5
-            assert norm(torch.ones(3), values[1]) == 7.0**0.5
-            assert norm(*values) == 4.0
-
-    def test_what_was_read_must_be_what_a_call_site_knows(self) -> None:
-        """A list that one call site has read is of another shape than what the other has checked."""
-        values, norm = self.sites()
-        others, tables = [torch.ones(5).half(), torch.ones(4)], PointerTables()
-        for _ in range(2):
-            multi_tensor_l2norm(others, tables=tables)
-        with native.read_once():
-            assert float(multi_tensor_l2norm(others, tables=tables)[0]) == 3.0
-            assert norm(*others) == 3.0
-            assert norm(*values) == 4.0
-
-    def test_tensors_are_held_until_the_end(self) -> None:
-        values, norm = self.sites()
-        with native.read_once():
-            norm()
-            gone = weakref.ref(values[0])
-            values.clear()
-            assert gone() is not None
-        assert gone() is None
-
-    def test_a_block_that_raises_ends(self) -> None:
-        values, norm = self.sites()
-        with contextlib.suppress(KeyError), native.read_once():
-            norm()
-            raise KeyError
-        values[0].data = torch.zeros(3)
-        assert norm() == 2.0
-
-    def test_other_threads_read_for_themselves(self) -> None:
-        values, norm = self.sites()
-        found: list[float] = []
-        with native.read_once():
-            norm()
-            before, values[0].data = values[0].data, torch.zeros(3)
-            thread = threading.Thread(target=lambda: found.append(norm()))
-            thread.start()
-            thread.join()
-            values[0].data = before
-        assert found == [2.0]
 
 
 def test_a_step_by_a_formula_refuses_what_is_none_of_it() -> None:

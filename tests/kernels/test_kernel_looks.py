@@ -15,8 +15,8 @@ from test_kernel_bits import SEEDS, UNSCALE_DTYPES, random_rows
 from torch import Tensor
 
 from fp16opt.kernels import (
+    CallCache,
     GradStats,
-    PointerTables,
     multi_tensor_unscale,
     multi_tensor_unscale_clipped,
 )
@@ -51,10 +51,10 @@ def clipped(seed: int, special: float) -> list[Array | None]:
 def test_looking_finds_what_writing_finds_and_writes_nothing(implementation: str, seed: int, special: float) -> None:
     grads, outs = lists(600 + seed, special)
     written, looked = (GradStats.allocate(len(grads), "cpu") for _ in range(2))
-    inv_scale, tables = torch.tensor(0.3), PointerTables()
+    inv_scale, tables = torch.tensor(0.3), CallCache()
     multi_tensor_unscale(grads, copies(outs), inv_scale, written)
     before = [None if t is None else (t._version, raw(t)) for t in outs]
-    multi_tensor_unscale(grads, outs, inv_scale, looked, write=False, tables=tables)
+    multi_tensor_unscale(grads, outs, inv_scale, looked, write=False, cache=tables)
     for out, kept in zip(outs, before, strict=True):
         if out is not None and kept is not None:
             assert out._version == kept[0]

@@ -14,7 +14,7 @@ from kernel_cases import KINDS, LAYOUTS, SIXTEEN, UP_TO_SINGLE, assert_same_numb
 from torch import Tensor
 
 from fp16opt import kernels
-from fp16opt.kernels import COMPARED, MEASURED, PointerTables, Snapshots, multi_tensor_compare, multi_tensor_measure
+from fp16opt.kernels import COMPARED, MEASURED, CallCache, Snapshots, multi_tensor_compare, multi_tensor_measure
 
 LONG = [16384, 16385, 16520, 65535, 65536, 65537, 131073, 200000]
 SHARED = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -45,9 +45,9 @@ def gradients(seed: int) -> tuple[list[Tensor | None], list[list[float]]]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_gradients_of_random_lists(implementation: str, seed: int) -> None:
-    (grads, wanted), tables = gradients(seed), PointerTables()
+    (grads, wanted), tables = gradients(seed), CallCache()
     for _ in range(2):
-        numbers = multi_tensor_measure(grads, tables=tables)
+        numbers = multi_tensor_measure(grads, cache=tables)
         for i, want in enumerate(wanted):
             assert_same(numbers[i], want, MEASURED, f"tensor {i}")
 
@@ -111,12 +111,12 @@ def steps(seed: int) -> tuple[list[Row], list[list[float]]]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_steps_of_random_lists(implementation: str, seed: int) -> None:
-    (rows, wanted), tables = steps(seed), PointerTables()
+    (rows, wanted), tables = steps(seed), CallCache()
     masters: list[Tensor | None] = [row[1] for row in rows]
     masters[3] = None
     snapshots = Snapshots([None if i == 3 else row[0] for i, row in enumerate(rows)])
     for _ in range(2):
-        numbers = multi_tensor_compare(masters, [row[2] for row in rows], snapshots, tables=tables)
+        numbers = multi_tensor_compare(masters, [row[2] for row in rows], snapshots, cache=tables)
         for i, ((_, after, _, kind), want) in enumerate(zip(rows, wanted, strict=True)):
             assert_same(numbers[i], want, COMPARED, f"row {i}, {kind}, {tuple(after.shape)}")
 

@@ -11,7 +11,7 @@ import torch
 from kernel_cases import LAYOUTS, SIXTEEN, make, raw, shape_of
 from torch import Tensor
 
-from fp16opt.kernels import PointerTables, multi_tensor_sample, native, reference
+from fp16opt.kernels import CallCache, multi_tensor_sample, native, reference
 
 LONG = [16384, 16385, 65536, 65537, 131071, 131072, 200000, 1009 * 64]
 
@@ -24,14 +24,14 @@ def digest(tensor: Tensor) -> int:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_digests_of_random_lists(implementation: str, seed: int) -> None:
-    rng, tensors, tables = np.random.default_rng(seed), [], PointerTables()
+    rng, tensors, tables = np.random.default_rng(seed), [], CallCache()
     for _ in range(24):
         shape = (int(rng.choice(LONG)),) if rng.random() < 0.2 else shape_of(rng)
         tensor = make(rng, shape, SIXTEEN[int(rng.integers(0, 2))], LAYOUTS[int(rng.integers(0, len(LAYOUTS)))])
         tensors.append(None if rng.random() < 0.1 else tensor)
     for _ in range(2):
         samples = torch.full((24,), 7, dtype=torch.int64)
-        multi_tensor_sample(tensors, samples, tables=tables)
+        multi_tensor_sample(tensors, samples, cache=tables)
         for i, tensor in enumerate(tensors):
             assert samples[i].item() == (7 if tensor is None else oracle.sample(raw(tensor))), f"tensor {i}"
 

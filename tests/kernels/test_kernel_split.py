@@ -14,8 +14,8 @@ from test_kernel_casts import deciding_floats
 from fp16opt.kernels import (
     NOT_FINITE,
     TOO_LARGE,
+    CallCache,
     CastStats,
-    PointerTables,
     multi_tensor_join,
     multi_tensor_split,
     native,
@@ -188,11 +188,11 @@ def test_lists_of_any_layout(implementation: str) -> None:
             outs.append(lay_out(torch.full(shape, 7.0), layout))
         masters[3] = None
         stats = CastStats(torch.full((24,), 9, dtype=torch.int32))
-        tables, back = PointerTables(), PointerTables()
+        tables, back = CallCache(), CallCache()
         for _ in range(2):
-            multi_tensor_split(masters, params, rests, stats, tables=tables)
+            multi_tensor_split(masters, params, rests, stats, cache=tables)
             multi_tensor_join(
-                params, rests, [None if m is None else o for m, o in zip(masters, outs, strict=True)], tables=back
+                params, rests, [None if m is None else o for m, o in zip(masters, outs, strict=True)], cache=back
             )
         assert stats.overflow[3].item() == 9
         assert (params[3] == 7).all()

@@ -90,7 +90,7 @@ from pathlib import Path
 import emulated, numpy as np, pytest, torch
 import fp16opt
 from fp16opt import MixedPrecisionOptimizer
-from fp16opt.kernels import CastStats, PointerTables, backend, cuda_rows, native, nvrtc, operations
+from fp16opt.kernels import CallCache, CastStats, backend, cuda_rows, native, nvrtc, operations
 from fp16opt.kernels.formulas import SignumOptions
 
 HERE = Path(sys.argv[1])
@@ -116,11 +116,11 @@ def check_kernels(where, split):
     masters = [torch.zeros_like(p, dtype=torch.int16) if split else p.float() for p in models]
     averages = [torch.zeros_like(p, dtype=torch.float32) for p in models]
     options = [SignumOptions(LR, MOMENTUM, DECAY, maximize) for maximize in (False, True)]
-    group_of, stats, tables = [k % 2 for k in range(n)], CastStats.allocate(n, "cpu"), PointerTables()
+    group_of, stats, cache = [k % 2 for k in range(n)], CastStats.allocate(n, "cpu"), CallCache()
     factors = operations.Factors(torch.tensor(SCALE), torch.tensor(1.0))
     for step in range(3):
         grads = [g * (step + 1) for g in of("grads")]
-        more = {"models": models, "stats": stats, "tables": tables}
+        more = {"models": models, "stats": stats, "cache": cache}
         operations.multi_tensor_step("signum", grads, masters, [averages], options, group_of, factors, **more)
         for k, (p, m) in enumerate(whole):
             numpy_step(p, m, grads[k], bool(group_of[k]))

@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "../../csrc/api.h"
-#include "../../csrc/api_held.h"
 #include "../../csrc/api_measures.h"
 #include "../../csrc/api_split.h"
 #include "../../csrc/api_steps.h"
@@ -182,30 +181,6 @@ void run_split(Lists lists, int threads, Results& results) {
     for (const Bytes& memory : lists.memory) results.take(memory);
 }
 
-// Gradients to codes of 8 bits, and back. What is not finite may have any code, so there is none.
-Lists held_lists() {
-    Lists lists(kCount, 2, [] { return std::vector<DType>{any(3), DType::byte}; });
-    for (size_t i = 0; i < size_t(kCount); ++i) {
-        const size_t item = size_t(item_size(lists.dtypes[0][i]));
-        auto& block = lists.memory[0][i];
-        for (size_t top = item - 1; top < block.size(); top += item) block[top] &= 0xbf;
-    }
-    return lists;
-}
-
-void run_held(Lists lists, int threads, Results& results) {
-    std::vector<std::vector<float>> memory;
-    for (int64_t numel : lists.numels) memory.emplace_back(size_t((numel + 255) / 256), -1.0f);
-    Pointers scales;
-    for (auto& of_one : memory) scales.push_back(of_one.data());
-    encode(lists.table(), lists.pointers(0), lists.pointers(1), scales, threads);
-    results.take(lists.memory[1]);
-    const Table back(lists.numels, lists.rows, {lists.dtypes[1], lists.dtypes[0]}, lists.places);
-    decode(back, lists.pointers(1), lists.pointers(0), scales, threads);
-    results.take(lists.memory[0]);
-    for (const auto& of_one : memory) results.take(of_one);
-}
-
 // Nans have no bits to compare: arithmetic at another SIMD level makes others.
 void take_numbers(const Lists& lists, size_t list, Results& results) {
     for (size_t i = 0; i < lists.numels.size(); ++i) {
@@ -294,7 +269,6 @@ void compare_levels() {
     const Lists mixed(kCount, 3, [] { return std::vector<DType>{any(3), any(3), any(3)}; });
     const Lists weights(kCount, 2, [] { return std::vector<DType>{DType::single, any(2)}; });
     const Lists splits(kCount, 3, [] { return std::vector<DType>{DType::single, any(2), DType::half}; });
-    const Lists held = held_lists();
     std::vector<uint8_t> add;
     for (int i = 0; i < kCount; ++i) add.push_back(uint8_t(below(2)));
     const Step kinds[] = {Step::sgd, Step::momentum, Step::adam, Step::amsgrad, Step::lion};
@@ -312,7 +286,6 @@ void compare_levels() {
             run_others(grads, mixed, weights, threads, results);
             run_measures(grads, weights, threads, results);
             run_split(splits, threads, results);
-            run_held(held, threads, results);
             for (size_t k = 0; k < step_ins.size(); ++k) run_step(step_ins[k], kinds[k / 2], k % 2 != 0, threads, results);
             if (first.empty()) first = results.bytes;
             if (first != results.bytes) throw std::runtime_error(std::string((*level)->name) + " gives other bits");

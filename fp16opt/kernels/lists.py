@@ -1,145 +1,20 @@
-"""Lists of tensors, checked once and remembered.
+"""The checks of lists of tensors, before anything reads or writes their memory.
 
 Reading dtype, shape and strides of a thousand tensors from Python takes longer than the arithmetic on them, so every
-call site keeps a :class:`PointerTables` (calls.py). It holds the outcome of the last check and proves on each call that
-it still applies: same places that are None, same dtype, device, shape and strides in every entry. Addresses are read
-afresh on every call and never remembered.
+call site keeps a :class:`.calls.CallCache` of the outcome.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from . import backends, cuda, native
-from .calls import Call, Entries, Operation, Plan, PointerTables
+from . import backends, cuda
+from .calls import Call, CallCache, Entries, Operation, Plan
 
-HALF, BFLOAT, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
-REMAINDERS = (torch.int16, torch.int8)
-"""The dtypes of what is kept beside the weights of split masters."""
-CODES = (torch.int8, torch.uint8)
-HALF_DTYPES = (HALF, BFLOAT)
-"""The dtypes of parameters that get masters."""
-
-
-def _unscale_accepts(grad: torch.dtype, out: torch.dtype) -> bool:
-    return (grad in (HALF, BFLOAT, SINGLE) and out == SINGLE) or (grad == DOUBLE and out == DOUBLE)
-
-
-def _lerp_accepts(average: torch.dtype, value: torch.dtype) -> bool:
-    return _unscale_accepts(value, average)
-
-
-def _any_float(*dtypes: torch.dtype) -> bool:
-    return all(dtype in (HALF, BFLOAT, SINGLE, DOUBLE) for dtype in dtypes)
-
-
-def _up_to_single(*dtypes: torch.dtype) -> bool:
-    return all(dtype in (HALF, BFLOAT, SINGLE) for dtype in dtypes)
-
-
-def _cast_accepts(master: torch.dtype, param: torch.dtype) -> bool:
-    return master == SINGLE and param in (HALF, BFLOAT)
-
-
-def _sixteen_bits(dtype: torch.dtype) -> bool:
-    return dtype in (HALF, BFLOAT)
-
-
-def _split_accepts(master: torch.dtype, param: torch.dtype, remainder: torch.dtype) -> bool:
-    return master == SINGLE and param in (HALF, BFLOAT) and remainder in REMAINDERS
-
-
-def _join_accepts(param: torch.dtype, remainder: torch.dtype, out: torch.dtype) -> bool:
-    return _split_accepts(out, param, remainder)
-
-
-def _renew_accepts(param: torch.dtype, remainder: torch.dtype) -> bool:
-    return _split_accepts(SINGLE, param, remainder)
-
-
-def _compare_accepts(master: torch.dtype, weight: torch.dtype) -> bool:
-    return _any_float(master) and (weight == master or (master == SINGLE and weight in HALF_DTYPES))
-
-
-UNSCALE = Operation(
-    "multi_tensor_unscale",
-    ("grads", "outs"),
-    _unscale_accepts,
-    "float16, bfloat16 or float32 into float32, or float64 into float64",
-    written=(1,),
-    shape_of=1,
-)
-CHECK = Operation("multi_tensor_check", ("grads",), _up_to_single, "float16 to float32")
-L2NORM = Operation("multi_tensor_l2norm", ("tensors",), _any_float, "float16, bfloat16, float32 or float64")
-SCALE = Operation("multi_tensor_scale", ("tensors",), _any_float, L2NORM.wanted, written=(0,))
-AXPBY = Operation(
-    "multi_tensor_axpby",
-    ("xs", "ys", "outs"),
-    _up_to_single,
-    "float16, bfloat16 or float32 each",
-    written=(2,),
-    shape_of=2,
-)
-LERP = Operation(
-    "multi_tensor_lerp",
-    ("averages", "values"),
-    _lerp_accepts,
-    "float32 averages of float16, bfloat16 or float32 values, or float64 of float64",
-    written=(0,),
-)
-CAST = Operation(
-    "multi_tensor_cast",
-    ("masters", "params"),
-    _cast_accepts,
-    "float32 masters into float16 or bfloat16 params",
-    written=(1,),
-    shape_of=1,
-)
-TAKE = Operation(
-    "multi_tensor_take",
-    ("masters", "params"),
-    _cast_accepts,
-    "float32 masters and float16 or bfloat16 params",
-)
-SAMPLE = Operation("multi_tensor_sample", ("tensors",), _sixteen_bits, "float16 or bfloat16")
-MEASURE = Operation("multi_tensor_measure", ("grads",), _any_float, L2NORM.wanted, wide=False)
-COMPARE = Operation(
-    "multi_tensor_compare",
-    ("masters", "weights"),
-    _compare_accepts,
-    "float32 masters and float16 or bfloat16 weights, or masters and weights of one floating dtype",
-    wide=False,
-)
-SPLIT = Operation(
-    "multi_tensor_split",
-    ("masters", "params", "remainders"),
-    _split_accepts,
-    "float32 masters into float16 or bfloat16 params and int16 or int8 remainders",
-    written=(1, 2),
-    shape_of=1,
-    coded=("cuda",),
-)
-JOIN = Operation(
-    "multi_tensor_join",
-    ("params", "remainders", "outs"),
-    _join_accepts,
-    "float16 or bfloat16 params and int16 or int8 remainders into float32",
-    written=(2,),
-    shape_of=2,
-    coded=("cuda",),
-)
-RENEW = Operation(
-    "multi_tensor_renew",
-    ("params", "remainders"),
-    _renew_accepts,
-    "float16 or bfloat16 params and int16 or int8 remainders",
-    written=(1,),
-    coded=("cuda",),
-)
+_CODES = (torch.int8, torch.uint8)
 
 
 def _rows(operation: Operation, names: Sequence[str], lists: Sequence[Entries]) -> list[int]:
@@ -194,7 +69,7 @@ def _check_counter(
         raise ValueError(
             f"{operation.name}: {operation.counters} must have one element for each entry that is stepped."
         )
-    if counter.dtype != SINGLE:
+    if counter.dtype != torch.float32:
         raise TypeError(f"{operation.name}: wants float32, got {operation.counters}[{i}] {str(counter.dtype)[6:]}.")
     if counted_on is not None and counter.device != counted_on:
         raise ValueError(
@@ -215,7 +90,7 @@ def _check_scales(operation: Operation, i: int, scales: object, numel: int, devi
             f"{where} must be contiguous with {wanted} elements, one for every {operation.block} of the tensor's "
             f"{numel}."
         )
-    if scales.dtype != SINGLE:
+    if scales.dtype != torch.float32:
         raise TypeError(f"{operation.name}: wants float32, got {operation.scales}[{i}] {str(scales.dtype)[6:]}.")
     if scales.device != device:
         raise ValueError(f"{where} is on {scales.device}, the first tensor of the call on {device}.")
@@ -265,7 +140,7 @@ def same_walk(a: Tensor, b: Tensor) -> bool:
 
 
 def _is_coded(lists: Sequence[Entries], i: int) -> bool:
-    return any(tensor is not None and tensor.dtype in CODES for tensor in (entries[i] for entries in lists))
+    return any(tensor is not None and tensor.dtype in _CODES for tensor in (entries[i] for entries in lists))
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -323,109 +198,43 @@ def check_lists(operation: Operation, lists: Sequence[Entries], device: torch.de
     serving = backends.compiled_for(where)
     is_plain = len(direct) == len(used)
     if serving is cuda or not operation.wide:  # float64 is rare, and would make every kernel longer
-        direct = [place for place in direct if getattr(lists[0][used[place]], "dtype", None) != DOUBLE]
+        direct = [place for place in direct if getattr(lists[0][used[place]], "dtype", None) != torch.float64]
     if serving is not None and ("cuda" if serving is cuda else "cpu") not in operation.coded:
         direct = [place for place in direct if not _is_coded(lists[:width], used[place])]
     served = set(direct) if serving is not None else set()
-    by_reference = [(place, row) for place, row in enumerate(used) if place not in served]
+    by_reference = [row for place, row in enumerate(used) if place not in served]
     counts_here = counted_on is None or counted_on == where
     decided_here = serving is not cuda or bool(by_reference) or not counts_here
     is_coded = any(_is_coded(lists[:width], i) for i in used)
     served_by = (by_reference, serving, is_plain, is_coded)
-    return Plan(operation, where, len(lists[0]), used, direct, *served_by, counts_here, decided_here)
+    return Plan(
+        operation.planned_as or operation, where, len(lists[0]), used, direct, *served_by, counts_here, decided_here
+    )
 
 
-class _Attributes:
-    """What `_cpu.SeenLists` is, for torch without DLPack's exchange table: it compares attributes."""
-
-    def __init__(self, lists: tuple[Entries, ...], deciding: int) -> None:
-        self._deciding = deciding
-        self._seen = self._read(lists)
-
-    def _columns(self, lists: tuple[Entries, ...]) -> list[list[Any]]:
-        kept = [all(tensor is not None for tensor in row) for row in zip(*lists[: self._deciding], strict=True)]
-        return [[t for t, keep in zip(entries, kept, strict=True) if keep] for entries in lists]
-
-    def _read(self, lists: tuple[Entries, ...]) -> Any:
-        nones = [[tensor is None for tensor in entries] for entries in lists[: self._deciding]]
-        read = [
-            [(t.shape, t.stride(), t.dtype, t.device, type(t), t.is_neg()) for t in c] for c in self._columns(lists)
-        ]
-        return [any(row) for row in zip(*nones, strict=True)], read
-
-    def match(self, lists: tuple[Entries, ...]) -> list[list[int]] | None:
-        """The tensors' addresses, or None where something is not as it was."""
-        if len({len(entries) for entries in lists}) > 1:
-            return None
-        columns = self._columns(lists)
-        if any(not isinstance(t, Tensor) or t.layout != torch.strided for column in columns for t in column):
-            return None
-        return [[t.data_ptr() for t in column] for column in columns] if self._seen == self._read(lists) else None
-
-    def again(self, tensors: Entries) -> bool:
-        """Whether the one list that was given is as it was."""
-        return self.match((tensors,)) is not None
-
-
-def _seen(lists: tuple[Entries, ...], deciding: int) -> Any:
-    return native.seen_lists(lists, deciding) or _Attributes(lists, deciding)
-
-
-class Seen:
-    """The dtypes, devices, shapes and strides of a list of tensors, to find out quickly that they are what they were.
-
-    It holds no tensor; copies and pickles of it are empty and recognise nothing.
-
-    Example:
-        >>> x = torch.zeros(3)
-        >>> Seen([x]).again([x]), Seen([x]).again([x.double()])
-        (True, False)
-    """
-
-    __slots__ = ("again",)
-
-    again: Callable[[Entries], bool]
-    """Whether a list of tensors has the same dtypes, devices, shapes and strides. Does not sync."""
-
-    def __init__(self, tensors: Entries | None = None) -> None:
-        self.again = _nothing_seen if tensors is None else _seen((tensors,), 1).again
-
-    def __reduce__(self) -> tuple[type[Seen], tuple[()]]:
-        return (Seen, ())
-
-
-def _nothing_seen(tensors: Entries) -> bool:
-    return False
-
-
-def call_for(
-    operation: Operation, lists: tuple[Entries, ...], tables: PointerTables | None, device: torch.device | None
+def checked(
+    operation: Operation, lists: tuple[Entries, ...], cache: CallCache | None, device: torch.device | None = None
 ) -> Call:
     """Check the lists, or recognise them.
 
     Args:
         operation: what is to be done.
         lists: as many as the operation has.
-        tables: the cache of the call site; None checks, and remembers nothing.
+        cache: of the call site; None checks, and remembers nothing.
         device: as for :func:`check_lists`.
 
     Raises:
         TypeError, ValueError: as :func:`check_lists`; the cache is then empty.
     """
-    if tables is None:
-        lists = tuple(list(entries) for entries in lists)
-        return Call(check_lists(operation, lists, device), lists, None, None)
-    plan = tables.plan
-    if plan is not None and plan.operation is operation:
-        addresses = plan.seen.match(lists)
-        if addresses is not None:
-            return Call(plan, lists, addresses, tables)
-    tables.forget()
-    lists = tuple(list(entries) for entries in lists)
-    plan = check_lists(operation, lists, device)
-    tables.rebuilds += 1
-    # Entries of odd layout are checked every time: their storage may be anything.
-    if plan.rows and plan.is_plain:
-        plan.seen = _seen(lists, len(operation.lists))
-        tables.plan = plan
-    return Call(plan, lists, None, tables)
+    found = None if cache is None else cache.find(operation, lists)
+    if found is not None:
+        return found
+    if cache is not None:
+        cache.forget()
+    given = tuple(tuple(entries) for entries in lists)
+    plan = check_lists(operation, given, device)
+    if cache is not None:
+        cache.rebuilds += 1
+        if plan.rows and plan.is_plain:  # entries of odd layout are checked every time: their storage may be anything
+            cache.keep(plan, given)
+    return Call(operation, plan, given, None, cache)

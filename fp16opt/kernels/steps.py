@@ -1,0 +1,299 @@
+"""The one-pass optimizer steps: gradient in; master, state and 16-bit weight out.
+
+A stored gradient g becomes (float32(g) * inv_scale) * coefficient, two roundings, and the step's formulas are torch's
+with every operation rounded: compiled kernels and the specifications of :mod:`.formulas` give the same bits.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import cuda, cuda_steps, native, reference_steps
+from .backends import captures
+from .calls import CallCache, Entries, Operation
+from .cuda_rows import KERNELS, Blocks
+from .formulas import FORMULAS, Formula, LionOptions
+from .lists import checked
+from .reference_steps import Factors
+from .stats import CastStats, check_result
+from .table import step_operation
+
+__all__ = ["Factors", "LionOptions", "Step", "StepValues", "multi_tensor_step", "run_step", "step_columns", "steps_of"]
+
+PACKS = {name: kernel.group.on_host().pack for name, kernel in KERNELS.items() if kernel.blocks is Blocks.STEPPING}
+"""By kernel: what packs the options of a param_group as compiled code reads them on the CPU."""
+
+Reference = Callable[[Tensor, Tensor, "list[Tensor]", Any, Factors, float, bool, int], None]
+
+
+class StepValues(NamedTuple):
+    """What a step is given beside its lists; see :func:`multi_tensor_step`.
+
+    Attributes:
+        options: of the param_groups.
+        group_of: for each entry, its place in these.
+        factors: what gradients are multiplied by.
+        stats: of the 16-bit models; None where the step has no models, whatever the caller gave.
+        found_inf: where it is not 0, nothing is written.
+        first: which state holds nothing yet; False for all.
+        number: of the step, by which what has 8 bits is rounded.
+    """
+
+    options: Sequence[Any]
+    group_of: Sequence[int]
+    factors: Factors
+    stats: CastStats | None
+    found_inf: Tensor | None
+    first: bool | Sequence[bool]
+    number: int
+
+
+class Step(NamedTuple):
+    """One step with so many lists of state, with or without models.
+
+    Attributes:
+        operation: its row of the table. The arguments of its specification are (step, values).
+        functor: the struct of compiled code.
+        options: the class of a param_group's options.
+        reference: what it does to one tensor: (gradient as stored, float32 master, state with scales behind it,
+            options, factors, the number of the tensor's step, whether its state holds nothing yet, the step's number).
+        state: how many lists of state there are, scales counted.
+        packed: from a group's options to the fields that kernels are given.
+    """
+
+    operation: Operation
+    functor: str
+    options: type[Any]
+    reference: Reference
+    state: int
+    packed: Callable[[Any], tuple[Any, ...]] = tuple
+
+
+def _one_row(row: int, tensors: list[Tensor], given: tuple[Any, ...], first: bool) -> None:
+    """The specification of every step."""
+    step, values = given
+    operation = step.operation
+    grad, master, *rest = tensors
+    t = float(rest.pop().add_(1.0)) if operation.counters else 0.0
+    scales = [rest.pop()] if operation.scales else []
+    model = rest.pop() if "models" in operation.lists else None
+    options = values.options[values.group_of[row]]
+    with reference_steps.whole(row, master, model, values.stats, values.number) as single:
+        step.reference(grad, single, [*rest, *scales], options, values.factors, t, first, values.number)
+
+
+def steps_of(
+    name: str,
+    functor: str,
+    options: type[Any],
+    reference: Reference,
+    state: tuple[str, ...],
+    kernel: str,
+    *,
+    counts: bool,
+    block: int = 0,
+    packed: Callable[[Any], tuple[Any, ...]] = tuple,
+) -> dict[bool, Step]:
+    """A step without and with models.
+
+    Args:
+        name: of the public function.
+        functor, options, reference, packed: as in :class:`Step`.
+        state, kernel, counts, block: as for :func:`.table.step_operation`.
+    """
+    made = {}
+    for has_models in (False, True):
+        row = step_operation(name, state, _one_row, kernel, has_models=has_models, counts=counts, block=block)
+        made[has_models] = Step(row, functor, options, reference, len(state) + bool(block), packed)
+    return made
+
+
+def _of_formula(name: str, formula: Formula) -> Iterator[tuple[tuple[str, int, bool], Step]]:
+    """A formula's steps, by its name, the number of lists of state, and whether there are models."""
+
+    def reference(
+        grad: Tensor, single: Tensor, state: list[Tensor], o: Any, factors: Factors, t: float, first: bool, _: int
+    ) -> None:
+        reference_steps.step(formula.reference, grad, single, state, o, factors, t, first)
+
+    for count, kernel in enumerate(formula.kernels, formula.least()):
+        state = tuple(f"{one}s" for one in formula.state[:count])
+        given = (f"multi_tensor_{name}", formula.struct, formula.options, reference, state, kernel)
+        for has_models, step in steps_of(*given, counts=formula.counts).items():
+            yield (name, count, has_models), step
+
+
+_STEPS = dict(itertools.chain.from_iterable(itertools.starmap(_of_formula, FORMULAS.items())))
+
+
+def check_options(name: str, kind: type[Any], options: Sequence[Any]) -> None:
+    """Raise unless the options of all groups are of a kind, and their betas have powers.
+
+    Raises:
+        TypeError: of another kind, or an lr that is neither a number nor a tensor. ValueError: a beta.
+    """
+    for place, given in enumerate(options):
+        if type(given) is not kind or not isinstance(given[0], (int, float, Tensor)):
+            raise TypeError(
+                f"{name}: options[{place}] must be {kind.__name__}, with a number or a tensor for lr, got {given!r}."
+            )
+        for beta in ("beta1", "beta2"):
+            value = getattr(given, beta, 0.0)
+            if not 0.0 <= value < 1.0:
+                raise ValueError(f"{name}: options[{place}].{beta} must be at least 0 and less than 1, got {value}.")
+
+
+def _check_values(operation: Operation, values: StepValues, count: int, device: torch.device) -> None:
+    """Raise unless the values fit lists of ``count`` entries on ``device``."""
+    inv_scale, coefficient = values.factors
+    numbers = {"factors.inv_scale": inv_scale, "factors.coefficient": coefficient}
+    if values.found_inf is not None:
+        numbers["found_inf"] = values.found_inf
+    for name, number in numbers.items():
+        check_result(operation.name, name, number, 1, torch.float32, device)
+    if values.stats is not None:
+        name, rows = values.stats.rows
+        check_result(operation.name, name, rows, count, torch.int32, device)
+    elif "models" in operation.lists:
+        raise ValueError(f"{operation.name}: stats must be given along with models, got None. Use CastStats.allocate.")
+    for name, each in (("group_of", values.group_of), ("first", values.first)):
+        if not isinstance(each, bool) and len(each) != count:
+            raise ValueError(f"{operation.name}: {name} has {len(each)} entries, grads has {count}. Give one each.")
+    groups = set(values.group_of)
+    if groups and not 0 <= min(groups) <= max(groups) < len(values.options):
+        raise ValueError(
+            f"{operation.name}: group_of reaches from {min(groups)} to {max(groups)}, there are "
+            f"{len(values.options)} options."
+        )
+
+
+def run_step(step: Step, lists: tuple[Entries | None, ...], values: StepValues, cache: CallCache | None) -> None:
+    """Check a step, decide it where the host has to, and do it.
+
+    Args:
+        step: what is to be done.
+        lists: grads, masters, the lists of state; models, scales and counters, each of which may be None.
+        values: what is given beside them.
+        cache: of the call site.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`multi_tensor_step`.
+    """
+    operation = step.operation
+    check_options(operation.name, step.options, values.options)
+    given = tuple(entries for entries in lists if entries is not None)
+    call = checked(operation, given, cache, getattr(values.factors[0], "device", None))
+    plan = call.plan
+    _check_values(operation, values, plan.count, plan.device)
+    if plan.is_coded and captures(plan.device):
+        raise RuntimeError(
+            f"{operation.name}: state and remainders of 8 bits are rounded by the number of the step, and each replay "
+            "of the CUDA graph that is being captured would take this one's. Step outside of the graph, or use float32 "
+            "state and masters."
+        )
+    if values.found_inf is not None and plan.decided_here and bool(values.found_inf.item()):
+        return
+    first = values.first
+    if plan.by_reference:
+        with torch.no_grad():
+            for row in plan.by_reference:
+                fresh = first if isinstance(first, bool) else bool(first[row])
+                operation.specification(row, call.row(row), (step, values), fresh)
+    if plan.serving is cuda:
+        cuda_steps.launch(call, values._replace(options=list(map(step.packed, values.options))))
+    elif plan.serving is not None and plan.direct:
+        packed = map(step.packed, values.options)
+        groups = b"".join(itertools.starmap(PACKS[operation.cuda], packed))
+        stats, number = values.stats, values.number & 0xFFFFFFFF
+        overflow = 0 if stats is None else stats.overflow
+        behind = [step.functor, *values.factors, overflow, stats is not None, values.group_of, groups, number]
+        native.launch(call, behind, written=[] if stats is None else [stats.overflow], flags=first)
+
+
+def multi_tensor_step(
+    formula: str,
+    grads: Entries,
+    masters: Entries,
+    state: Sequence[Entries],
+    options: Sequence[Any],
+    group_of: Sequence[int],
+    factors: Factors,
+    *,
+    steps: Entries | None = None,
+    first: Sequence[bool] | None = None,
+    models: Entries | None = None,
+    stats: CastStats | None = None,
+    found_inf: Tensor | None = None,
+    number: int = 0,
+    cache: CallCache | None = None,
+) -> None:
+    """One step of n tensors by a formula, in one pass over their memory. Messages name it multi_tensor_FORMULA.
+
+    Args:
+        formula: a key of :data:`.formulas.FORMULAS`.
+        grads: n tensors, still scaled: float32, or the dtype of ``models[i]``. Read only.
+        masters: n float32 tensors of the same shapes, or int16 or int8 remainders to ``models``. Written, as all the
+            following.
+        state: the formula's lists, all or those that it needs, of n float32 tensors of the same shapes.
+        options: of the param_groups, the formula's. An ``lr`` that is a tensor on the device is read there.
+        group_of: for each of the n entries, its place in ``options``.
+        factors: what gradients are multiplied by.
+        steps: for formulas that count: n float32 tensors of one element, each its own: how many steps were taken.
+            Counted up. Where they are on the CPU and the others are not, the step is decided on the host: one wait, if
+            ``found_inf`` is given.
+        first: for formulas that fill state in the first step: which of the n hold nothing yet.
+        models: n float16 or bfloat16 tensors of the same shapes, to which masters are rounded; None where masters are
+            the parameters themselves.
+        stats: for n tensors; written with ``models``, as by :func:`fp16opt.kernels.multi_tensor_cast`.
+        found_inf: float32, shape [], on the device: where it is not 0, nothing is written. Compiled kernels look at it
+            there; torch operations wait for it.
+        number: of the step, by which masters with int8 remainders are rounded; modulo 2**32.
+        cache: the cache of this call site.
+
+    Raises:
+        TypeError: a wrong type or dtype. ValueError: lengths, shapes or devices that differ, or another number of lists
+            than the formula has. RuntimeError: a CUDA graph is being captured, and something has 8 bits. Nothing is
+            written then.
+
+    Example:
+        >>> master, m, one = [torch.ones(1)], [torch.zeros(1)], torch.tensor(1.0)
+        >>> options = [LionOptions(0.25, 0.5, 0.5, 0.0, False)]
+        >>> multi_tensor_step("lion", [torch.ones(1)], master, [m], options, [0], Factors(one, one))
+        >>> master[0], m[0]
+        (tensor([0.7500]), tensor([0.5000]))
+    """
+    step = _STEPS.get((formula, len(state), models is not None))
+    if step is None or (steps is None) is bool(step.operation.counters):
+        if formula not in FORMULAS:
+            raise ValueError(f"formula: expected one of {', '.join(map(repr, FORMULAS))}, got {formula!r}.")
+        row = FORMULAS[formula]
+        raise ValueError(
+            f"multi_tensor_{formula}: state must have {row.least()} to {len(row.state)} lists, of "
+            f"{', '.join(row.state)}, and steps {'be a list' if row.counts else 'be None'}; got {len(state)} lists "
+            f"and steps {'None' if steps is None else 'in a list'}."
+        )
+    fills = first if FORMULAS[formula].fills_first and state and first is not None else False
+    found = None if models is None else stats
+    values = StepValues(options, group_of, factors, found, found_inf, fills, number)
+    run_step(step, (grads, masters, *state, models, steps), values, cache)
+
+
+def step_columns(
+    name: str,
+    formula: Formula,
+    columns: dict[str, list[Tensor | None]],
+    options: Sequence[Any],
+    group_of: Sequence[int],
+    factors: Factors,
+    first: Sequence[bool],
+    **rest: Any,
+) -> None:
+    """:func:`multi_tensor_step` of lists by name: grads, masters, step, and of the formula's state what is there."""
+    state = [*map(columns.__getitem__, filter(columns.__contains__, formula.state))]
+    lists = columns["grads"], columns["masters"], state
+    multi_tensor_step(name, *lists, options, group_of, factors, steps=columns.get("step"), first=first, **rest)

@@ -1,0 +1,119 @@
+"""Exceptions from the wrapped optimizer and from step hooks: everything stays as it was, or a whole step is taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD
+
+from engine import recipes
+from engine.checks import (
+    array,
+    assert_model_is_rounded_masters,
+    assert_same,
+    assert_same_bits,
+    by_step,
+    linear_loss,
+    one_step,
+    ones,
+    snapshot,
+)
+
+pytestmark = by_step
+
+
+class _Fragile(SGD):
+    """Raises where told: before it changes anything, or after the first group."""
+
+    fails: str | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails == "before":
+            raise ValueError("wrapped optimizer failed")
+        if self.fails == "midway":
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(1.0)
+            raise ValueError("wrapped optimizer failed")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_wrapped_step_that_raises_leaves_everything_and_may_be_repeated(dtype: torch.dtype) -> None:
+    p, q = ones(4, dtype), ones(4, dtype)
+    inner = _Fragile([p, q], lr=0.5, momentum=0.5)
+    opt = recipes.engine(inner, init_scale=8.0, growth_interval=1)
+    one_step(opt, [p, q], [0.5, 0.5])
+    opt.zero_grad()
+    opt.backward(linear_loss([p, q], [0.25, 0.25]))
+    before = snapshot(opt, [p, q], scaler=True)
+    inner.fails = "before"
+    for _ in range(2):
+        with pytest.raises(ValueError, match="wrapped optimizer failed"):
+            opt.step()
+        assert_same(snapshot(opt, [p, q], scaler=True), before)
+    inner.fails = None
+    opt.step()
+    assert_same_bits(p, array([0.5] * 4, dtype))  # 0.75 - 0.5 * (0.5 * 0.5 + 0.25)
+    assert float(opt.loss_scale) == 32.0
+
+
+def test_wrapped_step_that_raises_midway_leaves_model_and_masters_in_agreement_at_the_next_step() -> None:
+    p, q = ones(), ones()
+    inner = _Fragile([p, q], lr=0.5)
+    opt = recipes.engine(inner, init_scale=8.0)
+    opt.backward(linear_loss([p, q], [0.5, 0.5]))
+    inner.fails = "midway"
+    with pytest.raises(ValueError, match="wrapped optimizer failed"):
+        opt.step()
+    assert float(opt.loss_scale) == 8.0
+    assert int(opt.skipped_steps) == 0
+    inner.fails = None
+    one_step(opt, [p, q], [0.5, 0.5])
+    assert_model_is_rounded_masters(opt)
+    assert_same_bits(q, array([0.75] * 4))
+
+
+@pytest.mark.parametrize("where", ["wrapper_pre", "wrapped_pre"])
+def test_pre_hook_that_raises_leaves_everything_and_step_may_be_repeated(where: str) -> None:
+    p, wide = ones(), ones(2, torch.float32)
+    opt = recipes.engine(SGD([p, wide], lr=0.5, momentum=0.5), init_scale=8.0, growth_interval=1)
+    opt.backward(linear_loss([p, wide], [0.5, 0.5]))
+    before = snapshot(opt, [p, wide], scaler=True)
+
+    def hook(*_: Any) -> None:
+        raise ValueError("hook failed")
+
+    target = opt if where == "wrapper_pre" else opt.optimizer
+    handle = target.register_step_pre_hook(hook)
+    with pytest.raises(ValueError, match="hook failed"):
+        opt.step()
+    assert_same(snapshot(opt, [p, wide], scaler=True), before)
+    handle.remove()
+    opt.step()
+    assert_same_bits(p, array([0.75] * 4))
+    assert_same_bits(wide, array([0.75] * 2, torch.float32))
+    assert float(opt.loss_scale) == 16.0
+
+
+@pytest.mark.parametrize("where", ["wrapper_post", "wrapped_post"])
+def test_post_hook_that_raises_leaves_a_whole_step_behind(where: str) -> None:
+    """A post hook runs after the update: like torch, the update stays; model and masters must agree."""
+    p = ones()
+    opt = recipes.engine(SGD([p], lr=0.5), init_scale=8.0)
+
+    def hook(*_: Any) -> None:
+        raise ValueError("hook failed")
+
+    target = opt if where == "wrapper_post" else opt.optimizer
+    handle = target.register_step_post_hook(hook)
+    opt.backward(linear_loss([p], [0.5]))
+    with pytest.raises(ValueError, match="hook failed"):
+        opt.step()
+    handle.remove()
+    before = [m.detach().clone() for m in opt.master_params()]
+    assert_same(before, [torch.full((4,), 0.75)])
+    one_step(opt, [p], [0.5])
+    assert_same_bits(p, array([0.5] * 4))
+    assert_model_is_rounded_masters(opt)
