@@ -12,7 +12,7 @@ import torch
 from named_steps import adam_step, sgd_step
 from torch import Tensor
 
-from fp16opt.kernels import CastStats, CallCache, multi_tensor_cast
+from fp16opt.kernels import CallCache, CastStats, multi_tensor_cast
 from fp16opt.kernels.operations import (
     AdamOptions,
     Factors,

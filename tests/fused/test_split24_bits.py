@@ -11,7 +11,13 @@ import pytest
 import torch
 from named_steps import adam_step, sgd_step
 
-from fp16opt.kernels import CastStats, multi_tensor_cast, multi_tensor_join, multi_tensor_reset_remainders, multi_tensor_split
+from fp16opt.kernels import (
+    CastStats,
+    multi_tensor_cast,
+    multi_tensor_join,
+    multi_tensor_reset_remainders,
+    multi_tensor_split,
+)
 from fp16opt.kernels.operations import AdamOptions, Factors, SgdOptions
 from fused import oracle_fused
 from fused import oracle_split24 as oracle

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp16opt.kernels import CastStats, CallCache, multi_tensor_join, multi_tensor_split, state8
+from fp16opt.kernels import CallCache, CastStats, multi_tensor_join, multi_tensor_split, state8
 from fp16opt.kernels.operations import AdamOptions, Factors, SgdOptions
 from fp16opt.kernels.state8 import multi_tensor_adam8, multi_tensor_sgd8
 from fused import oracle_state8 as oracle

@@ -13,7 +13,7 @@ from kernel_cases import BORDERS, LAYOUTS, make, shape_of
 from torch import Tensor
 
 from fp16opt import kernels
-from fp16opt.kernels import CastStats, GradStats, CallCache, cuda_devices
+from fp16opt.kernels import CallCache, CastStats, GradStats, cuda_devices
 
 pytestmark = pytest.mark.gpu
 SIXTEEN = (torch.float16, torch.bfloat16)
