@@ -71,7 +71,6 @@ FOREIGN = {
     "_version": "the version counter: nothing public tells of an in-place write",
     "_values": "of a sparse gradient: values() refuses one that is not coalesced",
     "_indices": "of a sparse gradient: indices() refuses one that is not coalesced",
-    "_cdata": "where torch's own tensor lies: compiled code asks the cache for those that come soon",
     "_is_view": "a gradient that is a view may not be kept",
     "_make_subclass": "how a Parameter subclass is made",
     "_local_tensor": "of a DTensor: to_local() goes through autograd",
@@ -127,6 +126,7 @@ FOREIGN = {
     "_optimizers": "of Accelerator: what was prepared",
     # Python
     "_fields": "of a namedtuple: public, for all its underscore",
+    "_replace": "as above",
     "_getframe": "sys._getframe: who called",
     # apex
     "_amp_state": "the module's name in apex, which scripts import",
