@@ -128,32 +128,32 @@ class AveragedMasters:
         return parameter_names(self._model)
 
     @outside_inference
-    def _follow(self, engine: Wrapper) -> None:
+    def _follow(self, wrapper: Wrapper) -> None:
         """Averages for parameters that came, of the values that they have now."""
-        pairs = engine.params
-        if self._generation == pairs.generation:
-            if pairs.has_dtensors:
-                pairs.find_pieces()
+        table = wrapper.params
+        if self._generation == table.generation:
+            if table.has_dtensors:
+                table.find_pieces()
             return
         names = self._names()
-        if not names.keys().isdisjoint(map(id, pairs.elsewhere)):
+        if not names.keys().isdisjoint(map(id, table.elsewhere)):
             raise RuntimeError(
                 "AveragedMasters needs all of the model's masters on each rank, and ZeroRedundancyOptimizer spreads "
                 "them. Use FSDP2 (fully_shard), or average the model with torch.optim.swa_utils.AveragedModel."
             )
-        for pair in pairs.all:
+        for pair in table.all:
             if id(pair.model) in names and pair.model not in self._averages:
-                value = engine.masters.read([pair])[0]
+                value = wrapper.masters.read([pair])[0]
                 dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
                 self._averages[pair.model] = torch.empty_like(value, dtype=dtype, requires_grad=False).copy_(value)
-        if pairs.has_dtensors:
-            pairs.find_pieces()
+        if table.has_dtensors:
+            table.find_pieces()
         self._devices = []
-        for group in pairs.devices:
-            averages = [self._averages.get(pairs.models[position]) for position in group.positions]
-            entries = [None if average is None else local(average) for average in averages]
-            self._devices.append((group, entries, kernels.CallCache()))
-        self._generation = pairs.generation
+        for device in table.devices:
+            averages = [self._averages.get(table.models[position]) for position in device.positions]
+            entries = tuple([None if average is None else local(average) for average in averages])
+            self._devices.append((device, entries, kernels.CallCache()))
+        self._generation = table.generation
 
     # -- averaging -----------------------------------------------------------------------------------------------------
 
@@ -169,18 +169,20 @@ class AveragedMasters:
 
         Syncs: never.
         """
-        engine = self._optimizer
-        engine.model_writes.require_not_swapped("AveragedMasters.update()")
-        self._follow(engine)
+        wrapper = self._optimizer
+        wrapper.model_writes.require_not_swapped("AveragedMasters.update()")
+        self._follow(wrapper)
         weight = self._weight()
-        for group, averages, cache in self._devices:
-            if engine.masters.are_whole:
-                values = [None if a is None else m for a, m in zip(averages, group.masters, strict=True)]
+        for device, averages, cache in self._devices:
+            if wrapper.masters.are_whole:
+                values: Entries = device.masters
+                if any(average is None for average in averages):
+                    values = [None if a is None else m for a, m in zip(averages, device.masters, strict=True)]
                 kernels.multi_tensor_lerp(averages, values, weight, cache=cache)
             else:
                 for rows in _batches(averages):
-                    pairs = [engine.params.all[group.positions[row]] for row in rows]
-                    kernels.multi_tensor_lerp([averages[row] for row in rows], engine.masters.read(pairs), weight)
+                    pairs = [wrapper.params.all[device.positions[row]] for row in rows]
+                    kernels.multi_tensor_lerp([averages[row] for row in rows], wrapper.masters.read(pairs), weight)
         self.updates += 1
 
     def _weight(self) -> float:
@@ -208,15 +210,15 @@ class AveragedMasters:
 
         Syncs: where the optimizer's own look at the model's weights does.
         """
-        engine = self._optimizer
+        wrapper = self._optimizer
         with torch.inference_mode(False):
-            engine.model_writes.require_not_swapped("swap()")
-            if engine.params.has_dtensors:
+            wrapper.model_writes.require_not_swapped("swap()")
+            if wrapper.params.has_dtensors:
                 self._names()
-            engine.model_writes.sync()
-            self._follow(engine)
-            engine.model_writes.swap("averages, inside AveragedMasters.swap()")
-            mine = [pair for pair in engine.params.all if pair.model in self._averages]
+            wrapper.model_writes.sync()
+            self._follow(wrapper)
+            wrapper.model_writes.swap("averages, inside AveragedMasters.swap()")
+            mine = [pair for pair in wrapper.params.all if pair.model in self._averages]
             kept = [local(pair.model.detach()).clone() for pair in mine]
         try:
             with torch.inference_mode(False):
@@ -224,22 +226,22 @@ class AveragedMasters:
             yield
         finally:
             with torch.inference_mode(False), torch.no_grad():
-                if engine.params.has_dtensors:
+                if wrapper.params.has_dtensors:
                     self._names()
-                    engine.params.find_pieces()
+                    wrapper.params.find_pieces()
                 _put_back(mine, kept)
-                engine.model_writes.restore(mine)
+                wrapper.model_writes.restore(mine)
 
     def _write_averages(self) -> None:
         with torch.no_grad():
-            for group, averages, _ in self._devices:
+            for device, averages, _ in self._devices:
                 halves: list[tuple[Tensor, Tensor]] = []
-                for average, model in zip(averages, group.models, strict=True):
+                for average, model in zip(averages, device.models, strict=True):
                     if average is not None and model.dtype in HALF_DTYPES:
                         halves.append((average, model.detach()))
                     elif average is not None:
                         model.detach().copy_(average)
-                stats = kernels.CastStats.allocate(len(halves), group.device)
+                stats = kernels.CastStats.allocate(len(halves), device.device)
                 kernels.multi_tensor_cast([average for average, _ in halves], [model for _, model in halves], stats)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------

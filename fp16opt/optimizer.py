@@ -24,7 +24,7 @@ from .engine.arguments import (
     open_group,
 )
 from .engine.bucketed_step import BucketedStep, Certified
-from .engine.closures import EvaluatedClosure, Reevaluations, closure_mode
+from .engine.closures import EvaluatedClosure, MasterReevaluations, closure_mode
 from .engine.compatibility import check_groups, check_new_group, check_optimizer, make_state_format
 from .engine.config import Config
 from .engine.diagnostics import Overflow
@@ -40,7 +40,7 @@ from .engine.ranks import Digest
 from .engine.release import GradientRelease
 from .engine.schema import is_ours
 from .engine.split import SplitMasters
-from .engine.step_state import BackwardScale, OverflowCheck, Stage, StepState
+from .engine.step_state import BackwardScale, OverflowCheck, StepState
 from .engine.wrapped_step import (
     HOOKS,
     STEP_HOOKS_OF_ALL,
@@ -201,7 +201,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             "split24": functools.partial(SplitMasters, 24),
         }
         self.masters = kinds[master_weights]()
-        self.inner = parallel.holder_of(optimizer)
+        self.inner = parallel.inner_of(optimizer)
         self.params = ParamTable(self.inner.param_groups, self._names, self._adopter())
         for pair in self.params.all if master_weights != "none" else ():
             if pair.master is pair.model:
@@ -618,9 +618,12 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         Syncs: not on the CPU or where the step skips on the device itself (torch's fused ones, and CUDA's
         one-pass steps); once elsewhere, where the decision is taken.
         """
-        if closure is not None:
-            return self._step_with(closure)
-        return self._step_once(None)
+        try:
+            return self._step_once(None) if closure is None else self._step_with(closure)
+        except BaseException:
+            for name in ("grad_scale", "found_inf"):  # torch's GradScaler takes them back only where ``step`` returns
+                self.__dict__.pop(name, None)
+            raise
 
     def _step_once(self, closure: EvaluatedClosure | None) -> Any:
         self._sync_groups()
@@ -683,12 +686,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         state, flag, grad_scale = self.step_state, self.__dict__["found_inf"], self.__dict__.get("grad_scale")
         self.check_external_scale()
         if grad_scale is not None:
-            inv_scale = grad_scale.to(self.device).double().reciprocal().float().reshape(())
-            if state.stage is Stage.READY:
-                state.take_external(inv_scale)
-            else:
-                state.unscale()
-                state.unscale_again(inv_scale)
+            state.unscale_external(grad_scale.to(self.device).double().reciprocal().float().reshape(()))
         check: OverflowCheck | None = state.finalize(write)
         if check is None or not isinstance(flag, Tensor):
             return check
@@ -701,8 +699,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         made_here = not self.gradient_release and state.scale is not None and not state.scale.external
         if state.scales_by_one() and not made_here:
             return
-        for name in ("grad_scale", "found_inf"):  # torch's GradScaler takes them back only where ``step`` returns
-            self.__dict__.pop(name, None)
         raise RuntimeError(
             f"a GradScaler came to unscale gradients by its own scale, and this optimizer has a loss scale of "
             f"{self.loss_scale:g}{', at which opt.backward(loss) made them' if made_here else ''}. Drop one of the "
@@ -726,9 +722,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         self._sync_groups()
         self.check_external_scale()
-        if self.step_state.stage is Stage.READY:
-            self.step_state.take_external(inv_scale)
-        check: OverflowCheck | None = self.step_state.finalize()
+        self.step_state.unscale_external(inv_scale)
+        # Parameters that are their own masters hold true gradients then: no read of a master's would make them so.
+        check: OverflowCheck | None = self.step_state.finalize(write=not self.params.has_apart)
         return None if check is None else check.found_inf.clone()
 
     # -- closures ----------------------------------------------------------------------------------------------------
@@ -755,9 +751,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def _step_reevaluating(self, closure: Callable[[], Any]) -> Any:
         self._sync_groups()
         self.model_writes.sync()
-        evaluations = Reevaluations(closure, self.write_masters, self.step_state)
+        evaluations = MasterReevaluations(closure, self.write_masters, self.step_state)
         try:
-            stepped = evaluations.step(self.optimizer)
+            stepped = evaluations.step_masters(self.optimizer)
         except BaseException:
             self.zero_grad()
             raise

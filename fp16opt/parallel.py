@@ -26,7 +26,7 @@ def is_zero(optimizer: object) -> bool:
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
-def holder_of(optimizer: Optimizer) -> Optimizer:
+def inner_of(optimizer: Optimizer) -> Optimizer:
     """The optimizer that holds what is stepped on this rank: ``optimizer``, or the one inside of ZeRO."""
     if is_zero(optimizer):
         from .distributed import zero
@@ -45,7 +45,7 @@ def check_meshes(params: list[Any]) -> None:
 
 
 def device_of(optimizer: Optimizer, masters: list[Tensor]) -> torch.device:
-    """Where verdicts are kept: the first parameter's device, be it on this rank or on another."""
+    """Where verdicts are kept: the device of the first parameter, of this rank's or of another's."""
     params = [*masters, *(p for group in optimizer.param_groups for p in group["params"])]
     device: torch.device = params[0].device if params else torch.device("cpu")
     return device

@@ -21,7 +21,7 @@ _SCALE = 4 / 128  # an FP32 scale for each block of 8-bit state
 EIGHT_BITS = {"sgd": 0, "sgd-momentum": 1 + _SCALE, "adam": 2 + _SCALE, "adamw": 2 + _SCALE}  # as OPTIMIZERS, in 8 bits
 STATES = ("fp32", "8bit")
 MASTERS = {"full": 4, "split": 2, "split24": 1}  # bytes a parameter beside the 16-bit weight
-RELEASES = {"no": 2.0, "yes": 0.0, "held": 1 + 4 / 256}  # bytes of a gradient that are kept until the step
+RELEASES = {"no": 2, "yes": 0}  # bytes of a gradient that are kept until the step
 HALF = 2  # bytes of a weight or a gradient in FP16 or BF16
 SINGLE = 4
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes of gradients in DDP's first message, and in the others
@@ -40,8 +40,7 @@ class Plan:
             nothing is sharded: for "zero" and "fsdp2" it is what they would take.
         state: "fp32", or "8bit": what ``optimizer_state`` is. Parameters of fewer than 4,096 elements, which keep FP32
             state, are not counted apart.
-        release: "no"; "yes": each gradient is used and freed in backward; "held": a code of 8 bits is kept. What
-            ``gradient_release`` is, on one rank.
+        release: "yes": each gradient is used and freed in backward, as with ``gradient_release=True``, on one rank.
         fused_step: False: the wrapped optimizer's own step, which takes FP32 gradients. With "zero" and "fsdp2" whole
             masters are stepped that way in any case; elsewhere these optimizers are stepped in one pass.
         layers: blocks that FSDP2 gathers one after the other; two are whole at a time.
@@ -123,15 +122,15 @@ class Plan:
         return EIGHT_BITS[self.optimizer] if self.state == "8bit" else OPTIMIZERS[self.optimizer]
 
     @property
-    def _held(self) -> float:
+    def _kept(self) -> float:
         """Parameters whose 16-bit weight and gradient one rank keeps from step to step."""
         return self.params / self.ranks if self.shard == "fsdp2" else self.params
 
     def memory_parts(self) -> dict[str, float]:
         """Bytes a rank, by what they hold; activations are the model's own business."""
         parts = {
-            "16-bit weights": HALF * self._held,
-            "16-bit gradients" if self.release == "no" else "gradients kept": RELEASES[self.release] * self._held,
+            "16-bit weights": HALF * self._kept,
+            "16-bit gradients": RELEASES[self.release] * self._kept,
             "masters": MASTERS[self.masters] * self._stepped,
             "FP32 master gradients": 0.0 if self._in_one_pass else SINGLE * self._stepped,
             "optimizer state": self._state_bytes * self._stepped,
@@ -178,12 +177,11 @@ class Plan:
     def step_bytes(self) -> float:
         """Bytes that the optimizer's passes read and write on a rank."""
         state = self._state_bytes
-        if self._in_one_pass:  # look at the gradient; then read it again, read and write all else
-            code = 2 * RELEASES["held"] if self.release == "held" else 0.0  # written, and read
+        if self._in_one_pass:  # check the gradient; then read it again, read and write all else
             weight = SINGLE + HALF + SINGLE if self.masters == "full" else 2 * (HALF + MASTERS[self.masters])
-            return self._stepped * (HALF + (code or HALF) + weight + 2 * state)
+            return self._stepped * (2 * HALF + weight + 2 * state)
         unscale = HALF + SINGLE  # read the gradient, write FP32, clipped on the way
-        clip = HALF if self.clip else 0  # the norm is needed before: one look at the gradient
+        clip = HALF if self.clip else 0  # the norm is needed before: one read of the gradient
         step = SINGLE + 2 * SINGLE + 2 * state  # read the gradient; read and write master and state
         copy = SINGLE + HALF
         return self._stepped * (unscale + clip + step + copy)
@@ -209,7 +207,7 @@ class Plan:
             f"{self.params:.4g} parameters, {self.ranks} ranks, {self.shard}, {self.optimizer}, {self.masters} masters"
             + (", 8-bit state" if self.state == "8bit" else "")
             + ("" if self.fused_step else ", stepped by the wrapped optimizer")
-            + {"no": "", "yes": ", gradients released", "held": ", gradients held in 8 bits"}[self.release]
+            + (", gradients released" if self.release == "yes" else "")
         )
         lines = [shown, *self._notes(), "", f"{'memory a rank':<52}{size(self.memory_total()):>12}"]
         lines += [f"  {name:<50}{size(value):>12}" for name, value in self.memory_parts().items()]

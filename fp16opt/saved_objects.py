@@ -69,10 +69,10 @@ def read(file: Path) -> Any:
         pickle.UnpicklingError: The file needs more than that: code that would run, or a class in a file of torch before
             1.6, or any other class where torch is older than 2.6.
     """
-    return _load(file, _strangers(file))
+    return _load(file, _other_types(file))
 
 
-def _strangers(file: Path) -> list[type]:
+def _other_types(file: Path) -> list[type]:
     """A stand-in for each class that the file names. Looking for them runs nothing."""
     if not NAMES_CLASSES:
         return []

@@ -3,9 +3,11 @@ blocks."""
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import importlib.util
+import itertools
 import pkgutil
 import re
 from pathlib import Path
@@ -54,12 +56,27 @@ def test_the_public_classes_show_examples() -> None:
         assert examples, f"{name} shows no example"
 
 
+CONTINUES = "<!-- continues -->\n"
+"""Before a block that goes on where the one above it has ended."""
+
+
 def _blocks(path: Path) -> list[tuple[int, str]]:
+    """(line, code) of each python block of a page; of one that continues, with the code that it goes on from.
+
+    Blank lines stand for what is between, so that a traceback names the page's lines.
+    """
     text = path.read_text()
-    return [
-        (text[: m.start()].count("\n") + 1, m.group(1))
-        for m in re.finditer(r"^```(?:python|py)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    ]
+    blocks: list[tuple[int, str]] = []
+    first = 0
+    for found in re.finditer(r"^```(?:python|py)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        line, code = text[: found.start()].count("\n") + 1, found.group(1)
+        if text[: found.start()].endswith(CONTINUES):
+            before = blocks[-1][1]
+            code = before + "\n" * (line - first - before.count("\n")) + code
+        else:
+            first = line
+        blocks.append((first, code))
+    return blocks
 
 
 PAGES = [p for p in [HERE / "README.md", *sorted((HERE / "docs").glob("*.md"))] if p.exists()]
@@ -71,7 +88,12 @@ def test_readme_has_an_example() -> None:
     assert any(p.name == "README.md" for p, _, _ in BLOCKS)
 
 
-@pytest.mark.parametrize(("path", "line", "code"), [pytest.param(*b, id=f"{b[0].name}:{b[1]}") for b in BLOCKS])
+def _name(path: Path, line: int, code: str) -> str:
+    """A block is called by its last line: several that continue begin at one line."""
+    return f"{path.name}:{line + code.count(chr(10))}"
+
+
+@pytest.mark.parametrize(("path", "line", "code"), [pytest.param(*b, id=_name(*b)) for b in BLOCKS])
 def test_python_block_of_the_documentation(
     path: Path, line: int, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,3 +107,43 @@ def test_python_block_of_the_documentation(
         return
     exec(compile("\n" * line + code, str(path), "exec"), namespace)  # raises where the block is wrong
     assert len(namespace) > 1, "the block defines nothing"
+
+
+# -- messages that the pages quote -------------------------------------------------------------------------------------
+
+GAP = "…"
+"""For what a message fills in, and for what a page leaves out."""
+
+
+def _said_by_the_package() -> list[str]:
+    """The package's string literals, with a gap for what is filled in."""
+    said = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else GAP for part in node.values)
+                said.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                said.append(node.value)
+    return said
+
+
+def _quoted_messages() -> list[str]:
+    """The first cells of the tables of messages."""
+    found = []
+    for page in ("engine.md", "from-fp32.md"):
+        lines = iter((HERE / "docs" / page).read_text().splitlines())
+        for line in lines:
+            if line.startswith(("| message |", "| an error that begins with |")):
+                next(lines)
+                rows = itertools.takewhile(lambda row: row.startswith("|"), lines)
+                found += [row.split("|")[1].strip() for row in rows]
+    return found
+
+
+def test_messages_that_the_pages_quote_are_raised() -> None:
+    said, quoted = _said_by_the_package(), _quoted_messages()
+    assert len(quoted) >= 9
+    for message in quoted:
+        wanted = ".*".join(map(re.escape, message.split(GAP)))
+        assert any(re.search(wanted, text, re.DOTALL) for text in said), f"nothing in the package says {message!r}"

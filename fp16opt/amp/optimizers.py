@@ -116,11 +116,8 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
 
     def enter(self, loss: Tensor, scaler: LossScaler) -> Tensor:
         """``loss`` scaled. A backward follows."""
-        state = self.step_state
-        # READY: a plain backward may have left gradients, at scale 1. Else the model's may have been set to zero without
-        # a step, and what was found in them goes as well.
-        if state.has_new() if state.stage is Stage.READY else state.was_written():
-            self.update_master_grads()
+        if self.step_state.stage is Stage.READY and self.step_state.has_new():
+            self.update_master_grads()  # a plain backward has left them, at scale 1
         scaled = self.scale_loss(loss, scaler=scaler)
         self._delayed.add(id(scaler))
         return scaled

@@ -65,7 +65,7 @@ def attach(opt: Optimizer, ddp_model: nn.Module | None, *, verify_ranks_every: i
     together("attach", lambda: _take_names(wrapper.params, module), group)
     compare("the optimizer", facts(wrapper), group)
     if isinstance(module, DistributedDataParallel):
-        _replace(wrapper, DdpReplicas(module, verify_ranks_every))
+        _replace(wrapper, DdpReplicas(module, verify_ranks_every, wrapper.step_state))
     else:
         _replace(wrapper, Compared(group, verify_ranks_every))
 
@@ -77,14 +77,14 @@ def _replace(wrapper: Wrapper, replicas: Replicas) -> None:
     wrapper.step_state.replicas = replicas
 
 
-def _take_names(pairs: ParamTable, model: Any) -> None:
+def _take_names(table: ParamTable, model: Any) -> None:
     """The module's names for parameters that have none; raise where it lacks one of them."""
     names = parameter_names(model)
-    strange = [pair.name for pair in pairs.all if id(pair.model) not in names]
-    strange += ["of another rank" for param in pairs.elsewhere if id(param) not in names]
-    if strange:
+    lacking = [pair.name for pair in table.all if id(pair.model) not in names]
+    lacking += ["of another rank" for param in table.elsewhere if id(param) not in names]
+    if lacking:
         raise ValueError(
-            f"ddp_model has no parameter {strange[0]!r} of the optimizer ({len(strange)} such). Make the optimizer "
+            f"ddp_model has no parameter {lacking[0]!r} of the optimizer ({len(lacking)} such). Make the optimizer "
             "over the parameters of the module that is attached, after it was sharded or moved."
         )
-    pairs.name(names)
+    table.name(names)

@@ -60,11 +60,11 @@ def _here(wrapper: Wrapper) -> list[tuple[str, Tensor]]:
 
 def _everywhere(wrapper: Wrapper) -> list[tuple[str, Tensor]]:
     """The model's parameters on all ranks, by names that are the same on all of them."""
-    pairs = wrapper.params
+    table = wrapper.params
     names: dict[int, str] = {}
-    if pairs.names_elsewhere is not None:  # else ranks have numbered theirs, each for itself
-        names = {id(pair.model): repr(pair.name) for pair in pairs.all}
-        names |= {id(p): repr(n) for p, n in zip(pairs.elsewhere, pairs.names_elsewhere, strict=True)}
+    if table.names_elsewhere is not None:  # else ranks have numbered theirs, each for itself
+        names = {id(pair.model): repr(pair.name) for pair in table.all}
+        names |= {id(p): repr(n) for p, n in zip(table.elsewhere, table.names_elsewhere, strict=True)}
     params = [param for group in wrapper.optimizer.param_groups for param in group["params"]]
     return [(names.get(id(param), f"parameter {i}"), param) for i, param in enumerate(params)]
 

@@ -210,8 +210,8 @@ def _payload(model: nn.Module, opt: Optimizer) -> dict[str, Any]:
 
 def _rest(model: nn.Module, opt: Optimizer) -> dict[str, Any]:
     """What of the model the optimizer does not have: buffers, and parameters that were left out of it."""
-    mine, pairs = names_of(model, opt), wrapper_of(opt).params
-    ours = {id(param) for param in [*pairs.models, *pairs.elsewhere]} & set(mine)
+    mine, table = names_of(model, opt), wrapper_of(opt).params
+    ours = {id(param) for param in [*table.models, *table.elsewhere]} & set(mine)
     every = unwrapped(model).state_dict(keep_vars=True)
     values = {clean(name): value for name, value in every.items() if id(value) not in ours}
     return {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
@@ -324,7 +324,7 @@ def _own_sum(manifest: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def _checkpoint_errors(what: str) -> Iterator[None]:
-    """torch's CheckpointException is no Exception: nobody expects that."""
+    """torch's CheckpointException is no Exception, and ``except Exception`` would let it pass."""
     try:
         yield
     except CheckpointException as error:

@@ -61,7 +61,7 @@ class _Hook(JoinHook):
             replicas.shadow_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Everybody gets masters, optimizer state and scaler of a rank that trained to the end."""
+        """All ranks get masters, optimizer state and scaler of one that trained to the end."""
         opt = self.opt
         group = process_group(opt)
         mine = dist.get_rank() if is_last_joiner else -1

@@ -33,7 +33,7 @@ def uncompiled(model: object) -> object:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside of DDP, be that compiled or not."""
+    """The module inside of DDP, compiled or not."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
     inner = uncompiled(model)

@@ -34,11 +34,11 @@ def names_of(model: nn.Module, opt: Optimizer) -> dict[int, str]:
         TypeError: an argument is of another type.
         ValueError: the optimizer has a parameter that the model lacks.
     """
-    pairs = wrapper_of(opt).params
+    table = wrapper_of(opt).params
     names = parameter_names(model)
-    for i, param in enumerate([*pairs.models, *pairs.elsewhere]):
+    for i, param in enumerate([*table.models, *table.elsewhere]):
         if id(param) not in names:
-            called = pairs.names[i] if i < len(pairs) else f"parameter {i}"
+            called = table.names[i] if i < len(table) else f"parameter {i}"
             raise ValueError(f"model has no parameter {called!r} of the optimizer. Pass the model that it trains.")
     return names
 
@@ -76,16 +76,16 @@ def state_dict(model: nn.Module, opt: Optimizer) -> dict[str, Any]:
     """
     names, wrapper = names_of(model, opt), wrapper_of(opt)
     wrapper.model_writes.sync()
-    holder = wrapper.inner
-    fresh = bool(len(wrapper.params)) and not holder.state
+    inner = wrapper.inner
+    fresh = bool(len(wrapper.params)) and not inner.state
     masters, state = {}, {}
     for pair in wrapper.params.all:
         name, master = names[id(pair.model)], pair.master
         masters[name] = wrapper.masters.read([pair])[0]
         if fresh and master.requires_grad:
-            state[name] = _first_state(holder, holder.param_groups[pair.group], master)
-        elif master in holder.state:
-            state[name] = dict(state_formats.whole_entry(holder.state[master]))
+            state[name] = _first_state(inner, inner.param_groups[pair.group], master)
+        elif master in inner.state:
+            state[name] = dict(state_formats.whole_entry(inner.state[master]))
     groups = []
     for group, members in zip(wrapper.optimizer.param_groups, _model_groups(wrapper), strict=True):
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -303,10 +303,10 @@ class _Finder:
     """From a model's tensor to the whole master, wherever it is."""
 
     def __init__(self, wrapper: Wrapper) -> None:
-        pairs = wrapper.params
+        table = wrapper.params
         self._masters = wrapper.masters
-        self._apart = {id(pair.model): pair for pair in pairs.all if pair.master is not pair.model}
-        self._elsewhere = {id(p) for p in pairs.elsewhere if p.dtype in HALF_DTYPES}
+        self._apart = {id(pair.model): pair for pair in table.all if pair.master is not pair.model}
+        self._elsewhere = {id(p) for p in table.elsewhere if p.dtype in HALF_DTYPES}
         self._owners = owners(wrapper.optimizer) if is_zero(wrapper) else {}
         self._group = wrapper.step_state.ranks.group
 

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import kernels
 from ..engine.params import HALF_DTYPES, DeviceParams
 from ..engine.ranks import Digest, Replicas, Sums
+from ..engine.step_state import StepState
 from .exchange import gather
 
 _CHUNK = 2**25  # bytes of FP32 sums that are sent at a time
@@ -60,30 +61,52 @@ class Compared(Independent):
 class DdpReplicas(Compared):
     """Ranks of a ``DistributedDataParallel`` module.
 
+    Args:
+        state: whose stamps follow where the module moves gradients into its buckets.
+
     Attributes:
         local: whether the last forward was made under ``no_sync``: its gradients stay on this rank.
     """
 
     reduces = True
 
-    def __init__(self, ddp: DistributedDataParallel, every: int) -> None:
+    def __init__(self, ddp: DistributedDataParallel, every: int, state: StepState) -> None:
         super().__init__(ddp.process_group, every)
         self.ddp = ddp
+        self._state = weakref.ref(state)
+        self._as_stamped = False
         self.local = False
         self.keeps = bool(ddp.find_unused_parameters)
         known = weakref.ref(self)
 
-        def note(module: Any, _args: Any, _output: Any) -> None:
+        def before(module: Any, _args: Any) -> None:
             replicas = known()
             if replicas is not None and torch.is_grad_enabled():
-                replicas.local = not module.require_backward_grad_sync
+                replicas.before_forward()
 
-        # DDP prepares the reduction in forward; what counts is whether that was under no_sync, not where backward runs.
-        self._hook = ddp.register_forward_hook(note)
+        def after(module: Any, _args: Any, _output: Any) -> None:
+            replicas = known()
+            if replicas is not None and torch.is_grad_enabled():
+                replicas.after_forward()
+
+        self._hooks = [ddp.register_forward_pre_hook(before), ddp.register_forward_hook(after)]
 
     def detach(self) -> None:
-        """Take the hook away."""
-        self._hook.remove()
+        """Take the hooks away."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def before_forward(self) -> None:
+        """The module may be about to move gradients into new buckets, as it does once, after the first reduction."""
+        state = self._state()
+        self._as_stamped = self.ddp.gradient_as_bucket_view and state is not None and state.is_as_stamped()
+
+    def after_forward(self) -> None:
+        """The reduction is prepared: what counts is whether that was under no_sync, not where the backward runs."""
+        self.local = not self.ddp.require_backward_grad_sync
+        state = self._state()
+        if self._as_stamped and state is not None:
+            state.stamp_again()
 
     @property
     def needs_decision(self) -> bool:  # type: ignore[override]
@@ -120,35 +143,35 @@ class DdpReplicas(Compared):
             tally[min(number, _VERDICTS - 1)] += verdict.to(tally)
         found = torch.zeros((), dtype=torch.float32, device="cpu")
         with torch.no_grad():
-            for group, mine in list(sums.sums()):
-                kept = self._sum_over_ranks(sums, group, mine, tally)
-                stats = kernels.GradStats.allocate(len(kept), group.device)
-                share = torch.tensor(1.0 / dist.get_world_size(self.group), dtype=torch.float32, device=group.device)
+            for device, mine in list(sums.sums()):
+                kept = self._sum_over_ranks(sums, device, mine, tally)
+                stats = kernels.GradStats.allocate(len(kept), device.device)
+                share = torch.tensor(1.0 / dist.get_world_size(self.group), dtype=torch.float32, device=device.device)
                 kernels.multi_tensor_unscale(kept, kept, share, stats)
                 for row, value in enumerate(kept):
-                    if value is not None and _is_half(group.masters[row]):
-                        sums.put_sum(group, row, value)
-                sums.averaged(group, stats)
+                    if value is not None and _is_half(device.masters[row]):
+                        sums.put_sum(device, row, value)
+                sums.averaged(device, stats)
                 found = torch.maximum(found.to(stats.found_inf), stats.found_inf)
         if not tally.any():
             return [found] * len(verdicts)
         return [(tally[min(number, _VERDICTS - 1)] > 0).float() for number in range(len(verdicts))]
 
     def _sum_over_ranks(
-        self, sums: Sums, group: DeviceParams, mine: list[Tensor | None], tally: Tensor
+        self, sums: Sums, device: DeviceParams, mine: list[Tensor | None], tally: Tensor
     ) -> list[Tensor | None]:
         """By row: the sums over the ranks, where they are kept or, if that is in 16 bits, in new FP32 memory.
 
         None where no rank has one. Whether some rank counted a verdict is put into ``tally`` on the way.
         """
         kept: list[Tensor | None] = [None] * len(mine)
-        for rows in _chunks(group.masters):
-            first = group.masters[rows[0]]
+        for rows in _chunks(device.masters):
+            first = device.masters[rows[0]]
             dtype = torch.float32 if _is_half(first) else first.dtype
             pieces = []
             for row in rows:
                 value = mine[row]
-                pieces.append(torch.zeros_like(group.masters[row]).reshape(-1) if value is None else value.reshape(-1))
+                pieces.append(torch.zeros_like(device.masters[row]).reshape(-1) if value is None else value.reshape(-1))
             # Behind the sums, whether this rank has them, and its verdicts: one message for all.
             present = torch.tensor(
                 [float(mine[row] is not None) for row in rows], dtype=torch.float32, device=first.device
@@ -159,8 +182,8 @@ class DdpReplicas(Compared):
             tally.copy_(verdicts > 0)
             for row, value, is_there in zip(rows, values, there.tolist(), strict=True):
                 if is_there:
-                    value = value.view(group.masters[row].shape)
-                    kept[row] = value if _is_half(group.masters[row]) else sums.put_sum(group, row, value)
+                    value = value.view(device.masters[row].shape)
+                    kept[row] = value if _is_half(device.masters[row]) else sums.put_sum(device, row, value)
         return kept
 
 

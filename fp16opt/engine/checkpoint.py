@@ -52,7 +52,7 @@ def build(
         ``version`` (2), ``optimizer`` (the wrapped optimizer's own), ``masters``, ``scaler``, ``steps`` and
         ``skipped_steps``, which older files lack.
     """
-    _drop_empty_strangers(optimizer)
+    _drop_empty_entries(optimizer)
     return {
         "version": VERSION,
         "optimizer": optimizer.state_dict(),
@@ -63,7 +63,7 @@ def build(
     }
 
 
-def _drop_empty_strangers(optimizer: Optimizer) -> None:
+def _drop_empty_entries(optimizer: Optimizer) -> None:
     """Reading ``state[model_param]``, where the master is the key, leaves an empty entry that torch can't save."""
     known = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for key in [key for key, value in optimizer.state.items() if isinstance(key, Tensor) and value == {}]:
@@ -74,7 +74,7 @@ def _drop_empty_strangers(optimizer: Optimizer) -> None:
 def carry_state(optimizer: Optimizer, old: Tensor, new: Tensor) -> None:
     """Move ``optimizer.state[old]``, where there is one, to ``new``: a parameter's state to its master.
 
-    Tensors are copied, FP16 and BF16 ones to FP32, so that whoever holds the old ones keeps them as they are.
+    Tensors are copied, FP16 and BF16 ones to FP32, so that the old ones, which the user may hold, stay as they are.
     """
     if old in optimizer.state:
         optimizer.state[new] = _own(optimizer.state.pop(old))
@@ -178,7 +178,7 @@ class LoadPlan:
         the masters and the scaler are as they were.
         """
         sd = self._state_dict
-        before = Snapshot(self._optimizer, copies_tensors=_runs_strange_code(self._optimizer))
+        before = Snapshot(self._optimizer, copies_tensors=_runs_other_code(self._optimizer))
         scaler_before = self._scaler.state_dict()
         try:
             _load_optimizer(self._optimizer, sd["optimizer"] if self.has_masters else sd, self._labels)
@@ -308,7 +308,7 @@ def _adapts(optimizer: Optimizer) -> bool:
     return overridden or bool(_hooks(optimizer, "pre"))
 
 
-def _runs_strange_code(optimizer: Optimizer) -> bool:
+def _runs_other_code(optimizer: Optimizer) -> bool:
     """Whether loading calls anything but torch's own code: it may write tensors in place before it raises."""
     return bool(_hooks(optimizer, "post")) or _adapts(optimizer) or not is_torch_class(optimizer)
 

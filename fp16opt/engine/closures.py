@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,8 +62,77 @@ class EvaluatedClosure:
         return self._loss
 
 
-class Reevaluations:
+class Evaluation(NamedTuple):
+    """What one evaluation of a closure gave.
+
+    Attributes:
+        loss: what the closure returned.
+        overflowed: whether the gradients that are there after it, unscaled, are not all finite.
+        is_new: whether it ran a backward. If not, another evaluation would find the same gradients.
+    """
+
+    loss: Any
+    overflowed: bool
+    is_new: bool
+
+
+class Reevaluations(abc.ABC):
     """The closure as an optimizer sees it that evaluates it itself: gradients are true and finite when it returns.
+
+    Attributes:
+        loss: of the last evaluation.
+        returned: what the optimizer's step returned.
+    """
+
+    def __init__(self) -> None:
+        self.loss: Any = None
+        self.returned: Any = None
+
+    @abc.abstractmethod
+    def _evaluate(self) -> Evaluation:
+        """Evaluate the user's closure once. Syncs."""
+
+    @abc.abstractmethod
+    def _back_off(self) -> bool:
+        """Lower the scale; False where it can't go lower. Syncs."""
+
+    def evaluate(self) -> bool:
+        """Evaluate, and again at a lower scale as long as gradients overflow; False where that does not help."""
+        while True:
+            self.loss, overflowed, is_new = self._evaluate()
+            if not overflowed:
+                return True
+            if not (is_new and self._back_off()):
+                return False
+
+    def __call__(self) -> Any:
+        if not self.evaluate():
+            raise GaveUp
+        return self.loss
+
+    def step(self, optimizer: Optimizer, run: Callable[[Callable[[], Any]], Any]) -> bool:
+        """Have ``run`` step ``optimizer`` with this closure, which may evaluate any number of times.
+
+        Whatever goes wrong on the way, parameters and their state are put back as they were: a copy is taken first,
+        which costs as much memory as both.
+
+        Returns:
+            Whether it was stepped: False where no scale was low enough.
+        """
+        before = Snapshot(optimizer, copies_tensors=True)
+        try:
+            self.returned = run(self)
+        except GaveUp:
+            before.restore()
+            return False
+        except BaseException:
+            before.restore()
+            raise
+        return True
+
+
+class MasterReevaluations(Reevaluations):
+    """Closures that call ``backward`` of the wrapper, whose masters are stepped.
 
     Args:
         closure: the user's.
@@ -70,58 +140,47 @@ class Reevaluations:
         state: finalized after each evaluation.
 
     Attributes:
-        loss: of the last evaluation.
-        returned: what the optimizer's step returned.
-        check: of its gradients; None where it made none.
+        check: of the last evaluation's gradients; None where it made none.
     """
 
     def __init__(self, closure: Callable[[], Any], round_down: Callable[[], None], state: StepState) -> None:
+        super().__init__()
         self._closure = closure
         self._round_down = round_down
         self._state = state
-        self.loss: Any = None
-        self.returned: Any = None
         self.check: OverflowCheck | None = None
 
-    def __call__(self) -> Any:
+    def _evaluate(self) -> Evaluation:
         self._round_down()
-        while True:
-            before = self._state.backwards
-            with torch.enable_grad():
-                self.loss = self._closure()
-            self.check = self._state.finalize(write=True)
-            if self.check is None or not bool(self.check.found_inf):
-                return self.loss
-            if self._state.backwards == before or not _back_off(self.check):
-                raise GaveUp  # it made no gradients of its own, or the scale can't go lower
+        before = self._state.backwards
+        with torch.enable_grad():
+            loss = self._closure()
+        self.check = self._state.finalize(write=True)
+        overflowed = self.check is not None and bool(self.check.found_inf)
+        return Evaluation(loss, overflowed, self._state.backwards != before)
+
+    def _back_off(self) -> bool:
+        """Every scale whose backward overflowed."""
+        if self.check is None:
+            return False
+        lowered = False
+        for scaler, found in self.check.of:
+            if bool(found):
+                lowered |= scaler.back_off()
+        if lowered:
             self._state.clear(set_to_none=True)
+        return lowered
 
-    def step(self, optimizer: Optimizer) -> bool:
-        """Step ``optimizer``, which may evaluate any number of times.
-
-        Whatever goes wrong on the way, masters and their state are put back as they were: a copy is taken first, which
-        costs as much memory as both.
-
-        Returns:
-            Whether it was stepped: False where it gave up.
-        """
-        before = Snapshot(optimizer, copies_tensors=True)
+    def step_masters(self, optimizer: Optimizer) -> bool:
+        """:meth:`step` of the wrapped optimizer; then the model has the masters' values, stepped or put back."""
         try:
-            self.returned = run_step(optimizer, None, self)
-        except StepFailed as failed:
-            before.restore()
+            return self.step(optimizer, lambda closure: _run(optimizer, closure))
+        finally:
             self._round_down()
-            if isinstance(failed.error, GaveUp):
-                return False
-            raise failed.error from None
-        self._round_down()
-        return True
 
 
-def _back_off(check: OverflowCheck) -> bool:
-    """Lower every scale whose backward overflowed; False where none of them can go lower. Syncs."""
-    lowered = False
-    for scaler, found in check.of:
-        if bool(found):
-            lowered |= scaler.back_off()
-    return lowered
+def _run(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+    try:
+        return run_step(optimizer, None, closure)
+    except StepFailed as failed:
+        raise failed.error from None

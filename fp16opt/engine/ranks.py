@@ -65,29 +65,29 @@ class Digest:
 
 
 class Sums(Protocol):
-    """FP32 sums of gradients, by device, that ranks average (see :class:`fp16opt.engine.gradients.Gradients`)."""
+    """FP32 sums of gradients, by device, that ranks average."""
 
     def sums(self) -> Any:
-        """(device group, sums by row) of each device."""
+        """(a device's parameters, sums by row) of each device."""
 
-    def put_sum(self, group: Any, row: int, value: Tensor) -> Tensor:
+    def put_sum(self, device: Any, row: int, value: Tensor) -> Tensor:
         """Overwrite a sum, or begin one."""
 
-    def averaged(self, group: Any, stats: Any) -> None:
+    def averaged(self, device: Any, stats: Any) -> None:
         """The sums of a device are averages now; what a pass has found in them."""
 
 
 class Replicas:
-    """Nobody said whether gradients are shared with other ranks.
+    """The user has not said whether ranks share gradients.
 
     Attributes:
-        are_told: Whether somebody said which ranks share gradients.
+        are_told: Whether the user said which ranks share gradients.
         alone: Whether no rank is known that hears of steps.
         reduces: Whether DDP averages gradients after they have come.
         needs_decision: Whether a skip must be known on the host.
         local: Whether the present gradients are this rank's own, to be averaged over the ranks later.
-        keeps: Whether DDP wants to find gradients that were folded, as zeros: one that was used under ``no_sync`` it
-            reduces at the next synchronised backward, be it used there or not.
+        keeps: Whether gradients that were folded are to stay, as zeros: DDP still reduces them at the next synchronised
+            backward, whether they are used there or not.
     """
 
     are_told = False

@@ -90,12 +90,14 @@ class GradientStamp:
 
     Args:
         grads: of all parameters, in the order of the table.
+        are_zeros: whether they are known to be zeros.
 
     Attributes:
         is_empty: whether there was none.
     """
 
-    def __init__(self, grads: Sequence[Tensor | None]) -> None:
+    def __init__(self, grads: Sequence[Tensor | None], are_zeros: bool = False) -> None:
+        self.are_zeros = are_zeros
         self._versions = versions(grads)
         try:
             self._refs: list[Callable[[], Tensor | None]] = list(map(weakref.ref, grads))
@@ -207,10 +209,12 @@ class StepState:
         grads = raw_grads(self.params.models)
         self._notice_cleared(grads)
         self._check_complete()
+        if self.stage is not Stage.READY:
+            self._compare(grads)  # finds zeros that the user wrote: READY
         if self.stage is Stage.READY:
             self._begin_step(scaler, grads)
         else:
-            self._continue_step(scaler, grads)
+            self._continue_step(scaler)
         if self.scale is None or not self.scale.is_current(scaler):
             self.scale = BackwardScale.of(scaler, self._is_one(scaler))
         self.scale.external = False
@@ -221,7 +225,7 @@ class StepState:
         return self.scale
 
     def _begin_step(self, scaler: LossScaler, grads: list[Tensor | None]) -> None:
-        if not self._is_one(scaler):
+        if not (self._is_one(scaler) or self._has_zeros(grads)):
             left = self._not_zero(grads)
             if left:
                 raise RuntimeError(
@@ -233,8 +237,7 @@ class StepState:
         if self.sums:
             self._start_summing()
 
-    def _continue_step(self, scaler: LossScaler, grads: list[Tensor | None]) -> None:
-        self._compare(grads)
+    def _continue_step(self, scaler: LossScaler) -> None:
         if self._is_closed:
             raise RuntimeError(
                 "backward was called after master gradients were clipped or edited, which it would undo. Clip and edit "
@@ -335,7 +338,7 @@ class StepState:
                 self._true_stamp.forget(position)
 
     def _compare(self, grads: list[Tensor | None]) -> None:
-        """Take in what became of gradients since they were last looked at.
+        """Take in what became of gradients since they were last looked at. READY where the user has zeroed all of them.
 
         Raises:
             RuntimeError: one was written where that does not count.
@@ -344,18 +347,32 @@ class StepState:
         written = [] if self._stamp is None or self.gradients.summing else self._stamp.compare(grads)[0]
         if self.stage is Stage.UNSCALED:
             written = [i for i in written if not self.params.master_is_model[i]]
-        if written:
-            self._refuse_writes([self.params.names[i] for i in written])
-        if self.stage is Stage.UNSCALED:
+        if written and _are_zero(grads):
+            self._take_zeros(grads)
+        elif written:
+            self._refuse_writes(written, grads)
+        elif self.stage is Stage.UNSCALED:
             self._notice_edits()
 
-    def _refuse_writes(self, names: list[str]) -> None:
+    def _take_zeros(self, grads: list[Tensor | None]) -> None:
+        """READY: ``zero_grad(set_to_none=False)`` of the model was called."""
+        self.reset(keeps_true=False)
+        self._stamp = GradientStamp(grads, are_zeros=True)
+
+    def _refuse_writes(self, written: list[int], grads: list[Tensor | None]) -> None:
+        names = [self.params.names[i] for i in written]
         when = "backward(loss) had made them" if self.stage is Stage.SCALED else "they were checked"
         more = ""
         if self.scale is not None and self.scale.external:
             more = (
                 " Under a GradScaler clip opt.master_params(). Trainers that clip the model's own: Lightning, "
                 "Accelerate, transformers, timm have a module in fp16opt.integrations."
+            )
+        moved = [grads[i] for i in written]
+        if not self.replicas.are_told and any(grad is not None and grad._is_view() for grad in moved):
+            more += (
+                " DDP with gradient_as_bucket_view=True moves gradients once, after its first reduction: call "
+                "fp16opt.distributed.attach(opt, ddp_model)."
             )
         raise RuntimeError(
             f"the model's gradients were written after {when}: {describe(names)}. To have them count, call "
@@ -370,6 +387,9 @@ class StepState:
         edited, gone = ([], []) if self._true_stamp is None else self._true_stamp.compare(masters)
         external = self.scale is not None and self.scale.external
         if not (edited or gone or external):
+            return
+        if edited and not (self.params.has_apart or self.gradients.summing) and _are_zero(masters):
+            self._take_zeros(masters)
             return
         before = {key: found.clone() for key, (_, found) in self._found.items()}
         self.gradients.recheck()
@@ -430,9 +450,16 @@ class StepState:
         return True
 
     def _not_zero(self, grads: list[Tensor | None]) -> list[str]:
-        """Names of parameters whose gradient is there and not all zeros. Syncs where there are gradients."""
+        """Names of parameters whose gradient is there and not all zeros. Syncs once where there are gradients."""
         there = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
-        return [self.params.names[i] for i, grad in there if bool((_values_of(grad) != 0).any())]
+        if not there:
+            return []
+        flags = torch.stack([_any_not_zero(grad).to(self.device) for _, grad in there]).tolist()
+        return [self.params.names[i] for (i, _), flag in zip(there, flags, strict=True) if flag]
+
+    def _has_zeros(self, grads: list[Tensor | None]) -> bool:
+        """In READY: whether gradients are zeros of ``zero_grad(set_to_none=False)``, untouched since."""
+        return self._stamp is not None and self._stamp.are_zeros and not self._stamp.compare(grads)[0]
 
     # -- the check ---------------------------------------------------------------------------------------------------
 
@@ -461,15 +488,16 @@ class StepState:
 
     def _bring_up(self, write: bool) -> bool:
         """Check the gradients as they are now, or make true ones; False where there are none. Raises as finalize."""
-        if self.stage is Stage.READY:
-            self.take_external()
         grads = raw_grads(self.params.models)
         self._notice_cleared(grads)
         self._check_complete()
+        if self.stage is not Stage.READY:
+            self._check_reduced()
+            self._compare(grads)
+        if self.stage is Stage.READY:
+            self.take_external()
         if self.stage is Stage.READY or self.scale is None:
             return False
-        self._check_reduced()
-        self._compare(grads)
         if self.stage is Stage.SCALED:
             self._check(self.scale, grads, write, self.scale.unit)
         if write:
@@ -551,7 +579,8 @@ class StepState:
                     f"{float(scaler.scale):g}. To compute gradients yourself, run torch.autograd.grad on "
                     "opt.scale_loss(loss), set the model's gradients, and call update_master_grads(); then edit."
                 )
-            if not self.has_new() or not self.take_external():
+            is_new = self.has_new() or self._has_zeros(raw_grads(self.params.models))
+            if not is_new or not self.take_external():
                 self._take_none(scaler)
                 return
         self.before_reading()
@@ -566,15 +595,30 @@ class StepState:
         self.gradients.are_true = True
         self._become_unscaled()
 
-    def was_written(self) -> bool:
-        """Whether a 16-bit gradient was written since it was last looked at, which the next check refuses."""
-        if self._stamp is None or self.gradients.summing:
+    def were_cleared(self) -> bool:
+        """Whether gradients that were checked have been set to None or to zeros since. Changes nothing.
+
+        Syncs where they were written.
+        """
+        if self._stamp is None or self.stage not in (Stage.CHECKED, Stage.UNSCALED) or self.gradients.summing:
             return False
-        written, _ = self._stamp.compare(raw_grads(self.params.models))
-        return any(not (self.stage is Stage.UNSCALED and self.params.master_is_model[i]) for i in written)
+        grads = raw_grads(self.params.models)
+        return any(self._stamp.compare(grads)) and _are_zero(grads)
+
+    def is_as_stamped(self) -> bool:
+        """Whether the stamps tell of no gradient that was written, replaced or set to None since."""
+        stamped = (self._stamp, self.params.models), (self._true_stamp, self.params.masters)
+        return all(stamp is None or not any(stamp.compare(raw_grads(tensors))) for stamp, tensors in stamped)
+
+    def stamp_again(self) -> None:
+        """DDP has moved gradients into its buckets: the stamps are of those that are there now, which are the same."""
+        if self._stamp is not None:
+            self._stamp = GradientStamp(raw_grads(self.params.models))
+        if self._true_stamp is not None:
+            self._true_stamp = GradientStamp(raw_grads(self.params.masters))
 
     def has_new(self) -> bool:
-        """In READY: whether the model has gradients that no step has used."""
+        """In READY: whether the model has gradients that no step has used, and that are no zeros of ``zero_grad``."""
         grads = raw_grads(self.params.models)
         if self._stamp is None:
             return any(map(operator.is_not, grads, itertools.repeat(None)))
@@ -613,14 +657,24 @@ class StepState:
         if self.stage is Stage.UNSCALED:
             self._true_stamp = GradientStamp(raw_grads(self.params.masters))
 
-    def unscale_again(self, inv_scale: Tensor) -> None:
-        """A GradScaler has told its scale only now: true gradients are multiplied by ``inv_scale`` (float32, 0-dim)."""
-        self.gradients.scale_again(inv_scale.to(self.device))
-        if self.scale is not None:
+    def unscale_external(self, inv_scale: Tensor) -> None:
+        """A GradScaler tells its scale: gradients that it has not unscaled are to be multiplied by ``inv_scale``.
+
+        Args:
+            inv_scale: float32, 0-dim, any device. Told again, it changes nothing.
+        """
+        if self.stage is Stage.READY:
+            self.take_external(inv_scale)
+            return
+        if self.scale is None or not self.scale.unit:
+            return
+        self.scale.inv_scale, self.scale.unit = inv_scale.to(self.device), False
+        self.unscale()
+        if self.stage is Stage.UNSCALED:  # read before: taken as made at 1
+            self.gradients.scale_again(self.scale.inv_scale)
             self._found = {}
             self._note_found(self.scale)
-            self.scale.external = False  # nobody writes them any more
-        self._true_stamp = GradientStamp(raw_grads(self.params.masters))
+            self._true_stamp = GradientStamp(raw_grads(self.params.masters))
 
     # -- FP32 sums ---------------------------------------------------------------------------------------------------
 
@@ -764,8 +818,19 @@ class StepState:
     def clear(self, set_to_none: bool) -> None:
         """Clear the model's and the masters' gradients, and forget what was found in them."""
         self.gradients.clear(set_to_none)
-        self.stage, self._stamp = Stage.READY, None
+        self.stage = Stage.READY
+        self._stamp = None if set_to_none else GradientStamp(raw_grads(self.params.models), are_zeros=True)
         self._start()
+
+
+def _any_not_zero(grad: Tensor) -> Tensor:
+    """bool, 0-dim: whether this rank's part of a gradient has an element that is not zero. No sync."""
+    return _values_of(grad).detach().ne(0).any()
+
+
+def _are_zero(grads: Sequence[Tensor | None]) -> bool:
+    """Whether all gradients that are there are zeros. Syncs for each, up to the first that is not."""
+    return not any(grad is not None and bool(_any_not_zero(grad)) for grad in grads)
 
 
 def _values_of(grad: Tensor) -> Tensor:

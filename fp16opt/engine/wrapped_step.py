@@ -345,7 +345,8 @@ def found_inf_given(optimizer: Any, found_inf: Tensor) -> Iterator[None]:
     try:
         yield
     finally:
-        del optimizer.grad_scale, optimizer.found_inf
+        for name in ("grad_scale", "found_inf"):  # gone already where the optimizer refused them
+            vars(optimizer).pop(name, None)
 
 
 @contextlib.contextmanager

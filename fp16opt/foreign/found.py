@@ -1,4 +1,4 @@
-"""What was found in somebody's checkpoint, before it is known whether it fits."""
+"""What was found in another library's checkpoint, before it is known whether it fits."""
 
 from __future__ import annotations
 

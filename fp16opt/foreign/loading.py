@@ -157,10 +157,9 @@ class _Plan:
     """
 
     def __init__(self, path: Path, found: Found, optimizer: MixedPrecisionOptimizer, names: dict[int, str]) -> None:
-        engine = optimizer
         self._path = path
         self._found = found
-        self._pairs = engine.params.all
+        self._pairs = optimizer.params.all
         self._names = [names.get(id(pair.model), "") for pair in self._pairs]
         if "" in self._names:
             nameless = self._pairs[self._names.index("")].name
@@ -179,7 +178,7 @@ class _Plan:
         named = found.state if found.state is not None else _named_state(found)
         self._state = self._by_position() if named is None else self._by_name(named)
         self._check_keys(optimizer.optimizer)
-        scale = found.scale if isinstance(engine.scaler, DynamicLossScaler) else None
+        scale = found.scale if isinstance(optimizer.scaler, DynamicLossScaler) else None
         self._scaler = self._current["scaler"] if scale is None else _scaled(self._current["scaler"], scale)
         taken = None if scale is None else float(self._scaler["scale"])
         self.loaded = Loaded(found.kind, len(values), len(self._state), taken)

@@ -165,7 +165,7 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
             retain_graph: As for ``torch.Tensor.backward``.
             create_graph, inputs, scaler: As for ``MixedPrecisionOptimizer.backward``.
         """
-        if not self.step_state.has_gradients():  # cleared by the model
+        if self.step_state.were_cleared():  # by the model
             self._count_unstepped_overflow()
         super().backward(
             loss,

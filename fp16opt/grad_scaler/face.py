@@ -19,14 +19,15 @@ from torch.optim import Optimizer
 
 from .. import kernels
 from ..engine.arguments import check_number
+from ..engine.closures import Evaluation
 from ..engine.diagnostics import Overflow, SkipLog, describe, overflows_from_flags
 from ..engine.outcome import check_consecutive, counters, note, room_for, update_scale
 from ..engine.wrapped_step import found_inf_given, supports_found_inf
 from ..kernels import backends
 from ..optimizer import MixedPrecisionOptimizer
 from ..scaling import LARGEST_SCALE, SMALLEST_SCALE, DynamicLossScaler
-from .closures import Evaluation, Evaluations, take_closure
-from .gradients import OptimizerGradients, Place
+from .closures import ScaledReevaluations, split_closure
+from .gradients import OptimizerGradients, ParamWithGrad
 
 _EXTRAS = "fp16opt"  # the key of state_dict that torch's loader does not look at
 _EXTRA_SETTINGS = ("min_scale", "max_scale", "hysteresis", "max_consecutive_skips")
@@ -58,32 +59,30 @@ class _Record:
 
     Attributes:
         gradients: The optimizer's.
-        wraps: Whether it is a ``MixedPrecisionOptimizer``, which has checked its gradients itself.
         skipped: Whether its last step was skipped: decided, or the device's flag (float32, 0-dim). None where there was
             nothing to step.
     """
 
     def __init__(self) -> None:
         self.gradients = OptimizerGradients()
-        self.wraps = False
         self.skipped: bool | Tensor | None = None
-        self._blamed: list[tuple[list[Place], Tensor]] = []
-        self._told: list[Overflow] = []
+        self._blamed: list[tuple[list[ParamWithGrad], Tensor]] = []
+        self._reported: list[Overflow] = []
         self._kept: list[Tensor] = []
         self._last: Tensor | None = None
 
-    def close(self, skipped: bool | None, told: list[Overflow]) -> None:
+    def close(self, skipped: bool | None, reported: list[Overflow]) -> None:
         """A step was decided on the host. No sync.
 
         Args:
-            told: Whom the optimizer blames, where it ``wraps``.
+            reported: What a ``MixedPrecisionOptimizer`` reports itself.
         """
-        self.skipped, self._told, self._blamed = skipped, told, []
+        self.skipped, self._reported, self._blamed = skipped, reported, []
         for places, stats in self.gradients.checked if skipped else ():
             self._blamed.append((places, stats.nonfinite.clone()))
 
     def close_on_device(self, found_inf: Tensor, counted: Tensor) -> None:
-        """Nobody has looked at a step: count it if it was skipped. No sync.
+        """A step was decided on the device: count it if it was skipped. No sync.
 
         What is noted stays in one place, so that a CUDA graph that is replayed goes on writing there.
         """
@@ -93,21 +92,20 @@ class _Record:
         if self._last is None or self._last.device != found_inf.device:
             self._last = torch.zeros((), dtype=torch.float32, device=found_inf.device)
         note(found_inf, flags, self._kept, self._last, counted)
-        self.skipped, self._told = self._last, []
+        self.skipped, self._reported = self._last, []
         self._blamed = [(places, kept) for (places, _), kept in zip(checked, self._kept, strict=True)]
 
     def release(self) -> None:
         """Let go of the gradients."""
-        self.wraps = False
         # `checked` too: gradients that were cleared since they were unscaled are in no row.
-        if self.gradients.rows or self.gradients.foreign or self.gradients.checked:
+        if self.gradients.rows or self.gradients.subclassed or self.gradients.checked:
             self.gradients.release()
 
     def report(self) -> list[Overflow]:
         """Which parameters had non-finite gradients if the last step was skipped, in param_groups order. Syncs."""
         if not self.skipped:
             return []
-        found = list(self._told)
+        found = list(self._reported)
         for places, flags in self._blamed:
             names, where = [place.name() for place in places], [(place.group, place.index) for place in places]
             found += overflows_from_flags(flags.tolist(), names, where)
@@ -354,12 +352,11 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """torch's hook, from which ``unscale_`` and torch's other methods get their flags."""
-        record = self._record_of(optimizer)
-        if isinstance(optimizer, MixedPrecisionOptimizer) and optimizer.master_weights != "none":
+        self._record_of(optimizer)
+        if isinstance(optimizer, MixedPrecisionOptimizer):
             found_by_it = optimizer.check_external(inv_scale)
             if found_by_it is None:
                 return {}
-            record.wraps = True
             if self._rule.follows_norms:
                 self._rule.see(optimizer.gradients.largest_norm(self._rule.growth_tracker.device))
             return {found_by_it.device: found_by_it}
@@ -378,9 +375,9 @@ class GradScaler(torch.amp.GradScaler):
                 "half a unit in the last place are lost. Wrap the optimizer in fp16opt.MixedPrecisionOptimizer.",
             )
         found = gradients.unscale(inv_scale)
-        if gradients.foreign:
-            theirs: Any = SimpleNamespace(param_groups=[{"params": gradients.foreign}])
-            for device, flag in super()._unscale_grads_(theirs, inv_scale, found_inf, True).items():
+        if gradients.subclassed:
+            as_optimizer: Any = SimpleNamespace(param_groups=[{"params": gradients.subclassed}])
+            for device, flag in super()._unscale_grads_(as_optimizer, inv_scale, found_inf, True).items():
                 found[device] = torch.maximum(found[device], flag) if device in found else flag
         if self._rule.follows_norms:
             self._rule.see(gradients.largest_norm(self._rule.growth_tracker.device))
@@ -432,12 +429,11 @@ class GradScaler(torch.amp.GradScaler):
 
     def _clip(self, optimizer: Optimizer, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         found = self._found_for_clipping(optimizer)
-        record = self._record_of(optimizer)
-        if record.wraps and isinstance(optimizer, MixedPrecisionOptimizer):
+        if isinstance(optimizer, MixedPrecisionOptimizer):
             return optimizer.clip_master_grads(max_norm, norm_type, error_if_nonfinite)
-        gradients = record.gradients
+        gradients = self._record_of(optimizer).gradients
         gradients.collect(optimizer)
-        if gradients.foreign:
+        if gradients.subclassed:
             params = list(gradients.params())
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
         gradients.coalesce()
@@ -526,14 +522,14 @@ class GradScaler(torch.amp.GradScaler):
             return optimizer.step(*args, **kwargs)
         closure = None
         if args or kwargs:
-            closure, args, kwargs = take_closure(args, kwargs)
+            closure, args, kwargs = split_closure(args, kwargs)
         if closure is None:
             self._check_scale_growth_tracker("step")
         if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         if closure is not None:
             result, skipped = self._step_with(closure, optimizer, args, kwargs)
-        elif getattr(optimizer, "_step_supports_amp_scaling", False) and _takes_the_scaler(optimizer):
+        elif _takes_the_scaler(optimizer):
             return super().step(optimizer, *args, **kwargs)
         else:
             result, skipped = self._step_once(optimizer, args, kwargs)
@@ -543,16 +539,9 @@ class GradScaler(torch.amp.GradScaler):
 
     def _step_once(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, bool | Tensor | None]:
         """(what the optimizer returned, whether it was skipped: None where there was nothing to step)."""
-        if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
-            self._steps_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
-            try:
-                self.unscale_(optimizer)
-            finally:
-                self._steps_itself = False
+        self._unscale_if_ready(optimizer)
         found = self._found(self._per_optimizer_states[id(optimizer)])
         if found is None:
-            if isinstance(optimizer, MixedPrecisionOptimizer):
-                optimizer.step()  # which refuses gradients that wait in the model, where it has a scale of its own
             self._warn_no_gradients(optimizer)
             return None, None
         if isinstance(optimizer, MixedPrecisionOptimizer):
@@ -563,6 +552,16 @@ class GradScaler(torch.amp.GradScaler):
         if bool(found):
             return None, True
         return optimizer.step(*args, **kwargs), False
+
+    def _unscale_if_ready(self, optimizer: Optimizer) -> None:
+        """:meth:`unscale_` for a step; FP16 gradients are fine where torch's protocol leaves them to the optimizer."""
+        if self._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY:
+            return
+        self._steps_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
+        try:
+            self.unscale_(optimizer)
+        finally:
+            self._steps_itself = False
 
     def _step_wrapper(
         self, optimizer: MixedPrecisionOptimizer, found: Tensor, args: Any, kwargs: Any
@@ -580,12 +579,16 @@ class GradScaler(torch.amp.GradScaler):
     def _step_with(
         self, closure: Callable[[], Any], optimizer: Optimizer, args: Any, kwargs: Any
     ) -> tuple[Any, bool | Tensor | None]:
-        evaluations = Evaluations(lambda: self._evaluate(closure, optimizer), self._rule.back_off)
+        evaluations = ScaledReevaluations(lambda: self._evaluate(closure, optimizer), self._rule.back_off)
         try:
-            return evaluations.step(optimizer, *args, **kwargs)
+            if isinstance(optimizer, MixedPrecisionOptimizer):
+                nothing = torch.zeros((), device=optimizer.device)
+                return self._step_wrapper(optimizer, nothing, (evaluations.until_finite, *args), kwargs)
+            stepped = evaluations.step(optimizer, lambda finite: optimizer.step(finite, *args, **kwargs))
         except BaseException:
             self._per_optimizer_states.pop(id(optimizer), None)
             raise
+        return evaluations.returned if stepped else evaluations.loss, not stepped
 
     def _evaluate(self, closure: Callable[[], Any], optimizer: Optimizer) -> Evaluation:
         """Call the closure, and unscale the gradients where it did not. Syncs."""
@@ -603,15 +606,15 @@ class GradScaler(torch.amp.GradScaler):
 
     def _record(self, optimizer: Optimizer, skipped: bool | Tensor | None) -> None:
         record = self._records[optimizer]
-        told: list[Overflow] = []
-        if skipped is True and isinstance(optimizer, MixedPrecisionOptimizer):
-            told = optimizer.overflow_report() if record.wraps else told
         if isinstance(skipped, Tensor):
             if self._skips_counted is None:
                 self._skips_counted = counters(skipped.device)[1]
             record.close_on_device(skipped, self._skips_counted)
         else:
-            record.close(skipped, told)
+            blamed: list[Overflow] = []
+            if skipped and isinstance(optimizer, MixedPrecisionOptimizer):
+                blamed = optimizer.overflow_report()
+            record.close(skipped, blamed)
             self._skips += skipped is True
         record.release()
         if skipped is not False:
@@ -674,7 +677,7 @@ class GradScaler(torch.amp.GradScaler):
             check_consecutive([self._rule], report)
 
     def _losses_are_finite(self) -> bool | None:
-        """Whether the losses of this iteration are; None where nobody has seen any. Syncs."""
+        """Whether the losses of this iteration are; None where none was scaled. Syncs."""
         return all([bool(loss.isfinite().all()) for loss in self._losses]) if self._losses else None  # noqa: C419
 
     def _next_iteration(self) -> None:
@@ -823,4 +826,6 @@ class GradScaler(torch.amp.GradScaler):
 
 def _takes_the_scaler(optimizer: Optimizer) -> bool:
     """Whether it is a custom optimizer of torch's older protocol, whose step takes the scaler and calls it."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
     return "grad_scaler" in inspect.signature(optimizer.step).parameters

@@ -23,13 +23,13 @@ from ..kernels import backends
 _SERVED = (*HALF_DTYPES, *OWN_DTYPES)
 
 
-class Place(NamedTuple):
+class ParamWithGrad(NamedTuple):
     """A parameter that has a gradient, and where it is in the optimizer's ``param_groups``."""
 
     param: Tensor
-    holder: dict[str, Any]
+    param_group: dict[str, Any]
     group: int
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+    index: int  # type: ignore[assignment]  # hides tuple.index
 
     @property
     def grad(self) -> Tensor:
@@ -41,11 +41,11 @@ class Place(NamedTuple):
 
     def name(self) -> str:
         """Made when it is asked for: a step that is taken needs none."""
-        return name_of(self.holder, self.index, self.param, {}) or _where(self.group, self.index)
+        return name_of(self.param_group, self.index, self.param, {}) or _where(self.group, self.index)
 
 
 @dataclass
-class Rows:
+class DeviceRows:
     """The gradients of one device, in the order of the optimizer's parameters.
 
     ``values`` are dense and real: the values of sparse gradients, complex ones seen as pairs of real numbers. Where
@@ -53,7 +53,7 @@ class Rows:
     """
 
     device: torch.device
-    places: list[Place] = field(default_factory=list)
+    places: list[ParamWithGrad] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
     is_plain: bool = True
 
@@ -66,7 +66,7 @@ class OptimizerGradients:
     """The gradients of one optimizer's parameters. They are held on to from :meth:`collect` to :meth:`release`.
 
     Attributes:
-        foreign: Parameters whose gradients are tensor subclasses with operations of their own (DTensor); torch's
+        subclassed: Parameters whose gradients are tensor subclasses with operations of their own (DTensor); torch's
             operations serve them.
         rows: The others, by device.
         checked: Those that were unscaled, and what the pass has found in them.
@@ -78,16 +78,16 @@ class OptimizerGradients:
 
     def release(self) -> None:
         """Let go of the gradients."""
-        self.rows: list[Rows] = []
-        self.foreign: list[Tensor] = []
+        self.rows: list[DeviceRows] = []
+        self.subclassed: list[Tensor] = []
         self._measured: GradientStamp | None = None
-        self.checked: list[tuple[list[Place], kernels.GradStats]] = []
+        self.checked: list[tuple[list[ParamWithGrad], kernels.GradStats]] = []
 
     def params(self) -> Iterator[Tensor]:
         """The parameters that have a gradient."""
         for rows in self.rows:
             yield from (place.param for place in rows.places)
-        yield from self.foreign
+        yield from self.subclassed
 
     def device(self) -> torch.device:
         """Where the first of them is; the CPU for none."""
@@ -103,8 +103,8 @@ class OptimizerGradients:
                 gradient has been touched then.
             ValueError: There are FP16 gradients and not ``allow_fp16``: torch's error. As above.
         """
-        places: list[tuple[Place, Tensor | None]] = []
-        foreign: list[Tensor] = []
+        places: list[tuple[ParamWithGrad, Tensor | None]] = []
+        subclassed: list[Tensor] = []
         refused: list[str] = []
         seen: set[int] = set()
         for number, group in enumerate(optimizer.param_groups):
@@ -116,30 +116,29 @@ class OptimizerGradients:
                     continue
                 seen.add(id(param))
                 if type(grad) is Tensor and grad.dtype in OWN_DTYPES and grad.layout is torch.strided:
-                    places.append((Place(param, group, number, index), grad.detach() if grad.requires_grad else grad))
+                    plain = grad.detach() if grad.requires_grad else grad
+                    places.append((ParamWithGrad(param, group, number, index), plain))
                     continue
                 if not allow_fp16 and grad.dtype is torch.float16:
                     refused.append(name_of(group, index, param, {}) or _where(number, index))
-                if _is_foreign(grad):
-                    foreign.append(param)
+                if _is_subclassed(grad):
+                    subclassed.append(param)
                 else:
-                    place = Place(param, group, number, index)
+                    place = ParamWithGrad(param, group, number, index)
                     _check(place, grad)
                     places.append((place, None))
         if refused:
-            mend = "Write optimizer = fp16opt.MixedPrecisionOptimizer(optimizer) after making it"
-            if getattr(optimizer, "master_weights", "") == "none":
-                mend = 'Wrap it with master_weights="full"'
             raise ValueError(
                 "Attempting to unscale FP16 gradients. FP16 weights that are stepped without FP32 masters lose every "
-                f"update smaller than half a unit in the last place: {describe(refused)}. {mend}, or "
-                "GradScaler(allow_16bit_weights=True) to step them as they are."
+                f"update smaller than half a unit in the last place: {describe(refused)}. Write optimizer = "
+                "fp16opt.MixedPrecisionOptimizer(optimizer) after making it, or GradScaler(allow_16bit_weights=True) to "
+                "step them as they are."
             )
-        self.foreign = foreign
-        by_device: dict[torch.device, Rows] = {}
+        self.subclassed = subclassed
+        by_device: dict[torch.device, DeviceRows] = {}
         for place, plain in places:
             values = _memory_of(place) if plain is None else plain
-            rows = by_device.setdefault(values.device, Rows(values.device))
+            rows = by_device.setdefault(values.device, DeviceRows(values.device))
             rows.places.append(place)
             rows.values.append(values)
             rows.is_plain = rows.is_plain and plain is not None
@@ -169,8 +168,8 @@ class OptimizerGradients:
             inv_scale: float32, 0-dim, any device.
 
         Returns:
-            For each device that holds gradients which are not foreign: float32, 0-dim, 1.0 where one was not finite
-            after unscaling (or too large for its 16-bit dtype), else 0.0. Overwritten by the next call.
+            For each device with gradients that are no subclasses: float32, 0-dim, 1.0 where one was not finite after
+            unscaling (or too large for its 16-bit dtype), else 0.0. Overwritten by the next call.
         """
         self.checked, self._measured = [], None
         found = {}
@@ -191,7 +190,7 @@ class OptimizerGradients:
             (norm before clipping, found_inf), each float32, 0-dim, as :meth:`unscale` would find them. None where
             nothing was done: gradients are not all float32 and dense on one device.
         """
-        if self.foreign or len(self.rows) != 1:
+        if self.subclassed or len(self.rows) != 1:
             return None
         (rows,) = self.rows
         if not rows.is_plain or any([value.dtype is not torch.float32 for value in rows.values]):  # noqa: C419
@@ -226,7 +225,7 @@ class OptimizerGradients:
         Of DTensors the norms over all ranks: a message each.
         """
         norms = [stats.sumsq.amax().sqrt().float().to(device) for _, stats in self.checked]
-        for grad in (param.grad for param in self.foreign):
+        for grad in (param.grad for param in self.subclassed):
             if grad is not None:
                 norm = torch.linalg.vector_norm(grad.detach(), dtype=torch.float32)
                 norms.append((norm.full_tensor() if hasattr(norm, "full_tensor") else norm).to(device))
@@ -237,7 +236,7 @@ class OptimizerGradients:
         for rows in self.rows:
             kernels.multi_tensor_scale(rows.values, factor.to(rows.device))
 
-    def _stats_of(self, rows: Rows) -> kernels.GradStats:
+    def _stats_of(self, rows: DeviceRows) -> kernels.GradStats:
         """Kept while as many gradients come as before."""
         stats = self._stats.get(rows.device)
         if stats is None or len(stats.nonfinite) != len(rows.values):
@@ -264,7 +263,7 @@ def _unscale(values: list[Tensor], stats: kernels.GradStats, inv_scale: Tensor) 
         round_to(wide, [value if row in halves else None for row, value in enumerate(values)], stats)
 
 
-def _is_foreign(grad: Tensor) -> bool:
+def _is_subclassed(grad: Tensor) -> bool:
     """Whether the tensor's address is not where its values are: DTensor and other subclasses."""
     return getattr(type(grad), "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
 
@@ -278,7 +277,7 @@ def _where(group: int, index: int) -> str:
     return f"group {group}, param {index}"
 
 
-def _check(place: Place, grad: Tensor) -> None:
+def _check(place: ParamWithGrad, grad: Tensor) -> None:
     if grad.layout is torch.strided and grad.dtype in _SERVED:
         return
     if grad.layout not in (torch.strided, torch.sparse_coo):
@@ -292,7 +291,7 @@ def _check(place: Place, grad: Tensor) -> None:
         )
 
 
-def _memory_of(place: Place) -> Tensor:
+def _memory_of(place: ParamWithGrad) -> Tensor:
     """The memory of a parameter's gradient as the kernels take it, ``.grad`` replaced where that needs other memory."""
     param, grad = place.param, place.grad
     if grad.dtype in OWN_DTYPES and grad.layout is torch.strided:

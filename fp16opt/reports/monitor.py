@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..engine.arguments import check_number
-from ..engine.dtensors import local, raw_grad
+from ..engine.dtensors import local, raw_grad, raw_grads
 from ..engine.outcome import read_at_once
 from ..engine.params import HALF_DTYPES, ParamPair
 from ..engine.parts import Wrapper, inside
+from ..engine.step_state import BackwardScale, Stage
 from ..optimizer import MixedPrecisionOptimizer
 from .sinks import JsonLines, Record, Sink, make_sink
 from .statistics import GRADIENT, UPDATE, Earlier, of_gradients, of_updates, take
@@ -121,13 +122,14 @@ class Monitor:
         sinks = to if isinstance(to, (list, tuple)) else [to]
         self.every, self.depth, self.steps = int(every), depth, int(start)
         self._sinks: list[Sink] = [make_sink(one) for one in sinks]
-        self._engine: Wrapper | None = wrapper
+        self._is_attached = True
+        self._reference = weakref.ref(wrapper)  # whose hooks hold this monitor
         self._writes = _rank() == 0
         self._waiting: list[_Step] = []
         self._sample: _Sample | None = None
         self._folding: list[Any] = []
-        self._clipped = self._engine.outcome.clipped
-        self._closed = self._engine.outcome.steps
+        self._clipped = wrapper.outcome.clipped
+        self._closed = wrapper.outcome.steps
         self._clock: float | None = None
         self._written = time.perf_counter()
         self._lay_rows()
@@ -139,17 +141,21 @@ class Monitor:
         self._at_exit: Callable[[], None] = lambda: _finish(me)
         atexit.register(self._at_exit)
 
+    @property
+    def _wrapper(self) -> Wrapper | None:
+        return self._reference() if self._is_attached else None
+
     # -- attached and detached ---------------------------------------------------------------------------------------
 
     def detach(self) -> None:
         """Take the hooks out, and write what waits. Does nothing the second time. May sync."""
-        if self._engine is None:
+        if not self._is_attached:
             return
         for handle in [*self._handles, *self._folding]:
             handle.remove()
         self._folding, self._sample = [], None
         self._flush()
-        self._engine = None
+        self._is_attached = False
         atexit.unregister(self._at_exit)
         for sink in self._sinks:
             if isinstance(sink, JsonLines):
@@ -210,44 +216,66 @@ class Monitor:
 
     # -- the hooks ---------------------------------------------------------------------------------------------------
 
-    def _before(self, opt: Any, args: Any, kwargs: Any) -> None:
-        if self.steps % self.every or self._engine is None or not self._looks():
-            return
+    def _before(self, opt: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Look at what a step is about to change; gradients that a closure makes are looked at when it returns."""
+        wrapper = self._wrapper
+        if self.steps % self.every or wrapper is None or not self._looks():
+            return None
         begun = time.perf_counter()
-        sample, parts = self._sample or _Sample(), self._engine
-        self._sample = sample
+        sample = self._sample = self._sample or _Sample()
+        changed = None
         with torch.no_grad():
-            sample.before = self._masters(parts)
-            if not (kwargs.get("closure") or any(map(callable, args[1:]))):  # a closure makes gradients later
-                sample.gradients = self._look(parts, sample)
+            sample.before = self._masters(wrapper)
+            if any(map(callable, (*args[1:], *kwargs.values()))):
+
+                def watched(value: Any) -> Any:
+                    return self._watched(wrapper, sample, value) if callable(value) else value
+
+                changed = (args[0], *map(watched, args[1:])), {name: watched(value) for name, value in kwargs.items()}
+            else:
+                sample.gradients = self._look(wrapper, sample)
         sample.seconds += time.perf_counter() - begun
+        return changed
+
+    def _watched(self, wrapper: Wrapper, sample: _Sample, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """``closure``, and then a look at the gradients that it made: those of the last evaluation stay."""
+
+        def evaluate() -> Any:
+            loss = closure()
+            begun = time.perf_counter()
+            with torch.no_grad():
+                sample.gradients = self._look(wrapper, sample)
+            sample.seconds += time.perf_counter() - begun
+            return loss
+
+        return evaluate
 
     def _after(self, opt: Any, args: Any, kwargs: Any) -> None:
-        now, parts = time.perf_counter(), self._engine
-        if parts is None or parts.outcome.steps == self._closed:  # there was nothing to step
+        now, wrapper = time.perf_counter(), self._wrapper
+        if wrapper is None or wrapper.outcome.steps == self._closed:  # there was nothing to step
             return
-        self._closed = parts.outcome.steps
+        self._closed = wrapper.outcome.steps
         self.steps += 1
         sample, self._sample = self._sample, None
         took = 0.0 if sample is None else sample.seconds
         seconds = None if self._clock is None else now - self._clock - took
-        self._note(parts, seconds)
+        self._note(wrapper, seconds)
         if now - self._written > PATIENCE:
             self._flush()
         if sample is not None:
-            self._finish_sample(opt, parts, sample)
+            self._finish_sample(opt, wrapper, sample)
             now = time.perf_counter()
         self._clock = now
         if self.steps % self.every == 0:
             self._arm()
 
-    def _note(self, parts: Wrapper, seconds: float | None) -> None:
+    def _note(self, wrapper: Wrapper, seconds: float | None) -> None:
         """What every step gives, without a look at a device."""
         if not self._writes:
             return
-        last, clipped = parts.outcome.last, parts.outcome.clipped
-        pending = parts.step_state.last
-        scale = parts.scaler.scale if pending is None else pending.scale
+        last, clipped = wrapper.outcome.last, wrapper.outcome.clipped
+        used = wrapper.step_state.last_scale
+        scale = wrapper.scaler.scale if used is None else used.scale
         skipped = last.clone() if isinstance(last, Tensor) else last
         self._waiting.append(_Step(self.steps, seconds, scale, skipped, None if clipped is self._clipped else clipped))
         self._clipped = clipped
@@ -258,73 +286,80 @@ class Monitor:
 
     def _looks(self) -> bool:
         """Whether this rank reads tensors: rank 0, or all where each has a part of the masters."""
-        return self._writes or (self._engine is not None and not self._engine.step_state.ranks.alone)
+        wrapper = self._wrapper
+        return self._writes or (wrapper is not None and not wrapper.step_state.ranks.alone)
 
     def _arm(self) -> None:
         """The next step is sampled: where gradients are folded into FP32 sums, look at each before it goes."""
-        parts = self._engine
-        if parts is None or parts.config.grad_accumulation != "fp32" or not self._looks():
+        wrapper = self._wrapper
+        if wrapper is None or wrapper.config.grad_accumulation != "fp32" or not self._looks():
             return
         sample = self._sample = _Sample()
-        for position, pair in enumerate(parts.params.all):
+        for position, pair in enumerate(wrapper.params.all):
             if pair.model.dtype in HALF_DTYPES and pair.model.requires_grad and pair.model.is_leaf:
                 fold = _folder(sample, position)
                 self._folding.append(pair.model.register_post_accumulate_grad_hook(fold))  # type: ignore[no-untyped-call]
 
-    def _masters(self, parts: Wrapper) -> Earlier:
+    def _masters(self, wrapper: Wrapper) -> Earlier:
         """Some elements of all that is stepped, as they are now."""
         masters: dict[int, Tensor] = {}
         joined: Earlier = []
-        for position, pair in enumerate(parts.params.all):
-            if pair.master is not pair.model and not parts.masters.are_whole:  # each in memory of its own, for a moment
-                joined += take({position: _stepped(parts, pair)})
+        for position, pair in enumerate(wrapper.params.all):
+            if (
+                pair.master is not pair.model and not wrapper.masters.are_whole
+            ):  # each in memory of its own, for a moment
+                joined += take({position: _stepped(wrapper, pair)})
             elif pair.master is not pair.model or pair.model.requires_grad:
-                masters[position] = _stepped(parts, pair)
+                masters[position] = _stepped(wrapper, pair)
         return take(masters) + joined
 
-    def _look(self, parts: Wrapper, sample: _Sample) -> Tensor:
+    def _look(self, wrapper: Wrapper, sample: _Sample) -> Tensor:
         """Numbers of the gradients that are there now, of each unscaled and before the clip."""
-        pending = parts.step_state.pending or parts.step_state.last
-        clipped = parts.outcome.clipped
-        grads = [_gradient(pair, parts.gradients.own_are_scaled) for pair in parts.params.all]
-        found = of_gradients([grad for grad, _ in grads], parts.device)
+        state, clipped = wrapper.step_state, wrapper.outcome.clipped
+        are_true = state.stage is Stage.UNSCALED
+        grads = [_gradient(pair, are_true) for pair in wrapper.params.all]
+        found = of_gradients([grad for grad, _ in grads], wrapper.device)
         folded = [position for position in sample.folded if grads[position][0] is not None]
         for position in folded:  # the sum is that of the FP32 gradient; shares and the largest are of those folded in
             found[position, 0] = sample.folded[position][0]
             found[position, _LARGEST:] = sample.folded[position][_LARGEST:].to(found)
-        still = torch.tensor([scaled for _, scaled in grads], dtype=torch.bool, device="cpu").to(parts.device)
-        inverse = found.new_ones(()) if pending is None else pending.inv_scale.to(found)
+        still = torch.tensor([scaled for _, scaled in grads], dtype=torch.bool, device="cpu").to(wrapper.device)
+        inverse = _inv_scale(wrapper).to(found)
         factor = found.new_ones(()) if clipped is None or clipped is self._clipped else clipped[1].to(found)
         as_it_lies = torch.where(still, inverse, 1.0 / factor)  # what is not scaled was clipped where it lies
         as_it_lies[found[:, 0] == 0] = 0.0
         found[:, _SUMSQ] *= as_it_lies.square()
         as_it_lies[folded] = inverse
         found[:, _LARGEST] *= as_it_lies
-        if parts.step_state.stage.value in ("looked", "taken"):  # then the sums are known, from before any clip
-            for group, one in zip(parts.params.devices, parts.gradients.stats, strict=True):
-                rows = [at for at, position in enumerate(group.positions) if grads[position][0] is not None]
-                found[[group.positions[at] for at in rows], _SUMSQ] = one.sumsq[rows].to(found)
+        if are_true and state.scale is not None and state.scale.external:  # a GradScaler divides them where they lie
+            true = of_gradients(list(map(_piece, raw_grads(wrapper.params.masters))), wrapper.device)
+            factor = _told_by_grad_scaler(wrapper).to(true)
+            found[:, _SUMSQ], found[:, _LARGEST] = true[:, _SUMSQ] * factor.square(), true[:, _LARGEST] * factor
+        elif state.stage in (Stage.CHECKED, Stage.UNSCALED):  # then the sums are known, from before any clip
+            for device, one in zip(wrapper.params.devices, wrapper.gradients.stats, strict=True):
+                rows = [at for at, position in enumerate(device.positions) if grads[position][0] is not None]
+                found[[device.positions[at] for at in rows], _SUMSQ] = one.sumsq[rows].to(found)
         return found
 
-    def _finish_sample(self, opt: Any, parts: Wrapper, sample: _Sample) -> None:
+    def _finish_sample(self, opt: Any, wrapper: Wrapper, sample: _Sample) -> None:
         begun = time.perf_counter()
         for handle in self._folding:
             handle.remove()
         self._folding = []
         with torch.no_grad():
-            if sample.gradients is None:  # of a closure
-                sample.gradients = self._look(parts, sample)
-            pairs = parts.params.all
+            if sample.gradients is None:  # the closure was not called
+                sample.gradients = self._look(wrapper, sample)
+            pairs = wrapper.params.all
 
             def now(position: int) -> tuple[Tensor, Tensor]:
-                return _stepped(parts, pairs[position]), local(pairs[position].model.detach())
+                return _stepped(wrapper, pairs[position]), local(pairs[position].model.detach())
 
-            updates = of_updates(sample.before, now, len(pairs), parts.device)
+            updates = of_updates(sample.before, now, len(pairs), wrapper.device)
             came = updates.new_zeros(len(pairs) - len(sample.gradients), len(GRADIENT))  # parameters of a later group
-            table = self._gather(parts, torch.cat([torch.cat([sample.gradients, came]), updates], dim=1))
+            table = self._gather(wrapper, torch.cat([torch.cat([sample.gradients, came]), updates], dim=1))
         if self._writes:
             self._flush()
-            skipped = parts.outcome.last_was_skipped
+            skipped = wrapper.outcome.last_was_skipped
             whole = [name for name, kind in self._kinds.items() if kind["stepped"] in ("float16", "bfloat16")]
             rows = {
                 name: _in_words(numbers, skipped, name in whole)
@@ -336,11 +371,11 @@ class Monitor:
 
     def _lay_rows(self) -> None:
         """Which row each parameter counts to; where masters are spread over ranks the same rows on all of them."""
-        parts = self._engine
-        if parts is None:
+        wrapper = self._wrapper
+        if wrapper is None:
             return
-        mine = [(_prefix(pair.name, self.depth), _kind(pair)) for pair in parts.params.all]
-        everyone = [mine] if parts.step_state.ranks.alone else _all_gathered(mine)
+        mine = [(_prefix(pair.name, self.depth), _kind(pair)) for pair in wrapper.params.all]
+        everyone = [mine] if wrapper.step_state.ranks.alone else _all_gathered(mine)
         self._kinds: dict[str, dict[str, Any]] = {}
         for name, kind in (row for rows in everyone for row in rows):
             self._kinds.setdefault(name, kind)
@@ -348,12 +383,12 @@ class Monitor:
         place = {name: number for number, name in enumerate(self._rows)}
         self._places = [place[name] for name, _ in mine]
 
-    def _gather(self, parts: Wrapper, numbers: Tensor) -> list[list[float]]:
+    def _gather(self, wrapper: Wrapper, numbers: Tensor) -> list[list[float]]:
         """By row: sums over its parameters and over the ranks, and the largest gradient. Syncs once."""
-        ranks, device = parts.step_state.ranks, parts.device
-        self._follow(parts)
+        ranks, device = wrapper.step_state.ranks, wrapper.device
+        self._follow(wrapper)
         if not ranks.alone:
-            counted = [ranks.counted(model) for model in parts.params.models]
+            counted = [ranks.counted(model) for model in wrapper.params.models]
             others = ~torch.tensor(counted, dtype=torch.bool, device="cpu").to(device)
             numbers = numbers.masked_fill(others[:, None], 0.0)
         rows = torch.tensor(self._places, dtype=torch.int64, device="cpu").to(device)
@@ -365,9 +400,9 @@ class Monitor:
         read: list[list[float]] = table.tolist()
         return read
 
-    def _follow(self, parts: Wrapper) -> None:
+    def _follow(self, wrapper: Wrapper) -> None:
         """Rows of parameters that came since, as ``add_param_group`` brings them: rows of their own."""
-        for pair in parts.params.all[len(self._places) :]:
+        for pair in wrapper.params.all[len(self._places) :]:
             name = _prefix(pair.name, self.depth)
             if name not in self._kinds:
                 self._kinds[name] = _kind(pair)
@@ -396,7 +431,7 @@ NUMBERS = {
 
 def _folder(sample: _Sample, position: int) -> Callable[[Tensor], None]:
     def fold(param: Tensor) -> None:
-        grad = GRAD.__get__(param)
+        grad: Tensor | None = raw_grad(param)
         if grad is None or grad.layout is not torch.strided or grad.dtype not in HALF_DTYPES:
             return
         with torch.no_grad():
@@ -411,22 +446,40 @@ def _folder(sample: _Sample, position: int) -> Callable[[Tensor], None]:
     return fold
 
 
-def _stepped(parts: Wrapper, pair: ParamPair) -> Tensor:
+def _stepped(wrapper: Wrapper, pair: ParamPair) -> Tensor:
     """This rank's piece of what the optimizer steps for a pair; of split masters a new tensor."""
-    return local(pair.model.detach() if pair.master is pair.model else parts.masters.read([pair])[0])
+    return local(pair.model.detach() if pair.master is pair.model else wrapper.masters.read([pair])[0])
 
 
-def _gradient(pair: ParamPair, own_are_scaled: bool) -> tuple[Tensor | None, bool]:
-    """(this rank's piece of a pair's gradient as it lies in memory, whether it is still scaled)."""
-    own = pair.master is pair.model
+def _gradient(pair: ParamPair, are_true: bool) -> tuple[Tensor | None, bool]:
+    """(this rank's piece of a pair's gradient as it lies in memory, whether it is still scaled).
+
+    Args:
+        are_true: whether masters hold true gradients. Where the model has a 16-bit one beside it, that one is meant.
+    """
+    if pair.master is pair.model:
+        return _piece(raw_grad(pair.model)), not are_true
     grad = raw_grad(pair.model)
-    scaled = own_are_scaled if own else grad is not None and grad.dtype in HALF_DTYPES
-    if grad is None and not own:
-        grad = raw_grad(pair.master)
+    return (_piece(raw_grad(pair.master)), False) if grad is None and are_true else (_piece(grad), grad is not None)
+
+
+def _piece(grad: Tensor | None) -> Tensor | None:
+    """This rank's elements of a gradient, dense; of a sparse one its values."""
     if grad is None:
-        return None, False
-    grad = grad._values() if grad.layout is torch.sparse_coo else grad
-    return local(grad.detach()), scaled
+        return None
+    return local((grad._values() if grad.layout is torch.sparse_coo else grad).detach())
+
+
+def _inv_scale(wrapper: Wrapper) -> Tensor:
+    """float32, 0-dim: what makes the model's gradients true."""
+    scale: BackwardScale | None = wrapper.step_state.scale
+    return _told_by_grad_scaler(wrapper) if scale is None else scale.inv_scale
+
+
+def _told_by_grad_scaler(wrapper: Wrapper) -> Tensor:
+    """0-dim: what ``step`` is to multiply gradients by for a GradScaler of torch; 1.0 without one."""
+    grad_scale: Tensor | None = getattr(wrapper, "grad_scale", None)
+    return torch.ones((), device=wrapper.device) if grad_scale is None else grad_scale.reshape(()).reciprocal()
 
 
 def _in_words(numbers: Sequence[float], skipped: bool, has_no_master: bool) -> dict[str, float | None]:

@@ -42,7 +42,7 @@ def scale_and_skips(axes: Any, run: RunRead) -> None:
 def norms(axes: Any, run: RunRead) -> None:
     """The norm before the clip, and the seconds that a step took."""
     known = [(step["step"], step["grad_norm"]) for step in run.steps if _good(step["grad_norm"])]
-    if not known:  # nobody clips: of the samples
+    if not known:  # the run does not clip: norms of the samples
         known = [(sample["step"], _total(sample)) for sample in run.samples if _good(_total(sample))]
     if known:
         axes.plot(*zip(*known, strict=True), color=_BLUE, linewidth=1.0)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.dtensors import is_sharded, local
+from ..engine.dtensors import is_sharded, local, raw_grads, set_raw_grad
 
 
 @dataclass
@@ -212,12 +212,13 @@ class Probe:
 
     def _backward(self, scaled: Tensor) -> dict[str, Tensor]:
         """By name: this rank's pieces of the gradients that parameters got."""
+        grads: list[Tensor | None]
         if not self._shares:
             # Nothing accumulates: neither .grad nor the hooks of those who step while the backward runs are touched.
-            grads = torch.autograd.grad(scaled, list(self.params.values()), allow_unused=True)
+            grads = list(torch.autograd.grad(scaled, list(self.params.values()), allow_unused=True))
         else:
             scaled.backward()  # type: ignore[no-untyped-call]
-            grads = tuple(Tensor.grad.__get__(param) for param in self.params.values())
+            grads = raw_grads(self.params.values())
         named = zip(self.params, grads, strict=True)
         dense = {
             name: grad.to_dense() if grad.layout is not torch.strided else grad
@@ -307,11 +308,11 @@ def as_it_was(model: nn.Module, with_gradients: bool) -> Iterator[None]:
         if value is not None
     ]
     params = list(model.parameters()) if with_gradients else []
-    grads = [Tensor.grad.__get__(param) for param in params]
+    grads = raw_grads(params)
     # DDP writes the next gradients where the present ones are views of its buckets.
     copies = [None if grad is None or not grad._is_view() else grad.clone() for grad in grads]
     for param in params:
-        Tensor.grad.__set__(param, None)
+        set_raw_grad(param, None)
     state, numpy = random.getstate(), sys.modules.get("numpy")
     numpy_state = None if numpy is None else numpy.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
@@ -328,7 +329,7 @@ def as_it_was(model: nn.Module, with_gradients: bool) -> Iterator[None]:
                 if not _same_bits(value, copy):
                     value.copy_(copy)
             for param, grad, kept in zip(params, grads, copies, strict=True):
-                Tensor.grad.__set__(param, grad)
+                set_raw_grad(param, grad)
                 if kept is not None and grad is not None:
                     grad.data.copy_(kept)
 

@@ -298,6 +298,7 @@ def test_a_later_initialize_makes_new_scalers_and_every_optimizer_uses_them() ->
     _, second = amp.initialize(other, sgd(other), opt_level="O1", num_losses=2, verbosity=0, max_loss_scale=2.0**20)
     assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 2.0**16, "unskipped": 0}
     _amp_state.loss_scalers[1]._loss_scale = 2.0**18
+    optimizer.zero_grad()
     with amp.scale_loss(torch.ones(()), [optimizer, second], loss_id=1) as scaled:
         assert float(scaled) == 2.0**18
     amp.load_state_dict(

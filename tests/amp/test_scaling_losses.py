@@ -139,6 +139,7 @@ def test_each_inf_skips_one_step_and_names_the_parameter(level: str, caplog: pyt
     train(model, optimizer, 2)
     before = bits(model, optimizer)
     scale = _amp_state.loss_scalers[0].loss_scale()
+    optimizer.zero_grad()
     with amp.scale_loss(F.cross_entropy(model(X), Y), optimizer) as scaled:
         scaled.backward()
         model[3].bias.grad[1] = float("nan")
@@ -229,6 +230,7 @@ def test_delayed_overflow_check_is_not_forgotten(level: str) -> None:
     optimizer.step()
     assert _amp_state.loss_scalers[0].loss_scale() == 2.0**15
     assert same([p.detach() for p in model.parameters()], before)
+    optimizer.zero_grad()
     with amp.scale_loss(F.cross_entropy(model(X), Y), optimizer, delay_overflow_check=True) as scaled:
         scaled.backward()
         model[0].bias.grad[0] = float("inf")
@@ -498,6 +500,7 @@ def test_the_notice_names_the_loss_that_overflowed(caplog: pytest.LogCaptureFixt
     amp.initialize(model, optimizer, opt_level="O1", num_losses=2)
     train(model, optimizer, 1)
     for bad in (0, 1):
+        optimizer.zero_grad()
         caplog.clear()
         for loss_id in (0, 1):
             with amp.scale_loss(F.cross_entropy(model(X), Y), optimizer, loss_id=loss_id) as scaled:
@@ -506,6 +509,5 @@ def test_the_notice_names_the_loss_that_overflowed(caplog: pytest.LogCaptureFixt
                     model[3].bias.grad[0] = float("inf")
         with caplog.at_level(logging.INFO):
             optimizer.step()
-        optimizer.zero_grad()
         assert f"gradient overflow in loss {bad}" in caplog.text
         assert "loss scale 65536 -> 32768" in caplog.text

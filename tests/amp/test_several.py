@@ -171,6 +171,7 @@ def test_larc_and_the_fused_optimizers_of_the_aliases(level: str) -> None:
         losses = train(model, optimizer, 8)
         assert all(b < a for a, b in itertools.pairwise(losses))
         weights = [p.detach().clone() for p in model.parameters()]
+        optimizer.zero_grad()
         with amp.scale_loss(sum(p.float().sum() for p in model.parameters()), optimizer) as scaled:
             scaled.backward()
             model[0].weight.grad[0, 0] = float("inf")

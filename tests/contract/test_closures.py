@@ -1,4 +1,4 @@
-"""``step(closure)``: evaluated once for all but classes that evaluate more often; and ``train()`` and ``eval()``."""
+"""``step(closure)``, ``closure="once" | "reevaluate" | None``; and ``train()`` with ``eval()``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 from contract.worlds import (
     FOLDING,
+    FUSED,
+    FUSED_ADAMW,
     INF,
     MIXED_WRAPPED,
     NAN,
-    ONE_PASS,
-    ONE_PASS_ADAMW,
     SPLIT,
     WRAPPED,
     Mode,
@@ -168,7 +168,7 @@ class Allocations(TorchDispatchMode):
         return out
 
 
-@by([WRAPPED, ONE_PASS, ONE_PASS_ADAMW, SPLIT, FOLDING])
+@by([WRAPPED, FUSED, FUSED_ADAMW, SPLIT, FOLDING])
 def test_nothing_is_copied(mode: Mode) -> None:
     """A step with a closure allocates what the step without one does; a copy of one of three masters would show."""
     shapes = ((2000,), (20, 100), (3000,))
@@ -185,6 +185,12 @@ def test_nothing_is_copied(mode: Mode) -> None:
 
 
 # -- classes that evaluate more often ------------------------------------------------------------------------------
+
+
+def reevaluating(mode: Mode, make: Any, scale: str = "static", **options: Any) -> World:
+    """What evaluates more often says so, LBFGS aside."""
+    arguments = {} if make is lbfgs else {"closure": "reevaluate"}
+    return World(mode, scale, make=make, arguments=arguments, **options)
 
 
 def lbfgs(params: Any) -> LBFGS:
@@ -246,7 +252,7 @@ MODES = by([WRAPPED, FOLDING, MIXED_WRAPPED])
 @MANY
 @every_scale
 def test_each_evaluation_sees_the_masters_current_values(mode: Mode, make: Any, scale: str) -> None:
-    world = World(mode, scale, make=make)
+    world = reevaluating(mode, make, scale)
     closure = SeesMasters(world)
     for _ in range(2):
         world.opt.step(closure)
@@ -267,7 +273,7 @@ def _copies(world: World) -> list[Any]:
 @MANY
 @pytest.mark.parametrize("at", [0, 1])
 def test_an_evaluation_that_overflows_lowers_the_scale_and_is_evaluated_again(mode: Mode, make: Any, at: int) -> None:
-    world = World(mode, "dynamic", make=make, scaler_settings={"growth_interval": 1000})
+    world = reevaluating(mode, make, "dynamic", scaler_settings={"growth_interval": 1000})
     closure = Closure(world, lambda n: [INF, 1.0, 1.0] if n in (at, at + 1) else GRADS)
     world.opt.step(closure)
     assert closure.scales[: at + 3] == [64.0] * (at + 1) + [32.0, 16.0]
@@ -282,7 +288,7 @@ def test_an_evaluation_that_overflows_lowers_the_scale_and_is_evaluated_again(mo
 @MANY
 def test_without_new_gradients_an_overflow_is_not_evaluated_again(mode: Mode, make: Any) -> None:
     """One skip, one lowering: the scale is not driven to its floor."""
-    world = World(mode, "dynamic", make=make)
+    world = reevaluating(mode, make, "dynamic")
     world.opt.step(Closure(world))
     before, scale = _copies(world), float(world.opt.loss_scale)
     world.opt.zero_grad()
@@ -300,7 +306,7 @@ def test_without_new_gradients_an_overflow_is_not_evaluated_again(mode: Mode, ma
 @pytest.mark.parametrize("at", [0, 1])
 def test_at_the_floor_everything_is_restored_and_one_skip_is_counted(mode: Mode, make: Any, at: int) -> None:
     """The floor is 1, from 64 on six halvings; ``step`` returns."""
-    world = World(mode, "dynamic", make=make)
+    world = reevaluating(mode, make, "dynamic")
     world.opt.step(Closure(world))
     before = _copies(world)
     scale = float(world.opt.loss_scale)
@@ -319,13 +325,60 @@ def test_at_the_floor_everything_is_restored_and_one_skip_is_counted(mode: Mode,
 @MANY
 @pytest.mark.parametrize("scale", ["one", "static"])
 def test_a_static_scale_cannot_go_lower(mode: Mode, make: Any, scale: str) -> None:
-    world = World(mode, scale, make=make)
+    world = reevaluating(mode, make, scale)
     before = _copies(world)
     closure = Closure(world, lambda n: [INF, 1.0, 1.0])
     world.opt.step(closure)
     assert len(closure.scales) == 1
     assert int(world.opt.skipped_steps) == 1
     assert _copies(world)[:2] == before[:2]
+
+
+@MODES
+@pytest.mark.parametrize("closure", [None, "once"])
+def test_a_class_that_evaluates_again_without_saying_so_is_told_the_argument(mode: Mode, closure: str | None) -> None:
+    """It would be evaluated at weights that are not the masters' rounded."""
+    world = World(mode, "dynamic", make=TwoSteps, arguments={"closure": closure})
+    with pytest.raises(RuntimeError, match=r'closure="reevaluate"'):
+        world.opt.step(Closure(world))
+    assert int(world.opt.skipped_steps) == 0
+
+
+@MODES
+def test_lbfgs_may_be_told_to_evaluate_once(mode: Mode) -> None:
+    world = World(mode, make=lbfgs, arguments={"closure": "once"})
+    with pytest.raises(RuntimeError, match=r'closure="reevaluate"'):
+        world.opt.step(Closure(world))
+
+
+@MODES
+def test_a_class_that_evaluates_once_may_be_reevaluated(mode: Mode) -> None:
+    """An overflow then lowers the scale and is evaluated again within the step."""
+    world = World(mode, "dynamic", arguments={"closure": "reevaluate"})
+    closure = Closure(world, lambda n: [INF, 1.0, 1.0] if n == 0 else GRADS)
+    world.opt.step(closure)
+    assert closure.scales == [64.0, 32.0]
+    assert int(world.opt.skipped_steps) == 0
+    assert world.opt.loss_scale == 32.0
+    world.reference.scale.write(32.0)
+    world.reference.step(GRADS)
+    world.check_weights()
+
+
+@pytest.mark.parametrize("value", ["twice", True, 2], ids=repr)
+def test_the_argument_is_one_of_three(value: Any) -> None:
+    weight = torch.nn.Parameter(torch.ones(4))
+    with pytest.raises((TypeError, ValueError), match="closure"):
+        MixedPrecisionOptimizer(SGD([weight], lr=0.1), closure=value)
+
+
+@pytest.mark.parametrize("value", [3, "closure"], ids=repr)
+def test_what_cannot_be_called_is_refused_and_gradients_stay(value: Any) -> None:
+    world = World(WRAPPED)
+    world.backward(GRADS)
+    with pytest.raises(TypeError, match="closure"):
+        world.opt.step(value)
+    world.expect_step(GRADS)
 
 
 # -- train() and eval() --------------------------------------------------------------------------------------------
@@ -397,9 +450,13 @@ def test_an_optimizer_that_evaluates_again_is_refused_with_split_masters() -> No
                 return super().step(closure)
 
     weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    opt = MixedPrecisionOptimizer(Twice([weight], lr=0.1), master_weights="split")
-    with pytest.raises(RuntimeError, match=r'Twice evaluates its closure more than once.*master_weights="full"'):
+
+    def wrapped_and_stepped() -> None:
+        opt = MixedPrecisionOptimizer(Twice([weight], lr=0.1), master_weights="split")
         opt.step(lambda: weight.float().sum())
+
+    with pytest.raises((RuntimeError, ValueError), match=r"closure"):
+        wrapped_and_stepped()
     assert torch.equal(weight, torch.ones(4, dtype=torch.bfloat16))
 
 

@@ -1,147 +1,143 @@
-"""``zero_grad`` in both forms, before, between and after: zeros take part in the next step, as in torch."""
+"""``zero_grad`` in both forms: both sides are cleared, what was found is forgotten, the step begins anew."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import SGD
 
 from contract.worlds import (
-    INF,
+    NAN,
     Mode,
     World,
     every_mode,
     every_mode_that_keeps_gradients,
-    every_scale,
+    every_setting,
+    every_setting_that_keeps_gradients,
+    every_way,
     instead,
+    times,
     values,
 )
+from fp16opt import MixedPrecisionOptimizer
 
-WAYS = pytest.mark.parametrize("how", ["backward", "waiting", "scale_loss"])
+GRADS = values(0.5, 1.0, -0.5)
 DECAY = {"weight_decay": 0.125}
+LOOKS = pytest.mark.parametrize("look", ["nothing", "update", "clip", "read"])
 
 
-def zeros(world: World) -> list[Tensor]:
-    return [torch.zeros(p.shape) for p in world.params]
-
-
-@every_scale
-@every_mode
-@WAYS
-@pytest.mark.parametrize("look", ["nothing", "update", "clip", "read"])
-def test_zeros_in_the_middle_of_a_step_take_part(mode: Mode, scale: str, how: str, look: str) -> None:
-    """Weight decay is applied though nothing came after."""
-    if scale == "one" and look != "nothing":
-        pytest.skip("once is enough")
-    world = World(mode, scale, **DECAY)
-    world.leave(how, values(0.5, 1.0, -0.5))
+def look_at(world: World, look: str) -> None:
     if look == "update":
         world.opt.update_master_grads()
     if look == "clip":
         world.opt.clip_master_grads(2.0)
     if look == "read":
-        world.check_master_grads(values(0.5, 1.0, -0.5))
-    world.opt.zero_grad(set_to_none=False)
-    world.opt.step()
-    world.reference.step(zeros(world))
-    world.check_weights()
+        assert world.masters[world.half()].grad is not None
 
 
-@every_scale
+def zeros() -> list[Tensor]:
+    return [torch.zeros_like(g) for g in GRADS]
+
+
 @every_mode
-def test_zeros_show_as_zeros(mode: Mode, scale: str) -> None:
+@every_way
+@LOOKS
+def test_none_clears_both_sides_and_the_next_step_is_whole(mode: Mode, how: str, look: str) -> None:
+    """Flags of the nan that was there are forgotten too."""
+    world = World(mode, "dynamic", **DECAY)
+    world.leave(how, [NAN, NAN, NAN])
+    look_at(world, look)
+    world.opt.zero_grad()
+    assert all(t.grad is None for t in (*world.params, *world.masters))
+    world.opt.step()
+    world.check()
+    world.leave(how, GRADS)
+    world.expect_step(GRADS)
+
+
+@every_setting_that_keeps_gradients
+@LOOKS
+def test_zeros_clear_both_sides_and_take_part_in_a_step(mode: Mode, scale: str, look: str) -> None:
+    """Weight decay is applied though nothing came after, as in torch."""
+    world = World(mode, scale, **DECAY)
+    world.backward(GRADS)
+    look_at(world, look)
+    world.opt.zero_grad(set_to_none=False)
+    assert all(p.grad is not None and not p.grad.any() for p in world.params)
+    assert all(m.grad is None or not m.grad.any() for m in world.masters)
+    world.expect_step(zeros())
+
+
+@every_setting
+@every_way
+def test_zeros_are_what_the_next_backward_adds_to(mode: Mode, scale: str, how: str) -> None:
     world = World(mode, scale)
-    world.backward(values(0.5, 1.0, -0.5))
-    world.opt.zero_grad(set_to_none=False)
-    world.check_master_grads(zeros(world))
-    for p in world.params:
-        assert p.grad is None or not p.grad.any()
-        assert mode.folds or p.grad is not None
-
-
-@every_scale
-@every_mode
-def test_zeros_of_an_overflow_are_finite(mode: Mode, scale: str) -> None:
-    world = World(mode, scale, **DECAY)
-    world.backward([INF, INF, INF])
-    world.opt.zero_grad(set_to_none=False)
-    world.opt.step()
-    world.reference.step(zeros(world))
-    world.check_weights()
-    assert not world.opt.step_was_skipped
-
-
-@every_scale
-@every_mode
-@WAYS
-def test_a_backward_after_zeros_adds_to_them(mode: Mode, scale: str, how: str) -> None:
-    """A parameter that only the first batch used has a zero, so it decays; one that none used has not."""
-    world = World(mode, scale, **DECAY)
-    first = instead(values(0.5, 1.0, -0.5), 2, None)
-    world.leave(how, first)
-    world.opt.zero_grad(set_to_none=False)
-    second = instead(instead(values(1.0, 2.0, 0.0), 0, None), 2, None)
-    world.leave(how, second)
-    world.expect_step([zeros(world)[0], second[1], None])
+    for _ in range(3):
+        world.leave(how, GRADS)
+        world.expect_step(GRADS)
+        world.opt.zero_grad(set_to_none=False)
 
 
 @every_mode_that_keeps_gradients
-@pytest.mark.parametrize("scale", ["one", "static", "dynamic"])
-def test_zeros_after_a_step_take_part_in_the_next(mode: Mode, scale: str) -> None:
-    """As torch's zero_grad(set_to_none=False) then step: no backward came without us, so nothing is refused."""
-    world = World(mode, scale, **DECAY)
-    grads = values(0.5, 1.0, -0.5)
-    world.backward(grads)
-    world.expect_step(grads)
-    world.opt.zero_grad(set_to_none=False)
-    world.opt.step()
-    world.reference.step(zeros(world))
-    world.check_weights()
-
-
-@every_mode
-def test_zeros_where_there_was_no_gradient_are_none(mode: Mode) -> None:
+def test_a_parameter_that_had_none_gets_none(mode: Mode) -> None:
     world = World(mode, **DECAY)
+    world.backward(instead(GRADS, 0, None))
     world.opt.zero_grad(set_to_none=False)
-    assert [p.grad for p in world.params] == [None] * 3
-    assert [m.grad for m in world.masters] == [None] * 3
-    world.opt.step()
-    world.check()
-
-
-@every_scale
-@every_mode
-@WAYS
-@pytest.mark.parametrize("look", ["nothing", "update", "clip", "read"])
-def test_none_discards_everything(mode: Mode, scale: str, how: str, look: str) -> None:
-    if scale == "one" and look != "nothing":
-        pytest.skip("once is enough")
-    world = World(mode, scale, **DECAY)
-    world.leave(how, [INF, 1.0, INF])
-    if look == "update":
-        world.opt.update_master_grads()
-    if look == "clip":
-        world.opt.clip_master_grads(2.0)
-    if look == "read":
-        assert world.masters[0].grad is not None
-    world.opt.zero_grad()
-    assert [p.grad for p in world.params] == [None] * 3
-    assert [m.grad for m in world.masters] == [None] * 3
-    world.opt.step()
-    world.check()
-    grads = values(0.5, 1.0, -0.5)
-    world.leave(how, grads)
-    world.expect_step(grads)
+    assert world.params[0].grad is None
+    world.expect_step(instead(zeros(), 0, None))
 
 
 @every_mode
-def test_none_keeps_the_memory_of_master_gradients(mode: Mode) -> None:
+def test_it_reopens_a_step_that_a_clip_had_closed(mode: Mode) -> None:
     world = World(mode)
-    places = set()
-    for k in range(4):
-        world.opt.zero_grad()
-        world.backward(values(0.5, 1.0, k))
-        if mode.folds or mode.exact:
-            places.add(world.masters[0].grad.data_ptr())
-        world.opt.step()
-    assert len(places) <= 1
+    world.backward(GRADS)
+    world.opt.clip_master_grads(0.5)
+    world.opt.zero_grad()
+    world.backward(GRADS)
+    world.backward(GRADS)
+    world.expect_step(times(GRADS, 2))
+
+
+@every_mode_that_keeps_gradients
+@LOOKS
+def test_the_models_zero_grad_does_the_same(mode: Mode, look: str) -> None:
+    world = World(mode, "dynamic", **DECAY)
+    world.backward([NAN, NAN, NAN])
+    look_at(world, look)
+    world.model_zero_grad()
+    world.opt.step()
+    world.check()
+    world.backward(GRADS)
+    world.expect_step(GRADS)
+
+
+@every_mode_that_keeps_gradients
+def test_of_two_models_one_may_be_cleared(mode: Mode) -> None:
+    """A GAN's: what is left of the other one's gradients is stepped, and the cleared ones are left alone."""
+    world = World(mode)
+    world.backward(GRADS)
+    world.params[0].grad = world.params[1].grad = None
+    world.expect_step([None, None, GRADS[2]])
+
+
+@every_mode
+def test_inference_mode_around_it_changes_nothing(mode: Mode) -> None:
+    world = World(mode)
+    world.backward(GRADS)
+    with torch.inference_mode():
+        world.opt.zero_grad(set_to_none=False)
+    world.backward(GRADS)
+    world.expect_step(GRADS)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_sparse_gradients_are_cleared(set_to_none: bool) -> None:
+    table = nn.Parameter(torch.ones(5, 2, dtype=torch.float16))
+    opt = MixedPrecisionOptimizer(SGD([table], lr=1.0), loss_scale=8.0)
+    for _ in range(2):
+        opt.zero_grad(set_to_none=set_to_none)
+        rows = nn.functional.embedding(torch.tensor([1, 3]), table, sparse=True)
+        opt.backward(rows.float().sum())
+        opt.step()
+    assert table[:, 0].tolist() == [1.0, -1.0, 1.0, -1.0, 1.0]

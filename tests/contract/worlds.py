@@ -1,4 +1,4 @@
-"""A world: an optimizer in one of the engine's modes, its parameters, and a reference that says where they must be."""
+"""A world: an optimizer in one of the modes, its parameters, and a `Reference` that says where they must be."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.checks import assert_same_bits, linear_loss
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-from contract import oracle
+from contract.reference import Reference, Scale, total_norm
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, StaticLossScaler
 
 INF, NAN = float("inf"), float("nan")
@@ -57,15 +57,16 @@ class Mode:
 
 MIXED = (HALF, SINGLE, HALF)
 WRAPPED = Mode("wrapped", arguments={"fused_step": False}, exact=True)
-ONE_PASS = Mode("one-pass-sgd", arguments={"fused_step": "auto"})
-ONE_PASS_ADAMW = Mode("one-pass-adamw", adamw, arguments={"fused_step": "auto"})
+FUSED = Mode("fused-sgd", arguments={"fused_step": "auto"})
+FUSED_ADAMW = Mode("fused-adamw", adamw, arguments={"fused_step": "auto"})
 SPLIT = Mode("split", adamw, arguments={"master_weights": "split", "on_model_write": "refresh"}, has_masters=False)
 FOLDING = Mode("fp32", arguments={"grad_accumulation": "fp32", "fused_step": False}, exact=True, folds=True)
 MIXED_WRAPPED = Mode("mixed", dtypes=MIXED, arguments={"fused_step": False}, exact=True)
-MIXED_ONE_PASS = Mode("mixed-one-pass", adamw, dtypes=MIXED, arguments={"fused_step": "auto"})
+MIXED_FUSED = Mode("mixed-fused", adamw, dtypes=MIXED, arguments={"fused_step": "auto"})
 MIXED_FOLDING = Mode("mixed-fp32", dtypes=MIXED, arguments={"grad_accumulation": "fp32"}, folds=True)
 
-ALL = (WRAPPED, ONE_PASS, ONE_PASS_ADAMW, SPLIT, FOLDING, MIXED_WRAPPED, MIXED_ONE_PASS, MIXED_FOLDING)
+ALL = (WRAPPED, FUSED, FUSED_ADAMW, SPLIT, FOLDING, MIXED_WRAPPED, MIXED_FUSED, MIXED_FOLDING)
+WAYS = ("backward", "unstamped", "scale_loss")
 KEEPS = tuple(mode for mode in ALL if not mode.folds)
 SCALES = ("one", "static", "dynamic")
 
@@ -74,21 +75,30 @@ def by(modes: Sequence[Mode]) -> Any:
     return pytest.mark.parametrize("mode", modes, ids=lambda mode: mode.name)
 
 
+def settings_of(modes: Sequence[Mode]) -> Any:
+    """Each mode at a scale of 1, and at one of the others."""
+    pairs = [(mode, scale) for k, mode in enumerate(modes) for scale in ("one", SCALES[1 + k % 2])]
+    return pytest.mark.parametrize(("mode", "scale"), pairs, ids=[f"{mode.name}-{scale}" for mode, scale in pairs])
+
+
 every_mode = by(ALL)
 every_mode_that_keeps_gradients = by(KEEPS)
 every_mixed_mode = by([mode for mode in ALL if mode.is_mixed])
+every_way = pytest.mark.parametrize("how", WAYS)
 every_scale = pytest.mark.parametrize("scale", SCALES)
+every_setting = settings_of(ALL)
+every_setting_that_keeps_gradients = settings_of(KEEPS)
 every_scale_but_one = pytest.mark.parametrize("scale", SCALES[1:])
 
 
-def scale_of(scale: str, **settings: Any) -> tuple[Any, oracle.Scale]:
+def scale_of(scale: str, **settings: Any) -> tuple[Any, Scale]:
     """The engine's scaler and the reference's."""
     if scale == "one":
-        return StaticLossScaler(1.0), oracle.Scale(1.0)
+        return StaticLossScaler(1.0), Scale(1.0)
     if scale == "static":
-        return StaticLossScaler(64.0), oracle.Scale(64.0)
+        return StaticLossScaler(64.0), Scale(64.0)
     settings = {"growth_interval": 3, "min_scale": 1.0, "max_scale": 4096.0, **settings}
-    return DynamicLossScaler(64.0, **settings), oracle.Scale(64.0, **settings)
+    return DynamicLossScaler(64.0, **settings), Scale(64.0, **settings)
 
 
 def values(*numbers: float) -> list[Tensor]:
@@ -124,7 +134,7 @@ class World:
         ]
         self.names = NAMES[: len(self.params)]
         scaler, ours = scale_of(scale, **(scaler_settings or {}))
-        self.reference = oracle.Reference.of(self.params, lambda params: make(params, **options), ours)
+        self.reference = Reference.of(self.params, lambda params: make(params, **options), ours)
         self.opt = type(self).wrap(
             make(self.params, **options),
             scaler=scaler,
@@ -142,11 +152,11 @@ class World:
     def scale(self) -> float:
         return self.reference.scale.value
 
-    def sixteen(self) -> int:
+    def half(self) -> int:
         """A parameter in 16 bits."""
         return next(i for i, p in enumerate(self.params) if p.dtype is HALF)
 
-    def own(self) -> int:
+    def single(self) -> int:
         """A parameter that is its own master."""
         return next(i for i, p in enumerate(self.params) if p.dtype is SINGLE)
 
@@ -164,7 +174,7 @@ class World:
         self.opt.backward(self.loss(grads), **options)
 
     def leave(self, how: str, grads: Given) -> None:
-        """Gradients by one of the three ways in which they come: ``backward``, ``waiting`` or ``scale_loss``."""
+        """Gradients by one of the three ways in which they come: ``backward``, ``unstamped`` or ``scale_loss``."""
         if how == "scale_loss":
             self.opt.scale_loss(self.loss(grads)).backward()
         else:
@@ -194,7 +204,7 @@ class World:
 
     def expect_norm(self, norm: Tensor, grads: Sequence[Tensor | None]) -> float:
         """The FP32 norm within two roundings to FP32; returns it, for the factor that the engine has from it."""
-        want = oracle.total_norm(grads)
+        want = total_norm(grads)
         if np.isfinite(want):
             assert float(norm) == pytest.approx(want, rel=2.0**-22)
         else:
@@ -202,7 +212,7 @@ class World:
         return float(norm)
 
     def bound(self, i: int) -> float:
-        """How far master i may be off in one-pass modes.
+        """How far master i may be off in modes with kernels.
 
         As tests/fused bounds them: the kernel and torch's loop each round to the ulp of the parameter, as large as it
         was, once a step: within 2k ulp after k steps.
@@ -222,11 +232,13 @@ class World:
         for i, (p, got, want) in enumerate(zip(self.params, masters, self.reference.masters, strict=True)):
             off = (got.detach().double() - want.detach().double()).abs().max().item()
             assert off <= self.bound(i), f"{self.names[i]}: {got.tolist()}, wanted {want.tolist()}"
-            assert_same_bits(p, oracle.rounded(got, p.dtype), f"model weight {self.names[i]}")
+            assert_same_bits(p, got.detach().to(p.dtype), f"model weight {self.names[i]}")
 
     def check_master_grads(self, grads: Sequence[Tensor | None]) -> None:
-        """What ``.grad`` of all masters shows, in this order of reading."""
-        for name, master, want in zip(self.names, self.masters, grads, strict=True):
+        """What ``.grad`` of all masters shows, once one of a 16-bit parameter was read."""
+        masters = self.masters
+        assert masters[self.half()].grad is not None or grads[self.half()] is None
+        for name, master, want in zip(self.names, masters, grads, strict=True):
             got = master.grad
             if want is None:
                 assert got is None, f"{name}: {got}, wanted None"

@@ -265,7 +265,7 @@ def damaged(rank: int, size: int, folder: str) -> None:
             flip(file, 100)
         dist.barrier()
     distributed.load(paths[0], model, opt)
-    # A file that can't be written on one rank: nobody says it was saved, and nothing is left.
+    # A file that can't be written on one rank: all ranks raise, and nothing is left.
     target = Path(folder) / "blocked" / "step"
     if rank == 0:
         target.parent.write_text("a file where a folder should be")

@@ -95,7 +95,7 @@ def count_messages(rank: int, size: int) -> None:
 
 
 def sent(work: Any) -> dict[str, int]:
-    """How often each collective ran, whoever called it."""
+    """How often each collective ran."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         work()
     found: dict[str, int] = {}
@@ -197,15 +197,15 @@ def blame(rank: int, size: int) -> None:
         opt.step()
         assert opt.step_was_skipped == (step == 1)
     assert (opt.loss_scale, float(other.scale)) == (2.0**8, 2.0**3)
-    # A sum that is not finite although no gradient was: nobody knows whose it is.
-    _, ddp, opt = make(grad_accumulation="fp32", scaler=DynamicLossScaler(init_scale=2.0**8))
+    # A sum that is not finite although no gradient was counts for every scaler that had a part in it.
+    net = nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
+    _, ddp, opt = make(net=net, grad_accumulation="fp32", scaler=DynamicLossScaler(init_scale=1.0))
     with ddp.no_sync():
-        opt.backward(loss_of(ddp, 0, rank))
-    next(opt.master_params()).grad[0, 0] = 3e38
-    opt.backward(loss_of(ddp, 1, rank))
+        opt.backward(ddp(torch.ones(1, 2, dtype=torch.bfloat16)).float().sum() * 3e38)
+    opt.backward(ddp(torch.ones(1, 2, dtype=torch.bfloat16)).float().sum())
     opt.step()
     assert opt.step_was_skipped
-    assert opt.loss_scale == 2.0**7
+    assert opt.loss_scale == 0.5
 
 
 def test_the_scaler_whose_loss_overflowed_backs_off(two: World) -> None:
@@ -327,6 +327,39 @@ def variants(rank: int, size: int) -> None:
 
 def test_bucket_views_and_static_graphs_change_nothing(two: World) -> None:
     two.run(variants)
+
+
+def edits(rank: int, size: int) -> None:
+    """Where DDP moves gradients into its buckets nothing is raised; an edit raises as ever, until it is taken."""
+    for view in (False, True):
+        for update in (False, True):
+            net, ddp, opt = make(gradient_as_bucket_view=view)
+            opt.backward(loss_of(ddp, 0, rank))  # the forward of the next one moves gradients
+            if update:
+                opt.update_master_grads()
+            opt.backward(loss_of(ddp, 1, rank))
+            opt.clip_master_grads(0.5)
+            opt.step()
+            assert not opt.step_was_skipped
+            for step in range(2):
+                opt.zero_grad()
+                opt.backward(loss_of(ddp, step, rank))
+                net.a.weight.grad.mul_(0.5)
+                assert "gradients were written after backward(loss) had made them: a.weight" in raised(
+                    RuntimeError, lambda o=opt, d=ddp: o.backward(loss_of(d, 9, rank))
+                )
+                opt.update_master_grads()
+                opt.step()
+            assert_alike(values(opt))
+    _, ddp, opt = make(gradient_as_bucket_view=True, attached=False)
+    opt.backward(loss_of(ddp, 0, rank))
+    assert "call fp16opt.distributed.attach(opt, ddp_model)" in raised(
+        RuntimeError, lambda: opt.backward(loss_of(ddp, 1, rank))
+    )
+
+
+def test_edits_are_told_from_gradients_that_ddp_moves(two: World) -> None:
+    two.run(edits)
 
 
 def compression(rank: int, size: int) -> None:

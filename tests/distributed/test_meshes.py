@@ -144,7 +144,7 @@ def test_groups_of_pieces_that_come_later(two: World) -> None:
 
 
 def unread(rank: int, size: int) -> None:
-    """Where nobody waits for the device (here: the host, treated as one) the bits are the same."""
+    """Where the host does not wait for the device (here: the host, treated as one) the bits are the same."""
     ends = []
     place = pretended.who_waits()
     is_host = place.is_host

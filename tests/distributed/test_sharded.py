@@ -326,6 +326,54 @@ def test_refusals(two: World) -> None:
     two.run(refusals)
 
 
+class FirstRow(Net):
+    """Its loss depends on the first row of one weight, which rank 0 has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x.half())[:, 0].float()
+
+
+def gradients_of_others(rank: int, size: int) -> None:
+    """What is left over, or was written, is refused on every rank, also where this rank's pieces are all zeros."""
+    net = sharded(FirstRow())
+    opt = wrap(net)
+    opt.backward(loss_of(net, 0, rank))
+    opt.step()
+    assert "made at another scale: a.weight" in raised(RuntimeError, lambda: opt.backward(loss_of(net, 1, rank)))
+    net = sharded(Net())
+    opt = wrap(net, SGD(net.parameters(), lr=2.0**-6))
+    step(net, opt, 0, rank)
+    opt.zero_grad(set_to_none=False)
+    opt.backward(loss_of(net, 1, rank))
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+    for call in (opt.step, lambda: opt.clip_master_grads(1.0)):
+        assert "clip_master_grads(max_norm) in place of clip_grad_norm_(model.parameters())" in raised(
+            RuntimeError, call
+        )
+    before = [full(p).clone() for p in opt.master_params()]
+    grads = [full(p.grad).clone() for p in net.parameters()]
+    opt.update_master_grads()
+    opt.step()
+    for p, old, grad in zip(opt.master_params(), before, grads, strict=True):
+        assert torch.equal(full(p), old - grad.float() / 2.0**8 * 2.0**-6)
+    ends = []
+    for ours in (True, False):
+        net = sharded(Net())
+        opt = wrap(net)
+        opt.backward(loss_of(net, 1, rank))
+        clip = opt.clip_master_grads if ours else lambda m, o=opt: torch.nn.utils.clip_grad_norm_(o.master_params(), m)
+        norm = clip(0.125)
+        assert "clipped or edited" in raised(RuntimeError, lambda o=opt, n=net: o.backward(loss_of(n, 2, rank)))
+        opt.step()
+        ends.append([full(norm), *map(full, opt.master_params())])
+    for a, b in zip(*ends, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_gradients_that_are_left_over_or_edited(two: World) -> None:
+    two.run(gradients_of_others)
+
+
 def unsynchronised(rank: int, size: int) -> None:
     """FSDP2 adds gradients up itself while synchronisation is off; only the last backward shows them."""
     made = []
@@ -337,7 +385,7 @@ def unsynchronised(rank: int, size: int) -> None:
             for k in range(2):
                 if way == "fsdp":
                     net.set_requires_gradient_sync(k == 1)
-                opt.backward(loss_of(net, 10 * number + k, rank), update_master_grads=k == 1)
+                opt.backward(loss_of(net, 10 * number + k, rank))
             opt.step()
         made.append([full(p) for p in opt.master_params()])
     for a, b in zip(*made, strict=True):

@@ -177,7 +177,7 @@ def test_large_finite_gradients_are_no_overflow() -> None:
     assert optimizer.overflow
 
 
-@pytest.mark.parametrize("clear", ["optimizer", "optimizer-none", "model"])
+@pytest.mark.parametrize("clear", ["optimizer", "optimizer-none", "model", "model-zeros"])
 def test_an_overflow_that_the_script_skips_by_itself_lowers_the_scale(clear: str) -> None:
     """`if optimizer.overflow: zero_grad(); continue` was a way to skip: the scale must go down all the same."""
     model = nn.Linear(2, 1).half()
@@ -185,8 +185,8 @@ def test_an_overflow_that_the_script_skips_by_itself_lowers_the_scale(clear: str
     for times in range(1, 4):
         optimizer.backward(model(torch.ones(1, 2).half()).float().sum() * float("inf"))
         assert optimizer.overflow
-        if clear == "model":
-            model.zero_grad()
+        if clear.startswith("model"):
+            model.zero_grad(set_to_none=clear == "model")
         else:
             optimizer.zero_grad(set_grads_to_None=clear == "optimizer-none")
             assert optimizer.loss_scale == 2.0 ** (16 - times)
@@ -346,6 +346,7 @@ def test_loss_scale_and_loss_scaler_under_the_old_names() -> None:
         optimizer.backward(weight.float().sum())
         optimizer.step()
     assert optimizer.loss_scaler._unskipped == 3
+    optimizer.zero_grad()
     optimizer.backward(weight.float().sum())
     with pytest.raises(RuntimeError, match="loss_scale was set between backward and step"):
         optimizer.loss_scale = 2.0
@@ -477,5 +478,5 @@ def test_dynamic_args_limits_of_none_mean_none() -> None:
 def test_wrapping_what_is_no_optimizer_or_wrapped() -> None:
     with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, got list"):
         FP16_Optimizer([])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="not wrapped yet"):
+    with pytest.raises(TypeError, match="this FP16_Optimizer is wrapped already"):
         FP16_Optimizer(FP16_Optimizer(SGD([halves(1.0)], lr=1.0)))

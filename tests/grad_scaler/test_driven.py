@@ -1,44 +1,90 @@
-"""A GradScaler, torch's own or ours, drives MixedPrecisionOptimizer around a 16-bit model, as trainers do."""
+"""A GradScaler, torch's own or ours, drives MixedPrecisionOptimizer around a 16-bit model by torch's protocol."""
 
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from engine.checks import by_step
 from torch import Tensor
-from torch.optim import LBFGS, SGD, AdamW
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD, AdamW
 
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
-from grad_scaler.pairs import DRIVEN, DRIVES, Ours, Theirs, assert_same_bits, linear_loss, values
+from grad_scaler.pairs import Ours, Theirs, assert_same_bits, linear_loss, values
 
-pytestmark = by_step
-SCALE = 2.0**12
+SCALE = 64.0
 SCALERS = pytest.mark.parametrize("cls", [Theirs, Ours], ids=["torch", "fp16opt"])
-MIXED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+HALVES, MIXED, WIDE = (torch.float16, torch.bfloat16), (torch.float16, torch.float32), (torch.float32,) * 2
+DTYPES = pytest.mark.parametrize("dtypes", [HALVES, MIXED, WIDE], ids=["halves", "mixed", "wide"])
+MODES = pytest.mark.parametrize(
+    "options",
+    [{}, {"fused_step": False}, {"grad_accumulation": "fp32"}, {"master_weights": "split"}],
+    ids=["one pass", "wrapped", "sums", "split"],
+)
+HELD = pytest.mark.parametrize(  # split masters are read, not held
+    "options", [{}, {"fused_step": False}, {"grad_accumulation": "fp32"}], ids=["one pass", "wrapped", "sums"]
+)
+EVERY = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def _model(dtypes: tuple[torch.dtype, ...] = MIXED) -> list[torch.nn.Parameter]:
-    return [torch.nn.Parameter(values((3, 2), i).to(dtype)) for i, dtype in enumerate(dtypes)]
+class Driven:
+    """Two parameters of ones, the wrapper around SGD with momentum, a GradScaler; without ``options`` no wrapper."""
+
+    def __init__(self, dtypes: tuple[torch.dtype, ...], cls: Any, options: dict[str, Any] | None) -> None:
+        self.params = [torch.nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in dtypes]
+        self.opt: Any = SGD(self.params, lr=0.125, momentum=0.5)
+        if options is not None:
+            self.opt = MixedPrecisionOptimizer(self.opt, **options)
+        self.scaler = cls("cpu", init_scale=SCALE, growth_interval=1000)
+
+    @property
+    def is_wrapped(self) -> bool:
+        return isinstance(self.opt, MixedPrecisionOptimizer)
+
+    @property
+    def masters(self) -> list[Tensor]:
+        return list(self.opt.master_params()) if self.is_wrapped else list(self.params)
+
+    def backward(self, first: float | None, second: float | None) -> None:
+        terms = zip(self.params, (first, second), strict=True)
+        self.scaler.scale(torch.stack([(p.float() * c).sum() for p, c in terms if c is not None]).sum()).backward()
+
+    def step(self) -> None:
+        self.scaler.step(self.opt)
+        self.scaler.update()
+
+    def values(self) -> list[float]:
+        return [p[0].item() for p in self.params]
+
+
+def as_fp32(play: Callable[[Driven], Any], dtypes: Any, cls: Any, options: Any) -> Driven:
+    """The wrapper's side of a play, whose weights are those of the same play on FP32 under torch; numbers are exact."""
+    plain, mine = Driven(WIDE, Theirs, None), Driven(dtypes, cls, options)
+    expected, found = play(plain), play(mine)
+    assert mine.values() == plain.values()
+    assert found == expected
+    return mine
+
+
+# -- whole loops, against the engine with unscaled gradients -----------------------------------------------------------
+
+
+def _model() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(values((3, 2), i).to(dtype)) for i, dtype in enumerate(EVERY)]
 
 
 def _coefficients(step: int) -> list[Tensor]:
     """Exact in every dtype, also when scaled."""
-    return [(values((3, 2), 100 * step + i) * 8).round().float() / 8 for i in range(len(MIXED))]
-
-
-def _driven(cls: Any, optimizer: Any = AdamW, **kwargs: Any) -> tuple:
-    params = _model()
-    opt = MixedPrecisionOptimizer(optimizer(params, lr=0.125, **kwargs))
-    return params, opt, cls("cpu", init_scale=SCALE, growth_interval=3)
+    return [(values((3, 2), 100 * step + i) * 8).round().float() / 8 for i in range(len(EVERY))]
 
 
 def _reference(steps: int, max_norm: float | None = None, skip: tuple[int, ...] = (), **kwargs: Any) -> list[Tensor]:
-    """The engine, given each step's gradients unscaled."""
     params = _model()
     opt = MixedPrecisionOptimizer(AdamW(params, lr=0.125, **kwargs))
     for step in range(steps):
@@ -46,80 +92,41 @@ def _reference(steps: int, max_norm: float | None = None, skip: tuple[int, ...] 
             opt.zero_grad()
             opt.backward(linear_loss(params, _coefficients(step)))
             if max_norm is not None:
-                opt.update_master_grads()
-                torch.nn.utils.clip_grad_norm_(list(opt.master_params()), max_norm)
+                clip_grad_norm_(list(opt.master_params()), max_norm)
             opt.step()
     return [*params, *opt.master_params()]
 
 
-def _all(params: list[Tensor], opt: MixedPrecisionOptimizer) -> list[Tensor]:
-    return [*params, *opt.master_params()]
-
-
-def _assert_same(results: list[Tensor], expected: list[Tensor]) -> None:
-    for k, (a, b) in enumerate(zip(results, expected, strict=True)):
+def _assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    for k, (a, b) in enumerate(zip(found, expected, strict=True)):
         assert_same_bits(a, b, f"tensor {k}")
 
 
-# The loops: how each calls scaler and optimizer between backward and the next iteration.
-
-
-def plain(scaler: Any, opt: Any, params: list[Tensor]) -> None:
+def _step_alone(scaler: Any, opt: Any) -> None:
     scaler.step(opt)
     scaler.update()
 
 
-def unscale_first(scaler: Any, opt: Any, params: list[Tensor]) -> None:
+def _unscale_first(scaler: Any, opt: Any) -> None:
     scaler.unscale_(opt)
-    scaler.step(opt)
-    scaler.update()
+    _step_alone(scaler, opt)
 
 
-def lightning(scaler: Any, opt: Any, params: list[Tensor]) -> None:
-    """Lightning's MixedPrecision plugin. It neither unscales nor clips where an optimizer says it unscales itself."""
-    assert not getattr(opt, "_step_supports_amp_scaling", False)
+def _clip_masters(scaler: Any, opt: Any) -> None:
     scaler.unscale_(opt)
-    clip = [p for group in opt.param_groups for p in group["params"]]
-    torch.nn.utils.clip_grad_norm_(clip, 1.0)
-    scaler.step(opt)
-    scaler.update()
+    clip_grad_norm_(opt.master_params(), 1.0)
+    _step_alone(scaler, opt)
 
 
-def accelerate(scaler: Any, opt: Any, params: list[Tensor]) -> None:
-    """Accelerate's AcceleratedOptimizer: it clips the model's parameters, and sees a skip by step not being called."""
+def _clip_groups(scaler: Any, opt: Any) -> None:
     scaler.unscale_(opt)
-    torch.nn.utils.clip_grad_norm_(params, 1.0)
-    method, called = opt.step, []
-    opt.step = lambda *args, **kwargs: (called.append(1), method(*args, **kwargs))[1]
-    scale = scaler.get_scale()
-    scaler.step(opt, None)
-    scaler.update()
-    del opt.step
-    assert bool(called) == (scaler.get_scale() >= scale)
+    clip_grad_norm_([p for group in opt.param_groups for p in group["params"]], 1.0)
+    _step_alone(scaler, opt)
 
 
-def _flagged(scaler: Any, opt: Any, params: list[Tensor]) -> None:
-    """torch's found_inf protocol, which the wrapper honours where it is switched on."""
-    opt._step_supports_amp_scaling = True
-    plain(scaler, opt, params)
+LOOPS = [(_step_alone, None), (_unscale_first, None), (_clip_masters, 1.0), (_clip_groups, 1.0)]
 
 
-def _flagged_and_unscaled(scaler: Any, opt: Any, params: list[Tensor]) -> None:
-    opt._step_supports_amp_scaling = True
-    unscale_first(scaler, opt, params)
-
-
-LOOPS = [
-    (plain, None),
-    (unscale_first, None),
-    (lightning, 1.0),
-    (accelerate, 1.0),
-    (_flagged, None),
-    (_flagged_and_unscaled, None),
-]
-
-
-@DRIVEN
 @SCALERS
 @pytest.mark.parametrize(("loop", "max_norm"), LOOPS)
 @pytest.mark.parametrize("clear", ["none", "zeros", "model"])
@@ -127,7 +134,9 @@ LOOPS = [
 def test_loops_unscale_once_and_skip_the_right_step(
     cls: Any, loop: Any, max_norm: float | None, clear: str, fused: bool
 ) -> None:
-    params, opt, scaler = _driven(cls, fused=fused)
+    params = _model()
+    opt = MixedPrecisionOptimizer(AdamW(params, lr=0.125, fused=fused))
+    scaler = cls("cpu", init_scale=2.0**12, growth_interval=3)
     skip, scales = (2, 5), []
     for step in range(7):
         if clear == "model":
@@ -139,34 +148,47 @@ def test_loops_unscale_once_and_skip_the_right_step(
         if step in skip:
             coefficients[step % 2][0, 0] = math.inf if step == 2 else math.nan
         scaler.scale(linear_loss(params, coefficients)).backward()
-        loop(scaler, opt, params)
+        loop(scaler, opt)
         scales.append(scaler.get_scale())
         assert opt.step_was_skipped is (step in skip)
-        names = [o.name for o in opt.overflow_report()]
-        # Where one is nan torch's clip makes them all nan; torch's scaler has told nobody what was there before.
-        if max_norm is not None and step == 5 and cls is Theirs:
-            assert len(names) == len(params)
-        else:
-            assert names == ([f"group 0, param {step % 2}"] if step in skip else [])
-    assert scales == [SCALE, SCALE, SCALE / 2, SCALE / 2, SCALE / 2, SCALE / 4, SCALE / 4]
+        if step in skip and max_norm is None:  # torch's clip of a nan makes all of them nan
+            assert [o.name for o in opt.overflow_report()] == [f"group 0, param {step % 2}"]
+    assert scales == [2.0**12, 2.0**12, 2.0**11, 2.0**11, 2.0**11, 2.0**10, 2.0**10]
     assert opt.skipped_steps == 2
-    _assert_same(_all(params, opt), _reference(7, max_norm, skip, fused=fused))
+    _assert_same([*params, *opt.master_params()], _reference(7, max_norm, skip, fused=fused))
 
 
-@DRIVEN
 @SCALERS
-def test_accumulation_and_looking_at_param_groups_in_between(cls: Any) -> None:
-    params, opt, scaler = _driven(cls)
+def test_backwards_add_up_while_groups_are_read(cls: Any) -> None:
+    params = _model()
+    opt, scaler = MixedPrecisionOptimizer(AdamW(params, lr=0.125)), cls("cpu", init_scale=SCALE)
     for step in range(3):
         opt.zero_grad()
         for _ in range(2):
             scaler.scale(linear_loss(params, _coefficients(step)) / 2).backward()
             assert opt.param_groups[0]["lr"] == 0.125
-        plain(scaler, opt, params)
-    _assert_same(_all(params, opt), _reference(3))
+        _step_alone(scaler, opt)
+    _assert_same([*params, *opt.master_params()], _reference(3))
 
 
-@DRIVEN
+@SCALERS
+def test_scaler_and_engine_may_take_turns(cls: Any) -> None:
+    params = _model()
+    opt, scaler = MixedPrecisionOptimizer(AdamW(params, lr=0.125)), cls("cpu", init_scale=SCALE)
+    for step in range(4):
+        opt.zero_grad()
+        loss = linear_loss(params, _coefficients(step))
+        if step % 2:
+            opt.backward(loss)
+            opt.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.unscale_(opt)
+            opt.clip_master_grads(1e9)
+            _step_alone(scaler, opt)
+    _assert_same([*params, *opt.master_params()], _reference(4))
+
+
 @SCALERS
 def test_gradients_below_fp16_reach_the_masters(cls: Any) -> None:
     """1e-9 is 0 in FP16; scaled by 2**16 it is not, and it is unscaled in FP32."""
@@ -180,131 +202,426 @@ def test_gradients_below_fp16_reach_the_masters(cls: Any) -> None:
     assert master.tolist() == [1.0 - 2.0**-10] * 2 == param.tolist()
 
 
-@DRIVEN
-def test_after_unscaling_model_and_masters_share_gradients() -> None:
-    params, opt, scaler = _driven(Theirs)
-    scaler.scale(linear_loss(params, _coefficients(0))).backward()
-    scaler.unscale_(opt)
-    for param, master in zip(params, opt.master_params(), strict=True):
-        assert param.grad is master.grad
-    opt.zero_grad(set_to_none=False)
-    assert [p.grad.dtype for p in params] == list(MIXED)
-    opt.zero_grad()
-    scaler.update()
-    scaler.scale(linear_loss(params, _coefficients(0))).backward()
-    assert [p.grad.dtype for p in params] == list(MIXED)
-
-
-@DRIVEN
-@SCALERS
-def test_scaler_and_engine_may_take_turns(cls: Any) -> None:
-    params, opt, scaler = _driven(cls)
-    for step in range(4):
-        opt.zero_grad()
-        loss = linear_loss(params, _coefficients(step))
-        if step % 2:
-            opt.backward(loss)
-            opt.step()
-        else:
-            scaler.scale(loss).backward()
-            scaler.unscale_(opt)
-            opt.clip_master_grads(1e9)
-            scaler.step(opt)
-            scaler.update()
-    _assert_same(_all(params, opt), _reference(4))
-
-
-@DRIVEN
-@SCALERS
-@pytest.mark.parametrize("scaling", [{"dynamic": True}, {"loss_scale": 128.0}, {"scaler": DynamicLossScaler()}])
-@pytest.mark.parametrize("unscale", [True, False])
-def test_two_scales_are_refused(cls: Any, scaling: dict[str, Any], unscale: bool) -> None:
-    params = _model()
-    opt, scaler = MixedPrecisionOptimizer(SGD(params, lr=1.0), **scaling), cls("cpu", init_scale=SCALE)
-    scaler.scale(linear_loss(params, _coefficients(0))).backward()
-    before = [p.detach().clone() for p in params]
-    if unscale:
-        scaler.unscale_(opt)
-    with pytest.raises(RuntimeError, match="construct MixedPrecisionOptimizer without dynamic"):
-        scaler.step(opt)
-    _assert_same(params, before)
-
-
-@DRIVEN
-@SCALERS
-def test_no_gradients_and_abandoned_gradients(cls: Any) -> None:
-    params, opt, scaler = _driven(cls)
-    scaler.scale(linear_loss(params, _coefficients(0))).backward()
-    scaler.unscale_(opt)
-    opt.zero_grad()  # finite gradients that nobody steps are no skip
-    scaler.update()
-    assert opt.skipped_steps == 0
-    assert not opt.step_was_skipped
-    scaler.scale(linear_loss(params, _coefficients(0))).backward()
-    plain(scaler, opt, params)
-    _assert_same(_all(params, opt), _reference(1))
-
-
-@DRIVEN
-@SCALERS
-def test_asking_between_unscaling_and_the_step_changes_nothing(cls: Any) -> None:
-    params, opt, scaler = _driven(cls)
-    scaler.scale(linear_loss(params, _coefficients(0))).backward()
-    scaler.unscale_(opt)
-    assert not opt.step_was_skipped
-    assert opt.overflow_report() == []
-    scaler.step(opt)
-    scaler.update()
-    _assert_same(_all(params, opt), _reference(1))
-
-
-@DRIVEN
-@SCALERS
-def test_a_skip_is_noticed_when_gradients_are_cleared(cls: Any) -> None:
-    params, opt, scaler = _driven(cls)
-    scaler.scale(linear_loss(params, [math.inf] * 4)).backward()
-    plain(scaler, opt, params)
-    opt.zero_grad()
-    assert opt.step_was_skipped
-    assert opt.skipped_steps == 1
-    assert len(opt.overflow_report()) == 4
+@pytest.mark.parametrize("dtypes", [HALVES, MIXED], ids=["halves", "mixed"])
+@MODES
+def test_our_unscale_makes_no_fp32_gradients(dtypes: Any, options: Any) -> None:
+    side = Driven(dtypes, Ours, options)
+    side.backward(1.0, 2.0)
+    gradients = [(p.grad, p.grad.clone()) for p in side.params]
+    side.scaler.unscale_(side.opt)
+    if options.get("grad_accumulation") != "fp32":
+        assert side.opt.memory().gradients == sum(p.grad.nbytes for p in side.params)
+        for param, (grad, before) in zip(side.params, gradients, strict=True):
+            assert param.grad is grad
+            assert torch.equal(grad, before)
+    side.step()
+    assert side.values() == [0.875, 0.75]
 
 
 @pytest.mark.parametrize("found", [0.0, 1.0, 2.0])
 def test_found_inf_of_the_protocol_is_obeyed(found: float) -> None:
     """Another rank, or another device, may have overflowed: what is found here is not all."""
-    params, opt, _ = _driven(Ours)
+    params = _model()
+    opt = MixedPrecisionOptimizer(AdamW(params, lr=0.125))
     linear_loss(params, _coefficients(0)).backward()
     opt.grad_scale, opt.found_inf = None, torch.tensor(found)
     opt.step()
     del opt.grad_scale, opt.found_inf
     assert opt.step_was_skipped is bool(found)
-    _assert_same(_all(params, opt), _reference(0 if found else 1))
+    _assert_same([*params, *opt.master_params()], _reference(0 if found else 1))
 
 
-def test_used_gradients_are_not_offered_again() -> None:
-    params, opt, _ = _driven(Ours)
-    opt.backward(linear_loss(params, _coefficients(0)))
-    opt.step()
-    assert opt.param_groups
-    assert [p.grad.dtype for p in params] == list(MIXED)
+# -- clips and edits ---------------------------------------------------------------------------------------------------
 
 
-@DRIVEN
-def test_ours_clips_the_wrappers_masters() -> None:
-    params, opt, scaler = _driven(Ours)
-    for step in range(2):
+@SCALERS
+@pytest.mark.parametrize("dtypes", [HALVES, MIXED], ids=["halves", "mixed"])
+@MODES
+def test_a_clip_of_the_model_after_unscaling_raises_and_names_the_way_out(cls: Any, dtypes: Any, options: Any) -> None:
+    side = Driven(dtypes, cls, options)
+    side.backward(1.0, 2.0)
+    side.scaler.unscale_(side.opt)
+    clip_grad_norm_(side.params, 1e-3)
+    with pytest.raises(RuntimeError, match=r"clip opt\.master_params\(\)\..* fp16opt\.integrations"):
+        side.scaler.step(side.opt)
+    assert side.values() == [1.0, 1.0]
+    side.opt.zero_grad()
+    side.scaler.update()
+    side.backward(1.0, 2.0)
+    side.step()
+    assert side.values() == [0.875, 0.75]
+
+
+@SCALERS
+@DTYPES
+@HELD
+@pytest.mark.parametrize("how", ["written", "replaced", "dropped", "inf"])
+def test_an_edit_of_a_master_gradient_after_unscaling_counts(cls: Any, dtypes: Any, options: Any, how: str) -> None:
+    def play(side: Driven) -> None:
+        for _ in range(2):
+            side.backward(1.0, 2.0)
+            side.scaler.unscale_(side.opt)
+            first = side.masters[0]
+            assert first.grad is not None
+            if how == "written":
+                first.grad.mul_(0.5)
+            elif how == "dropped":
+                first.grad = None
+            else:
+                first.grad = torch.full((3,), 4.0)
+            side.step()
+            for param in side.params:
+                param.grad = None
+
+    def play_inf(side: Driven) -> None:
+        side.backward(1.0, 2.0)
+        side.scaler.unscale_(side.opt)
+        side.masters[0].grad = torch.full((3,), math.inf)
+        side.step()
+
+    if how == "inf":
+        side = Driven(dtypes, cls, options)
+        play_inf(side)
+        assert (side.values(), side.opt.skipped_steps) == ([1.0, 1.0], 1)
+    else:
+        as_fp32(play, dtypes, cls, options)
+
+
+@SCALERS
+@DTYPES
+@MODES
+@pytest.mark.parametrize("unscales", [False, True], ids=["before", "after"])
+def test_a_gradient_that_is_dropped_leaves_its_parameter_alone(
+    cls: Any, dtypes: Any, options: Any, unscales: bool
+) -> None:
+    """Before unscaling also one that is not finite: nothing is skipped then."""
+
+    def play(side: Driven) -> None:
+        side.backward(1.0 if unscales else math.inf, 2.0)
+        if unscales:
+            side.scaler.unscale_(side.opt)
+        side.params[0].grad = None
+        side.step()
+
+    sums = options.get("grad_accumulation") == "fp32" and unscales  # which hold the gradient already
+    if not sums:
+        assert as_fp32(play, dtypes, cls, options).opt.skipped_steps == 0
+
+
+@SCALERS
+@DTYPES
+@MODES
+def test_an_edit_of_the_model_s_gradients_before_unscaling_counts(cls: Any, dtypes: Any, options: Any) -> None:
+    def play(side: Driven) -> None:
+        side.backward(1.0, 2.0)
+        for param in side.params:
+            assert param.grad is not None
+            param.grad.mul_(0.5)
+        side.step()
+
+    as_fp32(play, dtypes, cls, options)
+
+
+@SCALERS
+@DTYPES
+@MODES
+def test_master_gradients_that_are_read_before_unscaling_are_unscaled_with_the_others(
+    cls: Any, dtypes: Any, options: Any
+) -> None:
+    def play(side: Driven) -> list[list[float]]:
+        side.backward(0.5, 2.0)
+        read = [m.grad.tolist() for m in side.masters]
+        side.scaler.unscale_(side.opt)
+        read += [m.grad.tolist() for m in side.masters]
+        clip_grad_norm_(side.masters, 1.0)
+        side.step()
+        return read
+
+    plain, mine = Driven(WIDE, Theirs, None), Driven(dtypes, cls, options)
+    assert play(mine) == play(plain)
+    assert [m.tolist() for m in mine.masters] == [p.tolist() for p in plain.params]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@DTYPES
+def test_ours_clips_the_wrapper_s_masters(dtypes: Any, norm_type: float) -> None:
+    side = Driven(dtypes, Ours, {})
+    for k in range(2):
+        side.backward(3.0, 4.0)
+        wanted = 4.0 if norm_type == math.inf else 5.0 * math.sqrt(3.0)
+        assert float(side.scaler.clip_grad_norm_(side.opt, wanted / 2, norm_type)) == pytest.approx(wanted, rel=1e-6)
+        assert [m.grad[0].item() for m in side.masters] == pytest.approx([1.5, 2.0], rel=1e-5)
+        side.step()
+        assert float(side.opt.optimizer.state[side.masters[0]]["momentum_buffer"][0]) == pytest.approx(1.5 + 0.75 * k)
+        side.opt.zero_grad()
+
+
+# -- skips -------------------------------------------------------------------------------------------------------------
+
+
+@SCALERS
+@DTYPES
+@MODES
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("unscales", [True, False])
+def test_an_overflow_is_one_skip_whatever_is_asked_and_cleared(
+    cls: Any, dtypes: Any, options: Any, which: int, unscales: bool
+) -> None:
+    side = Driven(dtypes, cls, options)
+
+    def ask() -> None:
+        assert side.opt.param_groups[0]["lr"] == 0.125
+        assert side.opt.step_was_skipped is (side.opt.stats()["step_was_skipped"] == 1)
+
+    for k in range(4):
+        ask()
+        side.backward(*[math.inf if k % 2 and i == which else 1.0 for i in range(2)])
+        ask()
+        if unscales:
+            side.scaler.unscale_(side.opt)
+            ask()
+        side.step()
+        ask()
+        assert side.opt.skipped_steps == (k + 1) // 2
+        if k % 2 and which == 0 and options != {"grad_accumulation": "fp32"}:
+            assert [o.name for o in side.opt.overflow_report()] == ["group 0, param 0"]
+        for param in side.params if k < 2 else ():
+            param.grad = None
+        if k >= 2:
+            side.opt.zero_grad(set_to_none=k == 2)
+    assert side.values() == [1.0 - 0.125 - 0.125 * 1.5] * 2
+    assert side.scaler.get_scale() == SCALE / 4
+
+
+@SCALERS
+@DTYPES
+def test_gradients_that_were_unscaled_and_given_up_are_no_skip(cls: Any, dtypes: Any) -> None:
+    side = Driven(dtypes, cls, {})
+    side.backward(1.0, 2.0)
+    side.scaler.unscale_(side.opt)
+    side.opt.clip_master_grads(1.0)
+    side.opt.zero_grad()
+    side.scaler.update()
+    assert side.opt.skipped_steps == 0
+    side.backward(1.0, 2.0)
+    side.step()
+    assert side.values() == [0.875, 0.75]
+
+
+@SCALERS
+@DTYPES
+@MODES
+def test_a_parameter_without_a_gradient_is_not_stepped_with_an_old_one(cls: Any, dtypes: Any, options: Any) -> None:
+    def play(side: Driven) -> None:
+        side.backward(1.0, 2.0)
+        side.step()
+        for unscales in (False, True):
+            for param in side.params:
+                param.grad = None
+            side.backward(None, 2.0)
+            if unscales:
+                side.scaler.unscale_(side.opt)
+                assert [m.grad is None for m in side.masters] == [True, False]
+            side.step()
+
+    as_fp32(play, dtypes, cls, options)
+
+
+@SCALERS
+@MODES
+def test_fp32_sums_and_several_backwards(cls: Any, options: Any) -> None:
+    def play(side: Driven) -> None:
+        for k in range(3):
+            for _ in range(2):
+                side.backward(math.inf if k == 1 else 1.5, 0.5)
+            side.scaler.unscale_(side.opt)
+            side.step()
+            for param in side.params:
+                param.grad = None
+
+    as_fp32(play, MIXED, cls, options)
+
+
+def _logged(cls: Any, clips: bool, caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
+    """Of the wrapper: step 0 and step 2 overflow."""
+    param = torch.nn.Parameter(torch.zeros(2).half())
+    opt = MixedPrecisionOptimizer(SGD([param], lr=1.0), named_parameters=[("w", param)])
+    scaler = cls("cpu", init_scale=64.0)
+    with caplog.at_level(logging.DEBUG, logger="fp16opt"):
+        for step in range(4):
+            scaler.scale(linear_loss([param], [0.5 if step % 2 else math.inf])).backward()
+            if clips:
+                scaler.unscale_(opt)
+                opt.clip_master_grads(1.0)
+            _step_alone(scaler, opt)
+            opt.zero_grad()
+    assert not any("dynamic=True" in record.getMessage() for record in caplog.records)
+    return [(r.levelno, r.getMessage()) for r in caplog.records if "by the GradScaler" in r.getMessage()]
+
+
+@pytest.mark.parametrize("clips", [True, False])
+@pytest.mark.parametrize(
+    ("cls", "levels"), [(Theirs, [logging.INFO, logging.WARNING]), (Ours, [logging.DEBUG] * 2)], ids=["torch", "ours"]
+)
+def test_a_skip_is_logged_as_the_scaler_s(
+    cls: Any, levels: list[int], clips: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Louder after the first step that was taken; a debug line where the GradScaler has logged it itself."""
+    message = "step skipped by the GradScaler: non-finite gradients in w (inf)."
+    assert _logged(cls, clips, caplog) == [(level, message) for level in levels]
+
+
+@SCALERS
+def test_schedulers_follow_and_are_not_warned_of(cls: Any, recwarn: pytest.WarningsRecorder) -> None:
+    """torch warns of a scheduler that is stepped before its optimizer; ``step`` is called for a skip too."""
+    inner = SGD([torch.nn.Parameter(torch.ones(3).half())], lr=1.0)
+    early = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
+    (param,) = inner.param_groups[0]["params"]
+    opt, scaler = MixedPrecisionOptimizer(inner), cls("cpu", init_scale=SCALE)
+    late = torch.optim.lr_scheduler.StepLR(opt, 1, gamma=0.5)
+    for grad, moves in ((math.nan, False), (1.0, True)):
         opt.zero_grad()
-        scaler.scale(linear_loss(params, _coefficients(step))).backward()
-        norm = scaler.clip_grad_norm_(opt, 1.0)
-        exact = torch.cat([c.double().reshape(-1) for c in _coefficients(step)]).norm()
-        assert float(norm) == pytest.approx(float(exact), rel=1e-6)
-        assert float(torch.cat([m.grad.double().reshape(-1) for m in opt.master_params()]).norm()) == pytest.approx(1.0)
+        scaler.scale(linear_loss([param], [grad])).backward()
+        _step_alone(scaler, opt)
+        if cls is Ours:
+            assert [scaler.step_scheduler(one) for one in (early, late)] == [moves] * 2
+        else:
+            early.step()
+    assert [str(one.message) for one in recwarn if "lr_scheduler" in str(one.message)] == []
+
+
+# -- two scales --------------------------------------------------------------------------------------------------------
+
+
+@SCALERS
+@pytest.mark.parametrize("scaling", [{"dynamic": True}, {"loss_scale": 128.0}, {"scaler": DynamicLossScaler()}])
+@pytest.mark.parametrize("unscales", [True, False])
+def test_a_wrapper_with_a_scale_of_its_own_refuses(cls: Any, scaling: dict[str, Any], unscales: bool) -> None:
+    side = Driven(MIXED, cls, scaling)
+    side.backward(1.0, 2.0)
+
+    def drive() -> None:
+        if unscales:
+            side.scaler.unscale_(side.opt)
+        side.scaler.step(side.opt)
+
+    both = r"opt\.backward\(loss\) and opt\.step\(\) without a GradScaler; or construct MixedPrecisionOptimizer without"
+    with pytest.raises(RuntimeError, match=both):
+        drive()
+    assert side.values() == [1.0, 1.0]
+    side.opt.zero_grad()
+    side.opt.backward(sum((p.float() * c).sum() for p, c in zip(side.params, (0.25, 0.125), strict=True)))
+    side.opt.step()
+    assert side.values() == [1.0 - 2.0**-5, 1.0 - 2.0**-6]
+
+
+@SCALERS
+@pytest.mark.parametrize("unscales", [True, False])
+def test_gradients_that_the_wrapper_scaled_are_refused(cls: Any, unscales: bool) -> None:
+    side = Driven(MIXED, cls, {})
+    side.scaler.scale(torch.ones(()))
+    side.opt.backward(linear_loss(side.params, [1.0, 2.0]))
+
+    def drive() -> None:
+        if unscales:
+            side.scaler.unscale_(side.opt)
+        side.scaler.step(side.opt)
+
+    with pytest.raises(RuntimeError, match=r"opt\.backward\(loss\) made them\. Drop one of the two"):
+        drive()
+    assert side.values() == [1.0, 1.0]
+
+
+@SCALERS
+def test_released_gradients_are_refused(cls: Any) -> None:
+    param = torch.nn.Parameter(torch.ones(3).half())
+    opt = MixedPrecisionOptimizer(SGD([param], lr=0.5), gradient_release=True)
+    scaler = cls("cpu", init_scale=SCALE)
+
+    def drive() -> None:
+        scaler.scale(linear_loss([param], [1.0])).backward()
         scaler.step(opt)
-        scaler.update()
+
+    with pytest.raises((RuntimeError, ValueError), match="gradient_release"):
+        drive()
 
 
-@DRIVEN
+# -- parameters, state, copies -----------------------------------------------------------------------------------------
+
+
+@SCALERS
+@MODES
+@pytest.mark.parametrize("other", [torch.float16, torch.float32])
+def test_a_parameter_that_is_unfrozen_is_stepped_on_a_master(cls: Any, options: Any, other: torch.dtype) -> None:
+    def play(side: Driven) -> None:
+        side.params[0].requires_grad_(False)
+        if options.get("master_weights") != "split":
+            side.opt.zero_grad()
+        for k in range(4):
+            side.params[0].requires_grad_(k > 1)
+            side.backward(1.0 if k > 1 else None, 2.0)
+            if k % 2:
+                side.scaler.unscale_(side.opt)
+                clip_grad_norm_(side.masters, 100.0)
+            side.step()
+            side.opt.zero_grad()
+
+    mine = as_fp32(play, (torch.float16, other), cls, options)
+    assert [m.dtype for m in mine.masters] == [torch.float32] * 2
+
+
+@SCALERS
+def test_a_load_between_steps_and_a_copy_are_driven_on(cls: Any) -> None:
+    def play(side: Driven) -> None:
+        for k in range(4):
+            if k == 1:
+                side.opt.load_state_dict(copy.deepcopy(side.opt.state_dict()))
+            if k > 1:
+                pair = (side.params, side.opt)
+                side.params, side.opt = copy.deepcopy(pair) if k == 2 else pickle.loads(pickle.dumps(pair))
+            for param in side.params:
+                param.grad = None
+            side.backward(1.0, 2.0)
+            side.step()
+
+    as_fp32(play, MIXED, cls, {})
+
+
+@SCALERS
+@pytest.mark.parametrize("options", [{}, {"fused_step": False}], ids=["one pass", "wrapped"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["half", "wide"])
+@pytest.mark.parametrize("unscales", [True, False])
+def test_sparse_gradients(cls: Any, options: Any, dtype: torch.dtype, unscales: bool) -> None:
+    found = []
+    for wraps in (False, True):
+        table = torch.nn.Embedding(5, 2, sparse=True, dtype=dtype if wraps else torch.float32)
+        other = torch.nn.Parameter(torch.ones(3, dtype=torch.float16 if wraps else torch.float32))
+        torch.nn.init.ones_(table.weight)
+        opt: Any = SGD([other, table.weight], lr=0.125)
+        opt = MixedPrecisionOptimizer(opt, **options) if wraps else opt
+        scaler = (cls if wraps else Theirs)("cpu", init_scale=SCALE)
+        for rows, bad in (([1, 1, 2], 1.0), ([0, 4, 4], math.inf), ([3, 3, 3], 1.0)):
+            opt.zero_grad()
+            scaler.scale(table(torch.tensor(rows)).float().sum() * bad + other.float().sum()).backward()
+            if unscales:
+                scaler.unscale_(opt)
+            _step_alone(scaler, opt)
+        found.append([table.weight.float().tolist(), other.float().tolist()])
+    assert found[1] == found[0]
+    assert opt.skipped_steps == 1
+
+
+@SCALERS
+def test_without_masters_fp16_weights_are_stepped_as_the_user_asked(cls: Any) -> None:
+    side = Driven((torch.float16,) * 2, cls, {"master_weights": "none"})
+    side.backward(1.0, 2.0)
+    side.step()
+    side.opt.zero_grad()
+    side.backward(1.0, math.inf)
+    side.step()
+    assert (side.values(), side.opt.skipped_steps) == ([0.875, 0.75], 1)
+
+
 @pytest.mark.parametrize("clips", [False, True])
 def test_a_scale_that_follows_norms_is_that_of_fp32_parameters(clips: bool) -> None:
     scales: list[list[float]] = []
@@ -319,92 +636,7 @@ def test_a_scale_that_follows_norms_is_that_of_fp32_parameters(clips: bool) -> N
             scaler.scale(linear_loss(params, _coefficients(step))).backward()
             if clips:
                 scaler.clip_grad_norm_(opt, 1.0)
-            scaler.step(opt)
-            scaler.update()
+            _step_alone(scaler, opt)
             scales[-1].append(scaler.get_scale())
     assert scales[0] == scales[1]
     assert 2.0**10 < scales[0][-1] == scales[0][-5] < 2.0**17, "without norms it grows eight times"
-
-
-@DRIVEN
-def test_ours_passes_closures_on() -> None:
-    results = []
-    for enabled in (True, False):
-        params = _model((torch.float16, torch.float32))
-        opt = MixedPrecisionOptimizer(LBFGS(params, lr=0.25, max_iter=3))
-        scaler = Ours("cpu", init_scale=2.0**14, enabled=enabled)
-        calls: list[float] = []
-
-        def closure(params: Any = params, opt: Any = opt, scaler: Any = scaler, calls: Any = calls) -> Tensor:
-            calls.append(scaler.get_scale())
-            opt.zero_grad()
-            loss = sum(((p.float() - 2.0) ** 2).sum() for p in params)
-            scaler.scale(loss * (math.inf if calls[-1] > 2.0**11 else 1.0)).backward()
-            return loss
-
-        for _ in range(2):
-            scaler.step(opt, closure)
-            scaler.update()
-        results.append(_all(params, opt))
-    _assert_same(*results)
-
-
-@DRIVEN
-@SCALERS
-def test_sparse_gradients_of_a_half_embedding(cls: Any) -> None:
-    results = []
-    for scaled in (True, False):
-        table = torch.nn.Embedding(5, 2, sparse=True, dtype=torch.float16)
-        with torch.no_grad():
-            table.weight.copy_(values((5, 2), 3))
-        opt = MixedPrecisionOptimizer(torch.optim.SparseAdam(table.parameters(), lr=0.125))
-        scaler = cls("cpu", init_scale=256.0, enabled=scaled)
-        for rows in ([1, 1, 2], [0, 4, 4]):
-            opt.zero_grad()
-            scaler.scale(table(torch.tensor(rows)).float().sum()).backward()
-            scaler.step(opt)
-            scaler.update()
-        results.append([table.weight, *opt.master_params()])
-    _assert_same(*results)
-
-
-@DRIVEN
-@pytest.mark.parametrize("way", [pickle, copy], ids=["pickle", "deepcopy"])
-def test_copies_are_driven_too(way: Any) -> None:
-    model = torch.nn.Linear(2, 1).half()
-    opt, scaler = MixedPrecisionOptimizer(SGD(model.parameters(), lr=0.5)), Ours("cpu", init_scale=8.0)
-    scaler.scale(model(torch.ones(1, 2).half()).sum()).backward()
-    scaler.unscale_(opt)
-    pair = (model, opt)
-    model, opt = pickle.loads(pickle.dumps(pair)) if way is pickle else copy.deepcopy(pair)
-    scaler.update()
-    for p in model.parameters():
-        p.grad = None
-    before = [p.detach().clone() for p in model.parameters()]
-    scaler.scale(model(torch.ones(1, 2).half()).sum()).backward()
-    scaler.step(opt)
-    _assert_same(list(model.parameters()), [(b.float() - 0.5).half() for b in before])
-
-
-@DRIVEN
-def test_schedulers_of_the_wrapped_optimizer_follow() -> None:
-    params = _model()
-    inner = SGD(params, lr=1.0)
-    early = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
-    opt, scaler = MixedPrecisionOptimizer(inner), Ours("cpu", init_scale=SCALE)
-    late = torch.optim.lr_scheduler.StepLR(opt, 1, gamma=0.5)
-    for grad, moved in ((math.nan, False), (1.0, True)):
-        opt.zero_grad()
-        scaler.scale(linear_loss(params, [grad] * 4)).backward()
-        plain(scaler, opt, params)
-        assert scaler.step_scheduler(early) is moved
-        assert scaler.step_scheduler(late) is moved
-
-
-@SCALERS
-@pytest.mark.skipif(DRIVES, reason="before torch 2.10")
-def test_an_older_torch_is_told_what_to_call(cls: Any) -> None:
-    params, opt, scaler = _driven(cls)
-    scaler.scale(linear_loss(params, _coefficients(0))).backward()
-    with pytest.raises(RuntimeError, match=r"opt\.backward"):
-        plain(scaler, opt, params)

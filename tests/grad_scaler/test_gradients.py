@@ -146,14 +146,6 @@ def test_a_closure_with_fp16_gradients_is_refused_and_undone() -> None:
     assert torch.equal(param, before)
 
 
-def test_a_wrapper_without_masters_is_refused_and_told_of_masters() -> None:
-    param, optimizer, scaler = _half()
-    wrapped = MixedPrecisionOptimizer(optimizer, master_weights="none")
-    with pytest.raises(ValueError, match=r'group 0, param 0\. Wrap it with master_weights="full", or GradScaler'):
-        scaler.step(wrapped)
-    assert param.grad is not None
-
-
 def test_allowed_16_bit_weights_are_warned_of_once_by_name() -> None:
     for dtype, allowed in ((torch.float16, True), (torch.bfloat16, True), (torch.bfloat16, False)):
         (param,) = parameters([(3,)], dtype)

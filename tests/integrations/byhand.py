@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from contract import oracle
+from contract import reference
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -59,7 +59,7 @@ class ByHand:
     """A training of a 16-bit model by FP32 masters, one :meth:`step` at a time.
 
     Attributes:
-        scale: GradScaler's rule. ``oracle.Scale(1.0)`` stays.
+        scale: GradScaler's rule. ``reference.Scale(1.0)`` stays.
         micro: The micro-batches of a step; each loss is divided by their number.
         clip: The norm that gradients of all parameters are brought to.
         clip_value: The size that their elements are brought to, after the clip by norm.
@@ -68,7 +68,7 @@ class ByHand:
 
     model: nn.Module
     make: Callable[..., torch.optim.Optimizer] = adamw
-    scale: oracle.Scale = field(default_factory=lambda: oracle.Scale(1.0))
+    scale: reference.Scale = field(default_factory=lambda: reference.Scale(1.0))
     schedule: Callable[[Any], Any] | None = None
     micro: int = 1
     clip: float | None = None
@@ -77,7 +77,7 @@ class ByHand:
 
     def __post_init__(self) -> None:
         self.models = [param for param in self.model.parameters() if param.requires_grad]
-        self.masters = [nn.Parameter(param.detach().to(oracle.wide(param.dtype)).clone()) for param in self.models]
+        self.masters = [nn.Parameter(param.detach().to(reference.wide(param.dtype)).clone()) for param in self.models]
         self.optimizer = self.make(self.masters)
         self.scheduler = self.schedule(self.optimizer) if self.schedule else None
         self.losses: list[float] = []
@@ -95,8 +95,8 @@ class ByHand:
             self.losses.append(value.item())
             ((value / len(losses)).float() * scale).backward()
         self.rates.append(self.optimizer.param_groups[0]["lr"])
-        grads = [None if p.grad is None else oracle.unscaled(p.grad, scale) for p in self.models]
-        overflow = oracle.found_inf(grads)
+        grads = [None if p.grad is None else reference.unscaled(p.grad, scale) for p in self.models]
+        overflow = reference.found_inf(grads)
         if not overflow:
             self._take(grads, norm_of(self.models, grads, scale))
         self.skipped.append(overflow)
@@ -108,7 +108,7 @@ class ByHand:
     def _take(self, grads: Sequence[Tensor | None], norm: float) -> None:
         self.norms.append(norm)
         if self.clip is not None:
-            grads = oracle.clipped(grads, norm, self.clip)
+            grads = reference.clipped(grads, norm, self.clip)
         for master, grad in zip(self.masters, grads, strict=True):
             if grad is not None and self.clip_value is not None:
                 grad = grad.clamp(-self.clip_value, self.clip_value)
@@ -138,7 +138,7 @@ def norm_of(models: Sequence[Tensor], grads: Sequence[Tensor | None], scale: flo
     if any(g is not None for g in wide):
         kernels.multi_tensor_unscale(wide, wide, torch.tensor(1.0), stats, write=False)
     norm = float(stats.norm.float())
-    exact = oracle.total_norm(grads)
+    exact = reference.total_norm(grads)
     assert abs(norm - exact) <= 2.0**-22 * exact
     return norm
 

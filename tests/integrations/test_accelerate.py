@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract import oracle
+from contract import reference
 from torch import Tensor, nn
 
 pytest.importorskip("accelerate")
@@ -66,8 +66,8 @@ def masters(precision: str, **options: Any) -> dict[str, Any]:
     return {"fused_step": False, **scaler, **options}
 
 
-def scale_of(precision: str) -> oracle.Scale:
-    return oracle.Scale(OVERFLOWING, 5) if precision == "fp16" else oracle.Scale(1.0)
+def scale_of(precision: str) -> reference.Scale:
+    return reference.Scale(OVERFLOWING, 5) if precision == "fp16" else reference.Scale(1.0)
 
 
 class Loop:
@@ -203,10 +203,10 @@ def test_some_parameters_are_clipped_by_their_own_norm() -> None:
     loop = Loop("fp16", master_weights={"loss_scale": 64.0, "fused_step": False}, scheduled=False)
     batch = batches(1)[0]
     loop.accelerator.backward(loss_of(loop.net, batch, HALF))
-    grads = [oracle.unscaled(param.grad, 64.0) for param in loop.net.parameters()]
+    grads = [reference.unscaled(param.grad, 64.0) for param in loop.net.parameters()]
     norm = loop.accelerator.clip_grad_norm_(list(loop.net.parameters())[:2], 0.5)
-    assert float(norm) == pytest.approx(oracle.total_norm(grads[:2]), rel=2.0**-22)
-    want = [*oracle.clipped(grads[:2], float(norm), 0.5), *grads[2:]]
+    assert float(norm) == pytest.approx(reference.total_norm(grads[:2]), rel=2.0**-22)
+    want = [*reference.clipped(grads[:2], float(norm), 0.5), *grads[2:]]
     got = [param.grad for param in loop.optimizer.optimizer.master_params()]
     assert_same(got, want, "gradient")
     assert float(loop.accelerator.clip_grad_norm_(loop.net.parameters(), 1e9, norm_type=float("inf"))) == max(
@@ -221,11 +221,11 @@ def test_two_optimizers_are_clipped_by_one_norm_and_share_a_scale() -> None:
     batch = batches(1)[0]
     accelerator.backward(loss_of(nets[0], batch, HALF) + loss_of(nets[1], batch, HALF))
     params = [param for net in nets for param in net.parameters()]
-    grads = [oracle.unscaled(param.grad, 64.0) for param in params]
+    grads = [reference.unscaled(param.grad, 64.0) for param in params]
     norm = accelerator.clip_grad_norm_(params, 0.5)
-    assert float(norm) == pytest.approx(oracle.total_norm(grads), rel=1e-5)  # torch's, which adds up in FP32
+    assert float(norm) == pytest.approx(reference.total_norm(grads), rel=1e-5)  # torch's, which adds up in FP32
     clipped = [p.grad.clone() for opt in (one, other) for p in opt.optimizer.master_params()]
-    assert oracle.total_norm(clipped) == pytest.approx(0.5, rel=1e-5)
+    assert reference.total_norm(clipped) == pytest.approx(0.5, rel=1e-5)
     accelerator.clip_grad_value_(params, 0.01)
     values = [p.grad for opt in (one, other) for p in opt.optimizer.master_params()]
     assert_same(values, [g.clamp(-0.01, 0.01) for g in clipped], "gradient")
@@ -409,7 +409,7 @@ def test_our_scaler_with_fp32_weights_under_autocast() -> None:
         by_hand.zero_grad()
         with torch.autocast("cpu", HALF):
             (loss_of(by_hand, batch, torch.float32) * 1024.0).backward()
-        wanted = oracle.total_norm([param.grad / 1024.0 for param in by_hand.parameters()])
+        wanted = reference.total_norm([param.grad / 1024.0 for param in by_hand.parameters()])
         assert float(norm) == pytest.approx(wanted, rel=1e-5)  # torch's, which adds up in FP32
         optimizer.step()
         assert not accelerator.optimizer_step_was_skipped

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract import oracle
+from contract import reference
 from torch import Tensor, nn
 
 pytest.importorskip("lightning")
@@ -89,8 +89,8 @@ def settings_of(precision: str) -> dict[str, Any]:
     return {"scaler": DynamicLossScaler(**SETTINGS)} if precision == "16-true" else {}
 
 
-def scale_of(precision: str) -> oracle.Scale:
-    return oracle.Scale(OVERFLOWING, 5) if precision == "16-true" else oracle.Scale(1.0)
+def scale_of(precision: str) -> reference.Scale:
+    return reference.Scale(OVERFLOWING, 5) if precision == "16-true" else reference.Scale(1.0)
 
 
 def trainer(plugin: Any, tmp_path: Path, steps: int = STEPS, **options: Any) -> lightning.Trainer:
@@ -435,7 +435,7 @@ def test_several_optimizers_share_a_scale_that_follows_once_all_have_stepped(tmp
     scale, losses, scales = scale_of("16-true"), [], []
     for batch in data:
         for number, hand in enumerate(hands):
-            hand.scale = oracle.Scale(scale.value)
+            hand.scale = reference.Scale(scale.value)
             factor = 0.125 if number else 1.0
             hand.step([functools.partial(scaled_loss, hand.model, batch, factor)])
             losses.append(hand.losses[-1])
@@ -549,7 +549,7 @@ def test_hooks_see_true_gradients(tmp_path: Path) -> None:
     data = batches(STEPS)
     module = Clipping()
     made = fit(module, MasterWeightsPrecision("16-true", fused_step=False, loss_scale=256.0), tmp_path, data)
-    hand = ByHand(network(HALF), scale=oracle.Scale(256.0), clip=0.5).train(data, HALF)
+    hand = ByHand(network(HALF), scale=reference.Scale(256.0), clip=0.5).train(data, HALF)
     assert_same_weights(module, optimizer_of(made), hand)
     assert module.norms == pytest.approx(hand.norms, rel=1e-5)
 
@@ -578,7 +578,7 @@ def test_a_training_step_without_a_loss_steps_nothing(tmp_path: Path) -> None:
     data = batches(6)
     module = Absent()
     made = fit(module, MasterWeightsPrecision("16-true", fused_step=False, loss_scale=64.0), tmp_path, data, steps=6)
-    hand = ByHand(network(HALF), scale=oracle.Scale(64.0)).train(data[::2], HALF)
+    hand = ByHand(network(HALF), scale=reference.Scale(64.0)).train(data[::2], HALF)
     assert_same_weights(module, optimizer_of(made), hand)
 
 
@@ -707,7 +707,7 @@ def test_a_backbone_that_is_unfrozen_gets_masters(tmp_path: Path) -> None:
             losses.append(loss.item())
             (loss * 256.0).backward()
             for param, master in pairs:
-                master.grad = oracle.unscaled(param.grad, 256.0)
+                master.grad = reference.unscaled(param.grad, 256.0)
             optimizer.step()
             with torch.no_grad():
                 for param, master in pairs:

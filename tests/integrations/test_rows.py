@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract import oracle
+from contract import reference
 from torch import Tensor
 
 pytest.importorskip("lightning")
@@ -56,8 +56,8 @@ def dynamic() -> dict[str, Any]:
     return {"scaler": DynamicLossScaler(OVERFLOWING, growth_interval=5), "fused_step": False}
 
 
-def rule() -> oracle.Scale:
-    return oracle.Scale(OVERFLOWING, 5)
+def rule() -> reference.Scale:
+    return reference.Scale(OVERFLOWING, 5)
 
 
 # -- Lightning ---------------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def test_fabric_with_scale_loss_and_clip_gradients() -> None:
         fabric.clip_gradients(model, optimizer, clip_val=0.125)
         optimizer.step()
         optimizer.zero_grad()
-    hand = ByHand(network(HALF), scale=oracle.Scale(256.0), clip_value=0.125).train(data, HALF)
+    hand = ByHand(network(HALF), scale=reference.Scale(256.0), clip_value=0.125).train(data, HALF)
     assert losses == hand.losses
     assert_same_weights(model, opt, hand)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract import oracle
+from contract import reference
 from torch import nn
 
 import fp16opt
@@ -44,8 +44,8 @@ def masters(precision: str) -> dict[str, Any]:
     return {"scaler": DynamicLossScaler(OVERFLOWING, growth_interval=5)} if precision == "fp16" else {}
 
 
-def scale_of(precision: str) -> oracle.Scale:
-    return oracle.Scale(OVERFLOWING, 5) if precision == "fp16" else oracle.Scale(1.0)
+def scale_of(precision: str) -> reference.Scale:
+    return reference.Scale(OVERFLOWING, 5) if precision == "fp16" else reference.Scale(1.0)
 
 
 class Loop:
@@ -188,7 +188,7 @@ def test_adaptive_clipping_is_timms_own_on_masters() -> None:
     loss_of(net, batch, HALF).mul(64.0).backward()
     want = [nn.Parameter(param.detach().float()) for param in params]
     for master, param in zip(want, params, strict=True):
-        master.grad = oracle.unscaled(param.grad, 64.0)
+        master.grad = reference.unscaled(param.grad, 64.0)
     adaptive_clip_grad(want, 0.01)
     net.zero_grad()
     scaler(loss_of(net, batch, HALF), optimizer, clip_grad=0.01, clip_mode="agc", parameters=params)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract import oracle
+from contract import reference
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
@@ -112,8 +112,8 @@ def masters(precision: str, **options: Any) -> dict[str, Any]:
     return {"fused_step": False, **scaler, **options}
 
 
-def scale_of(precision: str) -> oracle.Scale:
-    return oracle.Scale(OVERFLOWING, 5) if precision == "fp16" else oracle.Scale(1.0)
+def scale_of(precision: str) -> reference.Scale:
+    return reference.Scale(OVERFLOWING, 5) if precision == "fp16" else reference.Scale(1.0)
 
 
 def linear(optimizer: Any) -> Any:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
-from contract import oracle
+from contract import reference
 from distributed.world import leave
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,7 +21,7 @@ STEPS = 16
 def main(folder: Path) -> None:
     """Both ranks see the same batches, so that averages over ranks are what each rank has."""
     data = batches(2 * STEPS)
-    hand = ByHand(network(HALF), scale=oracle.Scale(OVERFLOWING, 5), micro=2, clip=0.5).train(data, HALF)
+    hand = ByHand(network(HALF), scale=reference.Scale(OVERFLOWING, 5), micro=2, clip=0.5).train(data, HALF)
     options = {"scaler": DynamicLossScaler(OVERFLOWING, growth_interval=5), "fused_step": False}
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, master_weights=options)
     net = network(HALF)

@@ -12,7 +12,7 @@ from typing import Any
 
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from contract import oracle
+from contract import reference
 from distributed.world import leave
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -91,7 +91,7 @@ def main(folder: Path) -> None:
 
     accelerate.accelerator.AcceleratorState = Sharded
     data = batches(2 * STEPS)
-    hand = ByHand(network(HALF), scale=oracle.Scale(OVERFLOWING, 5), micro=2, clip=0.5).train(data, HALF)
+    hand = ByHand(network(HALF), scale=reference.Scale(OVERFLOWING, 5), micro=2, clip=0.5).train(data, HALF)
     loop = Loop().train(data)
     if loop.losses != hand.losses or loop.skipped != hand.skipped or not any(loop.skipped):
         raise SystemExit(f"losses {loop.losses}, wanted {hand.losses}; skips {loop.skipped}, wanted {hand.skipped}")

@@ -14,7 +14,7 @@ from typing import Any
 
 import lightning
 import torch
-from contract import oracle
+from contract import reference
 from distributed.world import leave
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor
@@ -99,7 +99,7 @@ def main(folder: Path) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     data = batches(STEPS)
-    hand = ByHand(network(HALF), scale=oracle.Scale(OVERFLOWING, 5), micro=2, clip=0.5).train(data * 4, HALF)
+    hand = ByHand(network(HALF), scale=reference.Scale(OVERFLOWING, 5), micro=2, clip=0.5).train(data * 4, HALF)
     check("DDP", run(DDPStrategy(process_group_backend="gloo"), False, 4), hand, hand.losses)
 
     def sharding() -> Any:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, Monitor
+from fp16opt import DynamicLossScaler, GradScaler, MixedPrecisionOptimizer, Monitor
 from fp16opt.reports import sinks, statistics
 from fp16opt.reports.monitor import NUMBERS
 
@@ -111,7 +111,7 @@ def state_of(model: nn.Module, opt: MixedPrecisionOptimizer) -> list[bytes]:
 @pytest.mark.parametrize("closure", [False, True])
 @pytest.mark.parametrize("options", list(MODES.values()), ids=list(MODES))
 def test_every_number_of_a_sample(options: dict[str, Any], closure: bool) -> None:
-    """Against a second run that nobody watches, whose weights are read before and after, and gradients on the way."""
+    """Against a second run without a monitor, whose weights are read before and after, and gradients on the way."""
     records: list[dict[str, Any]] = []
     model, twin = net(), net()
     opt, other = wrap(model, **options), wrap(twin, **options)
@@ -151,6 +151,28 @@ def test_every_number_of_a_sample(options: dict[str, Any], closure: bool) -> Non
         row = sample["rows"][name]
         assert row["grad_norm"] == pytest.approx(np.linalg.norm(grad), rel=2e-3), name
         assert row["grad_largest"] == pytest.approx(np.abs(grad).max(), rel=2e-3), name
+
+
+@pytest.mark.parametrize("driven", ["plain", "torch", "unscaled", "ours"])
+@pytest.mark.parametrize("fused", [False, "auto"])
+def test_gradients_that_the_optimizer_did_not_scale(driven: str, fused: bool | str) -> None:
+    """A plain backward at scale 1; torch's GradScaler, with ``unscale_`` and without; this library's."""
+    records: list[dict[str, Any]] = []
+    model = net()
+    opt = wrap(model, scaler=None, fused_step=fused)
+    grads = torch.autograd.grad(loss_of(model, 0) * 2.0**8, list(model.parameters()))
+    scale = 1.0 if driven == "plain" else 2.0**8
+    scaler = (GradScaler if driven == "ours" else torch.amp.GradScaler)("cpu", init_scale=scale)
+    with Monitor(opt, to=records.append):
+        scaler.scale(loss_of(model, 0)).backward()
+        if driven == "unscaled":
+            scaler.unscale_(opt)
+        opt.step() if driven == "plain" else scaler.step(opt)
+    assert [r["kind"] for r in records] == ["run", "step", "sample"]
+    for (name, _), grad in zip(model.named_parameters(), grads, strict=True):
+        row, true = records[-1]["rows"][name], grad.double().numpy() / 2.0**8
+        assert row["grad_norm"] == pytest.approx(np.linalg.norm(true), rel=2e-3), name
+        assert row["grad_largest"] == pytest.approx(np.abs(true).max(), rel=2e-3), name
 
 
 def true_gradients(options: dict[str, Any], closure: bool) -> dict[str, np.ndarray]:

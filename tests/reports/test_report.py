@@ -105,7 +105,7 @@ def test_a_row_that_is_worth_a_look(tmp_path: Path, changes: dict[str, Any], wan
     assert wanted in looks["a.weight"]
 
 
-def test_samples_of_the_calibration_are_nobody_s_fault(tmp_path: Path) -> None:
+def test_samples_of_the_calibration_are_no_findings(tmp_path: Path) -> None:
     _, looks = said(write(tmp_path / "run.jsonl", skips=tuple(range(1, 7)), a={"grad_norm": math.inf}))
     assert "in 2 of 4 samples, first in step 11" in looks["a.weight"]
 

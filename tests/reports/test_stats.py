@@ -167,7 +167,7 @@ def test_a_count_of_skips_that_is_none_is_refused(count: object, error: type[Exc
         opt.load_state_dict({**opt.state_dict(), "skipped_steps": count})
 
 
-def test_under_a_grad_scaler_left_out_steps_count() -> None:
+def test_under_a_grad_scaler_skips_count() -> None:
     params, opt = made(scaler=None)
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
     for factors in ([6e4, 1.0, 1.0], [1.0, 1.0, 1.0]):
@@ -209,6 +209,7 @@ def test_a_loss_that_is_not_finite_is_named_in_the_log(
 def test_losses_of_an_abandoned_batch_are_forgotten(log: pytest.LogCaptureFixture) -> None:
     params, opt = made()
     turn(params, opt, [1.0, 1.0, 1.0])
+    opt.zero_grad()
     opt.backward(loss(params, [math.nan, 1.0, 1.0]))
     turn(params, opt, [6e4, 1.0, 1.0])
     assert "a rare overflow" in log.records[-1].getMessage()
@@ -228,8 +229,8 @@ def test_a_loss_keeps_no_graph_alive() -> None:
     opt.zero_grad()
     made_of = loss(params, [1.0, 1.0, 1.0])
     opt.scale_loss(made_of)
-    assert all(kept.grad_fn is None for kept in opt.engine.accumulation.losses)
-    assert opt.engine.accumulation.losses[0] == made_of
+    assert all(kept.grad_fn is None for kept in opt.step_state.losses)
+    assert opt.step_state.losses[0] == made_of
 
 
 def test_a_grad_scaler_knows_its_losses(log: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,595 @@
+"""``backward(loss)``: what it leaves, what adds up, and when a further one is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine.checks import assert_same, ones, snapshot
+from specs import BAD_LOSSES
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD
+
+from contract.reference import clipped
+from contract.worlds import (
+    ALL,
+    FOLDING,
+    FUSED,
+    INF,
+    KEEPS,
+    MIXED_FOLDING,
+    MIXED_FUSED,
+    MIXED_WRAPPED,
+    NAN,
+    WAYS,
+    WRAPPED,
+    Mode,
+    World,
+    by,
+    every_mode,
+    every_mode_that_keeps_gradients,
+    every_scale,
+    every_scale_but_one,
+    every_setting,
+    every_setting_that_keeps_gradients,
+    every_way,
+    instead,
+    plus,
+    sgd,
+    times,
+    values,
+)
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, StaticLossScaler
+
+GRADS, MORE = values(0.5, 1.0, -0.5), values(1.0, -0.25, 2.0)
+CLOSED = "after the last backward of a step"
+
+
+# -- what it leaves ----------------------------------------------------------------------------------------------------
+
+
+@every_setting_that_keeps_gradients
+@every_way
+def test_the_model_holds_scaled_gradients_of_every_dtype(mode: Mode, scale: str, how: str) -> None:
+    world = World(mode, scale)
+    world.leave(how, GRADS)
+    for p, g in zip(world.params, GRADS, strict=True):
+        assert p.grad is not None
+        assert torch.equal(p.grad, (g * world.scale).to(p.dtype))
+
+
+def test_it_returns_none() -> None:
+    world = World(WRAPPED)
+    assert world.opt.backward(world.loss(GRADS)) is None
+
+
+@pytest.mark.parametrize("mode", [FOLDING, MIXED_FOLDING], ids=lambda mode: mode.name)
+@pytest.mark.parametrize("update", [True, False])
+def test_in_fp32_it_folds_into_sums_and_frees_16_bit_gradients(mode: Mode, update: bool) -> None:
+    world = World(mode)
+    for k in range(1, 4):
+        world.backward(GRADS, update_master_grads=update)
+        assert all(p.grad is None for p in world.params if p.dtype is torch.float16)
+        world.check_master_grads(times(GRADS, k))
+    world.expect_step(times(GRADS, 3))
+
+
+def test_fp32_sums_keep_what_16_bits_would_lose() -> None:
+    """4,097 times a gradient of 1: a float16 sum stops at 2,048."""
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    opt = MixedPrecisionOptimizer(SGD([weight], lr=1.0), grad_accumulation="fp32")
+    for _ in range(4097):
+        opt.backward(weight.float().sum())
+    opt.step()
+    assert next(opt.master_params()).tolist() == [-4097.0] * 2
+
+
+@pytest.mark.parametrize(("make", "error", "match"), [pytest.param(*c[1:], id=c[0]) for c in BAD_LOSSES])
+def test_what_is_no_loss_is_refused_and_changes_nothing(make: Any, error: type[Exception], match: str) -> None:
+    world = World(WRAPPED)
+    before = snapshot(world.opt, world.params, scaler=True)
+    with pytest.raises(error, match=match):
+        world.opt.backward(make(world.params[0]))
+    assert_same(snapshot(world.opt, world.params, scaler=True), before)
+    world.backward(GRADS)
+    with pytest.raises(error, match=match):
+        world.opt.backward(make(world.params[0]))
+    world.expect_step(GRADS)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+def test_a_loss_of_one_element_may_have_any_shape(shape: tuple[int, ...]) -> None:
+    world = World(WRAPPED)
+    world.opt.backward(world.loss(GRADS).reshape(shape))
+    world.expect_step(GRADS)
+
+
+def test_inputs_limits_which_gradients_are_made() -> None:
+    world = World(WRAPPED)
+    world.backward(GRADS, inputs=[world.params[0]])
+    world.expect_step(instead(instead(GRADS, 1, None), 2, None))
+
+
+def test_retain_graph_and_create_graph_reach_autograd() -> None:
+    p = ones(3, torch.float32)
+    opt = MixedPrecisionOptimizer(SGD([p], lr=0.5), loss_scale=8.0)
+    loss = p.square().sum()
+    opt.backward(loss, retain_graph=True)
+    opt.backward(loss)
+    assert p.grad is not None
+    assert p.grad.tolist() == [32.0] * 3
+    with pytest.raises(RuntimeError, match="second time"):
+        opt.backward(loss)
+    opt.zero_grad()
+    with pytest.warns(UserWarning, match="create_graph"):
+        opt.backward(p.square().sum(), create_graph=True)
+    assert p.grad.requires_grad
+
+
+@by([WRAPPED, FUSED, MIXED_WRAPPED, MIXED_FUSED])
+@every_scale
+def test_gradients_that_have_a_graph_are_stepped(mode: Mode, scale: str) -> None:
+    world = World(mode, scale)
+    world.backward(GRADS, create_graph=True)
+    world.expect_step(GRADS)
+
+
+@every_mode
+@every_way
+@pytest.mark.parametrize("then", ["step", "clip", "read"])
+def test_sparse_gradients_are_summed_in_fp32(mode: Mode, how: str, then: str) -> None:
+    """An embedding row looked up twice, a dense parameter beside it; torch's AdamW takes none, so SGD everywhere."""
+    world = World(mode, "static", shapes=((5, 2), (2, 3), (5,)), make=sgd)
+    rows, coefficients = torch.tensor([1, 3, 3]), torch.tensor([[0.5, 1.0], [2.0, -1.0], [1.0, 0.25]])
+    first = torch.zeros(5, 2).index_add(0, rows, coefficients)
+    grads: list[Tensor | None] = [first, GRADS[1], None]
+    loss = (nn.functional.embedding(rows, world.params[0], sparse=True).float() * coefficients).sum()
+    loss = loss + world.loss([None, GRADS[1], None])
+    if how == "scale_loss":
+        world.opt.scale_loss(loss).backward()
+    else:
+        world.opt.backward(loss, update_master_grads=how == "backward")
+    if then == "clip":
+        norm = world.expect_norm(world.opt.clip_master_grads(1.0), grads)
+        grads = clipped(grads, norm, 1.0)
+    if then == "read":
+        shown = world.masters[0].grad
+        assert shown is not None
+        assert (shown.layout, shown.is_coalesced(), shown.dtype) == (torch.sparse_coo, True, torch.float32)
+        assert shown.to_dense().tolist() == first.tolist()
+    world.expect_step(grads)
+
+
+def test_sparse_sums_keep_what_16_bits_would_lose() -> None:
+    """4,097 times the same row with gradient 1: a float16 sum stops at 2,048."""
+    table = nn.Parameter(torch.zeros(2, 1, dtype=torch.float16))
+    opt = MixedPrecisionOptimizer(SGD([table], lr=1.0))
+    opt.backward(nn.functional.embedding(torch.zeros(4097, dtype=torch.long), table, sparse=True).float().sum())
+    opt.step()
+    assert next(opt.master_params()).tolist() == [[-4097.0], [0.0]]
+
+
+def test_a_loss_without_a_graph_is_torchs_error() -> None:
+    world = World(WRAPPED)
+    with pytest.raises(RuntimeError, match="grad"):
+        world.opt.backward(torch.tensor(1.0))
+    world.backward(GRADS)
+    world.expect_step(GRADS)
+
+
+# -- several of them ---------------------------------------------------------------------------------------------------
+
+
+@every_setting
+@every_way
+def test_several_add_up(mode: Mode, scale: str, how: str) -> None:
+    """A parameter that takes part in one of them only, and one that takes part in none."""
+    world = World(mode, scale)
+    parts = [instead(values(0.5, 1.0, 0.0), 2, None), instead(instead(values(0.25, 0.0, 0.0), 1, None), 2, None)]
+    for part in parts:
+        world.leave(how, part)
+    world.expect_step(plus(*parts))
+
+
+@every_mode
+@pytest.mark.parametrize("first", WAYS)
+@pytest.mark.parametrize("second", WAYS)
+def test_the_three_ways_add_up_with_each_other(mode: Mode, first: str, second: str) -> None:
+    world = World(mode)
+    world.leave(first, GRADS)
+    world.leave(second, MORE)
+    world.expect_step(plus(GRADS, MORE))
+
+
+@every_mode
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_an_overflow_in_any_of_them_skips_the_step(mode: Mode, where: int) -> None:
+    world = World(mode, "dynamic")
+    for k in range(3):
+        world.backward(instead(GRADS, 1, torch.full((2, 3), INF)) if k == where else GRADS)
+    world.expect_skip()
+    world.opt.zero_grad()
+    world.backward(GRADS)
+    world.expect_step(GRADS)
+
+
+@every_mode
+def test_infs_of_opposite_sign_are_noticed(mode: Mode) -> None:
+    world = World(mode, "dynamic")
+    for sign in (1, -1):
+        world.backward(instead(GRADS, 0, torch.full((4,), sign * INF)))
+    world.expect_skip()
+
+
+def test_the_scale_stays_between_the_backwards_of_a_step() -> None:
+    world = World(WRAPPED, "dynamic", scaler_settings={"growth_interval": 1})
+    for _ in range(3):
+        world.backward(GRADS)
+        assert world.opt.loss_scale == 64.0
+    world.expect_step(times(GRADS, 3))
+    assert world.opt.loss_scale == 128.0
+
+
+GOES_ON: dict[str, Callable[[World], object]] = {
+    "update_master_grads": lambda world: world.opt.update_master_grads(),
+    "a read": lambda world: [master.grad for master in world.masters],
+    "stats": lambda world: world.opt.stats(),
+    "state_dict": lambda world: world.opt.state_dict(),
+}
+
+
+@every_setting
+@pytest.mark.parametrize("between", GOES_ON)
+def test_it_goes_on_adding_up_after(mode: Mode, scale: str, between: str) -> None:
+    world = World(mode, scale)
+    for grads in (GRADS, MORE, GRADS):
+        world.backward(grads)
+        GOES_ON[between](world)
+    total = plus(GRADS, MORE, GRADS)
+    world.check_master_grads(total)
+    world.expect_step(total)
+
+
+# -- a further one that is refused -------------------------------------------------------------------------------------
+
+CLOSES: dict[str, Callable[[World], object]] = {
+    "clip_master_grads": lambda world: world.opt.clip_master_grads(0.5),
+    "clip_master_grads at factor 1": lambda world: world.opt.clip_master_grads(1e6),
+    "clip_master_values": lambda world: world.opt.clip_master_values(0.5),
+    "clip_grad_norm_ of masters": lambda world: clip_grad_norm_(world.opt.master_params(), 0.5),
+    "an edit": lambda world: world.masters[world.half()].grad.mul_(0.5),
+    "an assigned gradient": lambda world: setattr(
+        world.masters[world.half()], "grad", torch.ones_like(world.masters[world.half()])
+    ),
+}
+
+
+@by([mode for mode in ALL if mode.has_masters])
+@every_scale
+@pytest.mark.parametrize("closes", CLOSES)
+def test_it_is_refused_after_a_clip_or_an_edit(mode: Mode, scale: str, closes: str) -> None:
+    world = World(mode, scale)
+    world.backward(GRADS)
+    CLOSES[closes](world)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=CLOSED):
+            world.backward(MORE)
+    world.check_weights()
+    world.opt.zero_grad()
+    world.backward(GRADS)
+    world.expect_step(GRADS)
+
+
+@every_mode
+def test_the_step_after_the_refusal_takes_what_was_clipped(mode: Mode) -> None:
+    world = World(mode)
+    world.backward(GRADS)
+    world.opt.clip_master_values(0.75)
+    with pytest.raises(RuntimeError, match=CLOSED):
+        world.backward(MORE)
+    world.expect_step([g.clamp(-0.75, 0.75) for g in GRADS])
+
+
+def test_clips_do_not_close_the_next_step() -> None:
+    world = World(WRAPPED)
+    for _ in range(2):
+        world.backward(GRADS)
+        world.opt.clip_master_values(0.75)
+        world.expect_step([g.clamp(-0.75, 0.75) for g in GRADS])
+        world.opt.zero_grad()
+
+
+@every_setting_that_keeps_gradients
+@pytest.mark.parametrize("edit", ["in place", "replaced", "plain backward"])
+def test_it_is_refused_where_the_models_gradients_were_written_after_the_last_one(
+    mode: Mode, scale: str, edit: str
+) -> None:
+    world = World(mode, scale)
+    world.backward(GRADS)
+    for p in world.params:
+        if edit == "in place":
+            p.grad.mul_(0.5)
+        elif edit == "replaced":
+            p.grad = p.grad * 0.5
+    if edit == "plain backward":
+        world.loss(MORE).backward()
+    with pytest.raises(RuntimeError, match=r"\.weight.*update_master_grads\(\)"):
+        world.backward(MORE)
+    world.opt.zero_grad()
+    world.backward(GRADS)
+    world.expect_step(GRADS)
+
+
+# -- gradients that are there when the first of a step begins ----------------------------------------------------------
+
+
+@every_mode
+@every_scale_but_one
+@every_way
+def test_gradients_of_a_plain_backward_must_be_cleared_first(mode: Mode, scale: str, how: str) -> None:
+    world = World(mode, scale)
+    world.loss(GRADS).backward()
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\)"):
+        world.leave(how, MORE)
+    world.check()
+    world.opt.zero_grad()
+    world.leave(how, GRADS)
+    world.expect_step(GRADS)
+
+
+@every_mode_that_keeps_gradients
+@every_scale_but_one
+@pytest.mark.parametrize("skipped", [False, True])
+def test_gradients_of_the_last_step_must_be_cleared_first(mode: Mode, scale: str, skipped: bool) -> None:
+    """A loop that never clears would go on with another scale than its sums had, or with an inf for ever."""
+    world = World(mode, scale)
+    if skipped:
+        world.backward(instead(GRADS, 0, torch.full((4,), NAN)))
+        world.expect_skip()
+    else:
+        world.backward(GRADS)
+        world.expect_step(GRADS)
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\)"):
+        world.backward(MORE)
+    world.check()
+    world.opt.zero_grad()
+    world.backward(GRADS)
+    world.expect_step(GRADS)
+
+
+@every_mode
+def test_at_a_scale_of_one_they_add_up(mode: Mode) -> None:
+    world = World(mode, "one")
+    world.loss(GRADS).backward()
+    world.backward(MORE)
+    world.expect_step(plus(GRADS, MORE))
+
+
+@every_mode_that_keeps_gradients
+@every_way
+def test_at_a_scale_of_one_a_loop_that_never_clears_adds_up_as_in_torch(mode: Mode, how: str) -> None:
+    world = World(mode, "one")
+    for k in range(1, 4):
+        world.leave(how, GRADS)
+        world.expect_step(times(GRADS, k))
+
+
+@every_setting
+@pytest.mark.parametrize("how", ["backward", "unstamped"])
+def test_zeros_are_fine_at_any_scale(mode: Mode, scale: str, how: str) -> None:
+    world = World(mode, scale)
+    for p in world.params:
+        p.grad = torch.zeros_like(p)
+    world.leave(how, GRADS)
+    world.expect_step(GRADS)
+    world.opt.zero_grad(set_to_none=False)
+    world.leave(how, GRADS)
+    world.expect_step(GRADS)
+
+
+@pytest.mark.parametrize("mode", [FOLDING], ids=lambda mode: mode.name)
+@every_scale
+def test_fp32_sums_are_used_up_by_a_step_and_by_a_skip(mode: Mode, scale: str) -> None:
+    world = World(mode, scale, scaler_settings={"growth_interval": 1})
+    for k in range(5):
+        if k == 2:
+            world.backward([INF, 1.0, 1.0])
+            world.expect_skip()
+        else:
+            world.backward(times(GRADS, 1.0 + k))
+            world.expect_step(times(GRADS, 1.0 + k))
+
+
+# -- an abandoned batch ------------------------------------------------------------------------------------------------
+
+LOOKS: dict[str, Callable[[World], object]] = {
+    "nothing": lambda world: None,
+    "clip": lambda world: world.opt.clip_master_grads(2.0),
+    "read": lambda world: [master.grad for master in world.masters],
+    "update": lambda world: world.opt.update_master_grads(),
+}
+
+
+@every_setting_that_keeps_gradients
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("clear", ["opt", "model"])
+def test_an_abandoned_batch_leaves_nothing(mode: Mode, scale: str, look: str, clear: str) -> None:
+    """Nothing on parameters that the next batch does not use either."""
+    world = World(mode, scale)
+    world.backward([NAN, NAN, NAN])
+    LOOKS[look](world)
+    if clear == "opt":
+        world.opt.zero_grad()
+    else:
+        world.model_zero_grad()
+    grads = instead(GRADS, 0, None)
+    world.backward(grads)
+    world.expect_step(grads)
+
+
+# -- a scaler of its own -----------------------------------------------------------------------------------------------
+
+
+@every_mode
+def test_losses_with_a_scaler_each_are_summed_in_fp32(mode: Mode) -> None:
+    world = World(mode)
+    world.backward(GRADS)
+    world.backward(MORE, scaler=StaticLossScaler(4.0))
+    world.backward(GRADS)
+    world.check_master_grads(plus(GRADS, MORE, GRADS))
+    world.expect_step(plus(GRADS, MORE, GRADS))
+
+
+@every_mode
+@pytest.mark.parametrize("bad", [None, 0, 1])
+def test_each_scaler_hears_of_its_own_backwards(mode: Mode, bad: int | None) -> None:
+    """Any overflow skips the step; only the scaler whose loss overflowed backs off."""
+    world = World(mode)
+    scalers = [DynamicLossScaler(8.0, growth_interval=1) for _ in range(2)]
+    for k, scaler in enumerate(scalers):
+        world.backward(instead(GRADS, 0, torch.full((4,), INF)) if k == bad else GRADS, scaler=scaler)
+    world.opt.step()
+    assert bool(world.opt.step_was_skipped) == (bad is not None)
+    assert [float(scaler.scale) for scaler in scalers] == [4.0 if k == bad else 16.0 for k in range(2)]
+
+
+@by([WRAPPED, FUSED])
+@pytest.mark.parametrize("edit", ["torch's clip", "in place", "mended"])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_an_edit_blames_no_scaler_whose_backwards_were_finite(mode: Mode, edit: str, bad: int) -> None:
+    world = World(mode)
+    scalers = [DynamicLossScaler(8.0) for _ in range(2)]
+    for k, scaler in enumerate(scalers):
+        world.backward(instead(GRADS, 0, torch.full((4,), INF)) if k == bad else GRADS, scaler=scaler)
+    masters = world.masters
+    if edit == "torch's clip":
+        clip_grad_norm_(masters, 1.0)
+    elif edit == "in place":
+        masters[2].grad.mul_(0.5)
+    else:
+        masters[0].grad = torch.ones(4)
+    world.opt.step()
+    assert bool(world.opt.step_was_skipped) == (edit != "mended")
+    assert [float(s.scale) for s in scalers] == [4.0 if k == bad and edit != "mended" else 8.0 for k in range(2)]
+
+
+@every_mode_that_keeps_gradients
+@pytest.mark.parametrize("value", [8.0, NAN])
+@pytest.mark.parametrize("look", ["nothing", "read"])
+def test_a_dropped_gradient_is_gone_though_a_second_scaler_joins(mode: Mode, look: str, value: float) -> None:
+    world = World(mode)
+    world.backward(instead(GRADS, 0, torch.full_like(GRADS[0], value)))
+    if look == "read":
+        assert world.masters[world.half()].grad is not None
+    world.params[0].grad = None
+    world.backward(instead(GRADS, 0, None), scaler=StaticLossScaler(4.0))
+    world.expect_step(times(instead(GRADS, 0, None), 2))
+
+
+@pytest.mark.parametrize("value", [2.0, "dynamic", torch.tensor(2.0)], ids=repr)
+def test_scaler_must_be_one(value: object) -> None:
+    world = World(WRAPPED)
+    with pytest.raises(TypeError, match="scaler"):
+        world.backward(GRADS, scaler=value)
+    world.backward(GRADS)
+    world.expect_step(GRADS)
+
+
+def test_one_scaler_may_serve_two_wrappers() -> None:
+    scaler = DynamicLossScaler(8.0, growth_interval=1)
+    p, q = ones(), ones()
+    first, second = (MixedPrecisionOptimizer(SGD([w], lr=0.5), scaler=scaler) for w in (p, q))
+    first.backward(p.float().sum())
+    second.backward(q.float().sum())
+    first.step()
+    assert scaler.scale == 16.0
+    second.step()
+    assert p.tolist() == q.tolist() == [0.5] * 4
+
+
+# -- an exception out of it --------------------------------------------------------------------------------------------
+
+
+class Trap(torch.autograd.Function):
+    """Identity whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise KeyError("in backward")
+
+
+def interrupted(world: World) -> None:
+    """Gradients of the first parameter are there; those of the others never came."""
+    first, second, third = world.params
+    loss = Trap.apply(second.float()).sum() + Trap.apply(third.float()).sum()
+    with pytest.raises(KeyError, match="in backward"):
+        world.opt.backward(loss + first.float().sum())  # autograd runs later nodes first
+    assert first.grad is not None
+
+
+REFUSED: dict[str, Callable[[World], object]] = {
+    "backward": lambda world: world.backward(GRADS),
+    "clip_master_grads": lambda world: world.opt.clip_master_grads(1.0),
+    "clip_master_values": lambda world: world.opt.clip_master_values(1.0),
+    "step": lambda world: world.opt.step(),
+    "update_master_grads": lambda world: world.opt.update_master_grads(),
+}
+
+
+@by([WRAPPED, FUSED, MIXED_WRAPPED, MIXED_FUSED, FOLDING])
+@pytest.mark.parametrize("call", REFUSED)
+@pytest.mark.parametrize("second", [False, True], ids=["the first", "the second"])
+def test_after_an_exception_everything_is_refused_until_gradients_are_cleared(
+    mode: Mode, call: str, second: bool
+) -> None:
+    world = World(mode, "dynamic")
+    if second:
+        world.backward(GRADS)
+    interrupted(world)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"zero_grad\(\)"):
+            REFUSED[call](world)
+    world.check()
+    world.opt.zero_grad()
+    world.backward(GRADS)
+    world.expect_step(GRADS)
+
+
+@by(KEEPS)
+@pytest.mark.parametrize("call", REFUSED)
+def test_after_an_exception_the_models_zero_grad_clears_too(mode: Mode, call: str) -> None:
+    world = World(mode, "dynamic")
+    interrupted(world)
+    world.model_zero_grad()
+    REFUSED[call](world)
+    if call != "step":
+        world.model_zero_grad()
+    world.opt.step()
+    world.check()
+    world.opt.zero_grad()
+    world.backward(GRADS)
+    world.expect_step(GRADS)
+
+
+def test_a_gradient_hook_that_raises_interrupts() -> None:
+    world = World(WRAPPED)
+
+    def fail(_: Tensor) -> None:
+        raise KeyError("hook")
+
+    handle = world.params[0].register_post_accumulate_grad_hook(fail)
+    with pytest.raises(KeyError, match="hook"):
+        world.backward(GRADS)
+    handle.remove()
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\)"):
+        world.opt.step()
+    world.opt.zero_grad()
+    world.backward(GRADS)
+    world.expect_step(GRADS)

@@ -1,0 +1,330 @@
+"""``master_params()`` with the gradients that masters show: reading, editing and setting them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD
+
+from contract.reference import clipped
+from contract.worlds import (
+    ALL,
+    FUSED,
+    INF,
+    KEEPS,
+    MIXED_FUSED,
+    MIXED_WRAPPED,
+    NAN,
+    WRAPPED,
+    Mode,
+    World,
+    by,
+    every_mode_that_keeps_gradients,
+    every_scale,
+    every_scale_but_one,
+    every_setting,
+    every_way,
+    instead,
+    times,
+    values,
+)
+from fp16opt import MixedPrecisionOptimizer
+
+GRADS, MORE = values(0.5, 1.0, -0.5), values(1.0, -0.25, 2.0)
+HAVE_MASTERS = [mode for mode in ALL if mode.has_masters]
+with_masters = by(HAVE_MASTERS)
+HANDED_OUT: dict[str, Callable[[Any], object]] = {
+    "master_params": lambda opt: list(opt.master_params()),
+    "param_groups": lambda opt: [list(group["params"]) for group in opt.param_groups],
+    "repr": repr,
+}
+
+
+# -- handing them out --------------------------------------------------------------------------------------------------
+
+
+def test_they_are_fp32_in_the_order_of_the_groups() -> None:
+    world = World(MIXED_WRAPPED)
+    assert [m.dtype for m in world.masters] == [torch.float32] * 3
+    assert [m.shape for m in world.masters] == [p.shape for p in world.params]
+    assert all(a is b for a, b in zip(world.opt.model_params(), world.params, strict=True))
+    assert world.masters[world.single()] is world.params[world.single()]
+    assert all(a is b for a, b in zip(world.opt.param_groups[0]["params"], world.masters, strict=True))
+
+
+@every_mode_that_keeps_gradients
+@pytest.mark.parametrize("handed", HANDED_OUT)
+def test_handing_them_out_computes_nothing(mode: Mode, handed: str) -> None:
+    """Nothing was read, or a write past the version counter would come too late."""
+    world = World(mode)
+    world.backward(GRADS, update_master_grads=False)
+    HANDED_OUT[handed](world.opt)
+    for p in world.params:
+        p.grad.data.mul_(0.5)
+    world.expect_step(times(GRADS, 0.5))
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+@every_setting
+@every_way
+def test_reading_shows_true_fp32_gradients(mode: Mode, scale: str, how: str) -> None:
+    """Those of FP32 parameters are true once one of a 16-bit parameter was read."""
+    world = World(mode, scale)
+    world.leave(how, GRADS)
+    world.check_master_grads(GRADS)
+    world.expect_step(GRADS)
+
+
+@every_mode_that_keeps_gradients
+def test_reading_leaves_the_models_16_bit_gradients(mode: Mode) -> None:
+    world = World(mode)
+    world.backward(GRADS)
+    i = world.half()
+    assert world.masters[i].grad is not None
+    assert torch.equal(world.params[i].grad, (GRADS[i] * 64).half())
+
+
+@with_masters
+def test_one_that_was_held_from_before_shows_them_too(mode: Mode) -> None:
+    world = World(mode)
+    held = world.masters
+    for grads in (GRADS, MORE):
+        world.opt.zero_grad()
+        world.backward(grads)
+        assert torch.equal(held[world.half()].grad, grads[world.half()])
+        world.expect_step(grads)
+
+
+@every_mode_that_keeps_gradients
+def test_without_gradients_there_are_none(mode: Mode) -> None:
+    world = World(mode)
+    assert [m.grad for m in world.masters] == [None] * 3
+    world.backward(instead(GRADS, 0, None))
+    world.check_master_grads(instead(GRADS, 0, None))
+
+
+@with_masters
+def test_those_that_were_made_stay_readable_after_the_step(mode: Mode) -> None:
+    """Until zero_grad."""
+    world = World(mode)
+    world.backward(GRADS)
+    world.check_master_grads(GRADS)
+    world.expect_step(GRADS)
+    i = world.half()
+    assert torch.equal(world.masters[i].grad, GRADS[i])
+    world.opt.zero_grad()
+    assert world.masters[i].grad is None
+
+
+@every_mode_that_keeps_gradients
+def test_a_gradient_of_the_step_before_the_last_is_not_shown(mode: Mode) -> None:
+    world = World(mode)
+    i = world.half()
+    for grads in (GRADS, instead(GRADS, i, None)):
+        world.model_zero_grad()
+        world.backward(grads)
+        if grads[i] is not None:
+            assert torch.equal(world.masters[i].grad, grads[i])
+        world.expect_step(grads)
+    assert world.masters[i].grad is None
+
+
+@by([mode for mode in KEEPS if not mode.is_mixed])
+def test_at_a_scale_of_one_those_of_a_later_plain_backward_are_shown(mode: Mode) -> None:
+    world = World(mode, "one")
+    world.backward(GRADS)
+    world.check_master_grads(GRADS)
+    world.expect_step(GRADS)
+    world.model_zero_grad()
+    world.loss(MORE).backward()
+    world.check_master_grads(MORE)
+    world.expect_step(MORE)
+
+
+@pytest.mark.parametrize("arguments", [{"fused_step": False}, {}, {"grad_accumulation": "fp32"}], ids=str)
+@pytest.mark.parametrize("how", ["unstamped", "scale_loss"])
+def test_torchs_clip_lists_an_fp32_gradient_before_it_reads_a_16_bit_one(arguments: dict[str, Any], how: str) -> None:
+    """The one that it has in hand is made true in place."""
+    params = [nn.Parameter(torch.ones(1, dtype=dtype)) for dtype in (torch.float32, torch.float16)]
+    opt = MixedPrecisionOptimizer(SGD(params, lr=1.0), loss_scale=64.0, **arguments)
+    for k in range(2):
+        loss = params[0].sum() * 3 + params[1].float().sum() * 4
+        if k and how == "scale_loss":
+            opt.scale_loss(loss).backward()
+        else:
+            opt.backward(loss, update_master_grads=not k)
+    assert float(clip_grad_norm_(opt.master_params(), 1.0)) == 10.0
+    opt.step()
+    assert [p.item() for p in params] == pytest.approx([0.4, 0.2], abs=1e-3)
+
+
+def test_reading_inside_of_a_hook_does_nothing() -> None:
+    world = World(WRAPPED)
+    seen: list[Any] = []
+    handle = world.params[0].register_post_accumulate_grad_hook(lambda p: seen.append(world.masters[0].grad))
+    world.backward(GRADS)
+    handle.remove()
+    assert seen == [None]
+    world.backward(GRADS)
+    world.expect_step(times(GRADS, 2))
+
+
+# -- editing -----------------------------------------------------------------------------------------------------------
+
+EDITS: dict[str, Callable[[Tensor], object]] = {
+    "in place": lambda master: master.grad.mul_(0.5),
+    "replaced": lambda master: setattr(master, "grad", master.grad * 0.5),
+}
+
+
+@by(HAVE_MASTERS)
+@every_scale
+@pytest.mark.parametrize("edit", EDITS)
+def test_what_is_edited_there_is_stepped(mode: Mode, scale: str, edit: str) -> None:
+    world = World(mode, scale)
+    world.backward(GRADS)
+    i = world.half()
+    EDITS[edit](world.masters[i])
+    edited = instead(GRADS, i, GRADS[i] * 0.5)
+    world.check_master_grads(edited)
+    world.expect_step(edited)
+
+
+@with_masters
+@every_scale
+def test_clip_grad_norm_of_masters_clips(mode: Mode, scale: str) -> None:
+    world = World(mode, scale)
+    world.backward(GRADS)
+    norm = world.expect_norm(clip_grad_norm_(world.opt.master_params(), 1.0), GRADS)
+    world.expect_step(clipped(GRADS, norm, 1.0))
+
+
+@with_masters
+def test_torchs_clip_after_the_wrappers_goes_on_from_it(mode: Mode) -> None:
+    world = World(mode)
+    world.backward(GRADS)
+    norm = world.expect_norm(world.opt.clip_master_grads(2.0), GRADS)
+    left = clipped(GRADS, norm, 2.0)
+    norm = world.expect_norm(clip_grad_norm_(world.opt.master_params(), 1.0), left)
+    world.expect_step(clipped(left, norm, 1.0))
+
+
+@with_masters
+@pytest.mark.parametrize("value", [INF, NAN])
+def test_an_edit_that_is_not_finite_skips_and_one_that_mends_does_not(mode: Mode, value: float) -> None:
+    world = World(mode, "dynamic")
+    i = world.half()
+    world.backward(GRADS)
+    world.masters[i].grad[-1] = value
+    world.expect_skip()
+    world.opt.zero_grad()
+    world.backward(instead(GRADS, i, torch.full_like(GRADS[i], value)))
+    world.masters[i].grad = torch.ones_like(GRADS[i])
+    world.expect_step(instead(GRADS, i, torch.ones_like(GRADS[i])))
+
+
+@by([MIXED_WRAPPED, MIXED_FUSED])
+def test_the_gradient_of_an_fp32_parameter_may_be_edited_once_it_is_true(mode: Mode) -> None:
+    world = World(mode)
+    world.backward(GRADS)
+    world.opt.update_master_grads()
+    i = world.single()
+    world.params[i].grad.mul_(0.5)
+    world.expect_step(instead(GRADS, i, GRADS[i] * 0.5))
+
+
+# -- setting -----------------------------------------------------------------------------------------------------------
+
+
+@with_masters
+@every_scale
+def test_a_gradient_that_is_set_between_backward_and_step_counts(mode: Mode, scale: str) -> None:
+    """Before any was read, too; the others are unscaled."""
+    world = World(mode, scale)
+    world.backward(GRADS)
+    i = world.half()
+    world.masters[i].grad = MORE[i].clone()
+    world.expect_step(instead(GRADS, i, MORE[i]))
+
+
+@with_masters
+@every_scale
+def test_one_that_is_set_to_none_is_left_alone(mode: Mode, scale: str) -> None:
+    world = World(mode, scale, weight_decay=0.125)
+    world.backward(GRADS)
+    i = world.half()
+    world.masters[i].grad = None
+    world.expect_step(instead(GRADS, i, None))
+
+
+@by([WRAPPED, FUSED])
+def test_at_a_scale_of_one_they_may_be_set_without_a_backward(mode: Mode) -> None:
+    world = World(mode, "one")
+    for master, g in zip(world.masters, GRADS, strict=True):
+        master.grad = g.clone()
+    world.expect_step(GRADS)
+
+
+@by([WRAPPED, FUSED])
+@every_scale_but_one
+def test_at_another_scale_setting_one_without_a_backward_is_refused(mode: Mode, scale: str) -> None:
+    world = World(mode, scale)
+    with pytest.raises(RuntimeError, match=r"update_master_grads\(\)"):
+        world.masters[0].grad = GRADS[0].clone()
+    world.masters[0].grad = None
+    world.opt.step()
+    world.check()
+
+
+@by([WRAPPED, FUSED])
+def test_a_tensor_that_does_not_fit_is_torchs_error(mode: Mode) -> None:
+    world = World(mode)
+    world.backward(GRADS)
+    with pytest.raises(RuntimeError, match=r"size|shape"):
+        world.masters[0].grad = torch.ones(17)
+    with pytest.raises(TypeError, match="grad"):
+        world.masters[0].grad = 3.0
+    world.expect_step(GRADS)
+
+
+# -- they are ordinary otherwise ---------------------------------------------------------------------------------------
+
+
+@with_masters
+def test_a_master_that_the_user_writes_wins_and_is_copied_down(mode: Mode) -> None:
+    world = World(mode)
+    with torch.no_grad():
+        for m, mine in zip(world.masters, world.reference.masters, strict=True):
+            m.fill_(0.3)
+            mine.fill_(0.3)
+    world.opt.write_masters()
+    world.check_weights()
+    world.backward(GRADS)
+    world.expect_step(GRADS)
+
+
+def test_nothing_holds_a_cycle() -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=torch.float16))
+    opt = MixedPrecisionOptimizer(SGD([weight], lr=0.5), loss_scale=8.0)
+    opt.backward(weight.float().sum())
+    (master,) = opt.master_params()
+    assert master.grad is not None
+    opt.step()
+    watched = weakref.ref(opt)
+    gc.collect()
+    gc.disable()
+    try:
+        del opt
+        assert watched() is None
+    finally:
+        gc.enable()
+    assert master.grad is None or master.grad.tolist() == [1.0] * 3

@@ -1,0 +1,165 @@
+"""The wrapped optimizer used behind the wrapper's back: refused, and the object to call is named."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
+
+from fp16opt import MixedPrecisionOptimizer
+
+MODES = pytest.mark.parametrize(
+    "arguments",
+    [{}, {"fused_step": False}, {"grad_accumulation": "fp32"}, {"master_weights": "split"}],
+    ids=["fused", "wrapped", "fp32", "split"],
+)
+
+
+def made(**arguments: Any) -> tuple[nn.Parameter, AdamW, MixedPrecisionOptimizer]:
+    weight = nn.Parameter(torch.ones(4, dtype=torch.float16))
+    inner = AdamW([weight], lr=0.5)
+    return weight, inner, MixedPrecisionOptimizer(inner, loss_scale=8.0, **arguments)
+
+
+def train(opt: MixedPrecisionOptimizer, weight: nn.Parameter) -> None:
+    opt.zero_grad()
+    opt.backward(weight.float().sum())
+    opt.step()
+
+
+CALLS: dict[str, Callable[[Any], object]] = {
+    "step": lambda inner: inner.step(),
+    "step(closure)": lambda inner: inner.step(lambda: 1.0),
+    "zero_grad": lambda inner: inner.zero_grad(),
+    "zero_grad(False)": lambda inner: inner.zero_grad(set_to_none=False),
+}
+
+
+@MODES
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("after", ["wrapping", "backward", "a step"])
+def test_its_step_and_zero_grad_raise_and_name_the_object_to_call(
+    arguments: dict[str, Any], call: str, after: str
+) -> None:
+    """A training function that kept the old name ``optimizer`` would train nothing, or never clear."""
+    weight, inner, opt = made(**arguments)
+    if after == "a step":
+        train(opt, weight)
+    if after == "backward":
+        opt.backward(weight.float().sum())
+    before = weight.detach().clone()
+    with pytest.raises(RuntimeError, match="MixedPrecisionOptimizer"):
+        CALLS[call](inner)
+    assert torch.equal(weight.detach(), before)
+    if after == "backward":
+        opt.step()
+    else:
+        train(opt, weight)
+    assert not torch.equal(weight.detach(), before)
+
+
+@MODES
+def test_the_wrapper_itself_may_use_it(arguments: dict[str, Any]) -> None:
+    weight, inner, opt = made(**arguments)
+    for _ in range(3):
+        train(opt, weight)
+    assert opt.optimizer is inner
+    assert weight.tolist() == pytest.approx([1.0 - 3 * 0.5] * 4, abs=0.05)
+
+
+@pytest.mark.parametrize("how", ["the same", "the wrapper"])
+def test_wrapping_twice_is_refused(how: str) -> None:
+    """The cell of a notebook is run a second time."""
+    weight, inner, opt = made()
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=r"wrapped already|MixedPrecisionOptimizer"):
+        MixedPrecisionOptimizer(inner if how == "the same" else opt, dynamic=True)
+    train(opt, weight)
+    assert not opt.step_was_skipped
+    assert weight.tolist() == pytest.approx([0.495] * 4, abs=0.01)
+
+
+def test_an_optimizer_whose_wrapping_was_refused_is_as_it_was() -> None:
+    weight = nn.Parameter(torch.ones(4, dtype=torch.float16))
+    inner = SGD([weight], lr=0.5)
+    with pytest.raises(ValueError, match="loss_scale"):
+        MixedPrecisionOptimizer(inner, loss_scale=-1.0)
+    weight.grad = torch.ones_like(weight)
+    inner.step()
+    inner.zero_grad()
+    assert weight.tolist() == [0.5] * 4
+    opt = MixedPrecisionOptimizer(inner)
+    train(opt, weight)
+    assert weight.tolist() == [0.0] * 4
+
+
+def test_another_optimizer_of_the_same_class_is_free() -> None:
+    weight, _, opt = made()
+    other = nn.Parameter(torch.ones(2))
+    plain = AdamW([other], lr=0.5)
+    other.sum().backward()
+    plain.step()
+    plain.zero_grad()
+    assert other.tolist() == pytest.approx([0.495] * 2, abs=0.01)
+    train(opt, weight)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda opt: pickle.loads(pickle.dumps(opt))], ids=["copy", "pickle"])
+def test_it_is_so_in_a_copy_too(way: Any) -> None:
+    weight, _, opt = made()
+    train(opt, weight)
+    copied = way(opt)
+    (mine,) = copied.model_params()
+    with pytest.raises(RuntimeError, match="MixedPrecisionOptimizer"):
+        copied.optimizer.step()
+    train(copied, mine)
+    train(opt, weight)
+    assert torch.equal(mine.detach(), weight.detach())
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "StepLR": lambda opt: StepLR(opt, 2, gamma=0.5),
+    "LambdaLR": lambda opt: LambdaLR(opt, lambda epoch: 1.0 / (1 + epoch)),
+    "OneCycleLR": lambda opt: OneCycleLR(opt, 0.5, total_steps=8),
+    "CosineAnnealingLR": lambda opt: CosineAnnealingLR(opt, 8),
+    "ReduceLROnPlateau": lambda opt: ReduceLROnPlateau(opt, patience=0),
+}
+
+
+@MODES
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_schedulers_made_before_wrapping_go_on_working_without_warnings(
+    arguments: dict[str, Any], scheduler: str
+) -> None:
+    weights = [nn.Parameter(torch.ones(4, dtype=torch.float16)) for _ in range(2)]
+    inner, plain = (SGD([w], lr=0.5, momentum=0.9) for w in weights)
+    made_before, of_plain = SCHEDULERS[scheduler](inner), SCHEDULERS[scheduler](plain)
+    opt = MixedPrecisionOptimizer(inner, loss_scale=8.0, **arguments)
+    metric = (1.0,) if scheduler == "ReduceLROnPlateau" else ()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(5):
+            train(opt, weights[0])
+            made_before.step(*metric)
+            plain.zero_grad()
+            weights[1].float().sum().backward()
+            plain.step()
+            of_plain.step(*metric)
+            assert opt.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+
+
+def test_a_scheduler_stepped_before_the_first_step_is_warned_about_as_ever() -> None:
+    _, inner, _ = made()
+    weight, other, opt = made()
+    scheduler = StepLR(other, 1)
+    with pytest.warns(UserWarning, match="lr_scheduler.step"):
+        scheduler.step()
+    train(opt, weight)
+    assert inner is not other
