@@ -223,7 +223,7 @@ class _WithoutCasts:
         self.stepper = stepper
 
     @property
-    def rounded_all(self) -> bool:  # type: ignore[override]
+    def rounded_all(self) -> bool:
         """As the stepper says."""
         return self.stepper.rounded_all
 

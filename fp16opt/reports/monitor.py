@@ -479,7 +479,9 @@ def _inv_scale(wrapper: Wrapper) -> Tensor:
 def _told_by_grad_scaler(wrapper: Wrapper) -> Tensor:
     """0-dim: what ``step`` is to multiply gradients by for a GradScaler of torch; 1.0 without one."""
     grad_scale: Tensor | None = getattr(wrapper, "grad_scale", None)
-    return torch.ones((), device=wrapper.device) if grad_scale is None else grad_scale.reshape(()).reciprocal()
+    if grad_scale is None:
+        return torch.ones((), dtype=torch.float32, device=wrapper.device)
+    return grad_scale.reshape(()).reciprocal()
 
 
 def _in_words(numbers: Sequence[float], skipped: bool, has_no_master: bool) -> dict[str, float | None]:
