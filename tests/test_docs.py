@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import fnmatch
 import importlib
 import importlib.util
 import itertools
@@ -109,6 +110,34 @@ def test_python_block_of_the_documentation(
     assert len(namespace) > 1, "the block defines nothing"
 
 
+def test_the_reference_lists_all_public_names() -> None:
+    listed = re.findall(r"^::: fp16opt\.(\w+)$", (HERE / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert set(fp16opt.__all__) - set(listed) == {"__version__", "register_one_pass"}  # the latter gives a warning
+
+
+# -- what CONTRIBUTING says of the tree --------------------------------------------------------------------------------
+
+CONTRIBUTING = HERE / "CONTRIBUTING.md"
+needs_tree = pytest.mark.skipif(not CONTRIBUTING.exists(), reason="run from an installed package")
+
+
+@needs_tree
+@pytest.mark.parametrize("folder", ["engine", "kernels"])
+def test_the_picture_of_the_house_has_every_file(folder: str) -> None:
+    house = CONTRIBUTING.read_text().partition("## The house")[2].partition("\n## ")[0]
+    words = set(re.findall(r"[\w*]+", house)) - {"*"}
+    stems = [path.stem for path in (PACKAGE / folder).glob("*.py") if path.stem != "__init__"]
+    assert [stem for stem in stems if not any(fnmatch.fnmatch(stem, word) for word in words)] == []
+
+
+@needs_tree
+def test_files_that_contributing_names_are_there() -> None:
+    words = [word for text in re.findall(r"`([^`\n]+)`", CONTRIBUTING.read_text()) for word in text.split()]
+    paths = [word for word in words if re.match(r"(tests|benchmarks|csrc|\.ci)/[\w./-]+$", word) and "NAME" not in word]
+    assert len(paths) > 30
+    assert [path for path in paths if not (HERE / path).exists()] == []
+
+
 # -- messages that the pages quote -------------------------------------------------------------------------------------
 
 GAP = "…"
@@ -145,5 +174,5 @@ def test_messages_that_the_pages_quote_are_raised() -> None:
     said, quoted = _said_by_the_package(), _quoted_messages()
     assert len(quoted) >= 9
     for message in quoted:
-        wanted = ".*".join(map(re.escape, message.split(GAP)))
+        wanted = ".*".join(re.escape(part.strip()) for part in message.split(GAP))
         assert any(re.search(wanted, text, re.DOTALL) for text in said), f"nothing in the package says {message!r}"

@@ -265,7 +265,7 @@ class BucketedStep:
             parts.run(bucket.group, bucket.stepped, self._step_part)
         if bucket.split:
             kernels.multi_tensor_split(values, bucket.models, bucket.rests, bucket.cast, cache=bucket.split_cache)
-            bucket.split[0].device.cast.overflow[bucket.rows] = bucket.cast.overflow
+            bucket.split[0].cast.overflow[bucket.rows] = bucket.cast.overflow
 
     def _step_part(self) -> None:
         with fused_steps_guarded(self.optimizer):

@@ -532,7 +532,7 @@ class PerParameterStepper:
             factors,
             [state.is_first],
             models=None if is_own else (pair.model,),
-            stats=None if is_own else CastStats(pair.device.cast.overflow[pair.row : pair.row + 1]),
+            stats=None if is_own else CastStats(pair.cast.overflow[pair.row : pair.row + 1]),
             found_inf=found_inf,
             cache=cache,
             number=self._step_count() if self.state_format.needs_number or self.masters.needs_number else 0,

@@ -259,7 +259,7 @@ class DeviceGradients:
         for row, grad in self._sparse.items():
             ins[row] = grad._values()
             outs[row] = torch.empty_like(grad._values(), dtype=self._sparse_dtype(row))
-        halves = {row: outs[row] for row in self._half_own if outs[row] is not None}
+        halves = {row: out for row in self._half_own if (out := outs[row]) is not None and out.dtype in HALF_DTYPES}
         for row in halves:
             outs[row] = torch.empty_like(ins[row], dtype=torch.float32)  # type: ignore[arg-type]
         with torch.no_grad():
@@ -268,7 +268,7 @@ class DeviceGradients:
                 wide = [outs[row] if row in halves else None for row in range(len(outs))]
                 round_to(wide, [halves.get(row) for row in range(len(outs))], self.stats)
         for row, grad in self._sparse.items():
-            places[row] = _sparse_like(grad, _there(outs[row]))
+            places[row] = _sparse_like(grad, _there(halves.get(row, outs[row])))
         for row, (master, place) in enumerate(zip(self.masters, places, strict=True)):
             if not (row in self._own and (place is None or place is raw_grad(master))):
                 set_raw_grad(master, place)
@@ -285,7 +285,8 @@ class DeviceGradients:
         model = self.models[row]
         held: Tensor = raw_grad(model)
         # torch's fused steps are silently wrong where a gradient's strides are not its parameter's.
-        fits = held.dtype == model.dtype and not held.requires_grad and aligned(held, model) is held
+        is_of_dtype = held.dtype == model.dtype or held.dtype is torch.float32
+        fits = is_of_dtype and not held.requires_grad and aligned(held, model) is held
         if fits and same_walk(grad, local(model)):
             return held
         return torch.empty_like(model, requires_grad=False)
@@ -445,7 +446,7 @@ class DeviceGradients:
         aside, self._set_aside = self._set_aside or {}, None
         before = [self._sum_of(row, aside) for row in range(len(self.pairs))]
         ins, outs, places = self._plan_fold(before)
-        adds = [out is not None and before[row] is places[row] for row, out in enumerate(outs)]
+        adds = [place is not None and place is before[row] for row, place in enumerate(places)]
         with torch.no_grad():
             if any([grad is not None for grad in ins]):  # noqa: C419
                 kernels.multi_tensor_unscale(ins, outs, inv_scale, self.stats, accumulate=adds if any(adds) else False)
@@ -720,8 +721,8 @@ class Gradients:
     def drop(self, positions: Sequence[int]) -> None:
         """Gradients that were set to None are not part of the step."""
         for position in positions:
-            pair = self.params.all[position]
-            self._of[id(pair.device)].drop(pair.row)
+            each = next(each for each in self._each if position in each.device.positions)
+            each.drop(self.params.all[position].row)
 
     # -- FP32 sums ---------------------------------------------------------------------------------------------------
 

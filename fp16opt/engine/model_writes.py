@@ -280,7 +280,7 @@ class ModelWrites:
 
         Until then what goes around versions passes for the engine's.
         """
-        position = pair.device.positions[pair.row]
+        position = pair.position
         self._master_versions[position] = -1 if self.params.master_is_model[position] else version(pair.master)
         self._model_versions[position] = version(pair.model)
         if self.policy != "ignore":

@@ -76,7 +76,9 @@ class ParamPair:
         master: FP32, or ``model`` itself.
         group, index: where the wrapped optimizer's ``param_groups`` hold it.
         known: the model parameter's dtype, shape and device when it came.
-        device, row: its place among the parameters of its device.
+        position: among all pairs.
+        row: among the parameters of its device.
+        cast: what the last rounding of that device's masters to the model found, by row.
     """
 
     model: Tensor
@@ -85,8 +87,9 @@ class ParamPair:
     group: int
     index: int
     known: tuple[torch.dtype, torch.Size, torch.device]
-    device: Any = None
+    position: int = 0
     row: int = 0
+    cast: Any = None
 
 
 class ParamTable:
@@ -224,8 +227,8 @@ class ParamTable:
             DeviceParams(device, positions, [self.all[i] for i in positions]) for device, positions in by_device.items()
         ]
         for device in self.devices:
-            for row, pair in enumerate(device.pairs):
-                pair.device, pair.row = device, row
+            for row, (position, pair) in enumerate(zip(device.positions, device.pairs, strict=True)):
+                pair.position, pair.row, pair.cast = position, row, device.cast
         self.models = [pair.model for pair in self.all]
         self.masters = [pair.master for pair in self.all]
         self.names = [pair.name for pair in self.all]
@@ -476,13 +479,16 @@ class StateByParam(MutableMapping[Any, Any]):
 
     def __getitem__(self, key: Any) -> Any:
         mine = self._key(key)
-        if mine not in self._state and not any(master is mine for master in self._params.masters):
+        if mine not in self._state and not any(master is key for master in self._params.masters):
             raise KeyError(self._unknown(key))
-        return self._state[mine]  # which begins the state of a parameter that is trained and has none
+        return self._state[mine]  # of a key that is stepped and has no state yet, torch's begins one
 
     def _unknown(self, key: Any) -> str:
         if not isinstance(key, Tensor):
             return repr(key)
+        known = [pair.name for pair in self._params.all if pair.model is key]
+        if known:
+            return f"parameter {known[0]!r} has no state yet: its master was not stepped"
         return (
             f"no state of a tensor of shape {tuple(key.shape)} and {str(key.dtype)[6:]}: it is no parameter of this "
             f"optimizer, which trains {describe(self._params.names)}"

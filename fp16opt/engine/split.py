@@ -113,7 +113,7 @@ class SplitMasters:
             stats = kernels.CastStats.allocate(len(pairs), models[0].device)
             kernels.multi_tensor_split(list(values), models, rests, stats)
             for pair, flag in zip(pairs, stats.overflow, strict=True):
-                pair.device.cast.overflow[pair.row] = flag
+                pair.cast.overflow[pair.row] = flag
         for pair, value in zip(pairs, values, strict=True):
             ties = _find_ties(pair.model.detach(), value)
             self.ties.pop(id(pair.master), None)

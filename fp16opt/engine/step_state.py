@@ -344,7 +344,7 @@ class StepState:
             RuntimeError: one was written where that does not count.
         """
         self._drop_gone(grads)
-        written = [] if self._stamp is None or self.gradients.summing else self._stamp.compare(grads)[0]
+        written = [] if self._stamp is None else self._stamp.compare(grads)[0]
         if self.stage is Stage.UNSCALED:
             written = [i for i in written if not self.params.master_is_model[i]]
         if written and _are_zero(grads):
@@ -782,16 +782,21 @@ class StepState:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def require_open(self) -> None:
-        """Raise ``RuntimeError`` where parameters are about to change and the step's gradients were clipped already."""
-        if self._is_closed:
+        """Raise ``RuntimeError`` where parameters are about to change and the step's gradients were clipped or edited."""
+        stamp = self._true_stamp
+        if self._is_closed or (stamp is not None and any(stamp.compare(raw_grads(self.params.masters)))):
             raise RuntimeError(
                 "param_groups were changed between a clip, or an edit of master gradients, and the step. Change them "
                 "before the first backward of a step, or after the step."
             )
 
     def follow_params(self) -> None:
-        """Parameters or masters came or went."""
-        if self.stage is Stage.CHECKED:
+        """Parameters or masters came or went. What was found is found anew, of those that were unfrozen too."""
+        scale = self.scale
+        if scale is not None and not self.gradients.summing and self.stage in (Stage.CHECKED, Stage.UNSCALED):
+            if self.stage is Stage.UNSCALED and not scale.unit:
+                self.gradients.scale_back(scale.scale)
+            self.gradients.are_true, self._true_stamp = False, None
             self.stage = Stage.SCALED
         self.gradients.follow_params()
         if self._stamp is not None and self.stage is not Stage.READY:
