@@ -252,7 +252,7 @@ def rows_of(shape: str, t: dict[str, common.Timing], one_pass: float, general: f
     ]
 
 
-SHAPES = [(1000, 64, 0.20, 0.70), (150, 1000, 0.40, 0.85), (10, 64, 0.70, 1.00)]
+SHAPES = [(1000, 64, 0.45, 1.00), (150, 1000, 0.60, 1.00), (10, 64, 0.90, 1.20)]
 
 
 def main() -> None:

@@ -71,7 +71,6 @@ FOREIGN = {
     "_version": "the version counter: nothing public tells of an in-place write",
     "_values": "of a sparse gradient: values() refuses one that is not coalesced",
     "_indices": "of a sparse gradient: indices() refuses one that is not coalesced",
-    "_cdata": "where torch's own tensor lies: compiled code asks the cache for those that come soon",
     "_is_view": "a gradient that is a view may not be kept",
     "_make_subclass": "how a Parameter subclass is made",
     "_local_tensor": "of a DTensor: to_local() goes through autograd",
@@ -126,7 +125,6 @@ FOREIGN = {
     "_forward_module": "of Fabric's module: the DDP around the model, which nothing public gives",
     "_optimizers": "of Accelerator: what was prepared",
     # Python
-    "_fields": "of a namedtuple: public, for all its underscore",
     "_getframe": "sys._getframe: who called",
     # apex
     "_amp_state": "the module's name in apex, which scripts import",
@@ -149,7 +147,12 @@ def read(root: Path) -> Files:
     }
 
 
+OF_NAMEDTUPLES = {"_fields", "_replace", "_asdict", "_make"}  # public, for all their underscores
+
+
 def private(name: str) -> bool:
+    if name in OF_NAMEDTUPLES:
+        return False
     return name.startswith("_") and not (name.startswith("__") and name.endswith("__")) and name != "_"
 
 
@@ -472,17 +475,32 @@ def unwanted(files: Files) -> list[str]:
 
 def without_words(files: Files) -> list[str]:
     """Files whose first line doesn't say what they are for, and public functions, classes and methods without a
-    docstring. Setters and overloads are described where their getters and implementations are."""
+    docstring. Setters and overloads are described where their getters and implementations are, properties perhaps
+    among the attributes of their class or of one of its bases."""
     complaints = []
+    described = attributes_described(files)
     for path, tree in files.items():
         first = (ast.get_docstring(tree, clean=False) or "").split("\n")[0].strip()
         if len(first.split()) < 3 or tree.body[0].lineno != 1:
             complaints.append(f"{path}:1: the first line is no docstring that says what the file is for")
         for owner, node in public_definitions(tree):
             marks = {ast.unparse(mark).split(".")[-1] for mark in getattr(node, "decorator_list", [])}
+            if "property" in marks and node.name in described.get(owner.rstrip("."), ()):
+                continue
             if not ast.get_docstring(node) and not marks & {"setter", "deleter", "overload", "override"}:
                 complaints.append(f"{path}:{node.lineno}: {owner}{node.name} has no docstring")
     return complaints
+
+
+def attributes_described(files: Files) -> dict[str, set[str]]:
+    """For each class, the names under "Attributes:" in its docstring, and in those of its bases that are ours."""
+    classes = {n.name: n for tree in files.values() for n in tree.body if isinstance(n, ast.ClassDef)}
+    own = {
+        name: set(re.findall(r"^    (\w+):", (ast.get_docstring(node) or "").partition("Attributes:")[2], re.MULTILINE))
+        for name, node in classes.items()
+    }
+    bases = {name: [ast.unparse(base).split(".")[-1] for base in node.bases] for name, node in classes.items()}
+    return {name: own[name].union(*(own.get(base, set()) for base in bases[name])) for name in classes}
 
 
 def public_definitions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]]:

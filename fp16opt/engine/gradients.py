@@ -402,7 +402,7 @@ class DeviceGradients:
     def clip_true(self, factor: Tensor, of: set[int] | None) -> None:
         """Multiply true gradients by ``factor`` (float32, 0-dim). On the CPU a factor of 1 touches no memory."""
         with torch.no_grad():
-            kernels.multi_tensor_scale(self.chosen(of), factor)
+            kernels.multi_tensor_scale(self.chosen(of), factor, cache=self.device.caches["clip"])
 
     # -- FP32 sums ---------------------------------------------------------------------------------------------------
 

@@ -47,7 +47,8 @@ class Stepper(Protocol):
         rounded_all: whether the last step wrote all masters into the model, also those that the user wrote.
     """
 
-    rounded_all: bool
+    @property
+    def rounded_all(self) -> bool: ...
 
     def takes_scaled(self) -> bool:
         """Whether the next step takes gradients still scaled; else they are unscaled before it."""

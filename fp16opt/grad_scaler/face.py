@@ -582,7 +582,7 @@ class GradScaler(torch.amp.GradScaler):
         evaluations = ScaledReevaluations(lambda: self._evaluate(closure, optimizer), self._rule.back_off)
         try:
             if isinstance(optimizer, MixedPrecisionOptimizer):
-                nothing = torch.zeros((), device=optimizer.device)
+                nothing = torch.zeros((), dtype=torch.float32, device=optimizer.device)
                 return self._step_wrapper(optimizer, nothing, (evaluations.until_finite, *args), kwargs)
             stepped = evaluations.step(optimizer, lambda finite: optimizer.step(finite, *args, **kwargs))
         except BaseException:

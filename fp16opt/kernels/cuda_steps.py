@@ -20,7 +20,7 @@ from .cuda import Table, queue, table_of
 from .cuda_rows import KERNELS, MEMBER, Struct
 
 if TYPE_CHECKING:
-    from .steps import StepValues
+    from .reference_steps import StepValues
 
 
 class StepTable(Table):

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import math
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,28 @@ class Factors(NamedTuple):
 
     inv_scale: Tensor
     coefficient: Tensor
+
+
+class StepValues(NamedTuple):
+    """What a step is given beside its lists; see :func:`.steps.multi_tensor_step`.
+
+    Attributes:
+        options: of the param_groups.
+        group_of: for each entry, its place in these.
+        factors: what gradients are multiplied by.
+        stats: of the 16-bit models; None where the step has no models, whatever the caller gave.
+        found_inf: where it is not 0, nothing is written.
+        first: which state holds nothing yet; False for all.
+        number: of the step, by which what has 8 bits is rounded.
+    """
+
+    options: Sequence[Any]
+    group_of: Sequence[int]
+    factors: Factors
+    stats: CastStats | None
+    found_inf: Tensor | None
+    first: bool | Sequence[bool]
+    number: int
 
 
 def single(value: float) -> float:

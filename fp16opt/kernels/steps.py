@@ -19,7 +19,7 @@ from .calls import CallCache, Entries, Operation
 from .cuda_rows import KERNELS, Blocks
 from .formulas import FORMULAS, Formula, LionOptions
 from .lists import checked
-from .reference_steps import Factors
+from .reference_steps import Factors, StepValues
 from .stats import CastStats, check_result
 from .table import step_operation
 
@@ -29,28 +29,6 @@ PACKS = {name: kernel.group.on_host().pack for name, kernel in KERNELS.items() i
 """By kernel: what packs the options of a param_group as compiled code reads them on the CPU."""
 
 Reference = Callable[[Tensor, Tensor, "list[Tensor]", Any, Factors, float, bool, int], None]
-
-
-class StepValues(NamedTuple):
-    """What a step is given beside its lists; see :func:`multi_tensor_step`.
-
-    Attributes:
-        options: of the param_groups.
-        group_of: for each entry, its place in these.
-        factors: what gradients are multiplied by.
-        stats: of the 16-bit models; None where the step has no models, whatever the caller gave.
-        found_inf: where it is not 0, nothing is written.
-        first: which state holds nothing yet; False for all.
-        number: of the step, by which what has 8 bits is rounded.
-    """
-
-    options: Sequence[Any]
-    group_of: Sequence[int]
-    factors: Factors
-    stats: CastStats | None
-    found_inf: Tensor | None
-    first: bool | Sequence[bool]
-    number: int
 
 
 class Step(NamedTuple):

@@ -39,10 +39,10 @@ class StepCase:
     first: list[bool]
     factors: tuple[Tensor, Tensor]
     found_inf: Tensor | None
-    tables: CallCache = field(default_factory=CallCache)
+    cache: CallCache = field(default_factory=CallCache)
 
     def on(self, device: torch.device | str, steps_on: torch.device | str | None = None) -> StepCase:
-        """The same on ``device``, with tables of its own; learning rates that are tensors move too."""
+        """The same on ``device``, with a cache of its own; learning rates that are tensors move too."""
 
         def moved(column: Column, to: torch.device | str = device) -> Column:
             return [None if tensor is None else place(tensor, to) for tensor in column]
@@ -57,7 +57,7 @@ class StepCase:
         result.options = [lr(o) for o in self.options]
         result.factors = (self.factors[0].to(device), self.factors[1].to(device))
         result.found_inf = None if self.found_inf is None else self.found_inf.to(device)
-        result.tables = CallCache()
+        result.cache = CallCache()
         result.stats = CastStats.allocate(len(self.group_of), device)  # type: ignore[attr-defined]
         return result
 
@@ -65,7 +65,7 @@ class StepCase:
         """Step once."""
         c, models = self.columns, self.columns.get("models")
         common: dict[str, Any] = {
-            "models": models, "found_inf": self.found_inf, "tables": self.tables,
+            "models": models, "found_inf": self.found_inf, "cache": self.cache,
             "stats": None if models is None else self.stats,  # type: ignore[attr-defined]
         }  # fmt: skip
         factors = Factors(*self.factors)

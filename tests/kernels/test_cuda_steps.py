@@ -193,7 +193,7 @@ def test_what_is_rounded_by_the_number_of_the_step_is_not_captured(
 ) -> None:
     """A replay would round each time as its capture did."""
     case, scales = plain_case("momentum"), [torch.zeros(3) for _ in range(3)]
-    columns, given = case.columns, {"models": case.columns["models"], "stats": case.stats, "tables": case.tables}  # type: ignore[attr-defined]
+    columns, given = case.columns, {"models": case.columns["models"], "stats": case.stats, "cache": case.cache}  # type: ignore[attr-defined]
     codes = [
         [torch.zeros(t.shape, dtype=d) for t in columns["models"] if t is not None] for d in (torch.int8, torch.uint8)
     ]
