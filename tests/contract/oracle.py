@@ -270,6 +270,8 @@ class Oracle:
     def _drop(self, p: Param) -> None:
         if self.is_open or self.is_set_alone or (self.folds and self.stage is Stage.SCALED):
             raise Unspecified
+        if self.is_edited:
+            raise Unspecified  # the edit may go with the gradient
         p.grad, p.true, p.written = None, None, False
 
     def _check_not_zeros(self, added: dict[int, Tensor | float | None]) -> None:
