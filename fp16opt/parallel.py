@@ -15,9 +15,7 @@ from torch.optim import Optimizer
 
 from .engine.dtensors import is_sharded
 from .engine.params import ParamTable
-from .engine.ranks import Digest, Ranks
-
-_ELSEWHERE = "fp16opt.distributed.state_dict and load_state_dict, or save and load,"
+from .engine.ranks import ELSEWHERE, Digest, Ranks, refuse_torch_checkpointing
 
 
 def is_zero(optimizer: object) -> bool:
@@ -91,18 +89,9 @@ def refuse_plain_state(alone: bool, what: str) -> None:
     """Raise where masters are spread over ranks, or where torch's checkpointing asks: it can't hold masters."""
     if not alone:
         raise RuntimeError(
-            f"{what}: masters and optimizer state are spread over ranks. Use {_ELSEWHERE} which go by parameter name."
+            f"{what}: masters and optimizer state are spread over ranks. Use {ELSEWHERE} which go by parameter name."
         )
-    frame = sys._getframe(1)
-    for _ in range(4):
-        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
-            raise RuntimeError(
-                f"{what}: torch.distributed.checkpoint.state_dict has no place for FP32 masters and the loss scaler. "
-                f"Use {_ELSEWHERE} instead."
-            )
-        if frame.f_back is None:
-            return
-        frame = frame.f_back
+    refuse_torch_checkpointing(what)
 
 
 def refuse_on_zero(optimizer: Optimizer, what: str, instead: str) -> None:

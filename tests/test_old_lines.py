@@ -6,6 +6,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def two_scales() -> None:
     model, opt = make(dynamic=True)
     scaler = GradScaler("cpu")
     scaler.scale(loss_of(model)).backward()
-    with pytest.raises(RuntimeError, match="the loss scale is 65536"):
+    with pytest.raises(RuntimeError, match="this optimizer has a loss scale of 65536"):
         scaler.step(opt)
     for unscales in (False, True):
         model, opt = make(dynamic=True)
@@ -50,7 +51,7 @@ def two_scales() -> None:
         torchs.scale(loss_of(model)).backward()
         if unscales:
             torchs.unscale_(opt)
-        with pytest.raises(RuntimeError, match="the loss scale is 65536"):
+        with pytest.raises(RuntimeError, match="this optimizer has a loss scale of 65536"):
             torchs.step(opt)
 
 
@@ -66,11 +67,51 @@ def never_wrapped() -> None:
 
 
 def clips_the_model() -> None:
-    model, opt = make(loss_scale=1024.0)
-    opt.backward(loss_of(model))
-    clip_grad_norm_(model.parameters(), 1.0)
-    with pytest.raises(RuntimeError, match="group 0, param 0"):
-        opt.step()
+    for scale in (1.0, 1024.0):
+        for dtype in (torch.float16, torch.float32):
+            model = nn.Linear(4, 2).to(dtype)
+            opt = MixedPrecisionOptimizer(SGD(model.parameters(), lr=0.1), loss_scale=scale)
+            for takes in (False, True):
+                opt.zero_grad()
+                opt.backward(model(torch.ones(3, 4, dtype=dtype)).float().square().mean())
+                clip_grad_norm_(model.parameters(), 1e-3)
+                if takes:
+                    opt.update_master_grads()
+                    opt.step()
+                else:
+                    with pytest.raises(RuntimeError, match=r"group 0, param 0.*update_master_grads\(\)"):
+                        opt.step()
+
+
+def reads_the_model_s() -> None:
+    half, own = nn.Parameter(torch.ones(2).half()), nn.Parameter(torch.ones(2))
+    opt = MixedPrecisionOptimizer(SGD([half, own], lr=0.1), loss_scale=8.0)
+    opt.backward(half.float().sum() + own.sum())
+    assert [p.grad.tolist() for p in (half, own) if p.grad is not None] == [[8.0, 8.0], [8.0, 8.0]]
+    opt.update_master_grads()
+    assert [p.grad.tolist() for p in (half, own) if p.grad is not None] == [[8.0, 8.0], [1.0, 1.0]]
+    opt.zero_grad()
+    opt.backward(half.float().sum())
+    grad = next(opt.master_params()).grad
+    assert grad is not None
+    assert grad.tolist() == [1.0, 1.0]
+
+
+def clips_the_model_under_a_grad_scaler() -> None:
+    model, opt = make()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for params in (model.parameters, opt.master_params):
+        opt.zero_grad()
+        scaler.scale(loss_of(model)).backward()
+        scaler.unscale_(opt)
+        clip_grad_norm_(params(), 1e-3)
+        if params == model.parameters:
+            with pytest.raises(RuntimeError, match=r"clip opt\.master_params\(\).*fp16opt\.integrations"):
+                scaler.step(opt)
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        else:
+            scaler.step(opt)
+            assert not opt.step_was_skipped
 
 
 def clips_masters() -> None:
@@ -81,6 +122,74 @@ def clips_masters() -> None:
     opt.step()
     moved = torch.cat([(a - b).reshape(-1) for a, b in zip(opt.master_params(), before, strict=True)])
     assert float(moved.norm()) == pytest.approx(0.1 * 0.01, rel=1e-3)
+
+
+def backward_after_a_clip() -> None:
+    model, opt = make()
+    opt.backward(loss_of(model))
+    opt.clip_master_grads(1.0)
+    with pytest.raises(RuntimeError, match="Clip and edit after the last backward of a step"):
+        opt.backward(loss_of(model))
+
+
+def never_clears() -> None:
+    for scale in (1.0, 8.0):
+        model, opt = make(loss_scale=scale)
+        opt.backward(loss_of(model))
+        opt.step()
+        if scale == 1.0:
+            opt.backward(loss_of(model))
+        else:
+            with pytest.raises(RuntimeError, match=r"made at another scale: group 0, param 0.*zero_grad\(\)"):
+                opt.backward(loss_of(model))
+
+
+def counts_calls() -> None:
+    model, opt = make()
+    calls: list[bool] = []
+    opt.register_step_post_hook(lambda optimizer, *_: calls.append(optimizer.step_was_skipped))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model) * float("inf")).backward()
+    scaler.step(opt)
+    assert calls == [True]
+
+
+def steps_the_wrapped_one() -> None:
+    _, opt = make()
+    for call in (opt.optimizer.step, opt.optimizer.zero_grad):
+        with pytest.raises(RuntimeError, match="MixedPrecisionOptimizer"):
+            call()
+
+
+class SAM(SGD):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        closure()
+        loss = closure()
+        super().step()
+        return loss
+
+
+def evaluates_twice() -> None:
+    for mode in (None, "reevaluate"):
+        model = nn.Linear(4, 2).half()
+        opt = MixedPrecisionOptimizer(SAM(model.parameters(), lr=0.1), closure=mode)
+
+        def closure(model: nn.Linear = model, opt: MixedPrecisionOptimizer = opt) -> torch.Tensor:
+            opt.zero_grad()
+            loss = loss_of(model)
+            opt.backward(loss)
+            return loss
+
+        if mode is None:
+            with pytest.raises(RuntimeError, match='closure="reevaluate"'):
+                opt.step(closure)
+        else:
+            opt.step(closure)
+
+
+def holds_gradients() -> None:
+    with pytest.raises(ValueError, match='gradient_release="held" was removed'):
+        make(gradient_release="held")
 
 
 def converts() -> None:
@@ -177,8 +286,16 @@ ROWS: dict[str, Callable[..., None]] = {
     "`loss.backward()`": plain_backward,
     "`scaler.scale(loss).backward()`": two_scales,
     "`scaler.step(optimizer)`": never_wrapped,
-    "`clip_grad_norm_(model": clips_the_model,
+    "`clip_grad_norm_(model.parameters(), 1.0)`, or": clips_the_model,
+    "`p.grad` of the model": reads_the_model_s,
+    "`clip_grad_norm_(model.parameters(), 1.0)` after `scaler": clips_the_model_under_a_grad_scaler,
     "`clip_grad_norm_(opt": clips_masters,
+    "`opt.backward(loss)`": backward_after_a_clip,
+    "no `zero_grad()`": never_clears,
+    "calls of `opt.step`": counts_calls,
+    "`optimizer.step()`": steps_the_wrapped_one,
+    "`opt.step(closure)`": evaluates_twice,
+    '`gradient_release="held"`': holds_gradients,
     "`model.half()`": converts,
     "`model.load_state_dict": loads_the_model,
     "`opt.load_state_dict": loads_plain_state,

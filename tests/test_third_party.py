@@ -168,21 +168,6 @@ def test_schedule_free_train_and_eval_reach_the_model() -> None:
     assert_model_is_rounded_masters(opt)
 
 
-def _make_type_check(make: Callable[[Any], torch.optim.Optimizer]) -> bool:
-    return isinstance(make(parameters(SHAPES)), torch.optim.Optimizer)
-
-
-@by_package
-def test_the_wrapped_class_is_an_optimizer_and_unpatched(package: Package) -> None:
-    assert _make_type_check(package.make)
-    params = parameters(SHAPES)
-    inner = package.make(params)
-    attributes = set(vars(inner))
-    opt = MixedPrecisionOptimizer(inner, loss_scale=8.0)
-    train(opt, params, Problem(params))
-    assert "step" not in set(vars(inner)) - attributes, "the user's optimizer was patched"
-
-
 # -- forms of state_dict that other packages have ----------------------------------------------------------------------
 
 

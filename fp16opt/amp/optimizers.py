@@ -221,11 +221,7 @@ class _WithoutCasts:
 
     def __init__(self, stepper: Stepper) -> None:
         self.stepper = stepper
-
-    @property
-    def rounded_all(self) -> bool:
-        """As the stepper says."""
-        return self.stepper.rounded_all
+        self.rounded_all = stepper.rounded_all
 
     def takes_scaled(self) -> bool:
         """As the stepper says."""
@@ -237,8 +233,11 @@ class _WithoutCasts:
 
     def step(self, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
         """See :class:`~fp16opt.engine.wrapped_step.Stepper`."""
-        with _amp_state.casts.disabled():
-            return self.stepper.step(found_inf, closure)
+        try:
+            with _amp_state.casts.disabled():
+                return self.stepper.step(found_inf, closure)
+        finally:
+            self.rounded_all = self.stepper.rounded_all
 
     def describe(self) -> str:
         """As the stepper says."""

@@ -190,6 +190,7 @@ class BucketedStep:
         self.rounded_all = True
         self._planned: tuple[int, list[ParamPair], list[Bucket]] | None = None
         self._is_done = False
+        self._closure: Any = None
 
     def takes_scaled(self) -> bool:
         """True: true gradients are made for one bucket at a time."""
@@ -203,20 +204,20 @@ class BucketedStep:
         """Why no kernel steps."""
         return "general (a bucket of split masters at a time)"
 
-    def step(self, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
-        """See :class:`fp16opt.engine.wrapped_step.Stepper`. Returns what ``closure`` does; it was evaluated before."""
-        self._is_done = False
+    def step(self, found_inf: Tensor | None, closure: Any = None) -> Any:
+        """See :class:`fp16opt.engine.wrapped_step.Stepper`. Each bucket is shown the closure, which was evaluated."""
+        self._is_done, self._closure = False, closure
 
-        def run(_: Optimizer, *closure: Callable[[], Any]) -> Any:
-            loss = closure[0]() if closure else None
+        def run(_: Optimizer, *closure: Callable[[], Any]) -> None:
             self.step_within_hooks()
-            return loss
 
         note_step(self.optimizer)
         try:
             return Optimizer.profile_hook_step(run)(self.optimizer, *(() if closure is None else (closure,)))
         except BaseException as error:
             raise StepFailed(error, self._is_done) from error
+        finally:
+            self._closure = None
 
     def step_within_hooks(self) -> None:
         """Step all buckets without the optimizer's hooks, which are running."""
@@ -262,14 +263,18 @@ class BucketedStep:
         kernels.multi_tensor_join(bucket.models, bucket.rests, values, cache=bucket.join_cache)
         true = self._true_ones(bucket.members, room, [grads[id(pair)] for pair in bucket.split], bucket.unscale_cache)
         with _filled(bucket.members, values, true), _with_gradients(self._own_gradients(bucket, grads)):
-            parts.run(bucket.group, bucket.stepped, self._step_part)
+            closure = None if self._closure is None else self._closure.again(bucket.stepped)
+            parts.run(bucket.group, bucket.stepped, lambda: self._step_part(closure))
         if bucket.split:
             kernels.multi_tensor_split(values, bucket.models, bucket.rests, bucket.cast, cache=bucket.split_cache)
             bucket.split[0].cast.overflow[bucket.rows] = bucket.cast.overflow
 
-    def _step_part(self) -> None:
+    def _step_part(self, closure: Callable[[], Any] | None) -> None:
         with fused_steps_guarded(self.optimizer):
-            self.optimizer.step()
+            if closure is None:
+                self.optimizer.step()
+            else:
+                self.optimizer.step(closure)
 
     def _true_ones(
         self, masters: list[Tensor], room: list[Tensor], grads: list[_Gradient], cache: kernels.CallCache

@@ -254,7 +254,7 @@ class DeviceGradients:
         places: list[Tensor | None] = [None] * len(ins)  # what goes into .grad
         for row, grad in enumerate(ins):
             if grad is not None:
-                places[row] = self._place_of(row, grad)
+                places[row] = self._place_of(row)
         outs = [None if place is None else local(place) for place in places]
         for row, grad in self._sparse.items():
             ins[row] = grad._values()
@@ -278,18 +278,20 @@ class DeviceGradients:
         dtype = self._dtypes[row]
         return torch.float32 if dtype in HALF_DTYPES and row not in self._own else dtype
 
-    def _place_of(self, row: int, grad: Tensor) -> Tensor:
+    def _place_of(self, row: int) -> Tensor:
         """The tensor that is to hold a row's true gradient: of parameters that are their own masters, in place."""
         if row not in self._own:
             return self._room(row)
+        held: Tensor = raw_grad(self.models[row])
+        return held if self._fits(row, held) else torch.empty_like(self.models[row], requires_grad=False)
+
+    def _fits(self, row: int, held: Tensor) -> bool:
+        """Whether a gradient of a parameter that is its own master can be made true where it lies."""
         model = self.models[row]
-        held: Tensor = raw_grad(model)
-        # torch's fused steps are silently wrong where a gradient's strides are not its parameter's.
         is_of_dtype = held.dtype == model.dtype or held.dtype is torch.float32
-        fits = is_of_dtype and not held.requires_grad and aligned(held, model) is held
-        if fits and same_walk(grad, local(model)):
-            return held
-        return torch.empty_like(model, requires_grad=False)
+        # torch's fused steps are silently wrong where a gradient's strides are not its parameter's.
+        fits = is_of_dtype and held.layout is torch.strided and not held.requires_grad and aligned(held, model) is held
+        return fits and same_walk(local(held), local(model))
 
     def _run(self, ins: list[Tensor | None], outs: list[Tensor | None], is_checked: bool, unit: bool) -> None:
         if unit:  # what is there already is read at most
@@ -477,7 +479,7 @@ class DeviceGradients:
             elif sum_ is not None and sum_.layout is torch.strided:
                 places[row], outs[row] = sum_, local(sum_)
             else:
-                places[row] = self._place_of(row, grad)
+                places[row] = self._place_of(row)
                 outs[row] = local(places[row])  # type: ignore[arg-type]
         for row, grad in self._sparse.items():
             ins[row] = grad._values()
@@ -502,6 +504,8 @@ class DeviceGradients:
                 round_to(wide, [made if k == row else None for k in range(len(outs))], self.stats)
             if made is None:
                 made = sum_
+            elif made is sum_ and row in self._own and self._fits(row, held := raw_grad(master)):
+                made = held.copy_(sum_)  # torch's clip_grad_norm_ may have listed it already
             elif sum_ is not None and made is not sum_:
                 made, measured_anew = sum_ + made, True
             if made is not None:

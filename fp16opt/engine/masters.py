@@ -188,31 +188,30 @@ def _written(pair: ParamPair) -> Tensor:
 class GradientOwner(Protocol):
     """Who makes the gradients of masters."""
 
-    def before_reading(self) -> None:
-        """``.grad`` of a master is about to be read."""
+    def before_reading(self, position: int) -> None:
+        """``.grad`` of the master of the pair at ``position`` is about to be read."""
 
-    def before_setting(self, value: Tensor | None) -> None:
-        """``.grad`` of a master is about to be set to ``value``."""
+    def before_setting(self, position: int, value: Tensor | None) -> None:
+        """``.grad`` of that master is about to be set to ``value``."""
 
 
-def _owner_of(master: Tensor) -> GradientOwner | None:
-    reference = master.__dict__.get(_OWNER)
-    owner: GradientOwner | None = None if reference is None else reference()
-    return owner
+def _owner_of(master: Tensor) -> tuple[GradientOwner | None, int]:
+    reference, position = master.__dict__.get(_OWNER, (None, 0))
+    return (None if reference is None else reference()), position
 
 
 def _read(master: Tensor) -> Tensor | None:
-    owner = _owner_of(master)
+    owner, position = _owner_of(master)
     if owner is not None:
-        owner.before_reading()
+        owner.before_reading(position)
     grad: Tensor | None = raw_grad(master)
     return grad
 
 
 def _set(master: Tensor, value: Tensor | None) -> None:
-    owner = _owner_of(master)
+    owner, position = _owner_of(master)
     if owner is not None:
-        owner.before_setting(value)
+        owner.before_setting(position, value)
     set_raw_grad(master, value)
 
 
@@ -267,7 +266,7 @@ def own_masters(params: ParamTable, owner: GradientOwner) -> None:
             cls = type(pair.master)
             if _OWNER not in pair.master.__dict__:
                 pair.master.__class__ = master_class(cls)
-            pair.master.__dict__[_OWNER] = reference
+            pair.master.__dict__[_OWNER] = reference, pair.position
 
 
 @contextlib.contextmanager

@@ -479,16 +479,13 @@ class StateByParam(MutableMapping[Any, Any]):
 
     def __getitem__(self, key: Any) -> Any:
         mine = self._key(key)
-        if mine not in self._state and not any(master is key for master in self._params.masters):
+        if mine not in self._state and not any(master is mine for master in self._params.masters):
             raise KeyError(self._unknown(key))
-        return self._state[mine]  # of a key that is stepped and has no state yet, torch's begins one
+        return self._state[mine]  # of a parameter that is trained and has none yet, it begins
 
     def _unknown(self, key: Any) -> str:
         if not isinstance(key, Tensor):
             return repr(key)
-        known = [pair.name for pair in self._params.all if pair.model is key]
-        if known:
-            return f"parameter {known[0]!r} has no state yet: its master was not stepped"
         return (
             f"no state of a tensor of shape {tuple(key.shape)} and {str(key.dtype)[6:]}: it is no parameter of this "
             f"optimizer, which trains {describe(self._params.names)}"

@@ -6,11 +6,31 @@ and a norm are sums over ranks; :class:`Replicas` where ranks hold the same mast
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
+
+ELSEWHERE = "fp16opt.distributed.state_dict and load_state_dict, or save and load,"
+
+
+def refuse_torch_checkpointing(what: str) -> None:
+    """Raise ``RuntimeError`` where torch.distributed.checkpoint.state_dict asks for ``what``, up to four calls away.
+
+    It can't hold masters. On a fresh optimizer it sets gradients of zeros first, and steps.
+    """
+    frame = sys._getframe(1)
+    for _ in range(4):
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            raise RuntimeError(
+                f"{what}: torch.distributed.checkpoint.state_dict has no place for FP32 masters and the loss scaler. "
+                f"Use {ELSEWHERE} instead."
+            )
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
 
 
 class Ranks:

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import kernels
 from ..kernels import backends
 from ..scaling import LossScaler
 from .diagnostics import describe
-from .dtensors import local, raw_grads, versions
+from .dtensors import is_sharded, local, raw_grad, raw_grads, versions
 from .gradients import Gradients
-from .params import ParamTable
-from .ranks import Ranks, Replicas
+from .params import HALF_DTYPES, ParamTable
+from .ranks import Ranks, Replicas, refuse_torch_checkpointing
 
 
 class Stage(enum.Enum):
@@ -88,6 +89,9 @@ class OverflowCheck:
 class GradientStamp:
     """Which gradients there were at one moment, in which versions. It keeps none of them alive.
 
+    torch counts no version where a foreach operation writes a DTensor, as ``clip_grad_norm_`` does: of these a sample
+    of the bits is compared too, which syncs.
+
     Args:
         grads: of all parameters, in the order of the table.
         are_zeros: whether they are known to be zeros.
@@ -99,6 +103,7 @@ class GradientStamp:
     def __init__(self, grads: Sequence[Tensor | None], are_zeros: bool = False) -> None:
         self.are_zeros = are_zeros
         self._versions = versions(grads)
+        self._digests = _digests(grads)
         try:
             self._refs: list[Callable[[], Tensor | None]] = list(map(weakref.ref, grads))
             self.is_empty = not grads
@@ -111,19 +116,44 @@ class GradientStamp:
         if len(now) != len(self._refs):  # parameters came: of those that were there nothing is known
             return [], []
         then, counted = list(map(_CALL, self._refs)), versions(now)
-        if counted == self._versions and all(map(operator.is_, then, now)):
+        digests = _digests(now) if self._digests else {}
+        if counted == self._versions and digests == self._digests and all(map(operator.is_, then, now)):
             return [], []
         each = enumerate(zip(then, self._versions, now, counted, strict=True))
-        moved = [position for position, (a, v, b, w) in each if a is not b or v != w]
+        moved = [
+            position
+            for position, (a, v, b, w) in each
+            if a is not b or v != w or digests.get(position) != self._digests.get(position)
+        ]
         gone = [position for position in moved if now[position] is None]
         return [position for position in moved if now[position] is not None], gone
 
     def forget(self, position: int) -> None:
         """There was no gradient there."""
         self._refs[position], self._versions[position] = _no_gradient, -1
+        self._digests.pop(position, None)
 
 
 _CALL = operator.methodcaller("__call__")
+
+
+def _digests(grads: Sequence[Tensor | None]) -> dict[int, int]:
+    """By position: digests of sampled bits of this rank's pieces of DTensors. Syncs where there are any on a device."""
+    if set(map(type, grads)) <= {Tensor, type(None)}:
+        return {}
+    with torch.no_grad():
+        pieces = {i: local(grad).detach() for i, grad in enumerate(grads) if grad is not None and is_sharded(grad)}
+        found: dict[int, int] = {}
+        for device in {piece.device for piece in pieces.values()}:
+            here = [i for i, piece in pieces.items() if piece.device == device]
+            samples = torch.zeros(len(here), dtype=torch.int64, device=device)
+            kernels.multi_tensor_sample([_as_halves(pieces[i]) for i in here], samples)
+            found.update(zip(here, samples.tolist(), strict=True))
+    return found
+
+
+def _as_halves(piece: Tensor) -> Tensor:
+    return piece if piece.dtype in HALF_DTYPES else piece.reshape(-1).view(torch.float16)
 
 
 def _no_gradient() -> None:
@@ -230,8 +260,9 @@ class StepState:
             if left:
                 raise RuntimeError(
                     f"gradients are there that this backward would add to, and they were made at another scale: "
-                    f"{describe(left)}. Call zero_grad() after each step, also after a skipped one. A backward of "
-                    "another optimizer's loss leaves gradients here too: clear them, or give both one scaler."
+                    f"{describe(left)}. Call zero_grad() after each step, also after a skipped one. Where another "
+                    "optimizer's backward left them, clear them; or, where both have one scaler, call "
+                    "update_master_grads() of this one after that backward."
                 )
         self.gradients.forget_true()
         if self.sums:
@@ -251,10 +282,10 @@ class StepState:
                 self._start_summing()
             if self.stage is not Stage.UNSCALED:
                 self._fold(scale)
-        elif self.gradients.summing:
-            return
-        elif self.stage is Stage.UNSCALED and self.params.has_own and not scale.unit:
-            self.gradients.scale_back(scale.scale)
+        elif self.stage is Stage.UNSCALED and not self.gradients.summing:
+            if self.params.has_own and not scale.unit:
+                self.gradients.scale_back(scale.scale)
+            self.gradients.are_true = False
 
     def end_backward(self, stamp: bool) -> None:
         """A backward is over.
@@ -301,10 +332,6 @@ class StepState:
         if self.gradients.are_true or self.gradients.summing:
             return any(map(operator.is_not, raw_grads(self.params.masters), itertools.repeat(None)))
         return any(map(operator.is_not, raw_grads(self.params.elsewhere), itertools.repeat(None)))
-
-    def has_gradients(self) -> bool:
-        """Whether a parameter holds one, or a sum. Changes nothing."""
-        return self._any_there(raw_grads(self.params.models))
 
     def waits_for_reduction(self) -> bool:
         """Whether gradients were made under DDP's no_sync, and are to be reduced by a later backward."""
@@ -362,11 +389,11 @@ class StepState:
     def _refuse_writes(self, written: list[int], grads: list[Tensor | None]) -> None:
         names = [self.params.names[i] for i in written]
         when = "backward(loss) had made them" if self.stage is Stage.SCALED else "they were checked"
-        more = ""
+        first, more = "", ""
         if self.scale is not None and self.scale.external:
-            more = (
-                " Under a GradScaler clip opt.master_params(). Trainers that clip the model's own: Lightning, "
-                "Accelerate, transformers, timm have a module in fp16opt.integrations."
+            first = (
+                "Under a GradScaler clip opt.master_params(), after unscale_. Trainers that clip the model's own: "
+                "Lightning, Accelerate, transformers, timm have a module in fp16opt.integrations. "
             )
         moved = [grads[i] for i in written]
         if not self.replicas.are_told and any(grad is not None and grad._is_view() for grad in moved):
@@ -375,8 +402,8 @@ class StepState:
                 "fp16opt.distributed.attach(opt, ddp_model)."
             )
         raise RuntimeError(
-            f"the model's gradients were written after {when}: {describe(names)}. To have them count, call "
-            "update_master_grads(). To clip, call clip_master_grads(max_norm) in place of "
+            f"the model's gradients were written after {when}: {describe(names)}. {first}To have them count, "
+            "call update_master_grads(). To clip, call clip_master_grads(max_norm) in place of "
             "clip_grad_norm_(model.parameters()). To add up micro-batches, call backward(loss) of this optimizer each "
             f"time. To give the step up, call zero_grad().{more}"
         )
@@ -437,7 +464,8 @@ class StepState:
             raise RuntimeError(
                 "gradients were found that neither opt.backward(loss) nor opt.scale_loss(loss) made, and the loss "
                 f"scale is {float(scaler.scale):g}: they would be unscaled wrongly. Use opt.backward(loss), and "
-                "zero_grad() after each step; or, for a GradScaler to do the scaling, construct "
+                "zero_grad() after each step. Where another optimizer with the same scaler has made them, call "
+                "update_master_grads() of this one first. For a GradScaler to do the scaling, construct "
                 "MixedPrecisionOptimizer without dynamic, loss_scale, scaler. Trainers that call backward themselves: "
                 "Lightning, Accelerate, transformers, timm have a module in fp16opt.integrations."
             )
@@ -450,12 +478,20 @@ class StepState:
         return True
 
     def _not_zero(self, grads: list[Tensor | None]) -> list[str]:
-        """Names of parameters whose gradient is there and not all zeros. Syncs once where there are gradients."""
-        there = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
+        """Names of parameters whose gradient is there and not all zeros. Syncs once where there are gradients.
+
+        Where masters are spread over ranks it is so on all of them alike: else some would raise, and the others wait.
+        """
+        named = [*zip(self.params.names, grads, strict=True)]
+        named += [("a parameter of another rank", grad) for grad in raw_grads(self.params.elsewhere)]
+        there = [(name, grad) for name, grad in named if grad is not None]
         if not there:
             return []
-        flags = torch.stack([_any_not_zero(grad).to(self.device) for _, grad in there]).tolist()
-        return [self.params.names[i] for (i, _), flag in zip(there, flags, strict=True) if flag]
+        flags = torch.stack([_any_not_zero(grad).to(self.device) for _, grad in there])
+        found = [name for (name, _), flag in zip(there, flags.tolist(), strict=True) if flag]
+        if self.params.has_dtensors and self.ranks.largest(flags.any().float().reshape(1)).item():
+            return found or ["a parameter's piece on another rank"]
+        return found
 
     def _has_zeros(self, grads: list[Tensor | None]) -> bool:
         """In READY: whether gradients are zeros of ``zero_grad(set_to_none=False)``, untouched since."""
@@ -552,8 +588,16 @@ class StepState:
         self.stage, self._stamp, self._is_closed = Stage.SCALED, None, False
         self._check(self.scale, grads, True, self.scale.unit or own_are_true)
 
-    def before_reading(self) -> None:
-        """``.grad`` of a master is about to be read: true ones are made of all. Within autograd nothing is done."""
+    def before_reading(self, position: int) -> None:
+        """``.grad`` of a master is about to be read: true ones are made of all. Within autograd nothing is done.
+
+        Args:
+            position: of its pair.
+        """
+        if self.stage is Stage.UNSCALED and not self.gradients.summing:
+            if raw_grad(self.params.models[position]) is None:
+                self._drop_gone(raw_grads(self.params.models))
+            return
         if self.stage in (Stage.UNSCALED, Stage.INTERRUPTED) or torch._C._current_graph_task_id() != -1:
             return
         if self.stage is Stage.READY and not (self._is_one(self._scaler()) and self.has_new() and self.take_external()):
@@ -563,8 +607,12 @@ class StepState:
         with torch.inference_mode(False):
             self._bring_up(write=True)
 
-    def before_setting(self, value: Tensor | None) -> None:
+    def before_setting(self, position: int, value: Tensor | None) -> None:
         """``.grad`` of a master is about to be set: the others are made true, so that the edit counts.
+
+        Args:
+            position: of its pair.
+            value: what it is set to.
 
         Raises:
             RuntimeError: no gradients wait for a step, and the scale is not 1.
@@ -572,6 +620,7 @@ class StepState:
         if torch._C._current_graph_task_id() != -1:
             return
         if self.stage is Stage.READY and value is not None:
+            refuse_torch_checkpointing("optimizer state")
             scaler = self._scaler()
             if not self._is_one(scaler):
                 raise RuntimeError(
@@ -583,7 +632,7 @@ class StepState:
             if not is_new or not self.take_external():
                 self._take_none(scaler)
                 return
-        self.before_reading()
+        self.before_reading(position)
 
     def _take_none(self, scaler: LossScaler) -> None:
         """UNSCALED without any gradient: the user is about to give masters theirs."""
@@ -782,7 +831,7 @@ class StepState:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def require_open(self) -> None:
-        """Raise ``RuntimeError`` where parameters are about to change and the step's gradients were clipped or edited."""
+        """Raise ``RuntimeError`` where the step's gradients were clipped or edited: parameters are about to change."""
         stamp = self._true_stamp
         if self._is_closed or (stamp is not None and any(stamp.compare(raw_grads(self.params.masters)))):
             raise RuntimeError(

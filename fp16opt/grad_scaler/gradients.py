@@ -116,8 +116,8 @@ class OptimizerGradients:
                     continue
                 seen.add(id(param))
                 if type(grad) is Tensor and grad.dtype in OWN_DTYPES and grad.layout is torch.strided:
-                    plain = grad.detach() if grad.requires_grad else grad
-                    places.append((ParamWithGrad(param, group, number, index), plain))
+                    memory = grad.detach() if grad.requires_grad else grad
+                    places.append((ParamWithGrad(param, group, number, index), memory))
                     continue
                 if not allow_fp16 and grad.dtype is torch.float16:
                     refused.append(name_of(group, index, param, {}) or _where(number, index))
@@ -131,8 +131,8 @@ class OptimizerGradients:
             raise ValueError(
                 "Attempting to unscale FP16 gradients. FP16 weights that are stepped without FP32 masters lose every "
                 f"update smaller than half a unit in the last place: {describe(refused)}. Write optimizer = "
-                "fp16opt.MixedPrecisionOptimizer(optimizer) after making it, or GradScaler(allow_16bit_weights=True) to "
-                "step them as they are."
+                "fp16opt.MixedPrecisionOptimizer(optimizer) after making it, or "
+                "GradScaler(allow_16bit_weights=True) to step them as they are."
             )
         self.subclassed = subclassed
         by_device: dict[torch.device, DeviceRows] = {}

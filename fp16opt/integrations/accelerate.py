@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..grad_scaler import GradScaler
 from ..optimizer import MixedPrecisionOptimizer
-from .together import Together, has_halves, named_parameters
+from .optimizer_group import OptimizerGroup, has_halves, named_parameters
 
 _SCALE_THEMSELVES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
@@ -37,9 +37,9 @@ class Accelerator(accelerate.Accelerator):
 
     Args:
         master_weights: Options of ``fp16opt.MixedPrecisionOptimizer``: ``{"dynamic": True}`` for FP16, ``{}`` for a
-            static scale of 1. None: Accelerate as it is. If one of the models has 16-bit parameters, be they frozen
-            as under FP32 adapters, all optimizers are wrapped; several share one scaler, which follows once all have
-            stepped.
+            static scale of 1. None: Accelerate as it is. If one of the models has 16-bit parameters, also
+            frozen ones under FP32 adapters, all optimizers are wrapped; several share one scaler, which follows once
+            all have stepped.
         *args, **kwargs: Accelerate's own. ``mixed_precision="fp16"`` has a scaler of its own and is refused.
 
     ``backward`` scales, ``clip_grad_norm_`` and ``clip_grad_value_`` clip true gradients, of some parameters too;
@@ -74,7 +74,7 @@ class Accelerator(accelerate.Accelerator):
             ValueError: See the class.
         """
         self.master_weights = master_weights
-        self._together: Together | None = None
+        self._optimizer_group: OptimizerGroup | None = None
         self._is_preparing = False
         if master_weights is None:
             return
@@ -109,7 +109,10 @@ class Accelerator(accelerate.Accelerator):
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
         """Accelerate's, of a class that knows of skips."""
         if self.master_weights is None:
-            return super().prepare_optimizer(optimizer, device_placement)
+            prepared = super().prepare_optimizer(optimizer, device_placement)
+            if type(prepared) is AcceleratedOptimizer and isinstance(prepared.optimizer, MixedPrecisionOptimizer):
+                prepared.__class__ = MasterWeightsOptimizer  # its `step` is called for a skip too
+            return prepared
         if isinstance(optimizer, MasterWeightsOptimizer):
             if not any(one is optimizer for one in self._optimizers):  # after free_memory
                 self._optimizers.append(optimizer)
@@ -126,34 +129,34 @@ class Accelerator(accelerate.Accelerator):
         """Wrap what was prepared and is not wrapped yet, if anything that was prepared has 16-bit parameters."""
         inside = [one.optimizer for one in self._optimizers]
         new = [one for one in inside if not isinstance(one, MixedPrecisionOptimizer)]
-        known = [] if self._together is None else self._together.optimizers
+        known = [] if self._optimizer_group is None else self._optimizer_group.optimizers
         trained = [param for one in new for group in one.param_groups for param in group["params"]]
         held = [param for model in self._models for param in model.parameters()]  # frozen ones too: see PEFT
         if not (new and (known or has_halves([*trained, *held]))):
             if inside and not new:
-                self._join(Together(inside))
+                self._join(OptimizerGroup(inside))
             return
         if any(one is other for one in inside for other in known):
             raise RuntimeError(
                 "optimizers were prepared before, and one loss scale is to serve all. Prepare all optimizers in one "
                 "call of accelerator.prepare; free_memory() ends a training."
             )
-        self._join(Together(inside, named_parameters(*self._models), self.master_weights))
+        self._join(OptimizerGroup(inside, named_parameters(*self._models), self.master_weights))
 
-    def _join(self, together: Together) -> None:
-        for prepared, wrapped in zip(self._optimizers, together.optimizers, strict=True):
+    def _join(self, group: OptimizerGroup) -> None:
+        for prepared, wrapped in zip(self._optimizers, group.optimizers, strict=True):
             if prepared.optimizer is not wrapped:
                 prepared.optimizer = wrapped
         for model in self._models:
             if isinstance(model, DistributedDataParallel):
-                self._attach(together, model)
-        self._together = together
+                self._attach(group, model)
+        self._optimizer_group = group
 
-    def _attach(self, together: Together, model: nn.Module) -> None:
+    def _attach(self, group: OptimizerGroup, model: nn.Module) -> None:
         from ..distributed import attach
 
         known = {id(param) for param in model.parameters()}
-        for one in together.optimizers:
+        for one in group.optimizers:
             if all(id(param) in known for param in one.model_params()):
                 attach(one, model)
 
@@ -165,10 +168,10 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             TypeError, RuntimeError: As ``MixedPrecisionOptimizer.backward`` raises them.
         """
-        if self._together is None:
+        if self._optimizer_group is None:
             super().backward(loss, **kwargs)
             return
-        with self._together.backward(loss / self.gradient_accumulation_steps) as scaled:
+        with self._optimizer_group.backward(loss / self.gradient_accumulation_steps) as scaled:
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def clip_grad_norm_(
@@ -183,11 +186,11 @@ class Accelerator(accelerate.Accelerator):
             RuntimeError: In the middle of an accumulation: what is clipped there would be added to.
             ValueError: A parameter has a gradient and is in no prepared optimizer.
         """
-        if self._together is None:
+        clipping = self._clipping("clip_grad_norm_")
+        if clipping is None:
             before: Tensor | None = super().clip_grad_norm_(parameters, max_norm, norm_type)
             return before
-        self._check_complete("clip_grad_norm_")
-        return self._together.clip_grad_norm(parameters, float(max_norm), float(norm_type))
+        return clipping.clip_grad_norm(parameters, float(max_norm), float(norm_type))
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clip the true gradients of ``parameters`` by value. An overflow stays one, and is skipped.
@@ -195,18 +198,29 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             RuntimeError, ValueError: As :meth:`clip_grad_norm_`.
         """
-        if self._together is None:
+        clipping = self._clipping("clip_grad_value_")
+        if clipping is None:
             super().clip_grad_value_(parameters, clip_value)
             return
-        self._check_complete("clip_grad_value_")
-        self._together.clip_grad_value(parameters, float(clip_value))
+        clipping.clip_grad_value(parameters, float(clip_value))
 
-    def _check_complete(self, what: str) -> None:
+    def _clipping(self, what: str) -> OptimizerGroup | None:
+        """Whose masters are clipped, with true gradients; None: clip as Accelerate does."""
+        clipping = self._optimizer_group
+        inside = [one.optimizer for one in self._optimizers]
+        are_wrapped = bool(inside) and all(isinstance(one, MixedPrecisionOptimizer) for one in inside)
+        if clipping is None and self.scaler is not None and are_wrapped:
+            clipping = OptimizerGroup(inside)
+        if clipping is None:
+            return None
         if not self.sync_gradients:
             raise RuntimeError(
                 f"{what} was called in the middle of an accumulation. Call it where accelerator.sync_gradients is "
                 "True, before optimizer.step()."
             )
+        if clipping is not self._optimizer_group:
+            self.unscale_gradients()
+        return clipping
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -216,7 +230,7 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             FileExistsError: Under FSDP2: masters were saved into this folder before.
         """
-        if self._together is None or self.distributed_type != DistributedType.FSDP:
+        if self._optimizer_group is None or self.distributed_type != DistributedType.FSDP:
             return super().save_state(output_dir, *args, **kwargs)
         from ..distributed import save
 
@@ -232,7 +246,7 @@ class Accelerator(accelerate.Accelerator):
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Accelerate's, and under FSDP2 what :meth:`save_state` saved, on any number of ranks."""
-        if self._together is None or self.distributed_type != DistributedType.FSDP:
+        if self._optimizer_group is None or self.distributed_type != DistributedType.FSDP:
             super().load_state(input_dir, *args, **kwargs)
             return
         from ..distributed import load
@@ -259,7 +273,7 @@ class Accelerator(accelerate.Accelerator):
 
     def free_memory(self, *objects: Any) -> Any:
         """Accelerate's; optimizers that are prepared next begin a training of their own."""
-        self._together = None
+        self._optimizer_group = None
         return super().free_memory(*objects)
 
 
@@ -267,8 +281,8 @@ def _masters_in(folder: str, number: int) -> Path:
     return Path(folder) / f"masters_{number}"
 
 
-def take_over(accelerator: accelerate.Accelerator, master_weights: dict[str, Any] | None) -> Accelerator:
-    """Make an accelerator that somebody else has made one of :class:`Accelerator`. Nothing may be prepared yet.
+def convert(accelerator: accelerate.Accelerator, master_weights: dict[str, Any] | None) -> Accelerator:
+    """Make an accelerator that a trainer has made one of :class:`Accelerator`. Nothing may be prepared yet.
 
     transformers makes its own and has no hook for another class.
 
@@ -295,7 +309,8 @@ def use_fp16opt_scaler(accelerator: accelerate.Accelerator, **settings: Any) -> 
 
     For models with FP32 weights under autocast, and for 16-bit ones whose optimizers are wrapped in
     ``MixedPrecisionOptimizer(optimizer)``. Call it before ``prepare``. On a CPU, where Accelerate leaves its "fp16"
-    off, it is on with this call: models run under autocast, and clips see true gradients.
+    off, it is on with this call: models run under autocast, and clips see true gradients. The accelerator becomes an
+    :class:`Accelerator`, which clips the masters of wrapped optimizers and tells of their skips.
 
     Args:
         accelerator: With ``mixed_precision="fp16"``.
@@ -323,6 +338,8 @@ def use_fp16opt_scaler(accelerator: accelerate.Accelerator, **settings: Any) -> 
             "use_fp16opt_scaler out."
         )
     scaler = GradScaler(accelerator.device.type, **settings)
+    if type(accelerator) is accelerate.Accelerator:
+        convert(accelerator, None)
     accelerator.scaler = scaler
     accelerator.native_amp = True  # False on a CPU: then clips would not unscale
     return scaler

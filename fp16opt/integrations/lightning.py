@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ..optimizer import MixedPrecisionOptimizer
 from .lightning_finetuning import adapt
-from .together import Together, WaitingScheduler, check_not_released, named_parameters, says_scale
+from .optimizer_group import OptimizerGroup, WaitingScheduler, check_not_released, named_parameters, says_scale
 
 _PRECISIONS = ("16-true", "bf16-true")
 Precision = Literal["16-true", "bf16-true"]
@@ -91,7 +91,7 @@ class MasterWeightsPrecision(HalfPrecision):
         super().__init__(precision)
         self.schedulers_wait = schedulers_wait
         self.log_scale = log_scale
-        self._together: Together | None = None
+        self._optimizer_group: OptimizerGroup | None = None
         self._undo: Callable[[], None] | None = None
 
     def connect(
@@ -105,21 +105,21 @@ class MasterWeightsPrecision(HalfPrecision):
         self._end()
         if not optimizers:
             return model, optimizers, lr_schedulers
-        together = Together([_ours(one) for one in optimizers], named_parameters(model), self.options)
-        together.attach(model)
+        group = OptimizerGroup([_ours(one) for one in optimizers], named_parameters(model), self.options)
+        group.attach(model)
         if self.schedulers_wait:
             for config in lr_schedulers:
                 if config.interval == "step":
-                    of = _driven(config.scheduler, together.optimizers)
+                    of = _driven(config.scheduler, group.optimizers)
                     config.scheduler = WaitingScheduler(config.scheduler, _skipped(of))
-        self._together = together
+        self._optimizer_group = group
         module: Any = model.module if isinstance(model, DistributedDataParallel) else model
         self._undo = adapt(module.trainer)
         _save_with_masters(module.trainer.strategy)
-        return model, list(together.optimizers), lr_schedulers
+        return model, list(group.optimizers), lr_schedulers
 
     def _end(self) -> None:
-        self._together = None
+        self._optimizer_group = None
         if self._undo is not None:
             self._undo()
             self._undo = None
@@ -132,9 +132,9 @@ class MasterWeightsPrecision(HalfPrecision):
         Raises:
             RuntimeError: After ``toggle_optimizer``, which does not reach the model's weights.
         """
-        if self._together is not None:
-            _check_toggled(self._together.optimizers)
-            tensor = self._together.scale(tensor)
+        if self._optimizer_group is not None:
+            _check_toggled(self._optimizer_group.optimizers)
+            tensor = self._optimizer_group.scale(tensor)
         scaled: Tensor = super().pre_backward(tensor, module)
         return scaled
 
@@ -143,11 +143,11 @@ class MasterWeightsPrecision(HalfPrecision):
         try:
             super().backward(tensor, model, optimizer, *args, **kwargs)
         except BaseException:
-            if self._together is not None:
-                self._together.interrupt()
+            if self._optimizer_group is not None:
+                self._optimizer_group.interrupt()
             raise
-        if self._together is not None:
-            self._together.arrived()
+        if self._optimizer_group is not None:
+            self._optimizer_group.arrived()
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
@@ -161,13 +161,13 @@ class MasterWeightsPrecision(HalfPrecision):
     def _log(self, model: Any) -> None:
         """Put scale and skips into Lightning's log where it is about to write one."""
         trainer = model.trainer
-        together = self._together
-        if together is None or not self.log_scale or not trainer.loggers:
+        group = self._optimizer_group
+        if group is None or not self.log_scale or not trainer.loggers:
             return
         if model.automatic_optimization and (trainer.global_step + 1) % trainer.log_every_n_steps:
             return  # to count skips waits for the device
-        first = together.optimizers[0]
-        skips = sum(one.skipped_steps for one in together.optimizers)
+        first = group.optimizers[0]
+        skips = sum(one.skipped_steps for one in group.optimizers)
         model.log("loss_scale", first.scaler.scale, on_step=True, on_epoch=False)
         model.log("skipped_steps", float(skips), on_step=True, on_epoch=False)
 
@@ -288,7 +288,7 @@ class FabricMasterWeightsPrecision(FabricHalfPrecision):
     def __init__(self, precision: Precision = "16-true", **options: Any) -> None:
         self.options = _settings(precision, options)
         super().__init__(precision)
-        self._together: Together | None = None
+        self._optimizer_group: OptimizerGroup | None = None
 
     def wrap(self, *optimizers: Any, model: nn.Module | None = None) -> Any:
         """Wrap the optimizers of a training, all in one call; several share one scaler.
@@ -305,7 +305,7 @@ class FabricMasterWeightsPrecision(FabricHalfPrecision):
             RuntimeError: Others were wrapped before.
             TypeError, ValueError: There are none; or as ``MixedPrecisionOptimizer`` raises them.
         """
-        if self._together is not None:
+        if self._optimizer_group is not None:
             raise RuntimeError(
                 "wrap was called before. One scaler serves all optimizers of a training: wrap them in one call, and "
                 "make a plugin of its own for another training."
@@ -314,11 +314,11 @@ class FabricMasterWeightsPrecision(FabricHalfPrecision):
             raise TypeError("wrap: expected at least one optimizer, got none.")
         inside = [one.optimizer if is_wrapped(one) else one for one in optimizers]
         forward = getattr(model, "_forward_module", model)
-        together = Together(inside, () if forward is None else named_parameters(forward), self.options)
+        group = OptimizerGroup(inside, () if forward is None else named_parameters(forward), self.options)
         if forward is not None:
-            together.attach(forward)
-        self._together = together
-        return together.optimizers[0] if len(together.optimizers) == 1 else tuple(together.optimizers)
+            group.attach(forward)
+        self._optimizer_group = group
+        return group.optimizers[0] if len(group.optimizers) == 1 else tuple(group.optimizers)
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Scale the loss and run autograd; ``fabric.backward`` calls it.
@@ -326,12 +326,12 @@ class FabricMasterWeightsPrecision(FabricHalfPrecision):
         Raises:
             RuntimeError: No optimizer was wrapped.
         """
-        if self._together is None:
+        if self._optimizer_group is None:
             raise RuntimeError(
                 "no optimizer was wrapped, so the loss can't be scaled. After fabric.setup call optimizer = "
                 "precision.wrap(optimizer, model=model) on the plugin, and step what it returns."
             )
-        with self._together.backward(tensor) as scaled:
+        with self._optimizer_group.backward(tensor) as scaled:
             super().backward(scaled, model, *args, **kwargs)
 
     def main_params(self, optimizer: Any) -> Iterator[Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..optimizer import MixedPrecisionOptimizer
-from .together import Together, check_not_released, masters_of, named_parameters, scaled_by_dtype
+from .optimizer_group import OptimizerGroup, check_not_released, masters_of, named_parameters, scaled_by_dtype
 
 
 def with_masters(
@@ -40,9 +40,9 @@ def with_masters(
         (False, 65536.0)
     """
     names = named_parameters(model)
-    together = Together([optimizer], names, scaled_by_dtype(options, (param for _, param in names)))
-    together.attach(model)
-    return together.optimizers[0], MasterScaler()
+    group = OptimizerGroup([optimizer], names, scaled_by_dtype(options, (param for _, param in names)))
+    group.attach(model)
+    return group.optimizers[0], MasterScaler()
 
 
 class MasterScaler:

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from ..engine.parts import inside
 from ..optimizer import MixedPrecisionOptimizer
-from .accelerate import check_options, take_over
-from .together import scaled_by_dtype
+from .accelerate import check_options, convert
+from .optimizer_group import scaled_by_dtype
 
 
 class MasterWeightsMixin:
@@ -47,7 +47,7 @@ class MasterWeightsMixin:
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's; then its accelerator is one that has masters."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        self.accelerator = take_over(self.accelerator, self.master_weights or {})
+        self.accelerator = convert(self.accelerator, self.master_weights or {})
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """The Trainer's. It is wrapped where the Trainer prepares it."""
@@ -57,7 +57,7 @@ class MasterWeightsMixin:
         if given.get("gradient_release") is True and self.args.max_grad_norm > 0:
             raise ValueError(
                 f"max_grad_norm={self.args.max_grad_norm}: with gradient_release=True parameters are stepped before "
-                'the norm is known. Use TrainingArguments(max_grad_norm=0), or gradient_release="held".'
+                "the norm is known. Use TrainingArguments(max_grad_norm=0), or gradient_release=False."
             )
         self.accelerator.master_weights = given
         return made

@@ -279,6 +279,62 @@ def test_a_plain_backward_counts_at_scale_one() -> None:
         _amp_state.casts.deactivate()
 
 
+def once(model: Any, optimizer: Any, **options: Any) -> None:
+    with amp.scale_loss(F.cross_entropy(model(X).float(), Y), optimizer, **options) as scaled:
+        scaled.backward()
+
+
+@pytest.mark.parametrize("again", ["step", "scale_loss"])
+@pytest.mark.parametrize("write", ["backward", "in place", "replaced"])
+def test_half_gradients_written_after_scale_loss_are_refused(write: str, again: str) -> None:
+    model, optimizer = made("O2")
+    train(model, optimizer, 1)
+    optimizer.zero_grad()
+    once(model, optimizer)
+    before = bits(model, optimizer)
+    if write == "backward":
+        F.cross_entropy(model(X).float(), Y).backward()
+    elif write == "in place":
+        model[0].weight.grad.mul_(0.5)
+    else:
+        model[0].weight.grad = model[0].weight.grad.clone()
+    with pytest.raises(RuntimeError, match=r"written after they were checked: 0\.weight.*update_master_grads\(\)"):
+        optimizer.step() if again == "step" else once(model, optimizer)
+    assert same(bits(model, optimizer), before)
+    optimizer.zero_grad()
+    train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("loss_id", [0, 1])
+@pytest.mark.parametrize("level", LEVELS)
+def test_scale_loss_after_a_clip_is_refused(level: str, loss_id: int) -> None:
+    """The clip is that of all losses of a step."""
+    model, optimizer = made(level, num_losses=2)
+    once(model, optimizer)
+    nn.utils.clip_grad_norm_(amp.master_params(optimizer), 2.0**-7)
+    with pytest.raises(RuntimeError, match="Clip and edit after the last backward of a step"):
+        once(model, optimizer, loss_id=loss_id)
+    before = [p.detach().clone() for p in amp.master_params(optimizer)]
+    optimizer.step()
+    assert not same([p.detach() for p in amp.master_params(optimizer)], before)
+    assert not optimizer.step_was_skipped
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_that_a_step_has_left_are_refused_at_another_scale_than_one(level: str) -> None:
+    model, optimizer = made(level)
+    train(model, optimizer, 1)
+    if level in ("O0", "O3"):
+        before = [p.grad.clone() for p in model.parameters()]
+        once(model, optimizer)
+        assert not same([p.grad for p in model.parameters()], before)
+    else:
+        with pytest.raises(RuntimeError, match=r"made at another scale: 0\.weight.*Call zero_grad\(\)"):
+            once(model, optimizer)
+    optimizer.zero_grad()
+    train(model, optimizer, 1)
+
+
 def test_refused_calls() -> None:
     model = net()
     with pytest.raises(RuntimeError, match=r"before amp\.initialize"), amp.scale_loss(torch.ones(()), sgd(model)):

@@ -259,6 +259,8 @@ class Oracle:
     def model_zero_grad(self) -> None:
         if self.is_set_alone or (self.folds and self.stage is not Stage.READY):
             raise Unspecified
+        if self.is_folded:
+            raise Unspecified  # the model holds no 16-bit gradients that could be cleared
         for p in self.params:
             p.grad, p.true, p.written = None, None, False
 

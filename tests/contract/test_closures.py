@@ -453,7 +453,7 @@ def test_an_optimizer_that_evaluates_again_is_refused_with_split_masters() -> No
 
     def wrapped_and_stepped() -> None:
         opt = MixedPrecisionOptimizer(Twice([weight], lr=0.1), master_weights="split")
-        opt.step(lambda: weight.float().sum())
+        opt.step(lambda: opt.backward(weight.float().sum()))
 
     with pytest.raises((RuntimeError, ValueError), match=r"closure"):
         wrapped_and_stepped()

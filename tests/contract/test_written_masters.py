@@ -215,6 +215,7 @@ def test_masters_and_state_go_with_the_last_reference(mode: Mode, last: Any, no_
         world.opt.zero_grad()
         world.backward(values(0.5, 1.0, -0.5))
         world.opt.step()
+    world.opt.zero_grad()
     last(world)
     kept = _references(world)
     assert len(kept) >= 4

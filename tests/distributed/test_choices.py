@@ -160,7 +160,6 @@ def under_sharding(rank: int, size: int) -> None:
         "gradient_release=True takes gradients when they arrive, which is before DDP's reducer": {
             "gradient_release": True
         },
-        "gradient_release='held' takes gradients when they arrive, which is before": {"gradient_release": "held"},
     }
     reasons = ((inner, "parameter 'group 0, param 0' is a DTensor"), (part, "ZeroRedundancyOptimizer steps its part"))
     for optimizer, reason in reasons:

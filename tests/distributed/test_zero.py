@@ -128,14 +128,27 @@ def empty_parts(rank: int, size: int) -> None:
         loss_of(ddp, step, rank, poison=step == 1 and rank == 3).backward()
         plain.step()
         assert plain.step_was_skipped == (step == 1)
-        plain.step()  # nothing came since
-        assert not plain.step_was_skipped
         plain.zero_grad()
+        plain.step()  # nothing to do
+        assert not plain.step_was_skipped
     assert_alike([net.a.weight])
 
 
 def test_ranks_with_nothing_to_step_take_part(four: World) -> None:
     four.run(empty_parts)
+
+
+def left_over(rank: int, size: int) -> None:
+    """Gradients of the last step are refused on every rank, also on those without masters."""
+    net = One()
+    opt = MixedPrecisionOptimizer(zero(net.parameters()), scaler=DynamicLossScaler(init_scale=2.0**8))
+    ddp = DDP(net)
+    train(opt, ddp, rank, range(1))
+    assert "Call zero_grad() after each step" in raised(RuntimeError, lambda: opt.backward(loss_of(ddp, 1, rank)))
+
+
+def test_gradients_that_are_left_over(two: World) -> None:
+    two.run(left_over)
 
 
 def folding(rank: int, size: int) -> None:

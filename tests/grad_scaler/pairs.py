@@ -16,9 +16,6 @@ import fp16opt.grad_scaler
 Ours = fp16opt.grad_scaler.GradScaler
 Theirs = torch.amp.GradScaler
 
-DRIVES = hasattr(Tensor, "grad_dtype")  # from torch 2.10 on: a 16-bit parameter may hold an FP32 gradient
-DRIVEN = pytest.mark.skipif(not DRIVES, reason="a GradScaler drives MixedPrecisionOptimizer from torch 2.10 on")
-
 
 def values(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Normal values from numpy, so that they do not depend on torch's generator."""

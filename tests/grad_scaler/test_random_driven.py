@@ -1,9 +1,10 @@
 """Random calls to torch's GradScaler and to ours, each around a wrapper of a 16-bit model, and to torch's around FP32.
 
 Losses are linear and their numbers few, so that 16-bit gradients are exact: the wrapper's masters must be what torch
-makes of FP32 parameters, bit for bit, whichever GradScaler drives it. Left out is what torch forbids or leaves open: a
-backward after gradients were unscaled, gradients of a step that nobody cleared before the next, a step without a
-backward, and what masters hold after a step whose gradients were cleared by another than the wrapper.
+makes of FP32 parameters, bit for bit, whichever GradScaler drives it. Left out is what torch forbids or leaves open (a
+backward after gradients were unscaled, gradients of a step that are not cleared before the next, a step without a
+backward), and what the wrapper refuses: the model's gradients written after they were unscaled, or cleared through the
+model then.
 """
 
 from __future__ import annotations
@@ -28,9 +29,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW
 
 from fp16opt import MixedPrecisionOptimizer
-from grad_scaler.pairs import DRIVEN, Ours, Theirs, assert_same_bits
-
-pytestmark = DRIVEN
+from grad_scaler.pairs import Ours, Theirs, assert_same_bits
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 STARTS = (0.5, -1.0, 2.0)
@@ -79,7 +78,6 @@ class DrivenCalls(RuleBasedStateMachine):
         self.wrapped = [Side(cls, make, DTYPES, options) for cls in (Theirs, Ours)]
         self.sides = [self.plain, *self.wrapped]
         self.stage, self.came, self.used, self.finite = "READY", False, False, True
-        self.stays = False  # whether masters may still hold gradients of a step, which the model's owner has cleared
 
     def every(self, call: Callable[[Side], Any]) -> list[Any]:
         return [call(side) for side in self.sides]
@@ -96,7 +94,7 @@ class DrivenCalls(RuleBasedStateMachine):
         if not any(mine and c is not None for mine, c in zip(trained, coefficients, strict=True)):
             coefficients = (1.0,) * 3
         self.every(lambda side: side.backward(coefficients))
-        self.came, self.stays = True, False
+        self.came = True
 
     @precondition(lambda self: self.stage == "READY" and self.came and not self.used)
     @rule()
@@ -104,18 +102,19 @@ class DrivenCalls(RuleBasedStateMachine):
         self.every(lambda side: side.scaler.unscale_(side.opt))
         self.stage = "UNSCALED"
 
-    @precondition(lambda self: not self.stays)
-    @rule(which=st.integers(0, 2))
-    def read_a_master_from_before(self, which: int) -> None:
-        expected, *found = self.every(lambda side: side.masters[which].grad)
+    @precondition(lambda self: self.stage == "UNSCALED" and self.came)
+    @rule()
+    def read_masters(self) -> None:
+        expected, *found = self.every(lambda side: [master.grad for master in side.masters])
         if self.finite:
-            for grad in found:
-                assert_same_bits(grad, expected, f"gradient of master {which}")
+            for grads in found:
+                for which, pair in enumerate(zip(grads, expected, strict=True)):
+                    assert_same_bits(*pair, f"gradient of master {which}")
 
-    @precondition(lambda self: self.stage == "UNSCALED")
-    @rule(over=st.sampled_from(["model", "masters", "param_groups"]), max_norm=st.sampled_from([0.5, 1e6]))
+    @precondition(lambda self: self.stage == "UNSCALED" and self.came)
+    @rule(over=st.sampled_from(["masters", "param_groups"]), max_norm=st.sampled_from([0.5, 1e6]))
     def clip_with_torch(self, over: str, max_norm: float) -> None:
-        chosen = {"model": lambda s: s.params, "masters": lambda s: s.masters, "param_groups": Side.stepped}[over]
+        chosen = {"masters": lambda s: s.masters, "param_groups": Side.stepped}[over]
         expected, *found = self.every(lambda side: clip_grad_norm_(chosen(side), max_norm))
         if self.finite:
             for norm in found:
@@ -132,47 +131,38 @@ class DrivenCalls(RuleBasedStateMachine):
             if param.grad is not None:
                 param.grad.mul_(factor)
 
-    @precondition(lambda self: self.stage == "UNSCALED")
-    @rule(
-        which=st.integers(0, 2),
-        through=st.sampled_from(["master", "model"]),
-        how=st.sampled_from(["written", "replaced", "written", "dropped"]),
-    )
-    def edit(self, which: int, through: str, how: str) -> None:
-        if how == "dropped" and not self._leaves_some(which):
+    @precondition(lambda self: self.stage == "UNSCALED" and self.came)
+    @rule(which=st.integers(0, 2), how=st.sampled_from(["written", "replaced", "dropped", "dropped from the model"]))
+    def edit(self, which: int, how: str) -> None:
+        """Those of FP32 parameters are true when one of a master was read."""
+        if "dropped" in how and not self._leaves_some(which):
             return
         for side in self.sides:
-            tensor = (side.masters if through == "master" else side.params)[which]
-            if tensor.grad is not None and how == "written":
-                tensor.grad.mul_(0.5)
-            elif tensor.grad is not None:
-                tensor.grad = tensor.grad * 0.5 if how == "replaced" else None
+            grads = [master.grad for master in side.masters]
+            if how == "dropped from the model":
+                side.params[which].grad = None
+            elif how == "dropped":
+                side.masters[which].grad = None
+            elif grads[which] is not None and how == "written":
+                grads[which].mul_(0.5)
+            elif grads[which] is not None:
+                side.masters[which].grad = grads[which] * 0.5
 
     @precondition(lambda self: self.stage == "READY" and self.came and not self.used)
-    @rule(which=st.integers(0, 2), through=st.sampled_from(["master", "model"]), drops=st.booleans())
-    def edit_before_unscaling(self, which: int, through: str, drops: bool) -> None:
-        """What is assigned to a master is in its gradient's scale, as what a reader finds there."""
+    @rule(which=st.integers(0, 2), drops=st.booleans())
+    def edit_the_model_before_unscaling(self, which: int, drops: bool) -> None:
         if drops and not self._leaves_some(which):
             return
         for side in self.sides:
-            tensor = (side.masters if through == "master" else side.params)[which]
-            if drops:
-                tensor.grad = None
-            elif through == "master":
-                tensor.grad = torch.full_like(tensor, 16.0, requires_grad=False)
-            elif tensor.grad is not None:
-                tensor.grad = tensor.grad * 0.5
-        if not drops and through == "master":
-            self.finite = self._is_finite()
+            param = side.params[which]
+            if param.grad is not None:
+                param.grad = None if drops else param.grad * 0.5
 
     def _leaves_some(self, which: int) -> bool:
         """Whether others have a gradient too, and what is judged of them stays the same."""
         others = [p.grad for i, p in enumerate(self.plain.params) if i != which and p.grad is not None]
         mine = self.plain.params[which].grad
         return bool(others) and (mine is None or bool(mine.isfinite().all()))
-
-    def _is_finite(self) -> bool:
-        return all(p.grad is None or bool(p.grad.isfinite().all()) for p in self.plain.params)
 
     @precondition(lambda self: self.stage == "READY" and not self.came)
     @rule(which=st.integers(0, 2), trained=st.booleans())
@@ -209,15 +199,19 @@ class DrivenCalls(RuleBasedStateMachine):
         self.stage, self.used = "STEPPED", True
 
     @precondition(lambda self: self.stage != "READY")
-    @rule(clear=st.sampled_from(["opt", "zeros", "model", "nobody"]))
+    @rule(clear=st.sampled_from(["opt", "zeros", "model", "nothing"]))
     def update(self, clear: str) -> None:
         self.every(lambda side: side.scaler.update())
-        self.stage, self.used = "READY", True
-        if clear != "nobody":
-            self.zero_grad(clear)
+        if clear != "nothing" or self.stage == "UNSCALED":
+            self.zero_grad("opt" if clear == "nothing" else clear)
+        else:
+            self.used = True
+        self.stage = "READY"
 
     @rule(how=st.sampled_from(["opt", "zeros", "model"]))
     def zero_grad(self, how: str) -> None:
+        if self.stage == "UNSCALED":
+            how = "opt"
         for side in self.sides:
             if how == "model":
                 for param in side.params:
@@ -225,7 +219,6 @@ class DrivenCalls(RuleBasedStateMachine):
             else:
                 side.opt.zero_grad(set_to_none=how == "opt")
         self.came, self.used, self.finite = False, False, True
-        self.stays = how == "model" or (how == "zeros" and self.stays)
 
     @rule(
         coefficients=some,
@@ -236,14 +229,14 @@ class DrivenCalls(RuleBasedStateMachine):
     )
     def whole_iteration(self, coefficients: Any, bad: float | None, which: int, clear: str, unscales: bool) -> None:
         if self.stage != "READY":
-            self.update("nobody")
+            self.update("nothing")
         self.zero_grad(clear)
         self.backward(coefficients, bad, which)
         if unscales:
             self.unscale()
             self.clip_with_torch("masters", 0.5)
         self.step()
-        self.update("nobody")
+        self.update("nothing")
 
     @precondition(lambda self: hasattr(self, "sides"))
     @invariant()

@@ -31,7 +31,7 @@ from fp16opt import (
 )
 from fp16opt.fp16_utils import FP16_Optimizer
 from fp16opt.integrations.accelerate import Accelerator, use_fp16opt_scaler
-from fp16opt.integrations.together import SharedLossScaler
+from fp16opt.integrations.optimizer_group import SharedLossScaler
 from integrations.byhand import (
     BF16,
     HALF,
@@ -267,7 +267,7 @@ def test_one_by_one_in_any_order() -> None:
     optimizer.step()
     assert not accelerator.optimizer_step_was_skipped
     names = {name for name, _ in net.named_parameters()}
-    assert set(optimizer.optimizer.engine.pairs.names) == names
+    assert set(optimizer.optimizer.params.names) == names
 
 
 def test_optimizers_of_fp32_models_stay_as_they_are() -> None:

@@ -15,7 +15,7 @@ import fp16opt
 TRAINERS = ("lightning", "accelerate", "transformers", "timm", "trl", "peft")
 QUESTION = """
 import sys
-import fp16opt, fp16opt.integrations, fp16opt.integrations.together
+import fp16opt, fp16opt.integrations, fp16opt.integrations.optimizer_group
 found = sorted({{name.split(".")[0] for name in sys.modules}} & {set})
 raise SystemExit(f"imported: {{found}}" if found else 0)
 """

@@ -23,7 +23,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from fp16opt import DynamicLossScaler, Loaded, MixedPrecisionOptimizer, load_foreign
 from fp16opt.integrations.lightning import FabricMasterWeightsPrecision, MasterWeightsPrecision
-from fp16opt.integrations.together import SharedLossScaler, Together
+from fp16opt.integrations.optimizer_group import OptimizerGroup, SharedLossScaler
 from integrations.byhand import (
     BF16,
     HALF,
@@ -454,7 +454,7 @@ def test_two_nets_resume_in_the_middle_of_a_round(tmp_path: Path) -> None:
     """Also where one has stepped and the other has not: what the first found is in the file."""
     shared = DynamicLossScaler(1024.0, growth_interval=3)
     nets = [network(HALF), network(HALF, seed=5)]
-    both = Together([adamw(net.parameters()) for net in nets], options={"scaler": shared})
+    both = OptimizerGroup([adamw(net.parameters()) for net in nets], options={"scaler": shared})
     one, other = both.optimizers
     batch = batches(1)[0]
     for opt, net, factor in ((one, nets[0], 1e9), (other, nets[1], 1.0)):
@@ -467,7 +467,7 @@ def test_two_nets_resume_in_the_middle_of_a_round(tmp_path: Path) -> None:
             assert float(shared.scale) == 1024.0, "the round is open"
             states = [each.state_dict() for each in both.optimizers]
     assert float(shared.scale) == 512.0
-    again = Together([adamw(network(HALF, seed).parameters()) for seed in (0, 5)], options={"dynamic": True})
+    again = OptimizerGroup([adamw(network(HALF, seed).parameters()) for seed in (0, 5)], options={"dynamic": True})
     for each, state in zip(again.optimizers, states, strict=True):
         each.load_state_dict(state)
     assert again.optimizers[0].loss_scale == 1024.0
@@ -480,7 +480,7 @@ def test_two_nets_resume_in_the_middle_of_a_round(tmp_path: Path) -> None:
 def test_one_that_steps_twice_before_the_others_ends_the_round() -> None:
     """As a discriminator that is trained more often: its overflows are heard of, one step late."""
     weights = [nn.Parameter(torch.ones(2, dtype=HALF)) for _ in range(2)]
-    both = Together([torch.optim.SGD([w], lr=0.5) for w in weights], options={"scaler": DynamicLossScaler(64.0)})
+    both = OptimizerGroup([torch.optim.SGD([w], lr=0.5) for w in weights], options={"scaler": DynamicLossScaler(64.0)})
     first = both.optimizers[0]
     for loss_scale in (64.0, 32.0):
         assert first.loss_scale == 64.0
@@ -507,11 +507,10 @@ def test_optimizers_that_are_wrapped_already_stay(tmp_path: Path) -> None:
     assert (first.grad_accumulation, second.grad_accumulation) == ("model", "fp32")
 
 
-@pytest.mark.parametrize("release", [True, "held"])
-def test_two_nets_release_their_gradients(release: Any, tmp_path: Path) -> None:
+def test_two_nets_release_their_gradients(tmp_path: Path) -> None:
     """A backward of the one's loss makes no gradients of the other's, and ends no step of it."""
     runs = []
-    for option in (False, release):
+    for option in (False, True):
         plugin = MasterWeightsPrecision("16-true", loss_scale=64.0, gradient_release=option)
         module = TwoNets()
         fit(module, plugin, tmp_path, batches(6), steps=12)
@@ -527,6 +526,37 @@ def test_two_scales_for_one_backward_are_refused(tmp_path: Path) -> None:
     both = TwoNets(lambda made: [MixedPrecisionOptimizer(one, loss_scale=2.0) for one in made])
     fit(both, MasterWeightsPrecision("16-true"), tmp_path, batches(2), steps=4)
     assert len(both.losses) == 4
+
+
+# -- Lightning's own mixed precision -----------------------------------------------------------------------------------
+
+
+class Driven(Module):
+    """16-bit weights, whose optimizer is wrapped without a scale of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda params: MixedPrecisionOptimizer(adamw(params), fused_step=False))
+        self.net = network(HALF)
+
+
+def _mixed() -> Any:
+    scaler = torch.amp.GradScaler("cpu", init_scale=OVERFLOWING, growth_interval=5)
+    return lightning.pytorch.plugins.MixedPrecision("16-mixed", "cpu", scaler)
+
+
+def test_lightnings_scaler_drives_a_wrapped_optimizer(tmp_path: Path) -> None:
+    module, data = Driven(), batches(STEPS)
+    opt = optimizer_of(fit(module, _mixed(), tmp_path, data))
+    hand = ByHand(network(HALF), scale=scale_of("16-true"))
+    hand.train(data, HALF)
+    assert opt.skipped_steps == sum(hand.skipped) > 1
+    assert module.losses[0] == hand.losses[0]
+    assert module.losses[-1] < module.losses[0]
+
+
+def test_lightnings_scaler_refuses_to_clip_a_wrapped_optimizer(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="does not allow for gradient clipping because it performs unscaling"):
+        fit(Driven(), _mixed(), tmp_path, batches(2), gradient_clip_val=1.0)
 
 
 # -- what else a module may do -----------------------------------------------------------------------------------------

@@ -230,24 +230,35 @@ def test_schedule_frees_eval_reaches_the_model() -> None:
         assert torch.equal(param, master.to(BF16))
 
 
-@pytest.mark.parametrize("scaler", [torch.amp.GradScaler, GradScaler], ids=["torch's", "ours"])
+@pytest.mark.parametrize("made", [torch.amp.GradScaler, GradScaler], ids=["torch's", "ours"])
 @pytest.mark.parametrize("clear", ["optimizer", "model"])
-def test_a_scaler_of_accelerates_counts_its_skips(scaler: Callable[..., Any], clear: str) -> None:
-    """transformers clears by ``model.zero_grad()``, and the count of skips stayed 0."""
-    made = scaler("cpu", init_scale=OVERFLOWING, growth_interval=5)
-    accelerator, net, opt, optimizer, scheduler = prepared({"fused_step": False}, scaler=made)
+def test_a_scaler_of_accelerates_drives_the_wrapper(made: Callable[..., Any], clear: str) -> None:
+    """The wrapper counts the skips. Accelerate's own class sees none, so that its schedulers go on."""
+    scaler = made("cpu", init_scale=OVERFLOWING, growth_interval=5)
+    accelerator, net, opt, optimizer, scheduler = prepared({"fused_step": False}, scaler=scaler)
     data, losses = batches(STEPS), []
     for batch in data:
         loss = loss_of(net, batch, HALF)
         losses.append(loss.item())
         accelerator.backward(loss)
         optimizer.step()
+        assert not accelerator.optimizer_step_was_skipped
         scheduler.step()
         (net if clear == "model" else optimizer).zero_grad()
-    hand = ByHand(network(HALF), scale=rule(), schedule=halving, waits=True).train(data, HALF)
+    hand = ByHand(network(HALF), scale=rule(), schedule=halving, waits=False).train(data, HALF)
     assert losses == hand.losses
     assert_same_weights(net, opt, hand)
     assert opt.skipped_steps == sum(hand.skipped) > 1
+
+
+@pytest.mark.parametrize("made", [torch.amp.GradScaler, GradScaler], ids=["torch's", "ours"])
+def test_accelerates_clip_under_a_scaler_raises_and_names_the_integration(made: Callable[..., Any]) -> None:
+    accelerator, net, opt, optimizer, _ = prepared({}, scaler=made("cpu", init_scale=8.0))
+    accelerator.backward(loss_of(net, batches(1)[0], HALF))
+    accelerator.scaler.unscale_(opt)
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+    with pytest.raises(RuntimeError, match=r"Accelerate, transformers, timm have a module in fp16opt\.integrations"):
+        optimizer.step()
 
 
 # -- transformers ------------------------------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ def test_two_lines_are_all() -> None:
         net = network(dtype)
         optimizer, loss_scaler = with_masters(adamw(net.parameters()), net)
         assert optimizer.scaler.dynamic is dynamic
-        assert optimizer.engine.pairs.names == [name for name, _ in net.named_parameters()]
+        assert optimizer.params.names == [name for name, _ in net.named_parameters()]
         assert with_masters(optimizer, net)[0] is optimizer
         before = next(net.parameters()).detach().clone()
         loss_scaler(loss_of(net, batches(1)[0], dtype) * 2.0**-8, optimizer)

@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
-from fp16opt.integrations.together import Together
+from fp16opt.integrations.optimizer_group import OptimizerGroup
 
 
 def weights(count: int = 2) -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.ones(4, dtype=torch.float16)) for _ in range(count)]
 
 
-def together(params: list[torch.nn.Parameter], **options: Any) -> Together:
-    return Together([torch.optim.SGD([p], lr=1.0, momentum=0.9) for p in params], options=options)
+def together(params: list[torch.nn.Parameter], **options: Any) -> OptimizerGroup:
+    return OptimizerGroup([torch.optim.SGD([p], lr=1.0, momentum=0.9) for p in params], options=options)
 
 
-def backward(both: Together, loss: torch.Tensor) -> None:
+def backward(both: OptimizerGroup, loss: torch.Tensor) -> None:
     with both.backward(loss) as scaled:
         scaled.backward()  # type: ignore[no-untyped-call]
 
@@ -58,3 +58,32 @@ def test_a_clip_over_several_whose_gradients_were_released_raises() -> None:
     backward(both, one.float().sum() + two.float().sum())
     with pytest.raises(RuntimeError, match="masters have no gradients"):
         both.clip_grad_norm([one, two], 0.5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 64.0])
+def test_a_backward_of_another_s_loss_leaves_gradients_that_were_used(scale: float) -> None:
+    """As in a GAN whose two optimizers clear their own gradients alone."""
+    params = weights()
+    both = together(params, loss_scale=scale)
+    for _ in range(3):
+        for param, opt in zip(params, both.optimizers, strict=True):
+            opt.zero_grad()
+            backward(both, param.float().sum() * 0.125)
+            opt.step()
+    moved = 0.125 * (1.0 + 1.9 + 2.71)  # with momentum
+    assert [param[0].item() for param in params] == pytest.approx([1.0 - moved] * 2, rel=2e-3)
+
+
+def test_a_backward_that_adds_to_gradients_of_an_earlier_step_raises() -> None:
+    one, two = weights()
+    both = together([one, two], loss_scale=64.0)
+    for k in range(2):
+        both.optimizers[0].zero_grad()
+        if k:
+            with pytest.raises(RuntimeError, match=r"gradients that the last step of optimizer 1 \(SGD\) has used"):
+                backward(both, one.float().sum() + two.float().sum())
+        else:
+            backward(both, one.float().sum() + two.float().sum())
+            for opt in both.optimizers:
+                opt.step()
+    both.optimizers[1].zero_grad()

@@ -1,4 +1,4 @@
-"""Together: the optimizers that one trainer's backward serves. They share a loss scale, which follows all of them."""
+"""OptimizerGroup: the optimizers that one trainer's backward serves, on one loss scale that follows all of them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ..engine.arguments import make_scaler
 from ..engine.outcome import update_scale, warn_no_gradients
 from ..engine.params import HALF_DTYPES
+from ..engine.step_state import Stage
 from ..optimizer import MixedPrecisionOptimizer
 from ..scaling import LossScaler
 
@@ -134,7 +135,7 @@ class SharedLossScaler(LossScaler):
         return f"SharedLossScaler({self.rule!r}, of {self._round.members} optimizers)"
 
 
-class Together:
+class OptimizerGroup:
     """Wraps a trainer's optimizers, and does for all of them what its backward and its clipping do.
 
     Args:
@@ -152,7 +153,7 @@ class Together:
 
     Example:
         >>> weights = [torch.nn.Parameter(torch.ones(2, dtype=torch.float16)) for _ in range(2)]
-        >>> both = Together([torch.optim.SGD([w], lr=0.5) for w in weights], options={"loss_scale": 64.0})
+        >>> both = OptimizerGroup([torch.optim.SGD([w], lr=0.5) for w in weights], options={"loss_scale": 64.0})
         >>> with both.backward((weights[0] * weights[1]).sum()) as scaled:
         ...     scaled.backward()
         >>> for opt in both.optimizers:
@@ -179,6 +180,7 @@ class Together:
         made = iter([MixedPrecisionOptimizer(one, **mine) for one, mine in zip(bare, _each(settings), strict=False)])
         self.optimizers = [one if isinstance(one, MixedPrecisionOptimizer) else next(made) for one in optimizers]
         self._warned: set[str] = set()
+        self._used: list[MixedPrecisionOptimizer] = []  # whose gradients the present backward must not add to
 
     def _sharing(
         self, settings: dict[str, Any], count: int, wrapped: Sequence[MixedPrecisionOptimizer]
@@ -221,17 +223,34 @@ class Together:
         self.arrived()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The scaled loss, float32; every optimizer knows that gradients made with it are coming. No host sync."""
-        first, *others = self.optimizers
+        """The scaled loss, float32; every optimizer knows that gradients made with it are coming. No host sync.
+
+        Optimizers whose gradients a step has used and nothing has cleared are passed by: the loss may be another
+        network's.
+        """
+        self._used = [one for one in self.optimizers if _has_used_gradients(one)]
+        first, *others = [one for one in self.optimizers if one not in self._used] or self.optimizers
         scaled = first.scale_loss(loss)
         for one in others:
             one.scale_loss(loss.detach())
         return scaled
 
     def arrived(self) -> None:
-        """The backward is over. No host sync."""
+        """The backward is over. No host sync.
+
+        Raises:
+            RuntimeError: It has added to gradients that a step had used.
+        """
+        for one in self._used:
+            if one.step_state.has_new():
+                raise RuntimeError(
+                    f"a backward has added to gradients that the last step of optimizer {self.optimizers.index(one)} "
+                    f"({type(one.optimizer).__name__}) has used. Call its zero_grad() after each step, also after a "
+                    "skipped one."
+                )
         for one in self.optimizers:
-            one.step_state.end_backward(stamp=True)
+            if one not in self._used:
+                one.step_state.end_backward(stamp=True)
         if all(one.step_state.found_none() and not one.params.has_dtensors for one in self.optimizers):
             warn_no_gradients([name for one in self.optimizers for name in one.params.names], self._warned)
 
@@ -287,6 +306,14 @@ class Together:
                         "the prepared optimizers, so its loss scale is not known. Leave it out."
                     )
         return of or self.optimizers[:1]
+
+
+def _has_used_gradients(optimizer: MixedPrecisionOptimizer) -> bool:
+    """Whether gradients of its last step are still there, at a scale other than 1."""
+    state = optimizer.step_state
+    if optimizer.gradient_release or state.stage is not Stage.READY or state.scales_by_one():
+        return False
+    return state.has_gradients() and not state.has_new()
 
 
 def _each(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
