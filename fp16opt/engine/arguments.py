@@ -109,13 +109,6 @@ def open_group(param_group: object) -> tuple[dict[str, Any], list[Any], dict[int
     return {**param_group, "params": items}, tensors, names
 
 
-def require(value: Any) -> Any:
-    """``value``, which the state machine guarantees to be there."""
-    if value is None:
-        raise RuntimeError("internal error: no backward is pending. Please report this.")
-    return value
-
-
 def quoted(name: str | None) -> str:
     """A name in parentheses for a message, or nothing."""
     return f" ({name!r})" if name else ""

@@ -128,6 +128,10 @@ class GradientStamp:
         gone = [position for position in moved if now[position] is None]
         return [position for position in moved if now[position] is not None], gone
 
+    def is_of(self, position: int, grad: Tensor | None) -> bool:
+        """Whether this is the tensor that was there, in whatever version."""
+        return grad is not None and self._refs[position]() is grad
+
     def forget(self, position: int) -> None:
         """There was no gradient there."""
         self._refs[position], self._versions[position] = _no_gradient, -1
@@ -312,11 +316,6 @@ class StepState:
         """A backward raised while gradients were being added up."""
         self.stage = Stage.INTERRUPTED
 
-    def is_interrupted(self) -> bool:
-        """Whether gradients are incomplete, and were not cleared since."""
-        self._notice_cleared(raw_grads(self.params.models))
-        return self.stage is Stage.INTERRUPTED
-
     def _check_complete(self) -> None:
         if self.stage is Stage.INTERRUPTED:
             raise RuntimeError(
@@ -345,24 +344,21 @@ class StepState:
 
     def _notice_cleared(self, grads: list[Tensor | None]) -> None:
         """READY where all gradients were set to None since."""
-        if self.stage is Stage.READY:
+        if self.stage is Stage.READY or any(map(operator.is_not, grads, itertools.repeat(None))):
             return
-        if self.stage is Stage.UNSCALED and not self.gradients.summing:
-            self._drop_gone(grads)
+        if self._stamp is not None and self.stage is Stage.UNSCALED and not self.gradients.summing:
+            self._drop(self._stamp.compare(grads)[1])
         if not self._any_there(grads):
             self.reset(keeps_true=False)
 
-    def _drop_gone(self, grads: list[Tensor | None]) -> None:
-        """Parameters whose gradient was set to None are left alone."""
-        if self._stamp is None:
-            return
-        _, gone = self._stamp.compare(grads)
+    def _drop(self, gone: list[int]) -> None:
+        """Parameters at these positions, whose gradient was set to None, are left alone."""
         if gone:
             self.gradients.drop(gone)
         for position in gone:
-            self._stamp.forget(position)
-            if self._true_stamp is not None:  # which is no edit
-                self._true_stamp.forget(position)
+            for stamp in (self._stamp, self._true_stamp):  # which is no edit
+                if stamp is not None:
+                    stamp.forget(position)
 
     def _compare(self, grads: list[Tensor | None]) -> None:
         """Take in what became of gradients since they were last looked at. READY where the user has zeroed all of them.
@@ -370,16 +366,20 @@ class StepState:
         Raises:
             RuntimeError: one was written where that does not count.
         """
-        self._drop_gone(grads)
-        written = [] if self._stamp is None else self._stamp.compare(grads)[0]
+        written, gone = ([], []) if self._stamp is None else self._stamp.compare(grads)
+        self._drop(gone)
         if self.stage is Stage.UNSCALED:
             written = [i for i in written if not self.params.master_is_model[i]]
-        if written and _are_zero(grads):
+        if written and not self.gradients.summing and self._are_same(written, grads) and _are_zero(grads):
             self._take_zeros(grads)
         elif written:
             self._refuse_writes(written, grads)
         elif self.stage is Stage.UNSCALED:
             self._notice_edits()
+
+    def _are_same(self, positions: list[int], grads: list[Tensor | None]) -> bool:
+        """Whether gradients at these positions are the tensors that were stamped, in other versions."""
+        return self._stamp is not None and all(self._stamp.is_of(i, grads[i]) for i in positions)
 
     def _take_zeros(self, grads: list[Tensor | None]) -> None:
         """READY: ``zero_grad(set_to_none=False)`` of the model was called."""
@@ -595,8 +595,8 @@ class StepState:
             position: of its pair.
         """
         if self.stage is Stage.UNSCALED and not self.gradients.summing:
-            if raw_grad(self.params.models[position]) is None:
-                self._drop_gone(raw_grads(self.params.models))
+            if self._stamp is not None and raw_grad(self.params.models[position]) is None:
+                self._drop(self._stamp.compare(raw_grads(self.params.models))[1])
             return
         if self.stage in (Stage.UNSCALED, Stage.INTERRUPTED) or torch._C._current_graph_task_id() != -1:
             return

@@ -38,7 +38,8 @@ WORDS = {
     "written": r"update_master_grads\(\)",
     "closed": r"after the last backward",
     "left over": r"zero_grad\(\)",
-    "unscaled": r"opt\.backward\(loss\)",
+    # Gradients that were all dropped, and others that came before a call of the engine, are such that were written.
+    "unscaled": r"opt\.backward\(loss\)|backward\(loss\) of this optimizer",
     "interrupted": r"zero_grad\(\)",
     "scale": r"loss_scale",
     "set": r"update_master_grads\(\)",
@@ -177,6 +178,7 @@ class Oracle:
         hit = [p for p, g in zip(self.params, grads, strict=True) if g is not None]
         for p in hit:
             self._may_write(p)
+        self._check_not_zeros({id(p): g for p, g in zip(self.params, grads, strict=True)})
         self._accumulate(grads, 1.0)
         for p in hit:
             self._note_write(p)
@@ -244,6 +246,7 @@ class Oracle:
             self._drop(p)
             return
         self._may_write(p)
+        self._check_not_zeros({id(p): p.grad * factor - p.grad})
         p.grad = p.grad * factor
         self._note_write(p)
 
@@ -268,6 +271,15 @@ class Oracle:
         if self.is_open or self.is_set_alone or (self.folds and self.stage is Stage.SCALED):
             raise Unspecified
         p.grad, p.true, p.written = None, None, False
+
+    def _check_not_zeros(self, added: dict[int, Tensor | float | None]) -> None:
+        """Zeros everywhere, written to what was there, may be zero_grad(set_to_none=False) of the model (rule 6)."""
+        if self.stage is Stage.READY:
+            return
+        held = [(p.grad, added.get(id(p))) for p in self.params if p.grad is not None]
+        there = [grad if more is None else grad + more for grad, more in held]
+        if there and not any(bool((grad != 0).any()) for grad in there):
+            raise Unspecified
 
     def _may_write(self, p: Param) -> None:
         if self.stage is Stage.INTERRUPTED or self.is_set_alone or (self.is_open and not self.is_folded):
