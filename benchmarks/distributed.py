@@ -120,7 +120,7 @@ class Verify(Attach):
     name = "verify"
 
     def run(self) -> None:
-        verify(self.route.model.process_group, parallel.digest(self.route.opt.engine))
+        verify(self.route.model.process_group, parallel.digest(self.route.opt))
 
 
 class Theirs(Route):

@@ -1,4 +1,4 @@
-"""What a training needs and sends: memory a rank, bytes and messages a step, and a lower bound of the step's time.
+"""What a training needs: memory a rank, bytes and messages a step, and a lower bound of the step's time.
 
 ``python -m fp16opt plan --params 7e9 --ranks 64 --shard fsdp2`` prints it. docs/scale.md derives the formulas; tests
 compare them with the tensors and messages of real ranks.

@@ -483,6 +483,8 @@ def without_words(files: Files) -> list[str]:
         first = (ast.get_docstring(tree, clean=False) or "").split("\n")[0].strip()
         if len(first.split()) < 3 or tree.body[0].lineno != 1:
             complaints.append(f"{path}:1: the first line is no docstring that says what the file is for")
+        if re.search(r"\band\b", re.split(r"[:,;.](?=\s|$)", first)[0]):
+            complaints.append(f"{path}:1: the first line says what the file is for with 'and': two files?")
         for owner, node in public_definitions(tree):
             marks = {ast.unparse(mark).split(".")[-1] for mark in getattr(node, "decorator_list", [])}
             if "property" in marks and node.name in described.get(owner.rstrip("."), ()):
@@ -755,6 +757,12 @@ BAD: list[tuple[Callable[[Files], list[str]], str, str, str]] = [
     (unwanted, "face", "print(1)", "face.py:1: print"),
     (unwanted, "face", "def f():\n    global x", "face.py:2: global x"),
     (without_words, "face", "def f():\n    '''Words.'''", "face.py:1: the first line is no docstring"),
+    (
+        without_words,
+        "face",
+        "'''This and that it is for.'''",
+        "face.py:1: the first line says what the file is for with 'and'",
+    ),
     (without_words, "face", "import os\n'''What it is for.'''", "face.py:1: the first line is no docstring"),
     (without_words, "face", "'''What it is for.'''\ndef f(): ...", "face.py:2: f has no docstring"),
     (

@@ -1,4 +1,4 @@
-"""``scale_loss`` and ``disable_casts``, and the handles of the older interface."""
+"""amp's context managers: ``scale_loss``, ``disable_casts``, and the handles of the older interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An object that keeps its identity and its class, and gains a mixin: how models and optimizers change in place.
+"""A mixin for an object that keeps its identity: how models and optimizers change in place.
 
 ``amp.initialize`` returns the objects that it was given. Grafting bound methods on them would tie every copy to the
 original and stop them from being pickled; here the object's class becomes one made of a mixin and its own class, which

@@ -1,4 +1,4 @@
-"""``import apex`` for scripts that were written for apex.amp and apex.fp16_utils: opt in, and take back.
+"""``import apex`` for scripts that were written for it: opt in, and take back.
 
     import fp16opt
     fp16opt.install_as_apex()      # or: python -m fp16opt.apex script.py args...

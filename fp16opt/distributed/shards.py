@@ -1,4 +1,4 @@
-"""One verdict and one norm over masters that are spread over ranks: one message of 16 bytes a step."""
+"""Masters that are spread over ranks: one verdict, one norm, in one message of 16 bytes a step."""
 
 from __future__ import annotations
 

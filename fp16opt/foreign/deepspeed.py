@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO 1 and 2: a file for each rank with its part of flat masters and moments, and one with names."""
+"""DeepSpeed's checkpoints of ZeRO: each rank has a file with its part of masters and moments, one has names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LossScaler and DynamicLossScaler under their old names: thin views of the engine's scalers."""
+"""Loss scalers under their old names: thin views of the engine's scalers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.amp.GradScaler's interface on this library's kernels and loss scaler."""
+"""torch.amp.GradScaler's interface, on this library's kernels and loss scaler."""
 
 from .face import GradScaler
 

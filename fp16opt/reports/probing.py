@@ -1,4 +1,4 @@
-"""One forward and backward, watched by hooks: who made the first number that is not finite, and how large all are."""
+"""One forward with its backward, watched by hooks: who made the first number that is not finite, how large all are."""
 
 from __future__ import annotations
 

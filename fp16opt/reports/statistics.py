@@ -1,4 +1,4 @@
-"""Tables of numbers about gradients and steps, a row for each parameter, on whichever devices these are.
+"""Tables of numbers about a run, a row for each parameter, on whichever devices these are.
 
 Nothing here waits for a device: what is found stays there until it is read with all the others.
 """

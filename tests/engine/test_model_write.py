@@ -214,31 +214,6 @@ def test_ignore_mode_lets_the_masters_win(write: Callable[[Net], None], caplog: 
     assert_same_bits(next(iter(opt.master_params())), torch.full((6,), 1 - 2 * LOW))
 
 
-@pytest.mark.parametrize("mode", ["refresh", "error", "ignore"])
-def test_a_master_written_by_the_user_wins_and_is_copied_down(mode: str, caplog: pytest.LogCaptureFixture) -> None:
-    net, opt = _make(on_model_write=mode)
-    one_step(opt, [net.weight, net.other], [LOW, LOW])
-    m = next(iter(opt.master_params()))
-    with caplog.at_level(logging.WARNING, logger="fp16opt"), torch.no_grad():
-        m.copy_(torch.full((6,), 2.0 + LOW))
-        assert_same_bits(opt.state_dict()["masters"][0], torch.full((6,), 2.0 + LOW))
-    one_step(opt, [net.weight, net.other], [1.0, 1.0])
-    assert_same_bits(m, torch.full((6,), 1.0 + LOW))
-    assert_same_bits(net.weight, array([1.0] * 6))
-    assert not caplog.records
-
-
-def test_master_and_model_both_written_the_master_wins() -> None:
-    net, opt = _make()
-    m = next(iter(opt.master_params()))
-    with torch.no_grad():
-        net.weight.fill_(7.0)
-        m.fill_(2.0)
-    one_step(opt, [net.weight, net.other], [0.5, 0.5])
-    assert_same_bits(m, torch.full((6,), 1.5))
-    assert_same_bits(net.weight, array([1.5] * 6))
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.0], ids=str)
 def test_special_values_written_into_the_model_are_taken(value: float) -> None:
     net, opt = _make()

@@ -88,13 +88,6 @@ def test_reduce_on_plateau_takes_the_wrapper() -> None:
     assert opt.param_groups[0]["lr"] == 0.25 == opt.optimizer.param_groups[0]["lr"]
 
 
-def test_a_scheduler_stepped_before_the_first_step_is_warned_about_as_ever() -> None:
-    opt = MixedPrecisionOptimizer(SGD([ones()], lr=0.5), loss_scale=8.0)
-    scheduler = StepLR(opt, 1)
-    with pytest.warns(UserWarning, match="lr_scheduler.step"):
-        scheduler.step()
-
-
 @pytest.mark.parametrize("when", ["before_wrapping", "on_the_wrapper"])
 def test_scheduler_continues_after_load_state_dict(when: str) -> None:
     p = ones()

@@ -13,14 +13,12 @@ from engine.checks import (
     array,
     assert_same_bits,
     by_step,
-    groups_params,
     linear_loss,
     ones,
     stored_grad,
     tensor_bytes,
 )
 from engine.split_cases import bytes_kept, gradients, masters, pair, wrap
-from fp16opt import DynamicLossScaler
 
 pytestmark = by_step
 
@@ -42,17 +40,6 @@ def test_gradients_are_made_when_read_and_edits_count() -> None:
     assert first.grad is None
 
 
-@pytest.mark.parametrize("through", ["master_params", "param_groups"])
-def test_torchs_own_clip_works_on_masters(through: str) -> None:
-    p, q = ones(3), ones(1)
-    opt = wrap(SGD([p, q], lr=1.0))
-    opt.backward(linear_loss([p, q], [2.0, 2.0]))
-    clipped = list(opt.master_params()) if through == "master_params" else groups_params(opt)
-    assert float(nn.utils.clip_grad_norm_(clipped, 2.0)) == 4.0
-    opt.step()
-    assert torch.allclose(q.float(), torch.zeros(1), atol=1e-3)
-
-
 def test_clip_gives_the_norm_and_the_bits_of_full_masters() -> None:
     opts, models = pair(OptimizerCase("", "SGD", {"lr": 0.5, "momentum": 0.9}), recipes.MIXED)
     for k, clips in enumerate(([1.0], [0.5, 2.0], [1e9], [0.25, 0.125, 1.0], [3.0])):
@@ -69,23 +56,6 @@ def test_clip_gives_the_norm_and_the_bits_of_full_masters() -> None:
             opt.step()
     for full, split in zip(masters(opts[0]), masters(opts[1]), strict=True):
         assert torch.allclose(split, full, rtol=1e-6, atol=2.0**-38)
-
-
-def test_accumulation_in_fp32_and_with_two_scalers() -> None:
-    p = ones(2)
-    opt = wrap(SGD([p], lr=1.0), loss_scale=4.0, grad_accumulation="fp32")
-    opt.backward(linear_loss([p], [1.0]))
-    for _ in range(100):
-        opt.backward(p.float().sum() * 2.0**-13)
-    assert p.grad is None
-    opt.step()
-    assert_same_bits(next(opt.master_params()), array([-100 * 2.0**-13] * 2, torch.float32))
-    opt.zero_grad()
-    other = DynamicLossScaler(2.0)
-    opt.backward(linear_loss([p], [1.0]))
-    opt.backward(linear_loss([p], [0.5]), scaler=other)
-    opt.step()
-    assert_same_bits(next(opt.master_params()), array([-1.5 - 100 * 2.0**-13] * 2, torch.float32))
 
 
 def test_no_fp32_gradient_stays_in_memory_after_zero_grad() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import warnings
 import weakref
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim import SGD
-from torch.optim.lr_scheduler import StepLR
 
 from fp16opt.engine.wrapped_step import (
     WrappedOptimizerGuard,
@@ -21,7 +19,6 @@ from fp16opt.engine.wrapped_step import (
     guard_open,
     has_own_step,
     is_guarded,
-    run_step,
 )
 
 
@@ -61,21 +58,6 @@ def test_there_is_no_reference_cycle() -> None:
         gc.enable()
     with pytest.raises(ReferenceError, match="of an optimizer that was freed"):
         step()
-
-
-def test_schedulers_made_before_and_after_see_steps_and_give_no_warning() -> None:
-    _, inner = made()
-    before = StepLR(inner, 1)
-    WrappedOptimizerGuard(inner)
-    assert not has_own_step(inner)
-    after = StepLR(inner, 1)
-    run_step(inner, None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        before.step()
-        after.step()
-    with pytest.raises(RuntimeError, match="behind its back"):
-        inner.step()
 
 
 def test_copies_and_pickles_have_no_guard() -> None:

@@ -285,23 +285,6 @@ def test_groups_and_parameters_that_come_later() -> None:
     assert "is float64" in repr(opt)
 
 
-def test_a_gradscaler_drives_it() -> None:
-    params, opt = made("adamw", loss_scale=None)
-    masters = [m.detach().clone() for m in opt.master_params()]
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    for step in range(2):
-        opt.zero_grad()
-        loss = sum((p.float() * (step + 1)).sum() for p in params)
-        scaler.scale(loss).backward()
-        scaler.unscale_(opt)
-        torch.nn.utils.clip_grad_norm_(opt.master_params(), 1.0)
-        scaler.step(opt)
-        scaler.update()
-    assert opt.skipped_steps == 0
-    assert not any(torch.equal(a, b) for a, b in zip(masters, opt.master_params(), strict=True) if a.numel())
-    assert {float(s["step"]) for s in opt.state.values()} == {2.0}
-
-
 def test_without_the_compiled_module_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     params, opt = made("adamw")
     train(opt, params, 0, 1)

@@ -11,7 +11,6 @@ from torch import nn
 
 import fp16opt
 from fp16opt import GradScaler, MixedPrecisionOptimizer, Monitor
-from fp16opt.engine import model_writes
 
 
 def net() -> nn.Module:
@@ -93,25 +92,6 @@ def test_what_was_stepped_before_a_backward_raised_is_no_write(way: str) -> None
     model[0].weight.data.fill_(0.5)  # type: ignore[union-attr, operator]
     with pytest.raises(RuntimeError, match="written behind the optimizer"):
         opt.state_dict()
-
-
-def test_calls_besides_look_and_step_do_not_grow_with_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    real = model_writes.kernels.multi_tensor_sample
-    monkeypatch.setattr(
-        model_writes.kernels, "multi_tensor_sample", lambda *args, **more: calls.append(1) or real(*args, **more)
-    )
-    found = []
-    for count in (2, 20):
-        params = [nn.Parameter(torch.ones(4).half()) for _ in range(count)]
-        inner = torch.optim.AdamW(params, lr=1e-3)
-        opt = MixedPrecisionOptimizer(inner, gradient_release=True)
-        for _ in range(2):
-            calls.clear()
-            opt.backward(torch.stack([p.float().sum() for p in params]).sum())
-            opt.step()
-        found.append(len(calls))
-    assert found[0] == found[1]
 
 
 def test_a_write_is_an_error_where_that_is_asked() -> None:
