@@ -313,7 +313,7 @@ def _has_used_gradients(optimizer: MixedPrecisionOptimizer) -> bool:
     state = optimizer.step_state
     if optimizer.gradient_release or state.stage is not Stage.READY or state.scales_by_one():
         return False
-    return state.has_gradients() and not state.has_new()
+    return any(param.grad is not None for param in optimizer.model_params()) and not state.has_new()
 
 
 def _each(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
