@@ -1032,7 +1032,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.masters.lay_out(self.params.all, self.inner.state)
         state_formats.convert_all(self._state_format, self.params.all, self.inner)
         self.params.changed()
-        self.step_state.reset(keeps_true=False)
+        self.step_state.forget()
         self.write_masters()
 
     def fp32_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:

@@ -388,6 +388,10 @@ class GradientRelease:
         for stats in self.stats:
             stats.reset()
 
+    def forget(self) -> None:
+        """A checkpoint was loaded: what parameters were stepped by counts no more."""
+        self.reset()
+
     def clear(self, set_to_none: bool) -> None:
         """Gradients are cleared. That parameters were stepped stays to be counted by ``step``."""
         for param in [*self.params.models, *self.params.masters]:

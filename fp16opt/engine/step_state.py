@@ -600,8 +600,11 @@ class StepState:
             return
         if self.stage in (Stage.UNSCALED, Stage.INTERRUPTED) or torch._C._current_graph_task_id() != -1:
             return
-        if self.stage is Stage.READY and not (self._is_one(self._scaler()) and self.has_new() and self.take_external()):
-            return
+        if self.stage is Stage.READY:
+            grads = raw_grads(self.params.models)
+            is_new = self._is_one(self._scaler()) and (self.has_new() or self._has_zeros(grads))
+            if not (is_new and self.take_external()):
+                return
         if self.waits_for_reduction():
             return
         with torch.inference_mode(False):
@@ -868,6 +871,11 @@ class StepState:
         self.last_scale = self.scale
         self.stage = Stage.READY
         self._start()
+
+    def forget(self) -> None:
+        """READY: a checkpoint was loaded. Gradients that are incomplete stay so."""
+        if self.stage is not Stage.INTERRUPTED:
+            self.reset(keeps_true=False)
 
     def clear(self, set_to_none: bool) -> None:
         """Clear the model's and the masters' gradients, and forget what was found in them."""

@@ -176,6 +176,8 @@ class Oracle:
     def plain_backward(self, grads: Given) -> None:
         """``loss.backward()``, which the wrapper doesn't hear of."""
         hit = [p for p, g in zip(self.params, grads, strict=True) if g is not None]
+        if self.stage is Stage.SCALED and all(p.grad is None for p in self.params):
+            raise Unspecified  # whether a call of the engine has come in between, and seen that there were none
         for p in hit:
             self._may_write(p)
         self._check_not_zeros({id(p): g for p, g in zip(self.params, grads, strict=True)})
@@ -270,6 +272,8 @@ class Oracle:
     def _drop(self, p: Param) -> None:
         if self.is_open or self.is_set_alone or (self.folds and self.stage is Stage.SCALED):
             raise Unspecified
+        if self.is_edited:
+            raise Unspecified  # the edit may go with the gradient
         p.grad, p.true, p.written = None, None, False
 
     def _check_not_zeros(self, added: dict[int, Tensor | float | None]) -> None:
@@ -335,10 +339,9 @@ class Oracle:
         p = self.params[which]
         if not p.is_half or p.is_frozen or self.stage is Stage.INTERRUPTED or any(q.written for q in self.params):
             raise Unspecified
-        was_ready = self.stage is Stage.READY
-        self._settle()
-        if self.stage is Stage.READY and not was_ready:
+        if self.stage is not Stage.READY and all(q.grad is None for q in self.params):
             raise Unspecified  # all were dropped: whether the one that is set now is dropped with them
+        self._settle()
         new = None if value is None else torch.full_like(p.master, value).detach()
         if self.stage is Stage.READY:
             there = any(q.grad is not None for q in self.params)
