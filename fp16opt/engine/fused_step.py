@@ -526,7 +526,7 @@ class PerParameterStepper:
         state = ParamState.find(self.optimizer, self.state_format, group.settings, pair)
         columns = {name: (tensor,) for name, tensor in state.tensors.items()}
         state.spec.call(
-            {"grads": (grad,), "masters": (self.masters.operand(pair),), **columns},
+            {"grads": [grad], "masters": (self.masters.operand(pair),), **columns},
             [group.options],
             [0],
             factors,

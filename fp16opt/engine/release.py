@@ -81,7 +81,7 @@ class ParamSlot:
     def check(self, grad: Tensor, inv_scale: Tensor) -> None:
         """Flags and sum of squares of what ``grad * inv_scale`` is in FP32. No host sync."""
         self.stats.touched = True
-        kernels.multi_tensor_check((grad,), inv_scale, self.stats, cache=self.check_cache)
+        kernels.multi_tensor_check([grad], inv_scale, self.stats, cache=self.check_cache)
         self.has_come = True
 
     def as_stored(self, grad: Tensor) -> Tensor:
