@@ -138,7 +138,7 @@ def follow_scale(overflow: bool, scale: Tensor, trackers: Tensor, settings: Tens
     """:func:`fp16opt.kernels.backends.follow`, of a step whose outcome is known; whether the scale moved."""
     at = 0 if settings is None else settings.data_ptr()
     moved: bool = module.follow_scale(overflow, scale.data_ptr(), trackers.data_ptr(), at)
-    count_versions([trackers] if settings is None else [trackers, scale])
+    count_versions([trackers, scale] if moved else [trackers])
     return moved
 
 

@@ -101,6 +101,7 @@ class Oracle:
         is_folded: FP32 sums on the masters are all that counts; the model's 16-bit gradients were freed.
         was_undone: ``update_master_grads`` came after a clip or an edit.
         is_used: The gradients are those of a step that is over, as that left them.
+        may_show_last: Masters may still show what the last step, or a clear that keeps tensors, left in them.
         was_clipped_again: A clip came after a clip: whether FP32 parameters hold true gradients by now is open.
         is_set_alone: A master was given a gradient where the model has none.
         left: What the last step may have left as the gradient of each FP32 parameter: how far it brings them is open.
@@ -123,6 +124,7 @@ class Oracle:
     is_folded: bool = False
     was_undone: bool = False
     is_used: bool = False
+    may_show_last: bool = False
     was_clipped_again: bool = False
     is_set_alone: bool = False
     heard: list[tuple[Scale, bool]] = field(default_factory=list)
@@ -316,8 +318,8 @@ class Oracle:
         self._settle()
         if self.stage is Stage.READY:
             if not any(q.grad is not None for q in self.params):
-                if self.is_used:
-                    raise Unspecified  # what was made for the last step may be kept
+                if self.is_used or self.may_show_last:
+                    raise Unspecified
                 return None
             if self.is_used or not self.scale.is_one:
                 raise Unspecified
@@ -341,6 +343,8 @@ class Oracle:
             raise Unspecified
         if self.stage is not Stage.READY and all(q.grad is None for q in self.params):
             raise Unspecified  # all were dropped: whether the one that is set now is dropped with them
+        if value is None and all(q is p or (q.grad is None and q.true is None) for q in self.params):
+            raise Unspecified  # the step's last gradient goes: whether that begins the step anew
         self._settle()
         new = None if value is None else torch.full_like(p.master, value).detach()
         if self.stage is Stage.READY:
@@ -371,8 +375,7 @@ class Oracle:
                 return
             self._take(self.scale.value)
         if (
-            self.stage is Stage.UNSCALED
-            and self.is_clipped
+            (self.was_clipped_again or (self.stage is Stage.UNSCALED and self.is_clipped))
             and any(not p.is_half and p.grad is not None for p in self.params)
         ):
             raise Unspecified  # a clip that may be in the gradients of FP32 parameters
@@ -445,7 +448,7 @@ class Oracle:
         self._measure()
         was_folded = self.is_folded
         self._reset()
-        self.is_used = True
+        self.is_used = self.may_show_last = True
         for p in self.params:
             p.true = None
             if was_folded and p.is_half:
@@ -467,6 +470,7 @@ class Oracle:
             p.grad = None if set_to_none or p.grad is None else torch.zeros_like(p.grad)
             p.true = None
         self._reset()
+        self.may_show_last = not set_to_none
 
     def write_scale(self, value: float) -> None:
         self._settle()
@@ -485,6 +489,8 @@ class Oracle:
         )
 
     def load(self, saved: Saved) -> None:
+        if self.stage is Stage.INTERRUPTED:
+            raise Unspecified
         self._settle()
         if self.stage is not Stage.READY:
             raise Unspecified
@@ -580,7 +586,7 @@ class Oracle:
         self.factor = None
 
     def _forget(self) -> None:
-        self.is_taken = self.is_used = False
+        self.is_taken = self.is_used = self.may_show_last = False
 
     def _reset(self) -> None:
         self.stage, self.factor, self.heard = Stage.READY, None, []

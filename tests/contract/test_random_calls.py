@@ -88,11 +88,24 @@ class Play:
 
     def do(self, call: Call) -> None:
         name, *args = call
+        before = self._oracle_now()
         try:
             getattr(self, name)(*args)
         except Unspecified:
+            self._put_back(before)
             return
         self.compare()
+
+    def _oracle_now(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """The oracle replaces what it holds before it raises, and writes into nothing."""
+        oracle = self.oracle
+        return {**vars(oracle), "heard": list(oracle.heard)}, [dict(vars(p)) for p in oracle.params]
+
+    def _put_back(self, before: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:
+        """A call that was left out moves nothing, also where that shows only half-way through."""
+        vars(self.oracle).update(before[0])
+        for p, was in zip(self.oracle.params, before[1], strict=True):
+            vars(p).update(was)
 
     def expect(self, ours: Callable[[], Any], theirs: Callable[[], Any]) -> tuple[Any, Any]:
         """Results of the oracle and of the library, or None twice where both refuse."""

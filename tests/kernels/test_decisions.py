@@ -123,7 +123,7 @@ def test_a_copy_and_a_scaler_that_moved_are_followed_in_their_own_memory(make: A
     scaler = make()
     assert scaler.memory is scaler.memory
     other = copied(scaler)
-    closing.follow(other, torch.tensor(1.0))
+    closing.update_scale(other, torch.tensor(1.0))
     assert (int(scaler.consecutive_skips), int(other.consecutive_skips)) == (0, 1)
     assert scaler.to("meta").memory.trackers.device.type == scaler.memory.scale.device.type == "meta"
 
@@ -143,7 +143,7 @@ def test_a_scaler_made_in_inference_mode_counts_no_versions_and_is_followed(make
     with torch.inference_mode():
         scaler = make()
     with torch.inference_mode():
-        closing.follow(scaler, torch.tensor(1.0))
+        closing.update_scale(scaler, torch.tensor(1.0))
     assert int(scaler.consecutive_skips) == 1
     assert float(scaler.scale) == (4.0 if scaler.dynamic else 8.0)
 
@@ -160,7 +160,7 @@ def test_closing_a_step_asks_a_scaler_of_the_users_own() -> None:
     stream = [0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     for found in stream:
         for scaler in scalers[:-1]:
-            closing.follow(scaler, torch.tensor(found))
+            closing.update_scale(scaler, torch.tensor(found))
         scalers[-1].update(torch.tensor(found))
         assert bits_of(scalers[0])[:2] == bits_of(scalers[1])[:2]
         assert bits_of(scalers[2]) == bits_of(scalers[3])
