@@ -10,8 +10,9 @@ import sys
 
 if "torch" in sys.modules:
     raise ImportError("import benchmarks/common.py before torch: OpenMP reads GOMP_SPINCOUNT when it is loaded")
-# Worker threads that spin while they wait take the core from whoever is timed next. Where small tensors are timed it
-# is worse to wake them for each: small.py has one thread, says so before it imports this, and leaves OpenMP as it is.
+# Worker threads that spin while they wait take the core from the contender that is timed next. Where small tensors are
+# timed it is worse to wake them for each: small.py has one thread, says so before it imports this, and leaves OpenMP as
+# it is.
 if os.environ.get("OMP_NUM_THREADS") != "1":
     os.environ["GOMP_SPINCOUNT"] = "0"
     os.environ["KMP_BLOCKTIME"] = "0"

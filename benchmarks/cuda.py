@@ -219,7 +219,7 @@ def launched(run: Callable[[], object]) -> int:
     names = [e.name for e in events if not getattr(e, "is_user_annotation", False) and "#" not in e.name]
     kernels_run = sum(not name.startswith(("Memcpy", "Memset")) for name in names)
     if not kernels_run:
-        raise SystemExit("the profiler reports no kernels: it needs CUPTI, and nobody else to profile at the time")
+        raise SystemExit("the profiler reports no kernels: it needs CUPTI, and no other profiler at the time")
     return kernels_run
 
 

@@ -481,7 +481,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     @outside_inference
     def update_master_grads(self) -> None:
-        """Take the model's gradients as they are now, whoever wrote them, and write true FP32 ones to the masters.
+        """Take the model's gradients as they are now, from any writer, and write true FP32 ones to the masters.
 
         One pass: times 1/scale of the backward that made them (with none before it, the scaler's present scale), with
         flags and norm. Called again on the same gradients it gives the same bits, and undoes a clip; gradients of

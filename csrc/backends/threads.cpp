@@ -79,7 +79,7 @@ public:
         }
         wake_.notify_all();
         job.work();
-        // A worker that wakes up only now finds no job, so nobody waits for it.
+        // A worker that wakes up only now finds no job, so no call waits for it.
         std::unique_lock<std::mutex> lock(state_);
         job_ = nullptr;
         done_.wait(lock, [this] { return active_ == 0; });

@@ -39,7 +39,7 @@ struct DecideClip {
 };
 
 struct CudaClosing {
-    const float* found_inf;  // 0 or 1; null where nobody is told of an overflow here
+    const float* found_inf;  // 0 or 1; null where no caller is told of an overflow here
     float* last;             // becomes found_inf; or null
     double* skipped;         // found_inf is added; or null
     float* scale;            // follows, with `settings` and the two counts; null for a static scale

@@ -69,7 +69,7 @@ struct StepOf : StepCommon {
     FP16OPT_HD Found work_as(const Terms& terms, const Lists& lists, const Chunk& chunk, int thread) const {
         const Grads grads(lists, chunk);
         const Masters masters(lists, chunk, 1, model_list, number);
-        // More than there are would be fields that nobody reads: the last one again.
+        // More than there are would be fields that no kernel reads: the last one again.
         const Singles state[] = {{lists, kStates > 0 ? 2 : 1, chunk}, {lists, kStates > 1 ? 3 : 1, chunk}, {lists, kStates > 2 ? 4 : 1, chunk}};
         Found found{0.0, 0, 0};
         for_each_group(chunk.numel, thread, [&](int i, int left) {

@@ -151,7 +151,7 @@ FP16OPT_HD void adam8_block(const AdamTerms<Floats>& terms, const Grad& grad, Ma
     }
 }
 
-// What a loop reads again and again is copied first: stores of bytes may change anything that somebody has the address of.
+// What a loop reads again and again is copied first: stores of bytes may change anything of which an address was taken.
 template <class Grad, class Master>
 FP16OPT_HD void adam8_loop(const AdamTerms<Floats>& terms, const Grad& grad, Master& master, const StateCodes& state,
                            int64_t n) {

@@ -104,7 +104,7 @@ class Casts:
         while self._replaced:
             owner, name, ours, old = self._replaced.pop()
             if getattr(owner, "__dict__", {}).get(name) is not ours:
-                continue  # somebody put a wrapper around ours, which does nothing from now on
+                continue  # another wrapper was put around ours, which does nothing from now on
             if old is _ABSENT:
                 delattr(owner, name)
             else:

@@ -123,7 +123,7 @@ def _shared_with_fp32(model: nn.Module, cast: list[nn.Module]) -> set[int]:
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm: bool, kinds: Sequence[type[nn.Module]]) -> None:
-    """Cast FP32 and 16-bit parameters, their gradients, and buffers, in place. FP64 is somebody's choice and stays."""
+    """Cast FP32 and 16-bit parameters, their gradients, and buffers, in place. FP64 was chosen, and stays."""
     modules = list(modules_to_cast(model, keep_batchnorm, kinds))
     kept = _shared_with_fp32(model, modules)
     with torch.no_grad():

@@ -13,7 +13,7 @@ from ..engine.buckets import hooks_muted
 
 @contextlib.contextmanager
 def undisturbed(on_cuda: bool = False) -> Iterator[None]:
-    """Within, random state, modes, defaults, hooks of all optimizers and warnings are the same whoever calls.
+    """Within, random state, modes, defaults, hooks of all optimizers and warnings are the same for every caller.
 
     After it they are as they were.
 

@@ -31,7 +31,7 @@ class Overflow(NamedTuple):
 
     name: str
     group: int
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+    index: int  # type: ignore[assignment]  # hides tuple.index, which has no use here
     inf: bool
     nan: bool
 
@@ -118,7 +118,7 @@ class SkipLog:
         Args:
             old: the loss scale that the step was made with.
             overflows: the parameters with non-finite gradients.
-            loss_is_finite: whether the losses of the step were finite; None where nobody has seen them.
+            loss_is_finite: whether the losses of the step were finite; None where they are not known.
         """
         new = float(scaler.scale)
         stuck = not scaler.dynamic or (not new < old and scaler.at_floor())

@@ -179,7 +179,7 @@ class Outcome:
                 )
 
     def _memory(self, flags: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-        """(the flag of the last step; the number of skipped steps) of steps that nobody looked at.
+        """(the flag of the last step; the number of skipped steps) of steps that were not read yet.
 
         Made once, with the memory of flags, and written in place: a CUDA graph that is replayed goes on counting here.
         """

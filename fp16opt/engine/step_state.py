@@ -571,7 +571,7 @@ class StepState:
         self._true_stamp = GradientStamp(raw_grads(self.params.masters))
 
     def update(self) -> None:
-        """The door: take the model's gradients as they are now, whoever wrote them, and write true ones to masters."""
+        """The door: take the model's gradients as they are now, from any writer, and write true ones to masters."""
         if self.stage is Stage.READY:
             self.take_external(scaler=self._scaler())
         grads = raw_grads(self.params.models)

@@ -374,9 +374,8 @@ class Oracle:
             if not any(p.grad is not None for p in self.params):
                 return
             self._take(self.scale.value)
-        if (
-            (self.was_clipped_again or (self.stage is Stage.UNSCALED and self.is_clipped))
-            and any(not p.is_half and p.grad is not None for p in self.params)
+        if (self.was_clipped_again or (self.stage is Stage.UNSCALED and self.is_clipped)) and any(
+            not p.is_half and p.grad is not None for p in self.params
         ):
             raise Unspecified  # a clip that may be in the gradients of FP32 parameters
         if self.is_clipped or self.is_edited:
