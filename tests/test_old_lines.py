@@ -39,6 +39,18 @@ def plain_backward() -> None:
         opt.step()
 
 
+def clears_between() -> None:
+    model, opt = make(loss_scale=8.0)
+    scaled = opt.scale_loss(loss_of(model))
+    opt.zero_grad()
+    scaled.backward()
+    with pytest.raises(RuntimeError, match=r"gradients were found that neither opt\.backward"):
+        opt.step()
+    opt.zero_grad()
+    opt.scale_loss(loss_of(model)).backward()
+    opt.step()
+
+
 def two_scales() -> None:
     model, opt = make(dynamic=True)
     scaler = GradScaler("cpu")
@@ -284,6 +296,7 @@ def imports_apex() -> None:
 
 ROWS: dict[str, Callable[..., None]] = {
     "`loss.backward()`": plain_backward,
+    "`loss = opt.scale_loss(loss)`": clears_between,
     "`scaler.scale(loss).backward()`": two_scales,
     "`scaler.step(optimizer)`": never_wrapped,
     "`clip_grad_norm_(model.parameters(), 1.0)`, or": clips_the_model,
