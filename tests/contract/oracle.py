@@ -537,7 +537,7 @@ class Oracle:
         return None if p.grad is None else unscaled(p.grad, self.backward_scale)
 
     def _settle(self) -> None:
-        """All gradients gone is READY, whoever took them away."""
+        """All gradients gone is READY, however they went."""
         if self.stage is Stage.INTERRUPTED and any(p.grad is not None for p in self.params):
             raise Refused("interrupted")
         if self.stage is Stage.READY or self.is_open or self.is_set_alone:
