@@ -211,28 +211,37 @@ class _Plan:
         generation: the parameter table's.
         there: by row, whether it has a gradient.
         deciding: of each group.
-        masters: of the rows that have state; ``entries`` their dicts and ``columns`` by name what these hold.
+        kept: of each call, the dicts of state, and by name what they hold.
+        owners, entries: the whole state of the optimizer, as keys and values.
     """
 
     generation: int
     there: list[bool]
     deciding: list[tuple[Any, ...]]
     calls: list[_KernelCall]
-    kept: list[tuple[list[Tensor], list[dict[str, Any]], dict[str, list[Tensor]]]] = field(default_factory=list)
+    kept: list[tuple[list[dict[str, Any]], dict[str, list[Tensor]]]] = field(default_factory=list)
+    owners: list[Tensor] = field(default_factory=list)
+    entries: list[dict[str, Any]] = field(default_factory=list)
 
-    def remember_state(self, device: DeviceParams) -> None:
+    def remember_state(self, state: dict[Tensor, dict[str, Any]]) -> None:
         """Note which tensors are the state, to be compared before each step."""
+        self.owners, self.entries = list(state), list(state.values())
         for call in self.calls:
             entries = [state.entry for state in call.states if state.entry is not None]
             if entries:
                 columns = {name: [state.tensors[name] for state in call.states] for name in call.state}
-                self.kept.append(([device.pairs[row].master for row in call.rows], entries, columns))
+                self.kept.append((entries, columns))
 
     def has_state(self, state: dict[Tensor, dict[str, Any]]) -> bool:
-        """Whether the optimizer's state is made of the very same tensors."""
-        for masters, entries, columns in self.kept:
-            if not all(map(operator.is_, map(state.get, masters), entries)):
-                return False
+        """Whether the optimizer's state is made of the very same tensors.
+
+        Keys are compared in their order: to look one up calls a function of Python, the hash of a tensor.
+        """
+        if len(state) != len(self.owners) or not all(map(operator.is_, state, self.owners)):
+            return False
+        if not all(map(operator.is_, state.values(), self.entries)):
+            return False
+        for entries, columns in self.kept:
             for name, tensors in columns.items():
                 if not all(map(operator.is_, map(dict.get, entries, itertools.repeat(name)), tensors)):
                     return False
@@ -457,7 +466,7 @@ class FusedStep:
         self._plans.pop(device.device, None)
         plan = _Plan(self.params.generation, there, deciding, self._new_calls(device, groups, there))
         if not plan.is_first:
-            plan.remember_state(device)
+            plan.remember_state(self.optimizer.state)
             self._plans[device.device] = plan
         return plan
 

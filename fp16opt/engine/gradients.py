@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels import reference
+from ..kernels.calls import StableEntries
 from ..kernels.lists import same_walk
 from ..kernels.reference_steps import Factors
 from .dtensors import aligned, local, raw_grad, raw_grads, set_raw_grad
@@ -37,7 +38,7 @@ class GradsToStep(NamedTuple):
         has_sparse: whether a true one is sparse, of which ``grads`` has the values.
     """
 
-    grads: list[Tensor | None]
+    grads: Sequence[Tensor | None]
     factors: Factors
     scaled: bool
     has_sparse: bool
@@ -132,7 +133,7 @@ class DeviceGradients:
         self.stats = kernels.GradStats.allocate(len(device), device.device)
         self.one = torch.ones((), dtype=torch.float32, device=device.device)
         self.factors = Factors(self.one, self.one)
-        self.scaled: list[Tensor | None] = []
+        self.scaled: Sequence[Tensor | None] = []
         self.has_sparse = False
         self.summed: set[int] = set()
         self._sum_flags: Tensor | None = None
@@ -162,7 +163,7 @@ class DeviceGradients:
             and set(map(_LAYOUT, there)) <= {torch.strided}
         )
         if plain:
-            self.scaled = grads
+            self.scaled = StableEntries(grads)
             return
         self.params.verify()
         rows = enumerate(grads)
@@ -584,8 +585,7 @@ class DeviceGradients:
 
     def forget_true(self) -> None:
         """Masters have no gradients but those that are their model's."""
-        for row in self.device.copied:
-            set_raw_grad(self.masters[row], None)
+        drop_gradients([self.masters[row] for row in self.device.copied])
 
 
 def drop_gradients(tensors: list[Tensor], keep: bool = False) -> None:

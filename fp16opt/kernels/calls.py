@@ -87,6 +87,16 @@ class Operation(NamedTuple):
 _data_ptr, _stride, _is_neg = Tensor.data_ptr, Tensor.stride, Tensor.is_neg
 
 
+class StableEntries(tuple[Tensor | None, ...]):
+    """A list whose tensors are taken to keep dtype, shape and strides while it lives: they are read once for all calls.
+
+    Attributes:
+        read: the positions in use, whether all are on the host, and what was read of them.
+    """
+
+    read: tuple[list[int] | None, bool, list[list[Any]]] | None = None
+
+
 class Layout:
     """How the tensors of one list lie in memory, as the checks saw it.
 
@@ -138,7 +148,12 @@ class Layout:
             return None
         tensors = self._used(entries)
         found = list(map(_data_ptr, tensors))
-        if not all(map(operator.eq, self._read(tensors), self._seen)):
+        if isinstance(entries, StableEntries):
+            if entries.read is None or entries.read[:2] != (self._rows, self._on_host):
+                entries.read = self._rows, self._on_host, list(self._read(tensors))
+            if entries.read[2] != self._seen:
+                return None
+        elif not all(map(operator.eq, self._read(tensors), self._seen)):
             return None
         if stays and 0 not in found:
             self._fixed = entries, tensors, found
@@ -257,7 +272,8 @@ class CallCache:
     A list that is the very same tuple object as at the last call is taken to hold what it held: the dtypes, shapes and
     strides of its tensors are not looked at again while their addresses, which every call reads, are what they were.
     Give lists that stay as tuples, then, and lists that change, as those of gradients, as lists: these are compared
-    entry by entry, in every call. Where anything differs, the lists are checked anew.
+    entry by entry, in every call, or, as :class:`StableEntries`, in the first of several calls that get the same one.
+    Where anything differs, the lists are checked anew.
 
     It is a cache and nothing else: a call without it gives the same result, and copies and pickles of it are empty. Of
     tensors it holds those tuples alone. It must outlive the CUDA graphs that its calls are captured into.
@@ -292,8 +308,8 @@ class CallCache:
         try:
             with torch._C.DisableTorchFunction():  # of subclasses too, torch's own attributes are what counts
                 for given, layout in zip(lists, layouts, strict=True):
-                    entries = given if type(given) is tuple else tuple(given)
-                    found = layout.addresses(entries, entries is given)
+                    entries = given if isinstance(given, tuple) else tuple(given)
+                    found = layout.addresses(entries, type(given) is tuple)
                     if found is None:
                         return None
                     held.append(entries)
