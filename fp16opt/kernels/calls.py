@@ -88,13 +88,13 @@ _data_ptr, _stride, _is_neg = Tensor.data_ptr, Tensor.stride, Tensor.is_neg
 
 
 class StableEntries(tuple[Tensor | None, ...]):
-    """A list whose tensors are taken to keep dtype, shape and strides while it lives: they are read once for all calls.
+    """A list that several calls get: how its tensors lie is read by the first, and by others where addresses moved.
 
     Attributes:
-        read: the positions in use, whether all are on the host, and what was read of them.
+        read: the positions in use, whether all are on the host, and the addresses and properties that were read there.
     """
 
-    read: tuple[list[int] | None, bool, list[list[Any]]] | None = None
+    read: tuple[list[int] | None, bool, list[int], list[list[Any]]] | None = None
 
 
 class Layout:
@@ -149,9 +149,9 @@ class Layout:
         tensors = self._used(entries)
         found = list(map(_data_ptr, tensors))
         if isinstance(entries, StableEntries):
-            if entries.read is None or entries.read[:2] != (self._rows, self._on_host):
-                entries.read = self._rows, self._on_host, list(self._read(tensors))
-            if entries.read[2] != self._seen:
+            if entries.read is None or entries.read[:3] != (self._rows, self._on_host, found) or 0 in found:
+                entries.read = self._rows, self._on_host, found, list(self._read(tensors))
+            if entries.read[3] != self._seen:
                 return None
         elif not all(map(operator.eq, self._read(tensors), self._seen)):
             return None

@@ -488,11 +488,10 @@ class Oracle:
         )
 
     def load(self, saved: Saved) -> None:
-        if self.stage is Stage.INTERRUPTED:
-            raise Unspecified
-        self._settle()
-        if self.stage is not Stage.READY:
-            raise Unspecified
+        if self.stage is not Stage.INTERRUPTED:  # a checkpoint loads there, and what is incomplete stays to be cleared
+            self._settle()
+            if self.stage is not Stage.READY:
+                raise Unspecified
         for p, master in zip(self.params, saved.masters, strict=True):
             if p.is_half and not p.is_frozen:  # others are in the model's own checkpoint
                 with torch.no_grad():

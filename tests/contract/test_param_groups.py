@@ -1,4 +1,4 @@
-"""``param_groups`` and ``state``: what groups hold is trained, by identity and order, whoever put it there."""
+"""``param_groups`` and ``state``: what groups hold is trained, by identity and order, however it came there."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def test_between_backward_and_the_check_one_may_be_added(fused_step: Any) -> Non
     assert late.tolist() == [1.5] * 3
 
 
-def test_a_parameter_twice_is_refused_whoever_puts_it_there() -> None:
+def test_a_parameter_twice_is_refused_from_every_way_in() -> None:
     first = weight(4)
     opt = MixedPrecisionOptimizer(sgd([first]), loss_scale=64.0)
     with pytest.raises(ValueError, match=r"(?i)twice|more than one|already|duplicate"):

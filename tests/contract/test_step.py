@@ -271,7 +271,7 @@ def test_a_gradient_where_there_was_none_is_refused(mode: Mode, i: int) -> None:
 
 @every_mode_that_keeps_gradients
 @pytest.mark.parametrize("look", ["clip", "small clip", "read", "update"])
-def test_a_write_after_the_check_is_refused_whoever_made_the_gradients(mode: Mode, look: str) -> None:
+def test_a_write_after_the_check_is_refused_after_every_kind_of_backward(mode: Mode, look: str) -> None:
     world = World(mode)
     world.backward(GRADS, update_master_grads=False)
     {

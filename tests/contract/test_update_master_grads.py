@@ -1,4 +1,4 @@
-"""``update_master_grads()``, the door: what is there now becomes the masters' gradients, whoever wrote it."""
+"""``update_master_grads()``, the door: what is there now becomes the masters' gradients."""
 
 from __future__ import annotations
 

@@ -148,3 +148,25 @@ def test_gradients_in_other_strides(mode: dict[str, Any]) -> None:
     opt.clip_master_grads(1e9)
     opt.step()
     assert_same_bits(p, -values)
+
+
+def test_a_gradient_of_another_shape_put_in_between_clip_and_step_is_not_walked() -> None:
+    """``.data`` counts no version, so the kernels' own checks are the last that can tell."""
+    params = [nn.Parameter(torch.ones(64, 64).half()) for _ in range(3)]
+    opt = MixedPrecisionOptimizer(SGD(params, lr=0.5), loss_scale=8.0, fused_step=True)
+    for _ in range(3):  # the call sites know their lists
+        one_more(opt, params)
+        opt.step()
+    before = [p.detach().clone() for p in params]
+    one_more(opt, params)
+    assert params[1].grad is not None
+    params[1].grad.data = torch.ones(1, 1).half()
+    with pytest.raises(ValueError, match=r"has shape \(1, 1\)"):
+        opt.step()
+    assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True))
+
+
+def one_more(opt: MixedPrecisionOptimizer, params: list[nn.Parameter]) -> None:
+    opt.zero_grad()
+    opt.backward(torch.stack([p.float().sum() for p in params]).sum())
+    opt.clip_master_grads(1e9)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fp16opt import kernels
 from fp16opt.kernels import CallCache, CastStats, GradStats, lists
+from fp16opt.kernels.calls import StableEntries
 from fp16opt.kernels.operations import AdamOptions, Factors, LionOptions, SgdOptions, multi_tensor_step
 
 N = 4
@@ -455,3 +456,50 @@ def test_lists_that_are_known_are_not_checked(site: Site, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(lists, "check_lists", refuse)
     site.call()
+
+
+# -- lists that one step gives to several calls ------------------------------------------------------------------------
+
+
+def test_a_stable_list_is_read_once_for_all_its_calls(reads: list[int], level: str) -> None:
+    sites = [Site(list), Site(list)]
+    grads = StableEntries(sites[0].grads)
+    for site in sites:
+        site.grads = grads
+        site.call()
+    reads.clear()
+    for site in sites:
+        site.call()
+    assert len(reads) == 2, "the lists of results, but not the gradients"
+
+
+MOVES = {
+    "shape": lambda grad: torch.full((1,), 2.0, dtype=HALF),
+    "dtype": lambda grad: torch.full(grad.shape, 2.0, dtype=SINGLE),
+    "strides": lambda grad: torch.full(grad.shape[::-1], 2.0, dtype=HALF).t(),
+}
+
+
+@pytest.mark.parametrize("what", MOVES)
+def test_a_stable_list_whose_memory_was_changed_is_read_anew(what: str, level: str) -> None:
+    """Else a kernel would walk memory as the old tensor lay in it."""
+    site = Site(list)
+    site.grads = StableEntries(site.grads)
+    before = site.call()
+    site.grads[1].data = MOVES[what](site.grads[1])
+    if what == "shape":
+        with pytest.raises(ValueError, match=r"has shape \(1,\)"):
+            site.call()
+        return
+    assert site.call() > before
+    assert all(bool((out == 1.0).all()) for out in site.outs)
+
+
+def test_a_site_keeps_no_stable_list_alive(level: str) -> None:
+    site = Site(list)
+    site.grads = StableEntries(tensors(HALF, 2.0))
+    site.call()
+    kept = weakref.ref(site.grads[0])
+    del site.grads
+    gc.collect()
+    assert kept() is None
