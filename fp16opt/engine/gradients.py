@@ -145,6 +145,7 @@ class DeviceGradients:
         self._half_own = [row for row in device.own if self._dtypes[row] in HALF_DTYPES]
         self._like = [masters.operand(pair) for pair in self.pairs]  # of which gradients have shape and strides
         self._memory: list[Tensor | None] = [None] * len(self.pairs)  # for FP32 gradients
+        self._rooms: tuple[Tensor, ...] | None = None  # the same, where there is some for each row
 
     # -- what kernels take -------------------------------------------------------------------------------------------
 
@@ -251,6 +252,10 @@ class DeviceGradients:
         self._write(is_checked=True, unit=unit and self.factors.coefficient is self.one)
 
     def _write(self, is_checked: bool, unit: bool) -> None:
+        are_there = all(map(operator.is_not, self.scaled, itertools.repeat(None)))
+        if are_there and not (self._own or self._sparse or self._has_dtensors):
+            self._write_rooms(is_checked)
+            return
         ins: list[Tensor | None] = list(self.scaled)
         places: list[Tensor | None] = [None] * len(ins)  # what goes into .grad
         for row, grad in enumerate(ins):
@@ -275,6 +280,17 @@ class DeviceGradients:
                 set_raw_grad(master, place)
         self.scaled, self._sparse = [], {}
 
+    def _write_rooms(self, is_checked: bool) -> None:
+        """:meth:`_write` where every row has a dense gradient and a master apart, and there are no DTensors."""
+        rooms = self._rooms
+        if rooms is None:
+            rooms = self._rooms = tuple(map(self._room, range(len(self.pairs))))
+        with torch.no_grad():
+            self._run(self.scaled, rooms, is_checked, unit=False)
+        for master, room in zip(self.masters, rooms, strict=True):
+            set_raw_grad(master, room)
+        self.scaled = []
+
     def _sparse_dtype(self, row: int) -> torch.dtype:
         dtype = self._dtypes[row]
         return torch.float32 if dtype in HALF_DTYPES and row not in self._own else dtype
@@ -294,7 +310,7 @@ class DeviceGradients:
         fits = is_of_dtype and held.layout is torch.strided and not held.requires_grad and aligned(held, model) is held
         return fits and same_walk(local(held), local(model))
 
-    def _run(self, ins: list[Tensor | None], outs: list[Tensor | None], is_checked: bool, unit: bool) -> None:
+    def _run(self, ins: Sequence[Tensor | None], outs: Sequence[Tensor | None], is_checked: bool, unit: bool) -> None:
         if unit:  # what is there already is read at most
             there = [grad if grad is out else None for grad, out in zip(ins, outs, strict=True)]
             if not is_checked:
@@ -580,7 +596,8 @@ class DeviceGradients:
         self.scaled, self._sparse, self.summed, self._sum_flags = [], {}, set(), None
         self._set_aside = None
         if frees:
-            self._memory = [None] * len(self._memory)
+            self._memory, self._rooms = [None] * len(self._memory), None
+            self.device.caches["unscale"].forget()  # which holds the list of rooms
         self.stats.reset()
 
     def forget_true(self) -> None:
@@ -629,12 +646,14 @@ class Gradients:
         are_true: whether masters hold true FP32 gradients: then these are what is stepped.
         summing: whether the next ones are added to FP32 sums.
         is_measured: whether ``stats`` have the sums of squares of the gradients as they are.
+        may_be_made: whether a master that is apart may have a gradient.
     """
 
     def __init__(self, params: ParamTable, masters: Masters) -> None:
         self.params = params
         self.masters = masters
         self.are_true = self.summing = self.is_measured = False
+        self.may_be_made = True
         self._unit = False  # whether the gradients that were checked are known to be true where they lie
         self._each: list[DeviceGradients] = []
         self.follow_params()
@@ -695,11 +714,12 @@ class Gradients:
         with _NamingChanges(self.params):
             for each, mine in self._by_device(grads):
                 each.check_and_unscale(mine, inv_scale.to(each.one.device), unit)
-        self.are_true = self.is_measured = True
+        self.are_true = self.is_measured = self.may_be_made = True
 
     def unscale(self) -> None:
         """Write true FP32 gradients to the masters, of those that were checked, with the factor of a clip."""
         if not self.are_true:
+            self.may_be_made = True
             for each in self._each:
                 each.unscale(self._unit)
             self.are_true = True
@@ -745,6 +765,7 @@ class Gradients:
 
     def fold(self, inv_scale: Tensor, keep: bool) -> None:
         """Add the model's gradients to FP32 sums, and free the 16-bit ones. No host sync."""
+        self.may_be_made = True
         with _NamingChanges(self.params):
             for each in self._each:
                 each.fold(inv_scale.to(each.one.device), keep)
@@ -758,6 +779,7 @@ class Gradients:
 
     def put_sum(self, device: DeviceParams, row: int, value: Tensor) -> Tensor:
         """Overwrite the sum of a row, or begin one; returns the tensor that holds it."""
+        self.may_be_made = True
         return self._of[id(device)].put_sum(row, value)
 
     def averaged(self, device: DeviceParams, stats: kernels.GradStats) -> None:
@@ -859,8 +881,9 @@ class Gradients:
 
     def forget_true(self) -> None:
         """Masters have no gradients but those that are their model's."""
-        for each in self._each:
+        for each in self._each if self.may_be_made else ():
             each.forget_true()
+        self.may_be_made = False
 
     def clear(self, set_to_none: bool) -> None:
         """Clear the model's and the masters' gradients, as ``torch.optim.Optimizer.zero_grad`` does.
@@ -869,16 +892,20 @@ class Gradients:
         """
         summed = [pair for each in self._each for row, pair in enumerate(each.pairs) if row in each.summed]
         self.release()
-        for tensor in [*self.params.models, *self.params.elsewhere, *self.params.masters]:
-            grad = raw_grad(tensor)
-            if grad is not None and set_to_none:
+        tensors = [*self.params.models, *self.params.elsewhere]
+        if set_to_none:
+            for tensor in tensors:
                 set_raw_grad(tensor, None)
-            elif grad is not None:
+            self.forget_true()
+            return
+        for tensor in [*tensors, *self.params.masters]:
+            grad = raw_grad(tensor)
+            if grad is not None:
                 if grad.requires_grad:
                     grad = grad.detach()
                     set_raw_grad(tensor, grad)
                 grad.zero_()
-        for pair in () if set_to_none else summed:
+        for pair in summed:
             if raw_grad(pair.model) is None:
                 set_raw_grad(pair.model, torch.zeros_like(pair.model, requires_grad=False))
 

@@ -482,6 +482,8 @@ class StepState:
 
         Where masters are spread over ranks it is so on all of them alike: else some would raise, and the others wait.
         """
+        if not (self.params.elsewhere or any(map(operator.is_not, grads, itertools.repeat(None)))):
+            return []
         named = [*zip(self.params.names, grads, strict=True)]
         named += [("a parameter of another rank", grad) for grad in raw_grads(self.params.elsewhere)]
         there = [(name, grad) for name, grad in named if grad is not None]
@@ -620,6 +622,7 @@ class StepState:
         Raises:
             RuntimeError: no gradients wait for a step, and the scale is not 1.
         """
+        self.gradients.may_be_made = True
         if torch._C._current_graph_task_id() != -1:
             return
         if self.stage is Stage.READY and value is not None:
