@@ -25,7 +25,7 @@ from .engine.arguments import (
 )
 from .engine.bucketed_step import BucketedStep, Certified
 from .engine.closures import EvaluatedClosure, MasterReevaluations, closure_mode
-from .engine.compatibility import check_groups, check_new_group, check_optimizer, make_state_format
+from .engine.compatibility import check_groups, check_new_group, check_optimizer, make_state_format, required_by
 from .engine.config import Config
 from .engine.diagnostics import Overflow
 from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step
@@ -243,7 +243,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         general: Stepper = WrappedStep(*parts, why) if self.masters.are_whole else BucketedStep(*parts)
         if spec is None:
             return general
-        form = self._state_format, self.config.required_by, self.outcome.number
+        required = required_by(self.config, self.params.has_dtensors)
+        form = self._state_format, required, self.outcome.number
         return FusedStep(self.fused_step, spec, *parts, *form, general)
 
     def _adopter(self) -> Callable[[Tensor], Tensor] | None:

@@ -15,6 +15,7 @@ from .arguments import quoted
 from .bucketed_step import Certified
 from .buckets import settings_of
 from .config import Config
+from .dtensors import is_sharded
 from .fused_registry import fused_spec_for
 from .fused_step import NO_MASTERS, groups_obstacle, optimizer_obstacle, params_obstacle
 from .params import HALF_DTYPES, name_of, numbered
@@ -22,9 +23,12 @@ from .release import SAID, refuse_ranks
 from .split import check_plain
 from .state_formats import EightBitState, FullState, StateFormat
 
+SPLIT_SHARDS = 'master_weights="split" of DTensors'
+
 _IN_ITS_PLACE = {
     'optimizer_state="8bit"': 'optimizer_state="fp32"',
     'master_weights="split24"': 'master_weights="split"',
+    SPLIT_SHARDS: 'master_weights="full"',
 }
 
 
@@ -59,6 +63,8 @@ def check_optimizer(
         state_formats.check_moments(optimizer.state_dict(), params)
     if config.splits:
         _check_split(config, optimizer, names, is_zero)
+        if any(is_sharded(param) for group in optimizer.param_groups for param in group["params"]):
+            _check_required(config, SPLIT_SHARDS, obstacle)
     if config.master_weights == "split24":
         _check_required(config, 'master_weights="split24"', obstacle)
     if config.fused_step is True:
@@ -89,20 +95,25 @@ def _obstacle(config: Config, optimizer: Optimizer, names: dict[int, str], is_ze
     return groups_obstacle(spec, make_state_format(config, optimizer), groups)
 
 
-def _check_required(config: Config, required_by: str, obstacle: Callable[[], str]) -> None:
-    instead = _IN_ITS_PLACE[required_by]
+def required_by(config: Config, has_dtensors: bool) -> str:
+    """What leaves no step but the fused one, as the user writes it; "" where there is another."""
+    return config.required_by or (SPLIT_SHARDS if config.splits and has_dtensors else "")
+
+
+def _check_required(config: Config, what: str, obstacle: Callable[[], str]) -> None:
+    instead = _IN_ITS_PLACE[what]
     if config.fused_step is False:
         raise ValueError(
-            f"{required_by} does not go with fused_step=False: it is a form of the one-pass step. "
+            f"{what} does not go with fused_step=False: it is a form of the one-pass step. "
             f'Use fused_step="auto", or {instead}.'
         )
     if not config.makes_masters:
         raise ValueError(
-            f'{required_by} does not go with master_weights="none": the one-pass step is one of masters. '
+            f'{what} does not go with master_weights="none": the one-pass step is one of masters. '
             f'Use master_weights="split", or {instead}.'
         )
     if obstacle():
-        raise ValueError(f"{required_by} can't be served: {obstacle()}. Use {instead}.")
+        raise ValueError(f"{what} can't be served: {obstacle()}. Use {instead}.")
 
 
 def _check_split(config: Config, optimizer: Optimizer, names: dict[int, str], is_zero: bool) -> None:

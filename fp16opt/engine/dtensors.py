@@ -17,7 +17,7 @@ _GRAD: Any = Tensor.grad  # torch's own descriptor
 
 
 def is_sharded(tensor: object) -> bool:
-    """Whether this is a DTensor."""
+    """Whether this is a DTensor, or a class of these."""
     return hasattr(tensor, "_local_tensor")
 
 
@@ -37,6 +37,16 @@ def local(tensor: Tensor) -> Tensor:
     return found
 
 
+def pieces(tensors: Sequence[Any]) -> list[Tensor]:
+    """:func:`local` of each, in fewer calls."""
+    if not any(map(is_sharded, set(map(type, tensors)))):
+        return list(tensors)
+    found = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+    return found if set(map(type, found)) <= _PLAIN else list(map(local, tensors))
+
+
+_PLAIN = {Tensor, torch.nn.Parameter}
+
 raw_grad: Any = _GRAD.__get__
 """``.grad`` as torch holds it, in front of which :class:`fp16opt.engine.masters.MasterParameter` puts a question."""
 set_raw_grad: Any = _GRAD.__set__
@@ -53,10 +63,15 @@ def raw_grads(tensors: Iterable[Tensor]) -> list[Tensor | None]:
 def versions(tensors: Sequence[Tensor | None]) -> list[int]:
     """:func:`version` of each; -1 where there is none."""
     kinds = set(map(type, tensors))
-    if all(getattr(kind, "__torch_dispatch__", None) is Tensor.__torch_dispatch__ for kind in kinds):
+    if type(None) not in kinds:
         try:
             with torch._C.DisableTorchFunctionSubclass():
-                return list(map(_read_version, tensors))
+                counted = list(map(_read_version, tensors))
+                if any(map(is_sharded, kinds)):
+                    found = pieces(tensors)
+                    inner = zip(counted, map(_read_version, found), tensors, found, strict=True)
+                    return [a if piece is tensor else a + b for a, b, tensor, piece in inner]
+                return counted
         except RuntimeError:
             pass  # one was made in inference mode, and counts none
     return [-1 if tensor is None else version(tensor) for tensor in tensors]
@@ -71,6 +86,22 @@ def version(tensor: Tensor) -> int:
         return 0
     piece = getattr(tensor, "_local_tensor", None)
     return tensor._version if piece is None else tensor._version + int(piece._version)
+
+
+def as_piece_of(piece: Tensor, whole: Tensor) -> Tensor:
+    """``piece`` as this rank's piece of a DTensor laid out over ranks as ``whole`` is; itself beside a plain one.
+
+    They share memory. Sends nothing.
+    """
+    if not is_sharded(whole):
+        return piece
+    kind: Any = next(base for base in type(whole).__mro__ if base.__name__ == "DTensor")
+    mesh, placements = whole.device_mesh, whole.placements  # type: ignore[attr-defined]
+    with torch.no_grad():
+        made: Tensor = kind.from_local(
+            piece, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+    return made
 
 
 def aligned(grad: Tensor, param: Tensor) -> Tensor:

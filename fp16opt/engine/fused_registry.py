@@ -31,7 +31,8 @@ def check_fp32_state(name: str, tensor: object, master: Tensor) -> None:
         dtype = str(tensor.dtype).removeprefix("torch.")
         raise CannotServe(f"state {name!r} is {dtype} of shape {tuple(tensor.shape)}")
     elsewhere = tensor.device != master.device and not (name == "step" and tensor.device.type == "cpu")
-    if tensor.layout is not torch.strided or elsewhere or tensor.requires_grad:
+    spread = name != "step" and getattr(tensor, "placements", None) != getattr(master, "placements", None)
+    if tensor.layout is not torch.strided or elsewhere or tensor.requires_grad or spread:
         raise CannotServe(f"state {name!r} is not a dense tensor on {master.device}")
 
 

@@ -22,7 +22,7 @@ from ..kernels.backends import captures
 from ..kernels.lists import is_dense
 from ..kernels.reference_steps import Factors
 from .diagnostics import warn
-from .dtensors import raw_grads
+from .dtensors import pieces, raw_grads
 from .fused_registry import (
     CannotServe,
     FusedStepSpec,
@@ -64,7 +64,7 @@ def optimizer_obstacle(optimizer: Optimizer, params: Sequence[Tensor], names: Se
 
 def params_obstacle(params: Sequence[Tensor], names: Sequence[str]) -> str:
     """Why no kernel can step one of the model's parameters, in words; "" where one can."""
-    for param, name in zip(params, names, strict=True):
+    for param, name in zip(pieces(params), names, strict=True):
         if param.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             return f"parameter {name!r} is {str(param.dtype).removeprefix('torch.')}"
         if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__:
@@ -188,9 +188,10 @@ class _KernelCall:
         count = len(device)
         pairs = [device.pairs[row] for row in self.rows]
         names = self.states[0].tensors
-        self.masters = _spread(count, self.rows, [masters.operand(pair) for pair in pairs])
+        self.masters = _spread(count, self.rows, pieces([masters.operand(pair) for pair in pairs]))
         self.models = _spread(count, self.rows, [device.models[row] for row in self.rows])
-        self.state = {name: _spread(count, self.rows, [state.tensors[name] for state in self.states]) for name in names}
+        columns = {name: pieces([state.tensors[name] for state in self.states]) for name in names}
+        self.state = {name: _spread(count, self.rows, column) for name, column in columns.items()}
         self.group_of, self.first = [0] * count, [False] * count
         for row, pair, state in zip(self.rows, pairs, self.states, strict=True):
             self.group_of[row], self.first[row] = pair.group, state.is_first
@@ -209,6 +210,7 @@ class _Plan:
 
     Attributes:
         generation: the parameter table's.
+        models, masters: of all rows of the device: FSDP2 makes new pieces where a model is moved.
         there: by row, whether it has a gradient.
         deciding: of each group.
         kept: of each call, the dicts of state, and by name what they hold.
@@ -216,6 +218,8 @@ class _Plan:
     """
 
     generation: int
+    models: tuple[Tensor, ...]
+    masters: tuple[Tensor, ...]
     there: list[bool]
     deciding: list[tuple[Any, ...]]
     calls: list[_KernelCall]
@@ -458,13 +462,16 @@ class FusedStep:
         if (
             plan is not None
             and plan.generation == self.params.generation
+            and plan.models is device.models
+            and plan.masters is device.masters
             and plan.there == there
             and plan.deciding == deciding
             and plan.has_state(self.optimizer.state)
         ):
             return plan
         self._plans.pop(device.device, None)
-        plan = _Plan(self.params.generation, there, deciding, self._new_calls(device, groups, there))
+        calls = self._new_calls(device, groups, there)
+        plan = _Plan(self.params.generation, device.models, device.masters, there, deciding, calls)
         if not plan.is_first:
             plan.remember_state(self.optimizer.state)
             self._plans[device.device] = plan

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from ..kernels import reference
 from ..kernels.calls import StableEntries
 from ..kernels.lists import same_walk
 from ..kernels.reference_steps import Factors
-from .dtensors import aligned, local, raw_grad, raw_grads, set_raw_grad
+from .dtensors import aligned, as_piece_of, local, raw_grad, raw_grads, set_raw_grad
 from .masters import Masters
 from .params import HALF_DTYPES, DeviceParams, ParamTable
 
@@ -140,6 +140,7 @@ class DeviceGradients:
         self._set_aside: dict[int, Tensor] | None = None  # true gradients of own rows while a backward adds others
         self._sparse: dict[int, Tensor] = {}
         self._has_dtensors = params.has_dtensors
+        self._specs: list[Any] = [getattr(model, "_spec", None) for model in self.models]  # how DTensors are spread
         self._own = frozenset(device.own)
         self._dtypes = [model.dtype for model in self.models]
         self._half_own = [row for row in device.own if self._dtypes[row] in HALF_DTYPES]
@@ -153,24 +154,38 @@ class DeviceGradients:
         """Take the model's gradients, by row, as they are now."""
         self.factors = Factors(inv_scale, self.one)
         self._sparse, self.has_sparse = {}, False
-        there, dtypes = grads, self._dtypes
-        if not all(map(operator.is_not, grads, itertools.repeat(None))):
-            there = [grad for grad in grads if grad is not None]
+        lying: list[Tensor | None] | None = self._pieces_of(grads) if self._has_dtensors else grads
+        there, dtypes = lying or [], self._dtypes
+        if not all(map(operator.is_not, there, itertools.repeat(None))):
+            there = [grad for grad in there if grad is not None]
             dtypes = [dtype for grad, dtype in zip(grads, dtypes, strict=True) if grad is not None]
         plain = (
-            not self._has_dtensors
+            lying is not None
             and set(map(type, there)) <= {Tensor}
             and list(map(_DTYPE, there)) == dtypes
             and set(map(_LAYOUT, there)) <= {torch.strided}
         )
-        if plain:
-            self.scaled = StableEntries(grads)
+        if plain and lying is not None:
+            self.scaled = StableEntries(lying)
             return
         self.params.verify()
         rows = enumerate(grads)
         with torch.no_grad():
             self.scaled = [None if grad is None else self._as_kernels_take(row, grad) for row, grad in rows]
         self.has_sparse = bool(self._sparse)
+
+    def _pieces_of(self, grads: list[Tensor | None]) -> list[Tensor | None] | None:
+        """This rank's pieces of gradients; None where one is not laid out over ranks as its parameter is."""
+        found: list[Tensor | None] = []
+        for grad, spec in zip(grads, self._specs, strict=True):
+            if grad is None:
+                found.append(None)
+                continue
+            own: Any = getattr(grad, "_spec", None)
+            if own is not spec and (own is None or spec is None or own.placements != spec.placements):
+                return None
+            found.append(grad if spec is None else grad._local_tensor)  # type: ignore[attr-defined]
+        return found
 
     def _as_kernels_take(self, row: int, grad: Tensor) -> Tensor | None:
         """A dense gradient in its parameter's dtype or FP32; a sparse one is put where :meth:`unscale` finds it.
@@ -191,8 +206,8 @@ class DeviceGradients:
         """The memory for the FP32 gradient of a master, laid out as that is."""
         room = self._memory[row]
         if room is None:
-            like = self._like[row]
-            room = self._memory[row] = torch.empty_like(like, dtype=torch.float32, requires_grad=False)
+            made = torch.empty_like(local(self._like[row]), dtype=torch.float32, requires_grad=False)
+            room = self._memory[row] = as_piece_of(made, self.models[row])
         return room
 
     def memory(self) -> list[Tensor | None]:

@@ -21,7 +21,7 @@ from ..kernels import backends
 from ..kernels.lists import is_dense
 from .arguments import quoted
 from .diagnostics import describe
-from .dtensors import check_whole, is_sharded, local
+from .dtensors import check_whole, is_sharded, local, pieces
 
 HALF_DTYPES = kernels.HALF_DTYPES
 OWN_DTYPES = (torch.float32, torch.float64)
@@ -54,18 +54,27 @@ class DeviceParams:
         self.own = [row for row, pair in enumerate(pairs) if pair.master is pair.model]
         self.cast = kernels.CastStats.allocate(len(pairs), device)
         self.caches: defaultdict[str, kernels.CallCache] = defaultdict(kernels.CallCache)
+        self._own = frozenset(self.own)
+        self.models: tuple[Tensor, ...] = ()
+        self.masters: tuple[Tensor, ...] = ()
         self.find_pieces()
 
     def __len__(self) -> int:
         return len(self.positions)
 
     def find_pieces(self) -> None:
-        """Take models and masters as they are now: FSDP2 makes new pieces where a model is moved or loaded."""
-        self.models = tuple([local(pair.model) for pair in self.pairs])
-        self.masters = tuple([local(pair.master) for pair in self.pairs])
-        own = set(self.own)
-        self.copied_models = tuple([None if row in own else model for row, model in enumerate(self.models)])
-        self.copied_masters = tuple([None if row in own else master for row, master in enumerate(self.masters)])
+        """Take models and masters as they are now: FSDP2 makes new pieces where a model is moved or loaded.
+
+        Lists of the same pieces stay the same tuples, by which plans and the kernels' caches know them.
+        """
+        models = pieces([pair.model for pair in self.pairs])
+        if len(self.models) != len(models) or not all(map(operator.is_, models, self.models)):
+            self.models = tuple(models)
+            self.copied_models = tuple([None if row in self._own else model for row, model in enumerate(models)])
+        masters = pieces([pair.master for pair in self.pairs])
+        if len(self.masters) != len(masters) or not all(map(operator.is_, masters, self.masters)):
+            self.masters = tuple(masters)
+            self.copied_masters = tuple([None if row in self._own else master for row, master in enumerate(masters)])
 
 
 @dataclass(eq=False, slots=True)

@@ -6,6 +6,7 @@ under which the optimizer keeps its state. Their values exist while they are ste
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +16,16 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels.calls import Entries
-from .dtensors import different_bits
+from .dtensors import as_piece_of, different_bits, is_sharded, local, pieces
 from .params import DeviceParams, ParamPair
 
 
 def placeholder(param: Tensor) -> Tensor:
-    """FP32 nan of ``param``'s shape, on its device, in 4 bytes."""
-    shape = param.shape if param.numel() <= 1 else (1,) * param.dim()  # one number must look contiguous
-    return torch.full(shape, float("nan"), dtype=torch.float32, device=param.device).expand(param.shape)
+    """FP32 nan of ``param``'s shape, laid out over ranks as it is, on its device, in 4 bytes."""
+    piece = local(param)
+    shape = piece.shape if piece.numel() <= 1 else (1,) * piece.dim()  # one number must look contiguous
+    made = torch.full(shape, float("nan"), dtype=torch.float32, device=piece.device).expand(piece.shape)
+    return as_piece_of(made, param)
 
 
 def plain_remainder(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -46,6 +49,7 @@ class SplitMasters:
     """Remainders, which with the model's weights make masters.
 
     The weights are the model's own tensors, so a write to them is a refresh: it drops the remainders of the tensor.
+    Remainders are plain tensors beside this rank's pieces of the weights.
 
     Args:
         bits: of a master: 32, or 24, where only one-pass steps serve. Of 24 bits those of bfloat16 are rounded by the
@@ -72,7 +76,10 @@ class SplitMasters:
         self.__init__(state["bits"])  # type: ignore[misc]
         self._made = state["made"]
         for master, rest in self._made:  # copying gave the placeholders memory of their own
-            master.data = placeholder(rest)
+            if is_sharded(master):
+                master._local_tensor = placeholder(rest)  # type: ignore[attr-defined]
+            else:
+                master.data = placeholder(rest)
         self._rests = {id(master): rest for master, rest in self._made}
         self.ties = {id(master): ties for master, ties in state["ties"]}
 
@@ -84,7 +91,7 @@ class SplitMasters:
         """
         master = torch.nn.Parameter(placeholder(model), requires_grad=True)
         master.__dict__.update(model.__dict__)
-        rest = plain_remainder(model.detach(), self._dtype)
+        rest = plain_remainder(local(model.detach()), self._dtype)
         self._made.append((master, rest))
         self._rests[id(master)] = rest
         return master
@@ -102,20 +109,21 @@ class SplitMasters:
         rests = [self.operand(pair) for pair in apart]
         outs = [torch.empty_like(rest, dtype=torch.float32) for rest in rests]
         with torch.no_grad():
-            kernels.multi_tensor_join([pair.model.detach() for pair in apart], rests, outs)
-        made = {id(pair): out for pair, out in zip(apart, outs, strict=True)}
+            kernels.multi_tensor_join(pieces([pair.model.detach() for pair in apart]), rests, outs)
+        made = {id(pair): as_piece_of(out, pair.model) for pair, out in zip(apart, outs, strict=True)}
         return [made[id(pair)] if id(pair) in made else pair.master.detach() for pair in pairs]
 
     def write(self, pairs: Sequence[ParamPair], values: Sequence[Tensor]) -> None:
         """Weights and remainders take FP32 values."""
-        models, rests = [pair.model for pair in pairs], [self.operand(pair) for pair in pairs]
+        models, rests = pieces([pair.model for pair in pairs]), [self.operand(pair) for pair in pairs]
+        values = pieces(values)
         if pairs:
             stats = kernels.CastStats.allocate(len(pairs), models[0].device)
-            kernels.multi_tensor_split(list(values), models, rests, stats)
+            kernels.multi_tensor_split(values, models, rests, stats)
             for pair, flag in zip(pairs, stats.overflow, strict=True):
                 pair.cast.overflow[pair.row] = flag
-        for pair, value in zip(pairs, values, strict=True):
-            ties = _find_ties(pair.model.detach(), value)
+        for pair, model, value in zip(pairs, models, values, strict=True):
+            ties = _find_ties(model.detach(), value)
             self.ties.pop(id(pair.master), None)
             if ties is not None:
                 self.ties[id(pair.master)] = ties
@@ -129,7 +137,7 @@ class SplitMasters:
         for pair in pairs:
             ties = self.ties.get(id(pair.master))
             if ties is not None:
-                model = pair.model.detach()
+                model = local(pair.model.detach())
                 now = model[ties.where]
                 to_even = ~different_bits(now, ties.even).view(now.shape)
                 if to_even.any():
@@ -150,21 +158,23 @@ class SplitMasters:
         self, group: DeviceParams, masters: Entries, now: Tensor, then: Tensor, taken: Tensor
     ) -> None:
         """See :class:`fp16opt.engine.masters.Masters`."""
-        rests = [None if master is None else self._rests[id(master)] for master in masters]
+        rests = [
+            None if master is None else self.operand(pair) for pair, master in zip(group.pairs, masters, strict=True)
+        ]
         kernels.multi_tensor_reset_remainders(group.copied_models, rests, now, then, taken, cache=group.caches["take"])
 
     def refresh(self, pair: ParamPair) -> None:
         """The weight stands for itself."""
         rest = self._rests.get(id(pair.master))
         if rest is not None:
-            rest.copy_(plain_remainder(pair.model.detach(), self._dtype))
+            rest.copy_(plain_remainder(local(pair.model.detach()), self._dtype))
             self.ties.pop(id(pair.master), None)
 
     def shown(self, pairs: Sequence[ParamPair]) -> Iterator[Tensor]:
         """Masters decoded as they are asked for, with their gradients; and parameters that are their own."""
         for pair in pairs:
             apart = id(pair.master) in self._rests
-            yield DecodedMaster.of(self.read([pair])[0], pair.master) if apart else pair.master
+            yield decoded(self.read([pair])[0], pair.master) if apart else pair.master
 
     def lay_out(self, pairs: Sequence[ParamPair], state: Mapping[Any, Any]) -> None:
         """Give the tensors of optimizer state the masters' strides, which placeholders do not show.
@@ -177,7 +187,7 @@ class SplitMasters:
             if rest is None or not isinstance(held, dict):
                 continue
             for key, value in held.items():
-                alike = isinstance(value, Tensor) and value.layout is torch.strided
+                alike = isinstance(value, Tensor) and value.layout is torch.strided and not is_sharded(value)
                 if alike and value.shape == rest.shape and value.stride() != rest.stride():
                     held[key] = torch.empty_like(rest, dtype=value.dtype).copy_(value)
 
@@ -194,43 +204,61 @@ def _find_ties(model: Tensor, master: Tensor) -> _Ties | None:
     return _Ties(where, model[where].clone(), even[where].clone())
 
 
-class DecodedMaster(torch.nn.Parameter):
-    """A split master's value at the time that it was asked for. Its gradient is the master's: edits to it count."""
+def _ordinary(master: Tensor, data: Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(data, requires_grad=master.requires_grad)
 
-    _of: Tensor
 
-    @classmethod
-    def of(cls, value: Tensor, master: Tensor) -> DecodedMaster:
-        """``value`` with the gradient of ``master``."""
-        made = torch.Tensor._make_subclass(cls, value, True)
-        made.__dict__["_of"] = master
-        return made
+@functools.cache
+def _decoded_class(cls: Any) -> Any:
+    """The subclass of ``cls`` (Parameter, or DTensor) whose gradient is that of the master in ``_of``."""
 
-    @property
-    def grad(self) -> Tensor | None:
-        """The master's gradient: float32, or None."""
-        return self._of.grad
+    class DecodedMaster(cls):  # type: ignore[misc]
+        if "__slots__" in cls.__dict__:
+            __slots__ = ()
 
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        self._of.grad = value
+        _of: Tensor
 
-    @grad.deleter
-    def grad(self) -> None:
-        del self._of.grad
+        @property
+        def grad(self) -> Tensor | None:
+            """The master's gradient: float32, or None."""
+            return self._of.grad
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
-        """A copy has its value and, like copies of other parameters, no gradient."""
-        return torch.nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
+        @grad.setter
+        def grad(self, value: Tensor | None) -> None:
+            self._of.grad = value
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return torch.nn.Parameter(self.detach(), requires_grad=self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        @grad.deleter
+        def grad(self) -> None:
+            del self._of.grad
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+            return _ordinary(self, self.detach().clone())
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return _ordinary(self, self.detach()).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    return DecodedMaster
+
+
+DecodedMaster: Any = _decoded_class(torch.nn.Parameter)
+"""A split master's value at the time that it was asked for. Its gradient is the master's: edits to it count.
+
+Copies and pickles have its value and, like those of other parameters, no gradient.
+"""
+
+
+def decoded(value: Tensor, master: Tensor) -> Tensor:
+    """``value`` with the gradient of ``master``."""
+    made: Tensor = torch.nn.Parameter(value)
+    made.__class__ = _decoded_class(type(made))
+    made.__dict__["_of"] = master
+    return made
 
 
 def check_plain(where: str, param: Tensor, master_weights: str) -> None:
-    """Raise ``ValueError`` for a parameter that is no plain tensor: its bytes can't be split."""
-    if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    """Raise ``ValueError`` for a parameter that is no plain tensor on this rank: its bytes can't be split."""
+    if type(local(param)).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise ValueError(
-            f'{where}: master_weights="{master_weights}" takes plain tensors, got {type(param).__name__}. '
-            'Use master_weights="full".'
+            f'{where}: master_weights="{master_weights}" takes plain tensors and DTensors, got '
+            f'{type(param).__name__}. Use master_weights="full".'
         )

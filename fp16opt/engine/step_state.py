@@ -10,7 +10,7 @@ import itertools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -116,7 +116,7 @@ class GradientStamp:
         if len(now) != len(self._refs):  # parameters came: of those that were there nothing is known
             return [], []
         then, counted = list(map(_CALL, self._refs)), versions(now)
-        digests = _digests(now) if self._digests else {}
+        digests = _digests(now, self._digests) if self._digests else {}
         if counted == self._versions and digests == self._digests and all(map(operator.is_, then, now)):
             return [], []
         each = enumerate(zip(then, self._versions, now, counted, strict=True))
@@ -141,17 +141,29 @@ class GradientStamp:
 _CALL = operator.methodcaller("__call__")
 
 
-def _digests(grads: Sequence[Tensor | None]) -> dict[int, int]:
-    """By position: digests of sampled bits of this rank's pieces of DTensors. Syncs where there are any on a device."""
-    if set(map(type, grads)) <= {Tensor, type(None)}:
-        return {}
+_SAMPLED = 32
+
+
+def _digests(grads: Sequence[Tensor | None], positions: Iterable[int] | None = None) -> dict[int, int]:
+    """By position: digests of sampled bits of this rank's pieces of some DTensors. Syncs where they are on a device.
+
+    Of some, as what torch does not count are foreach operations, and a clip by these writes all gradients.
+
+    Args:
+        positions: of which; None: of about ``_SAMPLED`` of all.
+    """
+    if positions is None:
+        if set(map(type, grads)) <= {Tensor, type(None)}:
+            return {}
+        there = [i for i, grad in enumerate(grads) if grad is not None and is_sharded(grad)]
+        positions = there[:: len(there) // _SAMPLED | 1]  # an odd step, as layers come in pairs
     with torch.no_grad():
-        pieces = {i: local(grad).detach() for i, grad in enumerate(grads) if grad is not None and is_sharded(grad)}
+        chosen = {i: local(grad).detach() for i in positions if (grad := grads[i]) is not None}
         found: dict[int, int] = {}
-        for device in {piece.device for piece in pieces.values()}:
-            here = [i for i, piece in pieces.items() if piece.device == device]
+        for device in {piece.device for piece in chosen.values()}:
+            here = [i for i, piece in chosen.items() if piece.device == device]
             samples = torch.zeros(len(here), dtype=torch.int64, device=device)
-            kernels.multi_tensor_sample([_as_halves(pieces[i]) for i in here], samples)
+            kernels.multi_tensor_sample([_as_halves(chosen[i]) for i in here], samples)
             found.update(zip(here, samples.tolist(), strict=True))
     return found
 
@@ -647,7 +659,7 @@ class StepState:
         self.gradients.release()
         self.gradients.forget_true()
         self._stamp = GradientStamp([None] * len(self.params))
-        self.gradients.are_true = True
+        self.gradients.are_true = self.gradients.may_be_made = True
         self._become_unscaled()
 
     def were_cleared(self) -> bool:

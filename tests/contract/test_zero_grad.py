@@ -141,3 +141,16 @@ def test_sparse_gradients_are_cleared(set_to_none: bool) -> None:
         opt.backward(rows.float().sum())
         opt.step()
     assert table[:, 0].tolist() == [1.0, -1.0, 1.0, -1.0, 1.0]
+
+
+def test_a_gradient_that_the_user_gave_a_master_is_cleared() -> None:
+    """Also where nothing else had made one since the last ``zero_grad``."""
+    weight = nn.Parameter(torch.ones(4, dtype=torch.float16))
+    opt = MixedPrecisionOptimizer(SGD([weight], lr=1.0))
+    opt.zero_grad()
+    master = next(opt.master_params())
+    master.grad = torch.full((4,), 0.5)
+    opt.step()
+    opt.zero_grad()
+    assert master.grad is None
+    assert weight.tolist() == [0.5] * 4
