@@ -179,8 +179,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._names = {id(param): name for name, param in named(named_parameters)}
         self._certified = Certified(bucket_obstacle)
         self.scaler = make_scaler(dynamic, loss_scale, scaler)
-        is_zero = parallel.is_zero(optimizer)
-        check_optimizer(self.config, optimizer, self.scaler, self._names, self._certified, is_zero)
+        part = parallel.part_of(optimizer)
+        check_optimizer(self.config, part, self.scaler, self._names, self._certified, part is not optimizer)
         self.optimizer = optimizer
         self.master_weights = master_weights
         self.grad_accumulation = grad_accumulation
@@ -219,7 +219,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """The components that live with gradients, which no copy has."""
         me = weakref.ref(self)
         self._guard = WrappedOptimizerGuard(self.optimizer)
-        self._state_format = make_state_format(self.config, self.optimizer)
+        self._state_format = make_state_format(self.config, self.inner)
         facts = _quietly(me, MixedPrecisionOptimizer._facts, [])
         round_down = _quietly(me, MixedPrecisionOptimizer.write_masters, None)
         ranks = parallel.ranks_of(self.optimizer, self.params, facts, round_down)
@@ -237,15 +237,18 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._stepper: Stepper = self._make_stepper()
 
     def _make_stepper(self) -> Stepper:
-        parts = self.optimizer, self.params, self.masters, self.gradients
-        spec = fused_spec_for(type(self.optimizer)) if self.fused_step else None
-        why = no_fused_step(type(self.optimizer)) if self.fused_step else "fused_step=False"
-        general: Stepper = WrappedStep(*parts, why) if self.masters.are_whole else BucketedStep(*parts)
+        parts = self.params, self.masters, self.gradients
+        spec = fused_spec_for(type(self.inner)) if self.fused_step else None
+        why = no_fused_step(type(self.inner)) if self.fused_step else "fused_step=False"
+        is_zero = self.inner is not self.optimizer
+        general: Stepper = BucketedStep(self.optimizer, *parts)
+        if self.masters.are_whole:
+            general = WrappedStep(self.optimizer, *parts, why, self.inner)
         if spec is None:
             return general
-        required = required_by(self.config, self.params.has_dtensors)
-        form = self._state_format, required, self.outcome.number
-        return FusedStep(self.fused_step, spec, *parts, *form, general)
+        form = self._state_format, required_by(self.config, self.params.has_dtensors, is_zero), self.outcome.number
+        run = parallel.run_hooks_of(self.optimizer)
+        return FusedStep(self.fused_step, spec, self.inner, *parts, *form, general, run)
 
     def _adopter(self) -> Callable[[Tensor], Tensor] | None:
         """What makes masters; None where 16-bit parameters are their own."""

@@ -5,6 +5,7 @@ Nothing here imports torch.distributed unless parameters or the wrapped optimize
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +17,28 @@ from torch.optim import Optimizer
 from .engine.dtensors import is_sharded
 from .engine.params import ParamTable
 from .engine.ranks import ELSEWHERE, Digest, Ranks, refuse_torch_checkpointing
+from .engine.wrapped_step import run_hooks
 
 
 def is_zero(optimizer: object) -> bool:
     """Whether this is a ZeroRedundancyOptimizer."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
+
+
+def part_of(optimizer: Any) -> Optimizer:
+    """As :func:`inner_of`, before anything is made ready."""
+    part: Optimizer = getattr(optimizer, "optim", optimizer) if is_zero(optimizer) else optimizer
+    return part
+
+
+def run_hooks_of(optimizer: Optimizer) -> Callable[..., None]:
+    """What runs a one-pass step in the place of the optimizer's own: see :func:`.engine.wrapped_step.run_hooks`."""
+    if not is_zero(optimizer):
+        return run_hooks
+    from .distributed import zero
+
+    return functools.partial(zero.run_part, optimizer)
 
 
 def inner_of(optimizer: Optimizer) -> Optimizer:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..engine.wrapped_step import StepFailed, guard_open, note_step
 from .exchange import message_device
 from .shards import GroupRanks
 
@@ -46,6 +47,35 @@ def copy_down_before_broadcast(zero: Any, copy_down: Callable[[], None]) -> None
     """Have this rank's masters written to the model after its part was stepped: ZeRO then broadcasts the model."""
     hook = zero.optim.register_step_post_hook(lambda *_: copy_down())
     zero.optim._optimizer_step_post_hooks.move_to_end(hook.id, last=False)
+
+
+def run_part(zero: Any, part: Any, work: Callable[..., None], *given: object) -> None:
+    """``zero.step()`` with ``work`` in place of the step of its ``part``: ZeRO sends the weights that it has made.
+
+    Args:
+        work: called with True (settings may have changed), then with what is ``given``.
+
+    Raises:
+        StepFailed: around what it, a hook of ZeRO's or the sending raised.
+    """
+    done: list[bool] = []
+
+    def step(closure: object = None) -> None:
+        work(True, *given)
+        done.append(True)
+
+    before = part.__dict__.get("step")
+    part.step = step
+    note_step(zero)
+    try:
+        with guard_open(zero):
+            zero.step()
+    except BaseException as error:
+        raise StepFailed(error, bool(done)) from error
+    finally:
+        del part.step
+        if before is not None:
+            part.step = before
 
 
 def owners(zero: Any) -> dict[int, int]:

@@ -23,7 +23,7 @@ from .release import SAID, refuse_ranks
 from .split import check_plain
 from .state_formats import EightBitState, FullState, StateFormat
 
-SPLIT_SHARDS = 'master_weights="split" of DTensors'
+SPLIT_SHARDS = 'master_weights="split" on several ranks'
 
 _IN_ITS_PLACE = {
     'optimizer_state="8bit"': 'optimizer_state="fp32"',
@@ -52,18 +52,19 @@ def check_optimizer(
     """Raise ``ValueError`` where arguments don't go with each other, or with an optimizer about to be wrapped.
 
     Args:
+        optimizer: the one inside, where it is torch's ZeroRedundancyOptimizer.
         names: by id of a parameter.
         certified: which classes and settings can be stepped a bucket at a time.
-        is_zero: whether it is torch's ZeroRedundancyOptimizer.
+        is_zero: whether it is.
     """
-    obstacle = functools.cache(lambda: _obstacle(config, optimizer, names, is_zero))
+    obstacle = functools.cache(lambda: _obstacle(config, optimizer, names))
     if config.optimizer_state == "8bit":
         _check_required(config, 'optimizer_state="8bit"', obstacle)
         params = [name for group in _called(list(enumerate(optimizer.param_groups)), names) for name in group]
         state_formats.check_moments(optimizer.state_dict(), params)
     if config.splits:
-        _check_split(config, optimizer, names, is_zero)
-        if any(is_sharded(param) for group in optimizer.param_groups for param in group["params"]):
+        _check_split(config, optimizer, names)
+        if is_zero or any(is_sharded(param) for group in optimizer.param_groups for param in group["params"]):
             _check_required(config, SPLIT_SHARDS, obstacle)
     if config.master_weights == "split24":
         _check_required(config, 'master_weights="split24"', obstacle)
@@ -77,13 +78,13 @@ def check_optimizer(
     if config.master_weights == "split":
         certified.check(optimizer)
     if config.gradient_release:
-        _check_release(config, scaler, obstacle)
+        _check_release(
+            config, scaler, (lambda: "ZeroRedundancyOptimizer steps its part itself") if is_zero else obstacle
+        )
 
 
-def _obstacle(config: Config, optimizer: Optimizer, names: dict[int, str], is_zero: bool) -> str:
+def _obstacle(config: Config, optimizer: Optimizer, names: dict[int, str]) -> str:
     """Why no kernel can step an optimizer, in words; "" where one can."""
-    if is_zero:
-        return "ZeroRedundancyOptimizer steps its part of the parameters itself"
     spec = fused_spec_for(type(optimizer))
     if config.optimizer_state == "8bit" and not state_formats.has_eight_bits(spec):
         return f"{type(optimizer).__name__} is not exactly SGD, Adam or AdamW of torch.optim"
@@ -95,9 +96,9 @@ def _obstacle(config: Config, optimizer: Optimizer, names: dict[int, str], is_ze
     return groups_obstacle(spec, make_state_format(config, optimizer), groups)
 
 
-def required_by(config: Config, has_dtensors: bool) -> str:
+def required_by(config: Config, has_dtensors: bool, is_zero: bool) -> str:
     """What leaves no step but the fused one, as the user writes it; "" where there is another."""
-    return config.required_by or (SPLIT_SHARDS if config.splits and has_dtensors else "")
+    return config.required_by or (SPLIT_SHARDS if config.splits and (has_dtensors or is_zero) else "")
 
 
 def _check_required(config: Config, what: str, obstacle: Callable[[], str]) -> None:
@@ -116,16 +117,11 @@ def _check_required(config: Config, what: str, obstacle: Callable[[], str]) -> N
         raise ValueError(f"{what} can't be served: {obstacle()}. Use {instead}.")
 
 
-def _check_split(config: Config, optimizer: Optimizer, names: dict[int, str], is_zero: bool) -> None:
+def _check_split(config: Config, optimizer: Optimizer, names: dict[int, str]) -> None:
     if config.on_model_write == "ignore":
         raise ValueError(
             f'on_model_write="ignore" does not go with master_weights="{config.master_weights}": the model\'s '
             'weights are part of the masters, so a write to them can\'t be ignored. Use "refresh" or "error".'
-        )
-    if is_zero:
-        raise ValueError(
-            f'master_weights="{config.master_weights}" does not go with ZeroRedundancyOptimizer: it sends 16-bit '
-            'weights and knows of no remainders. Use master_weights="full", which ZeRO spreads over the ranks.'
         )
     for number, group in enumerate(optimizer.param_groups):
         _check_plain(config, group, number, names)

@@ -6,6 +6,7 @@ Nothing here imports torch.distributed: a DTensor is known by what it carries.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -102,6 +103,40 @@ def as_piece_of(piece: Tensor, whole: Tensor) -> Tensor:
             piece, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
         )
     return made
+
+
+def place_of(tensor: Tensor) -> tuple[int, int, int] | None:
+    """Where this rank's piece lies in the whole tensor: (offset, run, stride), in elements of the whole as it lies.
+
+    Element i of the piece is element ``offset + i // run * stride + i % run`` of the whole; a run of 0: ``offset + i``.
+    None where there are no such numbers: the piece is cut along two dimensions behind the first, or its shards are
+    strided ones that torch can't place.
+
+    Example:
+        >>> import torch
+        >>> place_of(torch.ones(2, 3))
+        (0, 0, 0)
+    """
+    if not is_sharded(tensor):
+        return 0, 0, 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    whole: Any = tensor
+    piece, shape = local(tensor), tuple(tensor.shape)
+    try:
+        sizes, begins = compute_local_shape_and_global_offset(shape, whole.device_mesh, whole.placements)
+    except (NotImplementedError, RuntimeError):
+        return None
+    if not piece.numel() or tuple(sizes) == shape:
+        return 0, 0, 0
+    behind = [dim for dim, size in enumerate(sizes) if size != shape[dim] and dim]
+    if tuple(sizes) != tuple(piece.shape) or len(behind) > 1 or not piece.is_contiguous():
+        return None
+    steps = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    offset = sum(begin * step for begin, step in zip(begins, steps, strict=True))
+    if not behind:
+        return offset, 0, 0
+    return offset, math.prod(sizes[behind[0] :]), math.prod(shape[behind[0] :])
 
 
 def aligned(grad: Tensor, param: Tensor) -> Tensor:

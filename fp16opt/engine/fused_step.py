@@ -271,6 +271,7 @@ class FusedStep:
         required_by: the argument that leaves no other way to step, as the user writes it; "" where ``fallback`` may.
         step_count: gives the number of the step that is being taken, by which 8-bit values are rounded.
         fallback: a wrapped or a bucketed step.
+        run: runs the kernels in the place of the optimizer's own step, as :func:`.wrapped_step.run_hooks` does.
     """
 
     def __init__(
@@ -285,6 +286,7 @@ class FusedStep:
         required_by: str,
         step_count: Callable[[], int],
         fallback: Any,
+        run: Callable[..., None] = run_hooks,
     ) -> None:
         self.wanted = wanted
         self.spec = spec
@@ -295,6 +297,7 @@ class FusedStep:
         self.state_format = state_format
         self.required_by = required_by
         self.fallback = fallback
+        self.run = run
         self.rounded_all = False
         self._step_count = step_count
         self._lasting_reason = self._last_reason = ""
@@ -388,7 +391,7 @@ class FusedStep:
             if self._has_served:
                 counters_to_host(self.optimizer)
             return self.fallback.step(found_inf, closure)
-        run_hooks(self.optimizer, self._step_or_fall_back, found_inf)
+        self.run(self.optimizer, self._step_or_fall_back, found_inf)
         return None
 
     def _step_or_fall_back(self, has_hooks: bool, found_inf: Tensor | None) -> None:

@@ -253,6 +253,7 @@ class WrappedStep:
     Args:
         optimizer: its groups hold the masters of ``params``.
         why: what :meth:`describe` says of it.
+        part: inside of ZeroRedundancyOptimizer, the one that steps this rank's part.
     """
 
     def __init__(
@@ -262,12 +263,14 @@ class WrappedStep:
         masters: Masters,
         gradients: Gradients,
         why: str = "fused_step=False",
+        part: Optimizer | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.params = params
         self.masters = masters
         self.gradients = gradients
         self.why = why
+        self.part = optimizer if part is None else part
         self.rounded_all = True
 
     def takes_scaled(self) -> bool:
@@ -300,9 +303,9 @@ class WrappedStep:
     def step_within_hooks(self) -> None:
         """The optimizer's step without its hooks, which are running: a kernel could not step after all."""
         self.gradients.unscale()
-        step = type(self.optimizer).step
-        with ordinary_parameters(self.params), fused_steps_guarded(self.optimizer), guard_open(self.optimizer):
-            getattr(step, "__wrapped__", step)(self.optimizer)
+        step = type(self.part).step
+        with ordinary_parameters(self.params), fused_steps_guarded(self.part), guard_open(self.part):
+            getattr(step, "__wrapped__", step)(self.part)
         self.round_down()
 
     def round_down(self) -> None:

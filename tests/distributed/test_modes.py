@@ -9,12 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import SGD, Adam, AdamW
 
 from distributed.world import World
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed
+from fp16opt.engine.dtensors import local, place_of
 
 MODES: dict[str, dict[str, Any]] = {
     "one pass": {"fused_step": True},
@@ -34,7 +37,7 @@ CLASSES: dict[str, Any] = {
 class Net(nn.Module):
     """Matrices of rows that are multiples of 128, and are not; a bias; a weight with fewer rows than ranks; FP32."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, wide: torch.dtype = torch.float32) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(1)
 
@@ -47,7 +50,7 @@ class Net(nn.Module):
         self.few = made(1, 5000)
         self.bias = made(37)
         self.wide = nn.Module()
-        self.wide.weight = made(64, 72, of=torch.float32)
+        self.wide.weight = made(64, 72, of=wide)
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -97,10 +100,38 @@ def assert_same(plain: nn.Module, one: MixedPrecisionOptimizer, net: nn.Module, 
                 assert torch.equal(value, full(b["state"][name][key])), (name, key)
 
 
-def like_one_process(rank: int, size: int, mode: str, cls: str, dtype: torch.dtype) -> None:
+def spread(net: Net, layout: str, size: int) -> None:
+    """Lay the parameters out over the ranks."""
+    if layout == "offloaded":
+        fully_shard(net, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    elif layout == "hsdp":
+        fully_shard(net, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    elif layout == "columns":
+        fully_shard(net, shard_placement_fn=lambda p: Shard(1) if p.dim() > 1 and p.shape[1] % size == 0 else Shard(0))
+    elif layout in ("tensor parallel", "tensor parallel, then fsdp2"):
+        shape = (size,) if layout == "tensor parallel" else (2, 2)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[2 - len(shape) :])
+        net.linears = nn.ModuleDict({"column": nn.Linear(96, 80, bias=False), "row": nn.Linear(256, 64, bias=True)})
+        generator = torch.Generator().manual_seed(3)
+        for p in net.linears.parameters():
+            p.data = torch.randn(p.shape, generator=generator).to(net.even.dtype)
+        if layout == "tensor parallel" or size == 4:
+            plan = {"linears.column": ColwiseParallel(), "linears.row": RowwiseParallel()}
+            parallelize_module(net, mesh["tp"], plan)
+        if layout != "tensor parallel":
+            fully_shard(net, mesh=mesh["dp"])
+    else:
+        fully_shard(net.wide)
+        fully_shard(net)
+
+
+def like_one_process(rank: int, size: int, mode: str, cls: str, dtype: torch.dtype, layout: str = "fsdp2") -> None:
     plain, net = Net(dtype), Net(dtype)
-    fully_shard(net.wide)
-    fully_shard(net)
+    spread(net, layout, size)
+    if hasattr(net, "linears"):
+        plain.linears = nn.ModuleDict({"column": nn.Linear(96, 80, bias=False), "row": nn.Linear(256, 64, bias=True)})
+        for a, b in zip(plain.linears.parameters(), net.linears.parameters(), strict=True):
+            a.data = full(b.detach()).clone()
     one, many = (wrap(m, cls, **MODES[mode]) for m in (plain, net))
     for number in range(6):
         for module, opt in ((plain, one), (net, many)):
@@ -117,3 +148,91 @@ def like_one_process(rank: int, size: int, mode: str, cls: str, dtype: torch.dty
 @pytest.mark.parametrize("mode", MODES)
 def test_fsdp2_steps_have_the_bits_of_one_process(two: World, mode: str, dtype: torch.dtype) -> None:
     two.run(like_one_process, mode, "AdamW", dtype)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "hsdp", "columns", "offloaded", "tensor parallel, then fsdp2"])
+@pytest.mark.parametrize("mode", ["one pass", "split24 + 8-bit"])
+def test_other_layouts_have_the_bits_of_one_process(four: World, mode: str, layout: str) -> None:
+    four.run(like_one_process, mode, "AdamW", torch.bfloat16, layout)
+
+
+@pytest.mark.parametrize("mode", ["one pass", "split", "split24 + 8-bit"])
+def test_tensor_parallel_steps_beside_plain_tensors(two: World, mode: str) -> None:
+    two.run(like_one_process, mode, "AdamW", torch.bfloat16, "tensor parallel")
+
+
+@pytest.mark.parametrize("cls", ["Adam", "SGD"])
+@pytest.mark.parametrize("mode", ["split", "8-bit"])
+def test_other_classes_have_the_bits_of_one_process(two: World, mode: str, cls: str) -> None:
+    two.run(like_one_process, mode, cls, torch.float16)
+
+
+def like_one_under_zero(rank: int, size: int, mode: str) -> None:
+    """Every rank steps its part; weights are everywhere, and the verdict and the norm are those of all parts."""
+    dtype = torch.bfloat16
+    plain, net = Net(dtype, dtype), Net(dtype, dtype)
+    one = wrap(plain, "AdamW", **MODES[mode])
+    inner = ZeroRedundancyOptimizer(net.parameters(), AdamW, lr=1e-2, weight_decay=0.1)
+    scaler = DynamicLossScaler(init_scale=2.0**8, growth_interval=3)
+    many = MixedPrecisionOptimizer(inner, named_parameters=net.named_parameters(), scaler=scaler, **MODES[mode])
+    for number in range(6):
+        for module, opt in ((plain, one), (net, many)):
+            for group in opt.optimizer.param_groups:  # ZeRO's own, which users set
+                group["lr"] = 1e-2 / (1 + number)
+            give(module, opt, number)
+            if number % 2:
+                opt.clip_master_grads(0.5)
+            opt.step()
+        assert one.step_was_skipped == many.step_was_skipped == (number % 4 == 2)
+        for (name, a), b in zip(plain.named_parameters(), net.parameters(), strict=True):
+            assert torch.equal(a, b), (number, name)
+    assert "fused" in repr(many).split("step:")[1].splitlines()[0]
+    mine = distributed.state_dict(net, many)["masters"]
+    whole = distributed.state_dict(plain, one)["masters"]
+    assert 0 < len(mine) < len(whole)
+    assert all(torch.equal(value, whole[name]) for name, value in mine.items())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_zero_steps_have_the_bits_of_one_process(two: World, mode: str) -> None:
+    two.run(like_one_under_zero, mode)
+
+
+def placed(whole: Tensor) -> None:
+    """Every element of a piece is where ``place_of`` says, of a whole whose elements are their indices."""
+    place = place_of(whole)
+    assert place is not None
+    offset, run, stride = place
+    piece = local(whole.detach()).reshape(-1)
+    i = torch.arange(piece.numel())
+    wanted = offset + (i // run * stride + i % run if run else i)
+    assert torch.equal(piece.long(), wanted), (whole.placements, place)
+
+
+def index(*shape: int) -> Tensor:
+    return torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
+
+
+def places(rank: int, size: int) -> None:
+    flat = init_device_mesh("cpu", (size,))
+    for shape in ((10, 6), (3, 5), (9,), (2, 7, 3)):
+        placed(distribute_tensor(index(*shape), flat, [Shard(0)], src_data_rank=None))
+        placed(distribute_tensor(index(*shape), flat, [Replicate()], src_data_rank=None))
+        if len(shape) > 1:
+            placed(distribute_tensor(index(*shape), flat, [Shard(1)], src_data_rank=None))
+    placed(distribute_tensor(index(2, 7, 6), flat, [Shard(2)], src_data_rank=None))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    placed(distribute_tensor(index(7, 10), mesh, [Shard(0), Shard(1)], src_data_rank=None))
+    crossed = distribute_tensor(index(4, 6, 8), mesh, [Shard(1), Shard(2)], src_data_rank=None)
+    assert place_of(crossed) is None
+    for style in (ColwiseParallel(), RowwiseParallel()):
+        net = nn.Sequential(nn.Linear(6, 10, bias=False))
+        with torch.no_grad():
+            net[0].weight.copy_(index(10, 6))
+        parallelize_module(net, mesh["tp"], {"0": style})
+        fully_shard(net, mesh=mesh["dp"])
+        placed(net[0].weight)
+
+
+def test_where_a_piece_lies_in_its_whole(four: World) -> None:
+    four.run(places)
