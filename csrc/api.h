@@ -19,9 +19,9 @@ struct Table {
     std::vector<Chunk> chunks;
     int64_t elements = 0;
 
-    // Throws std::invalid_argument where the vectors do not fit together.
+    // Throws std::invalid_argument where the vectors do not fit together. `pieces` are by place; empty: tensors are whole.
     Table(std::vector<int64_t> numels, std::vector<int64_t> rows, std::vector<std::vector<DType>> dtypes,
-          std::vector<int32_t> places);
+          std::vector<int32_t> places, const std::vector<Piece>& pieces = {});
 };
 
 using Pointers = std::vector<void*>;  // by place

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <optional>
 #include <string>
@@ -119,13 +120,15 @@ std::vector<int32_t> groups_of(const py::object& source, const std::vector<int64
 }
 
 Table make_table(std::vector<int64_t> numels, std::vector<int64_t> rows, const std::vector<std::vector<int32_t>>& codes,
-                 std::vector<int32_t> places) {
+                 std::vector<int32_t> places, const std::vector<std::array<int64_t, 3>>& pieces) {
     std::vector<std::vector<DType>> dtypes;
     for (const auto& list : codes) {
         dtypes.emplace_back();
         for (int32_t code : list) dtypes.back().push_back(static_cast<DType>(code));
     }
-    return Table(std::move(numels), std::move(rows), std::move(dtypes), std::move(places));
+    std::vector<Piece> of_each;
+    for (const auto& piece : pieces) of_each.push_back({piece[0], piece[1], piece[2]});
+    return Table(std::move(numels), std::move(rows), std::move(dtypes), std::move(places), of_each);
 }
 
 void require_rows(const Table& table, int64_t n) {
@@ -320,7 +323,9 @@ void bind_levels(py::module_& module) {
 
 PYBIND11_MODULE(_cpu, module) {
     module.doc() = "Multi-tensor operations on CPU memory. fp16opt.kernels.native is the guard: call nothing here directly.";
-    py::class_<Table>(module, "Table").def(py::init(&make_table));
+    py::class_<Table>(module, "Table").def(
+        py::init(&make_table), py::arg("numels"), py::arg("rows"), py::arg("codes"), py::arg("places"),
+        py::arg("pieces") = std::vector<std::array<int64_t, 3>>());
     module.def("put_addresses", &put_addresses);
     bind_finding(module);
     bind_measures(module);

@@ -41,7 +41,7 @@ void require_rows(const Table& table, int64_t n) {
 }  // namespace
 
 Table::Table(std::vector<int64_t> numels_, std::vector<int64_t> rows_, std::vector<std::vector<DType>> dtypes_,
-             std::vector<int32_t> places_)
+             std::vector<int32_t> places_, const std::vector<Piece>& pieces)
     : numels(std::move(numels_)), rows(std::move(rows_)), dtypes(std::move(dtypes_)), places(std::move(places_)) {
     require(rows.size() == numels.size(), "rows must have one entry for each tensor");
     for (const auto& list : dtypes) {
@@ -53,7 +53,13 @@ Table::Table(std::vector<int64_t> numels_, std::vector<int64_t> rows_, std::vect
         require(numels[size_t(place)] >= 0 && rows[size_t(place)] >= 0, "a size or row is negative");
         elements += numels[size_t(place)];
     }
-    chunks = pack(numels, places);
+    require(pieces.empty() || pieces.size() == numels.size(), "pieces must have one entry for each tensor");
+    for (size_t i = 0; i < pieces.size(); ++i) {
+        const Piece& piece = pieces[i];
+        require(piece.offset >= 0 && piece.unit >= 0 && piece.stride >= 0, "a number of a piece is negative");
+        require(piece.unit == 0 || numels[i] % piece.unit == 0, "a piece is no whole number of units");
+    }
+    chunks = pack(numels, places, pieces);
 }
 
 void unscale(const Table& table, const std::vector<Pointers>& lists, float inv_scale, const std::vector<uint8_t>& add,

@@ -61,7 +61,7 @@ StepChunk chunk_of(const StepLists& lists, const Chunk& c, bool stream) {
     const DType master = table.dtypes[1][size_t(c.tensor)];
     chunk.split = is_narrow(master);
     chunk.split24 = master == DType::byte;
-    chunk.master_dither = master_dither_at(uint64_t(c.start), lists.number);
+    chunk.master_dither = master_dither_at(uint64_t(c.index), lists.number);
     chunk.stream = stream;
     return chunk;
 }
@@ -159,15 +159,15 @@ void step_by(const StepLists& lists, const StepGiven& given) {
 }
 
 State8Chunk codes_of(const StepLists& lists, const StepGiven& given, const Chunk& part, float limit) {
-    float* scales = static_cast<float*>((*given.scales)[size_t(part.tensor)]) + part.start / kStateBlock;
-    return {scales, limit, dither_at(uint64_t(part.start), lists.number)};
+    float* scales = static_cast<float*>((*given.scales)[size_t(part.tensor)]) + part.block;
+    return {scales, limit, dither_at(uint64_t(part.index), lists.number)};
 }
 
 void require_scales(const StepLists& lists, const StepGiven& given) {
     require(given.scales != nullptr && given.scales->size() == lists.table.numels.size(), "scales must have one entry for each tensor");
 }
 
-static_assert(kChunk % kStateBlock == 0, "chunks begin where blocks do");
+static_assert(kChunk % kStateBlock == 0 && kScaled == kStateBlock, "chunks begin where blocks do");
 
 void adam8(const StepLists& lists, const StepGiven& given) {
     const auto groups = groups_of<Adam8Group>(given.groups);

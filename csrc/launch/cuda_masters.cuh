@@ -67,7 +67,7 @@ public:
     // The models' list is -1 where there are none. `number` is the step's, by which masters in 24 bits are rounded.
     FP16OPT_HD Masters(const Lists& lists, const Chunk& chunk, int master_list, int model_list, uint32_t number = 0)
         : first_(lists.bytes_at(master_list, chunk)), models_(nullptr),
-          dither_(master_dither_at(uint64_t(chunk.start), number)),
+          dither_(master_dither_at(uint64_t(chunk.index), number)),
           split_(lists.dtype(master_list, chunk) != DType::single),
           bytes_(lists.dtype(master_list, chunk) == DType::byte), half_(false), aligned_(is_aligned(first_)),
           models_aligned_(false) {

@@ -9,7 +9,7 @@
 FP16OPT_BEGIN
 
 constexpr int kThreadsOfBlock = kStateBlock / kGroup;
-static_assert(kRow % kStateBlock == 0 && kChunk % kStateBlock == 0, "rows and chunks begin where blocks do");
+static_assert(kRow % kStateBlock == 0 && kChunk % kStateBlock == 0 && kScaled == kStateBlock, "rows and chunks begin where blocks do");
 
 // What is to be coded of one row: a thread's eight elements lie kThreads apart, so that neighbours meet no bank twice.
 struct CodedRow {
@@ -48,9 +48,9 @@ struct CodedStep : StepCommon {
 
     FP16OPT_HD float* scales(const Lists& lists, int own_list, const Chunk& chunk) const {
         const int list = model_list < 0 ? own_list : model_list + 1;
-        return lists.at<float>(list, Chunk{chunk.start / kStateBlock, chunk.tensor, chunk.numel});
+        return lists.at<float>(list, Chunk{chunk.block, chunk.tensor, chunk.numel, 0, 0});
     }
-    FP16OPT_HD uint32_t dither(const Chunk& chunk, int i) const { return dither_at(uint64_t(chunk.start + i), number); }
+    FP16OPT_HD uint32_t dither(const Chunk& chunk, int i) const { return dither_at(uint64_t(chunk.index + i), number); }
 };
 
 // One step of Adam or AdamW. The state's lists: exp_avg_codes, exp_avg_sq_codes.

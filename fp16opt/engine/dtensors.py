@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.pieces import WHOLE, Piece
+
 _GRAD: Any = Tensor.grad  # torch's own descriptor
 
 
@@ -105,20 +107,19 @@ def as_piece_of(piece: Tensor, whole: Tensor) -> Tensor:
     return made
 
 
-def place_of(tensor: Tensor) -> tuple[int, int, int] | None:
-    """Where this rank's piece lies in the whole tensor: (offset, run, stride), in elements of the whole as it lies.
+def piece_of(tensor: Tensor) -> Piece | None:
+    """Where this rank's piece lies in the whole tensor, by whose indices values of few bits are rounded.
 
-    Element i of the piece is element ``offset + i // run * stride + i % run`` of the whole; a run of 0: ``offset + i``.
-    None where there are no such numbers: the piece is cut along two dimensions behind the first, or its shards are
-    strided ones that torch can't place.
+    None where that can't be said: the piece is cut along two dimensions behind the first, or its shards are strided
+    ones that torch can't place.
 
     Example:
         >>> import torch
-        >>> place_of(torch.ones(2, 3))
-        (0, 0, 0)
+        >>> piece_of(torch.ones(2, 3))
+        Piece(offset=0, unit=0, stride=0)
     """
     if not is_sharded(tensor):
-        return 0, 0, 0
+        return WHOLE
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     whole: Any = tensor
@@ -128,15 +129,26 @@ def place_of(tensor: Tensor) -> tuple[int, int, int] | None:
     except (NotImplementedError, RuntimeError):
         return None
     if not piece.numel() or tuple(sizes) == shape:
-        return 0, 0, 0
+        return WHOLE
     behind = [dim for dim, size in enumerate(sizes) if size != shape[dim] and dim]
     if tuple(sizes) != tuple(piece.shape) or len(behind) > 1 or not piece.is_contiguous():
         return None
     steps = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     offset = sum(begin * step for begin, step in zip(begins, steps, strict=True))
     if not behind:
-        return offset, 0, 0
-    return offset, math.prod(sizes[behind[0] :]), math.prod(shape[behind[0] :])
+        return Piece(offset)
+    return Piece(offset, math.prod(sizes[behind[0] :]), math.prod(shape[behind[0] :]))
+
+
+def cuts_of(tensor: Tensor) -> dict[int, int]:
+    """Into how many parts each dimension of a DTensor is cut, the same on every rank; of those that are."""
+    found: dict[int, int] = {}
+    mesh: Any = getattr(tensor, "device_mesh", None)
+    for axis, placement in enumerate(getattr(tensor, "placements", ())):
+        dim = getattr(placement, "dim", None)
+        if dim is not None and mesh.size(axis) > 1:
+            found[dim % tensor.dim()] = found.get(dim % tensor.dim(), 1) * mesh.size(axis)
+    return found
 
 
 def aligned(grad: Tensor, param: Tensor) -> Tensor:

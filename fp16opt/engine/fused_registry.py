@@ -51,6 +51,7 @@ class FusedStepSpec:
         required: settings without which there is no step.
         defaults: settings that a class may lack, with the values that switch them off.
         group_keys: from a setting to the group's key for it, or keys for its parts, where the class is not torch's own.
+        is_coded: whether its state is kept in codes of 8 bits.
         must_be: values that options of a package's class must have, which the functor knows nothing of: attributes of
             the optimizer, or keys of its groups, in versions of the package that have them.
     """
@@ -65,6 +66,7 @@ class FusedStepSpec:
     required: tuple[str, ...] = ("lr",)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     group_keys: GroupKeys = field(default_factory=dict)
+    is_coded: bool = False
     must_be: Mapping[str, Any] = field(default_factory=dict)
 
     def keys_used(self) -> list[str]:

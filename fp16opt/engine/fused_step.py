@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 from ..kernels import CallCache, CastStats, backend
 from ..kernels.backends import captures
 from ..kernels.lists import is_dense
+from ..kernels.pieces import WHOLE, Piece
 from ..kernels.reference_steps import Factors
 from .diagnostics import warn
-from .dtensors import pieces, raw_grads
+from .dtensors import piece_of, pieces, raw_grads
 from .fused_registry import (
     CannotServe,
     FusedStepSpec,
@@ -35,7 +36,7 @@ from .fused_registry import (
 from .gradients import Gradients, GradsToStep
 from .masters import Masters
 from .params import HALF_DTYPES, DeviceParams, ParamPair, ParamTable
-from .state_formats import StateFormat
+from .state_formats import StateFormat, coded_piece
 from .wrapped_step import has_own_step, run_hooks
 
 NO_MASTERS = "there are no FP32 masters (master_weights='none')"
@@ -115,13 +116,18 @@ class ParamState(NamedTuple):
         spec: how it is stepped.
         entry: the optimizer's own dict of it; None where it needs no state.
         tensors: by name.
-        is_first: whether these hold nothing yet. Then they are not in ``entry``: a step that is skipped leaves none.
+        made: new state that holds nothing yet, and is not in ``entry``: a step that is skipped leaves none. Else empty.
     """
 
     spec: FusedStepSpec
     entry: dict[str, Any] | None
     tensors: dict[str, Tensor]
-    is_first: bool
+    made: dict[str, Any]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the state holds nothing yet."""
+        return bool(self.made)
 
     @classmethod
     def find(
@@ -132,28 +138,27 @@ class ParamState(NamedTuple):
         Raises:
             CannotServe: the kernel can't take what is there.
         """
-        count = pair.model.numel()
-        spec = state_format.spec_for(settings, count)
+        spec = state_format.spec_for(settings, pair.model)
         names = spec.state_names(settings)
         if not names:
-            return cls(spec, None, {}, False)
+            return cls(spec, None, {}, {})
         entry = optimizer.state[pair.master]
-        state_format.convert(entry, settings, count)
+        state_format.convert(entry, settings, pair.model)
         if spec.fills_first and any(entry.get(name) is None for name in names):
             made: dict[str, Any] = {}
             spec.make_state(made, settings, pair.model)
-            return cls(spec, entry, {name: made[name] for name in names}, True)
+            return cls(spec, entry, {name: made[name] for name in names}, made)
         if not entry:
             spec.make_state(entry, settings, pair.model)
         counter_to_device(entry, pair.master.device)
         for name in names:
-            spec.check_state(name, entry.get(name), pair.master)
-        return cls(spec, entry, {name: entry[name] for name in names}, False)
+            spec.check_state(name, entry.get(name), pair.model)
+        return cls(spec, entry, {name: entry[name] for name in names}, {})
 
     def keep_first(self) -> None:
         """The first step was taken: the optimizer keeps the state that it filled."""
-        if self.is_first and self.entry is not None:
-            self.entry.update(self.tensors)
+        if self.entry is not None:
+            self.entry.update(self.made)
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
@@ -170,6 +175,7 @@ class _KernelCall:
         masters, models, state: by row of the device, None in other rows.
         group_of: by row of the device: the group's number.
         first: by row of the device: whether its state holds nothing yet.
+        pieces: by row of the device, where that matters: see :func:`pieces_of`.
     """
 
     spec: FusedStepSpec
@@ -181,6 +187,7 @@ class _KernelCall:
     state: dict[str, tuple[Tensor | None, ...]] = field(default_factory=dict)
     group_of: list[int] = field(default_factory=list)
     first: list[bool] = field(default_factory=list)
+    pieces: tuple[Piece, ...] | None = None
     cache: CallCache = field(default_factory=CallCache)
 
     def fill(self, device: DeviceParams, masters: Masters) -> None:
@@ -192,9 +199,28 @@ class _KernelCall:
         self.models = _spread(count, self.rows, [device.models[row] for row in self.rows])
         columns = {name: pieces([state.tensors[name] for state in self.states]) for name in names}
         self.state = {name: _spread(count, self.rows, column) for name, column in columns.items()}
+        of_whole = pieces_of(self.spec, masters, [pair.model for pair in pairs])
+        if of_whole is not None:
+            by_row = dict(zip(self.rows, of_whole, strict=True))
+            self.pieces = tuple(by_row.get(row, WHOLE) for row in range(count))
         self.group_of, self.first = [0] * count, [False] * count
         for row, pair, state in zip(self.rows, pairs, self.states, strict=True):
             self.group_of[row], self.first[row] = pair.group, state.is_first
+
+
+def pieces_of(spec: FusedStepSpec, masters: Masters, models: Sequence[Tensor]) -> list[Piece] | None:
+    """Which part of the whole each of the model's parameters is here; None where no bit depends on it.
+
+    Raises:
+        CannotServe: of one that can't be said.
+    """
+    if not (spec.is_coded or masters.needs_number):
+        return None
+    found = [coded_piece(model) if spec.is_coded else piece_of(model) for model in models]
+    given = [piece for piece in found if piece is not None]
+    if len(given) < len(found):
+        raise CannotServe("a parameter's shards are strided, or cut along two dimensions behind the first")
+    return None if all(piece == WHOLE for piece in given) else given
 
 
 def _spread(count: int, rows: list[int], values: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
@@ -448,6 +474,7 @@ class FusedStep:
             found_inf=found_inf,
             cache=call.cache,
             number=number,
+            pieces=call.pieces,
         )
         if True in call.first and (found_inf is None or not bool(found_inf)):
             for state in call.states:
@@ -554,6 +581,7 @@ class PerParameterStepper:
             stats=None if is_own else CastStats(pair.cast.overflow[pair.row : pair.row + 1]),
             found_inf=found_inf,
             cache=cache,
+            pieces=pieces_of(state.spec, self.masters, [pair.model]),
             number=self._step_count() if self.state_format.needs_number or self.masters.needs_number else 0,
         )
         if state.is_first and (found_inf is None or not bool(found_inf)):

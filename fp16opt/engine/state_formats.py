@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -11,16 +12,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..kernels import state8
+from ..kernels.pieces import WHOLE, Piece
+from .dtensors import as_piece_of, cuts_of, local, piece_of, pieces
 from .fused_registry import FUNCTORS, CannotServe, FusedStepSpec, check_fp32_state, new_counter
 from .params import ParamPair
 
-LEAST = 4096
-"""Elements from which on a parameter's state is kept in 8 bits."""
+LEAST, LEAST_ROW = 4096, 64
+"""Elements from which on a parameter's state is kept in 8 bits: in all, and in one index of its first dimension."""
 
-_FORMAT, _BLOCK, _LIMIT = "codes_format", "codes_block", "ratio_limit"
+_FORMAT, _BLOCK, _LIMIT, _UNIT = "codes_format", "codes_block", "ratio_limit", "codes_unit"
 _MOMENTS = ("exp_avg_codes", "exp_avg_sq_codes", "exp_avg_sq_scales")
 _MOMENTUM = ("momentum_codes", "momentum_scales")
-_OWN_NAMES = frozenset({*_MOMENTS, *_MOMENTUM, _FORMAT, _BLOCK, _LIMIT})
+_OWN_NAMES = frozenset({*_MOMENTS, *_MOMENTUM, _FORMAT, _BLOCK, _LIMIT, _UNIT})
 _LARGEST = {"ratio8": 2.0**62, "block8": 2.0**126}  # scales, as csrc/functors/ratio8.h ends them
 _HOW_SAVED = "Pass what state_dict(compact=True) of this class returned."
 
@@ -36,8 +39,8 @@ class StateFormat(Protocol):
     required_by: str
     needs_number: bool
 
-    def spec_for(self, settings: dict[str, Any], numel: int) -> FusedStepSpec:
-        """How a parameter of a group with these settings, of ``numel`` elements in all, is stepped."""
+    def spec_for(self, settings: dict[str, Any], model: Tensor) -> FusedStepSpec:
+        """How a model's parameter of a group with these settings is stepped; alike on all ranks."""
 
     def deciding(self, settings: dict[str, Any]) -> tuple[Any, ...]:
         """What of a group's settings decides which state a step needs: a plan holds while this stays equal."""
@@ -45,8 +48,8 @@ class StateFormat(Protocol):
     def obstacle(self, group: dict[str, Any]) -> str:
         """Why a group can't have state of this format, in words; "" where it can."""
 
-    def convert(self, state: dict[str, Any], settings: dict[str, Any], numel: int) -> None:
-        """Bring a parameter's state to this format. No host sync."""
+    def convert(self, state: dict[str, Any], settings: dict[str, Any], model: Tensor) -> None:
+        """Bring the state of a model's parameter to this format. No host sync."""
 
 
 class FullState:
@@ -62,7 +65,7 @@ class FullState:
     def __init__(self, spec: FusedStepSpec | None) -> None:
         self._spec: Any = spec
 
-    def spec_for(self, settings: dict[str, Any], numel: int) -> FusedStepSpec:
+    def spec_for(self, settings: dict[str, Any], model: Tensor) -> FusedStepSpec:
         """The class's own."""
         spec: FusedStepSpec = self._spec
         return spec
@@ -76,8 +79,45 @@ class FullState:
         """Returns "": no obstacle."""
         return ""
 
-    def convert(self, state: dict[str, Any], settings: dict[str, Any], numel: int) -> None:
+    def convert(self, state: dict[str, Any], settings: dict[str, Any], model: Tensor) -> None:
         """No-op: already FP32."""
+
+
+# -- which parameters --------------------------------------------------------------------------------------------------
+
+
+def coded_piece(model: Tensor) -> Piece | None:
+    """How blocks with one scale lie in this rank's piece of a parameter; None where its state stays FP32.
+
+    Blocks begin anew at each index of the outermost dimension. So shards along it hold whole blocks, and codes don't
+    depend on the mesh. Shards along another dimension must begin where blocks do. Which it is depends on the shape of
+    the whole and on the mesh alone: every rank finds the same.
+
+    Example:
+        >>> coded_piece(torch.ones(64, 256)), coded_piece(torch.ones(64, 100)), coded_piece(torch.ones(8192))
+        (Piece(offset=0, unit=0, stride=0), Piece(offset=0, unit=100, stride=100), None)
+    """
+    numel = model.numel()
+    if model.dim() < 2 or numel < LEAST:
+        return None
+    steps = [abs(step) if size > 1 else 0 for step, size in zip(model.stride(), model.shape, strict=True)]
+    row = numel // model.shape[steps.index(max(steps))]
+    behind = {dim: count for dim, count in cuts_of(model).items() if dim}
+    piece = piece_of(model)
+    if row < LEAST_ROW or piece is None or not all(_begins_blocks(model, *cut) for cut in behind.items()):
+        return None
+    if piece.unit:
+        return piece
+    return Piece(piece.offset, row, row) if row % state8.BLOCK and local(model).numel() else Piece(piece.offset)
+
+
+def _begins_blocks(model: Tensor, dim: int, count: int) -> bool:
+    """Whether shards along a dimension behind the first, of which there are ``count``, begin where blocks do."""
+    size, inner = model.shape[dim], math.prod(model.shape[dim + 1 :])
+    part = -(-size // count)
+    if dim == 1:
+        return part * inner % state8.BLOCK == 0
+    return size % count == 0 and part * inner % state8.BLOCK == 0  # several runs in a row: each ends where a block does
 
 
 # -- Adam --------------------------------------------------------------------------------------------------------------
@@ -92,35 +132,50 @@ def _moments(_: dict[str, Any]) -> tuple[str, ...]:
     return ("step", *_MOMENTS)
 
 
-def _new_moments(like: Tensor) -> dict[str, Tensor]:
-    """Codes of zeros, in the strides of ``like``."""
-    codes = [torch.zeros_like(like, dtype=dtype, requires_grad=False) for dtype in (torch.int8, torch.uint8)]
-    scales = torch.zeros(state8.block_count(like.numel()), dtype=torch.float32, device=like.device)
-    return dict(zip(_MOMENTS, (*codes, scales), strict=True))
+def _room_for_codes(model: Tensor, names: Sequence[str]) -> dict[str, Any]:
+    """Codes of zeros, laid out as ``model``, their scales, and the length of units, under these names."""
+    piece = coded_piece(model) or WHOLE
+    dtypes = (torch.int8, torch.uint8)[: len(names) - 1]
+    codes = [torch.zeros_like(model, dtype=dtype, requires_grad=False) for dtype in dtypes]
+    scales = torch.zeros(piece.block_count(local(model).numel()), dtype=torch.float32, device=model.device)
+    return {**dict(zip(names, (*codes, scales), strict=True)), _UNIT: piece.unit}
 
 
 def _make_moments(state: dict[str, Any], group: dict[str, Any], model: Tensor) -> None:
     state["step"] = new_counter(group, model)
-    state.update(_new_moments(model))
+    state.update(_room_for_codes(model, _MOMENTS))
     state[_LIMIT] = _limit(group)
 
 
-def _encode_moments(state: dict[str, Any], exp_avg: Tensor, exp_avg_sq: Tensor, limit: float) -> None:
+def _unit_of(entry: Mapping[str, Any]) -> Piece:
+    """How blocks lie in the codes of a parameter's state."""
+    unit = entry.get(_UNIT, 0)
+    return Piece(0, unit, unit)
+
+
+def _encode_moments(state: dict[str, Any], exp_avg: Tensor, exp_avg_sq: Tensor, limit: float, model: Tensor) -> None:
     """FP32 moments out of ``state``, codes in."""
-    codes = _new_moments(exp_avg)
-    first, second, scales = codes.values()
-    state8.encode_moments(exp_avg, exp_avg_sq, first, second, scales, limit)
-    state.update(codes)
+    made = _room_for_codes(model, _MOMENTS)
+    first, second, scales = pieces([made[name] for name in _MOMENTS])
+    state8.encode_moments(local(exp_avg), local(exp_avg_sq), first, second, scales, limit, _unit_of(made))
+    state.update(made)
     state[_LIMIT] = limit
 
 
-def _convert_moments(state: dict[str, Any], group: dict[str, Any]) -> None:
+def _decoded_moments(entry: Mapping[str, Any], block: int = state8.BLOCK) -> tuple[Tensor, Tensor]:
+    """FP32 moments, laid out over ranks as the codes are."""
+    codes = [entry[name] for name in _MOMENTS]
+    first, second, scales = pieces(codes)
+    made = state8.decode_moments(first, second, scales, entry[_LIMIT], block=block, piece=_unit_of(entry))
+    return as_piece_of(made[0], codes[0]), as_piece_of(made[1], codes[0])
+
+
+def _convert_moments(state: dict[str, Any], group: dict[str, Any], model: Tensor) -> None:
     limit = _limit(group)
     if isinstance(state.get("exp_avg"), Tensor) and isinstance(state.get("exp_avg_sq"), Tensor):
-        _encode_moments(state, state.pop("exp_avg").float(), state.pop("exp_avg_sq").float(), limit)
+        _encode_moments(state, state.pop("exp_avg").float(), state.pop("exp_avg_sq").float(), limit, model)
     elif _LIMIT in state and state[_LIMIT] != limit:  # the betas were changed: once more, rounded to nearest
-        first, second, scales = (state[name] for name in _MOMENTS)
-        _encode_moments(state, *state8.decode_moments(first, second, scales, state[_LIMIT]), limit)
+        _encode_moments(state, *_decoded_moments(state), limit, model)
 
 
 # -- SGD ---------------------------------------------------------------------------------------------------------------
@@ -131,17 +186,16 @@ def _momentum(_: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _make_momentum(state: dict[str, Any], group: dict[str, Any], model: Tensor) -> None:
-    state["momentum_codes"] = torch.zeros_like(model, dtype=torch.int8, requires_grad=False)
-    blocks = state8.block_count(model.numel())
-    state["momentum_scales"] = torch.zeros(blocks, dtype=torch.float32, device=model.device)
+    state.update(_room_for_codes(model, _MOMENTUM))
 
 
-def _convert_momentum(state: dict[str, Any], group: dict[str, Any]) -> None:
+def _convert_momentum(state: dict[str, Any], group: dict[str, Any], model: Tensor) -> None:
     buffer = state.get("momentum_buffer")
     if isinstance(buffer, Tensor):
         del state["momentum_buffer"]
-        _make_momentum(state, group, buffer)
-        state8.encode_momentum(buffer.float(), state["momentum_codes"], state["momentum_scales"])
+        _make_momentum(state, group, model)
+        codes, scales = pieces([state[name] for name in _MOMENTUM])
+        state8.encode_momentum(local(buffer).float(), codes, scales, _unit_of(state))
 
 
 # -- both --------------------------------------------------------------------------------------------------------------
@@ -153,7 +207,8 @@ def _check_codes(name: str, tensor: object, master: Tensor) -> None:
         raise CannotServe(f"the state of a parameter has no tensor {name!r}")
     if name == "step":
         return check_fp32_state(name, tensor, master)
-    shape = (state8.block_count(master.numel()),) if name.endswith("scales") else tuple(master.shape)
+    blocks = (coded_piece(master) or WHOLE).block_count(local(master).numel())
+    shape = (blocks,) if name.endswith("scales") else tuple(master.shape)
     if tuple(tensor.shape) != shape or tensor.device != master.device or tensor.requires_grad:
         raise CannotServe(f"state {name!r} is of shape {tuple(tensor.shape)} on {tensor.device}")
     return None
@@ -177,7 +232,7 @@ def _call_sgd(columns: dict[str, Any], options: Any, group_of: Any, factors: Any
 
 
 class EightBitState:
-    """Codes of 8 bits, and one FP32 scale for each 128 of them; FP32 state for parameters of fewer than 4,096 elements.
+    """Codes of 8 bits, and one FP32 scale for each 128 of them; FP32 state where :func:`coded_piece` says so.
 
     Adam and AdamW: ``exp_avg_codes`` (int8), ``exp_avg_sq_codes`` (uint8), ``exp_avg_sq_scales`` and the number
     ``ratio_limit``. SGD: ``momentum_codes`` (int8) and ``momentum_scales``.
@@ -196,11 +251,13 @@ class EightBitState:
             parts: dict[str, Any] = {"state_names": _momentum, "make_state": _make_momentum, "call": _call_sgd}
         else:
             parts = {"state_names": _moments, "make_state": _make_moments, "call": _call_adam}
-        self._coded = dataclasses.replace(self._full, check_state=_check_codes, **parts)
+        self._coded = dataclasses.replace(self._full, check_state=_check_codes, is_coded=True, **parts)
 
-    def spec_for(self, settings: dict[str, Any], numel: int) -> FusedStepSpec:
-        """The coded step from ``LEAST`` elements on; the class's own FP32 step below, and for SGD without momentum."""
-        return self._coded if numel >= LEAST and (not self._is_sgd or settings["momentum"]) else self._full
+    def spec_for(self, settings: dict[str, Any], model: Tensor) -> FusedStepSpec:
+        """The coded step where :func:`coded_piece` has one; the class's own FP32 step elsewhere, and for plain SGD."""
+        if self._is_sgd and not settings["momentum"]:
+            return self._full
+        return self._full if coded_piece(model) is None else self._coded
 
     def deciding(self, settings: dict[str, Any]) -> tuple[Any, ...]:
         """Names of state tensors; for Adam also the limit of its codes, which follows from the betas."""
@@ -211,10 +268,10 @@ class EightBitState:
         """AMSGrad's: its maximum of v has no code."""
         return "amsgrad=True, whose largest v so far has no 8-bit form" if group.get("amsgrad") else ""
 
-    def convert(self, state: dict[str, Any], settings: dict[str, Any], numel: int) -> None:
+    def convert(self, state: dict[str, Any], settings: dict[str, Any], model: Tensor) -> None:
         """Encode FP32 state, rounded to nearest; encode anew what was encoded with other betas."""
-        if self.spec_for(settings, numel) is self._coded:
-            (_convert_momentum if self._is_sgd else _convert_moments)(state, settings)
+        if self.spec_for(settings, model) is self._coded:
+            (_convert_momentum if self._is_sgd else _convert_moments)(state, settings, model)
 
 
 def convert_all(state_format: StateFormat, pairs: Iterable[ParamPair], optimizer: Optimizer) -> None:
@@ -222,7 +279,7 @@ def convert_all(state_format: StateFormat, pairs: Iterable[ParamPair], optimizer
     for pair in pairs:
         if pair.master in optimizer.state:
             group = optimizer.param_groups[pair.group]
-            state_format.convert(optimizer.state[pair.master], group, pair.model.numel())
+            state_format.convert(optimizer.state[pair.master], group, pair.model)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -235,11 +292,12 @@ def whole_entry(entry: Any) -> Any:
     kept = {key: value for key, value in entry.items() if key not in _OWN_NAMES}
     block = entry.get(_BLOCK, state8.BLOCK)
     if "momentum_codes" in entry:
-        kept["momentum_buffer"] = state8.decode_momentum(*(entry[name] for name in _MOMENTUM), block=block)
+        codes = [entry[name] for name in _MOMENTUM]
+        shares, scales = pieces(codes)
+        made = state8.decode_momentum(shares, scales, block=block, piece=_unit_of(entry))
+        kept["momentum_buffer"] = as_piece_of(made, codes[0])
     else:
-        first, second, scales = (entry[name] for name in _MOMENTS)
-        moments = state8.decode_moments(first, second, scales, entry[_LIMIT], block=block)
-        kept["exp_avg"], kept["exp_avg_sq"] = moments
+        kept["exp_avg"], kept["exp_avg_sq"] = _decoded_moments(entry, block)
     return kept
 
 
@@ -308,11 +366,14 @@ def _check_saved(entry: Mapping[str, Any], label: str) -> None:
             )
     if bool((codes[0] == -128).any()):
         raise ValueError(f"{label}: {known[form][0]} holds -128, which is no code. {_HOW_SAVED}")
-    wanted, name = -(-codes[0].numel() // block), known[form][-1]
+    unit, numel, name = entry.get(_UNIT, 0), codes[0].numel(), known[form][-1]
+    if not isinstance(unit, int) or isinstance(unit, bool) or unit < 0 or (unit and numel % unit):
+        raise ValueError(f"{label}: {_UNIT} must be 0 or divide the {numel} elements, got {unit!r}. {_HOW_SAVED}")
+    wanted = numel // unit * -(-unit // block) if unit else -(-numel // block)
     has_form = (scales.dtype, tuple(scales.shape), scales.layout) == (torch.float32, (wanted,), torch.strided)
     if not has_form or scales.is_meta:
         raise ValueError(
-            f"{label}: {name} must be float32 of shape [{wanted}], one for every {block} elements, got "
+            f"{label}: {name} must be float32 of shape [{wanted}], one for every {block} elements of a unit, got "
             f"{_described(scales)}. {_HOW_SAVED}"
         )
     if not bool(((scales >= 0) & (scales <= _LARGEST[form])).all()):

@@ -33,6 +33,7 @@ from .operations import (
     multi_tensor_unscale,
     multi_tensor_unscale_clipped,
 )
+from .pieces import WHOLE, Piece
 from .stats import INF, NAN, NOT_FINITE, TOO_LARGE, CastStats, GradStats
 from .table import HALF_DTYPES
 from .written import multi_tensor_refresh_masters, multi_tensor_reset_remainders
@@ -45,9 +46,11 @@ __all__ = [
     "NAN",
     "NOT_FINITE",
     "TOO_LARGE",
+    "WHOLE",
     "CallCache",
     "CastStats",
     "GradStats",
+    "Piece",
     "Snapshots",
     "backend",
     "is_dense",

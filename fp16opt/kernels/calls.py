@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .pieces import Piece
 from .stats import Given, check_result
 
 Entries = Sequence["Tensor | None"]
@@ -177,6 +178,7 @@ class Plan:
         is_coded: whether a list holds codes or remainders of 8 bits, which steps round by their number.
         counts_here: whether the counters, if there are any, lie on the device.
         decided_here: whether the host has to look at a flag that says whether to write: not where only kernels write.
+        pieces: by entry, of which part of a whole tensor each is; None: all are whole.
         compiled: what a compiled backend made of ``direct``, or None.
     """
 
@@ -191,6 +193,7 @@ class Plan:
     is_coded: bool = False
     counts_here: bool = True
     decided_here: bool = True
+    pieces: tuple[Piece, ...] | None = None
     compiled: Any = field(default=None)
 
 

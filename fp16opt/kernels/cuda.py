@@ -22,7 +22,7 @@ from . import cuda_devices, native
 from .calls import Call, CallCache
 from .cuda_driver import Card
 from .cuda_rows import CHUNK, ENTRY, FOUND, KERNELS, LISTS, NUMBERS, Kernel
-from .reference import CHUNK as CHUNK_ELEMENTS
+from .pieces import WHOLE
 from .reference import SAMPLED_WHOLE, sample_stride
 
 Outcome = tuple[Tensor | None, Tensor | None]
@@ -152,8 +152,9 @@ class Table:
             stride = 0 if numel <= SAMPLED_WHOLE else sample_stride(numel)
             entries.append(ENTRY.packer.pack(row, len(chunks), stride, codes))
             filled += numel > 0
-            for start in range(0, numel, CHUNK_ELEMENTS):
-                chunks.append(CHUNK.packer.pack(start, entry, min(numel - start, CHUNK_ELEMENTS)))
+            piece = WHOLE if plan.pieces is None else plan.pieces[row]
+            for start, count_here, index, block in piece.chunks(numel):
+                chunks.append(CHUNK.packer.pack(start, entry, count_here, index, block))
         entries.append(ENTRY.packer.pack(0, len(chunks), 0, b""))
         self.length, self.chunk_count, self._counts = plan.count, len(chunks), (len(chunks), count, filled)
         fixed = [b"".join(chunks), b"".join(entries)]

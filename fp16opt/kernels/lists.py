@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import backends, cuda
 from .calls import Call, CallCache, Entries, Operation, Plan
+from .pieces import WHOLE, Piece, check_count, check_piece
 
 _CODES = (torch.int8, torch.uint8)
 
@@ -82,8 +83,10 @@ def _check_counter(
     return counter
 
 
-def _check_scales(operation: Operation, i: int, scales: object, numel: int, device: torch.device) -> Tensor:
-    where, wanted = f"{operation.name}: {operation.scales}[{i}]", -(-numel // operation.block)
+def _check_scales(
+    operation: Operation, i: int, scales: object, numel: int, wanted: int, device: torch.device
+) -> Tensor:
+    where = f"{operation.name}: {operation.scales}[{i}]"
     _check_dense(where, scales)
     if not isinstance(scales, Tensor) or scales.numel() != wanted or not scales.is_contiguous():
         raise ValueError(
@@ -159,13 +162,19 @@ def _is_direct(row: Sequence[Tensor]) -> bool:
     return is_dense(row[0]) and all(_walk(tensor) == walk for tensor in row[1:])
 
 
-def check_lists(operation: Operation, lists: Sequence[Entries], device: torch.device | None) -> Plan:
+def check_lists(
+    operation: Operation,
+    lists: Sequence[Entries],
+    device: torch.device | None,
+    pieces: tuple[Piece, ...] | None = None,
+) -> Plan:
     """Check every tensor and sort the positions by how they can be served.
 
     Args:
         operation: what is to be done with the lists.
         lists: as many as the operation has; behind the others come scales, and counters.
         device: what counts for lists without tensors; None for the CPU.
+        pieces: by entry; None: all are whole.
 
     Returns:
         The plan, with nothing compiled yet.
@@ -176,6 +185,8 @@ def check_lists(operation: Operation, lists: Sequence[Entries], device: torch.de
     """
     width = len(operation.lists)
     used = _rows(operation, operation.names, lists)
+    if pieces is not None:
+        check_count(operation.name, pieces, len(lists[0]))
     direct: list[int] = []
     found: torch.device | None = None
     counted_on: torch.device | None = None
@@ -186,8 +197,11 @@ def check_lists(operation: Operation, lists: Sequence[Entries], device: torch.de
             found = row[0].device
         _check_row(operation, i, tensors, found or torch.device("cpu"))
         is_direct = _is_direct(tensors)
+        piece, numel = WHOLE if pieces is None else pieces[i], tensors[0].numel()
+        check_piece(operation.name, i, piece, numel)
         if operation.scales:
-            scales = _check_scales(operation, i, lists[width][i], tensors[0].numel(), found or torch.device("cpu"))
+            wanted = piece.block_count(numel)
+            scales = _check_scales(operation, i, lists[width][i], numel, wanted, found or torch.device("cpu"))
             is_direct = _is_plain(scales) and is_direct
         if operation.counters:
             counter = _check_counter(operation, i, lists[-1][i], counted_on, found or torch.device("cpu"))
@@ -208,12 +222,24 @@ def check_lists(operation: Operation, lists: Sequence[Entries], device: torch.de
     is_coded = any(_is_coded(lists[:width], i) for i in used)
     served_by = (by_reference, serving, is_plain, is_coded)
     return Plan(
-        operation.planned_as or operation, where, len(lists[0]), used, direct, *served_by, counts_here, decided_here
+        operation.planned_as or operation,
+        where,
+        len(lists[0]),
+        used,
+        direct,
+        *served_by,
+        counts_here,
+        decided_here,
+        pieces,
     )
 
 
 def checked(
-    operation: Operation, lists: tuple[Entries, ...], cache: CallCache | None, device: torch.device | None = None
+    operation: Operation,
+    lists: tuple[Entries, ...],
+    cache: CallCache | None,
+    device: torch.device | None = None,
+    pieces: tuple[Piece, ...] | None = None,
 ) -> Call:
     """Check the lists, or recognise them.
 
@@ -221,18 +247,18 @@ def checked(
         operation: what is to be done.
         lists: as many as the operation has.
         cache: of the call site; None checks, and remembers nothing.
-        device: as for :func:`check_lists`.
+        device, pieces: as for :func:`check_lists`.
 
     Raises:
         TypeError, ValueError: as :func:`check_lists`; the cache is then empty.
     """
     found = None if cache is None else cache.find(operation, lists)
-    if found is not None:
+    if found is not None and found.plan.pieces == pieces:
         return found
     if cache is not None:
         cache.forget()
     given = tuple(tuple(entries) for entries in lists)
-    plan = check_lists(operation, given, device)
+    plan = check_lists(operation, given, device, pieces)
     if cache is not None:
         cache.rebuilds += 1
         if plan.rows and plan.is_plain:  # entries of odd layout are checked every time: their storage may be anything

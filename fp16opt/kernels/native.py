@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .calls import Call
+from .pieces import Piece
 
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 CODES[torch.int16] = 0  # remainders: 16 bits that only split masters look into
@@ -68,12 +69,15 @@ def status() -> str:
     return f"loaded; this machine runs its SIMD levels {', '.join(module.simd_levels())}"
 
 
-def table_arguments(call: Call) -> tuple[list[int], list[int], list[list[int]], list[int]]:
-    """What the compiled form of a plan is made of: sizes, rows, codes of dtypes, places."""
+def table_arguments(
+    call: Call,
+) -> tuple[list[int], list[int], list[list[int]], list[int], list[Piece]]:
+    """What the compiled form of a plan is made of: sizes, rows, codes of dtypes, places, pieces."""
     plan = call.plan
     columns = [call.column(which) for which in range(len(plan.operation.lists))]
     codes = [[CODES[tensor.dtype] for tensor in column] for column in columns]
-    return [tensor.numel() for tensor in columns[0]], plan.rows, codes, plan.direct
+    pieces = [] if plan.pieces is None else [plan.pieces[row] for row in plan.rows]
+    return [tensor.numel() for tensor in columns[0]], plan.rows, codes, plan.direct, pieces
 
 
 def addresses_of(call: Call) -> Any:

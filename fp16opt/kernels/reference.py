@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .pieces import CHUNK
 from .stats import INF, NAN, NOT_FINITE, TOO_LARGE, CastStats, GradStats, sum_dtype
 
-CHUNK = 65536
 """Elements in a chunk, the unit of parallel work and of the fixed summation order."""
 LANES = 256
 """Running sums in a chunk."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .pieces import WHOLE, Piece
 from .reference import flatten, memory_order, slabs, write_back
 from .stats import NOT_FINITE, TOO_LARGE, CastStats
 
@@ -38,21 +39,21 @@ def _singles(bits: Tensor) -> Tensor:
     return (((bits & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000).to(torch.int32).view(torch.float32)
 
 
-def _rounded(bits: Tensor, part: slice, number: int | None) -> Tensor:
+def _rounded(bits: Tensor, part: slice, number: int | None, piece: Piece) -> Tensor:
     """The bits of masters, with their lower 8 to be dropped; what is finite stays so."""
     if number is None:  # to nearest: half of what the last bit stands for, less one where that bit is even
         added = 0x7F + ((bits >> 8) & 1)
     else:
-        index = torch.arange(part.start, part.stop, dtype=torch.int64, device=bits.device)
+        index = piece.indices(torch.arange(part.start, part.stop, dtype=torch.int64, device=bits.device))
         added = ((index * _INDEX_STRIDE + (number & 0xFFFFFFFF) * _STEP_STRIDE) & 0xFFFFFFFF) >> 24
     leaves = ((bits & 0x7FFFFFFF) < _INFINITY) & (((bits + added) & 0x7FFFFFFF) >= _INFINITY)
     return torch.where(leaves, bits, bits + added)
 
 
-def _split_bfloat16(master: Tensor, width: int, part: slice, number: int | None) -> tuple[Tensor, Tensor]:
+def _split_bfloat16(master: Tensor, width: int, part: slice, number: int | None, piece: Piece) -> tuple[Tensor, Tensor]:
     bits = _bits(master)
     nan = (bits & 0x7FFFFFFF) > _INFINITY
-    kept = bits if width == 16 else _rounded(bits, part, number)
+    kept = bits if width == 16 else _rounded(bits, part, number, piece)
     weights = torch.where(nan, (bits >> 16) | 0x40, (kept + 0x8000) >> 16)
     return _low(weights, 16).view(torch.bfloat16), _low(torch.where(nan, 0, kept >> (16 - width)), width)
 
@@ -70,7 +71,7 @@ def _half_exponents(weights: Tensor) -> Tensor:
     return ((weights.view(torch.int16).long() >> 10) & 31).clamp(min=1)
 
 
-def _split_float16(master: Tensor, width: int, part: slice, number: int | None) -> tuple[Tensor, Tensor]:
+def _split_float16(master: Tensor, width: int, *_: object) -> tuple[Tensor, Tensor]:
     weights = master.to(torch.float16)
     exponents = _half_exponents(weights)
     finite, most = exponents < 31, float((1 << (width - 1)) - 1)
@@ -94,7 +95,13 @@ def _join_float16(weights: Tensor, remainders: Tensor, width: int) -> Tensor:
 
 
 def split(
-    i: int, master: Tensor, param: Tensor, remainder: Tensor, stats: CastStats, number: int | None = None
+    i: int,
+    master: Tensor,
+    param: Tensor,
+    remainder: Tensor,
+    stats: CastStats,
+    number: int | None = None,
+    piece: Piece = WHOLE,
 ) -> None:
     """Write ``master`` as weight and remainder, and flags to row ``i``.
 
@@ -105,6 +112,7 @@ def split(
         remainder: int16 or int8, shape of ``master``. Written.
         stats: ``overflow[i]`` is overwritten.
         number: of the step, by which bfloat16 with int8 remainders is rounded; None rounds to nearest.
+        piece: by whose indices it is.
     """
     order = memory_order(param)
     source, target, rest = flatten(master, order).values, flatten(param, order), flatten(remainder, order)
@@ -112,7 +120,7 @@ def split(
     encode = _split_float16 if half else _split_bfloat16
     found = torch.zeros((), dtype=torch.int32, device=param.device)
     for part in slabs(source.numel()):
-        weights, remainders = encode(source[part], width, part, number)
+        weights, remainders = encode(source[part], width, part, number, piece)
         finite = torch.isfinite(source[part])
         magnitude = _bits(source[part]) & 0x7FFFFFFF
         too_large = (magnitude >= (_COARSE_FROM if half else 0x7F7F8000)) & finite

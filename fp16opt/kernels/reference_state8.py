@@ -1,9 +1,9 @@
 """Steps with 8-bit optimizer state, written plainly in torch: the specification of ``csrc/functors/ratio8.h``.
 
-See :mod:`.reference`. Blocks are 128 consecutive elements in the memory order of the codes, and a tail acts as if
-padded with zeros. Adam ("ratio8"): with r = sqrt(v) and S the block's largest r, v is kept as uint8 c with
-r = S (c / 255)^2, and m as int8 that stands for m / r. SGD ("block8"): the momentum is kept as int8 that stands for its
-share of the block's largest.
+See :mod:`.reference`. Blocks are 128 consecutive elements in the memory order of the codes; they begin anew at each
+unit of a :class:`.pieces.Piece`, and a tail acts as if padded with zeros. Adam ("ratio8"): with r = sqrt(v) and S the
+block's largest r, v is kept as uint8 c with r = S (c / 255)^2, and m as int8 that stands for m / r. SGD ("block8"): the
+momentum is kept as int8 that stands for its share of the block's largest.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from torch import Tensor
 
 from . import reference_steps
 from .formulas import FORMULAS, AdamOptions, SgdOptions
+from .pieces import BLOCK, WHOLE, Piece
 from .reference import SLAB, flatten, memory_order, write_back
 from .reference_steps import Factors
 
-BLOCK = 128
-"""Consecutive elements with one scale."""
 _SATURATED = 64.0  # the limit where the ratio has no bound
 _INDEX_STRIDE, _STEP_STRIDE = 0x9E3779B1, 0x85EBCA77
 _LARGEST_ROOT, _LEAST_SCALE = 2.0**62, 2.0**-46
@@ -50,24 +49,13 @@ def ratio_limit(beta1: float, beta2: float) -> float:
     return float(2.0 ** math.ceil(math.log2(bound)))
 
 
-def block_count(numel: int) -> int:
-    """How many scales a tensor of ``numel`` elements has.
-
-    Example:
-        >>> block_count(0), block_count(128), block_count(129)
-        (0, 1, 2)
-    """
-    return -(-numel // BLOCK)
-
-
 class _Dither(NamedTuple):
     """What rounds elements up or down: 32 bits each, or None for nearest, ties to even."""
 
     bits: Tensor | None
 
     @classmethod
-    def of(cls, part: slice, step: int, device: torch.device) -> _Dither:
-        index = torch.arange(part.start, part.stop, dtype=torch.int64, device=device)
+    def of(cls, index: Tensor, step: int) -> _Dither:
         return cls((index * _INDEX_STRIDE + (step & 0xFFFFFFFF) * _STEP_STRIDE) & 0xFFFFFFFF)
 
     def low(self) -> Tensor | int:
@@ -142,27 +130,52 @@ def _encode_momentum(momentum: Tensor, dither: _Dither, codes: Tensor, scales: T
 
 
 class _Codes:
-    """Codes of one tensor, flattened in their memory order, with other tensors of its shape."""
+    """Codes of one tensor, flattened in their memory order, with other tensors of its shape.
 
-    def __init__(self, scales: Tensor, *tensors: Tensor, block: int = BLOCK) -> None:
+    Where units are no multiples of a block each is padded with zeros to one: so every block is one of 128 elements.
+    """
+
+    def __init__(self, scales: Tensor, *tensors: Tensor, block: int = BLOCK, piece: Piece = WHOLE) -> None:
         self.order = memory_order(tensors[0])
         self.scales = scales
         self.block = block  # a power of two, up to a slab
         self.tensors = tensors
+        self.piece = piece
         self.flats = [flatten(tensor, self.order) for tensor in tensors]
-        self.numel = tensors[0].numel()
+        self.unit = piece.unit if piece.unit % block else 0
+        self.width = -(-self.unit // block) * block
+        self.values = [self._padded(flat.values) for flat in self.flats]
+
+    def _padded(self, flat: Tensor) -> Tensor:
+        if not self.unit:
+            return flat
+        return torch.nn.functional.pad(flat.view(-1, self.unit), (0, self.width - self.unit)).view(-1)
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Another tensor of their shape, laid out as they are."""
+        return self._padded(flatten(tensor, self.order).values)
 
     def parts(self) -> list[tuple[slice, Tensor, list[Tensor]]]:
         """By slab: which elements, their blocks' scales, and the tensors' elements."""
         found = []
-        for start in range(0, self.numel, SLAB):
-            part = slice(start, min(start + SLAB, self.numel))
+        numel = self.values[0].numel()
+        for start in range(0, numel, SLAB):
+            part = slice(start, min(start + SLAB, numel))
             blocks = slice(start // self.block, -(-part.stop // self.block))
-            found.append((part, self.scales[blocks], [flat.values[part] for flat in self.flats]))
+            found.append((part, self.scales[blocks], [values[part] for values in self.values]))
         return found
 
+    def dither(self, part: slice, step: int) -> _Dither:
+        """Of the elements of a part, by their indices in the whole."""
+        place = torch.arange(part.start, part.stop, dtype=torch.int64, device=self.scales.device)
+        if self.unit:  # what is padding gets the index of another element, and nothing is made of it
+            place = place // self.width * self.unit + (place % self.width).clamp(max=self.unit - 1)
+        return _Dither.of(self.piece.indices(place), step)
+
     def write_back(self) -> None:
-        for flat, tensor in zip(self.flats, self.tensors, strict=True):
+        for flat, values, tensor in zip(self.flats, self.values, self.tensors, strict=True):
+            if self.unit:
+                flat.values.copy_(values.view(-1, self.width)[:, : self.unit].reshape(-1))
             write_back(flat, tensor, self.order)
 
 
@@ -174,6 +187,7 @@ def adam(
     options: AdamOptions,
     factors: Factors,
     step: int,
+    piece: Piece = WHOLE,
 ) -> None:
     """One Adam or AdamW step of one tensor.
 
@@ -183,16 +197,16 @@ def adam(
         codes: int8 of m, uint8 of v, of the master's shape, and float32 scales. Written.
         t: the number of this step, from 1, for the bias corrections.
         options, factors: as for :func:`.reference_steps.step`.
-        step: what the dither goes by.
+        step: what the dither goes by, with the indices of ``piece``.
     """
     limit = ratio_limit(options.beta1, options.beta2)
-    views = _Codes(codes[2], codes[0], codes[1], master)
-    source = flatten(grad, views.order).values
+    views = _Codes(codes[2], codes[0], codes[1], master, piece=piece)
+    source = views.like(grad)
     for part, scales, (first, second, single) in views.parts():
         root = _decode_root(second, scales)
         m, v = _decode_signed(first, root, limit), root * root
         reference_steps.step(FORMULAS["adam"].reference, source[part], single, [m, v], options, factors, t)
-        _encode_moments(m, v, limit, _Dither.of(part, step, m.device), (first, second, scales))
+        _encode_moments(m, v, limit, views.dither(part, step), (first, second, scales))
     views.write_back()
 
 
@@ -204,36 +218,44 @@ def sgd(
     options: SgdOptions,
     factors: Factors,
     step: int,
+    piece: Piece = WHOLE,
 ) -> None:
     """One SGD step of one tensor with momentum.
 
     Args:
-        grad, master, options, factors, step: as for :func:`adam`.
+        grad, master, options, factors, step, piece: as for :func:`adam`.
         codes: int8 of the momentum buffer, and float32 scales. Written.
         first: whether they hold nothing yet.
     """
-    views = _Codes(codes[1], codes[0], master)
-    source = flatten(grad, views.order).values
+    views = _Codes(codes[1], codes[0], master, piece=piece)
+    source = views.like(grad)
     for part, scales, (shares, single) in views.parts():
         buffer = _decode_signed(shares, _each(scales, shares.numel()), 1.0)
         reference_steps.step(FORMULAS["sgd"].reference, source[part], single, [buffer], options, factors, first=first)
-        _encode_momentum(buffer, _Dither.of(part, step, buffer.device), shares, scales)
+        _encode_momentum(buffer, views.dither(part, step), shares, scales)
     views.write_back()
 
 
-def encode_moments(exp_avg: Tensor, exp_avg_sq: Tensor, codes: tuple[Tensor, Tensor, Tensor], limit: float) -> None:
+def encode_moments(
+    exp_avg: Tensor, exp_avg_sq: Tensor, codes: tuple[Tensor, Tensor, Tensor], limit: float, piece: Piece = WHOLE
+) -> None:
     """``codes`` of float32 moments, rounded to nearest; see :func:`adam`."""
-    views = _Codes(codes[2], codes[0], codes[1], exp_avg, exp_avg_sq)
+    views = _Codes(codes[2], codes[0], codes[1], exp_avg, exp_avg_sq, piece=piece)
     for _, scales, (first, second, m, v) in views.parts():
         _encode_moments(m, v, limit, _Dither(None), (first, second, scales))
     views.write_back()
 
 
 def decode_moments(
-    codes: tuple[Tensor, Tensor, Tensor], limit: float, exp_avg: Tensor, exp_avg_sq: Tensor, block: int
+    codes: tuple[Tensor, Tensor, Tensor],
+    limit: float,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    block: int,
+    piece: Piece = WHOLE,
 ) -> None:
     """Write the moments that ``codes`` stand for, with a scale for each ``block`` elements; see :func:`adam`."""
-    views = _Codes(codes[2], codes[0], codes[1], exp_avg, exp_avg_sq, block=block)
+    views = _Codes(codes[2], codes[0], codes[1], exp_avg, exp_avg_sq, block=block, piece=piece)
     for _, scales, (first, second, m, v) in views.parts():
         root = _decode_root(second, scales, block)
         m.copy_(_decode_signed(first, root, limit))
@@ -241,17 +263,17 @@ def decode_moments(
     views.write_back()
 
 
-def encode_momentum(momentum_buffer: Tensor, codes: tuple[Tensor, Tensor]) -> None:
+def encode_momentum(momentum_buffer: Tensor, codes: tuple[Tensor, Tensor], piece: Piece = WHOLE) -> None:
     """``codes`` of a float32 momentum buffer, rounded to nearest; see :func:`sgd`."""
-    views = _Codes(codes[1], codes[0], momentum_buffer)
+    views = _Codes(codes[1], codes[0], momentum_buffer, piece=piece)
     for _, scales, (shares, buffer) in views.parts():
         _encode_momentum(buffer, _Dither(None), shares, scales)
     views.write_back()
 
 
-def decode_momentum(codes: tuple[Tensor, Tensor], momentum_buffer: Tensor, block: int) -> None:
+def decode_momentum(codes: tuple[Tensor, Tensor], momentum_buffer: Tensor, block: int, piece: Piece = WHOLE) -> None:
     """Write the momentum buffer that ``codes`` stand for, with a scale for each ``block`` elements; see :func:`sgd`."""
-    views = _Codes(codes[1], codes[0], momentum_buffer, block=block)
+    views = _Codes(codes[1], codes[0], momentum_buffer, block=block, piece=piece)
     for _, scales, (shares, buffer) in views.parts():
         buffer.copy_(_decode_signed(shares, _each(scales, shares.numel(), block), 1.0))
     views.write_back()

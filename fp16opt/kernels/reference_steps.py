@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from . import reference_split
+from .pieces import WHOLE, Piece
 from .reference import cast, flatten, memory_order, slabs, write_back
 from .stats import CastStats
 
@@ -39,6 +40,7 @@ class StepValues(NamedTuple):
         found_inf: where it is not 0, nothing is written.
         first: which state holds nothing yet; False for all.
         number: of the step, by which what has 8 bits is rounded.
+        pieces: which part of a whole tensor each is; None: all are whole.
     """
 
     options: Sequence[Any]
@@ -48,6 +50,7 @@ class StepValues(NamedTuple):
     found_inf: Tensor | None
     first: bool | Sequence[bool]
     number: int
+    pieces: Sequence[Piece] | None = None
 
 
 def single(value: float) -> float:
@@ -156,7 +159,9 @@ def step(
 
 
 @contextlib.contextmanager
-def whole(row: int, master: Tensor, model: Tensor | None, stats: CastStats | None, number: int = 0) -> Iterator[Tensor]:
+def whole(
+    row: int, master: Tensor, model: Tensor | None, stats: CastStats | None, number: int = 0, piece: Piece = WHOLE
+) -> Iterator[Tensor]:
     """A master in float32 to be stepped within, and then rounded into its 16-bit parameter, where it has one.
 
     Args:
@@ -165,6 +170,7 @@ def whole(row: int, master: Tensor, model: Tensor | None, stats: CastStats | Non
         model: float16 or bfloat16, or None.
         stats: as for :func:`fp16opt.kernels.multi_tensor_cast`.
         number: of the step, by which int8 remainders are rounded.
+        piece: by whose indices they are.
     """
     if model is None or stats is None:
         yield master
@@ -172,7 +178,7 @@ def whole(row: int, master: Tensor, model: Tensor | None, stats: CastStats | Non
         single = torch.empty_like(model, dtype=torch.float32)
         reference_split.join(model, master, single)
         yield single
-        reference_split.split(row, single, model, master, stats, number)
+        reference_split.split(row, single, model, master, stats, number, piece)
     else:
         yield master
         cast(row, master, model, stats)

@@ -15,14 +15,14 @@ from torch import Tensor
 from . import reference_state8
 from .calls import CallCache, Entries
 from .formulas import AdamOptions, SgdOptions
-from .reference_state8 import BLOCK, block_count, ratio_limit
+from .pieces import BLOCK, WHOLE, Piece
+from .reference_state8 import ratio_limit
 from .reference_steps import Factors
 from .stats import CastStats
 from .steps import StepValues, run_step, steps_of
 
 __all__ = [
     "BLOCK",
-    "block_count",
     "decode_moments",
     "decode_momentum",
     "encode_moments",
@@ -34,17 +34,33 @@ __all__ = [
 
 
 def _adam(
-    grad: Tensor, single: Tensor, codes: list[Tensor], o: Any, factors: Factors, t: float, first: bool, number: int
+    grad: Tensor,
+    single: Tensor,
+    codes: list[Tensor],
+    o: Any,
+    factors: Factors,
+    t: float,
+    first: bool,
+    number: int,
+    piece: Piece,
 ) -> None:
     exp_avg, exp_avg_sq, scales = codes
-    reference_state8.adam(grad, single, (exp_avg, exp_avg_sq, scales), t, o, factors, number)
+    reference_state8.adam(grad, single, (exp_avg, exp_avg_sq, scales), t, o, factors, number, piece)
 
 
 def _sgd(
-    grad: Tensor, single: Tensor, codes: list[Tensor], o: Any, factors: Factors, t: float, first: bool, number: int
+    grad: Tensor,
+    single: Tensor,
+    codes: list[Tensor],
+    o: Any,
+    factors: Factors,
+    t: float,
+    first: bool,
+    number: int,
+    piece: Piece,
 ) -> None:
     momentum, scales = codes
-    reference_state8.sgd(grad, single, (momentum, scales), first, o, factors, number)
+    reference_state8.sgd(grad, single, (momentum, scales), first, o, factors, number, piece)
 
 
 def _with_limit(o: AdamOptions) -> tuple[Any, ...]:
@@ -80,6 +96,7 @@ def multi_tensor_adam8(
     models: Entries | None = None,
     stats: CastStats | None = None,
     found_inf: Tensor | None = None,
+    pieces: Sequence[Piece] | None = None,
     cache: CallCache | None = None,
 ) -> None:
     """One Adam or AdamW step of n tensors whose moments are kept in 8 bits, in one pass over their memory.
@@ -88,9 +105,9 @@ def multi_tensor_adam8(
         grads, masters, steps, options, group_of, factors: as for :func:`fp16opt.kernels.steps.multi_tensor_step`.
         exp_avg_codes: n int8 tensors of the same shapes. Written, as all the following.
         exp_avg_sq_codes: n uint8 tensors of the same shapes.
-        scales: n contiguous float32 tensors, each of one number for every 128 elements.
+        scales: n contiguous float32 tensors, each of one number for every 128 elements, of a piece's each unit.
         number: of the step, which the rounding of codes goes by; modulo 2**32.
-        models, stats, found_inf, cache: as for :func:`fp16opt.kernels.steps.multi_tensor_step`.
+        models, stats, found_inf, pieces, cache: as for :func:`fp16opt.kernels.steps.multi_tensor_step`.
 
     Raises:
         TypeError: a wrong type or dtype. ValueError: lengths, shapes or devices that differ. Nothing is written then.
@@ -105,7 +122,7 @@ def multi_tensor_adam8(
         (tensor([0.9000]), tensor([255], dtype=torch.uint8))
     """
     found = None if models is None else stats
-    values = StepValues(options, group_of, factors, found, found_inf, False, number)
+    values = StepValues(options, group_of, factors, found, found_inf, False, number, pieces)
     lists = (grads, masters, exp_avg_codes, exp_avg_sq_codes, models, scales, steps)
     run_step(_ADAM[models is not None], lists, values, cache)
 
@@ -124,6 +141,7 @@ def multi_tensor_sgd8(
     models: Entries | None = None,
     stats: CastStats | None = None,
     found_inf: Tensor | None = None,
+    pieces: Sequence[Piece] | None = None,
     cache: CallCache | None = None,
 ) -> None:
     """One SGD step of n tensors whose momentum is kept in 8 bits, in one pass over their memory.
@@ -133,7 +151,7 @@ def multi_tensor_sgd8(
         momentum_codes: n int8 tensors of the same shapes. Written, as ``scales``.
         scales, number: as for :func:`multi_tensor_adam8`.
         first: which of the n hold nothing yet.
-        models, stats, found_inf, cache: as for :func:`fp16opt.kernels.steps.multi_tensor_step`.
+        models, stats, found_inf, pieces, cache: as for :func:`fp16opt.kernels.steps.multi_tensor_step`.
 
     Raises:
         TypeError: a wrong type or dtype. ValueError: lengths, shapes or devices that differ. Nothing is written then.
@@ -147,7 +165,7 @@ def multi_tensor_sgd8(
         (tensor([0.7500]), tensor([127], dtype=torch.int8))
     """
     found = None if models is None else stats
-    values = StepValues(options, group_of, factors, found, found_inf, first, number)
+    values = StepValues(options, group_of, factors, found, found_inf, first, number, pieces)
     run_step(_SGD[models is not None], (grads, masters, momentum_codes, models, scales), values, cache)
 
 
@@ -155,7 +173,13 @@ def multi_tensor_sgd8(
 
 
 def encode_moments(
-    exp_avg: Tensor, exp_avg_sq: Tensor, exp_avg_codes: Tensor, exp_avg_sq_codes: Tensor, scales: Tensor, limit: float
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    exp_avg_codes: Tensor,
+    exp_avg_sq_codes: Tensor,
+    scales: Tensor,
+    limit: float,
+    piece: Piece = WHOLE,
 ) -> None:
     """Write codes of Adam's moments, rounded to nearest. No host sync.
 
@@ -164,8 +188,9 @@ def encode_moments(
     Args:
         exp_avg, exp_avg_sq: float32, of one shape; the latter not negative.
         exp_avg_codes, exp_avg_sq_codes: int8 and uint8 of that shape.
-        scales: float32, contiguous, one for every 128 elements.
+        scales: float32, contiguous, one for every 128 elements of each unit.
         limit: what :func:`ratio_limit` says of the betas.
+        piece: by whose units blocks begin anew.
 
     Example:
         >>> codes = torch.zeros(2, dtype=torch.int8), torch.zeros(2, dtype=torch.uint8), torch.zeros(1)
@@ -174,16 +199,23 @@ def encode_moments(
         (tensor([ 64, -64], dtype=torch.int8), tensor([255, 180], dtype=torch.uint8), tensor([2.]))
     """
     with torch.no_grad():
-        reference_state8.encode_moments(exp_avg, exp_avg_sq, (exp_avg_codes, exp_avg_sq_codes, scales), limit)
+        codes = exp_avg_codes, exp_avg_sq_codes, scales
+        reference_state8.encode_moments(exp_avg, exp_avg_sq, codes, limit, piece)
 
 
 def decode_moments(
-    exp_avg_codes: Tensor, exp_avg_sq_codes: Tensor, scales: Tensor, limit: float, *, block: int = BLOCK
+    exp_avg_codes: Tensor,
+    exp_avg_sq_codes: Tensor,
+    scales: Tensor,
+    limit: float,
+    *,
+    block: int = BLOCK,
+    piece: Piece = WHOLE,
 ) -> tuple[Tensor, Tensor]:
     """Adam's moments that codes stand for: new float32 tensors in the codes' strides. No host sync.
 
     Args:
-        exp_avg_codes, exp_avg_sq_codes, scales, limit: as for :func:`encode_moments`.
+        exp_avg_codes, exp_avg_sq_codes, scales, limit, piece: as for :func:`encode_moments`.
         block: how many elements have one scale: a power of two up to 65,536.
 
     Example:
@@ -193,17 +225,19 @@ def decode_moments(
     """
     with torch.no_grad():
         first, second = (torch.empty_like(exp_avg_codes, dtype=torch.float32) for _ in range(2))
-        reference_state8.decode_moments((exp_avg_codes, exp_avg_sq_codes, scales), limit, first, second, block)
+        codes = exp_avg_codes, exp_avg_sq_codes, scales
+        reference_state8.decode_moments(codes, limit, first, second, block, piece)
         return first, second
 
 
-def encode_momentum(momentum_buffer: Tensor, momentum_codes: Tensor, scales: Tensor) -> None:
+def encode_momentum(momentum_buffer: Tensor, momentum_codes: Tensor, scales: Tensor, piece: Piece = WHOLE) -> None:
     """Write codes of SGD's momentum, rounded to nearest. No host sync.
 
     Args:
         momentum_buffer: float32.
         momentum_codes: int8 of the same shape.
-        scales: float32, contiguous, one for every 128 elements.
+        piece: as for :func:`encode_moments`.
+        scales: float32, contiguous, one for every 128 elements of each unit.
 
     Example:
         >>> codes, scales = torch.zeros(2, dtype=torch.int8), torch.zeros(1)
@@ -212,15 +246,15 @@ def encode_momentum(momentum_buffer: Tensor, momentum_codes: Tensor, scales: Ten
         (tensor([ 127, -111], dtype=torch.int8), tensor([4.]))
     """
     with torch.no_grad():
-        reference_state8.encode_momentum(momentum_buffer, (momentum_codes, scales))
+        reference_state8.encode_momentum(momentum_buffer, (momentum_codes, scales), piece)
 
 
-def decode_momentum(momentum_codes: Tensor, scales: Tensor, *, block: int = BLOCK) -> Tensor:
+def decode_momentum(momentum_codes: Tensor, scales: Tensor, *, block: int = BLOCK, piece: Piece = WHOLE) -> Tensor:
     """SGD's momentum that codes stand for: a new float32 tensor in the codes' strides. No host sync.
 
     Args:
         momentum_codes, scales: as for :func:`encode_momentum`.
-        block: as for :func:`decode_moments`.
+        block, piece: as for :func:`decode_moments`.
 
     Example:
         >>> decode_momentum(torch.tensor([127], dtype=torch.int8), torch.tensor([4.0]))
@@ -228,5 +262,5 @@ def decode_momentum(momentum_codes: Tensor, scales: Tensor, *, block: int = BLOC
     """
     with torch.no_grad():
         made = torch.empty_like(momentum_codes, dtype=torch.float32)
-        reference_state8.decode_momentum((momentum_codes, scales), made, block)
+        reference_state8.decode_momentum((momentum_codes, scales), made, block, piece)
         return made

@@ -19,6 +19,7 @@ from .calls import CallCache, Entries, Operation
 from .cuda_rows import KERNELS, Blocks
 from .formulas import FORMULAS, Formula, LionOptions
 from .lists import checked
+from .pieces import WHOLE, Piece
 from .reference_steps import Factors, StepValues
 from .stats import CastStats, check_result
 from .table import step_operation
@@ -28,7 +29,7 @@ __all__ = ["Factors", "LionOptions", "Step", "StepValues", "multi_tensor_step", 
 PACKS = {name: kernel.group.on_host().pack for name, kernel in KERNELS.items() if kernel.blocks is Blocks.STEPPING}
 """By kernel: what packs the options of a param_group as compiled code reads them on the CPU."""
 
-Reference = Callable[[Tensor, Tensor, "list[Tensor]", Any, Factors, float, bool, int], None]
+Reference = Callable[[Tensor, Tensor, "list[Tensor]", Any, Factors, float, bool, int, Piece], None]
 
 
 class Step(NamedTuple):
@@ -39,7 +40,8 @@ class Step(NamedTuple):
         functor: the struct of compiled code.
         options: the class of a param_group's options.
         reference: what it does to one tensor: (gradient as stored, float32 master, state with scales behind it,
-            options, factors, the number of the tensor's step, whether its state holds nothing yet, the step's number).
+            options, factors, the number of the tensor's step, whether its state holds nothing yet, the step's number,
+            which piece of a whole it is).
         state: how many lists of state there are, scales counted.
         packed: from a group's options to the fields that kernels are given.
     """
@@ -61,8 +63,9 @@ def _one_row(row: int, tensors: list[Tensor], given: tuple[Any, ...], first: boo
     scales = [rest.pop()] if operation.scales else []
     model = rest.pop() if "models" in operation.lists else None
     options = values.options[values.group_of[row]]
-    with reference_steps.whole(row, master, model, values.stats, values.number) as single:
-        step.reference(grad, single, [*rest, *scales], options, values.factors, t, first, values.number)
+    piece = WHOLE if values.pieces is None else values.pieces[row]
+    with reference_steps.whole(row, master, model, values.stats, values.number, piece) as single:
+        step.reference(grad, single, [*rest, *scales], options, values.factors, t, first, values.number, piece)
 
 
 def steps_of(
@@ -95,7 +98,7 @@ def _of_formula(name: str, formula: Formula) -> Iterator[tuple[tuple[str, int, b
     """A formula's steps, by its name, the number of lists of state, and whether there are models."""
 
     def reference(
-        grad: Tensor, single: Tensor, state: list[Tensor], o: Any, factors: Factors, t: float, first: bool, _: int
+        grad: Tensor, single: Tensor, state: list[Tensor], o: Any, factors: Factors, t: float, first: bool, *_: object
     ) -> None:
         reference_steps.step(formula.reference, grad, single, state, o, factors, t, first)
 
@@ -165,7 +168,8 @@ def run_step(step: Step, lists: tuple[Entries | None, ...], values: StepValues, 
     operation = step.operation
     check_options(operation.name, step.options, values.options)
     given = tuple(entries for entries in lists if entries is not None)
-    call = checked(operation, given, cache, getattr(values.factors[0], "device", None))
+    pieces = None if values.pieces is None else tuple(values.pieces)
+    call = checked(operation, given, cache, getattr(values.factors[0], "device", None), pieces)
     plan = call.plan
     _check_values(operation, values, plan.count, plan.device)
     if plan.is_coded and captures(plan.device):
@@ -208,6 +212,7 @@ def multi_tensor_step(
     stats: CastStats | None = None,
     found_inf: Tensor | None = None,
     number: int = 0,
+    pieces: Sequence[Piece] | None = None,
     cache: CallCache | None = None,
 ) -> None:
     """One step of n tensors by a formula, in one pass over their memory. Messages name it multi_tensor_FORMULA.
@@ -231,6 +236,8 @@ def multi_tensor_step(
         found_inf: float32, shape [], on the device: where it is not 0, nothing is written. Compiled kernels look at it
             there; torch operations wait for it.
         number: of the step, by which masters with int8 remainders are rounded; modulo 2**32.
+        pieces: which part of a whole tensor each of the n is: they are rounded as those elements of the whole would be.
+            None: all are whole.
         cache: the cache of this call site.
 
     Raises:
@@ -257,7 +264,7 @@ def multi_tensor_step(
         )
     fills = first if FORMULAS[formula].fills_first and state and first is not None else False
     found = None if models is None else stats
-    values = StepValues(options, group_of, factors, found, found_inf, fills, number)
+    values = StepValues(options, group_of, factors, found, found_inf, fills, number, pieces)
     run_step(step, (grads, masters, *state, models, steps), values, cache)
 
 

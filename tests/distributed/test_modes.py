@@ -17,7 +17,7 @@ from torch.optim import SGD, Adam, AdamW
 
 from distributed.world import World
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed
-from fp16opt.engine.dtensors import local, place_of
+from fp16opt.engine.dtensors import local, piece_of
 
 MODES: dict[str, dict[str, Any]] = {
     "one pass": {"fused_step": True},
@@ -44,7 +44,7 @@ class Net(nn.Module):
         def made(*shape: int, of: torch.dtype = dtype) -> nn.Parameter:
             return nn.Parameter(torch.randn(shape, generator=generator).mul_(0.1).to(of))
 
-        self.even = made(48, 256)
+        self.even = made(48, 512)
         self.odd = made(45, 100)
         self.cube = made(10, 12, 40)
         self.few = made(1, 5000)
@@ -107,11 +107,13 @@ def spread(net: Net, layout: str, size: int) -> None:
     elif layout == "hsdp":
         fully_shard(net, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
     elif layout == "columns":
-        fully_shard(net, shard_placement_fn=lambda p: Shard(1) if p.dim() > 1 and p.shape[1] % size == 0 else Shard(0))
+        fully_shard(
+            net, shard_placement_fn=lambda p: Shard(1 if p.dim() == 2 and p.shape[1] % (128 * size) == 0 else 0)
+        )
     elif layout in ("tensor parallel", "tensor parallel, then fsdp2"):
         shape = (size,) if layout == "tensor parallel" else (2, 2)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[2 - len(shape) :])
-        net.linears = nn.ModuleDict({"column": nn.Linear(96, 80, bias=False), "row": nn.Linear(256, 64, bias=True)})
+        net.linears = nn.ModuleDict({"column": nn.Linear(96, 80, bias=False), "row": nn.Linear(512, 64, bias=True)})
         generator = torch.Generator().manual_seed(3)
         for p in net.linears.parameters():
             p.data = torch.randn(p.shape, generator=generator).to(net.even.dtype)
@@ -129,7 +131,7 @@ def like_one_process(rank: int, size: int, mode: str, cls: str, dtype: torch.dty
     plain, net = Net(dtype), Net(dtype)
     spread(net, layout, size)
     if hasattr(net, "linears"):
-        plain.linears = nn.ModuleDict({"column": nn.Linear(96, 80, bias=False), "row": nn.Linear(256, 64, bias=True)})
+        plain.linears = nn.ModuleDict({"column": nn.Linear(96, 80, bias=False), "row": nn.Linear(512, 64, bias=True)})
         for a, b in zip(plain.linears.parameters(), net.linears.parameters(), strict=True):
             a.data = full(b.detach()).clone()
     one, many = (wrap(m, cls, **MODES[mode]) for m in (plain, net))
@@ -199,14 +201,11 @@ def test_zero_steps_have_the_bits_of_one_process(two: World, mode: str) -> None:
 
 
 def placed(whole: Tensor) -> None:
-    """Every element of a piece is where ``place_of`` says, of a whole whose elements are their indices."""
-    place = place_of(whole)
+    """Every element of a piece is where ``piece_of`` says, of a whole whose elements are their indices."""
+    place = piece_of(whole)
     assert place is not None
-    offset, run, stride = place
     piece = local(whole.detach()).reshape(-1)
-    i = torch.arange(piece.numel())
-    wanted = offset + (i // run * stride + i % run if run else i)
-    assert torch.equal(piece.long(), wanted), (whole.placements, place)
+    assert torch.equal(piece.long(), place.indices(torch.arange(piece.numel()))), (whole.placements, place)
 
 
 def index(*shape: int) -> Tensor:
@@ -224,7 +223,7 @@ def places(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     placed(distribute_tensor(index(7, 10), mesh, [Shard(0), Shard(1)], src_data_rank=None))
     crossed = distribute_tensor(index(4, 6, 8), mesh, [Shard(1), Shard(2)], src_data_rank=None)
-    assert place_of(crossed) is None
+    assert piece_of(crossed) is None
     for style in (ColwiseParallel(), RowwiseParallel()):
         net = nn.Sequential(nn.Linear(6, 10, bias=False))
         with torch.no_grad():
