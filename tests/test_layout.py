@@ -72,7 +72,6 @@ FOREIGN = {
     "_values": "of a sparse gradient: values() refuses one that is not coalesced",
     "_indices": "of a sparse gradient: indices() refuses one that is not coalesced",
     "_is_view": "a gradient that is a view may not be kept",
-    "_make_subclass": "how a Parameter subclass is made",
     "_local_tensor": "of a DTensor: to_local() goes through autograd",
     "_foreach_add": "torch's multi-tensor calls are private only by name",
     "_foreach_add_": "as above",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -140,7 +140,7 @@ class DeviceGradients:
         self._set_aside: dict[int, Tensor] | None = None  # true gradients of own rows while a backward adds others
         self._sparse: dict[int, Tensor] = {}
         self._has_dtensors = params.has_dtensors
-        self._specs: list[Any] = [getattr(model, "_spec", None) for model in self.models]  # how DTensors are spread
+        self._spread = [getattr(model, "placements", None) for model in self.models]  # over ranks, of DTensors
         self._own = frozenset(device.own)
         self._dtypes = [model.dtype for model in self.models]
         self._half_own = [row for row in device.own if self._dtypes[row] in HALF_DTYPES]
@@ -177,14 +177,13 @@ class DeviceGradients:
     def _pieces_of(self, grads: list[Tensor | None]) -> list[Tensor | None] | None:
         """This rank's pieces of gradients; None where one is not laid out over ranks as its parameter is."""
         found: list[Tensor | None] = []
-        for grad, spec in zip(grads, self._specs, strict=True):
-            if grad is None:
-                found.append(None)
-                continue
-            own: Any = getattr(grad, "_spec", None)
-            if own is not spec and (own is None or spec is None or own.placements != spec.placements):
+        for grad, wanted in zip(grads, self._spread, strict=True):
+            if grad is None or wanted is None:
+                found.append(grad)
+            elif getattr(grad, "placements", None) == wanted:
+                found.append(grad._local_tensor)  # type: ignore[attr-defined]
+            else:
                 return None
-            found.append(grad if spec is None else grad._local_tensor)  # type: ignore[attr-defined]
         return found
 
     def _as_kernels_take(self, row: int, grad: Tensor) -> Tensor | None:

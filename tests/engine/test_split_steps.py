@@ -222,7 +222,7 @@ def test_tensor_subclasses_are_refused_by_name() -> None:
     inner = SGD([ones(2)], lr=0.1)
     inner.param_groups[0]["params"].append(odd)
     with pytest.raises(
-        ValueError, match=r'group 0, param 1.*: master_weights="split" takes plain tensors, got Wrapped'
+        ValueError, match=r'group 0, param 1.*: master_weights="split" takes plain tensors and DTensors, got Wrapped'
     ):
         wrap(inner)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp16opt.kernels import CallCache, CastStats, multi_tensor_join, multi_tensor_split, state8
+from fp16opt.kernels import WHOLE, CallCache, CastStats, multi_tensor_join, multi_tensor_split, state8
 from fp16opt.kernels.operations import AdamOptions, Factors, SgdOptions
 from fp16opt.kernels.state8 import multi_tensor_adam8, multi_tensor_sgd8
 from fused import oracle_state8 as oracle
@@ -68,7 +68,7 @@ class Problem:
             self.masters = [torch.zeros(n, dtype=torch.int16) for n in SIZES]
             multi_tensor_split(masters, self.models, self.masters, self.stats)
         self.elements = [oracle.Element(p, state.zeros(p.size)) for p in map(np.copy, self.values())]
-        self.scales = [torch.zeros(state8.block_count(n)) for n in SIZES]
+        self.scales = [torch.zeros(WHOLE.block_count(n)) for n in SIZES]
         self.first = [torch.zeros(n, dtype=torch.int8) for n in SIZES]
         self.second = [torch.zeros(n, dtype=torch.uint8) for n in SIZES]
 
@@ -170,7 +170,7 @@ def test_layouts_walk_in_memory_order(implementation: str) -> None:
         place = (lambda t: t.reshape(30, 40).t()) if transposed else arrange
         master, g = (place(v.clone()) for v in values) if transposed else (arrange(v) for v in values)
         first, second = (arrange(torch.zeros(40, 30, dtype=d)) for d in (torch.int8, torch.uint8))
-        scales, step = torch.zeros(state8.block_count(1200)), torch.tensor(0.0)
+        scales, step = torch.zeros(WHOLE.block_count(1200)), torch.tensor(0.0)
         for number in (1, 2):
             multi_tensor_adam8([g], [master], [first], [second], [scales], [step], options, [0], GIVEN, number)
         in_memory = (lambda t: t.t()) if transposed else (lambda t: t)

@@ -232,12 +232,13 @@ def test_chunks_cover_each_element_once(sizes: list[int], random: Any) -> None:
     table = table_of(sizes, places)
     start = (8 * len(places) + 15) // 16 * 16
     start = (start + len(places) + 15) // 16 * 16
-    layout = [("start", "<i8"), ("tensor", "<i4"), ("numel", "<i4")]
+    layout = [("start", "<i8"), ("tensor", "<i4"), ("numel", "<i4"), ("index", "<i8"), ("block", "<i8")]
     chunks = np.frombuffer(table.host.raw, dtype=layout, offset=start, count=table.chunk_count)
     seen = [np.zeros(sizes[place], dtype=np.int8) for place in places]
     for chunk in chunks:
         assert 1 <= chunk["numel"] <= CHUNK
         assert chunk["start"] % CHUNK == 0
+        assert (chunk["index"], chunk["block"]) == (chunk["start"], chunk["start"] // 128)
         seen[chunk["tensor"]][chunk["start"] : chunk["start"] + chunk["numel"]] += 1
     assert all((covered == 1).all() for covered in seen)
     assert list(chunks["tensor"]) == sorted(chunks["tensor"])
