@@ -292,9 +292,16 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             f"{type(self).__name__}(\n  optimizer: {inner}\n  scaler: {self.scaler!r}\n"
             f"  parameters: {self._summary()}\n  grad_accumulation: {self.grad_accumulation!r}, "
             f"on_model_write: {self.on_model_write!r}, master_weights: {self.master_weights!r}, "
-            f"optimizer_state: {self.optimizer_state!r}, gradient_release: {self.gradient_release!r}\n"
+            f"optimizer_state: {self.optimizer_state!r}{self._state_kept()}, "
+            f"gradient_release: {self.gradient_release!r}\n"
             f"  step: {self._describe_step()}\n  memory: {self._measured()}\n)"
         )
+
+    def _state_kept(self) -> str:
+        """Which parameters keep FP32 state where 8 bits were asked for, because of how they are sharded."""
+        asked = self.params.all if self.optimizer_state == "8bit" else []
+        cut = [pair for pair in asked if state_formats.cut_within_blocks(pair.model)]
+        return f" (FP32 for {self.params.describe(cut)}: shards begin within blocks of 128)" if cut else ""
 
     def _describe_step(self) -> str:
         return "fused, in backward" if self.gradient_release else self._stepper.describe()

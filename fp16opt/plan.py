@@ -36,13 +36,12 @@ class Plan:
         ranks: processes that share it.
         shard: "none" (one rank), "ddp", "zero" (ZeRO-1 around DDP) or "fsdp2".
         optimizer: a key of ``OPTIMIZERS``.
-        masters: "full": FP32; "split": 16 bits beside the 16-bit weight; "split24": 8 bits. Split ones only where
-            nothing is sharded: for "zero" and "fsdp2" it is what they would take.
-        state: "fp32", or "8bit": what ``optimizer_state`` is. Parameters of fewer than 4,096 elements, which keep FP32
-            state, are not counted apart.
+        masters: "full": FP32; "split": 16 bits beside the 16-bit weight; "split24": 8 bits.
+        state: "fp32", or "8bit": what ``optimizer_state`` is. Vectors and small matrices, which keep FP32 state, are
+            not counted apart.
         release: "yes": each gradient is used and freed in backward, as with ``gradient_release=True``, on one rank.
-        fused_step: False: the wrapped optimizer's own step, which takes FP32 gradients. With "zero" and "fsdp2" whole
-            masters are stepped that way in any case; elsewhere these optimizers are stepped in one pass.
+        fused_step: False: the wrapped optimizer's own step, which takes FP32 gradients. Else it is one pass, on shards
+            too.
         layers: blocks that FSDP2 gathers one after the other; two are whole at a time.
         clip: whether gradients are clipped, in the worst case with a factor below 1.
         network: bytes/s that a rank sends, and receives.
@@ -114,7 +113,7 @@ class Plan:
     @property
     def _in_one_pass(self) -> bool:
         """Whether gradients wait in 16 bits for a one-pass step: else FP32 ones are made, which torch steps with."""
-        return self._is_split or self._needs_one_pass or (self.fused_step and self.shard in ("none", "ddp"))
+        return self._is_split or self._needs_one_pass or self.fused_step
 
     @property
     def _state_bytes(self) -> float:
@@ -192,11 +191,6 @@ class Plan:
 
     def _notes(self) -> list[str]:
         notes = []
-        refused = ["split masters"] * self._is_split + ["8-bit state"] * (self.state == "8bit")
-        if refused and self.shard in ("zero", "fsdp2"):
-            are = "is" if refused == ["8-bit state"] else "are"
-            words = f"{' and '.join(refused)} {are} refused so far: this is what they would take."
-            notes.append(f"With {self.shard}, {words}")
         if self.release != "no":
             notes.append("In backward the 16-bit gradient of one parameter at a time comes on top, and is freed.")
         return notes

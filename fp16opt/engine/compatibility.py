@@ -15,7 +15,7 @@ from .arguments import quoted
 from .bucketed_step import Certified
 from .buckets import settings_of
 from .config import Config
-from .dtensors import is_sharded
+from .dtensors import is_sharded, piece_of
 from .fused_registry import fused_spec_for
 from .fused_step import NO_MASTERS, groups_obstacle, optimizer_obstacle, params_obstacle
 from .params import HALF_DTYPES, name_of, numbered
@@ -78,9 +78,12 @@ def check_optimizer(
     if config.master_weights == "split":
         certified.check(optimizer)
     if config.gradient_release:
-        _check_release(
-            config, scaler, (lambda: "ZeroRedundancyOptimizer steps its part itself") if is_zero else obstacle
-        )
+        if is_zero:
+            raise ValueError(
+                f"{SAID} does not go with ZeroRedundancyOptimizer, which steps its part when it is told to. Use "
+                "gradient_release=False."
+            )
+        _check_release(config, optimizer, scaler, obstacle)
 
 
 def _obstacle(config: Config, optimizer: Optimizer, names: dict[int, str]) -> str:
@@ -132,9 +135,15 @@ def _check_plain(config: Config, group: dict[str, Any], number: int, names: dict
         if isinstance(param, Tensor) and param.dtype in HALF_DTYPES:
             where = f"group {number}, param {index}{quoted(name_of(group, index, param, names))}"
             check_plain(where, param, config.master_weights)
+            if config.master_weights == "split24" and piece_of(param) is None:
+                raise ValueError(
+                    f'{where}: master_weights="split24" rounds by the place of an element in the whole tensor, and the '
+                    "shards of this one can't be placed: they are cut along two dimensions behind the first, or "
+                    'strided. Use master_weights="split", or another layout.'
+                )
 
 
-def _check_release(config: Config, scaler: LossScaler, obstacle: Callable[[], str]) -> None:
+def _check_release(config: Config, optimizer: Optimizer, scaler: LossScaler, obstacle: Callable[[], str]) -> None:
     if config.fused_step is False:
         raise ValueError(f'{SAID} needs the one-pass step, and fused_step=False rules it out. Use fused_step="auto".')
     if config.grad_accumulation != "model":
@@ -149,6 +158,8 @@ def _check_release(config: Config, scaler: LossScaler, obstacle: Callable[[], st
             "gradient_release=False."
         )
     refuse_ranks(ValueError)
+    if any(is_sharded(param) for group in optimizer.param_groups for param in group["params"]):
+        raise ValueError(f"{SAID} takes plain tensors, got DTensors. Use gradient_release=False on shards.")
     reason = obstacle() or ("" if config.makes_masters else NO_MASTERS)
     if reason:
         raise ValueError(f"{SAID} needs the one-pass step, which can't be had: {reason}. Use gradient_release=False.")

@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import SGD, Adam, AdamW
 
-from distributed.world import World
+from distributed.world import World, raised
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed
 from fp16opt.engine.dtensors import local, piece_of
+from fp16opt.plan import Plan
 
 MODES: dict[str, dict[str, Any]] = {
     "one pass": {"fused_step": True},
@@ -235,6 +236,71 @@ def places(rank: int, size: int) -> None:
 
 def test_where_a_piece_lies_in_its_whole(four: World) -> None:
     four.run(places)
+
+
+# -- what a rank keeps, and what is refused ----------------------------------------------------------------------------
+
+
+BYTES = {"one pass": 16.0, "split": 14.0, "split24": 13.0, "split + 8-bit": 8.1, "split24 + 8-bit": 7.1}
+"""Weights, gradients, masters and moments, a parameter."""
+
+
+def bytes_kept(rank: int, size: int) -> None:
+    for mode, most in BYTES.items():
+        net: Any = nn.Sequential(*(nn.Linear(256, 256, bias=False, dtype=torch.bfloat16) for _ in range(3)))
+        for layer in net:
+            fully_shard(layer)
+        fully_shard(net)
+        opt = wrap(net, "AdamW", **MODES[mode])
+        for number in range(3):
+            give(net, opt, number)
+            opt.clip_master_grads(0.5)
+            kept = opt.memory()
+            opt.step()
+        count = sum(p._local_tensor.numel() for p in net.parameters())
+        assert count == 3 * 256 * 256 // size
+        found = kept.weights + kept.gradients + kept.masters + kept.moments
+        small = 3 * (4 + 4)  # a counter of steps a tensor, and of split masters a number in their place
+        assert found - small <= most * count, (mode, found / count)
+        masters, state = mode.partition(" + ")[0].replace("one pass", "full"), "8bit" if "8-bit" in mode else "fp32"
+        plan = Plan(params=3 * 256 * 256, ranks=size, shard="fsdp2", masters=masters, state=state)
+        parts = {name: value for name, value in plan.memory_parts().items() if "gathered" not in name}
+        assert abs(sum(parts.values()) - found) <= 0.02 * found, (mode, parts, kept)
+
+
+def test_bytes_a_rank_keeps_in_each_mode(two: World) -> None:
+    two.run(bytes_kept)
+
+
+def crossed_shards(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+
+    def param(*shape: int, cut: Any) -> nn.Parameter:
+        whole = torch.ones(shape, dtype=torch.bfloat16)
+        return nn.Parameter(distribute_tensor(whole, mesh, cut, src_data_rank=None))
+
+    crossed = param(4, 64, 64, cut=[Shard(1), Shard(2)])
+    message = raised(ValueError, lambda: MixedPrecisionOptimizer(AdamW([crossed]), master_weights="split24"))
+    assert 'group 0, param 0: master_weights="split24" rounds by the place of an element' in message
+    assert 'Use master_weights="split", or another layout.' in message
+    within = param(64, 320, cut=[Replicate(), Shard(1)])  # 160 columns a rank
+    opt = MixedPrecisionOptimizer(
+        AdamW([crossed, within]),
+        optimizer_state="8bit",
+        named_parameters=[("crossed", crossed), ("within", within)],
+    )
+    assert "(FP32 for crossed, within: shards begin within blocks of 128)" in repr(opt), repr(opt)
+    opt.scale_loss(torch.zeros(()))
+    for p in (crossed, within):
+        p.grad = p.detach() * 0.0 + 1.0
+    opt.step()
+    assert all("exp_avg" in opt.state[p] for p in (crossed, within))
+    message = raised(RuntimeError, lambda: opt.state_dict())
+    assert "state_dict: masters and optimizer state are spread over ranks" in message
+
+
+def test_shards_that_no_code_fits(four: World) -> None:
+    four.run(crossed_shards)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
