@@ -179,6 +179,7 @@ def rows_of(found: dict[str, Any], quick: bool) -> list[common.Row]:
             rows.append(common.ratio_row(f"{shape}: {name} / FP32, policy, fused AdamW", bound, timing, theirs))
     for name, value in found["30 M"]["bytes"].items():
         bound = None if quick else BYTES.get(name)
+        value = round(value, 2)  # counters of 4 bytes a tensor aside
         rows.append(common.Row(f"bytes a parameter, over the ranks: {name}", bound, value, value, value))
     return rows
 

@@ -31,6 +31,8 @@ def parse_arguments(description: str) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--dtype", choices=["fp16", "bf16"], default="fp16", help="of the weights")
+    parser.add_argument("--masters", choices=["full", "split", "split24"], default="full", help="master_weights")
+    parser.add_argument("--state", choices=["fp32", "8bit"], default="fp32", help="optimizer_state")
     parser.add_argument("--steps", type=int, default=240, help="length of the schedule")
     parser.add_argument("--output", type=Path, default=Path("distributed-output"), help="folder for checkpoints")
     parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
@@ -111,6 +113,8 @@ def run(args: argparse.Namespace, device: torch.device, shard: Shard, local: Loc
         adamw,
         dynamic=args.dtype == "fp16",
         grad_accumulation="fp32",
+        master_weights=args.masters,
+        optimizer_state=args.state,
         named_parameters=model.named_parameters(),
     )
     distributed.attach(opt, model, verify_ranks_every=100)
@@ -136,4 +140,5 @@ def run(args: argparse.Namespace, device: torch.device, shard: Shard, local: Loc
             loss /= dist.get_world_size()
             say(f"step {step}: loss {loss.item():.3f}, scale {opt.loss_scale:g}, {rate:,.0f} characters/s")
             distributed.save(args.output / f"step{step}", model, opt)
+    say(f"kept by this rank: {opt.memory()}")
     say(f"validation loss {lm.validate(model, text):.3f}, {opt.skipped_steps} steps skipped")
