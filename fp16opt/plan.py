@@ -54,7 +54,7 @@ class Plan:
     Example:
         >>> plan = Plan(params=7e9, ranks=64, shard="fsdp2")
         >>> round(plan.memory_total() / 2**30, 1), round(plan.traffic() / 2**30, 1)
-        (3.7, 38.5)
+        (3.3, 38.5)
     """
 
     params: float

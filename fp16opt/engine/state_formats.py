@@ -113,7 +113,7 @@ def coded_piece(model: Tensor) -> Piece | None:
 
 def cut_within_blocks(model: Tensor) -> bool:
     """Whether it is only the mesh that has a parameter's state stay FP32."""
-    whole = torch.empty(model.shape, device="meta")
+    whole = torch.empty(model.shape, dtype=torch.float32, device="meta")
     return is_sharded(model) and coded_piece(model) is None and coded_piece(whole) is not None
 
 
