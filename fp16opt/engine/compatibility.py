@@ -78,12 +78,7 @@ def check_optimizer(
     if config.master_weights == "split":
         certified.check(optimizer)
     if config.gradient_release:
-        if is_zero:
-            raise ValueError(
-                f"{SAID} does not go with ZeroRedundancyOptimizer, which steps its part when it is told to. Use "
-                "gradient_release=False."
-            )
-        _check_release(config, optimizer, scaler, obstacle)
+        _check_release(config, optimizer, scaler, obstacle, is_zero)
 
 
 def _obstacle(config: Config, optimizer: Optimizer, names: dict[int, str]) -> str:
@@ -143,7 +138,9 @@ def _check_plain(config: Config, group: dict[str, Any], number: int, names: dict
                 )
 
 
-def _check_release(config: Config, optimizer: Optimizer, scaler: LossScaler, obstacle: Callable[[], str]) -> None:
+def _check_release(
+    config: Config, optimizer: Optimizer, scaler: LossScaler, obstacle: Callable[[], str], is_zero: bool
+) -> None:
     if config.fused_step is False:
         raise ValueError(f'{SAID} needs the one-pass step, and fused_step=False rules it out. Use fused_step="auto".')
     if config.grad_accumulation != "model":
@@ -158,8 +155,11 @@ def _check_release(config: Config, optimizer: Optimizer, scaler: LossScaler, obs
             "gradient_release=False."
         )
     refuse_ranks(ValueError)
-    if any(is_sharded(param) for group in optimizer.param_groups for param in group["params"]):
-        raise ValueError(f"{SAID} takes plain tensors, got DTensors. Use gradient_release=False on shards.")
+    if is_zero or any(is_sharded(param) for group in optimizer.param_groups for param in group["params"]):
+        raise ValueError(
+            f"{SAID} takes plain tensors and an optimizer that steps them, got "
+            f"{'ZeroRedundancyOptimizer' if is_zero else 'DTensors'}. Use gradient_release=False on shards."
+        )
     reason = obstacle() or ("" if config.makes_masters else NO_MASTERS)
     if reason:
         raise ValueError(f"{SAID} needs the one-pass step, which can't be had: {reason}. Use gradient_release=False.")

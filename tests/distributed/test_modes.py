@@ -303,6 +303,23 @@ def test_shards_that_no_code_fits(four: World) -> None:
     four.run(crossed_shards)
 
 
+def released(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    param = nn.Parameter(distribute_tensor(torch.ones(4, 4).half(), mesh, [Shard(0)]))
+    zero = ZeroRedundancyOptimizer([nn.Parameter(torch.ones(4).half())], AdamW)
+    for optimizer, kind in ((AdamW([param]), "DTensors"), (zero, "ZeroRedundancyOptimizer")):
+        message = raised(ValueError, lambda o=optimizer: MixedPrecisionOptimizer(o, gradient_release=True))
+        assert f"an optimizer that steps them, got {kind}. Use gradient_release=False on shards." in message
+
+
+def test_released_gradients_on_shards_of_one_rank_are_refused() -> None:
+    one = World(1)
+    try:
+        one.run(released)
+    finally:
+        one.stop()
+
+
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
