@@ -92,6 +92,7 @@ struct Adam8Step : CodedStep {
             adam_moments(terms.adam, g.v[k], p.v[k], m, v);
             const float second_root = root(v), now = root_to_keep(second_root);
             adam_move(terms.adam, p.v[k], m, second_root);
+            m = moment_to_keep(m);
             const float ratio = ratio_or_zero(magnitude_of(m, uint32_t()), now);
             made.set(k, uint8_t(signed_code(ratio_steps(ratio, terms.units, ratio_dither(dither(chunk, i + k))), m)));
             const float kept = k < left ? now : 0.0f;
@@ -164,6 +165,7 @@ struct Sgd8Step : CodedStep {
                 momentum = signed_of_code(upper_byte(codes.get(k)), scale, kRatioUnit);
                 sgd<false>(terms.sgd, g.v[k], p.v[k], &momentum);
             }
+            momentum = moment_to_keep(momentum);
             rows.values[k * kThreads + thread] = momentum;
             const float size = smaller(magnitude_of(momentum, uint32_t()), kLargestMomentum);
             most = k < left && size > most ? size : most;
