@@ -188,7 +188,10 @@ public:
     FP16OPT_HD void get(int i, Eight<float>& e, int left) const {
         load(e, static_cast<const float*>(first_ + i), aligned_, left);
     }
-    FP16OPT_HD void set(int i, const Eight<float>& e, int left) const { store(e, first_ + i, aligned_, left); }
+    template <bool kWhole = false>
+    FP16OPT_HD void set(int i, const Eight<float>& e, int left) const {
+        store<kWhole>(e, first_ + i, aligned_, left);
+    }
 
 private:
     float* first_;
