@@ -95,6 +95,8 @@ def _number(bits: int, kind: str) -> Any:
 
 def _bits(number: Any, kind: str) -> int:
     if kind in _FLOATS:
+        if np.isnan(number):  # a card has one for all
+            return (1 << (int(kind[1:]) - 1)) - 1
         return int(np.array(number, _FLOATS[kind]).view(f"u{int(kind[1:]) // 8}"))
     return int(number) & ((1 << int(kind[1:])) - 1)
 

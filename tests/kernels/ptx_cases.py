@@ -47,14 +47,14 @@ class Case(NamedTuple):
         kernel: the name of its functor.
         name: what is particular about it.
         written: the tensors that it writes, of N elements each.
-        joint: those of them whose elements depend on what other threads find.
+        apart: those of them whose bits are not compared: they depend on what other threads find, or are nan.
         call: makes it.
     """
 
     kernel: str
     name: str
     written: list[Tensor]
-    joint: list[Tensor]
+    apart: list[Tensor]
     call: Callable[[], None]
 
 
@@ -113,6 +113,11 @@ def _elementwise() -> list[Case]:
                 lambda m=master, w=model, r=rest: multi_tensor_split([m], [w], [r], CastStats.allocate(1, "cpu")),
             )  # fmt: skip
             add("Join", _short(dtype, width), out, lambda w=model, r=rest, o=out: multi_tensor_join([w], [r], [o]))
+            zeros = torch.where(random() < 0, -0.0, 0.0).to(dtype)
+            add(
+                "Join", f"{_short(dtype, width)}, zeros", out,
+                lambda w=zeros, r=codes(width), o=out: multi_tensor_join([w], [r], [o]),
+            )  # fmt: skip
             add(
                 "Renew", _short(dtype, width), rest,
                 lambda w=model, r=rest, d=digests, t=taken: multi_tensor_reset_remainders([w], [r], d[0], d[1], t),
@@ -143,7 +148,7 @@ def _steps() -> list[Case]:
             state: list[Tensor],
             call: Callable[..., None],
             *given: Any,
-            joint: tuple[Tensor, ...] = (),
+            apart: tuple[Tensor, ...] = (),
             name: str = name,
             dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None] = (of_grad, of_master, of_model),
             **more: Any,
@@ -153,7 +158,7 @@ def _steps() -> list[Case]:
             if model is not None:
                 more.update(models=[model], stats=CastStats.allocate(1, "cpu"))
             written = [master, *state] if model is None else [master, model, *state]
-            found.append(Case(kernel, name, written, list(joint), lambda: call([grad], [master], *given, **more)))
+            found.append(Case(kernel, name, written, list(apart), lambda: call([grad], [master], *given, **more)))
 
         m, v, most, count = random(), random().abs(), random().abs(), [torch.tensor(7.0)]
         add("AdamStep", [m, v], adam_step, [m], [v], count, adam, [0], factors)
@@ -176,20 +181,34 @@ def _steps() -> list[Case]:
         first_codes, second, scales = codes(torch.int8), codes(torch.uint8), torch.rand(N // state8.BLOCK)
         add(
             "Adam8Step", [first_codes, second], state8.multi_tensor_adam8,
-            [first_codes], [second], [scales], count, adam, [0], factors, 3, joint=(second,),
+            [first_codes], [second], [scales], count, adam, [0], factors, 3, apart=(second,),
         )  # fmt: skip
         shares, scales = codes(torch.int8), torch.rand(N // state8.BLOCK)
         add(
             "Sgd8Step", [shares], state8.multi_tensor_sgd8, [shares], [scales], momentum, [0], factors, 3,
-            joint=(shares,), first=[False],
+            apart=(shares,), first=[False],
         )  # fmt: skip
     return found
+
+
+def _not_finite() -> list[Case]:
+    """A step of 8-bit state whose gradients are inf and nan of both signs: codes of what became nan."""
+    grad, master, first, second = random(), random(), codes(torch.int8), codes(torch.uint8)
+    grad.view(torch.int32)[::3] = -1
+    grad[1::3] = torch.where(grad[1::3] < 0, -torch.inf, torch.inf)
+    lists = [grad], [master], [first], [second], [torch.rand(N // state8.BLOCK)], [torch.tensor(7.0)]
+    more: Any = [AdamOptions(0.1, 0.9, 0.999, 1e-8, 0.1, True, False)], [0], Factors(ONE, ONE), 3
+    step = Case(
+        "Adam8Step", "own, not finite", [master, first, second], [master, second],
+        lambda: state8.multi_tensor_adam8(*lists, *more),
+    )  # fmt: skip
+    return [step]
 
 
 def all_cases() -> list[Case]:
     """At least one for each kernel that writes tensors."""
     torch.manual_seed(0)
-    return _elementwise() + _steps()
+    return _elementwise() + _steps() + _not_finite()
 
 
 class OneThread:
@@ -253,7 +272,7 @@ def compare(case: Case, thread: Thread) -> Executed:
         total += sum(store.size for store in stores)
         wide += sum(store.size for store in stores if store.size == widest)
         missing += ROWS * 8 - len(places) // tensor.element_size()
-        if not any(tensor is one for one in case.joint):
+        if not any(tensor is one for one in case.apart):
             other += sum(thread.written[at] != memory[at - first] for at in places)
     return Executed(
         case.name, total, wide, missing, other, max(Counter(load.address for load in thread.loads).values())
