@@ -61,7 +61,7 @@ StepChunk chunk_of(const StepLists& lists, const Chunk& c, bool stream) {
     const DType master = table.dtypes[1][size_t(c.tensor)];
     chunk.split = is_narrow(master);
     chunk.split24 = master == DType::byte;
-    chunk.master_dither = master_dither_at(uint64_t(c.index), lists.number);
+    chunk.master_dither = master_dither_at(c.index, lists.number);
     chunk.stream = stream;
     return chunk;
 }
@@ -160,7 +160,7 @@ void step_by(const StepLists& lists, const StepGiven& given) {
 
 State8Chunk codes_of(const StepLists& lists, const StepGiven& given, const Chunk& part, float limit) {
     float* scales = static_cast<float*>((*given.scales)[size_t(part.tensor)]) + part.block;
-    return {scales, limit, dither_at(uint64_t(part.index), lists.number)};
+    return {scales, limit, dither_at(part.index, lists.number)};
 }
 
 void require_scales(const StepLists& lists, const StepGiven& given) {

@@ -56,6 +56,13 @@ FP16OPT_HD uint32_t with_sign_of(uint32_t x, uint32_t of) { return int32_t(of) <
 // A float that is not negative, with the sign of a whole number.
 FP16OPT_HD float with_sign_of(float x, uint32_t of) { return bit_cast<float>(bit_cast<uint32_t>(x) | (of & 0x80000000u)); }
 
+// x, or `like` where that has another sign.
+FP16OPT_HD float signed_as(float x, float like) {
+    const uint32_t bits = bit_cast<uint32_t>(x), other = bit_cast<uint32_t>(like);
+    const uint32_t differs = 0u - ((bits ^ other) >> 31);
+    return bit_cast<float>((bits & ~differs) | (other & differs));
+}
+
 // (x - 1) * by for an x of which 1 can be taken without rounding: one fused operation for a vector, and the same bits.
 FP16OPT_HD float times_one_less(float x, float by) { return (x - 1.0f) * by; }
 

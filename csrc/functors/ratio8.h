@@ -17,6 +17,7 @@ constexpr float kLargestRoot = 0x1p62f;     // of v that is kept: its square is 
 constexpr float kLeastScale = 0x1p-46f;     // blocks below it are zero: their squares would leave the normal range
 constexpr float kLargestMomentum = 0x1p126f;
 constexpr float kLeastMomentum = 0x1p-100f;
+constexpr float kLargestMoment = 0x1.fffffep127f;  // the code of infinity is its code too
 constexpr float kShareUnit = 1.0f / 255.0f;
 constexpr float kShares = 0x1.fe0004p7f;    // 255, and so much more that the largest is never rounded down
 constexpr float kRatioUnit = 1.0f / 247.0f;
@@ -54,6 +55,13 @@ FP16OPT_HD T signed_of_code(W code, T per, T unit) {
 template <class T>
 FP16OPT_HD T root_to_keep(T root_of_second) {
     return smaller(root_of_second, kLargestRoot);
+}
+
+// m, or SGD's momentum. A nan counts as a positive number, as it does in the two that look for a block's largest: its sign differs
+// from processor to processor, and would be the code's.
+template <class T>
+FP16OPT_HD T moment_to_keep(T m) {
+    return smaller(m, kLargestMoment);
 }
 
 template <class T, class W>

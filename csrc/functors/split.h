@@ -23,6 +23,16 @@ FP16OPT_HD uint16_t plain_remainder(bool half, uint16_t weight) {
     return half && (weight & 0x7fffu) == 0x7c00u ? uint16_t(kCoarseInfinity) : uint16_t(0);
 }
 
+// The master that a weight and its remainder add up to, or the weight itself where that has another sign. T is float or a
+// vector of floats. A master has the sign of its weight, so it rounds to the weight that is there. Only at zeros the sum may
+// have another one, by a remainder to which no master is split: other code has written a zero, and what stands beside
+// it belongs to the weight before. The sum would round to the other zero, and of bfloat16 be a nan. A float16 weight of -0
+// with no remainder gets its sign back by the same choice: -0 + 0 is 0.
+template <class T>
+FP16OPT_HD T master_of(T sum, T weight) {
+    return signed_as(sum, weight);
+}
+
 // -- bfloat16 --------------------------------------------------------------------------------------------------------
 
 FP16OPT_HD uint16_t split_weight(BFloat16, float master) {
@@ -35,7 +45,8 @@ FP16OPT_HD uint16_t split_remainder(BFloat16, float master, float, uint16_t) {
 }
 // The remainder is a signed number: the weight may have been rounded up.
 FP16OPT_HD float join(BFloat16, float, uint16_t weight, uint16_t remainder) {
-    return bit_cast<float>((uint32_t(weight) << 16) + uint32_t(int32_t(int16_t(remainder))));
+    const uint32_t wide = uint32_t(weight) << 16;
+    return master_of(bit_cast<float>(wide + uint32_t(int32_t(int16_t(remainder)))), bit_cast<float>(wide));
 }
 
 // -- float16 ---------------------------------------------------------------------------------------------------------
@@ -60,7 +71,7 @@ FP16OPT_HD T steps_away(T master, T wide, T per_one) {
 }
 template <class T>
 FP16OPT_HD T steps_added(T wide, T steps, T step) {
-    return exact_product_plus(steps, step, wide);
+    return master_of(exact_product_plus(steps, step, wide), wide);
 }
 
 FP16OPT_HD uint16_t split_remainder(Half, float master, float wide, uint16_t weight) {
@@ -80,8 +91,8 @@ FP16OPT_HD uint16_t split_remainder(Half, float master, float wide, uint16_t wei
 FP16OPT_HD float join(Half, float wide, uint16_t weight, uint16_t remainder) {
     const uint32_t code = remainder, sign = (uint32_t(weight) & 0x8000u) << 16;
     const float step = bit_cast<float>((half_exponent(weight) + 86u) << 23);
-    // An infinite or nan weight stays what it is, and the sign is put back, which -0 + 0 would lose.
-    const uint32_t near = bit_cast<uint32_t>(steps_added(wide, float(int32_t(int16_t(remainder))), step)) | sign;
+    // An infinite or nan weight stays what it is.
+    const uint32_t near = bit_cast<uint32_t>(steps_added(wide, float(int32_t(int16_t(remainder))), step));
     const uint32_t beyond = sign | (kCoarseFrom + (code << kCoarseShift));
     const uint32_t coarse = mask_if((uint32_t(weight) & 0x7fffu) == 0x7c00u) & mask_if(code != kCoarseInfinity);
     return bit_cast<float>((beyond & coarse) | (near & ~coarse));

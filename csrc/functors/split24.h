@@ -50,7 +50,8 @@ FP16OPT_HD Parts24 split24(BFloat16, float master, uint32_t dither) {
     return {uint16_t((bits + 0x8000u) >> 16), uint8_t(bits >> 8)};
 }
 FP16OPT_HD float join24(BFloat16, uint16_t weight, uint8_t remainder) {
-    return bit_cast<float>((uint32_t(weight) << 16) + (uint32_t(int32_t(int8_t(remainder))) << 8));
+    const uint32_t wide = uint32_t(weight) << 16;
+    return master_of(bit_cast<float>(wide + (uint32_t(int32_t(int8_t(remainder))) << 8)), bit_cast<float>(wide));
 }
 
 // -- float16 ---------------------------------------------------------------------------------------------------------
@@ -68,12 +69,12 @@ FP16OPT_HD Parts24 split24(Half, float master, uint32_t) {
     return {weight, uint8_t(int8_t(low > kMostSteps24 ? kMostSteps24 : low))};
 }
 FP16OPT_HD float join24(Half, uint16_t weight, uint8_t remainder) {
-    const uint32_t sign = (uint32_t(weight) & 0x8000u) << 16;
     if ((uint32_t(weight) & 0x7fffu) == 0x7c00u && remainder != 0xffu) {
+        const uint32_t sign = (uint32_t(weight) & 0x8000u) << 16;
         return bit_cast<float>(sign | (kCoarseFrom + (uint32_t(remainder) << kCoarseShift24)));
     }
     const float step = bit_cast<float>((half_exponent(weight) + 94u) << 23);
-    return bit_cast<float>(bit_cast<uint32_t>(steps_added(half_to_float(weight), float(int8_t(remainder)), step)) | sign);
+    return steps_added(half_to_float(weight), float(int8_t(remainder)), step);
 }
 
 FP16OPT_END

@@ -12,8 +12,8 @@ struct Chunk {
     int64_t start;   // first element within its tensor
     int32_t tensor;  // place in the lists
     int32_t numel;   // 1 .. kChunk
-    int64_t index;   // of the first element within the whole tensor, where this one is a piece of it
-    int64_t block;   // of the first element among the tensor's scales
+    uint32_t index;  // of the first element within the whole tensor, where this one is a piece of it: its lower 32 bits
+    uint32_t block;  // of the first element among the tensor's scales
 };
 
 // Where a tensor's elements lie in the whole tensor of which it is a piece: element i has there the index

@@ -147,6 +147,20 @@ FP16OPT_HD void put_thread(Shared& s, int t, const Found& found) {
     if (finds & kFlags) s.flags[t] = found.flags;
 }
 
+// What all lanes together were found to hold.
+template <int finds>
+FP16OPT_HD Found get_all(const Shared& s) {
+    return {finds & kSumsq ? s.sums[0] : 0.0, finds & kDigest ? s.digests[0] : 0u, finds & kFlags ? s.flags[0] : 0u};
+}
+
+// Writes what `finds` says, and nothing else.
+template <int finds>
+FP16OPT_HD void put_part(Found& part, const Found& found) {
+    if (finds & kSumsq) part.sumsq = found.sumsq;
+    if (finds & kDigest) part.digest = found.digest;
+    if (finds & kFlags) part.flags = found.flags;
+}
+
 // Adds the chunks of one tensor, in order, to s.total.
 template <int finds>
 FP16OPT_HD void add_chunks(const Lists& lists, int64_t first, int64_t end, Shared& s) {
@@ -195,10 +209,10 @@ FP16OPT_HD void run_finding(const Operation& operation, const Lists& lists, int6
         reduce<finds>(s);
         for_threads([&](int t) {
             if (t != 0) return;
-            s.total = Found{s.sums[0], s.digests[0], s.flags[0]};
+            s.total = get_all<finds>(s);
             s.tensor_done = true;
             if (end - first == 1) return;
-            lists.partial[block] = s.total;
+            put_part<finds>(lists.partial[block], s.total);
             s.tensor_done = is_last(lists.counters + chunk.tensor, uint32_t(end - first));
         });
         if (!s.tensor_done) return;

@@ -66,8 +66,7 @@ class Masters {
 public:
     // The models' list is -1 where there are none. `number` is the step's, by which masters in 24 bits are rounded.
     FP16OPT_HD Masters(const Lists& lists, const Chunk& chunk, int master_list, int model_list, uint32_t number = 0)
-        : first_(lists.bytes_at(master_list, chunk)), models_(nullptr),
-          dither_(master_dither_at(uint64_t(chunk.index), number)),
+        : first_(lists.bytes_at(master_list, chunk)), models_(nullptr), dither_(master_dither_at(chunk.index, number)),
           split_(lists.dtype(master_list, chunk) != DType::single),
           bytes_(lists.dtype(master_list, chunk) == DType::byte), half_(false), aligned_(is_aligned(first_)),
           models_aligned_(false) {
@@ -188,7 +187,10 @@ public:
     FP16OPT_HD void get(int i, Eight<float>& e, int left) const {
         load(e, static_cast<const float*>(first_ + i), aligned_, left);
     }
-    FP16OPT_HD void set(int i, const Eight<float>& e, int left) const { store(e, first_ + i, aligned_, left); }
+    template <bool kWhole = false>
+    FP16OPT_HD void set(int i, const Eight<float>& e, int left) const {
+        store<kWhole>(e, first_ + i, aligned_, left);
+    }
 
 private:
     float* first_;

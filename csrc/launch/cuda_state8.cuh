@@ -46,11 +46,23 @@ FP16OPT_HD uint32_t upper_byte(uint8_t code) { return uint32_t(code) << 24; }
 struct CodedStep : StepCommon {
     typedef CodedRow Rows;
 
-    FP16OPT_HD float* scales(const Lists& lists, int own_list, const Chunk& chunk) const {
-        const int list = model_list < 0 ? own_list : model_list + 1;
-        return lists.at<float>(list, Chunk{chunk.block, chunk.tensor, chunk.numel, 0, 0});
+    // Where a chunk lies. A thread reads addresses and dtypes once: from row to row its stores might have changed them, for all
+    // that the compiler knows.
+    struct Memory {
+        Grads grads;
+        Masters masters;
+        CodeBytes first, second;
+        float* scales;
+    };
+    FP16OPT_HD Memory memory_of(const Lists& lists, const Chunk& chunk, int second_list, int own_scales) const {
+        const int scale_list = model_list < 0 ? own_scales : model_list + 1;
+        return {{lists, chunk},
+                {lists, chunk, 1, model_list, number},
+                {lists, 2, chunk},
+                {lists, second_list, chunk},
+                lists.at<float>(scale_list, Chunk{chunk.block, chunk.tensor, chunk.numel, 0, 0})};
     }
-    FP16OPT_HD uint32_t dither(const Chunk& chunk, int i) const { return dither_at(uint64_t(chunk.index + i), number); }
+    FP16OPT_HD uint32_t dither(const Chunk& chunk, int i) const { return dither_at(chunk.index + uint32_t(i), number); }
 };
 
 // One step of Adam or AdamW. The state's lists: exp_avg_codes, exp_avg_sq_codes.
@@ -60,7 +72,9 @@ struct Adam8Step : CodedStep {
         AdamTerms<float> adam;
         float unit, units;
     };
-    static constexpr int blocks = 2, scale_list = 4;
+    static constexpr int blocks = 2;
+
+    FP16OPT_HD Memory memory(const Lists& lists, const Chunk& chunk) const { return memory_of(lists, chunk, 3, 4); }
 
     FP16OPT_HD Terms terms(const Lists&, const Chunk& chunk) const {
         const Member& member = members[chunk.tensor];
@@ -68,21 +82,18 @@ struct Adam8Step : CodedStep {
         return Terms{terms_of<Adam>(factors(g.maximize != 0), g, count(member)), g.limit * kRatioUnit, kRatios * (1.0f / g.limit)};
     }
 
-    FP16OPT_HD Found advance(const Terms& terms, const Lists& lists, const Chunk& chunk, int i, int left, int thread,
+    FP16OPT_HD Found advance(const Terms& terms, const Memory& memory, const Chunk& chunk, int i, int left, int thread,
                              Rows& rows) const {
-        const Grads grads(lists, chunk);
-        const Masters masters(lists, chunk, 1, model_list, number);
-        const CodeBytes first(lists, 2, chunk), second(lists, 3, chunk);
-        const float scale = scales(lists, scale_list, chunk)[i / kStateBlock];
+        const float scale = memory.scales[i / kStateBlock];
         Words raw_grad, raw_master;
         Eight<float> g, p;
         Eight<uint8_t> ratios, shares, made;
-        grads.get(i, raw_grad, left);
-        masters.get(i, raw_master, left);
-        first.get(i, ratios, left);
-        second.get(i, shares, left);
-        grads.widen_to(raw_grad, g);
-        masters.values(raw_master, p);
+        memory.grads.get(i, raw_grad, left);
+        memory.masters.get(i, raw_master, left);
+        memory.first.get(i, ratios, left);
+        memory.second.get(i, shares, left);
+        memory.grads.widen_to(raw_grad, g);
+        memory.masters.values(raw_master, p);
         made.clear();
         float most = 0.0f;
         FP16OPT_UNROLL
@@ -92,6 +103,7 @@ struct Adam8Step : CodedStep {
             adam_moments(terms.adam, g.v[k], p.v[k], m, v);
             const float second_root = root(v), now = root_to_keep(second_root);
             adam_move(terms.adam, p.v[k], m, second_root);
+            m = moment_to_keep(m);
             const float ratio = ratio_or_zero(magnitude_of(m, uint32_t()), now);
             made.set(k, uint8_t(signed_code(ratio_steps(ratio, terms.units, ratio_dither(dither(chunk, i + k))), m)));
             const float kept = k < left ? now : 0.0f;
@@ -99,20 +111,20 @@ struct Adam8Step : CodedStep {
             most = kept > most ? kept : most;
         }
         rows.largest[thread] = most;
-        first.set(i, made, left);
+        memory.first.set(i, made, left);
         Found found{0.0, 0, 0};
-        masters.set(i, p, left, found);
+        memory.masters.set(i, p, left, found);
         return found;
     }
 
-    FP16OPT_HD void keep(const Lists& lists, const Chunk& chunk, int i, int left, int thread, const Rows& rows) const {
+    FP16OPT_HD void keep(const Memory& memory, const Chunk& chunk, int i, int left, int thread, const Rows& rows) const {
         const float largest = rows.largest_of_block(thread);
         const bool zero = !(largest >= kLeastScale);
         const float per_scale = 1.0f / largest;
         Eight<uint8_t> made;
         made.clear();
         if (zero) {
-            CodeBytes(lists, 2, chunk).set(i, made, left);
+            memory.first.set(i, made, left);
         } else {
             FP16OPT_UNROLL
             for (int k = 0; k < kGroup; ++k) {
@@ -121,8 +133,8 @@ struct Adam8Step : CodedStep {
                 made.set(k, uint8_t(root_code(to_words(shares), kept)));
             }
         }
-        CodeBytes(lists, 3, chunk).set(i, made, left);
-        if (i % kStateBlock == 0) scales(lists, scale_list, chunk)[i / kStateBlock] = zero ? 0.0f : largest;
+        memory.second.set(i, made, left);
+        if (i % kStateBlock == 0) memory.scales[i / kStateBlock] = zero ? 0.0f : largest;
     }
 };
 
@@ -133,7 +145,9 @@ struct Sgd8Step : CodedStep {
         SgdTerms<float> sgd;
         bool first;
     };
-    static constexpr int blocks = 3, scale_list = 3;
+    static constexpr int blocks = 3;
+
+    FP16OPT_HD Memory memory(const Lists& lists, const Chunk& chunk) const { return memory_of(lists, chunk, 2, 3); }
 
     FP16OPT_HD Terms terms(const Lists& lists, const Chunk& chunk) const {
         const SgdGroup& g = groups[members[chunk.tensor].group];
@@ -141,19 +155,17 @@ struct Sgd8Step : CodedStep {
         return Terms{terms_of<Sgd>(factors(g.maximize != 0), g, 0.0f), first};
     }
 
-    FP16OPT_HD Found advance(const Terms& terms, const Lists& lists, const Chunk& chunk, int i, int left, int thread,
+    FP16OPT_HD Found advance(const Terms& terms, const Memory& memory, const Chunk& chunk, int i, int left, int thread,
                              Rows& rows) const {
-        const Grads grads(lists, chunk);
-        const Masters masters(lists, chunk, 1, model_list, number);
-        const float scale = scales(lists, scale_list, chunk)[i / kStateBlock];
+        const float scale = memory.scales[i / kStateBlock];
         Words raw_grad, raw_master;
         Eight<float> g, p;
         Eight<uint8_t> codes;
-        grads.get(i, raw_grad, left);
-        masters.get(i, raw_master, left);
-        CodeBytes(lists, 2, chunk).get(i, codes, left);
-        grads.widen_to(raw_grad, g);
-        masters.values(raw_master, p);
+        memory.grads.get(i, raw_grad, left);
+        memory.masters.get(i, raw_master, left);
+        memory.first.get(i, codes, left);
+        memory.grads.widen_to(raw_grad, g);
+        memory.masters.values(raw_master, p);
         float most = 0.0f;
         FP16OPT_UNROLL
         for (int k = 0; k < kGroup; ++k) {
@@ -164,17 +176,18 @@ struct Sgd8Step : CodedStep {
                 momentum = signed_of_code(upper_byte(codes.get(k)), scale, kRatioUnit);
                 sgd<false>(terms.sgd, g.v[k], p.v[k], &momentum);
             }
+            momentum = moment_to_keep(momentum);
             rows.values[k * kThreads + thread] = momentum;
             const float size = smaller(magnitude_of(momentum, uint32_t()), kLargestMomentum);
             most = k < left && size > most ? size : most;
         }
         rows.largest[thread] = most;
         Found found{0.0, 0, 0};
-        masters.set(i, p, left, found);
+        memory.masters.set(i, p, left, found);
         return found;
     }
 
-    FP16OPT_HD void keep(const Lists& lists, const Chunk& chunk, int i, int left, int thread, const Rows& rows) const {
+    FP16OPT_HD void keep(const Memory& memory, const Chunk& chunk, int i, int left, int thread, const Rows& rows) const {
         const float largest = rows.largest_of_block(thread);
         const bool zero = !(largest >= kLeastMomentum);
         Eight<uint8_t> made;
@@ -186,24 +199,25 @@ struct Sgd8Step : CodedStep {
             const float share = ratio_or_zero(magnitude_of(value, uint32_t()), largest);
             made.set(k, uint8_t(zero ? 0u : signed_code(ratio_steps(share, kRatios, dither_low), value)));
         }
-        CodeBytes(lists, 2, chunk).set(i, made, left);
-        if (i % kStateBlock == 0) scales(lists, scale_list, chunk)[i / kStateBlock] = zero ? 0.0f : largest;
+        memory.first.set(i, made, left);
+        if (i % kStateBlock == 0) memory.scales[i / kStateBlock] = zero ? 0.0f : largest;
     }
 };
 
 // Row after row in two phases: see above.
 template <class Step>
 FP16OPT_HD void work_in_rows(const WithTerms<Step>& o, const Lists& lists, const Chunk& chunk, Shared& s) {
+    const CodedStep::Memory memory = o.step.memory(lists, chunk);
     for (int row = 0; row < chunk.numel; row += kRow) {
         for_threads([&](int t) {
             const int i = row + t * kGroup, left = chunk.numel - i;
             if (row == 0) s.flags[t] = 0;
             o.rows.largest[t] = 0.0f;
-            if (left > 0) s.flags[t] |= o.step.advance(o.terms, lists, chunk, i, left, t, o.rows).flags;
+            if (left > 0) s.flags[t] |= o.step.advance(o.terms, memory, chunk, i, left, t, o.rows).flags;
         });
         for_threads([&](int t) {
             const int i = row + t * kGroup, left = chunk.numel - i;
-            if (left > 0) o.step.keep(lists, chunk, i, left, t, o.rows);
+            if (left > 0) o.step.keep(memory, chunk, i, left, t, o.rows);
         });
     }
 }

@@ -89,7 +89,7 @@ struct StepOf : StepCommon {
                 if constexpr (F::phases > 1) step_one<F, kStates, 1, kFirst>(terms, g, p, kept, k);
             }
             FP16OPT_UNROLL
-            for (int j = 0; j < kStates; ++j) state[j].set(i, kept[j], left);
+            for (int j = 0; j < kStates; ++j) state[j].template set<(kStates > 1)>(i, kept[j], left);
             masters.set(i, p, left, found);
         });
         return found;

@@ -36,9 +36,17 @@ FP16OPT_HD Bytes16 load16(const void* from) {
 #endif
 }
 
+// kWhole: by an instruction that the compiler can't take apart. It does so with four of 32 bits in steps that store several
+// lists of float32, and the memory then gets four times as many requests. Where it doesn't, the instruction costs registers.
+template <bool kWhole = false>
 FP16OPT_HD void store16(void* to, const Bytes16& b) {
 #if defined(__CUDA_ARCH__)
-    *static_cast<uint4*>(to) = make_uint4(b.word[0], b.word[1], b.word[2], b.word[3]);
+    const uint4 v = make_uint4(b.word[0], b.word[1], b.word[2], b.word[3]);
+    if constexpr (kWhole) {
+        __stwb(static_cast<uint4*>(to), v);
+    } else {
+        *static_cast<uint4*>(to) = v;
+    }
 #else
     memcpy(to, &b, sizeof(b));
 #endif
@@ -83,7 +91,10 @@ struct Eight {
     }
 
     FP16OPT_HD void load(const T* from) { bytes = load16(from); }
-    FP16OPT_HD void store(T* to) const { store16(to, bytes); }
+    template <bool kWhole = false>
+    FP16OPT_HD void store(T* to) const {
+        store16<kWhole>(to, bytes);
+    }
     FP16OPT_HD uint32_t word_at(int k) const { return bytes.word[k]; }
     FP16OPT_HD void set_word(int k, uint32_t value) { bytes.word[k] = value; }
     FP16OPT_HD T get(int i) const { return T{uint16_t(bytes.word[i / 2] >> (i % 2 * 16))}; }
@@ -118,13 +129,14 @@ struct Eight<float> {
             for (int i = 0; i < 4; ++i) v[4 * k + i] = bit_cast<float>(b.word[i]);
         }
     }
+    template <bool kWhole = false>
     FP16OPT_HD void store(float* to) const {
         FP16OPT_UNROLL
         for (int k = 0; k < 2; ++k) {
             Bytes16 b;
             FP16OPT_UNROLL
             for (int i = 0; i < 4; ++i) b.word[i] = bit_cast<uint32_t>(v[4 * k + i]);
-            store16(to + 4 * k, b);
+            store16<kWhole>(to + 4 * k, b);
         }
     }
     FP16OPT_HD uint32_t word_at(int k) const { return bit_cast<uint32_t>(v[k]); }
@@ -159,6 +171,7 @@ struct Eight<uint8_t> {
         memcpy(word, from, sizeof(word));
 #endif
     }
+    template <bool kWhole = false>
     FP16OPT_HD void store(uint8_t* to) const {
 #if defined(__CUDA_ARCH__)
         *reinterpret_cast<uint2*>(to) = make_uint2(word[0], word[1]);
@@ -193,9 +206,9 @@ FP16OPT_HD void store_singly(const Eight<T>& from, T* to, int first, int end) {
 }
 
 // The first `valid` elements, by a thread that may be alone in its warp to store any.
-template <class T>
+template <bool kWhole = false, class T>
 FP16OPT_HD void store_alone(const Eight<T>& from, T* to, bool aligned, int valid) {
-    if (aligned && valid >= kGroup) return from.store(to);
+    if (aligned && valid >= kGroup) return from.template store<kWhole>(to);
     store_singly(from, to, 0, valid);
 }
 
@@ -213,7 +226,7 @@ constexpr FP16OPT_HD int words_before() {
 // Thread `lane` of a warp stores the block, or two, that its elements begin in, from the block's beginning on, if they and those
 // of the thread before fill it; the first and the last thread store singly what is in no such block. `before`: the last
 // words of the thread before.
-template <class T>
+template <bool kWhole, class T>
 FP16OPT_HD void store_blocks(const Eight<T>& from, const uint32_t* before, T* to, int left, int lane) {
     constexpr int kWords = 2 * int(sizeof(T)), kBefore = words_before<T>();
     const int offset = int(reinterpret_cast<uintptr_t>(to) % block_bytes<T>());
@@ -237,14 +250,14 @@ FP16OPT_HD void store_blocks(const Eight<T>& from, const uint32_t* before, T* to
         const uint32_t low = words[kBefore + k - 1], high = words[kBefore + k];
         shifted.set_word(k, sizeof(T) == 4 ? high : uint32_t((uint64_t(high) << 32 | low) >> (32 - offset % 4 * 8)));
     }
-    shifted.store(reinterpret_cast<T*>(reinterpret_cast<char*>(to) - offset));
+    shifted.template store<kWhole>(reinterpret_cast<T*>(reinterpret_cast<char*>(to) - offset));
 }
 
 // The first `left` elements, by all threads of a warp that have any: they call this together, for groups one behind the
 // other. `left` is what there is from `to` on, up to 256, so that a thread knows which of those behind it have some.
-template <class T>
+template <bool kWhole = false, class T>
 FP16OPT_HD void store(const Eight<T>& from, T* to, bool aligned, int left) {
-    if (aligned) return store_alone(from, to, true, left);
+    if (aligned) return store_alone<kWhole>(from, to, true, left);
     constexpr int kWords = 2 * int(sizeof(T)), kBefore = words_before<T>();
 #if defined(__CUDA_ARCH__)
     const int lane = int(threadIdx.x) % kWarp;
@@ -254,7 +267,7 @@ FP16OPT_HD void store(const Eight<T>& from, T* to, bool aligned, int left) {
     for (int k = 0; k < kBefore; ++k) {
         before[k] = __shfl_up_sync(together, from.word_at(kWords - kBefore + k), 1);
     }
-    store_blocks(from, before, to, left, lane);
+    store_blocks<kWhole>(from, before, to, left, lane);
 #else
     Given given{{}, kWords, reinterpret_cast<char*>(to), left, nullptr};
     for (int k = 0; k < kWords; ++k) given.words[k] = from.word_at(k);
@@ -263,7 +276,7 @@ FP16OPT_HD void store(const Eight<T>& from, T* to, bool aligned, int left) {
         uint32_t before[kBefore] = {};
         for (int k = 0; k < kWords; ++k) mine.set_word(k, own.words[k]);
         for (int k = 0; end_of_before != nullptr && k < kBefore; ++k) before[k] = end_of_before[k - kBefore];
-        store_blocks(mine, before, reinterpret_cast<T*>(own.to), own.left, lane);
+        store_blocks<kWhole>(mine, before, reinterpret_cast<T*>(own.to), own.left, lane);
     };
     turns.give(given);
 #endif

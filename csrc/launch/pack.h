@@ -19,7 +19,8 @@ inline std::vector<Chunk> pack(const std::vector<int64_t>& numels, const std::ve
         for (int64_t first = 0, index = piece.offset, block = 0; first < numel; first += unit, index += piece.stride) {
             for (int64_t at = 0; at < unit; at += kChunk) {
                 const int64_t left = unit - at;
-                chunks.push_back({first + at, place, int32_t(left < kChunk ? left : kChunk), index + at, block + at / kScaled});
+                chunks.push_back({first + at, place, int32_t(left < kChunk ? left : kChunk), uint32_t(index + at),
+                                  uint32_t(block + at / kScaled)});
             }
             block += (unit + kScaled - 1) / kScaled;
         }

@@ -51,7 +51,7 @@ FP16OPT_HD bool is_special(const Half* weights) {
     load(static_cast<const void*>(weights), n);
     return any_from(n, 0x7c00u);
 }
-// Of bfloat16 a master is weight and remainder as one integer, whatever they are.
+// Of bfloat16 a master is weight and remainder as one integer, infinite or not.
 FP16OPT_HD bool is_special(const BFloat16*) { return false; }
 
 #if defined(FP16OPT_AVX512)
@@ -64,8 +64,7 @@ FP16OPT_HD void join_finite(const Half* weights, const uint16_t* remainders, Blo
         const __m512i exponents = step_exponents_of(exponents_of(p.v[i]));
         const Floats step = _mm512_castsi512_ps(_mm512_sub_epi32(exponents, _mm512_set1_epi32(26 << 23)));
         const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(remainders + 16 * i));
-        const Floats near = steps_added(p.v[i], _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(codes)), step);
-        p.v[i] = _mm512_or_ps(near, _mm512_and_ps(p.v[i], _mm512_set1_ps(-0.0f)));
+        p.v[i] = steps_added(p.v[i], _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(codes)), step);
     }
 }
 // Rounds to weights and remainders. False where a weight isn't finite.
@@ -88,7 +87,8 @@ FP16OPT_HD void join_finite(const BFloat16* weights, const uint16_t* remainders,
     load(weights, p);
     for (int i = 0; i < 4; ++i) {
         const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(remainders + 16 * i));
-        p.v[i] = _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p.v[i]), _mm512_cvtepi16_epi32(codes)));
+        const __m512i sum = _mm512_add_epi32(_mm512_castps_si512(p.v[i]), _mm512_cvtepi16_epi32(codes));
+        p.v[i] = master_of(_mm512_castsi512_ps(sum), p.v[i]);
     }
 }
 FP16OPT_HD bool split_finite(const Block& p, BFloat16* weights, uint16_t* remainders) {
@@ -111,8 +111,7 @@ FP16OPT_HD void join_finite(const Half* weights, const uint16_t* remainders, Blo
     for (int i = 0; i < 8; ++i) {
         const __m256i exponents = step_exponents_of(exponents_of(p.v[i]));
         const Floats step = _mm256_castsi256_ps(_mm256_sub_epi32(exponents, _mm256_set1_epi32((26 + 16) << 23)));
-        const Floats near = steps_added(p.v[i], _mm256_cvtepi32_ps(spread_shorts(remainders + 8 * i)), step);
-        p.v[i] = _mm256_or_ps(near, _mm256_and_ps(p.v[i], _mm256_set1_ps(-0.0f)));
+        p.v[i] = steps_added(p.v[i], _mm256_cvtepi32_ps(spread_shorts(remainders + 8 * i)), step);
     }
 }
 // Rounds to weights and remainders. False where a weight isn't finite.
@@ -137,7 +136,7 @@ FP16OPT_HD void join_finite(const BFloat16* weights, const uint16_t* remainders,
     load(weights, p);
     for (int i = 0; i < 8; ++i) {
         const __m256i codes = _mm256_srai_epi32(spread_shorts(remainders + 8 * i), 16);
-        p.v[i] = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p.v[i]), codes));
+        p.v[i] = master_of(_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p.v[i]), codes)), p.v[i]);
     }
 }
 FP16OPT_HD bool split_finite(const Block& p, BFloat16* weights, uint16_t* remainders) {

@@ -18,15 +18,16 @@ FP16OPT_HD bool join24_finite(const Half* weights, const Codes& remainders, Bloc
     load(weights, p);
     for (int k = 0; k < kVectors; ++k) {
         const Floats step = bit_cast<Floats>(step_exponents(p.v[k]) - ((18u + 24u) << 23));
-        const Floats near = steps_added(p.v[k], to_floats(remainders.v[k]), step);
-        p.v[k] = bit_cast<Floats>(bit_cast<Words>(near) | (bit_cast<Words>(p.v[k]) & 0x80000000u));
+        p.v[k] = steps_added(p.v[k], to_floats(remainders.v[k]), step);
     }
     return !any_from(p, kInfinity);
 }
-// Of bfloat16 a master is weight and remainder as one integer, whatever they are.
+// Of bfloat16 a master is weight and remainder as one integer, infinite or not.
 FP16OPT_HD bool join24_finite(const BFloat16* weights, const Codes& remainders, Block& p) {
     load(weights, p);
-    for (int k = 0; k < kVectors; ++k) p.v[k] = bit_cast<Floats>(bit_cast<Words>(p.v[k]) + upper_half(remainders.v[k]));
+    for (int k = 0; k < kVectors; ++k) {
+        p.v[k] = master_of(bit_cast<Floats>(bit_cast<Words>(p.v[k]) + upper_half(remainders.v[k])), p.v[k]);
+    }
     return true;
 }
 

@@ -133,8 +133,9 @@ FP16OPT_HD void adam8_block(const AdamTerms<Floats>& terms, const Grad& grad, Ma
         code_roots(kept.to + h * kBlock, shares, roots, kept.dither + ahead);
         for (int k = 0; k < kVectors; ++k) {
             roots[k] = root_to_keep(v.v[k]);
-            ratios.v[k] = ratio_to_code(m.v[k], roots[k]);
             adam_move(terms, p.v[k], m.v[k], v.v[k]);
+            m.v[k] = moment_to_keep(m.v[k]);
+            ratios.v[k] = ratio_to_code(m.v[k], roots[k]);
         }
         master.write(at, p);  // after the codes it takes 1 to 3% longer (AVX2, Zen 3)
         code_ratios(state.first + at, ratios, m, roots, units, dither + ahead);
@@ -198,6 +199,7 @@ FP16OPT_HD void sgd8_block(const SgdTerms<Floats>& terms, const Grad& grad, Mast
             }
         }
         for (int k = 0; k < kVectors; ++k) {
+            momenta[h].v[k] = moment_to_keep(momenta[h].v[k]);
             magnitudes[h * kVectors + k] = smaller(magnitude_of(momenta[h].v[k], Words()), kLargestMomentum);
         }
         master.write(at, p);

@@ -33,6 +33,10 @@ FP16OPT_HD Floats quotient(Floats x, Floats by, Floats inverse) {
     return _mm512_fmadd_ps(_mm512_max_ps(_mm512_fnmadd_ps(near, by, x), splat(kBelowRemainders)), inverse, near);
 }
 FP16OPT_HD Floats exact_product_plus(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+FP16OPT_HD Floats signed_as(Floats x, Floats like) {
+    const __m512i differs = _mm512_xor_si512(_mm512_castps_si512(x), _mm512_castps_si512(like));
+    return _mm512_mask_mov_ps(x, _mm512_movepi32_mask(differs), like);
+}
 #elif defined(FP16OPT_AVX2)
 FP16OPT_HD Floats root(Floats x) { return _mm256_sqrt_ps(x); }
 FP16OPT_HD Floats maximum(Floats a, Floats b) {
@@ -50,6 +54,7 @@ FP16OPT_HD Floats quotient(Floats x, Floats by, Floats inverse) {
     return _mm256_fmadd_ps(_mm256_max_ps(_mm256_fnmadd_ps(near, by, x), splat(kBelowRemainders)), inverse, near);
 }
 FP16OPT_HD Floats exact_product_plus(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+FP16OPT_HD Floats signed_as(Floats x, Floats like) { return _mm256_blendv_ps(x, like, _mm256_xor_ps(x, like)); }
 #endif
 
 #if defined(FP16OPT_AVX512) || defined(FP16OPT_AVX2)

@@ -154,7 +154,7 @@ class Table:
             filled += numel > 0
             piece = WHOLE if plan.pieces is None else plan.pieces[row]
             for start, count_here, index, block in piece.chunks(numel):
-                chunks.append(CHUNK.packer.pack(start, entry, count_here, index, block))
+                chunks.append(CHUNK.packer.pack(start, entry, count_here, index & 0xFFFFFFFF, block))
         entries.append(ENTRY.packer.pack(0, len(chunks), 0, b""))
         self.length, self.chunk_count, self._counts = plan.count, len(chunks), (len(chunks), count, filled)
         fixed = [b"".join(chunks), b"".join(entries)]

@@ -135,7 +135,7 @@ def _steps_of(formula: Formula) -> list[Kernel]:
     ]
 
 
-CHUNK = Struct("Chunk", "start:q tensor:i numel:i index:q block:q")
+CHUNK = Struct("Chunk", "start:q tensor:i numel:i index:I block:I")
 ENTRY = Struct("Entry", "row:q first_chunk:q stride:q dtypes:8s")
 FOUND = Struct("Found", "sumsq:d digest:q flags:I")
 NUMBERS = Struct("Numbers", "v:8d")

@@ -58,8 +58,15 @@ def _split_bfloat16(master: Tensor, width: int, part: slice, number: int | None,
     return _low(weights, 16).view(torch.bfloat16), _low(torch.where(nan, 0, kept >> (16 - width)), width)
 
 
+def _master_of(sums: Tensor, weights: Tensor) -> Tensor:
+    """Both float32: what weights and remainders add up to, or the weight where that has another sign: a zero beside
+    which the remainder of another weight was left. So each master rounds to the weight that is there."""
+    return torch.where(torch.signbit(sums) == torch.signbit(weights), sums, weights)
+
+
 def _join_bfloat16(weights: Tensor, remainders: Tensor, width: int) -> Tensor:
-    return _singles((weights.view(torch.int16).long() << 16) + (remainders.long() << (16 - width)))
+    bits = weights.view(torch.int16).long() << 16
+    return _master_of(_singles(bits + (remainders.long() << (16 - width))), _singles(bits))
 
 
 def _power(exponents: Tensor) -> Tensor:
@@ -86,7 +93,7 @@ def _split_float16(master: Tensor, width: int, *_: object) -> tuple[Tensor, Tens
 def _join_float16(weights: Tensor, remainders: Tensor, width: int) -> Tensor:
     wide = weights.float()
     step = _power(_half_exponents(weights) + 102 - width)
-    finite = torch.where(remainders == 0, wide, wide + remainders.float() * step)
+    finite = _master_of(wide + remainders.float() * step, wide)
     bits, last = weights.view(torch.int16).long(), (1 << width) - 1
     code = remainders.long() & last
     beyond = _singles(((bits & 0x8000) << 16) | (_COARSE_FROM + (code << (30 - width))))

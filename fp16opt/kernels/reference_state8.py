@@ -25,6 +25,7 @@ _SATURATED = 64.0  # the limit where the ratio has no bound
 _INDEX_STRIDE, _STEP_STRIDE = 0x9E3779B1, 0x85EBCA77
 _LARGEST_ROOT, _LEAST_SCALE = 2.0**62, 2.0**-46
 _LARGEST_MOMENTUM, _LEAST_MOMENTUM = 2.0**126, 2.0**-100
+_LARGEST_MOMENT = torch.finfo(torch.float32).max
 _SHARES = float.fromhex("0x1.fe0004p7")
 _SHIFT, _ONE_BITS = 19, 0x3F800000
 
@@ -97,6 +98,7 @@ def _decode_signed(codes: Tensor, per: Tensor, limit: float) -> Tensor:
 
 
 def _encode_signed(values: Tensor, per: Tensor, limit: float, dither: _Dither) -> Tensor:
+    values = torch.where(values < _LARGEST_MOMENT, values, _LARGEST_MOMENT)  # a nan has a sign that means nothing
     share = torch.where(per > 0, values.abs() / per, 0.0)
     wide = share * (247.0 * (1.0 / limit)) + 1.0
     bits = wide.contiguous().view(torch.int32).long() & 0x7FFFFFFF

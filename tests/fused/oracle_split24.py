@@ -33,8 +33,9 @@ def split_bfloat16(master: Array, step: int | None) -> tuple[Array, Array]:
 
 
 def join_bfloat16(weight: Array, rest: Array) -> Array:
-    bits = (weight.astype(np.int64) << 16) + (rest.astype(np.int64) << 8)
-    return (bits & 0xFFFFFFFF).astype(np.uint32).view(np.float32)
+    alone = weight.astype(np.int64) << 16
+    bits = (alone + (rest.astype(np.int64) << 8)) & 0xFFFFFFFF
+    return np.where(bits >> 31 == alone >> 31, bits, alone).astype(np.uint32).view(np.float32)
 
 
 def last_place(weight: Array) -> Array:
@@ -60,7 +61,7 @@ def join_float16(weight: Array, rest: Array) -> Array:
     with np.errstate(all="ignore"):
         wide = half.astype(np.float64)
         near = (wide + rest * last_place(wide) / 256).astype(np.float32)
-    near = np.copysign(near, half.astype(np.float32))
+    near = np.where(np.signbit(near) == np.signbit(half), near, half.astype(np.float32))
     code = rest.view(np.uint8).astype(np.int64)
     sign = (weight.astype(np.int64) & 0x8000) << 16
     coarse = (sign | (0x477FF000 + (code << 22))).astype(np.uint32).view(np.float32)

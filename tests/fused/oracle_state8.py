@@ -50,7 +50,9 @@ def signed_value(code: Array, unit: np.float32, per: Any) -> Array:
 
 
 def signed_code(value: Array, per: Any, units: np.float32, low: Any) -> Array:
+    """A nan has the code of infinity, whatever its sign."""
     with np.errstate(all="ignore"):
+        value = np.where(np.isnan(value), f(np.inf), value)
         share = np.where(per > 0, np.abs(value) / per, f(0)).astype(f)
         bits = (f(1) + share * units).astype(f).view(np.uint32).astype(np.int64)
     code = np.minimum(127, (bits + low - 0x3F800000) >> 19)
@@ -80,7 +82,7 @@ class Moments:
         """``step``: None rounds to nearest."""
         n, units = m.size, f(247) * (f(1) / f(self.limit))
         with np.errstate(all="ignore"):
-            r = np.minimum(np.sqrt(rows(v)), f(2.0**62)).astype(f)
+            r = np.fmin(np.sqrt(rows(v)), f(2.0**62)).astype(f)
             largest = r.max(1, initial=0)
             kept = largest >= f(2.0**-46)
             y = np.sqrt(r * (f(1) / largest)[:, None]) * f(float.fromhex("0x1.fe0004p7"))
@@ -115,7 +117,7 @@ class Momentum:
 
     def encode(self, values: Array, step: int | None) -> None:
         n = values.size
-        largest = np.minimum(np.abs(rows(values)), f(2.0**126)).max(1, initial=0)
+        largest = np.fmin(np.abs(rows(values)), f(2.0**126)).max(1, initial=0)
         self.scales = np.where(largest >= f(2.0**-100), largest, f(0)).astype(f)
         low: Any = 2**18
         if step is not None:

@@ -152,6 +152,54 @@ def test_sgd_has_the_bits_of_the_oracle(case: str, kind: str, implementation: st
         problem.check(problem.scales, [e.state.scales for e in problem.elements], f"step {number}: scales")
 
 
+NOT_FINITE = np.array([0x7F800000, 0x7FC00000, 0x7F800001, 0x7FFFFFFF, 0x7FFFE000], np.uint32)
+"""Bits of inf, and of nans: quiet, signaling and full ones. A card makes 0x7FFFFFFF, a processor keeps some of them."""
+
+
+@few
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_gradients_that_are_not_finite_and_any_codes(kind: str, dtype: torch.dtype, implementation: str) -> None:
+    """Also -128, which no step writes. The sign and the other bits of a nan decide nothing."""
+    rng, n = np.random.default_rng(11), 128 * 40 + 37
+    steps = {"adam": {**ADAM, "weight_decay": 0.1}, "sgd": {**SGD, "momentum": 0.9}}
+    more: dict[str, Any]
+    for share in (1.0, 0.3, 0.01):
+        grads = rng.standard_normal(n).astype(np.float32)
+        odd = rng.random(n) < share
+        grads.view(np.uint32)[odd] = rng.choice(NOT_FINITE, odd.sum()) | rng.integers(0, 2, odd.sum(), np.uint32) << 31
+        grad = torch.from_numpy(grads).to(dtype)
+        if dtype != torch.float32:  # conversions make one nan of all
+            grad.view(torch.int16)[::7] = -1
+        first = rng.integers(-128, 128, n).astype(np.int8)
+        second = rng.integers(0, 256, n).astype(np.uint8)
+        scales = np.ldexp(rng.random(41).astype(np.float32), rng.integers(-45, 60, 41)).astype(np.float32)
+        scales[::5] = 0.0
+        master = rng.standard_normal(n).astype(np.float32)
+        m, v, s, p = (torch.from_numpy(a.copy()) for a in (first, second, scales, master))
+        o, more = steps[kind], {}
+        if dtype != torch.float32:
+            more = {"models": [torch.zeros(n, dtype=dtype)], "stats": CastStats.allocate(1, "cpu")}
+        if kind == "adam":
+            whole: Any = oracle.Moments(first, second, scales)
+            element = oracle.Element(master, whole, 3)
+            oracle.adam(element, grad.float().numpy(), INV_SCALE, CLIP, 9, **o)
+            options = [AdamOptions(o["lr"], *o["betas"], o["eps"], o["weight_decay"], o["decoupled"], o["maximize"])]
+            step = [torch.tensor(3.0)]
+            multi_tensor_adam8([grad], [p], [m], [v], [s], step, options, [0], GIVEN, 9, **more)
+            assert np.array_equal(m.numpy(), whole.m)
+            assert np.array_equal(v.numpy(), whole.v)
+        else:
+            whole = oracle.Momentum(first, scales)
+            element = oracle.Element(master, whole)
+            oracle.sgd(element, grad.float().numpy(), INV_SCALE, CLIP, 9, False, **o)
+            multi_tensor_sgd8([grad], [p], [m], [s], [SgdOptions(**o)], [0], GIVEN, 9, first=[False], **more)
+            assert np.array_equal(m.numpy(), whole.codes)
+        assert np.array_equal(s.numpy(), whole.scales)
+        same = p.numpy().view(np.uint32) == element.p.view(np.uint32)
+        assert (same | (np.isnan(p.numpy()) & np.isnan(element.p))).all()
+
+
 def test_threads(implementation: str) -> None:
     """The emulated CUDA kernels are among them."""
     test_adam_has_the_bits_of_the_oracle("adamw", "half split", implementation)

@@ -15,17 +15,23 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from named_steps import sgd_step
 
 from fp16opt import MixedPrecisionOptimizer, kernels
 from fp16opt.kernels import (
     CallCache,
+    CastStats,
     GradStats,
     cuda,
+    multi_tensor_cast,
     multi_tensor_l2norm,
+    multi_tensor_sample,
     multi_tensor_unscale,
     native,
 )
 from fp16opt.kernels.calls import Call, Plan
+from fp16opt.kernels.cuda_rows import FOUND, LISTS
+from fp16opt.kernels.operations import Factors, SgdOptions
 from fp16opt.kernels.table import L2NORM
 
 CHUNK = 65536
@@ -52,6 +58,57 @@ def test_the_table_is_copied_where_an_address_changed_and_only_there(host: Any) 
     norms.append(multi_tensor_l2norm(values, cache=site)[0].item())
     assert len(host.copies) == 2
     assert len(set(norms)) == 1
+
+
+class Watched:
+    """Emulated kernels; before a launch the memory for what chunks are found to hold is filled with 0x5A.
+
+    Args:
+        device: which launches.
+
+    Attributes:
+        parts: what is there after the last launch: sum of squares, digest and flags of each chunk.
+    """
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self.parts: list[tuple[bytes, ...]] = []
+
+    def launch(self, name: str, blocks: int, stream: int, *arguments: bytes) -> None:
+        told = dict(zip(LISTS.fields, LISTS.packer.unpack(arguments[1]), strict=True))
+        size = FOUND.packer.size
+        ctypes.memset(told["partial"], 0x5A, told["chunk_count"] * size)
+        self._device.launch(name, blocks, stream, *arguments)
+        chunks = [ctypes.string_at(told["partial"] + at * size, size) for at in range(told["chunk_count"])]
+        self.parts = [(chunk[:8], chunk[8:16], chunk[16:20], chunk[20:]) for chunk in chunks]
+
+
+def test_of_a_chunk_only_what_was_found_is_written(
+    emulated_cuda: emulated.Emulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that finds no sum has none in its shared memory: a copy of that would be of what nothing wrote."""
+    emulated.use(emulated_cuda, monkeypatch)
+    watched = Watched(emulated_cuda)
+    emulated.launch_on(watched, monkeypatch)
+    n, one = 2 * CHUNK + 300, torch.tensor(1.0)
+    values, half = torch.full((n,), 3.0), torch.zeros(n).half()
+    step = SgdOptions(0.1, 0.0, 0.0, 0.0, False, False)
+
+    def sgd() -> None:
+        sgd_step([values], [values.clone()], [step], [0], Factors(one, one))
+
+    for found, call in (
+        ((0,), lambda: multi_tensor_l2norm([values])),
+        ((1,), lambda: multi_tensor_sample([half], torch.zeros(1, dtype=torch.int64))),
+        ((2,), lambda: multi_tensor_cast([values], [half], CastStats.allocate(1, "cpu"))),
+        ((2,), sgd),
+        ((0, 2), lambda: multi_tensor_unscale([half], [values], one, GradStats.allocate(1, "cpu"))),
+    ):
+        call()
+        assert len(watched.parts) == 3
+        for part in watched.parts:
+            untouched = [k for k, field in enumerate(part) if field == b"\x5a" * len(field)]
+            assert untouched == [k for k in range(4) if k not in found], found
 
 
 def test_a_flag_that_changed_is_copied_too(host: Any) -> None:
@@ -232,7 +289,7 @@ def test_chunks_cover_each_element_once(sizes: list[int], random: Any) -> None:
     table = table_of(sizes, places)
     start = (8 * len(places) + 15) // 16 * 16
     start = (start + len(places) + 15) // 16 * 16
-    layout = [("start", "<i8"), ("tensor", "<i4"), ("numel", "<i4"), ("index", "<i8"), ("block", "<i8")]
+    layout = [("start", "<i8"), ("tensor", "<i4"), ("numel", "<i4"), ("index", "<u4"), ("block", "<u4")]
     chunks = np.frombuffer(table.host.raw, dtype=layout, offset=start, count=table.chunk_count)
     seen = [np.zeros(sizes[place], dtype=np.int8) for place in places]
     for chunk in chunks:

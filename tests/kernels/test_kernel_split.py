@@ -139,6 +139,30 @@ def test_half_loses_no_sign_of_what_rounds_to_zero(level: str) -> None:
     assert torch.equal(torch.signbit(joined(weight, rest)), torch.signbit(tiny))
 
 
+@pytest.mark.parametrize("width", [torch.int16, torch.int8], ids=str)
+@by_dtype
+def test_a_zero_with_any_remainder_is_a_master_that_rounds_to_it(
+    level: str, dtype: torch.dtype, width: torch.dtype
+) -> None:
+    """Remainders of the other sign are those of a weight that was there before: the zero stands for itself."""
+    most = torch.iinfo(width).max
+    rest = torch.arange(-most - (dtype == BFLOAT), most + 1).to(width)
+    steps = rest.long().numpy()
+    for sign, bits in ((1, 0), (-1, -0x8000)):
+        zero = torch.full(rest.shape, bits, dtype=torch.int16).view(dtype)
+        master = joined(zero, rest)
+        kept = steps * sign if dtype == HALF else steps  # of bfloat16 a remainder counts away from zero
+        if dtype == HALF:
+            size = np.ldexp(kept.clip(0).astype(np.float32), -40 if width == torch.int16 else -32)
+        else:
+            size = (kept.clip(0) << (0 if width == torch.int16 else 8)).astype(np.uint32).view(np.float32)
+        assert_same_values(master.numpy(), np.copysign(size, sign), "single", f"{sign} 0")
+        weight, again, stats = torch.full_like(zero, 7.0), torch.full_like(rest, 7), CastStats.allocate(1, "cpu")
+        multi_tensor_split([master], [weight], [again], stats)
+        assert torch.equal(weight.view(torch.int16), zero.view(torch.int16)), "it rounds to the weight that is there"
+        assert torch.equal(again, torch.where(torch.from_numpy(kept > 0), rest, 0).to(width))
+
+
 @by_dtype
 def test_a_weight_alone_stands_for_itself(level: str, dtype: torch.dtype) -> None:
     """What refresh relies on: all weights but float16's infinities have the remainder 0."""
