@@ -215,7 +215,7 @@ def test_threads_store_together_what_is_not_aligned(compiled: Compiled) -> None:
 
 
 SPILLED = {("MomentumStep", 70): 8, ("LionStep", 70): 12}
-"""Bytes of stack: three blocks of 80 registers are resident there, and the place of a piece in its whole is one number more."""
+"""Bytes of stack, of three blocks of 80 registers: the place of a piece in its whole is one number more."""
 
 
 def test_nothing_is_spilled_and_no_atomic_adds_numbers(compiled: Compiled) -> None:
