@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 
@@ -358,6 +359,21 @@ def test_a_parameter_that_is_used_once_gets_no_stale_gradient(mode: Mode, clear:
         world.opt.zero_grad() if clear == "opt" else world.model_zero_grad()
         world.backward(grads)
         world.expect_step(grads)
+
+
+@every_mode_that_keeps_gradients
+def test_gradients_that_a_checkpoint_finds_count_as_left_over(mode: Mode) -> None:
+    world = World(mode)
+    saved = copy.deepcopy(world.opt.state_dict())
+    world.backward(GRADS)
+    world.opt.clip_master_grads(0.5)
+    world.opt.load_state_dict(saved)
+    with pytest.raises(RuntimeError, match=r"opt\.backward\(loss\)"):
+        world.opt.step()
+    world.check_weights()
+    world.opt.zero_grad()
+    world.backward(GRADS)
+    world.expect_step(GRADS)
 
 
 @every_mode_that_keeps_gradients
