@@ -64,7 +64,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def outside_inference(method: Method) -> Method:
-    """What a method makes are ordinary tensors, also where it is called under ``torch.inference_mode``."""
+    """Have a method make ordinary tensors, also where it is called under ``torch.inference_mode``."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -91,7 +91,7 @@ def between_hooks(step: Method) -> Method:
             return framed(self, *args, **kwargs)
         returned = (inner if torch.is_inference_mode_enabled() else step)(self, *args, **kwargs)
         _, of_this, _, of_all = *own_step_hooks(self), *STEP_HOOKS_OF_ALL
-        for hook in (*of_this.values(), *of_all.values()):  # registered meanwhile: torch asks after the step, too
+        for hook in (*of_this.values(), *of_all.values()):  # one may have been registered during the step
             hook(self, (self, *args), kwargs)
         return returned
 
@@ -121,9 +121,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         master_weights: "full": FP32 masters. "split": the 16-bit weight and a 16-bit remainder, 4 bytes in place of 6.
             "split24": an 8-bit remainder, 3 bytes; masters of 24 bits, and one-pass steps only. "none": the optimizer
             steps 16-bit parameters, and loses small updates.
-        fused_step: "auto": SGD, Adam and AdamW are stepped by one kernel in a single pass where a compiled one serves
-            the device and the step can be had (see ``repr``). True: by such a kernel or, without a compiler, by torch
-            operations with the same bits. False: the wrapped optimizer's own step, to the bit.
+        fused_step: "auto": SGD, Adam, AdamW, Lion and registered classes are stepped by one kernel in a single pass,
+            where a compiled kernel serves the device and nothing stands in the way (see ``repr``). True: by such a
+            kernel or, without one, by torch operations with the same bits. False: the wrapped optimizer's own step, to
+            the bit.
         optimizer_state: "fp32": moments are FP32 tensors, 8 bytes a parameter with Adam. "8bit": SGD with momentum,
             Adam and AdamW (without amsgrad) keep codes, 2 bytes a parameter with Adam, of parameters from 4,096
             elements on. They step in one pass. Checkpoints hold FP32.
@@ -204,7 +205,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.inner = parallel.inner_of(optimizer)
         self.params = ParamTable(self.inner.param_groups, self._names, self._adopter())
         for pair in self.params.all if master_weights != "none" else ():
-            if pair.master is pair.model:
+            if pair.master is pair.model:  # what the user holds of its state stays as it is, as for those with masters
                 self._carry_state(pair.model, pair.model)
         self.device = parallel.device_of(optimizer, self.params.masters)
         self._on_host = kernels.is_host(self.device)
@@ -216,12 +217,12 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         state_formats.convert_all(self._state_format, self.params.all, self.inner)
 
     def _compose(self) -> None:
-        """The components that live with gradients, which no copy has."""
+        """Make the components that hold gradients. A copy or pickle is made without them, and makes its own here."""
         me = weakref.ref(self)
         self._guard = WrappedOptimizerGuard(self.optimizer)
         self._state_format = make_state_format(self.config, self.inner)
-        facts = _quietly(me, MixedPrecisionOptimizer._facts, [])
-        round_down = _quietly(me, MixedPrecisionOptimizer.write_masters, None)
+        facts = _weakly(me, MixedPrecisionOptimizer._facts, [])
+        round_down = _weakly(me, MixedPrecisionOptimizer.write_masters, None)
         ranks = parallel.ranks_of(self.optimizer, self.params, facts, round_down)
         self.gradients: Any
         self.step_state: Any
@@ -231,7 +232,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self.outcome.release_steps()
             return
         self.gradients = Gradients(self.params, self.masters)
-        sums, scaler = self.grad_accumulation == "fp32", _quietly(me, _scaler_of, self.scaler)
+        sums, scaler = self.grad_accumulation == "fp32", _weakly(me, _scaler_of, self.scaler)
         self.step_state = StepState(self.params, self.gradients, scaler, self.device, sums, ranks)
         own_masters(self.params, self.step_state)
         self._stepper: Stepper = self._make_stepper()
@@ -398,7 +399,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if not self.gradient_release:
             own_masters(self.params, self.step_state)
         if self.params.has_dtensors:  # ask anew who must hear of overflows and norms
-            facts = _quietly(weakref.ref(self), MixedPrecisionOptimizer._facts, [])
+            facts = _weakly(weakref.ref(self), MixedPrecisionOptimizer._facts, [])
             self.step_state.ranks = parallel.ranks_of(self.optimizer, self.params, facts, lambda: None)
 
     def train(self, mode: bool = True) -> None:
@@ -475,7 +476,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 since the last one; master gradients were clipped or edited, which this one would undo; or gradients of
                 an earlier step are there, made at another scale.
 
-        Syncs: never (parameters' gradients stay on their devices).
+        Syncs: not with gradients that were cleared. Gradients that an earlier step left are looked at once, where the
+        scale is not 1, for whether they are zeros.
         """
         check_loss(loss, scalar=True)
         if scaler is not None:
@@ -499,7 +501,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         parameters that are their own masters, and FP32 sums, are unscaled once and stay as they are. No host sync.
 
         Raises:
-            RuntimeError: A parameter's dtype, shape or device was changed; or a backward was interrupted.
+            RuntimeError: A parameter's dtype, shape or device was changed; a backward was interrupted; the gradients
+                were made under DDP's ``no_sync``; or ``gradient_release=True``.
         """
         if self.gradient_release:
             self.step_state.refuse("update_master_grads")
@@ -533,7 +536,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         Raises:
             TypeError, ValueError: ``max_norm`` or ``norm_type`` is no number, negative or nan; ``params`` are no
                 tensors, or one has a gradient and is not in this optimizer.
-            RuntimeError: The norm is not finite and ``error_if_nonfinite``.
+            RuntimeError: The norm is not finite and ``error_if_nonfinite``; or, as for :meth:`step`, gradients can't be
+                taken as they are.
         """
         max_norm = check_number("max_norm", max_norm)
         norm_type = check_number("norm_type", norm_type, above_zero=True)
@@ -552,12 +556,12 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 f"the total norm of order {norm_type} of the master gradients is {norm.item()}: it can't be clipped. "
                 "Leave error_if_nonfinite=False to have step() skip, or see overflow_report() after it."
             )
-        single, factor = self.outcome.clipped = backends.decide_clip(norm, check.found_inf, max_norm)
+        norm_before, factor = self.outcome.clipped = backends.decide_clip(norm, check.found_inf, max_norm)
         if self._on_host and factor.item() == 1.0:  # elsewhere the kernel looks, and the host does not wait
             self.step_state.close()
         else:
             self.step_state.clip(factor, of)
-        return single
+        return norm_before
 
     @outside_inference
     def clip_master_values(self, max_value: float, params: Iterable[Tensor] | Tensor | None = None) -> None:
@@ -787,7 +791,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         )
 
     def _record(self, check: OverflowCheck, skipped: bool | Tensor) -> None:
-        """The one end of every step: count, update the scalers (gradients met the scale of their backward), READY."""
+        """Every step ends here: count it, update the scalers, go to READY.
+
+        The scale moves here, after the step: gradients were divided by the one that they were multiplied with.
+        """
         old = float(self.scaler.scale) if skipped is True else 0.0
         finite = are_finite(self.step_state.losses) if skipped is True else None
         flags = [] if skipped is False else self.gradients.flags()
@@ -842,7 +849,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             ``loss_scale``: the next backward's.
             ``steps``: calls of ``step`` that had gradients (replays of a CUDA graph are not counted).
             ``skipped_steps``, ``skipped_in_a_row``: for non-finite gradients, in all and up to now.
-            ``steps_since_calibration``: those taken, of which there are none before the scale is found.
+            ``steps_since_calibration``: steps that were not skipped: 0 while a dynamic scaler looks for its scale.
             ``step_was_skipped``: 1 if the last one was, else 0; ``parameters_blamed``: how many then had a gradient
             that was not finite.
             ``grad_norm``, ``clip_factor``: the norm before the last ``clip_master_grads``, and what that multiplied
@@ -924,8 +931,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """Plain tensors, numbers, strings, lists and dicts: ``torch.load(weights_only=True)`` reads them back.
 
         Keys: ``version``, ``optimizer`` (the wrapped optimizer's own), ``masters`` (FP32, in param_groups order, None
-        where a parameter is its own master), ``scaler``, ``steps`` (how many were taken). Tensors are references, as in
-        torch, but for FP32 ones of what is kept in fewer bits.
+        where a parameter is its own master), ``scaler``, ``steps`` and ``skipped_steps`` (how many were taken, and
+        skipped). Tensors are references, as in torch, but for FP32 ones of what is kept in fewer bits.
 
         Args:
             compact: Of state that is kept in 8 bits, give codes and not FP32 moments. Other programs can't read these.
@@ -1104,8 +1111,8 @@ def _scaler_of(optimizer: MixedPrecisionOptimizer) -> LossScaler:
     return optimizer.scaler
 
 
-def _quietly(me: weakref.ref[Any], method: Callable[..., Any], without: Any) -> Callable[..., Any]:
-    """A call of a method that does not keep the optimizer alive; ``without`` once it is gone."""
+def _weakly(me: weakref.ref[Any], method: Callable[..., Any], without: Any) -> Callable[..., Any]:
+    """A call of a method that does not keep the optimizer alive. Once the optimizer is gone it gives ``without``."""
 
     def call(*arguments: Any) -> Any:
         there = me()

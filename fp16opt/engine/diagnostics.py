@@ -95,7 +95,7 @@ class SkipLog:
     Attributes:
         calibrating: Whether no step was taken yet.
         grad_scaler_logs: Whether the GradScaler that drives logs skips itself.
-        what, advice: How a skip at a static scale is called, and what to do about it.
+        what, advice: What a skip at a static scale is called, and what to do about it.
     """
 
     what = "step skipped"

@@ -51,7 +51,7 @@ def pieces(tensors: Sequence[Any]) -> list[Tensor]:
 _PLAIN = {Tensor, torch.nn.Parameter}
 
 raw_grad: Any = _GRAD.__get__
-"""``.grad`` as torch holds it, in front of which :class:`fp16opt.engine.masters.MasterParameter` puts a question."""
+"""``.grad`` as torch holds it: :class:`fp16opt.engine.masters.MasterParameter` makes no gradient for this read."""
 set_raw_grad: Any = _GRAD.__set__
 """Set ``.grad``, and nothing else."""
 _read_version: Any = operator.attrgetter("_version")

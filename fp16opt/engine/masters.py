@@ -52,8 +52,8 @@ class Masters(Protocol):
     def write(self, pairs: Sequence[ParamPair], values: Sequence[Tensor]) -> None:
         """Masters of one device take FP32 values; the model follows with :meth:`round_down`."""
 
-    def mend(self, pairs: Sequence[ParamPair]) -> bool:
-        """Undo, in weights that were written, what is no more than another rounding of the same masters."""
+    def mend(self, pairs: Sequence[ParamPair]) -> None:
+        """Of weights that were written: put back those that are only another rounding of the same masters."""
 
     def differs(self, pair: ParamPair, sample_moved: bool) -> bool:
         """Whether a weight, of which a version counter or a sample has moved, has other values than its master."""
@@ -89,7 +89,7 @@ class FullMasters:
         self.ties: dict[int, Any] = {}
 
     def make(self, model: Tensor) -> Tensor:
-        """See :class:`Masters`. Leaves, with the marks that users set on parameters (Muon variants read them)."""
+        """A leaf, with the attributes that users set on the parameter (Muon variants read them)."""
         data = model.detach().to(torch.float32, memory_format=torch.preserve_format, copy=True)
         master = torch.nn.Parameter(data, requires_grad=True)
         master.__dict__.update(model.__dict__)
@@ -119,9 +119,8 @@ class FullMasters:
             for pair, value in zip(pairs, values, strict=True):
                 pair.master.copy_(value)
 
-    def mend(self, pairs: Sequence[ParamPair]) -> bool:
-        """There is no other rounding: see :meth:`_written`."""
-        return False
+    def mend(self, pairs: Sequence[ParamPair]) -> None:
+        """No-op: :func:`_written` does not take another rounding of a master for a write."""
 
     def differs(self, pair: ParamPair, sample_moved: bool) -> bool:
         """By comparing the whole weight with its rounded master. Equal bits are no write. Syncs."""
@@ -149,7 +148,7 @@ class FullMasters:
         return iter([pair.master for pair in pairs])
 
     def lay_out(self, pairs: Sequence[ParamPair], state: Mapping[Any, Any]) -> None:
-        """Masters show the strides that their state needs."""
+        """No-op: loading gives state the strides of its master."""
 
 
 class NoMasters(FullMasters):
@@ -186,7 +185,7 @@ def _written(pair: ParamPair) -> Tensor:
 
 
 class GradientOwner(Protocol):
-    """Who makes the gradients of masters."""
+    """What makes the gradients of masters: the :class:`~fp16opt.engine.step_state.StepState` of their optimizer."""
 
     def before_reading(self, position: int) -> None:
         """``.grad`` of the master of the pair at ``position`` is about to be read."""
@@ -259,7 +258,7 @@ MasterParameter: Any = master_class(torch.nn.Parameter)
 
 
 def own_masters(params: ParamTable, owner: GradientOwner) -> None:
-    """Have every master that is apart from its model ask ``owner``, who is not kept alive, before ``.grad`` is read."""
+    """Have every master that is apart from its model ask ``owner`` before ``.grad`` is read. Does not keep it alive."""
     reference = weakref.ref(owner)
     for pair in params.all:
         if pair.master is not pair.model:

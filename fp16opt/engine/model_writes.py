@@ -20,8 +20,6 @@ from .dtensors import version, versions
 from .masters import Masters
 from .params import DeviceParams, ParamPair, ParamTable
 
-POLICIES = ("refresh", "error", "ignore")
-
 logger = logging.getLogger("fp16opt")
 
 
@@ -45,10 +43,11 @@ class ModelWrites:
     """What the engine last wrote, and what other code has written since.
 
     Args:
-        policy: one of ``POLICIES``.
+        policy: ``on_model_write``, checked.
 
     Attributes:
-        taken: how many writes masters have taken, a parameter and a step each, but for :meth:`not_warned` ones.
+        taken: how many writes masters have taken, counted once for each parameter and step. Those of
+            :meth:`not_warned` are not in it yet.
         swapped: what the model holds instead of its weights, in words; "" where it holds these.
     """
 
@@ -88,7 +87,7 @@ class ModelWrites:
             self._unwarned = True
 
     def record(self, masters_seen: bool = False) -> None:
-        """Weights and masters agree: take both as they are for written by the engine. No host sync.
+        """Weights and masters agree: what moves from here on was written by other code. No host sync.
 
         Args:
             masters_seen: Whether :meth:`see_masters` has just been asked.
@@ -134,14 +133,14 @@ class ModelWrites:
                     self._written_masters.add(position)
 
     def count_anew(self) -> None:
-        """Tensors were copied, and count their versions from the beginning. What was written before stays written."""
+        """Tensors were copied, and their version counters are new. Masters that the user wrote before stay noted."""
         self._groups = list(self.params.devices)
         self._generation = self.params.generation
         self._master_versions = versions(self.params.apart)
         self._model_versions = versions(self.params.models)
 
     def _make_records(self) -> None:
-        """Rows are new."""
+        """Make empty records for the rows that there are now."""
         self._generation = self.params.generation
         self._groups = list(self.params.devices)
         self._records = [_Record(group) for group in self._groups]

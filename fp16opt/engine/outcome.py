@@ -196,12 +196,12 @@ class Outcome:
             skipped = self._skipped_on_device + skipped
         last = self._last.gt(0) if isinstance(self._last, Tensor) else self._last
         flags = [] if self._flags is None or last is False else self._flags
-        blamed = sum((one.ne(0).sum().to(flags[0].device) for one in flags), start=0 * last)
+        count = sum((one.ne(0).sum().to(flags[0].device) for one in flags), start=0 * last)
         return {
             "steps": self._taken_before + (self._skipped_before if self.all_or_nothing else 0) + self.steps,
             "skipped_steps": skipped,
             "step_was_skipped": last,
-            "parameters_blamed": blamed * last,
+            "parameters_blamed": count * last,
         }
 
     def report(self, params: ParamTable) -> list[Overflow]:

@@ -490,7 +490,7 @@ class StateByParam(MutableMapping[Any, Any]):
         mine = self._key(key)
         if mine not in self._state and not any(master is mine for master in self._params.masters):
             raise KeyError(self._unknown(key))
-        return self._state[mine]  # of a parameter that is trained and has none yet, it begins
+        return self._state[mine]  # where a trained parameter has none yet, torch's defaultdict makes an empty one
 
     def _unknown(self, key: Any) -> str:
         if not isinstance(key, Tensor):

@@ -108,7 +108,7 @@ class ParamSlot:
 
 
 class GradientRelease:
-    """Steps each parameter when its gradient arrives. It is a stepper too: its ``step`` runs the optimizer's hooks.
+    """Steps each parameter when its gradient arrives: in place of ``Gradients``, ``StepState`` and a stepper.
 
     Args:
         optimizer: the wrapped one. Its class has a fused step.
@@ -120,8 +120,6 @@ class GradientRelease:
         losses: of the present backward, unscaled, where it is a single number.
         backwards: how many have begun.
     """
-
-    rounded_all = False
 
     def __init__(
         self,
@@ -326,19 +324,7 @@ class GradientRelease:
             scaler.see(torch.stack([slot.stats.norm.to(self.device) for slot in came]).amax())
         return OverflowCheck(found, [(scaler, found)])
 
-    def takes_scaled(self) -> bool:
-        """True: no FP32 gradients are made."""
-        return True
-
-    def skips_on_device(self) -> bool:
-        """True: what was not finite was left alone in backward."""
-        return True
-
-    def describe(self) -> str:
-        """For the wrapper's repr."""
-        return "fused, in backward"
-
-    def step(self, found_inf: Tensor | None = None, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self) -> None:
         """Run the wrapped optimizer's step hooks: parameters were stepped in backward."""
         run_hooks(self.optimizer, _nothing)
 

@@ -128,12 +128,11 @@ class SplitMasters:
             if ties is not None:
                 self.ties[id(pair.master)] = ties
 
-    def mend(self, pairs: Sequence[ParamPair]) -> bool:
+    def mend(self, pairs: Sequence[ParamPair]) -> None:
         """Put weights back that hold the even neighbour of a tie.
 
         A checkpoint of full masters goes with a model rounded to even on ties: loading that model too is no write.
         """
-        mended = False
         for pair in pairs:
             ties = self.ties.get(id(pair.master))
             if ties is not None:
@@ -143,8 +142,6 @@ class SplitMasters:
                 if to_even.any():
                     with torch.no_grad():
                         model[ties.where] = torch.where(to_even, ties.away, now)
-                    mended = True
-        return mended
 
     def differs(self, pair: ParamPair, sample_moved: bool) -> bool:
         """By the sample alone: what the weight was before is not known. A write that it misses keeps the low bits."""

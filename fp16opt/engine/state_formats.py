@@ -32,11 +32,9 @@ class StateFormat(Protocol):
     """How the state of an optimizer that is stepped by fused kernels is kept.
 
     Attributes:
-        required_by: the argument that asked for it, where the wrapped optimizer could not step on such state; else "".
         needs_number: whether steps round state by the number of the step.
     """
 
-    required_by: str
     needs_number: bool
 
     def spec_for(self, settings: dict[str, Any], model: Tensor) -> FusedStepSpec:
@@ -59,7 +57,6 @@ class FullState:
         spec: of the wrapped optimizer's class; None where it has none, and only :meth:`convert` is called.
     """
 
-    required_by = ""
     needs_number = False
 
     def __init__(self, spec: FusedStepSpec | None) -> None:
@@ -247,7 +244,6 @@ class EightBitState:
         spec: of the wrapped optimizer's class: SGD, Adam or AdamW.
     """
 
-    required_by = 'optimizer_state="8bit"'
     needs_number = True
 
     def __init__(self, spec: FusedStepSpec) -> None:

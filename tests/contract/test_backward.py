@@ -223,6 +223,28 @@ def test_infs_of_opposite_sign_are_noticed(mode: Mode) -> None:
     world.expect_skip()
 
 
+@every_mode_that_keeps_gradients
+@pytest.mark.parametrize("value", [2.0, INF])
+def test_after_a_step_that_was_refused_the_sum_is_checked_anew(mode: Mode, value: float) -> None:
+    """The refused step has checked the first backward's gradients, and left them to be added to."""
+    world = World(mode, "dynamic", arguments={"on_model_write": "error"})
+    world.backward(GRADS)
+    weight = world.params[world.half()]
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="weights were written"):
+        world.opt.step()
+    with torch.no_grad():
+        weight.copy_(before)
+    more = instead(MORE, world.half(), torch.full((4,), value))
+    world.backward(more)
+    if value == INF:
+        world.expect_skip()
+    else:
+        world.expect_step(plus(GRADS, more))
+
+
 def test_the_scale_stays_between_the_backwards_of_a_step() -> None:
     world = World(WRAPPED, "dynamic", scaler_settings={"growth_interval": 1})
     for _ in range(3):

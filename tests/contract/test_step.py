@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 
@@ -351,12 +352,40 @@ def test_a_parameter_whose_gradient_is_none_is_left_alone(mode: Mode, how: str, 
 
 
 @every_mode
-def test_a_parameter_that_is_used_once_gets_no_stale_gradient(mode: Mode) -> None:
+@pytest.mark.parametrize("clear", ["opt", "model"])
+def test_a_parameter_that_is_used_once_gets_no_stale_gradient(mode: Mode, clear: str) -> None:
     world = World(mode, **DECAY)
     for grads in (GRADS, instead(GRADS, 0, None), GRADS):
-        world.opt.zero_grad()
+        world.opt.zero_grad() if clear == "opt" else world.model_zero_grad()
         world.backward(grads)
         world.expect_step(grads)
+
+
+@every_mode_that_keeps_gradients
+def test_gradients_that_a_checkpoint_finds_count_as_left_over(mode: Mode) -> None:
+    world = World(mode)
+    saved = copy.deepcopy(world.opt.state_dict())
+    world.backward(GRADS)
+    world.opt.clip_master_grads(0.5)
+    world.opt.load_state_dict(saved)
+    with pytest.raises(RuntimeError, match=r"opt\.backward\(loss\)"):
+        world.opt.step()
+    world.check_weights()
+    world.opt.zero_grad()
+    world.backward(GRADS)
+    world.expect_step(GRADS)
+
+
+@every_mode_that_keeps_gradients
+def test_new_zeros_in_place_of_all_gradients_are_refused(mode: Mode) -> None:
+    """Only tensors that were zeroed in place look like ``zero_grad``: these were assigned, which is an edit."""
+    world = World(mode)
+    world.backward(GRADS)
+    for p in world.params:
+        p.grad = torch.zeros_like(p)
+    with pytest.raises(RuntimeError, match=r"update_master_grads\(\)"):
+        world.opt.step()
+    world.check_weights()
 
 
 # -- what is left ------------------------------------------------------------------------------------------------------

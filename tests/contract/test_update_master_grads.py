@@ -136,6 +136,16 @@ def test_a_clip_that_waits_for_the_step_is_undone_in_every_dtype(mode: Mode) -> 
     world.expect_step(GRADS)
 
 
+@every_mode_that_keeps_gradients
+def test_after_it_has_undone_a_clip_backwards_go_on_adding_up(mode: Mode) -> None:
+    world = World(mode)
+    world.backward(GRADS)
+    world.opt.clip_master_grads(0.125)
+    world.opt.update_master_grads()
+    world.backward(GRADS)
+    world.expect_step(times(GRADS, 2.0))
+
+
 @every_setting
 def test_gradients_that_came_otherwise_are_taken_at_the_present_scale(mode: Mode, scale: str) -> None:
     """Scaled by hand, with autograd.grad and scale_loss, say."""

@@ -113,6 +113,20 @@ def test_the_models_zero_grad_does_the_same(mode: Mode, look: str) -> None:
 
 
 @every_mode_that_keeps_gradients
+@LOOKS
+@pytest.mark.parametrize("then", ["backward", "step"])
+def test_the_models_zero_grad_may_leave_zeros(mode: Mode, look: str, then: str) -> None:
+    world = World(mode, "dynamic", **DECAY)
+    world.backward(GRADS)
+    look_at(world, look)
+    for p in world.params:
+        p.grad.zero_()
+    if then == "backward":
+        world.backward(GRADS)
+    world.expect_step(GRADS if then == "backward" else times(GRADS, 0.0))
+
+
+@every_mode_that_keeps_gradients
 def test_of_two_models_one_may_be_cleared(mode: Mode) -> None:
     """A GAN's: what is left of the other one's gradients is stepped, and the cleared ones are left alone."""
     world = World(mode)
