@@ -35,6 +35,8 @@ from torch.optim import AdamW
 from fp16opt import MixedPrecisionOptimizer
 
 MAX_NORM = 1.0
+LR = 1e-4
+WARMUP = 3
 MODES: dict[str, dict[str, Any]] = {
     "general step": {"fused_step": False},
     "one pass": {"fused_step": True},
@@ -54,7 +56,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(b, a, bias=False) for a, b in shapes)
-        self.to(dtype)
+        self.to(torch.bfloat16).to(dtype)  # the same numbers for all
 
 
 def sharded(shapes: list[tuple[int, int]], dtype: torch.dtype, **options: Any) -> Net:
@@ -73,7 +75,8 @@ class Route:
         self.net = sharded(shapes, dtype, **options)
         self.params = list(self.net.parameters())
         generator = torch.Generator().manual_seed(dist.get_rank())
-        self.ready = [(torch.randn(p._local_tensor.shape, generator=generator) * 1e-2).to(dtype) for p in self.params]
+        drawn = [torch.randn(p._local_tensor.shape, generator=generator) * 1e-2 for p in self.params]
+        self.ready = [values.bfloat16().to(dtype) for values in drawn]  # the same numbers for all
 
     def give_grads(self) -> None:
         for p, ready in zip(self.params, self.ready, strict=True):
@@ -86,23 +89,13 @@ class Route:
         self.give_grads()
         dist.barrier()
 
-    def kept(self) -> float:
-        """Bytes of tensors on this rank, a parameter of its part."""
-        held: dict[int, Tensor] = {}
-        for value in [*self.params, *(p.grad for p in self.params), *self.tensors()]:
-            piece = getattr(value, "_local_tensor", value)
-            if piece is not None and piece.numel() > 1:
-                held[piece.untyped_storage().data_ptr()] = piece
-        count = sum(p._local_tensor.numel() for p in self.params)
-        return sum(piece.untyped_storage().nbytes() for piece in held.values()) / count
-
 
 class Ours(Route):
     """BF16 weights under the wrapper."""
 
     def __init__(self, mode: str, shapes: list[tuple[int, int]]) -> None:
         super().__init__(mode, shapes, torch.bfloat16)
-        inner = AdamW(self.params, lr=1e-4, fused=True)
+        inner = AdamW(self.params, lr=LR, fused=True)
         self.opt = MixedPrecisionOptimizer(inner, **MODES[mode])
 
     def zero_grad(self) -> None:
@@ -112,7 +105,11 @@ class Ours(Route):
         self.norm = self.opt.clip_master_grads(MAX_NORM)
         self.opt.step()
 
+    def masters(self) -> list[Tensor]:
+        return [master.detach()._local_tensor for master in self.opt.master_params()]
+
     def kept(self) -> float:
+        """Bytes on this rank, a parameter of its part."""
         memory = self.opt.memory()
         count = sum(p._local_tensor.numel() for p in self.params)
         return (memory.weights + memory.gradients + memory.masters + memory.moments) / count
@@ -125,7 +122,7 @@ class Theirs(Route):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         name = f"FP32, MixedPrecisionPolicy, {'fused' if fused else 'default'} AdamW"
         super().__init__(name, shapes, torch.float32, mp_policy=policy)
-        self.opt = AdamW(self.params, lr=1e-4, fused=fused)
+        self.opt = AdamW(self.params, lr=LR, fused=fused)
 
     def zero_grad(self) -> None:
         self.opt.zero_grad()
@@ -134,22 +131,41 @@ class Theirs(Route):
         self.norm = torch.nn.utils.clip_grad_norm_(self.params, MAX_NORM)
         self.opt.step()
 
-    def tensors(self) -> list[Tensor]:
-        return [value for entry in self.opt.state.values() for value in entry.values()]
+    def masters(self) -> list[Tensor]:
+        return [p.detach()._local_tensor for p in self.params]
+
+    def kept(self) -> float:
+        """Bytes on this rank, a parameter of its part."""
+        state = [value for entry in self.opt.state.values() for key, value in entry.items() if key != "step"]
+        pieces = [value._local_tensor for value in (*self.params, *(p.grad for p in self.params), *state)]
+        return sum(piece.nbytes for piece in pieces) / sum(p._local_tensor.numel() for p in self.params)
+
+
+EXACT = ("general step", "one pass", "split")
+"""Modes whose masters are FP32."""
+
+
+def check(routes: list[Any], steps: int) -> None:
+    """All were given the same weights and gradients: norms, and masters in FP32, are those of the first."""
+    wanted = routes[0]
+    for route in routes:
+        norm, other = (float(getattr(r.norm, "full_tensor", lambda r=r: r.norm)()) for r in (route, wanted))
+        # torch adds squares up in float32, ours in float64.
+        if not abs(norm - other) < 1e-3 * other:
+            raise AssertionError(f"{route.name}: norm {norm}, wanted {other}")
+        for mine, theirs in zip(route.masters(), wanted.masters(), strict=True) if route.name in EXACT else ():
+            # A step moves at most lr, and the factors of the clip differ as much as the norms do.
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=steps * LR * 1e-3)
 
 
 def timed(arguments: argparse.Namespace, shapes: list[tuple[int, int]], rounds: int) -> dict[str, Any]:
     """Timings by name, bytes by name."""
     modes = arguments.modes.split(",") if arguments.modes else list(MODES)
     routes: list[Any] = [Theirs(shapes, True), Theirs(shapes, False), *(Ours(mode, shapes) for mode in modes)]
-    timings = common.alternate(routes, rounds, warmup=3)
+    timings = common.alternate(routes, rounds, warmup=WARMUP)
+    check(routes, rounds + WARMUP)
     for route in routes:
         route.prepare()
-    norm = routes[0]
-    norms = [float(getattr(route.norm, "full_tensor", lambda n=route.norm: n)()) for route in routes]
-    if not all(abs(one - norms[0]) < 1e-2 * norms[0] for one in norms):
-        raise AssertionError(f"norms differ: {norms}")
-    del norm
     return {"timings": timings, "bytes": {route.name: route.kept() for route in routes}}
 
 

@@ -126,8 +126,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             kernel or, without one, by torch operations with the same bits. False: the wrapped optimizer's own step, to
             the bit.
         optimizer_state: "fp32": moments are FP32 tensors, 8 bytes a parameter with Adam. "8bit": SGD with momentum,
-            Adam and AdamW (without amsgrad) keep codes, 2 bytes a parameter with Adam, of parameters from 4,096
-            elements on. They step in one pass. Checkpoints hold FP32.
+            Adam and AdamW (without amsgrad) keep codes, 2 bytes a parameter with Adam, of matrices from 4,096
+            elements and 64 a row on. They step in one pass. Checkpoints hold FP32.
         gradient_release: True: each parameter is stepped in backward when its gradient arrives, and the gradient is
             freed. It takes a one-pass step, one backward a step, a static scale and no clip; a gradient that is not
             finite leaves its parameter alone, while others are stepped.
@@ -242,13 +242,15 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         spec = fused_spec_for(type(self.inner)) if self.fused_step else None
         why = no_fused_step(type(self.inner)) if self.fused_step else "fused_step=False"
         is_zero = self.inner is not self.optimizer
-        general: Stepper = BucketedStep(self.optimizer, *parts)
-        if self.masters.are_whole:
-            general = WrappedStep(self.optimizer, *parts, why, self.inner)
+        general: Stepper = (
+            WrappedStep(self.optimizer, *parts, why, self.inner)
+            if self.masters.are_whole
+            else BucketedStep(self.optimizer, *parts)
+        )
         if spec is None:
             return general
         form = self._state_format, required_by(self.config, self.params.has_dtensors, is_zero), self.outcome.number
-        run = parallel.run_hooks_of(self.optimizer)
+        run = parallel.run_hooks_of(self.optimizer, self.model_writes.round_written)
         return FusedStep(self.fused_step, spec, self.inner, *parts, *form, general, run)
 
     def _adopter(self) -> Callable[[Tensor], Tensor] | None:

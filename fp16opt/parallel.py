@@ -32,13 +32,17 @@ def part_of(optimizer: Any) -> Optimizer:
     return part
 
 
-def run_hooks_of(optimizer: Optimizer) -> Callable[..., None]:
-    """What runs a one-pass step in the place of the optimizer's own: see :func:`.engine.wrapped_step.run_hooks`."""
+def run_hooks_of(optimizer: Optimizer, round_written: Callable[[], None]) -> Callable[..., None]:
+    """What runs a one-pass step in the place of the optimizer's own: see :func:`.engine.wrapped_step.run_hooks`.
+
+    Args:
+        round_written: rounds masters that the user wrote into the model, before ZeRO sends it.
+    """
     if not is_zero(optimizer):
         return run_hooks
     from .distributed import zero
 
-    return functools.partial(zero.run_part, optimizer)
+    return functools.partial(zero.run_part, optimizer, round_written)
 
 
 def inner_of(optimizer: Optimizer) -> Optimizer:

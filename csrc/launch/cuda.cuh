@@ -204,9 +204,10 @@ FP16OPT_HD void run_finding(const Operation& operation, const Lists& lists, int6
     constexpr int finds = Operation::finds;
     if (block < lists.chunk_count) {
         const Chunk chunk = lists.chunks[block];
-        const int64_t first = lists.table[chunk.tensor].first_chunk, end = lists.table[chunk.tensor + 1].first_chunk;
         work_on(operation, lists, chunk, s);
         reduce<finds>(s);
+        // Read after the work, in which they would take registers.
+        const int64_t first = lists.table[chunk.tensor].first_chunk, end = lists.table[chunk.tensor + 1].first_chunk;
         for_threads([&](int t) {
             if (t != 0) return;
             s.total = get_all<finds>(s);

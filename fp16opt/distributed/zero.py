@@ -49,10 +49,13 @@ def copy_down_before_broadcast(zero: Any, copy_down: Callable[[], None]) -> None
     zero.optim._optimizer_step_post_hooks.move_to_end(hook.id, last=False)
 
 
-def run_part(zero: Any, part: Any, work: Callable[..., None], *given: object) -> None:
+def run_part(
+    zero: Any, round_written: Callable[[], None], part: Any, work: Callable[..., None], *given: object
+) -> None:
     """``zero.step()`` with ``work`` in place of the step of its ``part``: ZeRO sends the weights that it has made.
 
     Args:
+        round_written: rounds masters that the user wrote, and that have no gradient, into the model.
         work: called with True (settings may have changed), then with what is ``given``.
 
     Raises:
@@ -62,6 +65,7 @@ def run_part(zero: Any, part: Any, work: Callable[..., None], *given: object) ->
 
     def step(closure: object = None) -> None:
         work(True, *given)
+        round_written()
         done.append(True)
 
     before = part.__dict__.get("step")

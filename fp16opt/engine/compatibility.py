@@ -16,7 +16,7 @@ from .bucketed_step import Certified
 from .buckets import settings_of
 from .config import Config
 from .dtensors import is_sharded, piece_of
-from .fused_registry import fused_spec_for
+from .fused_registry import fused_spec_for, no_fused_step
 from .fused_step import NO_MASTERS, groups_obstacle, optimizer_obstacle, params_obstacle
 from .params import HALF_DTYPES, name_of, numbered
 from .release import SAID, refuse_ranks
@@ -202,6 +202,8 @@ def check_new_group(
     check_groups(config, optimizer, [{**optimizer.defaults, **group}], number, names)
     if config.splits:
         _check_plain(config, group, number, names)
+        if any(map(is_sharded, group["params"])) and fused_spec_for(type(optimizer)) is None:
+            raise ValueError(f"{SPLIT_SHARDS} can't be served: {no_fused_step(type(optimizer))}.")
     if config.master_weights == "split":
         certified.check_settings(optimizer, {**optimizer.defaults, **settings_of(group)})
 

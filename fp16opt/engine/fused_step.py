@@ -199,7 +199,7 @@ class _KernelCall:
         self.models = _spread(count, self.rows, [device.models[row] for row in self.rows])
         columns = {name: pieces([state.tensors[name] for state in self.states]) for name in names}
         self.state = {name: _spread(count, self.rows, column) for name, column in columns.items()}
-        of_whole = pieces_of(self.spec, masters, [pair.model for pair in pairs])
+        of_whole = pieces_of(self.spec, masters, pairs)
         if of_whole is not None:
             by_row = dict(zip(self.rows, of_whole, strict=True))
             self.pieces = tuple(by_row.get(row, WHOLE) for row in range(count))
@@ -208,19 +208,22 @@ class _KernelCall:
             self.group_of[row], self.first[row] = pair.group, state.is_first
 
 
-def pieces_of(spec: FusedStepSpec, masters: Masters, models: Sequence[Tensor]) -> list[Piece] | None:
-    """Which part of the whole each of the model's parameters is here; None where no bit depends on it.
+def pieces_of(spec: FusedStepSpec, masters: Masters, pairs: Sequence[ParamPair]) -> list[Piece] | None:
+    """Which part of the whole each parameter of one kernel call is here; None where no bit depends on it.
 
     Raises:
         CannotServe: of one that can't be said.
     """
-    if not (spec.is_coded or masters.needs_number):
+    is_own = pairs[0].master is pairs[0].model
+    if not (spec.is_coded or (masters.needs_number and not is_own)):
         return None
-    found = [coded_piece(model) if spec.is_coded else piece_of(model) for model in models]
-    given = [piece for piece in found if piece is not None]
-    if len(given) < len(found):
-        raise CannotServe("a parameter's shards are strided, or cut along two dimensions behind the first")
-    return None if all(piece == WHOLE for piece in given) else given
+    found: list[Piece] = []
+    for pair in pairs:
+        piece = coded_piece(pair.model) if spec.is_coded else piece_of(pair.model)
+        if piece is None:
+            raise CannotServe(f"where the shards of parameter {pair.name!r} lie in the whole can't be said")
+        found.append(piece)
+    return None if all(piece == WHOLE for piece in found) else found
 
 
 def _spread(count: int, rows: list[int], values: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
@@ -581,7 +584,7 @@ class PerParameterStepper:
             stats=None if is_own else CastStats(pair.cast.overflow[pair.row : pair.row + 1]),
             found_inf=found_inf,
             cache=cache,
-            pieces=pieces_of(state.spec, self.masters, [pair.model]),
+            pieces=pieces_of(state.spec, self.masters, [pair]),
             number=self._step_count() if self.state_format.needs_number or self.masters.needs_number else 0,
         )
         if state.is_first and (found_inf is None or not bool(found_inf)):

@@ -154,19 +154,19 @@ class DeviceGradients:
         """Take the model's gradients, by row, as they are now."""
         self.factors = Factors(inv_scale, self.one)
         self._sparse, self.has_sparse = {}, False
-        lying: list[Tensor | None] | None = self._pieces_of(grads) if self._has_dtensors else grads
-        there, dtypes = lying or [], self._dtypes
+        laid_out: list[Tensor | None] | None = self._pieces_of(grads) if self._has_dtensors else grads
+        there, dtypes = laid_out or [], self._dtypes
         if not all(map(operator.is_not, there, itertools.repeat(None))):
             there = [grad for grad in there if grad is not None]
             dtypes = [dtype for grad, dtype in zip(grads, dtypes, strict=True) if grad is not None]
         plain = (
-            lying is not None
+            laid_out is not None
             and set(map(type, there)) <= {Tensor}
             and list(map(_DTYPE, there)) == dtypes
             and set(map(_LAYOUT, there)) <= {torch.strided}
         )
-        if plain and lying is not None:
-            self.scaled = StableEntries(lying)
+        if plain and laid_out is not None:
+            self.scaled = StableEntries(laid_out)
             return
         self.params.verify()
         rows = enumerate(grads)
@@ -660,7 +660,8 @@ class Gradients:
         are_true: whether masters hold true FP32 gradients: then these are what is stepped.
         summing: whether the next ones are added to FP32 sums.
         is_measured: whether ``stats`` have the sums of squares of the gradients as they are.
-        may_be_made: whether a master that is apart may have a gradient.
+        may_be_made: False where masters that are apart have no gradients of the engine's making, nor of the user's:
+            there is nothing to look for at each of them.
     """
 
     def __init__(self, params: ParamTable, masters: Masters) -> None:
@@ -906,13 +907,13 @@ class Gradients:
         """
         summed = [pair for each in self._each for row, pair in enumerate(each.pairs) if row in each.summed]
         self.release()
-        tensors = [*self.params.models, *self.params.elsewhere]
+        tensors = [*self.params.models, *self.params.elsewhere, *self.params.masters]
         if set_to_none:
             for tensor in tensors:
                 set_raw_grad(tensor, None)
-            self.forget_true()
+            self.may_be_made = False
             return
-        for tensor in [*tensors, *self.params.masters]:
+        for tensor in tensors:
             grad = raw_grad(tensor)
             if grad is not None:
                 if grad.requires_grad:

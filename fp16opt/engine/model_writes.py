@@ -77,9 +77,7 @@ class ModelWrites:
         Syncs: where it waits.
         """
         if not rounded_all:
-            self.see_masters()
-            if self._written_masters:
-                self._round_written()
+            self.round_written()
         self.record(masters_seen=not rounded_all)
         if waits:
             self.warn_now()
@@ -162,9 +160,10 @@ class ModelWrites:
             self._written_masters.update(moved)
             self._master_versions = now
 
-    def _round_written(self) -> None:
-        """Round down those masters."""
-        for group in self.params.devices:
+    def round_written(self) -> None:
+        """Round down those masters. No host sync."""
+        self.see_masters()
+        for group in self.params.devices if self._written_masters else ():
             rows = [row for row, position in enumerate(group.positions) if position in self._written_masters]
             if rows:
                 self.masters.round_down(group, rows)

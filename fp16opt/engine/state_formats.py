@@ -97,11 +97,13 @@ def coded_piece(model: Tensor) -> Piece | None:
     numel = model.numel()
     if model.dim() < 2 or numel < LEAST:
         return None
-    steps = [abs(step) if size > 1 else 0 for step, size in zip(model.stride(), model.shape, strict=True)]
-    row = numel // model.shape[steps.index(max(steps))]
+    steps = [step if size > 1 else 0 for step, size in zip(model.stride(), model.shape, strict=True)]
+    row = numel // model.shape[0 if model.is_contiguous() else steps.index(max(steps))]
     behind = {dim: count for dim, count in cuts_of(model).items() if dim}
+    if row < LEAST_ROW or len(behind) > 1 or not all(_begins_blocks(model, *cut) for cut in behind.items()):
+        return None
     piece = piece_of(model)
-    if row < LEAST_ROW or piece is None or not all(_begins_blocks(model, *cut) for cut in behind.items()):
+    if piece is None:
         return None
     if piece.unit:
         return piece
@@ -371,7 +373,7 @@ def _check_saved(entry: Mapping[str, Any], label: str) -> None:
     unit, numel, name = entry.get(_UNIT, 0), codes[0].numel(), known[form][-1]
     if not isinstance(unit, int) or isinstance(unit, bool) or unit < 0 or (unit and numel % unit):
         raise ValueError(f"{label}: {_UNIT} must be 0 or divide the {numel} elements, got {unit!r}. {_HOW_SAVED}")
-    wanted = numel // unit * -(-unit // block) if unit else -(-numel // block)
+    wanted = Piece(0, unit, unit).block_count(numel, block)
     has_form = (scales.dtype, tuple(scales.shape), scales.layout) == (torch.float32, (wanted,), torch.strided)
     if not has_form or scales.is_meta:
         raise ValueError(

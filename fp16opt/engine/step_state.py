@@ -140,8 +140,8 @@ class GradientStamp:
 
 _CALL = operator.methodcaller("__call__")
 
-
 _SAMPLED = 32
+"""About how many DTensors' gradients of a step are sampled."""
 
 
 def _digests(grads: Sequence[Tensor | None], positions: Iterable[int] | None = None) -> dict[int, int]:
@@ -425,7 +425,7 @@ class StepState:
         masters = raw_grads(self.params.masters)
         edited, gone = ([], []) if self._true_stamp is None else self._true_stamp.compare(masters)
         external = self.scale is not None and self.scale.external
-        if not (edited or gone or external):
+        if not (edited or gone or (external and not self._agreed)):  # other ranks expect no further message
             return
         if edited and not (self.params.has_apart or self.gradients.summing) and _are_zero(masters):
             self._take_zeros(masters)

@@ -40,15 +40,15 @@ class Piece(NamedTuple):
             return places + self.offset
         return places // self.unit * self.stride + places % self.unit + self.offset
 
-    def block_count(self, numel: int) -> int:
-        """How many scales a piece of ``numel`` elements has.
+    def block_count(self, numel: int, block: int = BLOCK) -> int:
+        """How many scales a piece of ``numel`` elements has, one for each ``block`` of them.
 
         Example:
             >>> Piece().block_count(300), Piece(0, 100, 100).block_count(300)
             (3, 3)
         """
         unit = self.unit or max(numel, 1)
-        return numel // unit * -(-unit // BLOCK)
+        return numel // unit * -(-unit // block)
 
     def chunks(self, numel: int) -> Iterator[tuple[int, int, int, int]]:
         """(start, elements, index of the first in the whole, its block) of each chunk."""

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from . import reference_steps
-from .formulas import FORMULAS, AdamOptions, SgdOptions
+from .formulas import FORMULAS
 from .pieces import BLOCK, WHOLE, Piece
 from .reference import SLAB, flatten, memory_order, write_back
-from .reference_steps import Factors
+from .reference_steps import OneStep
 
 _SATURATED = 64.0  # the limit where the ratio has no bound
 _INDEX_STRIDE, _STEP_STRIDE = 0x9E3779B1, 0x85EBCA77
@@ -181,60 +181,39 @@ class _Codes:
             write_back(flat, tensor, self.order)
 
 
-def adam(
-    grad: Tensor,
-    master: Tensor,
-    codes: tuple[Tensor, Tensor, Tensor],
-    t: float,
-    options: AdamOptions,
-    factors: Factors,
-    step: int,
-    piece: Piece = WHOLE,
-) -> None:
+def adam(grad: Tensor, master: Tensor, state: list[Tensor], one: OneStep) -> None:
     """One Adam or AdamW step of one tensor.
 
     Args:
         grad: float16, bfloat16 or float32, as stored. Read only.
         master: float32. Written.
-        codes: int8 of m, uint8 of v, of the master's shape, and float32 scales. Written.
-        t: the number of this step, from 1, for the bias corrections.
-        options, factors: as for :func:`.reference_steps.step`.
-        step: what the dither goes by, with the indices of ``piece``.
+        state: int8 of m, uint8 of v, of the master's shape, and float32 scales. Written.
+        one: what it is stepped with.
     """
-    limit = ratio_limit(options.beta1, options.beta2)
-    views = _Codes(codes[2], codes[0], codes[1], master, piece=piece)
+    limit = ratio_limit(one.options.beta1, one.options.beta2)
+    views = _Codes(state[2], state[0], state[1], master, piece=one.piece)
     source = views.like(grad)
     for part, scales, (first, second, single) in views.parts():
         root = _decode_root(second, scales)
         m, v = _decode_signed(first, root, limit), root * root
-        reference_steps.step(FORMULAS["adam"].reference, source[part], single, [m, v], options, factors, t)
-        _encode_moments(m, v, limit, views.dither(part, step), (first, second, scales))
+        reference_steps.step(FORMULAS["adam"].reference, source[part], single, [m, v], one)
+        _encode_moments(m, v, limit, views.dither(part, one.number), (first, second, scales))
     views.write_back()
 
 
-def sgd(
-    grad: Tensor,
-    master: Tensor,
-    codes: tuple[Tensor, Tensor],
-    first: bool,
-    options: SgdOptions,
-    factors: Factors,
-    step: int,
-    piece: Piece = WHOLE,
-) -> None:
+def sgd(grad: Tensor, master: Tensor, state: list[Tensor], one: OneStep) -> None:
     """One SGD step of one tensor with momentum.
 
     Args:
-        grad, master, options, factors, step, piece: as for :func:`adam`.
-        codes: int8 of the momentum buffer, and float32 scales. Written.
-        first: whether they hold nothing yet.
+        grad, master, one: as for :func:`adam`.
+        state: int8 of the momentum buffer, and float32 scales. Written.
     """
-    views = _Codes(codes[1], codes[0], master, piece=piece)
+    views = _Codes(state[1], state[0], master, piece=one.piece)
     source = views.like(grad)
     for part, scales, (shares, single) in views.parts():
         buffer = _decode_signed(shares, _each(scales, shares.numel()), 1.0)
-        reference_steps.step(FORMULAS["sgd"].reference, source[part], single, [buffer], options, factors, first=first)
-        _encode_momentum(buffer, views.dither(part, step), shares, scales)
+        reference_steps.step(FORMULAS["sgd"].reference, source[part], single, [buffer], one)
+        _encode_momentum(buffer, views.dither(part, one.number), shares, scales)
     views.write_back()
 
 

@@ -53,6 +53,26 @@ class StepValues(NamedTuple):
     pieces: Sequence[Piece] | None = None
 
 
+class OneStep(NamedTuple):
+    """What one tensor is stepped with.
+
+    Attributes:
+        options: of its param_group.
+        factors: what its gradient is multiplied by.
+        t: the number of its step, from 1, for formulas that count.
+        first: whether its state holds nothing yet.
+        number: of the step, by which what has 8 bits is rounded.
+        piece: which part of a whole tensor it is, by whose indices that is rounded.
+    """
+
+    options: Any
+    factors: Factors
+    t: float = 0.0
+    first: bool = False
+    number: int = 0
+    piece: Piece = WHOLE
+
+
 def single(value: float) -> float:
     """``value`` rounded to float32; beyond its range, infinity.
 
@@ -132,11 +152,8 @@ def step(
     reference: Callable[[Tensor, Tensor, list[Tensor], Any, float, bool], None],
     grad: Tensor,
     master: Tensor,
-    state: list[Tensor],
-    options: Any,
-    factors: Factors,
-    t: float = 0.0,
-    first: bool = False,
+    state: Sequence[Tensor],
+    one: OneStep,
 ) -> None:
     """One step of one tensor.
 
@@ -145,16 +162,14 @@ def step(
         grad: float16, bfloat16 or float32, as stored. Read only.
         master: float32. Written.
         state: float32 tensors of its shape. Written.
-        options: of the tensor's param_group.
-        factors: what ``grad`` is multiplied by.
-        t: the number of this step, from 1, for formulas that count.
-        first: whether the state holds nothing yet.
+        one: what it is stepped with.
     """
     views = _Views(master, *state)
     source = flatten(grad, views.order).values
     for part in slabs(source.numel()):
         p, *kept = views.parts(part)
-        reference(_gradient(source[part], factors, options.maximize), p, kept, options, t, first)
+        gradient = _gradient(source[part], one.factors, one.options.maximize)
+        reference(gradient, p, kept, one.options, one.t, one.first)
     views.write_back()
 
 

@@ -33,36 +33,6 @@ __all__ = [
 ]
 
 
-def _adam(
-    grad: Tensor,
-    single: Tensor,
-    codes: list[Tensor],
-    o: Any,
-    factors: Factors,
-    t: float,
-    first: bool,
-    number: int,
-    piece: Piece,
-) -> None:
-    exp_avg, exp_avg_sq, scales = codes
-    reference_state8.adam(grad, single, (exp_avg, exp_avg_sq, scales), t, o, factors, number, piece)
-
-
-def _sgd(
-    grad: Tensor,
-    single: Tensor,
-    codes: list[Tensor],
-    o: Any,
-    factors: Factors,
-    t: float,
-    first: bool,
-    number: int,
-    piece: Piece,
-) -> None:
-    momentum, scales = codes
-    reference_state8.sgd(grad, single, (momentum, scales), first, o, factors, number, piece)
-
-
 def _with_limit(o: AdamOptions) -> tuple[Any, ...]:
     return (*o, ratio_limit(o.beta1, o.beta2))
 
@@ -71,14 +41,23 @@ _ADAM = steps_of(
     "multi_tensor_adam8",
     "Adam8",
     AdamOptions,
-    _adam,
+    reference_state8.adam,
     ("exp_avg_codes", "exp_avg_sq_codes"),
     "adam8",
     counts=True,
     block=BLOCK,
     packed=_with_limit,
 )
-_SGD = steps_of("multi_tensor_sgd8", "Sgd8", SgdOptions, _sgd, ("momentum_codes",), "sgd8", counts=False, block=BLOCK)
+_SGD = steps_of(
+    "multi_tensor_sgd8",
+    "Sgd8",
+    SgdOptions,
+    reference_state8.sgd,
+    ("momentum_codes",),
+    "sgd8",
+    counts=False,
+    block=BLOCK,
+)
 
 
 def multi_tensor_adam8(

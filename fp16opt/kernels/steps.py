@@ -6,6 +6,7 @@ with every operation rounded: compiled kernels and the specifications of :mod:`.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from .cuda_rows import KERNELS, Blocks
 from .formulas import FORMULAS, Formula, LionOptions
 from .lists import checked
 from .pieces import WHOLE, Piece
-from .reference_steps import Factors, StepValues
+from .reference_steps import Factors, OneStep, StepValues
 from .stats import CastStats, check_result
 from .table import step_operation
 
@@ -29,7 +30,7 @@ __all__ = ["Factors", "LionOptions", "Step", "StepValues", "multi_tensor_step", 
 PACKS = {name: kernel.group.on_host().pack for name, kernel in KERNELS.items() if kernel.blocks is Blocks.STEPPING}
 """By kernel: what packs the options of a param_group as compiled code reads them on the CPU."""
 
-Reference = Callable[[Tensor, Tensor, "list[Tensor]", Any, Factors, float, bool, int, Piece], None]
+Reference = Callable[[Tensor, Tensor, "list[Tensor]", OneStep], None]
 
 
 class Step(NamedTuple):
@@ -39,9 +40,8 @@ class Step(NamedTuple):
         operation: its row of the table. The arguments of its specification are (step, values).
         functor: the struct of compiled code.
         options: the class of a param_group's options.
-        reference: what it does to one tensor: (gradient as stored, float32 master, state with scales behind it,
-            options, factors, the number of the tensor's step, whether its state holds nothing yet, the step's number,
-            which piece of a whole it is).
+        reference: what it does to one tensor: (gradient as stored, float32 master, state with scales behind it, what
+            it is stepped with).
         state: how many lists of state there are, scales counted.
         packed: from a group's options to the fields that kernels are given.
     """
@@ -62,10 +62,10 @@ def _one_row(row: int, tensors: list[Tensor], given: tuple[Any, ...], first: boo
     t = float(rest.pop().add_(1.0)) if operation.counters else 0.0
     scales = [rest.pop()] if operation.scales else []
     model = rest.pop() if "models" in operation.lists else None
-    options = values.options[values.group_of[row]]
     piece = WHOLE if values.pieces is None else values.pieces[row]
+    one = OneStep(values.options[values.group_of[row]], values.factors, t, first, values.number, piece)
     with reference_steps.whole(row, master, model, values.stats, values.number, piece) as single:
-        step.reference(grad, single, [*rest, *scales], options, values.factors, t, first, values.number, piece)
+        step.reference(grad, single, [*rest, *scales], one)
 
 
 def steps_of(
@@ -97,11 +97,7 @@ def steps_of(
 def _of_formula(name: str, formula: Formula) -> Iterator[tuple[tuple[str, int, bool], Step]]:
     """A formula's steps, by its name, the number of lists of state, and whether there are models."""
 
-    def reference(
-        grad: Tensor, single: Tensor, state: list[Tensor], o: Any, factors: Factors, t: float, first: bool, *_: object
-    ) -> None:
-        reference_steps.step(formula.reference, grad, single, state, o, factors, t, first)
-
+    reference = functools.partial(reference_steps.step, formula.reference)
     for count, kernel in enumerate(formula.kernels, formula.least()):
         state = tuple(f"{one}s" for one in formula.state[:count])
         given = (f"multi_tensor_{name}", formula.struct, formula.options, reference, state, kernel)

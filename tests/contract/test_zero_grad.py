@@ -168,3 +168,14 @@ def test_a_gradient_that_the_user_gave_a_master_is_cleared() -> None:
     opt.zero_grad()
     assert master.grad is None
     assert weight.tolist() == [0.5] * 4
+
+
+def test_a_gradient_that_autograd_gave_a_master_is_cleared() -> None:
+    """Of a penalty on masters: it reaches ``.grad`` without a call of the optimizer's."""
+    weight = nn.Parameter(torch.ones(4, dtype=torch.float16))
+    opt = MixedPrecisionOptimizer(SGD([weight], lr=1.0))
+    opt.zero_grad()
+    master = next(opt.master_params())
+    (0.5 * master.square().sum()).backward()
+    opt.zero_grad()
+    assert master.grad is None

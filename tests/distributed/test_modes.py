@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from fused.test_registered_classes import PlainLion
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.optim import SGD, Adam, AdamW
+from torch.optim import SGD, Adagrad, Adam, AdamW
 
+from distributed import models
 from distributed.world import World, raised
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed
 from fp16opt.engine.dtensors import local, piece_of
@@ -427,3 +429,151 @@ def goes_on(rank: int, size: int, path: str, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_resuming_on_the_same_ranks_is_exact_to_the_bit(two: World, tmp_path: Any, mode: str) -> None:
     two.run(goes_on, str(tmp_path / "saved"), mode)
+
+
+# -- whole trainings: gradients of autograd and of FSDP2's reductions --------------------------------------------------
+
+
+def trains(rank: int, size: int, mode: str, accumulation: str, reshards: bool, kind: str) -> None:
+    """Two micro-batches a step, the same on every rank: averages of equal numbers are exact, so gradients are equal."""
+    options = {**MODES[mode], "grad_accumulation": accumulation}
+    make: Any = PlainLion if kind == "lion" else (lambda p: SGD(p, lr=0.1, momentum=0.9))
+    plain, net = (models.Net(torch.float16) for _ in range(2))
+    for layer in (net.a, net.norm, net.b, net):
+        fully_shard(layer, reshard_after_forward=reshards)
+    one, many = (
+        MixedPrecisionOptimizer(make(m.parameters()), scaler=DynamicLossScaler(init_scale=2.0**8), **options)
+        for m in (plain, net)
+    )
+    distributed.attach(one, None)
+    for number in range(4):
+        for model, opt in ((plain, one), (net, many)):
+            opt.zero_grad()
+            for micro in range(2):
+                poisoned = number == 2 and micro == 0
+                opt.backward(models.loss_of(model, 10 * number + micro, 0, poison=poisoned))
+            if number == 3 and mode == "split":
+                torch.nn.utils.clip_grad_norm_(opt.master_params(), 0.1)
+            elif number % 2:
+                opt.clip_master_grads(0.1)
+            opt.step()
+        assert one.step_was_skipped == many.step_was_skipped == (number == 2)
+        for a, b in zip(masters_of(one), masters_of(many), strict=True):
+            if kind == "lion" or number == 0:
+                assert torch.equal(a, b), number
+            else:
+                # Squares are added up in float32 in groups of eight, and shards of seven elements cut a group: norms,
+                # and with them the clip's factors, may differ in their last bit of 2**-23. Gradients are below 1.
+                torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+    assert "fused" in repr(many).split("step:")[1].splitlines()[0]
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+@pytest.mark.parametrize(("mode", "kind"), [("one pass", "lion"), ("split", "sgd"), ("split24", "lion")])
+@pytest.mark.parametrize("accumulation", ["model", "fp32"])
+def test_trainings_are_those_of_one_process(
+    two: World, mode: str, kind: str, accumulation: str, reshards: bool
+) -> None:
+    two.run(trains, mode, accumulation, reshards, kind)
+
+
+def unsynchronised(rank: int, size: int, mode: str) -> None:
+    """While synchronisation is off FSDP2 adds gradients up itself: the last backward shows the sum of all."""
+    ends = []
+    for off in (False, True):
+        torch.manual_seed(0)
+        net = models.Net(torch.bfloat16)
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        for layer in (net.a, net.norm, net.b, net):
+            fully_shard(layer, mp_policy=policy)
+        opt = wrap(net, "AdamW", **MODES[mode])
+        for number in range(3):
+            opt.zero_grad()
+            for micro in range(2):
+                net.set_requires_gradient_sync(not off or micro == 1)
+                opt.backward(models.loss_of(net, 10 * number + micro, rank))
+            opt.step()
+        ends.append(masters_of(opt))
+    for a, b in zip(*ends, strict=True):
+        # Sums are rounded to BF16 in another order; a step of Adam moves at most lr = 1e-2 in either direction.
+        torch.testing.assert_close(a, b, rtol=0.0, atol=3 * 2e-2)
+        assert not torch.equal(a, torch.zeros_like(a))
+
+
+@pytest.mark.parametrize("mode", ["one pass", "split24 + 8-bit"])
+def test_micro_batches_without_synchronisation(two: World, mode: str) -> None:
+    two.run(unsynchronised, mode)
+
+
+def model_writes(rank: int, size: int, mode: str) -> None:
+    """A write to a weight, on one rank and through its piece, is taken into the master there, and nowhere else."""
+    net, opt = sharded_net(mode, 0)
+    trained(net, opt, range(2))
+    before = [master.to_local().clone() for master in opt.master_params()]
+    if rank == 1:
+        with torch.no_grad():
+            net.even._local_tensor[0, 0] = 3.0
+    give(net, opt, 2)
+    opt.step()  # an overflow: nothing moves but for what was written
+    assert opt.step_was_skipped
+    opt.model_writes.sync()
+    after = [master.to_local() for master in opt.master_params()]
+    assert float(after[0][0, 0]) == (3.0 if rank == 1 else float(before[0][0, 0]))
+    for a, b in zip(before[1:], after[1:], strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("mode", ["one pass", "split", "split24 + 8-bit"])
+def test_writes_to_pieces_are_taken_in_every_mode(two: World, mode: str) -> None:
+    two.run(model_writes, mode)
+
+
+def one_message(rank: int, size: int) -> None:
+    """Also after a plain backward, whose gradients ``update_master_grads`` takes."""
+    net = models.Net(torch.bfloat16)
+    for layer in (net.a, net.norm, net.b, net):
+        fully_shard(layer)
+    opt = MixedPrecisionOptimizer(AdamW(net.parameters(), lr=1e-2))
+    for number in range(3):
+        opt.zero_grad()
+        models.loss_of(net, number, rank).backward()
+        with models.messages() as sent:
+            opt.update_master_grads()
+            opt.clip_master_grads(0.1)
+            opt.step()
+        assert number == 0 or sent == [("all_reduce", 16)], (number, sent)
+
+
+def test_a_plain_backward_costs_one_message_too(two: World) -> None:
+    two.run(one_message)
+
+
+def written_under_zero(rank: int, size: int) -> None:
+    """A master that the user wrote, and that has no gradient, reaches the model of every rank."""
+    params = [nn.Parameter(torch.full((8,), float(i), dtype=torch.float16)) for i in range(4)]
+    opt = MixedPrecisionOptimizer(ZeroRedundancyOptimizer(params, AdamW, lr=0.0), fused_step=True)
+    for pair in opt.params.all:
+        with torch.no_grad():
+            pair.master.add_(0.5)
+    opt.scale_loss(torch.zeros(()))
+    params[0].grad = torch.ones(8).half()
+    opt.step()
+    assert [float(p[0]) for p in params] == [0.5, 1.5, 2.5, 3.5]
+
+
+def test_masters_that_the_user_wrote_are_sent_by_zero(two: World) -> None:
+    two.run(written_under_zero)
+
+
+def added_shards(rank: int, size: int) -> None:
+    """A class without a one-pass step keeps split masters of plain tensors, and is told so for shards."""
+    opt = MixedPrecisionOptimizer(Adagrad([nn.Parameter(torch.ones(4).half())]), master_weights="split")
+    mesh = init_device_mesh("cpu", (size,))
+    shard = nn.Parameter(distribute_tensor(torch.ones(4, 4).half(), mesh, [Shard(0)]))
+    message = raised(ValueError, lambda: opt.add_param_group({"params": [shard]}))
+    assert 'master_weights="split" on several ranks can\'t be served: Adagrad is not exactly SGD' in message
+    assert len(opt.param_groups) == 1
+
+
+def test_split_masters_of_shards_that_come_later(two: World) -> None:
+    two.run(added_shards)

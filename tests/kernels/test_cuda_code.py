@@ -214,15 +214,10 @@ def test_threads_store_together_what_is_not_aligned(compiled: Compiled) -> None:
     assert together == writers
 
 
-SPILLED = {("MomentumStep", 70): 8, ("LionStep", 70): 12}
-"""Bytes of stack, of three blocks of 80 registers: the place of a piece in its whole is one number more."""
-
-
 def test_nothing_is_spilled_and_no_atomic_adds_numbers(compiled: Compiled) -> None:
     for name, log in compiled.logs.items():
         spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
-        (found,) = [tuple(map(int, one)) for one in spills]
-        assert max(found) <= SPILLED.get((name, compiled.of[1]), 0), f"{name}: {log}"
+        assert spills == [("0", "0", "0")], f"{name}: {log}"
         (registers,) = re.findall(r"Used (\d+) registers", log)
         most = 128 if compiled.of[1] in TWO_BLOCKS else REGISTERS.get(name, 80)
         assert int(registers) <= most, f"{name}: fewer blocks fit than were reckoned with"
