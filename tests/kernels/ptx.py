@@ -1,7 +1,7 @@
 """One thread of a CUDA kernel as its PTX says: which addresses it loads from and stores to, how wide, and what.
 
 The thread reads the host's memory at the addresses that it is given, and writes to a copy of its own. Of what other
-threads do it sees nothing: it must be one that needs no other. Instructions that are not known raise ``KeyError``.
+threads do it sees nothing: it must be one that needs no other. What is not known of PTX raises an error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 _SHARED = 1 << 60  # where the memory of a block begins
 _SIZES = {"8": 1, "16": 2, "32": 4, "64": 8}
 _FLOATS = {"f16": np.float16, "f32": np.float32, "f64": np.float64}
-_SPECIAL = {"%ntid.x": 256, "%tid.y": 0, "%tid.z": 0}
+_SPECIAL = {"%tid.x": 0, "%ntid.x": 256, "%ctaid.x": 0, "%nctaid.x": 1}
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "eq": lambda a, b: a == b,
     "ne": lambda a, b: a != b,
@@ -71,11 +71,17 @@ class Program:
             at += int(size)
         body = text.rpartition(".visible .entry ")[2].split("{", 1)[1]
         body = re.sub(r"//[^\n]*", "", body)
-        for label, line in re.findall(r"^(\$?\w+):\s*$|^\s+((?:@!?%p\d+\s+)?[a-z][^;]*);", body, re.MULTILINE):
-            if label:
-                self.labels[label] = len(self.code)
+        body = re.sub(r"\{\s*\.reg [^;]*;([^\n]*)\}\s*$", r"\1", body, flags=re.MULTILINE)  # a name for one line
+        for line in filter(None, (line.strip() for line in body.splitlines())):
+            if line.startswith(".") or line in "{}":
+                continue  # a declaration, or where a block begins and ends
+            if label := re.fullmatch(r"(\$?\w+):", line):
+                self.labels[label[1]] = len(self.code)
                 continue
-            guard, op, rest = re.match(r"(?:@(!?%p\d+)\s+)?([\w.:]+)\s*(.*)", line, re.DOTALL).groups()  # type: ignore[union-attr]
+            known = re.fullmatch(r"(?:@(!?%p\d+)\s+)?([a-z][\w.:]+)\s*([^;]*);\s*", line)
+            if known is None:
+                raise ValueError(f"a line of PTX that is no instruction: {line!r}")
+            guard, op, rest = known.groups()
             self.code.append(Instruction(guard or "", op, op.split("."), _operands(rest)))
 
 
@@ -148,9 +154,7 @@ class Thread:
             return int(text[2:], 16)
         if text in self._program.symbols:
             return self._program.symbols[text]
-        if text.startswith("%"):
-            return _SPECIAL.get(text, 1 if "ncta" in text else 0)
-        return int(text, 0)
+        return _SPECIAL[text] if text.startswith("%") else int(text.rstrip("U"), 0)
 
     def _set(self, register: str, value: int) -> None:
         self._registers[register] = value
@@ -229,6 +233,8 @@ class Thread:
             part, value = size // len(to), self._value(source)
             for k, target in enumerate(to):
                 self._set(target, value >> part * k & ((1 << part) - 1))
+        elif source.startswith("%") and source not in self._registers and source not in _SPECIAL:
+            self._registers.pop(to, None)  # nothing was put there on this way: using it raises KeyError
         else:
             self._set(to, self._value(source) & ((1 << size) - 1))
 
@@ -247,7 +253,8 @@ class Thread:
                 (-(1 << int(to[1:]) - 1), (1 << int(to[1:]) - 1) - 1) if to[0] == "s" else (0, (1 << int(to[1:])) - 1)
             )
             value = 0 if np.isnan(value) else low if value <= low else high if value >= high else int(value)
-        self._set(i.operands[0], _bits(value, to))
+        whole = _bits(value, to)  # numbers of 8 bits keep their sign in the 16 of a register
+        self._set(i.operands[0], _signed(whole, int(to[1:])) & (2**64 - 1) if to[0] == "s" else whole)
 
     # -- arithmetic
 
