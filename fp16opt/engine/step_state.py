@@ -425,7 +425,7 @@ class StepState:
         masters = raw_grads(self.params.masters)
         edited, gone = ([], []) if self._true_stamp is None else self._true_stamp.compare(masters)
         external = self.scale is not None and self.scale.external
-        if not (edited or gone or external):
+        if not (edited or gone or (external and not self._agreed)):  # other ranks expect no further message
             return
         if edited and not (self.params.has_apart or self.gradients.summing) and _are_zero(masters):
             self._take_zeros(masters)
@@ -503,7 +503,7 @@ class StepState:
             return []
         flags = torch.stack([_any_not_zero(grad).to(self.device) for _, grad in there])
         found = [name for (name, _), flag in zip(there, flags.tolist(), strict=True) if flag]
-        if self.params.has_dtensors and self.ranks.largest(flags.any().float().reshape(1)).item():
+        if self.params.has_dtensors and self.ranks.is_anywhere(flags.any()):
             return found or ["a parameter's piece on another rank"]
         return found
 
