@@ -223,8 +223,8 @@ def test_experts_on_a_mesh_of_their_own(four: World, way: str) -> None:
 def trained(rank: int, size: int) -> None:
     """FSDP2 on two meshes that were made apart trains like one process."""
     plain, net = Net(norm=False), Net(norm=False)
-    fully_shard(net.a, mesh=DeviceMesh("cpu", [0, 1]))
-    fully_shard(net.b, mesh=DeviceMesh("cpu", [1, 0]))
+    fully_shard(net.a, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")))
+    fully_shard(net, mesh=DeviceMesh("cpu", [3, 2, 1, 0]))
     ends = []
     for model in (plain, net):
         opt = MixedPrecisionOptimizer(AdamW(model.parameters(), lr=1e-2), scaler=DynamicLossScaler(init_scale=2.0**8))
@@ -240,8 +240,8 @@ def trained(rank: int, size: int) -> None:
         torch.testing.assert_close(a, b, rtol=0.0, atol=1e-6)
 
 
-def test_meshes_made_apart_train_like_one_process(two: World) -> None:
-    two.run(trained)
+def test_meshes_made_apart_train_like_one_process(four: World) -> None:
+    four.run(trained)
 
 
 def uncovered(rank: int, size: int) -> None:
