@@ -36,7 +36,7 @@ from .engine.memory import Memory, measure
 from .engine.model_writes import ModelWrites
 from .engine.outcome import Outcome, are_finite, read_at_once, warn_no_gradients, warn_plain_backward
 from .engine.params import HALF_DTYPES, ParamTable, StateByParam
-from .engine.ranks import Digest
+from .engine.ranks import Digest, Facts
 from .engine.release import GradientRelease
 from .engine.schema import is_ours
 from .engine.split import SplitMasters
@@ -221,7 +221,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         me = weakref.ref(self)
         self._guard = WrappedOptimizerGuard(self.optimizer)
         self._state_format = make_state_format(self.config, self.inner)
-        facts = _weakly(me, MixedPrecisionOptimizer._facts, [])
+        facts = _weakly(me, MixedPrecisionOptimizer._facts, Facts([], []))
         round_down = _weakly(me, MixedPrecisionOptimizer.write_masters, None)
         ranks = parallel.ranks_of(self.optimizer, self.params, facts, round_down)
         self.gradients: Any
@@ -355,7 +355,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         names = {**self._names, **names}
         new = {**group, "params": params}
         self.params.check_new_group(new, number, names)
-        parallel.check_meshes([*self.params.models, *params])
         check_new_group(self.config, self.optimizer, new, number, names, self._certified)
         self.optimizer.add_param_group(group)
         self._names = names
@@ -401,8 +400,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if not self.gradient_release:
             own_masters(self.params, self.step_state)
         if self.params.has_dtensors:  # ask anew who must hear of overflows and norms
-            facts = _weakly(weakref.ref(self), MixedPrecisionOptimizer._facts, [])
-            self.step_state.ranks = parallel.ranks_of(self.optimizer, self.params, facts, lambda: None)
+            facts = _weakly(weakref.ref(self), MixedPrecisionOptimizer._facts, Facts([], []))
+            asked = functools.partial(parallel.ranks_of, self.optimizer, self.params, facts, lambda: None)
+            self.step_state.ranks = self.step_state.ranks.followed_by(asked)
 
     def train(self, mode: bool = True) -> None:
         """Call ``train`` of the wrapped optimizer, where it has one (schedule-free ones), and let the model follow.
@@ -1100,8 +1100,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     # -- on several ranks --------------------------------------------------------------------------------------------
 
-    def _facts(self) -> list[str]:
-        """What must be the same on every rank, in lines."""
+    def _facts(self) -> Facts:
+        """What must be the same on several ranks."""
         return parallel.facts(self)
 
     def _digest(self) -> Digest:

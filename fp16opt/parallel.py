@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .engine.dtensors import is_sharded
 from .engine.params import ParamTable
-from .engine.ranks import ELSEWHERE, Digest, Ranks, refuse_torch_checkpointing
+from .engine.ranks import ELSEWHERE, Digest, Facts, Ranks, refuse_torch_checkpointing
 from .engine.wrapped_step import run_hooks
 
 
@@ -51,16 +50,7 @@ def inner_of(optimizer: Optimizer) -> Optimizer:
         from .distributed import zero
 
         return zero.prepare(optimizer)
-    check_meshes([param for group in optimizer.param_groups for param in group["params"]])
     return optimizer
-
-
-def check_meshes(params: list[Any]) -> None:
-    """Raise where DTensors among ``params`` can't share a verdict."""
-    if any(map(is_sharded, params)):
-        from .distributed import shards
-
-        shards.root_mesh(params)
 
 
 def device_of(optimizer: Optimizer, masters: list[Tensor]) -> torch.device:
@@ -71,7 +61,7 @@ def device_of(optimizer: Optimizer, masters: list[Tensor]) -> torch.device:
 
 
 def ranks_of(
-    optimizer: Optimizer, params: ParamTable, facts: Callable[[], list[str]], round_down: Callable[[], None]
+    optimizer: Optimizer, params: ParamTable, facts: Callable[[], Facts], round_down: Callable[[], None]
 ) -> Ranks:
     """Who must hear of verdicts and norms.
 
@@ -92,8 +82,8 @@ def ranks_of(
     return Ranks()
 
 
-def facts(optimizer: Any) -> list[str]:
-    """What must be the same on every rank, in lines."""
+def facts(optimizer: Any) -> Facts:
+    """What must be the same on several ranks."""
     from .distributed import facts
 
     return facts.facts(optimizer)

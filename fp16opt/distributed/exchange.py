@@ -6,7 +6,7 @@ first, so what could differ is compared through it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -66,27 +66,6 @@ def _kind(error: Exception) -> type[Exception]:
         if isinstance(error, kind):
             return kind
     return RuntimeError
-
-
-def compare(what: str, mine: Sequence[str], group: Any = None) -> None:
-    """Raise on every rank if some rank's lines differ from those of the first rank.
-
-    Args:
-        what: is compared, for the message.
-        mine: this rank's facts, one a line.
-        group: None for all ranks.
-
-    Raises:
-        ValueError: names the first rank that differs, and the first line, as both have it.
-    """
-    lines = gather(list(mine), group)
-    for rank, other in enumerate(lines):
-        for first, theirs in zip([*lines[0], "nothing more"], [*other, "nothing more"], strict=False):
-            if first != theirs:
-                raise ValueError(
-                    f"{what} differs between ranks: rank 0 has {first}, rank {rank} has {theirs}. Build model, "
-                    "optimizer and scaler alike on every rank."
-                )
 
 
 def message_device(group: Any, fallback: torch.device) -> torch.device:

@@ -9,25 +9,26 @@ from torch import Tensor
 
 from ..engine.dtensors import is_sharded
 from ..engine.parts import Wrapper
-from ..engine.ranks import Digest
+from ..engine.ranks import Digest, Facts, ParamFact
 
 
-def facts(wrapper: Wrapper) -> list[str]:
-    """What must be the same on every rank, one line each, in an order in which the first difference tells most."""
+def facts(wrapper: Wrapper) -> Facts:
+    """What must be the same on several ranks, in an order in which the first difference tells most."""
     groups = wrapper.optimizer.param_groups
     lines = [f"the wrapped optimizer {type(wrapper.optimizer).__name__}", f"{len(groups)} param_groups"]
-    lines += [f"{len(group['params'])} parameters in group {number}" for number, group in enumerate(groups)]
-    for name, param in _everywhere(wrapper) if is_zero(wrapper) else _here(wrapper):
-        layout = f" {getattr(param, 'placements', '')}".rstrip()
-        lines.append(f"{name} as {param.dtype} {list(param.shape)}{layout}, requires_grad={param.requires_grad}")
     for number, group in enumerate(groups):
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         lines += [f"group {number} with {key}={_shown(value)}" for key, value in sorted(settings.items())]
     chosen = asdict(wrapper.config)
     del chosen["on_model_write"]  # each rank may look at its own
     lines += [f"{option}={value!r}" for option, value in chosen.items()]
-    scaler = wrapper.scaler.state_dict()
-    return lines + [f"a scaler with {key}={_shown(value)}" for key, value in scaler.items()]
+    lines += [f"a scaler with {key}={_shown(value)}" for key, value in wrapper.scaler.state_dict().items()]
+    params = []
+    for number, name, param in _everywhere(wrapper) if is_zero(wrapper) else _here(wrapper):
+        layout = f" {getattr(param, 'placements', '')}".rstrip()
+        line = f"{name} as {param.dtype} {list(param.shape)}{layout}, requires_grad={param.requires_grad}"
+        params.append(ParamFact(number, name, param, line))
+    return Facts(lines, params)
 
 
 def digest(wrapper: Wrapper) -> Digest:
@@ -35,7 +36,7 @@ def digest(wrapper: Wrapper) -> Digest:
     scaler = repr({key: _shown(value) for key, value in wrapper.scaler.state_dict().items()})
     if is_zero(wrapper):
         labelled = _everywhere(wrapper)
-        return Digest([name for name, _ in labelled], [param for _, param in labelled], scaler)
+        return Digest([name for _, name, _ in labelled], [param for *_, param in labelled], scaler)
     names: list[str] = []
     values: list[Tensor] = []
     for pair in wrapper.params.all:
@@ -54,19 +55,20 @@ def is_zero(wrapper: Wrapper) -> bool:
     return wrapper.inner is not wrapper.optimizer
 
 
-def _here(wrapper: Wrapper) -> list[tuple[str, Tensor]]:
-    return [(repr(pair.name), pair.model) for pair in wrapper.params.all]
+def _here(wrapper: Wrapper) -> list[tuple[int, str, Tensor]]:
+    """(group, name, parameter) of each."""
+    return [(pair.group, repr(pair.name), pair.model) for pair in wrapper.params.all]
 
 
-def _everywhere(wrapper: Wrapper) -> list[tuple[str, Tensor]]:
-    """The model's parameters on all ranks, by names that are the same on all of them."""
+def _everywhere(wrapper: Wrapper) -> list[tuple[int, str, Tensor]]:
+    """As :func:`_here`, of the parameters on all ranks, by names that are the same on all of them."""
     table = wrapper.params
     names: dict[int, str] = {}
     if table.names_elsewhere is not None:  # else ranks have numbered theirs, each for itself
         names = {id(pair.model): repr(pair.name) for pair in table.all}
         names |= {id(p): repr(n) for p, n in zip(table.elsewhere, table.names_elsewhere, strict=True)}
-    params = [param for group in wrapper.optimizer.param_groups for param in group["params"]]
-    return [(names.get(id(param), f"parameter {i}"), param) for i, param in enumerate(params)]
+    numbered = [(n, param) for n, group in enumerate(wrapper.optimizer.param_groups) for param in group["params"]]
+    return [(n, names.get(id(param), f"parameter {i}"), param) for i, (n, param) in enumerate(numbered)]
 
 
 def _shown(value: Any) -> str:

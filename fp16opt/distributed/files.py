@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from .exchange import gather, together
 from .modules import clean, unwrapped, wrapper_of
-from .named import load_state_dict, names_of, state_dict
+from .named import load_state_dict, names_of, of_all_stages, state_dict
 
 MANIFEST = "fp16opt.json"
 _FORMAT = 1
@@ -56,6 +56,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, opt: Optimizer) -> None
     Syncs: yes.
     """
     payload = together("save", lambda: _payload(model, opt))
+    payload["param_groups"] = of_all_stages(opt, payload["param_groups"])
     _write(Path(path), payload, None)
 
 
@@ -76,6 +77,7 @@ def save_async(path: str | os.PathLike[str], model: nn.Module, opt: Optimizer) -
     """
     where = Path(path)
     payload = together("save_async", lambda: _copied(_payload(model, opt)))
+    payload["param_groups"] = of_all_stages(opt, payload["param_groups"])
     together("save_async", lambda: _check_new(where))
     group = dist.new_group(backend="gloo") if dist.is_available() and dist.is_initialized() else None
     return PendingSave(where, payload, group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,9 +18,10 @@ from ..engine.dtensors import is_sharded
 from ..engine.params import HALF_DTYPES
 from ..engine.parts import Wrapper, inside
 from ..engine.wrapped_step import HOOKS
-from .exchange import together
+from .exchange import gather, together
 from .facts import is_zero
 from .modules import clean, parameter_names, unwrapped, wrapper_of
+from .shards import StageRanks
 from .zero import owners, sync
 
 KEYS = ("masters", "state", "scaler", "param_groups")
@@ -93,6 +95,16 @@ def state_dict(model: nn.Module, opt: Optimizer) -> dict[str, Any]:
     scaler = wrapper.scaler.state_dict()
     counts = {"steps": wrapper.steps_counted(), "skipped_steps": wrapper.outcome.skipped_steps}
     return {"masters": masters, "state": state, "scaler": scaler, "param_groups": groups, "counts": counts}
+
+
+def of_all_stages(opt: Optimizer, param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``param_groups`` of a state_dict with the names of all stages of a pipeline. Collective on these."""
+    ranks = wrapper_of(opt).step_state.ranks
+    if not isinstance(ranks, StageRanks):
+        return param_groups
+    everyone = gather([group["params"] for group in param_groups], ranks.group)
+    merged = [list(dict.fromkeys(itertools.chain(*names))) for names in zip(*everyone, strict=True)]
+    return [{**group, "params": names} for group, names in zip(param_groups, merged, strict=True)]
 
 
 def _first_state(optimizer: Optimizer, group: dict[str, Any], master: Tensor) -> dict[str, Any]:
@@ -177,14 +189,14 @@ def _check_outside(sd: object) -> None:
 
 
 def _check_groups(groups: Any, wrapper: Wrapper, names: dict[int, str]) -> None:
-    wanted = _model_groups(wrapper)
+    wanted, is_stage = _model_groups(wrapper), isinstance(wrapper.step_state.ranks, StageRanks)
     if not isinstance(groups, list) or len(groups) != len(wanted):
         found = len(groups) if isinstance(groups, list) else type(groups).__name__
         raise ValueError(f"param_groups: expected a list of {len(wanted)} groups, got {found}. {_HOW}")
     for number, (group, members) in enumerate(zip(groups, wanted, strict=True)):
         mine = {names[id(param)] for param in members}
         theirs = set(group.get("params", ())) if isinstance(group, Mapping) else set()
-        for name in sorted(mine ^ theirs):
+        for name in sorted(mine - theirs if is_stage else mine ^ theirs):  # other stages have the others
             has, lacks = ("the optimizer", "state_dict") if name in mine else ("state_dict", "the optimizer")
             raise ValueError(
                 f"group {number}: {has} has the parameter {name!r} and {lacks} does not. Construct the optimizer over "
@@ -278,11 +290,17 @@ def fp32_state_dict(model: nn.Module, opt: Optimizer) -> dict[str, Any]:
 
     Raises:
         TypeError, ValueError: see :func:`names_of`.
+        RuntimeError: ``opt`` has one stage of a pipeline.
 
     Syncs: yes. Sends every sharded tensor, one at a time.
     """
     names_of(model, opt)
     wrapper = wrapper_of(opt)
+    if isinstance(wrapper.step_state.ranks, StageRanks):
+        raise RuntimeError(
+            "fp32_state_dict: rank 0 has one stage of the pipeline. Save by fp16opt.distributed.save, and load that "
+            "into the whole model on one rank."
+        )
     wrapper.model_writes.sync()
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     whole: dict[str, Any] = {}

@@ -187,6 +187,18 @@ class DdpReplicas(Compared):
         return kept
 
 
+class ScheduledDdp(DdpReplicas):
+    """As a stage of a pipeline: its schedule makes every forward under ``no_sync``, and reduces in the last backward.
+
+    So gradients count as reduced whenever they are taken.
+    """
+
+    def after_forward(self) -> None:
+        """Whether the forward was made under ``no_sync`` says nothing here."""
+        super().after_forward()
+        self.local = False
+
+
 def _is_half(master: Tensor) -> bool:
     """Whether sums are kept in 16 bits, for want of a master."""
     return master.dtype in HALF_DTYPES

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..engine.ranks import Ranks
-from .exchange import compare, require_process_group
+from ..engine.ranks import Facts, Ranks
+from .alike import Holders, Reach, compare
+from .exchange import require_process_group
 
 _EXACT = 2**53  # float64 counts up to here without gaps
 _HIGHEST = 7  # (2**128) ** 7 is within float64, with room for a sum, and so are small gradients
@@ -23,21 +24,25 @@ class GroupRanks(Ranks):
     Args:
         group: the ranks that share the masters.
         device: where messages must lie.
-        facts: what must be the same on every rank, compared once, before the first message.
+        facts: what these ranks must have alike, compared once, before the first message.
     """
 
     alone = False
 
-    def __init__(self, group: Any, device: torch.device, facts: Callable[[], list[str]]) -> None:
+    def __init__(self, group: Any, device: torch.device, facts: Callable[[], Facts]) -> None:
         self.group = group
         self.device = device
-        self._facts: Callable[[], list[str]] | None = facts
+        self._facts: Callable[[], Facts] | None = facts
+
+    def reach(self, param: Tensor) -> Reach:
+        """Over which ranks a parameter lies."""
+        raise NotImplementedError("each kind of training has its own")
 
     def check_alike(self) -> None:
-        """Compare, the first time, what must be the same on every rank. A rank that differs would be summed wrongly."""
+        """Compare, the first time, what ranks must have alike. One that differs would be summed wrongly."""
         require_process_group("an optimizer with masters on several ranks")
         if self._facts is not None:
-            compare("the optimizer", self._facts(), self.group)
+            compare("the optimizer", self._facts(), self.reach, self.group)
             self._facts = None
 
     def check_norm_type(self, norm_type: float) -> None:
@@ -74,6 +79,10 @@ class GroupRanks(Ranks):
             norm = torch.where(flags.amax() > 0, torch.full_like(norm, math.inf), norm).to(home)
         return list(verdicts.unbind()), norm
 
+    def is_anywhere(self, flag: Tensor) -> bool:
+        """See :meth:`fp16opt.engine.ranks.Ranks.is_anywhere`."""
+        return bool(self.largest(flag.float().reshape(1)))
+
     def largest(self, norms: Tensor) -> Tensor:
         """See :meth:`fp16opt.engine.ranks.Ranks.largest`. A norm that is not finite travels as 0."""
         there = torch.where(norms.isfinite(), norms, 0.0).to(self.device)
@@ -102,36 +111,155 @@ def _unpacked(slots: Tensor, base: float, count: int) -> Tensor:
 class MeshRanks(GroupRanks):
     """Masters are DTensors, perhaps with plain tensors among them (a layer norm under tensor parallelism).
 
+    The ranks that share the verdict are those of all meshes together. A piece is repeated where its mesh has several
+    of the same, on each dimension of the root mesh that its mesh lacks, and, of a plain tensor, on all of the ranks.
+
     Args:
         params: the model's parameters that the optimizer has.
         facts: see :class:`GroupRanks`.
-
-    Raises:
-        ValueError: the meshes are no parts of one mesh.
     """
 
-    def __init__(self, params: Sequence[Tensor], facts: Callable[[], list[str]]) -> None:
-        self.root = root_mesh(params)
-        self._first = int(self.root.mesh.flatten()[0])
+    def __init__(self, params: Sequence[Tensor], facts: Callable[[], Facts]) -> None:
+        self._of_root: dict[int, tuple[Any, Holders]] = {}  # root meshes, kept by their ids, and their ranks
         self._counted: dict[int, tuple[Tensor, bool]] = {}
-        super().__init__(_group_of(self.root), _device_of(self.root), facts)
+        roots = root_meshes(params)
+        self.union: Holders = tuple(sorted({rank for root in roots for rank in self._ranks(root)}))
+        covers_world = len(self.union) == dist.get_world_size()
+        covering = [root for root in roots if root.size() == len(self.union)]
+        self._is_covered = bool(covering) or covers_world
+        group = _group_of(covering[0]) if covering and not (covers_world and len(roots) > 1) else None
+        super().__init__(group, _device_of(roots[0]), facts)
+
+    @property
+    def group(self) -> Any:
+        """The ranks of all meshes together; None where these are all ranks.
+
+        Raises:
+            ValueError: no mesh has all of them.
+        """
+        if not self._is_covered:
+            ranks = list(self.union)
+            raise ValueError(
+                f"the parameters' meshes lie on the ranks {ranks} together, and no single mesh does: a group of these "
+                f"ranks is needed. Call group = torch.distributed.new_group({ranks}) on every rank of the world, then "
+                "attach(opt, model, process_group=group) on these, before the first step."
+            )
+        return self._group
+
+    @group.setter
+    def group(self, group: Any) -> None:
+        self._group = group
+
+    def reach(self, param: Any) -> Reach:
+        """See :class:`GroupRanks`: all of these ranks have it."""
+        ranks = self.may_hold(param)
+        return Reach(ranks, ranks)
+
+    def may_hold(self, param: Any) -> Holders:
+        """The ranks of the parameter's root mesh; of a plain one, all."""
+        return self._ranks(_root_of(param.device_mesh)) if hasattr(param, "device_mesh") else self.union
+
+    def _ranks(self, root: Any) -> Holders:
+        if id(root) not in self._of_root:
+            self._of_root[id(root)] = root, ranks_of(root)
+        return self._of_root[id(root)][1]
 
     def counted(self, param: Tensor) -> bool:
         """Once over all ranks: on the first rank of every dimension over which the piece is repeated."""
         known = self._counted.get(id(param))
         if known is None:
-            known = self._counted[id(param)] = (param, self._is_counted(param))
+            known = self._counted[id(param)] = (param, is_counted(param, self.may_hold(param)))
         return known[1]
 
-    def _is_counted(self, param: Any) -> bool:
+
+def is_counted(param: Any, holders: Holders) -> bool:
+    """Whether this rank's piece of a parameter enters the norm, that has its pieces and copies on ``holders``."""
+    mesh = getattr(param, "device_mesh", None)
+    if mesh is None:
+        return dist.get_rank() == holders[0]
+    # The holders fall into meshes like this one, with equal contents: the one with the first rank counts.
+    coordinate = mesh.get_coordinate()
+    if coordinate is None or not bool((mesh.mesh == holders[0]).any()):
+        return False
+    places = zip(coordinate, param.placements, strict=True)
+    return all(place == 0 for place, placement in places if placement.is_replicate())
+
+
+class StageRanks(GroupRanks):
+    """Verdict and norm over the stages of a pipeline, each with parameters of its own.
+
+    Who holds what is known by names: ranks of one mesh, or of one DDP module, that have a parameter of one name hold
+    the same. Collective when made.
+
+    Args:
+        group: every rank of every stage.
+        device: where messages must lie.
+        facts: what to compare; settings and scaler over all, parameters by stage.
+        within: the ranks of this stage alone.
+        copies: the ranks that hold plain parameters alike, this one among them.
+
+    Raises:
+        ValueError: see :func:`.alike.compare`.
+    """
+
+    def __init__(self, group: Any, device: torch.device, facts: Facts, within: Ranks, copies: Holders) -> None:
+        super().__init__(group, device, lambda: facts)
+        self.within = within
+        self._copies = copies
+        holders = compare("the optimizer", facts, self.reach, group)
+        self._facts = None
+        self._counted = {
+            id(fact.param): (fact.param, is_counted(fact.param, who))
+            for fact, who in zip(facts.params, holders, strict=True)
+        }
+
+    def reach(self, param: Any) -> Reach:
+        """See :class:`GroupRanks`: stages of its root mesh may lack it."""
+        if not isinstance(self.within, MeshRanks):
+            return Reach(self._copies, self._copies)
         mesh = getattr(param, "device_mesh", None)
-        if mesh is None:
-            return dist.get_rank() == self._first
-        # The root's ranks fall into meshes like this one, with equal contents: the one with the first rank counts.
-        if not bool((mesh.mesh == self._first).any()):
-            return False
-        places = zip(mesh.get_coordinate(), param.placements, strict=True)
-        return all(place == 0 for place, placement in places if placement.is_replicate())
+        return Reach(self.within.may_hold(param), (dist.get_rank(),) if mesh is None else ranks_of(mesh))
+
+    def counted(self, param: Tensor) -> bool:
+        """Once over all ranks that hold it.
+
+        Raises:
+            RuntimeError: it came after this was made.
+        """
+        if id(param) not in self._counted:
+            raise RuntimeError(
+                "parameters were added after attach(opt, model, process_group=...), so which ranks hold them isn't "
+                "known. Call it again, on every rank, after they were added."
+            )
+        return self._counted[id(param)][1]
+
+    def agree(
+        self, found: Sequence[Tensor], norm_type: float | None, power_sum: Tensor | None
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """See :class:`GroupRanks`.
+
+        Raises:
+            RuntimeError: backwards had several scalers, of which other stages can't know.
+        """
+        if len(found) != 1:
+            raise RuntimeError(
+                f"a step of a pipeline: expected gradients of one loss scaler, got those of {len(found)}. Other stages "
+                "see no loss: add the losses up in the schedule's loss_fn, and scale their sum by one scaler."
+            )
+        return super().agree(found, norm_type, power_sum)
+
+    def largest(self, norms: Tensor) -> Tensor:
+        """See :class:`GroupRanks`. All are of one scaler, and stages may have looked several times: one is sent."""
+        largest = torch.where(norms.isfinite(), norms, 0.0).amax().reshape(1)
+        return super().largest(largest).expand_as(norms)
+
+    def is_anywhere(self, flag: Tensor) -> bool:
+        """Of this rank alone: other stages begin no backward, or at other times."""
+        return bool(flag)
+
+    def followed_by(self, ask: Callable[[], Ranks]) -> Ranks:
+        """Stays: which ranks share a verdict was said."""
+        return self
 
 
 def _dim_names(mesh: Any) -> tuple[Any, ...]:
@@ -146,21 +274,19 @@ def _root_of(mesh: Any) -> Any:
     return _mesh_resources.get_root_mesh(mesh)
 
 
-def root_mesh(params: Sequence[Tensor]) -> Any:
-    """The mesh that the meshes of all DTensors among ``params`` are parts of."""
-    meshes = [param.device_mesh for param in params if hasattr(param, "device_mesh")]
+def root_meshes(params: Sequence[Tensor]) -> list[Any]:
+    """The meshes that those of DTensors among ``params`` are parts of."""
     roots: list[Any] = []
-    for mesh in meshes:
+    for mesh in dict.fromkeys(param.device_mesh for param in params if hasattr(param, "device_mesh")):
         root = _root_of(mesh)
         if root not in roots:
             roots.append(root)
-    if len(roots) != 1:
-        shown = ", ".join(repr(root) for root in roots)
-        raise ValueError(
-            f"the parameters lie on meshes that are no parts of one mesh: {shown}. Make one mesh with "
-            "init_device_mesh and give its dimensions, as in mesh['dp'], to fully_shard and parallelize_module."
-        )
-    return roots[0]
+    return roots
+
+
+def ranks_of(mesh: Any) -> Holders:
+    """A mesh's global ranks, ascending."""
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
 
 
 def _group_of(root: Any) -> Any:

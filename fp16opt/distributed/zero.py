@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..engine.ranks import Facts
 from ..engine.wrapped_step import StepFailed, guard_open, note_step
+from .alike import Reach
 from .exchange import message_device
 from .shards import GroupRanks
 
@@ -39,8 +41,13 @@ def elsewhere(zero: Any, here: list[Tensor]) -> list[Tensor]:
 class ZeroRanks(GroupRanks):
     """Every parameter is stepped by one rank, and counted there."""
 
-    def __init__(self, zero: Any, facts: Callable[[], list[str]]) -> None:
+    def __init__(self, zero: Any, facts: Callable[[], Facts]) -> None:
         super().__init__(zero.process_group, message_device(zero.process_group, zero._default_device), facts)
+        self._holders = tuple(sorted(torch.distributed.get_process_group_ranks(zero.process_group)))
+
+    def reach(self, param: Tensor) -> Reach:
+        """See :class:`GroupRanks`: every rank has the model's parameters."""
+        return Reach(self._holders, self._holders)
 
 
 def copy_down_before_broadcast(zero: Any, copy_down: Callable[[], None]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -31,6 +31,23 @@ def refuse_torch_checkpointing(what: str) -> None:
         if frame.f_back is None:
             return
         frame = frame.f_back
+
+
+class ParamFact(NamedTuple):
+    """A parameter in words: the number of its group, its name, itself, and what its holders must have alike of it."""
+
+    group: int
+    name: str
+    param: Tensor
+    line: str
+
+
+@dataclass
+class Facts:
+    """What must be alike on several ranks: lines on all of them, parameters on those that hold the same ones."""
+
+    shared: list[str]
+    params: list[ParamFact]
 
 
 class Ranks:
@@ -73,6 +90,14 @@ class Ranks:
         Asked only of classes that are not ``alone``.
         """
         raise NotImplementedError("norms of masters that are all here need no message")
+
+    def is_anywhere(self, flag: Tensor) -> bool:
+        """Whether ``flag`` (bool, 0-dim) is set on a rank that begins a backward with this one. Syncs."""
+        return bool(flag)
+
+    def followed_by(self, ask: Callable[[], Ranks]) -> Ranks:
+        """What parameters came or went makes of this. ``ask`` gives what the parameters alone tell."""
+        return ask()
 
 
 @dataclass

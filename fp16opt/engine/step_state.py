@@ -503,7 +503,7 @@ class StepState:
             return []
         flags = torch.stack([_any_not_zero(grad).to(self.device) for _, grad in there])
         found = [name for (name, _), flag in zip(there, flags.tolist(), strict=True) if flag]
-        if self.params.has_dtensors and self.ranks.largest(flags.any().float().reshape(1)).item():
+        if self.params.has_dtensors and self.ranks.is_anywhere(flags.any()):
             return found or ["a parameter's piece on another rank"]
         return found
 

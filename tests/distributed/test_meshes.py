@@ -131,16 +131,148 @@ def late_groups(rank: int, size: int) -> None:
             with messages() as sent:
                 poisoned_step(net, opt, step, rank, poison=step == 2)
             assert sent == [("all_reduce", 16)]
-    strange = DeviceMesh("cpu", [1, 0], mesh_dim_names=("y",))
-    param = nn.Parameter(distribute_tensor(torch.ones(4), strange, [Shard(0)]))
-    before = len(opt.param_groups)
-    message = raised(ValueError, lambda: opt.add_param_group({"params": [param]}))
-    assert "no parts of one mesh" in message
-    assert len(opt.param_groups) == before
+    other = DeviceMesh("cpu", [1, 0], mesh_dim_names=("y",))
+    param = nn.Parameter(distribute_tensor(torch.ones(4), other, [Shard(0)]))
+    opt.add_param_group({"params": [param]})
+    poisoned_step(net, opt, 4, rank, poison=True)
 
 
 def test_groups_of_pieces_that_come_later(two: World) -> None:
     two.run(late_groups)
+
+
+def on_mesh(values: Tensor, mesh: DeviceMesh, *placements: Any) -> nn.Parameter:
+    """A parameter whose pieces are cut here of what every rank has."""
+    return nn.Parameter(distribute_tensor(values, mesh, placements, src_data_rank=None))
+
+
+def norm_and_verdicts(rank: int, opt: Any, wanted: float) -> None:
+    """The norm of gradients that equal the parameters; an overflow in a piece of each of them skips everywhere."""
+    for step in range(1 + len(opt.param_groups[0]["params"])):
+        for p in opt.model_params():
+            p.grad = p.detach().clone()
+        if step and rank == step % dist.get_world_size():
+            piece = list(opt.model_params())[step - 1].grad
+            getattr(piece, "_local_tensor", piece).view(-1)[-1:] = math.inf
+        with messages() as sent:
+            got = float(opt.clip_master_grads(1e9))
+            opt.step()
+        if step == 0:
+            assert got == pytest.approx(wanted, rel=1e-6)
+        assert sent[-1] == ("all_reduce", 16)
+        assert sent[:-1] == ([("all_gather_object", -1)] if step == 0 else [])
+        found = torch.tensor(float(any(getattr(g, "_local_tensor", g).isinf().any() for g in grads_of(opt))))
+        dist.all_reduce(found)
+        assert opt.step_was_skipped == bool(found), step
+        opt.zero_grad()
+
+
+def grads_of(opt: Any) -> list[Any]:
+    return [p.grad for p in opt.model_params()]
+
+
+def values_of(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def static(params: Any, **options: Any) -> MixedPrecisionOptimizer:
+    return MixedPrecisionOptimizer(SGD(params, lr=0.0), **options)
+
+
+def experts(rank: int, size: int, way: str) -> None:
+    """Experts on a mesh that was made apart from that of dense parameters, a plain tensor beside: each counted once."""
+    dense, expert, plain = values_of(7, 3, seed=1), values_of(6, 4, seed=2), values_of(5, seed=3)
+    line = DeviceMesh("cpu", list(range(size)), mesh_dim_names=("dp",))
+    copies = 1
+    if way == "backwards":
+        placed = on_mesh(expert, DeviceMesh("cpu", list(range(size))[::-1]), Shard(0))
+    elif way == "square":
+        placed = on_mesh(expert, init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep")), Replicate(), Shard(0))
+    elif way == "dimension":  # every pair of ranks has the same, as far as can be told
+        placed = on_mesh(expert, init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))["ep"], Shard(0))
+    else:  # pairs made apart, each with experts of its own
+        pairs = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
+        placed = on_mesh(expert, pairs[rank // 2], Shard(0))
+        copies = 2
+    params = [on_mesh(dense, line, Shard(0)), placed, nn.Parameter(plain)]
+    names = ["dense", f"experts.{rank // 2 if copies == 2 else 0}", "plain"]
+    opt = static(params, named_parameters=zip(names, params, strict=True))
+    square = sum(float(t.double().square().sum()) for t in (dense, *[expert] * copies, plain))
+    norm_and_verdicts(rank, opt, math.sqrt(square))
+    if way == "apart":
+        opt = static(params)
+        params[0].grad = params[0].detach().clone()
+        message = raised(ValueError, lambda: opt.clip_master_grads(1.0))
+        assert (
+            "whether 'group 0, param 1' is one parameter or two can't be told: rank 0 has it on ranks [0, 1]" in message
+        )
+        assert "rank 2 on ranks [2, 3]" in message
+        # Only some ranks have experts.
+        some = params[:2] if rank < 2 else params[:1]
+        opt = static(some, named_parameters=zip(names, some, strict=False))
+        params[0].grad, params[1].grad = params[0].detach().clone(), params[1].detach().clone()
+        square = sum(float(t.double().square().sum()) for t in (dense, expert))
+        assert float(opt.clip_master_grads(1e9)) == pytest.approx(math.sqrt(square), rel=1e-6)
+
+
+@pytest.mark.parametrize("way", ["backwards", "square", "dimension", "apart"])
+def test_experts_on_a_mesh_of_their_own(four: World, way: str) -> None:
+    four.run(experts, way)
+
+
+def trained(rank: int, size: int) -> None:
+    """FSDP2 on two meshes that were made apart trains like one process."""
+    plain, net = Net(norm=False), Net(norm=False)
+    fully_shard(net.a, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")))
+    fully_shard(net, mesh=DeviceMesh("cpu", [3, 2, 1, 0]))
+    ends = []
+    for model in (plain, net):
+        opt = MixedPrecisionOptimizer(AdamW(model.parameters(), lr=1e-2), scaler=DynamicLossScaler(init_scale=2.0**8))
+        distributed.attach(opt, model if model is net else None)
+        for step in range(6):
+            opt.zero_grad()
+            opt.backward(loss_of(model, step, 0, poison=step == 2))  # every rank has the same batch
+            opt.clip_master_grads(0.1)
+            opt.step()
+            assert opt.step_was_skipped == (step == 2)
+        ends.append([whole(p) for p in opt.master_params()])
+    for a, b in zip(*ends, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.0, atol=1e-6)
+
+
+def test_meshes_made_apart_train_like_one_process(four: World) -> None:
+    four.run(trained)
+
+
+def uncovered(rank: int, size: int) -> None:
+    """Three of four ranks, no mesh of all three: the user makes the group."""
+    first, second = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])
+    group = dist.new_group([0, 1, 2])
+    if rank == 3:
+        dist.barrier()
+        return
+    a, b = values_of(4, seed=1), values_of(6, seed=2)
+    here = [(name, on_mesh(v, m, Shard(0))) for name, v, m in (("a", a, first), ("b", b, second)) if rank in m.mesh]
+    net = nn.Module()
+    for name, p in here:
+        net.register_parameter(name, p)
+    opt = static(net.parameters())
+    for p in net.parameters():
+        p.grad = p.detach().clone()
+    if rank == 1:
+        for call in (lambda: opt.clip_master_grads(1.0), opt.step, lambda: distributed.attach(opt, net)):
+            message = raised(ValueError, call)
+            assert "lie on the ranks [0, 1, 2] together, and no single mesh does" in message
+            assert "torch.distributed.new_group([0, 1, 2])" in message
+    distributed.attach(opt, net, process_group=group)
+    wanted = torch.cat([a, b]).double().norm()
+    assert float(opt.clip_master_grads(1e9)) == pytest.approx(float(wanted), rel=1e-6)
+    opt.step()
+    dist.barrier()
+
+
+def test_meshes_that_no_mesh_covers(four: World) -> None:
+    four.run(uncovered)
 
 
 def unread(rank: int, size: int) -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import SGD, AdamW
 
@@ -309,12 +309,6 @@ def refusals(rank: int, size: int) -> None:
     )
     for call in (opt.state_dict, lambda: opt.load_state_dict({})):
         assert "fp16opt.distributed.state_dict" in raised(RuntimeError, call)
-    line = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
-    other = DeviceMesh("cpu", [1, 0], mesh_dim_names=("y",))
-    params = [nn.Parameter(distribute_tensor(torch.ones(4), m, [Shard(0)])) for m in (line, other)]
-    inner = SGD(params, lr=0.1)
-    assert "no parts of one mesh" in raised(ValueError, lambda: MixedPrecisionOptimizer(inner))
-    assert inner.param_groups[0]["params"][0] is params[0]
     old = FullyShardedDataParallel(Net(norm=False), use_orig_params=True, device_id=torch.device("cpu"))
     assert "FSDP1" in raised(ValueError, lambda: MixedPrecisionOptimizer(SGD(old.parameters(), lr=0.1)))
     flat = FullyShardedDataParallel(Net(norm=False), device_id=torch.device("cpu"))

@@ -22,6 +22,7 @@ IMPORTED_ONCE = [  # by the process from which all ranks are forked; it does not
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.optim",
+    "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
     "fp16opt.distributed",
     "hypothesis",

@@ -1,0 +1,410 @@
+"""Pipelines: one verdict and one norm over stages that hold different parameters."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import SGD, AdamW
+
+from distributed.models import HALF, assert_alike, messages
+from distributed.world import World, raised
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed
+
+MICRO = 4
+CPU = torch.device("cpu")
+
+
+class Whole(nn.Module):
+    """Two stages: one that is wide, and one with an FP32 layer norm among 16-bit weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first: Any = nn.Sequential(nn.Linear(16, 24, dtype=HALF), nn.Tanh())
+        self.last: Any = nn.Sequential(
+            nn.Linear(24, 8, dtype=HALF), nn.Tanh(), Cast(), nn.LayerNorm(8), nn.Linear(8, 3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in (self.first, self.last):
+            x = x if stage is None else stage(x)
+        return x
+
+
+class Cast(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float()
+
+
+def stage_of(number: int) -> Whole:
+    """The whole model without the other stage: names are those of the whole."""
+    net = Whole()
+    setattr(net, ("last", "first")[number], None)
+    return net
+
+
+def batch(step: int, part: int = 0) -> Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(1000 * step + part)).half()
+
+
+def mse(out: Tensor, target: Tensor) -> Tensor:
+    return (out - target).square().mean()
+
+
+TARGET = torch.ones(8, 3)
+
+
+def wrap(net: nn.Module, inner: Any = None, **options: Any) -> MixedPrecisionOptimizer:
+    options.setdefault("scaler", DynamicLossScaler(init_scale=2.0**8, growth_interval=3))
+    inner = inner or AdamW(net.parameters(), lr=1e-2)
+    return MixedPrecisionOptimizer(inner, **options)
+
+
+class Pipeline:
+    """A rank's stage, its optimizer and the schedule."""
+
+    def __init__(self, number: int, net: Any, opt: Any, kind: Any = ScheduleGPipe, group: Any = None) -> None:
+        self.number, self.opt = number, opt
+        # Shapes are told, for torch would try DDP's forward to find them, and its reducer fails after that.
+        inner = torch.zeros(2, 24, dtype=HALF, requires_grad=True)
+        ends = torch.zeros(2, 16, dtype=HALF), torch.zeros(2, 3, requires_grad=True)
+        shapes = {"input_args": (ends[0], inner)[number], "output_args": (inner, ends[1])[number]}
+        stage = PipelineStage(net, number, 2, CPU, group=group, **shapes)
+        self.schedule = kind(stage, MICRO, loss_fn=lambda out, target: opt.scale_loss(mse(out, target)))
+
+    def backward(self, x: Tensor) -> None:
+        """All micro-batches, forth and back."""
+        self.opt.zero_grad()
+        if self.number == 0:
+            self.schedule.step(x)
+        else:
+            self.schedule.step(target=TARGET)
+
+
+def poison(net: nn.Module) -> None:
+    next(net.parameters()).grad.view(-1)[-1] = math.inf
+
+
+def in_one_process(whole: nn.Module, opt: Any, step: int) -> None:
+    """The backwards of :class:`Pipeline`, without one."""
+    opt.zero_grad()
+    for x, target in zip(batch(step).chunk(MICRO), TARGET.chunk(MICRO), strict=True):
+        opt.scale_loss(mse(whole(x), target)).backward()
+    for p in whole.parameters():
+        p.grad.div_(MICRO)
+
+
+def two_stages(rank: int, size: int, kind: str, options: dict[str, Any]) -> None:
+    """Four micro-batches a step. An overflow on one stage, then on the other, skips on both; as in one process."""
+    whole, net = Whole(), stage_of(rank)
+    one, opt = wrap(whole, **options), wrap(net, **options)
+    distributed.attach(one, None)
+    distributed.attach(opt, net, process_group=dist.group.WORLD)
+    pipeline = Pipeline(rank, net, opt, {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[kind])
+    bad = {2: 0, 4: 1}  # which stage overflows in which step
+    for step in range(8):
+        in_one_process(whole, one, step)
+        pipeline.backward(batch(step))
+        if step in bad:
+            poison((whole.first, whole.last)[bad[step]])
+            if bad[step] == rank:
+                poison(net)
+        norms = []
+        for each in (one, opt):
+            each.update_master_grads()
+            norms.append(each.clip_master_grads(0.1))
+            each.step()
+        assert_alike([norms[1], opt.scaler.scale])
+        assert float(norms[0]) == pytest.approx(float(norms[1]), rel=1e-6)
+        assert math.isinf(float(norms[1])) == (step in bad)
+        assert opt.step_was_skipped == one.step_was_skipped == (step in bad)
+        assert bool(opt.overflow_report()) == (bad.get(step) == rank)
+        assert float(opt.scaler.scale) == float(one.scaler.scale)
+    wanted = dict(whole.named_parameters())
+    masters = dict(zip(wanted, one.master_params(), strict=True))
+    for (name, p), master in zip(net.named_parameters(), opt.master_params(), strict=True):
+        torch.testing.assert_close(master, masters[name], rtol=0.0, atol=1e-7)
+        assert p.dtype == wanted[name].dtype
+    assert opt.skipped_steps == 2
+
+
+SPLIT = {"master_weights": "split", "optimizer_state": "8bit"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("gpipe", {}), ("1f1b", {}), ("gpipe", SPLIT)],
+    ids=["gpipe", "1f1b", "split"],
+)
+def test_a_pipeline_of_two_stages(two: World, kind: str, options: dict[str, Any]) -> None:
+    two.run(two_stages, kind, options)
+
+
+def one_message(rank: int, size: int, static: bool) -> None:
+    net = stage_of(rank)
+    opt = wrap(net, **({"scaler": None} if static else {}))
+    distributed.attach(opt, net, process_group=dist.group.WORLD)
+    pipeline = Pipeline(rank, net, opt)
+    for step, clips in enumerate((0, 1, 2)):
+        pipeline.backward(batch(step))
+        with messages() as sent:
+            opt.update_master_grads()
+            for _ in range(min(clips, 1)):
+                opt.clip_master_grads(1.0)
+            opt.step()
+        assert sent == [("all_reduce", 16)], (step, sent)
+    distributed.attach(opt, None)
+    pipeline.backward(batch(3))
+    with messages() as sent:
+        opt.update_master_grads()
+        opt.step()
+    assert not sent, "attached to no stage any more"
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_one_message_of_16_bytes(two: World, static: bool) -> None:
+    two.run(one_message, static)
+
+
+def by_headroom(rank: int, size: int) -> None:
+    """A scaler that follows norms hears of the largest over all stages: it does as that of one process."""
+    whole, net = Whole(), stage_of(rank)
+    one, opt = (
+        wrap(model, scaler=DynamicLossScaler(init_scale=2.0**4, growth_interval=2, policy="headroom"))
+        for model in (whole, net)
+    )
+    distributed.attach(opt, net, process_group=dist.group.WORLD)
+    pipeline = Pipeline(rank, net, opt)
+    for step in range(8):
+        in_one_process(whole, one, step)
+        pipeline.backward(batch(step))
+        if step == 5:
+            poison(whole)
+            if rank == 0:
+                poison(net)
+        for each in (one, opt):
+            each.update_master_grads()
+            each.clip_master_grads(1.0)
+            each.step()
+        assert opt.step_was_skipped == (step == 5)
+        seen = [value for value in opt.scaler.state_dict().values() if isinstance(value, Tensor)]
+        assert_alike(seen)
+        wanted = [value for value in one.scaler.state_dict().values() if isinstance(value, Tensor)]
+        torch.testing.assert_close(seen, wanted, rtol=1e-6, atol=0.0)
+    other = DynamicLossScaler(init_scale=2.0**6)
+    if rank == 1:
+        opt.zero_grad()
+        for scaler in (opt.scaler, other):
+            opt.backward(mse(net(torch.ones(4, 24).half()), torch.ones(4, 3)), scaler=scaler)
+        assert "expected gradients of one loss scaler, got those of 2" in raised(RuntimeError, opt.step)
+
+
+def test_scalers_that_follow_norms(two: World) -> None:
+    two.run(by_headroom)
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def with_data_parallelism(rank: int, size: int, way: str) -> None:
+    """2 stages x 2 ranks: every element of the whole model's gradient enters the norm once."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    number, part = mesh.get_coordinate()
+    net: Any = stage_of(number)
+    if way == "ddp":
+        model = DDP(net, process_group=mesh.get_group("dp"))
+    else:
+        for layer in (net.first, net.last)[number]:
+            fully_shard(layer, mesh=mesh["dp"])
+        model = fully_shard(net, mesh=mesh["dp"])
+    opt = wrap(model, SGD(model.parameters(), lr=0.1))
+    distributed.attach(opt, model, process_group=dist.group.WORLD)
+    pipeline = Pipeline(number, model, opt, group=mesh.get_group("pp"))
+    for step in range(4):
+        pipeline.backward(batch(step, part))
+        if step == 2 and rank == 1:  # under DDP of one replica alone: also then no rank steps
+            grad = next(model.parameters()).grad
+            (grad._local_tensor if way == "fsdp2" else grad).view(-1)[-1] = math.inf
+        opt.update_master_grads()
+        grads = [full(p.grad).double().reshape(-1) for p in opt.master_params()]
+        got = opt.clip_master_grads(1e-2)
+        opt.step()
+        assert opt.step_was_skipped == (step == 2)
+        squares = torch.cat(grads).square().sum()
+        dist.all_reduce(squares, group=mesh.get_group("pp"))
+        if step != 2:
+            assert float(got) == pytest.approx(float(squares.sqrt()), rel=1e-6)
+        assert_alike([got, opt.scaler.scale])
+    ends: list[Any] = [None] * 4
+    dist.all_gather_object(ends, [full(p) for p in opt.master_params()])
+    assert all(torch.equal(a, b) for a, b in zip(ends[rank], ends[rank ^ 1], strict=True))
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+def test_a_pipeline_with_data_parallelism(four: World, way: str) -> None:
+    four.run(with_data_parallelism, way)
+
+
+def copies_in_stages(rank: int, size: int) -> None:
+    """One stage on a mesh with copies of shards, a plain tensor beside: attached or not, each is counted once."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    net: Any = nn.Sequential(nn.Linear(6, 5, dtype=HALF), nn.Linear(5, 4, dtype=HALF))
+    torch.manual_seed(3)
+    for p in net.parameters():
+        nn.init.normal_(p)
+    fully_shard(net[0], mesh=mesh["shards"])
+    opt = wrap(net, SGD(net.parameters(), lr=0.1), loss_scale=1.0, scaler=None)
+    norms = []
+    for attached in (False, True):
+        if attached:
+            distributed.attach(opt, net, process_group=dist.group.WORLD)
+        for p in net.parameters():
+            p.grad = p.detach().clone()
+        wanted = torch.cat([full(p).double().reshape(-1) for p in net.parameters()]).norm()
+        norms.append(float(opt.clip_master_grads(1e9)))
+        assert norms[-1] == pytest.approx(float(wanted), rel=1e-6)
+        opt.zero_grad()
+
+
+def test_copies_in_a_stage_are_counted_once(four: World) -> None:
+    four.run(copies_in_stages)
+
+
+def by_name(rank: int, size: int, folder: str) -> None:
+    """Saved in two stages; loaded in two stages and into the whole model; training goes on to the bit."""
+
+    def make() -> tuple[Any, Any, Pipeline]:
+        net = stage_of(rank)
+        opt = wrap(net)
+        distributed.attach(opt, net, process_group=dist.group.WORLD)
+        return net, opt, Pipeline(rank, net, opt)
+
+    def train(opt: Any, pipeline: Pipeline, steps: range) -> None:
+        for step in steps:
+            pipeline.backward(batch(step))
+            opt.update_master_grads()
+            opt.clip_master_grads(0.1)
+            opt.step()
+
+    net, opt, pipeline = make()
+    train(opt, pipeline, range(3))
+    distributed.save(f"{folder}/step", net, opt)
+    distributed.save_async(f"{folder}/later", net, opt).result(60.0)
+    taken = {key: value for key, value in distributed.state_dict(net, opt).items() if key != "masters"}
+    assert [name for group in taken["param_groups"] for name in group["params"]] == [
+        n for n, _ in net.named_parameters()
+    ]
+    for call in (opt.state_dict, lambda: opt.load_state_dict({})):
+        assert "fp16opt.distributed.state_dict" in raised(RuntimeError, call)
+    message = raised(RuntimeError, lambda: distributed.fp32_state_dict(net, opt))
+    assert "rank 0 has one stage of the pipeline" in message
+    ends = {name: p.clone() for (name, _), p in zip(net.named_parameters(), opt.master_params(), strict=True)}
+    train(opt, pipeline, range(3, 5))
+    after = [p.clone() for p in opt.master_params()]
+    for name in ("step", "later"):
+        net, opt, pipeline = make()
+        distributed.load(f"{folder}/{name}", net, opt)
+        train(opt, pipeline, range(3, 5))
+        assert all(torch.equal(a, b) for a, b in zip(after, opt.master_params(), strict=True))
+    whole = Whole()
+    one = wrap(whole)
+    distributed.load(f"{folder}/step", whole, one)
+    for (name, _), master in zip(whole.named_parameters(), one.master_params(), strict=True):
+        assert name not in ends or torch.equal(ends[name], master)
+    assert one.steps_counted() == 3
+
+
+def test_checkpoints_by_name(two: World, tmp_path: Any) -> None:
+    two.run(by_name, str(tmp_path))
+
+
+def disagreements(rank: int, size: int) -> None:
+    """Stages must agree on scaler, settings and config; on nothing else."""
+    world = dist.group.WORLD
+
+    def attach(net: nn.Module, opt: Any) -> str:
+        return raised(ValueError, lambda: distributed.attach(opt, net, process_group=world))
+
+    net = stage_of(rank)
+    message = attach(net, wrap(net, scaler=DynamicLossScaler(backoff_factor=0.25 if rank else 0.5)))
+    assert "rank 0 has a scaler with backoff_factor=0.5, rank 1 has a scaler with backoff_factor=0.25" in message
+    message = attach(net, wrap(net, AdamW(net.parameters(), lr=0.5 + rank)))
+    assert "rank 0 has group 0 with lr=0.5, rank 1 has group 0 with lr=1.5" in message
+    message = attach(net, wrap(net, master_weights="split" if rank else "full"))
+    assert "rank 0 has master_weights='full', rank 1 has master_weights='split'" in message
+    same = nn.Linear(4, 3, dtype=HALF)
+    message = attach(same, wrap(same))
+    assert (
+        "whether 'weight' is one parameter or two can't be told: rank 0 has it on ranks [0], rank 1 on ranks [1]"
+        in message
+    ), message
+    names = [(f"stage{rank}.{name}", p) for name, p in same.named_parameters()]
+    distributed.attach(wrap(same, named_parameters=names), same, process_group=world)
+    other = wrap(nn.Linear(2, 2, dtype=HALF))
+    assert "ddp_model has no parameter 'group 0, param 0'" in raised(
+        ValueError, lambda: distributed.attach(other, net, process_group=world)
+    )
+
+
+def test_what_stages_must_agree_on(two: World) -> None:
+    two.run(disagreements)
+
+
+def refusals(rank: int, size: int) -> None:
+    world = dist.group.WORLD
+    net = stage_of(rank)
+    opt = wrap(net)
+
+    def attach(model: Any, group: Any, opt: Any = opt, error: Any = ValueError, **options: Any) -> str:
+        return raised(error, lambda: distributed.attach(opt, model, process_group=group, **options))
+
+    pairs = [dist.new_group([rank]) for rank in range(size)]
+    for group in ("all", pairs[1 - rank]):
+        assert "expected a torch.distributed.ProcessGroup with this rank in it" in attach(net, group, error=TypeError)
+    assert "expected the module of this rank's stage, got NoneType" in attach(None, world, error=TypeError)
+    assert "verify_ranks_every: expected 0 with process_group" in attach(net, world, verify_ranks_every=2)
+    sums = wrap(net, grad_accumulation="fp32")
+    assert 'expected grad_accumulation="model", got "fp32"' in attach(net, world, opt=sums)
+    half = stage_of(1).half()
+    zero = wrap(half, ZeroRedundancyOptimizer(half.parameters(), AdamW, lr=0.1))
+    assert "got a ZeroRedundancyOptimizer" in attach(half, world, opt=zero)
+    whole = nn.Linear(3, 2, dtype=HALF)
+    ddp = DDP(whole)
+    message = attach(ddp, pairs[rank], opt=wrap(whole))
+    assert f"expected all ranks over which 'weight' may lie, [0, 1], and [{1 - rank}] are not in it" in message
+    distributed.attach(opt, net, process_group=world)
+    late = nn.Parameter(torch.ones(2).half())
+    opt.add_param_group({"params": [late]})
+    late.grad = torch.ones(2).half()
+    opt.update_master_grads()
+    message = raised(RuntimeError, lambda: opt.clip_master_grads(1.0))
+    assert "parameters were added after attach(opt, model, process_group=...)" in message
+
+
+def test_refusals(two: World) -> None:
+    two.run(refusals)
+
+
+def test_gradient_release_has_no_pipeline() -> None:
+    """Alone: where there are several ranks it is refused at once."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        net = nn.Linear(3, 2, dtype=HALF)
+        opt = MixedPrecisionOptimizer(SGD(net.parameters(), lr=0.1), gradient_release=True)
+        message = raised(ValueError, lambda: distributed.attach(opt, net, process_group=dist.group.WORLD))
+        assert "gradient_release=True steps in backward" in message
+    finally:
+        dist.destroy_process_group()
