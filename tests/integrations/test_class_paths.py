@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,15 @@ def assert_trained_alike(net: nn.Module, other: nn.Module) -> None:
         assert torch.equal(mine, theirs)
 
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "in-a-config-file.md"
+needs_page = pytest.mark.skipif(not PAGE.exists(), reason="run from an installed package, without the repository")
+
+
+def files_of_the_page() -> list[str]:
+    """Its YAML blocks: for Hydra, for Lightning's CLI with BF16, and with FP16."""
+    return re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+
+
 # -- Hydra -------------------------------------------------------------------------------------------------------------
 
 
@@ -90,6 +100,17 @@ def test_hydras_target(way: str) -> None:
         torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
         opt.step()
     assert_trained_alike(net, by_wrapper(STEPS, clip=0.5))
+
+
+@needs_page
+def test_hydras_file_of_the_page() -> None:
+    hydra = pytest.importorskip("hydra")
+    from omegaconf import OmegaConf
+
+    net = network(BF16)
+    opt = hydra.utils.instantiate(OmegaConf.create(files_of_the_page()[0]), params=net.parameters())
+    assert type(opt) is fp16opt.optim.AdamW
+    assert (opt.param_groups[0]["betas"], opt.master_weights) == ((0.9, 0.95), "split")
 
 
 def test_hydra_makes_the_loss_scaler_too() -> None:
@@ -174,6 +195,20 @@ def test_lightnings_class_path(way: str, tmp_path: Path) -> None:
     assert "parameters: 6 bfloat16 with FP32 masters" in repr(opt)
     assert opt.steps_counted() == STEPS
     assert_trained_alike(cli.model.net, by_wrapper(STEPS, clip=None))
+
+
+@needs_page
+@pytest.mark.parametrize("which", [1, 2], ids=["bf16", "fp16"])
+def test_lightnings_files_of_the_page(which: int, tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    pytest.importorskip("jsonargparse")
+    (tmp_path / "config.yaml").write_text(files_of_the_page()[which])
+    cli = lightning_cli(tmp_path, modules()[0], "--config", str(tmp_path / "config.yaml"))
+    opt = cli.trainer.optimizers[0]
+    assert isinstance(opt, MixedPrecisionOptimizer)
+    assert f"parameters: 6 {('bfloat16', 'float16')[which - 1]} with FP32 masters" in repr(opt)
+    assert opt.scaler.dynamic is (which == 2)
+    assert opt.steps_counted() == STEPS - opt.skipped_steps > 0
 
 
 def test_lightnings_class_path_with_a_scaler_of_its_own_and_the_plugin(tmp_path: Path) -> None:
