@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,9 +17,11 @@ from torch.optim import Optimizer
 
 from ..grad_scaler import GradScaler
 from ..optimizer import MixedPrecisionOptimizer
-from .optimizer_group import OptimizerGroup, has_halves, named_parameters
+from .optimizer_group import OptimizerGroup, has_fp16, has_halves, named_parameters, params_of
 
-_SCALE_THEMSELVES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+_logger = logging.getLogger("fp16opt")
+
+SCALE_THEMSELVES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
 class MasterWeightsOptimizer(AcceleratedOptimizer):
@@ -78,14 +81,26 @@ class Accelerator(accelerate.Accelerator):
         self._is_preparing = False
         if master_weights is None:
             return
-        if self.scaler is not None or self.mixed_precision == "fp16":
+        if self.scales_by_itself():
             raise ValueError(
-                'master_weights with mixed_precision="fp16": Accelerate would scale the loss a second time. Leave '
+                'master_weights with mixed_precision="fp16", which may come from Accelerate\'s config file or from '
+                "ACCELERATE_MIXED_PRECISION, too: Accelerate would scale the loss a second time. Leave "
                 "mixed_precision out, and give the model 16-bit weights; or leave master_weights out, and wrap the "
                 "optimizer in MixedPrecisionOptimizer(optimizer), which Accelerate's scaler then drives."
             )
-        if self.distributed_type in _SCALE_THEMSELVES:
-            raise ValueError(f"master_weights: {self.distributed_type.value} keeps masters of its own. Leave them out.")
+        if self.distributed_type in SCALE_THEMSELVES:
+            raise ValueError(
+                f"master_weights: {self.distributed_type.value} keeps masters of its own. Leave them out, or train "
+                "without it."
+            )
+
+    def scales_by_itself(self) -> bool:
+        """Whether Accelerate has a loss scaler of its own."""
+        return self.scaler is not None or self.mixed_precision == "fp16"
+
+    def options_for(self, params: Sequence[Tensor]) -> dict[str, Any]:
+        """Options of ``MixedPrecisionOptimizer`` for optimizers of models with these parameters."""
+        return dict(self.master_weights or {})
 
     # -- preparing ---------------------------------------------------------------------------------------------------
 
@@ -97,7 +112,9 @@ class Accelerator(accelerate.Accelerator):
             TypeError, ValueError: As ``MixedPrecisionOptimizer`` raises them.
         """
         if self.master_weights is None:
-            return super().prepare(*args, device_placement=device_placement)
+            result = super().prepare(*args, device_placement=device_placement)
+            self._tell_of_plain_steps()
+            return result
         self._is_preparing = True
         try:
             result = super().prepare(*args, device_placement=device_placement)
@@ -105,6 +122,18 @@ class Accelerator(accelerate.Accelerator):
             self._is_preparing = False
         self._wrap()
         return result
+
+    def _tell_of_plain_steps(self) -> None:
+        """Log once that FP16 weights are stepped themselves, unless something scales the loss."""
+        plain = [one.optimizer for one in self._optimizers if not isinstance(one.optimizer, MixedPrecisionOptimizer)]
+        if self.scales_by_itself() or not has_fp16(params_of(plain)) or self.distributed_type in SCALE_THEMSELVES:
+            return
+        if not self.__dict__.get("_told"):
+            self._told = True
+            _logger.warning(
+                "an optimizer that steps FP16 weights was prepared, and master_weights was not given: small updates "
+                'are lost, and the loss is not scaled. Write Accelerator(master_weights={"dynamic": True}).'
+            )
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
         """Accelerate's, of a class that knows of skips."""
@@ -119,7 +148,7 @@ class Accelerator(accelerate.Accelerator):
             return optimizer
         if device_placement is None:
             device_placement = self.device_placement
-        prepared = MasterWeightsOptimizer(optimizer, device_placement=device_placement)
+        prepared = MasterWeightsOptimizer(optimizer, device_placement=device_placement, scaler=self.scaler)
         self._optimizers.append(prepared)
         if not self._is_preparing:
             self._wrap()
@@ -130,9 +159,9 @@ class Accelerator(accelerate.Accelerator):
         inside = [one.optimizer for one in self._optimizers]
         new = [one for one in inside if not isinstance(one, MixedPrecisionOptimizer)]
         known = [] if self._optimizer_group is None else self._optimizer_group.optimizers
-        trained = [param for one in new for group in one.param_groups for param in group["params"]]
         held = [param for model in self._models for param in model.parameters()]  # frozen ones too: see PEFT
-        if not (new and (known or has_halves([*trained, *held]))):
+        params = [*params_of(new), *held]
+        if not (new and (known or has_halves(params))):
             if inside and not new:
                 self._join(OptimizerGroup(inside))
             return
@@ -141,7 +170,7 @@ class Accelerator(accelerate.Accelerator):
                 "optimizers were prepared before, and one loss scale is to serve all. Prepare all optimizers in one "
                 "call of accelerator.prepare; free_memory() ends a training."
             )
-        self._join(OptimizerGroup(inside, named_parameters(*self._models), self.master_weights))
+        self._join(OptimizerGroup(inside, named_parameters(*self._models), self.options_for(params)))
 
     def _join(self, group: OptimizerGroup) -> None:
         for prepared, wrapped in zip(self._optimizers, group.optimizers, strict=True):
@@ -281,8 +310,10 @@ def _masters_in(folder: str, number: int) -> Path:
     return Path(folder) / f"masters_{number}"
 
 
-def convert(accelerator: accelerate.Accelerator, master_weights: dict[str, Any] | None) -> Accelerator:
-    """Make an accelerator that a trainer has made one of :class:`Accelerator`. Nothing may be prepared yet.
+def convert(
+    accelerator: accelerate.Accelerator, master_weights: dict[str, Any] | None, kind: type[Accelerator] = Accelerator
+) -> Accelerator:
+    """Make an accelerator that a trainer has made one of ``kind``. Nothing may be prepared yet.
 
     transformers makes its own and has no hook for another class.
 
@@ -290,7 +321,7 @@ def convert(accelerator: accelerate.Accelerator, master_weights: dict[str, Any] 
         TypeError, ValueError: As the constructor raises them.
     """
     check_options(master_weights)
-    accelerator.__class__ = Accelerator
+    accelerator.__class__ = kind
     accelerator.begin(master_weights)
     return cast(Accelerator, accelerator)
 
@@ -332,7 +363,7 @@ def use_fp16opt_scaler(accelerator: accelerate.Accelerator, **settings: Any) -> 
         raise RuntimeError(
             "optimizers were prepared already, with the scaler that was there. Call use_fp16opt_scaler before prepare."
         )
-    if accelerator.distributed_type in _SCALE_THEMSELVES:
+    if accelerator.distributed_type in SCALE_THEMSELVES:
         raise ValueError(
             f"accelerator: {accelerator.distributed_type.value} scales by itself, and would not ask this scaler. Leave "
             "use_fp16opt_scaler out."

@@ -231,12 +231,12 @@ class MasterWeightsModelParallel(ModelParallelStrategy):
             )
         return state_dict(self.model, ours)
 
-    def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> Any:
+    def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
         """Load the model as Lightning does, and masters, state and scaler after it."""
         optimizers = list(self.optimizers)
         self.optimizers = [one for one in optimizers if not isinstance(one, MixedPrecisionOptimizer)]
         try:
-            rest = super().load_checkpoint(checkpoint_path, weights_only)
+            rest = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # weights_only, from 2.6 on
         finally:
             self.optimizers = optimizers
         for number, one in enumerate(optimizers):

@@ -378,7 +378,7 @@ def masters_of(optimizer: MixedPrecisionOptimizer, params: Sequence[Tensor]) -> 
 
 def scaled_by_dtype(options: Mapping[str, Any], params: Iterable[Tensor]) -> dict[str, Any]:
     """Options of the wrapper, with a dynamic scale where there are FP16 parameters, unless they say otherwise."""
-    if says_scale(options) or all(param.dtype != torch.float16 for param in params):
+    if says_scale(options) or not has_fp16(params):
         return dict(options)
     return {"dynamic": True, **options}
 
@@ -391,6 +391,16 @@ def says_scale(options: Mapping[str, Any]) -> bool:
 def has_halves(params: Iterable[Tensor]) -> bool:
     """Whether one of them is in 16 bits."""
     return any(param.dtype in HALF_DTYPES for param in params)
+
+
+def has_fp16(params: Iterable[Tensor]) -> bool:
+    """Whether one of them is in FP16."""
+    return any(param.dtype == torch.float16 for param in params)
+
+
+def params_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """What their groups hold."""
+    return [param for one in optimizers for group in one.param_groups for param in group["params"]]
 
 
 def named_parameters(*models: nn.Module) -> list[tuple[str, Tensor]]:

@@ -2,16 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import transformers
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor, nn
 
 from ..engine.parts import inside
 from ..optimizer import MixedPrecisionOptimizer
-from .accelerate import check_options, convert
+from .accelerate import SCALE_THEMSELVES, Accelerator, check_options, convert
 from .optimizer_group import scaled_by_dtype
+
+
+class TrainerAccelerator(Accelerator):
+    """A Trainer's accelerator. What it prepares tells how: who made the optimizer does not matter.
+
+    The scale is dynamic where there are FP16 parameters, unless options say otherwise. FP32 models are left to the
+    Trainer's own mixed precision.
+    """
+
+    def begin(self, master_weights: dict[str, Any] | None) -> None:
+        """Take the options. Whether the Trainer's own scaler is in the way is known when there is a model.
+
+        Raises:
+            ValueError: DeepSpeed, or Megatron-LM.
+        """
+        super().begin(None)
+        self.master_weights = master_weights
+        if self.distributed_type in SCALE_THEMSELVES:
+            raise ValueError(
+                f"{self.distributed_type.value} keeps masters and a loss scale of its own. Use transformers.Trainer "
+                "with it; or leave TrainingArguments(deepspeed=...), or what Accelerate's config says of it, out."
+            )
+
+    def options_for(self, params: Sequence[Tensor]) -> dict[str, Any]:
+        """See :class:`TrainerAccelerator`.
+
+        Raises:
+            ValueError: The Trainer would scale, too.
+        """
+        if self.scales_by_itself():
+            raise ValueError(
+                "fp16=True, in TrainingArguments or as mixed_precision in Accelerate's config or environment: the "
+                "Trainer would scale the loss a second time. Leave it out: 16-bit weights need no autocast."
+            )
+        return scaled_by_dtype(self.master_weights or {}, params)
 
 
 class MasterWeightsMixin:
@@ -24,12 +59,13 @@ class MasterWeightsMixin:
     Args:
         master_weights: Options of ``MixedPrecisionOptimizer``. Where the model has FP16 parameters the scale is
             dynamic, unless ``dynamic``, ``loss_scale`` or ``scaler`` is among them.
-        *args, **kwargs: The Trainer's own. ``TrainingArguments(fp16=True)`` scales by itself and is refused; a model in
-            16 bits needs neither it nor ``bf16=True``.
+        *args, **kwargs: The Trainer's own. ``TrainingArguments(fp16=True)`` scales by itself: for a model in 16 bits,
+            which needs neither it nor ``bf16=True``, it is refused.
 
     Raises:
-        TypeError, ValueError: As ``fp16opt.integrations.accelerate.Accelerator`` raises them; and for
-            ``gradient_release=True`` unless ``max_grad_norm`` is 0.
+        TypeError: ``master_weights`` is no dict; a class names the mixin behind its Trainer.
+        ValueError: ``gradient_release=True`` unless ``max_grad_norm`` is 0; DeepSpeed or Megatron-LM, which keep
+            masters of their own; and as ``MixedPrecisionOptimizer`` raises it when the training begins.
 
     Example:
         >>> from trl import SFTTrainer                                    # doctest: +SKIP
@@ -44,23 +80,31 @@ class MasterWeightsMixin:
         self.master_weights = master_weights
         super().__init__(*args, **kwargs)
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """The mixin stands before the Trainer, else the Trainer's methods are found first and there are no masters.
+
+        Raises:
+            TypeError: It stands behind.
+        """
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if transformers.Trainer in order and order.index(transformers.Trainer) < order.index(MasterWeightsMixin):
+            first = next(base for base in cls.__bases__ if issubclass(base, transformers.Trainer)).__name__
+            raise TypeError(
+                f"{cls.__name__}: MasterWeightsMixin stands behind {first}, and would change nothing. Write class "
+                f"{cls.__name__}(MasterWeightsMixin, {first})."
+            )
+
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's; then its accelerator is one that has masters."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        self.accelerator = convert(self.accelerator, self.master_weights or {})
-
-    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
-        """The Trainer's. It is wrapped where the Trainer prepares it."""
-        made: Optimizer = super().create_optimizer(model)  # type: ignore[misc]
-        of = getattr(self, "model", None) if model is None else model
-        given = scaled_by_dtype(self.master_weights or {}, () if of is None else of.parameters())
+        given = self.master_weights or {}
         if given.get("gradient_release") is True and self.args.max_grad_norm > 0:
             raise ValueError(
                 f"max_grad_norm={self.args.max_grad_norm}: with gradient_release=True parameters are stepped before "
                 "the norm is known. Use TrainingArguments(max_grad_norm=0), or gradient_release=False."
             )
-        self.accelerator.master_weights = given
-        return made
+        self.accelerator = convert(self.accelerator, given, TrainerAccelerator)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The Trainer's, for its log; None where gradients were released before there was a norm."""

@@ -73,7 +73,9 @@ class FusedAdam(FP32StateOptimizer):
         adam_w_mode: Decoupled weight decay; False adds it to the gradient.
         amsgrad: Refused.
         set_grad_none: ``zero_grad`` sets gradients to None.
-        capturable: Taken for compatibility.
+        capturable: True: a ``torch.amp.GradScaler`` may drive it with 16-bit gradients. As torch's fused Adam it
+            divides by the scale itself, leaves true gradients behind, and skips. The skip waits for the device: CUDA
+            graphs can't capture it.
         master_weights: Keep FP32 masters of 16-bit parameters in the state; needs ``capturable``.
 
     Raises:
@@ -119,8 +121,16 @@ class FusedAdam(FP32StateOptimizer):
         super().__init__(params, defaults, set_grad_none)
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.capturable = capturable
+        self._step_supports_amp_scaling = capturable
         self.master_weights = master_weights
         self.KEEPS_MASTERS = master_weights
+
+    def _unscale(self, batches: list[Batch], scale: Tensor) -> None:
+        super()._unscale(batches, scale)
+        for batch in batches:  # apex's kernel and torch's fused one write true gradients, too
+            for param, grad in zip(batch.params, batch.grads, strict=True):
+                if param.grad is not None:
+                    param.grad.copy_(grad)
 
     def _new_state(self, value: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         return {

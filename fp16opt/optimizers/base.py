@@ -47,6 +47,10 @@ class Batch:
 class FP32StateOptimizer(Optimizer):
     """An optimizer whose state stays FP32 when a checkpoint is loaded for 16-bit parameters.
 
+    A subclass that sets ``_step_supports_amp_scaling`` is driven by ``torch.amp.GradScaler`` with 16-bit gradients: the
+    scaler hands over ``found_inf``, by which a step is left out, and ``grad_scale``, by which gradients are divided in
+    FP32.
+
     Args:
         params: As for ``torch.optim.Optimizer``.
         defaults: Of the groups. ``lr``, ``eps``, ``momentum``, ``weight_decay`` and ``betas`` are checked, here and in
@@ -92,7 +96,7 @@ class FP32StateOptimizer(Optimizer):
             closure: Evaluates the model again and returns the loss.
 
         Returns:
-            The closure's loss, or None. No host sync.
+            The closure's loss, or None. No host sync, but for one where a GradScaler hands over ``found_inf``.
 
         Raises:
             RuntimeError: A gradient is sparse. Nothing has been changed then.
@@ -102,12 +106,23 @@ class FP32StateOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_dense()
+        found: Tensor | None = getattr(self, "found_inf", None)
+        if found is not None and bool(found):
+            return loss
         batches = [batch for batch in map(self._gather, self.param_groups) if batch.params]
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        if scale is not None:
+            self._unscale(batches, scale)
         if batches:
             self._update(batches)
         for batch in batches:
             batch.write_back()
         return loss
+
+    def _unscale(self, batches: list[Batch], scale: Tensor) -> None:
+        """Divide the gradients that will be stepped by a GradScaler's scale. The parameters' own stay as they are."""
+        for batch in batches:
+            batch.grads = [grad * (1.0 / scale).to(grad) for grad in batch.grads]
 
     def _update(self, batches: list[Batch]) -> None:
         """Step ``values`` and states of all groups; a subclass's formula."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -213,17 +212,3 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     def _new_state(self, value: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         return {**super()._new_state(value, group), "step": self.first_step}
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As :meth:`FusedLAMB.step`; does nothing where a GradScaler found inf or nan. Syncs then."""
-        found: Tensor | None = getattr(self, "found_inf", None)
-        if found is not None and bool(found):
-            return None
-        return super().step(closure)
-
-    def _update(self, batches: list[Batch]) -> None:
-        scale: Tensor | None = getattr(self, "grad_scale", None)
-        if scale is not None:
-            for batch in batches:
-                batch.grads = [grad * (1.0 / scale).to(grad) for grad in batch.grads]
-        super()._update(batches)

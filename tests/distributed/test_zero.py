@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
+import fp16opt.optim
 from distributed.models import Net, assert_alike, loss_of, messages
 from distributed.world import World, raised
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed
@@ -180,6 +181,11 @@ def refusals(rank: int, size: int) -> None:
             TypeError, lambda o=options: ZeroRedundancyOptimizer(net.parameters(), MixedPrecisionOptimizer, **o)
         )
         assert "MixedPrecisionOptimizer(ZeroRedundancyOptimizer(params, AdamW, ...))" in message
+        message = raised(
+            TypeError, lambda o=options: ZeroRedundancyOptimizer(net.parameters(), fp16opt.optim.AdamW, **o)
+        )
+        assert "optimizer_class: expected a class of torch.optim, got fp16opt.optim.AdamW" in message
+        assert "MixedPrecisionOptimizer(ZeroRedundancyOptimizer(params, torch.optim.AdamW, ...))" in message
     opt = MixedPrecisionOptimizer(zero(net.parameters()), dynamic=True)
     extra = nn.Parameter(torch.ones(2).half())
     calls = {

@@ -19,6 +19,7 @@ import torch
 from engine.checks import assert_same_bits, normal
 from torch import Tensor, nn
 
+import fp16opt.optim
 from fp16opt import DynamicLossScaler, GradScaler, MixedPrecisionOptimizer
 from fp16opt.kernels import cuda_devices
 
@@ -350,3 +351,27 @@ def test_under_the_sanitizer(tool: str) -> None:
     command += ["-p", "no:cacheprovider", str(here / "test_gpu_kernels.py"), "-k", "same_bits and (1- or 2-)"]
     done = subprocess.run(command, cwd=here.parents[1], capture_output=True, text=True, check=False, timeout=540)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("masters", ["full", "split"])
+def test_an_optimizer_by_class_follows_a_model_that_is_moved(device: torch.device, masters: str) -> None:
+    """Made on the CPU, before the model is on its device, as kohya's scripts and Lightning's CLI make it."""
+    runs = []
+    for early in (True, False):
+        params = [nn.Parameter(normal(shape, torch.float16, k)) for k, shape in enumerate(SHAPES)]
+        opt: MixedPrecisionOptimizer | None = None
+        if early:
+            opt = fp16opt.optim.AdamW(params, lr=0.02, dynamic=True, master_weights=masters)
+        for param in params:
+            param.data = param.data.to(device)
+        if opt is None:
+            opt = MixedPrecisionOptimizer(torch.optim.AdamW(params, lr=0.02), dynamic=True, master_weights=masters)
+        targets = targets_of(params)
+        for _ in range(3):
+            opt.zero_grad()
+            opt.backward(sum((p.float() - t).square().sum() for p, t in zip(params, targets, strict=True)))  # type: ignore[arg-type]
+            opt.step()
+        assert {master.device for master in opt.master_params()} == {params[0].device}
+        runs.append([param.detach() for param in params])
+    for one, other in zip(*runs, strict=True):
+        assert_same_bits(one, other, "weight")

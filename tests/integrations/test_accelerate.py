@@ -441,3 +441,35 @@ def test_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerate.Accelerator, "distributed_type", property(lambda self: kind))
     with pytest.raises(ValueError, match="master_weights: DEEPSPEED keeps masters of its own"):
         Accelerator(cpu=True, master_weights={})
+
+
+def test_fp16_weights_without_master_weights_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    def told() -> list[str]:
+        return [one.message for one in caplog.records if one.name == "fp16opt"]
+
+    accelerator = Accelerator(cpu=True)
+    for dtype in (torch.float32, BF16):
+        net = network(dtype)
+        accelerator.prepare(net, adamw(net.parameters()))
+    net = network(HALF)
+    accelerator.prepare(net, MixedPrecisionOptimizer(adamw(net.parameters())))
+    assert told() == []
+    for _ in range(2):
+        net = network(HALF)
+        accelerator.prepare(net, adamw(net.parameters()))
+    assert len(told()) == 1
+    assert 'Write Accelerator(master_weights={"dynamic": True}).' in told()[0]
+
+
+def test_where_fp16_was_asked_for_is_named() -> None:
+    with pytest.raises(ValueError, match=r"or from ACCELERATE_MIXED_PRECISION, too: Accelerate would scale the loss a"):
+        Accelerator(cpu=True, mixed_precision="fp16", master_weights={})
+
+
+def test_fsdp1_is_refused_by_name() -> None:
+    """Its pieces, as they are marked, don't tell which part of a weight they are."""
+    net = network(HALF)
+    for param in net.parameters():
+        param._fsdp_flattened = True  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"FullyShardedDataParallel \(FSDP1\)"):
+        Accelerator(cpu=True, master_weights={}).prepare(net, adamw(net.parameters()))

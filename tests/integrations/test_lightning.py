@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -116,8 +117,14 @@ def fit(
     module: Any, plugin: Any, tmp_path: Path, data: Any, ckpt: Path | None = None, **options: Any
 ) -> lightning.Trainer:
     made = trainer(plugin, tmp_path, **{"max_epochs": -1, **options})
-    made.fit(module, loader(data), ckpt_path=ckpt, weights_only=True if ckpt else None)
+    made.fit(module, loader(data), **resuming(made, ckpt))
     return made
+
+
+def resuming(made: lightning.Trainer, ckpt: Path | None) -> dict[str, Any]:
+    """Arguments of ``fit`` that read a checkpoint as torch.load(weights_only=True) does; Lightning 2.4 asks nothing."""
+    asks = "weights_only" in inspect.signature(made.fit).parameters
+    return {"ckpt_path": ckpt, **({"weights_only": True} if asks and ckpt else {})}
 
 
 def optimizer_of(made: lightning.Trainer) -> MixedPrecisionOptimizer:
@@ -241,7 +248,7 @@ def test_resumed_in_the_middle_it_ends_in_the_same_bits(precision: str, fused: A
     def run(epochs: int, ckpt: Path | None) -> lightning.Trainer:
         plugin = MasterWeightsPrecision(precision, fused_step=fused, **settings_of(precision))
         made = trainer(plugin, tmp_path, -1, max_epochs=epochs, **told)
-        made.fit(Module(schedule=halving), loader(data), ckpt_path=ckpt, weights_only=True if ckpt else None)
+        made.fit(Module(schedule=halving), loader(data), **resuming(made, ckpt))
         return made
 
     whole = run(4, None)
@@ -260,7 +267,7 @@ def test_a_checkpoint_of_an_fp32_run_goes_on_with_masters(tmp_path: Path) -> Non
     plain.fit(module, loader(data))
     plain.save_checkpoint(tmp_path / "fp32.ckpt")
     made = trainer(MasterWeightsPrecision("16-true", loss_scale=128.0), tmp_path, 4, max_epochs=-1)
-    made.fit(Module(), loader(data), ckpt_path=tmp_path / "fp32.ckpt", weights_only=True)
+    made.fit(Module(), loader(data), **resuming(made, tmp_path / "fp32.ckpt"))
     state = optimizer_of(made).state_dict()["optimizer"]["state"]
     for number, want in enumerate(plain.optimizers[0].state_dict()["state"].values()):
         assert torch.equal(state[number]["exp_avg"], want["exp_avg"])

@@ -5,6 +5,7 @@ Each rank checks what it has; one that fails ends the program with an error.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
@@ -72,7 +73,8 @@ def plugin() -> MasterWeightsPrecision:
 def run(strategy: Any, sharded: bool, epochs: int, ckpt: Path | None = None) -> lightning.Trainer:
     trainer = lightning.Trainer(strategy=strategy, plugins=plugin(), max_epochs=epochs, **TOLD)
     loader = torch.utils.data.DataLoader(batches(STEPS), batch_size=None)
-    trainer.fit(Module(sharded), loader, ckpt_path=ckpt, weights_only=True if ckpt else None)
+    asks = "weights_only" in inspect.signature(trainer.fit).parameters  # from 2.6 on
+    trainer.fit(Module(sharded), loader, ckpt_path=ckpt, **({"weights_only": True} if asks and ckpt else {}))
     return trainer
 
 

@@ -376,6 +376,92 @@ def test_fused_adam_under_a_grad_scaler(scaler_class: Any) -> None:
         assert_same_bits(p, q.detach(), "weight")
 
 
+class Convolving(nn.Module):
+    """Convolutions, which may be cast to FP16, before linear layers: what apex's own test of this trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 4, 5), nn.Conv2d(4, 8, 3)
+        self.out = nn.Linear(8 * 5 * 5, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.max_pool2d(self.first(x).relu(), 2)
+        x = nn.functional.max_pool2d(self.second(x).relu(), 2)
+        return self.out(x.flatten(1)).relu()
+
+
+def test_capturable_adam_with_masters_under_torchs_grad_scaler() -> None:
+    """As apex's testGradScalerCapturableMaster: the twin in FP32 and torch's Adam, under autocast and a scaler each.
+
+    Tolerance: apex's, 1e-3; the model's weights are FP16 on one side. Gradients are true on both sides after a step.
+    """
+    torch.manual_seed(0)
+    model, twin = Convolving(), Convolving()
+    model.load_state_dict(twin.state_dict())
+    model.first.half()
+    model.second.half()
+    optimizer = FusedAdam(model.parameters(), lr=1e-5, capturable=True, master_weights=True)
+    plain = torch.optim.Adam(twin.parameters(), lr=1e-5)
+    scalers = [torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu")]
+    for step in range(20):
+        inputs, wanted = torch.rand(8, 1, 28, 28).to(memory_format=torch.channels_last), torch.rand(8, 10)
+        for net, opt, scaler in zip((model, twin), (optimizer, plain), scalers, strict=True):
+            with torch.autocast("cpu", torch.float16):
+                loss = (wanted - net(inputs)).square().mean()
+            scaler.scale(loss * (float("inf") if step == 7 else 1.0)).backward()
+            scaler.step(opt)
+            scaler.update()
+        for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(mine.float(), theirs, rtol=1e-3, atol=1e-3)
+            if step != 7:
+                assert mine.grad is not None
+                torch.testing.assert_close(mine.grad.float(), theirs.grad, rtol=1e-3, atol=1e-3)
+        optimizer.zero_grad()
+        plain.zero_grad()
+        model.load_state_dict(twin.state_dict())
+    assert [scaler.get_scale() for scaler in scalers] == [2.0**15] * 2
+    assert optimizer.state[model.first.weight]["step"].item() == 19
+    assert model.first.weight.dtype == torch.float16
+
+
+@pytest.mark.parametrize("masters", [True, False], ids=["masters", "no masters"])
+def test_capturable_adam_divides_by_the_scale_in_fp32(masters: bool) -> None:
+    """True gradients that FP16 can't hold: what is stepped are FP32 ones, to the bit, and an overflow is left out."""
+    p, q = nn.Parameter(torch.ones(8).half()), nn.Parameter(torch.ones(8))
+    options: Any = {"lr": 2.0**-8, "eps": 2.0**-30, "weight_decay": 0.5}
+    optimizer = FusedAdam([p], capturable=True, master_weights=masters, **options)
+    plain = torch.optim.AdamW([q], fused=True, **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    for bad in (False, True, False):
+        before = p.detach().clone()
+        scaler.scale((p.float() * (float("inf") if bad else 2.0**-28)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if bad:
+            assert torch.equal(p, before)
+            continue
+        if not masters:
+            q.data.copy_(before)
+        q.grad = torch.full((8,), 2.0**-28)
+        plain.step()
+        assert_same_bits(optimizer.state[p]["exp_avg"], plain.state[q]["exp_avg"], "exp_avg")
+        assert_same_bits(p, q.detach().half(), "weight")
+        if masters:
+            assert_same_bits(optimizer.state[p]["master_param"], q.detach(), "master")
+    assert optimizer.state[p]["step"].item() == 2
+
+
+def test_only_capturable_adam_takes_scaled_gradients() -> None:
+    """As in apex: without it torch's GradScaler refuses FP16 gradients, by its own message."""
+    p = nn.Parameter(torch.ones(2).half())
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer = FusedAdam([p])
+    scaler.scale(p.float().sum()).backward()
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        scaler.step(optimizer)
+
+
 def test_apexs_own_checkpoints_load() -> None:
     """apex counted steps in the group."""
     p, q = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))

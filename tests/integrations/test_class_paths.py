@@ -1,0 +1,317 @@
+"""fp16opt.optim by class path in programs as they are: Hydra, Lightning's CLI, transformers' Trainer."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fp16opt.optim
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
+from integrations.byhand import BF16, HALF, STEPS, batches, loss_of, network
+
+TOLD = {"lr": 2.0**-6, "weight_decay": 0.125, "betas": (0.8, 0.95)}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    yield
+    if importlib.util.find_spec("accelerate") is not None:
+        from accelerate.state import AcceleratorState, GradientState, PartialState
+
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+
+
+@pytest.mark.parametrize("name", ["hydra", "jsonargparse"])
+def test_what_makes_them_is_here_where_it_must_be(name: str) -> None:
+    """The stage of the CI that installs the trainers says so; else these tests would be skipped unseen."""
+    if os.environ.get("FP16OPT_REQUIRE_TRAINERS") != "1" and importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed (requirements-trainers.txt)")
+    assert importlib.util.find_spec(name) is not None
+
+
+def by_wrapper(count: int, clip: float | None, dtype: torch.dtype = BF16, micro: int = 1) -> nn.Module:
+    """The model after a plain loop with ``MixedPrecisionOptimizer(torch.optim.AdamW(...))``."""
+    net = network(dtype)
+    opt = MixedPrecisionOptimizer(torch.optim.AdamW(net.parameters(), **TOLD))
+    data = batches(count * micro)
+    for step in range(count):
+        opt.zero_grad()
+        for part in data[step * micro : (step + 1) * micro]:
+            (loss_of(net, part, dtype) / micro).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
+        opt.step()
+    return net
+
+
+def assert_trained_alike(net: nn.Module, other: nn.Module) -> None:
+    for mine, theirs in zip(net.parameters(), other.parameters(), strict=True):
+        assert mine.dtype == theirs.dtype
+        assert torch.equal(mine, theirs)
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "in-a-config-file.md"
+needs_page = pytest.mark.skipif(not PAGE.exists(), reason="run from an installed package, without the repository")
+
+
+def files_of_the_page() -> list[str]:
+    """Its YAML blocks: for Hydra, for Lightning's CLI with BF16, and with FP16."""
+    return re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+
+
+# -- Hydra -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["parameters", "partial"])
+def test_hydras_target(way: str) -> None:
+    hydra = pytest.importorskip("hydra")
+    from omegaconf import OmegaConf
+
+    text = """
+        _target_: fp16opt.optim.AdamW
+        lr: 0.015625
+        weight_decay: 0.125
+        betas: [0.8, 0.95]
+        """
+    config = OmegaConf.create(text)
+    net = network(BF16)
+    if way == "partial":
+        opt = hydra.utils.instantiate(config, _partial_=True)(net.parameters())
+    else:
+        opt = hydra.utils.instantiate(config, params=net.parameters())
+    assert type(opt) is fp16opt.optim.AdamW
+    assert opt.param_groups[0]["betas"] == (0.8, 0.95)
+    assert type(opt.param_groups[0]["betas"]) is tuple
+    for batch in batches(STEPS):
+        opt.zero_grad()
+        loss_of(net, batch, BF16).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        opt.step()
+    assert_trained_alike(net, by_wrapper(STEPS, clip=0.5))
+
+
+@needs_page
+def test_hydras_file_of_the_page() -> None:
+    hydra = pytest.importorskip("hydra")
+    from omegaconf import OmegaConf
+
+    net = network(BF16)
+    opt = hydra.utils.instantiate(OmegaConf.create(files_of_the_page()[0]), params=net.parameters())
+    assert type(opt) is fp16opt.optim.AdamW
+    assert (opt.param_groups[0]["betas"], opt.master_weights) == ((0.9, 0.95), "split")
+
+
+def test_hydra_makes_the_loss_scaler_too() -> None:
+    hydra = pytest.importorskip("hydra")
+    config = {
+        "_target_": "fp16opt.optim.SGD",
+        "lr": 0.5,
+        "master_weights": "split",
+        "scaler": {"_target_": "fp16opt.DynamicLossScaler", "init_scale": 1024.0, "growth_interval": 5},
+    }
+    net = network(HALF)
+    opt = hydra.utils.instantiate(config, params=net.parameters())
+    assert isinstance(opt.scaler, DynamicLossScaler)
+    assert opt.loss_scale == 1024.0
+    opt.backward(loss_of(net, batches(1)[0], HALF))
+    opt.step()
+    assert not opt.step_was_skipped
+
+
+# -- Lightning's CLI ---------------------------------------------------------------------------------------------------
+
+
+def lightning_cli(folder: Path, module: Any, *arguments: str) -> Any:
+    """``python train.py fit ARGUMENTS`` of a script whose last line is ``LightningCLI(module)``."""
+    from lightning.pytorch.cli import LightningCLI
+
+    told = ["logger=false", "enable_checkpointing=false", "enable_progress_bar=false", "enable_model_summary=false"]
+    told += ["accelerator=cpu", "devices=1", "max_epochs=1", f"default_root_dir={folder}"]
+    given = ["fit", *(f"--trainer.{one}" for one in told), *arguments]
+    return LightningCLI(module, args=given, save_config_callback=None, seed_everything_default=0)
+
+
+def modules() -> tuple[Any, Any]:
+    """One whose optimizer the CLI makes for it, and one that is handed what makes it."""
+    import lightning
+    from lightning.pytorch.cli import OptimizerCallable
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return loss_of(self.net, batch, next(self.net.parameters()).dtype)
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(batches(STEPS), batch_size=None)  # type: ignore[arg-type]
+
+    class Handed(Module):
+        def __init__(self, optimizer: Any) -> None:
+            super().__init__()
+            self.make = optimizer
+
+        def configure_optimizers(self) -> Any:
+            return self.make(self.parameters())
+
+    Handed.__init__.__annotations__["optimizer"] = OptimizerCallable  # the CLI can't see a name of this function
+    return Module, Handed
+
+
+SETTINGS = ("lr=0.015625", "weight_decay=0.125", "betas=[0.8, 0.95]")
+
+
+@pytest.mark.parametrize("way", ["--optimizer", "--model.optimizer", "a file"])
+def test_lightnings_class_path(way: str, tmp_path: Path) -> None:
+    """The CLI makes ``--optimizer`` before the Trainer converts the model to bf16-true; the others are made after."""
+    pytest.importorskip("lightning")
+    pytest.importorskip("jsonargparse")
+    module = modules()[way == "--model.optimizer"]
+    if way == "a file":
+        config = tmp_path / "config.yaml"
+        config.write_text(
+            "optimizer:\n  class_path: fp16opt.optim.AdamW\n  init_args:\n    lr: 0.015625\n    weight_decay: 0.125\n"
+            "    betas: [0.8, 0.95]\n    master_weights: full\n    named_parameters: null\n"
+        )
+        arguments = ["--config", str(config)]
+    else:
+        arguments = [f"{way}=fp16opt.optim.AdamW", *(f"{way}.{one}" for one in SETTINGS)]
+    cli = lightning_cli(tmp_path, module, "--trainer.precision=bf16-true", *arguments)
+    opt = cli.trainer.optimizers[0]
+    assert type(opt) is fp16opt.optim.AdamW
+    assert "parameters: 6 bfloat16 with FP32 masters" in repr(opt)
+    assert opt.steps_counted() == STEPS
+    assert_trained_alike(cli.model.net, by_wrapper(STEPS, clip=None))
+
+
+@needs_page
+@pytest.mark.parametrize("which", [1, 2], ids=["bf16", "fp16"])
+def test_lightnings_files_of_the_page(which: int, tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    pytest.importorskip("jsonargparse")
+    (tmp_path / "config.yaml").write_text(files_of_the_page()[which])
+    cli = lightning_cli(tmp_path, modules()[0], "--config", str(tmp_path / "config.yaml"))
+    opt = cli.trainer.optimizers[0]
+    assert isinstance(opt, MixedPrecisionOptimizer)
+    assert f"parameters: 6 {('bfloat16', 'float16')[which - 1]} with FP32 masters" in repr(opt)
+    assert opt.scaler.dynamic is (which == 2)
+    assert opt.steps_counted() == STEPS - opt.skipped_steps > 0
+
+
+def test_lightnings_class_path_with_a_scaler_of_its_own_and_the_plugin(tmp_path: Path) -> None:
+    """FP16: the plugin scales; what the config says of the scaler is the optimizer's."""
+    pytest.importorskip("lightning")
+    pytest.importorskip("jsonargparse")
+    of = "--model.optimizer"
+    cli = lightning_cli(
+        tmp_path,
+        modules()[1],
+        "--trainer.plugins=fp16opt.integrations.lightning.MasterWeightsPrecision",
+        "--trainer.plugins.precision=16-true",
+        "--trainer.gradient_clip_val=0.5",
+        f"{of}=fp16opt.optim.AdamW",
+        f"{of}.lr=0.015625",
+        f"{of}.master_weights=split",
+        f"{of}.scaler=fp16opt.DynamicLossScaler",
+        f"{of}.scaler.init_scale=4194304",
+    )
+    opt = cli.trainer.optimizers[0]
+    assert type(opt) is fp16opt.optim.AdamW
+    assert "split masters" in repr(opt)
+    assert 2 <= opt.skipped_steps < STEPS / 2
+    assert opt.loss_scale == 2.0**22 / 2**opt.skipped_steps
+
+
+# -- the Trainer -------------------------------------------------------------------------------------------------------
+
+
+class Regressor(nn.Module):
+    """What the Trainer trains: a module whose forward returns its loss."""
+
+    def __init__(self, dtype: torch.dtype = BF16) -> None:
+        super().__init__()
+        self.net = network(dtype)
+
+    def forward(self, x: Any, labels: Any) -> dict[str, Any]:
+        return {"loss": loss_of(self.net, (x, labels), next(self.net.parameters()).dtype)}
+
+
+def trainer_of(kind: Any, model: nn.Module, folder: Path, made_by: Any, **told: Any) -> Any:
+    import transformers
+
+    class Ordered(kind):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(self.train_dataset, 4, collate_fn=self.data_collator)
+
+    settings: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+    settings |= {"per_device_train_batch_size": 4, "max_steps": STEPS, "lr_scheduler_type": "constant"}
+    args = transformers.TrainingArguments(str(folder), **{**settings, "max_grad_norm": 0.0, **told})
+    rows = [{"x": a, "labels": b} for x, y in batches(STEPS) for a, b in zip(x, y, strict=True)]
+    return Ordered(model, args, train_dataset=rows, optimizer_cls_and_kwargs=made_by)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5], ids=["no clip", "clip"])
+def test_the_trainers_class_and_arguments(clip: float | None, tmp_path: Path) -> None:
+    """The stock Trainer, which clips the model's own gradients."""
+    transformers = pytest.importorskip("transformers")
+    model = Regressor()
+    made_by = (fp16opt.optim.AdamW, {**TOLD, "on_model_write": "error"})
+    trainer = trainer_of(transformers.Trainer, model, tmp_path, made_by, max_grad_norm=clip or 0.0, weight_decay=0.125)
+    trainer.train()
+    opt = trainer.optimizer.optimizer
+    assert type(opt) is fp16opt.optim.AdamW
+    assert opt.steps_counted() == STEPS
+    assert [group["weight_decay"] for group in opt.param_groups] == [0.125, 0.0]
+    twin = network(BF16)
+    decayed = [p for n, p in twin.named_parameters() if n in ("0.weight", "3.weight")]
+    rest = [p for n, p in twin.named_parameters() if n not in ("0.weight", "3.weight")]
+    groups = [{"params": decayed}, {"params": rest, "weight_decay": 0.0}]
+    other = MixedPrecisionOptimizer(torch.optim.AdamW(groups, **TOLD))
+    for batch in batches(STEPS):
+        other.zero_grad()
+        loss_of(twin, batch, BF16).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(twin.parameters(), clip)
+        other.step()
+    assert_trained_alike(model.net, twin)
+
+
+def test_the_trainers_checkpoints_hold_masters(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    told = {"save_strategy": "steps", "save_steps": STEPS // 2}
+    runs = []
+    for folder, resume in (("whole", None), ("rest", tmp_path / "whole" / f"checkpoint-{STEPS // 2}")):
+        model = Regressor()
+        trainer = trainer_of(transformers.Trainer, model, tmp_path / folder, (fp16opt.optim.Lion, {"lr": 1e-3}), **told)
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        runs.append((model.net, list(trainer.optimizer.optimizer.master_params())))
+    assert_trained_alike(runs[0][0], runs[1][0])
+    assert all(torch.equal(one, other) for one, other in zip(runs[0][1], runs[1][1], strict=True))
+
+
+def test_a_scale_in_the_stock_trainer_raises_and_ours_serves_it(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from fp16opt.integrations.transformers import Trainer
+
+    made_by = (fp16opt.optim.AdamW, {"lr": 2.0**-6, "dynamic": True})
+    with pytest.raises(RuntimeError, match=r"opt\.backward\(loss\)"):
+        trainer_of(transformers.Trainer, Regressor(HALF), tmp_path, made_by).train()
+    trainer = trainer_of(Trainer, Regressor(HALF), tmp_path, made_by, max_grad_norm=0.5)
+    trainer.train()
+    opt = trainer.optimizer.optimizer
+    assert type(opt) is fp16opt.optim.AdamW
+    assert opt.scaler.dynamic
+    assert opt.steps_counted() == STEPS - opt.skipped_steps

@@ -1,0 +1,542 @@
+"""fp16opt.optim: optimizers by class path are the wrapper around torch's own, however they are made."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import importlib
+import inspect
+import io
+import pickle
+from collections import UserList
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine.checks import assert_same, assert_same_bits, snapshot
+from torch import Tensor, nn
+
+import fp16opt.optim
+from fp16opt import MixedPrecisionOptimizer, optimizer_state, optimizers
+
+BF16, HALF = torch.bfloat16, torch.float16
+SETTINGS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 2.0**-5, "momentum": 0.9, "weight_decay": 0.125, "nesterov": True},
+    "Adam": {"lr": 2.0**-6, "betas": (0.8, 0.95), "weight_decay": 0.125},
+    "AdamW": {"lr": 2.0**-6, "eps": 1e-6, "weight_decay": 0.125, "amsgrad": True},
+    "Lion": {"lr": 2.0**-8, "betas": (0.8, 0.95), "weight_decay": 0.125},
+}
+each = pytest.mark.parametrize("name", SETTINGS)
+
+
+def inner_class(name: str) -> Any:
+    return optimizers.Lion if name == "Lion" else getattr(torch.optim, name)
+
+
+def by_class(name: str, params: Any, **options: Any) -> Any:
+    return getattr(fp16opt.optim, name)(params, **SETTINGS[name], **options)
+
+
+def wrapped(name: str, params: Any, **options: Any) -> MixedPrecisionOptimizer:
+    return MixedPrecisionOptimizer(inner_class(name)(params, **SETTINGS[name]), **options)
+
+
+def network(dtype: torch.dtype = BF16, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.LayerNorm(9), nn.Linear(9, 1)).to(dtype)
+
+
+def loss_of(net: nn.Module, step: int) -> Tensor:
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
+    return (net(x.to(next(net.parameters()).dtype)).float() - x.sum(1, keepdim=True)).square().mean()
+
+
+def train(opt: Any, net: nn.Module, first: int, last: int, bad: tuple[int, ...] = ()) -> None:
+    """A loop that knows of the wrapper."""
+    for step in range(first, last):
+        opt.zero_grad()
+        opt.backward(loss_of(net, step) * (float("inf") if step in bad else 1.0))
+        opt.clip_master_grads(0.5)
+        opt.step()
+
+
+def train_plainly(opt: Any, net: nn.Module, first: int, last: int) -> None:
+    """A trainer's loop, that knows nothing of it."""
+    for step in range(first, last):
+        opt.zero_grad()
+        loss_of(net, step).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        opt.step()
+
+
+# -- what they are ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
+def test_arguments_are_torchs(name: str) -> None:
+    """All that this torch has, with the same kinds and defaults, in the same order."""
+    theirs = inspect.signature(getattr(torch.optim, name)).parameters
+    ours = inspect.signature(getattr(fp16opt.optim, name)).parameters
+    assert [n for n in ours if n in theirs] == list(theirs)
+    for key, parameter in theirs.items():
+        assert (ours[key].kind, ours[key].default) == (parameter.kind, parameter.default), key
+
+
+@each
+@pytest.mark.parametrize(
+    "options",
+    [{"dynamic": True}, {"master_weights": "split", "loss_scale": 64.0}, {"fused_step": False}, {}],
+    ids=["dynamic", "split", "torch's step", "none given"],
+)
+def test_the_same_bits_as_the_wrapper_around_torchs_own(name: str, options: dict[str, Any]) -> None:
+    nets = network(HALF), network(HALF)
+    opts = by_class(name, nets[0].parameters(), **options), wrapped(name, nets[1].parameters(), **options)
+    for opt, net in zip(opts, nets, strict=True):
+        train(opt, net, 0, 6, bad=(2,))
+    mine, theirs = opts
+    assert isinstance(mine, MixedPrecisionOptimizer)
+    assert type(mine.optimizer) is inner_class(name)
+    assert 1 <= mine.skipped_steps == theirs.skipped_steps < 6
+    assert_same(snapshot(mine, nets[0].parameters(), scaler=True), snapshot(theirs, nets[1].parameters(), scaler=True))
+    assert repr(mine).startswith(f"{name}(\n  optimizer: {name} (")
+    assert mine.defaults == theirs.defaults
+
+
+def forms(net: nn.Module) -> dict[str, Any]:
+    pairs = list(net.named_parameters())
+    return {
+        "generator": net.parameters(),
+        "list": list(net.parameters()),
+        "groups": [{"params": [p for _, p in pairs[:2]], "lr": 0.25}, {"params": (p for _, p in pairs[2:])}],
+        "named": net.named_parameters(),
+        "named groups": [{"params": pairs[:2], "lr": 0.25}, {"params": pairs[2:], "weight_decay": 0.0}],
+    }
+
+
+@each
+@pytest.mark.parametrize("form", ["generator", "list", "groups", "named", "named groups"])
+def test_parameters_come_in_every_form_of_torchs(name: str, form: str) -> None:
+    net = network()
+    opt = by_class(name, forms(net)[form])
+    assert [id(p) for p in opt.model_params()] == [id(p) for p in net.parameters()]
+    assert all(master.dtype == torch.float32 for master in opt.master_params())
+    if "groups" in form:
+        assert [group["lr"] for group in opt.param_groups] == [0.25, SETTINGS[name]["lr"]]
+    opt.backward(loss_of(net, 0) * float("nan"))
+    opt.step()
+    names = [found.name for found in opt.overflow_report()]
+    wanted = [n if "named" in form else None for n, _ in net.named_parameters()]
+    assert names == wanted or (None in wanted and all(n.startswith("group ") for n in names))
+
+
+def test_named_parameters_may_be_given_beside() -> None:
+    net = network()
+    opt = fp16opt.optim.SGD(net.parameters(), lr=0.5, named_parameters=net.named_parameters())
+    opt.backward(loss_of(net, 0) * float("inf"))
+    opt.step()
+    assert [found.name for found in opt.overflow_report()] == [n for n, _ in net.named_parameters()]
+
+
+def test_adams_own_decoupled_weight_decay() -> None:
+    if "decoupled_weight_decay" not in inspect.signature(torch.optim.Adam).parameters:
+        pytest.skip("this torch's Adam has none")
+    opt = fp16opt.optim.Adam(network().parameters(), weight_decay=0.5, decoupled_weight_decay=True)
+    assert opt.param_groups[0]["decoupled_weight_decay"] is True
+
+
+def test_a_configs_own_list_for_betas_becomes_a_tuple() -> None:
+    """Else the kind of list goes into checkpoints, which ``torch.load`` then refuses."""
+    for name in ("Adam", "AdamW", "Lion"):
+        net = network()
+        opt = getattr(fp16opt.optim, name)(net.parameters(), lr=0.125, betas=UserList([0.75, 0.875]))
+        train(opt, net, 0, 1)
+        file = io.BytesIO()
+        torch.save(opt.state_dict(), file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        assert saved["optimizer"]["param_groups"][0]["betas"] == (0.75, 0.875)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Lion"])
+@pytest.mark.parametrize("betas", ["(0.9, 0.95)", (0.9,), (0.9, 0.95, 0.99)], ids=["text", "one", "three"])
+def test_betas_are_two_numbers(name: str, betas: Any) -> None:
+    with pytest.raises(ValueError, match=r"betas: expected two numbers, got .*\. Write betas: \[0\.9, 0\.999\]"):
+        getattr(fp16opt.optim, name)(network().parameters(), betas=betas)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"momentum_decay": 0.1}, TypeError, "unexpected keyword argument 'momentum_decay'"),
+        ({"master_weights": "half"}, ValueError, "master_weights: expected one of 'full', 'none', 'split', 'split24'"),
+        ({"dynamic": "True"}, TypeError, "dynamic: expected True or False, got str"),
+        ({"lr": -1.0}, ValueError, "Invalid learning rate: -1.0"),
+    ],
+)
+def test_what_is_wrong_in_a_config_is_named(options: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        fp16opt.optim.AdamW(network().parameters(), **options)
+
+
+# -- what trainers do with them --------------------------------------------------------------------------------------
+
+
+def by_hand(name: str, net: nn.Module, count: int) -> list[nn.Parameter]:
+    """Masters stepped by torch's own class on the model's clipped gradients: what a plain trainer's loop means."""
+    masters = [nn.Parameter(p.detach().float()) for p in net.parameters()]
+    optimizer = inner_class(name)(masters, **SETTINGS[name])
+    for step in range(count):
+        net.zero_grad()
+        loss_of(net, step).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        for master, param in zip(masters, net.parameters(), strict=True):
+            assert param.grad is not None
+            master.grad = param.grad.float()
+        optimizer.step()
+        with torch.no_grad():
+            for master, param in zip(masters, net.parameters(), strict=True):
+                param.copy_(master)
+    return masters
+
+
+@each
+def test_a_plain_loop_with_a_clip_of_the_models_gradients(name: str) -> None:
+    net, twin = network(), network()
+    opt = by_class(name, net.parameters(), fused_step=False)
+    start = [p.detach().clone() for p in net.parameters()]
+    train_plainly(opt, net, 0, 8)
+    for master, want in zip(opt.master_params(), by_hand(name, twin, 8), strict=True):
+        assert_same_bits(master.detach(), want.detach(), "master")
+    assert any(not torch.equal(p, s) for p, s in zip(net.parameters(), start, strict=True))
+    assert any(not torch.equal(m, p.float()) for m, p in zip(opt.master_params(), net.parameters(), strict=True))
+
+
+@each
+def test_in_one_pass_a_plain_loop_is_the_same_within_rounding(name: str) -> None:
+    """Tolerance: eight steps, each some ten FP32 operations on numbers below 4, rounded in another order."""
+    net, twin = network(torch.float32), network(torch.float32)
+    opt = by_class(name, net.parameters(), fused_step=True)
+    train_plainly(opt, net, 0, 8)
+    for master, want in zip(opt.master_params(), by_hand(name, twin, 8), strict=True):
+        torch.testing.assert_close(master.detach(), want.detach(), rtol=1e-5, atol=1e-5)
+
+
+@each
+def test_a_plain_backward_at_a_scale_raises(name: str) -> None:
+    net = network(HALF)
+    opt = by_class(name, net.parameters(), dynamic=True)
+    loss_of(net, 0).backward()
+    with pytest.raises(RuntimeError, match=r"opt\.backward\(loss\)"):
+        opt.step()
+
+
+@each
+def test_under_torchs_grad_scaler(name: str) -> None:
+    """An overflow is skipped, gradients are divided in FP32: as the wrapper around torch's own."""
+    runs = []
+    for make in (by_class, wrapped):
+        net = network(HALF)
+        opt = make(name, net.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for step in range(5):
+            opt.zero_grad()
+            scaler.scale(loss_of(net, step) * (float("inf") if step == 1 else 1.0)).backward()
+            if step == 3:
+                scaler.unscale_(opt)
+                torch.nn.utils.clip_grad_norm_(opt.master_params(), 0.25)
+            scaler.step(opt)
+            scaler.update()
+        assert scaler.get_scale() == 2.0**9
+        assert opt.skipped_steps == 1
+        runs.append(snapshot(opt, net.parameters()))
+    assert_same(*runs)
+
+
+@each
+def test_schedulers_are_made_before_and_after_steps(name: str) -> None:
+    net = network()
+    opt = by_class(name, net.parameters())
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0 / (1 + step))
+    rates = []
+    for step in range(3):
+        rates.append(opt.param_groups[0]["lr"])
+        train_plainly(opt, net, step, step + 1)
+        schedule.step()
+    assert rates == [SETTINGS[name]["lr"] / (1 + step) for step in range(3)]
+
+
+@each
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_go_on_with_the_same_bits(name: str, how: str) -> None:
+    net = network()
+    opt = by_class(name, net.parameters(), master_weights="split" if name == "AdamW" else "full")
+    train(opt, net, 0, 3)
+    pair = (net, opt)
+    again, copied = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
+    assert type(copied) is getattr(fp16opt.optim, name)
+    train(opt, net, 3, 6)
+    train(copied, again, 3, 6)
+    assert_same(snapshot(copied, again.parameters(), scaler=True), snapshot(opt, net.parameters(), scaler=True))
+
+
+@each
+@pytest.mark.parametrize("way", ["class to wrapper", "wrapper to class", "class to class"])
+def test_checkpoints_move_between_class_and_wrapper(name: str, way: str) -> None:
+    first, second = {"class": by_class, "wrapper": wrapped}[way.split()[0]], way.split()[2]
+    net = network()
+    opt = first(name, net.parameters(), loss_scale=8.0)
+    train(opt, net, 0, 3)
+    file = io.BytesIO()
+    torch.save({"model": net.state_dict(), "optimizer": opt.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    train(opt, net, 3, 6)
+    other = network(seed=5)
+    resumed = {"class": by_class, "wrapper": wrapped}[second](name, other.parameters(), loss_scale=8.0)
+    other.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["optimizer"])
+    train(resumed, other, 3, 6)
+    assert_same(snapshot(resumed, other.parameters(), scaler=True), snapshot(opt, net.parameters(), scaler=True))
+
+
+@each
+def test_checkpoints_move_between_class_and_torchs_own(name: str) -> None:
+    """From an FP32 run into the class, and back out again."""
+    net = network(torch.float32)
+    plain = inner_class(name)(net.parameters(), **SETTINGS[name])
+    train_plainly(plain, net, 0, 3)
+    half = network(seed=5)
+    half.load_state_dict(net.state_dict())
+    opt = by_class(name, half.parameters())
+    opt.load_state_dict(plain.state_dict())
+    for master, param in zip(opt.master_params(), net.parameters(), strict=True):
+        for key, value in plain.state[param].items():
+            assert torch.equal(opt.state[master][key], value), key
+    back = inner_class(name)(net.parameters(), **SETTINGS[name])
+    back.load_state_dict(optimizer_state(opt.state_dict()))
+    for one, other in zip(back.state.values(), plain.state.values(), strict=True):
+        assert all(torch.equal(one[key], value) for key, value in other.items())
+
+
+# -- Lion --------------------------------------------------------------------------------------------------------------
+
+
+def test_lion_is_the_papers() -> None:
+    """Algorithm 2, in double; tolerance: six steps, some five FP32 operations each, on numbers below 4."""
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(40))
+    for maximize in (False, True):
+        opt = optimizers.Lion([p], lr=0.03, betas=(0.8, 0.95), weight_decay=0.1, maximize=maximize)
+        want, m = p.detach().double(), torch.zeros(40, dtype=torch.float64)
+        for _ in range(6):
+            g = torch.randn(40)
+            p.grad = g.clone()
+            opt.step()
+            d = (-g if maximize else g).double()
+            want = want * (1 - 0.03 * 0.1) - 0.03 * torch.sign(0.8 * m + 0.2 * d)
+            m = 0.95 * m + 0.05 * d
+            assert torch.equal(p.grad, g)
+            torch.testing.assert_close(p.detach().double(), want, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(opt.state[p]["exp_avg"].double(), m, rtol=1e-5, atol=1e-6)
+
+
+def test_lion_is_that_of_the_package() -> None:
+    package = pytest.importorskip("lion_pytorch")
+    torch.manual_seed(0)
+    p, q = nn.Parameter(torch.randn(40)), nn.Parameter(torch.zeros(40))
+    q.data.copy_(p.data)
+    mine = optimizers.Lion([p], lr=0.03, betas=(0.8, 0.95), weight_decay=0.1)
+    theirs = package.Lion([q], lr=0.03, betas=(0.8, 0.95), weight_decay=0.1)
+    for _ in range(6):
+        p.grad = torch.randn(40)
+        q.grad = p.grad.clone()
+        mine.step()
+        theirs.step()
+    torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+    again = fp16opt.optim.Lion([nn.Parameter(p.detach().clone())], lr=0.03)
+    again.load_state_dict(theirs.state_dict())
+    assert torch.equal(next(iter(again.optimizer.state.values()))["exp_avg"], theirs.state[q]["exp_avg"])
+
+
+def test_lion_is_stepped_in_one_pass() -> None:
+    assert "step: fused\n" in repr(fp16opt.optim.Lion(network().parameters(), fused_step=True))
+
+
+def test_lion_refuses_sparse_gradients() -> None:
+    p = nn.Parameter(torch.ones(3, 2))
+    p.grad = torch.ones(3, 2).to_sparse(1)
+    with pytest.raises(RuntimeError, match=r"group 0, param 0: Lion takes dense gradients, got layout torch\.sparse"):
+        optimizers.Lion([p]).step()
+
+
+# -- made before the model is what will be trained -------------------------------------------------------------------
+
+
+@each
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"master_weights": "split"}, {"master_weights": "none"}, {"grad_accumulation": "fp32"}, {"dynamic": True}],
+    ids=lambda options: next(iter(options.values()), "full") if options else "full",
+)
+def test_a_model_that_is_converted_before_the_first_step_is_followed(name: str, options: dict[str, Any]) -> None:
+    """As Lightning's CLI and kohya's scripts do it, with a scheduler made in between and names kept."""
+    net, twin = network(torch.float32), network(torch.float32)
+    opt = by_class(name, net.named_parameters(), **options)
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0 / (1 + step))
+    for each_net in (net, twin):
+        each_net.to(BF16)
+    other = wrapped(name, twin.named_parameters(), **options)
+    other_schedule = torch.optim.lr_scheduler.LambdaLR(other, lambda step: 1.0 / (1 + step))
+    for step in range(4):
+        for each_opt, each_net, each_schedule in ((opt, net, schedule), (other, twin, other_schedule)):
+            train(each_opt, each_net, step, step + 1, bad=(1,))
+            if step == 1:
+                report = each_opt.overflow_report()
+                assert [found.name for found in report] == [n for n, _ in net.named_parameters()]
+            each_schedule.step()
+    assert_same(snapshot(opt, net.parameters(), scaler=True), snapshot(other, twin.parameters(), scaler=True))
+    if options.get("master_weights") != "none":
+        assert "parameters: 6 bfloat16 with" in repr(opt)
+
+
+def test_a_plain_loop_is_followed_too_and_so_is_a_grad_scaler() -> None:
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=256.0)):
+        runs = []
+        for make, early in ((by_class, True), (wrapped, False)):
+            net = network(torch.float32)
+            opt = make("AdamW", net.parameters()) if early else None
+            net.to(HALF)
+            opt = opt if early else make("AdamW", net.parameters())
+            assert opt is not None
+            for step in range(3):
+                opt.zero_grad()
+                if scaler is None:
+                    loss_of(net, step).backward()
+                    opt.step()
+                else:
+                    scaler.scale(loss_of(net, step)).backward()
+                    scaler.step(opt)
+                    scaler.update()
+            runs.append(snapshot(opt, net.parameters()))
+        assert_same(*runs)
+        assert {master.dtype for master in opt.master_params()} == {torch.float32}
+
+
+MOVED = "had dtype torch.float32 when the optimizer was wrapped and has torch.bfloat16 now. Convert or move the model"
+
+
+def stepped(net: nn.Module, opt: Any) -> None:
+    train(opt, net, 0, 1)
+
+
+def loaded(net: nn.Module, opt: Any) -> None:
+    """State of an FP32 run, which counts no steps of the wrapper."""
+    plain = torch.optim.AdamW(network(torch.float32).parameters())
+    for param in plain.param_groups[0]["params"]:
+        param.grad = torch.ones_like(param)
+    plain.step()
+    opt.load_state_dict(plain.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("name", "before"),
+    [("AdamW", stepped), ("SGD", stepped), ("AdamW", loaded)],
+    ids=["stepped", "stepped, without state", "loaded"],
+)
+def test_a_conversion_after_steps_is_refused_as_ever(name: str, before: Callable[[nn.Module, Any], None]) -> None:
+    net = network(torch.float32)
+    opt = getattr(fp16opt.optim, name)(net.parameters())
+    before(net, opt)
+    net.to(BF16)
+    with pytest.raises(RuntimeError, match=MOVED):
+        train_plainly(opt, net, 1, 2)
+
+
+def test_masters_that_hold_more_than_the_model_are_not_made_anew() -> None:
+    net = network(HALF)
+    opt = fp16opt.optim.AdamW(net.parameters())
+    with torch.no_grad():
+        for master in opt.master_params():
+            master.add_(2.0**-20)
+    net.to(BF16)
+    with pytest.raises(RuntimeError, match=r"had dtype torch\.float16 when the optimizer was wrapped"):
+        opt.state_dict()
+
+
+def test_released_gradients_are_not_followed() -> None:
+    net = network(torch.float32)
+    opt = fp16opt.optim.AdamW(net.parameters(), gradient_release=True)
+    net.to(BF16)
+    with pytest.raises(RuntimeError, match=MOVED):
+        train(opt, net, 0, 1)
+
+
+def test_what_can_not_be_served_in_the_new_dtype_is_refused_by_its_argument() -> None:
+    net = network(torch.float32)
+    opt = fp16opt.optim.AdamW(net.parameters(), fused_step=True)
+    net.double()
+    with pytest.raises(ValueError, match=r"fused_step=True can't be served: .*float64"):
+        opt.state_dict()
+
+
+def test_a_dtype_that_can_not_be_served_is_refused_by_name() -> None:
+    net = nn.ParameterDict({"weight": nn.Parameter(torch.ones(4))})
+    opt = fp16opt.optim.SGD(net.named_parameters(), lr=0.5)
+    net["weight"].data = net["weight"].data.to(torch.complex64)
+    with pytest.raises(ValueError, match=r"'weight'.*complex64"):
+        opt.state_dict()
+
+
+# -- programs that import by a dotted name ---------------------------------------------------------------------------
+
+
+def test_as_verl_makes_it() -> None:
+    """verl, workers/config/optimizer.py, ``build_optimizer``: ``optimizer_impl`` is imported, ``optimizer`` is looked
+    up in it, and called with the parameters, lr and weight_decay, betas where the name has "adam" in it, and what
+    ``override_optimizer_config`` holds. Its FSDP2 engine clips the model's own gradients and steps."""
+    for name in ("AdamW", "Adam", "SGD", "Lion"):
+        config: dict[str, Any] = {"optimizer_impl": "fp16opt.optim", "optimizer": name, "lr": 1e-3, "weight_decay": 0.1}
+        arguments = {"lr": config["lr"], "weight_decay": config["weight_decay"]}
+        if "adam" in name.lower():
+            arguments["betas"] = UserList([0.9, 0.999])
+        arguments.update({"master_weights": "split"})
+        net = network()
+        made = getattr(importlib.import_module(config["optimizer_impl"]), config["optimizer"])
+        opt = made(net.parameters(), **arguments)
+        train_plainly(opt, net, 0, 3)
+        assert opt.steps_counted() == 3
+        assert opt.master_weights == "split"
+
+
+def test_as_kohyas_scripts_make_it() -> None:
+    """sd-scripts, library/train_util.py, ``get_optimizer``: ``--optimizer_type fp16opt.optim.AdamW`` is split at its
+    last dot, ``--optimizer_args`` are ``key=value`` with values by ``ast.literal_eval``; then ``train()`` is called
+    where there is one. The scheduler is made, and ``--full_bf16`` converts the network, after that."""
+    given = ["weight_decay=0.1", "betas=(0.9, 0.95)", "master_weights='split'"]
+    keywords = {key: ast.literal_eval(value) for key, value in (one.split("=", 1) for one in given)}
+    values = ["fp16opt", "optim", "AdamW"]
+    made = getattr(importlib.import_module(".".join(values[:-1])), values[-1])
+    net = network(torch.float32)
+    opt = made([{"params": list(net.parameters()), "lr": 1e-3}], lr=1e-4, **keywords)
+    opt.train()
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0)
+    net.to(BF16)
+    train_plainly(opt, net, 0, 2)
+    schedule.step()
+    assert made.__module__ + "." + made.__name__ == "fp16opt.optim.AdamW"
+    assert opt.param_groups[0]["betas"] == (0.9, 0.95)
+    assert "bfloat16 with split masters" in repr(opt)
+
+
+def test_as_a_plugin_of_axolotl_makes_it() -> None:
+    """axolotl takes names from a list of its own for ``optimizer``; a plugin, which it imports by dotted name, may make
+    one in ``BasePlugin.create_optimizer(cfg, trainer)``: what that returns is the trainer's optimizer. Values of its
+    ``optim_args`` that are written as one text stay texts, which are refused by name."""
+    net = network()
+    text = dict(one.split("=") for one in ["master_weights=split", "dynamic=True"])
+    with pytest.raises(TypeError, match="dynamic: expected True or False, got str"):
+        fp16opt.optim.AdamW(net.parameters(), lr=1e-3, **text)
+    opt = fp16opt.optim.AdamW(net.parameters(), lr=1e-3, **{**text, "dynamic": False})
+    train_plainly(opt, net, 0, 2)
+    assert opt.steps_counted() == 2
