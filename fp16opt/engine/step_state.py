@@ -708,18 +708,15 @@ class StepState:
         if self.stage is Stage.CHECKED and (self._is_closed or of is not None):
             self.unscale()
         self.gradients.clip(factor, of)
-        self._close()
+        self.close()
 
     def clip_values(self, largest: float, found_inf: Tensor, of: set[int] | None) -> None:
         """Bring every element of true gradients to at most ``largest`` in size. No host sync."""
         self.gradients.clip_values(largest, found_inf, of)
-        self._close()
+        self.close()
 
     def close(self) -> None:
-        """The step's gradients were clipped by a factor of 1: no further backward is part of it."""
-        self._is_closed = True
-
-    def _close(self) -> None:
+        """The step's gradients were clipped or edited: no further backward is part of it."""
         self._is_closed = True
         if self.stage is Stage.UNSCALED:
             self._true_stamp = GradientStamp(raw_grads(self.params.masters))
