@@ -45,8 +45,8 @@ REGISTERS = dict.fromkeys(
 TWO_BLOCKS = (100, 120)  # cards on which cuda_entries.cuh reckons with two blocks of every kernel
 SINGLE = {"CaptureScale", "DecideClip", "CloseStep"}  # one block, over a few numbers
 
-# With each release of CUDA: its oldest card, and a newer one. The others are compiled for with `-m slow`.
-QUICK = {12: (70,), 13: (90,)}
+# The oldest card, which has the fewest instructions. The others are compiled for with `-m slow`.
+QUICK: dict[int, tuple[int, ...]] = {12: (70,), 13: ()}
 
 
 class Compiled(NamedTuple):
