@@ -427,6 +427,36 @@ def test_ranks_that_call_in_another_order(two: World, way: str) -> None:
     two.run(other_calls, way)
 
 
+def saved_with_a_fresh_stage(rank: int, size: int, folder: str) -> None:
+    """A stage that has no state yet does not make that of others be taken for none."""
+    ends = []
+    for resumes in (False, True):
+        torch.manual_seed(rank)
+        net = nn.Module()
+        net.add_module(f"stage{rank}", nn.Linear(4, 3, dtype=HALF))
+        opt = wrap(net, SGD(net.parameters(), lr=0.1, momentum=0.9, dampening=0.5))
+        distributed.attach(opt, net, process_group=dist.group.WORLD)
+        if resumes:
+            distributed.load(f"{folder}/step", net, opt)
+            assert len(opt.state) == (0, 2)[rank]
+        else:
+            net.requires_grad_(rank == 1)
+            for _ in range(3):
+                give_ones(net, opt)
+                opt.step()
+            net.requires_grad_(True)
+            distributed.save(f"{folder}/step", net, opt)
+        for _ in range(2):
+            give_ones(net, opt)
+            opt.step()
+        ends.append([*opt.master_params()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_a_checkpoint_with_a_stage_that_has_no_state(two: World, tmp_path: Any) -> None:
+    two.run(saved_with_a_fresh_stage, str(tmp_path))
+
+
 def copied(rank: int, size: int) -> None:
     """A copy raises in place of deciding alone, until it is attached too, or told to step by itself."""
     net, opt = attached(rank)
