@@ -36,7 +36,7 @@ from .engine.memory import Memory, measure
 from .engine.model_writes import ModelWrites
 from .engine.outcome import Outcome, are_finite, read_at_once, warn_no_gradients, warn_plain_backward
 from .engine.params import HALF_DTYPES, ParamTable, StateByParam
-from .engine.ranks import Digest, Facts
+from .engine.ranks import Detached, Digest, Facts
 from .engine.release import GradientRelease
 from .engine.schema import is_ours
 from .engine.split import SplitMasters
@@ -326,10 +326,17 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.model_writes.require_not_swapped("a copy or pickle")
         self.model_writes.see_masters()
         kept = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
-        return {**kept, "_wrapped_extras": extras(self.optimizer), "_steps_counted": self.steps_counted()}
+        ranks = self.step_state.ranks
+        return {
+            **kept,
+            "_wrapped_extras": extras(self.optimizer),
+            "_steps_counted": self.steps_counted(),
+            "_shares_verdict": ranks.within is not ranks,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         left, counted = state.pop("_wrapped_extras"), state.pop("_steps_counted")
+        shared_verdict = state.pop("_shares_verdict", False)
         self.__dict__.update(state)
         self.outcome.steps_taken = counted
         for name, value in left.items():
@@ -337,6 +344,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._names, self._certified = {}, Certified(bucket_obstacle)
         self.model_writes.count_anew()
         self._compose()
+        if shared_verdict:
+            self.step_state.ranks = Detached(self.step_state.ranks)
         make_hook_tables(self, self.optimizer)
         self._patch_step_function()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,16 +15,25 @@ Holders = tuple[int, ...]  # global ranks, ascending
 _Key = tuple[str, int]
 
 
+class Bits(NamedTuple):
+    """A piece in short: where it lies in its mesh, and a hash of its elements. Pieces of one place are copies."""
+
+    place: tuple[int, ...]
+    content: int
+
+
 class Reach(NamedTuple):
     """Over which ranks one parameter of this rank may lie, in pieces or copies.
 
     Attributes:
         may: where one of these ranks has a parameter of this name, it is the same one.
         must: those of them that certainly have it.
+        bits: what its copies must have alike; None where it has none but by its mesh or by DDP.
     """
 
     may: Holders
     must: Holders
+    bits: Bits | None = None
 
 
 class _Entry(NamedTuple):
@@ -36,6 +44,7 @@ class _Entry(NamedTuple):
     line: str
     may: int
     must: int
+    bits: Bits | None
 
 
 class _Told(NamedTuple):
@@ -65,13 +74,15 @@ def compare(what: str, facts: Facts, reach: Callable[[Tensor], Reach], group: An
 
     Raises:
         ValueError: on every rank alike. Two ranks differ, and the message has the first line as both have it; or two
-            have parameters of one name that may be two or copies; or ranks that share a parameter are not in the group.
+            have parameters of one name that may be two or copies; or copies differ; or ranks that share a parameter are
+            not in the group.
     """
     reaches = [reach(fact.param) for fact in facts.params]
-    places = {scope: place for place, scope in enumerate(dict.fromkeys(itertools.chain(*reaches)))}
+    scopes = dict.fromkeys(scope for each in reaches for scope in (each.may, each.must))
+    places = {scope: place for place, scope in enumerate(scopes)}
     entries = [
-        _Entry(fact.group, fact.name, fact.line, places[may], places[must])
-        for fact, (may, must) in zip(facts.params, reaches, strict=True)
+        _Entry(fact.group, fact.name, fact.line, places[may], places[must], bits)
+        for fact, (may, must, bits) in zip(facts.params, reaches, strict=True)
     ]
     told = gather((facts.shared, list(places), entries), group)
     everyone = {rank: _Told(*one) for rank, one in zip(ranks_in(group), told, strict=True)}
@@ -109,6 +120,7 @@ def _compare_names(what: str, everyone: dict[int, _Told]) -> dict[_Key, Holders]
     known: dict[Holders, int] = {}  # of the scopes of all ranks: a number each, as they may be long
     holders: dict[_Key, list[int]] = {}
     firsts: dict[_Key, tuple[int, int, _Entry]] = {}
+    contents: dict[tuple[_Key, tuple[int, ...]], tuple[int, int]] = {}  # of copies: the first rank, its bits
     for rank, one in everyone.items():
         numbers = [known.setdefault(scope, len(known)) for scope in one.scopes]
         for key, entry in zip(_keys(entry.name for entry in one.entries), one.entries, strict=True):
@@ -118,6 +130,11 @@ def _compare_names(what: str, everyone: dict[int, _Told]) -> dict[_Key, Holders]
                 _refuse_doubt(what, entry.name, first, theirs, rank, one.scopes[entry.may])
             _same(what, first, [other.line], rank, [entry.line])
             holders.setdefault(key, []).append(rank)
+            if entry.bits is not None:
+                place, content = entry.bits
+                first, other_content = contents.setdefault((key, place), (rank, content))
+                if content != other_content:
+                    _refuse_copies(what, entry.name, first, rank)
     for first, _, entry in firsts.values():
         scope = everyone[first].scopes[entry.may]
         outside = [rank for rank in scope if rank not in everyone]
@@ -136,6 +153,14 @@ def _refuse_doubt(what: str, name: str, first: int, theirs: Holders, rank: int, 
         f"rank {rank} on ranks {list(scope)}. If they are two, give them different names by named_parameters=, as they "
         "have in the whole model. If they are copies, make one mesh over all of these ranks by init_device_mesh and "
         "use its dimensions, or attach the DistributedDataParallel."
+    )
+
+
+def _refuse_copies(what: str, name: str, first: int, rank: int) -> None:
+    raise ValueError(
+        f"{what}: {name} is taken for one parameter with copies on rank {first} and rank {rank}, by its name and its "
+        "mesh, and their values differ. If they are two, as in two stages of a pipeline, give them different names by "
+        "named_parameters=, as they have in the whole model. If they are copies, load the same weights on both first."
     )
 
 

@@ -132,7 +132,7 @@ def _check_stage(wrapper: Wrapper, module: object, group: Any, every: int) -> No
 
 def _attach_stage(wrapper: Wrapper, ddp: DistributedDataParallel | None, group: Any, every: int) -> None:
     state = wrapper.step_state
-    within = state.ranks.within if isinstance(state.ranks, StageRanks) else state.ranks
+    within = state.ranks.within
     copies = (dist.get_rank(),) if ddp is None else tuple(sorted(ranks_in(ddp.process_group)))
     device = message_device(group, wrapper.device)
     state.ranks = StageRanks(group, device, facts(wrapper), within, copies)
@@ -140,9 +140,7 @@ def _attach_stage(wrapper: Wrapper, ddp: DistributedDataParallel | None, group: 
 
 
 def _leave_stages(wrapper: Wrapper) -> None:
-    ranks = wrapper.step_state.ranks
-    if isinstance(ranks, StageRanks):
-        wrapper.step_state.ranks = ranks.within
+    wrapper.step_state.ranks = wrapper.step_state.ranks.within
 
 
 def _replace(wrapper: Wrapper, replicas: Replicas) -> None:

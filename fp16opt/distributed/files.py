@@ -56,7 +56,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, opt: Optimizer) -> None
     Syncs: yes.
     """
     payload = together("save", lambda: _payload(model, opt))
-    payload["param_groups"] = of_all_stages(opt, payload["param_groups"])
+    payload = of_all_stages(opt, payload)
     _write(Path(path), payload, None)
 
 
@@ -77,7 +77,7 @@ def save_async(path: str | os.PathLike[str], model: nn.Module, opt: Optimizer) -
     """
     where = Path(path)
     payload = together("save_async", lambda: _copied(_payload(model, opt)))
-    payload["param_groups"] = of_all_stages(opt, payload["param_groups"])
+    payload = of_all_stages(opt, payload)
     together("save_async", lambda: _check_new(where))
     group = dist.new_group(backend="gloo") if dist.is_available() and dist.is_initialized() else None
     return PendingSave(where, payload, group)

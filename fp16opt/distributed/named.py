@@ -97,14 +97,22 @@ def state_dict(model: nn.Module, opt: Optimizer) -> dict[str, Any]:
     return {"masters": masters, "state": state, "scaler": scaler, "param_groups": groups, "counts": counts}
 
 
-def of_all_stages(opt: Optimizer, param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``param_groups`` of a state_dict with the names of all stages of a pipeline. Collective on these."""
+def of_all_stages(opt: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state_dict whose ``param_groups`` are those of all stages of a pipeline. Collective on these.
+
+    A stage that has no state yet, while others have some, has none in the file either.
+    """
     ranks = wrapper_of(opt).step_state.ranks
     if not isinstance(ranks, StageRanks):
-        return param_groups
-    everyone = gather([group["params"] for group in param_groups], ranks.group)
-    merged = [list(dict.fromkeys(itertools.chain(*names))) for names in zip(*everyone, strict=True)]
-    return [{**group, "params": names} for group, names in zip(param_groups, merged, strict=True)]
+        return state_dict
+    groups = state_dict["param_groups"]
+    everyone = gather([(group["params"], group["fresh"]) for group in groups], ranks.group)
+    merged = []
+    for group, told in zip(groups, zip(*everyone, strict=True), strict=True):
+        names = list(dict.fromkeys(itertools.chain(*(params for params, _ in told))))
+        merged.append({**group, "params": names, "fresh": all(fresh for _, fresh in told)})
+    has_none = any(before["fresh"] and not now["fresh"] for before, now in zip(groups, merged, strict=True))
+    return {**state_dict, "param_groups": merged, "state": {} if has_none else state_dict["state"]}
 
 
 def _first_state(optimizer: Optimizer, group: dict[str, Any], master: Tensor) -> dict[str, Any]:

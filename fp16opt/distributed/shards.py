@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,12 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..engine.dtensors import local
 from ..engine.ranks import Facts, Ranks
-from .alike import Holders, Reach, compare
+from .alike import Bits, Holders, Reach, compare
 from .exchange import require_process_group
+from .replicas import content_hash
 
 _EXACT = 2**53  # float64 counts up to here without gaps
 _HIGHEST = 7  # (2**128) ** 7 is within float64, with room for a sum, and so are small gradients
+_CALLS = 64  # kinds of calls that ranks tell apart
 
 
 class GroupRanks(Ranks):
@@ -54,30 +58,43 @@ class GroupRanks(Ranks):
             )
 
     def agree(
-        self, found: Sequence[Tensor], norm_type: float | None, power_sum: Tensor | None
-    ) -> tuple[list[Tensor], Tensor | None]:
-        """See :meth:`fp16opt.engine.ranks.Ranks.agree`. Sends float64 [verdicts, sum]: 16 bytes."""
+        self,
+        found: Sequence[Tensor],
+        norm_type: float | None,
+        power_sum: Tensor | None,
+        turn: int = 0,
+        has_grads: bool = True,
+    ) -> tuple[list[Tensor], Tensor | None, Tensor]:
+        """See :meth:`fp16opt.engine.ranks.Ranks.agree`. Sends float64 [counts, sum]: 16 bytes."""
         self.check_alike()
         home = found[0].device
         flags = torch.stack([flag.double() for flag in found]).to(self.device)
         any_found = flags.amax()
         last = torch.zeros_like(any_found) if power_sum is None else power_sum.to(any_found)
         last = torch.where(any_found > 0, torch.zeros_like(last), last)  # no inf or nan travels
+        call, size = _call(norm_type, turn), dist.get_world_size(self.group)
         if norm_type == math.inf:
+            flags[0] += flags[0] + float(has_grads) + call / _CALLS  # 2 where it is set, 1 for gradients
             total = torch.cat([flags, last.view(1)])
             dist.all_reduce(total, dist.ReduceOp.MAX, group=self.group)
-            flags = total[:-1]
+            first = total[0].floor()
+            calls, there = (total[0] - first) * _CALLS, first > 0
+            flags = torch.cat([(first / 2).floor().view(1), total[1:-1]])
         else:
-            base = float(dist.get_world_size(self.group) + 1)
-            total = torch.cat([_packed(flags, base), last.view(1)])
+            radices = [float(size * _CALLS)] + [float(size + 1)] * (len(found) + 1)
+            own = torch.tensor([call, has_grads], dtype=flags.dtype, device=flags.device)
+            total = torch.cat([_packed(torch.cat([own, flags]), radices), last.view(1)])
             dist.all_reduce(total, group=self.group)
-            flags = _unpacked(total[:-1], base, len(found))
+            numbers = _unpacked(total[:-1], radices)
+            calls, there, flags = numbers[0] / size, numbers[1] > 0, numbers[2:]
+        if self.device.type == "cpu" and float(calls) != call:
+            raise RuntimeError(_other_calls(norm_type, turn))
         verdicts = (flags > 0).float().to(home)
         norm = None
         if norm_type is not None:
             norm = total[-1] if norm_type == math.inf else total[-1].pow(1.0 / norm_type)
             norm = torch.where(flags.amax() > 0, torch.full_like(norm, math.inf), norm).to(home)
-        return list(verdicts.unbind()), norm
+        return list(verdicts.unbind()), norm, there
 
     def is_anywhere(self, flag: Tensor) -> bool:
         """See :meth:`fp16opt.engine.ranks.Ranks.is_anywhere`."""
@@ -90,22 +107,43 @@ class GroupRanks(Ranks):
         return there.to(norms.device)
 
 
-def _digits(base: float) -> int:
-    """How many counts below ``base`` one float64 holds exactly."""
-    return max(1, int(math.log(_EXACT) / math.log(base)))
+def _call(norm_type: float | None, turn: int) -> int:
+    """A number below ``_CALLS`` for what a rank asks the others for."""
+    kind = {None: 0, 2.0: 1}.get(norm_type, 2 + zlib.crc32(repr(norm_type).encode()) % 14)
+    return turn % 4 * 16 + kind
 
 
-def _packed(flags: Tensor, base: float) -> Tensor:
-    """Several flags as digits of one number, so that counts of them over the ranks need one slot."""
-    digits = _digits(base)
-    weights = torch.tensor([base ** (k % digits) for k in range(len(flags))], dtype=flags.dtype, device=flags.device)
-    return torch.stack([part.sum() for part in torch.split(flags * weights, digits)])
+def _other_calls(norm_type: float | None, turn: int) -> str:
+    asked = "step()" if norm_type is None else f"clip_master_grads(norm_type={norm_type:g})"
+    return (
+        f"ranks called in another order: this one has come to {asked}, after {turn} clips of these gradients, and "
+        "another one elsewhere. Nothing was clipped or stepped. Call clip_master_grads, with one norm_type, and step "
+        "alike on every rank, also where a rank has no gradients."
+    )
 
 
-def _unpacked(slots: Tensor, base: float, count: int) -> Tensor:
-    digits = _digits(base)
-    found = [torch.floor(slots[k // digits] / base ** (k % digits)) % base for k in range(count)]
-    return torch.stack(found)
+def _places(radices: Sequence[float]) -> list[tuple[int, float]]:
+    """(slot, weight) of numbers below these radices, as digits of numbers that float64 holds exactly."""
+    places, slot, weight = [], 0, 1.0
+    for radix in radices:
+        if weight * radix > _EXACT:
+            slot, weight = slot + 1, 1.0
+        places.append((slot, weight))
+        weight *= radix
+    return places
+
+
+def _packed(numbers: Tensor, radices: Sequence[float]) -> Tensor:
+    """Several numbers as digits of few, so that their sums over the ranks need few slots."""
+    places = _places(radices)
+    weights = torch.tensor([weight for _, weight in places], dtype=numbers.dtype, device=numbers.device)
+    sizes = [sum(slot == k for slot, _ in places) for k in range(places[-1][0] + 1)]
+    return torch.stack([part.sum() for part in torch.split(numbers * weights, sizes)])
+
+
+def _unpacked(slots: Tensor, radices: Sequence[float]) -> Tensor:
+    each = zip(_places(radices), radices, strict=True)
+    return torch.stack([torch.floor(slots[slot] / weight) % radix for (slot, weight), radix in each])
 
 
 class MeshRanks(GroupRanks):
@@ -127,6 +165,7 @@ class MeshRanks(GroupRanks):
         covers_world = len(self.union) == dist.get_world_size()
         covering = [root for root in roots if root.size() == len(self.union)]
         self._is_covered = bool(covering) or covers_world
+        self.expects_all = len(roots) > 1  # ranks may have parameters that others lack
         group = _group_of(covering[0]) if covering and not (covers_world and len(roots) > 1) else None
         super().__init__(group, _device_of(roots[0]), facts)
 
@@ -153,11 +192,21 @@ class MeshRanks(GroupRanks):
     def reach(self, param: Any) -> Reach:
         """See :class:`GroupRanks`: all of these ranks have it."""
         ranks = self.may_hold(param)
-        return Reach(ranks, ranks)
+        return Reach(ranks, ranks, self.bits(param))
 
     def may_hold(self, param: Any) -> Holders:
         """The ranks of the parameter's root mesh; of a plain one, all."""
         return self._ranks(_root_of(param.device_mesh)) if hasattr(param, "device_mesh") else self.union
+
+    def bits(self, param: Any) -> Bits | None:
+        """Of a parameter that other ranks may have too without its mesh saying so: its bits here."""
+        mesh = getattr(param, "device_mesh", None)
+        if param.is_meta or (mesh is not None and ranks_of(mesh) == self.may_hold(param)):
+            return None
+        coordinate = () if mesh is None else mesh.get_coordinate()
+        places = zip(coordinate, getattr(param, "placements", ()), strict=True)
+        place = tuple(0 if placement.is_replicate() else at for at, placement in places)
+        return Bits(place, content_hash(local(param)))
 
     def _ranks(self, root: Any) -> Holders:
         if id(root) not in self._of_root:
@@ -202,9 +251,11 @@ class StageRanks(GroupRanks):
         ValueError: see :func:`.alike.compare`.
     """
 
+    expects_all = True
+
     def __init__(self, group: Any, device: torch.device, facts: Facts, within: Ranks, copies: Holders) -> None:
         super().__init__(group, device, lambda: facts)
-        self.within = within
+        self._within = within
         self._copies = copies
         holders = compare("the optimizer", facts, self.reach, group)
         self._facts = None
@@ -213,12 +264,18 @@ class StageRanks(GroupRanks):
             for fact, who in zip(facts.params, holders, strict=True)
         }
 
+    @property
+    def within(self) -> Ranks:
+        """The ranks of this stage alone."""
+        return self._within
+
     def reach(self, param: Any) -> Reach:
         """See :class:`GroupRanks`: stages of its root mesh may lack it."""
         if not isinstance(self.within, MeshRanks):
             return Reach(self._copies, self._copies)
         mesh = getattr(param, "device_mesh", None)
-        return Reach(self.within.may_hold(param), (dist.get_rank(),) if mesh is None else ranks_of(mesh))
+        must = (dist.get_rank(),) if mesh is None else ranks_of(mesh)
+        return Reach(self.within.may_hold(param), must, self.within.bits(param))
 
     def counted(self, param: Tensor) -> bool:
         """Once over all ranks that hold it.
@@ -234,8 +291,13 @@ class StageRanks(GroupRanks):
         return self._counted[id(param)][1]
 
     def agree(
-        self, found: Sequence[Tensor], norm_type: float | None, power_sum: Tensor | None
-    ) -> tuple[list[Tensor], Tensor | None]:
+        self,
+        found: Sequence[Tensor],
+        norm_type: float | None,
+        power_sum: Tensor | None,
+        turn: int = 0,
+        has_grads: bool = True,
+    ) -> tuple[list[Tensor], Tensor | None, Tensor]:
         """See :class:`GroupRanks`.
 
         Raises:
@@ -246,7 +308,7 @@ class StageRanks(GroupRanks):
                 f"a step of a pipeline: expected gradients of one loss scaler, got those of {len(found)}. Other stages "
                 "see no loss: add the losses up in the schedule's loss_fn, and scale their sum by one scaler."
             )
-        return super().agree(found, norm_type, power_sum)
+        return super().agree(found, norm_type, power_sum, turn, has_grads)
 
     def largest(self, norms: Tensor) -> Tensor:
         """See :class:`GroupRanks`. All are of one scaler, and stages may have looked several times: one is sent."""

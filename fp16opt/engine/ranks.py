@@ -55,10 +55,12 @@ class Ranks:
 
     Attributes:
         alone: Whether a verdict needs no message.
+        expects_all: Whether a rank that has no gradients answers too, as others may have some.
         group: The process group that shares the masters; None for all ranks, or none.
     """
 
     alone = True
+    expects_all = False
     group: Any = None
 
     def check_norm_type(self, norm_type: float) -> None:
@@ -70,17 +72,28 @@ class Ranks:
         return True
 
     def agree(
-        self, found: Sequence[Tensor], norm_type: float | None, power_sum: Tensor | None
-    ) -> tuple[list[Tensor], Tensor | None]:
+        self,
+        found: Sequence[Tensor],
+        norm_type: float | None,
+        power_sum: Tensor | None,
+        turn: int = 0,
+        has_grads: bool = True,
+    ) -> tuple[list[Tensor], Tensor | None, Tensor]:
         """Add up verdicts and a norm over the ranks, in one message. Asked only of classes that are not ``alone``.
 
         Args:
             found: float32, 0-dim, 0.0 or 1.0 each: the verdicts of this rank.
             norm_type: p of the norm; None for verdicts alone.
             power_sum: float64, 0-dim: the sum of |g|**p over this rank's elements (the largest |g| for p = inf).
+            turn: how many such messages were sent since these gradients were taken.
+            has_grads: whether this rank has gradients.
 
         Returns:
-            (the verdicts over all ranks; the norm, float64, 0-dim, inf where a verdict is 1.0).
+            (the verdicts over all ranks; the norm, float64, 0-dim, inf where a verdict is 1.0; bool, 0-dim: whether
+            some rank has gradients).
+
+        Raises:
+            RuntimeError: another rank has asked for something else, as far as the host knows without waiting.
         """
         raise NotImplementedError("verdicts of masters that are all here need no message")
 
@@ -98,6 +111,56 @@ class Ranks:
     def followed_by(self, ask: Callable[[], Ranks]) -> Ranks:
         """What parameters came or went makes of this. ``ask`` gives what the parameters alone tell."""
         return ask()
+
+    @property
+    def within(self) -> Ranks:
+        """What the parameters alone tell, where the user has said that more ranks share a verdict."""
+        return self
+
+
+class Detached(Ranks):
+    """A copy of an optimizer that shared its verdict with stages of a pipeline: none of these knows the copy.
+
+    Args:
+        within: what its parameters alone tell.
+    """
+
+    alone = False
+    expects_all = True
+
+    def __init__(self, within: Ranks) -> None:
+        self._within = within
+
+    @property
+    def within(self) -> Ranks:
+        """What the parameters alone tell."""
+        return self._within
+
+    def check_norm_type(self, norm_type: float) -> None:
+        """Nothing to check: no norm can be had."""
+
+    def agree(
+        self,
+        found: Sequence[Tensor],
+        norm_type: float | None,
+        power_sum: Tensor | None,
+        turn: int = 0,
+        has_grads: bool = True,
+    ) -> tuple[list[Tensor], Tensor | None, Tensor]:
+        """Not before it is attached.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "this optimizer is a copy of one that shared its verdict with the stages of a pipeline, and copies belong "
+            "to no process group. Call fp16opt.distributed.attach(opt, model, process_group=...) on every rank, with "
+            "the copy's model; or attach(opt, None), for it to step by itself."
+        )
+
+    def followed_by(self, ask: Callable[[], Ranks]) -> Ranks:
+        """Stays what it is, of other parameters."""
+        return Detached(ask())
 
 
 @dataclass

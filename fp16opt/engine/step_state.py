@@ -227,6 +227,8 @@ class StepState:
         self._found: dict[int, tuple[LossScaler, Tensor]] = {}
         self._is_closed = False  # by a clip or an edit, which a further backward would undo
         self._agreed = False  # over ranks, in ``_found``
+        self._turn = 0  # messages to the ranks since these gradients were taken
+        self._has_none = False  # while a check stands that was made for other ranks, which may have gradients
         self._unreduced: set[int] = set()  # ids of scalers whose sums were made under DDP's no_sync
         self._norms: list[tuple[LossScaler, Tensor]] = []  # of scalers that follow them, and were not told yet
 
@@ -252,6 +254,7 @@ class StepState:
         Raises:
             RuntimeError: gradients are incomplete, were written, were clipped or edited, or are of another scale.
         """
+        self._end_empty()
         grads = raw_grads(self.params.models)
         self._notice_cleared(grads)
         self._check_complete()
@@ -356,7 +359,7 @@ class StepState:
 
     def _notice_cleared(self, grads: list[Tensor | None]) -> None:
         """READY where all gradients were set to None since."""
-        if self.stage is Stage.READY or any(map(operator.is_not, grads, itertools.repeat(None))):
+        if self.stage is Stage.READY or self._has_none or any(map(operator.is_not, grads, itertools.repeat(None))):
             return
         if self._stamp is not None and self.stage is Stage.UNSCALED and not self.gradients.summing:
             self._drop(self._stamp.compare(grads)[1])
@@ -531,10 +534,25 @@ class StepState:
         """
         needs_true = norm_type is not None and (norm_type != 2.0 or of is not None)
         if not self._bring_up(write or needs_true):
-            return None
+            if not self.ranks.expects_all:
+                return None
+            self._check_empty(write or needs_true)
         if norm_type is not None and not self.gradients.is_measured:  # after a clip
             self.unscale()
         return self._conclude(norm_type, of)
+
+    def _check_empty(self, write: bool) -> None:
+        """Check that there are no gradients: other ranks may have some, and expect what this one has found."""
+        scaler = self._scaler()
+        self.scale = BackwardScale.of(scaler, self._is_one(scaler))
+        self.gradients.release()
+        self._stamp, self._has_none = None, True
+        self._check(self.scale, raw_grads(self.params.models), write, self.scale.unit)
+
+    def _end_empty(self) -> None:
+        """READY where gradients are about to come after :meth:`_check_empty`: other ranks have begun anew too."""
+        if self._has_none:
+            self.reset(keeps_true=False)
 
     def _bring_up(self, write: bool) -> bool:
         """Check the gradients as they are now, or make true ones; False where there are none. Raises as finalize."""
@@ -586,6 +604,8 @@ class StepState:
 
     def update(self) -> None:
         """The door: take the model's gradients as they are now, from any writer, and write true ones to masters."""
+        self._end_empty()
+        self._turn = 0
         if self.stage is Stage.READY:
             self.take_external(scaler=self._scaler())
         grads = raw_grads(self.params.models)
@@ -800,12 +820,16 @@ class StepState:
         """What the last check of the coming step's gradients gave; None where there was none. Looks at nothing."""
         return None if not self._found else self._checked(None)
 
-    def _conclude(self, norm_type: float | None, of: set[int] | None) -> OverflowCheck:
+    def _conclude(self, norm_type: float | None, of: set[int] | None) -> OverflowCheck | None:
+        """None where no rank has gradients."""
         if self._unreduced:
             self._reduce_sums()
         norm = None
         if not self.ranks.alone:
-            norm = self._agree(norm_type, of)
+            has_grads, norm = self._agree(norm_type, of)
+            if not has_grads:
+                self.reset(keeps_true=False)
+                return None
         elif norm_type is not None:
             norm = self.gradients.norm(norm_type, self.device, of)
         self._tell_norms()
@@ -827,21 +851,27 @@ class StepState:
             scaler.see(norm)
         self._norms = []
 
-    def _agree(self, norm_type: float | None, of: set[int] | None) -> Tensor | None:
-        """One message for what was found and the norm, at the first of clipping and stepping; returns the norm."""
+    def _agree(self, norm_type: float | None, of: set[int] | None) -> tuple[bool, Tensor | None]:
+        """One message for what was found and the norm, at the first of clipping and stepping.
+
+        Returns:
+            (whether some rank has gradients, the norm).
+        """
         if self._agreed and norm_type is None:
-            return None
+            return True, None
         power = None
         if norm_type is not None:
             counted = self.ranks.counted
             power = self.gradients.power_sum(
                 norm_type, self.device, lambda param: (of is None or id(param) in of) and counted(param)
             )
-        found, norm = self.ranks.agree([one for _, one in self._found.values()], norm_type, power)
+        mine = [one for _, one in self._found.values()]
+        found, norm, has_grads = self.ranks.agree(mine, norm_type, power, self._turn, not self._has_none)
+        self._turn += 1
         for (key, (scaler, _)), one in zip(list(self._found.items()), found, strict=True):
             self._found[key] = (scaler, one)
         self._agreed = True
-        return norm
+        return not self._has_none or bool(has_grads), norm
 
     # -- the end -----------------------------------------------------------------------------------------------------
 

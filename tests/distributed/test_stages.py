@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -328,6 +331,181 @@ def by_name(rank: int, size: int, folder: str) -> None:
 
 def test_checkpoints_by_name(two: World, tmp_path: Any) -> None:
     two.run(by_name, str(tmp_path))
+
+
+def attached(rank: int, **options: Any) -> tuple[nn.Module, Any]:
+    """A small stage of a name of its own."""
+    net = nn.Module()
+    net.add_module(f"stage{rank}", nn.Linear(4, 3, dtype=HALF))
+    opt = wrap(net, SGD(net.parameters(), lr=0.1), **options)
+    distributed.attach(opt, net, process_group=dist.group.WORLD)
+    return net, opt
+
+
+def give_ones(net: nn.Module, opt: Any, bad: bool = False) -> None:
+    """Gradients of ones, scaled, as a schedule leaves them."""
+    opt.zero_grad()
+    for p in net.parameters():
+        p.grad = torch.full_like(p, math.inf if bad else opt.loss_scale) if p.requires_grad else None
+    opt.update_master_grads()
+
+
+def frozen_stage(rank: int, size: int, policy: str) -> None:
+    """A stage without gradients hears of the others' steps, and its scaler goes with theirs."""
+    net, opt = attached(rank, scaler=DynamicLossScaler(init_scale=2.0**8, growth_interval=2, policy=policy))
+    frozen = rank == 0
+    net.requires_grad_(not frozen)
+    for step in range(5):
+        give_ones(net, opt, bad=step == 2)
+        with messages() as sent:
+            clips = step % 2 == 0
+            norm = opt.clip_master_grads(1e-3) if clips else torch.zeros(())
+            opt.step()
+        extra = [("all_reduce", 4)] if policy == "headroom" else []
+        assert sent == [("all_reduce", 16), *extra], sent
+        assert float(norm) == pytest.approx((math.inf if step == 2 else 15**0.5) if clips else 0.0)
+        assert opt.step_was_skipped == (step == 2)
+        assert_alike([norm, *(v for v in opt.scaler.state_dict().values() if isinstance(v, Tensor))])
+    assert (opt.steps_counted(), opt.skipped_steps) == (4, 1)
+    opt.zero_grad()
+    before = repr(opt.scaler.state_dict())
+    assert float(opt.clip_master_grads(1.0)) == 0.0
+    opt.step()  # no rank has anything: not counted anywhere
+    assert (opt.steps_counted(), opt.stats()["steps"]) == (4, 5)
+    assert repr(opt.scaler.state_dict()) == before
+    give_ones(net, opt)
+    opt.clip_master_grads(1.0)
+    give_ones(net, opt)  # the batch was given up
+    opt.step()
+    assert opt.steps_counted() == 5
+    if frozen:
+        net.requires_grad_(True)
+    give_ones(net, opt)
+    assert float(opt.clip_master_grads(1.0)) == pytest.approx(30**0.5)
+
+
+@pytest.mark.parametrize("policy", ["doubling", "headroom"])
+def test_a_stage_without_gradients(two: World, policy: str) -> None:
+    two.run(frozen_stage, policy)
+
+
+def other_calls(rank: int, size: int, way: str) -> None:
+    net, opt = attached(rank)
+    ends = [p.clone() for p in net.parameters()]
+    give_ones(net, opt)
+    order = "ranks called in another order: this one has come to "
+    if way == "clip":
+        message = raised(RuntimeError, opt.step if rank else lambda: opt.clip_master_grads(1.0))
+        what = "step(), after 0 clips" if rank else "clip_master_grads(norm_type=2), after 0 clips"
+    elif way == "twice":
+        opt.clip_master_grads(1.0)
+        if rank:  # goes on to the next step
+            opt.step()
+            ends = [p.clone() for p in net.parameters()]
+            give_ones(net, opt)
+        message = raised(RuntimeError, lambda: opt.clip_master_grads(1.0))
+        what = f"clip_master_grads(norm_type=2), after {1 - rank} clips"
+    else:
+        message = raised(RuntimeError, lambda: opt.clip_master_grads(1.0, (2.0, 3.0)[rank]))
+        what = f"clip_master_grads(norm_type={2 + rank})"
+    assert order + what in message, message
+    assert all(torch.equal(a, b) for a, b in zip(ends, net.parameters(), strict=True))
+    give_ones(net, opt)
+    assert float(opt.clip_master_grads(1.0)) == pytest.approx(30**0.5), "all begin anew"
+    opt.step()
+    give_ones(net, opt)
+    assert float(opt.clip_master_grads(1.0, math.inf)) == 1.0
+    opt.step()
+    give_ones(net, opt, bad=rank == 1)
+    assert float(opt.clip_master_grads(1.0, math.inf)) == math.inf
+    opt.step()
+    assert opt.step_was_skipped
+
+
+@pytest.mark.parametrize("way", ["clip", "twice", "norm"])
+def test_ranks_that_call_in_another_order(two: World, way: str) -> None:
+    two.run(other_calls, way)
+
+
+def saved_with_a_fresh_stage(rank: int, size: int, folder: str) -> None:
+    """A stage that has no state yet does not make that of others be taken for none."""
+    ends = []
+    for resumes in (False, True):
+        torch.manual_seed(rank)
+        net = nn.Module()
+        net.add_module(f"stage{rank}", nn.Linear(4, 3, dtype=HALF))
+        opt = wrap(net, SGD(net.parameters(), lr=0.1, momentum=0.9, dampening=0.5))
+        distributed.attach(opt, net, process_group=dist.group.WORLD)
+        if resumes:
+            distributed.load(f"{folder}/step", net, opt)
+            assert len(opt.state) == (0, 2)[rank]
+        else:
+            net.requires_grad_(rank == 1)
+            for _ in range(3):
+                give_ones(net, opt)
+                opt.step()
+            net.requires_grad_(True)
+            distributed.save(f"{folder}/step", net, opt)
+        for _ in range(2):
+            give_ones(net, opt)
+            opt.step()
+        ends.append([*opt.master_params()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_a_checkpoint_with_a_stage_that_has_no_state(two: World, tmp_path: Any) -> None:
+    two.run(saved_with_a_fresh_stage, str(tmp_path))
+
+
+def copied(rank: int, size: int) -> None:
+    """A copy raises in place of deciding alone, until it is attached too, or told to step by itself."""
+    net, opt = attached(rank)
+    for copy_of in (copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))):
+        other, its = copy_of((net, opt))
+        give_ones(other, its, bad=rank == 1)
+        for call in (its.step, functools.partial(its.clip_master_grads, 1.0)):
+            assert "a copy of one that shared its verdict with the stages" in raised(RuntimeError, call)
+        its.add_param_group({"params": [nn.Parameter(torch.ones(2).half())]})
+        assert "a copy of one that shared its verdict with the stages" in raised(RuntimeError, its.step)
+        other, its = copy_of((net, opt))
+        distributed.attach(its, other, process_group=dist.group.WORLD)
+        give_ones(other, its, bad=rank == 1)
+        its.step()
+        assert its.step_was_skipped
+        other, its = copy_of((net, opt))
+        distributed.attach(its, None)
+        give_ones(other, its, bad=rank == 1)
+        its.step()
+        assert its.step_was_skipped == (rank == 1)
+
+
+def test_copies_of_an_attached_optimizer(two: World) -> None:
+    two.run(copied)
+
+
+def one_name(rank: int, size: int) -> None:
+    """Two stages whose modules use the same names, on one mesh: no copies, as their values show."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage = mesh.get_coordinate()[0]
+    torch.manual_seed(stage)
+    net = nn.Sequential(nn.Linear(4, 4, dtype=HALF), nn.LayerNorm(4))
+    fully_shard(net[0], mesh=mesh["dp"])
+    opt = wrap(net, SGD(net.parameters(), lr=0.1), scaler=None)
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    wanted = " is taken for one parameter with copies on rank 0 and rank 2, by its name and its mesh, and their values"
+    message = raised(ValueError, lambda: opt.clip_master_grads(1.0))
+    assert f"'group 0, param 0'{wanted}" in message, message
+    message = raised(ValueError, lambda: distributed.attach(opt, net, process_group=dist.group.WORLD))
+    assert f"'0.weight'{wanted}" in message, message
+    named = [(f"layers.{stage}.{name}", p) for name, p in net.named_parameters()]
+    opt = wrap(net, SGD(net.parameters(), lr=0.1), scaler=None, named_parameters=named)
+    distributed.attach(opt, net, process_group=dist.group.WORLD)
+    assert float(opt.clip_master_grads(1e9)) == pytest.approx(math.sqrt(2 * (16 + 3 * 4)))
+
+
+def test_two_stages_with_the_same_names(four: World) -> None:
+    four.run(one_name)
 
 
 def disagreements(rank: int, size: int) -> None:
