@@ -30,11 +30,20 @@ def _pair(betas: Any) -> tuple[float, float]:
     return betas[0], betas[1]
 
 
+def _check_numbers(**settings: Any) -> None:
+    """Raise ``TypeError`` for a text, as YAML makes one of ``1e-3``; torch would compare it with a number."""
+    for name, value in settings.items():
+        if isinstance(value, str):
+            raise TypeError(
+                f"{name}: expected a number, got the text {value!r}. YAML takes 1e-3 for one: write 1.0e-3."
+            )
+
+
 class _ByClass(MixedPrecisionOptimizer):
     """A wrapper that was made with the optimizer in it, and often before its model was what will be trained.
 
     Programs that make optimizers from a name convert and move the model later: Lightning's CLI for ``--optimizer``,
-    kohya's scripts for ``--full_bf16``. Until anything was stepped or loaded, the optimizer follows.
+    kohya's scripts for ``--full_bf16``. Until anything was stepped, skipped or loaded, the optimizer follows.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -52,10 +61,19 @@ class _ByClass(MixedPrecisionOptimizer):
             )
         return super().__new__(cls)
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's, of the model as it is now: a GradScaler's ``unscale_`` asks before a first step."""
+        self._follow()
+        return super().param_groups
+
     def _sync_groups(self, verifies: bool = True) -> None:
-        if not self.steps_counted() and self._was_converted():
-            self._wrap_anew()
+        self._follow()
         super()._sync_groups(verifies)
+
+    def _follow(self) -> None:
+        if not self.steps_counted() and self._was_converted() and not self.skipped_steps:  # the last one syncs
+            self._wrap_anew()
 
     def _was_converted(self) -> bool:
         """Whether parameters have another dtype or device than when they came."""
@@ -116,6 +134,7 @@ class SGD(_ByClass):
         fused: bool | None = None,
         **options: Any,
     ) -> None:
+        _check_numbers(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay)
         inner = torch.optim.SGD(
             params,
             lr,
@@ -169,6 +188,7 @@ class Adam(_ByClass):
         decoupled_weight_decay: bool = False,
         **options: Any,
     ) -> None:
+        _check_numbers(lr=lr, eps=eps, weight_decay=weight_decay)
         inner = torch.optim.Adam(
             params,
             lr,
@@ -223,6 +243,7 @@ class AdamW(_ByClass):
         fused: bool | None = None,
         **options: Any,
     ) -> None:
+        _check_numbers(lr=lr, eps=eps, weight_decay=weight_decay)
         inner = torch.optim.AdamW(
             params,
             lr,
@@ -269,4 +290,5 @@ class Lion(_ByClass):
         maximize: bool = False,
         **options: Any,
     ) -> None:
+        _check_numbers(lr=lr, weight_decay=weight_decay)
         super().__init__(lion.Lion(params, lr, _pair(betas), weight_decay, maximize=maximize), **options)

@@ -172,6 +172,12 @@ def test_betas_are_two_numbers(name: str, betas: Any) -> None:
         ({"master_weights": "half"}, ValueError, "master_weights: expected one of 'full', 'none', 'split', 'split24'"),
         ({"dynamic": "True"}, TypeError, "dynamic: expected True or False, got str"),
         ({"lr": -1.0}, ValueError, "Invalid learning rate: -1.0"),
+        (
+            {"lr": "1e-3"},
+            TypeError,
+            "lr: expected a number, got the text '1e-3'. YAML takes 1e-3 for one: write 1.0e-3",
+        ),
+        ({"eps": "1e-8"}, TypeError, "eps: expected a number, got the text '1e-8'"),
     ],
 )
 def test_what_is_wrong_in_a_config_is_named(options: Any, error: type[Exception], message: str) -> None:
@@ -423,11 +429,39 @@ def test_a_plain_loop_is_followed_too_and_so_is_a_grad_scaler() -> None:
         assert {master.dtype for master in opt.master_params()} == {torch.float32}
 
 
+@each
+def test_unscaling_and_clipping_are_followed_too(name: str) -> None:
+    runs = []
+    for make, early in ((by_class, True), (wrapped, False)):
+        net = network(torch.float32)
+        opt = make(name, net.parameters()) if early else None
+        net.to(HALF)
+        opt = opt if early else make(name, net.parameters())
+        assert opt is not None
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        for step in range(3):
+            opt.zero_grad()
+            scaler.scale(loss_of(net, step)).backward()
+            scaler.unscale_(opt)
+            torch.nn.utils.clip_grad_norm_(opt.master_params(), 0.25)
+            scaler.step(opt)
+            scaler.update()
+        runs.append(snapshot(opt, net.parameters()))
+    assert_same(*runs)
+    assert {master.dtype for master in opt.master_params()} == {torch.float32}
+
+
 MOVED = "had dtype torch.float32 when the optimizer was wrapped and has torch.bfloat16 now. Convert or move the model"
 
 
 def stepped(net: nn.Module, opt: Any) -> None:
     train(opt, net, 0, 1)
+
+
+def skipped(net: nn.Module, opt: Any) -> None:
+    """Its count and its lowered scale belong to the model as it was."""
+    train(opt, net, 0, 1, bad=(0,))
+    assert opt.skipped_steps == 1
 
 
 def loaded(net: nn.Module, opt: Any) -> None:
@@ -441,8 +475,8 @@ def loaded(net: nn.Module, opt: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "before"),
-    [("AdamW", stepped), ("SGD", stepped), ("AdamW", loaded)],
-    ids=["stepped", "stepped, without state", "loaded"],
+    [("AdamW", stepped), ("SGD", stepped), ("AdamW", skipped), ("AdamW", loaded)],
+    ids=["stepped", "stepped, without state", "skipped", "loaded"],
 )
 def test_a_conversion_after_steps_is_refused_as_ever(name: str, before: Callable[[nn.Module, Any], None]) -> None:
     net = network(torch.float32)

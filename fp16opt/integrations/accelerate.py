@@ -109,8 +109,10 @@ class Accelerator(accelerate.Accelerator):
 
         Raises:
             RuntimeError: Optimizers were wrapped in an earlier call, and would not share their scale with these.
+            ValueError: Under FSDP2: an optimizer was wrapped before its model is sharded.
             TypeError, ValueError: As ``MixedPrecisionOptimizer`` raises them.
         """
+        self._check_not_wrapped_too_early(args)
         if self.master_weights is None:
             result = super().prepare(*args, device_placement=device_placement)
             self._tell_of_plain_steps()
@@ -122,6 +124,18 @@ class Accelerator(accelerate.Accelerator):
             self._is_preparing = False
         self._wrap()
         return result
+
+    def _check_not_wrapped_too_early(self, args: Sequence[Any]) -> None:
+        """Under FSDP2 Accelerate puts pieces in the place of the parameters in groups, where it would find masters."""
+        if self.distributed_type != DistributedType.FSDP:
+            return
+        for one in args:
+            if isinstance(one, MixedPrecisionOptimizer) and not one.params.has_dtensors:
+                name = type(one.optimizer).__name__
+                raise ValueError(
+                    f"{type(one).__name__} of {name}: it was wrapped before prepare shards the model, and its masters "
+                    f"are whole. Make torch's own {name}, and give the options as master_weights."
+                )
 
     def _tell_of_plain_steps(self) -> None:
         """Log once that FP16 weights are stepped themselves, unless something scales the loss."""
@@ -263,14 +277,14 @@ class Accelerator(accelerate.Accelerator):
             return super().save_state(output_dir, *args, **kwargs)
         from ..distributed import save
 
-        if output_dir is not None and _masters_in(output_dir, 0).exists():
+        if output_dir is not None and masters_in(output_dir, 0).exists():
             raise FileExistsError(
                 f"{output_dir}: masters were saved there before. Save every checkpoint under a name of its own."
             )
         with self._without_optimizers() as held:
             where = super().save_state(output_dir, *args, **kwargs)
         for number, one in enumerate(held):
-            save(_masters_in(where, number), self._models[number], one)
+            save(masters_in(where, number), self._models[number], one)
         return where
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -288,7 +302,7 @@ class Accelerator(accelerate.Accelerator):
         finally:
             handle.remove()
         for number, one in enumerate(held):
-            load(_masters_in(folders[0], number), self._models[number], one)
+            load(masters_in(folders[0], number), self._models[number], one)
 
     @contextlib.contextmanager
     def _without_optimizers(self) -> Iterator[list[Any]]:
@@ -306,7 +320,8 @@ class Accelerator(accelerate.Accelerator):
         return super().free_memory(*objects)
 
 
-def _masters_in(folder: str, number: int) -> Path:
+def masters_in(folder: str, number: int) -> Path:
+    """Where, in a checkpoint under FSDP2, masters, state and scale of an optimizer are."""
     return Path(folder) / f"masters_{number}"
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
+from accelerate.utils import save_fsdp_model
 from torch import Tensor, nn
 
 from ..engine.parts import inside
 from ..optimizer import MixedPrecisionOptimizer
-from .accelerate import SCALE_THEMSELVES, Accelerator, check_options, convert
+from .accelerate import SCALE_THEMSELVES, Accelerator, check_options, convert, masters_in
 from .optimizer_group import scaled_by_dtype
+
+_SCHEDULER = "scheduler.pt"  # the Trainer's name
 
 
 class TrainerAccelerator(Accelerator):
@@ -112,6 +118,56 @@ class MasterWeightsMixin:
         if isinstance(optimizer, MixedPrecisionOptimizer) and optimizer.gradient_release is True:
             return None
         return super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
+
+    # -- checkpoints under FSDP2 -------------------------------------------------------------------------------------
+
+    def _sharded(self) -> MixedPrecisionOptimizer | None:
+        """The optimizer, if its masters are spread over ranks. Torch's calls for such state have no place for them."""
+        optimizer = inside(getattr(self, "optimizer", None))
+        return optimizer if isinstance(optimizer, MixedPrecisionOptimizer) and optimizer.params.has_dtensors else None
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """The Trainer's; under FSDP2 masters, state and scale go into a folder of their own in the checkpoint's."""
+        optimizer = self._sharded()
+        if optimizer is None:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
+        from ..distributed import save
+
+        accelerator: Accelerator = self.accelerator
+        model: nn.Module = self.model  # type: ignore[attr-defined]
+        save_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, output_dir, adapter_only=True)
+        where = masters_in(output_dir, 0)
+        if accelerator.is_main_process and where.exists():  # the Trainer writes checkpoints over older ones
+            shutil.rmtree(where)
+        accelerator.wait_for_everyone()
+        save(where, model, optimizer)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)  # type: ignore[attr-defined]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """The Trainer's; under FSDP2 what was saved there, on any number of ranks.
+
+        Raises:
+            FileNotFoundError: Under FSDP2: the checkpoint has no masters.
+        """
+        optimizer = self._sharded()
+        if optimizer is None or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        from ..distributed import load
+
+        where = masters_in(checkpoint, 0)
+        if not where.exists():
+            raise FileNotFoundError(
+                f"{checkpoint}: expected a folder {where.name!r} with masters, state and scale, and there is none: the "
+                "checkpoint is not complete, or was saved without masters. Resume from another one."
+            )
+        load(where, self.model, optimizer)  # type: ignore[attr-defined]
+        state = torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True)
+        self.lr_scheduler.load_state_dict(state)  # type: ignore[attr-defined]
+
+    # -- the log -----------------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """The Trainer's, with ``loss_scale`` and ``skipped_steps`` beside the loss. Syncs with the device."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+DOCS = HERE.parents[1] / "docs"
 PROGRAMS = {
     "lightning": "two_ranks_lightning.py",
     "accelerate": "two_ranks_accelerate.py",
@@ -17,20 +18,47 @@ PROGRAMS = {
 }
 
 
+def accelerate_has_fsdp2() -> bool:
+    return hasattr(pytest.importorskip("accelerate").FullyShardedDataParallelPlugin, "fsdp_version")
+
+
 @pytest.mark.parametrize("trainer", PROGRAMS)
 def test_two_ranks(trainer: str, tmp_path: Path) -> None:
-    package = pytest.importorskip(trainer.split(",")[0])
-    if trainer == "accelerate, FSDP2" and not hasattr(package.FullyShardedDataParallelPlugin, "fsdp_version"):
+    pytest.importorskip(trainer.split(",")[0])
+    if trainer == "accelerate, FSDP2" and not accelerate_has_fsdp2():
         pytest.skip("Accelerate has FSDP2 from 1.6 on")
+    run(PROGRAMS[trainer], 2, tmp_path)
+
+
+def test_transformers_under_fsdp2(tmp_path: Path) -> None:
+    """Saved on two ranks, resumed on two, on one and on three."""
+    pytest.importorskip("transformers")
+    if not accelerate_has_fsdp2():
+        pytest.skip("Accelerate has FSDP2 from 1.6 on")
+    for ranks in (2, 1, 3):
+        run("two_ranks_transformers_fsdp2.py", ranks, tmp_path)
+
+
+@pytest.mark.skipif(not DOCS.exists(), reason="run from an installed package, without the repository")
+@pytest.mark.parametrize("trainer", ["lightning", "accelerate", "transformers"])
+def test_the_lines_for_fsdp2_of_a_page(trainer: str, tmp_path: Path) -> None:
+    pytest.importorskip(trainer)
+    if trainer != "lightning" and not accelerate_has_fsdp2():
+        pytest.skip("Accelerate has FSDP2 from 1.6 on")
+    run("two_ranks_pages.py", 2, tmp_path, str(DOCS / f"{trainer}.md"))
+
+
+def run(program: str, ranks: int, folder: Path, *more: str) -> None:
+    """The program on so many ranks; each says that all is well."""
     path = os.pathsep.join([str(HERE.parent), *sys.path])  # in this order the trainers are those of this process
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
-        [*launch, str(HERE / PROGRAMS[trainer]), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        [*launch, str(HERE / program), str(folder), *more],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("all is well") == 2, done.stdout
+    assert done.stdout.count("all is well") == ranks, done.stdout

@@ -1,7 +1,4 @@
-"""Two ranks on gloo, started by torchrun: Accelerate's FSDP2 with master_weights, against a loop by hand.
-
-Accelerate has FSDP2 for accelerators alone and passes its plugin over on a CPU: here its state says that it is one.
-"""
+"""Two ranks on gloo, started by torchrun: Accelerate's FSDP2 with master_weights, against a loop by hand."""
 
 from __future__ import annotations
 
@@ -10,46 +7,31 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import FullyShardedDataParallelPlugin
 from contract import reference
 from distributed.world import leave
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fp16opt import DynamicLossScaler
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
 from fp16opt.integrations.accelerate import Accelerator
 from integrations.byhand import HALF, OVERFLOWING, ByHand, adamw, batches, loss_of, network
+from integrations.sharding import as_on_accelerators, whole
 
 STEPS = 16
-
-
-def sharding() -> Any:
-    """As on accelerators."""
-    made: Any = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1, cpu_ram_efficient_loading=False
-    )
-    return made
-
-
-class Sharded(AcceleratorState):
-    """What Accelerate's state is where there are accelerators and a plugin."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.distributed_type = DistributedType.FSDP
-        self.fsdp_plugin = sharding()
-        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
 
 class Loop:
     """A training as Accelerate's documentation writes it."""
 
     def __init__(self) -> None:
-        for state in (AcceleratorState, GradientState):
-            state._reset_state()
+        as_on_accelerators()
+        sharding = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1, cpu_ram_efficient_loading=False
+        )
         options = {"scaler": DynamicLossScaler(OVERFLOWING, growth_interval=5), "fused_step": False}
-        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, master_weights=options)
+        self.accelerator = Accelerator(
+            cpu=True, fsdp_plugin=sharding, gradient_accumulation_steps=2, master_weights=options
+        )
         net = network(HALF)
         self.net, self.optimizer = self.accelerator.prepare(net, adamw(net.parameters()))
         if not all(isinstance(param, DTensor) for param in self.net.parameters()):
@@ -72,24 +54,17 @@ class Loop:
         return self
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def check(what: str, loop: Loop, hand: ByHand) -> None:
     for number, (got, want) in enumerate(zip(loop.optimizer.optimizer.master_params(), hand.masters, strict=True)):
-        if not whole(got.detach()).equal(want.detach()):
-            raise SystemExit(f"{what}: master {number} is off by {(whole(got.detach()) - want.detach()).abs().max()}")
+        if not whole(got).equal(want.detach()):
+            raise SystemExit(f"{what}: master {number} is off by {(whole(got) - want.detach()).abs().max()}")
     for got, want in zip(loop.net.parameters(), hand.models, strict=True):
-        if not whole(got.detach()).equal(want.detach()):
+        if not whole(got).equal(want.detach()):
             raise SystemExit(f"{what}: the model is not its masters")
 
 
 def main(folder: Path) -> None:
     """Both ranks see the same batches, so that averages over ranks are what each rank has."""
-    import accelerate.accelerator
-
-    accelerate.accelerator.AcceleratorState = Sharded
     data = batches(2 * STEPS)
     hand = ByHand(network(HALF), scale=reference.Scale(OVERFLOWING, 5), micro=2, clip=0.5).train(data, HALF)
     loop = Loop().train(data)
@@ -113,6 +88,14 @@ def main(folder: Path) -> None:
     check("resumed", rest, hand)
     if rest.optimizer.optimizer.loss_scale != hand.scale.value:
         raise SystemExit(f"resumed: the scale is {rest.optimizer.optimizer.loss_scale}, wanted {hand.scale.value}")
+    net = network(HALF)
+    try:
+        rest.accelerator.prepare(net, MixedPrecisionOptimizer(adamw(net.parameters())))
+    except ValueError as error:
+        if "it was wrapped before prepare shards the model, and its masters are whole" not in str(error):
+            raise
+    else:
+        raise SystemExit("an optimizer that was wrapped too early was not refused")
     print(f"rank {os.environ['RANK']}: all is well, {sum(loop.skipped)} of {len(loop.skipped)} steps were skipped")
 
 
