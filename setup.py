@@ -4,9 +4,12 @@ The module needs a C++17 compiler, Python's headers, pybind11's, and ninja, for 
 compiles only what changed; neither torch nor its headers. It is optional: on a machine without a working compiler the
 package is installed all the same, and plain torch operations serve. The text needs nothing.
 
+On Windows the module is not built. A wheel that is made without it, there or by FP16OPT_CPU=0, serves every Python.
+
 Environment:
     CXX, CXXFLAGS, LDFLAGS: the compiler and more flags for it.
     FP16OPT_CPU: 0 skips the module, 1 makes a failure to build it an error.
+    _PYTHON_HOST_PLATFORM: "linux-aarch64", say: what CXX compiles for, where that is not this machine.
 """
 
 import importlib
@@ -24,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -56,11 +60,19 @@ class BuildFailed(Exception):
 
 
 def levels() -> dict[str, list[str]]:
-    """The SIMD levels for this machine's kind of processor, each with its flags. The first is the baseline."""
-    machine = platform.machine().lower()
+    """The SIMD levels for the processor that is compiled for, each with its flags. The first is the baseline."""
+    machine = os.environ.get("_PYTHON_HOST_PLATFORM", platform.machine()).rpartition("-")[2].lower()
     if machine in ("x86_64", "amd64"):
         return X86_LEVELS
     return {"neon": ["-O3"]} if machine in ("aarch64", "arm64") else {"portable": ["-O3"]}
+
+
+def left_out() -> str:
+    """Why the module is not even tried, or ""."""
+    wish = os.environ.get("FP16OPT_CPU", "")
+    if sys.platform == "win32" and wish != "1":
+        return "left out, because it is not built on Windows: torch operations serve"
+    return "skipped, because FP16OPT_CPU=0 was set when fp16opt was installed" if wish == "0" else ""
 
 
 def compiler() -> list[str]:
@@ -170,22 +182,30 @@ class BuildModule(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         """Build the one module. Exits where it was demanded and can't be built."""
-        wish = os.environ.get("FP16OPT_CPU", "")
-        if wish == "0":
-            self.outcome = "skipped, because FP16OPT_CPU=0 was set when fp16opt was installed"
+        self.outcome = left_out()
+        if self.outcome:
             return
         try:
             build_module(Path(self.get_ext_fullpath(ext.name)).resolve(), Path(self.build_temp).resolve() / "_cpu")
             self.outcome = "built"
         except BuildFailed as failure:
-            if wish == "1":
+            if os.environ.get("FP16OPT_CPU") == "1":
                 raise SystemExit(f"fp16opt: FP16OPT_CPU=1 is set, but {failure}.") from None
             self.outcome = f"could not be built when fp16opt was installed: {failure}"
             print(WARNING.format(failure), file=sys.stderr)
 
 
+class BuildWheel(bdist_wheel):
+    """Names the wheel after what is in it."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Without the module it serves every Python; but only this system, so that others go on compiling the sdist."""
+        python, abi, system = super().get_tag()
+        return ("py3", "none", system) if left_out() else (python, abi, system)
+
+
 # optional: setuptools must not miss the file when the build above was given up.
 setup(
     ext_modules=[Extension("fp16opt._cpu", sources=[], optional=True)],
-    cmdclass={"build_ext": BuildModule},
+    cmdclass={"bdist_wheel": BuildWheel, "build_ext": BuildModule},
 )

@@ -13,7 +13,7 @@ from .optimizer import MixedPrecisionOptimizer
 from .reports import Diagnosis, Monitor, diagnose
 from .scaling import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AveragedMasters",

@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,14 +89,15 @@ class Install:
         return distribution.metadata
 
 
-def pip_install(source: Path, target: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Install ``source`` into ``target``, with this environment's build requirements where it has them all."""
+def pip(
+    command: str, source: Path, option: str, folder: Path, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Build ``source``, with this environment's build requirements where it has them all."""
     here = all(importlib.util.find_spec(name) is not None for name in BUILD_REQUIREMENTS)
     options = ["--no-build-isolation"] if here else []
-    pip = [sys.executable, "-m", "pip", "install", "-v", "--no-deps", *options]
     given = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "FP16OPT_CPU")}
     return subprocess.run(
-        [*pip, "--target", str(target), str(source)],
+        [sys.executable, "-m", "pip", command, "-v", "--no-deps", *options, option, str(folder), str(source)],
         env={**given, **environment},
         capture_output=True,
         text=True,
@@ -113,7 +117,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Install:
     """fp16opt installed where every call of a compiler fails."""
     folder = tmp_path_factory.mktemp("bare")
     source = copy_of_the_tree(folder / "source")
-    done = pip_install(source, folder / "target", {"CC": "/bin/false", "CXX": "/bin/false"})
+    done = pip("install", source, "--target", folder / "target", environment={"CC": "/bin/false", "CXX": "/bin/false"})
     if done.returncode != 0:
         pytest.fail(f"the install without a compiler failed:\n{done.stdout}\n{done.stderr}")
     shutil.rmtree(source)
@@ -141,9 +145,24 @@ def test_report_of_an_install_without_a_compiler_says_why(bare: Install) -> None
 
 def test_demanded_module_that_cannot_be_built_is_an_error(tmp_path: Path) -> None:
     source = copy_of_the_tree(tmp_path / "source")
-    done = pip_install(source, tmp_path / "target", {"CXX": "/bin/false", "FP16OPT_CPU": "1"})
+    done = pip(
+        "install", source, "--target", tmp_path / "target", environment={"CXX": "/bin/false", "FP16OPT_CPU": "1"}
+    )
     assert done.returncode != 0
     assert "FP16OPT_CPU=1 is set, but the compiler '/bin/false' failed" in done.stdout + done.stderr
+
+
+def test_wheel_without_the_module_serves_every_python_of_this_system(tmp_path: Path) -> None:
+    """As the wheel for Windows is made. Other systems go on compiling the sdist."""
+    source = copy_of_the_tree(tmp_path / "source")
+    done = pip("wheel", source, "--wheel-dir", tmp_path / "wheels", environment={"FP16OPT_CPU": "0"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = (tmp_path / "wheels").iterdir()
+    system = re.sub(r"\W", "_", sysconfig.get_platform())
+    assert wheel.name == f"fp16opt-{fp16opt.__version__}-py3-none-{system}.whl"
+    with zipfile.ZipFile(wheel) as packed:
+        assert json.loads(packed.read("fp16opt/_build.json"))["_cpu"].startswith("skipped")
+        assert not [name for name in packed.namelist() if name.endswith((".so", ".pyd"))]
 
 
 def test_report_names_versions_backend_and_modules(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -131,6 +132,46 @@ def test_the_build_compiles_what_changed_and_nothing_else(tmp_path: Path) -> Non
     newer = time.time() + 10
     os.utime(header, (newer, newer))
     assert compiled(CXXFLAGS="-O1") == first, "a header that all include"
+
+
+@needs_build_tools
+@pytest.mark.parametrize(
+    ("target", "levels"),
+    [("linux-aarch64", {"neon"}), ("macosx-11.0-arm64", {"neon"}), ("linux-x86_64", {"portable", "avx2", "avx512"})],
+)
+def test_the_build_takes_the_simd_levels_of_what_it_compiles_for(tmp_path: Path, target: str, levels: set[str]) -> None:
+    """As builds that cross-compile name it, whatever machine this is."""
+    compiler, log = tmp_path / "c++", tmp_path / "c++.log"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    done = build(
+        tmp_path,
+        CXX=str(compiler),
+        HEADER="",
+        _PYTHON_HOST_PLATFORM=target,
+        SETUPTOOLS_EXT_SUFFIX=".other.so",
+    )
+    assert done.returncode == 0
+    assert (tmp_path / "lib" / "fp16opt" / "_cpu.other.so").is_file()
+    text = log.read_text()
+    assert set(re.findall(r"-DFP16OPT_LEVEL=(\w+)", text)) == levels
+    assert ("-DFP16OPT_X86=1" in text) == (len(levels) == 3)
+    assert ("-mavx2" in text) == (len(levels) == 3)
+
+
+def test_on_windows_the_module_is_left_out_and_can_not_be_demanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler there would not help, so that nothing asks for one."""
+    setuptools = pytest.importorskip("setuptools")
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    build_of_ours = runpy.run_path(str(ROOT / "setup.py"))
+    monkeypatch.delenv("FP16OPT_CPU", raising=False)
+    assert build_of_ours["left_out"]() == ""
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert "not built on Windows" in build_of_ours["left_out"]()
+    monkeypatch.setenv("FP16OPT_CPU", "1")
+    assert build_of_ours["left_out"]() == ""
+    with pytest.raises(build_of_ours["BuildFailed"], match="the compiled module is not built on Windows"):
+        build_of_ours["compiler"]()
 
 
 @needs_build_tools
