@@ -122,7 +122,7 @@ class Lines:
 
     def _signature(self) -> str:
         """Whose line it is, where it could be another's."""
-        if not self._number or len(self._living) == 1:
+        if not self._number or len(self._living) <= 1:
             return ""
         names = "" if self._params is None else f" over {describe(self._params.names, limit=1)}"
         return f" [optimizer {self._number}: {self._whose}{names}]"
