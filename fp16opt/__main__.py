@@ -1,17 +1,17 @@
 """``python -m fp16opt``: what is installed, what serves which device, and why something is missing.
 
-``python -m fp16opt compile [--arch sm_70,sm_90]`` compiles the CUDA kernels ahead of their first use; it needs no GPU.
-``python -m fp16opt plan``: what a training needs and sends (:mod:`fp16opt.plan`).
-``python -m fp16opt report run.jsonl -o report.html``: a page about a run that :class:`fp16opt.Monitor` wrote down.
-``python -m fp16opt certify package.module:Class [name=value ...]`` runs :func:`fp16opt.certify` on an optimizer class.
+``python -m fp16opt --help`` lists the commands; each is a function here, which prints its answer.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import platform
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 
@@ -20,6 +20,9 @@ from fp16opt.certify import targets
 from fp16opt.kernels import cuda_devices, native
 from fp16opt.kernels.nvrtc import NvrtcError
 from fp16opt.reports import page
+
+_WRONG = 2
+"""The exit status of a command line that can't be understood, or asks for what is not there."""
 
 
 def _devices() -> list[str]:
@@ -68,37 +71,99 @@ def report() -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in facts)
 
 
-def _certify(arguments: Sequence[str]) -> int:
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with a command line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(_WRONG, f"{self.prog}: {message}. See {self.prog} --help\n")
+
+
+def _refused(words: object) -> int:
+    """Say in one line why a command can't answer."""
+    print(" ".join(f"fp16opt {words}".split()), file=sys.stderr)
+    return _WRONG
+
+
+def _report(_: argparse.Namespace) -> int:
+    print(report())
+    return 0
+
+
+def _certify(given: argparse.Namespace) -> int:
     """Print the report on one optimizer: 0 where it is ok, 1 where not, 2 where it can't be loaded or built."""
-    if not arguments:
-        print("usage: python -m fp16opt certify package.module:Class [name=value ...]", file=sys.stderr)
-        return 2
     sys.path.insert(0, "")
     try:
-        found = certify(targets.load(arguments[0], arguments[1:]))
+        found = certify(targets.load(given.target, given.options))
     except (TypeError, ValueError) as error:
-        print(" ".join(f"fp16opt certify: {error}".split()), file=sys.stderr)
-        return 2
+        return _refused(f"certify: {error}")
     print(found)
     return 0 if found.ok else 1
 
 
-def _compile(arguments: Sequence[str]) -> int:
-    """Compile ahead: 0 where all could be, 1 where one could not, 2 for a wrong command line."""
-    given = " ".join(arguments).replace("=", " ").split()
-    names = given[1].split(",") if len(given) == 2 and given[0] == "--arch" else []
-    found = [re.fullmatch(r"(?:sm_)?(\d+)", name) for name in names]
-    if (given and not names) or not all(found):
-        print("usage: python -m fp16opt compile [--arch sm_70,sm_90]", file=sys.stderr)
-        return 2
+def _compile(given: argparse.Namespace) -> int:
+    """Compile ahead: 0 where all could be, 1 where one, or without a compiler all, could not."""
     try:
-        outcomes = cuda_devices.ahead([int(match[1]) for match in found if match is not None])
+        outcomes = cuda_devices.ahead(given.arch)
     except (NvrtcError, OSError) as error:
-        print(f"fp16opt compile: {error}", file=sys.stderr)
+        _refused(f"compile: {error}")
         return 1
-    for capability, path, words in outcomes:
-        print(f"sm_{capability}  {words if path is None else f'{path}  ({words})'}")
+    for arch, path, words in outcomes:
+        print(f"sm_{arch}  {words if path is None else f'{path}  ({words})'}")
     return 0 if outcomes and all(path is not None for _, path, _ in outcomes) else 1
+
+
+def _plan(given: argparse.Namespace) -> int:
+    try:
+        words = plan.of_arguments(given).report()
+    except ValueError as error:
+        return _refused(f"plan: {error}")
+    print(words)
+    return 0
+
+
+def _page(given: argparse.Namespace) -> int:
+    """Write the page of a run: 0, or 2 where there is nothing to report on."""
+    status, words = page.write(given)
+    print(words, file=sys.stderr if status else sys.stdout)
+    return status
+
+
+def _capabilities(text: str) -> list[int]:
+    """What ``--arch`` names.
+
+    Example:
+        >>> _capabilities("sm_70,90")
+        [70, 90]
+    """
+    found = [re.fullmatch(r"(?:sm_)?(\d{2,3})", name) for name in text.split(",")]
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"expected cards as in sm_70,sm_90, got {text!r}")
+    return [int(match[1]) for match in found if match is not None]
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command line: without a command it asks for the report."""
+    made = _Parser(
+        prog="python -m fp16opt",
+        description="Without a command: what is installed, what serves which device, and why something is missing.",
+    )
+    made.add_argument("--version", action="version", version=f"fp16opt {__version__}")
+    made.set_defaults(answer=_report)
+    commands = made.add_subparsers(title="commands", metavar="command")
+
+    def command(name: str, help: str, answer: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        one = commands.add_parser(name, help=help, description=f"{help[:1].upper()}{help[1:]}.")
+        one.set_defaults(answer=answer)
+        return one
+
+    one = command("certify", "which kinds of masters an optimizer class can have: tried on small tensors", _certify)
+    one.add_argument("target", help="as in torch.optim:SGD or my_package.my_module:MyOptimizer")
+    one.add_argument("options", nargs="*", default=[], metavar="name=value", help="the class's own, as in momentum=0.9")
+    one = command("compile", "compile the CUDA kernels ahead of their first use, with or without a GPU", _compile)
+    one.add_argument("--arch", type=_capabilities, default=[], help="as in sm_70,sm_90; this machine's if not given")
+    plan.add_arguments(command("plan", "what a training needs: memory, traffic, time of a step", _plan))
+    page.add_arguments(command("report", "write a page about a run that fp16opt.Monitor wrote down", _page))
+    return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -108,20 +173,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Of the command line; those that Python was given where it is None.
 
     Returns:
-        The exit status; 0 for the report.
+        The exit status: 0; 1 where the answer of ``certify`` or ``compile`` is no; 2 where nothing could be answered.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments and arguments[0] == "certify":
-        return _certify(arguments[1:])
-    if arguments and arguments[0] == "compile":
-        return _compile(arguments[1:])
-    if arguments and arguments[0] == "report":
-        status, words = page.main(arguments[1:])
-        print(words, file=sys.stderr if status else sys.stdout)
-        return status
-    print(plan.parse(arguments[1:]).report() if arguments[:1] == ["plan"] else report())
-    return 0
+    try:
+        given = parser().parse_args(arguments)
+    except SystemExit as ended:  # --help, or a wrong command line
+        return int(ended.code or 0)
+    status: int = given.answer(given)
+    return status
+
+
+def _end() -> int:
+    """:func:`main`, which ends without a traceback where the reader of its output goes away, or at Ctrl-C."""
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        return 141  # as the shell says of a program that SIGPIPE has ended
+    except KeyboardInterrupt:
+        return 130
+    return status
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_end())

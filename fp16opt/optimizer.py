@@ -27,14 +27,14 @@ from .engine.bucketed_step import BucketedStep, Certified
 from .engine.closures import EvaluatedClosure, MasterReevaluations, closure_mode
 from .engine.compatibility import check_groups, check_new_group, check_optimizer, make_state_format, required_by
 from .engine.config import Config
-from .engine.diagnostics import Overflow
+from .engine.diagnostics import Lines, Overflow, warn_no_gradients, warn_plain_backward
 from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step
 from .engine.fused_step import FusedStep
 from .engine.gradients import Gradients
 from .engine.masters import FullMasters, Masters, NoMasters, own_masters
 from .engine.memory import Memory, measure
 from .engine.model_writes import ModelWrites
-from .engine.outcome import Outcome, are_finite, read_at_once, warn_no_gradients, warn_plain_backward
+from .engine.outcome import Outcome, are_finite, read_at_once
 from .engine.params import HALF_DTYPES, ParamTable, StateByParam
 from .engine.ranks import Detached, Digest, Facts
 from .engine.release import GradientRelease
@@ -210,9 +210,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.device = parallel.device_of(optimizer, self.params.masters)
         self._on_host = kernels.is_host(self.device)
         self.scaler.to(self.device)
-        self.model_writes = ModelWrites(self.params, self.masters, on_model_write)
-        self.outcome = Outcome()
-        self._warned: set[str] = set()
+        self.lines = Lines(type(self.inner).__name__, self.params)
+        self.model_writes = ModelWrites(self.params, self.masters, on_model_write, self.lines)
+        self.outcome = Outcome(self.lines)
         self._compose()
         state_formats.convert_all(self._state_format, self.params.all, self.inner)
 
@@ -223,7 +223,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._state_format = make_state_format(self.config, self.inner)
         facts = _weakly(me, MixedPrecisionOptimizer._facts, Facts([], []))
         round_down = _weakly(me, MixedPrecisionOptimizer.write_masters, None)
-        ranks = parallel.ranks_of(self.optimizer, self.params, facts, round_down)
+        ranks = parallel.ranks_of(self.optimizer, self.params, self._names, facts, round_down)
         self.gradients: Any
         self.step_state: Any
         if self.gradient_release:
@@ -251,7 +251,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             return general
         form = self._state_format, required_by(self.config, self.params.has_dtensors, is_zero), self.outcome.number
         run = parallel.run_hooks_of(self.optimizer, self.model_writes.round_written)
-        return FusedStep(self.fused_step, spec, self.inner, *parts, *form, general, run)
+        return FusedStep(self.fused_step, spec, self.inner, *parts, *form, general, run, self.lines)
 
     def _adopter(self) -> Callable[[Tensor], Tensor] | None:
         """What makes masters; None where 16-bit parameters are their own."""
@@ -410,7 +410,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             own_masters(self.params, self.step_state)
         if self.params.has_dtensors:  # ask anew who must hear of overflows and norms
             facts = _weakly(weakref.ref(self), MixedPrecisionOptimizer._facts, Facts([], []))
-            asked = functools.partial(parallel.ranks_of, self.optimizer, self.params, facts, lambda: None)
+            asked = functools.partial(parallel.ranks_of, self.optimizer, self.params, self._names, facts, lambda: None)
             self.step_state.ranks = self.step_state.ranks.followed_by(asked)
 
     def train(self, mode: bool = True) -> None:
@@ -501,7 +501,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             raise
         self.step_state.end_backward(stamp=update_master_grads)
         if not self.params.has_dtensors and self.step_state.found_none():  # FSDP2 may add up gradients of its own first
-            warn_no_gradients(self.params.names, self._warned)
+            warn_no_gradients(self.lines, self.params.names)
 
     @outside_inference
     def update_master_grads(self) -> None:
@@ -704,7 +704,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             return self._finalize_under_grad_scaler(write)
         check: OverflowCheck | None = self.step_state.finalize(write)
         if check is not None and self.step_state.scale.external and self.grad_accumulation == "fp32":
-            warn_plain_backward(self._warned)
+            warn_plain_backward(self.lines)
         return check
 
     def _finalize_under_grad_scaler(self, write: bool) -> OverflowCheck | None:

@@ -61,18 +61,23 @@ def device_of(optimizer: Optimizer, masters: list[Tensor]) -> torch.device:
 
 
 def ranks_of(
-    optimizer: Optimizer, params: ParamTable, facts: Callable[[], Facts], round_down: Callable[[], None]
+    optimizer: Optimizer,
+    params: ParamTable,
+    names: dict[int, str],
+    facts: Callable[[], Facts],
+    round_down: Callable[[], None],
 ) -> Ranks:
     """Who must hear of verdicts and norms.
 
     Args:
+        names: from ``id(parameter)``, those that the user gave.
         facts: what must be the same on every rank. It must not keep the wrapper alive, and neither must ``round_down``.
         round_down: writes this rank's masters into the model.
     """
     if is_zero(optimizer):
         from .distributed import zero
 
-        params.elsewhere = zero.elsewhere(optimizer, params.models)
+        params.hold_elsewhere(zero.elsewhere(optimizer, params.models), names)
         zero.copy_down_before_broadcast(optimizer, round_down)
         return zero.ZeroRanks(optimizer, facts)
     if params.has_dtensors:

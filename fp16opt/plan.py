@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from .engine.arguments import check_choice
 from .kernels.formulas import FORMULAS
@@ -24,6 +24,7 @@ MASTERS = {"full": 4, "split": 2, "split24": 1}  # bytes a parameter beside the 
 RELEASES = {"no": 2, "yes": 0}  # bytes of a gradient that are kept until the step
 HALF = 2  # bytes of a weight or a gradient in FP16 or BF16
 SINGLE = 4
+_MOST = 1e24  # of anything that is counted: products of these are finite
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes of gradients in DDP's first message, and in the others
 
 
@@ -79,8 +80,10 @@ class Plan:
         check_choice("release", self.release, tuple(RELEASES))
         for name in ("params", "ranks", "layers", "network", "memory"):
             value = getattr(self, name)
-            if not (value >= 1 and math.isfinite(value)):
+            if not value >= 1:
                 raise ValueError(f"{name}: expected a number of 1 or more, got {value}.")
+            if value > _MOST:
+                raise ValueError(f"{name}: expected a number of at most {_MOST:g}, got {value}.")
         if not (self.compute >= 0 and math.isfinite(self.compute)):
             raise ValueError(f"compute: expected 0 seconds or more, got {self.compute}.")
         if self.shard == "none" and self.ranks > 1:
@@ -244,14 +247,27 @@ def seconds(value: float) -> str:
     return f"{value / 1e-6:.3g} us"
 
 
-def parse(arguments: Sequence[str]) -> Plan:
-    """The plan that a command line asks for."""
-    parser = argparse.ArgumentParser(prog="python -m fp16opt plan", description=__doc__, add_help=True)
-    parser.add_argument("--params", type=float, required=True, help="parameters, for instance 7e9")
-    parser.add_argument("--ranks", type=int, default=1)
+def _number(text: str) -> float:
+    """A number, also with K, M, B or T for thousands, millions, billions, trillions.
+
+    Example:
+        >>> _number("125M"), _number("7e9")
+        (125000000.0, 7000000000.0)
+    """
+    factor = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1.0)
+    try:
+        return float(text[:-1] if factor > 1.0 else text) * factor
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number as in 7e9 or 125M, got {text!r}") from None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of the command line."""
+    parser.add_argument("--params", type=_number, required=True, help="parameters, for instance 7e9 or 125M")
+    parser.add_argument("--ranks", type=int, default=1, help="processes that share the training")
     parser.add_argument("--shard", choices=SHARDS, help="default: none for one rank, ddp for more")
     parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw")
-    parser.add_argument("--masters", choices=tuple(MASTERS), default="full")
+    parser.add_argument("--masters", choices=tuple(MASTERS), default="full", help="master_weights")
     parser.add_argument("--state", choices=STATES, default="fp32", help="optimizer_state")
     parser.add_argument(
         "--release", nargs="?", choices=tuple(RELEASES), const="yes", default="no", help="gradient_release; alone: yes"
@@ -260,13 +276,28 @@ def parse(arguments: Sequence[str]) -> Plan:
         "--no-fused-step", dest="fused_step", action="store_false", help="fused_step=False; no compiled kernels"
     )
     parser.add_argument("--layers", type=int, default=32, help="blocks that fully_shard is applied to")
-    parser.add_argument("--no-clip", dest="clip", action="store_false")
+    parser.add_argument("--no-clip", dest="clip", action="store_false", help="gradients are not clipped")
     parser.add_argument("--network", type=float, default=50.0, help="GB/s that a rank sends")
     parser.add_argument("--memory", type=float, default=2000.0, help="GB/s of a rank's memory")
     parser.add_argument("--compute", type=float, default=0.0, help="seconds of forward and backward")
-    given = vars(parser.parse_args(arguments))
-    shard = given.pop("shard") or ("none" if given["ranks"] == 1 else "ddp")
+
+
+def of_arguments(given: argparse.Namespace) -> Plan:
+    """The plan that parsed arguments ask for.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+    told = {one.name: getattr(given, one.name) for one in fields(Plan)}
+    told["shard"] = given.shard or ("none" if given.ranks == 1 else "ddp")
+    return Plan(**told | {"network": given.network * 1e9, "memory": given.memory * 1e9})
+
+
+def parse(arguments: Sequence[str]) -> Plan:
+    """The plan that a command line asks for."""
+    parser = argparse.ArgumentParser(prog="python -m fp16opt plan", description=__doc__)
+    add_arguments(parser)
     try:
-        return Plan(**{**given, "shard": shard, "network": given["network"] * 1e9, "memory": given["memory"] * 1e9})
+        return of_arguments(parser.parse_args(arguments))
     except ValueError as error:
         parser.error(str(error))

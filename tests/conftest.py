@@ -5,6 +5,7 @@ import importlib
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from fp16opt.engine.diagnostics import Lines
 
 HERE = str(Path(__file__).parent)
 if HERE not in sys.path:  # so that `import oracle` works under every pytest import mode
@@ -122,3 +125,9 @@ def tried_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checks, "check_bucket_invariant", ask_once)
         yield
+
+
+@pytest.fixture(autouse=True)
+def only_optimizers_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that other tests left alive would be told apart in the log from those of this one."""
+    monkeypatch.setattr(Lines, "_living", weakref.WeakSet())

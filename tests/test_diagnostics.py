@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import doctest
+import gc
 import logging
 import pickle
+import re
 
 import pytest
 import torch
 
-from fp16opt import kernels
+from fp16opt import GradScaler, MixedPrecisionOptimizer, kernels
 from fp16opt.engine import diagnostics
 from fp16opt.engine.diagnostics import (
+    Lines,
     Overflow,
     SkipLog,
     describe,
@@ -36,6 +39,14 @@ def records(log: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
     out = [(record.levelname, record.getMessage()) for record in log.records]
     log.clear()
     return out
+
+
+@pytest.fixture(autouse=True)
+def minutes(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that lines go by: it stands still, but where a test moves it."""
+    now = [0.0]
+    monkeypatch.setattr(Lines, "clock", lambda self: now[0])
+    return now
 
 
 def skip(skips: SkipLog, scaler: LossScaler, loss_is_finite: bool | None = None) -> None:
@@ -104,11 +115,14 @@ def test_later_skips_are_warnings_by_name(log: pytest.LogCaptureFixture) -> None
     ("finite", "words"),
     [(True, "the loss is finite and gradients are not, "), (None, "gradients are not finite, ")],
 )
-def test_many_in_a_row_are_no_rare_overflow(log: pytest.LogCaptureFixture, finite: bool | None, words: str) -> None:
+def test_many_in_a_row_are_no_rare_overflow(
+    log: pytest.LogCaptureFixture, minutes: list[float], finite: bool | None, words: str
+) -> None:
     skips, scaler = SkipLog(), DynamicLossScaler(init_scale=2.0**20)
     skips.stepped()
     logged = {}
     for number in range(1, 18):
+        minutes[0] += 60.0
         skip(skips, scaler, finite)
         for level, text in records(log):
             logged[number] = text
@@ -161,7 +175,7 @@ def test_at_the_floor_a_loss_that_is_not_finite_is_an_error(log: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("stepped", [False, True])
-def test_at_the_floor_errors_get_rarer(log: pytest.LogCaptureFixture, stepped: bool) -> None:
+def test_at_the_floor_errors_get_rarer(log: pytest.LogCaptureFixture, minutes: list[float], stepped: bool) -> None:
     skips, scaler = SkipLog(), DynamicLossScaler(init_scale=2.0, min_scale=1.0)
     if stepped:
         skips.stepped()
@@ -169,6 +183,7 @@ def test_at_the_floor_errors_get_rarer(log: pytest.LogCaptureFixture, stepped: b
     assert records(log)[0][0] == ("WARNING" if stepped else "INFO"), "the step to the floor may have helped"
     logged = []
     for number in range(1, 70):
+        minutes[0] += 60.0
         skip(skips, scaler)
         got = records(log)
         if got:
@@ -178,9 +193,10 @@ def test_at_the_floor_errors_get_rarer(log: pytest.LogCaptureFixture, stepped: b
     assert logged == [1, 2, 4, 8, 16, 32, 64]
 
 
-def test_static_scale_warns_at_a_falling_rate(log: pytest.LogCaptureFixture) -> None:
+def test_static_scale_warns_at_a_falling_rate(log: pytest.LogCaptureFixture, minutes: list[float]) -> None:
     skips, scaler = SkipLog(), StaticLossScaler(128.0)
     for _ in range(20):
+        minutes[0] += 60.0
         skip(skips, scaler)
     got = records(log)
     assert [level for level, _ in got] == ["WARNING"] * 5
@@ -199,14 +215,15 @@ def test_skip_log_is_copied_with_its_counts(log: pytest.LogCaptureFixture, how: 
 
 def test_cast_warnings_name_each_parameter_once(log: pytest.LogCaptureFixture) -> None:
     warned = {"something else"}
-    warn_cast([("a", 0), ("b", kernels.TOO_LARGE), ("c", kernels.NOT_FINITE)], warned)
+    lines = Lines()
+    warn_cast(lines, [("a", 0), ("b", kernels.TOO_LARGE), ("c", kernels.NOT_FINITE)], warned)
     assert records(log) == [
         ("WARNING", "FP32 masters hold inf or nan: c."),
         ("WARNING", "FP32 masters are too large for their 16-bit parameters, which became inf: b."),
     ]
-    warn_cast([("b", kernels.TOO_LARGE), ("c", kernels.NOT_FINITE)], warned)
+    warn_cast(lines, [("b", kernels.TOO_LARGE), ("c", kernels.NOT_FINITE)], warned)
     assert records(log) == []
-    warn_cast(((n, kernels.TOO_LARGE | kernels.NOT_FINITE) for n in "bcd"), warned)
+    warn_cast(lines, ((n, kernels.TOO_LARGE | kernels.NOT_FINITE) for n in "bcd"), warned)
     assert [text for _, text in records(log)] == [
         "FP32 masters hold inf or nan: b, d.",
         "FP32 masters are too large for their 16-bit parameters, which became inf: c, d.",
@@ -215,12 +232,111 @@ def test_cast_warnings_name_each_parameter_once(log: pytest.LogCaptureFixture) -
 
 
 def test_model_write_warning(log: pytest.LogCaptureFixture) -> None:
-    warn_model_write(["fc.weight", "fc.bias"])
+    warn_model_write(Lines(), ["fc.weight", "fc.bias"], 1)
     [(level, text)] = records(log)
     assert level == "WARNING"
     assert "masters take the values: fc.weight, fc.bias." in text
     assert "refresh_masters()" in text
     assert 'on_model_write="error"' in text
+
+
+def test_writes_come_at_a_falling_rate(log: pytest.LogCaptureFixture, minutes: list[float]) -> None:
+    lines = Lines()
+    for times in range(1, 100):
+        minutes[0] += 60.0
+        warn_model_write(lines, ["w"], times)
+    said = [text for _, text in records(log)]
+    assert ["times so far" in text for text in said] == [False] + 6 * [True]
+    assert "w (64 times so far). Call refresh_masters()" in said[-1]
+
+
+def test_a_line_comes_at_most_four_times_a_minute_and_says_what_was_left_out(
+    log: pytest.LogCaptureFixture, minutes: list[float]
+) -> None:
+    skips, scaler = SkipLog(), DynamicLossScaler(init_scale=2.0**20)
+    skips.stepped()
+    said = []
+    for _ in range(120):  # an overflow a second, each alone
+        scaler.set_scale(2.0**20)
+        scaler.update(torch.tensor(0.0))
+        skip(skips, scaler)
+        said.append(len(records(log)))
+        minutes[0] += 1.0
+    assert sum(said[:60]) == sum(said[60:]) == 4
+    assert all(sum(said[at : at + 60]) <= 4 for at in range(60))
+    minutes[0] += 60.0
+    skip(skips, scaler)
+    [(_, text)] = records(log)
+    assert text.endswith("fc.weight (inf), fc.bias (inf and nan). (56 more like it since the last.)")
+    skip(skips, scaler)
+    assert "more like it" not in records(log)[0][1]
+
+
+def test_lines_of_other_kinds_and_optimizers_do_not_count(log: pytest.LogCaptureFixture) -> None:
+    lines, others = Lines(), Lines()
+    for _ in range(9):
+        lines.say(logging.WARNING, "one %d", 1)
+        lines.say(logging.WARNING, "another")
+        lines.say(logging.WARNING, "once", once=True)
+        others.say(logging.WARNING, "one %d", 2)
+    said = [text for _, text in records(log)]
+    assert {text: said.count(text) for text in said} == {"one 1": 4, "another": 4, "once": 1, "one 2": 4}
+
+
+def test_a_level_that_is_not_logged_uses_nothing_up(log: pytest.LogCaptureFixture) -> None:
+    lines = Lines()
+    log.set_level(logging.WARNING, logger="fp16opt")
+    for _ in range(9):
+        lines.say(logging.INFO, "calm", once=True)
+    log.set_level(logging.INFO, logger="fp16opt")
+    assert lines.say(logging.INFO, "calm", once=True)
+
+
+def wrapped(dtype: torch.dtype = torch.float16, **options: object) -> tuple[torch.nn.Module, MixedPrecisionOptimizer]:
+    model = torch.nn.Linear(2, 2).to(dtype)
+    adamw = torch.optim.AdamW(model.parameters())
+    return model, MixedPrecisionOptimizer(adamw, **options)  # type: ignore[arg-type]
+
+
+def overflow(model: torch.nn.Module, opt: MixedPrecisionOptimizer) -> None:
+    opt.zero_grad()
+    opt.backward(model(torch.ones(1, 2, dtype=torch.float16)).float().sum() * float("nan"))
+    opt.step()
+
+
+def test_two_optimizers_are_told_apart(log: pytest.LogCaptureFixture) -> None:
+    gc.collect()
+    generator, g_opt = wrapped()
+    overflow(generator, g_opt)
+    [(_, alone)] = records(log)
+    discriminator, d_opt = wrapped()
+    overflow(generator, g_opt)
+    overflow(discriminator, d_opt)
+    copied_model, copied = copy.deepcopy((discriminator, d_opt))
+    overflow(copied_model, copied)
+    said = [text.partition(" [")[2] for _, text in records(log)]
+    assert len(set(said)) == 3
+    assert all(re.fullmatch(r"optimizer \d+: AdamW over group 0, param 0 and 1 more]", text) for text in said)
+    assert "[optimizer" not in alone
+    del g_opt, copied
+    overflow(discriminator, d_opt)
+    assert "[optimizer" not in records(log)[-1][1]
+
+
+def test_one_line_a_skip(log: pytest.LogCaptureFixture) -> None:
+    """Whoever drives it, at whatever scale."""
+    for options in ({}, {"dynamic": True}, {"loss_scale": 8.0}, {"grad_accumulation": "fp32"}):
+        model, opt = wrapped(**options)
+        overflow(model, opt)
+        assert len(records(log)) == 1
+        del opt
+    for scaler in (torch.amp.GradScaler("cpu"), GradScaler("cpu")):
+        model, opt = wrapped()
+        scaler.scale(model(torch.ones(1, 2).half()).float().sum() * float("nan")).backward()
+        scaler.step(opt)
+        scaler.update()
+        assert len([level for level, _ in records(log) if level != "DEBUG"]) == 1
+        del opt
 
 
 def test_doctests() -> None:

@@ -179,6 +179,38 @@ def test_import_touches_no_gpu(bare: Install) -> None:
     assert bare.python("-c", program, environment={"CUDA_VISIBLE_DEVICES": ""}).split() == ["False", "False"]
 
 
+HIDES = "is a source tree in which nothing was built, and Python takes it before the fp16opt that is installed in"
+"""What Python started in a clone hears, where fp16opt is installed."""
+
+
+def test_a_clone_that_hides_an_install_says_so_once_and_what_to_type(bare: Install, tmp_path: Path) -> None:
+    clone = copy_of_the_tree(tmp_path / "clone")
+
+    def python(*arguments: str, folder: Path = clone) -> subprocess.CompletedProcess[str]:
+        path = os.pathsep.join([str(bare.folder), str(Path(torch.__file__).parents[1])])
+        return subprocess.run(
+            [sys.executable, "-S", *arguments],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+
+    imported = python("-c", "import fp16opt; print(fp16opt.__file__)")
+    assert (imported.stdout.strip(), imported.stderr) == (str(clone / "fp16opt" / "__init__.py"), "")
+    stepped = python("-c", STEP)
+    assert stepped.stdout.startswith("reference")
+    assert len(stepped.stderr.splitlines()) == 1
+    for said in (stepped.stderr, python("-m", "fp16opt").stdout):
+        assert f"{clone} {HIDES} {bare.folder}. Mend it: start Python in another folder" in said
+        assert f"or build in {clone}: pip install setuptools" in said
+        assert "python setup.py build_ext --inplace" in said
+    assert "source tree" not in python("-m", "fp16opt", folder=tmp_path).stdout
+    assert python("-c", STEP, folder=tmp_path).stderr == "", "the install without a compiler has said so"
+
+
 def test_typing_marker_and_stub_are_installed(bare: Install) -> None:
     assert (bare.folder / "fp16opt" / "py.typed").is_file()
     assert (bare.folder / "fp16opt" / "_cpu.pyi").is_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..engine.diagnostics import Overflow, SkipLog, describe
+from ..engine.diagnostics import Lines, Overflow, SkipLog
 from ..engine.step_state import OverflowCheck, Stage
 from ..engine.wrapped_step import HOOKS, Stepper
 from ..optimizer import MixedPrecisionOptimizer
@@ -46,9 +47,10 @@ class Setup:
 class AmpLog(SkipLog):
     """What the engine logs of skipped steps, with loss ids and the scalers of the losses."""
 
-    def __init__(self, setup: Setup) -> None:
-        super().__init__()
+    def __init__(self, setup: Setup, lines: Lines) -> None:
+        super().__init__(lines)
         self.setup = setup
+        self._losses: list[int] = []
         self.blamed: list[int] = []  # ids of the scalers whose backwards of this step overflowed
 
     def skipped(
@@ -58,13 +60,21 @@ class AmpLog(SkipLog):
         if self.setup.verbosity == 0:
             return
         blamed = [(i, mine) for i, mine in enumerate(self.setup.scalers) if id(mine) in self.blamed]
-        if blamed:
-            logger.info("gradient overflow in loss %s: skipping the step.", ", ".join(str(i) for i, _ in blamed))
         for _, mine in blamed:
             if mine.overflowed:  # not where a clean backward followed in the same step
+                self._losses = [i for i, _ in blamed]
                 super().skipped(mine.rule, float(mine.before), overflows, loss_is_finite)
                 return
-        logger.warning("step skipped: non-finite gradients in %s.", describe(overflows))
+        self._losses = [i for i, _ in blamed]
+        text = "step skipped: non-finite gradients in %s."
+        self.lines.say(logging.WARNING, text, self.where(overflows), to=logger)
+
+    def where(self, overflows: Sequence[Overflow]) -> str:
+        """Which parameters overflowed; where there are several losses, in which."""
+        names = super().where(overflows)
+        if len(self.setup.scalers) < 2 or not self._losses:
+            return names
+        return f"{names}, of loss {', '.join(map(str, self._losses))}"
 
 
 class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
@@ -89,7 +99,7 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
 
     def _attach(self) -> None:
         self._delayed: set[int] = set()  # ids of scalers whose last backward was left as it is
-        self.outcome.log = AmpLog(self.amp)
+        self.outcome.log = AmpLog(self.amp, self.lines)
         if self.amp.function_casts:
             self._stepper = _WithoutCasts(self._stepper)
         self.register_step_pre_hook(_refuse_closure)

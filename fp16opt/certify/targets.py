@@ -44,7 +44,10 @@ def load(target: str, options: Sequence[str] = ()) -> Callable[[Any], Optimizer]
         kwargs["lr"] = _LR
 
     def factory(params: Any) -> Optimizer:
-        made: Optimizer = found(params, **kwargs)
+        try:
+            made: Optimizer = found(params, **kwargs)
+        except SystemExit:
+            raise ValueError(f"{target} ends the process when it is called.") from None
         return made
 
     return factory

@@ -154,7 +154,8 @@ def _take_names(table: ParamTable, model: Any) -> None:
     """The module's names for parameters that have none; raise where it lacks one of them."""
     names = parameter_names(model)
     lacking = [pair.name for pair in table.all if id(pair.model) not in names]
-    lacking += ["of another rank" for param in table.elsewhere if id(param) not in names]
+    others = zip(table.elsewhere, table.called_elsewhere, strict=True)
+    lacking += [called for param, called in others if id(param) not in names]
     if lacking:
         raise ValueError(
             f"ddp_model has no parameter {lacking[0]!r} of the optimizer ({len(lacking)} such). Make the optimizer "

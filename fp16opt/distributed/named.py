@@ -38,9 +38,9 @@ def names_of(model: nn.Module, opt: Optimizer) -> dict[int, str]:
     """
     table = wrapper_of(opt).params
     names = parameter_names(model)
-    for i, param in enumerate([*table.models, *table.elsewhere]):
+    everyone = [*table.models, *table.elsewhere], [*table.names, *table.called_elsewhere]
+    for param, called in zip(*everyone, strict=True):
         if id(param) not in names:
-            called = table.names[i] if i < len(table) else f"parameter {i}"
             raise ValueError(f"model has no parameter {called!r} of the optimizer. Pass the model that it trains.")
     return names
 

@@ -1,19 +1,131 @@
-"""What went wrong, in words: which parameters overflowed, and what to log about it and how often."""
+"""What went wrong, in words: which parameters overflowed, what is logged of it, how often."""
 
 from __future__ import annotations
 
+import itertools
 import logging
+import time
+import weakref
+from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from .. import kernels
 from ..scaling import LossScaler
 
-__all__ = ["Overflow", "SkipLog", "blamed", "describe", "overflows_from_flags", "warn", "warn_cast", "warn_model_write"]
+__all__ = [
+    "Lines",
+    "Overflow",
+    "SkipLog",
+    "blamed",
+    "describe",
+    "overflows_from_flags",
+    "warn_cast",
+    "warn_model_write",
+]
 
 logger = logging.getLogger("fp16opt")
 
 _MANY = 3  # skips in a row from which on they are no rare overflows
+_MOST = 4  # lines of one kind
+_WITHIN = 60.0  # seconds
+
+
+class Named(Protocol):
+    """What has names of parameters: the engine's table of them."""
+
+    names: list[str]
+
+
+class _Kind:
+    """What was said of one kind of line.
+
+    Attributes:
+        times: when the last ones were logged.
+        left_out: how many were not, since.
+    """
+
+    def __init__(self) -> None:
+        self.times: deque[float] = deque(maxlen=_MOST)
+        self.left_out = 0
+
+
+class Lines:
+    """What one optimizer logs, and how often: every line of the engine is said here.
+
+    A line is known by its text before names and numbers are filled in. No more than four of a kind are logged within a
+    minute; the next one that is logged says how many were left out. Lines that count what they tell of come at a
+    falling rate besides: at the 1st, 2nd, 4th, 8th. Where several optimizers live, a line ends with whose it is.
+
+    Args:
+        whose: the class of the optimizer; "" for what speaks for several.
+        params: whose names tell the optimizer from others of its class.
+
+    Example:
+        >>> [Lines("SGD").say(logging.DEBUG - 1, "step %d skipped", step) for step in range(2)]
+        [False, False]
+    """
+
+    _living: ClassVar[weakref.WeakSet[Lines]] = weakref.WeakSet()
+    _numbers = itertools.count(1)
+    clock = staticmethod(time.monotonic)
+
+    def __init__(self, whose: str = "", params: Named | None = None) -> None:
+        self._whose = whose
+        self._params = params
+        self._once: set[str] = set()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._kinds: dict[str, _Kind] = {}
+        self._number = 0
+        if self._whose:
+            self._number = next(self._numbers)
+            self._living.add(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is another optimizer's: it has a number of its own, and may say again what this one has said."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_kinds", "_number")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    def say(
+        self, level: int, text: str, *arguments: object, nth: int = 1, once: bool = False, to: logging.Logger = logger
+    ) -> bool:
+        """Log a line, if it is due.
+
+        Args:
+            text: with places for ``arguments``, as :mod:`logging` fills them in.
+            nth: the how manieth of its kind it is: the 1st, 2nd, 4th, 8th are logged.
+            once: whether a second one of its kind is never logged.
+            to: the logger.
+
+        Returns:
+            Whether it was logged.
+        """
+        if not (to.isEnabledFor(level) and _is_power_of_two(nth)) or (once and text in self._once):
+            return False
+        kind, now = self._kinds.setdefault(text, _Kind()), self.clock()
+        if len(kind.times) == _MOST and now - kind.times[0] < _WITHIN:
+            kind.left_out += 1
+            return False
+        if once:
+            self._once.add(text)
+        whole = text % arguments if arguments else text
+        more = f" ({kind.left_out} more like it since the last.)" if kind.left_out else ""
+        kind.times.append(now)
+        kind.left_out = 0
+        to.log(level, f"{whole}{more}{self._signature()}")
+        return True
+
+    def _signature(self) -> str:
+        """Whose line it is, where it could be another's."""
+        if not self._number or len(self._living) <= 1:
+            return ""
+        names = "" if self._params is None else f" over {describe(self._params.names, limit=1)}"
+        return f" [optimizer {self._number}: {self._whose}{names}]"
 
 
 class Overflow(NamedTuple):
@@ -92,6 +204,9 @@ class SkipLog:
     Where the scale can't go lower, skips will go on: the 1st, 2nd, 4th, 8th ... of them is an ERROR (a WARNING
     with a static scaler), the others are silent.
 
+    Args:
+        lines: where it is said.
+
     Attributes:
         calibrating: Whether no step was taken yet.
         grad_scaler_logs: Whether the GradScaler that drives logs skips itself.
@@ -101,7 +216,8 @@ class SkipLog:
     what = "step skipped"
     advice = "Use a lower scale or dynamic=True."
 
-    def __init__(self) -> None:
+    def __init__(self, lines: Lines | None = None) -> None:
+        self.lines = Lines() if lines is None else lines
         self.grad_scaler_logs = False
         self.calibrating = True
         self._stuck = 0
@@ -124,65 +240,76 @@ class SkipLog:
         stuck = not scaler.dynamic or (not new < old and scaler.at_floor())
         in_a_row = int(scaler.consecutive_skips)
         change = f"{old:g} -> {new:g}" if new != old else f"stays at {new:g} (hysteresis)"
+        say, where = self.lines.say, self.where(overflows)
         if loss_is_finite is False:
-            if _is_power_of_two(in_a_row):
-                logger.log(
-                    logging.ERROR if stuck and scaler.dynamic else logging.WARNING,
-                    "step skipped: the loss itself is not finite (%d in a row), so that no loss scale can help; "
-                    "non-finite gradients in %s. Look for inf or nan in the data, or see fp16opt.diagnose(model, "
-                    "loss_fn).",
-                    in_a_row,
-                    blamed(overflows),
-                )
+            say(
+                logging.ERROR if stuck and scaler.dynamic else logging.WARNING,
+                "step skipped: the loss itself is not finite (%d in a row), so that no loss scale can help; non-finite "
+                "gradients in %s. Look for inf or nan in the data, or see fp16opt.diagnose(model, loss_fn).",
+                in_a_row,
+                where,
+                nth=in_a_row,
+            )
         elif stuck:
             self._stuck += 1
-            if _is_power_of_two(self._stuck):
-                self._log_stuck(scaler.dynamic, new, overflows)
+            self._say_stuck(scaler.dynamic, new, where)
         elif in_a_row >= _MANY if not self.calibrating else new < 1.0:
-            if in_a_row == _MANY or _is_power_of_two(in_a_row) or self.calibrating:
-                logger.warning(
-                    "%s, %d times in a row: step skipped, loss scale %s, non-finite gradients in %s. See "
-                    "fp16opt.diagnose(model, loss_fn, optimizer): it says where they overflow, and at which scale "
-                    "they would not.",
-                    "the loss is finite and gradients are not" if loss_is_finite else "gradients are not finite",
-                    in_a_row,
-                    change,
-                    blamed(overflows),
-                )
+            say(
+                logging.WARNING,
+                "%s, %d times in a row: step skipped, loss scale %s, non-finite gradients in %s. See fp16opt.diagnose("
+                "model, loss_fn, optimizer): it says where they overflow, and at which scale they would not.",
+                "the loss is finite and gradients are not" if loss_is_finite else "gradients are not finite",
+                in_a_row,
+                change,
+                where,
+                nth=1 if in_a_row == _MANY or self.calibrating else in_a_row,
+            )
         elif self.calibrating:
-            logger.info(
-                "calibrating the loss scale: step skipped, the scale is now %g. The first steps of a dynamic "
-                "scaler are expected to overflow.",
+            say(
+                logging.INFO,
+                "calibrating the loss scale: step skipped, the scale is now %g. The first steps of a dynamic scaler "
+                "are expected to overflow.",
                 new,
             )
         else:
-            logger.warning(
-                "step skipped, loss scale %s: a rare overflow, non-finite gradients in %s.", change, blamed(overflows)
+            say(
+                logging.WARNING,
+                "step skipped, loss scale %s: a rare overflow, non-finite gradients in %s.",
+                change,
+                where,
             )
+
+    def where(self, overflows: Sequence[Overflow]) -> str:
+        """What overflowed, in words."""
+        return blamed(overflows)
 
     def skipped_by_grad_scaler(self, overflows: Sequence[Overflow]) -> None:
         """A step was skipped under a GradScaler, which lowers its scale itself, and may log it."""
         calm = logging.INFO if self.calibrating else logging.WARNING
         level = logging.DEBUG if self.grad_scaler_logs else calm
-        logger.log(level, "step skipped by the GradScaler: non-finite gradients in %s.", blamed(overflows))
+        self.lines.say(level, "step skipped by the GradScaler: non-finite gradients in %s.", self.where(overflows))
 
-    def _log_stuck(self, dynamic: bool, scale: float, overflows: Sequence[Overflow]) -> None:
+    def _say_stuck(self, dynamic: bool, scale: float, where: str) -> None:
         if dynamic:
-            logger.error(
-                "step skipped at the lowest loss scale, %g (%d so far): non-finite gradients in %s. Look for "
-                "inf or nan in the loss or the data, or give DynamicLossScaler a lower min_scale.",
+            self.lines.say(
+                logging.ERROR,
+                "step skipped at the lowest loss scale, %g (%d so far): non-finite gradients in %s. Look for inf or "
+                "nan in the loss or the data, or give DynamicLossScaler a lower min_scale.",
                 scale,
                 self._stuck,
-                blamed(overflows),
+                where,
+                nth=self._stuck,
             )
         else:
-            logger.warning(
+            self.lines.say(
+                logging.WARNING,
                 "%s, static loss scale %g (%d so far): non-finite gradients in %s. %s",
                 self.what,
                 scale,
                 self._stuck,
-                blamed(overflows),
+                where,
                 self.advice,
+                nth=self._stuck,
             )
 
 
@@ -190,12 +317,7 @@ def _is_power_of_two(count: int) -> bool:
     return count & (count - 1) == 0
 
 
-def warn(text: str, *arguments: object) -> None:
-    """Log a warning."""
-    logger.warning(text, *arguments)
-
-
-def warn_cast(flags: Iterable[tuple[str, int]], warned: set[str]) -> None:
+def warn_cast(lines: Lines, flags: Iterable[tuple[str, int]], warned: set[str]) -> None:
     """Warn of masters that their model parameter can't hold, each parameter once for each reason.
 
     Args:
@@ -203,25 +325,52 @@ def warn_cast(flags: Iterable[tuple[str, int]], warned: set[str]) -> None:
         warned: remembers what was warned of; added to.
     """
     reasons = (
-        (kernels.NOT_FINITE, "not finite", "FP32 masters hold inf or nan"),
+        (kernels.NOT_FINITE, "not finite", "FP32 masters hold inf or nan: %s."),
         (
             kernels.TOO_LARGE,
             "too large",
-            "FP32 masters are too large for their 16-bit parameters, which became inf",
+            "FP32 masters are too large for their 16-bit parameters, which became inf: %s.",
         ),
     )
     flags = list(flags)
     for bit, key, text in reasons:
         names = [name for name, bits in flags if bits & bit and f"{key}: {name}" not in warned]
-        if names:
+        if names and lines.say(logging.WARNING, text, describe(names)):
             warned.update(f"{key}: {name}" for name in names)
-            warn("%s: %s.", text, describe(names))
 
 
-def warn_model_write(names: Iterable[str]) -> None:
-    """Warn that something else wrote model parameters, and that their masters take the new values."""
-    warn(
-        "model weights were written by something else than the optimizer; masters take the values: %s. "
+def warn_model_write(lines: Lines, names: Iterable[str], times: int) -> None:
+    """Warn that something else wrote model parameters, and that their masters take the new values.
+
+    Args:
+        times: how many steps have found such writes, this one included.
+    """
+    lines.say(
+        logging.WARNING,
+        "model weights were written by something else than the optimizer; masters take the values: %s%s. "
         'Call refresh_masters() after writing, or construct with on_model_write="error" to find the place.',
         describe(names),
+        "" if times == 1 else f" ({times} times so far)",
+        nth=times,
+    )
+
+
+def warn_no_gradients(lines: Lines, names: Sequence[str]) -> None:
+    """Once: the model may hold other parameters by now, and those of this optimizer be a dead copy."""
+    lines.say(
+        logging.WARNING,
+        "backward gave no gradient to any parameter of this optimizer: %s. If the model's parameters were replaced "
+        "after the optimizer was made, make and wrap the optimizer anew.",
+        describe(names),
+        once=True,
+    )
+
+
+def warn_plain_backward(lines: Lines) -> None:
+    """Once: gradients came by a plain ``loss.backward()``, which sums nothing in FP32."""
+    lines.say(
+        logging.WARNING,
+        'grad_accumulation="fp32" has no effect: gradients came by a plain loss.backward(), which adds up '
+        "micro-batches in 16 bits. Use backward(loss) of this optimizer, or fp16opt.integrations in a trainer.",
+        once=True,
     )

@@ -8,6 +8,7 @@ the plan again; anything else makes a new one, which checks all state before any
 from __future__ import annotations
 
 import itertools
+import logging
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from ..kernels.backends import captures
 from ..kernels.lists import is_dense
 from ..kernels.pieces import WHOLE, Piece
 from ..kernels.reference_steps import Factors
-from .diagnostics import warn
+from .diagnostics import Lines
 from .dtensors import piece_of, pieces, raw_grads
 from .fused_registry import (
     CannotServe,
@@ -316,6 +317,7 @@ class FusedStep:
         step_count: Callable[[], int],
         fallback: Any,
         run: Callable[..., None] = run_hooks,
+        lines: Lines | None = None,
     ) -> None:
         self.wanted = wanted
         self.spec = spec
@@ -327,6 +329,7 @@ class FusedStep:
         self.required_by = required_by
         self.fallback = fallback
         self.run = run
+        self.lines = Lines() if lines is None else lines
         self.rounded_all = False
         self._step_count = step_count
         self._lasting_reason = self._last_reason = ""
@@ -391,7 +394,8 @@ class FusedStep:
             )
         if not self._has_warned and (self.wanted is True or self._has_served):
             self._has_warned = True
-            warn("the wrapped optimizer steps itself from here on, and not in one pass: %s.", reason)
+            text = "the wrapped optimizer steps itself from here on, and not in one pass: %s."
+            self.lines.say(logging.WARNING, text, reason)
 
     def skips_on_device(self) -> bool:
         """See :class:`Stepper`. Not where the first step fills state: the host decides whether there is some after."""

@@ -7,20 +7,16 @@ rounded master in full; equal bits are no write. A master that the user wrote wi
 
 from __future__ import annotations
 
-import logging
-
 import torch
 from torch import Tensor
 
 from .. import kernels
 from ..kernels import backends
 from ..kernels.calls import Entries
-from .diagnostics import warn_cast, warn_model_write
+from .diagnostics import Lines, warn_cast, warn_model_write
 from .dtensors import version, versions
 from .masters import Masters
 from .params import DeviceParams, ParamPair, ParamTable
-
-logger = logging.getLogger("fp16opt")
 
 
 def _strides(group: DeviceParams) -> list[tuple[int, ...] | None]:
@@ -44,6 +40,7 @@ class ModelWrites:
 
     Args:
         policy: ``on_model_write``, checked.
+        lines: where writes are logged.
 
     Attributes:
         taken: how many writes masters have taken, counted once for each parameter and step. Those of
@@ -51,7 +48,8 @@ class ModelWrites:
         swapped: what the model holds instead of its weights, in words; "" where it holds these.
     """
 
-    def __init__(self, params: ParamTable, masters: Masters, policy: str) -> None:
+    def __init__(self, params: ParamTable, masters: Masters, policy: str, lines: Lines) -> None:
+        self.lines = lines
         self.params = params
         self.masters = masters
         self.policy = policy
@@ -60,6 +58,7 @@ class ModelWrites:
         self._warned: set[str] = set()
         self._written_masters: set[int] = set()
         self._unwarned = False
+        self._times_taken = 0
         self._records: list[_Record] = []
         self._generation = -1
         self._unsampled: set[int] = set()  # positions of weights that were accepted, and are to be sampled together
@@ -212,7 +211,7 @@ class ModelWrites:
             self.masters.take_up(pair)
         self.taken += len(written)
         self.accept(written)
-        warn_model_write([pair.name for pair in written])
+        self._warn_taken([pair.name for pair in written])
 
     def _written(self, group: DeviceParams, record: _Record, counted: list[int]) -> list[ParamPair]:
         self._sample(group, record.now)
@@ -333,7 +332,7 @@ class ModelWrites:
         """Warn of masters that did not fit into the model, and of what was taken on a device. Syncs."""
         self._unwarned = False
         if unfit := self.params.unfit():
-            warn_cast(unfit, self._warned)
+            warn_cast(self.lines, unfit, self._warned)
         for group, record in zip(self._groups, self._records, strict=True):
             if group.is_host:
                 continue
@@ -341,7 +340,11 @@ class ModelWrites:
             record.taken.zero_()  # before the wait: what is set meanwhile, by a replay say, is told next time
             if any(taken := flags_now.tolist()):
                 self.taken += sum(map(bool, taken))
-                warn_model_write([self.params.names[i] for i, bit in zip(group.positions, taken, strict=True) if bit])
+                self._warn_taken([self.params.names[i] for i, bit in zip(group.positions, taken, strict=True) if bit])
+
+    def _warn_taken(self, names: list[str]) -> None:
+        self._times_taken += 1
+        warn_model_write(self.lines, names, self._times_taken)
 
     def not_warned(self) -> list[Tensor]:
         """By device: how many parameters' writes were taken there that :meth:`warn_now` has not told of. No sync."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import torch
@@ -11,11 +10,9 @@ from torch import Tensor
 from .. import kernels
 from ..kernels import backends
 from ..scaling import LossScaleError, LossScaler
-from .diagnostics import Overflow, SkipLog, blamed, describe, overflows_from_flags
+from .diagnostics import Lines, Overflow, SkipLog, blamed, overflows_from_flags
 from .params import ParamTable
 from .step_state import OverflowCheck
-
-logger = logging.getLogger("fp16opt")
 
 
 def update_scale(scaler: LossScaler, found_inf: Tensor) -> None:
@@ -48,6 +45,9 @@ def note(found_inf: Tensor, flags: list[Tensor], kept: list[Tensor], last: Tenso
 class Outcome:
     """What became of the last step, and how many were skipped.
 
+    Args:
+        lines: where it is logged.
+
     Attributes:
         log: what is logged after a skip.
         steps: how many were taken or skipped, but for those that a CUDA graph has replayed.
@@ -55,8 +55,8 @@ class Outcome:
         clipped: the norm before the last clip and its factor (float32, 0-dim).
     """
 
-    def __init__(self) -> None:
-        self.log = SkipLog()
+    def __init__(self, lines: Lines) -> None:
+        self.log = SkipLog(lines)
         self.steps = 0
         self.clipped: tuple[Tensor, Tensor] | None = None
         self._skipped_here = 0
@@ -292,24 +292,3 @@ def check_consecutive(scalers: Sequence[LossScaler], report: list[Overflow]) -> 
                 f"{limit}); the loss scale is {float(scaler.scale):g}. Last in: {names}. Lowering the scale did not "
                 "help: look for inf or nan in the loss and in the data."
             )
-
-
-def warn_no_gradients(names: Sequence[str], warned: set[str]) -> None:
-    """Once: the model may hold other parameters by now, and those of this optimizer be a dead copy."""
-    if "no gradients" not in warned:
-        warned.add("no gradients")
-        logger.warning(
-            "backward gave no gradient to any parameter of this optimizer: %s. If the model's parameters were replaced "
-            "after the optimizer was made, make and wrap the optimizer anew.",
-            describe(names),
-        )
-
-
-def warn_plain_backward(warned: set[str]) -> None:
-    """Once: gradients came by a plain ``loss.backward()``, which sums nothing in FP32."""
-    if "plain backward" not in warned:
-        warned.add("plain backward")
-        logger.warning(
-            'grad_accumulation="fp32" has no effect: gradients came by a plain loss.backward(), which adds up '
-            "micro-batches in 16 bits. Use backward(loss) of this optimizer, or fp16opt.integrations in a trainer."
-        )

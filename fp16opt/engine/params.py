@@ -26,6 +26,9 @@ from .dtensors import check_whole, is_sharded, local, pieces
 HALF_DTYPES = kernels.HALF_DTYPES
 OWN_DTYPES = (torch.float32, torch.float64)
 
+ELSEWHERE = "a parameter of another rank"
+"""What a parameter of another rank is called that has no name."""
+
 Adopt = Callable[[Tensor], Tensor]
 """Makes the master of a 16-bit parameter, optimizer state included."""
 
@@ -119,6 +122,7 @@ class ParamTable:
         models, masters, names: of each pair.
         devices: in the order of their first parameters.
         elsewhere: model parameters whose masters are on other ranks.
+        called_elsewhere: what messages call these.
         names_elsewhere: theirs; None until :meth:`name` has given names that are the same on all ranks.
         has_dtensors: whether there are DTensors.
         apart: the masters, None in place of those that are parameters themselves.
@@ -130,6 +134,7 @@ class ParamTable:
     def __init__(self, groups: list[dict[str, Any]], names: dict[int, str], adopt: Adopt | None) -> None:
         self.generation = self.layout = 0
         self.elsewhere: list[Tensor] = []
+        self.called_elsewhere: list[str] = []
         self.names_elsewhere: list[str] | None = None
         self.all: list[ParamPair] = []
         self.group_sizes: list[int] = []
@@ -294,14 +299,25 @@ class ParamTable:
                 found += [(self.names[i], bits) for i, bits in flags if bits]
         return found
 
+    def hold_elsewhere(self, params: list[Tensor], names: dict[int, str]) -> None:
+        """Know the model's parameters that other ranks step, with names from ``id(parameter)`` where there are some."""
+        known = self.called_elsewhere if len(self.called_elsewhere) == len(params) else [ELSEWHERE] * len(params)
+        self.elsewhere = params
+        self.called_elsewhere = [names.get(id(param), called) for param, called in zip(params, known, strict=True)]
+
     def name(self, names: dict[int, str]) -> None:
         """Give names, from ``id(parameter)``, to parameters that came without one."""
         for pair in self.all:
             if pair.name == numbered(pair.group, pair.index):
                 pair.name = names.get(id(pair.model), pair.name)
         self.names = [pair.name for pair in self.all]
+        unnamed = {id(p): names[id(p)] for p, called in self._elsewhere() if called == ELSEWHERE and id(p) in names}
+        self.hold_elsewhere(self.elsewhere, unnamed)
         if all(id(param) in names for param in self.elsewhere):
             self.names_elsewhere = [names[id(param)] for param in self.elsewhere]
+
+    def _elsewhere(self) -> list[tuple[Tensor, str]]:
+        return list(zip(self.elsewhere, self.called_elsewhere, strict=True))
 
     def indices(self) -> list[tuple[int, int]]:
         """(group, index) of each pair."""

@@ -500,14 +500,14 @@ class StepState:
         if not (self.params.elsewhere or any(map(operator.is_not, grads, itertools.repeat(None)))):
             return []
         named = [*zip(self.params.names, grads, strict=True)]
-        named += [("a parameter of another rank", grad) for grad in raw_grads(self.params.elsewhere)]
+        named += zip(self.params.called_elsewhere, raw_grads(self.params.elsewhere), strict=True)
         there = [(name, grad) for name, grad in named if grad is not None]
         if not there:
             return []
         flags = torch.stack([_any_not_zero(grad).to(self.device) for _, grad in there])
         found = [name for (name, _), flag in zip(there, flags.tolist(), strict=True) if flag]
         if self.params.has_dtensors and self.ranks.is_anywhere(flags.any()):
-            return found or ["a parameter's piece on another rank"]
+            return found or ["a parameter's piece on another rank, which names it"]
         return found
 
     def _has_zeros(self, grads: list[Tensor | None]) -> bool:

@@ -19,8 +19,6 @@ from .saved_files import engine_scaler, engine_state, face_state
 
 __all__ = ["FP16_Optimizer"]
 
-logger = logging.getLogger("fp16opt")
-
 
 class FP16_Optimizer(MixedPrecisionOptimizer):
     """apex's FP16_Optimizer: FP32 masters and a loss scale around any ``torch.optim.Optimizer``.
@@ -79,7 +77,7 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
             closure="reevaluate",  # apex repeated the closure while it overflowed, whatever the wrapped class
         )
         if not verbose:
-            self.outcome.log = _Quiet()
+            self.outcome.log = _Quiet(self.lines)
 
     # -- the old words -----------------------------------------------------------------------------------------------
 
@@ -217,7 +215,8 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """The masters' gradients, unscaled, in a list per group; None after an overflow. Syncs with the device."""
         if self.overflow:
-            logger.warning("inspect_master_grad_data: gradients overflowed, so there is nothing to inspect.")
+            text = "inspect_master_grad_data: gradients overflowed, so there is nothing to inspect."
+            self.lines.say(logging.WARNING, text)
             return None
         return [
             [None if param.grad is None else param.grad.detach() for param in group["params"]]

@@ -668,13 +668,21 @@ class GradScaler(torch.amp.GradScaler):
             return
         old = float(self._rule.scale) if skipped else 0.0
         update_scale(self._rule, found)
-        report = [overflow for record in skipped for overflow in record.report()] if skipped else []
+        report = [overflow for record in skipped for overflow in self._labelled(record)] if skipped else []
         if skipped:
             self._log.skipped(self._rule, old, report, finite)
         elif stepped and self._log.calibrating:
             self._log.stepped()
         if self._rule.max_consecutive_skips is not None:
             check_consecutive([self._rule], report)
+
+    def _labelled(self, record: _Record) -> list[Overflow]:
+        """What overflowed in one optimizer; where there are several, with its number among them and its class."""
+        if len(self._records) < 2:
+            return record.report()
+        numbered = enumerate(self._records.items(), 1)
+        whose = next(f"optimizer {n} ({type(one).__name__})" for n, (one, its) in numbered if its is record)
+        return [overflow._replace(name=f"{whose}: {overflow.name}") for overflow in record.report()]
 
     def _losses_are_finite(self) -> bool | None:
         """Whether the losses of this iteration are; None where none was scaled. Syncs."""

@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..engine.arguments import make_scaler
-from ..engine.outcome import update_scale, warn_no_gradients
+from ..engine.diagnostics import Lines, warn_no_gradients
+from ..engine.outcome import update_scale
 from ..engine.params import HALF_DTYPES
 from ..engine.step_state import Stage
 from ..optimizer import MixedPrecisionOptimizer
@@ -179,7 +180,7 @@ class OptimizerGroup:
             settings = self._sharing(settings, len(bare), wrapped)
         made = iter([MixedPrecisionOptimizer(one, **mine) for one, mine in zip(bare, _each(settings), strict=False)])
         self.optimizers = [one if isinstance(one, MixedPrecisionOptimizer) else next(made) for one in optimizers]
-        self._warned: set[str] = set()
+        self._lines = Lines()
         self._used: list[MixedPrecisionOptimizer] = []  # whose gradients the present backward must not add to
 
     def _sharing(
@@ -252,7 +253,7 @@ class OptimizerGroup:
             if one not in self._used:
                 one.step_state.end_backward(stamp=True)
         if all(one.step_state.found_none() and not one.params.has_dtensors for one in self.optimizers):
-            warn_no_gradients([name for one in self.optimizers for name in one.params.names], self._warned)
+            warn_no_gradients(self._lines, [name for one in self.optimizers for name in one.params.names])
 
     def interrupt(self) -> None:
         """The backward has raised, so gradients are incomplete."""

@@ -21,8 +21,12 @@ _HOST = torch.device("cpu")
 def compiled_for(device: torch.device) -> ModuleType | None:
     """The file that calls the compiled kernels for a device; None where torch operations serve. Does not sync."""
     if device == _HOST or device.type == "cpu":  # asking for the type makes a string by way of a C++ stream
-        return native if native.module is not None else None
-    return cuda if cuda.serves(device) else None
+        if native.module is not None:
+            return native
+    elif cuda.serves(device):
+        return cuda
+    native.warn_unbuilt()
+    return None
 
 
 def captures(device: torch.device) -> bool:

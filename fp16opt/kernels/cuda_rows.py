@@ -15,6 +15,7 @@ from enum import Enum
 from pathlib import Path
 
 from .formulas import FORMULAS, Formula
+from .installed import remedy
 
 SOURCE = Path(__file__).resolve().parent.parent / "_cuda.cuh"
 """All of the device's code in one text, which setup.py makes out of csrc/."""
@@ -190,7 +191,7 @@ def device_code(path: Path = SOURCE) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise OSError(f"{path}, the source of the CUDA kernels, is missing: reinstall fp16opt") from None
+        raise OSError(f"{path}, the source of the CUDA kernels, is missing: {remedy(path.parent)}") from None
 
 
 def source_of(kernel: Kernel) -> str:

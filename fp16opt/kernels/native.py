@@ -9,47 +9,51 @@ from __future__ import annotations
 
 import array
 import ctypes
+import functools
 import importlib
-import json
+import logging
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import installed
 from .calls import Call
 from .pieces import Piece
+
+logger = logging.getLogger("fp16opt")
 
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 CODES[torch.int16] = 0  # remainders: 16 bits that only split masters look into
 CODES[torch.int8] = CODES[torch.uint8] = 4  # codes of 8 bits
 
 
-def _reason_not_built(name: str) -> str:
-    """Why the install has no module ``name``, as the build noted it."""
+def _load(name: str) -> tuple[Any, str, bool]:
+    """The compiled module, "" and False; or None, the reason, and whether the user is still to be told of it."""
     try:
-        noted = json.loads((Path(__file__).parent.parent / "_build.json").read_text(encoding="utf-8"))
-        outcome = str(noted[name])
-    except (OSError, ValueError, KeyError, TypeError):
-        return "this install was made without it"
-    return outcome if outcome != "built" else "it was built, but its file is missing: reinstall fp16opt"
-
-
-def _load(name: str) -> tuple[Any, str]:
-    """The compiled module and "", or None and the reason."""
-    try:
-        return importlib.import_module(f"fp16opt.{name}"), ""
+        return importlib.import_module(f"fp16opt.{name}"), "", False
     except ModuleNotFoundError:
-        return None, _reason_not_built(name)
+        return None, *installed.reason_not_built(name)
     except ImportError as error:
         warnings.warn(f"fp16opt.{name} can't be loaded, slower torch operations serve: {error}", stacklevel=2)
-        return None, f"it can't be loaded: {error}"
+        return None, f"it can't be loaded: {error}", False
 
 
-module, _cpu_missing = _load("_cpu")
+module, _cpu_missing, _is_untold = _load("_cpu")
 """The compiled CPU module, or None."""
+
+
+@functools.cache
+def warn_unbuilt() -> None:
+    """Log, once a process, that a source tree serves in which nothing was built.
+
+    An install without the module has said so. Importing a source tree says nothing: the line comes where a kernel is
+    first asked for and torch operations take its place.
+    """
+    if module is None and _is_untold:
+        logger.warning("slower torch operations serve in place of fp16opt's kernels: %s", _cpu_missing)
 
 
 def available() -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import base64
 import html
-from collections.abc import Sequence
 from pathlib import Path
 
 from . import pictures, reading
@@ -64,28 +63,39 @@ def in_words(run: RunRead) -> str:
     return "\n".join(lines)
 
 
-def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
-    made = argparse.ArgumentParser(prog="python -m fp16opt report", description="A page about a run.")
-    made.add_argument("run", type=Path, help="what fp16opt.Monitor has written")
-    made.add_argument("-o", "--output", type=Path, help="the page; report.html beside the run if not given")
-    made.add_argument("--png", action="store_true", help="all pictures as one PNG, beside the page, too")
-    return made
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of the command line."""
+    parser.add_argument("run", type=Path, help="what fp16opt.Monitor has written")
+    parser.add_argument("-o", "--output", type=Path, help="the page; report.html beside the run if not given")
+    parser.add_argument("--png", action="store_true", help="all pictures as one PNG, beside the page, too")
 
 
-def main(arguments: Sequence[str]) -> tuple[int, str]:
-    """Write the page.
+def _check_apart(*paths: Path) -> None:
+    """Raise ``ValueError`` where a file to be written is the run, or another one to be written."""
+    for number, path in enumerate(paths):
+        if path.resolve() in [other.resolve() for other in paths[:number]]:
+            raise ValueError(f"{path}: the run, the page and its picture need a name each. Choose another --output.")
+
+
+def write(given: argparse.Namespace) -> tuple[int, str]:
+    """Write the page that parsed arguments ask for.
 
     Returns:
         (the exit status: 0, or 2 where there is nothing to report on; what to print).
     """
-    given = parser().parse_args(arguments)
-    output = given.output or given.run.with_name("report.html")
+    output = given.output or given.run.parent / "report.html"
+    picture = output.with_suffix(".png")
     try:
+        _check_apart(given.run, output, *[picture][: given.png])
         run = reading.load(given.run)
         output.write_text(page(run, f"Run {given.run.name}"), encoding="utf-8")
         if given.png:
-            output.with_suffix(".png").write_bytes(pictures.together(run))
+            picture.write_bytes(pictures.together(run))
     except (OSError, ValueError, ImportError) as error:
         return 2, f"fp16opt report: {error}"
+    except (KeyError, TypeError, AttributeError) as error:
+        return 2, (
+            f"fp16opt report: {given.run}: the records are not as this version's fp16opt.Monitor writes them "
+            f"({type(error).__name__}: {error})"
+        )
     return 0, f"{in_words(run)}\nThe page is {output}."

@@ -89,7 +89,7 @@ def read(path: str | os.PathLike[str]) -> list[Record]:
     Raises:
         ValueError: Another line is no record.
     """
-    lines = Path(path).read_text(encoding="utf-8").split("\n")
+    lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
     records = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

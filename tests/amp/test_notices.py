@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -27,13 +28,14 @@ def test_the_notice_names_only_losses_of_the_step_that_is_skipped(caplog: pytest
         with caplog.at_level(logging.INFO):
             optimizer.step()
         optimizer.zero_grad()
-        return [record.getMessage() for record in caplog.records if "overflow in loss" in record.getMessage()]
+        assert len(caplog.records) == 1, "one line a skip"
+        return re.findall(r"of loss [0-9, ]+", caplog.text)
 
     bad, good = float("inf"), 1.0
     both = notice(optimizers[0], first, {0: bad, 1: bad})
-    assert both == ["gradient overflow in loss 0, 1: skipping the step."]
-    assert notice(optimizers[1], second, {2: bad}) == ["gradient overflow in loss 2: skipping the step."]
-    assert notice(optimizers[0], first, {0: bad, 1: good}) == ["gradient overflow in loss 0: skipping the step."]
+    assert both == ["of loss 0, 1"]
+    assert notice(optimizers[1], second, {2: bad}) == ["of loss 2"]
+    assert notice(optimizers[0], first, {0: bad, 1: good}) == ["of loss 0"]
 
 
 def test_the_notice_of_an_overflow_that_a_clean_backward_follows(caplog: pytest.LogCaptureFixture) -> None:
@@ -45,7 +47,8 @@ def test_the_notice_of_an_overflow_that_a_clean_backward_follows(caplog: pytest.
             scaled.backward()
     with caplog.at_level(logging.INFO):
         optimizer.step()
-    assert "gradient overflow in loss 0" in caplog.text
+    assert len(caplog.records) == 1
+    assert "non-finite gradients in " in caplog.text
 
 
 def test_a_loss_for_no_optimizer_is_refused() -> None:

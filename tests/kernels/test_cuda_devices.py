@@ -472,7 +472,8 @@ def test_compiling_ahead_without_a_card(driver: Any, monkeypatch: pytest.MonkeyP
 def test_what_compiling_ahead_refuses(driver: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     for wrong in (["--arch"], ["sm_70"], ["--arch", "volta"], ["--arch", "sm_70,"], ["--out", "sm_70"]):
         code, out, err = run(capsys, *wrong)
-        assert (code, out, err) == (2, "", "usage: python -m fp16opt compile [--arch sm_70,sm_90]\n"), wrong
+        assert (code, out) == (2, ""), wrong
+        assert re.fullmatch(r"python -m fp16opt.*\. See python -m fp16opt.* --help\n", err), wrong
     code, out, _ = run(capsys, "--arch=sm_61,sm_100,sm_80")
     assert code == 1
     assert "sm_61  sm_61 is older than sm_70, the oldest that is served" in out

@@ -21,7 +21,7 @@ import torch
 import fp16opt
 from fp16opt import __main__ as report_module
 from fp16opt import kernels
-from fp16opt.kernels import native
+from fp16opt.kernels import installed, native
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -261,27 +261,53 @@ def test_report_says_why_the_module_is_missing(monkeypatch: pytest.MonkeyPatch, 
     assert kernels.backend("cpu") == "reference"
 
 
+@pytest.mark.parametrize("is_tree", [False, True])
 @pytest.mark.parametrize(
-    ("content", "reason"),
+    ("content", "reason", "in_a_tree"),
     [
-        ('{"_cpu": "could not be built: x"}', "could not be built: x"),
-        ('{"_cpu": "built"}', "its file is missing"),
-        ("{", "this install was made without it"),
-        (None, "this install was made without it"),
+        ('{"_cpu": "could not be built: x"}', "could not be built: x", "could not be built: x"),
+        ('{"_cpu": "built"}', "its file is missing: reinstall fp16opt", "in which nothing was built for this Python"),
+        ("{", "this install was made without it", "is a source tree in which nothing was built"),
+        (None, "this install was made without it", "is a source tree in which nothing was built"),
     ],
 )
 def test_the_build_leaves_its_reason(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str | None, reason: str
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    is_tree: bool,
+    content: str | None,
+    reason: str,
+    in_a_tree: str,
 ) -> None:
-    (tmp_path / "kernels").mkdir()
+    """A source tree tells where kernels are first asked for; what an install has said is not said again."""
+    (tmp_path / "fp16opt").mkdir()
+    if is_tree:
+        (tmp_path / "setup.py").touch()
+        (tmp_path / "csrc").mkdir()
     if content is not None:
-        (tmp_path / "_build.json").write_text(content)
-    monkeypatch.setattr(native, "__file__", str(tmp_path / "kernels" / "native.py"))
+        (tmp_path / "fp16opt" / "_build.json").write_text(content)
+    monkeypatch.setattr(installed, "PACKAGE", tmp_path / "fp16opt")
+    monkeypatch.setattr(installed.importlib.metadata, "distributions", lambda **_: [])
 
     def refuse(name: str) -> ModuleType:
         raise ModuleNotFoundError(name)
 
     monkeypatch.setattr(native.importlib, "import_module", refuse)
-    module, why = native._load("_cpu")
+    module, why, is_untold = native._load("_cpu")
     assert module is None
-    assert reason in why
+    assert (in_a_tree if is_tree else reason) in why
+    says_more = is_tree and "could not" not in why
+    assert is_untold == says_more
+    assert ("python setup.py build_ext --inplace" in why) == says_more
+    monkeypatch.setattr(native, "module", None)
+    monkeypatch.setattr(native, "_cpu_missing", why)
+    monkeypatch.setattr(native, "_is_untold", is_untold)
+    native.warn_unbuilt.cache_clear()
+    try:
+        for _ in range(3):
+            assert kernels.backend("cpu") == "reference"
+    finally:
+        native.warn_unbuilt.cache_clear()
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ([f"slower torch operations serve in place of fp16opt's kernels: {why}"] if says_more else [])

@@ -1,0 +1,83 @@
+"""Names that the user gave, in messages on shards: by ``named_parameters=``, or by the module that is attached."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import AdamW
+
+from distributed.models import Net, loss_of
+from distributed.world import World, raised
+from fp16opt import MixedPrecisionOptimizer, distributed
+from fp16opt.engine.diagnostics import logger
+
+NAMES = {"a.weight", "a.bias", "b.weight", "b.bias"}
+
+
+class Said(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def named(text: str) -> set[str]:
+    return set(re.findall(r"[ab]\.(?:weight|bias)", text))
+
+
+def messages_of(rank: int, size: int, kind: str, how: str) -> list[str]:
+    """A skip, an edit, gradients that were not cleared, a model that lacks them: what each says on this rank."""
+    net: Any = Net(norm=False)
+    model = DDP(net) if kind == "zero" else fully_shard(net)
+    if kind == "zero":
+        inner: Any = ZeroRedundancyOptimizer(net.parameters(), AdamW, lr=1e-2)
+    else:
+        inner = AdamW(net.parameters(), lr=1e-2)
+    options = {"named_parameters": net.named_parameters()} if how == "named_parameters" else {}
+    opt = MixedPrecisionOptimizer(inner, loss_scale=8.0, **options)
+    if how == "attach":
+        distributed.attach(opt, model)
+    said = Said()
+    logger.addHandler(said)
+    try:
+        opt.backward(loss_of(model, 0, rank, poison=True))
+        opt.step()
+    finally:
+        logger.removeHandler(said)
+    opt.zero_grad()
+    opt.backward(loss_of(model, 1, rank))
+    with torch.no_grad():
+        for param in net.parameters():
+            param.grad.mul_(2.0)
+    edited = raised(RuntimeError, opt.step)
+    opt.zero_grad()
+    opt.backward(loss_of(model, 1, rank))
+    opt.step()
+    left = raised(RuntimeError, lambda: opt.backward(loss_of(model, 1, rank)))
+    lacks = raised(ValueError, lambda: distributed.state_dict(Net(norm=False), opt))
+    assert len(said.lines) == 1, said.lines
+    return [said.lines[0], edited, left, lacks]
+
+
+@pytest.mark.parametrize("how", ["named_parameters", "attach"])
+@pytest.mark.parametrize("kind", ["zero", "fsdp2"])
+def test_every_message_that_names_parameters_has_the_user_s_names(two: World, kind: str, how: str) -> None:
+    ranks = two.run(messages_of, kind, how)
+    for skipped, edited, left, lacks in ranks:
+        for text in (skipped, edited, left, lacks):
+            assert named(text), text
+            assert "group 0" not in text
+            assert "another rank" not in text
+        assert named(left) == NAMES
+    assert named(ranks[0][1]) | named(ranks[1][1]) == NAMES

@@ -1,0 +1,147 @@
+"""``python -m fp16opt``: its commands are listed, and a wrong command line is answered in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fp16opt
+from fp16opt.__main__ import main
+
+COMMANDS = ("certify", "compile", "plan", "report")
+HEADER = {"kind": "run", "format": 1, "torch": "2", "every": 5, "ranks": 1, "optimizer": "SGD", "scaler": "x"}
+HEADER |= {"dynamic": True, "masters": "full", "rows": {"a": {"dtype": "float16", "elements": 3}}}  # type: ignore[dict-item]
+STEP = {"kind": "step", "step": 1, "skipped": False, "loss_scale": 2.0, "grad_norm": 1.0, "clip_factor": 1.0}
+
+
+def lines(*records: object) -> bytes:
+    return b"".join(json.dumps(record).encode() + b"\n" for record in records)
+
+
+RUNS = {
+    "words": b"hello\n",
+    "bytes": b"\xff\xfe\x00\x01\n",
+    "list": b"[1, 2]\n",
+    "no_kind": b'{"a": 1}\n',
+    "empty": b"",
+    "lacks": lines(HEADER, {"kind": "step"}),
+    "strings": lines(HEADER, {"kind": "sample", "step": 3, "rows": {"a": {"grad_norm": "x"}}}),
+    "number": lines(HEADER, 3, STEP),
+    "good": lines(HEADER, STEP | {"seconds": None}),
+}
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name, content in RUNS.items():
+        (tmp_path / f"{name}.jsonl").write_bytes(content)
+    return tmp_path
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    said = capsys.readouterr()
+    listed = [line.split()[0] for line in said.out.splitlines() if line.startswith("    ") and line[4:5].isalpha()]
+    assert listed == list(COMMANDS)
+    assert said.err == ""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith(f"usage: python -m fp16opt {command} ")
+    assert said.err == ""
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"fp16opt {fp16opt.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("nonsense", "invalid choice: 'nonsense'"),
+        ("--bogus", "unrecognized arguments: --bogus"),
+        ("certify", "the following arguments are required: target. See python -m fp16opt certify --help"),
+        ("certify torch.optim", "expected package.module:Class, got 'torch.optim'"),
+        ("certify .a:b", ".a can't be imported"),
+        ("certify os:path", "expected an optimizer class, got module"),
+        ("certify builtins:int", "could not make an optimizer"),
+        ("certify sys:exit", "sys:exit ends the process when it is called"),
+        ("certify torch.optim:SGD fast", "expected name=value, got 'fast'"),
+        ("certify torch.optim:SGD 'lr=('", "could not make an optimizer"),
+        ("compile --arch", "argument --arch: expected one argument"),
+        ("compile --arch volta", "expected cards as in sm_70,sm_90, got 'volta'"),
+        ("compile --arch sm_70,", "expected cards as in sm_70,sm_90, got 'sm_70,'"),
+        ("compile sm_70", "unrecognized arguments: sm_70"),
+        ("plan", "the following arguments are required: --params"),
+        ("plan --params 7X", "expected a number as in 7e9 or 125M, got '7X'"),
+        ("plan --params nan", "params: expected a number of 1 or more"),
+        ("plan --params 1e308 --ranks 2", "params: expected a number of at most 1e+24, got 1e+308"),
+        (f"plan --params 1e9 --ranks 1{'0' * 400}", "ranks: expected a number of at most 1e+24, got 1"),
+        ("plan --params 1e9 --ranks 2 --shard none", "ranks: expected 1 where nothing is shared"),
+        ("report", "the following arguments are required: run"),
+        ("report missing.jsonl", "No such file or directory: 'missing.jsonl'"),
+        ("report .", "Is a directory"),
+        ("report words.jsonl", "line 1: expected a JSON record, got 'hello'"),
+        ("report bytes.jsonl", "bytes.jsonl, line 1: expected a JSON record"),
+        ("report list.jsonl", "expected a record of fp16opt.Monitor, got '[1, 2]'"),
+        ("report no_kind.jsonl", "expected a record of fp16opt.Monitor"),
+        ("report empty.jsonl", "there is none that begins a run"),
+        ("report lacks.jsonl", "are not as this version's fp16opt.Monitor writes them (KeyError: "),
+        ("report strings.jsonl", "strings.jsonl: the records are not as this version's fp16opt.Monitor"),
+        ("report number.jsonl", "line 2: expected a record of fp16opt.Monitor, got '3'"),
+        ("report good.jsonl -o good.jsonl", "the run, the page and its picture need a name each"),
+        ("report good.jsonl -o page.png --png", "the run, the page and its picture need a name each"),
+        ("report good.jsonl -o no/such/folder.html", "No such file or directory: 'no/such/folder.html'"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    line: str, words: str, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(shlex.split(line)) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert words in said.err
+    assert len(said.err.strip().splitlines()) == 1
+    assert (runs / "good.jsonl").read_bytes() == RUNS["good"]
+
+
+def test_numbers_of_parameters_with_a_letter(capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for params in ("125M", "1.25e8", "125000K"):
+        assert main(["plan", "--params", params]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] == said[2]
+
+
+def test_a_reader_that_goes_away_and_unknown_commands(tmp_path: Path) -> None:
+    """``report | head -0``: the pipe is closed before anything is written."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(fp16opt.__file__).parents[1])}
+    for command, status in (([], 141), (["nonsense"], 2)):
+        reading, writing = os.pipe()
+        os.close(reading)
+        done = subprocess.run(
+            [sys.executable, "-m", "fp16opt", *command],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env=environment,
+            timeout=120,
+            check=False,
+        )
+        os.close(writing)
+        assert done.returncode == status, done.stderr
+        assert "Traceback" not in done.stderr
+        assert "BrokenPipe" not in done.stderr

@@ -1,0 +1,454 @@
+"""docs/errors.md: each message is provoked here, and is what the page shows, to the letter."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD
+
+import fp16opt
+import fp16opt.distributed
+from fp16opt import AveragedMasters, DynamicLossScaler, GradScaler, LossScaleError, MixedPrecisionOptimizer, ema
+from fp16opt.engine.diagnostics import Lines
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "errors.md"
+pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="run from an installed package, without the repository")
+
+
+class Training:
+    """A model of one layer, ``fc``, in FP16 and its optimizer."""
+
+    def __init__(self, optimizer: Callable[..., Any] = SGD, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(OrderedDict(fc=nn.Linear(4, 2))).half()
+        self.inner = optimizer(self.model.parameters(), lr=0.1)
+        self.opt = MixedPrecisionOptimizer(self.inner, named_parameters=self.model.named_parameters(), **options)
+
+    def loss(self, factor: float = 1.0) -> Tensor:
+        """A finite loss, times ``factor``."""
+        return (self.model(torch.ones(3, 4).half()).float() - 1.0).square().mean() * factor
+
+    def step(self, factor: float = 1.0) -> None:
+        """One step of the loop, as it should be."""
+        self.opt.zero_grad()
+        self.opt.backward(self.loss(factor))
+        self.opt.step()
+
+    def overflow(self, times: int = 1) -> None:
+        """Steps whose loss is finite and whose gradients are not."""
+        for _ in range(times):
+            self.opt.zero_grad()
+            self.opt.backward(self.loss())
+            with torch.no_grad():
+                for param in self.model.parameters():
+                    param.grad = torch.full_like(param, float("inf"))
+            self.opt.update_master_grads()
+            self.opt.step()
+
+
+# -- gradients between backward and step -------------------------------------------------------------------------------
+
+
+def written_after_backward() -> None:
+    one = Training(dynamic=True)
+    one.opt.backward(one.loss())
+    clip_grad_norm_(one.model.parameters(), 0.1)
+    one.opt.step()
+
+
+def written_after_the_check() -> None:
+    one = Training(dynamic=True)
+    one.opt.backward(one.loss())
+    one.opt.clip_master_grads(1.0)
+    one.model.fc.weight.grad.mul_(0.5)  # type: ignore[union-attr]
+    one.opt.step()
+
+
+def plain_backward() -> None:
+    one = Training(loss_scale=1024.0)
+    one.loss().backward()
+    one.opt.step()
+
+
+def not_cleared() -> None:
+    one = Training(loss_scale=1024.0)
+    one.opt.backward(one.loss())
+    one.opt.step()
+    one.opt.backward(one.loss())
+
+
+def backward_after_a_clip() -> None:
+    one = Training(dynamic=True)
+    one.opt.backward(one.loss())
+    one.opt.clip_master_grads(1.0)
+    one.opt.backward(one.loss())
+
+
+def interrupted() -> None:
+    one = Training(dynamic=True)
+
+    class Stop(Exception):
+        pass
+
+    def stop(_: Tensor) -> None:
+        raise Stop
+
+    hook = one.model.fc.weight.register_hook(stop)  # type: ignore[union-attr]
+    with pytest.raises(Stop):
+        one.opt.backward(one.loss())
+    hook.remove()
+    one.opt.step()
+
+
+def master_gradient_set() -> None:
+    one = Training(loss_scale=1024.0)
+    for master in one.opt.master_params():
+        master.grad = torch.ones_like(master)
+
+
+def scale_set() -> None:
+    one = Training(dynamic=True)
+    one.opt.backward(one.loss())
+    one.opt.loss_scale = 8.0
+
+
+def groups_changed() -> None:
+    one = Training(dynamic=True)
+    one.opt.backward(one.loss())
+    one.opt.clip_master_grads(1.0)
+    one.opt.add_param_group({"params": nn.Linear(2, 2).half().parameters()})
+    one.opt.step()
+
+
+class Alone:
+    """A process group of this process."""
+
+    def __enter__(self) -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def __exit__(self, *_: object) -> None:
+        dist.destroy_process_group()
+
+
+def no_sync() -> None:
+    with Alone():
+        one = Training(dynamic=True)
+        ddp = DistributedDataParallel(one.model)
+        fp16opt.distributed.attach(one.opt, ddp)
+        with ddp.no_sync():
+            one.opt.backward(ddp(torch.ones(3, 4).half()).float().square().mean())
+            one.opt.step()
+
+
+def sums_in_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Alone():
+        monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
+        one = Training(grad_accumulation="fp32")
+        one.opt.backward(one.loss())
+
+
+# -- with a GradScaler -------------------------------------------------------------------------------------------------
+
+
+def two_scales() -> None:
+    one = Training(dynamic=True)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(one.loss()).backward()
+    scaler.step(one.opt)
+
+
+def scaled_here_and_there() -> None:
+    one = Training()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(one.loss())
+    one.opt.backward(one.loss())
+    scaler.step(one.opt)
+
+
+def clipped_the_model() -> None:
+    one = Training()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(one.loss()).backward()
+    scaler.unscale_(one.opt)
+    clip_grad_norm_(one.model.parameters(), 0.1)
+    scaler.step(one.opt)
+
+
+def never_wrapped() -> None:
+    model = nn.Linear(4, 2).half()
+    scaler = GradScaler("cpu")
+    scaler.scale(model(torch.ones(3, 4).half()).float().sum()).backward()
+    scaler.step(SGD(model.parameters(), lr=0.1))
+
+
+# -- the wrapped optimizer, the model ----------------------------------------------------------------------------------
+
+
+def wrapped_twice() -> None:
+    MixedPrecisionOptimizer(Training().inner)
+
+
+def behind_the_back() -> None:
+    one = Training()
+    one.opt.backward(one.loss())
+    one.inner.step()
+
+
+class SAM(SGD):
+    """Evaluates its closure twice."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        closure()
+        loss = closure()
+        super().step()
+        return loss
+
+
+def evaluated_twice() -> None:
+    one = Training(SAM)
+
+    def closure() -> Tensor:
+        one.opt.zero_grad()
+        loss = one.loss()
+        one.opt.backward(loss)
+        return loss
+
+    one.opt.step(closure)
+
+
+def model_written() -> None:
+    one = Training(on_model_write="error")
+    one.model.load_state_dict({name: value + 1.0 for name, value in one.model.state_dict().items()})
+    one.step()
+
+
+def model_written_and_taken() -> None:
+    one = Training()
+    one.model.load_state_dict({name: value + 1.0 for name, value in one.model.state_dict().items()})
+    one.step()
+
+
+def model_swapped() -> None:
+    one = Training()
+    averaged = AveragedMasters(one.model, one.opt, ema(0.9))
+    averaged.update()
+    with averaged.swap():
+        one.step()
+
+
+def model_converted() -> None:
+    one = Training()
+    one.model.float()
+    one.opt.step()
+
+
+def no_gradients() -> None:
+    one = Training()
+    other = nn.Linear(4, 2)
+    one.opt.backward(other(torch.ones(3, 4)).sum())
+
+
+def sums_without_backward() -> None:
+    one = Training(grad_accumulation="fp32")
+    one.loss().backward()
+    one.opt.step()
+
+
+def too_large() -> None:
+    one = Training()
+    for master in one.opt.master_params():
+        master.data.fill_(1e6)
+    one.opt.write_masters()
+
+
+def not_finite() -> None:
+    one = Training()
+    for master in one.opt.master_params():
+        master.data.fill_(float("nan"))
+    one.opt.write_masters()
+
+
+# -- skipped steps -----------------------------------------------------------------------------------------------------
+
+
+def calibrating() -> None:
+    Training(dynamic=True).overflow()
+
+
+def rare() -> None:
+    one = Training(scaler=DynamicLossScaler(init_scale=1024.0))
+    one.step()
+    one.overflow()
+
+
+def in_a_row() -> None:
+    one = Training(scaler=DynamicLossScaler(init_scale=1024.0))
+    one.step()
+    one.overflow(3)
+
+
+def loss_not_finite() -> None:
+    Training(dynamic=True).step(float("inf"))
+
+
+def static() -> None:
+    Training(loss_scale=1024.0).overflow()
+
+
+def floor() -> None:
+    one = Training(scaler=DynamicLossScaler(init_scale=1.0, min_scale=1.0))
+    one.step()
+    one.overflow()
+
+
+def under_a_grad_scaler() -> None:
+    one = Training()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for factor in (1.0, float("inf")):
+        one.opt.zero_grad()
+        scaler.scale(one.loss(factor)).backward()
+        scaler.step(one.opt)
+        scaler.update()
+
+
+def too_many_in_a_row() -> None:
+    one = Training(scaler=DynamicLossScaler(init_scale=1024.0, max_consecutive_skips=2))
+    one.step()
+    one.overflow(2)
+
+
+R, T, V, L = RuntimeError, TypeError, ValueError, None  # L: logged, not raised
+PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
+    "written after backward": (R, written_after_backward),
+    "written after the check": (R, written_after_the_check),
+    "plain backward": (R, plain_backward),
+    "not cleared": (R, not_cleared),
+    "backward after a clip": (R, backward_after_a_clip),
+    "interrupted": (R, interrupted),
+    "master gradient set": (R, master_gradient_set),
+    "scale set": (R, scale_set),
+    "groups changed": (R, groups_changed),
+    "no_sync": (R, no_sync),
+    "sums in a group": (R, sums_in_a_group),
+    "two scales": (R, two_scales),
+    "scaled here and there": (R, scaled_here_and_there),
+    "clipped the model": (R, clipped_the_model),
+    "never wrapped": (V, never_wrapped),
+    "wrapped twice": (T, wrapped_twice),
+    "behind the back": (R, behind_the_back),
+    "evaluated twice": (R, evaluated_twice),
+    "model written": (R, model_written),
+    "model written and taken": (L, model_written_and_taken),
+    "model swapped": (R, model_swapped),
+    "model converted": (R, model_converted),
+    "no gradients": (L, no_gradients),
+    "sums without backward": (L, sums_without_backward),
+    "too large": (L, too_large),
+    "not finite": (L, not_finite),
+    "calibrating": (L, calibrating),
+    "rare": (L, rare),
+    "in a row": (L, in_a_row),
+    "loss not finite": (L, loss_not_finite),
+    "static": (L, static),
+    "floor": (L, floor),
+    "under a GradScaler": (L, under_a_grad_scaler),
+    "too many in a row": (LossScaleError, too_many_in_a_row),
+}
+
+
+class Last(logging.Handler):
+    """Keeps the last line."""
+
+    text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text = record.getMessage()
+
+
+def said(key: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The message of one case."""
+    error, provoke = PROVOKED[key]
+    given = (monkeypatch,) if "monkeypatch" in provoke.__annotations__ else ()
+    if error is not None:
+        with pytest.raises(error) as caught:
+            provoke(*given)
+        assert type(caught.value) is error
+        return str(caught.value)
+    handler, logger = Last(), logging.getLogger("fp16opt")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        provoke(*given)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return handler.text
+
+
+def shown() -> dict[str, str]:
+    """The page's messages by key, in one line each."""
+    found = re.findall(r"^<!-- message: ([^\n]+) -->\n```text\n(.+?)\n```$", PAGE.read_text("utf-8"), re.M | re.S)
+    return {key: " ".join(text.split()) for key, text in found}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optimizers of other tests that still live are not told apart from these."""
+    monkeypatch.setattr(Lines, "_signature", lambda _: "")
+
+
+@pytest.mark.parametrize("key", PROVOKED)
+def test_the_page_shows_the_message(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown().get(key) == " ".join(said(key, monkeypatch).split())
+
+
+def test_the_page_has_all_of_them_in_this_order() -> None:
+    assert list(shown()) == list(PROVOKED)
+
+
+def test_each_message_says_what_to_do() -> None:
+    """Under each stand two paragraphs: what happened, what to do."""
+    parts = PAGE.read_text("utf-8").split("<!-- message: ")[1:]
+    for part in parts:
+        below = part.partition("```\n\n")[2].partition("\n#")[0]
+        assert below.startswith("**What happened.** "), part[:40]
+        assert "\n\n**What to do.** " in below, part[:40]
+
+
+NOT_THERE = (
+    "FP32 sums under DDP's no_sync need every master on every rank",  # of ZeRO: docs/scale.md
+    "() of an optimizer that was freed was called.",  # of a method that outlives its optimizer
+    "() of a copied optimizer was called.",  # of one that was copied without its wrapper
+)
+
+
+def test_every_refusal_of_the_stages_is_on_the_page() -> None:
+    """The files that keep the rules raise nothing that the page does not show."""
+    page = " ".join(shown().values())
+    missing = []
+    for name in ("step_state", "model_writes", "wrapped_step"):
+        tree = ast.parse((Path(fp16opt.__file__).parent / "engine" / f"{name}.py").read_text("utf-8"))
+        for node in ast.walk(tree):
+            if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args):
+                continue
+            first = node.exc.args[0]
+            parts = first.values if isinstance(first, ast.JoinedStr) else [first]
+            texts = [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+            longest = max(texts, key=len, default="")
+            if " ".join(longest.split()) not in page and not any(one in longest for one in NOT_THERE):
+                missing.append((name, node.lineno, longest[:60]))
+    assert missing == []
