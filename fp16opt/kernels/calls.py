@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from .pieces import Piece
-from .stats import Given, check_result
+from .reference_changed import marking
+from .stats import CastStats, Given, check_result
 
 Entries = Sequence["Tensor | None"]
 Specification = Callable[[int, "list[Tensor]", "tuple[Any, ...]", bool], None]
@@ -218,6 +219,13 @@ class Call(NamedTuple):
         """The tensors at a position in use, one of each list."""
         return [tensor for entries in self.lists if (tensor := entries[row]) is not None]
 
+    @property
+    def rounded(self) -> Entries:
+        """The list of 16-bit tensors that masters are rounded to; none of operations that round nothing."""
+        names = self.operation.lists
+        which = next((place for place, name in enumerate(names) if name in ("params", "models")), None)
+        return () if which is None else self.lists[which]
+
     def column(self, which: int) -> list[Tensor]:
         """The tensors of one list at the positions in use."""
         entries = self.lists[which]
@@ -259,13 +267,16 @@ class Call(NamedTuple):
                 "Give one each."
             )
         if plan.by_reference:
-            with torch.no_grad():
+            changed = next((value.changed for value in given if isinstance(value, CastStats)), None)
+            with torch.no_grad(), marking(changed, self.rounded, plan.by_reference):
                 for row in plan.by_reference:
                     flag = flags if isinstance(flags, bool) else flags is not None and bool(flags[row])
                     operation.specification(row, self.row(row), given, flag)
         if plan.serving is None:
             return False
-        plan.serving.launch(self, values, written=written, flags=flags, writes=writes)
+        changed = next((value.changed for value in given if isinstance(value, CastStats)), None)
+        with marking(changed, self.rounded, [plan.rows[place] for place in plan.direct] if changed is not None else []):
+            plan.serving.launch(self, values, written=written, flags=flags, writes=writes)
         return True
 
 

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from . import cuda, cuda_steps, native, reference_steps
 from .backends import captures
-from .calls import CallCache, Entries, Operation
+from .calls import Call, CallCache, Entries, Operation
 from .cuda_rows import KERNELS, Blocks
 from .formulas import FORMULAS, Formula, LionOptions
 from .lists import checked
 from .pieces import WHOLE, Piece
+from .reference_changed import marking
 from .reference_steps import Factors, OneStep, StepValues
 from .stats import CastStats, check_result
 from .table import step_operation
@@ -177,11 +178,19 @@ def run_step(step: Step, lists: tuple[Entries | None, ...], values: StepValues, 
     if values.found_inf is not None and plan.decided_here and bool(values.found_inf.item()):
         return
     first = values.first
+    changed = None if values.stats is None else values.stats.changed
     if plan.by_reference:
-        with torch.no_grad():
+        with torch.no_grad(), marking(changed, call.rounded, plan.by_reference):
             for row in plan.by_reference:
                 fresh = first if isinstance(first, bool) else bool(first[row])
                 operation.specification(row, call.row(row), (step, values), fresh)
+    served = [plan.rows[place] for place in plan.direct] if changed is not None and plan.serving is not None else []
+    with marking(changed, call.rounded, served):
+        _run_compiled(step, call, values)
+
+
+def _run_compiled(step: Step, call: Call, values: StepValues) -> None:
+    plan, operation, first = call.plan, call.operation, values.first
     if plan.serving is cuda:
         cuda_steps.launch(call, values._replace(options=list(map(step.packed, values.options))))
     elif plan.serving is not None and plan.direct:
