@@ -8,6 +8,7 @@
 #include "../functors/ratio8.h"
 #include "../functors/split24.h"
 #include "lists.h"
+#include "marking.h"
 #include "state8_level.h"
 
 namespace fp16opt {
@@ -85,13 +86,21 @@ void run(const StepLists& lists, int threads, Step&& step) {
         if (!narrows) break;
         lists.overflow[table.rows[size_t(place)]] = 0;
     }
-    const bool stream = table.elements * 2 >= kStepStreamingThreshold;
+    const bool marks = narrows && lists.marks.memory != nullptr;
+    const bool stream = table.elements * 2 >= kStepStreamingThreshold && !marks;
+    const auto step_part = [&](const Chunk& c, const Chunk* later) {
+        StepChunk chunk = chunk_of(lists, c, stream);
+        if (later != nullptr) chunk.ahead = between(chunk, chunk_of(lists, *later, stream));
+        return step(chunk, c);
+    };
     for_chunks<uint32_t>(
         table, threads,
         [&](const Chunk& c) {
-            StepChunk chunk = chunk_of(lists, c, stream);
-            if (const Chunk* later = later_chunk(table, c)) chunk.ahead = between(chunk, chunk_of(lists, *later, stream));
-            return step(chunk, c);
+            const Chunk* const later = later_chunk(table, c);
+            if (!marks) return step_part(c, later);
+            return round_and_mark(table, *lists.models, lists.marks, c, [&](const Chunk& part, const Chunk* next) {
+                return step_part(part, next == nullptr ? later : next);
+            });
         },
         [&](size_t place, uint32_t flags) {
             if (narrows) lists.overflow[table.rows[place]] |= int32_t(flags);

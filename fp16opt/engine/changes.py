@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.changed import ChangedBits, packed, unpacked
-from ..kernels.digests import digest, digest_at, words_each, words_of
+from ..kernels.changes import digest, take
+from ..kernels.digests import digest_at, words_each, words_of
 from ..kernels.reference import flatten, memory_order
 from .dtensors import Region, local, region_of
 from .params import ParamPair, ParamTable
@@ -72,7 +73,7 @@ def change_of(
 
     Args:
         digests: before and after.
-        indices: int64, in the whole, from the least on; None: all of the region.
+        indices: int32 or int64, in the whole, from the least on; None: all of the region.
         values: of these elements.
     """
     places, count = indices, values.numel()
@@ -83,7 +84,7 @@ def change_of(
             places = None
         elif region.is_whole and bits < listed:
             marks = torch.zeros(region.numel, dtype=torch.bool, device=indices.device)
-            marks[indices] = True
+            marks[indices.long()] = True
             places = packed(marks)
         else:
             places = indices.to(width)
@@ -229,12 +230,12 @@ class Changes:
         if known is None and self._is_frozen(seen):
             return TensorChange(*alike, now, now, None, None)
         if known is not None and as_before and known.strides == piece.stride():
-            places = self._marked(seen.key)
-            if places is None or not places.numel():
+            marked = self._marked(seen.key, piece)
+            if marked is None or not marked[0].numel():
                 if guard == known.guard:
                     return TensorChange(*alike, now, now, None, None)
-            elif _wrapped(guard - self._left(seen.key, piece, places)) == known.guard:
-                return self._sparse(seen, piece, places, (before, now))
+            elif _wrapped(guard - marked[2]) == known.guard:
+                return self._sparse(seen, piece, *marked[:2], (before, now))
         elif before == now:
             return TensorChange(*alike, now, now, None, None)
         values = piece.contiguous().view(-1).to("cpu", copy=True)
@@ -245,28 +246,20 @@ class Changes:
         is_param = isinstance(seen.tensor, torch.nn.Parameter) and not seen.tensor.requires_grad
         return is_param and self.sequence == 0 and not self._lost
 
-    def _marked(self, key: ParamPair | str) -> Tensor | None:
-        """Places in memory that passes have marked; None of a tensor without bits."""
+    def _marked(self, key: ParamPair | str, piece: Tensor) -> tuple[Tensor, Tensor, int] | None:
+        """:func:`.kernels.changes.take` of a weight; None of a tensor without bits."""
         if isinstance(key, str) or key not in self._bits:
             return None
-        changed, row = self._bits[key]
-        return changed.places(row)
+        return take(*self._bits[key], _in_memory(piece))
 
-    def _left(self, key: ParamPair | str, piece: Tensor, places: Tensor) -> int:
-        """What the digest would be less by if marked elements were what they were before."""
-        changed, row = self._bits[key]  # type: ignore[index]
-        words = _in_memory(piece)[places]
-        return _wrapped(int(digest_at(words, places)) - int(changed.of(row)[0]))
-
-    def _sparse(self, seen: _Seen, piece: Tensor, places: Tensor, digests: tuple[int | None, int]) -> TensorChange:
-        order = memory_order(piece)
-        inside = places
+    def _sparse(
+        self, seen: _Seen, piece: Tensor, places: Tensor, words: Tensor, digests: tuple[int | None, int]
+    ) -> TensorChange:
+        values = words.view(piece.dtype)
         if not piece.is_contiguous():
-            sizes = tuple(piece.shape[dim] for dim in order)
-            inside, moves = _logical(places, sizes, order, tuple(piece.shape))
-            places = places[moves]
-        values = flatten(piece, order).values[places]
-        indices = seen.region.indices(inside)
+            places, moves = _logical(places.long(), piece)
+            values = values[moves]
+        indices = places if seen.region.is_whole else seen.region.indices(places.long())
         return change_of(seen.name, seen.tied, seen.region, digests, indices.cpu(), values.cpu())
 
     def _remember(self, seen: Sequence[_Seen], digests: Sequence[int] | None = None) -> None:
@@ -276,14 +269,12 @@ class Changes:
             self._known[each.key] = _Known(piece.dtype, tuple(piece.shape), piece.stride(), guard, now)
 
 
-def _logical(
-    places: Tensor, sizes: tuple[int, ...], order: Sequence[int], shape: tuple[int, ...]
-) -> tuple[Tensor, Tensor]:
+def _logical(places: Tensor, piece: Tensor) -> tuple[Tensor, Tensor]:
     """Row-major places, sorted, of elements at places in memory, and how sorting moved them."""
-    steps = [_numel(shape[dim + 1 :]) for dim in order]
     found, rest = torch.zeros_like(places), places
-    for size, step in zip(reversed(sizes), reversed(steps), strict=True):
-        found, rest = found + rest % size * step, rest // size
+    for dim in reversed(memory_order(piece)):
+        size = max(piece.shape[dim], 1)
+        found, rest = found + rest % size * _numel(piece.shape[dim + 1 :]), rest // size
     return torch.sort(found)
 
 
