@@ -185,19 +185,20 @@ class Changes:
         Syncs.
         """
         self._params.find_pieces()
-        seen = self._look(tensors)
+        found: dict[str, TensorChange] = {}
+        seen = self._look(tensors, found)
         digests = _read([one for each in seen for one in (each.guard, each.digest)])
-        found = [
-            self._compare(each, guard, now) for each, guard, now in zip(seen, digests[::2], digests[1::2], strict=True)
-        ]
+        for each, guard, now in zip(seen, digests[::2], digests[1::2], strict=True):
+            found[each.name] = self._compare(each, guard, now)
         self._remember(seen, digests)
         for device in self._params.devices:
             if device.cast.changed is not None:
                 device.cast.changed.clear()
         self.sequence += 1
-        return found
+        return [found[name] for name in tensors if name in found]
 
-    def _look(self, tensors: Mapping[str, Tensor]) -> list[_Seen]:
+    def _look(self, tensors: Mapping[str, Tensor], found: dict[str, TensorChange]) -> list[_Seen]:
+        """Every tensor once; of those that other ranks train, empty parts go into ``found``."""
         pairs = {id(pair.model): pair for pair in self._params.all}
         elsewhere = {id(param) for param in self._params.elsewhere}
         names: dict[int, list[str]] = {}
@@ -212,6 +213,9 @@ class Changes:
         for number, (name, *tied) in names.items():
             tensor, pair = tensors[name], pairs.get(number)
             if number in elsewhere:
+                shape = tuple(tensor.shape)
+                nothing = Region(shape, (0,) * len(shape), (0,) * max(1, len(shape)))
+                found[name] = TensorChange(name, tuple(tied), tensor.dtype, nothing, 0, 0, None, None)
                 continue
             region = _region("tensor", name, tensor)
             if pair is not None:
