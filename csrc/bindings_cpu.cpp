@@ -290,6 +290,10 @@ void bind_changes(py::module_& module) {
         const ReleasedGil released;
         return int64_t(digest(address<const uint16_t>(words), n, first, threads));
     });
+    module.def("guard", [](uintptr_t words, int64_t n, int threads) {
+        const ReleasedGil released;
+        return guard(address<const uint16_t>(words), n, threads);
+    });
     module.def("count_marked", [](uintptr_t bits, int64_t n, int threads) {
         const ReleasedGil released;
         return count_marked(address<const uint64_t>(bits), n, threads);
@@ -297,8 +301,8 @@ void bind_changes(py::module_& module) {
     module.def("take_marked", [](uintptr_t bits, uintptr_t words, int64_t n, uintptr_t places, bool wide, uintptr_t taken,
                                  int threads) {
         const ReleasedGil released;
-        return int64_t(take_marked(address<const uint64_t>(bits), address<const uint16_t>(words), n, address<void>(places),
-                                   wide, address<uint16_t>(taken), threads));
+        return take_marked(address<const uint64_t>(bits), address<const uint16_t>(words), n, address<void>(places),
+                                   wide, address<uint16_t>(taken), threads);
     });
 }
 

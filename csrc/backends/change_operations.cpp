@@ -33,15 +33,15 @@ std::vector<int64_t> counts_of(const uint64_t* bits, int64_t n, int threads) {
 }
 
 template <class Place>
-uint64_t take_stretch(const uint64_t* bits, const uint16_t* words, int64_t start, int64_t length, Place* places,
+uint32_t take_stretch(const uint64_t* bits, const uint16_t* words, int64_t start, int64_t length, Place* places,
                       uint16_t* taken) {
-    uint64_t sum = 0;
+    uint32_t sum = 0;
     for (int64_t w = start / 64; w * 64 < start + length; ++w) {
         for (uint64_t left = bits[w]; left != 0; left &= left - 1) {
             const int64_t place = w * 64 + __builtin_ctzll(left);
             *places++ = Place(place);
             *taken++ = words[place];
-            sum += digest_term(words[place], uint32_t(place));
+            sum += guard_term(words[place], place);
         }
     }
     return sum;
@@ -60,13 +60,24 @@ uint64_t digest(const uint16_t* words, int64_t n, uint32_t first, int threads) {
     return total;
 }
 
+uint32_t guard(const uint16_t* words, int64_t n, int threads) {
+    std::vector<uint32_t> sums(size_t(stretches_of(n)));
+    const ChangesLevel* level = current_level().changes;
+    for_stretches(n, threads, [&](size_t stretch, int64_t start, int64_t length) {
+        sums[stretch] = level->guard(words + start, length, start);
+    });
+    uint32_t total = 0;
+    for (uint32_t sum : sums) total += sum;
+    return total;
+}
+
 int64_t count_marked(const uint64_t* bits, int64_t n, int threads) {
     int64_t total = 0;
     for (int64_t count : counts_of(bits, n, threads)) total += count;
     return total;
 }
 
-uint64_t take_marked(const uint64_t* bits, const uint16_t* words, int64_t n, void* places, bool wide, uint16_t* taken,
+uint32_t take_marked(const uint64_t* bits, const uint16_t* words, int64_t n, void* places, bool wide, uint16_t* taken,
                      int threads) {
     std::vector<int64_t> firsts = counts_of(bits, n, threads);
     int64_t total = 0;
@@ -75,14 +86,14 @@ uint64_t take_marked(const uint64_t* bits, const uint16_t* words, int64_t n, voi
         first = total;
         total += count;
     }
-    std::vector<uint64_t> sums(firsts.size());
+    std::vector<uint32_t> sums(firsts.size());
     for_stretches(n, threads, [&](size_t stretch, int64_t start, int64_t length) {
         const int64_t first = firsts[stretch];
         sums[stretch] = wide ? take_stretch(bits, words, start, length, static_cast<int64_t*>(places) + first, taken + first)
                              : take_stretch(bits, words, start, length, static_cast<int32_t*>(places) + first, taken + first);
     });
-    uint64_t sum = 0;
-    for (uint64_t one : sums) sum += one;
+    uint32_t sum = 0;
+    for (uint32_t one : sums) sum += one;
     return sum;
 }
 

@@ -226,11 +226,13 @@ Numbers compare_chunk(DType of_master, DType of_weight, const void* master, cons
 
 // -- which weights got other bits --------------------------------------------------------------------------------------
 
-uint64_t mark_part(const uint16_t* before, const uint16_t* after, int64_t n, int64_t place, uint64_t* bits, bool shared) {
+uint32_t mark_part(const uint16_t* before, const uint16_t* after, int64_t n, int64_t place, uint64_t* bits, bool shared) {
     return mark_words(before, after, n, place, bits, shared);
 }
 
 uint64_t digest_part(const uint16_t* words, int64_t n, uint32_t first) { return digest_words(words, n, first); }
+
+uint32_t guard_part(const uint16_t* words, int64_t n, int64_t place) { return guard_words(words, n, place); }
 
 }  // namespace
 
@@ -242,7 +244,7 @@ extern const State8Level state8_level;  // cpu_steps.cpp
 namespace {
 const SplitLevel split_level = {split_chunk, join_chunk};
 const MeasureLevel measure_level = {measure_chunk, compare_chunk};
-const ChangesLevel changes_level = {mark_part, digest_part};
+const ChangesLevel changes_level = {mark_part, digest_part, guard_part};
 }  // namespace
 extern const CpuLevel level;
 const CpuLevel level = {FP16OPT_NAME(FP16OPT_LEVEL), unscale_chunk, unscale_clipped_chunk, sum_of_squares_chunk, scale_chunk,

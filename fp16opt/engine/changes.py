@@ -2,7 +2,7 @@
 
 Every pass that rounds masters into weights reads the old ones first, where bits are kept, and marks the elements that
 get others. Other code may write weights too, and buffers, and parameters that are their own masters. That shows in
-digests: what the elements that are not marked add to one is known. Where it is another by now, the tensor is given
+guards: what the elements that are not marked add to one is known. Where it is another by now, the tensor is given
 whole.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.changed import ChangedBits, packed, unpacked
-from ..kernels.changes import digest, take
+from ..kernels.changes import digest, guard, take
 from ..kernels.digests import digest_at, words_each, words_of
 from ..kernels.reference import flatten, memory_order
 from .dtensors import Region, local, region_of
@@ -103,7 +103,7 @@ class _Known(NamedTuple):
 
     Attributes:
         strides: of the piece.
-        guard: its digest by places in memory.
+        guard: by places in memory.
         digest: by indices in the whole.
     """
 
@@ -188,8 +188,8 @@ class Changes:
         found: dict[str, TensorChange] = {}
         seen = self._look(tensors, found)
         digests = _read([one for each in seen for one in (each.guard, each.digest)])
-        for each, guard, now in zip(seen, digests[::2], digests[1::2], strict=True):
-            found[each.name] = self._compare(each, guard, now)
+        for each, mine, now in zip(seen, digests[::2], digests[1::2], strict=True):
+            found[each.name] = self._compare(each, mine, now)
         self._remember(seen, digests)
         for device in self._params.devices:
             if device.cast.changed is not None:
@@ -225,7 +225,7 @@ class Changes:
             seen.append(_seen(name, tuple(tied), tensor, region, name if pair is None else pair))
         return seen
 
-    def _compare(self, seen: _Seen, guard: int, now: int) -> TensorChange:
+    def _compare(self, seen: _Seen, mine: int, now: int) -> TensorChange:
         known = self._known.get(seen.key)
         piece = local(seen.tensor.detach())
         as_before = known is not None and (known.dtype, known.shape) == (piece.dtype, tuple(piece.shape))
@@ -236,9 +236,9 @@ class Changes:
         if known is not None and as_before and known.strides == piece.stride():
             marked = self._marked(seen.key, piece)
             if marked is None or not marked[0].numel():
-                if guard == known.guard:
+                if now == before:
                     return TensorChange(*alike, now, now, None, None)
-            elif _wrapped(guard - marked[2]) == known.guard:
+            elif (mine - marked[2]) % 2**32 == known.guard:
                 return self._sparse(seen, piece, *marked[:2], (before, now))
         elif before == now:
             return TensorChange(*alike, now, now, None, None)
@@ -268,9 +268,9 @@ class Changes:
 
     def _remember(self, seen: Sequence[_Seen], digests: Sequence[int] | None = None) -> None:
         numbers = _read([one for each in seen for one in (each.guard, each.digest)]) if digests is None else digests
-        for each, guard, now in zip(seen, numbers[::2], numbers[1::2], strict=True):
+        for each, mine, now in zip(seen, numbers[::2], numbers[1::2], strict=True):
             piece = local(each.tensor)
-            self._known[each.key] = _Known(piece.dtype, tuple(piece.shape), piece.stride(), guard, now)
+            self._known[each.key] = _Known(piece.dtype, tuple(piece.shape), piece.stride(), mine, now)
 
 
 def _logical(places: Tensor, piece: Tensor) -> tuple[Tensor, Tensor]:
@@ -289,10 +289,7 @@ def _in_memory(piece: Tensor) -> Tensor:
 
 def _seen(name: str, tied: tuple[str, ...], tensor: Tensor, region: Region, key: ParamPair | str) -> _Seen:
     piece = local(tensor.detach())
-    guard = digest(_in_memory(piece))
-    if piece.is_contiguous() and region.is_whole:
-        return _Seen(name, tied, tensor, region, guard, guard, key)
-    return _Seen(name, tied, tensor, region, guard, digest_of(piece, region), key)
+    return _Seen(name, tied, tensor, region, guard(_in_memory(piece)), digest_of(piece, region), key)
 
 
 def digest_of(piece: Tensor, region: Region) -> Tensor:
@@ -331,11 +328,6 @@ def _read(numbers: Sequence[Tensor]) -> list[int]:
         for place, value in zip(places, torch.stack([numbers[place] for place in places]).tolist(), strict=True):
             found[place] = value
     return found
-
-
-def _wrapped(number: int) -> int:
-    """A whole number modulo 2^64, as int64 has it."""
-    return (number + 2**63) % 2**64 - 2**63
 
 
 def require_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -140,6 +140,12 @@ def digest(words: Tensor, first: int) -> int:
     return found
 
 
+def guard(words: Tensor) -> int:
+    """:func:`.changes.guard` of words on the CPU."""
+    found: int = module.guard(words.data_ptr(), words.numel(), torch.get_num_threads())
+    return found
+
+
 def take_marked(bits: Tensor, words: Tensor) -> tuple[Tensor, Tensor, int]:
     """:func:`.changes.take` on the CPU."""
     numel, threads = words.numel(), torch.get_num_threads()

@@ -27,27 +27,28 @@ STEPS = 3
 
 def placed(way: str, net: nn.Module, size: int) -> nn.Module:
     """A model laid out over the ranks."""
-    if way == "fsdp2":
-        for layer in (net.a, net.b):
-            fully_shard(layer)
-        fully_shard(net)
-    elif way == "hsdp":
-        mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("replicate", "shard"))
-        fully_shard(net, mesh=mesh)
+    if way in ("fsdp2", "hsdp"):
+        shape = (size,) if way == "fsdp2" else (size // 2, 2)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        for layer in (net.a, net.b, net):
+            fully_shard(layer, mesh=mesh)
     elif way == "tensor parallel":
         parallelize_module(net, init_device_mesh("cpu", (size,)), {"a": ColwiseParallel(), "b": RowwiseParallel()})
     return net
 
 
-def has_norm(way: str) -> bool:
-    """ZeRO takes parameters of one dtype, and tensor parallelism shards the layer norm's input."""
-    return way not in ("zero", "tensor parallel")
+def net_for(way: str) -> Net:
+    """ZeRO takes parameters of one dtype, and tensor parallelism shards the hidden ones, evenly."""
+    net = Net(norm=way not in ("zero", "tensor parallel"))
+    if way == "tensor parallel":
+        net.a, net.b = nn.Linear(16, 8, dtype=torch.float16), nn.Linear(8, 3, dtype=torch.float16)
+    return net
 
 
 def train(rank: int, size: int, way: str, options: dict[str, Any], folder: str) -> list[list[str]]:
     """Steps, with an overflow among them; each one's delta, gathered, goes into a file, and the whole weights too."""
     torch.manual_seed(0)
-    net = placed(way, Net(norm=has_norm(way)), size)
+    net = placed(way, net_for(way), size)
     optimizer: Any = (
         ZeroRedundancyOptimizer(net.parameters(), AdamW, lr=1e-3) if way == "zero" else AdamW(net.parameters(), lr=1e-3)
     )
@@ -82,10 +83,10 @@ def full(value: Any) -> torch.Tensor:
     return (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
 
 
-def sample(rank: int, size: int, way: str, norm: bool, folder: str) -> None:
+def sample(rank: int, size: int, way: str, trained: str, folder: str) -> None:
     """A model on other ranks, laid out in another way, gets one delta after the other."""
     torch.manual_seed(0)
-    net = placed(way, Net(norm=norm), size)
+    net = placed(way, net_for(trained), size)
     for number in range(STEPS):
         delta = WeightDelta.load(f"{folder}/{number}.safetensors")
         if number == 2:
@@ -114,10 +115,10 @@ def test_two_ranks_to_three_to_one(
     names = (four if way == "hsdp" else two).run(train, way, options, str(tmp_path))[0]
     assert {"a.weight", "b.bias"} <= set(names[0])
     assert not names[1], "the step was skipped"
-    norm = has_norm(way)
-    three.run(sample, "fsdp2", norm, str(tmp_path))
-    three.run(sample, "plain", norm, str(tmp_path))
-    sampler = Net(norm=norm)
+    three.run(sample, "fsdp2", way, str(tmp_path))
+    three.run(sample, "plain", way, str(tmp_path))
+    torch.manual_seed(0)
+    sampler = net_for(way)
     for number in range(STEPS):
         WeightDelta.load(tmp_path / f"{number}.safetensors").apply_(sampler)
         for name, value in torch.load(tmp_path / f"{number}.pt").items():

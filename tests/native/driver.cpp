@@ -165,7 +165,7 @@ void run_others(Lists grads, Lists mixed, Lists weights, int threads, Results& r
         std::vector<uint16_t> taken(count);
         const auto* words = static_cast<const uint16_t*>(weights.pointers(1)[i]);
         results.take(std::vector<uint64_t>{take_marked(bits, words, weights.numels[i], places.data(), false, taken.data(), threads),
-                                           digest(words, weights.numels[i], 7, threads)});
+                                           digest(words, weights.numels[i], 7, threads), guard(words, weights.numels[i], threads)});
         results.take(places);
         results.take(taken);
     }
