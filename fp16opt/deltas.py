@@ -119,8 +119,9 @@ class WeightDelta:
             raise RuntimeError("apply_: this delta is one rank's part. Call delta.gather() on all ranks first.")
         targets = self._targets(model_or_state_dict)
         agreed = _Agreement(target.tensor for target in targets)
-        now = agreed.sums([target.digest() for target in targets])
-        then = agreed.sums([target.digest_after() for target in targets])
+        digests = [target.digest() for target in targets]
+        now = agreed.sums(digests)
+        then = agreed.sums([target.digest_after(found) for target, found in zip(targets, digests, strict=True)])
         for target, found, made in zip(targets, now, then, strict=True):
             change = target.change
             if change.before is not None and found != change.before:
@@ -496,16 +497,16 @@ class _Target(NamedTuple):
         """Of the piece as it is."""
         return digest_of(local(self.tensor.detach()), self.region)
 
-    def digest_after(self) -> Tensor:
-        """Of the piece as it would be."""
+    def digest_after(self, now: Tensor) -> Tensor:
+        """Of the piece as it would be; ``now`` is that of the piece as it is."""
         if self.values is None:
-            return self.digest()
+            return now
         if self.places is None:
             return digest_of(self.values.view(self.region.sizes), self.region)
         each = words_each(self.tensor.dtype)
         index = word_indices(self.region.indices(self.places), each)
         old = local(self.tensor.detach()).contiguous().view(-1)[self.places]
-        return self.digest() - digest_at(words_of(old), index) + digest_at(words_of(self.values), index)
+        return now - digest_at(words_of(old), index) + digest_at(words_of(self.values), index)
 
     def write(self) -> None:
         """Write what it gets."""

@@ -180,7 +180,7 @@ void cast(const Table& table, const Pointers& masters, const Pointers& params, i
     }
     const CpuLevel& level = current_level();
     const bool stream = table.elements * 2 >= kStreamingThreshold && marks.memory == nullptr;
-    const auto round = [&](const Chunk& c, const Chunk*) {
+    const auto round = [&](const Chunk& c) {
         return level.cast(table.dtypes[1][size_t(c.tensor)], at<float>(masters, table, 0, c),
                           at<void>(params, table, 1, c), c.numel, stream);
     };
@@ -188,7 +188,7 @@ void cast(const Table& table, const Pointers& masters, const Pointers& params, i
         table, threads,
         [&](const Chunk& c) {
             prefetch_later(table, c, {&masters, &params});
-            return marks.memory == nullptr ? round(c, nullptr) : round_and_mark(table, params, marks, c, round);
+            return marks.memory == nullptr ? round(c) : round_and_mark(table, params, marks, c, round);
         },
         [&](size_t place, uint32_t flags) { overflow[table.rows[place]] |= int32_t(flags); });
 }

@@ -67,6 +67,15 @@ StepChunk chunk_of(const StepLists& lists, const Chunk& c, bool stream) {
     return chunk;
 }
 
+// Has the step mark what it changes.
+void mark_in(const Marks& marks, const Table& table, const Chunk& c, StepChunk& chunk) {
+    uint64_t* const own = marks.memory + marks.offsets[table.rows[size_t(c.tensor)]];
+    chunk.guard = reinterpret_cast<uint32_t*>(own);
+    chunk.bits = own + 1;
+    chunk.place = c.start;
+    chunk.shared = shares_words(table, c);
+}
+
 // From the arrays of one chunk to those of another with as many.
 Distances between(const StepChunk& from, const StepChunk& to) {
     const auto bytes = [](const void* a, const void* b) {
@@ -88,19 +97,13 @@ void run(const StepLists& lists, int threads, Step&& step) {
     }
     const bool marks = narrows && lists.marks.memory != nullptr;
     const bool stream = table.elements * 2 >= kStepStreamingThreshold && !marks;
-    const auto step_part = [&](const Chunk& c, const Chunk* later) {
-        StepChunk chunk = chunk_of(lists, c, stream);
-        if (later != nullptr) chunk.ahead = between(chunk, chunk_of(lists, *later, stream));
-        return step(chunk, c);
-    };
     for_chunks<uint32_t>(
         table, threads,
         [&](const Chunk& c) {
-            const Chunk* const later = later_chunk(table, c);
-            if (!marks) return step_part(c, later);
-            return round_and_mark(table, *lists.models, lists.marks, c, [&](const Chunk& part, const Chunk* next) {
-                return step_part(part, next == nullptr ? later : next);
-            });
+            StepChunk chunk = chunk_of(lists, c, stream);
+            if (const Chunk* later = later_chunk(table, c)) chunk.ahead = between(chunk, chunk_of(lists, *later, stream));
+            if (marks) mark_in(lists.marks, table, c, chunk);
+            return step(chunk, c);
         },
         [&](size_t place, uint32_t flags) {
             if (narrows) lists.overflow[table.rows[place]] |= int32_t(flags);

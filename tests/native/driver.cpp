@@ -292,7 +292,7 @@ Lists step_lists(size_t state, bool has_models) {
 }
 
 // Of all results so far, to compare one machine with another. FNV-1a.
-uint64_t digest = 0xcbf29ce484222325ull;
+uint64_t fingerprint = 0xcbf29ce484222325ull;
 
 void compare_levels() {
     const Lists grads(kCount, 2, [] {
@@ -324,7 +324,7 @@ void compare_levels() {
             if (first != results.bytes) throw std::runtime_error(std::string((*level)->name) + " gives other bits");
         }
     }
-    for (unsigned char byte : first) digest = (digest ^ byte) * 0x100000001b3ull;
+    for (unsigned char byte : first) fingerprint = (fingerprint ^ byte) * 0x100000001b3ull;
 }
 
 // Several threads call at once: one has the pool, the others work alone.
@@ -358,7 +358,7 @@ int main(int argc, char** argv) {
         std::fprintf(stderr, "driver: %s\n", error.what());
         return 1;
     }
-    std::printf("driver: %d rounds, no difference between levels or thread counts, digest %016llx\n", rounds,
-                static_cast<unsigned long long>(digest));
+    std::printf("driver: %d rounds, no difference between levels or thread counts, fingerprint %016llx\n", rounds,
+                static_cast<unsigned long long>(fingerprint));
     return 0;
 }
