@@ -3,6 +3,7 @@
 from .apex import install_as_apex
 from .averaging import AveragedMasters, ema
 from .certify import Check, Report, certify
+from .deltas import WeightDelta
 from .engine.checkpoint import optimizer_state
 from .engine.diagnostics import Overflow
 from .engine.fused_registry import register_fused_step, register_one_pass
@@ -30,6 +31,7 @@ __all__ = [
     "Overflow",
     "Report",
     "StaticLossScaler",
+    "WeightDelta",
     "__version__",
     "certify",
     "diagnose",

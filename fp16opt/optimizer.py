@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from . import kernels, parallel
 from .certify import bucket_obstacle
+from .deltas import WeightDelta
 from .engine import checkpoint, state_formats
 from .engine.arguments import (
     check_loss,
@@ -24,6 +25,7 @@ from .engine.arguments import (
     open_group,
 )
 from .engine.bucketed_step import BucketedStep, Certified
+from .engine.changes import Changes, require_tensors
 from .engine.closures import EvaluatedClosure, MasterReevaluations, closure_mode
 from .engine.compatibility import check_groups, check_new_group, check_optimizer, make_state_format, required_by
 from .engine.config import Config
@@ -131,6 +133,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         gradient_release: True: each parameter is stepped in backward when its gradient arrives, and the gradient is
             freed. It takes a one-pass step, one backward a step, a static scale and no clip; a gradient that is not
             finite leaves its parameter alone, while others are stepped.
+        track_changes: True: every pass that writes the model's weights marks which got other bits, one bit a parameter,
+            for :meth:`take_delta`.
         closure: How ``step(closure)`` evaluates. "once": once, before the step. "reevaluate": whenever the wrapped
             optimizer calls it (SAM and its like); the model holds the masters' values each time, and an evaluation that
             overflows lowers the scale and is made again. None: "reevaluate" for LBFGS, "once" for all others.
@@ -166,6 +170,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         optimizer_state: str = "fp32",
         gradient_release: bool = False,
         closure: str | None = None,
+        track_changes: bool = False,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
@@ -175,7 +180,14 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 "Use that wrapper, or make the optimizer anew over model.parameters() and wrap it once."
             )
         self.config = Config(
-            grad_accumulation, on_model_write, fused_step, master_weights, optimizer_state, gradient_release, closure
+            grad_accumulation,
+            on_model_write,
+            fused_step,
+            master_weights,
+            optimizer_state,
+            gradient_release,
+            closure,
+            track_changes,
         )
         self._names = {id(param): name for name, param in named(named_parameters)}
         self._certified = Certified(bucket_obstacle)
@@ -212,6 +224,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.scaler.to(self.device)
         self.lines = Lines(type(self.inner).__name__, self.params)
         self.model_writes = ModelWrites(self.params, self.masters, on_model_write, self.lines)
+        self._changes = Changes(self.params) if self.config.track_changes else None
         self.outcome = Outcome(self.lines)
         self._compose()
         state_formats.convert_all(self._state_format, self.params.all, self.inner)
@@ -404,6 +417,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self._certified.check(self.optimizer)
 
     def _params_changed(self) -> None:
+        if self._changes is not None:
+            self._changes.follow_params()
         self.model_writes.follow_params()
         self.step_state.follow_params()
         if not self.gradient_release:
@@ -1087,6 +1102,41 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                     made[id(value)] = value.detach() if pair is None else self.masters.read([pair])[0].detach()
                 state[name] = made[id(value)]
         return state
+
+    @outside_inference
+    def take_delta(self, model: torch.nn.Module) -> WeightDelta:
+        """What changed in the model since the last call, or since it was wrapped; the next one begins here.
+
+        It covers all of ``model.state_dict()``: weights that steps wrote by their changed elements, and whole what
+        other code wrote, and buffers and parameters without masters where they changed. After an overflow it is empty.
+        The first one has buffers whole, and takes parameters that nothing trains as unchanged.
+
+        Args:
+            model: The module that holds all parameters of this optimizer, always the same one. On several ranks each
+                takes its part, at the same steps: :meth:`WeightDelta.gather` brings them together.
+
+        Raises:
+            RuntimeError: ``track_changes`` is False, or the model's weights are swapped.
+            TypeError: ``model`` is no Module, or its ``state_dict`` holds something else than tensors.
+            ValueError: A parameter of the optimizer is not in it. Nothing is taken then.
+
+        Syncs.
+
+        Example:
+            >>> model = torch.nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
+            >>> opt = MixedPrecisionOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), track_changes=True)
+            >>> opt.backward(model(torch.tensor([[1.0, 0.0]], dtype=torch.bfloat16)).float().sum())
+            >>> opt.step()
+            >>> opt.take_delta(model).num_changed
+            1
+        """
+        if self._changes is None:
+            raise RuntimeError("take_delta: changes are not tracked. Wrap with track_changes=True.")
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
+        self._sync_groups()
+        changes = self._changes.take(require_tensors(model.state_dict(keep_vars=True)))
+        return WeightDelta(self._changes.sequence, self._changes.sequence - 1, changes)
 
     @outside_inference
     def refresh_masters(self) -> None:

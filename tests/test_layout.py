@@ -34,6 +34,7 @@ ENGINE = [
     "diagnostics",
     "ranks",
     "params",
+    "changes",
     "masters",
     "split",
     "model_writes",
@@ -61,7 +62,8 @@ ROOMS = {
     "kernels": set[str](),
     "engine": {"kernels", "scaling"},
     "certify": {"kernels", "scaling", "engine"},
-    "optimizer": {"kernels", "scaling", "certify", "engine", "parallel"},
+    "deltas": {"kernels", "engine"},
+    "optimizer": {"kernels", "scaling", "certify", "engine", "parallel", "deltas"},
 }
 
 # Private names that are not ours, and why nothing public serves. A name may be read on any object; our files may

@@ -122,6 +122,8 @@ class Bucket:
 
     def __post_init__(self) -> None:
         self.cast = kernels.CastStats.allocate(len(self.split), self.device)
+        if self.split:
+            self.cast = self.split[0].cast.beside([pair.row for pair in self.split])
         self.models = [pair.model for pair in self.split]
         self.members = [pair.master for pair in self.split]
         self.stepped = self.members + [pair.master for pair in self.own]

@@ -13,6 +13,7 @@ _CHOICES: dict[str, tuple[bool | str, ...]] = {
     "master_weights": ("full", "none", "split", "split24"),
     "optimizer_state": ("fp32", "8bit"),
     "gradient_release": (False, True),
+    "track_changes": (False, True),
 }
 
 
@@ -31,6 +32,7 @@ class Config:
     optimizer_state: str
     gradient_release: bool | str
     closure: str | None = None
+    track_changes: bool = False
 
     def __post_init__(self) -> None:
         if self.gradient_release == "held":

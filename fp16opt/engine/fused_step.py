@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..kernels import CallCache, CastStats, backend
+from ..kernels import CallCache, backend
 from ..kernels.backends import captures
 from ..kernels.lists import is_dense
 from ..kernels.pieces import WHOLE, Piece
@@ -585,7 +585,7 @@ class PerParameterStepper:
             factors,
             [state.is_first],
             models=None if is_own else (pair.model,),
-            stats=None if is_own else CastStats(pair.cast.overflow[pair.row : pair.row + 1]),
+            stats=None if is_own else pair.cast.of_row(pair.row),
             found_inf=found_inf,
             cache=cache,
             pieces=pieces_of(state.spec, self.masters, [pair]),

@@ -118,7 +118,7 @@ class SplitMasters:
         models, rests = pieces([pair.model for pair in pairs]), [self.operand(pair) for pair in pairs]
         values = pieces(values)
         if pairs:
-            stats = kernels.CastStats.allocate(len(pairs), models[0].device)
+            stats = pairs[0].cast.beside([pair.row for pair in pairs])
             kernels.multi_tensor_split(values, models, rests, stats)
             for pair, flag in zip(pairs, stats.overflow, strict=True):
                 pair.cast.overflow[pair.row] = flag

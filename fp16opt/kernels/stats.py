@@ -7,10 +7,13 @@ for the device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from .changed import ChangedBits
 
 INF = 1
 """Bit in :attr:`GradStats.nonfinite`: an unscaled gradient is infinite."""
@@ -177,6 +180,7 @@ class CastStats(Given):
     Attributes:
         overflow: int32, shape [n]. Bits ``TOO_LARGE | NOT_FINITE`` of tensor i. Checked here, once, and not at every
             call: write into it, but put no other in its place.
+        changed: marks the elements of the 16-bit tensors that get other bits; None: nothing does.
 
     Raises:
         TypeError, ValueError: it is of another kind.
@@ -187,6 +191,7 @@ class CastStats(Given):
     """
 
     overflow: Tensor
+    changed: ChangedBits | None = None
 
     def __post_init__(self) -> None:
         n = (self.overflow.numel(),) if isinstance(self.overflow, Tensor) else ()
@@ -200,6 +205,11 @@ class CastStats(Given):
     def results(self) -> tuple[Tensor, ...]:
         return (self.overflow,)
 
+    @property
+    def marks(self) -> tuple[Tensor | int, Tensor | int]:
+        """What kernels are given to mark what changes: bits, and where a row's begin; zeros where nothing does."""
+        return (0, 0) if self.changed is None else (self.changed.memory, self.changed.offsets)
+
     @classmethod
     def allocate(cls, n: int, device: torch.device | str) -> CastStats:
         """All zeros, for lists of ``n`` tensors on ``device``.
@@ -212,6 +222,16 @@ class CastStats(Given):
             A new CastStats. Does not sync.
         """
         return cls(overflow=torch.zeros(n, dtype=torch.int32, device=device))
+
+    def beside(self, rows: Sequence[int]) -> CastStats:
+        """For a list of the tensors at ``rows`` alone: flags of its own, and the same bits. Does not sync."""
+        made = CastStats.allocate(len(rows), self.overflow.device)
+        made.changed = None if self.changed is None else self.changed.select(rows)
+        return made
+
+    def of_row(self, row: int) -> CastStats:
+        """For a list of the tensor at ``row`` alone: the same flags and bits. Does not sync."""
+        return CastStats(self.overflow[row : row + 1], None if self.changed is None else self.changed.select([row]))
 
 
 def check_result(

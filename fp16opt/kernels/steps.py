@@ -21,6 +21,7 @@ from .cuda_rows import KERNELS, Blocks
 from .formulas import FORMULAS, Formula, LionOptions
 from .lists import checked
 from .pieces import WHOLE, Piece
+from .reference_changed import marking
 from .reference_steps import Factors, OneStep, StepValues
 from .stats import CastStats, check_result
 from .table import step_operation
@@ -177,19 +178,21 @@ def run_step(step: Step, lists: tuple[Entries | None, ...], values: StepValues, 
     if values.found_inf is not None and plan.decided_here and bool(values.found_inf.item()):
         return
     first = values.first
+    changed = None if values.stats is None else values.stats.changed
     if plan.by_reference:
-        with torch.no_grad():
+        with torch.no_grad(), marking(changed, call.rounded, plan.by_reference):
             for row in plan.by_reference:
                 fresh = first if isinstance(first, bool) else bool(first[row])
                 operation.specification(row, call.row(row), (step, values), fresh)
     if plan.serving is cuda:
-        cuda_steps.launch(call, values._replace(options=list(map(step.packed, values.options))))
+        with marking(changed, call.rounded, call.direct_rows):
+            cuda_steps.launch(call, values._replace(options=list(map(step.packed, values.options))))
     elif plan.serving is not None and plan.direct:
         packed = map(step.packed, values.options)
         groups = b"".join(itertools.starmap(PACKS[operation.cuda], packed))
         stats, number = values.stats, values.number & 0xFFFFFFFF
-        overflow = 0 if stats is None else stats.overflow
-        behind = [step.functor, *values.factors, overflow, stats is not None, values.group_of, groups, number]
+        found = (0, 0, 0) if stats is None else (stats.overflow, *stats.marks)
+        behind = [step.functor, *values.factors, *found, stats is not None, values.group_of, groups, number]
         native.launch(call, behind, written=[] if stats is None else [stats.overflow], flags=first)
 
 
