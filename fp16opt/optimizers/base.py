@@ -44,6 +44,9 @@ class Batch:
         return [state["step"] for state in self.states]
 
 
+_SETTINGS = (bool, int, float, str, torch.dtype)  # kinds of what a constructor keeps beside groups and state
+
+
 class FP32StateOptimizer(Optimizer):
     """An optimizer whose state stays FP32 when a checkpoint is loaded for 16-bit parameters.
 
@@ -67,6 +70,11 @@ class FP32StateOptimizer(Optimizer):
         check_settings(defaults)
         super().__init__(params, defaults)
         self.set_grad_none = set_grad_none
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What torch copies and pickles, and what the constructor of the class was told."""
+        told = {name: value for name, value in self.__dict__.items() if value is None or isinstance(value, _SETTINGS)}
+        return {**told, **super().__getstate__()}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, and the group's settings are checked.

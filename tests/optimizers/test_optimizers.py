@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -566,6 +567,37 @@ def test_larc_follows_its_formula_and_gives_everything_back(clip: bool, decay: f
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
             assert p.grad is g
     assert optimizer.param_groups[0]["weight_decay"] == decay
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: FusedAdam(params, adam_w_mode=False, weight_decay=0.25, capturable=True, master_weights=True),
+        lambda params: FusedSGD(params, lr=0.5, momentum=0.5, weight_decay=0.25, wd_after_momentum=True),
+        lambda params: FusedAdagrad(params, adagrad_w_mode=True, weight_decay=0.25),
+        lambda params: FusedLAMB(params, adam_w_mode=False, weight_decay=0.25, use_nvlamb=True),
+        lambda params: FusedNovoGrad(params, reg_inside_moment=True, weight_decay=0.25),
+        lambda params: FusedMixedPrecisionLamb(params, use_nvlamb=True, reduced_precision_dtype=torch.bfloat16),
+    ],
+    ids=["adam", "sgd", "adagrad", "lamb", "novograd", "mixed lamb"],
+)
+def test_copies_step_as_they_were_told(make: Make, how: str) -> None:
+    params = [nn.Parameter(grad) for grad in gradients(0, [(4, 3)])]
+    pair = params, make(params)
+    step_with(pair, 1)
+    again = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
+    assert getattr(again[1], "_step_supports_amp_scaling", None) is getattr(pair[1], "_step_supports_amp_scaling", None)
+    for one in (pair, again):
+        step_with(one, 2)
+    assert_same_bits(again[0][0].detach(), params[0].detach(), "copied")
+
+
+def step_with(pair: tuple[list[nn.Parameter], torch.optim.Optimizer], step: int) -> None:
+    params, optimizer = pair
+    for param, grad in zip(params, gradients(step, [(4, 3)]), strict=True):
+        param.grad = grad
+    optimizer.step()
 
 
 def test_larc_is_an_optimizer_and_undoes_its_changes_when_the_step_fails() -> None:
