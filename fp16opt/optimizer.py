@@ -23,6 +23,7 @@ from .engine.arguments import (
     naming_loss_scale,
     open_group,
 )
+from .engine.attributes import convert_attributes
 from .engine.bucketed_step import BucketedStep, Certified
 from .engine.closures import EvaluatedClosure, MasterReevaluations, closure_mode
 from .engine.compatibility import check_groups, check_new_group, check_optimizer, make_state_format, required_by
@@ -213,6 +214,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.model_writes = ModelWrites(self.params, self.masters, on_model_write)
         self.outcome = Outcome()
         self._warned: set[str] = set()
+        convert_attributes(self.inner, self.params, self._warned)
         self._compose()
         state_formats.convert_all(self._state_format, self.params.all, self.inner)
 
@@ -384,6 +386,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         gone = self.params.sync(groups, self._names, self._adopter())
         for pair in gone:
             self.inner.state.pop(pair.master, None)
+        convert_attributes(self.inner, self.params, self._warned)
         self._params_changed()
 
     def _check_groups(self, groups: list[dict[str, Any]]) -> None:

@@ -34,6 +34,7 @@ ENGINE = [
     "diagnostics",
     "ranks",
     "params",
+    "attributes",
     "masters",
     "split",
     "model_writes",
