@@ -35,7 +35,7 @@ from .engine.gradients import Gradients
 from .engine.masters import FullMasters, Masters, NoMasters, own_masters
 from .engine.memory import Memory, measure
 from .engine.model_writes import ModelWrites
-from .engine.outcome import Outcome, are_finite, read_at_once, warn_no_gradients, warn_plain_backward
+from .engine.outcome import Outcome, read_at_once, warn_no_gradients, warn_plain_backward
 from .engine.params import HALF_DTYPES, ParamTable, StateByParam
 from .engine.ranks import Digest, Facts
 from .engine.release import GradientRelease
@@ -412,11 +412,17 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
         Args:
             mode: False is :meth:`eval`.
+
+        Raises:
+            RuntimeError: It is inside of a ZeroRedundancyOptimizer, and would move this rank's part alone.
         """
-        switch = getattr(self.optimizer, "train" if mode else "eval", None)
+        name = "train" if mode else "eval"
+        switch = getattr(self.inner, name, None)
         if callable(switch):
+            parallel.refuse_on_zero(self.optimizer, f"{name}()", "Use FSDP2, or an optimizer without it.")
+            self._sync_groups()
             self.model_writes.sync()
-            with self._guard.open():
+            with self._guard.open(), self.masters.at_hand(self.params):
                 switch()
             self.write_masters()
 
@@ -434,19 +440,21 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             scaler: Scale with this one instead of the optimizer's own.
 
         Returns:
-            float32, of the loss's shape and device. No host sync.
+            float32, of the loss's shape and device. No host sync with gradients that were cleared.
 
         Raises:
             TypeError: The loss is not a floating tensor.
+            RuntimeError: As :meth:`backward`; but gradients of an earlier step may be cleared after this call, as where
+                ``autograd.grad`` takes what it returns. Else the next call that needs gradients raises.
         """
         check_loss(loss)
         check_scaler(scaler)
-        return self._scaled(loss, scaler)
+        return self._scaled(loss, scaler, may_clear=True)
 
-    def _scaled(self, loss: Tensor, scaler: LossScaler | None) -> Tensor:
+    def _scaled(self, loss: Tensor, scaler: LossScaler | None, may_clear: bool = False) -> Tensor:
         """:meth:`scale_loss` of what was checked."""
         self._sync_groups(verifies=False)
-        scale: BackwardScale = self.step_state.begin_backward(self.scaler if scaler is None else scaler)
+        scale: BackwardScale = self.step_state.begin_backward(self.scaler if scaler is None else scaler, may_clear)
         if loss.numel() == 1:
             self.step_state.losses.append(loss.detach())  # a skip's log line says whether it was finite
         return loss.float() * scale.scale.to(loss.device)
@@ -800,15 +808,16 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
         The scale moves here, after the step: gradients were divided by the one that they were multiplied with.
         """
-        old = float(self.scaler.scale) if skipped is True else 0.0
-        finite = are_finite(self.step_state.losses) if skipped is True else None
+        is_told = skipped is True or (skipped is False and self.outcome.log.awaits_step)
+        old = float(self.scaler.scale) if is_told else 0.0
+        losses = self.step_state.losses if is_told else []
         flags = [] if skipped is False else self.gradients.flags()
         skipped = self.outcome.record(check, skipped, flags, self.gradients.stats)
         self.step_state.reset()
         if not self.step_state.replicas.alone:
             self.step_state.replicas.after_step(skipped, self._digest)
-        if skipped is not False or self.outcome.log.calibrating:
-            self.outcome.tell(skipped, self.scaler, old, finite, check, self.params, "found_inf" in self.__dict__)
+        if is_told:
+            self.outcome.tell(skipped, self.scaler, old, losses, check, self.params, "found_inf" in self.__dict__)
 
     # -- state to read -----------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..engine.arguments import check_loss
 from ..engine.diagnostics import Overflow, SkipLog, describe
 from ..engine.step_state import OverflowCheck, Stage
 from ..engine.wrapped_step import HOOKS, Stepper
@@ -52,7 +53,7 @@ class AmpLog(SkipLog):
         self.blamed: list[int] = []  # ids of the scalers whose backwards of this step overflowed
 
     def skipped(
-        self, scaler: EngineScaler, old: float, overflows: Sequence[Overflow], loss_is_finite: bool | None = None
+        self, scaler: EngineScaler, old: float, overflows: Sequence[Overflow], losses: Sequence[Tensor] = ()
     ) -> None:
         """A step was skipped; ``scaler`` is the engine's, which never changes."""
         if self.setup.verbosity == 0:
@@ -62,7 +63,7 @@ class AmpLog(SkipLog):
             logger.info("gradient overflow in loss %s: skipping the step.", ", ".join(str(i) for i, _ in blamed))
         for _, mine in blamed:
             if mine.overflowed:  # not where a clean backward followed in the same step
-                super().skipped(mine.rule, float(mine.before), overflows, loss_is_finite)
+                super().skipped(mine.rule, float(mine.before), overflows, losses)
                 return
         logger.warning("step skipped: non-finite gradients in %s.", describe(overflows))
 
@@ -118,7 +119,8 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
         """``loss`` scaled. A backward follows."""
         if self.step_state.stage is Stage.READY and self.step_state.has_new():
             self.update_master_grads()  # a plain backward has left them, at scale 1
-        scaled = self.scale_loss(loss, scaler=scaler)
+        check_loss(loss)
+        scaled = self._scaled(loss, scaler)
         self._delayed.add(id(scaler))
         return scaled
 

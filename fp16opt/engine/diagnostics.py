@@ -6,6 +6,9 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from .. import kernels
 from ..scaling import LossScaler
 
@@ -14,6 +17,7 @@ __all__ = ["Overflow", "SkipLog", "blamed", "describe", "overflows_from_flags", 
 logger = logging.getLogger("fp16opt")
 
 _MANY = 3  # skips in a row from which on they are no rare overflows
+_CALIBRATED = 10  # steps taken, from which on a skip is no calibration
 
 
 class Overflow(NamedTuple):
@@ -51,7 +55,8 @@ def describe(names: Iterable[object], limit: int = 5) -> str:
     if not listed:
         return "none"
     more = len(listed) - limit
-    return ", ".join(listed) if more <= 0 else f"{', '.join(listed[:limit])} and {more} more"
+    comma = "; " if any(", " in name for name in listed) else ", "  # "group 0, param 3" has one of its own
+    return comma.join(listed) if more <= 0 else f"{comma.join(listed[:limit])} and {more} more"
 
 
 def blamed(overflows: Sequence[object]) -> str:
@@ -81,19 +86,25 @@ def overflows_from_flags(
     ]
 
 
+def are_finite(losses: Sequence[Tensor]) -> bool | None:
+    """Whether all losses of a step are; None where the engine has seen none. Syncs."""
+    return all([bool(loss.isfinite().all()) for loss in losses]) if losses else None  # noqa: C419
+
+
 class SkipLog:
     """Decides what to log after each skipped step.
 
-    A dynamic scaler finds its scale by overflowing: until the first step is taken a skip is logged at INFO
+    A dynamic scaler finds its scale by overflowing: until ten steps were taken a skip is logged at INFO
     level as calibration; afterwards one is a rare overflow, a WARNING with the parameters' names. Three in a
-    row, or a scale that calibration has brought under 1, are no rare overflows: the warning says so, and at the
-    3rd, 4th, 8th, 16th ... alone. So does one where the loss itself was not finite, which no scale can help
-    (an ERROR at the lowest scale).
+    row after that, or a scale that calibration has brought under 1, are no rare overflows: the warning says so, and
+    at the 3rd, 4th, 8th, 16th ... alone. So does one where the loss itself was not finite. No scale can help that
+    (an ERROR) at the lowest scale, and at one where the loss was finite before.
     Where the scale can't go lower, skips will go on: the 1st, 2nd, 4th, 8th ... of them is an ERROR (a WARNING
     with a static scaler), the others are silent.
 
     Attributes:
-        calibrating: Whether no step was taken yet.
+        calibrating: Whether fewer than ten steps were taken.
+        awaits_step: Whether :meth:`stepped` is to be told of the next step that is taken.
         grad_scaler_logs: Whether the GradScaler that drives logs skips itself.
         what, advice: What a skip at a static scale is called, and what to do about it.
     """
@@ -103,36 +114,54 @@ class SkipLog:
 
     def __init__(self) -> None:
         self.grad_scaler_logs = False
-        self.calibrating = True
+        self._taken = 0
         self._stuck = 0
+        self._fine = 0.0  # the largest scale that a step was seen to be taken with
+        self.awaits_step = True
 
-    def stepped(self) -> None:
-        """A step was taken: calibration is over."""
-        self.calibrating = False
+    @property
+    def calibrating(self) -> bool:
+        """See the class."""
+        return self._taken < _CALIBRATED
+
+    def stepped(self, scale: float) -> None:
+        """A step was taken with this loss scale."""
+        self._taken += 1
+        self._fine = max(self._fine, scale)
+        self.awaits_step = self.calibrating
 
     def skipped(
-        self, scaler: LossScaler, old: float, overflows: Sequence[Overflow], loss_is_finite: bool | None = None
+        self,
+        scaler: LossScaler,
+        old: float,
+        overflows: Sequence[Overflow],
+        losses: Sequence[Tensor] = (),
     ) -> None:
         """A step was skipped, and the scaler has been updated. Syncs (a skip is known on the host anyway).
 
         Args:
             old: the loss scale that the step was made with.
             overflows: the parameters with non-finite gradients.
-            loss_is_finite: whether the losses of the step were finite; None where they are not known.
+            losses: of the step, unscaled; none where they are not known.
         """
+        loss_is_finite = are_finite(losses)
+        self.awaits_step = True
         new = float(scaler.scale)
         stuck = not scaler.dynamic or (not new < old and scaler.at_floor())
         in_a_row = int(scaler.consecutive_skips)
-        change = f"{old:g} -> {new:g}" if new != old else f"stays at {new:g} (hysteresis)"
+        change = f"{old:g} -> {new:g}" if new != old else f"stays at {new:g}" + ("" if stuck else " (hysteresis)")
         if loss_is_finite is False:
             if _is_power_of_two(in_a_row):
+                hopeless = (stuck and scaler.dynamic) or old <= max(self._fine, 0.0 if scaler.dynamic else 1.0)
                 logger.log(
                     logging.ERROR if stuck and scaler.dynamic else logging.WARNING,
-                    "step skipped: the loss itself is not finite (%d in a row), so that no loss scale can help; "
-                    "non-finite gradients in %s. Look for inf or nan in the data, or see fp16opt.diagnose(model, "
-                    "loss_fn).",
+                    "step skipped, loss scale %s: the loss itself is not finite (%d in a row)%s; non-finite gradients "
+                    "in %s. %s",
+                    change,
                     in_a_row,
+                    ", so that no loss scale can help" if hopeless else "",
                     blamed(overflows),
+                    _about_the_loss(hopeless, any(loss.dtype == torch.float16 for loss in losses)),
                 )
         elif stuck:
             self._stuck += 1
@@ -151,9 +180,10 @@ class SkipLog:
                 )
         elif self.calibrating:
             logger.info(
-                "calibrating the loss scale: step skipped, the scale is now %g. The first steps of a dynamic "
-                "scaler are expected to overflow.",
+                "calibrating the loss scale: step skipped, the scale is now %g; non-finite gradients in %s. The first "
+                "steps of a dynamic scaler are expected to overflow.",
                 new,
+                blamed(overflows),
             )
         else:
             logger.warning(
@@ -184,6 +214,15 @@ class SkipLog:
                 blamed(overflows),
                 self.advice,
             )
+
+
+def _about_the_loss(hopeless: bool, is_fp16: bool) -> str:
+    if is_fp16:
+        return "The loss is FP16, which ends at 65504: compute it in FP32, with .float() on the model's outputs."
+    where = "Look for inf or nan in the data, or see fp16opt.diagnose(model, loss_fn)."
+    return (
+        where if hopeless else f"A part of it that was scaled may be finite at a lower scale. If this goes on: {where}"
+    )
 
 
 def _is_power_of_two(count: int) -> bool:
