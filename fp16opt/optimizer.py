@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -35,7 +35,14 @@ from .engine.gradients import Gradients
 from .engine.masters import FullMasters, Masters, NoMasters, own_masters
 from .engine.memory import Memory, measure
 from .engine.model_writes import ModelWrites
-from .engine.outcome import Outcome, read_at_once, warn_no_gradients, warn_plain_backward
+from .engine.outcome import (
+    Outcome,
+    read_at_once,
+    tell_of_no_scale,
+    warn_eps,
+    warn_no_gradients,
+    warn_plain_backward,
+)
 from .engine.params import HALF_DTYPES, ParamTable, StateByParam
 from .engine.ranks import Digest, Facts
 from .engine.release import GradientRelease
@@ -181,6 +188,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._names = {id(param): name for name, param in named(named_parameters)}
         self._certified = Certified(bucket_obstacle)
         self.scaler = make_scaler(dynamic, loss_scale, scaler)
+        self._chose_no_scale = not dynamic and loss_scale is None and scaler is None
         part = parallel.part_of(optimizer)
         check_optimizer(self.config, part, self.scaler, self._names, self._certified, part is not optimizer)
         self.optimizer = optimizer
@@ -215,6 +223,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.outcome = Outcome()
         self._warned: set[str] = set()
         convert_attributes(self.inner, self.params, self._warned)
+        if master_weights == "none":
+            warn_eps(self.inner.param_groups)
         self._compose()
         state_formats.convert_all(self._state_format, self.params.all, self.inner)
 
@@ -285,6 +295,22 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The wrapped optimizer's defaults."""
         return self.inner.defaults
+
+    if not TYPE_CHECKING:  # a type checker would take any name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Attributes of the wrapped optimizer are not the wrapper's: the error says where they are."""
+            kind, inner = type(self).__name__, self.__dict__.get("optimizer")
+            words = f"{kind!r} object has no attribute {name!r}"
+            if inner is None or name.startswith("_") or not hasattr(inner, name):
+                raise AttributeError(words)
+            more = f"The wrapped {type(inner).__name__} has: opt.optimizer.{name}."
+            if callable(getattr(inner, name)):
+                more += (
+                    " Where it moves parameters, these are the masters: call opt.write_masters() after it. SAM and its "
+                    'like are stepped by opt.step(closure) with closure="reevaluate".'
+                )
+            raise AttributeError(f"{words}. {more}")
 
     def steps_counted(self) -> int:
         """How many steps were taken, with one that was taken in backward and that ``step`` is yet to count."""
@@ -496,6 +522,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if scaler is not None:
             check_scaler(scaler)
         scaled = self._scaled(loss, scaler)
+        if self._chose_no_scale:
+            self._chose_no_scale = False
+            tell_of_no_scale(self.params, scaler is None)
         try:
             torch.autograd.backward(scaled, None, retain_graph, create_graph, inputs=inputs)
         except BaseException:

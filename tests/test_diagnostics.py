@@ -87,30 +87,15 @@ def test_first_skips_are_calibration(log: pytest.LogCaptureFixture) -> None:
     skip(skips, scaler)
     got = records(log)
     assert [level for level, _ in got] == ["INFO", "INFO"]
-    names = "non-finite gradients in fc.weight (inf), fc.bias (inf and nan)"
-    assert got[0][1].startswith(f"calibrating the loss scale: step skipped, the scale is now 4; {names}. ")
+    assert "calibrating the loss scale: step skipped, the scale is now 4." in got[0][1]
     assert "expected" in got[0][1]
-    assert "now 2;" in got[1][1]
+    assert "now 2." in got[1][1]
 
 
 def calibrated(scale: float = 1.0) -> SkipLog:
     skips = SkipLog()
-    for _ in range(10):
-        skips.stepped(scale)
+    skips.stepped(scale)
     return skips
-
-
-def test_calibration_lasts_for_ten_steps(log: pytest.LogCaptureFixture) -> None:
-    skips, scaler = SkipLog(), DynamicLossScaler(init_scale=8.0)
-    for _ in range(9):
-        skips.stepped(8.0)
-    skip(skips, scaler)
-    skips.stepped(4.0)
-    skip(skips, scaler)
-    assert [text.split(":")[0] for _, text in records(log)] == [
-        "calibrating the loss scale",
-        "step skipped, loss scale 4 -> 2",
-    ]
 
 
 def test_later_skips_are_warnings_by_name(log: pytest.LogCaptureFixture) -> None:
@@ -280,7 +265,8 @@ def test_model_write_warning(log: pytest.LogCaptureFixture) -> None:
     [(level, text)] = records(log)
     assert level == "WARNING"
     assert "masters take the values: fc.weight, fc.bias." in text
-    assert "refresh_masters()" in text
+    assert "nothing to do after a load" in text
+    assert "edit master_params() and call write_masters()" in text
     assert 'on_model_write="error"' in text
 
 

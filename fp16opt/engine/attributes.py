@@ -6,6 +6,7 @@ in 16 bits they would round the masters each time they are written back.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from typing import Any
 
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .diagnostics import describe, warn
+from .diagnostics import describe
 from .dtensors import local
 from .params import HALF_DTYPES, ParamTable
+
+logger = logging.getLogger("fp16opt")
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -34,7 +37,7 @@ def convert_attributes(optimizer: Optimizer, params: ParamTable, warned: set[str
     left = [where for where in _Conversion(optimizer, params).run() if f"attribute {where}" not in warned]
     warned.update(f"attribute {where}" for where in left)
     if left:
-        warn(
+        logger.warning(
             "%s keeps 16-bit tensors outside of its state: %s. They stay as they are: if they are more than buffers of "
             "a step, what is computed with them is rounded. Keep them in state[p], or make them FP32.",
             type(optimizer).__name__,

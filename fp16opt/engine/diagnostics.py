@@ -17,7 +17,6 @@ __all__ = ["Overflow", "SkipLog", "blamed", "describe", "overflows_from_flags", 
 logger = logging.getLogger("fp16opt")
 
 _MANY = 3  # skips in a row from which on they are no rare overflows
-_CALIBRATED = 10  # steps taken, from which on a skip is no calibration
 
 
 class Overflow(NamedTuple):
@@ -94,16 +93,16 @@ def are_finite(losses: Sequence[Tensor]) -> bool | None:
 class SkipLog:
     """Decides what to log after each skipped step.
 
-    A dynamic scaler finds its scale by overflowing: until ten steps were taken a skip is logged at INFO
+    A dynamic scaler finds its scale by overflowing: until the first step is taken a skip is logged at INFO
     level as calibration; afterwards one is a rare overflow, a WARNING with the parameters' names. Three in a
-    row after that, or a scale that calibration has brought under 1, are no rare overflows: the warning says so, and
+    row, or a scale that calibration has brought under 1, are no rare overflows: the warning says so, and
     at the 3rd, 4th, 8th, 16th ... alone. So does one where the loss itself was not finite. No scale can help that
     (an ERROR) at the lowest scale, and at one where the loss was finite before.
     Where the scale can't go lower, skips will go on: the 1st, 2nd, 4th, 8th ... of them is an ERROR (a WARNING
     with a static scaler), the others are silent.
 
     Attributes:
-        calibrating: Whether fewer than ten steps were taken.
+        calibrating: Whether no step was taken yet.
         awaits_step: Whether :meth:`stepped` is to be told of the next step that is taken.
         grad_scaler_logs: Whether the GradScaler that drives logs skips itself.
         what, advice: What a skip at a static scale is called, and what to do about it.
@@ -122,7 +121,7 @@ class SkipLog:
     @property
     def calibrating(self) -> bool:
         """See the class."""
-        return self._taken < _CALIBRATED
+        return self._taken == 0
 
     def stepped(self, scale: float) -> None:
         """A step was taken with this loss scale."""
@@ -180,10 +179,9 @@ class SkipLog:
                 )
         elif self.calibrating:
             logger.info(
-                "calibrating the loss scale: step skipped, the scale is now %g; non-finite gradients in %s. The first "
-                "steps of a dynamic scaler are expected to overflow.",
+                "calibrating the loss scale: step skipped, the scale is now %g. The first steps of a dynamic "
+                "scaler are expected to overflow.",
                 new,
-                blamed(overflows),
             )
         else:
             logger.warning(
@@ -261,6 +259,7 @@ def warn_model_write(names: Iterable[str]) -> None:
     """Warn that something else wrote model parameters, and that their masters take the new values."""
     warn(
         "model weights were written by something else than the optimizer; masters take the values: %s. "
-        'Call refresh_masters() after writing, or construct with on_model_write="error" to find the place.',
+        "There is nothing to do after a load. To write in every step, as a clamp does, edit master_params() and call "
+        'write_masters(). on_model_write="error" finds the place.',
         describe(names),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -309,3 +310,27 @@ def warn_plain_backward(warned: set[str]) -> None:
             'grad_accumulation="fp32" has no effect: gradients came by a plain loss.backward(), which adds up '
             "micro-batches in 16 bits. Use backward(loss) of this optimizer, or fp16opt.integrations in a trainer."
         )
+
+
+def tell_of_no_scale(params: ParamTable, scales_itself: bool) -> None:
+    """FP16 weights are trained at a scale of 1 that the user has not written: mostly forgotten."""
+    names = [pair.name for pair in params.all if pair.model.dtype == torch.float16 and pair.model.requires_grad]
+    if names and scales_itself:
+        logger.info(
+            "FP16 weights are trained without loss scaling: %s. Small gradients underflow. Use dynamic=True; or "
+            "loss_scale=1.0 to say that this is meant.",
+            describe(names),
+        )
+
+
+def warn_eps(groups: Sequence[dict[str, Any]]) -> None:
+    """Without masters FP16 parameters are stepped in FP16, where the usual ``eps`` of Adam is 0."""
+    for number, group in enumerate(groups):
+        eps, has_fp16 = group.get("eps"), any(param.dtype == torch.float16 for param in group["params"])
+        if has_fp16 and isinstance(eps, float) and eps > 0.0 == float(torch.tensor(eps, dtype=torch.float16)):
+            logger.warning(
+                'master_weights="none", group %d: eps=%g is 0 in FP16, in which these parameters are stepped: where a '
+                "gradient is 0 the update is 0/0, and the weight becomes nan. Use eps=1e-4 or more, or masters.",
+                number,
+                eps,
+            )

@@ -489,10 +489,10 @@ class StepState:
             raise RuntimeError(
                 "gradients were found that neither opt.backward(loss) nor opt.scale_loss(loss) made, and the loss "
                 f"scale is {float(scaler.scale):g}: they would be unscaled wrongly. Use opt.backward(loss), and "
-                "zero_grad() after each step. Where another optimizer with the same scaler has made them, call "
-                "update_master_grads() of this one first. For a GradScaler to do the scaling, construct "
-                "MixedPrecisionOptimizer without dynamic, loss_scale, scaler. Trainers that call backward themselves: "
-                "Lightning, Accelerate, transformers, timm have a module in fp16opt.integrations."
+                "zero_grad() after each step. Where another optimizer's backward has made them, give both "
+                "one scaler (scaler=), and call update_master_grads() of this one first. For a GradScaler to do the "
+                "scaling, construct MixedPrecisionOptimizer without dynamic, loss_scale, scaler. Trainers that call "
+                "backward themselves: Lightning, Accelerate, transformers, timm have a module in fp16opt.integrations."
             )
         self.scale = BackwardScale.of(scaler, self._is_one(scaler))
         self.scale.external = True
