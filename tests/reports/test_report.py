@@ -139,13 +139,6 @@ def test_the_worst_comes_first_and_five_are_listed(tmp_path: Path) -> None:
     assert [one.row for one in reading.worth_a_look(reading.load(path))] == ["row7", "row6", "row5", "row4", "row3"]
 
 
-def test_a_run_that_went_on_is_one_run(tmp_path: Path) -> None:
-    path = write(tmp_path / "run.jsonl")
-    write(path)
-    run = reading.load(path)
-    assert (len(run.steps), len(run.samples)) == (40, 8)
-
-
 class Links(HTMLParser):
     """Everything that a page would load."""
 
