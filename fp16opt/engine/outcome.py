@@ -327,7 +327,11 @@ def warn_eps(groups: Sequence[dict[str, Any]]) -> None:
     """Without masters FP16 parameters are stepped in FP16, where the usual ``eps`` of Adam is 0."""
     for number, group in enumerate(groups):
         eps, has_fp16 = group.get("eps"), any(param.dtype == torch.float16 for param in group["params"])
-        if has_fp16 and isinstance(eps, float) and eps > 0.0 == float(torch.tensor(eps, dtype=torch.float16)):
+        if (
+            has_fp16
+            and isinstance(eps, float)
+            and eps > 0.0 == float(torch.tensor(eps, dtype=torch.float16, device="cpu"))
+        ):
             logger.warning(
                 'master_weights="none", group %d: eps=%g is 0 in FP16, in which these parameters are stepped: where a '
                 "gradient is 0 the update is 0/0, and the weight becomes nan. Use eps=1e-4 or more, or masters.",
