@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,19 +24,27 @@ from .engine.arguments import (
     naming_loss_scale,
     open_group,
 )
+from .engine.attributes import convert_attributes
 from .engine.bucketed_step import BucketedStep, Certified
 from .engine.changes import Changes, require_tensors
 from .engine.closures import EvaluatedClosure, MasterReevaluations, closure_mode
 from .engine.compatibility import check_groups, check_new_group, check_optimizer, make_state_format, required_by
 from .engine.config import Config
-from .engine.diagnostics import Lines, Overflow, warn_no_gradients, warn_plain_backward
+from .engine.diagnostics import (
+    Lines,
+    Overflow,
+    tell_of_no_scale,
+    warn_eps,
+    warn_no_gradients,
+    warn_plain_backward,
+)
 from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step
 from .engine.fused_step import FusedStep
 from .engine.gradients import Gradients
 from .engine.masters import FullMasters, Masters, NoMasters, own_masters
 from .engine.memory import Memory, measure
 from .engine.model_writes import ModelWrites
-from .engine.outcome import Outcome, are_finite, read_at_once
+from .engine.outcome import Outcome, read_at_once
 from .engine.params import HALF_DTYPES, ParamTable, StateByParam
 from .engine.ranks import Detached, Digest, Facts
 from .engine.release import GradientRelease
@@ -192,6 +200,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._names = {id(param): name for name, param in named(named_parameters)}
         self._certified = Certified(bucket_obstacle)
         self.scaler = make_scaler(dynamic, loss_scale, scaler)
+        self._chose_no_scale = not dynamic and loss_scale is None and scaler is None
         part = parallel.part_of(optimizer)
         check_optimizer(self.config, part, self.scaler, self._names, self._certified, part is not optimizer)
         self.optimizer = optimizer
@@ -224,6 +233,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.scaler.to(self.device)
         self.lines = Lines(type(self.inner).__name__, self.params)
         self.model_writes = ModelWrites(self.params, self.masters, on_model_write, self.lines)
+        convert_attributes(self.inner, self.params, self.lines)
+        if master_weights == "none":
+            warn_eps(self.lines, self.inner.param_groups)
         self._changes = Changes(self.params) if self.config.track_changes else None
         self.outcome = Outcome(self.lines)
         self._compose()
@@ -296,6 +308,22 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The wrapped optimizer's defaults."""
         return self.inner.defaults
+
+    if not TYPE_CHECKING:  # a type checker would take any name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Attributes of the wrapped optimizer are not the wrapper's: the error says where they are."""
+            kind, inner = type(self).__name__, self.__dict__.get("optimizer")
+            words = f"{kind!r} object has no attribute {name!r}"
+            if inner is None or name.startswith("_") or not hasattr(inner, name):
+                raise AttributeError(words)
+            more = f"The wrapped {type(inner).__name__} has: opt.optimizer.{name}."
+            if callable(getattr(inner, name)):
+                more += (
+                    " Where it moves parameters, these are the masters: call opt.write_masters() after it. SAM and its "
+                    'like are stepped by opt.step(closure) with closure="reevaluate".'
+                )
+            raise AttributeError(f"{words}. {more}")
 
     def steps_counted(self) -> int:
         """How many steps were taken, with one that was taken in backward and that ``step`` is yet to count."""
@@ -406,6 +434,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         gone = self.params.sync(groups, self._names, self._adopter())
         for pair in gone:
             self.inner.state.pop(pair.master, None)
+        convert_attributes(self.inner, self.params, self.lines)
         self._params_changed()
 
     def _check_groups(self, groups: list[dict[str, Any]]) -> None:
@@ -433,11 +462,17 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
         Args:
             mode: False is :meth:`eval`.
+
+        Raises:
+            RuntimeError: It is inside of a ZeroRedundancyOptimizer, and would move this rank's part alone.
         """
-        switch = getattr(self.optimizer, "train" if mode else "eval", None)
+        name = "train" if mode else "eval"
+        switch = getattr(self.inner, name, None)
         if callable(switch):
+            parallel.refuse_on_zero(self.optimizer, f"{name}()", "Use FSDP2, or an optimizer without it.")
+            self._sync_groups()
             self.model_writes.sync()
-            with self._guard.open():
+            with self._guard.open(), self.masters.at_hand(self.params):
                 switch()
             self.write_masters()
 
@@ -455,19 +490,21 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             scaler: Scale with this one instead of the optimizer's own.
 
         Returns:
-            float32, of the loss's shape and device. No host sync.
+            float32, of the loss's shape and device. No host sync with gradients that were cleared.
 
         Raises:
             TypeError: The loss is not a floating tensor.
+            RuntimeError: As :meth:`backward`; but gradients of an earlier step may be cleared after this call, as where
+                ``autograd.grad`` takes what it returns. Else the next call that needs gradients raises.
         """
         check_loss(loss)
         check_scaler(scaler)
-        return self._scaled(loss, scaler)
+        return self._scaled(loss, scaler, may_clear=True)
 
-    def _scaled(self, loss: Tensor, scaler: LossScaler | None) -> Tensor:
+    def _scaled(self, loss: Tensor, scaler: LossScaler | None, may_clear: bool = False) -> Tensor:
         """:meth:`scale_loss` of what was checked."""
         self._sync_groups(verifies=False)
-        scale: BackwardScale = self.step_state.begin_backward(self.scaler if scaler is None else scaler)
+        scale: BackwardScale = self.step_state.begin_backward(self.scaler if scaler is None else scaler, may_clear)
         if loss.numel() == 1:
             self.step_state.losses.append(loss.detach())  # a skip's log line says whether it was finite
         return loss.float() * scale.scale.to(loss.device)
@@ -509,6 +546,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if scaler is not None:
             check_scaler(scaler)
         scaled = self._scaled(loss, scaler)
+        if self._chose_no_scale:
+            self._chose_no_scale = False
+            if scaler is None:
+                tell_of_no_scale(self.lines, self.params.all)
         try:
             torch.autograd.backward(scaled, None, retain_graph, create_graph, inputs=inputs)
         except BaseException:
@@ -821,15 +862,16 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
         The scale moves here, after the step: gradients were divided by the one that they were multiplied with.
         """
-        old = float(self.scaler.scale) if skipped is True else 0.0
-        finite = are_finite(self.step_state.losses) if skipped is True else None
+        is_told = skipped is True or (skipped is False and self.outcome.log.awaits_step)
+        old = float(self.scaler.scale) if is_told else 0.0
+        losses = self.step_state.losses if is_told else []
         flags = [] if skipped is False else self.gradients.flags()
         skipped = self.outcome.record(check, skipped, flags, self.gradients.stats)
         self.step_state.reset()
         if not self.step_state.replicas.alone:
             self.step_state.replicas.after_step(skipped, self._digest)
-        if skipped is not False or self.outcome.log.calibrating:
-            self.outcome.tell(skipped, self.scaler, old, finite, check, self.params, "found_inf" in self.__dict__)
+        if is_told:
+            self.outcome.tell(skipped, self.scaler, old, losses, check, self.params, "found_inf" in self.__dict__)
 
     # -- state to read -----------------------------------------------------------------------------------------------
 

@@ -50,9 +50,10 @@ def minutes(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def skip(skips: SkipLog, scaler: LossScaler, loss_is_finite: bool | None = None) -> None:
+    losses = [] if loss_is_finite is None else [torch.tensor(1.0 if loss_is_finite else float("inf"))]
     old = scaler.scale.item()
     scaler.update(torch.tensor(1.0))
-    skips.skipped(scaler, old, BAD, loss_is_finite)
+    skips.skipped(scaler, old, BAD, losses)
 
 
 def test_overflow_reads_well() -> None:
@@ -69,6 +70,10 @@ def test_overflow_reads_well() -> None:
 ])  # fmt: skip
 def test_describe(count: int, want: str) -> None:
     assert describe([f"a{i}" for i in range(count)], limit=3) == want
+
+
+def test_names_with_commas_are_set_apart_by_semicolons() -> None:
+    assert describe(["group 0, param 0", "group 0, param 1"]) == "group 0, param 0; group 0, param 1"
 
 
 def test_describe_shows_five_unless_told() -> None:
@@ -98,9 +103,14 @@ def test_first_skips_are_calibration(log: pytest.LogCaptureFixture) -> None:
     assert "now 2." in got[1][1]
 
 
+def calibrated(scale: float = 1.0) -> SkipLog:
+    skips = SkipLog()
+    skips.stepped(scale)
+    return skips
+
+
 def test_later_skips_are_warnings_by_name(log: pytest.LogCaptureFixture) -> None:
-    skips, scaler = SkipLog(), DynamicLossScaler(init_scale=8.0, hysteresis=2)
-    skips.stepped()
+    skips, scaler = calibrated(), DynamicLossScaler(init_scale=8.0, hysteresis=2)
     assert records(log) == []
     skip(skips, scaler)
     skip(skips, scaler)
@@ -118,8 +128,7 @@ def test_later_skips_are_warnings_by_name(log: pytest.LogCaptureFixture) -> None
 def test_many_in_a_row_are_no_rare_overflow(
     log: pytest.LogCaptureFixture, minutes: list[float], finite: bool | None, words: str
 ) -> None:
-    skips, scaler = SkipLog(), DynamicLossScaler(init_scale=2.0**20)
-    skips.stepped()
+    skips, scaler = calibrated(), DynamicLossScaler(init_scale=2.0**20)
     logged = {}
     for number in range(1, 18):
         minutes[0] += 60.0
@@ -147,23 +156,62 @@ def test_calibration_under_a_scale_of_one_is_none(log: pytest.LogCaptureFixture)
     assert got[1][1].startswith("the loss is finite and gradients are not, 2 times in a row: step skipped, loss")
 
 
-@pytest.mark.parametrize("calibrated", [False, True])
-@pytest.mark.parametrize("scaler", [DynamicLossScaler, StaticLossScaler])
-def test_a_loss_that_is_not_finite_is_told_apart(
-    log: pytest.LogCaptureFixture, calibrated: bool, scaler: type[LossScaler]
-) -> None:
-    skips, mine = SkipLog(), scaler()
-    if calibrated:
-        skips.stepped()
-    logged = []
-    for number in range(1, 10):
-        skip(skips, mine, False)
-        for level, text in records(log):
-            logged.append(number)
-            assert level == "WARNING"
-            assert text.startswith(f"step skipped: the loss itself is not finite ({number} in a row), so that no loss")
-            assert "in fc.weight (inf), fc.bias (inf and nan)" in text
-    assert logged == [1, 2, 4, 8]
+def test_a_loss_that_is_not_finite_is_told_apart(log: pytest.LogCaptureFixture) -> None:
+    """A part of it that the user has scaled (a gradient penalty) may be finite at a lower scale."""
+    for make in (SkipLog, calibrated):
+        skips, scaler = make(), DynamicLossScaler()
+        logged = []
+        for number in range(1, 10):
+            skip(skips, scaler, False)
+            for level, text in records(log):
+                logged.append(number)
+                assert level == "WARNING"
+                assert text.startswith(
+                    f"step skipped, loss scale {2.0 ** (17 - number):g} -> {2.0 ** (16 - number):g}: the"
+                )
+                assert (
+                    f"the loss itself is not finite ({number} in a row); non-finite gradients in fc.weight (inf)"
+                    in text
+                )
+                assert "may be finite at a lower scale" in text
+        assert logged == [1, 2, 4, 8]
+
+
+def test_no_scale_can_help_a_loss_that_was_finite_at_this_one(log: pytest.LogCaptureFixture) -> None:
+    for scaler in (DynamicLossScaler(1024.0), StaticLossScaler(1024.0)):
+        skips = calibrated(1024.0)
+        skip(skips, scaler, False)
+        [(level, text)] = records(log)
+        assert level == "WARNING"
+        assert "the loss itself is not finite (1 in a row), so that no loss scale can help; non-finite" in text
+        assert "Look for inf or nan in the data" in text
+    assert text.startswith("step skipped, loss scale stays at 1024: ")
+
+
+def test_a_static_scale_above_one_may_be_too_large_for_what_was_scaled(log: pytest.LogCaptureFixture) -> None:
+    for scale, hopeless in ((1024.0, False), (1.0, True)):
+        skip(SkipLog(), StaticLossScaler(scale), False)
+        assert ("no loss scale can help" in records(log)[0][1]) is hopeless
+
+
+def test_a_step_after_skips_is_heard_of(log: pytest.LogCaptureFixture) -> None:
+    """A later loss that is not finite at that scale is none that a scale could help."""
+    skips, scaler = calibrated(), DynamicLossScaler(1024.0)
+    assert not skips.awaits_step
+    skip(skips, scaler)
+    assert skips.awaits_step
+    skips.stepped(512.0)
+    assert not skips.awaits_step
+    skip(skips, scaler, False)
+    assert "no loss scale can help" in records(log)[-1][1]
+
+
+def test_an_fp16_loss_that_overflows_is_told_to_be_fp32(log: pytest.LogCaptureFixture) -> None:
+    skips, scaler = SkipLog(), DynamicLossScaler()
+    skips.skipped(scaler, 65536.0, BAD, [torch.tensor(float("inf"), dtype=torch.float16)])
+    [(_, text)] = records(log)
+    assert "The loss is FP16, which ends at 65504: compute it in FP32, with .float() on the model's outputs." in text
+    assert "data" not in text
 
 
 def test_at_the_floor_a_loss_that_is_not_finite_is_an_error(log: pytest.LogCaptureFixture) -> None:
@@ -171,14 +219,12 @@ def test_at_the_floor_a_loss_that_is_not_finite_is_an_error(log: pytest.LogCaptu
     skip(skips, scaler, False)
     [(level, text)] = records(log)
     assert level == "ERROR"
-    assert "the loss itself is not finite (1 in a row)" in text
+    assert "the loss itself is not finite (1 in a row), so that no loss scale can help" in text
 
 
 @pytest.mark.parametrize("stepped", [False, True])
 def test_at_the_floor_errors_get_rarer(log: pytest.LogCaptureFixture, minutes: list[float], stepped: bool) -> None:
-    skips, scaler = SkipLog(), DynamicLossScaler(init_scale=2.0, min_scale=1.0)
-    if stepped:
-        skips.stepped()
+    skips, scaler = calibrated() if stepped else SkipLog(), DynamicLossScaler(init_scale=2.0, min_scale=1.0)
     skip(skips, scaler)
     assert records(log)[0][0] == ("WARNING" if stepped else "INFO"), "the step to the floor may have helped"
     logged = []
@@ -236,7 +282,8 @@ def test_model_write_warning(log: pytest.LogCaptureFixture) -> None:
     [(level, text)] = records(log)
     assert level == "WARNING"
     assert "masters take the values: fc.weight, fc.bias." in text
-    assert "refresh_masters()" in text
+    assert "nothing to do after a load" in text
+    assert "edit master_params() and call write_masters()" in text
     assert 'on_model_write="error"' in text
 
 

@@ -35,6 +35,7 @@ ENGINE = [
     "ranks",
     "params",
     "changes",
+    "attributes",
     "masters",
     "split",
     "model_writes",

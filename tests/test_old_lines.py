@@ -212,13 +212,59 @@ def converts() -> None:
 
 
 def loads_the_model(caplog: pytest.LogCaptureFixture) -> None:
-    model, opt = make()
+    model, opt = make(loss_scale=1.0)
     model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
     opt.backward(0.0 * loss_of(model))
     with caplog.at_level(logging.WARNING, "fp16opt"):
         opt.step()
     assert len(caplog.records) == 1
     assert not any(bool(master.any()) for master in opt.master_params())
+
+
+def _unscaled_step(weight: nn.Parameter, opt: MixedPrecisionOptimizer) -> None:
+    opt.zero_grad()
+    opt.backward(0.0 * weight.float().sum())
+    opt.step()
+
+
+def clamps_data() -> None:
+    for size, position, seen in ((100, 7, True), (20_000, 7, False)):
+        weight = nn.Parameter(torch.ones(size, dtype=torch.float16))
+        opt = MixedPrecisionOptimizer(SGD([weight], lr=0.1), fused_step=False)
+        weight.data[position] = 0.5
+        _unscaled_step(weight, opt)
+        assert weight[position].item() == (0.5 if seen else 1.0)
+        with torch.no_grad():
+            for master in opt.master_params():
+                master.clamp_(-0.25, 0.25)
+        opt.write_masters()
+        assert weight.eq(0.25).all()
+        _unscaled_step(weight, opt)
+        assert weight.eq(0.25).all()
+
+
+def clamps_with_autograd_off(caplog: pytest.LogCaptureFixture) -> None:
+    weight = nn.Parameter(torch.ones(20_000, dtype=torch.float16))
+    opt = MixedPrecisionOptimizer(SGD([weight], lr=0.1))
+    with torch.no_grad():
+        weight[7].clamp_(-0.5, 0.5)
+    with caplog.at_level(logging.WARNING, logger="fp16opt"):
+        _unscaled_step(weight, opt)
+    assert "edit master_params() and call write_masters()" in caplog.text
+    assert (weight[7].item(), weight[8].item()) == (0.5, 1.0)
+
+
+def swaps_before_an_update() -> None:
+    model, opt = make()
+    averaged, first = AveragedMasters(model, opt, ema(0.5)), model.weight.detach().clone()
+    opt.backward(loss_of(model))
+    opt.step()
+    with averaged.swap():
+        assert torch.equal(model.weight, first)
+    averaged.update()
+    stepped = model.weight.detach().clone()
+    with averaged.swap():
+        assert torch.equal(model.weight, stepped)
 
 
 def loads_plain_state() -> None:
@@ -311,19 +357,25 @@ ROWS: dict[str, Callable[..., None]] = {
     '`gradient_release="held"`': holds_gradients,
     "`model.half()`": converts,
     "`model.load_state_dict": loads_the_model,
+    "`p.data.clamp_": clamps_data,
+    "`with torch.no_grad(): p.clamp_": clamps_with_autograd_off,
     "`opt.load_state_dict": loads_plain_state,
     '`checkpoint["optimizer"]`': loads_apex_s_state,
     "`torch.save(model": saves_the_model,
     "`scale_before": compares_scales,
     "`AveragedModel(model)`": averages_the_model,
+    "`averaged.swap()`": swaps_before_an_update,
     "`scheduler": schedules,
     "`from apex": imports_apex,
 }
 
 
+LOGGING = (loads_the_model, clamps_with_autograd_off)
+
+
 @pytest.mark.parametrize("row", ROWS)
 def test_row(row: str, request: pytest.FixtureRequest) -> None:
-    needed = {"caplog": request.getfixturevalue("caplog")} if ROWS[row] is loads_the_model else {}
+    needed = {"caplog": request.getfixturevalue("caplog")} if ROWS[row] in LOGGING else {}
     ROWS[row](**needed)
 
 

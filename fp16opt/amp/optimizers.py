@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..engine.arguments import check_loss
 from ..engine.diagnostics import Lines, Overflow, SkipLog
 from ..engine.step_state import OverflowCheck, Stage
 from ..engine.wrapped_step import HOOKS, Stepper
@@ -54,7 +55,7 @@ class AmpLog(SkipLog):
         self.blamed: list[int] = []  # ids of the scalers whose backwards of this step overflowed
 
     def skipped(
-        self, scaler: EngineScaler, old: float, overflows: Sequence[Overflow], loss_is_finite: bool | None = None
+        self, scaler: EngineScaler, old: float, overflows: Sequence[Overflow], losses: Sequence[Tensor] = ()
     ) -> None:
         """A step was skipped; ``scaler`` is the engine's, which never changes."""
         if self.setup.verbosity == 0:
@@ -63,7 +64,7 @@ class AmpLog(SkipLog):
         for _, mine in blamed:
             if mine.overflowed:  # not where a clean backward followed in the same step
                 self._losses = [i for i, _ in blamed]
-                super().skipped(mine.rule, float(mine.before), overflows, loss_is_finite)
+                super().skipped(mine.rule, float(mine.before), overflows, losses)
                 return
         self._losses = [i for i, _ in blamed]
         text = "step skipped: non-finite gradients in %s."
@@ -128,7 +129,8 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
         """``loss`` scaled. A backward follows."""
         if self.step_state.stage is Stage.READY and self.step_state.has_new():
             self.update_master_grads()  # a plain backward has left them, at scale 1
-        scaled = self.scale_loss(loss, scaler=scaler)
+        check_loss(loss)
+        scaled = self._scaled(loss, scaler)
         self._delayed.add(id(scaler))
         return scaled
 

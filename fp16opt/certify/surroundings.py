@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Iterator
 
@@ -11,9 +12,19 @@ import torch
 from ..engine.buckets import hooks_muted
 
 
+def _eager() -> contextlib.AbstractContextManager[object]:
+    """Steps that are compiled run eagerly: trials would use up the recompilations that torch grants each function."""
+    set_stance = getattr(torch.compiler, "set_stance", None)  # torch from 2.6 on
+    if set_stance is None or "torch._dynamo" not in sys.modules:  # which takes a second to import
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[object] = set_stance("force_eager")
+    return stance
+
+
 @contextlib.contextmanager
 def undisturbed(on_cuda: bool = False) -> Iterator[None]:
-    """Within, random state, modes, defaults, hooks of all optimizers and warnings are the same for every caller.
+    """Within, random state, modes, defaults, hooks of all optimizers and warnings are the same for every caller, and
+    nothing is compiled.
 
     After it they are as they were.
 
@@ -31,6 +42,7 @@ def undisturbed(on_cuda: bool = False) -> Iterator[None]:
         torch.autocast("cpu", enabled=False),
         torch.device("cpu") if elsewhere else contextlib.nullcontext(),
         hooks_muted(),
+        _eager(),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")

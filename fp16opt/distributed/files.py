@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
+from ..engine.snapshot import copied
 from .exchange import gather, together
 from .modules import clean, unwrapped, wrapper_of
 from .named import load_state_dict, names_of, of_all_stages, state_dict
@@ -227,7 +228,7 @@ def _load_rest(model: nn.Module, rest: dict[str, Any]) -> None:
 
 def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return copied(value)
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
     return [_copied(item) for item in value] if isinstance(value, list) else value

@@ -21,6 +21,8 @@ def make_scaler(dynamic: bool, loss_scale: float | None, scaler: LossScaler | No
     given = [name for name, is_given in ways.items() if is_given]
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} were given: each of them chooses the loss scaler. Give one of them.")
+    if isinstance(loss_scale, str):
+        raise TypeError(f"loss_scale: expected a number, got {loss_scale!r}. For a scale that moves use dynamic=True.")
     if scaler is not None:
         return scaler
     if dynamic:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from ..kernels import HALF_DTYPES
 from ..scaling import LossScaler
+from .dtensors import local
 from .schema import (
     FACTORED,
     HOW_SAVED,
@@ -32,7 +33,7 @@ from .schema import (
     labels_of,
     lacks,
 )
-from .snapshot import Snapshot
+from .snapshot import Snapshot, copied
 from .state_formats import expanded
 
 __all__ = ["VERSION", "LoadPlan", "build", "carry_state", "optimizer_state", "plan_load"]
@@ -269,6 +270,7 @@ def _placed(value: Tensor, param: Tensor, as_param: bool) -> Tensor:
     """``value`` on the parameter's device; in its strides if shapes agree, as fused steps ignore strides."""
     value = value.to(device=param.device, dtype=param.dtype if as_param else value.dtype)
     alike = value.shape == param.shape and value.layout == param.layout == torch.strided
+    alike = alike and not hasattr(local(value), "__tensor_flatten__")  # which lay their inner tensors out as they need
     if not alike or value.stride() == param.stride():
         return value
     like = torch.empty_like(param, dtype=value.dtype, requires_grad=False)
@@ -278,7 +280,9 @@ def _placed(value: Tensor, param: Tensor, as_param: bool) -> Tensor:
 def _own(value: Any) -> Any:
     """A copy that shares no container and no tensor with ``value``; FP16 and BF16 tensors become FP32."""
     if isinstance(value, Tensor):
-        return value.detach().to(torch.float32) if value.dtype in HALF_DTYPES else value.detach().clone()
+        if type(value) in (Tensor, torch.nn.Parameter) and value.dtype in HALF_DTYPES:
+            return value.detach().to(torch.float32)
+        return copied(value.to(torch.float32) if value.dtype in HALF_DTYPES else value)
     return _walk(value, _own)
 
 

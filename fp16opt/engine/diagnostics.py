@@ -10,6 +10,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+import torch
+from torch import Tensor
+
 from .. import kernels
 from ..scaling import LossScaler
 
@@ -163,7 +166,8 @@ def describe(names: Iterable[object], limit: int = 5) -> str:
     if not listed:
         return "none"
     more = len(listed) - limit
-    return ", ".join(listed) if more <= 0 else f"{', '.join(listed[:limit])} and {more} more"
+    comma = "; " if any(", " in name for name in listed) else ", "  # "group 0, param 3" has one of its own
+    return comma.join(listed) if more <= 0 else f"{comma.join(listed[:limit])} and {more} more"
 
 
 def blamed(overflows: Sequence[object]) -> str:
@@ -193,14 +197,19 @@ def overflows_from_flags(
     ]
 
 
+def are_finite(losses: Sequence[Tensor]) -> bool | None:
+    """Whether all losses of a step are; None where the engine has seen none. Syncs."""
+    return all([bool(loss.isfinite().all()) for loss in losses]) if losses else None  # noqa: C419
+
+
 class SkipLog:
     """Decides what to log after each skipped step.
 
     A dynamic scaler finds its scale by overflowing: until the first step is taken a skip is logged at INFO
     level as calibration; afterwards one is a rare overflow, a WARNING with the parameters' names. Three in a
-    row, or a scale that calibration has brought under 1, are no rare overflows: the warning says so, and at the
-    3rd, 4th, 8th, 16th ... alone. So does one where the loss itself was not finite, which no scale can help
-    (an ERROR at the lowest scale).
+    row, or a scale that calibration has brought under 1, are no rare overflows: the warning says so, and
+    at the 3rd, 4th, 8th, 16th ... alone. So does one where the loss itself was not finite. No scale can help that
+    (an ERROR) at the lowest scale, and at one where the loss was finite before.
     Where the scale can't go lower, skips will go on: the 1st, 2nd, 4th, 8th ... of them is an ERROR (a WARNING
     with a static scaler), the others are silent.
 
@@ -209,6 +218,7 @@ class SkipLog:
 
     Attributes:
         calibrating: Whether no step was taken yet.
+        awaits_step: Whether :meth:`stepped` is to be told of the next step that is taken.
         grad_scaler_logs: Whether the GradScaler that drives logs skips itself.
         what, advice: What a skip at a static scale is called, and what to do about it.
     """
@@ -219,35 +229,54 @@ class SkipLog:
     def __init__(self, lines: Lines | None = None) -> None:
         self.lines = Lines() if lines is None else lines
         self.grad_scaler_logs = False
-        self.calibrating = True
+        self._taken = 0
         self._stuck = 0
+        self._fine = 0.0  # the largest scale that a step was seen to be taken with
+        self.awaits_step = True
 
-    def stepped(self) -> None:
-        """A step was taken: calibration is over."""
-        self.calibrating = False
+    @property
+    def calibrating(self) -> bool:
+        """See the class."""
+        return self._taken == 0
+
+    def stepped(self, scale: float) -> None:
+        """A step was taken with this loss scale."""
+        self._taken += 1
+        self._fine = max(self._fine, scale)
+        self.awaits_step = self.calibrating
 
     def skipped(
-        self, scaler: LossScaler, old: float, overflows: Sequence[Overflow], loss_is_finite: bool | None = None
+        self,
+        scaler: LossScaler,
+        old: float,
+        overflows: Sequence[Overflow],
+        losses: Sequence[Tensor] = (),
     ) -> None:
         """A step was skipped, and the scaler has been updated. Syncs (a skip is known on the host anyway).
 
         Args:
             old: the loss scale that the step was made with.
             overflows: the parameters with non-finite gradients.
-            loss_is_finite: whether the losses of the step were finite; None where they are not known.
+            losses: of the step, unscaled; none where they are not known.
         """
+        loss_is_finite = are_finite(losses)
+        self.awaits_step = True
         new = float(scaler.scale)
         stuck = not scaler.dynamic or (not new < old and scaler.at_floor())
         in_a_row = int(scaler.consecutive_skips)
-        change = f"{old:g} -> {new:g}" if new != old else f"stays at {new:g} (hysteresis)"
+        change = f"{old:g} -> {new:g}" if new != old else f"stays at {new:g}" + ("" if stuck else " (hysteresis)")
         say, where = self.lines.say, self.where(overflows)
         if loss_is_finite is False:
+            hopeless = (stuck and scaler.dynamic) or old <= max(self._fine, 0.0 if scaler.dynamic else 1.0)
             say(
                 logging.ERROR if stuck and scaler.dynamic else logging.WARNING,
-                "step skipped: the loss itself is not finite (%d in a row), so that no loss scale can help; non-finite "
-                "gradients in %s. Look for inf or nan in the data, or see fp16opt.diagnose(model, loss_fn).",
+                "step skipped, loss scale %s: the loss itself is not finite (%d in a row)%s; non-finite gradients "
+                "in %s. %s",
+                change,
                 in_a_row,
+                ", so that no loss scale can help" if hopeless else "",
                 where,
+                _about_the_loss(hopeless, any(loss.dtype == torch.float16 for loss in losses)),
                 nth=in_a_row,
             )
         elif stuck:
@@ -313,6 +342,15 @@ class SkipLog:
             )
 
 
+def _about_the_loss(hopeless: bool, is_fp16: bool) -> str:
+    if is_fp16:
+        return "The loss is FP16, which ends at 65504: compute it in FP32, with .float() on the model's outputs."
+    where = "Look for inf or nan in the data, or see fp16opt.diagnose(model, loss_fn)."
+    return (
+        where if hopeless else f"A part of it that was scaled may be finite at a lower scale. If this goes on: {where}"
+    )
+
+
 def _is_power_of_two(count: int) -> bool:
     return count & (count - 1) == 0
 
@@ -348,7 +386,8 @@ def warn_model_write(lines: Lines, names: Iterable[str], times: int) -> None:
     lines.say(
         logging.WARNING,
         "model weights were written by something else than the optimizer; masters take the values: %s%s. "
-        'Call refresh_masters() after writing, or construct with on_model_write="error" to find the place.',
+        "There is nothing to do after a load. To write in every step, as a clamp does, edit master_params() and call "
+        'write_masters(). on_model_write="error" finds the place.',
         describe(names),
         "" if times == 1 else f" ({times} times so far)",
         nth=times,
@@ -374,3 +413,31 @@ def warn_plain_backward(lines: Lines) -> None:
         "micro-batches in 16 bits. Use backward(loss) of this optimizer, or fp16opt.integrations in a trainer.",
         once=True,
     )
+
+
+def tell_of_no_scale(lines: Lines, pairs: Iterable[Any]) -> None:
+    """FP16 weights, if any of the rows, are trained at a scale of 1 that the user has not written: mostly forgotten."""
+    names = [pair.name for pair in pairs if pair.model.dtype == torch.float16 and pair.model.requires_grad]
+    if names:
+        lines.say(
+            logging.INFO,
+            "FP16 weights are trained without loss scaling: %s. Small gradients underflow. Use dynamic=True; or "
+            "loss_scale=1.0 to say that this is meant.",
+            describe(names),
+        )
+
+
+def warn_eps(lines: Lines, groups: Sequence[dict[str, Any]]) -> None:
+    """Without masters FP16 parameters are stepped in FP16, where the usual ``eps`` of Adam is 0."""
+    for number, group in enumerate(groups):
+        eps, has_fp16 = group.get("eps"), any(param.dtype == torch.float16 for param in group["params"])
+        if not (has_fp16 and isinstance(eps, float) and eps > 0.0):
+            continue
+        if float(torch.tensor(eps, dtype=torch.float16, device="cpu")) == 0.0:
+            lines.say(
+                logging.WARNING,
+                'master_weights="none", group %d: eps=%g is 0 in FP16, in which these parameters are stepped: where a '
+                "gradient is 0 the update is 0/0, and the weight becomes nan. Use eps=1e-4 or more, or masters.",
+                number,
+                eps,
+            )

@@ -332,7 +332,7 @@ class FusedStep:
         self.lines = Lines() if lines is None else lines
         self.rounded_all = False
         self._step_count = step_count
-        self._lasting_reason = self._last_reason = ""
+        self._lasting_reason = self._last_reason = self._unserved = ""
         self._known_generation = -1
         self._has_served = self._has_warned = False
         self._plans: dict[torch.device, _Plan] = {}
@@ -360,7 +360,7 @@ class FusedStep:
 
     def describe(self) -> str:
         """For the wrapper's repr: that it is fused, or why not."""
-        reason = self.reason()
+        reason = self.reason() or self._unserved
         return f"general ({reason})" if reason else "fused"
 
     def takes_scaled(self) -> bool:
@@ -433,7 +433,9 @@ class FusedStep:
             if has_hooks and (reason := self._groups_obstacle()):
                 raise CannotServe(reason)
             self._call_kernels(found_inf)
+            self._unserved = ""
         except CannotServe as unserved:
+            self._unserved = str(unserved)
             self._warn_or_refuse(str(unserved))
             if found_inf is None or not bool(found_inf):  # the host decides
                 counters_to_host(self.optimizer)

@@ -60,7 +60,9 @@ def coalesced(grad: Tensor, dtype: torch.dtype, name: str) -> Tensor:
         )
     if grad.is_coalesced():
         return grad
-    return torch.sparse_coo_tensor(grad._indices(), grad._values().to(dtype), grad.shape).coalesce()
+    return torch.sparse_coo_tensor(
+        grad._indices(), grad._values().to(dtype), grad.shape, check_invariants=False
+    ).coalesce()
 
 
 def total_norm(parts: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
@@ -636,7 +638,9 @@ def _there(value: Tensor | None) -> Tensor:
 
 
 def _sparse_like(grad: Tensor, values: Tensor) -> Tensor:
-    return torch.sparse_coo_tensor(grad._indices(), values, grad.shape, is_coalesced=True).coalesce()
+    return torch.sparse_coo_tensor(
+        grad._indices(), values, grad.shape, is_coalesced=True, check_invariants=False
+    ).coalesce()
 
 
 def _dense(grads: Sequence[Tensor | None]) -> list[Tensor | None]:

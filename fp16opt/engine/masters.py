@@ -75,6 +75,9 @@ class Masters(Protocol):
     def lay_out(self, pairs: Sequence[ParamPair], state: Mapping[Any, Any]) -> None:
         """Give loaded optimizer state the strides that steps need."""
 
+    def at_hand(self, params: ParamTable) -> contextlib.AbstractContextManager[None]:
+        """Within, masters hold their values, for any code of the wrapped optimizer's. What it writes there stays."""
+
 
 class FullMasters:
     """FP32 tensors of the parameters' shapes and strides."""
@@ -149,6 +152,10 @@ class FullMasters:
 
     def lay_out(self, pairs: Sequence[ParamPair], state: Mapping[Any, Any]) -> None:
         """No-op: loading gives state the strides of its master."""
+
+    def at_hand(self, params: ParamTable) -> contextlib.AbstractContextManager[None]:
+        """They are ordinary parameters within."""
+        return ordinary_parameters(params)
 
 
 class NoMasters(FullMasters):

@@ -219,7 +219,7 @@ class Outcome:
         skipped: bool | Tensor,
         scaler: LossScaler,
         old_scale: float,
-        loss_is_finite: bool | None,
+        losses: Sequence[Tensor],
         check: OverflowCheck,
         params: ParamTable,
         under_grad_scaler: bool = False,
@@ -227,7 +227,8 @@ class Outcome:
         """Log a step that was decided on the host.
 
         Args:
-            loss_is_finite: As for :meth:`SkipLog.skipped`.
+            old_scale: That the step was made with.
+            losses: Of the step's backwards, unscaled, where they are known.
             under_grad_scaler: Whether a GradScaler has handed over its scale, and follows itself.
 
         Raises:
@@ -238,15 +239,10 @@ class Outcome:
             if under_grad_scaler:
                 self.log.skipped_by_grad_scaler(report)
             else:
-                self.log.skipped(scaler, old_scale, report, loss_is_finite)
+                self.log.skipped(scaler, old_scale, report, losses)
             check_consecutive([one for one, _ in check.of], report)
         elif skipped is False:
-            self.log.stepped()
-
-
-def are_finite(losses: Sequence[Tensor]) -> bool | None:
-    """Whether all losses of a step are; None where the engine has seen none. Syncs."""
-    return all([bool(loss.isfinite().all()) for loss in losses]) if losses else None  # noqa: C419
+            self.log.stepped(old_scale)
 
 
 def read_at_once(numbers: dict[str, float | Tensor]) -> dict[str, float]:

@@ -167,10 +167,13 @@ class GradientRelease:
 
     # -- the backward ------------------------------------------------------------------------------------------------
 
-    def begin_backward(self, scaler: LossScaler) -> BackwardScale:
+    def begin_backward(self, scaler: LossScaler, may_clear: bool = False) -> BackwardScale:
         """The step's backward, with ``scaler``'s present scale, is about to begin.
 
         One before it that made no gradients here, as that of another optimizer's loss, counts for nothing.
+
+        Args:
+            may_clear: Of no use here: no gradients are there but while a backward runs.
 
         Raises:
             RuntimeError: there was one already, or it can't be served.

@@ -161,13 +161,15 @@ def check_masters(saved: object, masters: Sequence[Tensor | None], labels: Seque
         if value is None:
             raise ValueError(
                 f"{label}: masters has None, but this parameter is 16-bit and needs a master. {_SAME_MODEL} If it was "
-                "frozen when that was saved: set requires_grad=False before wrapping, load, and unfreeze it then."
+                'saved with master_weights="none": wrap it so here, too. If it was frozen then: set '
+                "requires_grad=False before wrapping, load, and unfreeze it then."
             )
         if not isinstance(value, Tensor):
             raise TypeError(f"{label}: master must be a tensor, got {_type(value)}. {HOW_SAVED}")
         if master is None:
             raise ValueError(
-                f"{label}: masters has a tensor, but this parameter is its own master. {_SAME_MODEL} If it is frozen "
+                f"{label}: masters has a tensor, but this parameter is its own master. {_SAME_MODEL} With "
+                'master_weights="none" here: wrap it with masters, as it was saved. If it is frozen '
                 "here and was not when that was saved: set requires_grad=True before load_state_dict."
             )
         if value.dtype != torch.float32 or value.layout != torch.strided or value.is_meta:

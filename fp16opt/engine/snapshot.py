@@ -1,4 +1,4 @@
-"""A snapshot of an optimizer, to go back to when something raises half-way."""
+"""Copies of tensors of any class, and a snapshot of an optimizer, to go back to when something raises half-way."""
 
 from __future__ import annotations
 
@@ -9,7 +9,30 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .dtensors import is_expanded
+from .dtensors import is_expanded, local
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """``tensor`` in memory of its own, of the same class.
+
+    Classes of other libraries that keep their numbers in inner tensors (torchao's 8-bit state) often lack ``clone``.
+    torch's protocol for such classes takes them apart, and puts copies of the inner tensors together.
+
+    Example:
+        >>> values = torch.ones(2)
+        >>> copied(values).add_(1), values
+        (tensor([2., 2.]), tensor([1., 1.]))
+    """
+    if type(local(tensor)) in _PLAIN or not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.detach().clone()
+    kind: Any = type(tensor)
+    with torch.no_grad():
+        names, context = tensor.__tensor_flatten__()
+        parts = {name: copied(getattr(tensor, name)) for name in names}
+        made: Tensor = kind.__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
+    return made
 
 
 class Snapshot:
@@ -35,7 +58,8 @@ class Snapshot:
         self._seen.add(id(value))
         if isinstance(value, Tensor):
             if self._copies_tensors and not is_expanded(value):
-                self._tensors.append((value, value.detach(), value.detach().clone()))
+                is_plain = type(value) in _PLAIN
+                self._tensors.append((value, value.detach() if is_plain else value, copied(value)))
             return
         content = list(value.items()) if isinstance(value, dict) else list(value)
         if not isinstance(value, tuple):
@@ -53,7 +77,7 @@ class Snapshot:
                 container.extend(content)
         with torch.no_grad():
             for tensor, before, values in self._tensors:
-                if type(tensor) in (Tensor, torch.nn.Parameter) and not _same_memory(tensor, before):
+                if type(tensor) in _PLAIN and not _same_memory(tensor, before):
                     tensor.data = before
                 tensor.copy_(values)
 

@@ -6,6 +6,7 @@ under which the optimizer keeps its state. Their values exist while they are ste
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels.calls import Entries
-from .dtensors import as_piece_of, different_bits, is_sharded, local, pieces
-from .params import DeviceParams, ParamPair
+from .dtensors import as_piece_of, different_bits, is_sharded, local, pieces, raw_grad, set_raw_grad
+from .masters import ordinary_parameters
+from .params import DeviceParams, ParamPair, ParamTable
 
 
 def placeholder(param: Tensor) -> Tensor:
@@ -76,10 +78,7 @@ class SplitMasters:
         self.__init__(state["bits"])  # type: ignore[misc]
         self._made = state["made"]
         for master, rest in self._made:  # copying gave the placeholders memory of their own
-            if is_sharded(master):
-                master._local_tensor = placeholder(rest)  # type: ignore[attr-defined]
-            else:
-                master.data = placeholder(rest)
+            _hold(master, placeholder(rest))
         self._rests = {id(master): rest for master, rest in self._made}
         self.ties = {id(master): ties for master, ties in state["ties"]}
 
@@ -187,6 +186,37 @@ class SplitMasters:
                 alike = isinstance(value, Tensor) and value.layout is torch.strided and not is_sharded(value)
                 if alike and value.shape == rest.shape and value.stride() != rest.stride():
                     held[key] = torch.empty_like(rest, dtype=value.dtype).copy_(value)
+
+    @contextlib.contextmanager
+    def at_hand(self, params: ParamTable) -> Iterator[None]:
+        """Within, the placeholders hold the masters' values, all at once: 4 more bytes a parameter."""
+        filled: list[tuple[list[ParamPair], list[Tensor]]] = []
+        grads = [(pair.master, raw_grad(pair.master)) for pair in params.all if id(pair.master) in self._rests]
+        try:
+            for master, _ in grads:
+                set_raw_grad(master, None)  # of strides that the values may not have
+            for device in params.devices:
+                pairs = [pair for pair in device.pairs if id(pair.master) in self._rests]
+                filled.append((pairs, self.read(pairs)))
+                for pair, value in zip(*filled[-1], strict=True):
+                    _hold(pair.master, local(value))
+            with ordinary_parameters(params):
+                yield
+        finally:
+            for pairs, _ in filled:
+                self.write(pairs, [pair.master.detach() for pair in pairs])
+                for pair in pairs:
+                    _hold(pair.master, local(placeholder(pair.model)))
+            for master, grad in grads:
+                set_raw_grad(master, grad)
+
+
+def _hold(master: Tensor, piece: Tensor) -> None:
+    """A placeholder's piece on this rank becomes ``piece``."""
+    if is_sharded(master):
+        master._local_tensor = piece  # type: ignore[attr-defined]
+    else:
+        master.data = piece
 
 
 def _find_ties(model: Tensor, master: Tensor) -> _Ties | None:

@@ -224,6 +224,9 @@ class StepState:
         self.scale: BackwardScale | None = None
         self.losses: list[Tensor] = []
         self._true_stamp: GradientStamp | None = None  # of the masters' gradients
+        self._left_over: tuple[list[str], GradientStamp] | None = (
+            None  # names, and which gradients a loss was scaled over
+        )
         self._found: dict[int, tuple[LossScaler, Tensor]] = {}
         self._is_closed = False  # by a clip or an edit, which a further backward would undo
         self._agreed = False  # over ranks, in ``_found``
@@ -248,8 +251,11 @@ class StepState:
 
     # -- backwards ---------------------------------------------------------------------------------------------------
 
-    def begin_backward(self, scaler: LossScaler) -> BackwardScale:
+    def begin_backward(self, scaler: LossScaler, may_clear: bool = False) -> BackwardScale:
         """A backward with ``scaler``'s present scale is about to add to the model's gradients.
+
+        Args:
+            may_clear: the user runs it: gradients of an earlier step raise later, if they are still there.
 
         Raises:
             RuntimeError: gradients are incomplete, were written, were clipped or edited, or are of another scale.
@@ -258,10 +264,11 @@ class StepState:
         grads = raw_grads(self.params.models)
         self._notice_cleared(grads)
         self._check_complete()
+        self._check_left_over(grads)
         if self.stage is not Stage.READY:
             self._compare(grads)  # finds zeros that the user wrote: READY
         if self.stage is Stage.READY:
-            self._begin_step(scaler, grads)
+            self._begin_step(scaler, grads, may_clear)
         else:
             self._continue_step(scaler)
         if self.scale is None or not self.scale.is_current(scaler):
@@ -273,19 +280,25 @@ class StepState:
         self.stage, self._stamp = Stage.SCALED, None
         return self.scale
 
-    def _begin_step(self, scaler: LossScaler, grads: list[Tensor | None]) -> None:
+    def _begin_step(self, scaler: LossScaler, grads: list[Tensor | None], may_clear: bool) -> None:
         if not (self._is_one(scaler) or self._has_zeros(grads)):
             left = self._not_zero(grads)
             if left:
-                raise RuntimeError(
-                    f"gradients are there that this backward would add to, and they were made at another scale: "
-                    f"{describe(left)}. Call zero_grad() after each step, also after a skipped one. Where another "
-                    "optimizer's backward left them, clear them; or, where both have one scaler, call "
-                    "update_master_grads() of this one after that backward."
-                )
+                if self.sums or not may_clear:
+                    raise _left_over(left)
+                self._left_over = left, GradientStamp([*grads, *raw_grads(self.params.elsewhere)])
         self.gradients.forget_true()
         if self.sums:
             self._start_summing()
+
+    def _check_left_over(self, grads: list[Tensor | None]) -> None:
+        """Raise where a loss was scaled over gradients of an earlier step, and one of them is still there."""
+        if self._left_over is not None:
+            names, stamp = self._left_over
+            now = enumerate([*grads, *raw_grads(self.params.elsewhere)])
+            if any([stamp.is_of(position, grad) for position, grad in now]):  # noqa: C419
+                raise _left_over(names)
+            self._left_over = None
 
     def _continue_step(self, scaler: LossScaler) -> None:
         if self._is_closed:
@@ -479,10 +492,10 @@ class StepState:
             raise RuntimeError(
                 "gradients were found that neither opt.backward(loss) nor opt.scale_loss(loss) made, and the loss "
                 f"scale is {float(scaler.scale):g}: they would be unscaled wrongly. Use opt.backward(loss), and "
-                "zero_grad() after each step. Where another optimizer with the same scaler has made them, call "
-                "update_master_grads() of this one first. For a GradScaler to do the scaling, construct "
-                "MixedPrecisionOptimizer without dynamic, loss_scale, scaler. Trainers that call backward themselves: "
-                "Lightning, Accelerate, transformers, timm have a module in fp16opt.integrations."
+                "zero_grad() after each step. Where another optimizer's backward has made them, give both "
+                "one scaler (scaler=), and call update_master_grads() of this one first. For a GradScaler to do the "
+                "scaling, construct MixedPrecisionOptimizer without dynamic, loss_scale, scaler. Trainers that call "
+                "backward themselves: Lightning, Accelerate, transformers, timm have a module in fp16opt.integrations."
             )
         self.scale = BackwardScale.of(scaler, self._is_one(scaler))
         self.scale.external = True
@@ -559,6 +572,7 @@ class StepState:
         grads = raw_grads(self.params.models)
         self._notice_cleared(grads)
         self._check_complete()
+        self._check_left_over(grads)
         if self.stage is not Stage.READY:
             self._check_reduced()
             self._compare(grads)
@@ -611,6 +625,7 @@ class StepState:
         grads = raw_grads(self.params.models)
         self._notice_cleared(grads)
         self._check_complete()
+        self._check_left_over(grads)
         if self.stage is Stage.READY or self.scale is None:
             return
         self._check_reduced()
@@ -925,6 +940,14 @@ class StepState:
         self.stage = Stage.READY
         self._stamp = None if set_to_none else GradientStamp(raw_grads(self.params.models), are_zeros=True)
         self._start()
+
+
+def _left_over(names: list[str]) -> RuntimeError:
+    return RuntimeError(
+        f"gradients are there that this backward would add to, and they were made at another scale: {describe(names)}. "
+        "Call zero_grad() after each step, also after a skipped one. Where another optimizer's backward left them, "
+        "clear them; or, where both have one scaler, call update_master_grads() of this one after that backward."
+    )
 
 
 def _any_not_zero(grad: Tensor) -> Tensor:

@@ -131,9 +131,9 @@ def make_hook_tables(*optimizers: Optimizer) -> None:
 
 
 class WrappedOptimizerGuard:
-    """Has ``step`` and ``zero_grad`` of the wrapped optimizer raise, unless the wrapper calls them.
+    """Has methods of the wrapped optimizer raise that write parameters or gradients, unless the wrapper calls them.
 
-    Both become attributes of the optimizer itself, in front of its class's methods, and of a scheduler's patch. There
+    They become attributes of the optimizer itself, in front of its class's methods, and of a scheduler's patch. There
     is no reference cycle. Make it when nothing of the wrapper's construction can fail any more.
 
     Args:
@@ -154,14 +154,14 @@ class WrappedOptimizerGuard:
         self.wrapper = wrapper
         self._optimizer = weakref.ref(optimizer)
         self._opened = 0
-        for name in GUARDED:
+        for name in [name for name in GUARDED if hasattr(optimizer, name)]:
             before = optimizer.__dict__.get(name)
             inner = None if isinstance(before, _GuardedMethod) else before
             optimizer.__dict__[name] = _GuardedMethod(name, self, inner)
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Within, the optimizer's ``step`` and ``zero_grad`` are its own. May be nested."""
+        """Within, the optimizer's methods are its own. May be nested."""
         self._opened += 1
         try:
             yield
@@ -188,8 +188,8 @@ class WrappedOptimizerGuard:
         return getattr(type(optimizer), name)(optimizer, *args, **kwargs)
 
 
-GUARDED = ("step", "zero_grad")
-"""The methods of a wrapped optimizer that raise when they are called from elsewhere."""
+GUARDED = ("step", "zero_grad", "train", "eval")
+"""The methods of a wrapped optimizer that raise when they are called from elsewhere, where it has them."""
 
 
 class _GuardedMethod:
@@ -235,7 +235,7 @@ def has_own_step(optimizer: Optimizer) -> bool:
 
 @contextlib.contextmanager
 def guard_open(optimizer: Optimizer) -> Iterator[None]:
-    """Within, ``step`` and ``zero_grad`` of ``optimizer`` are its own, guarded or not."""
+    """Within, the methods of ``optimizer`` are its own, guarded or not."""
     method = _guarded(optimizer, "step")
     if method is None or method.guard is None:
         yield
@@ -339,7 +339,19 @@ def run_step(optimizer: Optimizer, found_inf: Tensor | None, closure: Callable[[
         try:
             return optimizer.step() if closure is None else optimizer.step(closure)
         except BaseException as error:
-            raise StepFailed(error, bool(completed)) from error
+            raise StepFailed(_explained(error, optimizer), bool(completed)) from error
+
+
+def _explained(error: BaseException, optimizer: Optimizer) -> BaseException:
+    """What a step raised; in other words where it asked for the graph of gradients, which those of masters lack."""
+    if not (isinstance(error, RuntimeError) and "grad_fn" in str(error)):
+        return error
+    name = type(optimizer).__name__
+    return RuntimeError(
+        f"{name}.step() differentiates its gradients a second time ({str(error).rstrip('.')}). Gradients of masters "
+        f"are unscaled copies of the model's, without a graph, also after backward(loss, create_graph=True). Use "
+        f"{name} unwrapped, on FP32 weights."
+    )
 
 
 @contextlib.contextmanager

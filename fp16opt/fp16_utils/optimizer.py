@@ -270,6 +270,6 @@ class _Quiet(SkipLog):
         scaler: scaling.LossScaler,
         old: float,
         overflows: Sequence[Overflow],
-        loss_is_finite: bool | None = None,
+        losses: Sequence[Tensor] = (),
     ) -> None:
         """Say nothing."""

@@ -662,17 +662,18 @@ class GradScaler(torch.amp.GradScaler):
                 stepped |= record.skipped is False
                 if record.skipped is True:
                     skipped.append(record)
-        finite = self._losses_are_finite() if skipped else None
+        losses = list(self._losses)
         self._next_iteration()
         if found is None:
             return
-        old = float(self._rule.scale) if skipped else 0.0
+        is_told = bool(skipped) or (stepped and self._log.awaits_step)
+        old = float(self._rule.scale) if is_told else 0.0
         update_scale(self._rule, found)
         report = [overflow for record in skipped for overflow in self._labelled(record)] if skipped else []
         if skipped:
-            self._log.skipped(self._rule, old, report, finite)
-        elif stepped and self._log.calibrating:
-            self._log.stepped()
+            self._log.skipped(self._rule, old, report, losses)
+        elif is_told:
+            self._log.stepped(old)
         if self._rule.max_consecutive_skips is not None:
             check_consecutive([self._rule], report)
 
@@ -683,10 +684,6 @@ class GradScaler(torch.amp.GradScaler):
         numbered = enumerate(self._records.items(), 1)
         whose = next(f"optimizer {n} ({type(one).__name__})" for n, (one, its) in numbered if its is record)
         return [overflow._replace(name=f"{whose}: {overflow.name}") for overflow in record.report()]
-
-    def _losses_are_finite(self) -> bool | None:
-        """Whether the losses of this iteration are; None where none was scaled. Syncs."""
-        return all([bool(loss.isfinite().all()) for loss in self._losses]) if self._losses else None  # noqa: C419
 
     def _next_iteration(self) -> None:
         self._losses.clear()

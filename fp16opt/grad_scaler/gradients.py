@@ -310,4 +310,6 @@ def _memory_of(place: ParamWithGrad) -> Tensor:
 def _coalesced_wide(grad: Tensor, name: str) -> Tensor:
     """A 16-bit sparse gradient with duplicates summed in FP32. What does not fit after that is inf, and is flagged."""
     summed = coalesced(grad, torch.complex64 if grad.is_complex() else torch.float32, name)
-    return torch.sparse_coo_tensor(summed._indices(), summed._values().to(grad.dtype), grad.shape, is_coalesced=True)
+    return torch.sparse_coo_tensor(
+        summed._indices(), summed._values().to(grad.dtype), grad.shape, is_coalesced=True, check_invariants=False
+    )

@@ -161,6 +161,10 @@ class Monitor:
             if isinstance(sink, JsonLines):
                 sink.close()
 
+    def close(self) -> None:
+        """Another name of :meth:`detach`, as writers of logs have it."""
+        self.detach()
+
     def __enter__(self) -> Monitor:
         return self
 

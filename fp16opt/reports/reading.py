@@ -23,11 +23,13 @@ class RunRead:
         steps: one record each.
         samples: of the steps that were looked at.
         rows: their names, in the model's order.
+        earlier: how many runs are in the file before this one.
     """
 
     header: dict[str, Any]
     steps: list[dict[str, Any]] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
+    earlier: int = 0
 
     @property
     def rows(self) -> list[str]:
@@ -78,7 +80,10 @@ class RunRead:
 
 
 def load(path: str | os.PathLike[str]) -> RunRead:
-    """Read what a monitor has written.
+    """Read the last run that a monitor has written there.
+
+    A start at a step that the file has already takes the place of what comes after that step: a training that was
+    resumed. Where that is the first step of all, another run begins.
 
     Raises:
         ValueError: It holds no run, or one of a format that is not known here.
@@ -90,7 +95,7 @@ def load(path: str | os.PathLike[str]) -> RunRead:
                 raise ValueError(
                     f"{path}: expected records of format 1, got {record.get('format')!r}. A newer fp16opt reads them."
                 )
-            run = RunRead(record) if run is None else RunRead(record, run.steps, run.samples)
+            run = RunRead(record) if run is None else _follow(run, record)
         elif run is not None and record["kind"] == "step":
             run.steps.append(record)
         elif run is not None and record["kind"] == "sample":
@@ -98,6 +103,15 @@ def load(path: str | os.PathLike[str]) -> RunRead:
     if run is None:
         raise ValueError(f"{path}: expected records of fp16opt.Monitor, and there is none that begins a run.")
     return run
+
+
+def _follow(run: RunRead, header: dict[str, Any]) -> RunRead:
+    """What a further start in the same file makes of the run before it."""
+    first, known = header.get("first_step", 0), [*run.steps, *run.samples]
+    if known and first < min(record["step"] for record in known):
+        return RunRead(header, earlier=run.earlier + 1)
+    steps, samples = ([one for one in part if one["step"] <= first] for part in (run.steps, run.samples))
+    return RunRead(header, steps, samples, run.earlier)
 
 
 @dataclass(frozen=True)
@@ -119,7 +133,8 @@ def of_run(run: RunRead) -> list[str]:
     words = [f"{count} steps, {len(skipped)} skipped, {len(run.samples)} looked at."]
     scales = [step["loss_scale"] for step in run.steps]
     if scales:
-        words.append(f"The loss scale went from {scales[0]:g} to {scales[-1]:g}.")
+        went = f"went from {scales[0]:g} to {scales[-1]:g}" if min(scales) < max(scales) else f"was {scales[0]:g}"
+        words.append(f"The loss scale {went}.")
     first = next((n for n, step in enumerate(run.steps) if not step["skipped"]), count)
     later = len(skipped) - first
     if count and first == count:
@@ -146,21 +161,36 @@ def of_run(run: RunRead) -> list[str]:
             f"In step {', '.join(map(str, spoilt[:5]))} the gradients of nearly all layers were not finite: that is a "
             "loss that is inf or nan, from the data or the forward."
         )
-    under = _mean([_late(run, row, "underflow") for row in run.rows if _kind(run, row) == "float16"])
+    under = _over_elements(run, "underflow", [row for row in run.rows if _kind(run, row) == "float16"])
     if under is not None and under > 0.05 and run.masters == "none":
         words.append(
-            f"On average {under:.0%} of the gradients underflow when they are unscaled in 16 bits, which masters avoid."
+            f"{under:.0%} of the gradients' elements underflow when they are unscaled in 16 bits, which masters avoid."
         )
     elif under is not None and under > 0.05:
         words.append(
-            f"On average {under:.0%} of the 16-bit gradients underflow: the scale is too low. Use a higher one, or "
+            f"{under:.0%} of the 16-bit gradients' elements underflow: the scale is too low. Use a higher one, or "
             "dynamic=True."
         )
-    lost = _mean([_late(run, row, "lost") for row in run.rows])
+    lost = _over_elements(run, "lost", run.rows)
     if lost is not None and lost > 0.05:
         held = "are lost: use masters" if run.masters == "none" else "would be lost without masters"
-        words.append(f"{lost:.0%} of the updates are under half a unit in the last place of the weight and {held}.")
+        words.append(
+            f"{lost:.0%} of the updates' elements are under half a unit in the last place of the weight and {held}."
+        )
+    if len(words) == 1 + bool(scales) and not worth_a_look(run, 1):
+        words.append("Nothing to mend.")
+    if run.earlier:
+        words.append(f"The file holds {run.earlier + 1} runs; this is the last.")
     return words
+
+
+def _over_elements(run: RunRead, name: str, rows: Sequence[str]) -> float | None:
+    """The mean over all elements of some rows; each row counts as one where the file does not tell how many it has."""
+    kinds = run.header.get("rows", {})
+    known = [(_late(run, row, name), float(kinds.get(row, {}).get("elements", 1))) for row in rows]
+    there = [(share, count) for share, count in known if share is not None]
+    total = sum(count for _, count in there)
+    return sum(share * count for share, count in there) / total if total else None
 
 
 def worth_a_look(run: RunRead, limit: int = 5) -> list[Finding]:
@@ -198,11 +228,9 @@ def _of_row(run: RunRead, row: str) -> list[Finding]:
         words = f"its largest gradients come within a factor of 2 of {LARGEST.get(kind, math.inf):g}, where {kind} ends"
         found.append(Finding(row, 15.0, words))
     lost, ratio = _late(run, row, "lost"), _late(run, row, "update_ratio")
-    if lost is not None and lost > 0.05:
-        held = "are lost, as there are no masters" if run.masters == "none" else "only masters keep"
-        words = f"{lost:.0%} of its updates are under half an ulp of the weight and {held}"
-        words = words if run.masters == "none" else f"{lost:.0%} of its updates, under half an ulp, {held}"
-        found.append(Finding(row, (40.0 if run.masters == "none" else 5.0) + 10.0 * lost, words))
+    if lost is not None and lost > 0.05 and run.masters == "none":  # else masters keep them
+        words = f"{lost:.0%} of its updates are under half an ulp of the weight and are lost, as there are no masters"
+        found.append(Finding(row, 40.0 + 10.0 * lost, words))
     if ratio is not None and ratio > 0.1:
         found.append(Finding(row, 18.0, f"a step moves it by {ratio:.0%} of its own norm"))
     if ratio == 0.0:

@@ -29,7 +29,7 @@ from contract.worlds import (
     every_scale,
     values,
 )
-from fp16opt import MixedPrecisionOptimizer
+from fp16opt import MixedPrecisionOptimizer, register_fused_step
 
 GRADS = values(0.5, 1.0, -0.5)
 
@@ -438,6 +438,60 @@ def test_train_and_eval_do_nothing_where_the_wrapped_optimizer_has_none(mode: Mo
     assert world.opt.eval() is None
     assert world.opt.train() is None
     world.expect_step(GRADS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("weights", ["split", "split24"])
+def test_train_and_eval_move_split_masters_as_whole_ones(dtype: torch.dtype, weights: str) -> None:
+    class Free(torch.optim.SGD):
+        """Its ``eval()`` moves the parameters by less than an ulp of the weight."""
+
+        def eval(self) -> None:
+            self._move(2.0**-13)
+
+        def train(self) -> None:
+            self._move(-(2.0**-13))
+
+        @torch.no_grad()
+        def _move(self, by: float) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    assert type(p) is torch.nn.Parameter
+                    p.add_(torch.full_like(p, by))
+
+    names = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")
+    register_fused_step(Free, "sgd", {name: name for name in ("lr", *names)})
+    params = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in ((3, 2), (), (4,))]
+    params.append(torch.nn.Parameter(torch.ones(2)))
+    opt = MixedPrecisionOptimizer(Free(params, lr=2.0**-10), master_weights=weights)
+    for _ in range(2):
+        opt.zero_grad()
+        opt.backward(sum((p.float().sum() for p in params), torch.zeros(())))
+        opt.step()
+        opt.eval()
+        for master, model in zip(opt.master_params(), params, strict=True):
+            assert torch.equal(master.to(model.dtype), model)
+        shown = [float(master.detach().reshape(-1)[0]) for master in opt.master_params()]
+        opt.train()
+        back = [float(master.detach().reshape(-1)[0]) for master in opt.master_params()]
+        assert [a - b for a, b in zip(shown, back, strict=True)] == [2.0**-13] * 4
+    assert back == [1.0 - 2 * 2.0**-10] * 4
+
+
+class Switched(torch.optim.SGD):
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+@pytest.mark.parametrize("name", ["train", "eval"])
+def test_its_own_train_and_eval_raise_and_name_the_object_to_call(name: str) -> None:
+    """They would move masters while the model stays where it is."""
+    inner = Switched([torch.nn.Parameter(torch.ones(4, dtype=torch.float16))], lr=0.5)
+    opt = MixedPrecisionOptimizer(inner)
+    with pytest.raises(RuntimeError, match=rf"Switched.{name}\(\) was called.*Call opt.{name}\(\) of the Mixed"):
+        getattr(inner, name)()
+    assert getattr(opt, name)() is None
 
 
 def test_an_optimizer_that_evaluates_again_is_refused_with_split_masters() -> None:

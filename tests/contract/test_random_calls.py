@@ -166,7 +166,26 @@ class Play:
                     raise Unspecified from None
                 raise
 
-        self.expect(ours, lambda: self.opt.scale_loss(self.loss(given)).backward())
+        try:
+            ours()
+        except Refused as refused:
+            self.expect_refusal_later(refused, given)
+        else:
+            self.opt.scale_loss(self.loss(given)).backward()
+
+    def expect_refusal_later(self, refused: Refused, grads: Sequence[float | None]) -> None:
+        """What was left over might be cleared after ``scale_loss``: where it is not, what comes next refuses."""
+
+        def refuse() -> None:
+            raise refused
+
+        if self.oracle.folds:
+            self.expect(refuse, lambda: self.opt.scale_loss(self.loss(grads)))
+            return
+        self.opt.scale_loss(self.loss(grads)).backward()
+        for theirs in (self.opt.update_master_grads, self.opt.step):
+            self.expect(refuse, theirs)
+        self.zero_grad()
 
     def plain_backward(self, grads: Sequence[float | None]) -> None:
         given = self.fit(grads)

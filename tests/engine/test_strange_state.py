@@ -1,4 +1,4 @@
-"""state_dict after somebody read ``state`` by the model's parameter; and resuming over a change of requires_grad."""
+"""state_dict after the user read ``state`` by the model's parameter; and resuming over a change of requires_grad."""
 
 from __future__ import annotations
 
@@ -75,3 +75,117 @@ def test_resuming_in_unfrozen_parameters_what_was_saved_before_says_how() -> Non
     _step(params, opt)
     _step(fresh, other)
     assert_same(other.state_dict(), opt.state_dict())
+
+
+# -- state of a class that has few operations, as torchao's 8-bit and 4-bit optimizers keep it -----------------------
+
+
+class Coded(torch.Tensor):
+    """Numbers as halves of an inner tensor. Like torchao's it shows a dtype, and has no ``clone``."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, dtype: torch.dtype) -> Any:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=dtype)  # type: ignore[attr-defined]
+        made.inner = inner
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        return ["inner"], self.dtype
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: dict[str, torch.Tensor], dtype: torch.dtype, size: Any, stride: Any) -> Any:
+        return cls(parts["inner"], dtype)
+
+    def numbers(self) -> torch.Tensor:
+        return self.inner * 2
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default:  # what it shows, over the same memory
+            return cls(args[0].inner, (kwargs or {}).get("dtype", args[0].dtype))
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner, args[0].dtype)
+        if func is torch.ops.aten.copy_.default:
+            args[0].inner.copy_(args[1].inner)
+            return args[0]
+        raise NotImplementedError(f"{func} of Coded")
+
+
+class CodedMomentum(torch.optim.Optimizer):
+    def __init__(self, params: Any, lr: float = 2.0**-4) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if p not in self.state:
+                    self.state[p]["average"] = Coded(torch.zeros(p.shape), p.dtype)
+                average = self.state[p]["average"]
+                average.inner.mul_(0.5).add_(p.grad.float() / 2)
+                p.sub_(average.numbers().to(p.dtype) * group["lr"])
+
+
+def _layouts() -> list[nn.Parameter]:
+    laid_out = torch.ones(2, 3, 2, 2).to(memory_format=torch.channels_last)
+    return [nn.Parameter(value.to(torch.bfloat16)) for value in (torch.ones(5), laid_out)]
+
+
+def test_state_of_a_class_without_clone_is_saved_and_resumed() -> None:
+    params, fresh = _layouts(), _layouts()
+    opt, other = (MixedPrecisionOptimizer(CodedMomentum(some)) for some in (params, fresh))
+    _step(params, opt)
+    saved = opt.state_dict()
+    other.load_state_dict(saved)
+    kept = [state["average"].inner.clone() for state in saved["optimizer"]["state"].values()]
+    _step(params, opt)
+    _step(fresh, other)
+    for mine, theirs in zip(opt.master_params(), other.master_params(), strict=True):
+        assert torch.equal(mine, theirs)
+        assert type(other.state[theirs]["average"]) is Coded
+        assert torch.equal(opt.state[mine]["average"].inner, other.state[theirs]["average"].inner)
+    before = [state["average"].inner for state in other.state_dict()["optimizer"]["state"].values()]
+    assert not any(map(torch.equal, before, kept))  # they were stepped, in memory of their own
+
+
+def test_state_of_a_class_without_clone_is_carried_over_by_copies() -> None:
+    """What such a class answers to ``.to(float32)`` may share its memory."""
+    params = _layouts()
+    used = CodedMomentum(params)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    used.step()
+    held = [used.state[p]["average"] for p in params]
+    kept = [one.inner.clone() for one in held]
+    opt = MixedPrecisionOptimizer(used)
+    for p in params:
+        p.grad = None
+    _step(params, opt)
+    for one, before in zip(held, kept, strict=True):
+        assert torch.equal(one.inner, before)
+    for master, before in zip(opt.master_params(), kept, strict=True):
+        assert opt.state[master]["average"].dtype == torch.float32
+        assert torch.equal(opt.state[master]["average"].inner, before * 0.5 + 0.5)
+
+
+def test_a_refused_load_puts_state_of_a_class_without_clone_back() -> None:
+    params = _layouts()
+    opt = MixedPrecisionOptimizer(CodedMomentum(params))
+    _step(params, opt)
+    saved = copy.copy(opt.state_dict())
+    kept = [state["average"].inner.clone() for state in saved["optimizer"]["state"].values()]
+
+    def refuse(optimizer: torch.optim.Optimizer) -> None:
+        for state in optimizer.state.values():
+            state["average"].inner.zero_()
+        raise ValueError("a hook's refusal")
+
+    opt.optimizer.register_load_state_dict_post_hook(refuse)
+    with pytest.raises(ValueError, match="a hook's refusal"):
+        opt.load_state_dict(saved)
+    for master, before in zip(opt.master_params(), kept, strict=True):
+        assert torch.equal(opt.state[master]["average"].inner, before)

@@ -1,0 +1,121 @@
+"""What an optimizer class keeps in attributes of its own: FP32, and of masters, where its parameters have masters."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from engine.checks import by_step, linear_loss
+from fp16opt import MixedPrecisionOptimizer
+
+LR = 2.0**-14  # an update that FP16 and BF16 weights near 1 lose
+
+
+class Lookahead(SGD):
+    """Slow weights that are made with the optimizer, in lists beside the groups; one more for each group that comes."""
+
+    def __init__(self, params: Any, lr: float = LR) -> None:
+        self.slow: list[list[torch.Tensor]] = []
+        self.count = 0
+        super().__init__(params, lr=lr)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self.slow.append([p.detach().clone() for p in self.param_groups[-1]["params"]])
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.count += 1
+        if self.count % 2 == 0:
+            for group, slow in zip(self.param_groups, self.slow, strict=True):
+                for p, q in zip(group["params"], slow, strict=True):
+                    q.add_(p.data - q, alpha=0.5)
+                    p.data.copy_(q)
+
+
+def _ones(dtype: torch.dtype, *shape: int) -> Any:
+    return nn.Parameter(torch.ones(shape or (3,), dtype=dtype))
+
+
+def _train(opt: Any, params: list[Any], steps: int = 10) -> None:
+    for _ in range(steps):
+        opt.zero_grad()
+        loss = linear_loss(params, [1.0] * len(params))
+        opt.backward(loss) if isinstance(opt, MixedPrecisionOptimizer) else loss.backward()
+        opt.step()
+
+
+@by_step
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_slow_weights_follow_in_fp32(dtype: torch.dtype) -> None:
+    params, plain = [_ones(dtype, 4), _ones(dtype)], [_ones(torch.float32, 4), _ones(torch.float32)]
+    opt, beside = MixedPrecisionOptimizer(Lookahead([params[0]])), Lookahead([plain[0]])
+    opt.add_param_group({"params": [params[1]]})
+    beside.add_param_group({"params": [plain[1]]})
+    _train(opt, params)
+    _train(beside, plain)
+    assert [slow.dtype for group in opt.optimizer.slow for slow in group] == [torch.float32] * 2  # type: ignore[attr-defined]
+    for master, wanted in zip(opt.master_params(), plain, strict=True):
+        assert torch.equal(master, wanted)
+        assert 1.0 - wanted[0].item() > LR
+
+
+class Around(Optimizer):
+    """Built around another optimizer, whose groups and state it shares, with copies in a dict by parameter."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+        self.inner = inner
+        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+        everything = [p for group in self.param_groups for p in group["params"]]
+        self.start = {p: p.detach().clone() for p in everything}
+        self.order = tuple(everything)
+        self.inner.marked = [everything[0]]  # type: ignore[attr-defined]
+        self.param_groups[0]["anchors"] = [p.detach().clone() for p in everything]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        with torch.no_grad():
+            for p in self.order:
+                p.add_(self.start[p] - p, alpha=0.25)
+
+
+def test_parameters_and_copies_are_found_in_containers_and_optimizers_inside() -> None:
+    params, plain = [_ones(torch.float16, 2)], [_ones(torch.float32, 2)]
+    opt, beside = MixedPrecisionOptimizer(Around(SGD(params, lr=LR))), Around(SGD(plain, lr=LR))
+    _train(opt, params)
+    _train(beside, plain)
+    (master,) = opt.master_params()
+    assert torch.equal(master, plain[0])
+    around: Any = opt.optimizer
+    assert around.order[0] is master
+    assert around.inner.marked == [master]
+    assert list(around.start) == [master]
+    assert opt.param_groups[0]["anchors"][0].dtype == torch.float32
+
+
+def test_fp32_parameters_and_halves_without_masters_leave_attributes_alone() -> None:
+    for param, options in ((_ones(torch.float32), {}), (_ones(torch.float16), {"master_weights": "none"})):
+        inner = Lookahead([param])
+        held = inner.slow[0][0]
+        MixedPrecisionOptimizer(inner, **options)
+        assert inner.slow[0][0] is held
+
+
+def test_buffers_of_16_bits_stay_and_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Parts of one buffer, as Muon has them, would no longer be parts of it."""
+    inner = SGD([_ones(torch.bfloat16, 6)], lr=LR)
+    flat = torch.zeros(12, dtype=torch.bfloat16)
+    inner.flat, inner.views = flat, [flat[:6], flat[6:]]  # type: ignore[attr-defined]
+    caplog.set_level(logging.WARNING, logger="fp16opt")
+    opt = MixedPrecisionOptimizer(inner)
+    opt.add_param_group({"params": [_ones(torch.bfloat16)]})
+    assert inner.flat is flat  # type: ignore[attr-defined]
+    assert all(view.data_ptr() - flat.data_ptr() in (0, 12) for view in inner.views)  # type: ignore[attr-defined]
+    (text,) = [record.getMessage() for record in caplog.records]
+    assert text.startswith("SGD keeps 16-bit tensors outside of its state: flat, views[0], views[1]. They stay")
