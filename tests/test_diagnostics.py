@@ -294,14 +294,13 @@ def test_writes_come_at_a_falling_rate(log: pytest.LogCaptureFixture, minutes: l
         warn_model_write(lines, ["w"], times)
     said = [text for _, text in records(log)]
     assert ["times so far" in text for text in said] == [False] + 6 * [True]
-    assert "w (64 times so far). Call refresh_masters()" in said[-1]
+    assert "w (64 times so far). There is nothing to do after a load" in said[-1]
 
 
 def test_a_line_comes_at_most_four_times_a_minute_and_says_what_was_left_out(
     log: pytest.LogCaptureFixture, minutes: list[float]
 ) -> None:
-    skips, scaler = SkipLog(), DynamicLossScaler(init_scale=2.0**20)
-    skips.stepped()
+    skips, scaler = calibrated(), DynamicLossScaler(init_scale=2.0**20)
     said = []
     for _ in range(120):  # an overflow a second, each alone
         scaler.set_scale(2.0**20)
@@ -353,10 +352,10 @@ def overflow(model: torch.nn.Module, opt: MixedPrecisionOptimizer) -> None:
 
 def test_two_optimizers_are_told_apart(log: pytest.LogCaptureFixture) -> None:
     gc.collect()
-    generator, g_opt = wrapped()
+    generator, g_opt = wrapped(loss_scale=1.0)
     overflow(generator, g_opt)
     [(_, alone)] = records(log)
-    discriminator, d_opt = wrapped()
+    discriminator, d_opt = wrapped(loss_scale=1.0)
     overflow(generator, g_opt)
     overflow(discriminator, d_opt)
     copied_model, copied = copy.deepcopy((discriminator, d_opt))
@@ -372,7 +371,7 @@ def test_two_optimizers_are_told_apart(log: pytest.LogCaptureFixture) -> None:
 
 def test_one_line_a_skip(log: pytest.LogCaptureFixture) -> None:
     """Whoever drives it, at whatever scale."""
-    for options in ({}, {"dynamic": True}, {"loss_scale": 8.0}, {"grad_accumulation": "fp32"}):
+    for options in ({"loss_scale": 1.0}, {"dynamic": True}, {"loss_scale": 8.0, "grad_accumulation": "fp32"}):
         model, opt = wrapped(**options)
         overflow(model, opt)
         assert len(records(log)) == 1

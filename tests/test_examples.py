@@ -94,7 +94,7 @@ def test_train_digits_short_mode_and_resume_bit_exact(tmp_path: Path) -> None:
     for mode, sizes in expected.items():
         assert [cell.strip() for cell in rows[mode][6:8]] == sizes
     assert_is_picture(whole / "curves.png")
-    run_example("train_digits.py", parts, "--seeds", "0", "--epochs", "1")
+    run_example("train_digits.py", parts, "--epochs", "1")
     middle = {mode: load(parts / f"{mode}-seed0.pt") for mode in expected}
     run_example("train_digits.py", parts, "--short", "--resume")
     for mode in expected:

@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from fp16opt import AveragedMasters, GradScaler, MixedPrecisionOptimizer, ema
+from fp16opt import AveragedMasters, GradScaler, MixedPrecisionOptimizer, ema, optimizer_state
 from fp16opt.fp16_utils import FP16_Optimizer
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "old-lines.md"
@@ -109,6 +109,45 @@ def reads_the_model_s() -> None:
     assert grad.tolist() == [1.0, 1.0]
 
 
+def clamps_through_data() -> None:
+    for clamps in (False, True):
+        weight = nn.Parameter(torch.ones(2).half())
+        opt = MixedPrecisionOptimizer(SGD([weight], lr=1.0), loss_scale=8.0)
+        opt.backward(4.0 * weight.float().sum())
+        assert weight.grad is not None
+        if clamps:
+            weight.grad.data.clamp_(-1, 1)  # of 32: what is left is an eighth
+        else:
+            opt.clip_master_values(1.0)
+        opt.step()
+        assert weight.tolist() == ([0.875] * 2 if clamps else [0.0] * 2)
+
+
+def clamps_in_a_hook() -> None:
+    seen: list[float] = []
+    weight = nn.Parameter(torch.ones(1).half())
+    weight.register_hook(lambda grad: (seen.append(grad.item()), grad.clamp(-1, 1))[1])
+    opt = MixedPrecisionOptimizer(SGD([weight], lr=1.0), loss_scale=8.0)
+    opt.backward(4.0 * weight.float().sum())
+    opt.step()
+    assert (seen, weight.item()) == ([32.0], 0.875)
+
+
+def sets_gradients() -> None:
+    for scaled in (False, True):
+        weight = nn.Parameter(torch.ones(1).half())
+        opt = MixedPrecisionOptimizer(SGD([weight], lr=0.5), loss_scale=8.0)
+        loss = weight.float().sum()
+        (weight.grad,) = torch.autograd.grad(opt.scale_loss(loss) if scaled else loss, [weight])
+        if scaled:
+            opt.update_master_grads()
+            opt.step()
+            assert weight.item() == 0.5
+        else:
+            with pytest.raises(RuntimeError, match=r"gradients were found that neither opt\.backward"):
+                opt.step()
+
+
 def clips_the_model_under_a_grad_scaler() -> None:
     model, opt = make()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -171,6 +210,19 @@ def steps_the_wrapped_one() -> None:
     for call in (opt.optimizer.step, opt.optimizer.zero_grad):
         with pytest.raises(RuntimeError, match="MixedPrecisionOptimizer"):
             call()
+    schedulefree = pytest.importorskip("schedulefree")
+    weight = nn.Parameter(torch.ones(4).half())
+    opt = MixedPrecisionOptimizer(schedulefree.SGDScheduleFree([weight], lr=0.5), loss_scale=8.0)
+    for call in (opt.optimizer.train, opt.optimizer.eval):
+        with pytest.raises(RuntimeError, match="MixedPrecisionOptimizer"):
+            call()
+    opt.train()
+    for _ in range(3):
+        opt.zero_grad()
+        opt.backward(weight.float().sum())
+        opt.step()
+    opt.eval()
+    assert torch.equal(weight.float(), next(opt.master_params()).half().float())
 
 
 class SAM(SGD):
@@ -280,6 +332,15 @@ def loads_plain_state() -> None:
     assert torch.equal(opt.state[next(opt.master_params())]["exp_avg"], old.state[wide.weight]["exp_avg"])
 
 
+def loads_into_a_plain_optimizer() -> None:
+    _, opt = make(loss_scale=8.0)
+    plain = SGD(nn.Linear(4, 2).parameters(), lr=0.5)
+    with pytest.raises(KeyError, match="param_groups"):
+        plain.load_state_dict(opt.state_dict())
+    plain.load_state_dict(optimizer_state(opt.state_dict()))
+    assert plain.param_groups[0]["lr"] == 0.1
+
+
 def loads_apex_s_state() -> None:
     _, opt = make()
     apex = FP16_Optimizer(SGD(nn.Linear(4, 2).half().parameters(), lr=0.1))
@@ -347,6 +408,9 @@ ROWS: dict[str, Callable[..., None]] = {
     "`scaler.step(optimizer)`": never_wrapped,
     "`clip_grad_norm_(model.parameters(), 1.0)`, or": clips_the_model,
     "`p.grad` of the model": reads_the_model_s,
+    "`p.grad.data.clamp_(-1, 1)`": clamps_through_data,
+    "`p.register_hook": clamps_in_a_hook,
+    "`p.grad = g`": sets_gradients,
     "`clip_grad_norm_(model.parameters(), 1.0)` after `scaler": clips_the_model_under_a_grad_scaler,
     "`clip_grad_norm_(opt": clips_masters,
     "`opt.backward(loss)`": backward_after_a_clip,
@@ -360,6 +424,7 @@ ROWS: dict[str, Callable[..., None]] = {
     "`p.data.clamp_": clamps_data,
     "`with torch.no_grad(): p.clamp_": clamps_with_autograd_off,
     "`opt.load_state_dict": loads_plain_state,
+    "`torch.optim.AdamW(...).load_state_dict": loads_into_a_plain_optimizer,
     '`checkpoint["optimizer"]`': loads_apex_s_state,
     "`torch.save(model": saves_the_model,
     "`scale_before": compares_scales,

@@ -345,9 +345,11 @@ class SkipLog:
 def _about_the_loss(hopeless: bool, is_fp16: bool) -> str:
     if is_fp16:
         return "The loss is FP16, which ends at 65504: compute it in FP32, with .float() on the model's outputs."
-    where = "Look for inf or nan in the data, or see fp16opt.diagnose(model, loss_fn)."
+    if hopeless:
+        return "Look for inf or nan in the data, or see fp16opt.diagnose(model, loss_fn)."
     return (
-        where if hopeless else f"A part of it that was scaled may be finite at a lower scale. If this goes on: {where}"
+        "A part of it that was scaled may be finite at a lower scale. If this goes on, look for inf or nan in the data, "
+        "or see fp16opt.diagnose(model, loss_fn)."
     )
 
 
