@@ -3,7 +3,7 @@
     python examples/rl_fp16.py             # three seeds, under four minutes on two CPU cores
     python examples/rl_fp16.py --quick     # one seed, a few steps: does it work?
 
-A transformer of 100,672 parameters learns to sort five digits. The sampler writes eight answers to each of sixteen
+A transformer of 100,608 parameters learns to sort five digits. The sampler writes eight answers to each of sixteen
 prompts; an answer is worth 1 if it is right and 0 if it is not; the trainer raises the log-probabilities of answers
 that are worth more than the others to the same prompt (group-relative advantages), in one step for each batch. A short
 supervised training in FP32 comes first, so that some answers are right. From these weights, rounded to 16 bits, each
@@ -17,8 +17,8 @@ The sampler gets the weights once. After each step the trainer sends what ``take
 the sampler applies it and answers with a SHA-256 digest of its weights, which must be that of the trainer's.
 
 Every operation rounds its result to the weights' dtype. Matrices are multiplied as FP32 copies, made where they are
-used: products are summed up in FP32 and rounded once, as on a GPU, and CPUs without 16-bit arithmetic are a hundred
-times as fast so. As in practice, the sampler's arithmetic is another one than the trainer's: it writes digit by digit,
+used: products are summed up in FP32 and rounded once, as on a GPU, and a CPU without 16-bit arithmetic is many times
+as fast so. As in practice, the sampler's arithmetic is another one than the trainer's: it writes digit by digit,
 keeps keys and values, and its attention rounds at the end alone, as fused kernels do. The trainer reads whole sequences
 and rounds scores and weights of attention, too.
 """
@@ -51,6 +51,7 @@ from fp16opt import MixedPrecisionOptimizer, WeightDelta
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator, NullFormatter
 
 WAYS = {
     "fp16 + masters": (torch.float16, True),
@@ -163,7 +164,7 @@ def digest(model: nn.Module) -> str:
     return found.hexdigest()
 
 
-# -- the sampler, a process of its own -----------------------------------------------------------------------------------
+# -- the sampler, a process of its own ---------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -263,6 +264,11 @@ class Run:
     gap: list[float] = field(default_factory=list)
 
     @property
+    def gained(self) -> list[float]:
+        """The expected reward beyond that of the start."""
+        return [reward - self.reward[0] for reward in self.reward]
+
+    @property
     def model_bytes(self) -> int:
         return common.total_bytes(self.model.parameters())
 
@@ -338,7 +344,7 @@ def mean(values: list[float] | list[int]) -> float:
 
 def make_table(runs: list[Run]) -> str:
     """One row a way; mean and standard deviation over the seeds."""
-    header = ["", "reward before", "after", "changed a step, %", "sent a step, B", "of the model, %", "gap", "equal"]
+    header = ["", "reward before", "gained", "changed a step, %", "sent a step, B", "of the model, %", "gap", "equal"]
     rows = []
     for way in WAYS:
         same = [run for run in runs if run.way == way]
@@ -347,7 +353,7 @@ def make_table(runs: list[Run]) -> str:
             [
                 way,
                 common.format_spread([run.reward[0] for run in same], 3),
-                common.format_spread([run.reward[-1] for run in same], 3),
+                common.format_spread([run.gained[-1] for run in same], 3),
                 common.format_spread([100 * mean(run.changed) for run in same], 1),
                 f"{mean([mean(run.sent) for run in same]):,.0f}",
                 f"{100 * mean([mean(run.sent) / run.model_bytes for run in same]):.0f}",
@@ -361,7 +367,7 @@ def make_table(runs: list[Run]) -> str:
 def plot(runs: list[Run], evaluate_every: int, path: Path) -> None:
     """By step: a line for the mean of the seeds, a band from the lowest to the highest."""
     figure, panels = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
-    shown = [("reward", 1.0, evaluate_every, 0), ("changed", 100.0, 1, 1), ("gap", 1.0, 1, 1)]
+    shown = [("gained", 1.0, evaluate_every, 0), ("changed", 100.0, 1, 1), ("gap", 1.0, 1, 1)]
     for axes, (name, factor, every, first) in zip(panels, shown, strict=True):
         for way in WAYS:
             values = factor * torch.tensor([getattr(run, name) for run in runs if run.way == way])
@@ -370,12 +376,15 @@ def plot(runs: list[Run], evaluate_every: int, path: Path) -> None:
             axes.fill_between(steps, values.amin(0), values.amax(0), color=COLORS[way], alpha=0.2, linewidth=0)
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
-    reward, changed, gap = panels
-    reward.set(title="Expected reward", ylabel="probability of a right answer")
-    reward.legend()
+    gained, changed, gap = panels
+    gained.set(title="Reward gained", ylabel="probability of a right answer, less that at the start")
+    gained.legend(loc="upper left")
     changed.set(title="Weights that a step changed", ylabel="% of the model (log scale)", yscale="log")
-    changed.yaxis.set_major_formatter("{x:g}")
     gap.set(title="Sampler against trainer", ylabel="mean distance of log-probabilities (log scale)", yscale="log")
+    for axes in (changed, gap):
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
     figure.savefig(path, dpi=150)
 
 
@@ -383,10 +392,10 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Reinforcement learning in 16 bits, with and without masters.")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="each way is trained with each")
-    parser.add_argument("--steps", type=int, default=120, help="of reinforcement learning")
+    parser.add_argument("--steps", type=int, default=100, help="of reinforcement learning")
     parser.add_argument("--warm-steps", type=int, default=60, help="of the supervised training before it")
     parser.add_argument("--rate", type=float, default=2e-5, help="learning rate of the reinforcement learning")
-    parser.add_argument("--evaluate-every", type=int, default=10, help="steps between points of the reward")
+    parser.add_argument("--evaluate-every", type=int, default=20, help="steps between points of the reward")
     parser.add_argument("--output", type=Path, default=Path("rl-output"), help="folder for results")
     parser.add_argument("--quick", action="store_true", help="one seed, a few steps: does it work?")
     args = parser.parse_args()
@@ -413,10 +422,8 @@ def main() -> None:
     table = make_table(runs)
     (args.output / "table.md").write_text(table + "\n")
     plot(runs, args.evaluate_every, args.output / "rl.png")
-    print(
-        f"\n{table}\n\nMeans over {args.steps} steps; the model has {runs[0].model_bytes:,} B. Gap: mean distance of the"
-    )
-    print("sampler's and the trainer's log-probabilities. Equal: steps after which the sampler's weights were the")
+    print(f"\n{table}\n\nMeans over {args.steps} steps; the model has {runs[0].model_bytes:,} B. Gap: mean distance of")
+    print("the sampler's log-probabilities from the trainer's. Equal: steps after which the sampler's weights were the")
     print(f"trainer's to the bit. Table and rl.png are in {args.output}/. {time.perf_counter() - began:.0f} seconds.")
 
 
