@@ -344,7 +344,7 @@ def mean(values: list[float] | list[int]) -> float:
 
 def make_table(runs: list[Run]) -> str:
     """One row a way; mean and standard deviation over the seeds."""
-    header = ["", "reward before", "gained", "changed a step, %", "sent a step, B", "of the model, %", "gap", "equal"]
+    header = ["", "reward before", "after", "changed a step, %", "sent a step, B", "of the model, %", "gap", "equal"]
     rows = []
     for way in WAYS:
         same = [run for run in runs if run.way == way]
@@ -353,7 +353,7 @@ def make_table(runs: list[Run]) -> str:
             [
                 way,
                 common.format_spread([run.reward[0] for run in same], 3),
-                common.format_spread([run.gained[-1] for run in same], 3),
+                common.format_spread([run.reward[-1] for run in same], 3),
                 common.format_spread([100 * mean(run.changed) for run in same], 1),
                 f"{mean([mean(run.sent) for run in same]):,.0f}",
                 f"{100 * mean([mean(run.sent) / run.model_bytes for run in same]):.0f}",
