@@ -10,6 +10,8 @@
 
 namespace fp16opt {
 
+struct Marks;  // api_changes.h
+
 // Lists of tensors without their addresses. All vectors are by place; only the tensors at `places` take part.
 struct Table {
     std::vector<int64_t> numels;
@@ -58,7 +60,8 @@ void lerp(const Table& table, const Pointers& averages, const Pointers& values, 
 bool axpby(const Table& table, float a, const Pointers& xs, float b, const Pointers& ys, const Pointers& outs,
            uint32_t check, int threads);
 
-void cast(const Table& table, const Pointers& masters, const Pointers& params, int32_t* overflow, int threads);
+void cast(const Table& table, const Pointers& masters, const Pointers& params, int32_t* overflow, const Marks& marks,
+          int threads);
 
 // The digest of each 16-bit tensor's sample (functors/sample.h), by row.
 void sample(const Table& table, const Pointers& tensors, int64_t* samples, int threads);

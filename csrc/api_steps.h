@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "api.h"
+#include "api_changes.h"
 
 namespace fp16opt {
 
@@ -17,6 +17,7 @@ struct StepLists {
     std::vector<int32_t> group_of;  // by place
     // By row of the table, written for tensors with a model: what `cast` writes.
     int32_t* overflow;
+    Marks marks;  // of what models get
     uint32_t number = 0;  // of this step, by which codes and remainders of 8 bits are rounded
 };
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "api.h"
+#include "api_changes.h"
 #include "api_measures.h"
 #include "api_split.h"
 #include "api_steps.h"
@@ -131,6 +132,8 @@ Table make_table(std::vector<int64_t> numels, std::vector<int64_t> rows, const s
     return Table(std::move(numels), std::move(rows), std::move(dtypes), std::move(places), of_each);
 }
 
+Marks marks_at(uintptr_t memory, uintptr_t offsets) { return {address<uint64_t>(memory), address<const int64_t>(offsets)}; }
+
 void require_rows(const Table& table, int64_t n) {
     for (int32_t place : table.places) {
         if (table.rows[size_t(place)] >= n) throw std::invalid_argument("a row lies outside the lists");
@@ -230,17 +233,19 @@ void bind_writing(py::module_& module) {
         const bool bad = axpby(table, a, lists[0], b, lists[1], lists[2], check, threads);
         if (bad && found_inf != 0) *address<float>(found_inf) = 1.0f;
     });
-    module.def("cast", [](const Table& table, const py::object& addresses, int threads, int64_t n, uintptr_t overflow) {
+    module.def("cast", [](const Table& table, const py::object& addresses, int threads, int64_t n, uintptr_t overflow,
+                          uintptr_t memory, uintptr_t offsets) {
         require_rows(table, n);
         const PointerLists lists(addresses);
         const ReleasedGil released;
-        cast(table, lists[0], lists[1], address<int32_t>(overflow), threads);
+        cast(table, lists[0], lists[1], address<int32_t>(overflow), marks_at(memory, offsets), threads);
     });
-    module.def("split", [](const Table& table, const py::object& addresses, int threads, int64_t n, uintptr_t overflow) {
+    module.def("split", [](const Table& table, const py::object& addresses, int threads, int64_t n, uintptr_t overflow,
+                           uintptr_t memory, uintptr_t offsets) {
         require_rows(table, n);
         const PointerLists lists(addresses);
         const ReleasedGil released;
-        split(table, lists[0], lists[1], lists[2], address<int32_t>(overflow), threads);
+        split(table, lists[0], lists[1], lists[2], address<int32_t>(overflow), marks_at(memory, offsets), threads);
     });
     module.def("join", [](const Table& table, const py::object& addresses, int threads, int64_t) {
         const PointerLists lists(addresses);
@@ -251,11 +256,11 @@ void bind_writing(py::module_& module) {
 
 // The lists of a step, of which `others` follow those of the table. Groups come by row.
 StepLists step_lists(const Table& table, const PointerLists& given, size_t others, bool has_models, uintptr_t overflow,
-                     const py::object& group_of, int64_t n, uint32_t number) {
+                     const Marks& marks, const py::object& group_of, int64_t n, uint32_t number) {
     const size_t lists = given.size() - others, state = 2 + (has_models ? 1 : 0);
     if (given.size() < state + others) throw std::invalid_argument("there are fewer lists of addresses than a step has");
     StepLists result{table, given[0], given[1], {}, has_models ? &given[lists - 1] : nullptr,
-                     groups_of(group_of, table.rows, n), address<int32_t>(overflow), number};
+                     groups_of(group_of, table.rows, n), address<int32_t>(overflow), marks, number};
     for (size_t k = 2; k < lists - (has_models ? 1 : 0); ++k) result.state.push_back(&given[k]);
     return result;
 }
@@ -264,19 +269,40 @@ StepLists step_lists(const Table& table, const PointerLists& given, size_t other
 // the formula has them.
 void bind_steps(py::module_& module) {
     module.def("step", [](const Table& table, const py::object& addresses, int threads, int64_t n, const std::string& name,
-                          uintptr_t inv_scale, uintptr_t coefficient, uintptr_t overflow, bool has_models,
-                          const py::object& group_of, const py::bytes& groups, uint32_t number, const py::object& first) {
+                          uintptr_t inv_scale, uintptr_t coefficient, uintptr_t overflow, uintptr_t memory,
+                          uintptr_t offsets, bool has_models, const py::object& group_of, const py::bytes& groups, uint32_t number, const py::object& first) {
         require_rows(table, n);
         const PointerLists given(addresses);
         const StepFormula& formula = formula_named(name);
         const size_t others = size_t(formula.is_coded) + size_t(formula.counts);
-        const StepLists lists = step_lists(table, given, others, has_models, overflow, group_of, n, number);
+        const StepLists lists = step_lists(table, given, others, has_models, overflow, marks_at(memory, offsets), group_of, n, number);
         const std::vector<uint8_t> fresh = flags_of(first, table.rows, n);
         const std::string packed = groups;
         const ReleasedGil released;
         formula.step(lists, {formula.is_coded ? &given[given.size() - others] : nullptr,
                              formula.counts ? &given.all().back() : nullptr, fresh, packed, *address<const float>(inv_scale),
                              *address<const float>(coefficient), threads});
+    });
+}
+
+void bind_changes(py::module_& module) {
+    module.def("digest", [](uintptr_t words, int64_t n, uint32_t first, int threads) {
+        const ReleasedGil released;
+        return int64_t(digest(address<const uint16_t>(words), n, first, threads));
+    });
+    module.def("guard", [](uintptr_t words, int64_t n, int threads) {
+        const ReleasedGil released;
+        return guard(address<const uint16_t>(words), n, threads);
+    });
+    module.def("count_marked", [](uintptr_t bits, int64_t n, int threads) {
+        const ReleasedGil released;
+        return count_marked(address<const uint64_t>(bits), n, threads);
+    });
+    module.def("take_marked", [](uintptr_t bits, uintptr_t words, int64_t n, uintptr_t places, bool wide, uintptr_t taken,
+                                 int threads) {
+        const ReleasedGil released;
+        return take_marked(address<const uint64_t>(bits), address<const uint16_t>(words), n, address<void>(places),
+                                   wide, address<uint16_t>(taken), threads);
     });
 }
 
@@ -331,6 +357,7 @@ PYBIND11_MODULE(_cpu, module) {
     bind_measures(module);
     bind_writing(module);
     bind_steps(module);
+    bind_changes(module);
     bind_decisions(module);
     bind_levels(module);
     current_level();  // a wrong FP16OPT_SIMD is reported at import

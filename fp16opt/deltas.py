@@ -49,7 +49,7 @@ class WeightDelta:
         changes: One for each tensor of the model, unchanged ones included.
 
     Attributes:
-        sequence, since: As given.
+        sequence, since, changes: As given.
 
     Example:
         >>> import copy, fp16opt
@@ -68,7 +68,7 @@ class WeightDelta:
     def __init__(self, sequence: int, since: int, changes: Iterable[TensorChange]) -> None:
         self.sequence = sequence
         self.since = since
-        self._changes = list(changes)
+        self.changes = list(changes)
 
     def __repr__(self) -> str:
         return f"WeightDelta(sequence={self.sequence}, num_changed={self.num_changed}, nbytes={self.nbytes})"
@@ -77,7 +77,7 @@ class WeightDelta:
 
     def names(self) -> list[str]:
         """The tensors that changed, by all their names, in the order of the model's ``state_dict``."""
-        return [name for change in self._changes if change.values is not None for name in (change.name, *change.tied)]
+        return [name for change in self.changes if change.values is not None for name in (change.name, *change.tied)]
 
     @property
     def num_changed(self) -> int:
@@ -85,7 +85,7 @@ class WeightDelta:
 
         An element that a step changed and another changed back is among them.
         """
-        return sum(change.num_changed for change in self._changes)
+        return sum(change.num_changed for change in self.changes)
 
     @property
     def nbytes(self) -> int:
@@ -96,7 +96,7 @@ class WeightDelta:
     @property
     def is_complete(self) -> bool:
         """Whether it has all parts of all tensors; else :meth:`gather` brings them together."""
-        return all(change.region.is_whole for change in self._changes)
+        return all(change.region.is_whole for change in self.changes)
 
     # -- applying ----------------------------------------------------------------------------------------------------
 
@@ -119,8 +119,9 @@ class WeightDelta:
             raise RuntimeError("apply_: this delta is one rank's part. Call delta.gather() on all ranks first.")
         targets = self._targets(model_or_state_dict)
         agreed = _Agreement(target.tensor for target in targets)
-        now = agreed.sums([target.digest() for target in targets])
-        then = agreed.sums([target.digest_after() for target in targets])
+        digests = [target.digest() for target in targets]
+        now = agreed.sums(digests)
+        then = agreed.sums([target.digest_after(found) for target, found in zip(targets, digests, strict=True)])
         for target, found, made in zip(targets, now, then, strict=True):
             change = target.change
             if change.before is not None and found != change.before:
@@ -145,13 +146,13 @@ class WeightDelta:
         else:
             raise TypeError(f"apply_: expected a Module or a state_dict, got {type(model_or_state_dict).__name__}.")
         tensors = require_tensors(state)
-        known = {name for change in self._changes for name in (change.name, *change.tied)}
+        known = {name for change in self.changes for name in (change.name, *change.tied)}
         if more := [name for name in tensors if name not in known]:
             raise ValueError(
                 f"apply_: the delta's model has no {describe(map(repr, more))}. Give a model of the same kind."
             )
         targets: list[_Target] = []
-        for change in self._changes:
+        for change in self.changes:
             names = [name for name in (change.name, *change.tied) if name in tensors]
             if not names:
                 raise ValueError(
@@ -190,12 +191,10 @@ class WeightDelta:
                 f"merge: delta {later.sequence} follows number {later.since}, and came behind number {self.sequence}. "
                 "Give consecutive ones, the earliest first."
             )
-        mine = {change.name: change for change in self._changes}
-        if list(mine) != [change.name for change in later._changes]:
+        mine = {change.name: change for change in self.changes}
+        if list(mine) != [change.name for change in later.changes]:
             raise ValueError("merge: the deltas are of models with different tensors. Send the model whole.")
-        return WeightDelta(
-            later.sequence, self.since, [_merged(mine[change.name], change) for change in later._changes]
-        )
+        return WeightDelta(later.sequence, self.since, [_merged(mine[change.name], change) for change in later.changes])
 
     def gather(self, process_group: Any = None, dst: int = 0) -> WeightDelta | None:
         """Bring the parts of all ranks to one. A collective: call it on all ranks of the group.
@@ -217,7 +216,7 @@ class WeightDelta:
         is_here = dist.get_rank() == dst
         count = dist.get_world_size(process_group)
         found: list[Any] | None = [None] * count if is_here else None
-        dist.gather_object((self.sequence, self.since, self._changes), found, dst, process_group)
+        dist.gather_object((self.sequence, self.since, self.changes), found, dst, process_group)
         if found is None:
             return None
         if any(numbers[:2] != (self.sequence, self.since) for numbers in found):
@@ -227,14 +226,14 @@ class WeightDelta:
             )
         mine = dist.get_rank(process_group)
         order = [mine, *(rank for rank in range(count) if rank != mine)]
-        return WeightDelta(self.sequence, self.since, _joined([found[rank][2] for rank in order]))
+        return WeightDelta(self.sequence, self.since, joined([found[rank][2] for rank in order]))
 
     # -- files -------------------------------------------------------------------------------------------------------
 
     def _packed(self) -> tuple[bytes, list[Tensor]]:
         """The header of a file, and what lies behind it."""
         told, tensors, entries, at = [], [], {}, 0
-        for change in self._changes:
+        for change in self.changes:
             region = change.region
             told.append(
                 {
@@ -401,20 +400,20 @@ def _merged(first: TensorChange, later: TensorChange) -> TensorChange:
     return later._replace(before=first.before)
 
 
-def _joined(parts: Sequence[Sequence[TensorChange]]) -> list[TensorChange]:
+def joined(parts: Sequence[Sequence[TensorChange]]) -> list[TensorChange]:
     """Whole tensors of the parts of all ranks. Of a part that several have, the first one's counts."""
     by_name: dict[str, dict[tuple[Any, Any], TensorChange]] = {}
     for part in parts:
         for change in part:
-            where = change.region.starts if change.region.numel else (), change.region.sizes
-            by_name.setdefault(change.name, {}).setdefault(where, change)
+            by_name.setdefault(change.name, {}).setdefault((change.region.starts, change.region.sizes), change)
     return [_whole(list(found.values())) for found in by_name.values()]
 
 
 def _whole(parts: list[TensorChange]) -> TensorChange:
+    for part in parts:
+        if part.region.is_whole:
+            return part
     first = parts[0]
-    if first.region.is_whole:
-        return first
     shape = first.region.shape
     whole = Region(shape, (0,) * len(shape), shape)
     if sum(part.region.numel for part in parts) != whole.numel:
@@ -498,16 +497,16 @@ class _Target(NamedTuple):
         """Of the piece as it is."""
         return digest_of(local(self.tensor.detach()), self.region)
 
-    def digest_after(self) -> Tensor:
-        """Of the piece as it would be."""
+    def digest_after(self, now: Tensor) -> Tensor:
+        """Of the piece as it would be; ``now`` is that of the piece as it is."""
         if self.values is None:
-            return self.digest()
+            return now
         if self.places is None:
             return digest_of(self.values.view(self.region.sizes), self.region)
         each = words_each(self.tensor.dtype)
         index = word_indices(self.region.indices(self.places), each)
         old = local(self.tensor.detach()).contiguous().view(-1)[self.places]
-        return self.digest() - digest_at(words_of(old), index) + digest_at(words_of(self.values), index)
+        return now - digest_at(words_of(old), index) + digest_at(words_of(self.values), index)
 
     def write(self) -> None:
         """Write what it gets."""

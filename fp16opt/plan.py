@@ -40,6 +40,7 @@ class Plan:
         state: "fp32", or "8bit": what ``optimizer_state`` is. Vectors and small matrices, which keep FP32 state, are
             not counted apart.
         release: "yes": each gradient is used and freed in backward, as with ``gradient_release=True``, on one rank.
+        track_changes: whether one bit a parameter is kept for deltas.
         fused_step: False: the wrapped optimizer's own step, which takes FP32 gradients. Else it is one pass, on shards
             too.
         layers: blocks that FSDP2 gathers one after the other; two are whole at a time.
@@ -65,6 +66,7 @@ class Plan:
     state: str = "fp32"
     release: str = "no"
     fused_step: bool = True
+    track_changes: bool = False
     layers: int = 32
     clip: bool = True
     network: float = 50e9
@@ -134,6 +136,8 @@ class Plan:
             "FP32 master gradients": 0.0 if self._in_one_pass else SINGLE * self._stepped,
             "optimizer state": self._state_bytes * self._stepped,
         }
+        if self.track_changes:
+            parts["a bit for each weight that changes"] = self._stepped / 8
         if self.shard in ("ddp", "zero"):
             parts["DDP's buckets (none with gradient_as_bucket_view)"] = HALF * self.params
         if self.shard == "fsdp2":
@@ -176,13 +180,15 @@ class Plan:
     def step_bytes(self) -> float:
         """Bytes that the optimizer's passes read and write on a rank."""
         state = self._state_bytes
+        before = HALF if self.track_changes and self.masters == "full" else 0  # the weight, to be compared
         if self._in_one_pass:  # check the gradient; then read it again, read and write all else
             weight = SINGLE + HALF + SINGLE if self.masters == "full" else 2 * (HALF + MASTERS[self.masters])
+            weight += before
             return self._stepped * (2 * HALF + weight + 2 * state)
         unscale = HALF + SINGLE  # read the gradient, write FP32, clipped on the way
         clip = HALF if self.clip else 0  # the norm is needed before: one read of the gradient
         step = SINGLE + 2 * SINGLE + 2 * state  # read the gradient; read and write master and state
-        copy = SINGLE + HALF
+        copy = SINGLE + HALF + before
         return self._stepped * (unscale + clip + step + copy)
 
     def shortest_step(self) -> float:
@@ -202,6 +208,7 @@ class Plan:
             + (", 8-bit state" if self.state == "8bit" else "")
             + ("" if self.fused_step else ", stepped by the wrapped optimizer")
             + (", gradients released" if self.release == "yes" else "")
+            + (", changes tracked" if self.track_changes else "")
         )
         lines = [shown, *self._notes(), "", f"{'memory a rank':<52}{size(self.memory_total()):>12}"]
         lines += [f"  {name:<50}{size(value):>12}" for name, value in self.memory_parts().items()]
@@ -259,6 +266,7 @@ def parse(arguments: Sequence[str]) -> Plan:
     parser.add_argument(
         "--no-fused-step", dest="fused_step", action="store_false", help="fused_step=False; no compiled kernels"
     )
+    parser.add_argument("--track-changes", action="store_true", help="a bit a parameter, for deltas")
     parser.add_argument("--layers", type=int, default=32, help="blocks that fully_shard is applied to")
     parser.add_argument("--no-clip", dest="clip", action="store_false")
     parser.add_argument("--network", type=float, default=50.0, help="GB/s that a rank sends")

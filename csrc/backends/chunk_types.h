@@ -1,6 +1,7 @@
 // From a step's chunk to whole blocks, and to the types of its gradient and its masters, at one SIMD level.
 #pragma once
 
+#include "../launch/changes.h"
 #include "../launch/split.h"
 #include "../launch/split24.h"
 #include "../launch/tail.h"
@@ -104,11 +105,14 @@ StepChunk in_tail(const StepChunk& c, const Distances& sizes, int64_t start, int
 // page, and a step walks through five arrays at once.
 constexpr int64_t kAheadInChunk = 256;
 
+// Elements that are stepped and then compared with what they were.
+constexpr int64_t kMarkedPart = 1024;
+
 // Calls step(part, start) for the whole blocks of a chunk, and for what is left. Loops over the last of them ask for the
 // beginning of the chunk that c.ahead leads to. `overlaps`: what is left may go as a block with elements before it, which are
 // stepped twice, from the same numbers to the same numbers; that takes half as long as one that is filled up.
 template <class Step>
-uint32_t for_whole_blocks(const StepChunk& c, int block, int64_t state_size, bool overlaps, Step&& step) {
+uint32_t step_whole_blocks(const StepChunk& c, int block, int64_t state_size, bool overlaps, Step&& step) {
     const Distances sizes = sizes_of(c, state_size);
     const int64_t rest = c.numel % block, whole = c.numel - rest;
     const int64_t last = c.numel <= kAheadInChunk ? 0 : (c.numel - kAheadInChunk + block - 1) / block * block;
@@ -118,6 +122,7 @@ uint32_t for_whole_blocks(const StepChunk& c, int block, int64_t state_size, boo
         part.ahead = {sizes.grad * kAheadInChunk, sizes.master * kAheadInChunk, {}, 0};
         for (int64_t& ahead : part.ahead.state) ahead = state_size * kAheadInChunk;
         if (c.split || c.split24) part.ahead.model = sizes.model * kAheadInChunk;  // others are only written, and nothing waits
+        if (c.bits != nullptr) part.ahead.model = sizes.model * kMarkedPart;
         flags = step(part, int64_t(0));
     }
     const int64_t valid = overlaps && rest > 0 && whole > 0 ? block : rest;
@@ -126,6 +131,35 @@ uint32_t for_whole_blocks(const StepChunk& c, int block, int64_t state_size, boo
     if (whole > last) flags |= step(in_place(c, sizes, last, whole), last);
     tail.give_back();
     return flags;
+}
+
+// The same, and marks weights that get other bits: a part is stepped and then compared with what it was, while all of it is in
+// the first-level cache.
+template <class Step>
+FP16OPT_NOINLINE uint32_t step_and_mark(const StepChunk& c, int block, int64_t state_size, bool overlaps, Step&& step) {
+    const Distances sizes = sizes_of(c, state_size);
+    uint32_t flags = 0, guard = 0;
+    alignas(64) uint16_t before[kMarkedPart];
+    for (int64_t start = 0; start < c.numel; start += kMarkedPart) {
+        const int64_t end = start + kMarkedPart < c.numel ? start + kMarkedPart : c.numel;
+        StepChunk part = in_place(c, sizes, start, end);
+        if (end < c.numel) {
+            part.ahead = {sizes.grad * kMarkedPart, sizes.master * kMarkedPart, {}, sizes.model * kMarkedPart};
+            for (int64_t& ahead : part.ahead.state) ahead = state_size * kMarkedPart;
+        }
+        memcpy(before, part.model, size_t(part.numel) * sizeof(uint16_t));
+        flags |= step_whole_blocks(part, block, state_size, overlaps,
+                                   [&](const StepChunk& blocks, int64_t at) { return step(blocks, start + at); });
+        guard += mark_words(before, static_cast<const uint16_t*>(part.model), part.numel, c.place + start, c.bits, c.shared);
+    }
+    if (guard != 0) __atomic_fetch_add(c.guard, guard, __ATOMIC_RELAXED);
+    return flags;
+}
+
+template <class Step>
+uint32_t for_whole_blocks(const StepChunk& c, int block, int64_t state_size, bool overlaps, Step&& step) {
+    if (c.bits != nullptr) return step_and_mark(c, block, state_size, overlaps, step);
+    return step_whole_blocks(c, block, state_size, overlaps, step);
 }
 
 }  // namespace

@@ -3,10 +3,12 @@
 //
 // A level is two files, this one and cpu_steps.cpp: each takes a second and more to read the compiler's vector functions.
 #include "../functors/sample.h"
+#include "../launch/changes.h"
 #include "../launch/cpu.h"
 #include "../launch/measures.h"
 #include "../launch/split.h"
 #include "../launch/tail.h"
+#include "changes_level.h"
 #include "cpu_level.h"
 #include "measure_level.h"
 #include "split_level.h"
@@ -222,6 +224,16 @@ Numbers compare_chunk(DType of_master, DType of_weight, const void* master, cons
     return loop.found();
 }
 
+// -- which weights got other bits --------------------------------------------------------------------------------------
+
+uint32_t mark_part(const uint16_t* before, const uint16_t* after, int64_t n, int64_t place, uint64_t* bits, bool shared) {
+    return mark_words(before, after, n, place, bits, shared);
+}
+
+uint64_t digest_part(const uint16_t* words, int64_t n, uint32_t first) { return digest_words(words, n, first); }
+
+uint32_t guard_part(const uint16_t* words, int64_t n, int64_t place) { return guard_words(words, n, place); }
+
 }  // namespace
 
 #define FP16OPT_NAME_OF(level) #level
@@ -232,10 +244,11 @@ extern const State8Level state8_level;  // cpu_steps.cpp
 namespace {
 const SplitLevel split_level = {split_chunk, join_chunk};
 const MeasureLevel measure_level = {measure_chunk, compare_chunk};
+const ChangesLevel changes_level = {mark_part, digest_part, guard_part};
 }  // namespace
 extern const CpuLevel level;
 const CpuLevel level = {FP16OPT_NAME(FP16OPT_LEVEL), unscale_chunk, unscale_clipped_chunk, sum_of_squares_chunk, scale_chunk,
                         lerp_chunk, axpby_chunk, cast_chunk, sample_words,
-                        &step_level, &split_level, &state8_level, &measure_level};
+                        &step_level, &split_level, &state8_level, &measure_level, &changes_level};
 
 FP16OPT_END

@@ -16,6 +16,7 @@ struct StepLevel;  // step_level.h
 struct SplitLevel;  // split_level.h
 struct State8Level;  // state8_level.h
 struct MeasureLevel;  // measure_level.h
+struct ChangesLevel;  // changes_level.h
 
 // Pointers are to the chunk's first element and need no more than the element's own alignment.
 // `stream`: write around the caches. What rounds to 16 bits returns flags.
@@ -36,6 +37,7 @@ struct CpuLevel {
     const SplitLevel* splits;
     const State8Level* state8;
     const MeasureLevel* measures;
+    const ChangesLevel* changes;
 };
 
 // The levels that this build holds and this machine runs, the fastest first. Ends with nullptr.

@@ -8,6 +8,7 @@
 
 #include "../functors/sample.h"
 #include "lists.h"
+#include "marking.h"
 
 namespace fp16opt {
 namespace {
@@ -169,7 +170,8 @@ bool axpby(const Table& table, float a, const Pointers& xs, float b, const Point
     return bad;
 }
 
-void cast(const Table& table, const Pointers& masters, const Pointers& params, int32_t* overflow, int threads) {
+void cast(const Table& table, const Pointers& masters, const Pointers& params, int32_t* overflow, const Marks& marks,
+          int threads) {
     require_pointers(table, {&masters, &params});
     for (int32_t place : table.places) {
         require(table.dtypes[0][size_t(place)] == DType::single && item_size(table.dtypes[1][size_t(place)]) == 2,
@@ -177,13 +179,16 @@ void cast(const Table& table, const Pointers& masters, const Pointers& params, i
         overflow[table.rows[size_t(place)]] = 0;
     }
     const CpuLevel& level = current_level();
-    const bool stream = table.elements * 2 >= kStreamingThreshold;
+    const bool stream = table.elements * 2 >= kStreamingThreshold && marks.memory == nullptr;
+    const auto round = [&](const Chunk& c) {
+        return level.cast(table.dtypes[1][size_t(c.tensor)], at<float>(masters, table, 0, c),
+                          at<void>(params, table, 1, c), c.numel, stream);
+    };
     for_chunks<uint32_t>(
         table, threads,
         [&](const Chunk& c) {
             prefetch_later(table, c, {&masters, &params});
-            return level.cast(table.dtypes[1][size_t(c.tensor)], at<float>(masters, table, 0, c),
-                              at<void>(params, table, 1, c), c.numel, stream);
+            return marks.memory == nullptr ? round(c) : round_and_mark(table, params, marks, c, round);
         },
         [&](size_t place, uint32_t flags) { overflow[table.rows[place]] |= int32_t(flags); });
 }

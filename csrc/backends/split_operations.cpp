@@ -2,6 +2,7 @@
 #include "../api_split.h"
 
 #include "lists.h"
+#include "marking.h"
 #include "split_level.h"
 
 namespace fp16opt {
@@ -24,15 +25,18 @@ void require_split(const Table& table, std::initializer_list<const Pointers*> li
 }  // namespace
 
 void split(const Table& table, const Pointers& masters, const Pointers& models, const Pointers& remainders,
-           int32_t* overflow, int threads) {
+           int32_t* overflow, const Marks& marks, int threads) {
     require_split(table, {&masters, &models, &remainders}, 0);
     for (int32_t place : table.places) overflow[table.rows[size_t(place)]] = 0;
     const SplitLevel* level = current_level().splits;
+    const auto round = [&](const Chunk& c) {
+        return level->split(table.dtypes[1][size_t(c.tensor)], at<float>(masters, table, 0, c),
+                            at<void>(models, table, 1, c), at<void>(remainders, table, 2, c), c.numel);
+    };
     for_chunks<uint32_t>(
         table, threads,
         [&](const Chunk& c) {
-            return level->split(table.dtypes[1][size_t(c.tensor)], at<float>(masters, table, 0, c),
-                                at<void>(models, table, 1, c), at<void>(remainders, table, 2, c), c.numel);
+            return marks.memory == nullptr ? round(c) : round_and_mark(table, models, marks, c, round);
         },
         [&](size_t place, uint32_t flags) { overflow[table.rows[place]] |= int32_t(flags); });
 }

@@ -26,6 +26,10 @@ struct StepChunk {
     bool split24;  // they are of 8 bits, and rounded with a dither: that of the first element
     uint32_t master_dither;
     bool stream;  // write the 16-bit weights around the caches
+    uint64_t* bits;   // of all of the tensor: where weights that get other bits are marked; null where they are not
+    uint32_t* guard;  // of what is marked there
+    int64_t place;    // of the first element in its tensor
+    bool shared;      // other threads may mark others in the same words
 };
 
 // `scalars`: the formula's, as every level lays them out. `first`: whether the state holds nothing yet.

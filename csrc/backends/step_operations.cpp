@@ -8,6 +8,7 @@
 #include "../functors/ratio8.h"
 #include "../functors/split24.h"
 #include "lists.h"
+#include "marking.h"
 #include "state8_level.h"
 
 namespace fp16opt {
@@ -66,6 +67,15 @@ StepChunk chunk_of(const StepLists& lists, const Chunk& c, bool stream) {
     return chunk;
 }
 
+// Has the step mark what it changes.
+void mark_in(const Marks& marks, const Table& table, const Chunk& c, StepChunk& chunk) {
+    uint64_t* const own = marks.memory + marks.offsets[table.rows[size_t(c.tensor)]];
+    chunk.guard = reinterpret_cast<uint32_t*>(own);
+    chunk.bits = own + 1;
+    chunk.place = c.start;
+    chunk.shared = shares_words(table, c);
+}
+
 // From the arrays of one chunk to those of another with as many.
 Distances between(const StepChunk& from, const StepChunk& to) {
     const auto bytes = [](const void* a, const void* b) {
@@ -85,12 +95,14 @@ void run(const StepLists& lists, int threads, Step&& step) {
         if (!narrows) break;
         lists.overflow[table.rows[size_t(place)]] = 0;
     }
-    const bool stream = table.elements * 2 >= kStepStreamingThreshold;
+    const bool marks = narrows && lists.marks.memory != nullptr;
+    const bool stream = table.elements * 2 >= kStepStreamingThreshold && !marks;
     for_chunks<uint32_t>(
         table, threads,
         [&](const Chunk& c) {
             StepChunk chunk = chunk_of(lists, c, stream);
             if (const Chunk* later = later_chunk(table, c)) chunk.ahead = between(chunk, chunk_of(lists, *later, stream));
+            if (marks) mark_in(lists.marks, table, c, chunk);
             return step(chunk, c);
         },
         [&](size_t place, uint32_t flags) {

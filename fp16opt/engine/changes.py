@@ -2,7 +2,7 @@
 
 Every pass that rounds masters into weights reads the old ones first, where bits are kept, and marks the elements that
 get others. Other code may write weights too, and buffers, and parameters that are their own masters. That shows in
-digests: what the elements that are not marked add to one is known. Where it is another by now, the tensor is given
+guards: what the elements that are not marked add to one is known. Where it is another by now, the tensor is given
 whole.
 """
 
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.changed import ChangedBits, packed, unpacked
-from ..kernels.digests import digest, digest_at, words_each, words_of
+from ..kernels.changes import digest, guard, take
+from ..kernels.digests import digest_at, words_each, words_of
 from ..kernels.reference import flatten, memory_order
 from .dtensors import Region, local, region_of
 from .params import ParamPair, ParamTable
@@ -72,7 +73,7 @@ def change_of(
 
     Args:
         digests: before and after.
-        indices: int64, in the whole, from the least on; None: all of the region.
+        indices: int32 or int64, in the whole, from the least on; None: all of the region.
         values: of these elements.
     """
     places, count = indices, values.numel()
@@ -83,7 +84,7 @@ def change_of(
             places = None
         elif region.is_whole and bits < listed:
             marks = torch.zeros(region.numel, dtype=torch.bool, device=indices.device)
-            marks[indices] = True
+            marks[indices.long()] = True
             places = packed(marks)
         else:
             places = indices.to(width)
@@ -102,7 +103,7 @@ class _Known(NamedTuple):
 
     Attributes:
         strides: of the piece.
-        guard: its digest by places in memory.
+        guard: by places in memory.
         digest: by indices in the whole.
     """
 
@@ -184,19 +185,20 @@ class Changes:
         Syncs.
         """
         self._params.find_pieces()
-        seen = self._look(tensors)
+        found: dict[str, TensorChange] = {}
+        seen = self._look(tensors, found)
         digests = _read([one for each in seen for one in (each.guard, each.digest)])
-        found = [
-            self._compare(each, guard, now) for each, guard, now in zip(seen, digests[::2], digests[1::2], strict=True)
-        ]
+        for each, mine, now in zip(seen, digests[::2], digests[1::2], strict=True):
+            found[each.name] = self._compare(each, mine, now)
         self._remember(seen, digests)
         for device in self._params.devices:
             if device.cast.changed is not None:
                 device.cast.changed.clear()
         self.sequence += 1
-        return found
+        return [found[name] for name in tensors if name in found]
 
-    def _look(self, tensors: Mapping[str, Tensor]) -> list[_Seen]:
+    def _look(self, tensors: Mapping[str, Tensor], found: dict[str, TensorChange]) -> list[_Seen]:
+        """Every tensor once; of those that other ranks train, empty parts go into ``found``."""
         pairs = {id(pair.model): pair for pair in self._params.all}
         elsewhere = {id(param) for param in self._params.elsewhere}
         names: dict[int, list[str]] = {}
@@ -211,6 +213,9 @@ class Changes:
         for number, (name, *tied) in names.items():
             tensor, pair = tensors[name], pairs.get(number)
             if number in elsewhere:
+                shape = tuple(tensor.shape)
+                nothing = Region(shape, (0,) * len(shape), (0,) * max(1, len(shape)))
+                found[name] = TensorChange(name, tuple(tied), tensor.dtype, nothing, 0, 0, None, None)
                 continue
             region = _region("tensor", name, tensor)
             if pair is not None:
@@ -220,7 +225,7 @@ class Changes:
             seen.append(_seen(name, tuple(tied), tensor, region, name if pair is None else pair))
         return seen
 
-    def _compare(self, seen: _Seen, guard: int, now: int) -> TensorChange:
+    def _compare(self, seen: _Seen, mine: int, now: int) -> TensorChange:
         known = self._known.get(seen.key)
         piece = local(seen.tensor.detach())
         as_before = known is not None and (known.dtype, known.shape) == (piece.dtype, tuple(piece.shape))
@@ -229,12 +234,12 @@ class Changes:
         if known is None and self._is_frozen(seen):
             return TensorChange(*alike, now, now, None, None)
         if known is not None and as_before and known.strides == piece.stride():
-            places = self._marked(seen.key)
-            if places is None or not places.numel():
-                if guard == known.guard:
+            marked = self._marked(seen.key, piece)
+            if marked is None or not marked[0].numel():
+                if now == before:
                     return TensorChange(*alike, now, now, None, None)
-            elif _wrapped(guard - self._left(seen.key, piece, places)) == known.guard:
-                return self._sparse(seen, piece, places, (before, now))
+            elif (mine - marked[2]) % 2**32 == known.guard:
+                return self._sparse(seen, piece, *marked[:2], (before, now))
         elif before == now:
             return TensorChange(*alike, now, now, None, None)
         values = piece.contiguous().view(-1).to("cpu", copy=True)
@@ -245,45 +250,35 @@ class Changes:
         is_param = isinstance(seen.tensor, torch.nn.Parameter) and not seen.tensor.requires_grad
         return is_param and self.sequence == 0 and not self._lost
 
-    def _marked(self, key: ParamPair | str) -> Tensor | None:
-        """Places in memory that passes have marked; None of a tensor without bits."""
+    def _marked(self, key: ParamPair | str, piece: Tensor) -> tuple[Tensor, Tensor, int] | None:
+        """:func:`.kernels.changes.take` of a weight; None of a tensor without bits."""
         if isinstance(key, str) or key not in self._bits:
             return None
-        changed, row = self._bits[key]
-        return changed.places(row)
+        return take(*self._bits[key], _in_memory(piece))
 
-    def _left(self, key: ParamPair | str, piece: Tensor, places: Tensor) -> int:
-        """What the digest would be less by if marked elements were what they were before."""
-        changed, row = self._bits[key]  # type: ignore[index]
-        words = _in_memory(piece)[places]
-        return _wrapped(int(digest_at(words, places)) - int(changed.of(row)[0]))
-
-    def _sparse(self, seen: _Seen, piece: Tensor, places: Tensor, digests: tuple[int | None, int]) -> TensorChange:
-        order = memory_order(piece)
-        inside = places
+    def _sparse(
+        self, seen: _Seen, piece: Tensor, places: Tensor, words: Tensor, digests: tuple[int | None, int]
+    ) -> TensorChange:
+        values = words.view(piece.dtype)
         if not piece.is_contiguous():
-            sizes = tuple(piece.shape[dim] for dim in order)
-            inside, moves = _logical(places, sizes, order, tuple(piece.shape))
-            places = places[moves]
-        values = flatten(piece, order).values[places]
-        indices = seen.region.indices(inside)
+            places, moves = _logical(places.long(), piece)
+            values = values[moves]
+        indices = places if seen.region.is_whole else seen.region.indices(places.long())
         return change_of(seen.name, seen.tied, seen.region, digests, indices.cpu(), values.cpu())
 
     def _remember(self, seen: Sequence[_Seen], digests: Sequence[int] | None = None) -> None:
         numbers = _read([one for each in seen for one in (each.guard, each.digest)]) if digests is None else digests
-        for each, guard, now in zip(seen, numbers[::2], numbers[1::2], strict=True):
+        for each, mine, now in zip(seen, numbers[::2], numbers[1::2], strict=True):
             piece = local(each.tensor)
-            self._known[each.key] = _Known(piece.dtype, tuple(piece.shape), piece.stride(), guard, now)
+            self._known[each.key] = _Known(piece.dtype, tuple(piece.shape), piece.stride(), mine, now)
 
 
-def _logical(
-    places: Tensor, sizes: tuple[int, ...], order: Sequence[int], shape: tuple[int, ...]
-) -> tuple[Tensor, Tensor]:
+def _logical(places: Tensor, piece: Tensor) -> tuple[Tensor, Tensor]:
     """Row-major places, sorted, of elements at places in memory, and how sorting moved them."""
-    steps = [_numel(shape[dim + 1 :]) for dim in order]
     found, rest = torch.zeros_like(places), places
-    for size, step in zip(reversed(sizes), reversed(steps), strict=True):
-        found, rest = found + rest % size * step, rest // size
+    for dim in reversed(memory_order(piece)):
+        size = max(piece.shape[dim], 1)
+        found, rest = found + rest % size * _numel(piece.shape[dim + 1 :]), rest // size
     return torch.sort(found)
 
 
@@ -294,10 +289,7 @@ def _in_memory(piece: Tensor) -> Tensor:
 
 def _seen(name: str, tied: tuple[str, ...], tensor: Tensor, region: Region, key: ParamPair | str) -> _Seen:
     piece = local(tensor.detach())
-    guard = digest(_in_memory(piece))
-    if piece.is_contiguous() and region.is_whole:
-        return _Seen(name, tied, tensor, region, guard, guard, key)
-    return _Seen(name, tied, tensor, region, guard, digest_of(piece, region), key)
+    return _Seen(name, tied, tensor, region, guard(_in_memory(piece)), digest_of(piece, region), key)
 
 
 def digest_of(piece: Tensor, region: Region) -> Tensor:
@@ -336,11 +328,6 @@ def _read(numbers: Sequence[Tensor]) -> list[int]:
         for place, value in zip(places, torch.stack([numbers[place] for place in places]).tolist(), strict=True):
             found[place] = value
     return found
-
-
-def _wrapped(number: int) -> int:
-    """A whole number modulo 2^64, as int64 has it."""
-    return (number + 2**63) % 2**64 - 2**63
 
 
 def require_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -11,9 +11,9 @@ from torch import Tensor
 class ChangedBits:
     """Which elements of n tensors got other bits since the last :meth:`clear`: one bit an element, OR-ed by passes.
 
-    A tensor's bits lie in memory order. Before them lies a word: the sum of the terms of a digest (see
-    :mod:`.digests`, by places in memory) that the marked elements had before they were marked. So what the
-    other elements add to the digest is known, and a write by other code shows.
+    A tensor's bits lie in memory order. Before them lies a word: the part of the tensor's guard (see :mod:`.digests`)
+    that the marked elements had before they were marked. So what the other elements add to the guard is known, and a
+    write by other code shows.
 
     Args:
         memory: int64, of one dimension: the rows one behind the other.

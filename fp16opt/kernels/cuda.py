@@ -30,6 +30,8 @@ Outcome = tuple[Tensor | None, Tensor | None]
 ScaleMemory = tuple[Tensor | None, Tensor | None, Tensor | None]
 """(scale; trackers; settings): the tensors that a loss scaler's ``update`` reads and writes."""
 
+MARKS = False
+"""Whether these kernels mark what changes; else torch operations do, around them."""
 _MOST_LISTS = 8
 """For which an entry of a table has dtypes."""
 

@@ -1,7 +1,9 @@
-"""Digests of all elements of a tensor, which add up over pieces.
+"""Digests of all elements of a tensor, which add up over pieces, and guards of one rank's piece.
 
 A digest is the sum, modulo 2^64, of one term for each 16-bit word: a mix of the word's index in the whole tensor with
-its bits. So pieces of a tensor add up, on any number of ranks, and the order of a sum means nothing.
+its bits. So pieces of a tensor add up, on any number of ranks, and the order of a sum means nothing. A guard is such a
+sum modulo 2^32, of words times odd factors of their places in memory. Passes that mark words keep it of what they
+marked, so it is made to be cheap; what it lets through, one case in 2^32, shows in the digest where a delta is applied.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from torch import Tensor
 from .reference import slabs
 
 _LOW = 0xFFFFFFFF
+_GUARDED = 64  # words that have a factor in common
 _INDEX, _FIRST, _SECOND = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35  # odd: products with them lose nothing
 
 
@@ -61,6 +64,46 @@ def digest(words: Tensor, first: int = 0) -> Tensor:
         index = torch.arange(first + part.start, first + part.stop, dtype=torch.int64, device=words.device)
         total += terms(index, words[part]).sum()
     return total
+
+
+def guard_terms(places: Tensor, words: Tensor) -> Tensor:
+    """What each word adds to a guard, modulo 2^32.
+
+    With k = place % 64 it is word * ((2k + 1) * 0x6487 & 0x7fff), times h of place // 64: h = that * 0x9E3779B1,
+    h ^= h >> 15, h *= 0x85EBCA6B, h ^= h >> 13, h |= 1, all modulo 2^32.
+
+    Args:
+        places: int64, in memory order.
+        words: int16, of the same shape.
+
+    Returns:
+        int64, from 0 to 2^32 - 1. No sync.
+
+    Example:
+        >>> guard_terms(torch.tensor([0]), torch.tensor([1], dtype=torch.int16))
+        tensor([25735])
+    """
+    keys = ((places % _GUARDED * 2 + 1) * 0x6487) & 0x7FFF
+    factor = ((places // _GUARDED & _LOW) * _INDEX) & _LOW
+    factor = ((factor ^ (factor >> 15)) * _FIRST) & _LOW
+    factor = (factor ^ (factor >> 13)) | 1
+    return ((words.long() * keys & _LOW) * factor) & _LOW
+
+
+def guard(words: Tensor) -> Tensor:
+    """The guard of a piece.
+
+    Args:
+        words: int16, contiguous, of one dimension: its words in memory order.
+
+    Returns:
+        int64, shape [], from 0 to 2^32 - 1. No sync.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for part in slabs(words.numel()):
+        places = torch.arange(part.start, part.stop, dtype=torch.int64, device=words.device)
+        total += guard_terms(places, words[part]).sum()
+    return total & _LOW
 
 
 def digest_at(words: Tensor, index: Tensor) -> Tensor:

@@ -27,6 +27,10 @@ CODES[torch.int16] = 0  # remainders: 16 bits that only split masters look into
 CODES[torch.int8] = CODES[torch.uint8] = 4  # codes of 8 bits
 
 
+MARKS = True
+"""Whether these kernels mark what changes; else torch operations do, around them."""
+
+
 def _reason_not_built(name: str) -> str:
     """Why the install has no module ``name``, as the build noted it."""
     try:
@@ -128,6 +132,29 @@ def count_versions(tensors: list[Tensor]) -> None:
     for tensor in tensors:
         if not tensor.is_inference():  # tensors made in inference mode count no versions
             torch.autograd.graph.increment_version(tensor)
+
+
+def digest(words: Tensor, first: int) -> int:
+    """:func:`.changes.digest` of words on the CPU."""
+    found: int = module.digest(words.data_ptr(), words.numel(), first % 2**32, torch.get_num_threads())
+    return found
+
+
+def guard(words: Tensor) -> int:
+    """:func:`.changes.guard` of words on the CPU."""
+    found: int = module.guard(words.data_ptr(), words.numel(), torch.get_num_threads())
+    return found
+
+
+def take_marked(bits: Tensor, words: Tensor) -> tuple[Tensor, Tensor, int]:
+    """:func:`.changes.take` on the CPU."""
+    numel, threads = words.numel(), torch.get_num_threads()
+    count = module.count_marked(bits.data_ptr(), numel, threads)
+    wide = numel > 2**31
+    places = torch.empty(count, dtype=torch.int64 if wide else torch.int32, device="cpu")
+    taken = torch.empty(count, dtype=torch.int16, device="cpu")
+    at = places.data_ptr(), wide, taken.data_ptr()
+    return places, taken, module.take_marked(bits.data_ptr(), words.data_ptr(), numel, *at, threads)
 
 
 def decide_clip(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .changed import ChangedBits, packed, unpacked
-from .digests import terms
+from .digests import guard_terms
 from .reference import flatten, memory_order, slabs
 
 
@@ -26,7 +26,8 @@ def mark(words: Tensor, before: Tensor, after: Tensor) -> None:
         there = bits[part.start // 8 : -(-part.stop // 8)]
         fresh = differ & ~unpacked(there, differ.numel())
         index = torch.arange(part.start, part.stop, dtype=torch.int64, device=words.device)
-        words[0] += torch.where(fresh, terms(index, before[part]), 0).sum()
+        left = torch.where(fresh, guard_terms(index, before[part]), 0).sum()
+        words[0].copy_((words[0] + left) & 0xFFFFFFFF)
         there |= packed(differ)
 
 

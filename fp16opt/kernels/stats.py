@@ -205,6 +205,11 @@ class CastStats(Given):
     def results(self) -> tuple[Tensor, ...]:
         return (self.overflow,)
 
+    @property
+    def marks(self) -> tuple[Tensor | int, Tensor | int]:
+        """What kernels are given to mark what changes: bits, and where a row's begin; zeros where nothing does."""
+        return (0, 0) if self.changed is None else (self.changed.memory, self.changed.offsets)
+
     @classmethod
     def allocate(cls, n: int, device: torch.device | str) -> CastStats:
         """All zeros, for lists of ``n`` tensors on ``device``.

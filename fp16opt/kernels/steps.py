@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import cuda, cuda_steps, native, reference_steps
 from .backends import captures
-from .calls import Call, CallCache, Entries, Operation
+from .calls import CallCache, Entries, Operation
 from .cuda_rows import KERNELS, Blocks
 from .formulas import FORMULAS, Formula, LionOptions
 from .lists import checked
@@ -184,21 +184,15 @@ def run_step(step: Step, lists: tuple[Entries | None, ...], values: StepValues, 
             for row in plan.by_reference:
                 fresh = first if isinstance(first, bool) else bool(first[row])
                 operation.specification(row, call.row(row), (step, values), fresh)
-    served = [plan.rows[place] for place in plan.direct] if changed is not None and plan.serving is not None else []
-    with marking(changed, call.rounded, served):
-        _run_compiled(step, call, values)
-
-
-def _run_compiled(step: Step, call: Call, values: StepValues) -> None:
-    plan, operation, first = call.plan, call.operation, values.first
     if plan.serving is cuda:
-        cuda_steps.launch(call, values._replace(options=list(map(step.packed, values.options))))
+        with marking(changed, call.rounded, call.direct_rows):
+            cuda_steps.launch(call, values._replace(options=list(map(step.packed, values.options))))
     elif plan.serving is not None and plan.direct:
         packed = map(step.packed, values.options)
         groups = b"".join(itertools.starmap(PACKS[operation.cuda], packed))
         stats, number = values.stats, values.number & 0xFFFFFFFF
-        overflow = 0 if stats is None else stats.overflow
-        behind = [step.functor, *values.factors, overflow, stats is not None, values.group_of, groups, number]
+        found = (0, 0, 0) if stats is None else (stats.overflow, *stats.marks)
+        behind = [step.functor, *values.factors, *found, stats is not None, values.group_of, groups, number]
         native.launch(call, behind, written=[] if stats is None else [stats.overflow], flags=first)
 
 

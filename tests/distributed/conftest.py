@@ -1,4 +1,4 @@
-"""Worlds of two and of four ranks, for the whole session."""
+"""Worlds of two, three and four ranks, for the whole session."""
 
 from __future__ import annotations
 
@@ -13,6 +13,14 @@ from distributed.world import World
 def two() -> Iterator[World]:
     """Two ranks."""
     world = World(2)
+    yield world
+    world.stop()
+
+
+@pytest.fixture(scope="session")
+def three() -> Iterator[World]:
+    """Three ranks."""
+    world = World(3)
     yield world
     world.stop()
 

@@ -102,7 +102,7 @@ def test_names_of_levels_and_formulas_that_are_not_there() -> None:
     with pytest.raises(ValueError, match="SIMD level 'sse9' is not one"):
         native.module.use_simd_level("sse9")
     table, one = native.module.Table([], [], [[], []], []), torch.ones(())
-    numbers = (one.data_ptr(), one.data_ptr(), 0)
+    numbers = (one.data_ptr(), one.data_ptr(), 0, 0, 0)
     with pytest.raises(ValueError, match="no formula 'Nadam'"):
         native.module.step(table, [[], []], 1, 0, "Nadam", *numbers, False, [], b"", 0, False)
 
@@ -116,7 +116,7 @@ def test_flags_and_groups_have_one_entry_for_each_row() -> None:
         native.module.unscale(table, lists, 1, 1, *rest, [True, False])
     native.module.unscale(table, lists, 1, 1, *rest, [True])
     assert outs.tolist() == [2.0, 2.0]
-    step = ("Sgd", one.data_ptr(), one.data_ptr(), 0, False)
+    step = ("Sgd", one.data_ptr(), one.data_ptr(), 0, 0, 0, False)
     with pytest.raises(ValueError, match="group_of must have one entry for each row"):
         native.module.step(table, lists, 1, 1, *step, [0, 0], b"", 0, False)
     with pytest.raises(ValueError, match="group_of reaches outside"):

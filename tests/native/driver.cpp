@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "../../csrc/api.h"
+#include "../../csrc/api_changes.h"
 #include "../../csrc/api_measures.h"
 #include "../../csrc/api_split.h"
 #include "../../csrc/api_steps.h"
@@ -73,6 +74,22 @@ struct Lists {
         for (auto& block : memory[list]) found.push_back(block.data());
         return found;
     }
+};
+
+// Room for the bits of tensors, exactly as large as it has to be.
+struct Marked {
+    std::vector<uint64_t> memory;
+    std::vector<int64_t> offsets;
+
+    explicit Marked(const std::vector<int64_t>& numels) {
+        int64_t size = 0;
+        for (int64_t numel : numels) {
+            offsets.push_back(size);
+            size += 1 + (numel + 63) / 64;
+        }
+        memory.resize(size_t(size));
+    }
+    Marks marks() { return {memory.data(), offsets.data()}; }
 };
 
 DType any(int kinds) { return static_cast<DType>(below(kinds)); }
@@ -138,7 +155,20 @@ void run_others(Lists grads, Lists mixed, Lists weights, int threads, Results& r
 
     std::vector<int32_t> overflow(kCount, 0);
     std::vector<int64_t> samples(kCount, 0);
-    cast(weights.table(), weights.pointers(0), weights.pointers(1), overflow.data(), threads);
+    Marked marked(weights.numels);
+    cast(weights.table(), weights.pointers(0), weights.pointers(1), overflow.data(), marked.marks(), threads);
+    results.take(marked.memory);
+    for (size_t i = 0; i < weights.numels.size(); ++i) {
+        const uint64_t* bits = marked.memory.data() + marked.offsets[i] + 1;
+        const auto count = size_t(count_marked(bits, weights.numels[i], threads));
+        std::vector<int32_t> places(count);
+        std::vector<uint16_t> taken(count);
+        const auto* words = static_cast<const uint16_t*>(weights.pointers(1)[i]);
+        results.take(std::vector<uint64_t>{take_marked(bits, words, weights.numels[i], places.data(), false, taken.data(), threads),
+                                           digest(words, weights.numels[i], 7, threads), guard(words, weights.numels[i], threads)});
+        results.take(places);
+        results.take(taken);
+    }
     const Table written(weights.numels, weights.rows, {weights.dtypes[1]}, weights.places);
     sample(written, weights.pointers(1), samples.data(), threads);
     results.take(overflow);
@@ -174,7 +204,9 @@ void run_measures(Lists grads, Lists weights, int threads, Results& results) {
 // Masters to weights and remainders, and back.
 void run_split(Lists lists, int threads, Results& results) {
     std::vector<int32_t> overflow(kCount, 0);
-    split(lists.table(), lists.pointers(0), lists.pointers(1), lists.pointers(2), overflow.data(), threads);
+    Marked marked(lists.numels);
+    split(lists.table(), lists.pointers(0), lists.pointers(1), lists.pointers(2), overflow.data(), marked.marks(), threads);
+    results.take(marked.memory);
     const Table back(lists.numels, lists.rows, {lists.dtypes[1], lists.dtypes[2], lists.dtypes[0]}, lists.places);
     join(back, lists.pointers(1), lists.pointers(2), lists.pointers(0), threads);
     results.take(overflow);
@@ -213,8 +245,9 @@ void run_step(Lists lists, Step kind, bool has_models, int threads, Results& res
         first.push_back(uint8_t(i % 3 == 0));
     }
     const Table table = lists.table();
+    Marked marked(lists.numels);
     StepLists given{table, pointers[0], pointers[1], {}, has_models ? &pointers.back() : nullptr, group_of,
-                    overflow.data()};
+                    overflow.data(), has_models ? marked.marks() : Marks{nullptr, nullptr}};
     for (size_t k = 0; k < state; ++k) given.state.push_back(&pointers[2 + k]);
     std::vector<std::vector<float>> counts(kCount, std::vector<float>(1, 3.0f));
     Pointers steps;
@@ -259,7 +292,7 @@ Lists step_lists(size_t state, bool has_models) {
 }
 
 // Of all results so far, to compare one machine with another. FNV-1a.
-uint64_t digest = 0xcbf29ce484222325ull;
+uint64_t fingerprint = 0xcbf29ce484222325ull;
 
 void compare_levels() {
     const Lists grads(kCount, 2, [] {
@@ -291,7 +324,7 @@ void compare_levels() {
             if (first != results.bytes) throw std::runtime_error(std::string((*level)->name) + " gives other bits");
         }
     }
-    for (unsigned char byte : first) digest = (digest ^ byte) * 0x100000001b3ull;
+    for (unsigned char byte : first) fingerprint = (fingerprint ^ byte) * 0x100000001b3ull;
 }
 
 // Several threads call at once: one has the pool, the others work alone.
@@ -325,7 +358,7 @@ int main(int argc, char** argv) {
         std::fprintf(stderr, "driver: %s\n", error.what());
         return 1;
     }
-    std::printf("driver: %d rounds, no difference between levels or thread counts, digest %016llx\n", rounds,
-                static_cast<unsigned long long>(digest));
+    std::printf("driver: %d rounds, no difference between levels or thread counts, fingerprint %016llx\n", rounds,
+                static_cast<unsigned long long>(fingerprint));
     return 0;
 }

@@ -41,7 +41,7 @@ compile() {
     for job in $jobs; do wait "$job"; done
     $cxx $flags "$2" "-DFP16OPT_BASELINE=$baseline" $dispatch "$csrc/backends/cpu_dispatch.cpp" \
         "$csrc/backends/cpu_operations.cpp" "$csrc/backends/step_operations.cpp" "$csrc/backends/split_operations.cpp" \
-        "$csrc/backends/measure_operations.cpp" "$csrc/backends/threads.cpp" \
+        "$csrc/backends/measure_operations.cpp" "$csrc/backends/change_operations.cpp" "$csrc/backends/threads.cpp" \
         "$here/driver.cpp" $objects -o "$build/$1"
 }
 

@@ -1,0 +1,166 @@
+"""Deltas of models that several ranks share: parts brought to one rank, applied on any placement."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+from distributed.models import Net, loss_of
+from distributed.world import World, raised
+from fp16opt import MixedPrecisionOptimizer, WeightDelta, distributed
+
+WAYS = ["ddp", "zero", "fsdp2", "hsdp", "tensor parallel"]
+STEPS = 3
+
+
+def placed(way: str, net: nn.Module, size: int) -> nn.Module:
+    """A model laid out over the ranks."""
+    if way in ("fsdp2", "hsdp"):
+        shape = (size,) if way == "fsdp2" else (size // 2, 2)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        for layer in (net.a, net.b, net):
+            fully_shard(layer, mesh=mesh)
+    elif way == "tensor parallel":
+        parallelize_module(net, init_device_mesh("cpu", (size,)), {"a": ColwiseParallel(), "b": RowwiseParallel()})
+    return net
+
+
+def net_for(way: str) -> Net:
+    """ZeRO takes parameters of one dtype, and tensor parallelism shards the hidden ones, evenly."""
+    net = Net(norm=way not in ("zero", "tensor parallel"))
+    if way == "tensor parallel":
+        net.a, net.b = nn.Linear(16, 8, dtype=torch.float16), nn.Linear(8, 3, dtype=torch.float16)
+    return net
+
+
+def train(rank: int, size: int, way: str, options: dict[str, Any], folder: str) -> list[list[str]]:
+    """Steps, with an overflow among them; each one's delta, gathered, goes into a file, and the whole weights too."""
+    torch.manual_seed(0)
+    net = placed(way, net_for(way), size)
+    optimizer: Any = (
+        ZeroRedundancyOptimizer(net.parameters(), AdamW, lr=1e-3) if way == "zero" else AdamW(net.parameters(), lr=1e-3)
+    )
+    opt = MixedPrecisionOptimizer(optimizer, track_changes=True, loss_scale=128.0, **options)
+    model: Any = net
+    if way in ("ddp", "zero"):
+        model = DistributedDataParallel(net)
+        distributed.attach(opt, model)
+    names = []
+    for number in range(STEPS):
+        opt.zero_grad()
+        seen = 0 if way == "tensor parallel" else rank
+        opt.backward(loss_of(model, number, seen, poison=number == 1))
+        opt.step()
+        part = opt.take_delta(net)
+        assert part.is_complete == (way == "ddp"), way
+        if not part.is_complete:
+            assert "delta.gather()" in raised(RuntimeError, lambda part=part: part.apply_(net))
+        delta = part.gather()
+        assert (delta is None) == (rank != 0)
+        whole = {name: full(value) for name, value in net.state_dict().items()}
+        if delta is not None:
+            assert delta.is_complete
+            delta.save(f"{folder}/{number}.safetensors")
+            torch.save(whole, f"{folder}/{number}.pt")
+            names.append(delta.names())
+    return names
+
+
+def full(value: Any) -> torch.Tensor:
+    value = value.detach()
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+
+
+def sample(rank: int, size: int, way: str, trained: str, folder: str) -> None:
+    """A model on other ranks, laid out in another way, gets one delta after the other."""
+    torch.manual_seed(0)
+    net = placed(way, net_for(trained), size)
+    for number in range(STEPS):
+        delta = WeightDelta.load(f"{folder}/{number}.safetensors")
+        if number == 2:
+            before = {name: full(value) for name, value in net.state_dict().items()}
+            wrong = WeightDelta.load(f"{folder}/0.safetensors")
+            assert "Apply deltas in order" in raised(ValueError, lambda wrong=wrong: wrong.apply_(net))
+            for name, value in net.state_dict().items():
+                assert torch.equal(full(value), before[name])
+        delta.apply_(net)
+        expected = torch.load(f"{folder}/{number}.pt")
+        for name, value in net.state_dict().items():
+            assert torch.equal(full(value).view(-1).view(torch.uint8), expected[name].view(-1).view(torch.uint8)), name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"fused_step": True}, {"fused_step": False}, {"master_weights": "split24", "optimizer_state": "8bit"}],
+    ids=["one pass", "wrapped", "split24, 8-bit"],
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_to_three_to_one(
+    way: str, options: dict[str, Any], two: World, three: World, four: World, tmp_path: Path
+) -> None:
+    if way == "zero" and "fused_step" not in options:
+        pytest.skip("ZeRO takes full masters and FP32 state")
+    names = (four if way == "hsdp" else two).run(train, way, options, str(tmp_path))[0]
+    assert {"a.weight", "b.bias"} <= set(names[0])
+    assert not names[1], "the step was skipped"
+    three.run(sample, "fsdp2", way, str(tmp_path))
+    three.run(sample, "plain", way, str(tmp_path))
+    torch.manual_seed(0)
+    sampler = net_for(way)
+    for number in range(STEPS):
+        WeightDelta.load(tmp_path / f"{number}.safetensors").apply_(sampler)
+        for name, value in torch.load(tmp_path / f"{number}.pt").items():
+            assert torch.equal(sampler.state_dict()[name].view(-1).view(torch.uint8), value.view(-1).view(torch.uint8))
+
+
+def merge_parts(rank: int, size: int) -> None:
+    """Parts are merged before they are brought together, and ranks with different numbers are refused."""
+    torch.manual_seed(0)
+    net = placed("fsdp2", Net(), size)
+    sampler = Net()
+    opt = MixedPrecisionOptimizer(AdamW(net.parameters(), lr=1e-3), track_changes=True)
+    parts = []
+    for number in range(3):
+        opt.zero_grad()
+        opt.backward(loss_of(net, number, rank))
+        opt.step()
+        parts.append(opt.take_delta(net))
+    file = io.BytesIO()
+    WeightDelta.merge(parts).save(file)
+    file.seek(0)
+    merged = WeightDelta.load(file).gather(dst=1)
+    whole = {name: full(value) for name, value in net.state_dict().items()}
+    if merged is not None:
+        merged.apply_(sampler)
+        assert all(torch.equal(sampler.state_dict()[name], value) for name, value in whole.items())
+    if rank == 0:
+        assert "ranks have deltas with the numbers" in raised(ValueError, lambda: parts[rank].gather())
+        dist.barrier()
+    else:
+        parts[rank].gather()
+        dist.barrier()
+    if rank == 0:
+        assert "are not all of it" in raised(ValueError, lambda: lonely(parts[0]))
+
+
+def lonely(part: WeightDelta) -> None:
+    """What the destination sees where the other ranks' parts are lacking."""
+    from fp16opt.deltas import joined
+
+    joined([part.changes])
+
+
+def test_parts_are_merged(two: World) -> None:
+    two.run(merge_parts)

@@ -1,0 +1,542 @@
+"""What steps changed, taken as a WeightDelta and applied elsewhere: the models' bits are equal, always."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp16opt.optim
+from fp16opt import MixedPrecisionOptimizer, WeightDelta
+from fp16opt import kernels as k
+
+HALF, BFLOAT = torch.float16, torch.bfloat16
+STEPS = int(os.environ.get("FP16OPT_DELTA_STEPS", "60"))
+"""Of a random run: 10,000 on demand."""
+MODES: dict[str, dict[str, Any]] = {
+    "one pass": {"fused_step": True},
+    "wrapped": {"fused_step": False},
+    "split": {"master_weights": "split", "fused_step": True},
+    "bucketed": {"master_weights": "split", "fused_step": False},
+    "split24": {"master_weights": "split24"},
+    "8-bit": {"optimizer_state": "8bit"},
+    "8-bit, split24": {"optimizer_state": "8bit", "master_weights": "split24"},
+    "released": {"gradient_release": True},
+    "no masters": {"master_weights": "none"},
+}
+
+
+class Net(nn.Module):
+    """All that a state_dict may have: tied weights, FP32 parameters, buffers, a frozen one, odd sizes and strides."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.a = nn.Linear(67, 65, dtype=dtype)
+        self.conv = nn.Conv2d(5, 5, 3, padding=1, dtype=dtype).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm1d(65)
+        self.b = nn.Linear(65, 67, bias=False, dtype=dtype)
+        self.tied = nn.Linear(65, 67, bias=False, dtype=dtype)
+        self.tied.weight = self.b.weight
+        self.frozen = nn.Parameter(torch.randn(9, dtype=dtype), requires_grad=False)
+        self.empty = nn.Parameter(torch.empty(0, dtype=dtype))
+        self.single = nn.Parameter(torch.tensor(1.5, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.a(x).float()).to(self.b.weight.dtype)
+        y = self.conv(x[:, :45].reshape(-1, 5, 3, 3)).float().square().mean()
+        return self.tied(x).float().square().mean() + y * self.single.float()
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def assert_equal(model: nn.Module | dict[str, Any], other: nn.Module | dict[str, Any]) -> None:
+    states = [one.state_dict() if isinstance(one, nn.Module) else one for one in (model, other)]
+    assert list(states[0]) == list(states[1])
+    for name, tensor in states[0].items():
+        assert torch.equal(bits(tensor), bits(states[1][name])), name
+
+
+def step(model: nn.Module, opt: Any, overflows: bool = False) -> None:
+    opt.zero_grad()
+    dtype = next(p.dtype for p in model.parameters())
+    loss = model(torch.randn(4, 67).to(dtype))
+    opt.backward(loss * float("inf") if overflows else loss)
+    opt.step()
+
+
+def pair(dtype: torch.dtype = HALF, lr: float = 1e-4, **options: Any) -> tuple[Net, Net, MixedPrecisionOptimizer]:
+    model = Net(dtype)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    opt = MixedPrecisionOptimizer(torch.optim.AdamW(trained, lr=lr), track_changes=True, **options)
+    return model, copy.deepcopy(model), opt
+
+
+def sent(delta: WeightDelta) -> WeightDelta:
+    """Through a file."""
+    file = io.BytesIO()
+    delta.save(file)
+    assert file.tell() == delta.nbytes
+    file.seek(0)
+    return WeightDelta.load(file)
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("CRITICAL", logger="fp16opt")
+
+
+# -- equal bits, whatever happens --------------------------------------------------------------------------------------
+
+
+def write_some(model: Net, rng: random.Random, opt: MixedPrecisionOptimizer) -> None:
+    """One of the ways in which other code writes weights and buffers."""
+    params = [p for p in model.parameters() if p.numel() > 1]
+    param = rng.choice(params)
+    place = rng.randrange(param.numel())
+    way = rng.randrange(7)
+    with torch.no_grad():
+        if way == 0:
+            param[(0,) * param.dim()] += 1.0
+        elif way == 1:
+            param.data.mul_(0.5)
+        elif way == 2:
+            param.data.as_strided((param.numel(),), (1,))[place] = 0.25  # past all counters
+        elif way == 3:
+            model.norm.running_mean[place % 65] = 7.0
+        elif way == 4:
+            model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+        elif way == 5:
+            param.add_(0.125)
+            opt.refresh_masters()
+        else:
+            state = {
+                name: value + 0.5 if value.is_floating_point() else value for name, value in model.state_dict().items()
+            }
+            model.load_state_dict(state)
+
+
+def resume(model: Net, opt: MixedPrecisionOptimizer, saved: list[Any], rng: random.Random) -> None:
+    """Save, or go back to what was saved, in one of the two orders."""
+    if not saved:
+        saved[:] = [copy.deepcopy(model.state_dict()), copy.deepcopy(opt.state_dict())]
+        return
+    loads = [lambda: model.load_state_dict(saved[0]), lambda: opt.load_state_dict(saved[1])]
+    for load in loads if rng.random() < 0.5 else reversed(loads):
+        load()
+    saved.clear()
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_long_random_run(mode: str, dtype: torch.dtype) -> None:
+    """Steps, overflows, writes by others and resumes, with a delta now and then, single or merged."""
+    rng = random.Random(f"{mode}{dtype}")
+    model, sampler, opt = pair(dtype, **MODES[mode])
+    waiting = [opt.take_delta(model)]  # from here on writes to frozen parameters are seen too
+    saved: list[Any] = []
+    for _ in range(STEPS):
+        for _ in range(rng.randrange(3)):
+            step(model, opt, overflows=rng.random() < 0.1)
+        if rng.random() < 0.3:
+            write_some(model, rng, opt)
+        if rng.random() < 0.1 and mode != "no masters":
+            resume(model, opt, saved, rng)
+        waiting.append(opt.take_delta(model))
+        if rng.random() < 0.6:
+            merged = WeightDelta.merge(waiting) if rng.random() < 0.5 else None
+            for delta in waiting if merged is None else [merged]:
+                sent(delta).apply_(sampler)
+            waiting.clear()
+            assert_equal(model, sampler)
+
+
+@pytest.mark.parametrize("level", k.native.module.simd_levels() if k.native.available() else ["none"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_levels_and_threads_take_the_same(level: str, threads: int) -> None:
+    """Equal deltas at every SIMD level, for any number of threads, and by torch operations."""
+    if level == "none":
+        pytest.skip("there is no compiled module")
+
+    def files() -> list[bytes]:
+        found = []
+        for options in ({"fused_step": True}, {"master_weights": "split24"}, {"fused_step": False}):
+            torch.manual_seed(5)
+            model = nn.Linear(700, 300, dtype=BFLOAT)
+            opt = MixedPrecisionOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-5), track_changes=True, **options)
+            for _ in range(3):
+                opt.zero_grad()
+                opt.backward(model(torch.ones(2, 700, dtype=BFLOAT)).float().square().mean())
+                opt.step()
+            file = io.BytesIO()
+            opt.take_delta(model).save(file)
+            found.append(file.getvalue())
+        return found
+
+    usual = k.native.simd_level()
+    before = torch.get_num_threads()
+    expected = files()
+    try:
+        k.native.module.use_simd_level(level)
+        torch.set_num_threads(threads)
+        assert files() == expected
+    finally:
+        k.native.module.use_simd_level(usual)
+        torch.set_num_threads(before)
+
+
+def test_a_delta_has_what_changed_and_no_more() -> None:
+    """Against a copy of the model, element by element."""
+    torch.manual_seed(0)
+    model = nn.Linear(300, 700, bias=False, dtype=BFLOAT)
+    opt = MixedPrecisionOptimizer(torch.optim.SGD(model.parameters(), lr=1e-7), track_changes=True)
+    for _ in range(3):
+        before = model.weight.detach().clone()
+        opt.zero_grad()
+        opt.backward(model(torch.randn(5, 300).to(BFLOAT)).float().square().sum())
+        opt.step()
+        differ = int((model.weight.view(torch.int16) != before.view(torch.int16)).sum())
+        delta = opt.take_delta(model)
+        assert 0 < differ < before.numel() // 4
+        assert delta.num_changed == differ
+        assert delta.nbytes < 6 * differ + 1000
+    assert opt.take_delta(model).num_changed == 0
+
+
+def test_an_overflow_leaves_an_empty_delta() -> None:
+    model, _, opt = pair()
+    model.eval()
+    step(model, opt)
+    opt.take_delta(model)
+    step(model, opt, overflows=True)
+    delta = opt.take_delta(model)
+    assert (delta.names(), delta.num_changed, delta.sequence) == ([], 0, 2)
+    assert delta.nbytes < 4000
+
+
+def test_the_first_delta_goes_from_the_model_as_it_was_wrapped() -> None:
+    model, sampler, opt = pair()
+    model.norm.running_mean += 1
+    assert {name for name in opt.take_delta(model).names() if "running" not in name and "num_" not in name} == set()
+    step(model, opt)
+    second = opt.take_delta(model)
+    with pytest.raises(ValueError, match=r"'norm\.running_mean' is not what it was .* this one follows number 1"):
+        second.apply_(sampler)  # which has the buffers that the first one had brought
+
+
+def test_parameters_that_come_and_go() -> None:
+    model, sampler, opt = pair()
+    step(model, opt)
+    opt.take_delta(model).apply_(sampler)
+    model.frozen.requires_grad_(True)
+    opt.add_param_group({"params": [model.frozen]})
+    opt.param_groups[0]["params"].pop(0)
+    step(model, opt)
+    opt.take_delta(model).apply_(sampler)
+    assert_equal(model, sampler)
+    with torch.no_grad():
+        model.a.weight.add_(1.0)  # it is no longer trained
+    step(model, opt)
+    opt.take_delta(model).apply_(sampler)
+    assert_equal(model, sampler)
+
+
+def test_other_strides_send_a_weight_whole() -> None:
+    model, sampler, opt = pair()
+    step(model, opt)
+    opt.take_delta(model).apply_(sampler)
+    step(model, opt)
+    model.a.weight.data = model.a.weight.data.t().contiguous().t()
+    step(model, opt)
+    opt.take_delta(model).apply_(sampler)
+    assert_equal(model, sampler)
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_copies_go_on_from_the_same_delta(way: str) -> None:
+    model, sampler, opt = pair()
+    step(model, opt)
+    opt.take_delta(model).apply_(sampler)
+    step(model, opt)
+    copied = copy.deepcopy if way == "deepcopy" else lambda both: pickle.loads(pickle.dumps(both))
+    model, opt = copied((model, opt))
+    step(model, opt)
+    delta = opt.take_delta(model)
+    delta.apply_(sampler)
+    assert delta.sequence == 2
+    assert_equal(model, sampler)
+
+
+def test_a_fresh_wrapper_begins_anew() -> None:
+    """state_dict has no bits: a sampler that is to go on after a restart gets the weights that were resumed."""
+    model, _, opt = pair()
+    step(model, opt)
+    assert not any("change" in name for name in opt.state_dict())
+    fresh, sampler, resumed = pair()
+    resumed.load_state_dict(opt.state_dict())
+    step(fresh, resumed)
+    delta = resumed.take_delta(fresh)
+    delta.apply_(sampler)
+    assert delta.sequence == 1
+    assert_equal(fresh, sampler)
+
+
+# -- where a delta is applied ------------------------------------------------------------------------------------------
+
+
+def test_a_state_dict_is_written_too() -> None:
+    model, sampler, opt = pair()
+    state = {name: value.clone() for name, value in sampler.state_dict().items()}
+    step(model, opt)
+    opt.take_delta(model).apply_(state)
+    assert_equal(model, state)
+    assert_equal(model, {**state, "b.weight": state["tied.weight"]})
+
+
+def test_a_wrong_model_is_refused_unchanged() -> None:
+    model, sampler, opt = pair()
+    step(model, opt)
+    delta = opt.take_delta(model)
+    for alter, match in (
+        (lambda m: m.a.weight.data.view(-1)[5].add_(1), r"'a\.weight' is not what it was when delta 1 began"),
+        (lambda m: m.frozen.data[3].add_(1), r"'frozen' is not what it was when delta 1 began"),
+        (lambda m: setattr(m, "a", nn.Linear(67, 64, dtype=HALF)), r"'a\.weight' is float16 of shape \(64, 67\)"),
+        (lambda m: m.a.bfloat16(), r"'a\.weight' is bfloat16 of shape"),
+        (lambda m: m.register_buffer("more", torch.ones(1)), "the delta's model has no 'more'"),
+        (lambda m: delattr(m, "frozen"), "the model has no 'frozen'"),
+    ):
+        other = copy.deepcopy(sampler)
+        alter(other)
+        before = copy.deepcopy(other)
+        with pytest.raises(ValueError, match=match):
+            delta.apply_(other)
+        assert_equal(other, before)
+    with pytest.raises(TypeError, match="apply_: expected a Module or a state_dict, got list"):
+        delta.apply_([])
+    with pytest.raises(TypeError, match="expected a state_dict of tensors, got int for 'a'"):
+        delta.apply_({"a": 3})
+
+
+def test_deltas_out_of_order_are_refused_unchanged() -> None:
+    model, sampler, opt = pair()
+    deltas = []
+    for _ in range(3):
+        step(model, opt)
+        deltas.append(opt.take_delta(model))
+    deltas[0].apply_(sampler)
+    before = copy.deepcopy(sampler)
+    for delta in (deltas[2], deltas[0]):
+        with pytest.raises(ValueError, match=f"when delta {delta.sequence} began. Apply deltas in order"):
+            delta.apply_(sampler)
+        assert_equal(sampler, before)
+    for wrong in ([deltas[0], deltas[2]], [deltas[1], deltas[0]]):
+        with pytest.raises(ValueError, match="Give consecutive ones, the earliest first"):
+            WeightDelta.merge(wrong)
+    with pytest.raises(ValueError, match="merge: expected one delta or more, got none"):
+        WeightDelta.merge([])
+    WeightDelta.merge(deltas[1:]).apply_(sampler)
+    assert_equal(model, sampler)
+
+
+def test_deltas_of_other_optimizers_are_not_merged() -> None:
+    firsts, seconds = [], []
+    for lr in (1e-4, 1e-3):
+        model, _, opt = pair(lr=lr)
+        step(model, opt)
+        firsts.append(opt.take_delta(model))
+        step(model, opt)
+        seconds.append(opt.take_delta(model))
+    with pytest.raises(ValueError, match="merge: 'single' begins with other values"):
+        WeightDelta.merge([firsts[0], seconds[1]])
+    small = nn.Linear(2, 2, dtype=HALF)
+    opt = MixedPrecisionOptimizer(torch.optim.SGD(small.parameters(), lr=1.0), track_changes=True)
+    opt.take_delta(small)
+    with pytest.raises(ValueError, match="models with different tensors"):
+        WeightDelta.merge([firsts[0], opt.take_delta(small)])
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_damage_is_refused(tmp_path: Path) -> None:
+    """A bit that flipped anywhere, an end that is missing, and other files."""
+    model, sampler, opt = pair()
+    step(model, opt)
+    path = tmp_path / "delta.safetensors"
+    opt.take_delta(model).save(path)
+    whole = path.read_bytes()
+    rng = random.Random(0)
+    places = [*range(0, 12), *(rng.randrange(len(whole)) for _ in range(60)), len(whole) - 1]
+    for place in places:
+        data = bytearray(whole)
+        data[place] ^= 1 << rng.randrange(8)
+        with pytest.raises(ValueError, match="load: the file holds no WeightDelta, or is damaged"):
+            WeightDelta.load(io.BytesIO(bytes(data)))
+    for size in (0, 7, 100, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"load: .*delta\.safetensors holds no WeightDelta, or is damaged"):
+            WeightDelta.load(path)
+    path.write_bytes(whole)
+    WeightDelta.load(path).apply_(sampler)
+    assert_equal(model, sampler)
+
+
+def test_the_safetensors_package_reads_it(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, _, opt = pair()
+    step(model, opt)
+    opt.take_delta(model).save(tmp_path / "delta.safetensors")
+    tensors = safetensors.load_file(tmp_path / "delta.safetensors")
+    assert tensors["values:a.weight"].dtype == HALF
+    assert tensors["places:a.weight"].dtype in (torch.int32, torch.uint8) if "places:a.weight" in tensors else True
+
+
+def test_through_a_pipe_to_another_process() -> None:
+    """The sampler is another process, which loads one delta after the other as they come."""
+    program = """
+import sys, torch, fp16opt
+sys.path.insert(0, sys.argv[1])
+from test_deltas import Net, HALF
+model = Net(HALF)
+for _ in range(3):
+    fp16opt.WeightDelta.load(sys.stdin.buffer).apply_(model)
+torch.save(model.state_dict(), sys.stdout.buffer)
+"""
+    model, _, opt = pair()
+    here = str(Path(__file__).parent)
+    with subprocess.Popen(
+        [sys.executable, "-c", program, here], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        for _ in range(3):
+            step(model, opt)
+            opt.take_delta(model).save(child.stdin)
+        child.stdin.close()
+        state = torch.load(io.BytesIO(child.stdout.read()))
+    assert_equal(model, state)
+
+
+# -- what is refused, and what it costs --------------------------------------------------------------------------------
+
+
+def test_take_delta_refuses() -> None:
+    model, _, opt = pair()
+    with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module, got OrderedDict"):
+        opt.take_delta(model.state_dict())
+    with pytest.raises(ValueError, match=r"its state_dict has no parameter .* of this optimizer"):
+        opt.take_delta(model.a)
+    model.__class__ = type("WithState", (Net,), {"get_extra_state": lambda self: 3})
+    with pytest.raises(TypeError, match="expected a state_dict of tensors, got int"):
+        opt.take_delta(model)
+    untracked = MixedPrecisionOptimizer(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0))
+    with pytest.raises(RuntimeError, match=r"take_delta: changes are not tracked\. Wrap with track_changes=True"):
+        untracked.take_delta(model)
+    with pytest.raises(ValueError, match="track_changes: expected one of False, True, got 1"):
+        MixedPrecisionOptimizer(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0), track_changes=1)
+
+
+def test_a_refused_take_takes_nothing() -> None:
+    model, sampler, opt = pair()
+    step(model, opt)
+    with pytest.raises(ValueError, match="has no parameter"):
+        opt.take_delta(model.a)
+    opt.take_delta(model).apply_(sampler)
+    assert_equal(model, sampler)
+
+
+def test_memory_counts_one_bit_a_parameter() -> None:
+    weights = [nn.Parameter(torch.zeros(1000, 1000, dtype=HALF)) for _ in range(2)]
+    kept = [
+        MixedPrecisionOptimizer(torch.optim.AdamW(weights), track_changes=tracks).memory().engine
+        for tracks in (False, True)
+    ]
+    assert 0.125 <= (kept[1] - kept[0]) / 2e6 <= 0.126
+
+
+def test_classes_by_path_track_too() -> None:
+    model = nn.Linear(4, 4, dtype=HALF)
+    sampler = copy.deepcopy(model)
+    opt = fp16opt.optim.AdamW(model.named_parameters(), track_changes=True)
+    opt.backward(model(torch.ones(1, 4, dtype=HALF)).float().sum())
+    opt.step()
+    opt.take_delta(model).apply_(sampler)
+    assert_equal(model, sampler)
+
+
+def test_float8_and_bool_buffers() -> None:
+    model = nn.Linear(4, 4, dtype=HALF)
+    model.register_buffer("codes", torch.zeros(5).to(torch.float8_e4m3fn))
+    model.register_buffer("mask", torch.zeros(3, dtype=torch.bool))
+    model.register_buffer("waves", torch.zeros(3, dtype=torch.complex64))
+    opt = MixedPrecisionOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), track_changes=True)
+    sampler = copy.deepcopy(model)
+    for value in (1.0, 2.0):
+        model.codes.copy_(torch.full((5,), value).to(torch.float8_e4m3fn))
+        model.mask[int(value)] = True
+        model.waves += 1j
+        delta = sent(opt.take_delta(model))
+        assert set(delta.names()) == {"codes", "mask", "waves"}
+        delta.apply_(sampler)
+        assert_equal(model, sampler)
+
+
+# -- the tests can fail ------------------------------------------------------------------------------------------------
+
+
+def broken_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Ways to break marking, each in place while the caller looks."""
+    from fp16opt.kernels import reference_changed
+
+    def loses_the_or(words: Tensor, before: Tensor, after: Tensor) -> None:
+        words[1:].zero_()
+        reference_changed_mark(words, before, after)
+
+    def skips_the_tail(words: Tensor, before: Tensor, after: Tensor) -> None:
+        whole = before.numel() // 64 * 64
+        reference_changed_mark(words, before[:whole], after[:whole])
+
+    reference_changed_mark = reference_changed.mark
+    for broken in (loses_the_or, skips_the_tail):
+        with monkeypatch.context() as patch:
+            patch.setattr(reference_changed, "mark", broken)
+            patch.setattr(k.native, "module", None)
+            yield broken.__name__
+
+
+def test_lost_marks_are_noticed_and_the_weight_is_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What passes fail to mark shows in the digest of what is not marked: nothing is ever left out."""
+    for broken in broken_runs(monkeypatch):
+        model, sampler, opt = pair(lr=1e-2, fused_step=True)
+        model.eval()
+        opt.take_delta(model).apply_(sampler)
+        for _ in range(2):
+            step(model, opt)
+        delta = opt.take_delta(model)
+        entries = _entries(delta)
+        assert "values:a.weight" in entries, broken
+        assert "places:a.weight" not in entries, broken
+        delta.apply_(sampler)
+        assert_equal(model, sampler)
+
+
+def _entries(delta: WeightDelta) -> dict[str, Any]:
+    file = io.BytesIO()
+    delta.save(file)
+    data = file.getvalue()
+    found: dict[str, Any] = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return found
