@@ -122,6 +122,34 @@ def test_language_model_short_mode_and_resume_bit_exact(tmp_path: Path) -> None:
         assert_same_bits(load(whole / f"{dtype}.pt"), load(parts / f"{dtype}.pt"))
 
 
+@pytest.mark.slow
+def test_rl_fp16_quick_mode(tmp_path: Path) -> None:
+    """Every way, with a sampler whose weights are the trainer's after every step; the sampler's process ends."""
+    printed = run_example("rl_fp16.py", tmp_path, "--quick")
+    table = (tmp_path / "table.md").read_text()
+    assert table in printed
+    rows = {cells[1].strip(): cells for line in table.splitlines() if (cells := line.split("|"))}
+    for way in ("fp16 + masters", "fp16", "bf16 + masters", "bf16"):
+        assert rows[way][8].strip() == "4 of 4"
+        assert 0 < float(rows[way][4]) < 100, "a step changed weights"
+        assert 0 < int(rows[way][6]) < 100, "and less than the model was sent"
+    assert float(rows["fp16 + masters"][7]) < float(rows["bf16 + masters"][7]) / 3
+    assert_is_picture(tmp_path / "rl.png")
+
+
+@pytest.mark.slow
+def test_rl_fp16_stops_where_the_sampler_has_other_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    rl = importlib.import_module("rl_fp16")
+    model = rl.Sorter().half()
+    rl.require_equal(model, rl.digest(model))
+    other = rl.digest(model)
+    with torch.no_grad():
+        model.blocks[1].down.weight[5, 7] += 1e-3
+    with pytest.raises(SystemExit, match="The sampler's weights are not the trainer's"):
+        rl.require_equal(model, other)
+
+
 def test_a_checkpoint_made_with_other_settings_is_refused(tmp_path: Path) -> None:
     spec = importlib.util.spec_from_file_location("examples_common", EXAMPLES / "common.py")
     assert spec is not None

@@ -348,8 +348,8 @@ def _about_the_loss(hopeless: bool, is_fp16: bool) -> str:
     if hopeless:
         return "Look for inf or nan in the data, or see fp16opt.diagnose(model, loss_fn)."
     return (
-        "A part of it that was scaled may be finite at a lower scale. If this goes on, look for inf or nan in the data, "
-        "or see fp16opt.diagnose(model, loss_fn)."
+        "A part of it that was scaled may be finite at a lower scale. If this goes on, look for inf or nan in the "
+        "data, or see fp16opt.diagnose(model, loss_fn)."
     )
 
 

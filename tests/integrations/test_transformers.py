@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import warnings
@@ -479,6 +480,41 @@ def test_dpo_trainer_with_the_mixin(tmp_path: Path) -> None:
     check_tuned(trainer, model, before)
     assert all(torch.equal(param, before[name]) for name, param in reference.named_parameters())
     assert trainer.state.log_history[3]["loss"] < trainer.state.log_history[0]["loss"]
+
+
+def test_grpo_trainer_with_the_mixin_gives_deltas_to_a_sampler(tmp_path: Path) -> None:
+    """After each step the sampler's weights are the trained ones to the bit."""
+    trl = pytest.importorskip("trl")
+    import datasets
+
+    class Tuning(MasterWeightsMixin, trl.GRPOTrainer):
+        pass
+
+    model = tiny(HALF)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    sampler, steps = copy.deepcopy(model), []
+
+    class SendDeltas(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            delta = kwargs["optimizer"].optimizer.take_delta(kwargs["model"])
+            delta.apply_(sampler)
+            state_dicts = zip(kwargs["model"].state_dict().values(), sampler.state_dict().values(), strict=True)
+            steps.append((delta.sequence, all(torch.equal(ours, theirs) for ours, theirs in state_dicts)))
+
+    told = {**TOLD, "per_device_train_batch_size": 8, "num_generations": 8, "max_completion_length": 4}
+    del told["max_length"]
+    trainer = Tuning(
+        model=model,
+        reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+        args=trl.GRPOConfig(output_dir=str(tmp_path), learning_rate=1e-3, **told),
+        train_dataset=datasets.Dataset.from_list([{"prompt": word} for word in WORDS[:20]]),
+        processing_class=word_tokenizer(WORDS),
+        master_weights={"track_changes": True},
+        callbacks=[SendDeltas()],
+    )
+    trainer.train()
+    check_tuned(trainer, model, before)
+    assert steps == [(1, True), (2, True), (3, True), (4, True)]
 
 
 def word_tokenizer(words: list[str]) -> Any:
