@@ -232,7 +232,7 @@ class WeightDelta:
 
     def _packed(self) -> tuple[bytes, list[Tensor]]:
         """The header of a file, and what lies behind it."""
-        told, tensors, entries, at = [], [], {}, 0
+        told, found = [], []
         for change in self.changes:
             region = change.region
             told.append(
@@ -246,22 +246,24 @@ class WeightDelta:
                 }
             )
             for kind, tensor in (("places", change.places), ("values", change.values)):
-                if tensor is None:
-                    continue
-                tensor = tensor.contiguous() if tensor.dtype in _CODES else tensor.contiguous().view(torch.uint8)
-                size = tensor.numel() * tensor.element_size()
-                entries[f"{kind}:{change.name}"] = {
-                    "dtype": _CODES[tensor.dtype],
-                    "shape": list(tensor.shape),
-                    "data_offsets": [at, at + size],
-                }
-                tensors.append(tensor)
-                at += size
+                if tensor is not None:
+                    dense = tensor.contiguous()
+                    found.append((f"{kind}:{change.name}", dense if dense.dtype in _CODES else dense.view(torch.uint8)))
+        found.sort(key=lambda named: -named[1].element_size())  # so that each begins at a multiple of its items
+        entries, at = {}, 0
+        for key, tensor in found:
+            size = tensor.numel() * tensor.element_size()
+            entries[key] = {
+                "dtype": _CODES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [at, at + size],
+            }
+            at += size
         own = {"version": _VERSION, "sequence": self.sequence, "since": self.since, "tensors": told}
         metadata = {"format": _FORMAT, "fp16opt": json.dumps(own, separators=(",", ":"))}
         header = {"__metadata__": {**metadata, "crc32": "0" * 8}, **entries}
         text = json.dumps(header, separators=(",", ":")).encode()
-        return text + b" " * (-len(text) % 8), tensors
+        return text + b" " * (-len(text) % 8), [tensor for _, tensor in found]
 
     def save(self, path_or_file: str | os.PathLike[str] | BinaryIO) -> None:
         """Write it in the format of safetensors, with a checksum.

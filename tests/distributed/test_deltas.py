@@ -20,6 +20,7 @@ from torch.optim import AdamW
 from distributed.models import Net, loss_of
 from distributed.world import World, raised
 from fp16opt import MixedPrecisionOptimizer, WeightDelta, distributed
+from fp16opt.engine.dtensors import Region
 
 WAYS = ["ddp", "zero", "fsdp2", "hsdp", "tensor parallel"]
 STEPS = 3
@@ -160,6 +161,31 @@ def lonely(part: WeightDelta) -> None:
     from fp16opt.deltas import joined
 
     joined([part.changes])
+
+
+def local_indices(rank: int, size: int) -> None:
+    """A break on purpose: places in the piece for indices in the whole. The delta is refused, nothing is lost."""
+    torch.manual_seed(0)
+    net = placed("fsdp2", Net(), size)
+    before = {name: full(value) for name, value in net.state_dict().items()}
+    sampler = Net()
+    sampler.load_state_dict(before)
+    indices = Region.indices
+    Region.indices = lambda self, places: places  # type: ignore[method-assign]
+    try:
+        opt = MixedPrecisionOptimizer(AdamW(net.parameters(), lr=1e-3), track_changes=True)
+        opt.backward(loss_of(net, 0, rank))
+        opt.step()
+        delta = opt.take_delta(net).gather()
+    finally:
+        Region.indices = indices  # type: ignore[method-assign]
+    if delta is not None:
+        assert "is not what it was when delta 1 began" in raised(ValueError, lambda: delta.apply_(sampler))
+        assert all(torch.equal(sampler.state_dict()[name], value) for name, value in before.items())
+
+
+def test_local_indices_in_place_of_global_ones_are_noticed(two: World) -> None:
+    two.run(local_indices)
 
 
 def test_parts_are_merged(two: World) -> None:
