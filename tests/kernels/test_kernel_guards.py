@@ -397,9 +397,9 @@ class TestCompiledModule:
         address = ONE.data_ptr()
         table = native.module.Table([1], [3], [[2]], [0])
         with pytest.raises(ValueError, match="another number of lists"):
-            native.module.cast(table, [[0], [0]], 1, 4, 0)
+            native.module.cast(table, [[0], [0]], 1, 4, 0, 0, 0)
         with pytest.raises(ValueError, match="fewer lists of addresses"):
-            native.module.cast(table, [[0]], 1, 4, 0)
+            native.module.cast(table, [[0]], 1, 4, 0, 0, 0)
         with pytest.raises(ValueError, match="the table's length"):
             native.module.scale(table, [[]], 1, 4, address)
         with pytest.raises(ValueError, match="outside the statistics"):
