@@ -422,7 +422,7 @@ class TestCompiledModule:
         with pytest.raises(ValueError, match="not written can't be added to"):
             native.module.unscale(single, [[0]] * 2, 1, 1, address, 0, 0, 0, 0, False, True)
         with pytest.raises(ValueError, match="masters must be float32"):
-            native.module.cast(mixed, [[0]] * 2, 1, 1, 0)
+            native.module.cast(mixed, [[0]] * 2, 1, 1, 0, 0, 0)
 
 
 def test_a_step_by_a_formula_refuses_what_is_none_of_it() -> None:
