@@ -397,9 +397,9 @@ class TestCompiledModule:
         address = ONE.data_ptr()
         table = native.module.Table([1], [3], [[2]], [0])
         with pytest.raises(ValueError, match="another number of lists"):
-            native.module.cast(table, [[0], [0]], 1, 4, 0)
+            native.module.cast(table, [[0], [0]], 1, 4, 0, 0, 0)
         with pytest.raises(ValueError, match="fewer lists of addresses"):
-            native.module.cast(table, [[0]], 1, 4, 0)
+            native.module.cast(table, [[0]], 1, 4, 0, 0, 0)
         with pytest.raises(ValueError, match="the table's length"):
             native.module.scale(table, [[]], 1, 4, address)
         with pytest.raises(ValueError, match="outside the statistics"):
@@ -422,7 +422,7 @@ class TestCompiledModule:
         with pytest.raises(ValueError, match="not written can't be added to"):
             native.module.unscale(single, [[0]] * 2, 1, 1, address, 0, 0, 0, 0, False, True)
         with pytest.raises(ValueError, match="masters must be float32"):
-            native.module.cast(mixed, [[0]] * 2, 1, 1, 0)
+            native.module.cast(mixed, [[0]] * 2, 1, 1, 0, 0, 0)
 
 
 def test_a_step_by_a_formula_refuses_what_is_none_of_it() -> None:
