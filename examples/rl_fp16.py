@@ -188,7 +188,10 @@ def serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     model = Sorter()
     while True:
-        request, *rest = pipe.recv()
+        try:
+            request, *rest = pipe.recv()
+        except EOFError:  # the trainer has ended, with its own error
+            return
         if request == "weights":
             state = torch.load(io.BytesIO(rest[0]), weights_only=True)
             model = Sorter().to(state["head.weight"].dtype)
@@ -377,10 +380,10 @@ def plot(runs: list[Run], evaluate_every: int, path: Path) -> None:
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
     gained, changed, gap = panels
-    gained.set(title="Reward gained", ylabel="probability of a right answer, less that at the start")
+    gained.set(title="Reward gained", ylabel="probability of a right answer, beyond the start's")
     gained.legend(loc="upper left")
     changed.set(title="Weights that a step changed", ylabel="% of the model (log scale)", yscale="log")
-    gap.set(title="Sampler against trainer", ylabel="mean distance of log-probabilities (log scale)", yscale="log")
+    gap.set(title="Sampler against trainer", ylabel="distance of log-probabilities (log scale)", yscale="log")
     for axes in (changed, gap):
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_major_formatter("{x:g}")
