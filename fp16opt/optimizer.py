@@ -311,7 +311,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     if not TYPE_CHECKING:  # a type checker would take any name for an attribute
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self: Any, name: str) -> Any:
             """Attributes of the wrapped optimizer are not the wrapper's: the error says where they are."""
             kind, inner = type(self).__name__, self.__dict__.get("optimizer")
             words = f"{kind!r} object has no attribute {name!r}"

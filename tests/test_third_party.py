@@ -148,8 +148,7 @@ def test_deepcopy_continues_alike(package: Package) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("schedulefree") is None, reason="schedulefree is not installed")
 def test_schedule_free_train_and_eval_reach_the_model() -> None:
-    """Calling the wrapped optimizer's eval() writes the masters: the master wins and is copied down at the
-    next use."""
+    """They write masters, and masters are copied down; the wrapped optimizer's own are refused."""
     schedulefree = importlib.import_module("schedulefree")
     params = parameters([(16,)])
     inner = schedulefree.SGDScheduleFree(params, lr=0.1)
@@ -160,10 +159,13 @@ def test_schedule_free_train_and_eval_reach_the_model() -> None:
         opt.backward(linear_loss(params, [1.0]))
         opt.step()
     trained = next(iter(opt.master_params())).detach().clone()
-    inner.eval()
+    with pytest.raises(RuntimeError, match=r"SGDScheduleFree.eval\(\) was called .* Call opt.eval\(\)"):
+        inner.eval()
+    opt.eval()
     (m,) = opt.master_params()
     assert not torch.equal(m.detach(), trained)
-    inner.train()
+    assert_model_is_rounded_masters(opt)
+    opt.train()
     train(opt, params, Problem(params))
     assert_model_is_rounded_masters(opt)
 

@@ -224,9 +224,8 @@ class StepState:
         self.scale: BackwardScale | None = None
         self.losses: list[Tensor] = []
         self._true_stamp: GradientStamp | None = None  # of the masters' gradients
-        self._left_over: tuple[list[str], GradientStamp] | None = (
-            None  # names, and which gradients a loss was scaled over
-        )
+        # Names of parameters, and all gradients, that were there when the user scaled a loss.
+        self._left_over: tuple[list[str], GradientStamp] | None = None
         self._found: dict[int, tuple[LossScaler, Tensor]] = {}
         self._is_closed = False  # by a clip or an edit, which a further backward would undo
         self._agreed = False  # over ranks, in ``_found``

@@ -355,6 +355,8 @@ def test_gradients_of_a_plain_backward_must_be_cleared_first(mode: Mode, scale: 
     world.loss(GRADS).backward()
     with pytest.raises(RuntimeError, match=r"zero_grad\(\)"):
         world.leave(how, MORE)
+        assert how == "scale_loss", "backward(loss) looks before it adds"
+        world.opt.step()  # scale_loss can't: the user may clear gradients after it
     world.check()
     world.opt.zero_grad()
     world.leave(how, GRADS)
