@@ -405,7 +405,8 @@ def _is_int(*numbers: object) -> bool:
 
 def _is_described(change: TensorChange) -> bool:
     """Whether names, dtype, region and digests are such."""
-    shape, starts, sizes = region = change.region
+    region = change.region
+    shape, starts, sizes = region
     digests = [change.after] if change.before is None else [change.before, change.after]
     return (
         all(isinstance(name, str) for name in (change.name, *change.tied))
