@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import json
+import math
 import os
 import struct
 import zlib
@@ -109,8 +111,9 @@ class WeightDelta:
 
         Raises:
             TypeError: It is neither, or holds something else than tensors.
-            ValueError: Names, shapes or dtypes differ, or a tensor is not what it was when the delta began. Nothing is
-                written then.
+            ValueError: Names, shapes or dtypes differ, a tensor is not what it was when the delta began, or what is
+                written could not stay there: in copies that a module's ``state_dict`` gives, or where tensors share
+                memory. Nothing is written then.
             RuntimeError: The delta is one rank's part.
 
         Syncs.
@@ -134,7 +137,11 @@ class WeightDelta:
                     f"apply_: {target.name!r} would not get the values of the trained model from delta "
                     f"{self.sequence}: it is damaged, or the tensor is another one. Send the model whole."
                 )
-        for target in targets:
+        changed = [target for target, found, made in zip(targets, now, then, strict=True) if found != made]
+        own = _own_memory(model_or_state_dict)
+        for target in changed:
+            target.require_writable(own)
+        for target in changed:
             target.write()
 
     def _targets(self, model_or_state_dict: object) -> list[_Target]:
@@ -152,17 +159,23 @@ class WeightDelta:
                 f"apply_: the delta's model has no {describe(map(repr, more))}. Give a model of the same kind."
             )
         targets: list[_Target] = []
+        at: dict[Any, _Target] = {}
         for change in self.changes:
             names = [name for name in (change.name, *change.tied) if name in tensors]
             if not names:
                 raise ValueError(
                     f"apply_: the model has no {change.name!r}, which the delta has. Give a model of the same kind."
                 )
-            there: list[Tensor] = []
             for name in names:
-                if not any(_is_same(tensors[name], other) for other in there):
-                    there.append(tensors[name])
-                    targets.append(_Target.of(name, tensors[name], change))
+                target = _Target.of(name, tensors[name], change)
+                first = at.setdefault(_memory(tensors[name]), target)
+                if first.change.after != change.after:
+                    raise ValueError(
+                        f"apply_: {first.name!r} and {name!r} share memory, and their values differ in the delta. Give "
+                        "each its own, as in the trained model."
+                    )
+                if first is target or first.change is not change:
+                    targets.append(target)
         return targets
 
     # -- bringing together -------------------------------------------------------------------------------------------
@@ -303,7 +316,7 @@ class WeightDelta:
     def _read(cls, file: Any, name: str) -> WeightDelta:
         try:
             return cls._parsed(file)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError, struct.error) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
             raise ValueError(f"load: {name} holds no WeightDelta, or is damaged ({error}). Send it again.") from None
 
     @classmethod
@@ -317,26 +330,19 @@ class WeightDelta:
         if metadata["format"] != _FORMAT:
             raise ValueError(f"its format is {metadata['format']!r}")
         size = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        data = bytearray(_exactly(file, size))
+        data = _exactly(file, size)
         mark = header.index(b'"crc32":"') + len(b'"crc32":"')
         if zlib.crc32(data, zlib.crc32(header[:mark] + b"0" * 8 + header[mark + 8 :])) != int(metadata["crc32"], 16):
             raise ValueError("its checksum is another one")
         own = json.loads(metadata["fp16opt"])
         if own["version"] != _VERSION:
             raise ValueError(f"its version is {own['version']}, this fp16opt reads {_VERSION}")
-        changes = []
-        for told in own["tensors"]:
-            dtype = getattr(torch, told["dtype"])
-            places, values = (
-                _tensor(entries[key], data) if (key := f"{kind}:{told['name']}") in entries else None
-                for kind in ("places", "values")
-            )
-            if values is not None and values.dtype != dtype:
-                values = values.view(dtype)
-            region = Region(*map(tuple, told["region"]))
-            digests = told["before"], told["after"]
-            changes.append(TensorChange(told["name"], tuple(told["tied"]), dtype, region, *digests, places, values))
-        return cls(own["sequence"], own["since"], changes)
+        sequence, since = own["sequence"], own["since"]
+        changes = [_change(told, entries, data) for told in own["tensors"]]
+        names = [name for change in changes for name in (change.name, *change.tied)]
+        if entries or len(set(names)) != len(names) or not _is_int(sequence, since) or not 0 <= since < sequence:
+            raise ValueError("its parts don't fit together")
+        return cls(sequence, since, changes)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -349,29 +355,98 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _write(file: Any, header: bytes, blocks: Sequence[memoryview]) -> None:
-    file.write(struct.pack("<Q", len(header)) + header)
-    for block in blocks:
-        file.write(block)
+    """All of it, to the other end of a pipe too. Unbuffered files may take a part of what they are given."""
+    writer = io.BufferedWriter(file) if isinstance(file, io.RawIOBase) else file
+    try:
+        writer.write(struct.pack("<Q", len(header)) + header)
+        for block in blocks:
+            writer.write(block)
+        if hasattr(writer, "flush"):
+            writer.flush()
+    finally:
+        if writer is not file:
+            writer.detach()
 
 
-def _exactly(file: Any, size: int) -> bytes:
-    """So many bytes: a pipe gives them in parts."""
-    parts, left = [], size
-    while left:
-        part = file.read(left)
+def _exactly(file: Any, size: int) -> bytearray:
+    """So many bytes. A pipe gives them in parts; a size may be damaged, so memory is asked for as they come."""
+    found = bytearray()
+    while len(found) < size:
+        part = file.read(min(size - len(found), 1 << 24))
         if not part:
-            raise ValueError(f"it ends {left} bytes early")
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts)
+            raise ValueError(f"it ends {size - len(found)} bytes early")
+        found += part
+    return found
+
+
+def _change(told: Mapping[str, Any], entries: dict[str, Any], data: bytearray) -> TensorChange:
+    """One tensor's, as a file has it; its entries are taken out.
+
+    Raises:
+        ValueError: its parts don't fit together.
+    """
+    name, tied, dtype = told["name"], told["tied"], getattr(torch, told["dtype"])
+    places, values = (
+        None if (entry := entries.pop(f"{kind}:{name}", None)) is None else _tensor(entry, data)
+        for kind in ("places", "values")
+    )
+    if values is not None and dtype not in _CODES:
+        values = values.view(dtype)
+    region = Region(*map(tuple, told["region"]))
+    change = TensorChange(name, tuple(tied), dtype, region, told["before"], told["after"], places, values)
+    if not isinstance(tied, list) or not _is_described(change) or not _is_filled(change):
+        raise ValueError(f"what it has of {name!r} does not fit together")
+    return change
+
+
+def _is_int(*numbers: object) -> bool:
+    return all(isinstance(number, int) for number in numbers)
+
+
+def _is_described(change: TensorChange) -> bool:
+    """Whether names, dtype, region and digests are such."""
+    region = change.region
+    shape, starts, sizes = region
+    digests = [change.after] if change.before is None else [change.before, change.after]
+    return (
+        all(isinstance(name, str) for name in (change.name, *change.tied))
+        and isinstance(change.dtype, torch.dtype)
+        and all(_is_int(*numbers) for numbers in region)
+        and len(starts) == len(shape)
+        and (len(sizes) == len(shape) or (shape, sizes) == ((), (0,)))  # the latter: a number that another rank has
+        and all(0 <= start <= start + size <= of for of, start, size in zip(shape, starts, sizes, strict=False))
+        and _is_int(*digests)
+        and all(-(2**63) <= digest < 2**63 for digest in digests)
+    )
+
+
+def _is_filled(change: TensorChange) -> bool:
+    """Whether there is one value for each place, and places ascend within the region."""
+    region, places, values = change.region, change.places, change.values
+    if values is None:
+        return places is None
+    if values.dtype != change.dtype or values.dim() != 1:
+        return False
+    if places is None:
+        return values.numel() == region.numel
+    if places.dtype == torch.uint8:
+        fits = region.is_whole and places.shape == (-(-region.numel // 8),)
+    else:
+        fits = places.dtype in (torch.int32, torch.int64) and places.dim() == 1
+    if not fits:
+        return False
+    indices = change.indices()
+    ends = torch.cat([indices.new_tensor([-1]), indices, indices.new_tensor([math.prod(region.shape)])])
+    ascend = bool((ends[1:] > ends[:-1]).all())
+    return ascend and indices.numel() == values.numel() and bool((region.places(indices) >= 0).all())
 
 
 def _tensor(entry: Mapping[str, Any], data: bytearray) -> Tensor:
     begin, end = entry["data_offsets"]
-    if begin == end:
-        return torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]], device="cpu")
-    raw = torch.frombuffer(data, dtype=torch.uint8, offset=begin, count=end - begin)
-    return raw.clone().view(_DTYPES[entry["dtype"]]).view(entry["shape"])
+    raw = torch.empty(0, dtype=torch.uint8, device="cpu")
+    if begin != end:
+        raw = torch.frombuffer(data, dtype=torch.uint8, offset=begin, count=end - begin).clone()
+    return raw.view(_DTYPES[entry["dtype"]]).view(entry["shape"])
 
 
 # -- merging and gathering ---------------------------------------------------------------------------------------------
@@ -442,11 +517,18 @@ def _sum(numbers: Iterable[int]) -> int:
 # -- applying ----------------------------------------------------------------------------------------------------------
 
 
-def _is_same(a: Tensor, b: Tensor) -> bool:
-    one, other = local(a), local(b)
-    return a is b or (
-        one.data_ptr() == other.data_ptr() != 0 and one.shape == other.shape and one.stride() == other.stride()
-    )
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for tensors, or pieces, that are one in memory."""
+    piece = local(tensor)
+    return piece.data_ptr() or id(tensor), tuple(piece.shape), piece.stride()
+
+
+def _own_memory(model_or_state_dict: object) -> set[int] | None:
+    """Where parameters and buffers of a module lie; None of a ``state_dict``, whose tensors are written as they are."""
+    if not isinstance(model_or_state_dict, torch.nn.Module):
+        return None
+    tensors = (*model_or_state_dict.parameters(), *model_or_state_dict.buffers())
+    return {local(tensor).untyped_storage().data_ptr() for tensor in tensors}
 
 
 class _Target(NamedTuple):
@@ -509,6 +591,22 @@ class _Target(NamedTuple):
         index = word_indices(self.region.indices(self.places), each)
         old = local(self.tensor.detach()).contiguous().view(-1)[self.places]
         return now - digest_at(words_of(old), index) + digest_at(words_of(self.values), index)
+
+    def require_writable(self, own: set[int] | None) -> None:
+        """Raise ``ValueError`` where the model would not have what is written; ``own``: of :func:`_own_memory`."""
+        piece = local(self.tensor)
+        if not piece.numel():
+            return
+        if own is not None and piece.untyped_storage().data_ptr() not in own:
+            raise ValueError(
+                f"apply_: {self.name!r} of the module's state_dict is a copy, or extra state: what is written there "
+                "would not reach the module. Apply the delta to its state_dict(), and load that."
+            )
+        if any(step == 0 and size > 1 for step, size in zip(piece.stride(), piece.shape, strict=True)):
+            raise ValueError(
+                f"apply_: elements of {self.name!r} share memory, as those of an expanded tensor do. Give each its own "
+                "by .clone()."
+            )
 
     def write(self) -> None:
         """Write what it gets."""

@@ -10,6 +10,7 @@ import pickle
 import random
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -369,6 +370,106 @@ def test_deltas_of_other_optimizers_are_not_merged() -> None:
         WeightDelta.merge([firsts[0], opt.take_delta(small)])
 
 
+# -- models that can't be written --------------------------------------------------------------------------------------
+
+
+def small(**options: Any) -> tuple[nn.Linear, nn.Linear, MixedPrecisionOptimizer]:
+    model = nn.Linear(8, 8, dtype=HALF)
+    opt = MixedPrecisionOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), track_changes=True, **options)
+    return model, copy.deepcopy(model), opt
+
+
+def step_small(model: nn.Module, opt: MixedPrecisionOptimizer) -> None:
+    opt.zero_grad()
+    opt.backward(model(torch.ones(1, 8, dtype=HALF)).float().sum())
+    opt.step()
+
+
+def test_weights_that_are_tied_there_alone_are_refused() -> None:
+    """Equal values went in, so digests before are right; two different ones can't be in one place."""
+    model = nn.Sequential(nn.Linear(8, 8, dtype=HALF), nn.Linear(8, 8, dtype=HALF))
+    model[1].load_state_dict(model[0].state_dict())
+    opt = MixedPrecisionOptimizer(torch.optim.SGD(model.parameters(), lr=1e-2), track_changes=True)
+    sampler = copy.deepcopy(model)
+    sampler[1].weight = sampler[0].weight
+    before = copy.deepcopy(sampler)
+    empty = opt.take_delta(model)
+    step_small(model, opt)
+    empty.apply_(sampler)  # as long as they are equal
+    with pytest.raises(ValueError, match=r"apply_: '0\.weight' and '1\.weight' share memory"):
+        opt.take_delta(model).apply_(sampler)
+    assert_equal(sampler, before)
+
+
+class WithTensorState(nn.Linear):
+    extra = 1.0
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.extra)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.extra = float(state)
+
+
+def test_a_module_that_gives_copies_is_refused() -> None:
+    """What is written into a copy would never reach the module: extra state, and hooks that clone."""
+    model = WithTensorState(8, 8, dtype=HALF)
+    sampler = copy.deepcopy(model)
+    opt = MixedPrecisionOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), track_changes=True)
+    opt.take_delta(model).apply_(sampler)  # the same state there
+    step_small(model, opt)
+    model.extra = 2.0
+    delta, state = opt.take_delta(model), sampler.state_dict()
+    before = copy.deepcopy(sampler)
+    with pytest.raises(ValueError, match=r"apply_: '_extra_state' of the module's state_dict is a copy"):
+        delta.apply_(sampler)
+    assert_equal(sampler, before)
+    delta.apply_(state)
+    assert_equal(model, state)
+
+    plain, sampler, opt = small()
+    sampler._register_state_dict_hook(lambda module, state, *_: {name: t.clone() for name, t in state.items()})
+    step_small(plain, opt)
+    with pytest.raises(ValueError, match=r"apply_: 'weight' of the module's state_dict is a copy"):
+        opt.take_delta(plain).apply_(sampler)
+
+
+def test_an_expanded_tensor_is_refused_before_anything_is_written() -> None:
+    model, _, opt = small()
+    model.register_buffer("scales", torch.zeros(3).expand(2, 3))
+    sampler = copy.deepcopy(model)
+    sampler.scales = torch.zeros(3).expand(2, 3)
+    before = copy.deepcopy(sampler)
+    opt.take_delta(model).apply_(sampler)  # the same values there
+    step_small(model, opt)
+    model.scales = torch.ones(3).expand(2, 3)
+    delta = opt.take_delta(model)
+    with pytest.raises(ValueError, match=r"apply_: elements of 'scales' share memory.* \.clone\(\)"):
+        delta.apply_(sampler)
+    assert_equal(sampler, before)
+
+
+@pytest.mark.parametrize(
+    ("made", "kind"),
+    [
+        (lambda: torch.eye(3).to_sparse(), "a sparse_coo"),
+        (lambda: torch.empty(3, device="meta"), "a meta"),
+        (lambda: torch.ones(3, dtype=torch.complex64).conj(), "a conjugated"),
+        (lambda: torch.ones(3, dtype=torch.complex64).conj().imag, "a negated"),
+    ],
+)
+def test_tensors_without_bits_of_their_own_are_refused(made: Any, kind: str) -> None:
+    model, sampler, opt = small()
+    delta = opt.take_delta(model)
+    for module in (model, sampler):
+        module.register_buffer("odd", made())
+    match = f"model: expected a state_dict of plain dense tensors, got {kind} one for 'odd'"
+    with pytest.raises(TypeError, match=match):
+        opt.take_delta(model)
+    with pytest.raises(TypeError, match=match):
+        delta.apply_(sampler)
+
+
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
@@ -393,6 +494,117 @@ def test_damage_is_refused(tmp_path: Path) -> None:
     path.write_bytes(whole)
     WeightDelta.load(path).apply_(sampler)
     assert_equal(model, sampler)
+
+
+class Unbuffered(io.RawIOBase):
+    """Takes a part of what it is given, as pipes, sockets and files of more than 2 GiB do."""
+
+    def __init__(self) -> None:
+        self.taken = b""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        part = bytes(data[:1000])
+        self.taken += part
+        return len(part)
+
+
+def test_all_of_it_is_written_and_flushed() -> None:
+    """To a file that takes parts; and the other end of a buffered pipe need not wait for the next one."""
+    model, sampler, opt = pair()
+    step(model, opt)
+    delta = opt.take_delta(model)
+    raw = Unbuffered()
+    delta.save(raw)
+    assert len(raw.taken) == delta.nbytes
+    assert not raw.closed
+    buffered = io.BufferedWriter(Unbuffered(), 1 << 24)
+    delta.save(buffered)
+    assert buffered.raw.taken == raw.taken
+    WeightDelta.load(io.BytesIO(raw.taken)).apply_(sampler)
+    assert_equal(model, sampler)
+
+
+def edited(data: bytes, edit: Any) -> bytes:
+    """A file with another header, or other numbers in place of a tensor's, and the checksum of these."""
+    size = int.from_bytes(data[:8], "little")
+    header, body = json.loads(data[8 : 8 + size]), bytearray(data[8 + size :])
+    own = json.loads(header["__metadata__"]["fp16opt"])
+    edit(header, own, {told["name"]: told for told in own["tensors"]}, body)
+    header["__metadata__"].update(fp16opt=json.dumps(own), crc32="0" * 8)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    sum_ = zlib.crc32(body, zlib.crc32(text))
+    text = text.replace(b'"crc32":"00000000"', f'"crc32":"{sum_:08x}"'.encode())
+    return len(text).to_bytes(8, "little") + text + bytes(body)
+
+
+def put(header: Any, body: bytearray, key: str, numbers: Any) -> None:
+    """Other numbers at the front of a tensor of the file."""
+    begin = header[key]["data_offsets"][0]
+    body[begin : begin + 4 * len(numbers)] = torch.tensor(numbers, dtype=torch.int32).numpy().tobytes()
+
+
+EDITS: dict[str, Any] = {
+    "offsets beyond all integers": lambda h, o, t, b: h["values:k"].update(data_offsets=[0, 1 << 70]),
+    "offsets beyond memory": lambda h, o, t, b: h["values:k"].update(data_offsets=[0, 1 << 60]),
+    "negative offsets": lambda h, o, t, b: h["values:k"].update(data_offsets=[-8, 12]),
+    "offsets within an element": lambda h, o, t, b: h["values:k"].update(data_offsets=[0, 3]),
+    "offsets backwards": lambda h, o, t, b: h["values:k"].update(data_offsets=[20, 0]),
+    "a huge shape": lambda h, o, t, b: h["values:k"].update(data_offsets=[0, 0], shape=[1 << 40]),
+    "another shape": lambda h, o, t, b: h["values:k"].update(shape=[7]),
+    "two dimensions": lambda h, o, t, b: h["values:k"].update(shape=[5, 1]),
+    "another dtype": lambda h, o, t, b: t["k"].update(dtype="float64"),
+    "no dtype": lambda h, o, t, b: t["frozen"].update(dtype="nn"),
+    "a part that is too small": lambda h, o, t, b: t["k"].update(region=[[5], [0], [4]]),
+    "a part before the tensor": lambda h, o, t, b: t["k"].update(region=[[5], [-1], [5]]),
+    "sizes of fractions": lambda h, o, t, b: t["k"].update(region=[[5.0], [0], [5.0]]),
+    "a huge tensor of few bits": lambda h, o, t, b: t["few"].update(region=[[1 << 40], [0], [1 << 40]]),
+    "a name that is none": lambda h, o, t, b: t["frozen"].update(name=5),
+    "a name twice": lambda h, o, t, b: o["tensors"].append(t["frozen"]),
+    "tied to letters": lambda h, o, t, b: t["frozen"].update(tied="k"),
+    "no digest": lambda h, o, t, b: t["k"].update(after=None),
+    "a digest of letters": lambda h, o, t, b: t["many"].update(before="3"),
+    "a digest of 65 bits": lambda h, o, t, b: t["many"].update(before=2**64),
+    "no sequence": lambda h, o, t, b: o.update(sequence=None),
+    "a sequence before its start": lambda h, o, t, b: o.update(since=7),
+    "places without values": lambda h, o, t, b: h.pop("values:many"),
+    "values without places": lambda h, o, t, b: h.pop("places:many"),
+    "a tensor of no name": lambda h, o, t, b: h.update({"values:x": h["values:k"]}),
+    "places of another kind": lambda h, o, t, b: h["places:many"].update(dtype="F32"),
+    "a negative place": lambda h, o, t, b: put(h, b, "places:many", [-1]),
+    "a place twice": lambda h, o, t, b: put(h, b, "places:many", [0, 0]),
+    "places backwards": lambda h, o, t, b: put(h, b, "places:many", [7, 3]),
+    "a place beyond the tensor": lambda h, o, t, b: put(h, b, "places:many", [2**31 - 1]),
+    "a bit too many": lambda h, o, t, b: put(h, b, "places:few", [-1]),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_file_that_does_not_fit_together_is_refused(edit: str, tmp_path: Path) -> None:
+    """With the right checksum: written by another program, or by hand."""
+    model = nn.Module()
+    model.many, model.few = (nn.Parameter(torch.ones(count, dtype=HALF)) for count in (1000, 40))
+    model.register_buffer("k", torch.zeros(5))
+    model.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    opt = MixedPrecisionOptimizer(torch.optim.SGD([model.many, model.few], lr=1.0), track_changes=True)
+    opt.backward((model.many[[1, 7, 999]].sum() + model.few[::3].sum()).float())
+    opt.step()
+    file = io.BytesIO()
+    opt.take_delta(model).save(file)
+    assert WeightDelta.load(io.BytesIO(edited(file.getvalue(), lambda *_: None))).num_changed == 3 + 14 + 5
+    data = edited(file.getvalue(), EDITS[edit])
+    (tmp_path / "delta").write_bytes(data)
+    for place in (io.BytesIO(data), tmp_path / "delta"):
+        with pytest.raises(ValueError, match="holds no WeightDelta, or is damaged"):
+            WeightDelta.load(place)
+
+
+@pytest.mark.parametrize("header", [b"[" * 200_000, b"[]", b"NaN", b"\xff\xfe", b'{"__metadata__":3}'])
+def test_headers_that_are_none_are_refused(header: bytes) -> None:
+    with pytest.raises(ValueError, match="the file holds no WeightDelta, or is damaged"):
+        WeightDelta.load(io.BytesIO(len(header).to_bytes(8, "little") + header))
 
 
 def test_the_safetensors_package_reads_it(tmp_path: Path) -> None:

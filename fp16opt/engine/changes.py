@@ -331,7 +331,7 @@ def _read(numbers: Sequence[Tensor]) -> list[int]:
 
 
 def require_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """A ``state_dict`` of tensors.
+    """A ``state_dict`` of plain dense tensors, each with bits of its own.
 
     Raises:
         TypeError: one is something else.
@@ -342,4 +342,17 @@ def require_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
                 f"model: expected a state_dict of tensors, got {type(value).__name__} for {name!r}. A WeightDelta has "
                 "no place for extra state: send that apart."
             )
+        if kind := _kind(local(value)):
+            raise TypeError(
+                f"model: expected a state_dict of plain dense tensors, got {kind} one for {name!r}. Materialize it, or "
+                "keep it out of the state_dict."
+            )
     return dict(state)
+
+
+def _kind(piece: Tensor) -> str:
+    """What keeps a tensor from having plain bits in memory; empty for one that has them."""
+    if piece.layout is not torch.strided:
+        return f"a {str(piece.layout).removeprefix('torch.')}"
+    kinds = {"a meta": piece.is_meta, "a conjugated": piece.is_conj(), "a negated": piece.is_neg()}
+    return next((kind for kind, holds in kinds.items() if holds), "")

@@ -3,7 +3,9 @@
 A digest is the sum, modulo 2^64, of one term for each 16-bit word: a mix of the word's index in the whole tensor with
 its bits. So pieces of a tensor add up, on any number of ranks, and the order of a sum means nothing. A guard is such a
 sum modulo 2^32, of words times odd factors of their places in memory. Passes that mark words keep it of what they
-marked, so it is made to be cheap; what it lets through, one case in 2^32, shows in the digest where a delta is applied.
+marked, so it is made to be cheap. It lets one arbitrary write in 2^32 through, and one in 2^16 where each word changes
+in its highest bit alone, as when other code negates a weight. That shows in the digest, and the delta is refused where
+it is applied.
 """
 
 from __future__ import annotations
