@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
+import fp16opt
 from distributed import models
 from distributed.world import World, raised
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed
@@ -24,7 +25,7 @@ from fp16opt.plan import Plan
 
 MODES: dict[str, dict[str, Any]] = {
     "one pass": {"fused_step": True},
-    "split": {"master_weights": "split"},
+    "split": {"master_weights": "split", "fused_step": True},
     "split24": {"master_weights": "split24"},
     "8-bit": {"optimizer_state": "8bit"},
     "split + 8-bit": {"master_weights": "split", "optimizer_state": "8bit"},
@@ -147,6 +148,15 @@ def like_one_process(rank: int, size: int, mode: str, cls: str, dtype: torch.dty
         assert one.step_was_skipped == many.step_was_skipped == (number % 4 == 2)
         assert_same(plain, one, net, many)
     assert "fused" in repr(many).split("step:")[1].splitlines()[0]
+
+
+def package_in_use(rank: int, size: int) -> tuple[str, str]:
+    return fp16opt.__file__, fp16opt.kernels.backend("cpu")
+
+
+def test_ranks_have_the_package_of_this_process(two: World) -> None:
+    """In a clone of an installed package they could find the clone, in which nothing is compiled."""
+    assert two.run(package_in_use) == 2 * [package_in_use(0, 1)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

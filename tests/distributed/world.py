@@ -11,8 +11,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NoReturn
 
 TIMEOUT = 60.0  # seconds for one function
@@ -28,6 +30,17 @@ IMPORTED_ONCE = [  # by the process from which all ranks are forked; it does not
     "hypothesis",
     "pytest",
 ]
+
+
+@contextlib.contextmanager
+def _outside_the_tree() -> Iterator[None]:
+    """Not at the top of a clone: the process that ranks are forked from imports from where it begins, before all else."""
+    before = os.getcwd()
+    os.chdir(Path(__file__).parents[1])
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
@@ -78,6 +91,8 @@ class World:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTED_ONCE)
+        with _outside_the_tree():
+            forkserver.ensure_running()
         self._folder = tempfile.TemporaryDirectory()
         for rank in range(self.size):
             here, there = context.Pipe()
