@@ -34,7 +34,7 @@ IMPORTED_ONCE = [  # by the process from which all ranks are forked; it does not
 
 @contextlib.contextmanager
 def _outside_the_tree() -> Iterator[None]:
-    """Not at the top of a clone: the process that ranks are forked from imports from where it begins, before all else."""
+    """Not at the top of a clone: what ranks are forked from imports from where it begins, not what is installed."""
     before = os.getcwd()
     os.chdir(Path(__file__).parents[1])
     try:
