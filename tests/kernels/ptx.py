@@ -334,6 +334,13 @@ class Thread:
         by = min(self._value(i.operands[2]) & 0xFFFFFFFF, int(kind[1:]))
         self._set(i.operands[0], _bits(function(_number(self._value(i.operands[1]), kind), by), kind))
 
+    def _do_shf(self, i: Instruction) -> None:
+        """A funnel shift: of 64 bits, the second operand above the first, the upper or lower 32 of what is shifted."""
+        low, high, by = (self._value(text) & 0xFFFFFFFF for text in i.operands[1:])
+        by = min(by, 32) if i.parts[2] == "clamp" else by % 32
+        both = high << 32 | low
+        self._set(i.operands[0], (both << by >> 32 if i.parts[1] == "l" else both >> by) & 0xFFFFFFFF)
+
     def _do_bfi(self, i: Instruction) -> None:
         into, (a, b, at, count) = i.operands[0], (self._value(text) for text in i.operands[1:])
         mask = ((1 << count) - 1) << at
