@@ -122,6 +122,7 @@ class Thread:
     def __init__(self, program: Program, arguments: tuple[bytes, ...]) -> None:
         self._program, self._arguments = program, arguments
         self._registers: dict[str, int] = {}
+        self._unset: dict[str, set[int]] = {}  # by register: its parts that were packed of registers without a value
         self._shared: dict[int, int] = {}
         self.loads: list[Access] = []
         self.stores: list[Access] = []
@@ -146,6 +147,8 @@ class Thread:
     # -- operands
 
     def _value(self, text: str) -> int:
+        if self._unset.get(text):
+            raise KeyError(f"a part of {text}")
         if text in self._registers:
             return self._registers[text]
         if text.startswith("0f"):
@@ -158,6 +161,10 @@ class Thread:
 
     def _set(self, register: str, value: int) -> None:
         self._registers[register] = value
+        self._unset.pop(register, None)
+
+    def _is_unset(self, text: str) -> bool:
+        return text.startswith("%") and text not in self._registers and text not in _SPECIAL
 
     def _apply(self, i: Instruction, kind: str, function: Callable[..., Any], result: str = "") -> None:
         given = [_number(self._value(text), kind) for text in i.operands[1:]]
@@ -227,13 +234,22 @@ class Thread:
         size = int(i.parts[1][1:]) if i.parts[1] != "pred" else 1
         if isinstance(source, list):
             part = size // len(source)
-            values = [self._value(text) & ((1 << part) - 1) for text in source]
+            unset = {k for k, text in enumerate(source) if self._is_unset(text)}
+            values = [0 if k in unset else self._value(text) & ((1 << part) - 1) for k, text in enumerate(source)]
             self._set(to, sum(value << part * k for k, value in enumerate(values)))
+            if unset:
+                self._unset[to] = unset
         elif isinstance(to, list):
+            unset = self._unset.pop(source, set())
             part, value = size // len(to), self._value(source)
             for k, target in enumerate(to):
-                self._set(target, value >> part * k & ((1 << part) - 1))
-        elif source.startswith("%") and source not in self._registers and source not in _SPECIAL:
+                if k in unset:
+                    self._registers.pop(target, None)
+                else:
+                    self._set(target, value >> part * k & ((1 << part) - 1))
+            if unset:
+                self._unset[source] = unset
+        elif self._is_unset(source):
             self._registers.pop(to, None)  # nothing was put there on this way: using it raises KeyError
         else:
             self._set(to, self._value(source) & ((1 << size) - 1))
