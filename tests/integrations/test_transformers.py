@@ -525,7 +525,12 @@ def word_tokenizer(words: list[str]) -> Any:
     made = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<pad>"
+        tokenizer_object=made,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<pad>",
+        model_input_names=["input_ids", "attention_mask"],  # by default also what this model doesn't take
     )
 
 
