@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
-import io
-import json
-import math
 import os
-import struct
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .delta_files import Contents, file_size, read, write
 from .engine.changes import TensorChange, change_of, digest_of, require_tensors, word_indices
 from .engine.diagnostics import describe
 from .engine.dtensors import Region, is_sharded, local, region_of
 from .kernels.digests import digest_at, words_each, words_of
-
-_FORMAT = "fp16opt.WeightDelta"
-_VERSION = 1
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-"""The dtypes of safetensors, by its names."""
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 class WeightDelta:
@@ -88,12 +64,6 @@ class WeightDelta:
         An element that a step changed and another changed back is among them.
         """
         return sum(change.num_changed for change in self.changes)
-
-    @property
-    def nbytes(self) -> int:
-        """What :meth:`save` writes, in bytes."""
-        header, tensors = self._packed()
-        return 8 + len(header) + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @property
     def is_complete(self) -> bool:
@@ -243,40 +213,10 @@ class WeightDelta:
 
     # -- files -------------------------------------------------------------------------------------------------------
 
-    def _packed(self) -> tuple[bytes, list[Tensor]]:
-        """The header of a file, and what lies behind it."""
-        told, found = [], []
-        for change in self.changes:
-            region = change.region
-            told.append(
-                {
-                    "name": change.name,
-                    "tied": change.tied,
-                    "dtype": str(change.dtype).removeprefix("torch."),
-                    "region": [region.shape, region.starts, region.sizes],
-                    "before": change.before,
-                    "after": change.after,
-                }
-            )
-            for kind, tensor in (("places", change.places), ("values", change.values)):
-                if tensor is not None:
-                    dense = tensor.contiguous()
-                    found.append((f"{kind}:{change.name}", dense if dense.dtype in _CODES else dense.view(torch.uint8)))
-        found.sort(key=lambda named: -named[1].element_size())  # so that each begins at a multiple of its items
-        entries, at = {}, 0
-        for key, tensor in found:
-            size = tensor.numel() * tensor.element_size()
-            entries[key] = {
-                "dtype": _CODES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [at, at + size],
-            }
-            at += size
-        own = {"version": _VERSION, "sequence": self.sequence, "since": self.since, "tensors": told}
-        metadata = {"format": _FORMAT, "fp16opt": json.dumps(own, separators=(",", ":"))}
-        header = {"__metadata__": {**metadata, "crc32": "0" * 8}, **entries}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        return text + b" " * (-len(text) % 8), [tensor for _, tensor in found]
+    @property
+    def nbytes(self) -> int:
+        """What :meth:`save` writes, in bytes."""
+        return file_size(self._contents)
 
     def save(self, path_or_file: str | os.PathLike[str] | BinaryIO) -> None:
         """Write it in the format of safetensors, with a checksum.
@@ -284,18 +224,11 @@ class WeightDelta:
         Args:
             path_or_file: A path, or a binary file (``io.BytesIO``, a pipe) that is written from where it stands.
         """
-        header, tensors = self._packed()
-        blocks = [_bytes_of(tensor) for tensor in tensors]
-        sum_ = zlib.crc32(header)
-        for block in blocks:
-            sum_ = zlib.crc32(block, sum_)
-        mark = header.index(b'"crc32":"') + len(b'"crc32":"')
-        header = header[:mark] + f"{sum_:08x}".encode() + header[mark + 8 :]
         if hasattr(path_or_file, "write"):
-            _write(path_or_file, header, blocks)
+            write(path_or_file, self._contents)
             return
         with open(path_or_file, "wb") as file:
-            _write(file, header, blocks)
+            write(file, self._contents)
 
     @classmethod
     def load(cls, path_or_file: str | os.PathLike[str] | BinaryIO) -> WeightDelta:
@@ -308,145 +241,13 @@ class WeightDelta:
             ValueError: It is no delta, or damaged.
         """
         if hasattr(path_or_file, "read"):
-            return cls._read(path_or_file, "the file")
+            return cls(*read(path_or_file, "the file"))
         with open(path_or_file, "rb") as file:
-            return cls._read(file, str(path_or_file))
+            return cls(*read(file, str(path_or_file)))
 
-    @classmethod
-    def _read(cls, file: Any, name: str) -> WeightDelta:
-        try:
-            return cls._parsed(file)
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
-            raise ValueError(f"load: {name} holds no WeightDelta, or is damaged ({error}). Send it again.") from None
-
-    @classmethod
-    def _parsed(cls, file: Any) -> WeightDelta:
-        (length,) = struct.unpack("<Q", _exactly(file, 8))
-        if length > 1 << 30:
-            raise ValueError("its header has no length")
-        header = _exactly(file, length)
-        entries = json.loads(header)
-        metadata = entries.pop("__metadata__")
-        if metadata["format"] != _FORMAT:
-            raise ValueError(f"its format is {metadata['format']!r}")
-        size = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        data = _exactly(file, size)
-        mark = header.index(b'"crc32":"') + len(b'"crc32":"')
-        if zlib.crc32(data, zlib.crc32(header[:mark] + b"0" * 8 + header[mark + 8 :])) != int(metadata["crc32"], 16):
-            raise ValueError("its checksum is another one")
-        own = json.loads(metadata["fp16opt"])
-        if own["version"] != _VERSION:
-            raise ValueError(f"its version is {own['version']}, this fp16opt reads {_VERSION}")
-        sequence, since = own["sequence"], own["since"]
-        changes = [_change(told, entries, data) for told in own["tensors"]]
-        names = [name for change in changes for name in (change.name, *change.tied)]
-        if entries or len(set(names)) != len(names) or not _is_int(sequence, since) or not 0 <= since < sequence:
-            raise ValueError("its parts don't fit together")
-        return cls(sequence, since, changes)
-
-
-# -- files -------------------------------------------------------------------------------------------------------------
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor, which must outlive it."""
-    size = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr() if size else 0)).cast("B")
-
-
-def _write(file: Any, header: bytes, blocks: Sequence[memoryview]) -> None:
-    """All of it, to the other end of a pipe too. Unbuffered files may take a part of what they are given."""
-    writer = io.BufferedWriter(file) if isinstance(file, io.RawIOBase) else file
-    try:
-        writer.write(struct.pack("<Q", len(header)) + header)
-        for block in blocks:
-            writer.write(block)
-        if hasattr(writer, "flush"):
-            writer.flush()
-    finally:
-        if writer is not file:
-            writer.detach()
-
-
-def _exactly(file: Any, size: int) -> bytearray:
-    """So many bytes. A pipe gives them in parts; a size may be damaged, so memory is asked for as they come."""
-    found = bytearray()
-    while len(found) < size:
-        part = file.read(min(size - len(found), 1 << 24))
-        if not part:
-            raise ValueError(f"it ends {size - len(found)} bytes early")
-        found += part
-    return found
-
-
-def _change(told: Mapping[str, Any], entries: dict[str, Any], data: bytearray) -> TensorChange:
-    """One tensor's, as a file has it; its entries are taken out.
-
-    Raises:
-        ValueError: its parts don't fit together.
-    """
-    name, tied, dtype = told["name"], told["tied"], getattr(torch, told["dtype"])
-    places, values = (
-        None if (entry := entries.pop(f"{kind}:{name}", None)) is None else _tensor(entry, data)
-        for kind in ("places", "values")
-    )
-    if values is not None and dtype not in _CODES:
-        values = values.view(dtype)
-    region = Region(*map(tuple, told["region"]))
-    change = TensorChange(name, tuple(tied), dtype, region, told["before"], told["after"], places, values)
-    if not isinstance(tied, list) or not _is_described(change) or not _is_filled(change):
-        raise ValueError(f"what it has of {name!r} does not fit together")
-    return change
-
-
-def _is_int(*numbers: object) -> bool:
-    return all(isinstance(number, int) for number in numbers)
-
-
-def _is_described(change: TensorChange) -> bool:
-    """Whether names, dtype, region and digests are such."""
-    region = change.region
-    shape, starts, sizes = region
-    digests = [change.after] if change.before is None else [change.before, change.after]
-    return (
-        all(isinstance(name, str) for name in (change.name, *change.tied))
-        and isinstance(change.dtype, torch.dtype)
-        and all(_is_int(*numbers) for numbers in region)
-        and len(starts) == len(shape)
-        and (len(sizes) == len(shape) or (shape, sizes) == ((), (0,)))  # the latter: a number that another rank has
-        and all(0 <= start <= start + size <= of for of, start, size in zip(shape, starts, sizes, strict=False))
-        and _is_int(*digests)
-        and all(-(2**63) <= digest < 2**63 for digest in digests)
-    )
-
-
-def _is_filled(change: TensorChange) -> bool:
-    """Whether there is one value for each place, and places ascend within the region."""
-    region, places, values = change.region, change.places, change.values
-    if values is None:
-        return places is None
-    if values.dtype != change.dtype or values.dim() != 1:
-        return False
-    if places is None:
-        return values.numel() == region.numel
-    if places.dtype == torch.uint8:
-        fits = region.is_whole and places.shape == (-(-region.numel // 8),)
-    else:
-        fits = places.dtype in (torch.int32, torch.int64) and places.dim() == 1
-    if not fits:
-        return False
-    indices = change.indices()
-    ends = torch.cat([indices.new_tensor([-1]), indices, indices.new_tensor([math.prod(region.shape)])])
-    ascend = bool((ends[1:] > ends[:-1]).all())
-    return ascend and indices.numel() == values.numel() and bool((region.places(indices) >= 0).all())
-
-
-def _tensor(entry: Mapping[str, Any], data: bytearray) -> Tensor:
-    begin, end = entry["data_offsets"]
-    raw = torch.empty(0, dtype=torch.uint8, device="cpu")
-    if begin != end:
-        raw = torch.frombuffer(data, dtype=torch.uint8, offset=begin, count=end - begin).clone()
-    return raw.view(_DTYPES[entry["dtype"]]).view(entry["shape"])
+    @property
+    def _contents(self) -> Contents:
+        return Contents(self.sequence, self.since, self.changes)
 
 
 # -- merging and gathering ---------------------------------------------------------------------------------------------

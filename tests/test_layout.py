@@ -63,7 +63,8 @@ ROOMS = {
     "kernels": set[str](),
     "engine": {"kernels", "scaling"},
     "certify": {"kernels", "scaling", "engine"},
-    "deltas": {"kernels", "engine"},
+    "delta_files": {"engine"},
+    "deltas": {"kernels", "engine", "delta_files"},
     "optimizer": {"kernels", "scaling", "certify", "engine", "parallel", "deltas"},
 }
 
