@@ -23,7 +23,7 @@ from fp16opt.kernels import backends, cuda, cuda_devices, cuda_rows
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
-PARTS = 4  # compiled side by side
+PARTS = 3  # compiled side by side, and as many of those that mark
 
 
 def flattened() -> str:
@@ -109,16 +109,19 @@ def build(folder: Path, *more: str) -> Emulated:
     command = compiler()
     if command is None:
         pytest.skip("needs a C++ compiler and the sources")
-    libraries, done = [folder / f"kernels{part}.so" for part in range(PARTS)], folder / "done"
+    kernels = list(cuda_rows.KERNELS.values())
+    alike = [[kernel for kernel in kernels if kernel.marks is marks] for marks in (False, True)]
+    parts = [kernels[part::PARTS] for kernels in alike for part in range(PARTS)]
+    libraries, done = [folder / f"kernels{part}.so" for part in range(len(parts))], folder / "done"
     if not done.exists():
-        running, kernels = [], list(cuda_rows.KERNELS.values())
-        for part, library in enumerate(libraries):
-            entries = "".join(kernel.entry() for kernel in kernels[part::PARTS])
+        running = []
+        for part, library in zip(parts, libraries, strict=True):
             source = library.with_suffix(".cpp")
-            source.write_text(flattened() + cuda_rows.shared_assertions() + entries)
+            first, *rest = part
+            source.write_text(cuda_rows.source_of(first, flattened()) + "".join(kernel.entry() for kernel in rest))
             words = [command, *FLAGS, *more, "-shared", str(source), "-o", str(library)]
             running.append(subprocess.Popen(words))
-        assert [job.wait() for job in running] == [0] * PARTS, shlex.join(words)
+        assert {job.wait() for job in running} == {0}, shlex.join(words)
         done.touch()
     return Emulated(libraries)
 

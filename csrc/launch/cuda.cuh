@@ -147,6 +147,13 @@ FP16OPT_HD void put_thread(Shared& s, int t, const Found& found) {
     if (finds & kFlags) s.flags[t] = found.flags;
 }
 
+template <int finds>
+FP16OPT_HD void add_thread(Shared& s, int t, const Found& found) {
+    if (finds & kSumsq) s.sums[t] += found.sumsq;
+    if (finds & kDigest) s.digests[t] += found.digest;
+    if (finds & kFlags) s.flags[t] |= found.flags;
+}
+
 // What all lanes together were found to hold.
 template <int finds>
 FP16OPT_HD Found get_all(const Shared& s) {

@@ -105,7 +105,7 @@ public:
 
     // kNearest: without the dither, as outside of steps.
     template <bool kNearest = false>
-    FP16OPT_HD void set(int i, Eight<float>& p, int left, Found& found) const {
+    FP16OPT_HD void set(int i, Eight<float>& p, int left, const ChunkMarks& marks, Found& found) const {
         if (!split_) store(p, singles() + i, aligned_, left);
         if (models_ == nullptr) return;
         FP16OPT_UNROLL
@@ -123,6 +123,7 @@ public:
         } else if (split_) {
             store(rest, remainders() + i, aligned_, left);
         }
+        marks.note(i, static_cast<const Half*>(models()), models_aligned_, weights, left, found);
         store(weights, models() + i, models_aligned_, left);
     }
 

@@ -7,7 +7,7 @@
 #include "../functors/lerp.h"
 #include "../functors/scale.h"
 #include "../functors/unscale.h"
-#include "cuda.cuh"
+#include "cuda_marks.cuh"
 
 FP16OPT_BEGIN
 
@@ -209,15 +209,15 @@ struct Norm {
 };
 
 // Rounds masters to 16 bits. Lists: masters, params.
-struct Cast {
+struct Cast : Marking {
     int32_t* overflow;
-    static constexpr int finds = kFlags;
 
     template <class To>
-    static FP16OPT_HD Found work_as(const Lists& lists, const Chunk& chunk, int thread) {
+    FP16OPT_HD Found work_as(const Lists& lists, const Chunk& chunk, int thread) const {
         const float* master = lists.at<const float>(0, chunk);
         To* param = lists.at<To>(1, chunk);
         const bool aligned = is_aligned(master), param_aligned = is_aligned(param);
+        const ChunkMarks marks(*this, lists, chunk);
         Found found{0.0, 0, 0};
         for_groups<Eight<float>, rows_ahead<float>()>(
             chunk.numel, thread, param_aligned,
@@ -228,6 +228,7 @@ struct Cast {
                     for (int k = 0; k < kGroup; ++k) found.flags |= cast_flags(raw.v[k], first_infinite<To>());
                 }
                 const Eight<To> rounded = narrow_eight<To>(raw);
+                marks.note(i, static_cast<const To*>(param), param_aligned, rounded, left, found);
                 store(rounded, param + i, param_aligned, left);
             });
         return found;
@@ -240,6 +241,7 @@ struct Cast {
 
     FP16OPT_HD void report(const Entry& entry, const Found& found) const {
         overflow[entry.row] = int32_t(found.flags);
+        add_guard(entry, found);
     }
 
     FP16OPT_HD void finish(Shared&) const {}

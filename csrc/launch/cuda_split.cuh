@@ -6,24 +6,25 @@
 FP16OPT_BEGIN
 
 // Lists: masters, models, remainders.
-struct Split {
+struct Split : Marking {
     int32_t* overflow;
-    static constexpr int finds = kFlags;
 
     FP16OPT_HD Found work(const Lists& lists, const Chunk& chunk, int thread) const {
         const Singles masters(lists, 0, chunk);
         const Masters to(lists, chunk, 2, 1);
+        const ChunkMarks marks(*this, lists, chunk);
         Found found{0.0, 0, 0};
         for_each_group(chunk.numel, thread, [&](int i, int left) {
             Eight<float> p;
             masters.get(i, p, left);
-            to.set<true>(i, p, left, found);
+            to.set<true>(i, p, left, marks, found);
         });
         return found;
     }
 
     FP16OPT_HD void report(const Entry& entry, const Found& found) const {
         overflow[entry.row] = int32_t(found.flags);
+        add_guard(entry, found);
     }
     FP16OPT_HD void finish(Shared&) const {}
 };

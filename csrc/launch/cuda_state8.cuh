@@ -51,6 +51,7 @@ struct CodedStep : StepCommon {
     struct Memory {
         Grads grads;
         Masters masters;
+        ChunkMarks marks;
         CodeBytes first, second;
         float* scales;
     };
@@ -58,6 +59,7 @@ struct CodedStep : StepCommon {
         const int scale_list = model_list < 0 ? own_scales : model_list + 1;
         return {{lists, chunk},
                 {lists, chunk, 1, model_list, number},
+                {*this, lists, chunk},
                 {lists, 2, chunk},
                 {lists, second_list, chunk},
                 lists.at<float>(scale_list, Chunk{chunk.block, chunk.tensor, chunk.numel, 0, 0})};
@@ -113,7 +115,7 @@ struct Adam8Step : CodedStep {
         rows.largest[thread] = most;
         memory.first.set(i, made, left);
         Found found{0.0, 0, 0};
-        memory.masters.set(i, p, left, found);
+        memory.masters.set(i, p, left, memory.marks, found);
         return found;
     }
 
@@ -183,7 +185,7 @@ struct Sgd8Step : CodedStep {
         }
         rows.largest[thread] = most;
         Found found{0.0, 0, 0};
-        memory.masters.set(i, p, left, found);
+        memory.masters.set(i, p, left, memory.marks, found);
         return found;
     }
 
@@ -211,9 +213,9 @@ FP16OPT_HD void work_in_rows(const WithTerms<Step>& o, const Lists& lists, const
     for (int row = 0; row < chunk.numel; row += kRow) {
         for_threads([&](int t) {
             const int i = row + t * kGroup, left = chunk.numel - i;
-            if (row == 0) s.flags[t] = 0;
+            if (row == 0) put_thread<Step::finds>(s, t, Found{0.0, 0, 0});
             o.rows.largest[t] = 0.0f;
-            if (left > 0) s.flags[t] |= o.step.advance(o.terms, memory, chunk, i, left, t, o.rows).flags;
+            if (left > 0) add_thread<Step::finds>(s, t, o.step.advance(o.terms, memory, chunk, i, left, t, o.rows));
         });
         for_threads([&](int t) {
             const int i = row + t * kGroup, left = chunk.numel - i;

@@ -19,7 +19,7 @@ struct SplatFloat {
 };
 
 // What all steps have. Lists: grads, masters, those of the state, and models, where there are any.
-struct StepCommon {
+struct StepCommon : Marking {
     const float *inv_scale, *coefficient;
     const float* found_inf;  // null: the step is decided
     const Member* members;   // by entry
@@ -27,7 +27,6 @@ struct StepCommon {
     int32_t* overflow;
     int32_t model_list;  // -1: parameters that are their own masters
     uint32_t number;     // of the step, by which what has few bits is rounded
-    static constexpr int finds = kFlags;
     struct Rows {};  // what the threads of a block share beyond it
 
     FP16OPT_HD bool is_needed() const { return found_inf == nullptr || *found_inf == 0.0f; }
@@ -41,7 +40,10 @@ struct StepCommon {
     FP16OPT_HD void report(const Entry& entry, const Found& found) const {
         const Member& member = members[&entry - table];
         if (member.step != nullptr) *in_global_memory(member.step) += 1.0f;
-        if (model_list >= 0) overflow[entry.row] = int32_t(found.flags);
+        if (model_list >= 0) {
+            overflow[entry.row] = int32_t(found.flags);
+            add_guard(entry, found);
+        }
     }
     FP16OPT_HD void finish(Shared&) const {}
 };
@@ -57,7 +59,8 @@ template <class F, int kStates>
 struct StepOf : StepCommon {
     const typename F::Group* groups;
     using Terms = typename F::template Terms<float>;
-    static constexpr int blocks = kStates > 1 ? 2 : 3;  // on a multiprocessor at a time: eight elements of each list need registers
+    // On a multiprocessor at a time: eight elements of each list, and marks, need registers.
+    static constexpr int blocks = kStates + int(kMarks) > 1 ? 2 : 3;
 
     FP16OPT_HD Terms terms(const Lists&, const Chunk& chunk) const {
         const Member& member = members[chunk.tensor];
@@ -69,6 +72,7 @@ struct StepOf : StepCommon {
     FP16OPT_HD Found work_as(const Terms& terms, const Lists& lists, const Chunk& chunk, int thread) const {
         const Grads grads(lists, chunk);
         const Masters masters(lists, chunk, 1, model_list, number);
+        const ChunkMarks marks(*this, lists, chunk);
         // More than there are would be fields that no kernel reads: the last one again.
         const Singles state[] = {{lists, kStates > 0 ? 2 : 1, chunk}, {lists, kStates > 1 ? 3 : 1, chunk}, {lists, kStates > 2 ? 4 : 1, chunk}};
         Found found{0.0, 0, 0};
@@ -90,7 +94,7 @@ struct StepOf : StepCommon {
             }
             FP16OPT_UNROLL
             for (int j = 0; j < kStates; ++j) state[j].template set<(kStates > 1)>(i, kept[j], left);
-            masters.set(i, p, left, found);
+            masters.set(i, p, left, marks, found);
         });
         return found;
     }

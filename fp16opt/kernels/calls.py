@@ -280,13 +280,8 @@ class Call(NamedTuple):
                     operation.specification(row, self.row(row), given, flag)
         if plan.serving is None:
             return False
-        if not cast:
-            plan.serving.launch(self, values, written=written, flags=flags, writes=writes)
-        elif plan.serving.MARKS:
-            plan.serving.launch(self, [*values, *cast[0].marks], written=written, flags=flags, writes=writes)
-        else:
-            with marking(changed, self.rounded, self.direct_rows):
-                plan.serving.launch(self, values, written=written, flags=flags, writes=writes)
+        marks = cast[0].marks if cast else None
+        plan.serving.launch(self, values, written=written, marks=marks, flags=flags, writes=writes)
         return True
 
 

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+Marks = tuple[Tensor | int, Tensor | int]
+"""What kernels are given of bits: ``memory`` and ``offsets``, or zeros where nothing is marked."""
+
 
 class ChangedBits:
     """Which elements of n tensors got other bits since the last :meth:`clear`: one bit an element, OR-ed by passes.

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from . import cuda_devices, native
 from .calls import Call, CallCache
+from .changed import Marks
 from .cuda_driver import Card
-from .cuda_rows import CHUNK, ENTRY, FOUND, KERNELS, LISTS, NUMBERS, Kernel
+from .cuda_rows import CHUNK, ENTRY, FOUND, KERNELS, LISTS, NUMBERS, Kernel, marking
 from .pieces import WHOLE
 from .reference import SAMPLED_WHOLE, sample_stride
 
@@ -30,8 +31,6 @@ Outcome = tuple[Tensor | None, Tensor | None]
 ScaleMemory = tuple[Tensor | None, Tensor | None, Tensor | None]
 """(scale; trackers; settings): the tensors that a loss scaler's ``update`` reads and writes."""
 
-MARKS = False
-"""Whether these kernels mark what changes; else torch operations do, around them."""
 _MOST_LISTS = 8
 """For which an entry of a table has dtypes."""
 
@@ -273,17 +272,26 @@ def queue(kernel: Kernel, stream: Stream, values: Sequence[object], table: Table
     stream.hold(values)
 
 
+def kernel_of(call: Call, marks: Marks | None) -> tuple[Kernel, tuple[Tensor | int, ...]]:
+    """The kernel of a call, and the first fields of its functor: those of one that marks what it changes."""
+    if marks is None or not isinstance(marks[0], Tensor):
+        return KERNELS[call.operation.cuda], ()
+    return KERNELS[marking(call.operation.cuda)], marks
+
+
 def launch(
     call: Call,
     values: Sequence[Any],
     *,
     written: Sequence[Tensor] = (),
+    marks: Marks | None = None,
     flags: bool | Sequence[bool] | None = None,
     writes: bool = True,
 ) -> None:
     """:func:`fp16opt.kernels.native.launch` for the CUDA kernels, which have the flags in their table."""
     stream = Stream(call.plan.device)
-    queue(KERNELS[call.operation.cuda], stream, values, table_of(call, stream, Table, flags))
+    kernel, first = kernel_of(call, marks)
+    queue(kernel, stream, (*first, *values), table_of(call, stream, Table, flags))
     native.count_writes(call, written, lists=writes)
 
 

@@ -86,19 +86,27 @@ class Kernel:
         blocks: how it goes over its lists.
         group: of steps: the struct with a param_group's numbers. Its first three fields are the learning rate.
         made_of: of a functor that is a template: what it is a name for; "" for a struct of its own.
+        marks: whether it marks which weights get other bits: it is compiled with FP16OPT_MARKS.
 
     Attributes:
-        name, blocks, group, made_of: as given.
+        name, blocks, group, made_of, marks: as given.
         functor: the struct.
         counted: which of its fields is ``n``; None where there is no such field.
         least, most: blocks of a launch over lists, whatever their length.
     """
 
     def __init__(
-        self, name: str, functor: str, fields: str, blocks: Blocks, group: Struct = _NO_GROUP, made_of: str = ""
+        self,
+        name: str,
+        functor: str,
+        fields: str,
+        blocks: Blocks,
+        group: Struct = _NO_GROUP,
+        made_of: str = "",
+        marks: bool = False,
     ) -> None:
         self.name, self.functor, self.blocks = name, Struct(functor, fields), blocks
-        self.group, self.made_of = group, made_of
+        self.group, self.made_of, self.marks = group, made_of, marks
         self.counted = self.functor.fields.index("n") if "n" in self.functor.fields else None
         self.least, self.most = (0, _KEEPS_BUSY) if blocks is Blocks.MAPPING else (1, sys.maxsize)
 
@@ -110,6 +118,24 @@ class Kernel:
         return "\n".join([*lines, f"FP16OPT_{self.blocks.name}({self.name}, {self.functor.name})", ""])
 
 
+def marking(name: str) -> str:
+    """What the kernel that marks is called, beside one that doesn't."""
+    return f"{name}_marking"
+
+
+def _both(
+    name: str, functor: str, fields: str, blocks: Blocks, group: Struct = _NO_GROUP, made_of: str = ""
+) -> list[Kernel]:
+    """Of an operation that writes weights, the kernel without marks, and the one that marks."""
+    fields_too = f"{_MARKING} {fields}"
+    return [
+        Kernel(name, functor, fields, blocks, group, made_of),
+        Kernel(marking(name), f"Marking{functor}", fields_too, blocks, group, made_of or functor, marks=True),
+    ]
+
+
+_DEFINED = "#define FP16OPT_MARKS\n"
+_MARKING = "bits:P offsets:P"
 _UNSCALE = "inv_scale:P nonfinite:P sumsq:P n:q norm:P found_inf:P write:?"
 _RATE = "lr.value:d lr.at:P lr.is_wide:q"
 _STEP = "inv_scale:P coefficient:P found_inf:P members:P table:P overflow:P model_list:i number:I groups:P"
@@ -131,8 +157,11 @@ def _steps_of(formula: Formula) -> list[Kernel]:
     """The kernels of a formula: one for each number of lists that its state may have."""
     group, least = Struct(f"{formula.struct}::Group", _group(formula)), formula.least()
     return [
-        Kernel(name, f"{name.title()}Step", _STEP, Blocks.STEPPING, group, f"StepOf<{formula.struct}, {count}>")
+        kernel
         for count, name in enumerate(formula.kernels, least)
+        for kernel in _both(
+            name, f"{name.title()}Step", _STEP, Blocks.STEPPING, group, f"StepOf<{formula.struct}, {count}>"
+        )
     ]
 
 
@@ -150,8 +179,8 @@ KERNELS = {
         Kernel("unscale", "Unscale", _UNSCALE, Blocks.FINDING),
         Kernel("check", "Check", _UNSCALE, Blocks.FINDING),
         *(kernel for formula in FORMULAS.values() for kernel in _steps_of(formula)),
-        Kernel("adam8", "Adam8Step", _STEP, Blocks.STEPPING, Struct("Adam8Group", f"{_ADAM} limit:f")),
-        Kernel("sgd8", "Sgd8Step", _STEP, Blocks.STEPPING, Struct("SgdGroup", _SGD)),
+        *_both("adam8", "Adam8Step", _STEP, Blocks.STEPPING, Struct("Adam8Group", f"{_ADAM} limit:f")),
+        *_both("sgd8", "Sgd8Step", _STEP, Blocks.STEPPING, Struct("SgdGroup", _SGD)),
         Kernel("l2norm", "Norm", "sumsq:P n:q norm:P norms:P", Blocks.FINDING),
         Kernel("compare", "Compare", "before:P offsets:P numbers:P", Blocks.MEASURING),
         Kernel("measure", "Measure", "numbers:P", Blocks.MEASURING),
@@ -159,10 +188,10 @@ KERNELS = {
         Kernel("scale", "Scale", "factor:P", Blocks.MAPPING),
         Kernel("axpby", "Axpby", "a:f b:f check:I found_inf:P", Blocks.MAPPING),
         Kernel("lerp", "Lerp", "part:f from_average:i", Blocks.MAPPING),
-        Kernel("cast", "Cast", "overflow:P", Blocks.FINDING),
+        *_both("cast", "Cast", "overflow:P", Blocks.FINDING),
         Kernel("sample", "Sample", "samples:P", Blocks.FINDING),
         Kernel("take", "Take", _DIGESTS, Blocks.MAPPING),
-        Kernel("split", "Split", "overflow:P", Blocks.FINDING),
+        *_both("split", "Split", "overflow:P", Blocks.FINDING),
         Kernel("join", "Join", "", Blocks.MAPPING),
         Kernel("renew", "Renew", _DIGESTS, Blocks.MAPPING),
         Kernel("capture_scale", "CaptureScale", "scale:P pair:P", Blocks.SINGLE),
@@ -194,9 +223,9 @@ def device_code(path: Path = SOURCE) -> str:
         raise OSError(f"{path}, the source of the CUDA kernels, is missing: {remedy(path.parent)}") from None
 
 
-def source_of(kernel: Kernel) -> str:
-    """What NVRTC compiles for one kernel."""
-    return device_code() + shared_assertions() + kernel.entry()
+def source_of(kernel: Kernel, code: str = "") -> str:
+    """What NVRTC compiles for one kernel; ``code``: all of the device's code, where it is not :func:`device_code`."""
+    return f"{_DEFINED if kernel.marks else ''}{code or device_code()}{shared_assertions()}{kernel.entry()}"
 
 
 @functools.cache

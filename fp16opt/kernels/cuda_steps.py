@@ -16,8 +16,8 @@ from torch import Tensor
 
 from . import cuda, native
 from .calls import Call
-from .cuda import Table, queue, table_of
-from .cuda_rows import KERNELS, MEMBER, Struct
+from .cuda import Table, kernel_of, queue, table_of
+from .cuda_rows import MEMBER, Struct
 
 if TYPE_CHECKING:
     from .reference_steps import StepValues
@@ -91,7 +91,8 @@ def launch(call: Call, values: StepValues) -> None:
     plan, stats, options = call.plan, values.stats, values.options
     if not plan.direct and (plan.by_reference or not plan.rows):
         return
-    kernel, stream = KERNELS[call.operation.cuda], cuda.Stream(plan.device)
+    kernel, marks = kernel_of(call, None if stats is None else stats.marks)
+    stream = cuda.Stream(plan.device)
     kept: list[Tensor] = []
     groups = [(*_rate(o[0], plan.device, kept), *o[1:]) for o in options]
     counters: list[Tensor] = []
@@ -108,7 +109,7 @@ def launch(call: Call, values: StepValues) -> None:
     overflow, memory = None if stats is None else stats.overflow, table.memory
     members, groups_at = memory + table.more, memory + table.groups
     read = (members, memory + table.entries, overflow, models, values.number & 0xFFFFFFFF, groups_at)
-    queue(kernel, stream, (*values.factors, values.found_inf, *read), table)
+    queue(kernel, stream, (*marks, *values.factors, values.found_inf, *read), table)
     stream.hold(kept)
     native.count_writes(call, [] if overflow is None else [overflow])
     if counters:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from . import installed
 from .calls import Call
+from .changed import Marks
 from .pieces import Piece
 
 logger = logging.getLogger("fp16opt")
@@ -28,10 +29,6 @@ logger = logging.getLogger("fp16opt")
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 CODES[torch.int16] = 0  # remainders: 16 bits that only split masters look into
 CODES[torch.int8] = CODES[torch.uint8] = 4  # codes of 8 bits
-
-
-MARKS = True
-"""Whether these kernels mark what changes; else torch operations do, around them."""
 
 
 def _load(name: str) -> tuple[Any, str, bool]:
@@ -213,6 +210,7 @@ def launch(
     values: Sequence[Any],
     *,
     written: Sequence[Tensor] = (),
+    marks: Marks | None = None,
     flags: bool | Sequence[bool] | None = None,
     writes: bool = True,
 ) -> None:
@@ -222,13 +220,14 @@ def launch(
         call: the lists.
         values: what the function has behind the lists. Tensors, on the device, go as addresses.
         written: tensors among them that are written.
+        marks: of operations that write weights: where those that get other bits are marked.
         flags: one for all entries or one for each, which is the last argument; None for a function without.
         writes: whether tensors of the lists are written.
     """
     plan = call.plan
     if plan.compiled is None:
         plan.compiled = module.Table(*table_arguments(call))
-    given = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
+    given = [value.data_ptr() if isinstance(value, Tensor) else value for value in (*values, *(marks or ()))]
     if flags is not None:
         given.append(flags)
     function = getattr(module, call.operation.cpu)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .changed import ChangedBits
+from .changed import ChangedBits, Marks
 
 INF = 1
 """Bit in :attr:`GradStats.nonfinite`: an unscaled gradient is infinite."""
@@ -206,7 +206,7 @@ class CastStats(Given):
         return (self.overflow,)
 
     @property
-    def marks(self) -> tuple[Tensor | int, Tensor | int]:
+    def marks(self) -> Marks:
         """What kernels are given to mark what changes: bits, and where a row's begin; zeros where nothing does."""
         return (0, 0) if self.changed is None else (self.changed.memory, self.changed.offsets)
 

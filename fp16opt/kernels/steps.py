@@ -185,8 +185,7 @@ def run_step(step: Step, lists: tuple[Entries | None, ...], values: StepValues, 
                 fresh = first if isinstance(first, bool) else bool(first[row])
                 operation.specification(row, call.row(row), (step, values), fresh)
     if plan.serving is cuda:
-        with marking(changed, call.rounded, call.direct_rows):
-            cuda_steps.launch(call, values._replace(options=list(map(step.packed, values.options))))
+        cuda_steps.launch(call, values._replace(options=list(map(step.packed, values.options))))
     elif plan.serving is not None and plan.direct:
         packed = map(step.packed, values.options)
         groups = b"".join(itertools.starmap(PACKS[operation.cuda], packed))

@@ -108,6 +108,23 @@ def test_as_few_with_fp32_parameters_among_them(
     assert set(ours.values()) == {1}
 
 
+@by_step
+@pytest.mark.parametrize("inner", ["AdamW", "SGD"])
+@pytest.mark.parametrize("masters", ["full", "split"])
+def test_kernels_that_mark_what_changes_are_launched_in_place_of_others(
+    native: pretended.Counting, inner: str, masters: str
+) -> None:
+    """Not beside them, and with no copy of the weights."""
+    found = []
+    for tracks in (False, True):
+        training = Training(INNER[inner], (torch.float16,), track_changes=tracks, master_weights=masters)
+        found.append(training.count(native, clipped, 64.0))
+    plainly, marking = found
+    writers = {name for name in plainly if f"{name}_marking" in marking}
+    assert len(writers) == 1
+    assert marking == Counter({f"{name}_marking" if name in writers else name: n for name, n in plainly.items()})
+
+
 def test_a_loss_is_scaled_and_gradients_cleared_with_two_more(native: pretended.Counting) -> None:
     training = Training(INNER["AdamW"], (torch.float16,))
     training.count(native, clipped, 64.0)

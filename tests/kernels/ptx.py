@@ -218,7 +218,9 @@ class Thread:
     def _do_atom(self, i: Instruction) -> None:
         before = int.from_bytes(self._read("global", i.operands[1], 4), "little")
         address = self._address(i.operands[1])
-        after = (before + self._value(i.operands[2])) & 0xFFFFFFFF
+        given = self._value(i.operands[2])
+        after = before | given if "or" in i.parts else before + given
+        after &= 0xFFFFFFFF
         self.written.update(zip(range(address, address + 4), struct.pack("<I", after), strict=True))
         self._set(i.operands[0], before)
 

@@ -32,6 +32,7 @@ from fp16opt.kernels import (
     multi_tensor_unscale_clipped,
     state8,
 )
+from fp16opt.kernels.changed import ChangedBits
 from fp16opt.kernels.operations import AdamOptions, Factors, LionOptions, SgdOptions, multi_tensor_step
 
 ROWS = 4  # of 256 threads with eight elements each: as many as a kernel has in flight
@@ -49,6 +50,7 @@ class Case(NamedTuple):
         written: the tensors that it writes, of N elements each.
         apart: those of them whose bits are not compared: they depend on what other threads find, or are nan.
         call: makes it.
+        changed: where it marks what changes; None where it doesn't.
     """
 
     kernel: str
@@ -56,6 +58,7 @@ class Case(NamedTuple):
     written: list[Tensor]
     apart: list[Tensor]
     call: Callable[[], None]
+    changed: ChangedBits | None = None
 
 
 def random(dtype: torch.dtype = SINGLE) -> Tensor:
@@ -69,6 +72,15 @@ def codes(dtype: torch.dtype) -> Tensor:
     return torch.randint(low, 127, (N,), dtype=dtype)
 
 
+def stats_for(model: Tensor, marks: bool) -> CastStats:
+    """What is found of one weight; with ``marks`` some of its elements are marked already."""
+    found = CastStats.allocate(1, "cpu")
+    if marks:
+        found.changed = ChangedBits.allocate([model], "cpu")
+        found.changed.of(0)[1:].random_()
+    return found
+
+
 def _short(*dtypes: torch.dtype) -> str:
     return " ".join(str(dtype)[6:] for dtype in dtypes)
 
@@ -76,8 +88,14 @@ def _short(*dtypes: torch.dtype) -> str:
 def _elementwise() -> list[Case]:
     found = []
 
-    def add(kernel: str, name: str, written: Tensor | list[Tensor], call: Callable[[], None]) -> None:
-        found.append(Case(kernel, name, written if isinstance(written, list) else [written], [], call))
+    def add(
+        kernel: str,
+        name: str,
+        written: Tensor | list[Tensor],
+        call: Callable[[], None],
+        changed: ChangedBits | None = None,
+    ) -> None:
+        found.append(Case(kernel, name, written if isinstance(written, list) else [written], [], call, changed))
 
     for dtype in (HALF, BFLOAT, SINGLE):
         grad, out = random(dtype), random()
@@ -97,10 +115,12 @@ def _elementwise() -> list[Case]:
         add("Axpby", _short(dtype), out, lambda g=grad, o=out: multi_tensor_axpby(0.5, [g], 2.0, [g], [o]))
     for dtype in (HALF, BFLOAT):
         master, model, cast = random(), random(dtype), random(dtype)
-        add(
-            "Cast", _short(dtype), cast,
-            lambda m=master, w=cast: multi_tensor_cast([m], [w], CastStats.allocate(1, "cpu")),
-        )  # fmt: skip
+        for marks in (False, True):
+            stats, prefix = stats_for(model, marks), "Marking" if marks else ""
+            add(
+                f"{prefix}Cast", _short(dtype), cast, lambda m=master, w=cast, s=stats: multi_tensor_cast([m], [w], s),
+                stats.changed,
+            )  # fmt: skip
         digests, taken = torch.tensor([[1], [2]]), torch.zeros(1, dtype=torch.int32)
         add(
             "Take", _short(dtype), master,
@@ -108,10 +128,12 @@ def _elementwise() -> list[Case]:
         )  # fmt: skip
         for width in (torch.int16, torch.int8):
             rest, out = codes(width), random()
-            add(
-                "Split", _short(dtype, width), [model, rest],
-                lambda m=master, w=model, r=rest: multi_tensor_split([m], [w], [r], CastStats.allocate(1, "cpu")),
-            )  # fmt: skip
+            for marks in (False, True):
+                stats, prefix = stats_for(model, marks), "Marking" if marks else ""
+                add(
+                    f"{prefix}Split", _short(dtype, width), [model, rest],
+                    lambda m=master, w=model, r=rest, s=stats: multi_tensor_split([m], [w], [r], s), stats.changed,
+                )  # fmt: skip
             add("Join", _short(dtype, width), out, lambda w=model, r=rest, o=out: multi_tensor_join([w], [r], [o]))
             zeros, rests = torch.where(random() < 0, -0.0, 0.0).to(dtype), codes(width)
             add(
@@ -155,10 +177,17 @@ def _steps() -> list[Case]:
         ) -> None:
             grad, master = random(dtypes[0]), random() if dtypes[1] == SINGLE else codes(dtypes[1])
             model = None if dtypes[2] is None else random(dtypes[2])
-            if model is not None:
-                more.update(models=[model], stats=CastStats.allocate(1, "cpu"))
             written = [master, *state] if model is None else [master, model, *state]
-            found.append(Case(kernel, name, written, list(apart), lambda: call([grad], [master], *given, **more)))
+            for marks in (False,) if model is None else (False, True):
+                stats = None if model is None else stats_for(model, marks)
+                rest = more if model is None else {**more, "models": [model], "stats": stats}
+                found.append(
+                    Case(
+                        f"Marking{kernel}" if marks else kernel, name, written, list(apart),
+                        lambda rest=rest: call([grad], [master], *given, **rest),
+                        None if stats is None else stats.changed,
+                    )
+                )  # fmt: skip
 
         m, v, most, count = random(), random().abs(), random().abs(), [torch.tensor(7.0)]
         add("AdamStep", [m, v], adam_step, [m], [v], count, adam, [0], factors)
@@ -262,6 +291,7 @@ class Executed(NamedTuple):
 
 def compare(case: Case, thread: Thread) -> Executed:
     """How a thread wrote the tensors of ``case``, and whether the backend that serves them writes the same bytes."""
+    before = b"" if case.changed is None else bytes(case.changed.of(0)[1:].view(torch.uint8).tolist())
     case.call()
     total = wide = missing = other = 0
     for tensor in case.written:
@@ -274,6 +304,11 @@ def compare(case: Case, thread: Thread) -> Executed:
         missing += ROWS * 8 - len(places) // tensor.element_size()
         if not any(tensor is one for one in case.apart):
             other += sum(thread.written[at] != memory[at - first] for at in places)
+    if case.changed is not None:  # a byte for the eight elements that the thread has of each row
+        bits = case.changed.of(0)[1:]
+        for at in range(0, N // 8, N // 8 // ROWS):
+            byte = ctypes.string_at(bits.data_ptr() + at, 1)[0]
+            other += thread.written.get(bits.data_ptr() + at, before[at]) != byte
     return Executed(
         case.name, total, wide, missing, other, max(Counter(load.address for load in thread.loads).values())
     )

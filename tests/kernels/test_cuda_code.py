@@ -38,9 +38,24 @@ MAPPING = {
 }
 STEPS = ("AdamStep", "AmsgradStep", "SgdStep", "MomentumStep", "LionStep", "Adam8Step", "Sgd8Step")
 STEPPING = dict.fromkeys(STEPS, (True, True))
+MARKING = [
+    f"Marking{name}" for name in ("Cast", "Split", *STEPS)
+]  # those that write weights have one that marks beside them
+FINDING |= dict.fromkeys(MARKING[:2], (True, True))
+STEPPING |= dict.fromkeys(MARKING[2:], (True, True))
 WIDE = {**FINDING, **MEASURING, **MAPPING, **STEPPING}
 REGISTERS = dict.fromkeys(
-    ("AdamStep", "AmsgradStep", "Adam8Step"), 128
+    (
+        "AdamStep",
+        "AmsgradStep",
+        "Adam8Step",
+        "MarkingAdamStep",
+        "MarkingAmsgradStep",
+        "MarkingAdam8Step",
+        "MarkingMomentumStep",
+        "MarkingLionStep",
+    ),
+    128,
 )  # two blocks of 256 threads fit on a multiprocessor; else 80, and three
 TWO_BLOCKS = (100, 120)  # cards on which cuda_entries.cuh reckons with two blocks of every kernel
 SINGLE = {"CaptureScale", "DecideClip", "CloseStep"}  # one block, over a few numbers
@@ -92,11 +107,11 @@ def cases() -> list[object]:
 def compiled(request: pytest.FixtureRequest) -> Compiled:
     """All kernels for one architecture, from the sources of this tree."""
     major, arch = request.param
-    code, flags = emulated.flattened() + cuda_rows.shared_assertions(), [*cuda_rows.OPTIONS, "--ptxas-options=-v"]
+    code, flags = emulated.flattened(), [*cuda_rows.OPTIONS, "--ptxas-options=-v"]
 
     def compile_one(kernel: Kernel) -> list[bytes]:
         wanted = ("CUBIN", "PTX", "ProgramLog")
-        return COMPILERS[major].compile(code + kernel.entry(), kernel.name, arch, flags, wanted)
+        return COMPILERS[major].compile(cuda_rows.source_of(kernel, code), kernel.name, arch, flags, wanted)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         results = dict(zip(KERNELS.values(), pool.map(compile_one, KERNELS.values()), strict=True))
@@ -202,9 +217,9 @@ def test_a_thread_writes_the_bits_of_the_cpu(executed: dict[str, list[ptx_cases.
 
 @pytest.mark.parametrize("name", [name for name, (_, stores) in WIDE.items() if stores])
 def test_addresses_and_dtypes_are_loaded_once_a_chunk(executed: dict[str, list[ptx_cases.Executed]], name: str) -> None:
-    """Twice where a block and its threads need them: not for every row, of which the chunk has more."""
-    assert ptx_cases.ROWS > 2
-    assert {one.name: one.again for one in executed[name] if one.again > 2} == {}
+    """Up to three times where block, threads and marks need them: not for every row, of which the chunk has more."""
+    assert ptx_cases.ROWS > 3
+    assert {one.name: one.again for one in executed[name] if one.again > 3} == {}
 
 
 def test_threads_store_together_what_is_not_aligned(compiled: Compiled) -> None:
@@ -225,7 +240,8 @@ def test_nothing_is_spilled_and_no_atomic_adds_numbers(compiled: Compiled) -> No
         used = instructions(body)
         assert not [op for op in used if re.match(r"(ld|st)\.local", op)], name
         atomics = {op for op in used if op.startswith(("atom", "red"))}
-        numbers = {op for op in atomics if not re.fullmatch(r"atom(\.relaxed\.gpu)?(\.global)?\.add\.u32", op)}
+        known = r"add\.u32|or\.b32" if name in MARKING else r"add\.u32"
+        numbers = {op for op in atomics if not re.fullmatch(rf"atom(\.relaxed\.gpu)?(\.global)?\.({known})", op)}
         assert not numbers, f"{name} uses {numbers}"
 
 
