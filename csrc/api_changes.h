@@ -18,6 +18,13 @@ uint64_t digest(const uint16_t* words, int64_t n, uint32_t first, int threads);
 // The guard of a whole tensor.
 uint32_t guard(const uint16_t* words, int64_t n, int threads);
 
+// Both of a tensor whose words follow one another in memory as in the whole: memory is read once.
+struct GuardAndDigest {
+    uint32_t guard;
+    uint64_t digest;
+};
+GuardAndDigest guard_and_digest(const uint16_t* words, int64_t n, uint32_t first, int threads);
+
 // How many bits of a tensor are set.
 int64_t count_marked(const uint64_t* bits, int64_t n, int threads);
 

@@ -294,6 +294,11 @@ void bind_changes(py::module_& module) {
         const ReleasedGil released;
         return guard(address<const uint16_t>(words), n, threads);
     });
+    module.def("guard_and_digest", [](uintptr_t words, int64_t n, uint32_t first, int threads) {
+        const ReleasedGil released;
+        const GuardAndDigest found = guard_and_digest(address<const uint16_t>(words), n, first, threads);
+        return std::pair<uint32_t, int64_t>(found.guard, int64_t(found.digest));
+    });
     module.def("count_marked", [](uintptr_t bits, int64_t n, int threads) {
         const ReleasedGil released;
         return count_marked(address<const uint64_t>(bits), n, threads);

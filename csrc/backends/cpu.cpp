@@ -234,6 +234,8 @@ uint64_t digest_part(const uint16_t* words, int64_t n, uint32_t first) { return 
 
 uint32_t guard_part(const uint16_t* words, int64_t n, int64_t place) { return guard_words(words, n, place); }
 
+int64_t count_part(const uint64_t* bits, int64_t n) { return count_bits(bits, n); }
+
 }  // namespace
 
 #define FP16OPT_NAME_OF(level) #level
@@ -244,7 +246,7 @@ extern const State8Level state8_level;  // cpu_steps.cpp
 namespace {
 const SplitLevel split_level = {split_chunk, join_chunk};
 const MeasureLevel measure_level = {measure_chunk, compare_chunk};
-const ChangesLevel changes_level = {mark_part, digest_part, guard_part};
+const ChangesLevel changes_level = {mark_part, digest_part, guard_part, count_part};
 }  // namespace
 extern const CpuLevel level;
 const CpuLevel level = {FP16OPT_NAME(FP16OPT_LEVEL), unscale_chunk, unscale_clipped_chunk, sum_of_squares_chunk, scale_chunk,

@@ -28,9 +28,9 @@ FP16OPT_HD uint32_t guard_factor(uint32_t block) {
     h ^= h >> 13;
     return h | 1u;
 }
+FP16OPT_HD uint32_t guard_product(uint16_t word, int k) { return uint32_t(int32_t(int16_t(word)) * guard_key(k)); }
 FP16OPT_HD uint32_t guard_term(uint16_t word, int64_t place) {
-    const uint32_t product = uint32_t(int32_t(int16_t(word)) * guard_key(int(place % kGuarded)));
-    return product * guard_factor(uint32_t(place / kGuarded));
+    return guard_product(word, int(place % kGuarded)) * guard_factor(uint32_t(place / kGuarded));
 }
 
 FP16OPT_END

@@ -135,6 +135,13 @@ FP16OPT_HD uint32_t guard_words(const uint16_t* words, int64_t n, int64_t place)
     return guard;
 }
 
+// How many of n bits are set; behind them there are zeros.
+FP16OPT_HD int64_t count_bits(const uint64_t* bits, int64_t n) {
+    int64_t count = 0;
+    for (int64_t w = 0; w * 64 < n; ++w) count += __builtin_popcountll(bits[w]);
+    return count;
+}
+
 FP16OPT_HD uint64_t digest_words(const uint16_t* words, int64_t n, uint32_t first) {
     uint64_t sum = 0;
     for (int64_t i = 0; i < n; ++i) sum += digest_term(words[i], first + uint32_t(i));

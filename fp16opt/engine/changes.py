@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.changed import ChangedBits, packed, unpacked
-from ..kernels.changes import digest, guard, take
+from ..kernels.changes import digest, guard, guard_and_digest, take
 from ..kernels.digests import digest_at, words_each, words_of
 from ..kernels.reference import flatten, memory_order
 from .dtensors import Region, local, region_of
@@ -289,14 +289,18 @@ def _in_memory(piece: Tensor) -> Tensor:
 
 def _seen(name: str, tied: tuple[str, ...], tensor: Tensor, region: Region, key: ParamPair | str) -> _Seen:
     piece = local(tensor.detach())
-    return _Seen(name, tied, tensor, region, guard(_in_memory(piece)), digest_of(piece, region), key)
+    if piece.is_contiguous() and region.first is not None:
+        sums = guard_and_digest(words_of(piece), region.first * words_each(piece.dtype))
+    else:
+        sums = guard(_in_memory(piece)), digest_of(piece, region)
+    return _Seen(name, tied, tensor, region, *sums, key)
 
 
 def digest_of(piece: Tensor, region: Region) -> Tensor:
     """The digest of a piece by indices in the whole: int64, shape []. No sync."""
     words, each = words_of(piece), words_each(piece.dtype)
-    if region.is_whole:
-        return digest(words)
+    if region.first is not None:
+        return digest(words, region.first * each)
     index = region.indices(torch.arange(piece.numel(), dtype=torch.int64, device=piece.device))
     return digest_at(words, word_indices(index, each))
 

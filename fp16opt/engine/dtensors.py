@@ -168,6 +168,22 @@ class Region(NamedTuple):
         """How many elements it has."""
         return math.prod(self.sizes)
 
+    @property
+    def first(self) -> int | None:
+        """The index in the whole of the part's first element, where all others follow it there; else None.
+
+        Example:
+            >>> Region((4, 3), (2, 0), (2, 3)).first, Region((4, 3), (0, 1), (4, 2)).first
+            (6, None)
+        """
+        outer = next((dim for dim, size in enumerate(self.sizes) if size != 1), len(self.sizes))
+        if self.sizes[outer + 1 :] != self.shape[outer + 1 :]:
+            return None
+        found = 0
+        for size, start in zip(self.shape, self.starts, strict=False):
+            found = found * size + start
+        return found
+
     def indices(self, places: Tensor) -> Tensor:
         """int64: where elements at ``places`` of the part lie in the whole, both in row-major order."""
         return places if self.is_whole else _renumbered(places, self.sizes, self.shape, self.starts)

@@ -48,6 +48,27 @@ def guard(words: Tensor) -> Tensor:
     return digests.guard(words)
 
 
+def guard_and_digest(words: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
+    """:func:`guard` and :func:`digest` of a piece whose words lie in memory as they follow one another in the whole.
+
+    Args:
+        words: int16, contiguous, of one dimension.
+        first: the index of the first.
+
+    Returns:
+        (int64, shape []; int64, shape []) on the device. No sync. The CPU's kernel reads the memory once.
+
+    Example:
+        >>> words = torch.arange(5, dtype=torch.int16)
+        >>> guard_and_digest(words, 7) == (guard(words), digest(words, 7))
+        True
+    """
+    if compiled_for(words.device) is native:
+        mine, whole = native.guard_and_digest(words, first)
+        return torch.tensor(mine, dtype=torch.int64, device="cpu"), torch.tensor(whole, dtype=torch.int64, device="cpu")
+    return digests.guard(words), digests.digest(words, first)
+
+
 def take(changed: ChangedBits, row: int, words: Tensor) -> tuple[Tensor, Tensor, int]:
     """What was marked of one tensor. Syncs.
 

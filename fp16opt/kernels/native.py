@@ -147,6 +147,14 @@ def guard(words: Tensor) -> int:
     return found
 
 
+def guard_and_digest(words: Tensor, first: int) -> tuple[int, int]:
+    """:func:`.changes.guard_and_digest` of words on the CPU."""
+    found: tuple[int, int] = module.guard_and_digest(
+        words.data_ptr(), words.numel(), first % 2**32, torch.get_num_threads()
+    )
+    return found
+
+
 def take_marked(bits: Tensor, words: Tensor) -> tuple[Tensor, Tensor, int]:
     """:func:`.changes.take` on the CPU."""
     numel, threads = words.numel(), torch.get_num_threads()

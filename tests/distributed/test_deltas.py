@@ -179,8 +179,8 @@ def local_indices(rank: int, size: int) -> None:
         delta = opt.take_delta(net).gather()
     finally:
         Region.indices = indices  # type: ignore[method-assign]
-    if delta is not None:
-        assert "is not what it was when delta 1 began" in raised(ValueError, lambda: delta.apply_(sampler))
+    if delta is not None:  # digests, which know the first index of a run of rows, are right
+        assert "would not get the values of the trained model" in raised(ValueError, lambda: delta.apply_(sampler))
         assert all(torch.equal(sampler.state_dict()[name], value) for name, value in before.items())
 
 

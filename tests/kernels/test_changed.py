@@ -172,6 +172,9 @@ def test_digests_add_up_over_pieces(level: str) -> None:
         assert int(changes.guard(other)) != int(changes.guard(found))
     assert int(changes.digest(found[:0])) == int(changes.guard(found[:0])) == 0
     assert int(changes.digest(found, 2**32 - 5)) != whole
+    for first in (0, 17, 2**32 - 5):
+        alone = int(changes.guard(found)), int(changes.digest(found, first))
+        assert tuple(map(int, changes.guard_and_digest(found, first))) == alone, "both in one pass"
 
 
 def test_digests_are_those_of_the_definition(level: str) -> None:

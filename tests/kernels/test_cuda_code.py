@@ -139,7 +139,7 @@ def test_every_operation_is_one_kernel(compiled: Compiled) -> None:
     assert set(compiled.kernels) == {*WIDE, *SINGLE}
     for blocks, names in zip(Blocks, (FINDING, STEPPING, MEASURING, MAPPING, SINGLE), strict=True):
         assert {kernel.functor.name for kernel in KERNELS.values() if kernel.blocks is blocks} == set(names)
-    assert compiled.size < 73_000 * len(KERNELS)  # at most 71,600 a kernel were seen, for sm_120
+    assert compiled.size < 83_000 * len(KERNELS)  # at most 81,100 a kernel were seen, for sm_120
 
 
 def test_arithmetic_is_exact(compiled: Compiled) -> None:

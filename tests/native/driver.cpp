@@ -166,6 +166,8 @@ void run_others(Lists grads, Lists mixed, Lists weights, int threads, Results& r
         const auto* words = static_cast<const uint16_t*>(weights.pointers(1)[i]);
         results.take(std::vector<uint64_t>{take_marked(bits, words, weights.numels[i], places.data(), false, taken.data(), threads),
                                            digest(words, weights.numels[i], 7, threads), guard(words, weights.numels[i], threads)});
+        const GuardAndDigest both = guard_and_digest(words, weights.numels[i], 7, threads);
+        results.take(std::vector<uint64_t>{both.guard, both.digest});
         results.take(places);
         results.take(taken);
     }
