@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import common
-import matplotlib
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
@@ -39,10 +38,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from fp16opt import MixedPrecisionOptimizer
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.ticker import LogLocator, NullFormatter
 
 MODES = ("fp32", "fp16", "fp16+masters")
 COLORS = {"fp32": "#444444", "fp16": "#d1495b", "fp16+masters": "#00798c"}
@@ -275,6 +270,13 @@ def make_table(runs: list[Run], data: Data) -> str:
 
 def plot(runs: list[Run], path: Path) -> None:
     """Loss and accuracy by epoch: a line for the mean of the seeds, a band from the lowest to the highest."""
+    # Here, because processes that only train would wait for it as well.
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for axes, name, factor in ((left, "loss", 1.0), (right, "accuracy", 100.0)):
         for mode in MODES:
@@ -299,7 +301,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="FP32, FP16, and FP16 with FP32 masters.")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="each way is trained with seeds 0 to N - 1")
-    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument(
         "--jobs", type=int, metavar="N", help="runs at a time; on a CPU one a core, up to 3, elsewhere 1"
     )

@@ -5,6 +5,7 @@ The packages nvidia-cuda-nvrtc-cu12 and nvidia-cuda-nvrtc bring the compilers; t
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections import Counter
@@ -128,7 +129,13 @@ def instructions(body: str) -> Counter[str]:
 @pytest.fixture(scope="module")
 def executed(compiled: Compiled) -> dict[str, list[ptx_cases.Executed]]:
     """What one thread of each kernel that writes tensors does, by the name of the functor. All tensors are aligned."""
-    one = ptx_cases.OneThread(compiled.kernels, {name: kernel.functor.name for name, kernel in KERNELS.items()})
+    return execute_all(tuple(compiled.kernels.items()))
+
+
+@functools.cache
+def execute_all(kernels: tuple[tuple[str, str], ...]) -> dict[str, list[ptx_cases.Executed]]:
+    """:func:`executed` of PTX by the name of the functor, once where several cards have the same."""
+    one = ptx_cases.OneThread(dict(kernels), {name: kernel.functor.name for name, kernel in KERNELS.items()})
     found: dict[str, list[ptx_cases.Executed]] = {}
     for case in ptx_cases.all_cases():
         found.setdefault(case.kernel, []).append(ptx_cases.compare(case, one.execute(case)))
