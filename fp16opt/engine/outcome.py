@@ -102,6 +102,7 @@ class Outcome:
     @steps_taken.setter
     def steps_taken(self, count: int) -> None:
         self._taken_before = count - (self.steps - self.all_or_nothing * self._skipped_since())
+        self.log.resumed(count)
 
     def number(self) -> int:
         """Of the step that is being taken, or comes next, from 1."""

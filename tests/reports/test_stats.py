@@ -195,7 +195,8 @@ def test_a_loss_that_is_not_finite_is_named_in_the_log(
     log: pytest.LogCaptureFixture, micro_batches: int, accumulation: str
 ) -> None:
     params, opt = made(grad_accumulation=accumulation)
-    turn(params, opt, [1.0, 1.0, 1.0])
+    for _ in range(10):
+        turn(params, opt, [1.0, 1.0, 1.0])
     for bad in (math.nan, 6e4, 1.0):
         opt.zero_grad()
         for number in range(micro_batches):
@@ -208,7 +209,8 @@ def test_a_loss_that_is_not_finite_is_named_in_the_log(
 
 def test_losses_of_an_abandoned_batch_are_forgotten(log: pytest.LogCaptureFixture) -> None:
     params, opt = made()
-    turn(params, opt, [1.0, 1.0, 1.0])
+    for _ in range(10):
+        turn(params, opt, [1.0, 1.0, 1.0])
     opt.zero_grad()
     opt.backward(loss(params, [math.nan, 1.0, 1.0]))
     turn(params, opt, [6e4, 1.0, 1.0])
@@ -237,7 +239,7 @@ def test_a_grad_scaler_knows_its_losses(log: pytest.LogCaptureFixture) -> None:
     param = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([param], lr=2.0**-8)
     scaler = GradScaler("cpu", init_scale=16.0)
-    for factor in (1.0, math.inf, 1.0):
+    for factor in (*[1.0] * 10, math.inf, 1.0):
         optimizer.zero_grad()
         scaler.scale((factor * param).sum()).backward()
         scaler.step(optimizer)
