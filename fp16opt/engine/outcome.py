@@ -191,10 +191,7 @@ class Outcome:
         return self._last_on_device, self._skipped_on_device
 
     def numbers(self) -> dict[str, float | Tensor]:
-        """How many steps there were, were skipped and taken, whether the last was skipped, how many parameters it blames.
-
-        No sync.
-        """
+        """Steps in all, taken and skipped; whether the last was skipped, how many parameters it blames. No sync."""
         skipped: float | Tensor = self._skipped_before + self._skipped_here
         if self._skipped_on_device is not None:
             skipped = self._skipped_on_device + skipped

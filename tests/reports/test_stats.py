@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from fp16opt import DynamicLossScaler, GradScaler, MixedPrecisionOptimizer
 
 KEYS = {
-    *("loss_scale", "steps", "steps_taken", "skipped_steps", "skipped_in_a_row", "steps_since_calibration", "step_was_skipped"),
+    *(
+        "loss_scale",
+        "steps",
+        "steps_taken",
+        "skipped_steps",
+        "skipped_in_a_row",
+        "steps_since_calibration",
+        "step_was_skipped",
+    ),
     *("parameters_blamed", "grad_norm", "clip_factor", "model_writes_taken"),
 }
 MODES = [
