@@ -599,6 +599,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
         Returns:
             The norm before clipping: float32, 0-dim, on the device; 0 where there are no gradients. No host sync.
+            After ``step`` that is too late for it: gradients that are left belong to the next one (at a scale of 1),
+            or raise.
 
         Raises:
             TypeError, ValueError: ``max_norm`` or ``norm_type`` is no number, negative or nan; ``params`` are no
@@ -915,7 +917,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
         Returns:
             ``loss_scale``: the next backward's.
-            ``steps``: calls of ``step`` that had gradients (replays of a CUDA graph are not counted).
+            ``steps``: calls of ``step`` that had gradients, skipped ones included (replays of a CUDA graph are not
+            counted). ``steps_taken``: what :meth:`state_dict` has as ``steps``: those that were not skipped, and with
+            ``gradient_release`` all, as a skip there leaves single parameters alone.
             ``skipped_steps``, ``skipped_in_a_row``: for non-finite gradients, in all and up to now.
             ``steps_since_calibration``: steps that were not skipped: 0 while a dynamic scaler looks for its scale.
             ``step_was_skipped``: 1 if the last one was, else 0; ``parameters_blamed``: how many then had a gradient
@@ -948,6 +952,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 "model_writes_taken": sum(untold, start=self.model_writes.taken),
             }
         )
+        numbers["steps_taken"] = max(
+            0, numbers["steps_taken"]
+        )  # skips that a CUDA graph replayed count, its steps don't
         numbers["steps_since_calibration"] = max(0, numbers["steps"] - numbers["skipped_steps"])
         fractions = ("loss_scale", "grad_norm", "clip_factor")
         return {name: value if name in fractions else int(value) for name, value in numbers.items()}

@@ -103,10 +103,52 @@ def test_first_skips_are_calibration(log: pytest.LogCaptureFixture) -> None:
     assert "now 2." in got[1][1]
 
 
-def calibrated(scale: float = 1.0) -> SkipLog:
+def calibrated(scale: float = 1.0, steps: int = 10) -> SkipLog:
     skips = SkipLog()
-    skips.stepped(scale)
+    for _ in range(steps):
+        skips.stepped(scale)
     return skips
+
+
+def overflow_at(log: pytest.LogCaptureFixture, *steps: int, opt: MixedPrecisionOptimizer | None = None) -> list[str]:
+    """What an optimizer with a dynamic scale logs in twelve steps, of which some overflow."""
+    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
+    opt = MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=1e-3), dynamic=True) if opt is None else opt
+    [weight] = opt.model_params()
+    for step in range(12):
+        opt.zero_grad()
+        opt.backward(weight.float().sum() * (1e6 if step in steps else 0.1))
+        opt.step()
+    return [text for _, text in records(log)]
+
+
+def test_skips_of_the_first_ten_steps_are_calibration(log: pytest.LogCaptureFixture) -> None:
+    first, second, third = overflow_at(log, 0, 5, 11)
+    assert first.startswith("calibrating the loss scale: step skipped, the scale is now 32768.")
+    assert second.startswith("calibrating the loss scale: step skipped, the scale is now 16384.")
+    assert third.startswith("calibrating"), "nine were taken before it"
+    assert "loss scale 65536 -> 32768: a rare overflow" in overflow_at(log, 11)[0]
+
+
+def test_a_resumed_run_is_calibrated(log: pytest.LogCaptureFixture) -> None:
+    opts = [
+        MixedPrecisionOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(4).half())], lr=1e-3), dynamic=True)
+        for _ in range(2)
+    ]
+    assert overflow_at(log, opt=opts[0]) == []
+    opts[1].load_state_dict(copy.deepcopy(opts[0].state_dict()))
+    assert "a rare overflow" in overflow_at(log, 0, opt=opts[1])[0]
+
+
+def test_three_in_a_row_after_a_step_are_no_calibration(log: pytest.LogCaptureFixture) -> None:
+    skips, scaler = calibrated(steps=1), DynamicLossScaler(init_scale=2.0**20)
+    for _ in range(3):
+        skip(skips, scaler)
+    assert [text.split(":")[0] for _, text in records(log)] == [
+        "calibrating the loss scale",
+        "calibrating the loss scale",
+        "gradients are not finite, 3 times in a row",
+    ]
 
 
 def test_later_skips_are_warnings_by_name(log: pytest.LogCaptureFixture) -> None:
@@ -196,7 +238,9 @@ def test_a_static_scale_above_one_may_be_too_large_for_what_was_scaled(log: pyte
 
 def test_a_step_after_skips_is_heard_of(log: pytest.LogCaptureFixture) -> None:
     """A later loss that is not finite at that scale is none that a scale could help."""
-    skips, scaler = calibrated(), DynamicLossScaler(1024.0)
+    skips, scaler = calibrated(steps=9), DynamicLossScaler(1024.0)
+    assert skips.awaits_step, "the scale is being looked for"
+    skips.stepped(1.0)
     assert not skips.awaits_step
     skip(skips, scaler)
     assert skips.awaits_step

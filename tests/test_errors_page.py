@@ -290,7 +290,8 @@ def calibrating() -> None:
 
 def rare() -> None:
     one = Training(scaler=DynamicLossScaler(init_scale=1024.0))
-    one.step()
+    for _ in range(10):
+        one.step()
     one.overflow()
 
 

@@ -10,6 +10,10 @@ import sys
 from . import install_as_apex
 
 
+def _is_program(folder: str) -> bool:
+    return any(os.path.isfile(os.path.join(folder, f"__main__.{ending}")) for ending in ("py", "pyc"))
+
+
 def main(arguments: list[str]) -> None:
     """Install the aliases, then run the script or module as ``python`` would.
 
@@ -27,6 +31,8 @@ def main(arguments: list[str]) -> None:
     given = parser.parse_args(arguments)
     if not given.is_module and not os.path.exists(given.script):
         parser.error(f"no such file: {given.script}")
+    if not given.is_module and os.path.isdir(given.script) and not _is_program(given.script):
+        parser.error(f"{given.script} is a folder without a __main__.py. Name the script in it, or -m and a module")
     try:
         install_as_apex(replace=given.replace)
     except RuntimeError as error:

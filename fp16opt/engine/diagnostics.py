@@ -30,6 +30,7 @@ __all__ = [
 logger = logging.getLogger("fp16opt")
 
 _MANY = 3  # skips in a row from which on they are no rare overflows
+_CALIBRATED = 10  # steps taken, after which the loss scale has been found
 _MOST = 4  # lines of one kind
 _WITHIN = 60.0  # seconds
 
@@ -205,9 +206,9 @@ def are_finite(losses: Sequence[Tensor]) -> bool | None:
 class SkipLog:
     """Decides what to log after each skipped step.
 
-    A dynamic scaler finds its scale by overflowing: until the first step is taken a skip is logged at INFO
+    A dynamic scaler finds its scale by overflowing: until ten steps were taken a skip is logged at INFO
     level as calibration; afterwards one is a rare overflow, a WARNING with the parameters' names. Three in a
-    row, or a scale that calibration has brought under 1, are no rare overflows: the warning says so, and
+    row after a step, or a scale that was brought under 1 before any step, are neither: the warning says so, and
     at the 3rd, 4th, 8th, 16th ... alone. So does one where the loss itself was not finite. No scale can help that
     (an ERROR) at the lowest scale, and at one where the loss was finite before.
     Where the scale can't go lower, skips will go on: the 1st, 2nd, 4th, 8th ... of them is an ERROR (a WARNING
@@ -217,7 +218,7 @@ class SkipLog:
         lines: where it is said.
 
     Attributes:
-        calibrating: Whether no step was taken yet.
+        calibrating: Whether fewer than ten steps were taken.
         awaits_step: Whether :meth:`stepped` is to be told of the next step that is taken.
         grad_scaler_logs: Whether the GradScaler that drives logs skips itself.
         what, advice: What a skip at a static scale is called, and what to do about it.
@@ -237,7 +238,12 @@ class SkipLog:
     @property
     def calibrating(self) -> bool:
         """See the class."""
-        return self._taken == 0
+        return self._taken < _CALIBRATED
+
+    def resumed(self, taken: int) -> None:
+        """A checkpoint was loaded, of a run that had taken so many steps."""
+        self._taken = taken
+        self.awaits_step = True
 
     def stepped(self, scale: float) -> None:
         """A step was taken with this loss scale."""
@@ -282,7 +288,7 @@ class SkipLog:
         elif stuck:
             self._stuck += 1
             self._say_stuck(scaler.dynamic, new, where)
-        elif in_a_row >= _MANY if not self.calibrating else new < 1.0:
+        elif in_a_row >= _MANY if self._taken else new < 1.0:
             say(
                 logging.WARNING,
                 "%s, %d times in a row: step skipped, loss scale %s, non-finite gradients in %s. See fp16opt.diagnose("
@@ -291,7 +297,7 @@ class SkipLog:
                 in_a_row,
                 change,
                 where,
-                nth=1 if in_a_row == _MANY or self.calibrating else in_a_row,
+                nth=1 if in_a_row == _MANY or not self._taken else in_a_row,
             )
         elif self.calibrating:
             say(

@@ -55,8 +55,9 @@ class Memory:
         return self.total / self.parameters if self.parameters else 0.0
 
     def __str__(self) -> str:
-        count = max(self.parameters, 1)
-        parts = ", ".join(f"{name} {value / count:.2f}" for name, value in self.parts().items())
+        if not self.parameters:  # this rank's shards are empty
+            return f"{self.total} bytes; no element of a parameter is on this rank"
+        parts = ", ".join(f"{name} {value / self.parameters:.2f}" for name, value in self.parts().items())
         return f"{self.per_parameter():.2f} bytes a parameter: {parts}"
 
 

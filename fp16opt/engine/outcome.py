@@ -102,6 +102,7 @@ class Outcome:
     @steps_taken.setter
     def steps_taken(self, count: int) -> None:
         self._taken_before = count - (self.steps - self.all_or_nothing * self._skipped_since())
+        self.log.resumed(count)
 
     def number(self) -> int:
         """Of the step that is being taken, or comes next, from 1."""
@@ -190,15 +191,17 @@ class Outcome:
         return self._last_on_device, self._skipped_on_device
 
     def numbers(self) -> dict[str, float | Tensor]:
-        """How many steps there were and were skipped, whether the last was, how many parameters it blames. No sync."""
+        """Steps in all, taken and skipped; whether the last was skipped, how many parameters it blames. No sync."""
         skipped: float | Tensor = self._skipped_before + self._skipped_here
         if self._skipped_on_device is not None:
             skipped = self._skipped_on_device + skipped
         last = self._last.gt(0) if isinstance(self._last, Tensor) else self._last
         flags = [] if self._flags is None or last is False else self._flags
         count = sum((one.ne(0).sum().to(flags[0].device) for one in flags), start=0 * last)
+        steps = self._taken_before + (self._skipped_before if self.all_or_nothing else 0) + self.steps
         return {
-            "steps": self._taken_before + (self._skipped_before if self.all_or_nothing else 0) + self.steps,
+            "steps": steps,
+            "steps_taken": steps - skipped if self.all_or_nothing else steps,
             "skipped_steps": skipped,
             "step_was_skipped": last,
             "parameters_blamed": count * last,

@@ -489,12 +489,13 @@ class StepState:
         scaler = self._scaler() if scaler is None else scaler
         if not (is_known or self._is_one(scaler)) and self._not_zero(grads):
             raise RuntimeError(
-                "gradients were found that neither opt.backward(loss) nor opt.scale_loss(loss) made, and the loss "
-                f"scale is {float(scaler.scale):g}: they would be unscaled wrongly. Use opt.backward(loss), and "
-                "zero_grad() after each step. Where another optimizer's backward has made them, give both "
-                "one scaler (scaler=), and call update_master_grads() of this one first. For a GradScaler to do the "
-                "scaling, construct MixedPrecisionOptimizer without dynamic, loss_scale, scaler. Trainers that call "
-                "backward themselves: Lightning, Accelerate, transformers, timm have a module in fp16opt.integrations."
+                "gradients were found that neither opt.backward(loss) nor opt.scale_loss(loss) made since the last "
+                f"step, and the loss scale is {float(scaler.scale):g}: they would be unscaled wrongly. Use "
+                "opt.backward(loss), clip before step(), and call zero_grad() after it. Where another optimizer's "
+                "backward has made them, give both one scaler (scaler=), and call update_master_grads() of this one "
+                "first. For a GradScaler to do the scaling, construct MixedPrecisionOptimizer without dynamic, "
+                "loss_scale, scaler. Trainers that call backward themselves: Lightning, Accelerate, transformers, timm "
+                "have a module in fp16opt.integrations."
             )
         self.scale = BackwardScale.of(scaler, self._is_one(scaler))
         self.scale.external = True

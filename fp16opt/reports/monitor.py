@@ -34,13 +34,18 @@ _SUMSQ, _LARGEST = GRADIENT.index("sumsq"), GRADIENT.index("largest")
 
 @dataclass
 class _Step:
-    """A step whose numbers may still lie on the device."""
+    """A step whose numbers may still lie on the device.
+
+    Attributes:
+        losses: copies of what its backwards were called on.
+    """
 
     step: int
     seconds: float | None
     loss_scale: Tensor
     skipped: bool | Tensor
     clipped: tuple[Tensor, Tensor] | None
+    losses: list[Tensor]
 
 
 @dataclass
@@ -63,7 +68,9 @@ class _Sample:
 class Monitor:
     """Writes down what the numbers of a run do, for ``python -m fp16opt report`` and other loggers.
 
-    Every step: loss scale, skip, norm before the clip, seconds. The first and then each ``every``-th step, for each
+    Every step: loss, loss scale, skip, norm before the clip, seconds. The loss is this rank's: the sum of those that
+    ``backward`` or ``scale_loss`` got since the step before; it is not known under a GradScaler, of closures, and where
+    one was no single number. The first and then each ``every``-th step, for each
     parameter: see :data:`fp16opt.reports.monitor.NUMBERS`. Such a step reads gradients, masters and weights once more,
     and keeps of large masters one element in 17 while it runs; the others cost a clock and a list.
 
@@ -126,6 +133,7 @@ class Monitor:
         self._reference = weakref.ref(wrapper)  # whose hooks hold this monitor
         self._writes = _rank() == 0
         self._waiting: list[_Step] = []
+        self._losses: list[Tensor] = []
         self._sample: _Sample | None = None
         self._folding: list[Any] = []
         self._clipped = wrapper.outcome.clipped
@@ -202,14 +210,17 @@ class Monitor:
         for one in waiting:
             numbers[f"{one.step} scale"] = one.loss_scale
             numbers[f"{one.step} skipped"] = one.skipped
+            numbers.update({f"{one.step} loss {number}": loss for number, loss in enumerate(one.losses)})
             if one.clipped is not None:
                 numbers[f"{one.step} norm"], numbers[f"{one.step} factor"] = one.clipped
         read = read_at_once(numbers)
         for one in waiting:
+            losses = [read[f"{one.step} loss {number}"] for number in range(len(one.losses))]
             self._emit(
                 {
                     "kind": "step",
                     "step": one.step,
+                    "loss": sum(losses) if losses else None,
                     "loss_scale": read[f"{one.step} scale"],
                     "skipped": bool(read[f"{one.step} skipped"]),
                     "grad_norm": read.get(f"{one.step} norm"),
@@ -223,6 +234,7 @@ class Monitor:
     def _before(self, opt: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Look at what a step is about to change; gradients that a closure makes are looked at when it returns."""
         wrapper = self._wrapper
+        self._losses = [] if wrapper is None or not self._writes else [one.clone() for one in wrapper.step_state.losses]
         if self.steps % self.every or wrapper is None or not self._looks():
             return None
         begun = time.perf_counter()
@@ -281,8 +293,9 @@ class Monitor:
         used = wrapper.step_state.last_scale
         scale = wrapper.scaler.scale if used is None else used.scale
         skipped = last.clone() if isinstance(last, Tensor) else last
-        self._waiting.append(_Step(self.steps, seconds, scale, skipped, None if clipped is self._clipped else clipped))
-        self._clipped = clipped
+        clip = None if clipped is self._clipped else clipped
+        self._waiting.append(_Step(self.steps, seconds, scale, skipped, clip, self._losses))
+        self._clipped, self._losses = clipped, []
         if skipped is True or len(self._waiting) >= self.every:
             self._flush()
 

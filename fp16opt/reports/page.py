@@ -19,10 +19,11 @@ li { margin: .3em 0; } .small { color: #5a6068; font-size: 13px; }
 
 _CAPTIONS = {
     "scale": "Steps in red were skipped: a gradient was not finite. A few at the start are calibration.",
+    "loss": "The sum of the losses that backward got; not known under a GradScaler and of closures.",
     "norm": "Blue: the norm before the clip. Grey: what a step took.",
+    "margins": "Each line is a layer. Near the red line a step will be skipped; near the grey one gradients vanish.",
     "norms by layer": "A row that darkens loses its gradient, one that brightens grows. Pink: not finite, or none.",
     "underflow": "Share of each layer's 16-bit gradients that are subnormal or vanished. Much of it: raise the scale.",
-    "margins": "Each line is a layer. Near the red line a step will be skipped; near the grey one gradients vanish.",
     "updates": "Orange: smaller than the distance between 16-bit weights; only masters keep them. Pink: none.",
 }
 
@@ -98,4 +99,5 @@ def write(given: argparse.Namespace) -> tuple[int, str]:
             f"fp16opt report: {given.run}: the records are not as this version's fp16opt.Monitor writes them "
             f"({type(error).__name__}: {error})"
         )
-    return 0, f"{in_words(run)}\nThe page is {output}."
+    where = f"The page is {output}, its pictures are {picture}." if given.png else f"The page is {output}."
+    return 0, f"{in_words(run)}\n{where}"

@@ -39,6 +39,16 @@ def scale_and_skips(axes: Any, run: RunRead) -> None:
     _title(axes, "Loss scale, and skipped steps", "loss scale")
 
 
+def losses(axes: Any, run: RunRead) -> None:
+    """The loss of every step."""
+    known = [(step["step"], step["loss"]) for step in run.steps if _good(step.get("loss"))]
+    _title(axes, "Loss", "loss")
+    if known:
+        axes.plot(*zip(*known, strict=True), color=_BLUE, linewidth=1.0)
+    else:
+        _nothing(axes)
+
+
 def norms(axes: Any, run: RunRead) -> None:
     """The norm before the clip, and the seconds that a step took."""
     known = [(step["step"], step["grad_norm"]) for step in run.steps if _good(step["grad_norm"])]
@@ -89,7 +99,10 @@ def margins(axes: Any, run: RunRead) -> None:
         points = [(step, value) for step, value in points if value > 0]
         limit = max(limit or 0.0, LARGEST[kind])
         if points:
-            axes.plot(*zip(*points, strict=True), color=_BLUE, linewidth=0.8, alpha=0.5)
+            label = None if axes.lines else "one layer"
+            axes.plot(*zip(*points, strict=True), color=_BLUE, linewidth=0.8, alpha=0.5, label=label)
+    if axes.lines:
+        axes.legend(loc="center right", frameon=False)
     if limit is not None:
         axes.axhline(limit, color=_RED, linewidth=1.4)
         axes.text(0.01, limit, " overflow", color=_RED, va="bottom", transform=axes.get_yaxis_transform())
@@ -108,10 +121,11 @@ def updates(axes: Any, run: RunRead) -> None:
 
 PANELS: dict[str, Callable[[Any, RunRead], None]] = {
     "scale": scale_and_skips,
+    "loss": losses,
     "norm": norms,
+    "margins": margins,
     "norms by layer": norms_by_layer,
     "underflow": underflow_by_layer,
-    "margins": margins,
     "updates": updates,
 }
 """What a report shows, in order."""
@@ -130,8 +144,7 @@ def _heat(
     table = [[_changed(value, change) for value in run.values(row, name)] for row in rows]
     _title(axes, title, "")
     if not table or not table[0]:
-        axes.text(0.5, 0.5, "nothing of this kind in the run", ha="center", transform=axes.transAxes, color=_GREY)
-        axes.set_yticks([])
+        _nothing(axes)
         return
     low, high = between or (None, None)
     axes.set_facecolor("#f2b5b5")  # where there is no finite number
@@ -142,6 +155,11 @@ def _heat(
     spots = range(0, len(run.samples), max(1, len(run.samples) // 8))
     axes.set_xticks(list(spots), [str(run.samples[spot]["step"]) for spot in spots])
     axes.figure.colorbar(image, ax=axes, pad=0.01)
+
+
+def _nothing(axes: Any) -> None:
+    axes.text(0.5, 0.5, "nothing of this kind in the run", ha="center", transform=axes.transAxes, color=_GREY)
+    axes.set_yticks([])
 
 
 def _changed(value: float | None, change: Callable[[float], float]) -> float:
@@ -170,7 +188,7 @@ def _title(axes: Any, title: str, unit: str) -> None:
 
 def _height(run: RunRead, name: str) -> float:
     """In inches: heat maps grow with their rows."""
-    heat = name not in ("scale", "norm", "margins")
+    heat = name not in ("scale", "loss", "norm", "margins")
     return max(2.6, 1.1 + 0.17 * min(len(run.rows), _LABELS)) if heat else 2.8
 
 
@@ -192,13 +210,15 @@ def together(run: RunRead) -> bytes:
         ImportError: There is no matplotlib.
     """
     names = list(PANELS)
-    pairs = [names[:2], names[2:4], names[4:]]
+    pairs = [names[at : at + 2] for at in range(0, len(names), 2)]
     heights = [max(_height(run, name) for name in pair) for pair in pairs]
     figure = _figure(15.0, sum(heights))
-    axes = figure.subplots(3, 2, gridspec_kw={"height_ratios": heights})
+    axes = figure.subplots(len(pairs), 2, gridspec_kw={"height_ratios": heights})
     for line, pair in zip(axes, pairs, strict=True):
-        for place, name in zip(line, pair, strict=True):
+        for place, name in zip(line, pair, strict=False):
             PANELS[name](place, run)
+    for place in axes.flat[len(names) :]:
+        place.set_axis_off()
     return _png(figure, _DPI_TOGETHER)
 
 

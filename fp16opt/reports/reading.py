@@ -131,53 +131,61 @@ def of_run(run: RunRead) -> list[str]:
     """The run as a whole, in sentences."""
     count, skipped = len(run.steps), run.skipped()
     words = [f"{count} steps, {len(skipped)} skipped, {len(run.samples)} looked at."]
+    mend: list[str] = []
+    normal: list[str] = []  # sentences that tell of nothing to mend
     scales = [step["loss_scale"] for step in run.steps]
     if scales:
         went = f"went from {scales[0]:g} to {scales[-1]:g}" if min(scales) < max(scales) else f"was {scales[0]:g}"
         words.append(f"The loss scale {went}.")
+    losses = [loss for step in run.steps if (loss := step.get("loss")) is not None and math.isfinite(loss)]
+    if losses:
+        words.append(f"The loss went from {losses[0]:.4g} to {losses[-1]:.4g}.")
     first = next((n for n, step in enumerate(run.steps) if not step["skipped"]), count)
     later = len(skipped) - first
     if count and first == count:
-        words.append("No step was taken: gradients were never finite. Ask fp16opt.diagnose why.")
+        mend.append("No step was taken: gradients were never finite. Ask fp16opt.diagnose why.")
     elif first and run.dynamic:
-        words.append(f"Calibration took {first} skip{'s' if first > 1 else ''}.")
+        normal.append(f"Calibration took {first} skip{'s' if first > 1 else ''}.")
     if later > max(2, 0.05 * count) and not run.has_narrow_range:
-        words.append(
+        mend.append(
             f"{later / count:.0%} of the steps were skipped. No gradient is FP16, so that no loss scale helps: it is "
             "the data or the forward. Ask fp16opt.diagnose."
         )
     elif later > max(2, 0.05 * count) and not run.dynamic:
-        words.append(
+        mend.append(
             f"{later / count:.0%} of the steps were skipped at a fixed scale: it is too high. Use a lower one, or "
             "dynamic=True."
         )
     elif later:
         steps, why = skipped[first:], "bad batches, or rare overflows" if run.has_narrow_range else "bad batches"
         more = f" and {len(steps) - 5} more" if len(steps) > 5 else ""
-        words.append(f"Skipped later: step {', '.join(map(str, steps[:5]))}{more}: {why}.")
+        told = normal if run.has_narrow_range and later <= max(2, 0.05 * count) else mend
+        told.append(f"Skipped later: step {', '.join(map(str, steps[:5]))}{more}: {why}.")
     spoilt = run.spoilt()
     if spoilt:
-        words.append(
+        mend.append(
             f"In step {', '.join(map(str, spoilt[:5]))} the gradients of nearly all layers were not finite: that is a "
             "loss that is inf or nan, from the data or the forward."
         )
     under = _over_elements(run, "underflow", [row for row in run.rows if _kind(run, row) == "float16"])
     if under is not None and under > 0.05 and run.masters == "none":
-        words.append(
+        mend.append(
             f"{under:.0%} of the gradients' elements underflow when they are unscaled in 16 bits, which masters avoid."
         )
     elif under is not None and under > 0.05:
-        words.append(
+        mend.append(
             f"{under:.0%} of the 16-bit gradients' elements underflow: the scale is too low. Use a higher one, or "
             "dynamic=True."
         )
     lost = _over_elements(run, "lost", run.rows)
     if lost is not None and lost > 0.05:
-        held = "are lost: use masters" if run.masters == "none" else "would be lost without masters"
-        words.append(
-            f"{lost:.0%} of the updates' elements are under half a unit in the last place of the weight and {held}."
-        )
-    if len(words) == 1 + bool(scales) and not worth_a_look(run, 1):
+        small = f"{lost:.0%} of the updates' elements are under half a unit in the last place of the weight and"
+        if run.masters == "none":
+            mend.append(f"{small} are lost: use masters.")
+        else:
+            normal.append(f"{small} would be lost without masters, which hold them.")
+    words += normal + mend
+    if not (mend or worth_a_look(run, 1)):
         words.append("Nothing to mend.")
     if run.earlier:
         words.append(f"The file holds {run.earlier + 1} runs; this is the last.")

@@ -338,8 +338,24 @@ def test_running_where_a_real_apex_is_installed(tmp_path: Path) -> None:
     assert done.returncode == 3, done.stderr
 
 
-@pytest.mark.parametrize(("arguments", "message"), [([], "required: script"), (["none.py"], "no such file: none.py")])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required: script"),
+        (["none.py"], "no such file: none.py"),
+        (["folder"], "folder is a folder without a __main__.py. Name the script in it, or -m and a module"),
+    ],
+)
 def test_bad_usage(tmp_path: Path, arguments: list[str], message: str) -> None:
+    (tmp_path / "folder").mkdir()
     done = python(tmp_path, "-m", "fp16opt.apex", *arguments)
     assert done.returncode == 2
     assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_folder_that_is_a_program_runs(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "__main__.py").write_text("import sys, apex; print(apex.__name__, sys.argv[1:])")
+    done = python(tmp_path, "-m", "fp16opt.apex", "folder", "--epochs")
+    assert "apex ['--epochs']" in done.stdout, done.stderr

@@ -265,6 +265,21 @@ def test_at_another_scale_a_plain_backward_is_refused(mode: Mode, scale: str) ->
     world.check()
 
 
+@every_mode
+@every_scale_but_one
+def test_after_a_step_left_gradients_are_refused(mode: Mode, scale: str) -> None:
+    world = World(mode, scale)
+    world.backward(GRADS)
+    world.expect_step(GRADS)
+    if all(param.grad is None for param in world.params):
+        assert float(world.opt.clip_master_grads(1.0)) == 0.0, "FP32 sums were used up"
+        return
+    with pytest.raises(RuntimeError, match=r"since the last step.*clip before step\(\)"):
+        world.opt.clip_master_grads(1.0)
+    world.opt.zero_grad()
+    assert float(world.opt.clip_master_grads(1.0)) == 0.0
+
+
 @every_setting
 def test_without_gradients_the_norm_is_zero_and_nothing_is_closed(mode: Mode, scale: str) -> None:
     world = World(mode, scale)

@@ -90,6 +90,14 @@ def test_sums_are_gradients_too() -> None:
     assert opt.memory().gradients == 4 * COUNT
 
 
+def test_repr_where_nothing_is_on_this_rank() -> None:
+    """As where more ranks share a weight than it has rows."""
+    empty = nn.Parameter(torch.empty(0, 4, dtype=torch.float16))
+    opt = MixedPrecisionOptimizer(SGD([empty], lr=0.1), dynamic=True)
+    assert f"memory: {opt.memory().total} bytes; no element of a parameter is on this rank" in repr(opt)
+    assert "a parameter:" not in repr(opt)
+
+
 def test_repr_and_str_say_it() -> None:
     net, opt = made()
     wanted = "memory: 6.00 bytes a parameter: weights 2.00, masters 4.00, moments 0.00, gradients 0.00, engine 0.0"

@@ -157,10 +157,11 @@ def test_disabled_moves_the_scheduler_always() -> None:
 def test_skips_are_logged_with_names(caplog: pytest.LogCaptureFixture) -> None:
     param, optimizer, scaler = one()
     with caplog.at_level(logging.INFO, "fp16opt"):
-        iteration(scaler, optimizer, param, 1e38)  # finite, and not so when scaled
+        iteration(scaler, optimizer, param, 1e37)  # finite, and not so when scaled
         assert "calibrating" in caplog.text
-        iteration(scaler, optimizer, param)
-        iteration(scaler, optimizer, param, 1e38)
+        for _ in range(10):
+            iteration(scaler, optimizer, param)
+        iteration(scaler, optimizer, param, 1e37)
     assert "loss scale 512 -> 256: a rare overflow, non-finite gradients in group 0, param 0 (inf)" in caplog.text
 
 

@@ -305,8 +305,12 @@ def test_the_build_leaves_its_reason(
     monkeypatch.setattr(native, "_is_untold", is_untold)
     native.warn_unbuilt.cache_clear()
     try:
+        assert kernels.backend("cpu") == "reference"
+        assert not caplog.records, "a question is no use"
+        assert why in report_module.report()
+        assert not caplog.records, "it has told why"
         for _ in range(3):
-            assert kernels.backend("cpu") == "reference"
+            assert kernels.backends.compiled_for(torch.device("cpu")) is None
     finally:
         native.warn_unbuilt.cache_clear()
     said = [record.getMessage() for record in caplog.records]

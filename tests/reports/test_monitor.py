@@ -289,6 +289,39 @@ def test_every_step_and_skips_are_written() -> None:
     assert not math.isfinite(row["grad_norm"])
 
 
+def test_the_loss_of_every_step_is_written() -> None:
+    """The sum of a step's backwards; a loss that the user changes in place afterwards is written as it was."""
+    model = net()
+    opt = wrap(model)
+    records: list[dict[str, Any]] = []
+    want: list[float | None] = []
+    with Monitor(opt, every=3, to=records.append):
+        for number in range(4):
+            opt.zero_grad()
+            losses = [loss_of(model, number + part) / 2 for part in range(2)]
+            for loss in losses:
+                opt.backward(loss)
+            want.append(sum(loss.item() for loss in losses))
+            opt.step()
+            for loss in losses:
+                loss.detach().mul_(2.0)
+        turn(model, opt, 4, closure=True)
+        want.append(None)
+    assert [r["loss"] for r in records if r["kind"] == "step"] == want
+
+
+def test_under_a_grad_scaler_no_loss_is_known() -> None:
+    model = net()
+    opt = wrap(model, scaler=None)
+    records: list[dict[str, Any]] = []
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    with Monitor(opt, to=records.append):
+        scaler.scale(loss_of(model, 0)).backward()
+        scaler.step(opt)
+        scaler.update()
+    assert [r["loss"] for r in records if r["kind"] == "step"] == [None]
+
+
 def test_steps_do_not_wait_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is killed has no chance to write what waits."""
     model, path = net(), tmp_path / "run.jsonl"

@@ -48,6 +48,56 @@ def test_a_good_run_says_so(tmp_path: Path) -> None:
     assert looks == {}
 
 
+def test_what_is_normal_is_nothing_to_mend(tmp_path: Path) -> None:
+    """Calibration, a rare overflow, and small updates that masters hold."""
+    words, looks = said(write(tmp_path / "run.jsonl", skips=(1, 2, 9), a={"lost": 0.5}))
+    assert "Calibration took 2 skips. Skipped later: step 9" in words
+    assert words.endswith("would be lost without masters, which hold them. Nothing to mend.")
+    assert looks == {}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"skips": (5, 8, 11, 14)},
+        {"skips": tuple(range(1, 21))},
+        {"skips": (9,), "header": {"rows": {name: {"dtype": "bfloat16"} for name in ROWS}}},
+        {"a": {"underflow": 0.5}},
+        {"a": {"lost": 0.5}, "header": {"masters": "none"}},
+        {"a": {"update_ratio": 0.0}},
+    ],
+)
+def test_where_there_is_something_to_mend_it_says_no_such_thing(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    assert "Nothing to mend." not in said(write(tmp_path / "run.jsonl", **arguments))[0]
+
+
+def test_the_loss_is_told_and_drawn(tmp_path: Path) -> None:
+    header = {"kind": "run", "format": 1, "rows": ROWS, "dynamic": True}
+    values = [4.0, math.nan, 3.0, None, 2.5]
+    told = [
+        {"kind": "step", "step": step, "loss": loss, "loss_scale": 1.0, "skipped": False, "grad_norm": None}
+        for step, loss in enumerate(values, 1)
+    ]
+    run = reading.RunRead(header, told)
+    assert "The loss went from 4 to 2.5." in reading.of_run(run)
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    axes = figure.subplots()
+    pictures.losses(axes, run)
+    assert axes.lines[0].get_xydata().tolist() == [[1, 4.0], [3, 3.0], [5, 2.5]]
+    older = reading.load(write(tmp_path / "older.jsonl"))  # of a version that wrote no loss
+    assert not any("The loss went" in words for words in reading.of_run(older))
+    empty = figure.subplots()
+    pictures.losses(empty, older)
+    assert [text.get_text() for text in empty.texts] == ["nothing of this kind in the run"]
+
+
+def test_the_picture_of_margins_has_a_legend(tmp_path: Path) -> None:
+    axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
+    pictures.margins(axes, reading.load(write(tmp_path / "run.jsonl")))
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["one layer"]
+    assert [text.get_text().strip() for text in axes.texts] == ["overflow", "subnormal below"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
@@ -63,7 +113,7 @@ def test_a_good_run_says_so(tmp_path: Path) -> None:
             {"a": {"lost": 0.5}, "b": {"lost": 0.3}},
             "48% of the updates' elements are under half a unit in the last place",
         ),
-        ({"a": {"lost": 0.5}, "b": {"lost": 0.3}}, "would be lost without masters."),
+        ({"a": {"lost": 0.5}, "b": {"lost": 0.3}}, "would be lost without masters, which hold them."),
         ({"a": {"lost": 0.5}, "header": {"masters": "none"}}, "are lost: use masters."),
     ],
 )
@@ -156,12 +206,12 @@ def test_the_page_stands_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str
     output = tmp_path / "page.html"
     assert program.main(["report", str(path), "-o", str(output), "--png"]) == 0
     printed = capsys.readouterr().out
-    assert f"The page is {output}." in printed
+    assert f"The page is {output}, its pictures are {output.with_suffix('.png')}." in printed
     assert "1. b.<weight>: its gradient was not finite" in printed
     text = output.read_text()
     links = Links()
     links.feed(text)
-    assert len(links.found) == len(pictures.PANELS) == 6
+    assert len(links.found) == len(pictures.PANELS) == len(page._CAPTIONS) == 7
     assert all(link.startswith("data:image/png;base64,") for link in links.found)
     assert "b.&lt;weight&gt;" in text
     assert "b.<weight>" not in text

@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from fp16opt import DynamicLossScaler, GradScaler, MixedPrecisionOptimizer
 
 KEYS = {
-    *("loss_scale", "steps", "skipped_steps", "skipped_in_a_row", "steps_since_calibration", "step_was_skipped"),
+    *(
+        "loss_scale",
+        "steps",
+        "steps_taken",
+        "skipped_steps",
+        "skipped_in_a_row",
+        "steps_since_calibration",
+        "step_was_skipped",
+    ),
     *("parameters_blamed", "grad_norm", "clip_factor", "model_writes_taken"),
 }
 MODES = [
@@ -68,6 +76,7 @@ def test_every_number(options: dict[str, object]) -> None:
     good = turn(params, opt, [1.0, 2.0, 2.0], clip=3.0)
     assert (good["loss_scale"], good["steps"], good["skipped_steps"], good["skipped_in_a_row"]) == (4.0, 3, 2, 0)
     assert (good["step_was_skipped"], good["parameters_blamed"], good["steps_since_calibration"]) == (0, 0, 1)
+    assert (bad["steps_taken"], worse["steps_taken"], good["steps_taken"]) == (0, 0, 1)
     assert good["grad_norm"] == 6.0  # of four elements each: sqrt(4 + 16 + 16)
     assert good["clip_factor"] == pytest.approx(3.0 / 6.0, rel=1e-6)
     assert good["model_writes_taken"] == 0
@@ -141,13 +150,14 @@ def test_counts_go_on_after_a_resume(options: dict[str, object]) -> None:
     again, resumed = made(**options)
     turn(again, resumed, [6e4, 1.0, 1.0])  # what was before counts no more
     resumed.load_state_dict(opt.state_dict())
-    counts = ("steps", "skipped_steps", "steps_since_calibration")
-    assert [resumed.stats()[name] for name in counts] == [4, 2, 2]
+    counts = ("steps", "skipped_steps", "steps_taken", "steps_since_calibration")
+    assert [resumed.stats()[name] for name in counts] == [4, 2, 2, 2]
     assert resumed.skipped_steps == 2
     turn(again, resumed, [1e30, 1.0, 1.0])
     after = turn(again, resumed, [1.0, 1.0, 1.0])
-    assert [after[name] for name in counts] == [6, 3, 3]
-    assert resumed.state_dict()["skipped_steps"] == 3
+    assert [after[name] for name in counts] == [6, 3, 3, 3]
+    saved = resumed.state_dict()
+    assert (saved["steps"], saved["skipped_steps"]) == (after["steps_taken"], after["skipped_steps"])
 
 
 def test_a_file_from_before_skips_were_counted_loads() -> None:
@@ -195,7 +205,8 @@ def test_a_loss_that_is_not_finite_is_named_in_the_log(
     log: pytest.LogCaptureFixture, micro_batches: int, accumulation: str
 ) -> None:
     params, opt = made(grad_accumulation=accumulation)
-    turn(params, opt, [1.0, 1.0, 1.0])
+    for _ in range(10):
+        turn(params, opt, [1.0, 1.0, 1.0])
     for bad in (math.nan, 6e4, 1.0):
         opt.zero_grad()
         for number in range(micro_batches):
@@ -208,7 +219,8 @@ def test_a_loss_that_is_not_finite_is_named_in_the_log(
 
 def test_losses_of_an_abandoned_batch_are_forgotten(log: pytest.LogCaptureFixture) -> None:
     params, opt = made()
-    turn(params, opt, [1.0, 1.0, 1.0])
+    for _ in range(10):
+        turn(params, opt, [1.0, 1.0, 1.0])
     opt.zero_grad()
     opt.backward(loss(params, [math.nan, 1.0, 1.0]))
     turn(params, opt, [6e4, 1.0, 1.0])
@@ -237,7 +249,7 @@ def test_a_grad_scaler_knows_its_losses(log: pytest.LogCaptureFixture) -> None:
     param = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([param], lr=2.0**-8)
     scaler = GradScaler("cpu", init_scale=16.0)
-    for factor in (1.0, math.inf, 1.0):
+    for factor in (*[1.0] * 10, math.inf, 1.0):
         optimizer.zero_grad()
         scaler.scale((factor * param).sum()).backward()
         scaler.step(optimizer)
