@@ -218,6 +218,7 @@ class SkipLog:
         lines: where it is said.
 
     Attributes:
+        taken: How many steps were taken, as far as the host has decided them.
         calibrating: Whether fewer than ten steps were taken.
         awaits_step: Whether :meth:`stepped` is to be told of the next step that is taken.
         grad_scaler_logs: Whether the GradScaler that drives logs skips itself.
@@ -230,7 +231,7 @@ class SkipLog:
     def __init__(self, lines: Lines | None = None) -> None:
         self.lines = Lines() if lines is None else lines
         self.grad_scaler_logs = False
-        self._taken = 0
+        self.taken = 0
         self._stuck = 0
         self._fine = 0.0  # the largest scale that a step was seen to be taken with
         self.awaits_step = True
@@ -238,18 +239,12 @@ class SkipLog:
     @property
     def calibrating(self) -> bool:
         """See the class."""
-        return self._taken < _CALIBRATED
-
-    def resumed(self, taken: int) -> None:
-        """A checkpoint was loaded, of a run that had taken so many steps."""
-        self._taken = taken
-        self.awaits_step = True
+        return self.taken < _CALIBRATED
 
     def stepped(self, scale: float) -> None:
-        """A step was taken with this loss scale."""
-        self._taken += 1
+        """A step was taken with this loss scale; :attr:`taken` counts it already."""
         self._fine = max(self._fine, scale)
-        self.awaits_step = self.calibrating
+        self.awaits_step = False
 
     def skipped(
         self,
@@ -288,7 +283,7 @@ class SkipLog:
         elif stuck:
             self._stuck += 1
             self._say_stuck(scaler.dynamic, new, where)
-        elif in_a_row >= _MANY if self._taken else new < 1.0:
+        elif in_a_row >= _MANY if self.taken else new < 1.0:
             say(
                 logging.WARNING,
                 "%s, %d times in a row: step skipped, loss scale %s, non-finite gradients in %s. See fp16opt.diagnose("
@@ -297,7 +292,7 @@ class SkipLog:
                 in_a_row,
                 change,
                 where,
-                nth=1 if in_a_row == _MANY or not self._taken else in_a_row,
+                nth=1 if in_a_row == _MANY or not self.taken else in_a_row,
             )
         elif self.calibrating:
             say(

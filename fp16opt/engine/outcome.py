@@ -102,7 +102,7 @@ class Outcome:
     @steps_taken.setter
     def steps_taken(self, count: int) -> None:
         self._taken_before = count - (self.steps - self.all_or_nothing * self._skipped_since())
-        self.log.resumed(count)
+        self.log.taken = count
 
     def number(self) -> int:
         """Of the step that is being taken, or comes next, from 1."""
@@ -136,6 +136,7 @@ class Outcome:
             self._flags = [one.clone() for one in flags] if skipped else None
             self._last = skipped
             self._skipped_here += skipped
+            self.log.taken += not skipped
             for scaler, found in check.of:
                 update_scale(scaler, found)
             return skipped

@@ -666,6 +666,7 @@ class GradScaler(torch.amp.GradScaler):
         self._next_iteration()
         if found is None:
             return
+        self._log.taken += stepped and not skipped
         is_told = bool(skipped) or (stepped and self._log.awaits_step)
         old = float(self._rule.scale) if is_told else 0.0
         update_scale(self._rule, found)

@@ -18,18 +18,15 @@ from .stats import GradStats
 _HOST = torch.device("cpu")
 
 
-def _serving(device: torch.device) -> ModuleType | None:
-    if device == _HOST or device.type == "cpu":  # asking for the type makes a string by way of a C++ stream
-        return None if native.module is None else native
-    return cuda if cuda.serves(device) else None
-
-
 def compiled_for(device: torch.device) -> ModuleType | None:
     """The file that calls the compiled kernels for a device; None where torch operations serve. Does not sync."""
-    served_by = _serving(device)
-    if served_by is None:
-        native.warn_unbuilt()
-    return served_by
+    if device == _HOST or device.type == "cpu":  # asking for the type makes a string by way of a C++ stream
+        if native.module is not None:
+            return native
+    elif cuda.serves(device):
+        return cuda
+    native.warn_unbuilt()
+    return None
 
 
 def captures(device: torch.device) -> bool:
@@ -44,7 +41,7 @@ def captures(device: torch.device) -> bool:
 
 
 def backend(device: torch.device | str) -> str:
-    """Which implementation serves tensors on ``device``. Logs nothing.
+    """Which implementation serves tensors on ``device``.
 
     Args:
         device: a torch device or its name.
@@ -56,7 +53,7 @@ def backend(device: torch.device | str) -> str:
         >>> backend("meta")
         'reference'
     """
-    served_by = _serving(torch.device(device))
+    served_by = compiled_for(torch.device(device))
     return "reference" if served_by is None else "cpu" if served_by is native else "cuda"
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import array
 import ctypes
-import functools
 import importlib
 import logging
 import warnings
@@ -46,14 +45,18 @@ module, _cpu_missing, _is_untold = _load("_cpu")
 """The compiled CPU module, or None."""
 
 
-@functools.cache
+_told: list[str] = []
+"""The reasons why there is no module that were logged, or given by :func:`status`."""
+
+
 def warn_unbuilt() -> None:
     """Log, once a process, that a source tree serves in which nothing was built.
 
     An install without the module has said so. Importing a source tree says nothing: the line comes where a kernel is
-    first asked for and torch operations take its place.
+    first asked for and torch operations take its place. It does not come where :func:`status` has given the reason.
     """
-    if module is None and _is_untold:
+    if module is None and _is_untold and not _told:
+        _told.append(_cpu_missing)
         logger.warning("slower torch operations serve in place of fp16opt's kernels: %s", _cpu_missing)
 
 
@@ -70,6 +73,7 @@ def simd_level() -> str:
 def status() -> str:
     """State of the compiled CPU module, in words, for ``python -m fp16opt``."""
     if module is None:
+        _told.append(_cpu_missing)
         return f"missing: {_cpu_missing}"
     return f"loaded; this machine runs its SIMD levels {', '.join(module.simd_levels())}"
 
