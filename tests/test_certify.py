@@ -820,31 +820,3 @@ def test_the_harness_compares_bits() -> None:
         ({"a": 1}, {"b": 1}),
     ):
         assert not same(a, b)
-
-
-def test_trials_use_up_no_recompilation_of_a_compiled_step() -> None:
-    """torch grants a compiled function few of them: after trials on many shapes, training would end in an error."""
-    compiled: list[int] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        compiled.append(len(inputs))
-        return graph.forward
-
-    class Compiled(Right):
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.grad is not None:
-                        p.copy_(moved(p, p.grad))
-
-    @torch.compile(dynamic=False, fullgraph=True, backend=backend)
-    def moved(p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        return p - 0.1 * grad
-
-    certify(Compiled)
-    assert not compiled
-    p = torch.nn.Parameter(torch.ones(3))
-    p.grad = torch.ones(3)
-    Compiled([p]).step()
-    assert len(compiled) == 1, "outside of trials it is compiled"

@@ -34,7 +34,7 @@ from contract.worlds import (
     times,
     values,
 )
-from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
+from fp16opt import MixedPrecisionOptimizer
 
 GRADS, MORE = values(0.5, 1.0, -0.5), values(1.0, -0.25, 2.0)
 DECAY = {"weight_decay": 0.125}
@@ -506,27 +506,3 @@ def test_an_optimizer_of_second_order_is_told_that_masters_have_no_graph(words: 
     ):
         opt.step()
     assert weight.tolist() == [1.0] * 3
-
-
-def two_on_one_loss(**given: Any) -> tuple[list[nn.Parameter], list[MixedPrecisionOptimizer], Tensor]:
-    """A model in two parts, each with a wrapper of its own, and their loss, whose gradients are ones."""
-    parts = [nn.Parameter(torch.ones(2, dtype=torch.float16)) for _ in range(2)]
-    opts = [MixedPrecisionOptimizer(torch.optim.SGD([part], lr=0.5), **given) for part in parts]
-    return parts, opts, sum(part.float().sum() for part in parts)
-
-
-def test_two_wrappers_on_one_loss_share_one_scaler() -> None:
-    parts, (first, second), loss = two_on_one_loss(scaler=DynamicLossScaler(init_scale=64.0))
-    first.backward(loss)
-    second.update_master_grads()
-    first.step()
-    second.step()
-    assert [part.tolist() for part in parts] == [[0.5, 0.5], [0.5, 0.5]]
-
-
-def test_two_wrappers_on_one_loss_with_scales_of_their_own_are_refused() -> None:
-    parts, (first, second), loss = two_on_one_loss(dynamic=True)
-    first.backward(loss)
-    with pytest.raises(RuntimeError, match=r"another optimizer's backward has made them, give both one scaler"):
-        second.step()
-    assert parts[1].tolist() == [1.0, 1.0]

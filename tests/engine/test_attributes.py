@@ -119,18 +119,3 @@ def test_buffers_of_16_bits_stay_and_are_named(caplog: pytest.LogCaptureFixture)
     assert all(view.data_ptr() - flat.data_ptr() in (0, 12) for view in inner.views)  # type: ignore[attr-defined]
     (text,) = [record.getMessage() for record in caplog.records]
     assert text.startswith("SGD keeps 16-bit tensors outside of its state: flat, views[0], views[1]. They stay")
-
-
-class WithTwoSteps(SGD):
-    """As SAM's own classes have it."""
-
-    def first_step(self) -> None:
-        """Up along the gradient."""
-
-
-def test_a_method_of_the_wrapped_optimizer_is_pointed_to() -> None:
-    opt = MixedPrecisionOptimizer(WithTwoSteps([_ones(torch.float16)], lr=0.1))
-    with pytest.raises(AttributeError, match=r"'first_step'.*The wrapped WithTwoSteps has: opt\.optimizer\.first_step"):
-        opt.first_step()
-    with pytest.raises(AttributeError, match=r"no attribute 'second_step'$"):
-        opt.second_step()

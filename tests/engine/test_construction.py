@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import numpy as np
 import pytest
@@ -274,25 +273,3 @@ def test_public_names_and_version() -> None:
         assert hasattr(fp16opt, name)
     assert np.all([part.isdigit() for part in fp16opt.__version__.split(".")[:2]])
     assert issubclass(fp16opt.LossScaleError, RuntimeError)
-
-
-def test_a_scale_that_moves_is_asked_for_by_its_own_argument() -> None:
-    with pytest.raises(TypeError, match=r"loss_scale: expected a number, got 'dynamic'\. .* use dynamic=True"):
-        MixedPrecisionOptimizer(SGD([ones()], lr=0.1), loss_scale="dynamic")
-
-
-def test_fp16_without_loss_scaling_is_said_once_and_not_where_it_is_meant(caplog: pytest.LogCaptureFixture) -> None:
-    def lines(dtype: torch.dtype, **kwargs: Any) -> list[str]:
-        caplog.clear()
-        p = nn.Parameter(torch.ones(2, dtype=dtype))
-        opt = MixedPrecisionOptimizer(SGD([p], lr=0.1), **kwargs)
-        for _ in range(3):
-            opt.zero_grad()
-            opt.backward(p.float().sum())
-            opt.step()
-        return [line for line in caplog.messages if "without loss scaling" in line]
-
-    with caplog.at_level("INFO", logger="fp16opt"):
-        (line,) = lines(torch.float16)
-        assert "param 0. Small gradients underflow. Use dynamic=True; or loss_scale=1.0" in line
-        assert lines(torch.float16, loss_scale=1.0) == lines(torch.float16, dynamic=True) == lines(torch.bfloat16) == []

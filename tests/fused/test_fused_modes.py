@@ -308,17 +308,3 @@ def test_decoupled_weight_decay_as_an_option_of_adam() -> None:
         results.append([m.detach().clone() for m in opt.master_params()])
     assert_same(results[1], results[0])
     assert not torch.equal(results[2][0], results[0][0])
-
-
-def test_repr_says_what_sparse_gradients_bring(recwarn: pytest.WarningsRecorder) -> None:
-    """The general step is taken from then on, and torch's warning on sparse invariants is not ours to give."""
-    table = torch.nn.Embedding(5, 3, sparse=True).half()
-    opt = MixedPrecisionOptimizer(SGD(table.parameters(), lr=0.5), loss_scale=8.0)
-    assert "step: fused\n" in repr(opt)
-    for _ in range(2):
-        opt.zero_grad()
-        opt.backward(table(torch.tensor([1, 1])).float().sum())
-        opt.step()
-    assert "step: fused\n" not in repr(opt)
-    assert "sparse" in repr(opt)
-    assert not [str(one.message) for one in recwarn if "sparse" in str(one.message).lower()]
