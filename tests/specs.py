@@ -266,7 +266,7 @@ ENGINE_ERRORS = [
     ErrorCase("loss_scale_nan", {"loss_scale": NAN}, ValueError, r"scale.*nan"),
     ErrorCase("loss_scale_inf", {"loss_scale": INF}, ValueError, r"scale.*inf"),
     ErrorCase("loss_scale_bool", {"loss_scale": True}, WRONG, r"scale.*(bool|True)"),
-    ErrorCase("loss_scale_text", {"loss_scale": "dynamic"}, WRONG, r"scale"),
+    ErrorCase("loss_scale_text", {"loss_scale": "dynamic"}, TypeError, r"^loss_scale.*'dynamic'.*use dynamic=True"),
     ErrorCase("scaler_not_a_scaler", {"scaler": 128.0}, TypeError, r"scaler.*(128|float)"),
     ErrorCase("scaler_class_not_instance", {"scaler": dict}, TypeError, r"scaler"),
     ErrorCase("accumulation_unknown", {"grad_accumulation": "fp64"}, ValueError, r"grad_accumulation.*fp64"),

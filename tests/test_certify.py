@@ -715,6 +715,47 @@ def test_an_optimizer_that_can_not_be_made_again_is_untested() -> None:
     assert closure_calls(factory_like(one, settings_of(one.param_groups[0]))) == "untested"
 
 
+# -- steps that are compiled -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(torch.compiler, "set_stance"), reason="torch before 2.6 has no stance")
+@pytest.mark.parametrize("trial", ["certify", "closure_calls", "split masters"])
+def test_a_trial_uses_up_no_recompilation_of_a_compiled_step(trial: str) -> None:
+    """torch grants each function a few. Where they are used up a step with ``fullgraph=True`` raises."""
+    compiled: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    @torch.compile(dynamic=False, fullgraph=True, backend=backend)
+    def update(p: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
+        p.sub_(grad * lr)
+
+    class Compiled(Right):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            loss = closure() if closure is not None else None
+            for group in self.param_groups:
+                for p in self.parameters(group):
+                    update(p, p.grad, group["lr"])
+            return loss
+
+    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
+    if trial == "certify":
+        certify(Compiled)
+    elif trial == "closure_calls":
+        assert closure_calls(Compiled) == "once"
+    else:
+        opt = fp16opt.MixedPrecisionOptimizer(Compiled([weight], lr=0.5), master_weights="split")
+    assert compiled == []
+    if trial == "split masters":
+        opt.backward(weight.float().sum())
+        opt.step()
+        assert len(compiled) == 1
+        assert weight.tolist() == [0.5] * 3
+
+
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 

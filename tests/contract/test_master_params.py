@@ -150,6 +150,22 @@ def test_at_a_scale_of_one_those_of_a_later_plain_backward_are_shown(mode: Mode)
     world.expect_step(MORE)
 
 
+@every_mode_that_keeps_gradients
+def test_after_a_plain_backward_and_a_step_those_of_an_earlier_step_are_gone(mode: Mode) -> None:
+    """The step of a kernel makes none, so that there are none to see; other steps show their own."""
+    world = World(mode, "one")
+    world.loss(GRADS).backward()
+    world.check_master_grads(GRADS)
+    world.expect_step(GRADS)
+    world.model_zero_grad()
+    world.loss(MORE).backward()
+    world.expect_step(MORE)
+    i = world.half()
+    shown = world.masters[i].grad
+    assert shown is None or torch.equal(shown, MORE[i])
+    assert (shown is None) == (mode is not WRAPPED)
+
+
 @pytest.mark.parametrize("arguments", [{"fused_step": False}, {}, {"grad_accumulation": "fp32"}], ids=str)
 @pytest.mark.parametrize("how", ["unstamped", "scale_loss"])
 def test_torchs_clip_lists_an_fp32_gradient_before_it_reads_a_16_bit_one(arguments: dict[str, Any], how: str) -> None:

@@ -275,6 +275,23 @@ def test_a_step_by_grad_scaler_and_one_of_the_wrappers_own_may_take_turns(cls: A
 
 
 @SCALERS
+@by([*KEEPS, MIXED_WRAPPED])
+@UNSCALES
+def test_a_step_that_was_refused_and_is_called_again_divides_once(cls: Any, mode: Mode, unscales: bool) -> None:
+    """Here a weight was written, which ``on_model_write="error"`` refuses; the user puts it back."""
+    world = Driven(mode, cls, arguments={"on_model_write": "error"})
+    weight = world.params[world.half()]
+    for _ in range(2):
+        before = weight.detach().clone()
+        with pytest.raises(RuntimeError, match="written behind the optimizer"):
+            world.drive(GRADS, unscales, lambda: weight.data.add_(1.0))
+        weight.data.copy_(before)
+        world.finish()
+        world.expect_stepped(GRADS)
+        world.opt.zero_grad()
+
+
+@SCALERS
 @UNSCALES
 def test_asking_on_the_way_changes_nothing(cls: Any, unscales: bool) -> None:
     world = Driven(FUSED, cls)

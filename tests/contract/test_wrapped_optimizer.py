@@ -155,6 +155,29 @@ def test_schedulers_made_before_wrapping_go_on_working_without_warnings(
             assert opt.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
 
 
+class TwoPhases(SGD):
+    """As SAM's, whose scripts call ``first_step`` and ``second_step``."""
+
+    rho = 0.05
+
+    def first_step(self) -> None:
+        pass
+
+
+def test_a_method_that_only_the_wrapped_optimizer_has_is_said_to_be_there() -> None:
+    opt = MixedPrecisionOptimizer(TwoPhases([nn.Parameter(torch.ones(4, dtype=torch.float16))], lr=0.5))
+    said = (
+        r"no attribute 'first_step'\. The wrapped TwoPhases has: opt\.optimizer\.first_step\. .*write_masters\(\).*SAM"
+    )
+    with pytest.raises(AttributeError, match=said):
+        opt.first_step()
+    with pytest.raises(AttributeError, match=r"'rho'\. The wrapped TwoPhases has: opt\.optimizer\.rho\.$"):
+        _ = opt.rho
+    with pytest.raises(AttributeError, match=r"no attribute 'third_step'$"):
+        opt.third_step()
+    assert not hasattr(opt, "first_step")
+
+
 def test_a_scheduler_stepped_before_the_first_step_is_warned_about_as_ever() -> None:
     _, inner, _ = made()
     weight, other, opt = made()

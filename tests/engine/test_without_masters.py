@@ -127,3 +127,44 @@ def test_frozen_16_bit_weights_leave_fused_sgd_fused(dtype: torch.dtype) -> None
     optimizer.step()
     assert seen == [True]
     assert torch.equal(weight.detach(), torch.full((70,), 0.5))
+
+
+# -- what is said of it ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "eps", "says"),
+    [(torch.float16, 1e-8, True), (torch.float16, 1e-4, False), (torch.bfloat16, 1e-8, False)],
+    ids=str,
+)
+def test_an_eps_that_is_0_in_fp16_is_named(
+    dtype: torch.dtype, eps: float, says: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where a gradient is 0 such a step is 0/0, and the weight nan."""
+    groups = [{"params": [torch.nn.Parameter(torch.ones(2, dtype=one))]} for one in (torch.float32, dtype)]
+    MixedPrecisionOptimizer(torch.optim.AdamW(groups, eps=eps), master_weights="none")
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == says
+    if says:
+        assert "group 1: eps=1e-08 is 0 in FP16" in said[0]
+        assert "Use eps=1e-4 or more, or masters" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "says"),
+    [
+        ("none", "full", r'saved with master_weights="none": wrap it so here'),
+        ("none", "split", r'saved with master_weights="none": wrap it so here'),
+        ("full", "none", r'With master_weights="none" here: wrap it with masters'),
+    ],
+)
+def test_a_checkpoint_of_the_other_kind_is_refused_by_the_option(saved: str, here: str, says: str) -> None:
+    made = []
+    for kind in (saved, here):
+        weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
+        opt = MixedPrecisionOptimizer(torch.optim.AdamW([weight], eps=1e-4), master_weights=kind, loss_scale=8.0)
+        opt.backward(weight.float().sum())
+        opt.step()
+        made.append(opt)
+    with pytest.raises(ValueError, match=says):
+        made[1].load_state_dict(made[0].state_dict())

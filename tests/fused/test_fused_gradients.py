@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from typing import Any
 
 import pytest
@@ -136,6 +137,35 @@ def test_what_a_pre_hook_sets_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="fp16opt"):
         opt.step()
     assert "group 0 has differentiable=True" in caplog.text
+
+
+def test_repr_says_so_when_a_sparse_gradient_has_ended_steps_in_one_pass() -> None:
+    weight = nn.Parameter(torch.ones(8, 4, dtype=torch.float16))
+    opt = wrapped([weight], {"fused_step": "auto"}, loss_scale=8.0)
+    assert "step: fused" in repr(opt)
+    for sparse, says in ((True, "step: general (the gradient of"), (False, "step: fused")):
+        opt.zero_grad()
+        opt.backward(nn.functional.embedding(torch.tensor([1, 1, 2]), weight, sparse=sparse).float().sum())
+        opt.step()
+        assert says in repr(opt)
+
+
+@pytest.mark.parametrize("mode", [{"fused_step": False}, {"fused_step": True}, {"grad_accumulation": "fp32"}], ids=str)
+def test_a_sparse_gradient_has_torch_warn_of_nothing(mode: dict[str, Any]) -> None:
+    weight = nn.Parameter(torch.ones(8, 4, dtype=torch.bfloat16))  # torch adds no sparse FP16 ones on a CPU
+    opt = wrapped([weight], mode, loss_scale=8.0)
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)  # else torch warns once in a process
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(2):
+                opt.backward(nn.functional.embedding(torch.tensor([1, 1, 2]), weight, sparse=True).float().sum())
+            opt.clip_master_grads(100.0)
+            opt.step()
+    finally:
+        torch.set_warn_always(always)
+    assert weight.tolist() == [[1.0] * 4, [-3.0] * 4, [-1.0] * 4] + [[1.0] * 4] * 5
 
 
 @by_mode
