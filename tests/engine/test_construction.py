@@ -273,3 +273,8 @@ def test_public_names_and_version() -> None:
         assert hasattr(fp16opt, name)
     assert np.all([part.isdigit() for part in fp16opt.__version__.split(".")[:2]])
     assert issubclass(fp16opt.LossScaleError, RuntimeError)
+
+
+def test_a_scale_that_moves_is_asked_for_by_its_own_argument() -> None:
+    with pytest.raises(TypeError, match=r"loss_scale: expected a number, got 'dynamic'\. .* use dynamic=True"):
+        MixedPrecisionOptimizer(SGD([ones()], lr=0.1), loss_scale="dynamic")
