@@ -136,7 +136,7 @@ def test_each_inf_skips_one_step_and_names_the_parameter(level: str, caplog: pyt
     model = net()
     optimizer = sgd(model)
     amp.initialize(model, optimizer, opt_level=level)
-    train(model, optimizer, 2)
+    train(model, optimizer, 10)  # skips before are calibration
     before = bits(model, optimizer)
     scale = _amp_state.loss_scalers[0].loss_scale()
     optimizer.zero_grad()
@@ -554,7 +554,7 @@ def test_the_notice_names_the_loss_that_overflowed(caplog: pytest.LogCaptureFixt
     model = net()
     optimizer = sgd(model)
     amp.initialize(model, optimizer, opt_level="O1", num_losses=2)
-    train(model, optimizer, 1)
+    train(model, optimizer, 10)  # skips before are calibration
     for bad in (0, 1):
         optimizer.zero_grad()
         caplog.clear()
