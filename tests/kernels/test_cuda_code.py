@@ -63,6 +63,8 @@ SINGLE = {"CaptureScale", "DecideClip", "CloseStep"}  # one block, over a few nu
 
 # The oldest card, which has the fewest instructions. The others are compiled for with `-m slow`.
 QUICK: dict[int, tuple[int, ...]] = {12: (70,), 13: ()}
+# By the CUDA release of the compiler: all, and of the later one, which gets the same PTX, the oldest, the commonest, the newest.
+CARDS: dict[int, tuple[int, ...]] = {12: cuda_devices.CARDS, 13: (75, 90, 120)}
 
 
 class Compiled(NamedTuple):
@@ -98,7 +100,7 @@ pytestmark = pytest.mark.skipif(not COMPILERS, reason="needs NVRTC, of the packa
 def cases() -> list[object]:
     found: list[object] = []
     for major, compiler in COMPILERS.items():
-        for arch in (card for card in cuda_devices.CARDS if card in compiler.archs):
+        for arch in (card for card in CARDS[major] if card in compiler.archs):
             marks = [] if arch in QUICK[major] else [pytest.mark.slow]
             found.append(pytest.param((major, arch), marks=marks, id=f"nvrtc{major}-sm_{arch}"))
     return found or [pytest.param((0, 0), id="none")]
