@@ -39,9 +39,8 @@ MAPPING = {
 }
 STEPS = ("AdamStep", "AmsgradStep", "SgdStep", "MomentumStep", "LionStep", "Adam8Step", "Sgd8Step")
 STEPPING = dict.fromkeys(STEPS, (True, True))
-MARKING = [
-    f"Marking{name}" for name in ("Cast", "Split", *STEPS)
-]  # those that write weights have one that marks beside them
+# Those that write weights have one that marks beside them.
+MARKING = [f"Marking{name}" for name in ("Cast", "Split", *STEPS)]
 FINDING |= dict.fromkeys(MARKING[:2], (True, True))
 STEPPING |= dict.fromkeys(MARKING[2:], (True, True))
 WIDE = {**FINDING, **MEASURING, **MAPPING, **STEPPING}
@@ -63,7 +62,7 @@ SINGLE = {"CaptureScale", "DecideClip", "CloseStep"}  # one block, over a few nu
 
 # The oldest card, which has the fewest instructions. The others are compiled for with `-m slow`.
 QUICK: dict[int, tuple[int, ...]] = {12: (70,), 13: ()}
-# By the CUDA release of the compiler: all, and of the later one, which gets the same PTX, the oldest, the commonest, the newest.
+# By the CUDA release of the compiler: of the later one the oldest, the commonest and the newest.
 CARDS: dict[int, tuple[int, ...]] = {12: cuda_devices.CARDS, 13: (75, 90, 120)}
 
 
