@@ -113,6 +113,20 @@ def test_the_models_zero_grad_does_the_same(mode: Mode, look: str) -> None:
 
 
 @every_mode_that_keeps_gradients
+@pytest.mark.parametrize("look", ["update", "read"])
+def test_the_models_zero_grad_clears_a_backward_after_a_look_too(mode: Mode, look: str) -> None:
+    world = World(mode, "dynamic", **DECAY)
+    world.backward(GRADS)
+    look_at(world, look)
+    world.backward([NAN, NAN, NAN])
+    world.model_zero_grad()
+    world.opt.step()
+    world.check()
+    world.backward(GRADS)
+    world.expect_step(GRADS)
+
+
+@every_mode_that_keeps_gradients
 @LOOKS
 @pytest.mark.parametrize("then", ["backward", "step"])
 def test_the_models_zero_grad_may_leave_zeros(mode: Mode, look: str, then: str) -> None:
