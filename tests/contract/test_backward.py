@@ -491,6 +491,20 @@ def test_losses_with_a_scaler_each_are_summed_in_fp32(mode: Mode) -> None:
 
 
 @every_mode
+@pytest.mark.parametrize("look", ["update_master_grads", "read"])
+def test_one_may_join_after_a_look_at_the_first_backward(mode: Mode, look: str) -> None:
+    world = World(mode)
+    world.backward(GRADS)
+    if look == "read":
+        world.check_master_grads(GRADS)
+    else:
+        world.opt.update_master_grads()
+    world.backward(MORE)
+    world.backward(GRADS, scaler=StaticLossScaler(4.0))
+    world.expect_step(plus(GRADS, MORE, GRADS))
+
+
+@every_mode
 @pytest.mark.parametrize("bad", [None, 0, 1])
 def test_each_scaler_hears_of_its_own_backwards(mode: Mode, bad: int | None) -> None:
     """Any overflow skips the step; only the scaler whose loss overflowed backs off."""

@@ -8,9 +8,11 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from contract.worlds import (
+    KEEPS,
     NAN,
     Mode,
     World,
+    by,
     every_mode,
     every_mode_that_keeps_gradients,
     every_setting,
@@ -69,6 +71,30 @@ def test_zeros_clear_both_sides_and_take_part_in_a_step(mode: Mode, scale: str, 
     world.expect_step(zeros())
 
 
+@every_mode_that_keeps_gradients
+@pytest.mark.parametrize("stepped", [False, True])
+def test_at_a_scale_of_one_masters_show_the_zeros(mode: Mode, stepped: bool) -> None:
+    world = World(mode, "one", **DECAY)
+    world.backward(GRADS)
+    if stepped:
+        world.expect_step(GRADS)
+    world.opt.zero_grad(set_to_none=False)
+    world.check_master_grads(zeros())
+    world.expect_step(zeros())
+
+
+@by([mode for mode in KEEPS if mode.has_masters])
+def test_at_a_scale_of_one_a_gradient_may_be_set_beside_the_zeros(mode: Mode) -> None:
+    """The others take part in the step: weight decay moves them."""
+    world = World(mode, "one", **DECAY)
+    world.backward(GRADS)
+    world.expect_step(GRADS)
+    world.opt.zero_grad(set_to_none=False)
+    i = world.half()
+    world.masters[i].grad = GRADS[i].clone()
+    world.expect_step(instead(zeros(), i, GRADS[i]))
+
+
 @every_setting
 @every_way
 def test_zeros_are_what_the_next_backward_adds_to(mode: Mode, scale: str, how: str) -> None:
@@ -105,6 +131,20 @@ def test_the_models_zero_grad_does_the_same(mode: Mode, look: str) -> None:
     world = World(mode, "dynamic", **DECAY)
     world.backward([NAN, NAN, NAN])
     look_at(world, look)
+    world.model_zero_grad()
+    world.opt.step()
+    world.check()
+    world.backward(GRADS)
+    world.expect_step(GRADS)
+
+
+@every_mode_that_keeps_gradients
+@pytest.mark.parametrize("look", ["update", "read"])
+def test_the_models_zero_grad_clears_a_backward_after_a_look_too(mode: Mode, look: str) -> None:
+    world = World(mode, "dynamic", **DECAY)
+    world.backward(GRADS)
+    look_at(world, look)
+    world.backward([NAN, NAN, NAN])
     world.model_zero_grad()
     world.opt.step()
     world.check()
