@@ -952,9 +952,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 "model_writes_taken": sum(untold, start=self.model_writes.taken),
             }
         )
-        numbers["steps_taken"] = max(
-            0, numbers["steps_taken"]
-        )  # skips that a CUDA graph replayed count, its steps don't
+        # Skips that a CUDA graph replayed count, its steps don't.
+        numbers["steps_taken"] = max(0, numbers["steps_taken"])
         numbers["steps_since_calibration"] = max(0, numbers["steps"] - numbers["skipped_steps"])
         fractions = ("loss_scale", "grad_norm", "clip_factor")
         return {name: value if name in fractions else int(value) for name, value in numbers.items()}

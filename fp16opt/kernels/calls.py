@@ -226,11 +226,6 @@ class Call(NamedTuple):
         which = next((place for place, name in enumerate(names) if name in ("params", "models")), None)
         return () if which is None else self.lists[which]
 
-    @property
-    def direct_rows(self) -> list[int]:
-        """The positions that compiled kernels serve."""
-        return [self.plan.rows[place] for place in self.plan.direct]
-
     def column(self, which: int) -> list[Tensor]:
         """The tensors of one list at the positions in use."""
         entries = self.lists[which]
@@ -271,16 +266,15 @@ class Call(NamedTuple):
                 f"{operation.name}: accumulate has {len(flags)} entries, {operation.lists[0]} has {plan.count}. "
                 "Give one each."
             )
-        cast = [value for value in given if isinstance(value, CastStats)]
-        changed = cast[0].changed if cast else None
+        cast = next((value for value in given if isinstance(value, CastStats)), None)
         if plan.by_reference:
-            with torch.no_grad(), marking(changed, self.rounded, plan.by_reference):
+            with torch.no_grad(), marking(None if cast is None else cast.changed, self.rounded, plan.by_reference):
                 for row in plan.by_reference:
                     flag = flags if isinstance(flags, bool) else flags is not None and bool(flags[row])
                     operation.specification(row, self.row(row), given, flag)
         if plan.serving is None:
             return False
-        marks = cast[0].marks if cast else None
+        marks = None if cast is None else cast.marks
         plan.serving.launch(self, values, written=written, marks=marks, flags=flags, writes=writes)
         return True
 

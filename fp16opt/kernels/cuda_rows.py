@@ -85,7 +85,8 @@ class Kernel:
         fields: of the functor, as in :class:`Struct`. A field ``n`` is filled with the length of the lists.
         blocks: how it goes over its lists.
         group: of steps: the struct with a param_group's numbers. Its first three fields are the learning rate.
-        made_of: of a functor that is a template: what it is a name for; "" for a struct of its own.
+        made_of: what the functor's name stands for, where csrc/ has no struct of that name: of a template with its
+            arguments, or of the kernel that marks, whose source has the struct under the plain name.
         marks: whether it marks which weights get other bits: it is compiled with FP16OPT_MARKS.
 
     Attributes:
@@ -127,14 +128,15 @@ def _both(
     name: str, functor: str, fields: str, blocks: Blocks, group: Struct = _NO_GROUP, made_of: str = ""
 ) -> list[Kernel]:
     """Of an operation that writes weights, the kernel without marks, and the one that marks."""
-    fields_too = f"{_MARKING} {fields}"
+    plain = Kernel(name, functor, fields, blocks, group, made_of)
+    made_of = made_of or functor
     return [
-        Kernel(name, functor, fields, blocks, group, made_of),
-        Kernel(marking(name), f"Marking{functor}", fields_too, blocks, group, made_of or functor, marks=True),
+        plain,
+        Kernel(marking(name), f"Marking{functor}", f"{_MARKING} {fields}", blocks, group, made_of, marks=True),
     ]
 
 
-_DEFINED = "#define FP16OPT_MARKS\n"
+_WITH_MARKS = "#define FP16OPT_MARKS\n"
 _MARKING = "bits:P offsets:P"
 _UNSCALE = "inv_scale:P nonfinite:P sumsq:P n:q norm:P found_inf:P write:?"
 _RATE = "lr.value:d lr.at:P lr.is_wide:q"
@@ -225,7 +227,7 @@ def device_code(path: Path = SOURCE) -> str:
 
 def source_of(kernel: Kernel, code: str = "") -> str:
     """What NVRTC compiles for one kernel; ``code``: all of the device's code, where it is not :func:`device_code`."""
-    return f"{_DEFINED if kernel.marks else ''}{code or device_code()}{shared_assertions()}{kernel.entry()}"
+    return f"{_WITH_MARKS if kernel.marks else ''}{code or device_code()}{shared_assertions()}{kernel.entry()}"
 
 
 @functools.cache

@@ -69,10 +69,10 @@ class Monitor:
     """Writes down what the numbers of a run do, for ``python -m fp16opt report`` and other loggers.
 
     Every step: loss, loss scale, skip, norm before the clip, seconds. The loss is this rank's: the sum of those that
-    ``backward`` or ``scale_loss`` got since the step before; it is not known under a GradScaler, of closures, and where
-    one was no single number. The first and then each ``every``-th step, for each
-    parameter: see :data:`fp16opt.reports.monitor.NUMBERS`. Such a step reads gradients, masters and weights once more,
-    and keeps of large masters one element in 17 while it runs; the others cost a clock and a list.
+    ``backward`` or ``scale_loss`` got since the step before. It is not known under a GradScaler, of closures, and where
+    one of them was no single number. The first and then each ``every``-th step, for each parameter: see
+    :data:`fp16opt.reports.monitor.NUMBERS`. Such a step reads gradients, masters and weights once more, and keeps of
+    large masters one element in 17 while it runs; the others cost a clock, a list and a copy of each loss.
 
     It uses the optimizer's step hooks alone and changes nothing. Detach it with ``with`` or :meth:`detach`; where the
     last reference to the optimizer goes it goes too. Where masters are spread over ranks (FSDP2, ZeRO) all ranks make
