@@ -37,6 +37,7 @@ WORDS = {
     "door": ("opt.master_params()", "opt.zero_grad()"),
     "scale": ("between backward and step",),
     "model write": ("written",),
+    "stopped": ("stopped",),
     "behind": ("opt.step()", "opt.zero_grad()", "behind"),
     "split": ("split",),
 }
@@ -350,10 +351,10 @@ class Oracle:
             if self._groups_changed:
                 if not self._is_given_up:
                     raise Refused("groups")
-                self._may("groups")  # which of the two the engine looks at first is left open
+                self.may("groups")  # which of the two the engine looks at first is left open
                 self._begin_anew()
             elif self.holds_models:
-                self._may("groups")  # the model's own parameter where its master was
+                self.may("groups")  # the model's own parameter where its master was
         now = self._groups_now
         there = {name for names in now for name in names}
         for name, p in self.params.items():
@@ -363,7 +364,7 @@ class Oracle:
                 p.adopt(self.make)
         self.seen, self.holds_models = now, False
 
-    def _may(self, kind: str) -> None:
+    def may(self, kind: str) -> None:
         self.may_refuse = (*self.may_refuse, kind)
 
     def _is_grouped(self, name: str) -> bool:
@@ -490,7 +491,7 @@ class Oracle:
                 for p in changed:
                     p.true, p.had_grad, p.touched = None, False, False
             if any(not p.is_stamped for p in there):
-                self._may("written")  # of a parameter that had no master yet: written since, or there before
+                self.may("written")  # of a parameter that had no master yet: written since, or there before
 
     def _kind_of_write(self, written: Sequence[Param]) -> str:
         if isinstance(self.stage, Checked):
@@ -570,7 +571,7 @@ class Oracle:
         if isinstance(self.stage, Ready) and not self.scale.is_one and not self._are_zeros():
             if not may_clear:
                 raise Refused("left over")
-            self._may("left over")  # now, or where they are needed
+            self.may("left over")  # now, or where they are needed
             for p in self.with_grad():
                 p.is_left = True
         if isinstance(self.stage, Checked):
@@ -732,7 +733,7 @@ class Oracle:
             if stage.divided:
                 raise Refused("door")
             if self.driven_by:
-                self._may("door")
+                self.may("door")
         there = self.with_grad()
         if isinstance(stage, Scaled | Checked) and there and not any(p.is_left for p in there):
             is_stamped = isinstance(stage, Checked) or stage.is_stamped
@@ -1139,7 +1140,7 @@ class SummingOracle(Oracle):
             there = {name for names in self.seen for name in names}
             if any(self.params[n].grad is not None for g in self.groups for n in g.names if n not in there):
                 raise Unspecified
-            self._may("groups")  # sums that were not clipped may go on, or not
+            self.may("groups")  # sums that were not clipped may go on, or not
             may_change = True
         if self._holds_groups and self._groups_changed and not may_change:
             raise Refused("groups of sums")
@@ -1371,6 +1372,8 @@ class TorchDriver(Driver):
     """``torch.amp.GradScaler``: to it masters are parameters like any, whose gradients it divides where it is asked."""
 
     def _unscale(self) -> None:
+        if self.found is not None:
+            self.oracle.may("stopped")  # a step was, and gradients were shown to it
         self.found = self.oracle.show_to_torch()
         self.oracle.divide(self.scale.value)
 

@@ -477,6 +477,7 @@ class Writer:
             [
                 "with torch.no_grad(): model.{0}.mul_(0.5)",
                 "model.{0}.data.mul_(0.5)",
+                "model.{0}.data = model.{0}.data * 0.5",
                 'model.load_state_dict({{**model.state_dict(), "{0}": model.{0}.detach() * 0.5}})',
             ]
         )

@@ -197,6 +197,9 @@ class Walk:
             if p.is_weight_written:
                 continue
             master = masters[id(weight)]
+            shares = master.data_ptr() == weight.data_ptr()
+            if master is weight or (shares != p.shares and not self.mode.masters.startswith("split")):
+                raise Difference(f"{statement.does}: the master's memory in {short(p)}")
             if not near(master, p.value, 2e-2 if p.lost_remainder else self.mode.tolerance):
                 raise Difference(
                     f"{statement.does}: a master of {short(p)}", f"{master.tolist()}, must be {p.value.tolist()}"
