@@ -372,7 +372,7 @@ class Oracle:
 
     def read_groups(self) -> None:
         """``opt.param_groups``"""
-        if self._holds_groups and (self._groups_changed or self.holds_models):
+        if isinstance(self.stage, Checked) and (self._groups_changed or self.holds_models):
             raise Unspecified
         self._follow()
 
@@ -1107,12 +1107,14 @@ class SummingOracle(Oracle):
         pending: The scale of a backward that is not folded yet, as the user may edit its gradients.
         heard: By each scale that had a backward in this step, whether that was not finite.
         has_new_edit: Master gradients were edited since the engine looked.
+        was_regrouped: Groups were changed over sums that no clip had closed. The engine may refuse that, now or later.
     """
 
     other: Scale = field(default_factory=lambda: Scale(16.0, growth_interval=2))
     pending: Scale | None = None
     heard: dict[str, bool] = field(default_factory=dict)
     has_new_edit: bool = False
+    was_regrouped: bool = False
 
     def now(self) -> tuple[Any, ...]:
         return *super().now(), dict(vars(self.other)), dict(self.heard)
@@ -1140,8 +1142,10 @@ class SummingOracle(Oracle):
             there = {name for names in self.seen for name in names}
             if any(self.params[n].grad is not None for g in self.groups for n in g.names if n not in there):
                 raise Unspecified
-            self.may("groups")  # sums that were not clipped may go on, or not
-            may_change = True
+            self.was_regrouped = may_change = True
+        self.was_regrouped = self.was_regrouped and isinstance(self.stage, Checked)
+        if self.was_regrouped:
+            self.may("groups")
         if self._holds_groups and self._groups_changed and not may_change:
             raise Refused("groups of sums")
         super()._follow(may_change)
