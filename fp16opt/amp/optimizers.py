@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from ..engine.arguments import check_loss
 from ..engine.diagnostics import Lines, Overflow, SkipLog
-from ..engine.step_state import OverflowCheck, Stage
+from ..engine.stage import OverflowCheck, Scaled
+from ..engine.progress import Progress
 from ..engine.wrapped_step import HOOKS, Stepper
 from ..optimizer import MixedPrecisionOptimizer
 from ..scaling import LossScaler as EngineScaler
@@ -127,7 +128,7 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
 
     def enter(self, loss: Tensor, scaler: LossScaler) -> Tensor:
         """``loss`` scaled. A backward follows."""
-        if self.step_state.stage is Stage.READY and self.step_state.has_new():
+        if self.step_state.has_new():
             self.update_master_grads()  # a plain backward has left them, at scale 1
         check_loss(loss)
         scaled = self._scaled(loss, scaler)
@@ -141,7 +142,7 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
     def settle_gradients(self, scaler: LossScaler) -> Tensor:
         """Write the master gradients of the last backward. Returns whether *its* overflowed: float32, 0-dim."""
         self._delayed.discard(id(scaler))
-        if self.step_state.stage is Stage.SCALED:
+        if type(self.step_state.stage) is Scaled:
             self.update_master_grads()
         found: Tensor = self.gradients.found_inf(self.device)
         return found
@@ -153,7 +154,7 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
     @property
     def has_masters(self) -> bool:
         """Whether any parameter has a master beside it."""
-        return any(master is not model for model, master in zip(self.model_params(), self.master_params(), strict=True))
+        return self.params.any_apart
 
     def zero_grad(self, set_to_none: bool = True, **kwargs: Any) -> None:
         """Clear the model's and the masters' gradients and forget what was found in them."""
@@ -223,7 +224,7 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
 
     def _post_amp_backward(self, scaler: LossScaler) -> None:
         """Unscale the gradients of a backward whose loss the caller multiplied by the scale of ``scaler``."""
-        if self.step_state.stage is Stage.READY and self.step_state.has_new():
+        if self.step_state.has_new():
             self.step_state.take_external(scaler=scaler)
         scaler.settle(self.settle_gradients(scaler))
 
@@ -243,11 +244,13 @@ class _WithoutCasts:
         """As the stepper says."""
         return self.stepper.skips_on_device()
 
-    def step(self, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
+    def step(
+        self, progress: Progress, found_inf: Tensor | None, closure: Callable[[], Any] | None = None
+    ) -> Any:
         """See :class:`~fp16opt.engine.wrapped_step.Stepper`."""
         try:
             with _amp_state.casts.disabled():
-                return self.stepper.step(found_inf, closure)
+                return self.stepper.step(progress, found_inf, closure)
         finally:
             self.rounded_all = self.stepper.rounded_all
 

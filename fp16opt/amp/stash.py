@@ -42,7 +42,7 @@ class Stash:
     @property
     def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
         """Their FP32 masters, by param group."""
-        return [[master for model, master in group if master is not model] for group in self._grouped()]
+        return [[master for model, master in group if master.dtype != model.dtype] for group in self._grouped()]
 
     @property
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:

@@ -162,8 +162,8 @@ class Changes:
         before = self._bits
         self._bits = {}
         for device in self._params.devices:
-            changed = ChangedBits.allocate(device.copied_models, device.device)
-            for row in device.copied:
+            changed = ChangedBits.allocate(device.apart_models, device.device)
+            for row in device.apart:
                 pair = device.pairs[row]
                 self._bits[pair] = changed, row
                 if pair in before:

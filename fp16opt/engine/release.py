@@ -28,7 +28,7 @@ from .model_writes import ModelWrites
 from .params import ParamPair, ParamTable
 from .ranks import Ranks, Replicas
 from .state_formats import StateFormat
-from .step_state import BackwardScale, OverflowCheck
+from .stage import BackwardScale, OverflowCheck
 from .wrapped_step import run_hooks
 
 SAID = "gradient_release=True"
@@ -257,6 +257,8 @@ class GradientRelease:
         slot.check(grad, factors.inv_scale)
         found = slot.stats.found_inf
         pair = slot.pair
+        if pair.is_apart:
+            self._model_writes.expect(pair)  # an exception may come the moment the kernel returns
         try:
             if steps_on_device(found.device):
                 self._stepper.step(pair, grad, factors, found, slot.step_cache)
@@ -267,7 +269,7 @@ class GradientRelease:
                 f"parameter {pair.name!r} can't be stepped in one pass any more: {reason}. gradient_release has no "
                 "other step. Put back what was changed, or use gradient_release=False."
             ) from None
-        if pair.master is not pair.model:
+        if pair.is_apart:
             self._model_writes.accept_soon(pair)  # so that what others write from here on shows
 
     def _end(self) -> None:

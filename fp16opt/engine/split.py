@@ -157,7 +157,7 @@ class SplitMasters:
         rests = [
             None if master is None else self.operand(pair) for pair, master in zip(group.pairs, masters, strict=True)
         ]
-        kernels.multi_tensor_reset_remainders(group.copied_models, rests, now, then, taken, cache=group.caches["take"])
+        kernels.multi_tensor_reset_remainders(group.apart_models, rests, now, then, taken, cache=group.caches["take"])
 
     def refresh(self, pair: ParamPair) -> None:
         """The weight stands for itself."""

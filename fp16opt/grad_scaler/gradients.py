@@ -17,7 +17,7 @@ from .. import kernels
 from ..engine.diagnostics import describe
 from ..engine.gradients import coalesced, round_to, total_norm, vector_norm
 from ..engine.params import HALF_DTYPES, OWN_DTYPES, name_of
-from ..engine.step_state import GradientStamp
+from ..engine.stamps import GradientStamp
 from ..kernels import backends
 
 _SERVED = (*HALF_DTYPES, *OWN_DTYPES)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from .averages import multi_tensor_lerp
 from .backends import backend
-from .calls import CallCache
+from .calls import BEGUN, CallCache
 from .lists import is_dense, same_walk
 from .measures import COMPARED, MEASURED, Snapshots, multi_tensor_compare, multi_tensor_measure
 from .operations import (
@@ -39,6 +39,7 @@ from .table import HALF_DTYPES
 from .written import multi_tensor_refresh_masters, multi_tensor_reset_remainders
 
 __all__ = [
+    "BEGUN",
     "COMPARED",
     "HALF_DTYPES",
     "INF",
