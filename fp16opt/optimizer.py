@@ -430,12 +430,14 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     # -- the look with which every call begins ----------------------------------------------------------------------
 
     def _is_behind(self) -> bool:
-        """Whether what is known is not what the groups hold, or a step was interrupted. Raises nothing."""
+        """Whether what is known is not what the groups hold, or a step was interrupted."""
         if self.gradient_release:
             return self.params.has_changed(self.inner.param_groups) or self.params.thawed()
         if type(self.step_state.stage) is Stepping:
             return not self._is_stepping()
-        return self.params.has_changed(self.inner.param_groups) or self.params.thawed()
+        if self.params.has_changed(self.inner.param_groups):
+            return not self.step_state.holds_groups()  # then the next call raises
+        return self.params.thawed()
 
     def _is_stepping(self) -> bool:
         """Whether a step of this optimizer is under way, in any thread: a hook has called, or another thread has."""
@@ -1099,8 +1101,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def model_params(self) -> Iterator[Tensor]:
         """The model's parameters, in param_groups order; pairs with :meth:`master_params`."""
-        self._look_at_groups()
-        return iter(list(self.params.models))
+        models = {id(pair.master): pair.model for pair in self.params.all}
+        held = [param for group in self.inner.param_groups for param in group["params"]]
+        return iter([models.get(id(param), param) for param in held])
 
     def memory(self) -> Memory:
         """What the tensors of this training take now on this rank, by kind; activations are the model's business.

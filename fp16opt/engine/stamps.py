@@ -80,8 +80,8 @@ class GradientStamp:
         """The same for parameters in another order: what was known of those that stay is known on.
 
         Args:
-            came_from: by new position, the old one; None for a parameter that came, of which the present is known.
-            now: by new position, the gradients that are there.
+            came_from: by new position, the old one; None for a parameter that came.
+            now: by new position, what counts as known of those that came.
         """
         made = GradientStamp(now, self.are_zeros)
         for position, before in enumerate(came_from):

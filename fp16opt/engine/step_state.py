@@ -538,17 +538,17 @@ class StepState:
             return
         stage = self.stage
         grads = raw_grads(self.params.models)
-        if self._are_cleared(grads):
-            self.reset(keeps_true=False)
-            return
-        if type(stage) is Scaled:
-            self._check_left_over(stage, grads)
-        elif stage.scale.is_told or getattr(stage, "is_divided", False):
+        if type(stage) is not Scaled and (stage.scale.is_told or getattr(stage, "is_divided", False)):
             raise RuntimeError(
                 "update_master_grads() was called after a GradScaler has unscaled this step's gradients, and would "
                 "take scaled ones in their place. To clip, clip opt.master_params(); to give the step up, call "
                 "opt.zero_grad()."
             )
+        if self._are_cleared(grads):
+            self.reset(keeps_true=False)
+            return
+        if type(stage) is Scaled:
+            self._check_left_over(stage, grads)
         self._check_reduced()
         scaled = Scaled(self.stage.scale, None, stage.losses)
         self._check(scaled, grads, True)
@@ -571,31 +571,28 @@ class StepState:
             position: of its pair.
         """
         stage = self.stage
-        if type(stage) is Unscaled:
-            if stage.scale.is_plain and not stage.is_divided and _is_grad_scaler(sys._getframe(2)):
+        if type(stage) is Unscaled and raw_grad(self.params.models[position]) is None:
+            self._drop(stage.stamp.compare(raw_grads(self.params.models))[1])
+        elif type(stage) in (Ready, Scaled, Checked, Summed) and torch._C._current_graph_task_id() == -1:
+            with torch.inference_mode(False):
+                self._make_readable(stage)
+        stage = self.stage
+        if type(stage) in (Unscaled, Summed) and stage.scale.is_plain and not stage.is_divided:
+            if sys._getframe(2).f_code.co_name == "_unscale_grads_":  # torch's GradScaler is about to divide them
                 self.stage = replace(stage, is_divided=True, is_measured=False)
-            elif raw_grad(self.params.models[position]) is None:
-                self._drop(stage.stamp.compare(raw_grads(self.params.models))[1])
-            return
-        if type(stage) in (Stepping, Interrupted) or torch._C._current_graph_task_id() != -1:
-            return
-        if type(stage) is Summed:
-            if stage.pending:
-                with torch.inference_mode(False):
-                    self.look()
-            return
+
+    def _make_readable(self, stage: Any) -> None:
+        """Make true gradients, of those that are there for the coming step."""
         if type(stage) is Ready:
             grads = raw_grads(self.params.models)
             is_new = self._is_one(self._scaler()) and (self.has_new() or self._has_zeros(grads))
             if not (is_new and self.take_external(grads)):
                 return
-        if self.waits_for_reduction():
-            return
-        with torch.inference_mode(False):
+        if type(self.stage) is Summed:
+            if self.stage.pending:
+                self.look()
+        elif not self.waits_for_reduction():
             self._bring_up(write=True)
-        stage = self.stage
-        if type(stage) is Unscaled and stage.scale.is_plain and _is_grad_scaler(sys._getframe(2)):
-            self.stage = replace(stage, is_divided=True, is_measured=False)
 
     def before_setting(self, position: int, value: Tensor | None) -> None:
         """``.grad`` of a master is about to be set: the others are made true, so that the edit counts.
@@ -731,7 +728,7 @@ class StepState:
             return
         self.look()
         stage = self.stage
-        if not isinstance(stage, (Checked, Unscaled, Scaled)) or stage.scale.is_told:
+        if type(stage) in (Ready, Interrupted) or stage.scale.is_told:
             return
         told = replace(stage.scale, inv_scale=inv_scale.to(self.device), is_told=True)
         if type(stage) is Scaled:
@@ -740,8 +737,10 @@ class StepState:
         self.unscale()  # read before: taken as made at 1
         self.gradients.multiply_true(told.inv_scale)
         true_stamp = GradientStamp(raw_grads(self.params.masters))
-        verdict = Verdict(((told.scaler, self.gradients.found_inf(self.device)),))
+        verdict = Verdict(((told.scaler, self.gradients.found_inf(self.device).clone()),))
         self.stage = replace(self.stage, scale=told, true_stamp=true_stamp, verdict=verdict, is_measured=True)
+        if type(self.stage) is Summed:
+            self.stage = replace(self.stage, flags=tuple(one.clone() for one in self.gradients.flags()))
 
     # -- FP32 sums ---------------------------------------------------------------------------------------------------
 
@@ -807,12 +806,10 @@ class StepState:
     def _look_at_sums(self, stage: Summed, grads: list[Tensor | None]) -> list[Tensor | None]:
         """:meth:`look`: fold the last backward, with the user's edits; notice edits of the sums."""
         if stage.pending:
-            if self._any_there(grads):
+            if self._any_there(grads) or self._is_there(self.params.masters):
                 self._fold(stage)
-            elif not self._is_there(self.params.masters):
-                self.reset(keeps_true=False)
             else:
-                self.stage = replace(stage, pending=False, stamp=GradientStamp(grads))
+                self.reset(keeps_true=False)
             return raw_grads(self.params.models)
         written, _ = stage.stamp.compare(grads)
         if written and not _are_zero([grads[i] for i in written]):
@@ -940,23 +937,20 @@ class StepState:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def holds_groups(self) -> bool:
-        """Whether param_groups may not change now: between a check and its step."""
+        """Whether param_groups may not change now: between a check and its step, which the user has not given up."""
         stage = self.stage
         if type(stage) is Summed:
             return stage.is_closed or stage.is_divided
-        return type(stage) in (Checked, Unscaled)
+        return type(stage) in (Checked, Unscaled) and not self._are_cleared(raw_grads(self.params.models))
 
     def require_open(self) -> None:
         """Raise ``RuntimeError`` where parameters are about to change between a check and its step."""
-        if self.holds_groups() and not self._are_given_up():
+        if self.holds_groups():
             raise RuntimeError(
                 "param_groups were changed between a check of this step's gradients (a clip, update_master_grads(), a "
                 "read of a master's .grad) and its step. Put them back as they were; or give the step up by "
                 "opt.zero_grad(). Change groups before the first backward of a step, or after the step."
             )
-
-    def _are_given_up(self) -> bool:
-        return type(self.stage) is not Summed and self._are_cleared(raw_grads(self.params.models))
 
     def follow_params(self, came_from: Sequence[int | None] | None) -> None:
         """Parameters or masters came or went.
@@ -968,11 +962,11 @@ class StepState:
         self.gradients.follow_params(keeps=came_from is None)
         if came_from is None:
             return
-        if self.holds_groups():
+        if type(self.stage) in (Checked, Unscaled):
             self.reset(keeps_true=False)
         grads, stage = raw_grads(self.params.models), self.stage
         if type(stage) is Ready and stage.used is not None:
-            self.stage = replace(stage, used=stage.used.moved(came_from, grads))
+            self.stage = replace(stage, used=stage.used.moved(came_from, [None] * len(grads)))
         elif type(stage) is Scaled:
             stamp = None if stage.stamp is None else stage.stamp.moved(came_from, grads)
             left = stage.left_over
@@ -1044,16 +1038,11 @@ def _shared(stage: Any, found: Tensor) -> tuple[tuple[LossScaler, Tensor], ...]:
     """What was found anew in all gradients, for scalers that had found something; else for the last one."""
     last, before = stage.scale.scaler, stage.verdict.found
     if len(before) < 2:
-        return ((last, found),)
+        return ((before[0][0] if before else last, found),)
     none_had = 1.0 - torch.stack([flag for _, flag in before]).amax()
     return tuple(
         (scaler, found * (torch.maximum(flag, none_had) if scaler is last else flag)) for scaler, flag in before
     )
-
-
-def _is_grad_scaler(frame: Any) -> bool:
-    """Whether torch's GradScaler is what reads a master's gradient, in order to divide it where it lies."""
-    return bool(frame.f_code.co_name == "_unscale_grads_")
 
 
 def _left_over(names: list[str]) -> RuntimeError:
