@@ -416,7 +416,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """
         parallel.refuse_on_zero(self.optimizer, "add_param_group", "Add groups to it before it is wrapped.")
         self._look_at_groups()
-        self.step_state.require_open()
+        self.step_state.require_open(strictly=True)
         group, params, names = open_group(param_group)
         number = len(self.optimizer.param_groups)
         names = {**self._names, **names}
@@ -482,11 +482,14 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self.params.verify_moved()
         groups = self.inner.param_groups
         if self.params.has_changed(groups):
+            self.params.put_masters_back(groups)
+        if self.params.has_changed(groups):
             self._follow_groups(groups, gives_up)
         elif self.params.thawed():
+            came_from = [n if pair.has_master else None for n, pair in enumerate(self.params.all)]
             self.params.sync(groups, self._names, self._adopt)
             convert_attributes(self.inner, self.params, self.lines)
-            self._params_changed(None)
+            self._params_changed(came_from, is_thaw=True)
         if rounds:
             self.model_writes.write_edited()
         return True
@@ -511,15 +514,15 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if self.master_weights == "split":
             self._certified.check(self.optimizer)
 
-    def _params_changed(self, came_from: list[int | None] | None) -> None:
-        """Parameters came, went or moved; ``came_from`` as for :meth:`.StepState.follow_params`."""
+    def _params_changed(self, came_from: list[int | None], is_thaw: bool = False) -> None:
+        """Parameters came, went or moved; arguments as for :meth:`.StepState.follow_params`."""
         if self._changes is not None:
             self._changes.follow_params()
         self.model_writes.follow_params()
         if self.gradient_release:
             self.step_state.follow_params()
         else:
-            self.step_state.follow_params(came_from)
+            self.step_state.follow_params(came_from, is_thaw)
             own_masters(self.params, self.step_state)
         if self.params.has_dtensors:  # ask anew who must hear of overflows and norms
             facts = _weakly(weakref.ref(self), MixedPrecisionOptimizer._facts, Facts([], []))
@@ -1013,7 +1016,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
-        self._look_at_groups(verifies=False)
+        self._finish_interrupted()
         if self.step_state.waits_for_step():
             raise RuntimeError(
                 "loss_scale was set between backward and step: gradients made with the old scale would be unscaled "
@@ -1094,7 +1097,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         Those of FP32 and FP64 parameters lie on the weights' memory. A parameter that is frozen and has never had a
         gradient stands there itself.
         """
-        self._look_at_groups()
+        self._look_at_groups(rounds=False)
         if self.masters.are_whole:
             return iter(list(self.params.masters))
         return self.masters.shown(self.params.all)
@@ -1208,7 +1211,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         check(lambda: self._check_loaded(state_dict))
         if thawed:
             self.params.give_masters([self.params.all[i] for i in thawed], self.inner.param_groups, self._adopt)
-            self._params_changed(None)
+            self._params_changed([None if n in thawed else n for n in range(len(self.params))], is_thaw=True)
         if not plan.has_masters:  # else weights that were loaded just before would be undone below
             self.model_writes.sync()
         masters = self._saved_masters()

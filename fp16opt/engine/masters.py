@@ -16,6 +16,7 @@ from .. import kernels
 from ..kernels.calls import Entries
 from .dtensors import different_bits, local, raw_grad, set_raw_grad
 from .params import DeviceParams, ParamPair, ParamTable
+from .progress import Progress
 
 
 class Masters(Protocol):
@@ -308,13 +309,15 @@ def own_masters(params: ParamTable, owner: GradientOwner) -> None:
 
 
 @contextlib.contextmanager
-def ordinary_parameters(params: ParamTable) -> Iterator[None]:
+def ordinary_parameters(params: ParamTable, progress: Progress | None = None) -> Iterator[None]:
     """For as long as it lasts, masters are ordinary parameters, for which torch chooses its faster loops."""
     masters = [(pair.master, type(pair.master)) for pair in params.all if type(pair.master) in _ORDINARY]
-    for master, cls in masters:
-        master.__class__ = _ORDINARY[cls]
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for master, cls in masters:
             master.__class__ = cls
+
+    with (Progress([]) if progress is None else progress).putting_back(put_back):
+        for master, cls in masters:
+            master.__class__ = _ORDINARY[cls]
+        yield

@@ -191,12 +191,9 @@ class Outcome:
             ``skipped``, in memory that keeps its value until the next step. No host sync.
         """
         if closing.after is None:
-            closing.after = (
-                self.steps + 1,
-                self._skipped_here + (skipped is True),
-                self.log.taken + (skipped is False),
-            )
             closing.scales = [ScaleUpdate(scaler, found) for scaler, found in check.of]
+            taken = self.log.taken + (skipped is False)
+            closing.after = self.steps + 1, self._skipped_here + (skipped is True), taken
         self.steps, self._skipped_here, self.log.taken = closing.after
         if isinstance(skipped, bool):
             self._flags = [one.clone() for one in flags] if skipped else None

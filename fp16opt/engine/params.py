@@ -171,6 +171,14 @@ class ParamTable:
         """Whether a parameter is to get its master now: it trains, or has a gradient, for the first time."""
         return any([is_to_be_mastered(pair.model) for pair in self.unmastered])  # noqa: C419
 
+    def put_masters_back(self, groups: list[dict[str, Any]]) -> None:
+        """Where groups hold a parameter of the model in the place of its own master, the master takes it again."""
+        pairs = iter(self.all)
+        for group in groups:
+            for index, (param, pair) in enumerate(zip(group["params"], pairs, strict=False)):
+                if param is pair.model:
+                    group["params"][index] = pair.master
+
     def has_changed(self, groups: list[dict[str, Any]]) -> bool:
         """Whether the groups hold other parameters than this table, or in another order."""
         lists = [group["params"] for group in groups]

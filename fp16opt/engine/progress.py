@@ -131,6 +131,7 @@ class Progress:
         self.is_whole = False
         self.closing: Any = None
         self._undo: list[Callable[[], None]] = []
+        self._is_put_back = False
 
     @contextlib.contextmanager
     def putting_back(self, undo: Callable[[], None]) -> Iterator[None]:
@@ -139,10 +140,12 @@ class Progress:
         try:
             yield
         finally:
-            undo()
+            if not self._is_put_back:  # else what was left of this frame is being freed, perhaps in another step
+                undo()
 
     def put_back(self) -> None:
-        """Put back what the step has changed for its own duration."""
+        """Put back what the step has changed for its own duration, for good."""
+        self._is_put_back = True
         for undo in reversed(self._undo):
             undo()
 

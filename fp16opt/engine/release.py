@@ -135,7 +135,7 @@ class GradientRelease:
         self.params = params
         self.device = device
         self.backwards = 0
-        self.losses: list[Tensor] = []
+        self.losses: tuple[Tensor, ...] = ()
         self.slots: list[ParamSlot] = []
         self._model_writes = model_writes
         self._waits = kernels.is_host(device)  # writes by others are looked for on the host
@@ -167,13 +167,16 @@ class GradientRelease:
 
     # -- the backward ------------------------------------------------------------------------------------------------
 
-    def begin_backward(self, scaler: LossScaler, may_clear: bool = False) -> BackwardScale:
+    def begin_backward(
+        self, scaler: LossScaler, may_clear: bool = False, loss: Tensor | None = None
+    ) -> BackwardScale:
         """The step's backward, with ``scaler``'s present scale, is about to begin.
 
         One before it that made no gradients here, as that of another optimizer's loss, counts for nothing.
 
         Args:
             may_clear: Of no use here: no gradients are there but while a backward runs.
+            loss: unscaled, where it is a single number.
 
         Raises:
             RuntimeError: there was one already, or it can't be served.
@@ -202,7 +205,8 @@ class GradientRelease:
             self.follow_params()
         self._model_writes.sync(waits=self._waits)
         self._stepper.begin()
-        self._scale, self._factors, self.losses = BackwardScale.of(scaler, unit=False), {}, []
+        self._scale, self._factors = BackwardScale.of(scaler), {}
+        self.losses = () if loss is None else (loss,)
         self.backwards += 1
         return self._scale
 
@@ -349,6 +353,11 @@ class GradientRelease:
             self.refuse("attach")
         self._replicas = replicas
 
+    @property
+    def scale(self) -> BackwardScale | None:
+        """Of the step's backward."""
+        return self._scale
+
     def scales_by_one(self) -> bool:
         """False: a GradScaler can't do the scaling, as parameters are stepped in backward."""
         return False
@@ -371,7 +380,7 @@ class GradientRelease:
 
     def reset(self, keeps_true: bool = True) -> None:
         """The step is over, or was given up: nothing has come."""
-        self._scale, self._is_interrupted, self._was_cleared, self.losses = None, False, False, []
+        self._scale, self._is_interrupted, self._was_cleared, self.losses = None, False, False, ()
         for slot in self.slots:
             if slot.has_come:
                 slot.has_come = False

@@ -923,16 +923,18 @@ class StepState:
         grads = raw_grads(self.params.models if type(stage) is Checked else self.params.masters)
         due = [position for position, grad in enumerate(grads) if grad is not None]
         progress = Progress(due)
-        stands = stage if type(entered) in (Unscaled, Summed) else entered
-        self.stage = Stepping(stage, stands, check, skipped, progress)
+        self.stage = Stepping(stage, entered, check, skipped, progress)
         return progress
 
     def stop_step(self) -> None:
         """Nothing was written: the gradients wait as they did."""
-        stage = self.stage
-        if type(stage.before) is Unscaled and type(stage.entered) is not Unscaled:
-            self.gradients.forget_true()
-        self.stage = stage.entered
+        before, entered = self.stage.before, self.stage.entered
+        if before.scale.is_told and type(entered) in (Ready, Scaled):  # the GradScaler will tell its scale again
+            if type(before) is Unscaled:
+                self.gradients.forget_true()
+            self.stage = Scaled(BackwardScale.of(before.scale.scaler, is_plain=True), before.stamp)
+        else:
+            self.stage = before
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -943,26 +945,32 @@ class StepState:
             return stage.is_closed or stage.is_divided
         return type(stage) in (Checked, Unscaled) and not self._are_cleared(raw_grads(self.params.models))
 
-    def require_open(self) -> None:
-        """Raise ``RuntimeError`` where parameters are about to change between a check and its step."""
-        if self.holds_groups():
+    def require_open(self, strictly: bool = False) -> None:
+        """Raise ``RuntimeError`` where parameters are about to change between a check and its step.
+
+        Args:
+            strictly: also where the model's gradients were cleared since, as the user asks for the change now.
+        """
+        if self.holds_groups() or (strictly and type(self.stage) in (Checked, Unscaled)):
             raise RuntimeError(
                 "param_groups were changed between a check of this step's gradients (a clip, update_master_grads(), a "
                 "read of a master's .grad) and its step. Put them back as they were; or give the step up by "
                 "opt.zero_grad(). Change groups before the first backward of a step, or after the step."
             )
 
-    def follow_params(self, came_from: Sequence[int | None] | None) -> None:
+    def follow_params(self, came_from: Sequence[int | None], is_thaw: bool = False) -> None:
         """Parameters or masters came or went.
 
         Args:
-            came_from: by new position, the old one; None for a parameter that came. None: all are where they were, and
-                some got their master.
+            came_from: by new position, the old one; None for a parameter that came, of which nothing is known.
+            is_thaw: all are where they were: those that came have got their master.
         """
-        self.gradients.follow_params(keeps=came_from is None)
-        if came_from is None:
-            return
+        self.gradients.follow_params(keeps=is_thaw)
         if type(self.stage) in (Checked, Unscaled):
+            if is_thaw:  # what came later than the check is left alone until the next one
+                stamp = self.stage.stamp.moved(came_from, raw_grads(self.params.models))
+                self.stage = replace(self.stage, stamp=stamp)
+                return
             self.reset(keeps_true=False)
         grads, stage = raw_grads(self.params.models), self.stage
         if type(stage) is Ready and stage.used is not None:
@@ -980,6 +988,9 @@ class StepState:
             self.stage = replace(stage, stamp=stamp, left_over=left)
         elif type(stage) is Summed:
             true = raw_grads(self.params.masters)
+            if is_thaw:
+                self.stage = replace(stage, stamp=stage.stamp.moved(came_from, grads))
+                return
             flags = tuple(torch.zeros_like(each.stats.nonfinite) for each in self.gradients.each)
             self.stage = replace(
                 stage,

@@ -147,24 +147,25 @@ class WrappedOptimizerGuard:
     def __init__(self, optimizer: Optimizer, wrapper: str = "MixedPrecisionOptimizer") -> None:
         self.wrapper = wrapper
         self._optimizer = weakref.ref(optimizer)
-        self._opened = 0
+        self._opened: set[object] = set()
         for name in [name for name in GUARDED if hasattr(optimizer, name)]:
             before = optimizer.__dict__.get(name)
             inner = None if isinstance(before, _GuardedMethod) else before
             optimizer.__dict__[name] = _GuardedMethod(name, self, inner)
 
     def shut(self) -> None:
-        """Close it, however often it was opened."""
-        self._opened = 0
+        """Close it, however often it was opened: an exception may have come before a ``with`` could do so."""
+        self._opened.clear()
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
         """Within, the optimizer's methods are its own. May be nested."""
-        self._opened += 1
+        key = object()
         try:
+            self._opened.add(key)
             yield
         finally:
-            self._opened -= 1
+            self._opened.discard(key)
 
     def call(self, name: str, inner: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
         """The optimizer's own method: ``inner``, which a scheduler put in front of the class's, or the class's.
@@ -289,7 +290,7 @@ class WrappedStep:
         """See :class:`Stepper`. Masters are ordinary parameters while the optimizer steps them."""
         self.gradients.unscale()
         part = self._begin(progress)
-        with ordinary_parameters(self.params):
+        with ordinary_parameters(self.params, progress):
             loss = run_step(self.optimizer, part, progress, found_inf, closure)
         self.round_down()
         return loss
@@ -303,7 +304,7 @@ class WrappedStep:
         """The optimizer's step without its hooks, which are running: a kernel could not step after all."""
         self.gradients.unscale()
         part, step = self._begin(progress), type(self.part).step
-        with ordinary_parameters(self.params), fused_steps_guarded(self.part, progress), guard_open(self.part):
+        with ordinary_parameters(self.params, progress), fused_steps_guarded(self.part, progress), guard_open(self.part):
             part.returned.extend(map(getattr(step, "__wrapped__", step), [self.part]))
         self.round_down()
 
