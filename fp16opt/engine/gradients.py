@@ -315,7 +315,7 @@ class DeviceGradients:
         outs = [None if place is None else local(place) for place in places]
         for row, grad in waiting.sparse.items():
             ins[row] = grad._values()
-            outs[row] = torch.empty_like(grad._values(), dtype=self.wide_dtype(row))
+            outs[row] = torch.empty_like(grad._values(), dtype=self._true_dtypes[row])
         halves = {row: out for row in self.halves if (out := outs[row]) is not None and out.dtype in HALF_DTYPES}
         for row in halves:
             outs[row] = torch.empty_like(halves[row], dtype=torch.float32)
@@ -325,7 +325,7 @@ class DeviceGradients:
                 wide = [outs[row] if row in halves else None for row in range(len(outs))]
                 round_to(wide, [halves.get(row) for row in range(len(outs))], self.stats)
         for row, grad in waiting.sparse.items():
-            made = outs[row]
+            made = halves.get(row, outs[row])
             if made is not None:
                 places[row] = sparse_like(grad, made)
         for master, place in zip(self.masters, places, strict=True):

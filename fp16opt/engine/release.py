@@ -366,7 +366,7 @@ class GradientRelease:
         """Whether the backward that has just ended has given no parameter a gradient."""
         return not self._any_came()
 
-    def require_open(self) -> None:
+    def require_open(self, strictly: bool = False) -> None:
         """No-op: there is no clip before a change of parameters."""
 
     def flags(self) -> list[Tensor]:

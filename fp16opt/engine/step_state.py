@@ -565,12 +565,16 @@ class StepState:
     def before_reading(self, position: int) -> None:
         """``.grad`` of a master is about to be read: true ones are made of all.
 
-        Nothing is done while a step writes, and within autograd.
+        Nothing is done while a step writes, and within autograd. A pre hook of the wrapped optimizer comes before that.
 
         Args:
             position: of its pair.
         """
         stage = self.stage
+        if type(stage) is Stepping:
+            if not stage.progress.parts:
+                self.unscale()
+            return
         if type(stage) is Unscaled and raw_grad(self.params.models[position]) is None:
             self._drop(stage.stamp.compare(raw_grads(self.params.models))[1])
         elif type(stage) in (Ready, Scaled, Checked, Summed) and torch._C._current_graph_task_id() == -1:
@@ -1029,8 +1033,7 @@ class StepState:
         self.gradients.clear(set_to_none)
         if type(self.stage) is Stepping:
             return
-        if not (type(self.stage) is Ready and not self.stage.holds_true):
-            self.gradients.forget_true()
+        self.gradients.forget_true()  # autograd may have given a master one, of a penalty on masters
         self.gradients.release()
         used = None if set_to_none else GradientStamp(raw_grads(self.params.models), are_zeros=True)
         self.stage = Ready(used, holds_true=False)
