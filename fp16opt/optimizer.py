@@ -420,6 +420,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         Raises:
             TypeError: It is no dict, or its params are no tensors, or a set.
             ValueError: A parameter is here already, or has a dtype that can't be served. Nothing is changed then.
+            RuntimeError: Gradients of the coming step were checked already. Nothing is changed then.
         """
         parallel.refuse_on_zero(self.optimizer, "add_param_group", "Add groups to it before it is wrapped.")
         self._look_at_groups()
@@ -603,14 +604,16 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     ) -> None:
         """Scale the loss and run autograd.
 
-        Until the check (a clip, a step, :meth:`update_master_grads`, or a read of a master's ``.grad``) ``.grad`` holds
-        what autograd made, scaled, of FP32 parameters too; several backwards add up there.
+        The model's ``.grad`` holds what autograd made, scaled, of FP32 parameters too, and goes on holding it after a
+        clip and the step; several backwards add up there. True gradients are the masters'. With FP32 sums the model's
+        are added to the masters' and freed.
 
         Args:
             loss: One floating element, any device. An FP16 loss limits the scale to 2**15: its own gradient, the scale,
                 enters the FP16 graph. End the model with ``.float()`` to lift that.
-            update_master_grads: True notes which gradients there are, and an edit of one raises at the check (call
-                :meth:`update_master_grads` to have it count). False leaves them to the user until then.
+            update_master_grads: True notes which gradients there are, and an edit of one raises at the next call (call
+                :meth:`update_master_grads` to have it count). False leaves them to the user until then. FP32 sums take
+                them in either case: now, or at the next call.
             retain_graph, create_graph, inputs: As for ``torch.Tensor.backward``.
             scaler: Scale with this one instead. Each backward of such a step is added to FP32 sums with its own scale,
                 each scaler is updated by what its own backwards gave, and any overflow skips the step.
@@ -783,7 +786,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             LossScaleError: ``max_consecutive_skips`` steps in a row were not finite.
             RuntimeError: Gradients came by a plain ``loss.backward()`` while the scale is not 1; they were written
                 where that can't count; the model was written and ``on_model_write="error"``; parameters changed dtype,
-                shape or device.
+                shape or device; or groups were changed after a check of the gradients.
+
+        Any other exception (Ctrl-C, an error of a hook) leaves the step whole, not begun, or stepped in part with a
+        warning that names the parameters: docs/engine.md.
 
         Syncs: not on the CPU or where the step skips on the device itself (torch's fused ones, and CUDA's
         one-pass steps); once elsewhere, where the decision is taken.
