@@ -349,6 +349,16 @@ def step_in_part() -> None:
     stopped_after_one(optimizer=in_two_groups, master_weights="split")
 
 
+def unscaled_after_a_stop() -> None:
+    one = Training(Slow)
+    one.inner.left = 0
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(one.loss()).backward()
+    with pytest.raises(Stopped):
+        scaler.step(one.opt)
+    scaler.unscale_(one.opt)
+
+
 def step_cut() -> None:
     stopped_after_one(optimizer=Slow)
 
@@ -437,6 +447,7 @@ PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "not finite": (L, not_finite),
     "step in part": (L, step_in_part),
     "step cut": (L, step_cut),
+    "unscaled after a stop": (R, unscaled_after_a_stop),
     "calibrating": (L, calibrating),
     "rare": (L, rare),
     "in a row": (L, in_a_row),
