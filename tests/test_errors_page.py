@@ -350,7 +350,7 @@ def step_in_part() -> None:
 
 
 def unscaled_after_a_stop() -> None:
-    one = Training(Slow)
+    one = Training(Slow, grad_accumulation="fp32")
     one.inner.left = 0
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(one.loss()).backward()
