@@ -80,7 +80,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 def opaque(method: Method) -> Method:
     """Hide a method from ``torch.compile``, as torch.optim hides its own: it runs as it is, between compiled graphs."""
-    return cast(Method, torch._disable_dynamo(method))
+    return cast(Method, torch._disable_dynamo(method))  # type: ignore[attr-defined]
 
 
 def outside_inference(method: Method) -> Method:
@@ -131,7 +131,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     """Any ``torch.optim.Optimizer``, stepping FP32 masters of a model with FP16 or BF16 weights.
 
     It keeps an FP32 master of every FP16 and BF16 parameter, owns the loss scale, and moves gradients up and weights
-    down with fused kernels. The master of an FP32 or FP64 parameter lies on the weight's own memory, and has a ``.grad``
+    down with fused kernels. The master of an FP32 or FP64 parameter lies on the weight's memory. Each has a ``.grad``
     of its own: the model's is the scaled one, the master's the true one, always. ``param_groups``, ``state`` and
     ``defaults`` are the wrapped optimizer's own; groups hold what it steps: masters.
 
@@ -835,7 +835,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         return result
 
     def _close_step(self, rounded_all: bool) -> None:
-        """Masters and model agree; the step is counted, scalers follow, READY. What was done already is not done again."""
+        """Masters and model agree; the step is counted, scalers follow, READY. What was done is not done again."""
         stepping = self.step_state.stage
         if stepping.skipped is True:
             self.model_writes.write_edited()
@@ -1170,8 +1170,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """Plain tensors, numbers, strings, lists and dicts: ``torch.load(weights_only=True)`` reads them back.
 
         Keys: ``version``, ``optimizer`` (the wrapped optimizer's own), ``masters`` (FP32, in param_groups order, None
-        where a master lies on the weight's memory), ``scaler``, ``steps`` and ``skipped_steps`` (how many were taken, and
-        skipped). Tensors are references, as in torch, but for FP32 ones of what is kept in fewer bits.
+        where a master lies on the weight's memory), ``scaler``, ``steps`` and ``skipped_steps`` (how many were taken,
+        and skipped). Tensors are references, as in torch, but for FP32 ones of what is kept in fewer bits.
 
         Args:
             compact: Of state that is kept in 8 bits, give codes and not FP32 moments. Other programs can't read these.

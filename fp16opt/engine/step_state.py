@@ -195,7 +195,7 @@ class StepState:
         if type(stage) is Scaled:
             self.stage = stage._replace(stamp=None if stage.stamp is None else stage.stamp.without(gone))
         elif type(stage) is Checked:
-            waiting = self.gradients.drop(gone, stage.waiting)
+            waiting = self.gradients.drop(gone, stage.waiting) or []
             self.stage = stage._replace(stamp=stage.stamp.without(gone), waiting=waiting)
         elif type(stage) is Unscaled:
             self.gradients.drop(gone, None)
@@ -239,7 +239,7 @@ class StepState:
         )
 
     def _notice_edits(self, stage: Any) -> None:
-        """Master gradients that were edited count: they are checked anew. So are those that a GradScaler has divided."""
+        """Master gradients that were edited count: they are checked anew, as those are that a GradScaler has divided."""
         masters = raw_grads(self.params.masters)
         edited, gone = stage.true_stamp.compare(masters)
         was_divided = stage.is_divided and not (stage.is_measured or stage.is_closed)
@@ -260,9 +260,7 @@ class StepState:
 
     # -- backwards ---------------------------------------------------------------------------------------------------
 
-    def begin_backward(
-        self, scaler: LossScaler, may_clear: bool = False, loss: Tensor | None = None
-    ) -> BackwardScale:
+    def begin_backward(self, scaler: LossScaler, may_clear: bool = False, loss: Tensor | None = None) -> BackwardScale:
         """A backward with ``scaler``'s present scale is about to add to the model's gradients.
 
         Args:
@@ -670,9 +668,12 @@ class StepState:
     def is_as_stamped(self) -> bool:
         """Whether the stamps tell of no gradient that was written, replaced or set to None since."""
         stage = self.standing
-        stamped = (getattr(stage, "stamp", None), self.params.models), (
-            getattr(stage, "true_stamp", None),
-            self.params.masters,
+        stamped = (
+            (getattr(stage, "stamp", None), self.params.models),
+            (
+                getattr(stage, "true_stamp", None),
+                self.params.masters,
+            ),
         )
         return all(stamp is None or not any(stamp.compare(raw_grads(tensors))) for stamp, tensors in stamped)
 
