@@ -116,6 +116,7 @@ def between_hooks(step: Method) -> Method:
             _, of_this, _, of_all = *own_step_hooks(self), *STEP_HOOKS_OF_ALL
             for hook in (*of_this.values(), *of_all.values()):  # one may have been registered during the step
                 hook(self, (self, *args), kwargs)
+                self.model_writes.write_edited()
             return returned
         except BaseException:
             for name in ("grad_scale", "found_inf"):  # torch's GradScaler takes them back only where ``step`` returns
@@ -699,7 +700,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         norm_type = check_number("norm_type", norm_type, above_zero=True)
         if not self.step_state.ranks.alone:
             self.step_state.ranks.check_norm_type(norm_type)
-        self._look_at_groups(verifies=False, rounds=False)  # the step does both
+        self._look_at_groups(verifies=False)  # the step looks
         of = None if params is None else self.params.chosen(params)
         if self.gradient_release:
             self.step_state.refuse("clip_master_grads")
@@ -800,7 +801,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._look_at_groups(rounds=False)  # the step rounds masters
         if self.gradient_release:
             return self._step_released()
-        entered = self.step_state.stage
         check = self._finalize(write=not self._stepper.takes_scaled())
         if check is None:
             self.model_writes.write_edited()
@@ -812,15 +812,13 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self.model_writes.sync(waits=self._on_host)
             if closure is not None:
                 closure.before_step()
-        return self._write_step(entered, check, skipped, closure)
+        return self._write_step(check, skipped, closure)
 
-    def _write_step(
-        self, entered: Any, check: OverflowCheck, skipped: bool | Tensor, closure: EvaluatedClosure | None
-    ) -> Any:
+    def _write_step(self, check: OverflowCheck, skipped: bool | Tensor, closure: EvaluatedClosure | None) -> Any:
         """Step, or skip, and close the step. An exception from here on leaves it to :meth:`_finish_step`."""
         result = None
         try:
-            progress = self.step_state.begin_step(entered, check, skipped)
+            progress = self.step_state.begin_step(check, skipped)
             if skipped is True:
                 note_step(self.optimizer)
             else:
@@ -858,6 +856,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         own_masters(self.params, self.step_state, self.masters.mixed_in)
         if stepping.skipped is not True and not progress.has_begun():
             self.step_state.stop_step()
+            self.model_writes.write_edited()
             return
         progress.finish()
         self.masters.ties.clear()
