@@ -95,6 +95,7 @@ FOREIGN = {
     "_local_scalar_dense": "the operation of Tensor.item, by which a look of the host is seen",
     "_C": "torch._C: where the next name is",
     "_increment_version": "of many tensors: the public function is one more call of Python in each operation",
+    "_disable_dynamo": "torch.optim hides its own methods from the compiler by it; the public one imports the compiler",
     "_current_graph_task_id": "nothing public tells whether autograd runs in this thread",
     "_execution_engine": "where the next name's callbacks are queued: nothing public is called when a backward ends",
     "_VF": "where torch.nn's RNNs find the functions that autocast",
@@ -132,6 +133,7 @@ FOREIGN = {
     "_forward_module": "of Fabric's module: the DDP around the model, which nothing public gives",
     "_optimizers": "of Accelerator: what was prepared",
     # Python
+    "_current_frames": "sys._current_frames: whether a step is on some thread's stack",
     "_getframe": "sys._getframe: who called",
     # apex
     "_amp_state": "the module's name in apex, which scripts import",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ from .stage import BackwardScale, Verdict
 from .stamps import GradientStamp
 
 
-@dataclass(frozen=True)
-class Summed:
+class Summed(NamedTuple):
     """Masters hold sums of true gradients, to which the next backward is added.
 
     Attributes:

@@ -296,7 +296,7 @@ class WrappedStep:
         return loss
 
     def _begin(self, progress: Progress) -> OwnPart:
-        part = OwnPart(progress.due, [self.params.masters[at] for at in progress.due], self.part)
+        part = OwnPart(range(len(self.params)), self.params.masters, self.part)
         progress.parts.append(part)
         return part
 
@@ -330,7 +330,7 @@ def run_step(
         part: is told when the step has come to its end, before any post hook of the user's.
         progress: is told what is changed for the step's duration.
     """
-    progress = Progress([]) if progress is None else progress
+    progress = Progress() if progress is None else progress
     note_step(optimizer)
     with contextlib.ExitStack() as around:
         around.enter_context(guard_open(optimizer))
@@ -371,7 +371,7 @@ def found_inf_given(optimizer: Any, found_inf: Tensor, progress: Progress | None
         for name in ("grad_scale", "found_inf"):  # gone already where the optimizer refused them
             vars(optimizer).pop(name, None)
 
-    with (Progress([]) if progress is None else progress).putting_back(put_back):
+    with (Progress() if progress is None else progress).putting_back(put_back):
         optimizer.grad_scale, optimizer.found_inf = None, found_inf
         yield
 
