@@ -233,7 +233,5 @@ def test_an_exception_at_some_lines_leaves_all_or_nothing(
 @pytest.mark.slow
 @BAD
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_exception_at_any_line_leaves_all_or_nothing(
-    kind: str, bad: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_exception_at_any_line_leaves_all_or_nothing(kind: str, bad: bool, caplog: pytest.LogCaptureFixture) -> None:
     _check_lines(KINDS[kind], bad, 1, caplog)

@@ -30,9 +30,7 @@ def test_it_trains_like_the_plain_optimizer_on_16_bit_weights(dtype: torch.dtype
             optimizer.backward((half.float() * factor).sum() + (full * factor).sum())
             ((plain_half.float() * factor).sum() + (plain_full * factor).sum()).backward()
         optimizer.update_master_grads()
-        for master, mine, other in zip(
-            optimizer.master_params(), (half, full), (plain_half, plain_full), strict=True
-        ):
+        for master, mine, other in zip(optimizer.master_params(), (half, full), (plain_half, plain_full), strict=True):
             assert torch.equal(master.grad, other.grad)
             assert master.grad.dtype == other.dtype
             assert torch.equal(mine.grad, other.grad * 128.0)
