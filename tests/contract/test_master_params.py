@@ -368,3 +368,116 @@ def test_nothing_holds_a_cycle() -> None:
     finally:
         gc.enable()
     assert master.grad is None or master.grad.tolist() == [1.0] * 3
+
+
+# -- those of FP32 and FP64 parameters, which lie on the weights' memory -------------------------------------------------
+
+WIDE = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+STEPS = pytest.mark.parametrize(
+    "arguments",
+    [{}, {"fused_step": False}, {"grad_accumulation": "fp32"}, {"master_weights": "split"}, {"master_weights": "none"}],
+    ids=["one pass", "wrapped", "sums", "split", "none"],
+)
+
+
+def _wide(dtype: torch.dtype, **arguments: Any) -> tuple[nn.Parameter, MixedPrecisionOptimizer]:
+    weight = nn.Parameter(torch.ones(4, dtype=dtype))
+    return weight, MixedPrecisionOptimizer(SGD([weight], lr=0.5, momentum=0.5), loss_scale=8.0, **arguments)
+
+
+def _train(weight: Tensor, opt: MixedPrecisionOptimizer) -> None:
+    opt.zero_grad()
+    opt.backward(weight.sum())
+    opt.step()
+
+
+@WIDE
+@STEPS
+def test_on_the_weights_memory_a_write_of_either_is_a_write_of_both(
+    dtype: torch.dtype, arguments: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """No copy, no rounding, one version counter: and so no write behind the optimizer's back."""
+    weight, opt = _wide(dtype, **arguments)
+    (master,) = opt.master_params()
+    assert master is not weight
+    assert (master.dtype, master.data_ptr()) == (dtype, weight.data_ptr())
+    with torch.no_grad():
+        weight.fill_(2.0 + 2.0**-20)
+        assert master.tolist() == [2.0 + 2.0**-20] * 4
+        assert master._version == weight._version
+        if "split" not in arguments.values():
+            master.fill_(3.0)
+            assert weight.tolist() == [3.0] * 4
+            assert master._version == weight._version
+        weight.data.fill_(1.0)
+    caplog.clear()  # of what is said of a static scale
+    _train(weight, opt)
+    assert weight.tolist() == master.tolist() == [0.5] * 4
+    assert caplog.records == []
+    assert opt.stats()["model_writes_taken"] == 0
+
+
+@WIDE
+@STEPS
+@pytest.mark.parametrize("when", ["at first", "after a step", "after backward"])
+def test_a_master_follows_where_the_weights_memory_was_replaced(
+    dtype: torch.dtype, arguments: dict[str, Any], when: str
+) -> None:
+    """``weight.data = other``: that memory is the only truth, and the old one is left as it is."""
+    weight, opt = _wide(dtype, **arguments)
+    if when == "after a step":
+        _train(weight, opt)
+        opt.state[weight]["momentum_buffer"].zero_()
+    if when == "after backward":
+        opt.backward(weight.sum())
+    old = weight.data
+    before = old.clone()
+    weight.data = torch.full((4,), 4.0, dtype=dtype)
+    if when == "after backward":
+        opt.step()
+    else:
+        _train(weight, opt)
+    (master,) = opt.master_params()
+    assert master.data_ptr() == weight.data_ptr() != old.data_ptr()
+    assert weight.tolist() == master.tolist() == [3.5] * 4
+    assert torch.equal(old, before)
+    _train(weight, opt)
+    assert weight.tolist() == [3.5 - 0.5 * 1.5] * 4
+    with torch.no_grad():
+        weight.add_(1.0)
+    assert master._version == weight._version
+
+
+@STEPS
+def test_an_fp32_model_trains_as_the_plain_optimizer_does(arguments: dict[str, Any]) -> None:
+    """Masters on the weights' memory change no bit."""
+    ours, plain = (nn.Parameter(torch.linspace(-1.0, 1.0, 7)) for _ in range(2))
+    opt = MixedPrecisionOptimizer(SGD([ours], lr=0.25, momentum=0.5), loss_scale=64.0, **arguments)
+    other = SGD([plain], lr=0.25, momentum=0.5)
+    for _ in range(3):
+        for p, one in ((ours, opt), (plain, other)):
+            one.zero_grad()
+            loss = (p * torch.linspace(0.5, 2.0, 7)).sum()
+            one.backward(loss) if isinstance(one, MixedPrecisionOptimizer) else loss.backward()
+            one.step()
+    assert torch.equal(ours.detach(), plain.detach())
+
+
+@by([WRAPPED, FUSED, MIXED_FUSED])
+def test_a_wrapped_optimizer_that_reads_them_in_its_step_gets_what_is_there(mode: Mode) -> None:
+    """No master's ``.grad`` computes anything while the engine itself is at work."""
+    seen: list[list[Tensor | None]] = []
+
+    class Reads(SGD):
+        def step(self, closure: Any = None) -> Any:
+            seen.append([None if p.grad is None else p.grad.clone() for p in self.param_groups[0]["params"]])
+            return super().step(closure)
+
+    world = World(mode, make=lambda params, **options: Reads(params, lr=0.25, foreach=False, **options))
+    seen.clear()
+    world.backward(instead(GRADS, 2, None))
+    world.expect_step(instead(GRADS, 2, None))
+    of_the_engine, of_the_reference = seen
+    assert str(of_the_engine) == str(of_the_reference)
+    for got, want in zip(of_the_engine, instead(GRADS, 2, None), strict=True):
+        assert (got is None) if want is None else torch.equal(got, want)
