@@ -645,19 +645,18 @@ class Gradients:
         drop_gradients([pair.master for pair in self.params.all if pair.has_master])
 
     def clear(self, set_to_none: bool) -> None:
-        """Clear the model's and the masters' gradients, as ``torch.optim.Optimizer.zero_grad`` does."""
+        """Clear the model's gradients, as ``torch.optim.Optimizer.zero_grad`` does; masters have none after it."""
+        freed = self.params.masters if set_to_none else [pair.master for pair in self.params.all if pair.has_master]
         tensors = [*self.params.models, *self.params.elsewhere]
-        if set_to_none:
-            for tensor in tensors:
-                set_raw_grad(tensor, None)
-        else:
-            for tensor in tensors:
-                grad = raw_grad(tensor)
-                if grad is not None:
-                    if grad.requires_grad:
-                        grad = grad.detach()
-                        set_raw_grad(tensor, grad)
-                    grad.zero_()
+        for tensor in [*freed, *tensors] if set_to_none else freed:
+            set_raw_grad(tensor, None)
+        for tensor in () if set_to_none else tensors:
+            grad = raw_grad(tensor)
+            if grad is not None:
+                if grad.requires_grad:
+                    grad = grad.detach()
+                    set_raw_grad(tensor, grad)
+                grad.zero_()
 
 
 class NamingChanges:

@@ -322,7 +322,7 @@ def own_masters(params: ParamTable, owner: GradientOwner, mixed_in: Any = None) 
 @contextlib.contextmanager
 def ordinary_parameters(params: ParamTable, progress: Progress | None = None) -> Iterator[None]:
     """For as long as it lasts, masters are ordinary parameters, for which torch chooses its faster loops."""
-    masters = [(pair.master, type(pair.master)) for pair in params.all if type(pair.master) in _ORDINARY]
+    masters = [(master, cls) for master in params.masters if (cls := type(master)) in _ORDINARY]
 
     def put_back() -> None:
         for master, cls in masters:

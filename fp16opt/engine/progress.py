@@ -85,9 +85,6 @@ class OwnPart:
         self._optimizer = optimizer
         self._then = versions(masters)
         self._state_then = self._versions_of_state()
-        # torch's fused steps count no versions of what they write.
-        groups = [group for group in optimizer.param_groups if group.get("fused")]
-        self._uncounted = {id(param) for group in groups for param in group["params"]}
 
     def _versions_of_state(self) -> list[int]:
         entries = list(self._optimizer.state.values())
@@ -107,7 +104,9 @@ class OwnPart:
 
     def stepped(self) -> Iterable[int]:
         """Those that were written: where torch counts that, by the versions of their masters."""
-        if self.returned or (self._uncounted and self._has_moved()):
+        # torch's fused steps count no versions of what they write.
+        is_uncounted = any(group.get("fused") for group in self._optimizer.param_groups)
+        if self.returned or (is_uncounted and self._has_moved()):
             return self.positions
         now = versions(self._masters)
         return [at for at, a, b in zip(self.positions, self._then, now, strict=True) if a != b]

@@ -357,7 +357,12 @@ class StepState:
 
     def waits_for_step(self) -> bool:
         """Whether gradients do. READY where they were cleared, in whatever way: an abandoned batch."""
-        if type(self.stage) not in (Ready, Summed, Stepping) and self._are_cleared(raw_grads(self.params.models)):
+        stage, grads = self.stage, raw_grads(self.params.models)
+        if type(stage) is Summed:
+            is_cleared = not (self._any_there(grads) or self._is_there(self.params.masters))
+        else:
+            is_cleared = type(stage) not in (Ready, Stepping) and self._are_cleared(grads)
+        if is_cleared:
             self.reset(keeps_true=False)
         return type(self.stage) is not Ready
 
@@ -579,9 +584,24 @@ class StepState:
             with torch.inference_mode(False):
                 self._make_readable(stage)
         stage = self.stage
-        if type(stage) in (Unscaled, Summed) and stage.scale.is_plain and not stage.is_divided:
-            if sys._getframe(2).f_code.co_name == "_unscale_grads_":  # torch's GradScaler is about to divide them
-                self.stage = stage._replace(is_divided=True, is_measured=False)
+        if type(stage) in (Unscaled, Summed) and stage.scale.is_plain:
+            reader = sys._getframe(2)
+            if reader.f_code.co_name == "_unscale_grads_":  # torch's GradScaler is about to divide them
+                self._hand_to_grad_scaler(stage, reader.f_back)
+
+    def _hand_to_grad_scaler(self, stage: Any, asked_by: Any) -> None:
+        """torch's GradScaler reads true gradients, to divide them where they lie.
+
+        Raises:
+            RuntimeError: a step that an exception has stopped has divided them already.
+        """
+        if stage.scale.is_told and asked_by is not None and asked_by.f_code.co_name == "unscale_":
+            raise RuntimeError(
+                "unscale_ was called after a step that an exception has stopped, and that step had unscaled these "
+                "gradients. Call scaler.step(optimizer) again, or give the step up by opt.zero_grad()."
+            )
+        if not stage.is_divided:
+            self.stage = stage._replace(is_divided=True, is_measured=False)
 
     def _make_readable(self, stage: Any) -> None:
         """Make true gradients, of those that are there for the coming step."""
@@ -934,11 +954,11 @@ class StepState:
 
     def stop_step(self) -> None:
         """Nothing was written: the gradients wait as they did."""
-        before, entered = self.stage.before, self.stage.entered
-        if before.scale.is_told and type(entered) in (Ready, Scaled):  # the GradScaler will tell its scale again
-            if type(before) is Unscaled:
-                self.gradients.forget_true()
-            self.stage = Scaled(BackwardScale.of(before.scale.scaler, is_plain=True), before.stamp)
+        before = self.stage.before
+        if before.scale.is_told and type(before) is not Summed and not before.is_closed:
+            # The GradScaler will tell its scale again, or unscale them itself: they are as the backward left them.
+            self.gradients.forget_true()
+            self.stage = Scaled(BackwardScale.of(before.scale.scaler, is_plain=True), before.stamp, before.losses)
         else:
             self.stage = before
 
@@ -948,7 +968,8 @@ class StepState:
         """Whether param_groups may not change now: between a check and its step, which the user has not given up."""
         stage = self.stage
         if type(stage) is Summed:
-            return stage.is_closed or stage.is_divided
+            edited = stage.true_stamp.compare(raw_grads(self.params.masters))
+            return stage.is_closed or stage.is_divided or any(edited)
         return type(stage) in (Checked, Unscaled) and not self._are_cleared(raw_grads(self.params.models))
 
     def require_open(self, strictly: bool = False) -> None:
@@ -1034,7 +1055,6 @@ class StepState:
         self.gradients.clear(set_to_none)
         if type(self.stage) is Stepping:
             return
-        self.gradients.forget_true()  # autograd may have given a master one, of a penalty on masters
         self.gradients.release()
         used = None if set_to_none else GradientStamp(raw_grads(self.params.models), are_zeros=True)
         self.stage = Ready(used, holds_true=False)
