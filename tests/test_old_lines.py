@@ -158,9 +158,7 @@ def clips_the_model_under_a_grad_scaler() -> None:
         scaler.unscale_(opt)
         clip_grad_norm_(params(), 1e-3)
         if params == model.parameters:
-            with pytest.raises(
-                RuntimeError, match=r"Clip opt\.master_params\(\), after unscale_.*fp16opt\.integrations"
-            ):
+            with pytest.raises(RuntimeError, match=r"Clip opt\.master_params\(\), after.*fp16opt\.integrations"):
                 scaler.step(opt)
             scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         else:

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from ..engine.arguments import check_loss
 from ..engine.diagnostics import Lines, Overflow, SkipLog
-from ..engine.stage import OverflowCheck, Scaled
 from ..engine.progress import Progress
+from ..engine.stage import OverflowCheck, Scaled
 from ..engine.wrapped_step import HOOKS, Stepper
 from ..optimizer import MixedPrecisionOptimizer
 from ..scaling import LossScaler as EngineScaler
@@ -244,9 +244,7 @@ class _WithoutCasts:
         """As the stepper says."""
         return self.stepper.skips_on_device()
 
-    def step(
-        self, progress: Progress, found_inf: Tensor | None, closure: Callable[[], Any] | None = None
-    ) -> Any:
+    def step(self, progress: Progress, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
         """See :class:`~fp16opt.engine.wrapped_step.Stepper`."""
         try:
             with _amp_state.casts.disabled():

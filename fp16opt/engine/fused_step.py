@@ -424,9 +424,7 @@ class FusedStep:
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
-    def step(
-        self, progress: Progress, found_inf: Tensor | None, closure: Callable[[], Any] | None = None
-    ) -> Any:
+    def step(self, progress: Progress, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
         """See :class:`Stepper`."""
         self.rounded_all = bool(self._last_reason)
         if self.rounded_all:

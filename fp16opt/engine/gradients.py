@@ -216,7 +216,9 @@ class DeviceGradients:
         self.params.verify()
         sparse: dict[int, Tensor] = {}
         with torch.no_grad():
-            dense = [None if grad is None else self._as_kernels_take(row, grad, sparse) for row, grad in enumerate(grads)]
+            dense = [
+                None if grad is None else self._as_kernels_take(row, grad, sparse) for row, grad in enumerate(grads)
+            ]
         return Waiting(dense, factors, sparse)
 
     def _pieces_of(self, grads: list[Tensor | None]) -> list[Tensor | None] | None:

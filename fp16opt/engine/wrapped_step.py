@@ -58,9 +58,7 @@ class Stepper(Protocol):
     def skips_on_device(self) -> bool:
         """Whether the next step can be skipped on the device, by a flag that the host does not read. No sync."""
 
-    def step(
-        self, progress: Progress, found_inf: Tensor | None, closure: Callable[[], Any] | None = None
-    ) -> Any:
+    def step(self, progress: Progress, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
         """Step, with the wrapped optimizer's hooks. Whatever the step or one of its hooks raises comes out.
 
         Args:
@@ -284,9 +282,7 @@ class WrappedStep:
         """Why no kernel steps."""
         return f"general ({self.why})"
 
-    def step(
-        self, progress: Progress, found_inf: Tensor | None, closure: Callable[[], Any] | None = None
-    ) -> Any:
+    def step(self, progress: Progress, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
         """See :class:`Stepper`. Masters are ordinary parameters while the optimizer steps them."""
         self.gradients.unscale()
         part = self._begin(progress)
@@ -304,7 +300,11 @@ class WrappedStep:
         """The optimizer's step without its hooks, which are running: a kernel could not step after all."""
         self.gradients.unscale()
         part, step = self._begin(progress), type(self.part).step
-        with ordinary_parameters(self.params, progress), fused_steps_guarded(self.part, progress), guard_open(self.part):
+        with (
+            ordinary_parameters(self.params, progress),
+            fused_steps_guarded(self.part, progress),
+            guard_open(self.part),
+        ):
             part.returned.extend(map(getattr(step, "__wrapped__", step), [self.part]))
         self.round_down()
 

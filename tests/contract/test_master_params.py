@@ -18,7 +18,6 @@ from contract.worlds import (
     ALL,
     FUSED,
     INF,
-    KEEPS,
     MIXED_FUSED,
     MIXED_WRAPPED,
     NAN,

@@ -317,7 +317,6 @@ CALLS: dict[str, Callable[[World], object]] = {
     "fp32_state_dict": lambda world: world.opt.fp32_state_dict(torch.nn.ParameterList(world.params)),
     "write_masters": lambda world: world.opt.write_masters(),
     "update_master_grads": lambda world: world.opt.update_master_grads(),
-    "clip_master_grads": lambda world: world.opt.clip_master_grads(1.0),
     "clip_master_values": lambda world: world.opt.clip_master_values(1.0),
     "step": lambda world: world.opt.step(),
 }
