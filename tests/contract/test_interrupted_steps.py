@@ -71,6 +71,7 @@ class Training:
         inner = kind.make([{"params": params[:1]}, {"params": params[1:]}])
         named = self.net.named_parameters()
         self.opt = MixedPrecisionOptimizer(inner, scaler=scaler, named_parameters=named, **kind.arguments)
+        self.stopped: Stop | None = None
 
     def backward(self, bad: bool = False) -> None:
         self.opt.zero_grad()
@@ -149,8 +150,11 @@ def _second_step(kind: Kind, bad: bool, lines: Lines, caplog: pytest.LogCaptureF
     training.iterate()
     training.backward(bad)
     caplog.clear()
-    with contextlib.suppress(Stop), lines():
-        training.opt.step()
+    try:
+        with lines():
+            training.opt.step()
+    except Stop as error:
+        training.stopped = error  # kept, with the frames that it has left, as by a notebook
     rows, counts = training.rows(), training.counts()
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     return training, Found(rows, counts, said)

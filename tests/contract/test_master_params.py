@@ -369,7 +369,7 @@ def test_nothing_holds_a_cycle() -> None:
     assert master.grad is None or master.grad.tolist() == [1.0] * 3
 
 
-# -- those of FP32 and FP64 parameters, which lie on the weights' memory -------------------------------------------------
+# -- those of FP32 and FP64 parameters, which lie on the weights' memory -----------------------------------------------
 
 WIDE = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 STEPS = pytest.mark.parametrize(

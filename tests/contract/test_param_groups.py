@@ -216,7 +216,7 @@ def test_a_parameter_that_is_unfrozen_gets_a_master(fused_step: Any, accumulatio
     assert [m.dtype for m in opt.master_params()] == [torch.float32] * 2
 
 
-# -- between a check and its step ----------------------------------------------------------------------------------------
+# -- between a check and its step --------------------------------------------------------------------------------------
 
 CHECKS: dict[str, Any] = {
     "clip": lambda opt: opt.clip_master_grads(1e6),
@@ -314,7 +314,7 @@ def test_unfreezing_between_a_check_and_its_step_is_no_change(fused_step: Any, c
     assert frozen.tolist() == [1.5] * 3
 
 
-# -- reading them --------------------------------------------------------------------------------------------------------
+# -- reading them ------------------------------------------------------------------------------------------------------
 
 
 @STEPS
@@ -340,7 +340,7 @@ def test_reading_param_groups_brings_them_up_to_date(fused_step: Any, dtype: tor
     assert all(a is b for a, b in zip(opt.model_params(), want, strict=True))
 
 
-# -- frozen parameters ---------------------------------------------------------------------------------------------------
+# -- frozen parameters -------------------------------------------------------------------------------------------------
 
 EVERY_STEP = pytest.mark.parametrize(
     "arguments",

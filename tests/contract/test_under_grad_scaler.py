@@ -393,7 +393,7 @@ def test_ours_passes_closures_on() -> None:
     world.expect_stepped(GRADS)
 
 
-# -- between unscale_ and the step ---------------------------------------------------------------------------------------
+# -- between unscale_ and the step -------------------------------------------------------------------------------------
 
 
 @SCALERS
@@ -504,7 +504,7 @@ def test_a_step_given_up_after_unscale_by_the_models_zero_grad_and_a_new_backwar
     world.expect_stepped(MORE)
 
 
-# -- what a GradScaler leaves on the wrapper -----------------------------------------------------------------------------
+# -- what a GradScaler leaves on the wrapper ---------------------------------------------------------------------------
 
 HOOKS: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
     "pre": lambda opt: opt.register_step_pre_hook,

@@ -267,7 +267,7 @@ def test_a_world_without_the_optimizer_is_freed_so_the_test_can_fail(scale: str,
     assert len(held) == 3
 
 
-# -- written by hooks and by other code around a step --------------------------------------------------------------------
+# -- written by hooks and by other code around a step ------------------------------------------------------------------
 
 HOOKS: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
     "the wrapper's": lambda opt: opt.register_step_post_hook,
