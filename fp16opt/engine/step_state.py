@@ -542,16 +542,14 @@ class StepState:
             self.take_external(scaler=self._scaler())
         if type(self.stage) in (Ready, Interrupted, Summed):
             self.look()
+            if type(self.stage) is Summed:
+                self._refuse_after_unscaling(self.stage)
             self._check_reduced()
             return
         stage = self.stage
         grads = raw_grads(self.params.models)
-        if type(stage) is not Scaled and (stage.scale.is_told or getattr(stage, "is_divided", False)):
-            raise RuntimeError(
-                "update_master_grads() was called after a GradScaler has unscaled this step's gradients, and would "
-                "take scaled ones in their place. To clip, clip opt.master_params(); to give the step up, call "
-                "opt.zero_grad()."
-            )
+        if type(stage) is not Scaled:
+            self._refuse_after_unscaling(stage)
         if self._are_cleared(grads):
             self.reset(keeps_true=False)
             return
@@ -560,6 +558,15 @@ class StepState:
         self._check_reduced()
         scaled = Scaled(self.stage.scale, None, stage.losses)
         self._check(scaled, grads, True)
+
+    def _refuse_after_unscaling(self, stage: Any) -> None:
+        """Raise where a GradScaler has unscaled the gradients, which are not read again."""
+        if stage.scale.is_told or getattr(stage, "is_divided", False):
+            raise RuntimeError(
+                "update_master_grads() was called after a GradScaler has unscaled this step's gradients, and would "
+                "take scaled ones in their place. To clip, clip opt.master_params(); to give the step up, call "
+                "opt.zero_grad()."
+            )
 
     def _check_reduced(self) -> None:
         if self.waits_for_reduction():
@@ -973,7 +980,7 @@ class StepState:
         stage = self.stage
         if type(stage) is Summed:
             edited = stage.true_stamp.compare(raw_grads(self.params.masters))
-            return stage.is_closed or stage.is_divided or any(edited)
+            return stage.is_closed or stage.is_divided or stage.scale.is_told or any(edited)
         return type(stage) in (Checked, Unscaled) and not self._are_cleared(raw_grads(self.params.models))
 
     def require_open(self, strictly: bool = False) -> None:
