@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ._amp_state import _amp_state
 from .casting import Casts
-from .opt import OptimWrapper
 from .initialised import Initialised, is_initialised
+from .opt import OptimWrapper
 from .optimizers import wrapped_in
 from .policy import AmpError
 from .scaler import LossScaler

@@ -1,4 +1,4 @@
-"""Optimizers without master weights (O0, O1, O3): they step the model's own parameters, on gradients unscaled in place."""
+"""Optimizers without master weights (O0, O1, O3): they step the model's parameters, on gradients unscaled in place."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from ..engine.step_state import are_zero
 from ..grad_scaler.closures import ScaledReevaluations, split_closure
 from ..grad_scaler.gradients import Found, OptimizerGradients, overflows, put_back, take_out
 from ._amp_state import _amp_state
-from .initialised import AmpLog, Initialised, Setup
+from .initialised import AmpLog, Initialised, Setup, is_initialised
 from .scaler import LossScaler
 from .subclassing import parts_of
 
-_OURS = ("amp", "_waiting")  # what a plain optimizer has beside its own attributes
+_OURS = ("amp", "_waiting", "_own_step")  # what a plain optimizer has beside its own attributes
 
 
 class PlainGradients:
     """Where the gradients of one plain optimizer stand between ``scale_loss`` and ``step``.
 
     ``.grad`` holds true gradients, which scripts read, clip and add to as they like. A backward leaves scaled ones:
-    true ones of before are taken out until these are unscaled, and then added. With ``delay_unscale`` they wait, scaled,
-    for a later one with the same scale, for one with another scale, or for the step.
+    true ones of before are taken out until these are unscaled, and then added. With ``delay_unscale`` they wait,
+    scaled, for a later one with the same scale, for one with another scale, or for the step.
 
     Args:
         setup: What ``amp.initialize`` decided.
@@ -55,14 +55,14 @@ class PlainGradients:
         self.report: list[Overflow] = []
         self._gradients = OptimizerGradients()
         self._units = UnitScales()
-        self._is_open = False
+        self._open: list[BackwardScale] = []  # of contexts that are not left yet
         self._last_scale: BackwardScale | None = None
         self._scale: BackwardScale | None = None
         self.forget()
 
     def forget(self) -> None:
         """A step has used the gradients, or they were cleared."""
-        if not self._is_open:  # else the backward is yet to come, and its gradients are scaled
+        if not self._open:  # else the backward is yet to come, and its gradients are scaled
             self._scale = None
             self._losses: list[Tensor] = []
         self._taken: dict[Tensor, Tensor] = {}
@@ -113,26 +113,29 @@ class PlainGradients:
         """
         self._look(optimizer)
         if self._scale is not None and not self._scale.is_current(scaler):
-            self.settle(optimizer)
-        scale = self._scale
-        if scale is None:
-            scale = BackwardScale.of(scaler)
-            if not self._units.has(scaler):
-                self.take_out(optimizer)
-        self._scale = self._last_scale = scale
-        self._is_open = True
+            self.unscale(optimizer)
+        scale = BackwardScale.of(scaler) if self._scale is None else self._scale
+        self._go_on(optimizer, scale)
+        self._open.append(scale)
         self._delayed.add(id(scaler))
         self.backwards += 1
         if loss is not None:
             self._losses.append(loss)
         return scale
 
+    def _go_on(self, optimizer: Optimizer, scale: BackwardScale) -> None:
+        """Gradients that come now are scaled."""
+        if self._scale is None and not self._units.has(scale.scaler):
+            self.take_out(optimizer)
+        self._scale = self._last_scale = scale
+
     def take_out(self, optimizer: Optimizer) -> None:
         """Put true gradients aside. Those that no ``scale_loss`` of this step has made are checked before."""
         try:
-            if self._stamp is None:
+            if self._stamp is None or self._stamp[1].is_empty:
                 self._unscale(optimizer, None, torch.ones((), dtype=torch.float32, device=_device_of(optimizer)))
             self._taken = take_out(optimizer)
+            self._note(optimizer)  # that there are none now is no clearing
         except BaseException:
             self.interrupt()
             raise
@@ -144,7 +147,7 @@ class PlainGradients:
 
     def leave(self, optimizer: Optimizer) -> None:
         """Scaled gradients are left to wait."""
-        self._is_open = False
+        self._open.pop()
         if all(param.grad is None for param in _params_of(optimizer)):  # the loss does not reach this optimizer
             put_back(self._taken)
             self._scale, self._taken = None, {}
@@ -152,14 +155,23 @@ class PlainGradients:
 
     def interrupt(self) -> None:
         """Gradients are incomplete."""
-        self._is_open = False
+        self._open = []
         self.forget()
         self._is_interrupted = True
 
-    def settle(self, optimizer: Optimizer) -> Tensor:
+    def settle(self, optimizer: Optimizer, scaler: LossScaler) -> Tensor:
+        """A backward is over: :meth:`unscale` its gradients, and ``scaler`` will hear of it at once."""
+        self._delayed.discard(id(scaler))
+        if self._open:
+            self._open.pop()
+        found = self.unscale(optimizer)
+        if self._open:  # of the context around
+            self._go_on(optimizer, self._open[-1])
+        return found
+
+    def unscale(self, optimizer: Optimizer) -> Tensor:
         """Make true gradients of scaled ones. Returns whether one of these overflowed: float32, 0-dim. No host sync."""
-        scale, self._is_open = self._scale, False
-        device = _device_of(optimizer)
+        scale, device = self._scale, _device_of(optimizer)
         if scale is None:
             return torch.zeros((), dtype=torch.float32, device=device)
         found = self._unscale(optimizer, scale.scaler, scale.inv_scale)
@@ -183,10 +195,6 @@ class PlainGradients:
         gradients.release()
         return found
 
-    def settled(self, scaler: LossScaler) -> None:
-        """``scaler`` hears of its backwards without the step."""
-        self._delayed.discard(id(scaler))
-
     def blame(self, scaler: LossScaler, found: Tensor) -> None:
         """Count ``found`` (float32, 0-dim), of another optimizer, if a step would use gradients of this one."""
         if self._stamp is not None and not self._stamp[1].is_empty:
@@ -197,7 +205,7 @@ class PlainGradients:
     def check(self, optimizer: Optimizer) -> bool:
         """Whether the step is to be skipped. Gradients are true ones after it. Syncs."""
         self._look(optimizer)
-        self.settle(optimizer)
+        self.unscale(optimizer)
         return self._overflowed()
 
     def _overflowed(self) -> bool:
@@ -265,13 +273,18 @@ class PlainOptimizer(Initialised, Optimizer):
 
     def adopt(self, setup: Setup, names: Iterable[tuple[str, Tensor]]) -> None:
         """Begin to wait for ``scale_loss``."""
-        given = {id(param): name for name, param in names}
-        self.__dict__.update(amp=setup, _waiting=PlainGradients(setup, type(self).__name__, given))
+        own_step = self.__dict__.pop("step", None)  # a scheduler's or the user's, in front of the class's
+        self._begin(setup, {id(param): name for name, param in names})
+        if own_step is not None:
+            self.__dict__["_own_step"] = own_step
         warn_eps(self._waiting.lines, self.param_groups)
+
+    def _begin(self, setup: Setup, names: Mapping[int, str]) -> None:
+        self.__dict__.update(amp=setup, _waiting=PlainGradients(setup, type(self).__name__, names))
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        if not self.__dict__.get("amp"):
+        if not is_initialised(self):
             return state
         kept = {name: value for name, value in state.items() if name not in _OURS}
         names = [self._waiting.names.get(id(param)) for param in _params_of(self)]
@@ -286,8 +299,8 @@ class PlainOptimizer(Initialised, Optimizer):
             base.step.hooked = True
         super().__setstate__(state)
         if setup is not None:
-            named = [(name, param) for name, param in zip(names, _params_of(self), strict=True) if name is not None]
-            self.adopt(setup, named)
+            pairs = zip(names, _params_of(self), strict=True)
+            self._begin(setup, {id(param): name for name, param in pairs if name is not None})
             self._waiting.skipped_steps = skipped_steps
 
     # -- gradients ---------------------------------------------------------------------------------------------------
@@ -308,8 +321,7 @@ class PlainOptimizer(Initialised, Optimizer):
 
     def settle_gradients(self, scaler: LossScaler) -> Tensor:
         """Unscale the gradients of the last backward. Returns whether one overflowed: float32, 0-dim. No host sync."""
-        self._waiting.settled(scaler)
-        return self._waiting.settle(self)
+        return self._waiting.settle(self, scaler)
 
     def blame(self, scaler: LossScaler, found_inf: Tensor) -> None:
         """Skip the next step where ``found_inf`` (float32, 0-dim): another optimizer of this backward overflowed."""
@@ -320,7 +332,8 @@ class PlainOptimizer(Initialised, Optimizer):
         if "set_grads_to_None" in kwargs:
             kwargs["set_to_none"] = kwargs.pop("set_grads_to_None")
         super().zero_grad(*args, **kwargs)
-        self._waiting.forget()
+        if is_initialised(self):
+            self._waiting.forget()
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
@@ -328,9 +341,9 @@ class PlainOptimizer(Initialised, Optimizer):
         """The class's own step, unless a gradient that ``scale_loss`` has unscaled was not finite.
 
         Args:
-            args, kwargs: Handed on. A ``closure`` clears the gradients, runs ``amp.scale_loss`` and returns the loss. It
-                is evaluated again, at a lower scale, while gradients overflow; where no scale is low enough, parameters
-                and state are put back, and the step counts as skipped. Costs a copy of both.
+            args, kwargs: Handed on. A ``closure`` clears the gradients, runs ``amp.scale_loss`` and returns the loss.
+                It is evaluated again, at a lower scale, while gradients overflow; where no scale is low enough,
+                parameters and state are put back, and the step counts as skipped. Costs a copy of both.
 
         Returns:
             What the class's step returns. None where it was skipped; the loss, with a closure.
@@ -340,6 +353,8 @@ class PlainOptimizer(Initialised, Optimizer):
 
         Syncs: once, where the decision is taken.
         """
+        if not is_initialised(self):  # another object that a script has made of this one's class
+            return super().step(*args, **kwargs)
         closure, args, kwargs = split_closure(args, kwargs)
         if closure is not None:
             return self._step_with(closure, args, kwargs)
@@ -354,9 +369,7 @@ class PlainOptimizer(Initialised, Optimizer):
     def _step_with(self, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         waiting = self._waiting
         casting = _amp_state.casts.keeping(closure)
-        evaluations = ScaledReevaluations(
-            lambda: waiting.evaluate(self, casting), lambda: waiting.back_off(self)
-        )
+        evaluations = ScaledReevaluations(lambda: waiting.evaluate(self, casting), lambda: waiting.back_off(self))
         stepped = evaluations.step(self, lambda finite: self._step_on((finite, *args), kwargs))
         self._close(skipped=not stepped)
         if not stepped:
@@ -364,8 +377,9 @@ class PlainOptimizer(Initialised, Optimizer):
         return evaluations.returned if stepped else evaluations.loss
 
     def _step_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        step = self.__dict__.get("_own_step", super().step)
         with _amp_state.casts.disabled():
-            return super().step(*args, **kwargs)
+            return step(*args, **kwargs)
 
     def _close(self, skipped: bool) -> None:
         self._waiting.close(skipped)

@@ -204,7 +204,7 @@ class OptimizerGradients:
         left = dict(earlier or {})
         with torch.no_grad():
             for rows in self.rows:
-                sums = [_sum_for(place, left) for place in rows.places] if left else [None] * len(rows.places)
+                sums = [_sum_for(place, left) if left else None for place in rows.places]
                 stats = self._stats_of(rows)
                 _unscale(rows.values, sums, stats, inv_scale.to(rows.device, non_blocking=True))
                 for row, (place, sum_) in enumerate(zip(rows.places, sums, strict=True)):
@@ -301,7 +301,7 @@ class OptimizerGradients:
 
 
 def take_out(optimizer: Optimizer) -> dict[Tensor, Tensor]:
-    """Gradients as they are now, which parameters give up: the backward that follows leaves its own alone in ``.grad``."""
+    """Gradients as they are now, which parameters give up: a backward that follows leaves its own alone there."""
     taken: dict[Tensor, Tensor] = {}
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         if param.grad is not None:
@@ -326,9 +326,7 @@ def _sum_for(place: ParamWithGrad, earlier: dict[Tensor, Tensor]) -> Tensor | No
     return earlier.pop(place.param)
 
 
-def _unscale(
-    values: list[Tensor], sums: list[Tensor | None], stats: kernels.GradStats, inv_scale: Tensor
-) -> None:
+def _unscale(values: list[Tensor], sums: list[Tensor | None], stats: kernels.GradStats, inv_scale: Tensor) -> None:
     """``values *= inv_scale``; or ``sums += values * inv_scale``, where there is one."""
     outs = [value if sum_ is None else sum_ for value, sum_ in zip(values, sums, strict=True)]
     halves = [row for row, out in enumerate(outs) if out.dtype in HALF_DTYPES]
