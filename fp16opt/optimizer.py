@@ -78,6 +78,11 @@ _NOT_COPIED = (*HOOKS, "step", "gradients", "step_state", "_state_format", "_ste
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
+def opaque(method: Method) -> Method:
+    """Hide a method from ``torch.compile``, as torch.optim hides its own: it runs as it is, between compiled graphs."""
+    return cast(Method, torch._disable_dynamo(method))  # type: ignore[attr-defined]
+
+
 def outside_inference(method: Method) -> Method:
     """Have a method make ordinary tensors, also where it is called under ``torch.inference_mode``."""
 
@@ -117,15 +122,16 @@ def between_hooks(step: Method) -> Method:
                 self.__dict__.pop(name, None)
             raise
 
-    call.hooked = True  # type: ignore[attr-defined]  # by this torch knows that a step has its wrapper
-    return cast(Method, call)
+    hidden = opaque(call)
+    hidden.hooked = True  # type: ignore[attr-defined]  # by this torch knows that a step has its wrapper
+    return cast(Method, hidden)
 
 
 class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     """Any ``torch.optim.Optimizer``, stepping FP32 masters of a model with FP16 or BF16 weights.
 
     It keeps an FP32 master of every FP16 and BF16 parameter, owns the loss scale, and moves gradients up and weights
-    down with fused kernels. The master of an FP32 or FP64 parameter lies on the weight's own memory, and has a ``.grad``
+    down with fused kernels. The master of an FP32 or FP64 parameter lies on the weight's memory. Each has a ``.grad``
     of its own: the model's is the scaled one, the master's the true one, always. ``param_groups``, ``state`` and
     ``defaults`` are the wrapped optimizer's own; groups hold what it steps: masters.
 
@@ -269,7 +275,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.gradients = Gradients(self.params, self.masters)
         sums, scaler = self.grad_accumulation == "fp32", _weakly(me, _scaler_of, self.scaler)
         self.step_state = StepState(self.params, self.gradients, scaler, self.device, sums, ranks)
-        own_masters(self.params, self.step_state)
+        own_masters(self.params, self.step_state, self.masters.mixed_in)
         self._stepper: Stepper = self._make_stepper()
 
     def _make_stepper(self) -> Stepper:
@@ -406,6 +412,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         make_hook_tables(self, self.optimizer)
         self._patch_step_function()
 
+    @opaque
     @outside_inference
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, like ``torch.optim.Optimizer.add_param_group``; its 16-bit parameters get masters.
@@ -523,7 +530,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self.step_state.follow_params()
         else:
             self.step_state.follow_params(came_from, is_thaw)
-            own_masters(self.params, self.step_state)
+            own_masters(self.params, self.step_state, self.masters.mixed_in)
         if self.params.has_dtensors:  # ask anew who must hear of overflows and norms
             facts = _weakly(weakref.ref(self), MixedPrecisionOptimizer._facts, Facts([], []))
             asked = functools.partial(parallel.ranks_of, self.optimizer, self.params, self._names, facts, lambda: None)
@@ -554,6 +561,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
+    @opaque
     def scale_loss(self, loss: Tensor, *, scaler: LossScaler | None = None) -> Tensor:
         """``loss.float()`` times the loss scale. Call ``.backward()`` on it yourself.
 
@@ -582,6 +590,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         )
         return loss.float() * scale.scale.to(loss.device)
 
+    @opaque
     def backward(
         self,
         loss: Tensor,
@@ -632,6 +641,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if not self.params.has_dtensors and self.step_state.found_none():  # FSDP2 may add up gradients of its own first
             warn_no_gradients(self.lines, self.params.names)
 
+    @opaque
     @outside_inference
     def update_master_grads(self) -> None:
         """Take the model's gradients as they are now, from any writer, and write true FP32 ones to the masters.
@@ -649,6 +659,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if self._look_at_groups():
             self.step_state.update()
 
+    @opaque
     @outside_inference
     def clip_master_grads(
         self,
@@ -685,7 +696,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         norm_type = check_number("norm_type", norm_type, above_zero=True)
         if not self.step_state.ranks.alone:
             self.step_state.ranks.check_norm_type(norm_type)
-        self._look_at_groups(verifies=False)  # the step looks
+        self._look_at_groups(verifies=False, rounds=False)  # the step does both
         of = None if params is None else self.params.chosen(params)
         if self.gradient_release:
             self.step_state.refuse("clip_master_grads")
@@ -703,6 +714,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.step_state.clip(factor, of, is_one=self._on_host and factor.item() == 1.0)
         return norm_before
 
+    @opaque
     @outside_inference
     def clip_master_values(self, max_value: float, params: Iterable[Tensor] | Tensor | None = None) -> None:
         """Bring every element of all master gradients to at most ``max_value`` in size, as ``clip_grad_value_`` does.
@@ -736,6 +748,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if check is not None:
             self.step_state.clip_values(max_value, check.found_inf, of)
 
+    @opaque
     @outside_inference
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the model's and the masters' gradients and forget what was found in them.
@@ -778,12 +791,13 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         return self._step_once(None) if closure is None else self._step_with(closure)
 
     def _step_once(self, closure: EvaluatedClosure | None) -> Any:
-        self._look_at_groups()
+        self._look_at_groups(rounds=False)  # the step rounds masters
         if self.gradient_release:
             return self._step_released()
         entered = self.step_state.stage
         check = self._finalize(write=not self._stepper.takes_scaled())
         if check is None:
+            self.model_writes.write_edited()
             self.outcome.nothing()
             return None
         on_device = not self._on_host and self._skips_on_device(check)
@@ -815,9 +829,11 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         return result
 
     def _close_step(self, rounded_all: bool) -> None:
-        """Masters and model agree; the step is counted, scalers follow, READY. What was done already is not done again."""
+        """Masters and model agree; the step is counted, scalers follow, READY. What was done is not done again."""
         stepping = self.step_state.stage
-        if stepping.skipped is not True:
+        if stepping.skipped is True:
+            self.model_writes.write_edited()
+        else:
             self.model_writes.agree(rounded_all, self._on_host)
         self._record(stepping.check, stepping.skipped)
 
@@ -833,7 +849,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         progress: Progress = stepping.progress
         self._guard.shut()
         progress.put_back()
-        own_masters(self.params, self.step_state)
+        own_masters(self.params, self.step_state, self.masters.mixed_in)
         if stepping.skipped is not True and not progress.has_begun():
             self.step_state.stop_step()
             return
@@ -847,13 +863,12 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _tell_of_part(self, progress: Progress) -> None:
         """Say by name, once, where a step was taken in part."""
-        stepped = set(progress.stepped())
-        left = [at for at in progress.due if at not in stepped]
-        if not stepped and not progress.was_cut():
-            return
+        due = self.step_state.due()
+        stepped = set(due if progress.is_whole else progress.stepped()) & set(due)
+        left = [at for at in due if at not in stepped]
         if progress.was_cut():
             warn_cut_step(self.lines, type(self.inner).__name__, self._named(stepped), self._named(left))
-        elif left:
+        elif stepped and left:
             warn_partial_step(self.lines, self._named(stepped), self._named(left))
 
     def _named(self, positions: Iterable[int]) -> str:
@@ -863,6 +878,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """Parameters were stepped in backward: what is left are the wrapped optimizer's step hooks, and the count."""
         check: OverflowCheck | None = self.step_state.finish()
         if check is None:
+            self.model_writes.write_edited()
             self.outcome.nothing()
             return
         self.model_writes.sync(waits=self._on_host)
@@ -908,6 +924,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             "without dynamic, loss_scale, scaler, and call scaler.scale(loss).backward()."
         )
 
+    @opaque
     @outside_inference
     def check_external(self, inv_scale: Tensor) -> Tensor | None:
         """Check gradients that came by a plain backward, for a GradScaler of this library. Makes no FP32 ones.
@@ -1091,6 +1108,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         fractions = ("loss_scale", "grad_norm", "clip_factor")
         return {name: value if name in fractions else int(value) for name, value in numbers.items()}
 
+    @opaque
     def master_params(self) -> Iterator[Tensor]:
         """What the wrapped optimizer steps, in param_groups order: masters.
 
@@ -1102,6 +1120,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             return iter(list(self.params.masters))
         return self.masters.shown(self.params.all)
 
+    @opaque
     def model_params(self) -> Iterator[Tensor]:
         """The model's parameters, in param_groups order; pairs with :meth:`master_params`."""
         models = {id(pair.master): pair.model for pair in self.params.all}
@@ -1140,12 +1159,13 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     # -- checkpoints and the model's own weights ---------------------------------------------------------------------
 
+    @opaque
     def state_dict(self, *, compact: bool = False) -> dict[str, Any]:
         """Plain tensors, numbers, strings, lists and dicts: ``torch.load(weights_only=True)`` reads them back.
 
         Keys: ``version``, ``optimizer`` (the wrapped optimizer's own), ``masters`` (FP32, in param_groups order, None
-        where a master lies on the weight's memory), ``scaler``, ``steps`` and ``skipped_steps`` (how many were taken, and
-        skipped). Tensors are references, as in torch, but for FP32 ones of what is kept in fewer bits.
+        where a master lies on the weight's memory), ``scaler``, ``steps`` and ``skipped_steps`` (how many were taken,
+        and skipped). Tensors are references, as in torch, but for FP32 ones of what is kept in fewer bits.
 
         Args:
             compact: Of state that is kept in 8 bits, give codes and not FP32 moments. Other programs can't read these.
@@ -1171,6 +1191,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """FP32 masters in order, None where one lies on the weight's memory: a value has one home in a checkpoint."""
         return [self.masters.read([pair])[0] if pair.is_apart else None for pair in self.params.all]
 
+    @opaque
     @outside_inference
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave, or the wrapped class's own state_dict (from FP32 training).
@@ -1265,6 +1286,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.step_state.forget()
         self._round_all()
 
+    @opaque
     def fp32_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """``model.state_dict()`` with FP32 masters in place of 16-bit parameters, under all their names.
 
@@ -1289,6 +1311,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 state[name] = made[id(value)]
         return state
 
+    @opaque
     @outside_inference
     def take_delta(self, model: torch.nn.Module) -> WeightDelta:
         """What changed in the model since the last call, or since it was wrapped; the next one begins here.
@@ -1324,6 +1347,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         changes = self._changes.take(require_tensors(model.state_dict(keep_vars=True)))
         return WeightDelta(self._changes.sequence, self._changes.sequence - 1, changes)
 
+    @opaque
     @outside_inference
     def refresh_masters(self) -> None:
         """Masters take the model parameters' values, for code that wrote the model in place. No host sync."""
@@ -1333,6 +1357,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 self.masters.refresh(pair)
         self.model_writes.record()
 
+    @opaque
     def write_masters(self) -> None:
         """The model takes the masters' values, rounded, for code that wrote the masters in place. No host sync."""
         if not self._look_at_groups(verifies=False):

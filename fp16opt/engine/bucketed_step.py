@@ -22,14 +22,7 @@ from .dtensors import raw_grad, set_raw_grad
 from .masters import Masters
 from .params import ParamPair, ParamTable
 from .progress import OwnPart, Progress
-from .wrapped_step import (
-    STEP_HOOKS_OF_ALL,
-    StepGradients,
-    fused_steps_guarded,
-    guard_open,
-    note_step,
-    own_step_hooks,
-)
+from .wrapped_step import StepGradients, fused_steps_guarded, guard_open, note_step
 
 BUCKET = 1 << 20
 """Elements in a bucket, at most; a tensor with more is a bucket of its own."""
@@ -233,8 +226,8 @@ class BucketedStep:
         self._closure: Any = None
 
     def takes_scaled(self) -> bool:
-        """True, but where the wrapped optimizer has pre hooks: true gradients are made for one bucket at a time."""
-        return not any((own_step_hooks(self.optimizer)[0], STEP_HOOKS_OF_ALL[0]))
+        """True: true gradients are made for one bucket at a time."""
+        return True
 
     def skips_on_device(self) -> bool:
         """False: the wrapped optimizer steps each bucket, and the host decides for it."""

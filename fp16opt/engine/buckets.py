@@ -38,7 +38,7 @@ def hooks_muted(optimizer: Optimizer | None = None, progress: Progress | None = 
             table.clear()
             table.update(now)
 
-    with (Progress([]) if progress is None else progress).putting_back(put_back):
+    with (Progress() if progress is None else progress).putting_back(put_back):
         for table, _ in kept:
             table.clear()
         yield
@@ -57,7 +57,7 @@ class BucketSteps:
     """
 
     def __init__(self, optimizer: Optimizer, progress: Progress | None = None) -> None:
-        self._progress = Progress([]) if progress is None else progress
+        self._progress = Progress() if progress is None else progress
         self._groups = optimizer.param_groups
         self._whole = list(self._groups)
         self._before = list(map(settings_of, self._whole))

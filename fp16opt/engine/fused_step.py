@@ -40,7 +40,7 @@ from .masters import Masters
 from .params import DeviceParams, ParamPair, ParamTable
 from .progress import KernelPart, Progress
 from .state_formats import StateFormat, coded_piece
-from .wrapped_step import STEP_HOOKS_OF_ALL, StepGradients, has_own_step, own_step_hooks, run_hooks
+from .wrapped_step import StepGradients, has_own_step, run_hooks
 
 NO_MASTERS = "there are no FP32 masters (master_weights='none')"
 
@@ -373,8 +373,6 @@ class FusedStep:
     def takes_scaled(self) -> bool:
         """See :class:`Stepper`. Where a kernel stepped before and does not any more, a warning says once why.
 
-        Not where the wrapped optimizer has pre hooks: they may read and edit gradients.
-
         Raises:
             RuntimeError: there is no other way to step, or a CUDA graph is being captured, which the argument that
                 requires a kernel does not go with. Nothing has been done.
@@ -386,7 +384,7 @@ class FusedStep:
             self._warn_or_refuse(reason)
             return bool(self.fallback.takes_scaled())
         self._has_served = True
-        return not any((own_step_hooks(self.optimizer)[0], STEP_HOOKS_OF_ALL[0]))
+        return True
 
     def _refuse_capture(self) -> None:
         if any(captures(each.device) for each in self.params.devices):
@@ -426,9 +424,7 @@ class FusedStep:
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
-    def step(
-        self, progress: Progress, found_inf: Tensor | None, closure: Callable[[], Any] | None = None
-    ) -> Any:
+    def step(self, progress: Progress, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
         """See :class:`Stepper`."""
         self.rounded_all = bool(self._last_reason)
         if self.rounded_all:

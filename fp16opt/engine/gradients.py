@@ -216,7 +216,9 @@ class DeviceGradients:
         self.params.verify()
         sparse: dict[int, Tensor] = {}
         with torch.no_grad():
-            dense = [None if grad is None else self._as_kernels_take(row, grad, sparse) for row, grad in enumerate(grads)]
+            dense = [
+                None if grad is None else self._as_kernels_take(row, grad, sparse) for row, grad in enumerate(grads)
+            ]
         return Waiting(dense, factors, sparse)
 
     def _pieces_of(self, grads: list[Tensor | None]) -> list[Tensor | None] | None:
@@ -315,7 +317,7 @@ class DeviceGradients:
         outs = [None if place is None else local(place) for place in places]
         for row, grad in waiting.sparse.items():
             ins[row] = grad._values()
-            outs[row] = torch.empty_like(grad._values(), dtype=self.wide_dtype(row))
+            outs[row] = torch.empty_like(grad._values(), dtype=self._true_dtypes[row])
         halves = {row: out for row in self.halves if (out := outs[row]) is not None and out.dtype in HALF_DTYPES}
         for row in halves:
             outs[row] = torch.empty_like(halves[row], dtype=torch.float32)
@@ -325,7 +327,7 @@ class DeviceGradients:
                 wide = [outs[row] if row in halves else None for row in range(len(outs))]
                 round_to(wide, [halves.get(row) for row in range(len(outs))], self.stats)
         for row, grad in waiting.sparse.items():
-            made = outs[row]
+            made = halves.get(row, outs[row])
             if made is not None:
                 places[row] = sparse_like(grad, made)
         for master, place in zip(self.masters, places, strict=True):
@@ -353,7 +355,7 @@ class DeviceGradients:
     # -- true gradients ----------------------------------------------------------------------------------------------
 
     def true_ones(self) -> tuple[list[Tensor | None], bool]:
-        """(by row what masters hold, dense, as kernels take it: of sparse ones the values, coalesced; whether one is)."""
+        """(by row what masters hold, dense, as kernels take it; whether one is sparse, of which it is the values)."""
         grads = raw_grads(self.masters)
         has_sparse = False
         if not self._has_dtensors and set(map(type, grads)) == {Tensor} and set(map(_LAYOUT, grads)) == {torch.strided}:
@@ -645,19 +647,18 @@ class Gradients:
         drop_gradients([pair.master for pair in self.params.all if pair.has_master])
 
     def clear(self, set_to_none: bool) -> None:
-        """Clear the model's and the masters' gradients, as ``torch.optim.Optimizer.zero_grad`` does."""
+        """Clear the model's gradients, as ``torch.optim.Optimizer.zero_grad`` does; masters have none after it."""
+        freed = self.params.masters if set_to_none else [pair.master for pair in self.params.all if pair.has_master]
         tensors = [*self.params.models, *self.params.elsewhere]
-        if set_to_none:
-            for tensor in tensors:
-                set_raw_grad(tensor, None)
-        else:
-            for tensor in tensors:
-                grad = raw_grad(tensor)
-                if grad is not None:
-                    if grad.requires_grad:
-                        grad = grad.detach()
-                        set_raw_grad(tensor, grad)
-                    grad.zero_()
+        for tensor in [*freed, *tensors] if set_to_none else freed:
+            set_raw_grad(tensor, None)
+        for tensor in () if set_to_none else tensors:
+            grad = raw_grad(tensor)
+            if grad is not None:
+                if grad.requires_grad:
+                    grad = grad.detach()
+                    set_raw_grad(tensor, grad)
+                grad.zero_()
 
 
 class NamingChanges:

@@ -28,6 +28,7 @@ class Masters(Protocol):
         keeps_gradients: whether the memory of FP32 gradients is kept from one step to the next.
         are_whole: whether masters are ordinary tensors that their optimizer, and the user, may read and write.
         needs_number: whether steps round them by the number of the step.
+        mixed_in: what the class of masters with memory of their own is mixed with; None for nothing.
         ties: by id of a master, what a checkpoint has left that weights must be compared with on the host before they
             are taken for written. A step writes weights anew, and leaves none.
     """
@@ -37,6 +38,7 @@ class Masters(Protocol):
     keeps_gradients: bool
     are_whole: bool
     needs_number: bool
+    mixed_in: Any
     ties: dict[int, Any]
 
     def make(self, model: Tensor) -> Tensor:
@@ -89,6 +91,7 @@ class FullMasters:
     keeps_gradients = True
     are_whole = True
     needs_number = False
+    mixed_in: Any = None
 
     def __init__(self) -> None:
         self.ties: dict[int, Any] = {}
@@ -244,14 +247,18 @@ def _copied(master: Tensor, data: Tensor) -> torch.nn.Parameter:
 
 
 @functools.cache
-def master_class(cls: Any) -> Any:
+def master_class(cls: Any, mixed_in: Any = None) -> Any:
     """The subclass of ``cls`` (Parameter, or DTensor) whose ``grad`` has true gradients made before it is read or set.
 
     Copies and pickles of such parameters are ordinary ones again; of those on a weight's memory they lie on the copied
     weight's.
-    """
 
-    class Master(cls):  # type: ignore[misc]
+    Args:
+        mixed_in: a class whose methods come first; None for none.
+    """
+    bases = (cls,) if mixed_in is None else (mixed_in, cls)
+
+    class Master(*bases):  # type: ignore[misc]
         if "__slots__" in cls.__dict__:
             __slots__ = ()
 
@@ -285,7 +292,7 @@ MasterParameter: Any = master_class(torch.nn.Parameter)
 
 
 def on_memory_of(weight: Tensor, marks: Mapping[str, Any] | None = None) -> Tensor:
-    """A master that lies on the memory of ``weight``: no copy, no rounding, one version counter, a ``.grad`` of its own.
+    """A master on the memory of ``weight``: no copy, no rounding, the version counter shared, a ``.grad`` of its own.
 
     Args:
         weight: a parameter of the model.
@@ -298,26 +305,30 @@ def on_memory_of(weight: Tensor, marks: Mapping[str, Any] | None = None) -> Tens
     return master
 
 
-def own_masters(params: ParamTable, owner: GradientOwner) -> None:
-    """Have every master ask ``owner`` before ``.grad`` is read or set. Does not keep it alive."""
+def own_masters(params: ParamTable, owner: GradientOwner, mixed_in: Any = None) -> None:
+    """Have every master ask ``owner`` before ``.grad`` is read or set. Does not keep it alive.
+
+    Args:
+        mixed_in: see :func:`master_class`; of masters with memory of their own.
+    """
     reference = weakref.ref(owner)
     for pair in params.all:
         if pair.has_master:
             if type(pair.master) not in _ORDINARY:
-                pair.master.__class__ = master_class(type(pair.master))
+                pair.master.__class__ = master_class(type(pair.master), mixed_in if pair.is_apart else None)
             pair.master.__dict__[_OWNER] = reference, pair.position
 
 
 @contextlib.contextmanager
 def ordinary_parameters(params: ParamTable, progress: Progress | None = None) -> Iterator[None]:
     """For as long as it lasts, masters are ordinary parameters, for which torch chooses its faster loops."""
-    masters = [(pair.master, type(pair.master)) for pair in params.all if type(pair.master) in _ORDINARY]
+    masters = [(master, cls) for master in params.masters if (cls := type(master)) in _ORDINARY]
 
     def put_back() -> None:
         for master, cls in masters:
             master.__class__ = cls
 
-    with (Progress([]) if progress is None else progress).putting_back(put_back):
+    with (Progress() if progress is None else progress).putting_back(put_back):
         for master, cls in masters:
             master.__class__ = _ORDINARY[cls]
         yield

@@ -74,7 +74,9 @@ class DeviceParams:
             pair.follow_memory()
         if len(self.models) != len(models) or not all(map(operator.is_, models, self.models)):
             self.models = tuple(models)
-            self.apart_models = tuple([m if pair.is_apart else None for pair, m in zip(self.pairs, models, strict=True)])
+            self.apart_models = tuple(
+                [m if pair.is_apart else None for pair, m in zip(self.pairs, models, strict=True)]
+            )
         masters = pieces([pair.master for pair in self.pairs])
         if len(self.masters) != len(masters) or not all(map(operator.is_, masters, self.masters)):
             self.masters = tuple(masters)
@@ -523,7 +525,8 @@ class StateByParam(MutableMapping[Any, Any]):
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
-        >>> table = ParamTable([{"params": [weight]}], {}, lambda model: (torch.nn.Parameter(model.detach().float()), True))
+        >>> adopt = lambda model: (torch.nn.Parameter(model.detach().float()), True)
+        >>> table = ParamTable([{"params": [weight]}], {}, adopt)
         >>> StateByParam({table.masters[0]: {"step": 1}}, table)[weight]
         {'step': 1}
     """

@@ -8,6 +8,8 @@ compiled code that runs it (:attr:`fp16opt.kernels.CallCache.returned`).
 from __future__ import annotations
 
 import contextlib
+import itertools
+import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -83,13 +85,13 @@ class OwnPart:
         self._optimizer = optimizer
         self._then = versions(masters)
         self._state_then = self._versions_of_state()
-        # torch's fused steps count no versions of what they write.
-        groups = [group for group in optimizer.param_groups if group.get("fused")]
-        self._uncounted = {id(param) for group in groups for param in group["params"]}
 
     def _versions_of_state(self) -> list[int]:
-        entries = self._optimizer.state.values()
-        return [version(value) for entry in entries if isinstance(entry, dict) for value in _tensors(entry)]
+        entries = list(self._optimizer.state.values())
+        try:
+            return list(map(_VERSION, itertools.chain.from_iterable(map(dict.values, entries))))
+        except (AttributeError, TypeError, RuntimeError):  # not all are plain tensors that count versions
+            return [version(value) for entry in entries if isinstance(entry, dict) for value in _tensors(entry)]
 
     def has_run(self) -> bool | None:
         """Cut where it has not come to its end and a master, or the state, has moved."""
@@ -102,13 +104,18 @@ class OwnPart:
 
     def stepped(self) -> Iterable[int]:
         """Those that were written: where torch counts that, by the versions of their masters."""
-        if self.returned or (self._uncounted and self._has_moved()):
+        # torch's fused steps count no versions of what they write.
+        is_uncounted = any(group.get("fused") for group in self._optimizer.param_groups)
+        if self.returned or (is_uncounted and self._has_moved()):
             return self.positions
         now = versions(self._masters)
         return [at for at, a, b in zip(self.positions, self._then, now, strict=True) if a != b]
 
     def finish(self) -> None:
         """Nothing is left to do."""
+
+
+_VERSION = operator.attrgetter("_version")
 
 
 def _tensors(entry: dict[Any, Any]) -> Iterator[Tensor]:
@@ -119,14 +126,12 @@ class Progress:
     """What one step has done so far.
 
     Attributes:
-        due: positions of parameters that have a gradient.
         parts: those whose step has begun, or is about to.
         is_whole: whether the step has come to its end.
         closing: what the end of the step has settled already: see :class:`.outcome.Closing`.
     """
 
-    def __init__(self, due: Sequence[int]) -> None:
-        self.due = due
+    def __init__(self) -> None:
         self.parts: list[Part] = []
         self.is_whole = False
         self.closing: Any = None
@@ -151,7 +156,7 @@ class Progress:
 
     def stepped(self) -> list[int]:
         """Positions of parameters that were stepped, as far as that can be told."""
-        return list(self.due) if self.is_whole else [at for part in self.parts for at in part.stepped()]
+        return [at for part in self.parts for at in part.stepped()]
 
     def has_begun(self) -> bool:
         """Whether anything was written."""

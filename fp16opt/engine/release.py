@@ -27,8 +27,8 @@ from .masters import Masters
 from .model_writes import ModelWrites
 from .params import ParamPair, ParamTable
 from .ranks import Ranks, Replicas
-from .state_formats import StateFormat
 from .stage import BackwardScale, OverflowCheck
+from .state_formats import StateFormat
 from .wrapped_step import run_hooks
 
 SAID = "gradient_release=True"
@@ -167,9 +167,7 @@ class GradientRelease:
 
     # -- the backward ------------------------------------------------------------------------------------------------
 
-    def begin_backward(
-        self, scaler: LossScaler, may_clear: bool = False, loss: Tensor | None = None
-    ) -> BackwardScale:
+    def begin_backward(self, scaler: LossScaler, may_clear: bool = False, loss: Tensor | None = None) -> BackwardScale:
         """The step's backward, with ``scaler``'s present scale, is about to begin.
 
         One before it that made no gradients here, as that of another optimizer's loss, counts for nothing.
@@ -366,7 +364,7 @@ class GradientRelease:
         """Whether the backward that has just ended has given no parameter a gradient."""
         return not self._any_came()
 
-    def require_open(self) -> None:
+    def require_open(self, strictly: bool = False) -> None:
         """No-op: there is no clip before a change of parameters."""
 
     def flags(self) -> list[Tensor]:

@@ -7,8 +7,7 @@ of the present one; nothing is changed in place. FP32 sums have a stage of their
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -19,8 +18,7 @@ from .progress import Progress
 from .stamps import GradientStamp
 
 
-@dataclass(frozen=True)
-class BackwardScale:
+class BackwardScale(NamedTuple):
     """The scale that gradients were made with. It stays theirs whatever the scaler does.
 
     Attributes:
@@ -72,8 +70,7 @@ class UnitScales:
         return is_one
 
 
-@dataclass(frozen=True)
-class OverflowCheck:
+class OverflowCheck(NamedTuple):
     """Whether the gradients that are about to be stepped are finite, over all ranks.
 
     Attributes:
@@ -87,8 +84,7 @@ class OverflowCheck:
     norm: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What was found in a step's gradients.
 
     Attributes:
@@ -106,8 +102,7 @@ class Verdict:
     untold: tuple[tuple[LossScaler, Tensor], ...] = ()
 
 
-@dataclass(frozen=True)
-class Ready:
+class Ready(NamedTuple):
     """Nothing of this step.
 
     Attributes:
@@ -119,8 +114,7 @@ class Ready:
     holds_true: bool = True
 
 
-@dataclass(frozen=True)
-class Scaled:
+class Scaled(NamedTuple):
     """The model's gradients, as backwards left them. Masters have none.
 
     Attributes:
@@ -135,8 +129,7 @@ class Scaled:
     left_over: tuple[list[str], GradientStamp] | None = None
 
 
-@dataclass(frozen=True)
-class Checked:
+class Checked(NamedTuple):
     """The same, with flags and norm known. Masters have none.
 
     Attributes:
@@ -159,8 +152,7 @@ class Checked:
         return self.factor is not None
 
 
-@dataclass(frozen=True)
-class Unscaled:
+class Unscaled(NamedTuple):
     """Masters hold true gradients: these are what is stepped.
 
     Attributes:
@@ -181,8 +173,7 @@ class Unscaled:
     losses: tuple[Tensor, ...] = ()
 
 
-@dataclass(frozen=True)
-class Interrupted:
+class Interrupted(NamedTuple):
     """A backward raised: gradients are incomplete until they are cleared."""
 
 
@@ -194,8 +185,7 @@ def incomplete() -> RuntimeError:
     )
 
 
-@dataclass(frozen=True)
-class Stepping:
+class Stepping(NamedTuple):
     """A step is writing; or an exception has stopped it, and the next call finishes it.
 
     Attributes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -41,11 +42,13 @@ class GradientStamp:
             self._refs: list[Callable[[], Tensor | None]] = list(map(weakref.ref, grads))
             self.is_empty = not grads
         except TypeError:  # there is no weak reference to None
-            self._refs = [_no_gradient if grad is None else weakref.ref(grad) for grad in grads]
+            self._refs = list(map(_ref, grads))
             self.is_empty = all([grad is None for grad in grads])  # noqa: C419
 
     def compare(self, now: Sequence[Tensor | None]) -> tuple[list[int], list[int]]:
         """(positions with another gradient, or a written one; positions where it was set to None)."""
+        if len(now) != len(self._refs):  # of others nothing is known
+            return [], []
         then, counted = list(map(_CALL, self._refs)), versions(now)
         digests = _digests(now, self._digests) if self._digests else {}
         if counted == self._versions and digests == self._digests and all(map(operator.is_, then, now)):
@@ -70,11 +73,12 @@ class GradientStamp:
 
     def without(self, positions: Iterable[int]) -> GradientStamp:
         """The same, but that there was no gradient at these positions."""
-        made = self._copy()
-        for position in positions:
-            made._refs[position], made._versions[position] = _no_gradient, -1
-            made._digests.pop(position, None)
-        return made
+        gone = set(positions)
+        return self._with(
+            [_no_gradient if at in gone else ref for at, ref in enumerate(self._refs)],
+            [-1 if at in gone else counted for at, counted in enumerate(self._versions)],
+            {at: digest for at, digest in self._digests.items() if at not in gone},
+        )
 
     def moved(self, came_from: Sequence[int | None], now: Sequence[Tensor | None]) -> GradientStamp:
         """The same for parameters in another order: what was known of those that stay is known on.
@@ -83,20 +87,18 @@ class GradientStamp:
             came_from: by new position, the old one; None for a parameter that came.
             now: by new position, what counts as known of those that came.
         """
-        made = GradientStamp(now, self.are_zeros)
-        for position, before in enumerate(came_from):
-            if before is not None:
-                made._refs[position], made._versions[position] = self._refs[before], self._versions[before]
-                made._digests.pop(position, None)
-                if before in self._digests:
-                    made._digests[position] = self._digests[before]
-        made.is_empty = all(ref() is None for ref in made._refs)
-        return made
+        refs = [_ref(now[at]) if old is None else self._refs[old] for at, old in enumerate(came_from)]
+        counted = versions(now)
+        mine = [counted[at] if old is None else self._versions[old] for at, old in enumerate(came_from)]
+        places = {old: at for at, old in enumerate(came_from) if old is not None}
+        digests = {places[old]: digest for old, digest in self._digests.items() if old in places}
+        return self._with(refs, mine, digests)
 
-    def _copy(self) -> GradientStamp:
-        made = GradientStamp.__new__(GradientStamp)
-        made.are_zeros, made.is_empty = self.are_zeros, self.is_empty
-        made._refs, made._versions, made._digests = list(self._refs), list(self._versions), dict(self._digests)
+    def _with(
+        self, refs: list[Callable[[], Tensor | None]], counted: list[int], digests: dict[int, int]
+    ) -> GradientStamp:
+        made = copy.copy(self)
+        made.__dict__.update(_refs=refs, _versions=counted, _digests=digests)
         return made
 
 
@@ -126,6 +128,10 @@ def _digests(grads: Sequence[Tensor | None], positions: Iterable[int] | None = N
 
 def _as_halves(piece: Tensor) -> Tensor:
     return piece if piece.dtype in HALF_DTYPES else piece.reshape(-1).view(torch.float16)
+
+
+def _ref(grad: Tensor | None) -> Callable[[], Tensor | None]:
+    return _no_gradient if grad is None else weakref.ref(grad)
 
 
 def _no_gradient() -> None:

@@ -10,7 +10,6 @@ import itertools
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -177,25 +176,25 @@ class StepState:
         now = enumerate([*grads, *raw_grads(self.params.elsewhere)])
         if any([stamp.is_of(position, grad) for position, grad in now]):  # noqa: C419
             raise _left_over(names)
-        self.stage = replace(stage, left_over=None)
+        self.stage = stage._replace(left_over=None)
 
     def _drop(self, gone: list[int]) -> None:
         """Parameters at these positions, whose gradient was set to None, are left alone."""
         stage = self.stage
         if type(stage) is Scaled:
-            self.stage = replace(stage, stamp=None if stage.stamp is None else stage.stamp.without(gone))
+            self.stage = stage._replace(stamp=None if stage.stamp is None else stage.stamp.without(gone))
         elif type(stage) is Checked:
-            waiting = self.gradients.drop(gone, stage.waiting)
-            self.stage = replace(stage, stamp=stage.stamp.without(gone), waiting=waiting)
+            waiting = self.gradients.drop(gone, stage.waiting) or []
+            self.stage = stage._replace(stamp=stage.stamp.without(gone), waiting=waiting)
         elif type(stage) is Unscaled:
             self.gradients.drop(gone, None)
             stamps = stage.stamp.without(gone), stage.true_stamp.without(gone)  # which is no edit
-            self.stage = replace(stage, stamp=stamps[0], true_stamp=stamps[1])
+            self.stage = stage._replace(stamp=stamps[0], true_stamp=stamps[1])
 
     def _take_zeros(self, grads: Grads) -> None:
         """READY: ``zero_grad(set_to_none=False)`` of the model was called."""
         self.reset(keeps_true=False)
-        self.stage = replace(self.stage, used=GradientStamp(grads, are_zeros=True))
+        self.stage = self.stage._replace(used=GradientStamp(grads, are_zeros=True))
 
     def _refuse_writes(self, written: list[int], grads: Grads) -> None:
         stage = self.stage
@@ -229,7 +228,7 @@ class StepState:
         )
 
     def _notice_edits(self, stage: Any) -> None:
-        """Master gradients that were edited count: they are checked anew. So are those that a GradScaler has divided."""
+        """Master gradients that were edited count: they are checked anew, as those are that a GradScaler has divided."""
         masters = raw_grads(self.params.masters)
         edited, gone = stage.true_stamp.compare(masters)
         was_divided = stage.is_divided and not (stage.is_measured or stage.is_closed)
@@ -237,9 +236,8 @@ class StepState:
             return
         self.gradients.recheck()
         found = self.gradients.found_inf(self.device).clone()
-        verdict = replace(stage.verdict, found=_shared(stage, found), is_agreed=False)
-        self.stage = replace(
-            stage,
+        verdict = stage.verdict._replace(found=_shared(stage, found), is_agreed=False)
+        self.stage = stage._replace(
             true_stamp=GradientStamp(masters),
             is_closed=stage.is_closed or bool(edited or gone),
             is_measured=True,
@@ -247,13 +245,11 @@ class StepState:
         )
         if type(stage) is Summed:
             flags = tuple(one.clone() for one in self.gradients.flags())
-            self.stage = replace(self.stage, flags=flags)
+            self.stage = self.stage._replace(flags=flags)
 
     # -- backwards ---------------------------------------------------------------------------------------------------
 
-    def begin_backward(
-        self, scaler: LossScaler, may_clear: bool = False, loss: Tensor | None = None
-    ) -> BackwardScale:
+    def begin_backward(self, scaler: LossScaler, may_clear: bool = False, loss: Tensor | None = None) -> BackwardScale:
         """A backward with ``scaler``'s present scale is about to add to the model's gradients.
 
         Args:
@@ -288,7 +284,7 @@ class StepState:
         if scale is None or scale.is_plain or not scale.is_current(scaler):
             scale = BackwardScale.of(scaler)
         if type(made) is Summed:
-            self.stage = replace(made, scale=scale, pending=True, losses=losses)
+            self.stage = made._replace(scale=scale, pending=True, losses=losses)
         else:
             if type(stage) is Unscaled:
                 self.gradients.forget_true()
@@ -326,7 +322,7 @@ class StepState:
             if stage.pending:
                 self._fold(stage)
         elif type(stage) is Scaled and not self.replicas.local:  # those of no_sync are reduced by a later backward
-            self.stage = replace(stage, stamp=GradientStamp(raw_grads(self.params.models)))
+            self.stage = stage._replace(stamp=GradientStamp(raw_grads(self.params.models)))
 
     def found_none(self) -> bool:
         """Whether the backward that has just ended has left no gradient at all."""
@@ -365,7 +361,12 @@ class StepState:
 
     def waits_for_step(self) -> bool:
         """Whether gradients do. READY where they were cleared, in whatever way: an abandoned batch."""
-        if type(self.stage) not in (Ready, Summed, Stepping) and self._are_cleared(raw_grads(self.params.models)):
+        stage, grads = self.stage, raw_grads(self.params.models)
+        if type(stage) is Summed:
+            is_cleared = not (self._any_there(grads) or self._is_there(self.params.masters))
+        else:
+            is_cleared = type(stage) not in (Ready, Stepping) and self._are_cleared(grads)
+        if is_cleared:
             self.reset(keeps_true=False)
         return type(self.stage) is not Ready
 
@@ -405,12 +406,12 @@ class StepState:
             )
         scale = BackwardScale.of(scaler, is_plain=True)
         if inv_scale is not None:
-            scale = replace(scale, inv_scale=inv_scale.to(self.device), is_told=True)
+            scale = scale._replace(inv_scale=inv_scale.to(self.device), is_told=True)
         if stage.holds_true:
             self.gradients.forget_true()
         self.gradients.release()
         if self.sums:
-            self.stage = replace(self._new_sums(scale), pending=True)
+            self.stage = self._new_sums(scale)._replace(pending=True)
             self._fold(self.stage)
         else:
             self.stage = Scaled(scale)
@@ -530,7 +531,7 @@ class StepState:
         true_stamp = GradientStamp(raw_grads(self.params.masters))
         kept = stage.is_closed, False, stage.is_measured, stage.losses
         made = Unscaled(stage.scale, stage.stamp, true_stamp, stage.verdict, *kept)
-        self.stage = replace(self.stage, before=made) if type(self.stage) is Stepping else made
+        self.stage = self.stage._replace(before=made) if type(self.stage) is Stepping else made
 
     def update(self) -> None:
         """The door: take the model's gradients as they are now, from any writer, and write true ones to masters."""
@@ -571,21 +572,40 @@ class StepState:
     def before_reading(self, position: int) -> None:
         """``.grad`` of a master is about to be read: true ones are made of all.
 
-        Nothing is done while a step writes, and within autograd.
+        Nothing is done while a step writes, and within autograd. A pre hook of the wrapped optimizer comes before that.
 
         Args:
             position: of its pair.
         """
         stage = self.stage
+        if type(stage) is Stepping:
+            if not stage.progress.parts:
+                self.unscale()
+            return
         if type(stage) is Unscaled and raw_grad(self.params.models[position]) is None:
             self._drop(stage.stamp.compare(raw_grads(self.params.models))[1])
         elif type(stage) in (Ready, Scaled, Checked, Summed) and torch._C._current_graph_task_id() == -1:
             with torch.inference_mode(False):
                 self._make_readable(stage)
         stage = self.stage
-        if type(stage) in (Unscaled, Summed) and stage.scale.is_plain and not stage.is_divided:
-            if sys._getframe(2).f_code.co_name == "_unscale_grads_":  # torch's GradScaler is about to divide them
-                self.stage = replace(stage, is_divided=True, is_measured=False)
+        if type(stage) in (Unscaled, Summed) and stage.scale.is_plain:
+            reader = sys._getframe(2)
+            if reader.f_code.co_name == "_unscale_grads_":  # torch's GradScaler is about to divide them
+                self._hand_to_grad_scaler(stage, reader.f_back)
+
+    def _hand_to_grad_scaler(self, stage: Any, asked_by: Any) -> None:
+        """torch's GradScaler reads true gradients, to divide them where they lie.
+
+        Raises:
+            RuntimeError: a step that an exception has stopped has divided them already.
+        """
+        if stage.scale.is_told and asked_by is not None and asked_by.f_code.co_name == "unscale_":
+            raise RuntimeError(
+                "unscale_ was called after a step that an exception has stopped, and that step had unscaled these "
+                "gradients. Call scaler.step(optimizer) again, or give the step up by opt.zero_grad()."
+            )
+        if not stage.is_divided:
+            self.stage = stage._replace(is_divided=True, is_measured=False)
 
     def _make_readable(self, stage: Any) -> None:
         """Make true gradients, of those that are there for the coming step."""
@@ -654,9 +674,12 @@ class StepState:
     def is_as_stamped(self) -> bool:
         """Whether the stamps tell of no gradient that was written, replaced or set to None since."""
         stage = self.standing
-        stamped = (getattr(stage, "stamp", None), self.params.models), (
-            getattr(stage, "true_stamp", None),
-            self.params.masters,
+        stamped = (
+            (getattr(stage, "stamp", None), self.params.models),
+            (
+                getattr(stage, "true_stamp", None),
+                self.params.masters,
+            ),
         )
         return all(stamp is None or not any(stamp.compare(raw_grads(tensors))) for stamp, tensors in stamped)
 
@@ -665,9 +688,9 @@ class StepState:
         stage = self.stage
         now = GradientStamp(raw_grads(self.params.models))
         if type(stage) is Ready and stage.used is not None:
-            self.stage = replace(stage, used=now)
+            self.stage = stage._replace(used=now)
         elif getattr(stage, "stamp", None) is not None:
-            self.stage = replace(stage, stamp=now)
+            self.stage = stage._replace(stamp=now)
 
     def blame(self, scaler: LossScaler, found: Tensor) -> None:
         """Count ``found`` (float32, 0-dim) into what ``scaler``'s backwards gave: it was found in another optimizer."""
@@ -679,7 +702,7 @@ class StepState:
             known[id(scaler)] = found if earlier is None else torch.maximum(earlier, found)
             mine[scaler] = None
             every = tuple((one, known[id(one)]) for one in mine)
-            self.stage = replace(stage, verdict=replace(stage.verdict, found=every))
+            self.stage = stage._replace(verdict=stage.verdict._replace(found=every))
 
     def last_check(self) -> OverflowCheck | None:
         """What the last check of the coming step's gradients gave; None where there was none. Looks at nothing."""
@@ -706,7 +729,7 @@ class StepState:
                 pairs = zip(self.gradients.each, waiting, strict=True)
                 waiting = [one.clipped(factor.to(each.one.device)) for each, one in pairs]
             is_measured = stage.is_measured and is_one
-            self.stage = replace(stage, waiting=waiting, factor=factor, is_measured=is_measured)
+            self.stage = stage._replace(waiting=waiting, factor=factor, is_measured=is_measured)
             return
         if not is_one:
             self.gradients.clip_true(factor, of)
@@ -720,7 +743,7 @@ class StepState:
     def _close(self, is_measured: bool) -> None:
         """True gradients were clipped: no further backward is part of the step."""
         true_stamp = GradientStamp(raw_grads(self.params.masters))
-        self.stage = replace(self.stage, is_closed=True, is_measured=is_measured, true_stamp=true_stamp)
+        self.stage = self.stage._replace(is_closed=True, is_measured=is_measured, true_stamp=true_stamp)
 
     def unscale_external(self, inv_scale: Tensor) -> None:
         """A GradScaler tells its scale: gradients that it has not unscaled are to be multiplied by ``inv_scale``.
@@ -736,17 +759,17 @@ class StepState:
         stage = self.stage
         if type(stage) in (Ready, Interrupted) or stage.scale.is_told:
             return
-        told = replace(stage.scale, inv_scale=inv_scale.to(self.device), is_told=True)
+        told = stage.scale._replace(inv_scale=inv_scale.to(self.device), is_told=True)
         if type(stage) is Scaled:
-            self.stage = replace(stage, scale=told)
+            self.stage = stage._replace(scale=told)
             return
         self.unscale()  # read before: taken as made at 1
         self.gradients.multiply_true(told.inv_scale)
         true_stamp = GradientStamp(raw_grads(self.params.masters))
         verdict = Verdict(((told.scaler, self.gradients.found_inf(self.device).clone()),))
-        self.stage = replace(self.stage, scale=told, true_stamp=true_stamp, verdict=verdict, is_measured=True)
+        self.stage = self.stage._replace(scale=told, true_stamp=true_stamp, verdict=verdict, is_measured=True)
         if type(self.stage) is Summed:
-            self.stage = replace(self.stage, flags=tuple(one.clone() for one in self.gradients.flags()))
+            self.stage = self.stage._replace(flags=tuple(one.clone() for one in self.gradients.flags()))
 
     # -- FP32 sums ---------------------------------------------------------------------------------------------------
 
@@ -771,11 +794,11 @@ class StepState:
             flags = tuple(one.clone() for one in self.gradients.flags())
             drop_gradients([*self.params.models, *self.params.elsewhere])
             stamp = GradientStamp(raw_grads(self.params.models))
-            verdict = replace(stage.verdict, found=found, is_agreed=False)
+            verdict = stage.verdict._replace(found=found, is_agreed=False)
             made = Summed(stage.scale, stamp, stage.true_stamp, False, verdict, flags, losses=stage.losses)
             self.stage = made
             return made
-        self.stage = replace(self._new_sums(stage.scale), pending=True, losses=stage.losses)
+        self.stage = self._new_sums(stage.scale)._replace(pending=True, losses=stage.losses)
         return self._fold(self.stage)
 
     def _fold(self, stage: Summed) -> Summed:
@@ -790,14 +813,13 @@ class StepState:
         sums = Sums(self.gradients, stage.flags)
         sums.fold(stage.scale.inv_scale, self.replicas.keeps)
         found, scaler = self.gradients.found_inf(self.device).clone(), stage.scale.scaler
-        verdict = replace(stage.verdict, found=_with(stage.verdict.found, scaler, found), is_agreed=False)
+        verdict = stage.verdict._replace(found=_with(stage.verdict.found, scaler, found), is_agreed=False)
         unreduced = stage.unreduced
         if self.replicas.local:  # other ranks hear of it when the sums are averaged
             unreduced |= {id(scaler)}
         else:
             verdict = self._noting_norm(verdict, scaler)
-        self.stage = replace(
-            stage,
+        self.stage = stage._replace(
             stamp=GradientStamp(raw_grads(self.params.models)),
             true_stamp=GradientStamp(raw_grads(self.params.masters)),
             pending=False,
@@ -836,10 +858,9 @@ class StepState:
         for (place, (scaler, earlier)), one in zip(mine, found, strict=True):
             every[place] = scaler, torch.maximum(earlier, one.to(earlier.device))
             verdict = self._noting_norm(verdict, scaler)
-        made = replace(
-            stage,
+        made = stage._replace(
             true_stamp=GradientStamp(raw_grads(self.params.masters)),
-            verdict=replace(verdict, found=tuple(every)),
+            verdict=verdict._replace(found=tuple(every)),
             flags=sums.flags,
             unreduced=frozenset(),
         )
@@ -857,7 +878,7 @@ class StepState:
         if not scaler.follows_norms:
             return verdict
         norm = self.gradients.largest_norm(self.device).clone()
-        return replace(verdict, untold=(*verdict.untold, (scaler, norm)))
+        return verdict._replace(untold=(*verdict.untold, (scaler, norm)))
 
     def _conclude(self, norm_type: float | None, of: set[int] | None) -> OverflowCheck | None:
         """None where no rank has gradients."""
@@ -885,7 +906,7 @@ class StepState:
             norms = self.ranks.largest(norms)
         for (scaler, _), norm in zip(verdict.untold, norms.unbind(), strict=True):
             scaler.see(norm)
-        self.stage = replace(self.stage, verdict=replace(verdict, untold=()))
+        self.stage = self.stage._replace(verdict=verdict._replace(untold=()))
 
     def _agree(self, norm_type: float | None, of: set[int] | None) -> tuple[bool, Tensor | None]:
         """One message for what was found and the norm, at the first of clipping and stepping.
@@ -908,8 +929,8 @@ class StepState:
         mine = [one for _, one in verdict.found]
         found, norm, has_grads = self.ranks.agree(mine, norm_type, power, verdict.turn, verdict.has_grads)
         every = tuple((scaler, one) for (scaler, _), one in zip(verdict.found, found, strict=True))
-        verdict = replace(verdict, found=every, is_agreed=True, turn=verdict.turn + 1)
-        self.stage = replace(self.stage, verdict=verdict)
+        verdict = verdict._replace(found=every, is_agreed=True, turn=verdict.turn + 1)
+        self.stage = self.stage._replace(verdict=verdict)
         return verdict.has_grads or bool(has_grads), norm
 
     # -- the step ----------------------------------------------------------------------------------------------------
@@ -925,20 +946,26 @@ class StepState:
         Args:
             entered: the stage in which ``step`` was called.
         """
-        stage = self.stage
-        grads = raw_grads(self.params.models if type(stage) is Checked else self.params.masters)
-        due = [position for position, grad in enumerate(grads) if grad is not None]
-        progress = Progress(due)
-        self.stage = Stepping(stage, entered, check, skipped, progress)
+        progress = Progress()
+        self.stage = Stepping(self.stage, entered, check, skipped, progress)
         return progress
+
+    def due(self) -> list[int]:
+        """Positions of the parameters that have a gradient in the step that is writing."""
+        stage = self.standing
+        if type(stage) is not Checked:
+            return [at for at, grad in enumerate(raw_grads(self.params.masters)) if grad is not None]
+        rows = zip(self.gradients.each, stage.waiting, strict=True)
+        each = [zip(each.device.positions, one.grads, strict=True) for each, one in rows]
+        return sorted(at for device in each for at, grad in device if grad is not None)
 
     def stop_step(self) -> None:
         """Nothing was written: the gradients wait as they did."""
-        before, entered = self.stage.before, self.stage.entered
-        if before.scale.is_told and type(entered) in (Ready, Scaled):  # the GradScaler will tell its scale again
-            if type(before) is Unscaled:
-                self.gradients.forget_true()
-            self.stage = Scaled(BackwardScale.of(before.scale.scaler, is_plain=True), before.stamp)
+        before = self.stage.before
+        if before.scale.is_told and type(before) is not Summed and not before.is_closed:
+            # The GradScaler will tell its scale again, or unscale them itself: they are as the backward left them.
+            self.gradients.forget_true()
+            self.stage = Scaled(BackwardScale.of(before.scale.scaler, is_plain=True), before.stamp, before.losses)
         else:
             self.stage = before
 
@@ -948,7 +975,8 @@ class StepState:
         """Whether param_groups may not change now: between a check and its step, which the user has not given up."""
         stage = self.stage
         if type(stage) is Summed:
-            return stage.is_closed or stage.is_divided
+            edited = stage.true_stamp.compare(raw_grads(self.params.masters))
+            return stage.is_closed or stage.is_divided or any(edited)
         return type(stage) in (Checked, Unscaled) and not self._are_cleared(raw_grads(self.params.models))
 
     def require_open(self, strictly: bool = False) -> None:
@@ -975,12 +1003,12 @@ class StepState:
         if type(self.stage) in (Checked, Unscaled):
             if is_thaw:  # what came later than the check is left alone until the next one
                 stamp = self.stage.stamp.moved(came_from, raw_grads(self.params.models))
-                self.stage = replace(self.stage, stamp=stamp)
+                self.stage = self.stage._replace(stamp=stamp)
                 return
             self.reset(keeps_true=False)
         grads, stage = raw_grads(self.params.models), self.stage
         if type(stage) is Ready and stage.used is not None:
-            self.stage = replace(stage, used=stage.used.moved(came_from, [None] * len(grads)))
+            self.stage = stage._replace(used=stage.used.moved(came_from, [None] * len(grads)))
         elif type(stage) is Scaled:
             stamp = None if stage.stamp is None else stage.stamp.moved(came_from, grads)
             left = stage.left_over
@@ -991,15 +1019,14 @@ class StepState:
                 more = [first + n for n in range(len(elsewhere))]
                 known = old.moved([*came_from, *more], [*([None] * len(grads)), *elsewhere])
                 left = names, known
-            self.stage = replace(stage, stamp=stamp, left_over=left)
+            self.stage = stage._replace(stamp=stamp, left_over=left)
         elif type(stage) is Summed:
             true = raw_grads(self.params.masters)
             if is_thaw:
-                self.stage = replace(stage, stamp=stage.stamp.moved(came_from, grads))
+                self.stage = stage._replace(stamp=stage.stamp.moved(came_from, grads))
                 return
             flags = tuple(torch.zeros_like(each.stats.nonfinite) for each in self.gradients.each)
-            self.stage = replace(
-                stage,
+            self.stage = stage._replace(
                 stamp=stage.stamp.moved(came_from, grads),
                 true_stamp=stage.true_stamp.moved(came_from, true),
                 flags=flags if stage.flags else (),
@@ -1035,8 +1062,6 @@ class StepState:
         self.gradients.clear(set_to_none)
         if type(self.stage) is Stepping:
             return
-        if not (type(self.stage) is Ready and not self.stage.holds_true):
-            self.gradients.forget_true()
         self.gradients.release()
         used = None if set_to_none else GradientStamp(raw_grads(self.params.models), are_zeros=True)
         self.stage = Ready(used, holds_true=False)

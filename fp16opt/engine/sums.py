@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ from .stage import BackwardScale, Verdict
 from .stamps import GradientStamp
 
 
-@dataclass(frozen=True)
-class Summed:
+class Summed(NamedTuple):
     """Masters hold sums of true gradients, to which the next backward is added.
 
     Attributes:
@@ -158,7 +157,7 @@ def _store(
     for row, master in enumerate(each.masters):
         made, sum_, out = places[row], before[row], outs[row]
         if row in sparse and out is not None:
-            made = sparse_like(sparse[row], out)
+            made = sparse_like(sparse[row], out.to(master.dtype))
         elif row in each.halves and ins[row] is not None:
             made = torch.empty_like(each.masters[row], requires_grad=False)
             wide: list[Tensor | None] = [outs[row] if k == row else None for k in range(len(outs))]

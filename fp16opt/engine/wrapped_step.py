@@ -58,9 +58,7 @@ class Stepper(Protocol):
     def skips_on_device(self) -> bool:
         """Whether the next step can be skipped on the device, by a flag that the host does not read. No sync."""
 
-    def step(
-        self, progress: Progress, found_inf: Tensor | None, closure: Callable[[], Any] | None = None
-    ) -> Any:
+    def step(self, progress: Progress, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
         """Step, with the wrapped optimizer's hooks. Whatever the step or one of its hooks raises comes out.
 
         Args:
@@ -284,9 +282,7 @@ class WrappedStep:
         """Why no kernel steps."""
         return f"general ({self.why})"
 
-    def step(
-        self, progress: Progress, found_inf: Tensor | None, closure: Callable[[], Any] | None = None
-    ) -> Any:
+    def step(self, progress: Progress, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
         """See :class:`Stepper`. Masters are ordinary parameters while the optimizer steps them."""
         self.gradients.unscale()
         part = self._begin(progress)
@@ -296,7 +292,7 @@ class WrappedStep:
         return loss
 
     def _begin(self, progress: Progress) -> OwnPart:
-        part = OwnPart(progress.due, [self.params.masters[at] for at in progress.due], self.part)
+        part = OwnPart(range(len(self.params)), self.params.masters, self.part)
         progress.parts.append(part)
         return part
 
@@ -304,7 +300,11 @@ class WrappedStep:
         """The optimizer's step without its hooks, which are running: a kernel could not step after all."""
         self.gradients.unscale()
         part, step = self._begin(progress), type(self.part).step
-        with ordinary_parameters(self.params, progress), fused_steps_guarded(self.part, progress), guard_open(self.part):
+        with (
+            ordinary_parameters(self.params, progress),
+            fused_steps_guarded(self.part, progress),
+            guard_open(self.part),
+        ):
             part.returned.extend(map(getattr(step, "__wrapped__", step), [self.part]))
         self.round_down()
 
@@ -330,7 +330,7 @@ def run_step(
         part: is told when the step has come to its end, before any post hook of the user's.
         progress: is told what is changed for the step's duration.
     """
-    progress = Progress([]) if progress is None else progress
+    progress = Progress() if progress is None else progress
     note_step(optimizer)
     with contextlib.ExitStack() as around:
         around.enter_context(guard_open(optimizer))
@@ -371,7 +371,7 @@ def found_inf_given(optimizer: Any, found_inf: Tensor, progress: Progress | None
         for name in ("grad_scale", "found_inf"):  # gone already where the optimizer refused them
             vars(optimizer).pop(name, None)
 
-    with (Progress([]) if progress is None else progress).putting_back(put_back):
+    with (Progress() if progress is None else progress).putting_back(put_back):
         optimizer.grad_scale, optimizer.found_inf = None, found_inf
         yield
 
@@ -379,7 +379,7 @@ def found_inf_given(optimizer: Any, found_inf: Tensor, progress: Progress | None
 @contextlib.contextmanager
 def _first_post_hook(optimizer: Optimizer, hook: Callable[..., None], progress: Progress) -> Iterator[None]:
     """Have ``hook`` run right after the step, before any hook of the user's, which might raise."""
-    hooks = optimizer._optimizer_step_post_hooks  # type: ignore[attr-defined]
+    hooks: Any = optimizer._optimizer_step_post_hooks
 
     def put_back() -> None:
         for number in [number for number, known in hooks.items() if known is hook]:
