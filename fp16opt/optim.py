@@ -67,9 +67,9 @@ class _ByClass(MixedPrecisionOptimizer):
         self._follow()
         return super().param_groups
 
-    def _sync_groups(self, verifies: bool = True) -> None:
+    def _look_at_groups(self, verifies: bool = True, rounds: bool = True, gives_up: bool = False) -> bool:
         self._follow()
-        super()._sync_groups(verifies)
+        return super()._look_at_groups(verifies, rounds, gives_up)
 
     def _follow(self) -> None:
         if not self.steps_counted() and self._was_converted() and not self.skipped_steps:  # the last one syncs
@@ -93,7 +93,7 @@ class _ByClass(MixedPrecisionOptimizer):
         """Whether masters have the model's values, and not those of a checkpoint. Syncs."""
         if not self.masters.are_whole:
             return True
-        pairs = [pair for pair in self.params.all if pair.master is not pair.model]
+        pairs = [pair for pair in self.params.all if pair.is_apart]
         return all(torch.equal(pair.master.detach(), pair.model.detach().to(pair.master)) for pair in pairs)
 
 

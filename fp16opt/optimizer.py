@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -33,28 +34,32 @@ from .engine.config import Config
 from .engine.diagnostics import (
     Lines,
     Overflow,
+    describe,
     tell_of_no_scale,
+    warn_cut_step,
     warn_eps,
     warn_no_gradients,
+    warn_partial_step,
     warn_plain_backward,
 )
 from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step
 from .engine.fused_step import FusedStep
 from .engine.gradients import Gradients
-from .engine.masters import FullMasters, Masters, NoMasters, own_masters
+from .engine.masters import FullMasters, Masters, NoMasters, on_memory_of, own_masters
 from .engine.memory import Memory, measure
 from .engine.model_writes import ModelWrites
-from .engine.outcome import Outcome, read_at_once
+from .engine.outcome import Closing, Outcome, read_at_once
 from .engine.params import HALF_DTYPES, ParamTable, StateByParam
+from .engine.progress import Progress
 from .engine.ranks import Detached, Digest, Facts
 from .engine.release import GradientRelease
 from .engine.schema import is_ours
 from .engine.split import SplitMasters
-from .engine.step_state import BackwardScale, OverflowCheck, StepState
+from .engine.stage import BackwardScale, OverflowCheck, Stepping
+from .engine.step_state import StepState
 from .engine.wrapped_step import (
     HOOKS,
     STEP_HOOKS_OF_ALL,
-    StepFailed,
     Stepper,
     WrappedOptimizerGuard,
     WrappedStep,
@@ -71,6 +76,11 @@ from .scaling import LossScaler
 _NOT_COPIED = (*HOOKS, "step", "gradients", "step_state", "_state_format", "_stepper", "_guard", "_names", "_certified")
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def opaque(method: Method) -> Method:
+    """Hide a method from ``torch.compile``, as torch.optim hides its own: it runs as it is, between compiled graphs."""
+    return cast(Method, torch._disable_dynamo(method))  # type: ignore[attr-defined]
 
 
 def outside_inference(method: Method) -> Method:
@@ -96,25 +106,35 @@ def between_hooks(step: Method) -> Method:
     framed = Optimizer.profile_hook_step(inner)
 
     @functools.wraps(step)
-    def call(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if any((*own_step_hooks(self), *STEP_HOOKS_OF_ALL)) or torch.autograd.profiler._is_profiler_enabled:
-            return framed(self, *args, **kwargs)
-        returned = (inner if torch.is_inference_mode_enabled() else step)(self, *args, **kwargs)
-        _, of_this, _, of_all = *own_step_hooks(self), *STEP_HOOKS_OF_ALL
-        for hook in (*of_this.values(), *of_all.values()):  # one may have been registered during the step
-            hook(self, (self, *args), kwargs)
-        return returned
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            if any((*own_step_hooks(self), *STEP_HOOKS_OF_ALL)) or torch.autograd.profiler._is_profiler_enabled:
+                returned = framed(self, *args, **kwargs)
+                self.model_writes.write_edited()
+                return returned
+            returned = (inner if torch.is_inference_mode_enabled() else step)(self, *args, **kwargs)
+            _, of_this, _, of_all = *own_step_hooks(self), *STEP_HOOKS_OF_ALL
+            for hook in (*of_this.values(), *of_all.values()):  # one may have been registered during the step
+                hook(self, (self, *args), kwargs)
+                self.model_writes.write_edited()
+            return returned
+        except BaseException:
+            for name in ("grad_scale", "found_inf"):  # torch's GradScaler takes them back only where ``step`` returns
+                self.__dict__.pop(name, None)
+            raise
 
-    call.hooked = True  # type: ignore[attr-defined]  # by this torch knows that a step has its wrapper
-    return cast(Method, call)
+    hidden = opaque(call)
+    hidden.hooked = True  # type: ignore[attr-defined]  # by this torch knows that a step has its wrapper
+    return cast(Method, hidden)
 
 
 class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     """Any ``torch.optim.Optimizer``, stepping FP32 masters of a model with FP16 or BF16 weights.
 
     It keeps an FP32 master of every FP16 and BF16 parameter, owns the loss scale, and moves gradients up and weights
-    down with fused kernels. FP32 and FP64 parameters are their own masters. ``param_groups``, ``state`` and
-    ``defaults`` are the wrapped optimizer's own; groups hold what it steps.
+    down with fused kernels. The master of an FP32 or FP64 parameter lies on the weight's memory. Each has a ``.grad``
+    of its own: the model's is the scaled one, the master's the true one, always. ``param_groups``, ``state`` and
+    ``defaults`` are the wrapped optimizer's own; groups hold what it steps: masters.
 
     Args:
         optimizer: The optimizer to wrap; its param_groups then hold masters. Its state is kept, in FP32. Parameters may
@@ -224,10 +244,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         }
         self.masters = kinds[master_weights]()
         self.inner = parallel.inner_of(optimizer)
-        self.params = ParamTable(self.inner.param_groups, self._names, self._adopter())
-        for pair in self.params.all if master_weights != "none" else ():
-            if pair.master is pair.model:  # what the user holds of its state stays as it is, as for those with masters
-                self._carry_state(pair.model, pair.model)
+        self.params = ParamTable(self.inner.param_groups, self._names, self._adopt)
         self.device = parallel.device_of(optimizer, self.params.masters)
         self._on_host = kernels.is_host(self.device)
         self.scaler.to(self.device)
@@ -247,7 +264,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._guard = WrappedOptimizerGuard(self.optimizer)
         self._state_format = make_state_format(self.config, self.inner)
         facts = _weakly(me, MixedPrecisionOptimizer._facts, Facts([], []))
-        round_down = _weakly(me, MixedPrecisionOptimizer.write_masters, None)
+        round_down = _weakly(me, MixedPrecisionOptimizer._round_all, None)
         ranks = parallel.ranks_of(self.optimizer, self.params, self._names, facts, round_down)
         self.gradients: Any
         self.step_state: Any
@@ -259,11 +276,11 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.gradients = Gradients(self.params, self.masters)
         sums, scaler = self.grad_accumulation == "fp32", _weakly(me, _scaler_of, self.scaler)
         self.step_state = StepState(self.params, self.gradients, scaler, self.device, sums, ranks)
-        own_masters(self.params, self.step_state)
+        own_masters(self.params, self.step_state, self.masters.mixed_in)
         self._stepper: Stepper = self._make_stepper()
 
     def _make_stepper(self) -> Stepper:
-        parts = self.params, self.masters, self.gradients
+        parts = self.params, self.masters, self.step_state
         spec = fused_spec_for(type(self.inner)) if self.fused_step else None
         why = no_fused_step(type(self.inner)) if self.fused_step else "fused_step=False"
         is_zero = self.inner is not self.optimizer
@@ -278,15 +295,15 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         run = parallel.run_hooks_of(self.optimizer, self.model_writes.round_written)
         return FusedStep(self.fused_step, spec, self.inner, *parts, *form, general, run, self.lines)
 
-    def _adopter(self) -> Callable[[Tensor], Tensor] | None:
-        """What makes masters; None where 16-bit parameters are their own."""
-        return self._adopt if self.masters.are_apart else None
+    def _adopt(self, model: Tensor) -> tuple[Tensor, bool]:
+        """The master of a parameter, with the optimizer state that the parameter had, in FP32 where it was in 16 bits.
 
-    def _adopt(self, model: Tensor) -> Tensor:
-        """The master of a 16-bit parameter, with the optimizer state that the parameter had, in FP32."""
-        master = self.masters.make(model)
+        Also whether it has memory of its own: of FP32 and FP64 parameters, and without masters, it lies on the weight.
+        """
+        is_apart = self.masters.are_apart and model.dtype in HALF_DTYPES
+        master = self.masters.make(model) if is_apart else on_memory_of(model)
         self._carry_state(model, master)
-        return master
+        return master, is_apart
 
     def _carry_state(self, param: Tensor, master: Tensor) -> None:
         checkpoint.carry_state(self.inner, param, master)
@@ -296,7 +313,12 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimizer's param_groups: masters where there are masters, model parameters elsewhere."""
+        """The wrapped optimizer's param_groups, which hold masters. What they hold is brought up to date first.
+
+        A parameter that is frozen and has never had a gradient stands there itself.
+        """
+        if self._is_behind():
+            self._look_at_groups()
         return self.optimizer.param_groups
 
     @property
@@ -355,7 +377,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         counts: dict[str, int] = {}
         for pair in self.params.all:
             kind = str(pair.model.dtype).removeprefix("torch.")
-            if pair.master is not pair.model:
+            if pair.is_apart:
                 kind += f" {self.masters.words}"
             elif pair.model.dtype in HALF_DTYPES:
                 kind += " without masters" if self.master_weights == "none" else " frozen"
@@ -365,6 +387,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """All but hooks, a scheduler's patch of ``step``, and gradients (torch copies parameters without theirs)."""
         self.model_writes.require_not_swapped("a copy or pickle")
+        self._finish_interrupted()
         self.model_writes.see_masters()
         kept = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
         ranks = self.step_state.ranks
@@ -390,6 +413,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         make_hook_tables(self, self.optimizer)
         self._patch_step_function()
 
+    @opaque
     @outside_inference
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, like ``torch.optim.Optimizer.add_param_group``; its 16-bit parameters get masters.
@@ -397,9 +421,11 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         Raises:
             TypeError: It is no dict, or its params are no tensors, or a set.
             ValueError: A parameter is here already, or has a dtype that can't be served. Nothing is changed then.
+            RuntimeError: Gradients of the coming step were checked already. Nothing is changed then.
         """
         parallel.refuse_on_zero(self.optimizer, "add_param_group", "Add groups to it before it is wrapped.")
-        self._sync_groups()
+        self._look_at_groups()
+        self.step_state.require_open(strictly=True)
         group, params, names = open_group(param_group)
         number = len(self.optimizer.param_groups)
         names = {**self._names, **names}
@@ -408,34 +434,86 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         check_new_group(self.config, self.optimizer, new, number, names, self._certified)
         self.optimizer.add_param_group(group)
         self._names = names
-        self._sync_groups()
+        self._look_at_groups()
+
+    # -- the look with which every call begins ----------------------------------------------------------------------
+
+    def _is_behind(self) -> bool:
+        """Whether what is known is not what the groups hold, or a step was interrupted."""
+        if self.gradient_release:
+            return self.params.has_changed(self.inner.param_groups) or self.params.thawed()
+        if type(self.step_state.stage) is Stepping:
+            return not self._is_stepping()
+        if self.params.has_changed(self.inner.param_groups):
+            return not self.step_state.holds_groups()  # then the next call raises
+        return self.params.thawed()
+
+    def _is_stepping(self) -> bool:
+        """Whether a step of this optimizer is under way, in any thread: a hook has called, or another thread has."""
+        frames = list(sys._current_frames().values())
+        while frames:
+            frame = frames.pop()
+            if frame.f_code is _STEP_CODE and frame.f_locals.get("self") is self:
+                return True
+            if frame.f_back is not None:
+                frames.append(frame.f_back)
+        return False
+
+    def _finish_interrupted(self) -> None:
+        """Finish a step that an exception has stopped, if the last one was."""
+        if not self.gradient_release and type(self.step_state.stage) is Stepping and not self._is_stepping():
+            self._finish_step()
 
     @outside_inference
-    def _sync_groups(self, verifies: bool = True) -> None:
-        """Follow what the groups hold: parameters that were added, removed, replaced, reordered or unfrozen.
+    def _look_at_groups(self, verifies: bool = True, rounds: bool = True, gives_up: bool = False) -> bool:
+        """What every call begins with: finish an interrupted step, follow the groups, write edited masters.
 
         Args:
             verifies: look whether a known parameter was moved or converted. A backward leaves that to the check.
+            rounds: write masters that the user has written to the model. Not while a graph of it is alive.
+            gives_up: the call ends the present step: groups may change.
+
+        Returns:
+            False while a step is under way: a hook has called. Nothing is done then.
 
         Raises:
             RuntimeError: the model's weights are swapped; a parameter's dtype, shape or device was changed; or
-                parameters came or went after the step's gradients were clipped.
+                parameters came or went between a check and its step.
             TypeError, ValueError: a parameter can't be served. Nothing is changed then.
         """
+        if not self.gradient_release and type(self.step_state.stage) is Stepping:
+            if self._is_stepping():
+                return False
+            self._finish_step()
         if self.model_writes.swapped:
             self.model_writes.require_not_swapped(type(self).__name__)
         if verifies:
             self.params.verify_moved()
         groups = self.inner.param_groups
-        if not self.params.has_changed(groups, self.masters.are_apart):
-            return
-        self.step_state.require_open()
+        if self.params.has_changed(groups):
+            self.params.put_masters_back(groups)
+        if self.params.has_changed(groups):
+            self._follow_groups(groups, gives_up)
+        elif self.params.thawed():
+            came_from = [n if pair.has_master else None for n, pair in enumerate(self.params.all)]
+            self.params.sync(groups, self._names, self._adopt)
+            convert_attributes(self.inner, self.params, self.lines)
+            self._params_changed(came_from, is_thaw=True)
+        if rounds:
+            self.model_writes.write_edited()
+        return True
+
+    def _follow_groups(self, groups: list[dict[str, Any]], gives_up: bool) -> None:
+        """Parameters were added, removed, replaced or reordered."""
+        if not gives_up:
+            self.step_state.require_open()
         self._check_groups(groups)
-        gone = self.params.sync(groups, self._names, self._adopter())
+        before = {id(pair): position for position, pair in enumerate(self.params.all)}
+        gone = self.params.sync(groups, self._names, self._adopt)
         for pair in gone:
             self.inner.state.pop(pair.master, None)
         convert_attributes(self.inner, self.params, self.lines)
-        self._params_changed()
+        self._params_changed([before.get(id(pair)) for pair in self.params.all])
 
     def _check_groups(self, groups: list[dict[str, Any]]) -> None:
         """Raise where parameters or settings that came can't be served."""
@@ -445,13 +523,16 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if self.master_weights == "split":
             self._certified.check(self.optimizer)
 
-    def _params_changed(self) -> None:
+    def _params_changed(self, came_from: list[int | None], is_thaw: bool = False) -> None:
+        """Parameters came, went or moved; arguments as for :meth:`.StepState.follow_params`."""
         if self._changes is not None:
             self._changes.follow_params()
         self.model_writes.follow_params()
-        self.step_state.follow_params()
-        if not self.gradient_release:
-            own_masters(self.params, self.step_state)
+        if self.gradient_release:
+            self.step_state.follow_params()
+        else:
+            self.step_state.follow_params(came_from, is_thaw)
+            own_masters(self.params, self.step_state, self.masters.mixed_in)
         if self.params.has_dtensors:  # ask anew who must hear of overflows and norms
             facts = _weakly(weakref.ref(self), MixedPrecisionOptimizer._facts, Facts([], []))
             asked = functools.partial(parallel.ranks_of, self.optimizer, self.params, self._names, facts, lambda: None)
@@ -470,11 +551,11 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         switch = getattr(self.inner, name, None)
         if callable(switch):
             parallel.refuse_on_zero(self.optimizer, f"{name}()", "Use FSDP2, or an optimizer without it.")
-            self._sync_groups()
+            self._look_at_groups()
             self.model_writes.sync()
             with self._guard.open(), self.masters.at_hand(self.params):
                 switch()
-            self.write_masters()
+            self._round_all()
 
     def eval(self) -> None:
         """Call ``eval`` of the wrapped optimizer, where it has one (schedule-free ones), and let the model follow."""
@@ -482,6 +563,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
+    @opaque
     def scale_loss(self, loss: Tensor, *, scaler: LossScaler | None = None) -> Tensor:
         """``loss.float()`` times the loss scale. Call ``.backward()`` on it yourself.
 
@@ -503,12 +585,14 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _scaled(self, loss: Tensor, scaler: LossScaler | None, may_clear: bool = False) -> Tensor:
         """:meth:`scale_loss` of what was checked."""
-        self._sync_groups(verifies=False)
-        scale: BackwardScale = self.step_state.begin_backward(self.scaler if scaler is None else scaler, may_clear)
-        if loss.numel() == 1:
-            self.step_state.losses.append(loss.detach())  # a skip's log line says whether it was finite
+        self._look_at_groups(verifies=False, rounds=False)
+        told = loss.detach() if loss.numel() == 1 else None  # a skip's log line says whether it was finite
+        scale: BackwardScale = self.step_state.begin_backward(
+            self.scaler if scaler is None else scaler, may_clear, told
+        )
         return loss.float() * scale.scale.to(loss.device)
 
+    @opaque
     def backward(
         self,
         loss: Tensor,
@@ -521,14 +605,16 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     ) -> None:
         """Scale the loss and run autograd.
 
-        Until the check (a clip, a step, :meth:`update_master_grads`, or a read of a master's ``.grad``) ``.grad`` holds
-        what autograd made, scaled, of FP32 parameters too; several backwards add up there.
+        The model's ``.grad`` holds what autograd made, scaled, of FP32 parameters too, and goes on holding it after a
+        clip and the step; several backwards add up there. True gradients are the masters'. With FP32 sums the model's
+        are added to the masters' and freed.
 
         Args:
             loss: One floating element, any device. An FP16 loss limits the scale to 2**15: its own gradient, the scale,
                 enters the FP16 graph. End the model with ``.float()`` to lift that.
-            update_master_grads: True notes which gradients there are, and an edit of one raises at the check (call
-                :meth:`update_master_grads` to have it count). False leaves them to the user until then.
+            update_master_grads: True notes which gradients there are, and an edit of one raises at the next call (call
+                :meth:`update_master_grads` to have it count). False leaves them to the user until then. FP32 sums take
+                them in either case: now, or at the next call.
             retain_graph, create_graph, inputs: As for ``torch.Tensor.backward``.
             scaler: Scale with this one instead. Each backward of such a step is added to FP32 sums with its own scale,
                 each scaler is updated by what its own backwards gave, and any overflow skips the step.
@@ -559,23 +645,25 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if not self.params.has_dtensors and self.step_state.found_none():  # FSDP2 may add up gradients of its own first
             warn_no_gradients(self.lines, self.params.names)
 
+    @opaque
     @outside_inference
     def update_master_grads(self) -> None:
         """Take the model's gradients as they are now, from any writer, and write true FP32 ones to the masters.
 
         One pass: times 1/scale of the backward that made them (with none before it, the scaler's present scale), with
-        flags and norm. Called again on the same gradients it gives the same bits, and undoes a clip; gradients of
-        parameters that are their own masters, and FP32 sums, are unscaled once and stay as they are. No host sync.
+        flags and norm. Called again on the same gradients it gives the same bits, and undoes a clip; FP32 sums are
+        unscaled once and stay as they are. No host sync.
 
         Raises:
             RuntimeError: A parameter's dtype, shape or device was changed; a backward was interrupted; the gradients
-                were made under DDP's ``no_sync``; or ``gradient_release=True``.
+                were made under DDP's ``no_sync``; a GradScaler has unscaled them; or ``gradient_release=True``.
         """
         if self.gradient_release:
             self.step_state.refuse("update_master_grads")
-        self._sync_groups()
-        self.step_state.update()
+        if self._look_at_groups():
+            self.step_state.update()
 
+    @opaque
     @outside_inference
     def clip_master_grads(
         self,
@@ -612,7 +700,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         norm_type = check_number("norm_type", norm_type, above_zero=True)
         if not self.step_state.ranks.alone:
             self.step_state.ranks.check_norm_type(norm_type)
-        self._sync_groups(verifies=False)  # the step looks
+        self._look_at_groups(verifies=False)  # the step looks
         of = None if params is None else self.params.chosen(params)
         if self.gradient_release:
             self.step_state.refuse("clip_master_grads")
@@ -626,12 +714,11 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 "Leave error_if_nonfinite=False to have step() skip, or see overflow_report() after it."
             )
         norm_before, factor = self.outcome.clipped = backends.decide_clip(norm, check.found_inf, max_norm)
-        if self._on_host and factor.item() == 1.0:  # elsewhere the kernel looks, and the host does not wait
-            self.step_state.close()
-        else:
-            self.step_state.clip(factor, of)
+        # Elsewhere the kernel looks, and the host does not wait.
+        self.step_state.clip(factor, of, is_one=self._on_host and factor.item() == 1.0)
         return norm_before
 
+    @opaque
     @outside_inference
     def clip_master_values(self, max_value: float, params: Iterable[Tensor] | Tensor | None = None) -> None:
         """Bring every element of all master gradients to at most ``max_value`` in size, as ``clip_grad_value_`` does.
@@ -657,7 +744,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             tensor([ 0.2500, -0.5000])
         """
         max_value = check_number("max_value", max_value)
-        self._sync_groups()
+        self._look_at_groups()
         of = None if params is None else self.params.chosen(params)
         if self.gradient_release:
             self.step_state.refuse("clip_master_values")
@@ -665,13 +752,16 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if check is not None:
             self.step_state.clip_values(max_value, check.found_inf, of)
 
+    @opaque
     @outside_inference
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the model's and the masters' gradients and forget what was found in them.
 
         Args:
-            set_to_none: Set ``.grad`` to None. The engine keeps the masters' gradient memory for the next step.
+            set_to_none: Set the model's ``.grad`` to None, and not to zeros. Masters' are None in either case; the
+                engine keeps their memory for the next step.
         """
+        self._look_at_groups(verifies=False, gives_up=True)
         self.step_state.clear(set_to_none)
 
     @between_hooks
@@ -697,71 +787,120 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             LossScaleError: ``max_consecutive_skips`` steps in a row were not finite.
             RuntimeError: Gradients came by a plain ``loss.backward()`` while the scale is not 1; they were written
                 where that can't count; the model was written and ``on_model_write="error"``; parameters changed dtype,
-                shape or device.
+                shape or device; or groups were changed after a check of the gradients.
+
+        Any other exception (Ctrl-C, an error of a hook) leaves the step whole, not begun, or stepped in part with a
+        warning that names the parameters: docs/engine.md.
 
         Syncs: not on the CPU or where the step skips on the device itself (torch's fused ones, and CUDA's
         one-pass steps); once elsewhere, where the decision is taken.
         """
-        try:
-            return self._step_once(None) if closure is None else self._step_with(closure)
-        except BaseException:
-            for name in ("grad_scale", "found_inf"):  # torch's GradScaler takes them back only where ``step`` returns
-                self.__dict__.pop(name, None)
-            raise
+        return self._step_once(None) if closure is None else self._step_with(closure)
 
     def _step_once(self, closure: EvaluatedClosure | None) -> Any:
-        self._sync_groups()
+        self._look_at_groups(rounds=False)  # the step rounds masters
         if self.gradient_release:
             return self._step_released()
         check = self._finalize(write=not self._stepper.takes_scaled())
         if check is None:
+            self.model_writes.write_edited()
             self.outcome.nothing()
             return None
         on_device = not self._on_host and self._skips_on_device(check)
         skipped: bool | Tensor = check.found_inf if on_device else bool(check.found_inf)
+        if skipped is not True:
+            self.model_writes.sync(waits=self._on_host)
+            if closure is not None:
+                closure.before_step()
+        return self._write_step(check, skipped, closure)
+
+    def _write_step(self, check: OverflowCheck, skipped: bool | Tensor, closure: EvaluatedClosure | None) -> Any:
+        """Step, or skip, and close the step. An exception from here on leaves it to :meth:`_finish_step`."""
         result = None
-        if skipped is True:
-            note_step(self.optimizer)
-        else:
-            result = self._take_step(check, on_device, closure)
-        self._record(check, skipped)
+        try:
+            progress = self.step_state.begin_step(check, skipped)
+            if skipped is True:
+                note_step(self.optimizer)
+            else:
+                found_inf = None if skipped is False else check.found_inf
+                result = self._stepper.step(progress, found_inf, closure)
+            progress.is_whole = True
+            self._close_step(rounded_all=self._stepper.rounded_all)
+        except BaseException:
+            self._finish_step()
+            raise
+        self._after_step(check, self.outcome.last_decision)
         return result
 
-    def _take_step(self, check: OverflowCheck, on_device: bool, closure: EvaluatedClosure | None) -> Any:
-        self.model_writes.sync(waits=self._on_host)
-        if closure is not None:
-            closure.before_step()
-        try:
-            result = self._stepper.step(check.found_inf if on_device else None, closure)
-        except StepFailed as failed:
-            if failed.completed:
-                self.model_writes.agree(self._stepper.rounded_all, self._on_host)
-                self._record(check, skipped=False)
-            raise failed.error from None
-        self.model_writes.agree(self._stepper.rounded_all, self._on_host)
-        return result
+    def _close_step(self, rounded_all: bool) -> None:
+        """Masters and model agree; the step is counted, scalers follow, READY. What was done is not done again."""
+        stepping = self.step_state.stage
+        if stepping.skipped is True:
+            self.model_writes.write_edited()
+        else:
+            self.model_writes.agree(rounded_all, self._on_host)
+        self._record(stepping.check, stepping.skipped)
+
+    def _finish_step(self) -> None:
+        """An exception has stopped a step: finish it, or find that nothing was written.
+
+        Masters are the truth; the model follows them, and the engine's own writes are known as such. Counts and scalers
+        go on from what was taken.
+        """
+        stepping = self.step_state.stage
+        if type(stepping) is not Stepping:
+            return
+        progress: Progress = stepping.progress
+        self._guard.shut()
+        progress.put_back()
+        own_masters(self.params, self.step_state, self.masters.mixed_in)
+        if stepping.skipped is not True and not progress.has_begun():
+            self.step_state.stop_step()
+            self.model_writes.write_edited()
+            return
+        progress.finish()
+        self.masters.ties.clear()
+        self._tell_of_part(progress)
+        with torch.no_grad():
+            if stepping.skipped is not True:
+                self._round_down()
+            self._close_step(rounded_all=True)
+
+    def _tell_of_part(self, progress: Progress) -> None:
+        """Say by name, once, where a step was taken in part."""
+        due = self.step_state.due()
+        stepped = set(due if progress.is_whole else progress.stepped()) & set(due)
+        left = [at for at in due if at not in stepped]
+        if progress.was_cut():
+            warn_cut_step(self.lines, type(self.inner).__name__, self._named(stepped), self._named(left))
+        elif stepped and left:
+            warn_partial_step(self.lines, self._named(stepped), self._named(left))
+
+    def _named(self, positions: Iterable[int]) -> str:
+        return describe([self.params.names[position] for position in sorted(positions)])
 
     def _step_released(self) -> None:
         """Parameters were stepped in backward: what is left are the wrapped optimizer's step hooks, and the count."""
         check: OverflowCheck | None = self.step_state.finish()
         if check is None:
+            self.model_writes.write_edited()
             self.outcome.nothing()
             return
         self.model_writes.sync(waits=self._on_host)
+        skipped = bool(check.found_inf) if self._on_host else check.found_inf
         try:
             self.step_state.step()
-        except StepFailed as failed:
-            raise failed.error from None
         finally:
             self.model_writes.agree(rounded_all=False, waits=self._on_host)
-            self._record(check, bool(check.found_inf) if self._on_host else check.found_inf)
+            self._record(check, skipped)
+            self._after_step(check, self.outcome.last_decision)
 
     def _finalize(self, write: bool) -> OverflowCheck | None:
         """The check of the gradients as they are now; under a GradScaler, by torch's protocol."""
         if "found_inf" in self.__dict__:
             return self._finalize_under_grad_scaler(write)
         check: OverflowCheck | None = self.step_state.finalize(write)
-        if check is not None and self.step_state.scale.external and self.grad_accumulation == "fp32":
+        if check is not None and self.grad_accumulation == "fp32" and not self.step_state.is_own():
             warn_plain_backward(self.lines)
         return check
 
@@ -780,7 +919,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def check_external_scale(self) -> None:
         """Raise ``RuntimeError`` where a GradScaler can't be the one that scales, with both ways out."""
         state = self.step_state
-        made_here = not self.gradient_release and state.scale is not None and not state.scale.external
+        made_here = not self.gradient_release and state.is_own()
         if state.scales_by_one() and not made_here:
             return
         raise RuntimeError(
@@ -790,6 +929,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             "without dynamic, loss_scale, scaler, and call scaler.scale(loss).backward()."
         )
 
+    @opaque
     @outside_inference
     def check_external(self, inv_scale: Tensor) -> Tensor | None:
         """Check gradients that came by a plain backward, for a GradScaler of this library. Makes no FP32 ones.
@@ -804,11 +944,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         Raises:
             RuntimeError: This optimizer has a scale of its own.
         """
-        self._sync_groups()
+        self._look_at_groups()
         self.check_external_scale()
         self.step_state.unscale_external(inv_scale)
-        # Parameters that are their own masters hold true gradients then: no read of a master's would make them so.
-        check: OverflowCheck | None = self.step_state.finalize(write=not self.params.has_apart)
+        check: OverflowCheck | None = self.step_state.finalize()
         return None if check is None else check.found_inf.clone()
 
     # -- closures ----------------------------------------------------------------------------------------------------
@@ -833,9 +972,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         return self._step_reevaluating(closure)
 
     def _step_reevaluating(self, closure: Callable[[], Any]) -> Any:
-        self._sync_groups()
+        self._look_at_groups()
         self.model_writes.sync()
-        evaluations = MasterReevaluations(closure, self.write_masters, self.step_state)
+        evaluations = MasterReevaluations(closure, self._round_all, self.step_state)
         try:
             stepped = evaluations.step_masters(self.optimizer)
         except BaseException:
@@ -845,6 +984,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self.outcome.nothing()
         else:
             self._record(evaluations.check, skipped=not stepped)
+            self._after_step(evaluations.check, not stepped)
         if not stepped:
             self.zero_grad()
         return evaluations.returned if stepped else evaluations.loss
@@ -860,20 +1000,34 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         )
 
     def _record(self, check: OverflowCheck, skipped: bool | Tensor) -> None:
-        """Every step ends here: count it, update the scalers, go to READY.
+        """Count the step, update the scalers, go to READY. Of one step, after an exception, it may be asked again.
 
         The scale moves here, after the step: gradients were divided by the one that they were multiplied with.
         """
-        is_told = skipped is True or (skipped is False and self.outcome.log.awaits_step)
-        old = float(self.scaler.scale) if is_told else 0.0
-        losses = self.step_state.losses if is_told else []
-        flags = [] if skipped is False else self.gradients.flags()
-        skipped = self.outcome.record(check, skipped, flags, self.gradients.stats)
-        self.step_state.reset()
+        state = self.step_state
+        stage = None if self.gradient_release else state.stage
+        closing = Closing()
+        if type(stage) is Stepping:
+            closing = stage.progress.closing = stage.progress.closing or closing
+        if not closing.is_told:
+            closing.is_told = True
+            is_told = skipped is True or (skipped is False and self.outcome.log.awaits_step)
+            self.outcome.before = float(self.scaler.scale) if is_told else None
+            self.outcome.losses = state.losses if is_told else ()
+        if state.scale is not None:
+            self.outcome.scale = state.scale.scale
+        flags = [] if skipped is False else state.flags()
+        self.outcome.record(check, skipped, flags, self.gradients.stats, closing)
+        state.reset()
+
+    def _after_step(self, check: OverflowCheck, skipped: bool | Tensor) -> None:
+        """Tell other ranks, and the log, of a step that is over."""
         if not self.step_state.replicas.alone:
             self.step_state.replicas.after_step(skipped, self._digest)
-        if is_told:
-            self.outcome.tell(skipped, self.scaler, old, losses, check, self.params, "found_inf" in self.__dict__)
+        before, losses = self.outcome.before, self.outcome.losses
+        self.outcome.before, self.outcome.losses = None, ()
+        if before is not None:
+            self.outcome.tell(skipped, self.scaler, before, losses, check, self.params, "found_inf" in self.__dict__)
 
     # -- state to read -----------------------------------------------------------------------------------------------
 
@@ -884,6 +1038,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
+        self._finish_interrupted()
         if self.step_state.waits_for_step():
             raise RuntimeError(
                 "loss_scale was set between backward and step: gradients made with the old scale would be unscaled "
@@ -958,16 +1113,24 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         fractions = ("loss_scale", "grad_norm", "clip_factor")
         return {name: value if name in fractions else int(value) for name, value in numbers.items()}
 
+    @opaque
     def master_params(self) -> Iterator[Tensor]:
-        """What the wrapped optimizer steps, in param_groups order: FP32 masters, and parameters that are their own."""
-        self._sync_groups()  # one that was unfrozen has a master too
+        """What the wrapped optimizer steps, in param_groups order: masters.
+
+        Those of FP32 and FP64 parameters lie on the weights' memory. A parameter that is frozen and has never had a
+        gradient stands there itself.
+        """
+        self._look_at_groups(rounds=False)
         if self.masters.are_whole:
             return iter(list(self.params.masters))
         return self.masters.shown(self.params.all)
 
+    @opaque
     def model_params(self) -> Iterator[Tensor]:
         """The model's parameters, in param_groups order; pairs with :meth:`master_params`."""
-        return iter(list(self.params.models))
+        models = {id(pair.master): pair.model for pair in self.params.all}
+        held = [param for group in self.inner.param_groups for param in group["params"]]
+        return iter([models.get(id(param), param) for param in held])
 
     def memory(self) -> Memory:
         """What the tensors of this training take now on this rank, by kind; activations are the model's business.
@@ -988,7 +1151,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _measured(self) -> Memory:
         """Bytes by kind, also where parameters were changed since."""
-        apart = [pair for pair in self.params.all if pair.master is not pair.model]
+        apart = [pair for pair in self.params.all if pair.is_apart]
         masters = [[pair.master for pair in apart], [self.masters.operand(pair) for pair in apart]]
         kinds = {
             "weights": self.params.models,
@@ -1001,12 +1164,13 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     # -- checkpoints and the model's own weights ---------------------------------------------------------------------
 
+    @opaque
     def state_dict(self, *, compact: bool = False) -> dict[str, Any]:
         """Plain tensors, numbers, strings, lists and dicts: ``torch.load(weights_only=True)`` reads them back.
 
         Keys: ``version``, ``optimizer`` (the wrapped optimizer's own), ``masters`` (FP32, in param_groups order, None
-        where a parameter is its own master), ``scaler``, ``steps`` and ``skipped_steps`` (how many were taken, and
-        skipped). Tensors are references, as in torch, but for FP32 ones of what is kept in fewer bits.
+        where a master lies on the weight's memory), ``scaler``, ``steps`` and ``skipped_steps`` (how many were taken,
+        and skipped). Tensors are references, as in torch, but for FP32 ones of what is kept in fewer bits.
 
         Args:
             compact: Of state that is kept in 8 bits, give codes and not FP32 moments. Other programs can't read these.
@@ -1014,7 +1178,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         parallel.refuse_plain_state(self.step_state.ranks.alone, "state_dict")
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        self._sync_groups()
+        self._look_at_groups()
         self.model_writes.sync()
         self.model_writes.warn_if_due()
         counts = self.steps_counted(), self.outcome.skipped_steps
@@ -1029,9 +1193,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         return built
 
     def _saved_masters(self) -> list[Tensor | None]:
-        """FP32 masters in order, None where a parameter is its own: a value has one home in a checkpoint."""
-        return [None if pair.master is pair.model else self.masters.read([pair])[0] for pair in self.params.all]
+        """FP32 masters in order, None where one lies on the weight's memory: a value has one home in a checkpoint."""
+        return [self.masters.read([pair])[0] if pair.is_apart else None for pair in self.params.all]
 
+    @opaque
     @outside_inference
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave, or the wrapped class's own state_dict (from FP32 training).
@@ -1048,7 +1213,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        self._sync_groups()
+        self._look_at_groups(gives_up=True)
         self.load_checked(state_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -1071,9 +1236,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         plan = check(lambda: self._plan(state_dict, masters))
         check(lambda: self._check_loaded(state_dict))
         if thawed:
-            self.step_state.require_open()
             self.params.give_masters([self.params.all[i] for i in thawed], self.inner.param_groups, self._adopt)
-            self._params_changed()
+            self._params_changed([None if n in thawed else n for n in range(len(self.params))], is_thaw=True)
         if not plan.has_masters:  # else weights that were loaded just before would be undone below
             self.model_writes.sync()
         masters = self._saved_masters()
@@ -1099,7 +1263,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         saved = state_dict.get("masters") if isinstance(state_dict, dict) else None
         if not isinstance(saved, (list, tuple)) or len(saved) != len(self.params) or self.master_weights == "none":
             return []
-        frozen = {id(pair) for pair in self.params.unmastered_half_params}
+        frozen = {id(pair) for pair in self.params.unmastered if pair.model.dtype in HALF_DTYPES}
         return [i for i, pair in enumerate(self.params.all) if id(pair) in frozen and isinstance(saved[i], Tensor)]
 
     def _check_loaded(self, state_dict: Any) -> None:
@@ -1125,8 +1289,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         state_formats.convert_all(self._state_format, self.params.all, self.inner)
         self.params.changed()
         self.step_state.forget()
-        self.write_masters()
+        self._round_all()
 
+    @opaque
     def fp32_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """``model.state_dict()`` with FP32 masters in place of 16-bit parameters, under all their names.
 
@@ -1137,10 +1302,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             ValueError: None of its parameters is in this optimizer.
         """
         self.params.check_model(model)
-        self._sync_groups()
+        self._look_at_groups()
         self.model_writes.sync()
         self.model_writes.warn_if_due()
-        apart = {id(pair.model): pair for pair in self.params.all if pair.master is not pair.model}
+        apart = {id(pair.model): pair for pair in self.params.all if pair.is_apart}
         state: dict[str, Any] = model.state_dict(keep_vars=True)
         made: dict[int, Tensor] = {}
         for name, value in state.items():
@@ -1151,6 +1316,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
                 state[name] = made[id(value)]
         return state
 
+    @opaque
     @outside_inference
     def take_delta(self, model: torch.nn.Module) -> WeightDelta:
         """What changed in the model since the last call, or since it was wrapped; the next one begins here.
@@ -1182,28 +1348,40 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             raise RuntimeError("take_delta: changes are not tracked. Wrap with track_changes=True.")
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
-        self._sync_groups()
+        self._look_at_groups()
         changes = self._changes.take(require_tensors(model.state_dict(keep_vars=True)))
         return WeightDelta(self._changes.sequence, self._changes.sequence - 1, changes)
 
+    @opaque
     @outside_inference
     def refresh_masters(self) -> None:
         """Masters take the model parameters' values, for code that wrote the model in place. No host sync."""
-        self._sync_groups()
+        self._look_at_groups()
         for pair in self.params.all:
-            if pair.master is not pair.model:
+            if pair.is_apart:
                 self.masters.refresh(pair)
         self.model_writes.record()
 
+    @opaque
     def write_masters(self) -> None:
         """The model takes the masters' values, rounded, for code that wrote the masters in place. No host sync."""
+        if not self._look_at_groups(verifies=False):
+            self._round_down()
+            return
+        self._round_all()
+
+    def _round_all(self) -> None:
+        """Round all masters into the model; both agree then."""
         self.model_writes.require_not_swapped(type(self).__name__)
+        self._round_down()
+        self.model_writes.agree(rounded_all=True, waits=self._on_host)
+
+    def _round_down(self) -> None:
         if self.params.has_dtensors:
             self.params.find_pieces()
         with torch.no_grad():
             for group in self.params.devices:
                 self.masters.round_down(group)
-        self.model_writes.agree(rounded_all=True, waits=self._on_host)
 
     # -- on several ranks --------------------------------------------------------------------------------------------
 
@@ -1228,3 +1406,7 @@ def _weakly(me: weakref.ref[Any], method: Callable[..., Any], without: Any) -> C
         return without if there is None else method(there, *arguments)
 
     return call
+
+
+_STEP_CODE = MixedPrecisionOptimizer._write_step.__code__
+"""Of the frame that is on a thread's stack while a step writes."""

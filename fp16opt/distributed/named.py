@@ -69,7 +69,7 @@ def state_dict(model: nn.Module, opt: Optimizer) -> dict[str, Any]:
 
     Returns:
         ``{'masters': {name: FP32}, 'state': {name: {}}, 'scaler': {}, 'param_groups': [{'params': [name], ...}],
-        'counts': {'steps': int, 'skipped_steps': int}}``. Parameters that are their own masters are among the masters.
+        'counts': {'steps': int, 'skipped_steps': int}}``. Masters that lie on the weights' memory are among them.
 
     Raises:
         TypeError, ValueError: see :func:`names_of`.
@@ -168,7 +168,7 @@ def load_state_dict(model: nn.Module, opt: Optimizer, state_dict: Mapping[str, A
     load_checked(_positional(state_dict, wrapper, names, values), everywhere)
     with torch.no_grad():
         for pair, value in zip(wrapper.params.all, values, strict=True):
-            if pair.master is pair.model:
+            if not pair.is_apart:
                 pair.model.copy_(value)
     if is_zero(wrapper):
         sync(wrapper.optimizer, wrapper.inner)
@@ -261,7 +261,7 @@ def _positional(sd: Mapping[str, Any], wrapper: Wrapper, names: dict[int, str], 
         entry = sd["state"].get(names[id(pair.model)])
         if entry is not None and not fresh:
             state[i] = {key: _like_master(value, pair.master) for key, value in entry.items()}
-    masters = [None if pair.master is pair.model else value.float() for pair, value in zip(pairs, values, strict=True)]
+    masters = [value.float() if pair.is_apart else None for pair, value in zip(pairs, values, strict=True)]
     optimizer = {"state": state, "param_groups": groups}
     positional = {"version": checkpoint.VERSION, "optimizer": optimizer, "masters": masters, "scaler": sd["scaler"]}
     return {**positional, **counts}
@@ -331,7 +331,7 @@ class _Finder:
     def __init__(self, wrapper: Wrapper) -> None:
         table = wrapper.params
         self._masters = wrapper.masters
-        self._apart = {id(pair.model): pair for pair in table.all if pair.master is not pair.model}
+        self._apart = {id(pair.model): pair for pair in table.all if pair.is_apart}
         self._elsewhere = {id(p) for p in table.elsewhere if p.dtype in HALF_DTYPES}
         self._owners = owners(wrapper.optimizer) if is_zero(wrapper) else {}
         self._group = wrapper.step_state.ranks.group

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..engine.ranks import Facts
-from ..engine.wrapped_step import StepFailed, guard_open, note_step
+from ..engine.wrapped_step import guard_open, note_step
 from .alike import Reach
 from .exchange import message_device
 from .shards import GroupRanks
@@ -64,16 +64,11 @@ def run_part(
     Args:
         round_written: rounds masters that the user wrote, and that have no gradient, into the model.
         work: called with True (settings may have changed), then with what is ``given``.
-
-    Raises:
-        StepFailed: around what it, a hook of ZeRO's or the sending raised.
     """
-    done: list[bool] = []
 
     def step(closure: object = None) -> None:
         work(True, *given)
         round_written()
-        done.append(True)
 
     before = part.__dict__.get("step")
     part.step = step
@@ -81,10 +76,8 @@ def run_part(
     try:
         with guard_open(zero):
             zero.step()
-    except BaseException as error:
-        raise StepFailed(error, bool(done)) from error
     finally:
-        del part.step
+        part.__dict__.pop("step", None)
         if before is not None:
             part.step = before
 

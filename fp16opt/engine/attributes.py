@@ -47,8 +47,8 @@ def convert_attributes(optimizer: Optimizer, params: ParamTable, lines: Lines) -
 class _Conversion:
     def __init__(self, optimizer: Optimizer, params: ParamTable) -> None:
         self._optimizer = optimizer
-        apart = [pair for pair in params.all if pair.master is not pair.model]
-        self._masters = {id(pair.model): pair.master for pair in apart}
+        self._masters = {id(pair.model): pair.master for pair in params.all if pair.has_master}
+        apart = [pair for pair in params.all if pair.is_apart]
         self._kinds = {(pair.model.dtype, pair.model.shape) for pair in apart}
         self._made: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor that it was made of, which so keeps its id
         self._left: list[str] = []

@@ -7,7 +7,7 @@ import inspect
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +19,10 @@ from .. import kernels
 from ..kernels.reference_steps import Factors
 from .buckets import BucketSteps, hooks_muted, settings_of
 from .dtensors import raw_grad, set_raw_grad
-from .gradients import Gradients
 from .masters import Masters
 from .params import ParamPair, ParamTable
-from .wrapped_step import StepFailed, fused_steps_guarded, guard_open, note_step
+from .progress import OwnPart, Progress
+from .wrapped_step import StepGradients, fused_steps_guarded, guard_open, note_step
 
 BUCKET = 1 << 20
 """Elements in a bucket, at most; a tensor with more is a bucket of its own."""
@@ -92,7 +92,7 @@ class Bucket:
     Attributes:
         group: the number of their param_group.
         split: those with split masters.
-        own: those that are their own masters; they are stepped where they are.
+        on_weights: those whose masters lie on the weights' memory; they are stepped where they are.
         rests: what the masters of ``split`` keep beside the weights.
         offsets: where each of ``split`` begins in the bucket's memory, in elements.
         rows: of ``split`` in the statistics of their device.
@@ -104,7 +104,7 @@ class Bucket:
     group: int
     device: torch.device
     split: list[ParamPair]
-    own: list[ParamPair]
+    on_weights: list[ParamPair]
     rests: list[Tensor]
     offsets: list[int]
     rows: Tensor
@@ -112,7 +112,7 @@ class Bucket:
     join_cache: kernels.CallCache = field(default_factory=kernels.CallCache)
     unscale_cache: kernels.CallCache = field(default_factory=kernels.CallCache)
     split_cache: kernels.CallCache = field(default_factory=kernels.CallCache)
-    own_caches: defaultdict[torch.device, kernels.CallCache] = field(
+    device_caches: defaultdict[torch.device, kernels.CallCache] = field(
         default_factory=lambda: defaultdict(kernels.CallCache)
     )
     cast: kernels.CastStats = field(init=False)
@@ -126,7 +126,7 @@ class Bucket:
             self.cast = self.split[0].cast.beside([pair.row for pair in self.split])
         self.models = [pair.model for pair in self.split]
         self.members = [pair.master for pair in self.split]
-        self.stepped = self.members + [pair.master for pair in self.own]
+        self.stepped = self.members + [pair.master for pair in self.on_weights]
 
 
 def _room_for(tensor: Tensor) -> int:
@@ -145,7 +145,7 @@ def plan_buckets(params: ParamTable, masters: Masters, groups: int, stepped: Seq
     for number in range(groups):
         members = [pair for pair in params.all if pair.group == number]
         parts = _parts([pair for pair in members if id(pair) in wanted])
-        rest = [pair for pair in members if pair.master is pair.model]
+        rest = [pair for pair in members if not pair.is_apart]
         if not parts:  # a group without any gradient takes part in a step, too: some optimizers count steps in it
             parts, rest = [[]], members
         for part in parts:
@@ -176,6 +176,38 @@ def _parts(members: list[ParamPair]) -> list[list[ParamPair]]:
     return parts
 
 
+class _BucketPart:
+    """A bucket in a step's progress.
+
+    Args:
+        write_back: writes what the optimizer has made of the bucket into weights and remainders.
+    """
+
+    def __init__(self, bucket: Bucket, own: OwnPart, write_back: Callable[[], None]) -> None:
+        self.positions = own.positions
+        self.own = own
+        self._bucket = bucket
+        self._write_back = write_back
+        self._written = bucket.split_cache.returned
+        self._written.clear()
+
+    def has_run(self) -> bool | None:
+        """Whether the optimizer has stepped the bucket; its values are written back then, now or by :meth:`finish`."""
+        return self.own.has_run()
+
+    def stepped(self) -> Iterable[int]:
+        """Those whose weights will tell of it: where the bucket was cut, those that lie on the weights' memory."""
+        if self.has_run():
+            return self.positions
+        on_weights = {pair.position for pair in self._bucket.on_weights}
+        return [at for at in self.own.stepped() if at in on_weights]
+
+    def finish(self) -> None:
+        """Write the values back, if an exception came before that."""
+        if not self._written and self._bucket.split:
+            self._write_back()
+
+
 class BucketedStep:
     """Steps the wrapped optimizer on split masters, a bucket at a time.
 
@@ -184,14 +216,13 @@ class BucketedStep:
         masters: split ones.
     """
 
-    def __init__(self, optimizer: Optimizer, params: ParamTable, masters: Masters, gradients: Gradients) -> None:
+    def __init__(self, optimizer: Optimizer, params: ParamTable, masters: Masters, gradients: StepGradients) -> None:
         self.optimizer = optimizer
         self.params = params
         self.masters = masters
         self.gradients = gradients
         self.rounded_all = True
         self._planned: tuple[int, list[ParamPair], list[Bucket]] | None = None
-        self._is_done = False
         self._closure: Any = None
 
     def takes_scaled(self) -> bool:
@@ -206,37 +237,32 @@ class BucketedStep:
         """Why no kernel steps."""
         return "general (a bucket of split masters at a time)"
 
-    def step(self, found_inf: Tensor | None, closure: Any = None) -> Any:
+    def step(self, progress: Progress, found_inf: Tensor | None, closure: Any = None) -> Any:
         """See :class:`fp16opt.engine.wrapped_step.Stepper`. Each bucket is shown the closure, which was evaluated."""
-        self._is_done, self._closure = False, closure
+        self._closure = closure
 
         def run(_: Optimizer, *closure: Callable[[], Any]) -> None:
-            self.step_within_hooks()
+            self.step_within_hooks(progress)
 
         note_step(self.optimizer)
         try:
             return Optimizer.profile_hook_step(run)(self.optimizer, *(() if closure is None else (closure,)))
-        except BaseException as error:
-            raise StepFailed(error, self._is_done) from error
         finally:
             self._closure = None
 
-    def step_within_hooks(self) -> None:
+    def step_within_hooks(self, progress: Progress) -> None:
         """Step all buckets without the optimizer's hooks, which are running."""
-        try:
-            with torch.no_grad(), hooks_muted(self.optimizer), guard_open(self.optimizer):
-                self._step_buckets()
-        finally:
-            self.masters.ties.clear()
+        with torch.no_grad(), hooks_muted(self.optimizer, progress), guard_open(self.optimizer):
+            self._step_buckets(progress)
+        self.masters.ties.clear()
 
-    def _step_buckets(self) -> None:
+    def _step_buckets(self, progress: Progress) -> None:
         grads = self._find_gradients()
-        parts = BucketSteps(self.optimizer)
+        parts = BucketSteps(self.optimizer, progress)
         buckets = self._buckets(grads)
         memory = _Memory(buckets)
         for bucket in buckets:
-            self._step(bucket, parts, memory, grads)
-            self._is_done = True
+            self._step(progress, bucket, parts, memory, grads)
         parts.finish()
 
     def _find_gradients(self) -> dict[int, _Gradient]:
@@ -252,7 +278,7 @@ class BucketedStep:
     def _buckets(self, grads: dict[int, _Gradient]) -> list[Bucket]:
         """The buckets of this step: those of the last one where the same parameters have gradients."""
         generation = self.params.generation
-        stepped = [pair for pair in self.params.all if pair.master is not pair.model and id(pair) in grads]
+        stepped = [pair for pair in self.params.all if pair.is_apart and id(pair) in grads]
         known = self._planned
         same = known is not None and known[0] == generation and len(known[1]) == len(stepped)
         if known is None or not same or not all(map(operator.is_, known[1], stepped)):
@@ -260,23 +286,38 @@ class BucketedStep:
             known = self._planned = generation, stepped, plan_buckets(self.params, self.masters, groups, stepped)
         return known[2]
 
-    def _step(self, bucket: Bucket, parts: BucketSteps, memory: _Memory, grads: dict[int, _Gradient]) -> None:
+    def _step(
+        self,
+        progress: Progress,
+        bucket: Bucket,
+        parts: BucketSteps,
+        memory: _Memory,
+        grads: dict[int, _Gradient],
+    ) -> None:
         values, room = memory.views(bucket)
         kernels.multi_tensor_join(bucket.models, bucket.rests, values, cache=bucket.join_cache)
         true = self._true_ones(bucket.members, room, [grads[id(pair)] for pair in bucket.split], bucket.unscale_cache)
-        with _filled(bucket.members, values, true), _with_gradients(self._own_gradients(bucket, grads)):
-            closure = None if self._closure is None else self._closure.again(bucket.stepped)
-            parts.run(bucket.group, bucket.stepped, lambda: self._step_part(closure))
-        if bucket.split:
+
+        def write_back() -> None:
             kernels.multi_tensor_split(values, bucket.models, bucket.rests, bucket.cast, cache=bucket.split_cache)
             bucket.split[0].cast.overflow[bucket.rows] = bucket.cast.overflow
 
-    def _step_part(self, closure: Callable[[], Any] | None) -> None:
-        with fused_steps_guarded(self.optimizer):
-            if closure is None:
-                self.optimizer.step()
-            else:
-                self.optimizer.step(closure)
+        with (
+            _filled(bucket.members, values, true, progress),
+            _with_gradients(self._other_gradients(bucket, grads), progress),
+        ):
+            due = [pair for pair in (*bucket.split, *bucket.on_weights) if id(pair) in grads]
+            own = OwnPart([pair.position for pair in due], [pair.master for pair in due], self.optimizer)
+            progress.parts.append(_BucketPart(bucket, own, write_back))
+            closure = None if self._closure is None else self._closure.again(bucket.stepped)
+            parts.run(bucket.group, bucket.stepped, lambda: self._step_part(own, closure, progress))
+        if bucket.split:
+            write_back()
+
+    def _step_part(self, own: OwnPart, closure: Callable[[], Any] | None, progress: Progress) -> None:
+        step = operator.methodcaller("step") if closure is None else operator.methodcaller("step", closure)
+        with fused_steps_guarded(self.optimizer, progress):
+            own.returned.extend(map(step, [self.optimizer]))  # one call of C runs it and notes its return
 
     def _true_ones(
         self, masters: list[Tensor], room: list[Tensor], grads: list[_Gradient], cache: kernels.CallCache
@@ -288,16 +329,16 @@ class BucketedStep:
             return list(room)
         return [raw_grad(master) for master in masters]
 
-    def _own_gradients(self, bucket: Bucket, grads: dict[int, _Gradient]) -> list[tuple[Tensor, Tensor | None]]:
-        """True gradients of a bucket's parameters that are their own masters, with those parameters."""
+    def _other_gradients(self, bucket: Bucket, grads: dict[int, _Gradient]) -> list[tuple[Tensor, Tensor | None]]:
+        """True gradients of a bucket's masters that lie on the weights' memory, with those masters."""
         found: list[tuple[Tensor, Tensor | None]] = []
-        own = [pair for pair in bucket.own if id(pair) in grads]
-        for device in dict.fromkeys(pair.model.device for pair in own):
-            there = [pair for pair in own if pair.model.device == device]
-            params = [pair.model for pair in there]
-            room = [torch.empty_like(param, requires_grad=False) for param in params]
-            true = self._true_ones(params, room, [grads[id(pair)] for pair in there], bucket.own_caches[device])
-            found += zip(params, true, strict=True)
+        there_are = [pair for pair in bucket.on_weights if id(pair) in grads]
+        for device in dict.fromkeys(pair.model.device for pair in there_are):
+            there = [pair for pair in there_are if pair.model.device == device]
+            masters = [pair.master for pair in there]
+            room = [torch.empty_like(master, requires_grad=False) for master in masters]
+            true = self._true_ones(masters, room, [grads[id(pair)] for pair in there], bucket.device_caches[device])
+            found += zip(masters, true, strict=True)
         return found
 
 
@@ -335,20 +376,13 @@ class _Memory:
 
 
 @contextlib.contextmanager
-def _filled(members: list[Tensor], values: list[Tensor], grads: list[Tensor | None]) -> Iterator[None]:
+def _filled(
+    members: list[Tensor], values: list[Tensor], grads: list[Tensor | None], progress: Progress
+) -> Iterator[None]:
     """Within, the placeholders are ordinary parameters with values and gradients."""
-    kept: list[tuple[Tensor, type, Tensor, Tensor | None]] = []
-    try:
-        for member, value, grad in zip(members, values, grads, strict=True):
-            cls, before = type(member), raw_grad(member)
-            member.__class__ = torch.nn.Parameter  # torch takes its faster loops for exactly this class
-            kept.append((member, cls, member.data, before))
-            if before is not None:
-                set_raw_grad(member, None)  # of strides that the new values may not have
-            member.data = value
-            set_raw_grad(member, grad)
-        yield
-    finally:
+    kept = [(member, type(member), member.data, raw_grad(member)) for member in members]
+
+    def put_back() -> None:
         for member, cls, data, before in kept:
             set_raw_grad(member, None)
             member.data = data
@@ -356,15 +390,28 @@ def _filled(members: list[Tensor], values: list[Tensor], grads: list[Tensor | No
                 set_raw_grad(member, before)
             member.__class__ = cls
 
+    with progress.putting_back(put_back):
+        for (member, _, _, before), value, grad in zip(kept, values, grads, strict=True):
+            member.__class__ = torch.nn.Parameter  # torch takes its faster loops for exactly this class
+            if before is not None:
+                set_raw_grad(member, None)  # of strides that the new values may not have
+            member.data = value
+            set_raw_grad(member, grad)
+        yield
+
 
 @contextlib.contextmanager
-def _with_gradients(given: list[tuple[Tensor, Tensor | None]]) -> Iterator[None]:
-    """Within, parameters that are their own masters have these gradients; after it those that they had."""
-    kept = [(param, raw_grad(param)) for param, _ in given]
-    try:
-        for param, grad in given:
-            set_raw_grad(param, grad)
+def _with_gradients(given: list[tuple[Tensor, Tensor | None]], progress: Progress) -> Iterator[None]:
+    """Within, masters on the weights' memory are ordinary parameters with these gradients; after it as they were."""
+    kept = [(master, type(master), raw_grad(master)) for master, _ in given]
+
+    def put_back() -> None:
+        for master, cls, grad in kept:
+            set_raw_grad(master, grad)
+            master.__class__ = cls
+
+    with progress.putting_back(put_back):
+        for master, grad in given:
+            set_raw_grad(master, grad)
+            master.__class__ = torch.nn.Parameter
         yield
-    finally:
-        for param, grad in kept:
-            set_raw_grad(param, grad)

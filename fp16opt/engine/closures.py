@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 
 from .dtensors import versions
 from .snapshot import Snapshot
-from .step_state import OverflowCheck, StepState
-from .wrapped_step import StepFailed, run_step
+from .stage import OverflowCheck
+from .step_state import StepState
+from .wrapped_step import run_step
 
 
 class GaveUp(Exception):
@@ -180,13 +181,6 @@ class MasterReevaluations(Reevaluations):
     def step_masters(self, optimizer: Optimizer) -> bool:
         """:meth:`step` of the wrapped optimizer; then the model has the masters' values, stepped or put back."""
         try:
-            return self.step(optimizer, lambda closure: _run(optimizer, closure))
+            return self.step(optimizer, lambda closure: run_step(optimizer, closure=closure))
         finally:
             self._round_down()
-
-
-def _run(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-    try:
-        return run_step(optimizer, None, closure)
-    except StepFailed as failed:
-        raise failed.error from None

@@ -358,6 +358,30 @@ def _is_power_of_two(count: int) -> bool:
     return count & (count - 1) == 0
 
 
+def warn_partial_step(lines: Lines, stepped: str, left: str) -> None:
+    """Log that an exception has stopped a step between parameters."""
+    lines.say(
+        logging.WARNING,
+        "an exception has stopped a step in part. Stepped: %s. Not stepped: %s. Masters, optimizer state and model agree, "
+        "and the step counts as taken. To do without it, load the last checkpoint.",
+        stepped,
+        left,
+    )
+
+
+def warn_cut_step(lines: Lines, optimizer: str, stepped: str, left: str) -> None:
+    """Log that an exception has stopped the wrapped optimizer's own code."""
+    lines.say(
+        logging.WARNING,
+        "an exception has stopped %s.step() in the middle: parameters that it has written: %s; those that it has not: "
+        "%s. The one it was at may be stepped in part. The model holds the masters as they are, and the step counts as "
+        "taken. To do without it, load the last checkpoint.",
+        optimizer,
+        stepped or "none",
+        left or "none",
+    )
+
+
 def warn_cast(lines: Lines, flags: Iterable[tuple[str, int]], warned: set[str]) -> None:
     """Warn of masters that their model parameter can't hold, each parameter once for each reason.
 

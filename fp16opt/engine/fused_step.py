@@ -7,6 +7,7 @@ the plan again; anything else makes a new one, which checks all state before any
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import operator
@@ -34,11 +35,12 @@ from .fused_registry import (
     no_fused_step,
     steps_on_device,
 )
-from .gradients import Gradients, GradsToStep
+from .gradients import GradsToStep
 from .masters import Masters
-from .params import HALF_DTYPES, DeviceParams, ParamPair, ParamTable
+from .params import DeviceParams, ParamPair, ParamTable
+from .progress import KernelPart, Progress
 from .state_formats import StateFormat, coded_piece
-from .wrapped_step import has_own_step, run_hooks
+from .wrapped_step import StepGradients, has_own_step, run_hooks
 
 NO_MASTERS = "there are no FP32 masters (master_weights='none')"
 
@@ -170,7 +172,7 @@ class _KernelCall:
     """One kernel call: rows of a device that are stepped alike, with state of the same names.
 
     Attributes:
-        is_own: whether its parameters are their own masters; else models are rounded from masters.
+        on_weights: whether its masters lie on the weights' memory; else models are rounded from masters.
         rows: of the device.
         states: of each of the rows.
         masters, models, state: by row of the device, None in other rows.
@@ -180,7 +182,7 @@ class _KernelCall:
     """
 
     spec: FusedStepSpec
-    is_own: bool
+    on_weights: bool
     rows: list[int] = field(default_factory=list)
     states: list[ParamState] = field(default_factory=list)
     masters: tuple[Tensor | None, ...] = ()
@@ -190,6 +192,12 @@ class _KernelCall:
     first: list[bool] = field(default_factory=list)
     pieces: tuple[Piece, ...] | None = None
     cache: CallCache = field(default_factory=CallCache)
+
+    def close(self, found_inf: Tensor | None) -> None:
+        """The kernel has run: the optimizer keeps the state that a first step has filled, if it was not skipped."""
+        if True in self.first and (found_inf is None or not bool(found_inf)):
+            for state in self.states:
+                state.keep_first()
 
     def fill(self, device: DeviceParams, masters: Masters) -> None:
         """Lay the rows that were collected out over the rows of the device."""
@@ -215,8 +223,7 @@ def pieces_of(spec: FusedStepSpec, masters: Masters, pairs: Sequence[ParamPair])
     Raises:
         CannotServe: of one that can't be said.
     """
-    is_own = pairs[0].master is pairs[0].model
-    if not (spec.is_coded or (masters.needs_number and not is_own)):
+    if not (spec.is_coded or (masters.needs_number and pairs[0].is_apart)):
         return None
     found: list[Piece] = []
     for pair in pairs:
@@ -311,7 +318,7 @@ class FusedStep:
         optimizer: Optimizer,
         params: ParamTable,
         masters: Masters,
-        gradients: Gradients,
+        gradients: StepGradients,
         state_format: StateFormat,
         required_by: str,
         step_count: Callable[[], int],
@@ -347,7 +354,7 @@ class FusedStep:
         return self._lasting_reason or self._groups_obstacle()
 
     def _find_lasting_reason(self) -> str:
-        if any(pair.model.requires_grad for pair in self.params.unmastered_half_params):
+        if self.params.halves_stepped:
             return NO_MASTERS
         reason = optimizer_obstacle(self.optimizer, self.params.models, self.params.names)
         if reason or self.required_by or self.wanted != "auto":
@@ -417,31 +424,31 @@ class FusedStep:
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
-    def step(self, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, progress: Progress, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
         """See :class:`Stepper`."""
         self.rounded_all = bool(self._last_reason)
         if self.rounded_all:
             if self._has_served:
                 counters_to_host(self.optimizer)
-            return self.fallback.step(found_inf, closure)
-        self.run(self.optimizer, self._step_or_fall_back, found_inf)
+            return self.fallback.step(progress, found_inf, closure)
+        self.run(self.optimizer, self._step_or_fall_back, progress, found_inf)
         return None
 
-    def _step_or_fall_back(self, has_hooks: bool, found_inf: Tensor | None) -> None:
+    def _step_or_fall_back(self, has_hooks: bool, progress: Progress, found_inf: Tensor | None) -> None:
         """Runs between the optimizer's hooks, which may have changed its groups since :meth:`reason` looked."""
         try:
             if has_hooks and (reason := self._groups_obstacle()):
                 raise CannotServe(reason)
-            self._call_kernels(found_inf)
+            self._call_kernels(progress, found_inf)
             self._unserved = ""
         except CannotServe as unserved:
             self._unserved = str(unserved)
             self._warn_or_refuse(str(unserved))
             if found_inf is None or not bool(found_inf):  # the host decides
                 counters_to_host(self.optimizer)
-                self.fallback.step_within_hooks()
+                self.fallback.step_within_hooks(progress)
 
-    def _call_kernels(self, found_inf: Tensor | None) -> None:
+    def _call_kernels(self, progress: Progress, found_inf: Tensor | None) -> None:
         """The step alone. All calls are planned, and all obstacles found, before the first call is made.
 
         Raises:
@@ -457,6 +464,8 @@ class FusedStep:
         for device, grads, plan in planned:
             flag = found_inf if found_inf is None or found_inf.device == device.device else found_inf.to(device.device)
             for call in plan.calls:
+                at = [device.positions[row] for row in call.rows] if len(call.rows) < len(device) else device.positions
+                progress.parts.append(KernelPart(at, call.cache, functools.partial(call.close, flag)))
                 self._call(device, call, options, grads, flag, number)
         self.masters.ties.clear()
 
@@ -478,16 +487,14 @@ class FusedStep:
             call.group_of,
             grads.factors,
             call.first,
-            models=None if call.is_own else call.models,
-            stats=None if call.is_own else device.cast,
+            models=None if call.on_weights else call.models,
+            stats=None if call.on_weights else device.cast,
             found_inf=found_inf,
             cache=call.cache,
             number=number,
             pieces=call.pieces,
         )
-        if True in call.first and (found_inf is None or not bool(found_inf)):
-            for state in call.states:
-                state.keep_first()
+        call.close(found_inf)
 
     # -- plans -------------------------------------------------------------------------------------------------------
 
@@ -519,11 +526,10 @@ class FusedStep:
     def _new_calls(self, device: DeviceParams, groups: list[GroupSettings], there: list[bool]) -> list[_KernelCall]:
         calls: dict[tuple[bool, tuple[str, ...]], _KernelCall] = {}
         for row, pair in enumerate(device.pairs):
-            is_own = pair.master is pair.model
-            if not there[row] or (is_own and pair.model.dtype in HALF_DTYPES):  # a frozen one has no master
+            if not there[row] or not pair.has_master:
                 continue
             state = ParamState.find(self.optimizer, self.state_format, groups[pair.group].settings, pair)
-            call = calls.setdefault((is_own, tuple(state.tensors)), _KernelCall(state.spec, is_own))
+            call = calls.setdefault((pair.is_apart, tuple(state.tensors)), _KernelCall(state.spec, not pair.is_apart))
             call.rows.append(row)
             call.states.append(state)
         for call in calls.values():
@@ -577,7 +583,6 @@ class PerParameterStepper:
             CannotServe: the kernel can't take it; nothing was stepped.
         """
         group = self._group(pair.group)
-        is_own = pair.master is pair.model
         state = ParamState.find(self.optimizer, self.state_format, group.settings, pair)
         columns = {name: (tensor,) for name, tensor in state.tensors.items()}
         state.spec.call(
@@ -586,8 +591,8 @@ class PerParameterStepper:
             [0],
             factors,
             [state.is_first],
-            models=None if is_own else (pair.model,),
-            stats=None if is_own else pair.cast.of_row(pair.row),
+            models=(pair.model,) if pair.is_apart else None,
+            stats=pair.cast.of_row(pair.row) if pair.is_apart else None,
             found_inf=found_inf,
             cache=cache,
             pieces=pieces_of(state.spec, self.masters, [pair]),

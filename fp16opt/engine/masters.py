@@ -1,8 +1,9 @@
-"""What masters are made of: FP32 copies of 16-bit weights, or none. (Split ones: split.py.)"""
+"""What masters are: FP32 copies of 16-bit weights, or parameters on the weights' own memory. (Split ones: split.py.)"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from .. import kernels
 from ..kernels.calls import Entries
 from .dtensors import different_bits, local, raw_grad, set_raw_grad
 from .params import DeviceParams, ParamPair, ParamTable
+from .progress import Progress
 
 
 class Masters(Protocol):
@@ -22,10 +24,11 @@ class Masters(Protocol):
 
     Attributes:
         words: what ``repr`` calls them.
-        are_apart: whether 16-bit parameters get any.
+        are_apart: whether those of 16-bit parameters have memory of their own. All others lie on the weights'.
         keeps_gradients: whether the memory of FP32 gradients is kept from one step to the next.
         are_whole: whether masters are ordinary tensors that their optimizer, and the user, may read and write.
         needs_number: whether steps round them by the number of the step.
+        mixed_in: what the class of masters with memory of their own is mixed with; None for nothing.
         ties: by id of a master, what a checkpoint has left that weights must be compared with on the host before they
             are taken for written. A step writes weights anew, and leaves none.
     """
@@ -35,10 +38,11 @@ class Masters(Protocol):
     keeps_gradients: bool
     are_whole: bool
     needs_number: bool
+    mixed_in: Any
     ties: dict[int, Any]
 
     def make(self, model: Tensor) -> Tensor:
-        """The master of a 16-bit parameter, with its value."""
+        """The master of a 16-bit parameter, in memory of its own, with its value."""
 
     def operand(self, pair: ParamPair) -> Tensor:
         """What a one-pass step takes for the master, beside the model's parameter. It is laid out as masters are."""
@@ -87,6 +91,7 @@ class FullMasters:
     keeps_gradients = True
     are_whole = True
     needs_number = False
+    mixed_in: Any = None
 
     def __init__(self) -> None:
         self.ties: dict[int, Any] = {}
@@ -104,13 +109,13 @@ class FullMasters:
 
     def round_down(self, group: DeviceParams, rows: Sequence[int] | None = None) -> None:
         """See :class:`Masters`."""
-        if not group.copied:
+        if not group.apart:
             return
-        masters: Entries = group.copied_masters
+        masters: Entries = group.apart_masters
         if rows is not None:
             wanted = set(rows)
             masters = [master if row in wanted else None for row, master in enumerate(masters)]
-        kernels.multi_tensor_cast(masters, group.copied_models, group.cast, cache=group.caches["cast"])
+        kernels.multi_tensor_cast(masters, group.apart_models, group.cast, cache=group.caches["cast"])
 
     def read(self, pairs: Sequence[ParamPair]) -> list[Tensor]:
         """The masters themselves, detached."""
@@ -139,7 +144,7 @@ class FullMasters:
         self, group: DeviceParams, masters: Entries, now: Tensor, then: Tensor, taken: Tensor
     ) -> None:
         """See :class:`Masters`."""
-        kernels.multi_tensor_refresh_masters(masters, group.copied_models, now, then, taken, cache=group.caches["take"])
+        kernels.multi_tensor_refresh_masters(masters, group.apart_models, now, then, taken, cache=group.caches["take"])
 
     def refresh(self, pair: ParamPair) -> None:
         """See :class:`Masters`."""
@@ -159,7 +164,7 @@ class FullMasters:
 
 
 class NoMasters(FullMasters):
-    """16-bit parameters are stepped themselves, and lose updates smaller than half a unit in the last place."""
+    """16-bit weights are stepped where they lie, and lose updates smaller than half a unit in the last place."""
 
     words = "without masters"
     are_apart = False
@@ -188,7 +193,7 @@ def _written(pair: ParamPair) -> Tensor:
     return where.view(model.shape)
 
 
-# -- gradients that are made when they are read ------------------------------------------------------------------------
+# -- masters with a gradient of their own ------------------------------------------------------------------------------
 
 
 class GradientOwner(Protocol):
@@ -199,6 +204,10 @@ class GradientOwner(Protocol):
 
     def before_setting(self, position: int, value: Tensor | None) -> None:
         """``.grad`` of that master is about to be set to ``value``."""
+
+
+_OWNER = "fp16opt_owner"
+_WEIGHT = "fp16opt_weight"  # of a master without memory of its own: the model's parameter
 
 
 def _owner_of(master: Tensor) -> tuple[GradientOwner | None, int]:
@@ -225,64 +234,101 @@ def _delete(master: Tensor) -> None:
     _set(master, None)
 
 
+def _marks(master: Tensor) -> dict[str, Any]:
+    """What users have set on a master."""
+    return {name: value for name, value in master.__dict__.items() if name not in (_OWNER, _WEIGHT)}
+
+
 def _copied(master: Tensor, data: Tensor) -> torch.nn.Parameter:
     """An ordinary parameter with ``data`` and the marks that users set on ``master``."""
     made = torch.nn.Parameter(data, requires_grad=master.requires_grad)
-    made.__dict__.update({name: value for name, value in master.__dict__.items() if name != _OWNER})
+    made.__dict__.update(_marks(master))
     return made
 
 
-_OWNER = "fp16opt_owner"
-
-
 @functools.cache
-def master_class(cls: Any) -> Any:
+def master_class(cls: Any, mixed_in: Any = None) -> Any:
     """The subclass of ``cls`` (Parameter, or DTensor) whose ``grad`` has true gradients made before it is read or set.
 
-    Copies and pickles of such parameters are ordinary ones again.
-    """
+    Copies and pickles of such parameters are ordinary ones again; of those on a weight's memory they lie on the copied
+    weight's.
 
-    class Master(cls):  # type: ignore[misc]
+    Args:
+        mixed_in: a class whose methods come first; None for none.
+    """
+    bases = (cls,) if mixed_in is None else (mixed_in, cls)
+
+    class Master(*bases):  # type: ignore[misc]
         if "__slots__" in cls.__dict__:
             __slots__ = ()
 
         grad = property(_read, _set, _delete)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
+            weight = self.__dict__.get(_WEIGHT)
+            if weight is not None:
+                return on_memory_of, (weight, _marks(self))
             return _copied(self, self.detach()).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
             if id(self) not in memo:
-                memo[id(self)] = _copied(self, self.detach().clone())
+                weight = self.__dict__.get(_WEIGHT)
+                if weight is not None:
+                    memo[id(self)] = on_memory_of(copy.deepcopy(weight, memo), _marks(self))
+                else:
+                    memo[id(self)] = _copied(self, self.detach().clone())
             return memo[id(self)]
 
     Master.__name__ = Master.__qualname__ = f"Master{cls.__name__}"
+    _ORDINARY[Master] = cls
     return Master
 
 
+_ORDINARY: dict[Any, Any] = {}
+"""From a class of :func:`master_class` to the class that it was made of."""
+
 MasterParameter: Any = master_class(torch.nn.Parameter)
-"""An FP32 master whose gradient is made of the model's when it is read."""
+"""A master, whose gradient is made of the model's when it is read."""
 
 
-def own_masters(params: ParamTable, owner: GradientOwner) -> None:
-    """Have every master that is apart from its model ask ``owner`` before ``.grad`` is read. Does not keep it alive."""
+def on_memory_of(weight: Tensor, marks: Mapping[str, Any] | None = None) -> Tensor:
+    """A master on the memory of ``weight``: no copy, no rounding, the version counter shared, a ``.grad`` of its own.
+
+    Args:
+        weight: a parameter of the model.
+        marks: what users have set on the master; None: as on ``weight``.
+    """
+    master = torch.nn.Parameter(weight.detach(), requires_grad=not weight.is_inference())
+    master.__dict__.update(weight.__dict__ if marks is None else marks)
+    master.__dict__[_WEIGHT] = weight
+    master.__class__ = master_class(type(master))
+    return master
+
+
+def own_masters(params: ParamTable, owner: GradientOwner, mixed_in: Any = None) -> None:
+    """Have every master ask ``owner`` before ``.grad`` is read or set. Does not keep it alive.
+
+    Args:
+        mixed_in: see :func:`master_class`; of masters with memory of their own.
+    """
     reference = weakref.ref(owner)
     for pair in params.all:
-        if pair.master is not pair.model:
-            cls = type(pair.master)
-            if _OWNER not in pair.master.__dict__:
-                pair.master.__class__ = master_class(cls)
+        if pair.has_master:
+            if type(pair.master) not in _ORDINARY:
+                pair.master.__class__ = master_class(type(pair.master), mixed_in if pair.is_apart else None)
             pair.master.__dict__[_OWNER] = reference, pair.position
 
 
 @contextlib.contextmanager
-def ordinary_parameters(params: ParamTable) -> Iterator[None]:
+def ordinary_parameters(params: ParamTable, progress: Progress | None = None) -> Iterator[None]:
     """For as long as it lasts, masters are ordinary parameters, for which torch chooses its faster loops."""
-    masters = [(master, type(master)) for master in params.apart if master is not None]
-    for master, cls in masters:
-        master.__class__ = cls.__mro__[1]
-    try:
-        yield
-    finally:
+    masters = [(master, cls) for master in params.masters if (cls := type(master)) in _ORDINARY]
+
+    def put_back() -> None:
         for master, cls in masters:
             master.__class__ = cls
+
+    with (Progress() if progress is None else progress).putting_back(put_back):
+        for master, cls in masters:
+            master.__class__ = _ORDINARY[cls]
+        yield

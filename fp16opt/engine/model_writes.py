@@ -21,7 +21,7 @@ from .params import DeviceParams, ParamPair, ParamTable
 
 def _strides(group: DeviceParams) -> list[tuple[int, ...] | None]:
     """Of the weights that have masters, by row."""
-    return [None if model is None else model.stride() for model in group.copied_models]
+    return [None if model is None else model.stride() for model in group.apart_models]
 
 
 class _Record:
@@ -116,7 +116,7 @@ class ModelWrites:
             )
             for group, record in zip(self._groups, self._records, strict=True)
             for row, (position, pair) in enumerate(zip(group.positions, group.pairs, strict=True))
-            if group.copied_models[row] is not None
+            if group.apart_models[row] is not None
         }
         self.record()
         for group, record in zip(self.params.devices, self._records, strict=True):
@@ -144,20 +144,31 @@ class ModelWrites:
 
     def _sample(self, group: DeviceParams, samples: Tensor) -> None:
         """Digests of a device's weights into ``samples``."""
-        if group.copied:
-            kernels.multi_tensor_sample(group.copied_models, samples, cache=group.caches["sample"])
+        if group.apart:
+            kernels.multi_tensor_sample(group.apart_models, samples, cache=group.caches["sample"])
 
     # -- masters that the user wrote ---------------------------------------------------------------------------------
 
     def see_masters(self) -> None:
         """Remember which masters the user, or a hook, has written, until they are rounded down."""
-        if not self.params.has_apart:
+        if not self.params.any_apart:
             return
         now, then = versions(self.params.apart), self._master_versions
         if now != then:
             moved = [position for position, (a, b) in enumerate(zip(now, then, strict=True)) if a != b]
             self._written_masters.update(moved)
             self._master_versions = now
+
+    def write_edited(self) -> None:
+        """Where the user, or a hook, has written masters, the model follows, and both agree. No host sync."""
+        self.see_masters()
+        if not self._written_masters:
+            return
+        pairs = [self.params.all[position] for position in self._written_masters]
+        with torch.no_grad():
+            self.round_written()
+            self.accept(pairs)
+        self._written_masters.clear()
 
     def round_written(self) -> None:
         """Round down those masters. No host sync."""
@@ -187,7 +198,7 @@ class ModelWrites:
             self.sample_accepted()
         if self.params.has_dtensors:
             self.params.find_pieces()
-        if self.policy == "ignore" or not self.params.has_apart:
+        if self.policy == "ignore" or not self.params.any_apart:
             return
         counted = versions(self.params.models)
         if self.policy == "refresh" and not waits and not self.masters.ties:
@@ -222,7 +233,7 @@ class ModelWrites:
         by_counter = [counted[i] != self._model_versions[i] for i in group.positions]
         moved = [
             row
-            for row in group.copied
+            for row in group.apart
             if (by_counter[row] or (sampled is not None and sampled[row]))
             and group.positions[row] not in self._written_masters
         ]
@@ -251,13 +262,13 @@ class ModelWrites:
         """Compare and update on the device, without a sync. The next step rounds down what was taken."""
         self.see_masters()
         for group, record in zip(self._groups, self._records, strict=True):
-            if not group.copied:
+            if not group.apart:
                 continue
             self._sample(group, record.now)
             for row, position in enumerate(group.positions) if counted != self._model_versions else ():
                 if counted[position] != self._model_versions[position]:  # compare in full, whatever the sample says
                     torch.add(record.then[row], 1, out=record.now[row])
-            masters: Entries = group.copied_masters
+            masters: Entries = group.apart_masters
             if theirs := self._written_masters:
                 pairs = zip(group.positions, masters, strict=True)
                 masters = [None if position in theirs else master for position, master in pairs]
@@ -278,10 +289,15 @@ class ModelWrites:
         Until then what goes around versions passes for the engine's.
         """
         position = pair.position
-        self._master_versions[position] = -1 if self.params.master_is_model[position] else version(pair.master)
+        self._master_versions[position] = version(pair.master) if pair.is_apart else -1
         self._model_versions[position] = version(pair.model)
         if self.policy != "ignore":
             self._unsampled.add(position)
+
+    def expect(self, pair: ParamPair) -> None:
+        """The engine is about to write this weight: what :meth:`sample_accepted` then samples is no write of others."""
+        if self.policy != "ignore":
+            self._unsampled.add(pair.position)
 
     def sample_accepted(self) -> None:
         """Sample the weights that were accepted since. No host sync."""
@@ -316,7 +332,7 @@ class ModelWrites:
     def restore(self, pairs: list[ParamPair]) -> None:
         """These weights, which were all that was swapped, hold again what they held."""
         self.swapped = ""
-        self.accept([pair for pair in pairs if pair.master is not pair.model])
+        self.accept([pair for pair in pairs if pair.is_apart])
 
     def require_not_swapped(self, who: str) -> None:
         """Raise ``RuntimeError`` where the model holds something else than its weights."""

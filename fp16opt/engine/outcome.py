@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,17 +14,38 @@ from ..kernels import backends
 from ..scaling import LossScaleError, LossScaler
 from .diagnostics import Lines, Overflow, SkipLog, blamed, overflows_from_flags
 from .params import ParamTable
-from .step_state import OverflowCheck
+from .stage import OverflowCheck
 
 
 def update_scale(scaler: LossScaler, found_inf: Tensor) -> None:
     """``scaler.update(found_inf)``, in one call of compiled code where that can be. No host sync."""
-    memory = scaler.memory
-    moved = None if memory is None else backends.follow(found_inf, memory)
-    if moved is None:
-        scaler.update(found_inf)
-    else:
-        scaler.generation += moved
+    ScaleUpdate(scaler, found_inf).run()
+
+
+class ScaleUpdate:
+    """One update of one scaler: it is made once, also where an exception has stopped it and it is asked for again."""
+
+    def __init__(self, scaler: LossScaler, found_inf: Tensor) -> None:
+        self._scaler = scaler
+        self._found_inf = found_inf
+        self._returned: deque[Any] = deque(maxlen=1)
+        self._before: dict[str, Any] | None = None
+
+    def run(self) -> None:
+        """Make it, or what is left of it. No host sync, but after an exception."""
+        scaler, memory = self._scaler, self._scaler.memory
+        if self._returned:
+            scaler.generation += 1
+            return
+        if self._before is not None:  # stopped in the middle
+            scaler.load_state_dict(self._before)
+        moved = None if memory is None else backends.follow(self._found_inf, memory, self._returned)
+        if moved is None:
+            self._before = scaler.state_dict()
+            scaler.update(self._found_inf)
+            self._returned.append(True)
+        else:
+            scaler.generation += moved
 
 
 def note(found_inf: Tensor, flags: list[Tensor], kept: list[Tensor], last: Tensor, skipped: Tensor) -> None:
@@ -42,6 +65,23 @@ def note(found_inf: Tensor, flags: list[Tensor], kept: list[Tensor], last: Tenso
     skipped.add_(found_inf)
 
 
+class Closing:
+    """What the end of one step has settled already.
+
+    Attributes:
+        after: what (steps, skipped here, taken) are after it; None before that is known.
+        scales: the updates of the scalers that took part.
+        is_noted: whether the outcome was noted on the device.
+        is_told: whether what the log will need was put aside.
+    """
+
+    def __init__(self) -> None:
+        self.after: tuple[int, int, int] | None = None
+        self.scales: list[ScaleUpdate] = []
+        self.is_noted = False
+        self.is_told = False
+
+
 class Outcome:
     """What became of the last step, and how many were skipped.
 
@@ -53,12 +93,18 @@ class Outcome:
         steps: how many were taken or skipped, but for those that a CUDA graph has replayed.
         all_or_nothing: whether a skipped step has stepped nothing; else it counts as taken too.
         clipped: the norm before the last clip and its factor (float32, 0-dim).
+        scale: the loss scale that the last step's gradients were made with (float32, 0-dim); None before the first.
+        before, losses: for the log line of the step that is being closed: the scale before it, and its losses. None
+            where nothing is to be logged.
     """
 
     def __init__(self, lines: Lines) -> None:
         self.log = SkipLog(lines)
         self.steps = 0
         self.clipped: tuple[Tensor, Tensor] | None = None
+        self.scale: Tensor | None = None
+        self.before: float | None = None
+        self.losses: Sequence[Tensor] = ()
         self._skipped_here = 0
         self._taken_before = 0
         self._skipped_before = 0
@@ -72,6 +118,11 @@ class Outcome:
     @property
     def last(self) -> bool | Tensor:
         """Whether the last step was skipped: decided, or the device's flag (float32, 0-dim), which the next writes."""
+        return self._last
+
+    @property
+    def last_decision(self) -> bool | Tensor:
+        """:attr:`last` of a step that was just recorded."""
         return self._last
 
     @property
@@ -119,33 +170,46 @@ class Outcome:
         self._last, self._flags = False, None
 
     def record(
-        self, check: OverflowCheck, skipped: bool | Tensor, flags: list[Tensor], stats: Sequence[kernels.GradStats]
+        self,
+        check: OverflowCheck,
+        skipped: bool | Tensor,
+        flags: list[Tensor],
+        stats: Sequence[kernels.GradStats],
+        closing: Closing,
     ) -> bool | Tensor:
         """Note what became of a step, and have the scalers follow; nothing has been cleared yet.
+
+        Called again for the same step, after an exception has stopped it, it does what is left to do.
 
         Args:
             skipped: Decided, or the device's flag (float32, 0-dim), which may lie in memory that is soon cleared.
             flags: By device, int32 bits for each row, in memory that is soon overwritten; none where nothing skipped.
             stats: Of the passes, by device: they may be cleared on the way.
+            closing: Of this step.
 
         Returns:
             ``skipped``, in memory that keeps its value until the next step. No host sync.
         """
-        self.steps += 1
+        if closing.after is None:
+            closing.scales = [ScaleUpdate(scaler, found) for scaler, found in check.of]
+            taken = self.log.taken + (skipped is False)
+            closing.after = self.steps + 1, self._skipped_here + (skipped is True), taken
+        self.steps, self._skipped_here, self.log.taken = closing.after
         if isinstance(skipped, bool):
             self._flags = [one.clone() for one in flags] if skipped else None
             self._last = skipped
-            self._skipped_here += skipped
-            self.log.taken += not skipped
-            for scaler, found in check.of:
-                update_scale(scaler, found)
+            for one in closing.scales:
+                one.run()
             return skipped
         last, counted = self._memory(flags, skipped.device)
+        if closing.is_noted:
+            return last
+        closing.is_noted = True
         devices = [one.nonfinite.device for one in stats]
         if not (devices and skipped.device == devices[0] and all(map(backends.are_compiled, devices))):
             note(skipped, flags, self._kept, last, counted)
-            for scaler, found in check.of:
-                update_scale(scaler, found)
+            for one in closing.scales:
+                one.run()
             return last
         self._record_on_device(check, skipped, flags, stats, (last, counted))
         return last

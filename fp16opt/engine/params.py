@@ -1,8 +1,9 @@
 """Parameters: which are trained, by identity and order, which master belongs to each, and where both lie.
 
 Every parameter of the wrapped optimizer is one :class:`ParamPair`, and one row of its :class:`DeviceParams`: the same
-row in every list and every statistic of that device. A parameter without a master apart from itself is its own master.
-What the wrapped optimizer's ``param_groups`` hold is the truth: :meth:`ParamTable.sync` follows it.
+row in every list and every statistic of that device. A master is never the model's own object; of an FP32 or FP64
+parameter it lies on the weight's own memory. What the wrapped optimizer's ``param_groups`` hold is the truth:
+:meth:`ParamTable.sync` follows it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..kernels import backends
 from ..kernels.lists import is_dense
 from .arguments import quoted
 from .diagnostics import describe
-from .dtensors import check_whole, is_sharded, local, pieces
+from .dtensors import check_whole, is_sharded, local, pieces, raw_grad
 
 HALF_DTYPES = kernels.HALF_DTYPES
 OWN_DTYPES = (torch.float32, torch.float64)
@@ -29,8 +30,8 @@ OWN_DTYPES = (torch.float32, torch.float64)
 ELSEWHERE = "a parameter of another rank"
 """What a parameter of another rank is called that has no name."""
 
-Adopt = Callable[[Tensor], Tensor]
-"""Makes the master of a 16-bit parameter, optimizer state included."""
+Adopt = Callable[[Tensor], "tuple[Tensor, bool]"]
+"""Makes the master of a parameter, optimizer state included; and says whether it has memory of its own."""
 
 
 class DeviceParams:
@@ -40,9 +41,8 @@ class DeviceParams:
         positions: of each row among all pairs.
         pairs: of each row.
         models, masters: of each row.
-        copied: rows whose master is a tensor apart from the model's.
-        own: the others.
-        copied_models, copied_masters: as ``models`` and ``masters``, None in the rows of ``own``.
+        apart: rows whose master has memory of its own, and is rounded to the model.
+        apart_models, apart_masters: as ``models`` and ``masters``, None in all other rows.
         is_host: whether they can be read at once, without waiting for work that was queued.
         cast: what the last rounding of masters to the model found.
         caches: the kernels' caches for lists of these rows, by call site.
@@ -53,11 +53,10 @@ class DeviceParams:
         self.is_host = kernels.is_host(device)
         self.positions = positions
         self.pairs = pairs
-        self.copied = [row for row, pair in enumerate(pairs) if pair.master is not pair.model]
-        self.own = [row for row, pair in enumerate(pairs) if pair.master is pair.model]
+        self.apart = [row for row, pair in enumerate(pairs) if pair.is_apart]
+        self._shared = [pair for pair in pairs if pair.has_master and not pair.is_apart]
         self.cast = kernels.CastStats.allocate(len(pairs), device)
         self.caches: defaultdict[str, kernels.CallCache] = defaultdict(kernels.CallCache)
-        self._own = frozenset(self.own)
         self.models: tuple[Tensor, ...] = ()
         self.masters: tuple[Tensor, ...] = ()
         self.find_pieces()
@@ -71,13 +70,19 @@ class DeviceParams:
         Lists of the same pieces stay the same tuples, by which plans and the kernels' caches know them.
         """
         models = pieces([pair.model for pair in self.pairs])
+        for pair in self._shared:
+            pair.follow_memory()
         if len(self.models) != len(models) or not all(map(operator.is_, models, self.models)):
             self.models = tuple(models)
-            self.copied_models = tuple([None if row in self._own else model for row, model in enumerate(models)])
+            self.apart_models = tuple(
+                [m if pair.is_apart else None for pair, m in zip(self.pairs, models, strict=True)]
+            )
         masters = pieces([pair.master for pair in self.pairs])
         if len(self.masters) != len(masters) or not all(map(operator.is_, masters, self.masters)):
             self.masters = tuple(masters)
-            self.copied_masters = tuple([None if row in self._own else master for row, master in enumerate(masters)])
+            self.apart_masters = tuple(
+                [m if pair.is_apart else None for pair, m in zip(self.pairs, masters, strict=True)]
+            )
 
 
 @dataclass(eq=False, slots=True)
@@ -85,11 +90,12 @@ class ParamPair:
     """A parameter of the model and what the optimizer steps for it.
 
     Attributes:
-        master: FP32, or ``model`` itself.
+        master: what the wrapped optimizer's groups hold; ``model`` itself only until it trains or has a gradient.
         group, index: where the wrapped optimizer's ``param_groups`` hold it.
         known: the model parameter's dtype, shape and device when it came.
         position: among all pairs.
         row: among the parameters of its device.
+        is_apart: whether the master has memory of its own; else it lies on the weight's.
         cast: what the last rounding of that device's masters to the model found, by row.
     """
 
@@ -101,7 +107,24 @@ class ParamPair:
     known: tuple[torch.dtype, torch.Size, torch.device]
     position: int = 0
     row: int = 0
+    is_apart: bool = False
     cast: Any = None
+
+    @property
+    def has_master(self) -> bool:
+        """Whether it has one by now."""
+        return self.master is not self.model
+
+    def follow_memory(self) -> None:
+        """A master on the weight's memory moves where the weight has moved: ``p.data = ...``, FSDP2's new pieces."""
+        if self.is_apart or not self.has_master:
+            return
+        here, there = local(self.master), local(self.model)
+        if here.data_ptr() != there.data_ptr() or here.stride() != there.stride():
+            if is_sharded(self.master):
+                self.master._local_tensor = there.detach()  # type: ignore[attr-defined]
+            else:
+                self.master.data = self.model.data
 
 
 class ParamTable:
@@ -110,7 +133,7 @@ class ParamTable:
     Args:
         groups: the wrapped optimizer's ``param_groups``. Their ``params`` lists are changed in place.
         names: from ``id(parameter)`` to its name; may be empty.
-        adopt: makes masters; None where 16-bit parameters are to be their own.
+        adopt: makes masters.
 
     Raises:
         TypeError, ValueError: a parameter can't be served; nothing has been changed then.
@@ -125,13 +148,13 @@ class ParamTable:
         called_elsewhere: what messages call these.
         names_elsewhere: theirs; None until :meth:`name` has given names that are the same on all ranks.
         has_dtensors: whether there are DTensors.
-        apart: the masters, None in place of those that are parameters themselves.
-        master_is_model, has_own, has_apart: whether each parameter is its own master, whether one is, whether one is
-            not.
-        unmastered_half_params: pairs of 16-bit parameters that are their own masters.
+        apart: the masters, None in place of those that lie on their weights' memory.
+        any_apart: whether one has memory of its own.
+        unmastered: pairs without a master: frozen, and never with a gradient.
+        halves_stepped: whether 16-bit weights themselves are stepped.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], names: dict[int, str], adopt: Adopt | None) -> None:
+    def __init__(self, groups: list[dict[str, Any]], names: dict[int, str], adopt: Adopt) -> None:
         self.generation = self.layout = 0
         self.elsewhere: list[Tensor] = []
         self.called_elsewhere: list[str] = []
@@ -146,12 +169,20 @@ class ParamTable:
 
     # -- following the groups ----------------------------------------------------------------------------------------
 
-    def has_changed(self, groups: list[dict[str, Any]], thaws: bool) -> bool:
-        """Whether the groups hold other parameters than this table, in another order, or one was unfrozen.
+    def thawed(self) -> bool:
+        """Whether a parameter is to get its master now: it trains, or has a gradient, for the first time."""
+        return any([is_to_be_mastered(pair.model) for pair in self.unmastered])  # noqa: C419
 
-        Args:
-            thaws: whether 16-bit parameters get masters when they are unfrozen.
-        """
+    def put_masters_back(self, groups: list[dict[str, Any]]) -> None:
+        """Where groups hold a parameter of the model in the place of its master, the master takes that again."""
+        pairs = iter(self.all)
+        for group in groups:
+            for index, (param, pair) in enumerate(zip(group["params"], pairs, strict=False)):
+                if param is pair.model:
+                    group["params"][index] = pair.master
+
+    def has_changed(self, groups: list[dict[str, Any]]) -> bool:
+        """Whether the groups hold other parameters than this table, or in another order."""
         lists = [group["params"] for group in groups]
         if list(map(len, lists)) != self.group_sizes:
             return True
@@ -160,9 +191,9 @@ class ParamTable:
             if not all(map(operator.is_, params, self.masters[position : position + len(params)])):
                 return True
             position += len(params)
-        return thaws and any(pair.model.requires_grad for pair in self.unmastered_half_params)
+        return False
 
-    def sync(self, groups: list[dict[str, Any]], names: dict[int, str], adopt: Adopt | None) -> list[ParamPair]:
+    def sync(self, groups: list[dict[str, Any]], names: dict[int, str], adopt: Adopt) -> list[ParamPair]:
         """Take in what the groups hold: new parameters get masters, known ones keep theirs.
 
         A model parameter whose master is known stands for its master, which takes its place in the group.
@@ -176,7 +207,7 @@ class ParamTable:
         return self._take_in(groups, names, adopt, self.all)
 
     def _take_in(
-        self, groups: list[dict[str, Any]], names: dict[int, str], adopt: Adopt | None, known: list[ParamPair]
+        self, groups: list[dict[str, Any]], names: dict[int, str], adopt: Adopt, known: list[ParamPair]
     ) -> list[ParamPair]:
         by_id = {id(tensor): pair for pair in known for tensor in (pair.model, pair.master)}
         found: list[ParamPair] = []
@@ -201,8 +232,8 @@ class ParamTable:
                 if pair.name == numbered(pair.group, pair.index):
                     pair.name = numbered(number, index)
                 pair.group, pair.index = number, index
-                if adopt is not None and pair.master is pair.model and is_to_be_mastered(pair.model):
-                    pair.master = adopt(pair.model)
+                if not pair.has_master and is_to_be_mastered(pair.model):
+                    pair.master, pair.is_apart = adopt(pair.model)
                 if group["params"][index] is not pair.master:
                     group["params"][index] = pair.master
                 position += 1
@@ -212,9 +243,10 @@ class ParamTable:
         return gone
 
     def give_masters(self, pairs: Iterable[ParamPair], groups: list[dict[str, Any]], adopt: Adopt) -> None:
-        """Give masters to 16-bit parameters that were frozen when they came: a checkpoint has masters for them."""
+        """Give masters to 16-bit parameters that were frozen until now: a checkpoint has masters for them."""
         for pair in pairs:
-            pair.master = groups[pair.group]["params"][pair.index] = adopt(pair.model)
+            pair.master, pair.is_apart = adopt(pair.model)
+            groups[pair.group]["params"][pair.index] = pair.master
         self._rebuild()
 
     def check_new_group(self, group: dict[str, Any], number: int, names: dict[int, str]) -> None:
@@ -247,13 +279,12 @@ class ParamTable:
         self.masters = [pair.master for pair in self.all]
         self.names = [pair.name for pair in self.all]
         self.has_dtensors = any(map(is_sharded, self.models))
-        self.master_is_model = list(map(operator.is_, self.models, self.masters))
-        self.has_own, self.has_apart = any(self.master_is_model), not all(self.master_is_model)
-        own = zip(self.master_is_model, self.masters, strict=True)
-        self.apart = [None if is_own else master for is_own, master in own]
-        self.unmastered_half_params = [
-            pair for pair in self.all if pair.master is pair.model and pair.model.dtype in HALF_DTYPES
-        ]
+        self.apart = [pair.master if pair.is_apart else None for pair in self.all]
+        self.any_apart = any(pair.is_apart for pair in self.all)
+        self.unmastered = [pair for pair in self.all if not pair.has_master]
+        self.halves_stepped = any(
+            pair.has_master and not pair.is_apart and pair.model.dtype in HALF_DTYPES for pair in self.all
+        )
         self.generation += 1
 
     # -- what kernels get --------------------------------------------------------------------------------------------
@@ -270,6 +301,8 @@ class ParamTable:
         addresses = [piece.data_ptr() for device in self.devices for piece in device.models]
         if addresses != self._addresses:
             self.verify()
+            for pair in self.all:
+                pair.follow_memory()
             self._addresses = addresses
             self.layout += 1
 
@@ -390,8 +423,8 @@ def _labelled(groups: list[dict[str, Any]], names: dict[int, str], first: int = 
 
 
 def is_to_be_mastered(model: Tensor) -> bool:
-    """Whether a parameter gets a master: in 16 bits, and trained."""
-    return model.dtype in HALF_DTYPES and model.requires_grad
+    """Whether a parameter gets a master: it trains, or has a gradient."""
+    return model.requires_grad or raw_grad(model) is not None
 
 
 def check_group(group: dict[str, Any], number: int, names: dict[int, str], known: Container[int]) -> None:
@@ -411,6 +444,11 @@ def check_group(group: dict[str, Any], number: int, names: dict[int, str], known
             raise ValueError(
                 f"{where}: expected {wanted}, got {str(param.dtype).removeprefix('torch.')}. "
                 "Leave it out of the wrapped optimizer, or convert it first."
+            )
+        if param.device.type == "meta":
+            raise ValueError(
+                f"{where}: expected a parameter with memory, got one on the meta device. Materialise the model first "
+                "(to_empty, and its weights), then make the optimizer, then wrap it."
             )
         check_whole(param, where)
         if (
@@ -487,7 +525,8 @@ class StateByParam(MutableMapping[Any, Any]):
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
-        >>> table = ParamTable([{"params": [weight]}], {}, lambda model: torch.nn.Parameter(model.detach().float()))
+        >>> adopt = lambda model: (torch.nn.Parameter(model.detach().float()), True)
+        >>> table = ParamTable([{"params": [weight]}], {}, adopt)
         >>> StateByParam({table.masters[0]: {"step": 1}}, table)[weight]
         {'step': 1}
     """

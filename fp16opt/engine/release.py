@@ -27,8 +27,8 @@ from .masters import Masters
 from .model_writes import ModelWrites
 from .params import ParamPair, ParamTable
 from .ranks import Ranks, Replicas
+from .stage import BackwardScale, OverflowCheck
 from .state_formats import StateFormat
-from .step_state import BackwardScale, OverflowCheck
 from .wrapped_step import run_hooks
 
 SAID = "gradient_release=True"
@@ -135,7 +135,7 @@ class GradientRelease:
         self.params = params
         self.device = device
         self.backwards = 0
-        self.losses: list[Tensor] = []
+        self.losses: tuple[Tensor, ...] = ()
         self.slots: list[ParamSlot] = []
         self._model_writes = model_writes
         self._waits = kernels.is_host(device)  # writes by others are looked for on the host
@@ -167,13 +167,14 @@ class GradientRelease:
 
     # -- the backward ------------------------------------------------------------------------------------------------
 
-    def begin_backward(self, scaler: LossScaler, may_clear: bool = False) -> BackwardScale:
+    def begin_backward(self, scaler: LossScaler, may_clear: bool = False, loss: Tensor | None = None) -> BackwardScale:
         """The step's backward, with ``scaler``'s present scale, is about to begin.
 
         One before it that made no gradients here, as that of another optimizer's loss, counts for nothing.
 
         Args:
             may_clear: Of no use here: no gradients are there but while a backward runs.
+            loss: unscaled, where it is a single number.
 
         Raises:
             RuntimeError: there was one already, or it can't be served.
@@ -202,7 +203,8 @@ class GradientRelease:
             self.follow_params()
         self._model_writes.sync(waits=self._waits)
         self._stepper.begin()
-        self._scale, self._factors, self.losses = BackwardScale.of(scaler, unit=False), {}, []
+        self._scale, self._factors = BackwardScale.of(scaler), {}
+        self.losses = () if loss is None else (loss,)
         self.backwards += 1
         return self._scale
 
@@ -257,6 +259,8 @@ class GradientRelease:
         slot.check(grad, factors.inv_scale)
         found = slot.stats.found_inf
         pair = slot.pair
+        if pair.is_apart:
+            self._model_writes.expect(pair)  # an exception may come the moment the kernel returns
         try:
             if steps_on_device(found.device):
                 self._stepper.step(pair, grad, factors, found, slot.step_cache)
@@ -267,7 +271,7 @@ class GradientRelease:
                 f"parameter {pair.name!r} can't be stepped in one pass any more: {reason}. gradient_release has no "
                 "other step. Put back what was changed, or use gradient_release=False."
             ) from None
-        if pair.master is not pair.model:
+        if pair.is_apart:
             self._model_writes.accept_soon(pair)  # so that what others write from here on shows
 
     def _end(self) -> None:
@@ -347,6 +351,11 @@ class GradientRelease:
             self.refuse("attach")
         self._replicas = replicas
 
+    @property
+    def scale(self) -> BackwardScale | None:
+        """Of the step's backward."""
+        return self._scale
+
     def scales_by_one(self) -> bool:
         """False: a GradScaler can't do the scaling, as parameters are stepped in backward."""
         return False
@@ -355,7 +364,7 @@ class GradientRelease:
         """Whether the backward that has just ended has given no parameter a gradient."""
         return not self._any_came()
 
-    def require_open(self) -> None:
+    def require_open(self, strictly: bool = False) -> None:
         """No-op: there is no clip before a change of parameters."""
 
     def flags(self) -> list[Tensor]:
@@ -369,7 +378,7 @@ class GradientRelease:
 
     def reset(self, keeps_true: bool = True) -> None:
         """The step is over, or was given up: nothing has come."""
-        self._scale, self._is_interrupted, self._was_cleared, self.losses = None, False, False, []
+        self._scale, self._is_interrupted, self._was_cleared, self.losses = None, False, False, ()
         for slot in self.slots:
             if slot.has_come:
                 slot.has_come = False

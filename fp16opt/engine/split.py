@@ -47,6 +47,40 @@ class _Ties:
     even: Tensor
 
 
+class RefusesWrites:
+    """Mixed into the classes of split masters: there is no FP32 memory that an operation in place could write."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if _writes_in_place(name) or "out" in given:
+            written = [given["out"]] if "out" in given else list(args[:1])
+            if any(isinstance(one, RefusesWrites) for one in _flat(written)):
+                raise RuntimeError(
+                    f"{name}: a split master was to be written, and there is no FP32 memory of it: it is the model's "
+                    "weight and a remainder. Write the model's weight and call refresh_masters(); or wrap with "
+                    'master_weights="full", whose masters can be written.'
+                )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **given)
+
+
+def _writes_in_place(name: str) -> bool:
+    """Whether a function of torch's of this name writes its first argument."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
+    return name.endswith("_") and name not in ("requires_grad_", "detach_")
+
+
+def _flat(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value
+
+
 class SplitMasters:
     """Remainders, which with the model's weights make masters.
 
@@ -61,6 +95,7 @@ class SplitMasters:
     keeps_gradients = False
     are_apart = True
     are_whole = False
+    mixed_in: Any = RefusesWrites
 
     def __init__(self, bits: int = 32) -> None:
         self.words = "with split masters" if bits == 32 else "with 24-bit masters"
@@ -157,7 +192,7 @@ class SplitMasters:
         rests = [
             None if master is None else self.operand(pair) for pair, master in zip(group.pairs, masters, strict=True)
         ]
-        kernels.multi_tensor_reset_remainders(group.copied_models, rests, now, then, taken, cache=group.caches["take"])
+        kernels.multi_tensor_reset_remainders(group.apart_models, rests, now, then, taken, cache=group.caches["take"])
 
     def refresh(self, pair: ParamPair) -> None:
         """The weight stands for itself."""
@@ -239,7 +274,7 @@ def _ordinary(master: Tensor, data: Tensor) -> torch.nn.Parameter:
 def _decoded_class(cls: Any) -> Any:
     """The subclass of ``cls`` (Parameter, or DTensor) whose gradient is that of the master in ``_of``."""
 
-    class DecodedMaster(cls):  # type: ignore[misc]
+    class DecodedMaster(RefusesWrites, cls):  # type: ignore[misc]
         if "__slots__" in cls.__dict__:
             __slots__ = ()
 

@@ -1,186 +1,52 @@
-"""StepState: where a step's gradients stand, the scale of the backwards that made them, and whether they are finite.
+"""StepState: where a step's gradients stand, and every transition from one stage to the next.
 
-``stage`` is the only truth of where a step stands (docs/engine.md has the table and its rules).
+``stage`` is the only truth of where a step stands (:mod:`.stage`; docs/engine.md has the table and its rules). What
+outlives a step lies beside it: the scaler, the ranks, how many backwards there were.
 """
 
 from __future__ import annotations
 
-import enum
 import itertools
 import operator
 import sys
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..kernels import backends
 from ..scaling import LossScaler
 from .diagnostics import describe
-from .dtensors import is_sharded, local, raw_grad, raw_grads, versions
-from .gradients import Gradients
-from .params import HALF_DTYPES, ParamTable
+from .dtensors import local, raw_grad, raw_grads
+from .gradients import Gradients, GradsToStep, drop_gradients
+from .params import DeviceParams, ParamTable
+from .progress import Progress
 from .ranks import Ranks, Replicas, refuse_torch_checkpointing
+from .stage import (
+    BackwardScale,
+    Checked,
+    Interrupted,
+    OverflowCheck,
+    Ready,
+    Scaled,
+    Stepping,
+    UnitScales,
+    Unscaled,
+    Verdict,
+    check_of,
+    incomplete,
+)
+from .stamps import GradientStamp
+from .sums import Summed, Sums, refuse_ranks
 
-
-class Stage(enum.Enum):
-    """What ``.grad`` holds, and what is known of it.
-
-    READY: nothing that the engine knows of. SCALED: the model's gradients, as backwards left them. CHECKED: the same;
-    flags, norm and a clip's factor are known. UNSCALED: masters hold true FP32 ones. INTERRUPTED: a backward raised, so
-    gradients are incomplete until they are cleared.
-    """
-
-    READY = "ready"
-    SCALED = "scaled"
-    CHECKED = "checked"
-    UNSCALED = "unscaled"
-    INTERRUPTED = "interrupted"
-
-
-@dataclass
-class BackwardScale:
-    """The scale that the present gradients were made with. It stays theirs whatever the scaler does.
-
-    Attributes:
-        scale, inv_scale: float32, 0-dim.
-        unit: whether the scale is known to be 1 without asking the device.
-        external: whether a GradScaler or a plain backward made them: torch's GradScaler may divide them at any time,
-            without moving a version counter.
-    """
-
-    scaler: LossScaler
-    generation: int
-    scale: Tensor
-    inv_scale: Tensor
-    unit: bool
-    external: bool = False
-
-    @classmethod
-    def of(cls, scaler: LossScaler, unit: bool) -> BackwardScale:
-        """``scaler``'s present scale. No sync."""
-        memory = scaler.memory
-        scale, inv_scale = backends.capture_scale(scaler.scale if memory is None else memory.scale)
-        return cls(scaler, scaler.generation, scale, inv_scale, unit)
-
-    def is_current(self, scaler: LossScaler) -> bool:
-        """Whether a backward with ``scaler`` would use this scale."""
-        return self.scaler is scaler and self.generation == scaler.generation
-
-
-@dataclass
-class OverflowCheck:
-    """Whether the gradients that are about to be stepped are finite, over all ranks.
-
-    Attributes:
-        found_inf: float32, 0-dim, on the engine's device: 1.0 where one is not.
-        of: each scaler that took part, with what its own backwards gave.
-        norm: float64, 0-dim: over all gradients, on all ranks, where it was asked for.
-    """
-
-    found_inf: Tensor
-    of: list[tuple[LossScaler, Tensor]]
-    norm: Tensor | None = None
-
-
-class GradientStamp:
-    """Which gradients there were at one moment, in which versions. It keeps none of them alive.
-
-    torch counts no version where a foreach operation writes a DTensor, as ``clip_grad_norm_`` does: of these a sample
-    of the bits is compared too, which syncs.
-
-    Args:
-        grads: of all parameters, in the order of the table.
-        are_zeros: whether they are known to be zeros.
-
-    Attributes:
-        is_empty: whether there was none.
-    """
-
-    def __init__(self, grads: Sequence[Tensor | None], are_zeros: bool = False) -> None:
-        self.are_zeros = are_zeros
-        self._versions = versions(grads)
-        self._digests = _digests(grads)
-        try:
-            self._refs: list[Callable[[], Tensor | None]] = list(map(weakref.ref, grads))
-            self.is_empty = not grads
-        except TypeError:  # there is no weak reference to None
-            self._refs = [_no_gradient if grad is None else weakref.ref(grad) for grad in grads]
-            self.is_empty = all([grad is None for grad in grads])  # noqa: C419
-
-    def compare(self, now: Sequence[Tensor | None]) -> tuple[list[int], list[int]]:
-        """(positions with another gradient, or a written one; positions where it was set to None)."""
-        if len(now) != len(self._refs):  # parameters came: of those that were there nothing is known
-            return [], []
-        then, counted = list(map(_CALL, self._refs)), versions(now)
-        digests = _digests(now, self._digests) if self._digests else {}
-        if counted == self._versions and digests == self._digests and all(map(operator.is_, then, now)):
-            return [], []
-        each = enumerate(zip(then, self._versions, now, counted, strict=True))
-        moved = [
-            position
-            for position, (a, v, b, w) in each
-            if a is not b or v != w or digests.get(position) != self._digests.get(position)
-        ]
-        gone = [position for position in moved if now[position] is None]
-        return [position for position in moved if now[position] is not None], gone
-
-    def is_of(self, position: int, grad: Tensor | None) -> bool:
-        """Whether this is the tensor that was there, in whatever version."""
-        return grad is not None and self._refs[position]() is grad
-
-    def forget(self, position: int) -> None:
-        """There was no gradient there."""
-        self._refs[position], self._versions[position] = _no_gradient, -1
-        self._digests.pop(position, None)
-
-
-_CALL = operator.methodcaller("__call__")
-
-_SAMPLED = 32
-"""About how many DTensors' gradients of a step are sampled."""
-
-
-def _digests(grads: Sequence[Tensor | None], positions: Iterable[int] | None = None) -> dict[int, int]:
-    """By position: digests of sampled bits of this rank's pieces of some DTensors. Syncs where they are on a device.
-
-    Of some, as what torch does not count are foreach operations, and a clip by these writes all gradients.
-
-    Args:
-        positions: of which; None: of about ``_SAMPLED`` of all.
-    """
-    if positions is None:
-        if set(map(type, grads)) <= {Tensor, type(None)}:
-            return {}
-        there = [i for i, grad in enumerate(grads) if grad is not None and is_sharded(grad)]
-        positions = there[:: len(there) // _SAMPLED | 1]  # an odd step, as layers come in pairs
-    with torch.no_grad():
-        chosen = {i: local(grad).detach() for i in positions if (grad := grads[i]) is not None}
-        found: dict[int, int] = {}
-        for device in {piece.device for piece in chosen.values()}:
-            here = [i for i, piece in chosen.items() if piece.device == device]
-            samples = torch.zeros(len(here), dtype=torch.int64, device=device)
-            kernels.multi_tensor_sample([_as_halves(chosen[i]) for i in here], samples)
-            found.update(zip(here, samples.tolist(), strict=True))
-    return found
-
-
-def _as_halves(piece: Tensor) -> Tensor:
-    return piece if piece.dtype in HALF_DTYPES else piece.reshape(-1).view(torch.float16)
-
-
-def _no_gradient() -> None:
-    """In place of a weak reference to a gradient that is not there."""
+Grads = Sequence["Tensor | None"]
 
 
 class StepState:
     """READY -> SCALED (a loss was scaled) -> CHECKED or UNSCALED -> READY (step, zero_grad).
 
     Backwards with one scale add up in the model's gradients. Where a second scaler joins in, or ``sums`` asks for it,
-    each backward is folded into FP32 sums with its own scale: READY to UNSCALED directly.
+    each backward is folded into FP32 sums with its own scale.
 
     Args:
         scaler: gives the optimizer's own scaler.
@@ -188,13 +54,10 @@ class StepState:
         sums: whether every backward is folded.
 
     Attributes:
-        stage: see :class:`Stage`.
-        scale: of the present gradients; of sums, of the last backward.
+        stage: one of the values of :mod:`.stage`, or :class:`.sums.Summed`.
         ranks: where the masters' other parts are, if any.
         replicas: which ranks share gradients with this one, if any.
         backwards: how many have begun.
-        last_scale: of the gradients before the present ones.
-        losses: of the present gradients, unscaled, where they are single numbers.
     """
 
     def __init__(
@@ -213,211 +76,147 @@ class StepState:
         self.ranks = ranks
         self.replicas = Replicas()
         self.backwards = 0
-        self.last_scale: BackwardScale | None = None
-        self.stage = Stage.READY
+        self.stage: Any = Ready()
         self._scaler = scaler
-        self._known_scale: tuple[LossScaler | None, int, bool] = (None, 0, False)
-        self._stamp: GradientStamp | None = None  # of the model's gradients; in READY, of those that a step has used
-        self._start()
+        self._units = UnitScales()
 
-    def _start(self) -> None:
-        self.scale: BackwardScale | None = None
-        self.losses: list[Tensor] = []
-        self._true_stamp: GradientStamp | None = None  # of the masters' gradients
-        # Names of parameters, and all gradients, that were there when the user scaled a loss.
-        self._left_over: tuple[list[str], GradientStamp] | None = None
-        self._found: dict[int, tuple[LossScaler, Tensor]] = {}
-        self._is_closed = False  # by a clip or an edit, which a further backward would undo
-        self._agreed = False  # over ranks, in ``_found``
-        self._turn = 0  # messages to the ranks since these gradients were taken
-        self._has_none = False  # while a check stands that was made for other ranks, which may have gradients
-        self._unreduced: set[int] = set()  # ids of scalers whose sums were made under DDP's no_sync
-        self._norms: list[tuple[LossScaler, Tensor]] = []  # of scalers that follow them, and were not told yet
+    @property
+    def standing(self) -> Any:
+        """The stage; while a step writes, the one whose gradients it steps."""
+        return self.stage.before if type(self.stage) is Stepping else self.stage
 
-    def _is_one(self, scaler: LossScaler) -> bool:
-        """Whether a scaler is static and its scale exactly 1. Syncs once for each value of a static scale."""
-        if scaler.dynamic:
-            return False
-        known, generation, is_one = self._known_scale
-        if known is not scaler or generation != scaler.generation:
-            is_one = float(scaler.scale) == 1.0
-            self._known_scale = (scaler, scaler.generation, is_one)
-        return is_one
+    @property
+    def scale(self) -> BackwardScale | None:
+        """Of the present gradients; of sums, of the last backward. None where there are none."""
+        return getattr(self.standing, "scale", None)
+
+    @property
+    def losses(self) -> tuple[Tensor, ...]:
+        """Of the present gradients' backwards, unscaled, where they are single numbers."""
+        return getattr(self.standing, "losses", ())
+
+    @property
+    def are_true(self) -> bool:
+        """Whether masters hold true gradients."""
+        return isinstance(self.standing, (Unscaled, Summed))
 
     def scales_by_one(self) -> bool:
         """Whether the own scale is static and exactly 1, so that another may do the scaling. Syncs as above."""
-        return self._is_one(self._scaler())
+        return self._units.has(self._scaler())
 
-    # -- backwards ---------------------------------------------------------------------------------------------------
+    def is_own(self) -> bool:
+        """Whether ``opt.backward(loss)`` or ``opt.scale_loss(loss)`` has made the present gradients."""
+        return self.scale is not None and not self.scale.is_plain
 
-    def begin_backward(self, scaler: LossScaler, may_clear: bool = False) -> BackwardScale:
-        """A backward with ``scaler``'s present scale is about to add to the model's gradients.
+    # -- looking -----------------------------------------------------------------------------------------------------
 
-        Args:
-            may_clear: the user runs it: gradients of an earlier step raise later, if they are still there.
+    def look(self) -> list[Tensor | None]:
+        """What became of gradients since the stamps; every call but a step's own begins with it.
+
+        Returns:
+            The model's gradients, in the order of the table, as they were seen.
 
         Raises:
-            RuntimeError: gradients are incomplete, were written, were clipped or edited, or are of another scale.
+            RuntimeError: they are incomplete, or one was written where that does not count.
         """
-        self._end_empty()
         grads = raw_grads(self.params.models)
-        self._notice_cleared(grads)
-        self._check_complete()
-        self._check_left_over(grads)
-        if self.stage is not Stage.READY:
-            self._compare(grads)  # finds zeros that the user wrote: READY
-        if self.stage is Stage.READY:
-            self._begin_step(scaler, grads, may_clear)
-        else:
-            self._continue_step(scaler)
-        if self.scale is None or not self.scale.is_current(scaler):
-            self.scale = BackwardScale.of(scaler, self._is_one(scaler))
-        self.scale.external = False
-        if self.gradients.summing:
-            self.gradients.set_aside(self.replicas.keeps)
-        self.backwards += 1
-        self.stage, self._stamp = Stage.SCALED, None
-        return self.scale
+        stage = self.stage
+        if type(stage) is Ready:
+            return grads
+        if type(stage) is Summed:
+            return self._look_at_sums(stage, grads)
+        if self._are_cleared(grads):
+            self.reset(keeps_true=False)
+            return grads
+        if type(stage) is Interrupted:
+            if not are_zero(grads):
+                raise incomplete()
+            self._take_zeros(grads)
+            return grads
+        if type(stage) is Scaled and stage.left_over is not None:
+            self._check_left_over(stage, grads)
+        if stage.stamp is None:
+            return grads
+        written, gone = stage.stamp.compare(grads)
+        if gone:
+            self._drop(gone)
+        if written:
+            if all(stage.stamp.is_of(i, grads[i]) for i in written) and are_zero(grads):
+                self._take_zeros(grads)
+                return grads
+            self._refuse_writes(written, grads)
+        if type(self.stage) is Unscaled:
+            self._notice_edits(self.stage)
+        return grads
 
-    def _begin_step(self, scaler: LossScaler, grads: list[Tensor | None], may_clear: bool) -> None:
-        if not (self._is_one(scaler) or self._has_zeros(grads)):
-            left = self._not_zero(grads)
-            if left:
-                if self.sums or not may_clear:
-                    raise _left_over(left)
-                self._left_over = left, GradientStamp([*grads, *raw_grads(self.params.elsewhere)])
-        self.gradients.forget_true()
-        if self.sums:
-            self._start_summing()
+    def _is_there(self, tensors: Sequence[Tensor]) -> bool:
+        return any(map(operator.is_not, raw_grads(tensors), itertools.repeat(None)))
 
-    def _check_left_over(self, grads: list[Tensor | None]) -> None:
-        """Raise where a loss was scaled over gradients of an earlier step, and one of them is still there."""
-        if self._left_over is not None:
-            names, stamp = self._left_over
-            now = enumerate([*grads, *raw_grads(self.params.elsewhere)])
-            if any([stamp.is_of(position, grad) for position, grad in now]):  # noqa: C419
-                raise _left_over(names)
-            self._left_over = None
-
-    def _continue_step(self, scaler: LossScaler) -> None:
-        if self._is_closed:
-            raise RuntimeError(
-                "backward was called after master gradients were clipped or edited, which it would undo. Clip and edit "
-                "after the last backward of a step; or call step() or zero_grad() first."
-            )
-        scale = self.scale
-        if scale is None:
-            return
-        if not scale.is_current(scaler):
-            if not self.gradients.summing:
-                self._start_summing()
-            if self.stage is not Stage.UNSCALED:
-                self._fold(scale)
-        elif self.stage is Stage.UNSCALED and not self.gradients.summing:
-            if self.params.has_own and not scale.unit:
-                self.gradients.scale_back(scale.scale)
-            self.gradients.are_true = False
-
-    def end_backward(self, stamp: bool) -> None:
-        """A backward is over.
-
-        Args:
-            stamp: remember its gradients, so that an edit is noticed, and fold them into sums where there are any.
-                Without it they are the user's until the check.
-        """
-        if self.stage is not Stage.SCALED or self.scale is None or not stamp:
-            return
-        if self.gradients.summing:
-            self._fold(self.scale)
-            self._become_unscaled()
-        elif not self.replicas.local:  # those of no_sync are reduced by a later backward
-            self._stamp = GradientStamp(raw_grads(self.params.models))
-
-    def found_none(self) -> bool:
-        """Whether the backward that has just ended has left no gradient at all."""
-        if self._stamp is not None and not self._stamp.is_empty:
-            return False
-        return not self._any_there(raw_grads(self.params.models))
-
-    def interrupt(self) -> None:
-        """A backward raised while gradients were being added up."""
-        self.stage = Stage.INTERRUPTED
-
-    def _check_complete(self) -> None:
-        if self.stage is Stage.INTERRUPTED:
-            raise RuntimeError(
-                "a backward was interrupted while gradients were being added up, so they are incomplete. "
-                "Call zero_grad() and do the step's backwards again."
-            )
-
-    # -- what became of gradients meanwhile ----------------------------------------------------------------------------
-
-    def _any_there(self, grads: list[Tensor | None]) -> bool:
+    def _any_there(self, grads: Grads) -> bool:
         if any(map(operator.is_not, grads, itertools.repeat(None))):
             return True
-        if self.gradients.are_true or self.gradients.summing:
-            return any(map(operator.is_not, raw_grads(self.params.masters), itertools.repeat(None)))
-        return any(map(operator.is_not, raw_grads(self.params.elsewhere), itertools.repeat(None)))
+        return bool(self.params.elsewhere) and self._is_there(self.params.elsewhere)
 
-    def waits_for_reduction(self) -> bool:
-        """Whether gradients were made under DDP's no_sync, and are to be reduced by a later backward."""
-        return self.replicas.local and not (self.gradients.summing or self.sums)
+    def _are_cleared(self, grads: Grads) -> bool:
+        """Whether all gradients were set to None since."""
+        if self._any_there(grads):
+            return False
+        stage = self.stage
+        if type(stage) is Checked:
+            return stage.verdict.has_grads  # else there were none: other ranks had some
+        if type(stage) is Unscaled and (stage.stamp.is_empty or not stage.verdict.has_grads):
+            return stage.verdict.has_grads and not self._is_there(self.params.masters)  # the user has set them there
+        return True
 
-    def waits_for_step(self) -> bool:
-        """Whether gradients do. READY where they were cleared, in whatever way: an abandoned batch."""
-        grads = raw_grads(self.params.models)
-        self._notice_cleared(grads)
-        return self.stage is not Stage.READY
-
-    def _notice_cleared(self, grads: list[Tensor | None]) -> None:
-        """READY where all gradients were set to None since."""
-        if self.stage is Stage.READY or self._has_none or any(map(operator.is_not, grads, itertools.repeat(None))):
+    def _check_left_over(self, stage: Scaled, grads: Grads) -> None:
+        """Raise where a loss was scaled over gradients of an earlier step, and one of them is still there."""
+        if stage.left_over is None:
             return
-        if self._stamp is not None and self.stage is Stage.UNSCALED and not self.gradients.summing:
-            self._drop(self._stamp.compare(grads)[1])
-        if not self._any_there(grads):
-            self.reset(keeps_true=False)
+        names, stamp = stage.left_over
+        now = enumerate([*grads, *raw_grads(self.params.elsewhere)])
+        if any([stamp.is_of(position, grad) for position, grad in now]):  # noqa: C419
+            raise _left_over(names)
+        self.stage = stage._replace(left_over=None)
 
     def _drop(self, gone: list[int]) -> None:
         """Parameters at these positions, whose gradient was set to None, are left alone."""
-        if gone:
-            self.gradients.drop(gone)
-        for position in gone:
-            for stamp in (self._stamp, self._true_stamp):  # which is no edit
-                if stamp is not None:
-                    stamp.forget(position)
+        stage = self.stage
+        if type(stage) is Scaled:
+            self.stage = stage._replace(stamp=None if stage.stamp is None else stage.stamp.without(gone))
+        elif type(stage) is Checked:
+            waiting = self.gradients.drop(gone, stage.waiting) or []
+            self.stage = stage._replace(stamp=stage.stamp.without(gone), waiting=waiting)
+        elif type(stage) is Unscaled:
+            self.gradients.drop(gone, None)
+            stamps = stage.stamp.without(gone), stage.true_stamp.without(gone)  # which is no edit
+            self.stage = stage._replace(stamp=stamps[0], true_stamp=stamps[1])
 
-    def _compare(self, grads: list[Tensor | None]) -> None:
-        """Take in what became of gradients since they were last looked at. READY where the user has zeroed all of them.
-
-        Raises:
-            RuntimeError: one was written where that does not count.
-        """
-        written, gone = ([], []) if self._stamp is None else self._stamp.compare(grads)
-        self._drop(gone)
-        if self.stage is Stage.UNSCALED:
-            written = [i for i in written if not self.params.master_is_model[i]]
-        if written and not self.gradients.summing and self._are_same(written, grads) and _are_zero(grads):
-            self._take_zeros(grads)
-        elif written:
-            self._refuse_writes(written, grads)
-        elif self.stage is Stage.UNSCALED:
-            self._notice_edits()
-
-    def _are_same(self, positions: list[int], grads: list[Tensor | None]) -> bool:
-        """Whether gradients at these positions are the tensors that were stamped, in other versions."""
-        return self._stamp is not None and all(self._stamp.is_of(i, grads[i]) for i in positions)
-
-    def _take_zeros(self, grads: list[Tensor | None]) -> None:
+    def _take_zeros(self, grads: Grads) -> None:
         """READY: ``zero_grad(set_to_none=False)`` of the model was called."""
         self.reset(keeps_true=False)
-        self._stamp = GradientStamp(grads, are_zeros=True)
+        self.stage = self.stage._replace(used=GradientStamp(grads, are_zeros=True))
 
-    def _refuse_writes(self, written: list[int], grads: list[Tensor | None]) -> None:
-        names = [self.params.names[i] for i in written]
-        when = "backward(loss) had made them" if self.stage is Stage.SCALED else "they were checked"
+    def _refuse_writes(self, written: list[int], grads: Grads) -> None:
+        stage = self.stage
+        names = describe([self.params.names[i] for i in written])
+        if type(stage) is Summed:
+            raise RuntimeError(
+                f"the model's gradients were written after they were folded into FP32 sums: {names}. Edit the sums, which "
+                "are the gradients of opt.master_params(), or clip by clip_master_grads(max_norm). To have a plain "
+                "backward count, run it by backward(loss) of this optimizer, or call update_master_grads() after it. To "
+                "give the step up, call opt.zero_grad()."
+            )
+        if stage.scale.is_told or getattr(stage, "is_divided", False):
+            raise RuntimeError(
+                f"the model's gradients were written after unscale_: {names}. They are not read again before the step. "
+                "Clip opt.master_params(), after unscale_; or give the step up by opt.zero_grad(), which "
+                "model.zero_grad() does not do after a clip. Trainers that clip the model's own: Lightning, "
+                "Accelerate, transformers, timm have a module in fp16opt.integrations. Without a GradScaler, "
+                "update_master_grads() has edits count."
+            )
+        when = "backward(loss) had made them" if type(stage) is Scaled else "they were checked"
         first, more = "", ""
-        if self.scale is not None and self.scale.external:
+        if stage.scale.is_plain:
             first = (
                 "Under a GradScaler clip opt.master_params(), after unscale_. Trainers that clip the model's own: "
                 "Lightning, Accelerate, transformers, timm have a module in fp16opt.integrations. "
@@ -429,50 +228,164 @@ class StepState:
                 "fp16opt.distributed.attach(opt, ddp_model)."
             )
         raise RuntimeError(
-            f"the model's gradients were written after {when}: {describe(names)}. {first}To have them count, "
+            f"the model's gradients were written after {when}: {names}. {first}To have them count, "
             "call update_master_grads(). To clip, call clip_master_grads(max_norm) in place of "
             "clip_grad_norm_(model.parameters()). To add up micro-batches, call backward(loss) of this optimizer each "
-            f"time. To give the step up, call zero_grad().{more}"
+            f"time. To give the step up, call opt.zero_grad().{more}"
         )
 
-    def _notice_edits(self) -> None:
-        """Master gradients that were edited count: they are checked anew."""
+    def _notice_edits(self, stage: Any) -> None:
+        """Master gradients that were edited count: they are checked anew, as those are that a GradScaler has divided."""
         masters = raw_grads(self.params.masters)
-        edited, gone = ([], []) if self._true_stamp is None else self._true_stamp.compare(masters)
-        external = self.scale is not None and self.scale.external
-        if not (edited or gone or (external and not self._agreed)):  # other ranks expect no further message
+        edited, gone = stage.true_stamp.compare(masters)
+        was_divided = stage.is_divided and not (stage.is_measured or stage.is_closed)
+        if not (edited or gone or was_divided):
             return
-        if edited and not (self.params.has_apart or self.gradients.summing) and _are_zero(masters):
-            self._take_zeros(masters)
-            return
-        before = {key: found.clone() for key, (_, found) in self._found.items()}
         self.gradients.recheck()
-        self._true_stamp = GradientStamp(masters)
-        self._is_closed = self._is_closed or bool(edited or gone)
-        self._take_recheck(before)
-
-    def _take_recheck(self, before: dict[int, Tensor]) -> None:
-        """What is stepped is what was found now. It counts for scalers that had found something; else for the last."""
-        if self.scale is None:
-            return
         found = self.gradients.found_inf(self.device).clone()
-        if len(self._found) > 1:
-            none_had = 1.0 - torch.stack(list(before.values())).amax()
-            last = id(self.scale.scaler)
-            for key, (scaler, _) in self._found.items():
-                had = torch.maximum(before[key], none_had) if key == last else before[key]
-                self._found[key] = (scaler, found * had)
+        verdict = stage.verdict._replace(found=_shared(stage, found), is_agreed=False)
+        self.stage = stage._replace(
+            true_stamp=GradientStamp(masters),
+            is_closed=stage.is_closed or bool(edited or gone),
+            is_measured=True,
+            verdict=self._noting_norm(verdict, stage.scale.scaler),
+        )
+        if type(stage) is Summed:
+            flags = tuple(one.clone() for one in self.gradients.flags())
+            self.stage = self.stage._replace(flags=flags)
+
+    # -- backwards ---------------------------------------------------------------------------------------------------
+
+    def begin_backward(self, scaler: LossScaler, may_clear: bool = False, loss: Tensor | None = None) -> BackwardScale:
+        """A backward with ``scaler``'s present scale is about to add to the model's gradients.
+
+        Args:
+            may_clear: the user runs it: gradients of an earlier step raise later, if they are still there.
+            loss: unscaled, where it is a single number.
+
+        Raises:
+            RuntimeError: gradients are incomplete, were written, were clipped or edited, or are of another scale.
+        """
+        self._end_empty()
+        grads = self.look()
+        stage = self.stage
+        if getattr(stage, "is_closed", False):
+            raise RuntimeError(
+                "backward was called after master gradients were clipped or edited, which it would undo. Clip and edit "
+                "after the last backward of a step; or call step() or opt.zero_grad() first."
+            )
+        if getattr(stage, "is_divided", False) or (type(stage) is not Ready and stage.scale.is_told):
+            raise RuntimeError(
+                "backward was called after a GradScaler has unscaled this step's gradients, which it would undo. Call "
+                "unscale_ after the last backward of a step; or call step() or opt.zero_grad() first."
+            )
+        losses = () if type(stage) is Ready else stage.losses
+        losses = losses if loss is None else (*losses, loss)
+        if type(stage) is Ready:
+            made = self._begin_step(stage, scaler, grads, may_clear)
+        elif type(stage) is not Summed and not stage.scale.is_current(scaler):
+            made = self._start_summing(stage, grads)
         else:
-            self._found = {id(self.scale.scaler): (self.scale.scaler, found)}
-        self._agreed = False
-        self._note_norm(self.scale.scaler)
+            made = stage
+        scale = getattr(made, "scale", None)
+        if scale is None or scale.is_plain or not scale.is_current(scaler):
+            scale = BackwardScale.of(scaler)
+        if type(made) is Summed:
+            self.stage = made._replace(scale=scale, pending=True, losses=losses)
+        else:
+            if type(stage) is Unscaled:
+                self.gradients.forget_true()
+            self.stage = Scaled(scale, None, losses, made.left_over if type(made) is Scaled else None)
+        self.backwards += 1
+        return scale
+
+    def _begin_step(self, stage: Ready, scaler: LossScaler, grads: Grads, may_clear: bool) -> Any:
+        """The stage from which a first backward goes on."""
+        left_over = None
+        if not (self._units.has(scaler) or self._has_zeros(grads)):
+            left = self._not_zero(grads)
+            if left:
+                if self.sums or not may_clear:
+                    raise _left_over(left)
+                left_over = left, GradientStamp([*grads, *raw_grads(self.params.elsewhere)])
+        if stage.holds_true:
+            self.gradients.forget_true()
+        scale = BackwardScale.of(scaler)
+        if self.sums:
+            return self._new_sums(scale)
+        return Scaled(scale, None, (), left_over)
+
+    def end_backward(self, stamp: bool) -> None:
+        """A backward is over.
+
+        Args:
+            stamp: remember its gradients, so that an edit is noticed, and fold them into sums where there are any.
+                Without it they are the user's until the next call.
+        """
+        stage = self.stage
+        if not stamp:
+            return
+        if type(stage) is Summed:
+            if stage.pending:
+                self._fold(stage)
+        elif type(stage) is Scaled and not self.replicas.local:  # those of no_sync are reduced by a later backward
+            self.stage = stage._replace(stamp=GradientStamp(raw_grads(self.params.models)))
+
+    def found_none(self) -> bool:
+        """Whether the backward that has just ended has left no gradient at all."""
+        stage = self.stage
+        if type(stage) is Scaled and stage.stamp is not None and not stage.stamp.is_empty:
+            return False
+        if type(stage) is Summed and self._is_there(self.params.masters):
+            return False
+        return not self._any_there(raw_grads(self.params.models))
+
+    def reopen(self) -> Verdict | None:
+        """SCALED again where true gradients were made, and are as they were made: for faces that make them at once.
+
+        What comes then is part of the step, and the next check finds anew what is in the gradients.
+
+        Returns:
+            What was found in them; None where the stage stays as it is.
+        """
+        if type(self.stage) is Unscaled:
+            self.look()
+        stage = self.stage
+        if type(stage) is not Unscaled or stage.is_closed or stage.is_divided:
+            return None
+        self.gradients.forget_true()
+        self.stage = Scaled(stage.scale, stage.stamp, stage.losses)
+        return stage.verdict
+
+    def interrupt(self) -> None:
+        """A backward raised while gradients were being added up."""
+        self.gradients.forget_true()
+        self.stage = Interrupted()
+
+    def waits_for_reduction(self) -> bool:
+        """Whether gradients were made under DDP's no_sync, and are to be reduced by a later backward."""
+        return self.replicas.local and not (self.sums or type(self.stage) is Summed)
+
+    def waits_for_step(self) -> bool:
+        """Whether gradients do. READY where they were cleared, in whatever way: an abandoned batch."""
+        stage, grads = self.stage, raw_grads(self.params.models)
+        if type(stage) is Summed:
+            is_cleared = not (self._any_there(grads) or self._is_there(self.params.masters))
+        else:
+            is_cleared = type(stage) not in (Ready, Stepping) and self._are_cleared(grads)
+        if is_cleared:
+            self.reset(keeps_true=False)
+        return type(self.stage) is not Ready
 
     # -- gradients that came without backward(loss) ------------------------------------------------------------------
 
-    def take_external(self, inv_scale: Tensor | None = None, scaler: LossScaler | None = None) -> bool:
+    def take_external(
+        self, grads: Grads | None = None, inv_scale: Tensor | None = None, scaler: LossScaler | None = None
+    ) -> bool:
         """In READY, take the gradients that are there as made by a plain backward.
 
         Args:
+            grads: the model's, if they were just read.
             inv_scale: float32, 0-dim: what a GradScaler would multiply them by. None: 1 / the scale of ``scaler``.
             scaler: the user says that they were scaled by its present scale. None: by the own one, if that is 1.
 
@@ -482,12 +395,13 @@ class StepState:
         Raises:
             RuntimeError: they were not scaled, and the own scale is not 1.
         """
-        grads = raw_grads(self.params.models)
-        if not self._any_there(grads):
+        grads = raw_grads(self.params.models) if grads is None else grads
+        stage = self.stage
+        if type(stage) is not Ready or not self._any_there(grads):
             return False
         is_known = scaler is not None or inv_scale is not None
         scaler = self._scaler() if scaler is None else scaler
-        if not (is_known or self._is_one(scaler)) and self._not_zero(grads):
+        if not (is_known or self._units.has(scaler)) and self._not_zero(grads):
             raise RuntimeError(
                 "gradients were found that neither opt.backward(loss) nor opt.scale_loss(loss) made since the last "
                 f"step, and the loss scale is {float(scaler.scale):g}: they would be unscaled wrongly. Use "
@@ -497,15 +411,20 @@ class StepState:
                 "loss_scale, scaler. Trainers that call backward themselves: Lightning, Accelerate, transformers, timm "
                 "have a module in fp16opt.integrations."
             )
-        self.scale = BackwardScale.of(scaler, self._is_one(scaler))
-        self.scale.external = True
+        scale = BackwardScale.of(scaler, is_plain=True)
         if inv_scale is not None:
-            self.scale.inv_scale, self.scale.unit = inv_scale.to(self.device), False
+            scale = scale._replace(inv_scale=inv_scale.to(self.device), is_told=True)
+        if stage.holds_true:
+            self.gradients.forget_true()
         self.gradients.release()
-        self.stage, self._stamp = Stage.SCALED, None
+        if self.sums:
+            self.stage = self._new_sums(scale)._replace(pending=True)
+            self._fold(self.stage)
+        else:
+            self.stage = Scaled(scale)
         return True
 
-    def _not_zero(self, grads: list[Tensor | None]) -> list[str]:
+    def _not_zero(self, grads: Grads) -> list[str]:
         """Names of parameters whose gradient is there and not all zeros. Syncs once where there are gradients.
 
         Where masters are spread over ranks it is so on all of them alike: else some would raise, and the others wait.
@@ -523,9 +442,19 @@ class StepState:
             return found or ["a parameter's piece on another rank, which names it"]
         return found
 
-    def _has_zeros(self, grads: list[Tensor | None]) -> bool:
+    def _has_zeros(self, grads: Grads) -> bool:
         """In READY: whether gradients are zeros of ``zero_grad(set_to_none=False)``, untouched since."""
-        return self._stamp is not None and self._stamp.are_zeros and not self._stamp.compare(grads)[0]
+        used = self.stage.used
+        return used is not None and used.are_zeros and not used.compare(grads)[0]
+
+    def has_new(self) -> bool:
+        """In READY: whether the model has gradients that no step has used, and that are no zeros of ``zero_grad``."""
+        if type(self.stage) is not Ready:
+            return False
+        grads = raw_grads(self.params.models)
+        if self.stage.used is None:
+            return any(map(operator.is_not, grads, itertools.repeat(None)))
+        return bool(self.stage.used.compare(grads)[0])
 
     # -- the check ---------------------------------------------------------------------------------------------------
 
@@ -538,7 +467,7 @@ class StepState:
         under DDP's ``no_sync`` are averaged over the ranks.
 
         Args:
-            write: make true FP32 gradients of all; else a check is enough.
+            write: make true gradients of all; else a check is enough.
             norm_type: p of the norm that is wanted too.
             of: ids of the model's parameters whose norm it is; None: of all.
 
@@ -550,113 +479,159 @@ class StepState:
             if not self.ranks.expects_all:
                 return None
             self._check_empty(write or needs_true)
-        if norm_type is not None and not self.gradients.is_measured:  # after a clip
+        if norm_type is not None and not self.stage.is_measured:  # after a clip
             self.unscale()
         return self._conclude(norm_type, of)
 
     def _check_empty(self, write: bool) -> None:
         """Check that there are no gradients: other ranks may have some, and expect what this one has found."""
-        scaler = self._scaler()
-        self.scale = BackwardScale.of(scaler, self._is_one(scaler))
+        grads = raw_grads(self.params.models)
         self.gradients.release()
-        self._stamp, self._has_none = None, True
-        self._check(self.scale, raw_grads(self.params.models), write, self.scale.unit)
+        self._check(Scaled(BackwardScale.of(self._scaler())), grads, write, has_grads=False)
 
     def _end_empty(self) -> None:
         """READY where gradients are about to come after :meth:`_check_empty`: other ranks have begun anew too."""
-        if self._has_none:
+        verdict = getattr(self.stage, "verdict", None)
+        if verdict is not None and not verdict.has_grads:
             self.reset(keeps_true=False)
 
     def _bring_up(self, write: bool) -> bool:
         """Check the gradients as they are now, or make true ones; False where there are none. Raises as finalize."""
-        grads = raw_grads(self.params.models)
-        self._notice_cleared(grads)
-        self._check_complete()
-        self._check_left_over(grads)
-        if self.stage is not Stage.READY:
+        grads = self.look()
+        if type(self.stage) is Ready:
+            if not self.take_external(grads):
+                return False
+        else:
             self._check_reduced()
-            self._compare(grads)
-        if self.stage is Stage.READY:
-            self.take_external()
-        if self.stage is Stage.READY or self.scale is None:
-            return False
-        if self.stage is Stage.SCALED:
-            self._check(self.scale, grads, write, self.scale.unit)
+        stage = self.stage
+        if type(stage) is Scaled:
+            self._check(stage, grads, write)
         if write:
             self.unscale()
         return True
 
-    def _check(self, scale: BackwardScale, grads: list[Tensor | None], write: bool, unit: bool) -> None:
-        if self.gradients.summing:
-            self._fold(scale)
+    def _check(self, stage: Scaled, grads: Grads, write: bool, has_grads: bool = True) -> None:
+        """SCALED to CHECKED or, where true gradients are wanted or some can't wait, to UNSCALED."""
+        stamp = GradientStamp(grads) if stage.stamp is None else stage.stamp
+        waiting = None
+        with torch.no_grad():
+            if write:
+                self.gradients.check_and_unscale(grads, stage.scale.inv_scale)
+            else:
+                waiting = self.gradients.check(grads, stage.scale.inv_scale)
+        verdict = Verdict(((stage.scale.scaler, self.gradients.found_inf(self.device)),), has_grads=has_grads)
+        if not self.replicas.local:
+            verdict = self._noting_norm(verdict, stage.scale.scaler)
+        if waiting is None:
+            true_stamp = GradientStamp(raw_grads(self.params.masters))
+            self.stage = Unscaled(stage.scale, stamp, true_stamp, verdict, losses=stage.losses)
         else:
-            with torch.no_grad():
-                if write:
-                    self.gradients.check_and_unscale(grads, scale.inv_scale, unit)
-                else:
-                    self.gradients.check(grads, scale.inv_scale, unit)
-            self._note_found(scale)
-        if self._stamp is None:
-            self._stamp = GradientStamp(grads)
-        if self.gradients.are_true:
-            self._become_unscaled()
-        else:
-            self.stage = Stage.CHECKED
+            self.stage = Checked(stage.scale, stamp, verdict, waiting, losses=stage.losses)
 
     def unscale(self) -> None:
-        """Make true FP32 gradients of those that were checked, with the factor of a clip."""
-        if self.stage is Stage.CHECKED:
-            with torch.no_grad():
-                self.gradients.unscale()
-            self._become_unscaled()
-
-    def _become_unscaled(self) -> None:
-        self.stage = Stage.UNSCALED
-        if self.gradients.summing or self._stamp is None:
-            self._stamp = GradientStamp(raw_grads(self.params.models))
-        self._true_stamp = GradientStamp(raw_grads(self.params.masters))
+        """Make true gradients of those that were checked, with the factor of a clip."""
+        stage = self.standing
+        if type(stage) is not Checked:
+            return
+        with torch.no_grad():
+            self.gradients.unscale(stage.waiting)
+        true_stamp = GradientStamp(raw_grads(self.params.masters))
+        kept = stage.is_closed, False, stage.is_measured, stage.losses
+        made = Unscaled(stage.scale, stage.stamp, true_stamp, stage.verdict, *kept)
+        self.stage = self.stage._replace(before=made) if type(self.stage) is Stepping else made
 
     def update(self) -> None:
         """The door: take the model's gradients as they are now, from any writer, and write true ones to masters."""
         self._end_empty()
-        self._turn = 0
-        if self.stage is Stage.READY:
+        stage = self.stage
+        if type(stage) is Ready:
             self.take_external(scaler=self._scaler())
+        if type(self.stage) in (Ready, Interrupted, Summed):
+            self.look()
+            if type(self.stage) is Summed:
+                self._refuse_after_unscaling(self.stage)
+            self._check_reduced()
+            return
+        stage = self.stage
         grads = raw_grads(self.params.models)
-        self._notice_cleared(grads)
-        self._check_complete()
-        self._check_left_over(grads)
-        if self.stage is Stage.READY or self.scale is None:
+        if type(stage) is not Scaled:
+            self._refuse_after_unscaling(stage)
+        if self._are_cleared(grads):
+            self.reset(keeps_true=False)
             return
+        if type(stage) is Scaled:
+            self._check_left_over(stage, grads)
         self._check_reduced()
-        if self.gradients.summing:
-            if self.stage is Stage.SCALED:
-                self._check(self.scale, grads, True, self.scale.unit)
-            return
-        own_are_true = self.stage is Stage.UNSCALED  # they were unscaled in place, edits included
-        self.stage, self._stamp, self._is_closed = Stage.SCALED, None, False
-        self._check(self.scale, grads, True, self.scale.unit or own_are_true)
+        scaled = Scaled(self.stage.scale, None, stage.losses)
+        self._check(scaled, grads, True)
+
+    def _refuse_after_unscaling(self, stage: Any) -> None:
+        """Raise where a GradScaler has unscaled the gradients, which are not read again."""
+        if stage.scale.is_told or getattr(stage, "is_divided", False):
+            raise RuntimeError(
+                "update_master_grads() was called after a GradScaler has unscaled this step's gradients, and would "
+                "take scaled ones in their place. To clip, clip opt.master_params(); to give the step up, call "
+                "opt.zero_grad()."
+            )
+
+    def _check_reduced(self) -> None:
+        if self.waits_for_reduction():
+            raise RuntimeError(
+                "the gradients were made under DDP's no_sync and are this rank's own. Run the last backward of a step "
+                'outside of no_sync, or use grad_accumulation="fp32", which averages what is left.'
+            )
+
+    # -- a master's .grad --------------------------------------------------------------------------------------------
 
     def before_reading(self, position: int) -> None:
-        """``.grad`` of a master is about to be read: true ones are made of all. Within autograd nothing is done.
+        """``.grad`` of a master is about to be read: true ones are made of all.
+
+        Nothing is done while a step writes, and within autograd. A pre hook of the wrapped optimizer comes before that.
 
         Args:
             position: of its pair.
         """
-        if self.stage is Stage.UNSCALED and not self.gradients.summing:
-            if self._stamp is not None and raw_grad(self.params.models[position]) is None:
-                self._drop(self._stamp.compare(raw_grads(self.params.models))[1])
+        stage = self.stage
+        if type(stage) is Stepping:
+            if not stage.progress.parts:
+                self.unscale()
             return
-        if self.stage in (Stage.UNSCALED, Stage.INTERRUPTED) or torch._C._current_graph_task_id() != -1:
-            return
-        if self.stage is Stage.READY:
+        if type(stage) is Unscaled and raw_grad(self.params.models[position]) is None:
+            self._drop(stage.stamp.compare(raw_grads(self.params.models))[1])
+        elif type(stage) in (Ready, Scaled, Checked, Summed) and torch._C._current_graph_task_id() == -1:
+            with torch.inference_mode(False):
+                self._make_readable(stage)
+        stage = self.stage
+        if type(stage) in (Unscaled, Summed) and stage.scale.is_plain:
+            reader = sys._getframe(2)
+            if reader.f_code.co_name == "_unscale_grads_":  # torch's GradScaler is about to divide them
+                self._hand_to_grad_scaler(stage, reader.f_back)
+
+    def _hand_to_grad_scaler(self, stage: Any, asked_by: Any) -> None:
+        """torch's GradScaler reads true gradients, to divide them where they lie.
+
+        Raises:
+            RuntimeError: a step that an exception has stopped has divided them already.
+        """
+        if stage.scale.is_told and asked_by is not None and asked_by.f_code.co_name == "unscale_":
+            raise RuntimeError(
+                "unscale_ was called after a step that an exception has stopped, and that step had unscaled these "
+                "gradients. Call scaler.step(optimizer) again, or give the step up by opt.zero_grad()."
+            )
+        if not stage.is_divided:
+            self.stage = stage._replace(is_divided=True, is_measured=False)
+
+    def _make_readable(self, stage: Any) -> None:
+        """Make true gradients, of those that are there for the coming step."""
+        if type(stage) is Ready:
             grads = raw_grads(self.params.models)
-            is_new = self._is_one(self._scaler()) and (self.has_new() or self._has_zeros(grads))
-            if not (is_new and self.take_external()):
+            is_new = self._units.has(self._scaler()) and (self.has_new() or self._has_zeros(grads))
+            if not (is_new and self.take_external(grads)):
                 return
-        if self.waits_for_reduction():
-            return
-        with torch.inference_mode(False):
+        if type(self.stage) is Summed:
+            if self.stage.pending:
+                self.look()
+        elif not self.waits_for_reduction():
             self._bring_up(write=True)
 
     def before_setting(self, position: int, value: Tensor | None) -> None:
@@ -669,13 +644,15 @@ class StepState:
         Raises:
             RuntimeError: no gradients wait for a step, and the scale is not 1.
         """
-        self.gradients.may_be_made = True
         if torch._C._current_graph_task_id() != -1:
             return
-        if self.stage is Stage.READY and value is not None:
+        stage = self.stage
+        if type(stage) is Ready:
+            if value is None:
+                return
             refuse_torch_checkpointing("optimizer state")
             scaler = self._scaler()
-            if not self._is_one(scaler):
+            if not self._units.has(scaler):
                 raise RuntimeError(
                     "a master's gradient was set while none wait for a step, and the loss scale is "
                     f"{float(scaler.scale):g}. To compute gradients yourself, run torch.autograd.grad on "
@@ -689,72 +666,98 @@ class StepState:
 
     def _take_none(self, scaler: LossScaler) -> None:
         """UNSCALED without any gradient: the user is about to give masters theirs."""
-        self.scale = BackwardScale.of(scaler, self._is_one(scaler))
-        self.scale.external = True
         self.gradients.release()
         self.gradients.forget_true()
-        self._stamp = GradientStamp([None] * len(self.params))
-        self.gradients.are_true = self.gradients.may_be_made = True
-        self._become_unscaled()
+        none = GradientStamp([None] * len(self.params))
+        scale = BackwardScale.of(scaler, is_plain=True)
+        verdict = Verdict(((scaler, torch.zeros((), dtype=torch.float32, device=self.device)),))
+        self.stage = Unscaled(scale, none, none, verdict)
+
+    # -- what DDP and the faces ask ----------------------------------------------------------------------------------
 
     def were_cleared(self) -> bool:
         """Whether gradients that were checked have been set to None or to zeros since. Changes nothing.
 
         Syncs where they were written.
         """
-        if self._stamp is None or self.stage not in (Stage.CHECKED, Stage.UNSCALED) or self.gradients.summing:
+        if type(self.stage) not in (Checked, Unscaled):
             return False
         grads = raw_grads(self.params.models)
-        return any(self._stamp.compare(grads)) and _are_zero(grads)
+        return any(self.stage.stamp.compare(grads)) and are_zero(grads)
 
     def is_as_stamped(self) -> bool:
         """Whether the stamps tell of no gradient that was written, replaced or set to None since."""
-        stamped = (self._stamp, self.params.models), (self._true_stamp, self.params.masters)
+        stage = self.standing
+        stamped = (
+            (getattr(stage, "stamp", None), self.params.models),
+            (
+                getattr(stage, "true_stamp", None),
+                self.params.masters,
+            ),
+        )
         return all(stamp is None or not any(stamp.compare(raw_grads(tensors))) for stamp, tensors in stamped)
 
     def stamp_again(self) -> None:
         """DDP has moved gradients into its buckets: the stamps are of those that are there now, which are the same."""
-        if self._stamp is not None:
-            self._stamp = GradientStamp(raw_grads(self.params.models))
-        if self._true_stamp is not None:
-            self._true_stamp = GradientStamp(raw_grads(self.params.masters))
+        stage = self.stage
+        now = GradientStamp(raw_grads(self.params.models))
+        if type(stage) is Ready and stage.used is not None:
+            self.stage = stage._replace(used=now)
+        elif getattr(stage, "stamp", None) is not None:
+            self.stage = stage._replace(stamp=now)
 
-    def has_new(self) -> bool:
-        """In READY: whether the model has gradients that no step has used, and that are no zeros of ``zero_grad``."""
-        grads = raw_grads(self.params.models)
-        if self._stamp is None:
-            return any(map(operator.is_not, grads, itertools.repeat(None)))
-        return bool(self._stamp.compare(grads)[0])
+    def blame(self, scaler: LossScaler, found: Tensor) -> None:
+        """Count ``found`` (float32, 0-dim) into what ``scaler``'s backwards gave: it was found in another optimizer."""
+        stage = self.stage
+        if hasattr(stage, "verdict"):
+            mine = dict.fromkeys([one for one, _ in stage.verdict.found])
+            known = {id(one): flag for one, flag in stage.verdict.found}
+            earlier, found = known.get(id(scaler)), found.to(self.device)
+            known[id(scaler)] = found if earlier is None else torch.maximum(earlier, found)
+            mine[scaler] = None
+            every = tuple((one, known[id(one)]) for one in mine)
+            self.stage = stage._replace(verdict=stage.verdict._replace(found=every))
 
-    def _check_reduced(self) -> None:
-        if self.waits_for_reduction():
-            raise RuntimeError(
-                "the gradients were made under DDP's no_sync and are this rank's own. Run the last backward of a step "
-                'outside of no_sync, or use grad_accumulation="fp32", which averages what is left.'
-            )
+    def last_check(self) -> OverflowCheck | None:
+        """What the last check of the coming step's gradients gave; None where there was none. Looks at nothing."""
+        verdict = getattr(self.standing, "verdict", None)
+        return None if verdict is None or not verdict.found else check_of(verdict)
 
     # -- clips and edits ---------------------------------------------------------------------------------------------
 
-    def clip(self, factor: Tensor, of: set[int] | None) -> None:
+    def clip(self, factor: Tensor, of: set[int] | None, is_one: bool = False) -> None:
         """Multiply all gradients by ``factor`` (float32, 0-dim), or those of some parameters. No host sync.
 
         A second factor would be a third rounding, so gradients that wait are made true before one.
+
+        Args:
+            is_one: whether the factor is known to be 1: then no memory is touched.
         """
-        if self.stage is Stage.CHECKED and (self._is_closed or of is not None):
+        stage = self.stage
+        if type(stage) is Checked and (stage.is_closed or of is not None) and not is_one:
             self.unscale()
-        self.gradients.clip(factor, of)
-        self.close()
+            stage = self.stage
+        if type(stage) is Checked:
+            waiting = stage.waiting
+            if not is_one:
+                pairs = zip(self.gradients.each, waiting, strict=True)
+                waiting = [one.clipped(factor.to(each.one.device)) for each, one in pairs]
+            is_measured = stage.is_measured and is_one
+            self.stage = stage._replace(waiting=waiting, factor=factor, is_measured=is_measured)
+            return
+        if not is_one:
+            self.gradients.clip_true(factor, of)
+        self._close(is_measured=stage.is_measured and is_one)
 
     def clip_values(self, largest: float, found_inf: Tensor, of: set[int] | None) -> None:
         """Bring every element of true gradients to at most ``largest`` in size. No host sync."""
         self.gradients.clip_values(largest, found_inf, of)
-        self.close()
+        self._close(is_measured=False)
 
-    def close(self) -> None:
-        """The step's gradients were clipped or edited: no further backward is part of it."""
-        self._is_closed = True
-        if self.stage is Stage.UNSCALED:
-            self._true_stamp = GradientStamp(raw_grads(self.params.masters))
+    def _close(self, is_measured: bool) -> None:
+        """True gradients were clipped: no further backward is part of the step."""
+        true_stamp = GradientStamp(raw_grads(self.params.masters))
+        self.stage = self.stage._replace(is_closed=True, is_measured=is_measured, true_stamp=true_stamp)
 
     def unscale_external(self, inv_scale: Tensor) -> None:
         """A GradScaler tells its scale: gradients that it has not unscaled are to be multiplied by ``inv_scale``.
@@ -762,83 +765,140 @@ class StepState:
         Args:
             inv_scale: float32, 0-dim, any device. Told again, it changes nothing.
         """
-        if self.stage is Stage.READY:
-            self.take_external(inv_scale)
+        stage = self.stage
+        if type(stage) is Ready:
+            self.take_external(inv_scale=inv_scale)
             return
-        if self.scale is None or not self.scale.unit:
+        self.look()
+        stage = self.stage
+        if type(stage) in (Ready, Interrupted) or stage.scale.is_told:
             return
-        self.scale.inv_scale, self.scale.unit = inv_scale.to(self.device), False
-        self.unscale()
-        if self.stage is Stage.UNSCALED:  # read before: taken as made at 1
-            self.gradients.scale_again(self.scale.inv_scale)
-            self._found = {}
-            self._note_found(self.scale)
-            self._true_stamp = GradientStamp(raw_grads(self.params.masters))
+        told = stage.scale._replace(inv_scale=inv_scale.to(self.device), is_told=True)
+        if type(stage) is Scaled:
+            self.stage = stage._replace(scale=told)
+            return
+        self.unscale()  # read before: taken as made at 1
+        self.gradients.multiply_true(told.inv_scale)
+        true_stamp = GradientStamp(raw_grads(self.params.masters))
+        verdict = Verdict(((told.scaler, self.gradients.found_inf(self.device).clone()),))
+        self.stage = self.stage._replace(scale=told, true_stamp=true_stamp, verdict=verdict, is_measured=True)
+        if type(self.stage) is Summed:
+            self.stage = self.stage._replace(flags=tuple(one.clone() for one in self.gradients.flags()))
 
     # -- FP32 sums ---------------------------------------------------------------------------------------------------
 
-    def _start_summing(self) -> None:
-        if not (self.replicas.are_told or self.params.has_dtensors):  # FSDP2 shows gradients that are reduced
-            _refuse_ranks()
-        for key, (scaler, found) in self._found.items():  # the kernel's own buffer, which the next pass overwrites
-            self._found[key] = (scaler, found.clone())
-        self.gradients.start_summing()
+    def _new_sums(self, scale: BackwardScale) -> Summed:
+        """The stage of sums to which nothing was added yet."""
+        self._check_can_sum()
+        for each in self.gradients.each:
+            each.stats.reset()
+        none = GradientStamp([None] * len(self.params))
+        return Summed(scale, none, none, pending=False)
 
-    def _fold(self, scale: BackwardScale) -> None:
+    def _check_can_sum(self) -> None:
+        if not (self.replicas.are_told or self.params.has_dtensors):  # FSDP2 shows gradients that are reduced
+            refuse_ranks()
+
+    def _start_summing(self, stage: Any, grads: Grads) -> Summed:
+        """A second scaler joins in: what there is becomes the first sum."""
+        self._check_can_sum()
+        if type(stage) is Unscaled:
+            self._check_reduced()
+            found = tuple((scaler, one.clone()) for scaler, one in stage.verdict.found)
+            flags = tuple(one.clone() for one in self.gradients.flags())
+            drop_gradients([*self.params.models, *self.params.elsewhere])
+            stamp = GradientStamp(raw_grads(self.params.models))
+            verdict = stage.verdict._replace(found=found, is_agreed=False)
+            made = Summed(stage.scale, stamp, stage.true_stamp, False, verdict, flags, losses=stage.losses)
+            self.stage = made
+            return made
+        self.stage = self._new_sums(stage.scale)._replace(pending=True, losses=stage.losses)
+        return self._fold(self.stage)
+
+    def _fold(self, stage: Summed) -> Summed:
         """Add the model's gradients to the sums."""
         if self.replicas.local and self.params.elsewhere:
             raise RuntimeError(
                 "FP32 sums under DDP's no_sync need every master on every rank; ZeroRedundancyOptimizer spreads them. "
                 'Use grad_accumulation="model", or leave no_sync.'
             )
-        if self._unreduced and not self.replicas.local:
-            self._reduce_sums()
-        with torch.inference_mode(False), torch.no_grad():
-            self.gradients.fold(scale.inv_scale, self.replicas.keeps)
-        self._note_found(scale)
+        if stage.unreduced and not self.replicas.local:
+            stage = self._reduce_sums(stage)
+        sums = Sums(self.gradients, stage.flags)
+        sums.fold(stage.scale.inv_scale, self.replicas.keeps)
+        found, scaler = self.gradients.found_inf(self.device).clone(), stage.scale.scaler
+        verdict = stage.verdict._replace(found=_with(stage.verdict.found, scaler, found), is_agreed=False)
+        unreduced = stage.unreduced
         if self.replicas.local:  # other ranks hear of it when the sums are averaged
-            self._unreduced.add(id(scale.scaler))
+            unreduced |= {id(scaler)}
+        else:
+            verdict = self._noting_norm(verdict, scaler)
+        self.stage = stage._replace(
+            stamp=GradientStamp(raw_grads(self.params.models)),
+            true_stamp=GradientStamp(raw_grads(self.params.masters)),
+            pending=False,
+            verdict=verdict,
+            flags=sums.flags,
+            unreduced=unreduced,
+            is_measured=True,
+        )
+        made: Summed = self.stage
+        return made
 
-    def _reduce_sums(self) -> None:
+    def _look_at_sums(self, stage: Summed, grads: list[Tensor | None]) -> list[Tensor | None]:
+        """:meth:`look`: fold the last backward, with the user's edits; notice edits of the sums."""
+        if stage.pending:
+            if self._any_there(grads) or self._is_there(self.params.masters):
+                self._fold(stage)
+            else:
+                self.reset(keeps_true=False)
+            return raw_grads(self.params.models)
+        written, _ = stage.stamp.compare(grads)
+        if written and not are_zero([grads[i] for i in written]):
+            self._refuse_writes(written, grads)
+        if not self._is_there(self.params.masters):
+            if not self.ranks.expects_all:
+                self.reset(keeps_true=False)
+            return grads
+        self._notice_edits(stage)
+        return grads
+
+    def _reduce_sums(self, stage: Summed) -> Summed:
         """Average over the ranks what was summed under ``no_sync``."""
-        keys = [key for key in self._found if key in self._unreduced]  # in one order on all ranks
-        found = self.replicas.reduce(self.gradients, [self._found[key][1] for key in keys])
-        for key, one in zip(keys, found, strict=True):
-            scaler, earlier = self._found[key]
-            self._found[key] = (scaler, torch.maximum(earlier, one.to(earlier.device)))
-            self._note_norm(scaler)
-        self._unreduced = set()
+        sums = Sums(self.gradients, stage.flags)
+        mine = [(place, one) for place, one in enumerate(stage.verdict.found) if id(one[0]) in stage.unreduced]
+        found = self.replicas.reduce(sums, [flag for _, (_, flag) in mine])  # in one order on all ranks
+        every, verdict = list(stage.verdict.found), stage.verdict
+        for (place, (scaler, earlier)), one in zip(mine, found, strict=True):
+            every[place] = scaler, torch.maximum(earlier, one.to(earlier.device))
+            verdict = self._noting_norm(verdict, scaler)
+        made = stage._replace(
+            true_stamp=GradientStamp(raw_grads(self.params.masters)),
+            verdict=verdict._replace(found=tuple(every)),
+            flags=sums.flags,
+            unreduced=frozenset(),
+        )
+        self.stage = made
+        return made
+
+    def flags(self) -> list[Tensor]:
+        """By device: int32 bits ``kernels.INF | kernels.NAN`` of each row, which the next pass overwrites. No sync."""
+        stage = self.standing
+        return list(stage.flags) if type(stage) is Summed else self.gradients.flags()
 
     # -- what was found ----------------------------------------------------------------------------------------------
 
-    def _note_found(self, scale: BackwardScale) -> None:
-        found, key = self.gradients.found_inf(self.device), id(scale.scaler)
-        if self.gradients.summing:
-            earlier = self._found.get(key)
-            found = found.clone() if earlier is None else torch.maximum(earlier[1], found)
-        self._found[key] = (scale.scaler, found)
-        self._agreed = False
-        if not self.replicas.local:
-            self._note_norm(scale.scaler)
-
-    def _note_norm(self, scaler: LossScaler) -> None:
-        if scaler.follows_norms:
-            self._norms.append((scaler, self.gradients.largest_norm(self.device).clone()))
-
-    def blame(self, scaler: LossScaler, found: Tensor) -> None:
-        """Count ``found`` (float32, 0-dim) into what ``scaler``'s backwards gave: it was found in another optimizer."""
-        earlier = self._found.get(id(scaler))
-        found = found.to(self.device)
-        self._found[id(scaler)] = (scaler, found if earlier is None else torch.maximum(earlier[1], found))
-
-    def last_check(self) -> OverflowCheck | None:
-        """What the last check of the coming step's gradients gave; None where there was none. Looks at nothing."""
-        return None if not self._found else self._checked(None)
+    def _noting_norm(self, verdict: Verdict, scaler: LossScaler) -> Verdict:
+        if not scaler.follows_norms:
+            return verdict
+        norm = self.gradients.largest_norm(self.device).clone()
+        return verdict._replace(untold=(*verdict.untold, (scaler, norm)))
 
     def _conclude(self, norm_type: float | None, of: set[int] | None) -> OverflowCheck | None:
         """None where no rank has gradients."""
-        if self._unreduced:
-            self._reduce_sums()
+        stage = self.stage
+        if type(stage) is Summed and stage.unreduced:
+            stage = self._reduce_sums(stage)
         norm = None
         if not self.ranks.alone:
             has_grads, norm = self._agree(norm_type, of)
@@ -846,25 +906,21 @@ class StepState:
                 self.reset(keeps_true=False)
                 return None
         elif norm_type is not None:
-            norm = self.gradients.norm(norm_type, self.device, of)
+            norm = self.gradients.norm(norm_type, self.device, stage.is_measured, of)
         self._tell_norms()
-        return self._checked(norm)
-
-    def _checked(self, norm: Tensor | None) -> OverflowCheck:
-        each = list(self._found.values())
-        found = each[0][1] if len(each) == 1 else torch.stack([one for _, one in each]).amax()
-        return OverflowCheck(found, each, norm)
+        return check_of(self.stage.verdict, norm)
 
     def _tell_norms(self) -> None:
         """Scalers hear of norms: where masters are spread over ranks, by one message. No host sync."""
-        if not self._norms:
+        verdict = self.stage.verdict
+        if not verdict.untold:
             return
-        norms = torch.stack([norm for _, norm in self._norms])
+        norms = torch.stack([norm for _, norm in verdict.untold])
         if not self.ranks.alone:
             norms = self.ranks.largest(norms)
-        for (scaler, _), norm in zip(self._norms, norms.unbind(), strict=True):
+        for (scaler, _), norm in zip(verdict.untold, norms.unbind(), strict=True):
             scaler.see(norm)
-        self._norms = []
+        self.stage = self.stage._replace(verdict=verdict._replace(untold=()))
 
     def _agree(self, norm_type: float | None, of: set[int] | None) -> tuple[bool, Tensor | None]:
         """One message for what was found and the norm, at the first of clipping and stepping.
@@ -872,46 +928,120 @@ class StepState:
         Returns:
             (whether some rank has gradients, the norm).
         """
-        if self._agreed and norm_type is None:
+        verdict = self.stage.verdict
+        if verdict.is_agreed and norm_type is None:
             return True, None
         power = None
         if norm_type is not None:
             counted = self.ranks.counted
             power = self.gradients.power_sum(
-                norm_type, self.device, lambda param: (of is None or id(param) in of) and counted(param)
+                norm_type,
+                self.device,
+                self.stage.is_measured,
+                lambda param: (of is None or id(param) in of) and counted(param),
             )
-        mine = [one for _, one in self._found.values()]
-        found, norm, has_grads = self.ranks.agree(mine, norm_type, power, self._turn, not self._has_none)
-        self._turn += 1
-        for (key, (scaler, _)), one in zip(list(self._found.items()), found, strict=True):
-            self._found[key] = (scaler, one)
-        self._agreed = True
-        return not self._has_none or bool(has_grads), norm
+        mine = [one for _, one in verdict.found]
+        found, norm, has_grads = self.ranks.agree(mine, norm_type, power, verdict.turn, verdict.has_grads)
+        every = tuple((scaler, one) for (scaler, _), one in zip(verdict.found, found, strict=True))
+        verdict = verdict._replace(found=every, is_agreed=True, turn=verdict.turn + 1)
+        self.stage = self.stage._replace(verdict=verdict)
+        return verdict.has_grads or bool(has_grads), norm
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    def to_step(self, device: DeviceParams) -> GradsToStep:
+        """A device's gradients as a step takes them."""
+        stage = self.standing
+        return self.gradients.to_step(device, stage.waiting if type(stage) is Checked else None)
+
+    def begin_step(self, check: OverflowCheck, skipped: bool | Tensor) -> Progress:
+        """STEPPING: from here on something is written, and a master's ``.grad`` is the tensor that is there."""
+        progress = Progress()
+        self.stage = Stepping(self.stage, check, skipped, progress)
+        return progress
+
+    def due(self) -> list[int]:
+        """Positions of the parameters that have a gradient in the step that is writing."""
+        stage = self.standing
+        if type(stage) is not Checked:
+            return [at for at, grad in enumerate(raw_grads(self.params.masters)) if grad is not None]
+        rows = zip(self.gradients.each, stage.waiting, strict=True)
+        each = [zip(each.device.positions, one.grads, strict=True) for each, one in rows]
+        return sorted(at for device in each for at, grad in device if grad is not None)
+
+    def stop_step(self) -> None:
+        """Nothing was written: the gradients wait as they did."""
+        before = self.stage.before
+        if before.scale.is_told and type(before) is not Summed and not before.is_closed:
+            # The GradScaler will tell its scale again, or unscale them itself: they are as the backward left them.
+            self.gradients.forget_true()
+            self.stage = Scaled(BackwardScale.of(before.scale.scaler, is_plain=True), before.stamp, before.losses)
+        else:
+            self.stage = before
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
-    def require_open(self) -> None:
-        """Raise ``RuntimeError`` where the step's gradients were clipped or edited: parameters are about to change."""
-        stamp = self._true_stamp
-        if self._is_closed or (stamp is not None and any(stamp.compare(raw_grads(self.params.masters)))):
+    def holds_groups(self) -> bool:
+        """Whether param_groups may not change now: between a check and its step, which the user has not given up."""
+        stage = self.stage
+        if type(stage) is Summed:
+            edited = stage.true_stamp.compare(raw_grads(self.params.masters))
+            return stage.is_closed or stage.is_divided or stage.scale.is_told or any(edited)
+        return type(stage) in (Checked, Unscaled) and not self._are_cleared(raw_grads(self.params.models))
+
+    def require_open(self, strictly: bool = False) -> None:
+        """Raise ``RuntimeError`` where parameters are about to change between a check and its step.
+
+        Args:
+            strictly: also where the model's gradients were cleared since, as the user asks for the change now.
+        """
+        if self.holds_groups() or (strictly and type(self.stage) in (Checked, Unscaled)):
             raise RuntimeError(
-                "param_groups were changed between a clip, or an edit of master gradients, and the step. Change them "
-                "before the first backward of a step, or after the step."
+                "param_groups were changed between a check of this step's gradients (a clip, update_master_grads(), a "
+                "read of a master's .grad) and its step. Put them back as they were; or give the step up by "
+                "opt.zero_grad(). Change groups before the first backward of a step, or after the step."
             )
 
-    def follow_params(self) -> None:
-        """Parameters or masters came or went. What was found is found anew, of those that were unfrozen too."""
-        scale = self.scale
-        if scale is not None and not self.gradients.summing and self.stage in (Stage.CHECKED, Stage.UNSCALED):
-            if self.stage is Stage.UNSCALED and not scale.unit:
-                self.gradients.scale_back(scale.scale)
-            self.gradients.are_true, self._true_stamp = False, None
-            self.stage = Stage.SCALED
-        self.gradients.follow_params()
-        if self._stamp is not None and self.stage is not Stage.READY:
-            self._stamp = GradientStamp(raw_grads(self.params.models))
-        if self._true_stamp is not None:
-            self._true_stamp = GradientStamp(raw_grads(self.params.masters))
+    def follow_params(self, came_from: Sequence[int | None], is_thaw: bool = False) -> None:
+        """Parameters or masters came or went.
+
+        Args:
+            came_from: by new position, the old one; None for a parameter that came, of which nothing is known.
+            is_thaw: all are where they were: those that came have got their master.
+        """
+        self.gradients.follow_params(keeps=is_thaw)
+        if type(self.stage) in (Checked, Unscaled):
+            if is_thaw:  # what came later than the check is left alone until the next one
+                stamp = self.stage.stamp.moved(came_from, raw_grads(self.params.models))
+                self.stage = self.stage._replace(stamp=stamp)
+                return
+            self.reset(keeps_true=False)
+        grads, stage = raw_grads(self.params.models), self.stage
+        if type(stage) is Ready and stage.used is not None:
+            self.stage = stage._replace(used=stage.used.moved(came_from, [None] * len(grads)))
+        elif type(stage) is Scaled:
+            stamp = None if stage.stamp is None else stage.stamp.moved(came_from, grads)
+            left = stage.left_over
+            if left is not None:
+                names, old = left
+                elsewhere = raw_grads(self.params.elsewhere)
+                first = old.count - len(elsewhere)
+                more = [first + n for n in range(len(elsewhere))]
+                known = old.moved([*came_from, *more], [*([None] * len(grads)), *elsewhere])
+                left = names, known
+            self.stage = stage._replace(stamp=stamp, left_over=left)
+        elif type(stage) is Summed:
+            true = raw_grads(self.params.masters)
+            if is_thaw:
+                self.stage = stage._replace(stamp=stage.stamp.moved(came_from, grads))
+                return
+            flags = tuple(torch.zeros_like(each.stats.nonfinite) for each in self.gradients.each)
+            self.stage = stage._replace(
+                stamp=stage.stamp.moved(came_from, grads),
+                true_stamp=stage.true_stamp.moved(came_from, true),
+                flags=flags if stage.flags else (),
+            )
+            self.gradients.recheck()
 
     def reset(self, keeps_true: bool = True) -> None:
         """READY: a step has used the gradients, or they were cleared, or are given up.
@@ -919,27 +1049,52 @@ class StepState:
         Args:
             keeps_true: leave master gradients to be read.
         """
-        self.gradients.release(frees=self.stage is Stage.CHECKED)
-        if not (self.stage is Stage.UNSCALED and keeps_true):
+        stage = self.standing
+        are_true = type(stage) in (Unscaled, Summed)
+        self.gradients.release(frees=type(stage) is Checked)
+        if not keeps_true and (are_true or type(stage) is Ready):
             self.gradients.forget_true()
-        is_stamped = self.stage is Stage.CHECKED or (self.stage is Stage.UNSCALED and not self.params.has_own)
-        if not is_stamped:  # optimizers may write the gradients that they step
-            self._stamp = GradientStamp(raw_grads(self.params.models))
-        self.last_scale = self.scale
-        self.stage = Stage.READY
-        self._start()
+        stamp = getattr(stage, "stamp", None)
+        if stamp is None:
+            stamp = GradientStamp(raw_grads(self.params.models))
+        self.stage = Ready(stamp, holds_true=are_true and keeps_true)
 
     def forget(self) -> None:
         """READY: a checkpoint was loaded. Gradients that are incomplete stay so."""
-        if self.stage is not Stage.INTERRUPTED:
+        if type(self.stage) is not Interrupted:
             self.reset(keeps_true=False)
 
     def clear(self, set_to_none: bool) -> None:
-        """Clear the model's and the masters' gradients, and forget what was found in them."""
+        """Clear the model's and the masters' gradients, and forget what was found in them.
+
+        While a step writes (a hook has called) its stage stays.
+        """
         self.gradients.clear(set_to_none)
-        self.stage = Stage.READY
-        self._stamp = None if set_to_none else GradientStamp(raw_grads(self.params.models), are_zeros=True)
-        self._start()
+        if type(self.stage) is Stepping:
+            return
+        self.gradients.release()
+        used = None if set_to_none else GradientStamp(raw_grads(self.params.models), are_zeros=True)
+        self.stage = Ready(used, holds_true=False)
+
+
+def _with(
+    found: tuple[tuple[LossScaler, Tensor], ...], scaler: LossScaler, one: Tensor
+) -> tuple[tuple[LossScaler, Tensor], ...]:
+    """What was found, with what a further backward of ``scaler`` gave."""
+    if not any(known is scaler for known, _ in found):
+        return (*found, (scaler, one))
+    return tuple((known, torch.maximum(flag, one) if known is scaler else flag) for known, flag in found)
+
+
+def _shared(stage: Any, found: Tensor) -> tuple[tuple[LossScaler, Tensor], ...]:
+    """What was found anew in all gradients, for scalers that had found something; else for the last one."""
+    last, before = stage.scale.scaler, stage.verdict.found
+    if len(before) < 2:
+        return ((before[0][0] if before else last, found),)
+    none_had = 1.0 - torch.stack([flag for _, flag in before]).amax()
+    return tuple(
+        (scaler, found * (torch.maximum(flag, none_had) if scaler is last else flag)) for scaler, flag in before
+    )
 
 
 def _left_over(names: list[str]) -> RuntimeError:
@@ -955,22 +1110,10 @@ def _any_not_zero(grad: Tensor) -> Tensor:
     return _values_of(grad).detach().ne(0).any()
 
 
-def _are_zero(grads: Sequence[Tensor | None]) -> bool:
+def are_zero(grads: Grads) -> bool:
     """Whether all gradients that are there are zeros. Syncs for each, up to the first that is not."""
     return not any(grad is not None and bool(_any_not_zero(grad)) for grad in grads)
 
 
 def _values_of(grad: Tensor) -> Tensor:
     return grad._values() if grad.layout is torch.sparse_coo else local(grad)
-
-
-def _refuse_ranks() -> None:
-    """Raise where gradients are about to be folded into FP32 sums that DDP might never reduce."""
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    raise RuntimeError(
-        'gradients are to be folded into FP32 (grad_accumulation="fp32", or several loss scales in one step) in a '
-        f"process group of {dist.get_world_size()} ranks: under DDP's no_sync the ranks would drift apart. Call "
-        "fp16opt.distributed.attach(opt, ddp_model); or attach(opt, None), if ranks don't share gradients."
-    )

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import operator
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from .dtensors import raw_grads
-from .gradients import Gradients
+from .gradients import GradsToStep
 from .masters import Masters, ordinary_parameters
-from .params import HALF_DTYPES, ParamTable
+from .params import HALF_DTYPES, DeviceParams, ParamTable
+from .progress import OwnPart, Progress
 from .schema import is_torch_class
 
 HOOKS = (
@@ -31,13 +32,14 @@ HOOKS = (
 )
 
 
-class StepFailed(Exception):
-    """Carries an exception out of a step, with whether the step itself had been done by then."""
+class StepGradients(Protocol):
+    """Where a step finds its gradients: the :class:`~fp16opt.engine.step_state.StepState`."""
 
-    def __init__(self, error: BaseException, completed: bool) -> None:
-        super().__init__(str(error))
-        self.error = error
-        self.completed = completed
+    def to_step(self, device: DeviceParams) -> GradsToStep:
+        """A device's gradients as a step takes them."""
+
+    def unscale(self) -> None:
+        """Make true gradients of those that wait."""
 
 
 class Stepper(Protocol):
@@ -56,15 +58,13 @@ class Stepper(Protocol):
     def skips_on_device(self) -> bool:
         """Whether the next step can be skipped on the device, by a flag that the host does not read. No sync."""
 
-    def step(self, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
-        """Step, with the wrapped optimizer's hooks.
+    def step(self, progress: Progress, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
+        """Step, with the wrapped optimizer's hooks. Whatever the step or one of its hooks raises comes out.
 
         Args:
+            progress: where it says what it writes, before it does.
             found_inf: float32, 0-dim, exactly 0.0 or 1.0: where it is 1.0 nothing is written. None: decided already.
             closure: handed to the wrapped optimizer where that steps itself.
-
-        Raises:
-            StepFailed: around whatever the step or one of its hooks raised.
         """
 
     def describe(self) -> str:
@@ -92,24 +92,16 @@ def run_hooks(optimizer: Optimizer, work: Callable[..., None], *given: object) -
 
     Args:
         work: called with whether there are hooks, then with what is ``given``.
-
-    Raises:
-        StepFailed: around what it or a hook raised.
     """
-    done: list[bool] = []
 
     def run(_: Optimizer) -> None:
         work(True, *given)
-        done.append(True)
 
     note_step(optimizer)
-    try:
-        if has_step_hooks(optimizer):
-            Optimizer.profile_hook_step(run)(optimizer)
-        else:
-            work(False, *given)
-    except BaseException as error:
-        raise StepFailed(error, bool(done)) from error
+    if has_step_hooks(optimizer):
+        Optimizer.profile_hook_step(run)(optimizer)
+    else:
+        work(False, *given)
 
 
 def note_step(optimizer: Optimizer) -> None:
@@ -153,20 +145,25 @@ class WrappedOptimizerGuard:
     def __init__(self, optimizer: Optimizer, wrapper: str = "MixedPrecisionOptimizer") -> None:
         self.wrapper = wrapper
         self._optimizer = weakref.ref(optimizer)
-        self._opened = 0
+        self._opened: set[object] = set()
         for name in [name for name in GUARDED if hasattr(optimizer, name)]:
             before = optimizer.__dict__.get(name)
             inner = None if isinstance(before, _GuardedMethod) else before
             optimizer.__dict__[name] = _GuardedMethod(name, self, inner)
 
+    def shut(self) -> None:
+        """Close it, however often it was opened: an exception may have come before a ``with`` could do so."""
+        self._opened.clear()
+
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
         """Within, the optimizer's methods are its own. May be nested."""
-        self._opened += 1
+        key = object()
         try:
+            self._opened.add(key)
             yield
         finally:
-            self._opened -= 1
+            self._opened.discard(key)
 
     def call(self, name: str, inner: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
         """The optimizer's own method: ``inner``, which a scheduler put in front of the class's, or the class's.
@@ -261,7 +258,7 @@ class WrappedStep:
         optimizer: Optimizer,
         params: ParamTable,
         masters: Masters,
-        gradients: Gradients,
+        gradients: StepGradients,
         why: str = "fused_step=False",
         part: Optimizer | None = None,
     ) -> None:
@@ -285,27 +282,30 @@ class WrappedStep:
         """Why no kernel steps."""
         return f"general ({self.why})"
 
-    def step(self, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, progress: Progress, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
         """See :class:`Stepper`. Masters are ordinary parameters while the optimizer steps them."""
         self.gradients.unscale()
-        before = self._versions()
-        try:
-            with ordinary_parameters(self.params):
-                loss = run_step(self.optimizer, found_inf, closure)
-        except StepFailed as failed:
-            failed.completed = failed.completed or self._versions() != before
-            if failed.completed:
-                self.round_down()
-            raise
+        part = self._begin(progress)
+        with ordinary_parameters(self.params, progress):
+            loss = run_step(self.optimizer, part, progress, found_inf, closure)
         self.round_down()
         return loss
 
-    def step_within_hooks(self) -> None:
+    def _begin(self, progress: Progress) -> OwnPart:
+        part = OwnPart(range(len(self.params)), self.params.masters, self.part)
+        progress.parts.append(part)
+        return part
+
+    def step_within_hooks(self, progress: Progress) -> None:
         """The optimizer's step without its hooks, which are running: a kernel could not step after all."""
         self.gradients.unscale()
-        step = type(self.part).step
-        with ordinary_parameters(self.params), fused_steps_guarded(self.part), guard_open(self.part):
-            getattr(step, "__wrapped__", step)(self.part)
+        part, step = self._begin(progress), type(self.part).step
+        with (
+            ordinary_parameters(self.params, progress),
+            fused_steps_guarded(self.part, progress),
+            guard_open(self.part),
+        ):
+            part.returned.extend(map(getattr(step, "__wrapped__", step), [self.part]))
         self.round_down()
 
     def round_down(self) -> None:
@@ -316,30 +316,39 @@ class WrappedStep:
             for device in self.params.devices:
                 self.masters.round_down(device)
 
-    def _versions(self) -> list[int]:
-        """Version counters of the masters, but for those that torch's fused steps write: they don't count writes."""
-        return [p._version for group in self.optimizer.param_groups if not group.get("fused") for p in group["params"]]
 
-
-def run_step(optimizer: Optimizer, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
+def run_step(
+    optimizer: Optimizer,
+    part: OwnPart | None = None,
+    progress: Progress | None = None,
+    found_inf: Tensor | None = None,
+    closure: Callable[[], Any] | None = None,
+) -> Any:
     """Call ``optimizer.step``, guarded or not.
 
-    Raises:
-        StepFailed: around whatever the step or one of its hooks raised.
+    Args:
+        part: is told when the step has come to its end, before any post hook of the user's.
+        progress: is told what is changed for the step's duration.
     """
-    completed: list[bool] = []
+    progress = Progress() if progress is None else progress
     note_step(optimizer)
     with contextlib.ExitStack() as around:
         around.enter_context(guard_open(optimizer))
-        if has_step_hooks(optimizer):  # else what is raised was raised by the step
-            around.enter_context(_first_post_hook(optimizer, lambda *_: completed.append(True)))
-        around.enter_context(fused_steps_guarded(optimizer))
+        if part is not None and has_step_hooks(optimizer):  # else what is raised was raised by the step
+            around.enter_context(_first_post_hook(optimizer, lambda *_: part.returned.append(True), progress))
+        around.enter_context(fused_steps_guarded(optimizer, progress))
         if found_inf is not None:
-            around.enter_context(found_inf_given(optimizer, found_inf))
+            around.enter_context(found_inf_given(optimizer, found_inf, progress))
+        returned: deque[Any] = deque(maxlen=1) if part is None else part.returned
         try:
-            return optimizer.step() if closure is None else optimizer.step(closure)
-        except BaseException as error:
-            raise StepFailed(_explained(error, optimizer), bool(completed)) from error
+            step = operator.methodcaller("step") if closure is None else operator.methodcaller("step", closure)
+            returned.extend(map(step, [optimizer]))  # one call of C runs it and notes its return
+        except RuntimeError as error:
+            explained = _explained(error, optimizer)
+            if explained is error:
+                raise
+            raise explained from error
+        return returned[-1]
 
 
 def _explained(error: BaseException, optimizer: Optimizer) -> BaseException:
@@ -355,25 +364,31 @@ def _explained(error: BaseException, optimizer: Optimizer) -> BaseException:
 
 
 @contextlib.contextmanager
-def found_inf_given(optimizer: Any, found_inf: Tensor) -> Iterator[None]:
+def found_inf_given(optimizer: Any, found_inf: Tensor, progress: Progress | None = None) -> Iterator[None]:
     """Within, torch's protocol for skipping on the device; gradients are unscaled already."""
-    optimizer.grad_scale, optimizer.found_inf = None, found_inf
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for name in ("grad_scale", "found_inf"):  # gone already where the optimizer refused them
             vars(optimizer).pop(name, None)
 
+    with (Progress() if progress is None else progress).putting_back(put_back):
+        optimizer.grad_scale, optimizer.found_inf = None, found_inf
+        yield
+
 
 @contextlib.contextmanager
-def _first_post_hook(optimizer: Optimizer, hook: Callable[..., None]) -> Iterator[None]:
+def _first_post_hook(optimizer: Optimizer, hook: Callable[..., None], progress: Progress) -> Iterator[None]:
     """Have ``hook`` run right after the step, before any hook of the user's, which might raise."""
-    handle = optimizer.register_step_post_hook(hook)
-    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
-    try:
+    hooks: Any = optimizer._optimizer_step_post_hooks
+
+    def put_back() -> None:
+        for number in [number for number, known in hooks.items() if known is hook]:
+            del hooks[number]
+
+    with progress.putting_back(put_back):
+        handle = optimizer.register_step_post_hook(hook)
+        hooks.move_to_end(handle.id, last=False)
         yield
-    finally:
-        handle.remove()
 
 
 # -- faults of torch's fused steps -------------------------------------------------------------------------------------
@@ -416,7 +431,7 @@ def _fused_half_groups(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def fused_steps_guarded(optimizer: Optimizer) -> Iterator[None]:
+def fused_steps_guarded(optimizer: Optimizer, progress: Progress) -> Iterator[None]:
     """Step a fused SGD group unfused where torch 2.13's fused step fails.
 
     It raises a TypeError where some momentum buffers exist and others don't (a parameter whose first gradient comes
@@ -424,13 +439,15 @@ def fused_steps_guarded(optimizer: Optimizer) -> Iterator[None]:
     """
     unfused = [group for group, missing, there in _fused_momentum_groups(optimizer) if missing and there]
     unfused += [group for group in _fused_half_groups(optimizer) if not any(group is other for other in unfused)]
-    for group in unfused:
-        group["fused"] = False
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for group in unfused:
             group["fused"] = True
+
+    with progress.putting_back(put_back):
+        for group in unfused:
+            group["fused"] = False
+        yield
 
 
 # -- what an optimizer holds beside its state ------------------------------------------------------------------------

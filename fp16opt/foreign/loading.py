@@ -152,7 +152,7 @@ class _Plan:
     """Everything that is to be loaded, made and checked before anything is changed.
 
     Attributes:
-        own: (parameter that is its own master, its value).
+        own: (parameter whose master lies on its memory, its value).
         loaded: for the caller.
     """
 

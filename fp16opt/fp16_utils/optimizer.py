@@ -125,20 +125,20 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
         """Per group, the model's 16-bit parameters that have masters."""
-        return [[model for model, master in group if master is not model] for group in self._grouped()]
+        return [[model for model, master in group if master.dtype != model.dtype] for group in self._grouped()]
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
         """Per group, the masters of :attr:`fp16_groups`."""
-        return [[master for model, master in group if master is not model] for group in self._grouped()]
+        return [[master for model, master in group if master.dtype != model.dtype] for group in self._grouped()]
 
     @property
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
-        """Per group, the parameters that are their own masters."""
-        return [[model for model, master in group if master is model] for group in self._grouped()]
+        """Per group, the masters of FP32 parameters, which lie on the weights' memory."""
+        return [[master for model, master in group if master.dtype == model.dtype] for group in self._grouped()]
 
     def _grouped(self) -> list[list[tuple[Tensor, Tensor]]]:
-        """Per group, each (model parameter, master); the same one twice where it is its own master."""
+        """Per group, each (model parameter, master)."""
         pairs = zip(self.model_params(), self.master_params(), strict=True)
         return [list(itertools.islice(pairs, len(group["params"]))) for group in self.inner.param_groups]
 
@@ -195,6 +195,7 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
         check = self.step_state.last_check()
         if check is not None and bool(check.found_inf):
             self._record(check, skipped=True)
+            self._after_step(check, skipped=True)
 
     def clip_master_grads(
         self,
@@ -251,7 +252,7 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
         if isinstance(state_dict, Mapping) and not {"version", "state"} & set(state_dict):
             saved = state_dict.get("loss_scaler", present.state_dict())
             scaler = engine_scaler(saved).to(present.scale.device)
-            copied = [[master is not model for model, master in group] for group in self._grouped()]
+            copied = [[master.dtype != model.dtype for model, master in group] for group in self._grouped()]
             state_dict = engine_state(state_dict, copied, scaler.state_dict())
         if scaler.dynamic != present.dynamic:
             self.scaler = scaler

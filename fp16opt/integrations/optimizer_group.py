@@ -15,7 +15,7 @@ from ..engine.arguments import make_scaler
 from ..engine.diagnostics import Lines, warn_no_gradients
 from ..engine.outcome import update_scale
 from ..engine.params import HALF_DTYPES
-from ..engine.step_state import Stage
+from ..engine.stage import Ready
 from ..optimizer import MixedPrecisionOptimizer
 from ..scaling import LossScaler
 
@@ -312,7 +312,7 @@ class OptimizerGroup:
 def _has_used_gradients(optimizer: MixedPrecisionOptimizer) -> bool:
     """Whether gradients of its last step are still there, at a scale other than 1."""
     state = optimizer.step_state
-    if optimizer.gradient_release or state.stage is not Stage.READY or state.scales_by_one():
+    if optimizer.gradient_release or type(state.stage) is not Ready or state.scales_by_one():
         return False
     return any(param.grad is not None for param in optimizer.model_params()) and not state.has_new()
 

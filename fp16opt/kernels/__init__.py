@@ -7,7 +7,7 @@ are served by a compiled kernel where there is one (:func:`backend`), all others
 with the same bits.
 
 Version counters move for the tensors that autograd or users see change: ``outs``, tensors scaled in place, 16-bit
-params, parameters that are their own masters, statistics; not for optimizer state, step counters and float32 masters
+params, weights that are stepped where they lie, statistics; not for optimizer state, step counters and float32 masters
 where 16-bit models are stepped along with them, as in torch's own fused steps.
 
 Every function takes ``cache``, a :class:`CallCache` of the call site, to save time by skipping checks made before.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from .averages import multi_tensor_lerp
 from .backends import backend
-from .calls import CallCache
+from .calls import BEGUN, CallCache
 from .lists import is_dense, same_walk
 from .measures import COMPARED, MEASURED, Snapshots, multi_tensor_compare, multi_tensor_measure
 from .operations import (
@@ -39,6 +39,7 @@ from .table import HALF_DTYPES
 from .written import multi_tensor_refresh_masters, multi_tensor_reset_remainders
 
 __all__ = [
+    "BEGUN",
     "COMPARED",
     "HALF_DTYPES",
     "INF",

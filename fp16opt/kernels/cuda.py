@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import cuda_devices, native
-from .calls import Call, CallCache
+from .calls import BEGUN, Call, CallCache
 from .changed import Marks
 from .cuda_driver import Card
 from .cuda_rows import CHUNK, ENTRY, FOUND, KERNELS, LISTS, NUMBERS, Kernel, marking
@@ -291,7 +291,10 @@ def launch(
     """:func:`fp16opt.kernels.native.launch` for the CUDA kernels, which have the flags in their table."""
     stream = Stream(call.plan.device)
     kernel, first = kernel_of(call, marks)
-    queue(kernel, stream, (*first, *values), table_of(call, stream, Table, flags))
+    table = table_of(call, stream, Table, flags)
+    call.returned.append(BEGUN)
+    queue(kernel, stream, (*first, *values), table)
+    call.returned.append(True)
     native.count_writes(call, written, lists=writes)
 
 

@@ -21,7 +21,7 @@ from ..engine.dtensors import local, raw_grad, raw_grads
 from ..engine.outcome import read_at_once
 from ..engine.params import HALF_DTYPES, ParamPair
 from ..engine.parts import Wrapper, inside
-from ..engine.step_state import BackwardScale, Stage
+from ..engine.stage import BackwardScale, Checked, Unscaled
 from ..optimizer import MixedPrecisionOptimizer
 from .sinks import JsonLines, Record, Sink, make_sink
 from .statistics import GRADIENT, UPDATE, Earlier, of_gradients, of_updates, take
@@ -290,8 +290,8 @@ class Monitor:
         if not self._writes:
             return
         last, clipped = wrapper.outcome.last, wrapper.outcome.clipped
-        used = wrapper.step_state.last_scale
-        scale = wrapper.scaler.scale if used is None else used.scale
+        used = wrapper.outcome.scale
+        scale = wrapper.scaler.scale if used is None else used
         skipped = last.clone() if isinstance(last, Tensor) else last
         clip = None if clipped is self._clipped else clipped
         self._waiting.append(_Step(self.steps, seconds, scale, skipped, clip, self._losses))
@@ -322,18 +322,16 @@ class Monitor:
         masters: dict[int, Tensor] = {}
         joined: Earlier = []
         for position, pair in enumerate(wrapper.params.all):
-            if (
-                pair.master is not pair.model and not wrapper.masters.are_whole
-            ):  # each in memory of its own, for a moment
+            if pair.is_apart and not wrapper.masters.are_whole:  # each in memory of its own, for a moment
                 joined += take({position: _stepped(wrapper, pair)})
-            elif pair.master is not pair.model or pair.model.requires_grad:
+            elif pair.has_master:
                 masters[position] = _stepped(wrapper, pair)
         return take(masters) + joined
 
     def _look(self, wrapper: Wrapper, sample: _Sample) -> Tensor:
         """Numbers of the gradients that are there now, of each unscaled and before the clip."""
         state, clipped = wrapper.step_state, wrapper.outcome.clipped
-        are_true = state.stage is Stage.UNSCALED
+        are_true = not wrapper.config.gradient_release and state.are_true
         grads = [_gradient(pair, are_true) for pair in wrapper.params.all]
         found = of_gradients([grad for grad, _ in grads], wrapper.device)
         folded = [position for position in sample.folded if grads[position][0] is not None]
@@ -348,11 +346,12 @@ class Monitor:
         found[:, _SUMSQ] *= as_it_lies.square()
         as_it_lies[folded] = inverse
         found[:, _LARGEST] *= as_it_lies
-        if are_true and state.scale is not None and state.scale.external:  # a GradScaler divides them where they lie
+        if are_true and state.scale is not None and state.scale.is_plain:  # a GradScaler divides them where they lie
             true = of_gradients(list(map(_piece, raw_grads(wrapper.params.masters))), wrapper.device)
             factor = _told_by_grad_scaler(wrapper).to(true)
             found[:, _SUMSQ], found[:, _LARGEST] = true[:, _SUMSQ] * factor.square(), true[:, _LARGEST] * factor
-        elif state.stage in (Stage.CHECKED, Stage.UNSCALED):  # then the sums are known, from before any clip
+        elif not wrapper.config.gradient_release and isinstance(state.standing, (Checked, Unscaled)):
+            # The sums are known, from before any clip.
             for device, one in zip(wrapper.params.devices, wrapper.gradients.stats, strict=True):
                 rows = [at for at, position in enumerate(device.positions) if grads[position][0] is not None]
                 found[[device.positions[at] for at in rows], _SUMSQ] = one.sumsq[rows].to(found)
@@ -465,17 +464,15 @@ def _folder(sample: _Sample, position: int) -> Callable[[Tensor], None]:
 
 def _stepped(wrapper: Wrapper, pair: ParamPair) -> Tensor:
     """This rank's piece of what the optimizer steps for a pair; of split masters a new tensor."""
-    return local(pair.model.detach() if pair.master is pair.model else wrapper.masters.read([pair])[0])
+    return local(wrapper.masters.read([pair])[0] if pair.is_apart else pair.model.detach())
 
 
 def _gradient(pair: ParamPair, are_true: bool) -> tuple[Tensor | None, bool]:
     """(this rank's piece of a pair's gradient as it lies in memory, whether it is still scaled).
 
     Args:
-        are_true: whether masters hold true gradients. Where the model has a 16-bit one beside it, that one is meant.
+        are_true: whether masters hold true gradients. Where the model has one beside it, that one is meant.
     """
-    if pair.master is pair.model:
-        return _piece(raw_grad(pair.model)), not are_true
     grad = raw_grad(pair.model)
     return (_piece(raw_grad(pair.master)), False) if grad is None and are_true else (_piece(grad), grad is not None)
 

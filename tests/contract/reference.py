@@ -1,7 +1,7 @@
 """One training step of the contract in plain torch, to be read from top to bottom; it knows nothing of the library.
 
 A model's gradient is what autograd left for a scaled loss, in the parameter's dtype. A master is FP32 (FP64 for an FP64
-parameter, which is its own master). Nothing here is fast and nothing is in place.
+parameter). Nothing here is fast and nothing is in place.
 """
 
 from __future__ import annotations

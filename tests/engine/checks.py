@@ -130,7 +130,7 @@ def snapshot(opt: Any, model: Iterable[Tensor] = (), scaler: bool = False) -> Fl
 
 
 def assert_model_is_rounded_masters(opt: Any) -> None:
-    """Each 16-bit parameter is its FP32 master rounded to nearest even; the others are their own masters."""
+    """Each 16-bit parameter is its FP32 master rounded to nearest even; the others' masters lie on their memory."""
     pairs = list(zip(opt.model_params(), opt.master_params(), strict=True))
     if not pairs:
         raise AssertionError("the optimizer has no parameters")
@@ -139,8 +139,8 @@ def assert_model_is_rounded_masters(opt: Any) -> None:
             if m.dtype != torch.float32:
                 raise AssertionError(f"master {i} is {m.dtype}")
             assert_same_bits(p, m.detach().to(p.dtype), f"model param {i}")
-        elif m is not p:
-            raise AssertionError(f"param {i} ({p.dtype}) is not its own master")
+        elif m is p or m.data_ptr() != p.data_ptr() or not torch.equal(m, p):
+            raise AssertionError(f"the master of param {i} ({p.dtype}) does not lie on its memory")
 
 
 def array(values: Any, dtype: torch.dtype = torch.float16) -> Tensor:

@@ -1,0 +1,138 @@
+"""Stamps: which gradients there were at one moment, in which versions."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from .dtensors import is_sharded, local, versions
+from .params import HALF_DTYPES
+
+_CALL = operator.methodcaller("__call__")
+
+_SAMPLED = 32
+"""About how many DTensors' gradients of a step are sampled."""
+
+
+class GradientStamp:
+    """Which gradients there were at one moment, in which versions. It keeps none of them alive, and never changes.
+
+    torch counts no version where a foreach operation writes a DTensor, as ``clip_grad_norm_`` does: of these a sample
+    of the bits is compared too, which syncs.
+
+    Args:
+        grads: of all parameters, in the order of the table.
+        are_zeros: whether they are known to be zeros.
+
+    Attributes:
+        is_empty: whether there was none.
+    """
+
+    def __init__(self, grads: Sequence[Tensor | None], are_zeros: bool = False) -> None:
+        self.are_zeros = are_zeros
+        self._versions = versions(grads)
+        self._digests = _digests(grads)
+        try:
+            self._refs: list[Callable[[], Tensor | None]] = list(map(weakref.ref, grads))
+            self.is_empty = not grads
+        except TypeError:  # there is no weak reference to None
+            self._refs = list(map(_ref, grads))
+            self.is_empty = all([grad is None for grad in grads])  # noqa: C419
+
+    def compare(self, now: Sequence[Tensor | None]) -> tuple[list[int], list[int]]:
+        """(positions with another gradient, or a written one; positions where it was set to None)."""
+        if len(now) != len(self._refs):  # of others nothing is known
+            return [], []
+        then, counted = list(map(_CALL, self._refs)), versions(now)
+        digests = _digests(now, self._digests) if self._digests else {}
+        if counted == self._versions and digests == self._digests and all(map(operator.is_, then, now)):
+            return [], []
+        each = enumerate(zip(then, self._versions, now, counted, strict=True))
+        moved = [
+            position
+            for position, (a, v, b, w) in each
+            if a is not b or v != w or digests.get(position) != self._digests.get(position)
+        ]
+        gone = [position for position in moved if now[position] is None]
+        return [position for position in moved if now[position] is not None], gone
+
+    def is_of(self, position: int, grad: Tensor | None) -> bool:
+        """Whether this is the tensor that was there, in whatever version."""
+        return grad is not None and self._refs[position]() is grad
+
+    @property
+    def count(self) -> int:
+        """Of how many gradients, those that are None included."""
+        return len(self._refs)
+
+    def without(self, positions: Iterable[int]) -> GradientStamp:
+        """The same, but that there was no gradient at these positions."""
+        gone = set(positions)
+        return self._with(
+            [_no_gradient if at in gone else ref for at, ref in enumerate(self._refs)],
+            [-1 if at in gone else counted for at, counted in enumerate(self._versions)],
+            {at: digest for at, digest in self._digests.items() if at not in gone},
+        )
+
+    def moved(self, came_from: Sequence[int | None], now: Sequence[Tensor | None]) -> GradientStamp:
+        """The same for parameters in another order: what was known of those that stay is known on.
+
+        Args:
+            came_from: by new position, the old one; None for a parameter that came.
+            now: by new position, what counts as known of those that came.
+        """
+        refs = [_ref(now[at]) if old is None else self._refs[old] for at, old in enumerate(came_from)]
+        counted = versions(now)
+        mine = [counted[at] if old is None else self._versions[old] for at, old in enumerate(came_from)]
+        places = {old: at for at, old in enumerate(came_from) if old is not None}
+        digests = {places[old]: digest for old, digest in self._digests.items() if old in places}
+        return self._with(refs, mine, digests)
+
+    def _with(
+        self, refs: list[Callable[[], Tensor | None]], counted: list[int], digests: dict[int, int]
+    ) -> GradientStamp:
+        made = copy.copy(self)
+        made.__dict__.update(_refs=refs, _versions=counted, _digests=digests)
+        return made
+
+
+def _digests(grads: Sequence[Tensor | None], positions: Iterable[int] | None = None) -> dict[int, int]:
+    """By position: digests of sampled bits of this rank's pieces of some DTensors. Syncs where they are on a device.
+
+    Of some, as what torch does not count are foreach operations, and a clip by these writes all gradients.
+
+    Args:
+        positions: of which; None: of about ``_SAMPLED`` of all.
+    """
+    if positions is None:
+        if set(map(type, grads)) <= {Tensor, type(None)}:
+            return {}
+        there = [i for i, grad in enumerate(grads) if grad is not None and is_sharded(grad)]
+        positions = there[:: len(there) // _SAMPLED | 1]  # an odd step, as layers come in pairs
+    with torch.no_grad():
+        chosen = {i: local(grad).detach() for i in positions if (grad := grads[i]) is not None}
+        found: dict[int, int] = {}
+        for device in {piece.device for piece in chosen.values()}:
+            here = [i for i, piece in chosen.items() if piece.device == device]
+            samples = torch.zeros(len(here), dtype=torch.int64, device=device)
+            kernels.multi_tensor_sample([_as_halves(chosen[i]) for i in here], samples)
+            found.update(zip(here, samples.tolist(), strict=True))
+    return found
+
+
+def _as_halves(piece: Tensor) -> Tensor:
+    return piece if piece.dtype in HALF_DTYPES else piece.reshape(-1).view(torch.float16)
+
+
+def _ref(grad: Tensor | None) -> Callable[[], Tensor | None]:
+    return _no_gradient if grad is None else weakref.ref(grad)
+
+
+def _no_gradient() -> None:
+    """In place of a weak reference to a gradient that is not there."""
