@@ -255,6 +255,8 @@ class Oracle:
         driven_by: "torch" or "own": the GradScaler that drives it.
         may_refuse: Kinds of refusals that are as good as going on, in this call.
         lagging: Names of weights that the next call brings up to their masters.
+        is_half_driven: A step under torch's GradScaler was stopped before gradients were divided. It may be tried
+            again; whether they count as checked by then is left open.
         nameless: Parameters that a copy of the optimizer can't name, as no group had them.
         has_odd_counts: A step stopped in the middle, and whether it counts is left open.
         last_clip: The limit of the clip in this call, and gradients before it: see `clip_by`.
@@ -276,6 +278,7 @@ class Oracle:
     stumbles_at: int | None = None
     held: tuple[str, nn.Parameter] | None = None
     saved: Saved | None = None
+    is_half_driven: bool = False
     nameless: frozenset[str] = frozenset()
     has_odd_counts: bool = False
     may_refuse: tuple[str, ...] = ()
@@ -382,7 +385,7 @@ class Oracle:
         return [name for names in self.seen for name in names]
 
     def add_param_group(self, name: str, lr: float) -> None:
-        if self._is_grouped(name):
+        if self._is_grouped(name) or self.is_half_driven:
             raise Unspecified
         self._begin()
         self._follow()
@@ -398,7 +401,14 @@ class Oracle:
 
     def regroup(self, how: str, name: str = "") -> None:
         """``opt.param_groups`` is written; see `programs.REGROUPINGS`."""
+        if self.is_half_driven:
+            raise Unspecified
         self.read_groups()
+        self._regroup(how, name)
+        if any(p.is_master_written and not self._is_grouped(p.name) for p in self.stepped()):
+            raise Unspecified  # whether it is written down before it goes
+
+    def _regroup(self, how: str, name: str) -> None:
         if how == "without one":
             self._find_master(name)
             rest = [Group(g.lr, [n for n in g.names if n != name]) for g in self.groups]
@@ -504,7 +514,7 @@ class Oracle:
     def _begin_anew(self) -> None:
         for p in self.params.values():
             p.true, p.is_stamped, p.is_left = None, False, False
-        self.stage = Ready()
+        self.stage, self.is_half_driven = Ready(), False
 
     def _stamp_all(self) -> None:
         for p in self.params.values():
@@ -662,6 +672,8 @@ class Oracle:
 
     def _read(self) -> bool:
         """``.grad`` of all masters is read. Whether there are gradients to be shown."""
+        if self.is_half_driven:
+            raise Unspecified
         if not any(True for _ in self.stepped()):
             return False
         if isinstance(self.stage, Interrupted | Broken):
@@ -751,7 +763,7 @@ class Oracle:
     # -- clips ---------------------------------------------------------------------------------------------------------
 
     def _begin_clip(self, names: Sequence[str] | None) -> bool:
-        if names is not None and not all(self._is_grouped(name) for name in self.params):
+        if self.is_half_driven or (names is not None and not all(self._is_grouped(name) for name in self.params)):
             raise Unspecified
         self._begin()
         if self.driven_by and isinstance(self.stage, Ready) and self.with_grad():
@@ -804,11 +816,14 @@ class Oracle:
         if not self._need():
             return
         grads = {name: true * (1.0 / divide_by) for name, true in self._trues().items()}
-        found = bool(told) or found_inf(list(grads.values()))
+        found = self._judge(told, grads)
         if not found:
             self._take_model_writes()
             self._step_masters(grads)
         self._record(found)
+
+    def _judge(self, told: bool | None, grads: Mapping[str, Tensor]) -> bool:
+        return bool(told) or found_inf(list(grads.values()))
 
     def _record(self, found: bool) -> None:
         self.steps += not found
@@ -818,7 +833,7 @@ class Oracle:
             p.is_stamped = False
         for p in self.with_grad():
             p.is_used = True
-        self.stage = Ready()
+        self.stage, self.is_half_driven = Ready(), False
 
     def _step_masters(self, grads: Mapping[str, Tensor]) -> None:
         self._call_hook("inner", "pre")
@@ -920,6 +935,8 @@ class Oracle:
     # -- under a GradScaler --------------------------------------------------------------------------------------------
 
     def driven_backward(self, terms: Terms, scale: float) -> None:
+        if self.is_half_driven:
+            raise Unspecified
         self._need_graph(terms)
         self._accumulate(terms, scale)
 
@@ -950,7 +967,7 @@ class Oracle:
         for name, true in self._trues().items():
             self.params[name].true = true * (1.0 / scale)
         assert isinstance(self.stage, Checked)
-        self.stage = replace(self.stage, divided=True)
+        self.stage, self.is_half_driven = replace(self.stage, divided=True), False
 
     def check_external(self, scale: float) -> bool:
         """fp16opt's own comes: gradients were made at its scale."""
@@ -1242,6 +1259,8 @@ class SummingOracle(Oracle):
         super().plain_backward(terms)
 
     def _read(self) -> bool:
+        if self.is_half_driven:
+            raise Unspecified
         if not any(True for _ in self.stepped()):
             return False
         if isinstance(self.stage, Ready | Checked) and self.pending is not None and self._groups_changed:
@@ -1299,13 +1318,19 @@ class SummingOracle(Oracle):
         self._fold(Scale(scale))
         return found_inf(list(self._trues().values()))
 
+    def _judge(self, told: bool | None, grads: Mapping[str, Tensor]) -> bool:
+        found = super()._judge(told, grads)
+        if any(self.heard.values()) and not found:
+            raise Unspecified  # what wasn't finite has left the groups, or the user has put another in its place
+        return found
+
     def _record(self, found: bool) -> None:
         self.steps += not found
         self.skipped_steps += found
         is_edited = not any(self.heard.values())  # found where no backward had it: all hear of it
         for key, its_own in self.heard.items():
             (self.other if key == "other" else self.scale).update(found and (its_own or is_edited))
-        self.heard, self.stage = {}, Ready()
+        self.heard, self.stage, self.is_half_driven = {}, Ready(), False
 
 
 # -- GradScalers -------------------------------------------------------------------------------------------------------
@@ -1376,8 +1401,8 @@ class TorchDriver(Driver):
     """``torch.amp.GradScaler``: to it masters are parameters like any, whose gradients it divides where it is asked."""
 
     def _unscale(self) -> None:
-        if self.found is not None:
-            self.oracle.may("stopped")  # a step was, and gradients were shown to it
+        if self.oracle.is_half_driven:
+            self.oracle.may("stopped")
         self.found = self.oracle.show_to_torch()
         self.oracle.divide(self.scale.value)
 
@@ -1386,7 +1411,11 @@ class TorchDriver(Driver):
             self.oracle.step(told=self.found)
             return
         self.found = self.oracle.show_to_torch()
-        self.oracle.step(told=self.found, divide_by=self.scale.value)
+        try:
+            self.oracle.step(told=self.found, divide_by=self.scale.value)
+        except Planned:
+            self.oracle.is_half_driven = isinstance(self.oracle.stage, Checked)
+            raise
 
 
 class OwnDriver(Driver):

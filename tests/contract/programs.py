@@ -430,18 +430,24 @@ class Writer:
     def step(self) -> Statement:
         """Plain ones, for the most part."""
         kind = self.draw.random()
-        if kind < 0.06:
-            owner, when = self.draw.choice([("opt", "pre"), ("opt", "post"), ("inner", "pre"), ("inner", "post")])
-            return self._with_hook(
-                "stopped_step", owner, when, *self.draw.choice(["stop Planned", "interrupt KeyboardInterrupt"]).split()
-            )
-        if kind < 0.16:
+        if kind < 0.05:
+            return self.stopped_step()
+        if kind < 0.15:
             return self._with_hook("hooked_step", self.draw.choice(["opt", "inner"]), "post", "halve", "")
         if self.mode.driven_by:
             return S("scaler.step(opt)", "scaler.step", compares=True, ends=True)
         if kind < 0.4 and self.setting.optimizer == "stumbling":
             return self.stumbling_step()
         return S("opt.step()", "step", compares=True)
+
+    def stopped_step(self) -> Statement:
+        owner, when = self.draw.choice([("opt", "pre"), ("opt", "post"), ("inner", "pre"), ("inner", "post")])
+        hook, error = self.draw.choice([("stop", "Planned"), ("interrupt", "KeyboardInterrupt")])
+        return self._with_hook("stopped_step", owner, when, hook, error)
+
+    def step_stopped_before(self) -> Statement:
+        """By which nothing is changed, so that it may be tried again."""
+        return self._with_hook("stopped_step", self.draw.choice(["opt", "inner"]), "pre", "stop", "Planned")
 
     def _with_hook(self, does: str, owner: str, when: str, hook: str, error: str) -> Statement:
         target = {"opt": "opt", "inner": "opt.optimizer"}[owner]
@@ -622,7 +628,11 @@ class Writer:
             [self.read_master_grads, self.torch_clip],
             [self.hold, self.read_held],
             [self.write_weight, self.edit_master],
+            [self.step_stopped_before],
+            [self.step_stopped_before, shape],
         ]
+        if self.mode.driven_by:
+            incidents.append([self.step_stopped_before, self.unscale])
         if not self.mode.folds:
             incidents += [
                 [shape, self.model_zero_grad],

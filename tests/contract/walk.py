@@ -118,6 +118,8 @@ class Walk:
             raise Difference(f"{statement.does} must not raise", message)
         if message is None:
             raise Difference(f"{statement.does} must raise ({refused.kind})")
+        if any(word in message for kind in self.oracle.may_refuse for word in WORDS[kind]):
+            raise Over
         if not any(word in message for word in WORDS[refused.kind]):
             raise Difference(f"{statement.does} must say one of {WORDS[refused.kind]}", message)
         named = set(refused.names) - self.oracle.nameless
