@@ -46,7 +46,7 @@ class Stash:
 
     @property
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
-        """Parameters of other dtypes, which are their own masters, by param group."""
+        """The model's parameters of other dtypes, on whose memory their masters lie, by param group."""
         return [[model for model, _ in group if model.dtype not in HALF_DTYPES] for group in self._grouped()]
 
     @property
@@ -61,7 +61,7 @@ class Stash:
 
     @property
     def all_fp32_from_fp32_params(self) -> list[Tensor]:
-        """Parameters that are their own masters."""
+        """The model's parameters of other dtypes."""
         return [param for group in self.fp32_from_fp32_groups for param in group]
 
     @property

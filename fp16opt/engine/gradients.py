@@ -355,7 +355,7 @@ class DeviceGradients:
     # -- true gradients ----------------------------------------------------------------------------------------------
 
     def true_ones(self) -> tuple[list[Tensor | None], bool]:
-        """(by row what masters hold, dense, as kernels take it: of sparse ones the values, coalesced; whether one is)."""
+        """(by row what masters hold, dense, as kernels take it; whether one is sparse, of which it is the values)."""
         grads = raw_grads(self.masters)
         has_sparse = False
         if not self._has_dtensors and set(map(type, grads)) == {Tensor} and set(map(_LAYOUT, grads)) == {torch.strided}:

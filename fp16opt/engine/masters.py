@@ -292,7 +292,7 @@ MasterParameter: Any = master_class(torch.nn.Parameter)
 
 
 def on_memory_of(weight: Tensor, marks: Mapping[str, Any] | None = None) -> Tensor:
-    """A master that lies on the memory of ``weight``: no copy, no rounding, one version counter, a ``.grad`` of its own.
+    """A master on the memory of ``weight``: no copy, no rounding, the version counter shared, a ``.grad`` of its own.
 
     Args:
         weight: a parameter of the model.

@@ -23,7 +23,7 @@ def update_scale(scaler: LossScaler, found_inf: Tensor) -> None:
 
 
 class ScaleUpdate:
-    """One update of one scaler, which is made once however often it is asked for, also after an exception stopped it."""
+    """One update of one scaler: it is made once, also where an exception has stopped it and it is asked for again."""
 
     def __init__(self, scaler: LossScaler, found_inf: Tensor) -> None:
         self._scaler = scaler

@@ -195,7 +195,7 @@ class StepState:
         if type(stage) is Scaled:
             self.stage = stage._replace(stamp=None if stage.stamp is None else stage.stamp.without(gone))
         elif type(stage) is Checked:
-            waiting = self.gradients.drop(gone, stage.waiting)
+            waiting = self.gradients.drop(gone, stage.waiting) or []
             self.stage = stage._replace(stamp=stage.stamp.without(gone), waiting=waiting)
         elif type(stage) is Unscaled:
             self.gradients.drop(gone, None)
@@ -210,6 +210,13 @@ class StepState:
     def _refuse_writes(self, written: list[int], grads: Grads) -> None:
         stage = self.stage
         names = describe([self.params.names[i] for i in written])
+        if type(stage) is Summed:
+            raise RuntimeError(
+                f"the model's gradients were written after they were folded into FP32 sums: {names}. Edit the sums, which "
+                "are the gradients of opt.master_params(), or clip by clip_master_grads(max_norm). To have a plain "
+                "backward count, run it by backward(loss) of this optimizer, or call update_master_grads() after it. To "
+                "give the step up, call opt.zero_grad()."
+            )
         if stage.scale.is_told or getattr(stage, "is_divided", False):
             raise RuntimeError(
                 f"the model's gradients were written after unscale_: {names}. They are not read again before the step. "
@@ -239,7 +246,7 @@ class StepState:
         )
 
     def _notice_edits(self, stage: Any) -> None:
-        """Master gradients that were edited count: they are checked anew. So are those that a GradScaler has divided."""
+        """Master gradients that were edited count: they are checked anew, as those are that a GradScaler has divided."""
         masters = raw_grads(self.params.masters)
         edited, gone = stage.true_stamp.compare(masters)
         was_divided = stage.is_divided and not (stage.is_measured or stage.is_closed)
@@ -941,14 +948,10 @@ class StepState:
         stage = self.standing
         return self.gradients.to_step(device, stage.waiting if type(stage) is Checked else None)
 
-    def begin_step(self, entered: Any, check: OverflowCheck, skipped: bool | Tensor) -> Progress:
-        """STEPPING: from here on something is written, and a master's ``.grad`` is the tensor that is there.
-
-        Args:
-            entered: the stage in which ``step`` was called.
-        """
+    def begin_step(self, check: OverflowCheck, skipped: bool | Tensor) -> Progress:
+        """STEPPING: from here on something is written, and a master's ``.grad`` is the tensor that is there."""
         progress = Progress()
-        self.stage = Stepping(self.stage, entered, check, skipped, progress)
+        self.stage = Stepping(self.stage, check, skipped, progress)
         return progress
 
     def due(self) -> list[int]:

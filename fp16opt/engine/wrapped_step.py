@@ -379,7 +379,7 @@ def found_inf_given(optimizer: Any, found_inf: Tensor, progress: Progress | None
 @contextlib.contextmanager
 def _first_post_hook(optimizer: Optimizer, hook: Callable[..., None], progress: Progress) -> Iterator[None]:
     """Have ``hook`` run right after the step, before any hook of the user's, which might raise."""
-    hooks = optimizer._optimizer_step_post_hooks  # type: ignore[attr-defined]
+    hooks: Any = optimizer._optimizer_step_post_hooks
 
     def put_back() -> None:
         for number in [number for number, known in hooks.items() if known is hook]:

@@ -305,8 +305,8 @@ class CallCache:
 
     Attributes:
         rebuilds: how many times lists were checked.
-        returned: whether the last call since this was cleared has done its work. Compiled code's return is put in by the
-            very call of C that runs it: no exception of a signal can come between the two.
+        returned: whether the last call since this was cleared has done its work. The very call of C that runs compiled
+            code puts its return in: no exception of a signal can come between the two.
 
     Example:
         >>> import pickle

@@ -350,9 +350,8 @@ class Monitor:
             true = of_gradients(list(map(_piece, raw_grads(wrapper.params.masters))), wrapper.device)
             factor = _told_by_grad_scaler(wrapper).to(true)
             found[:, _SUMSQ], found[:, _LARGEST] = true[:, _SUMSQ] * factor.square(), true[:, _LARGEST] * factor
-        elif not wrapper.config.gradient_release and isinstance(
-            state.standing, (Checked, Unscaled)
-        ):  # then the sums are known, from before any clip
+        elif not wrapper.config.gradient_release and isinstance(state.standing, (Checked, Unscaled)):
+            # The sums are known, from before any clip.
             for device, one in zip(wrapper.params.devices, wrapper.gradients.stats, strict=True):
                 rows = [at for at, position in enumerate(device.positions) if grads[position][0] is not None]
                 found[[device.positions[at] for at in rows], _SUMSQ] = one.sumsq[rows].to(found)
