@@ -314,6 +314,23 @@ class Casts:
             set_autocast_state(state)
             self.in_backward = in_backward and self.active
 
+    def keeping(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        """``function`` with casts as they are now, wherever in this thread it is called."""
+        state, in_backward = autocast_state(), self.in_backward
+
+        @functools.wraps(function)
+        def call() -> Any:
+            there = autocast_state(), self.in_backward
+            set_autocast_state(state)
+            self.in_backward = in_backward
+            try:
+                return function()
+            finally:
+                set_autocast_state(there[0])
+                self.in_backward = there[1]
+
+        return call
+
     def enter_backward(self) -> Callable[[], None]:
         """Autocast is off from now on, and functions called from Python cast. Returns what undoes it."""
         if not self.active or not self.on():

@@ -12,8 +12,9 @@ from torch import nn
 
 from ._amp_state import _amp_state, logger, rank, warn_or_err
 from .handle import AmpHandle, NoOpHandle
+from .initialised import Setup
 from .models import check_model, prepare_model
-from .optimizers import Setup, adopt, check_optimizer, wrapped_in
+from .optimizers import adopt, check_optimizer, wrapped_in
 from .policy import O0, O1, O2, O3, AmpError, Properties, as_bool, opt_levels, resolve
 from .scaler import LossScaler
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from ._amp_state import _amp_state
 from .casting import Casts
+from .initialised import Initialised, is_initialised
 from .opt import OptimWrapper
-from .optimizers import AmpOptimizer, is_initialised, wrapped_in
+from .optimizers import wrapped_in
 from .policy import AmpError
 from .scaler import LossScaler
 
@@ -56,7 +57,7 @@ def scale_loss(
         yield loss
         return
     scaler = _scaler(engines, loss_id)
-    entered: list[AmpOptimizer] = []
+    entered: list[Initialised] = []
     leave_backward = _amp_state.casts.enter_backward()
     try:
         scaled = loss
@@ -72,16 +73,19 @@ def scale_loss(
         leave_backward()
         if _amp_state.casts.active:
             _amp_state.casts.clear_cache()
-    if not delay_unscale:
+    if delay_unscale:
+        for engine in engines:
+            engine.leave()
+    else:
         _settle(engines, scaler, delay_overflow_check)
 
 
-def _engines(optimizers: Any) -> list[AmpOptimizer] | None:
+def _engines(optimizers: Any) -> list[Initialised] | None:
     """The engines behind ``optimizers``, each once; None where amp is disabled for them."""
     given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     if not given:
         raise AmpError("optimizers: expected one or several, got an empty list. Pass those that the loss trains.")
-    found: list[AmpOptimizer] = []
+    found: list[Initialised] = []
     disabled = isinstance(_amp_state.handle, NoOpHandle) and not _amp_state.loss_scalers
     for number, optimizer in enumerate(given):
         inner = wrapped_in(optimizer)
@@ -106,7 +110,7 @@ def _not_initialised(number: int, optimizer: object) -> None:
     )
 
 
-def _scaler(engines: Sequence[AmpOptimizer], loss_id: Any) -> LossScaler:
+def _scaler(engines: Sequence[Initialised], loss_id: Any) -> LossScaler:
     scalers = engines[0].amp.scalers
     if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < len(scalers):
         raise AmpError(
@@ -116,7 +120,7 @@ def _scaler(engines: Sequence[AmpOptimizer], loss_id: Any) -> LossScaler:
     return scalers[loss_id]
 
 
-def _settle(engines: Sequence[AmpOptimizer], scaler: LossScaler, postpone: bool) -> None:
+def _settle(engines: Sequence[Initialised], scaler: LossScaler, postpone: bool) -> None:
     """Unscale in every optimizer; an overflow in one is an overflow in all. No host sync."""
     found: Tensor = engines[0].settle_gradients(scaler)
     if len(engines) > 1:

@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 
 from ..scaling import LARGEST_SCALE
 from .casting import Casts
-from .optimizers import AmpOptimizer, Setup, adopt, is_initialised, wrapped_in
+from .initialised import Initialised, Setup, is_initialised
+from .optimizers import adopt, wrapped_in
 from .policy import AmpError
 from .scaler import LossScaler
 
@@ -48,7 +49,7 @@ class OptimWrapper:
         if casts is not None:
             self._loss_scaler = [LossScaler("dynamic", max_loss_scale=LARGEST_SCALE) for _ in range(num_loss)]
             if not is_initialised(inner):
-                adopt(inner, Setup(self._loss_scaler, True, True, 1), ())
+                adopt(inner, Setup(self._loss_scaler, False, True, 1), ())
 
     @contextmanager
     def scale_loss(self, loss: Any) -> Iterator[Any]:
@@ -103,7 +104,7 @@ class OptimWrapper:
         return self._loss_scaler[min(self._loss_idx, self._num_loss - 1)].loss_scale()
 
     @property
-    def engine(self) -> AmpOptimizer | None:
-        """The engine's wrapper that steps, where there is one."""
+    def engine(self) -> Initialised | None:
+        """The optimizer inside, where it waits for what ``scale_loss`` finds."""
         inner = wrapped_in(self._optimizer)
-        return inner if isinstance(inner, AmpOptimizer) else None
+        return inner if isinstance(inner, Initialised) else None

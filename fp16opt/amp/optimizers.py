@@ -1,11 +1,10 @@
-"""Optimizers in place: the user's object becomes the engine's wrapper of a fresh object with its content."""
+"""Optimizers in place: with master weights the user's object becomes the engine's wrapper of one with its content."""
 
 from __future__ import annotations
 
-import logging
+import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,79 +12,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..engine.arguments import check_loss
-from ..engine.diagnostics import Lines, Overflow, SkipLog
-from ..engine.progress import Progress
-from ..engine.stage import OverflowCheck, Scaled
-from ..engine.wrapped_step import HOOKS, Stepper
+from ..engine.stage import OverflowCheck
+from ..engine.wrapped_step import HOOKS
 from ..optimizer import MixedPrecisionOptimizer
-from ..scaling import LossScaler as EngineScaler
-from ._amp_state import _amp_state, logger
+from .initialised import AmpLog, Initialised, Setup, is_initialised
+from .plain import PlainOptimizer
 from .policy import AmpError
 from .scaler import LossScaler
-from .stash import Stash
-from .subclassing import Reducible, combined, parts_of
+from .subclassing import combined, parts_of
 
 MASTERS = "fp16opt_masters"  # the key of an optimizer's state_dict that torch's own loader does not look at
 
 
-@dataclass
-class Setup:
-    """What one call of ``amp.initialize`` decided. Later calls change the scalers for all optimizers, and nothing else.
-
-    Attributes:
-        scalers: One a loss id. The session's own list, which every ``initialize`` fills anew; a copy or a pickle has a
-            list of its own.
-        master_weights: Whether 16-bit parameters get masters.
-        function_casts: Whether functions cast their inputs (O1).
-        verbosity: 0: silent.
-    """
-
-    scalers: list[LossScaler]
-    master_weights: bool
-    function_casts: bool
-    verbosity: int
-
-
-class AmpLog(SkipLog):
-    """What the engine logs of skipped steps, with loss ids and the scalers of the losses."""
-
-    def __init__(self, setup: Setup, lines: Lines) -> None:
-        super().__init__(lines)
-        self.setup = setup
-        self._losses: list[int] = []
-        self.blamed: list[int] = []  # ids of the scalers whose backwards of this step overflowed
-
-    def skipped(
-        self, scaler: EngineScaler, old: float, overflows: Sequence[Overflow], losses: Sequence[Tensor] = ()
-    ) -> None:
-        """A step was skipped; ``scaler`` is the engine's, which never changes."""
-        if self.setup.verbosity == 0:
-            return
-        blamed = [(i, mine) for i, mine in enumerate(self.setup.scalers) if id(mine) in self.blamed]
-        for _, mine in blamed:
-            if mine.overflowed:  # not where a clean backward followed in the same step
-                self._losses = [i for i, _ in blamed]
-                super().skipped(mine.rule, float(mine.before), overflows, losses)
-                return
-        self._losses = [i for i, _ in blamed]
-        text = "step skipped: non-finite gradients in %s."
-        self.lines.say(logging.WARNING, text, self.where(overflows), to=logger)
-
-    def where(self, overflows: Sequence[Overflow]) -> str:
-        """Which parameters overflowed; where there are several losses, in which."""
-        names = super().where(overflows)
-        if len(self.setup.scalers) < 2 or not self._losses:
-            return names
-        return f"{names}, of loss {', '.join(map(str, self._losses))}"
-
-
-class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
-    """What ``amp.initialize`` makes of an optimizer: the engine's wrapper, under the identity and class of the user's.
+class AmpOptimizer(Initialised, MixedPrecisionOptimizer):
+    """What ``amp.initialize`` makes of an optimizer with master weights: the engine's wrapper of the user's.
 
     ``isinstance`` with the user's class holds, and attributes of the user's own are found.
     """
-
-    amp: Setup
 
     def adopt(self, inner: Optimizer, setup: Setup, names: Iterable[tuple[str, Tensor]]) -> None:
         """Become the wrapper of ``inner``."""
@@ -93,7 +36,6 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
             self,
             inner,
             named_parameters=names,
-            master_weights="full" if setup.master_weights else "none",
             fused_step=False,  # the user's own optimizer steps, to the bit
         )
         self.amp = setup
@@ -102,8 +44,6 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
     def _attach(self) -> None:
         self._delayed: set[int] = set()  # ids of scalers whose last backward was left as it is
         self.outcome.log = AmpLog(self.amp, self.lines)
-        if self.amp.function_casts:
-            self._stepper = _WithoutCasts(self._stepper)
         self.register_step_pre_hook(_refuse_closure)
 
     def __getattr__(self, name: str) -> Any:
@@ -142,10 +82,15 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
     def settle_gradients(self, scaler: LossScaler) -> Tensor:
         """Write the master gradients of the last backward. Returns whether *its* overflowed: float32, 0-dim."""
         self._delayed.discard(id(scaler))
-        if type(self.step_state.stage) is Scaled:
-            self.update_master_grads()
+        self.take_by_hand(scaler)  # if gradients were cleared inside of scale_loss, what was known of the scale is gone
+        self.update_master_grads()
         found: Tensor = self.gradients.found_inf(self.device)
         return found
+
+    def take_by_hand(self, scaler: LossScaler) -> None:
+        """Gradients that are there were made of a loss that the caller multiplied by the scale of ``scaler``."""
+        if self.step_state.has_new():
+            self.step_state.take_external(scaler=scaler)
 
     def blame(self, scaler: LossScaler, found_inf: Tensor) -> None:
         """Skip the next step where ``found_inf`` (float32, 0-dim): another optimizer of this backward overflowed."""
@@ -162,6 +107,17 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
         super().zero_grad(set_to_none, **kwargs)
         self._delayed.clear()
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group at any time, as under apex: gradients that wait for a step are taken anew, with the group's."""
+        known = self.step_state.reopen()
+        try:
+            super().add_param_group(param_group)
+        finally:
+            if known is not None:
+                self.update_master_grads()
+                for scaler, found in known.found:  # another optimizer's overflow among them
+                    self.step_state.blame(scaler, found)
+
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def _record(self, check: OverflowCheck, skipped: bool | Tensor) -> None:
@@ -173,8 +129,6 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
             self.outcome.log.blamed = [id(scaler) for scaler, found in check.of if bool(found)]
         super()._record(check, skipped)
         self.__dict__["_opt_called"] = True  # what LR schedulers look for
-        if self.amp.function_casts:
-            _amp_state.casts.clear_cache()
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -205,56 +159,14 @@ class AmpOptimizer(Reducible, MixedPrecisionOptimizer):
 
     # -- what scripts of old reach for -------------------------------------------------------------------------------
 
-    @property
-    def _amp_stash(self) -> Stash:
-        return Stash(self)
-
-    def _lazy_init_maybe_master_weights(self) -> None:
-        """Masters are made by ``initialize``: nothing to do."""
-
-    def _amp_lazy_init(self) -> None:
-        """Masters are made by ``initialize``: nothing to do."""
+    def pairs(self) -> list[list[tuple[Tensor, Tensor]]]:
+        """Per group, each (model parameter, master)."""
+        pairs = zip(self.model_params(), self.master_params(), strict=True)
+        return [list(itertools.islice(pairs, len(group["params"]))) for group in self.param_groups]
 
     def _master_params_to_model_params(self) -> None:
         """Write every master, rounded, into its model parameter."""
         self.write_masters()
-
-    def _prepare_amp_backward(self) -> None:
-        """What ``scale_loss`` does before a backward it does itself: nothing to do."""
-
-    def _post_amp_backward(self, scaler: LossScaler) -> None:
-        """Unscale the gradients of a backward whose loss the caller multiplied by the scale of ``scaler``."""
-        if self.step_state.has_new():
-            self.step_state.take_external(scaler=scaler)
-        scaler.settle(self.settle_gradients(scaler))
-
-
-class _WithoutCasts:
-    """A step during which functions don't cast their inputs (O1). The closure it may get was evaluated already."""
-
-    def __init__(self, stepper: Stepper) -> None:
-        self.stepper = stepper
-        self.rounded_all = stepper.rounded_all
-
-    def takes_scaled(self) -> bool:
-        """As the stepper says."""
-        return self.stepper.takes_scaled()
-
-    def skips_on_device(self) -> bool:
-        """As the stepper says."""
-        return self.stepper.skips_on_device()
-
-    def step(self, progress: Progress, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
-        """See :class:`~fp16opt.engine.wrapped_step.Stepper`."""
-        try:
-            with _amp_state.casts.disabled():
-                return self.stepper.step(progress, found_inf, closure)
-        finally:
-            self.rounded_all = self.stepper.rounded_all
-
-    def describe(self) -> str:
-        """As the stepper says."""
-        return self.stepper.describe()
 
 
 _OWN = frozenset({*HOOKS, "param_groups", "state", "defaults", "step", "_opt_called"})
@@ -267,11 +179,6 @@ def _refuse_closure(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any
             "step(closure) does not go with master weights under amp. Call step() without a closure, or use "
             "fp16opt.MixedPrecisionOptimizer, whose step takes closures."
         )
-
-
-def is_initialised(optimizer: object) -> bool:
-    """Whether ``amp.initialize`` was given this optimizer."""
-    return isinstance(optimizer, AmpOptimizer) and "amp" in optimizer.__dict__
 
 
 def wrapped_in(optimizer: Any) -> Any:
@@ -288,29 +195,40 @@ def wrapped_in(optimizer: Any) -> Any:
 
 
 def adopt(optimizer: Optimizer, setup: Setup, names: Iterable[tuple[str, Tensor]]) -> None:
-    """Turn ``optimizer`` into the engine's wrapper of an object that has its class and content.
+    """Have amp train with ``optimizer``, which keeps its identity and its class's name.
 
-    Where the engine refuses, everything is as it was.
+    With master weights it becomes the engine's wrapper of an object that has its class and content. Without them it
+    stays the optimizer of the model's own parameters, and its steps wait for what ``scale_loss`` finds. Where that is
+    refused, everything is as it was.
     """
     cls = type(optimizer)
     content = dict(optimizer.__dict__)
-    inner = object.__new__(cls)
-    inner.__dict__.update(content)
-    scheduled = inner.__dict__.pop("step", None)
-    if scheduled is not None and not hasattr(scheduled, "_wrapped_by_lr_sched"):
-        inner.__dict__["step"] = scheduled
-        scheduled = None
+    base: Any = cls
     try:
-        optimizer.__dict__.clear()
-        base: Any = cls
-        mixed: Any = combined(AmpOptimizer, base)
-        optimizer.__class__ = mixed
-        optimizer.adopt(inner, setup, names)  # type: ignore[attr-defined]
+        if setup.master_weights:
+            _wrap(optimizer, base, content, setup, names)
+        else:
+            optimizer.__class__ = combined(PlainOptimizer, base)
+            optimizer.adopt(setup, names)  # type: ignore[attr-defined]
     except BaseException:
         optimizer.__dict__.clear()
         optimizer.__class__ = cls
         optimizer.__dict__.update(content)
         raise
+
+
+def _wrap(
+    optimizer: Optimizer, base: Any, content: dict[str, Any], setup: Setup, names: Iterable[tuple[str, Tensor]]
+) -> None:
+    inner = object.__new__(base)
+    inner.__dict__.update(content)
+    scheduled = inner.__dict__.pop("step", None)
+    if scheduled is not None and not hasattr(scheduled, "_wrapped_by_lr_sched"):
+        inner.__dict__["step"] = scheduled
+        scheduled = None
+    optimizer.__dict__.clear()
+    optimizer.__class__ = combined(AmpOptimizer, base)
+    optimizer.adopt(inner, setup, names)  # type: ignore[attr-defined]
     if scheduled is not None:
         _track_step(optimizer)
 

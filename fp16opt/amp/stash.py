@@ -1,24 +1,26 @@
-"""``optimizer._amp_stash``: apex's names for the parameters that the engine knows, and nothing of its own."""
+"""``optimizer._amp_stash``: apex's names for the parameters that the optimizer knows, and nothing of its own."""
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Callable
 
 from torch import Tensor
 
 from ..kernels import HALF_DTYPES
-from ..optimizer import MixedPrecisionOptimizer
+
+Pairs = list[list[tuple[Tensor, Tensor]]]
+"""Per group, each (model parameter, what is stepped for it)."""
 
 
 class Stash:
     """A view of an optimizer's model parameters and masters, made when it is asked for.
 
     Args:
-        optimizer: One that went through ``initialize``.
+        grouped: Gives those of an optimizer that went through ``initialize``.
     """
 
-    def __init__(self, optimizer: MixedPrecisionOptimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, grouped: Callable[[], Pairs]) -> None:
+        self._grouped = grouped
 
     @property
     def lazy_init_called(self) -> bool:
@@ -28,11 +30,6 @@ class Stash:
     @lazy_init_called.setter
     def lazy_init_called(self, value: bool) -> None:
         """Scripts set it after they called ``_lazy_init_maybe_master_weights``."""
-
-    def _grouped(self) -> list[list[tuple[Tensor, Tensor]]]:
-        """Per group, each (model parameter, master); the same one twice where it has none."""
-        pairs = zip(self._optimizer.model_params(), self._optimizer.master_params(), strict=True)
-        return [list(itertools.islice(pairs, len(group["params"]))) for group in self._optimizer.param_groups]
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
@@ -46,8 +43,8 @@ class Stash:
 
     @property
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
-        """The model's parameters of other dtypes, on whose memory their masters lie, by param group."""
-        return [[model for model, _ in group if model.dtype not in HALF_DTYPES] for group in self._grouped()]
+        """What is stepped for parameters of other dtypes, by param group: masters on the weights' memory, or these."""
+        return [[master for model, master in group if model.dtype not in HALF_DTYPES] for group in self._grouped()]
 
     @property
     def all_fp16_params(self) -> list[Tensor]:
@@ -61,7 +58,7 @@ class Stash:
 
     @property
     def all_fp32_from_fp32_params(self) -> list[Tensor]:
-        """The model's parameters of other dtypes."""
+        """What is stepped for parameters of other dtypes. Their ``.grad`` is the true one."""
         return [param for group in self.fp32_from_fp32_groups for param in group]
 
     @property

@@ -30,9 +30,11 @@ from .stage import (
     Ready,
     Scaled,
     Stepping,
+    UnitScales,
     Unscaled,
     Verdict,
     check_of,
+    incomplete,
 )
 from .stamps import GradientStamp
 from .sums import Summed, Sums, refuse_ranks
@@ -76,7 +78,7 @@ class StepState:
         self.backwards = 0
         self.stage: Any = Ready()
         self._scaler = scaler
-        self._known_scale: tuple[LossScaler | None, int, bool] = (None, 0, False)
+        self._units = UnitScales()
 
     @property
     def standing(self) -> Any:
@@ -98,19 +100,9 @@ class StepState:
         """Whether masters hold true gradients."""
         return isinstance(self.standing, (Unscaled, Summed))
 
-    def _is_one(self, scaler: LossScaler) -> bool:
-        """Whether a scaler is static and its scale exactly 1. Syncs once for each value of a static scale."""
-        if scaler.dynamic:
-            return False
-        known, generation, is_one = self._known_scale
-        if known is not scaler or generation != scaler.generation:
-            is_one = float(scaler.scale) == 1.0
-            self._known_scale = (scaler, scaler.generation, is_one)
-        return is_one
-
     def scales_by_one(self) -> bool:
         """Whether the own scale is static and exactly 1, so that another may do the scaling. Syncs as above."""
-        return self._is_one(self._scaler())
+        return self._units.has(self._scaler())
 
     def is_own(self) -> bool:
         """Whether ``opt.backward(loss)`` or ``opt.scale_loss(loss)`` has made the present gradients."""
@@ -137,11 +129,8 @@ class StepState:
             self.reset(keeps_true=False)
             return grads
         if type(stage) is Interrupted:
-            if not _are_zero(grads):
-                raise RuntimeError(
-                    "a backward was interrupted while gradients were being added up, so they are incomplete. "
-                    "Call zero_grad() and do the step's backwards again."
-                )
+            if not are_zero(grads):
+                raise incomplete()
             self._take_zeros(grads)
             return grads
         if type(stage) is Scaled and stage.left_over is not None:
@@ -152,7 +141,7 @@ class StepState:
         if gone:
             self._drop(gone)
         if written:
-            if all(stage.stamp.is_of(i, grads[i]) for i in written) and _are_zero(grads):
+            if all(stage.stamp.is_of(i, grads[i]) for i in written) and are_zero(grads):
                 self._take_zeros(grads)
                 return grads
             self._refuse_writes(written, grads)
@@ -313,7 +302,7 @@ class StepState:
     def _begin_step(self, stage: Ready, scaler: LossScaler, grads: Grads, may_clear: bool) -> Any:
         """The stage from which a first backward goes on."""
         left_over = None
-        if not (self._is_one(scaler) or self._has_zeros(grads)):
+        if not (self._units.has(scaler) or self._has_zeros(grads)):
             left = self._not_zero(grads)
             if left:
                 if self.sums or not may_clear:
@@ -350,6 +339,23 @@ class StepState:
         if type(stage) is Summed and self._is_there(self.params.masters):
             return False
         return not self._any_there(raw_grads(self.params.models))
+
+    def reopen(self) -> Verdict | None:
+        """SCALED again where true gradients were made, and are as they were made: for faces that make them at once.
+
+        What comes then is part of the step, and the next check finds anew what is in the gradients.
+
+        Returns:
+            What was found in them; None where the stage stays as it is.
+        """
+        if type(self.stage) is Unscaled:
+            self.look()
+        stage = self.stage
+        if type(stage) is not Unscaled or stage.is_closed or stage.is_divided:
+            return None
+        self.gradients.forget_true()
+        self.stage = Scaled(stage.scale, stage.stamp, stage.losses)
+        return stage.verdict
 
     def interrupt(self) -> None:
         """A backward raised while gradients were being added up."""
@@ -395,7 +401,7 @@ class StepState:
             return False
         is_known = scaler is not None or inv_scale is not None
         scaler = self._scaler() if scaler is None else scaler
-        if not (is_known or self._is_one(scaler)) and self._not_zero(grads):
+        if not (is_known or self._units.has(scaler)) and self._not_zero(grads):
             raise RuntimeError(
                 "gradients were found that neither opt.backward(loss) nor opt.scale_loss(loss) made since the last "
                 f"step, and the loss scale is {float(scaler.scale):g}: they would be unscaled wrongly. Use "
@@ -619,7 +625,7 @@ class StepState:
         """Make true gradients, of those that are there for the coming step."""
         if type(stage) is Ready:
             grads = raw_grads(self.params.models)
-            is_new = self._is_one(self._scaler()) and (self.has_new() or self._has_zeros(grads))
+            is_new = self._units.has(self._scaler()) and (self.has_new() or self._has_zeros(grads))
             if not (is_new and self.take_external(grads)):
                 return
         if type(self.stage) is Summed:
@@ -646,7 +652,7 @@ class StepState:
                 return
             refuse_torch_checkpointing("optimizer state")
             scaler = self._scaler()
-            if not self._is_one(scaler):
+            if not self._units.has(scaler):
                 raise RuntimeError(
                     "a master's gradient was set while none wait for a step, and the loss scale is "
                     f"{float(scaler.scale):g}. To compute gradients yourself, run torch.autograd.grad on "
@@ -677,7 +683,7 @@ class StepState:
         if type(self.stage) not in (Checked, Unscaled):
             return False
         grads = raw_grads(self.params.models)
-        return any(self.stage.stamp.compare(grads)) and _are_zero(grads)
+        return any(self.stage.stamp.compare(grads)) and are_zero(grads)
 
     def is_as_stamped(self) -> bool:
         """Whether the stamps tell of no gradient that was written, replaced or set to None since."""
@@ -848,7 +854,7 @@ class StepState:
                 self.reset(keeps_true=False)
             return raw_grads(self.params.models)
         written, _ = stage.stamp.compare(grads)
-        if written and not _are_zero([grads[i] for i in written]):
+        if written and not are_zero([grads[i] for i in written]):
             self._refuse_writes(written, grads)
         if not self._is_there(self.params.masters):
             if not self.ranks.expects_all:
@@ -1104,7 +1110,7 @@ def _any_not_zero(grad: Tensor) -> Tensor:
     return _values_of(grad).detach().ne(0).any()
 
 
-def _are_zero(grads: Grads) -> bool:
+def are_zero(grads: Grads) -> bool:
     """Whether all gradients that are there are zeros. Syncs for each, up to the first that is not."""
     return not any(grad is not None and bool(_any_not_zero(grad)) for grad in grads)
 

@@ -8,7 +8,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from numbers import Real
-from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,14 +19,14 @@ from torch.optim import Optimizer
 from .. import kernels
 from ..engine.arguments import check_number
 from ..engine.closures import Evaluation
-from ..engine.diagnostics import Overflow, SkipLog, describe, overflows_from_flags
+from ..engine.diagnostics import Overflow, SkipLog, describe
 from ..engine.outcome import check_consecutive, counters, note, room_for, update_scale
 from ..engine.wrapped_step import found_inf_given, supports_found_inf
 from ..kernels import backends
 from ..optimizer import MixedPrecisionOptimizer
 from ..scaling import LARGEST_SCALE, SMALLEST_SCALE, DynamicLossScaler
 from .closures import ScaledReevaluations, split_closure
-from .gradients import OptimizerGradients, ParamWithGrad
+from .gradients import Found, OptimizerGradients, overflows
 
 _EXTRAS = "fp16opt"  # the key of state_dict that torch's loader does not look at
 _EXTRA_SETTINGS = ("min_scale", "max_scale", "hysteresis", "max_consecutive_skips")
@@ -66,7 +65,7 @@ class _Record:
     def __init__(self) -> None:
         self.gradients = OptimizerGradients()
         self.skipped: bool | Tensor | None = None
-        self._blamed: list[tuple[list[ParamWithGrad], Tensor]] = []
+        self._blamed: list[Found] = []
         self._reported: list[Overflow] = []
         self._kept: list[Tensor] = []
         self._last: Tensor | None = None
@@ -105,10 +104,7 @@ class _Record:
         """Which parameters had non-finite gradients if the last step was skipped, in param_groups order. Syncs."""
         if not self.skipped:
             return []
-        found = list(self._reported)
-        for places, flags in self._blamed:
-            names, where = [place.name() for place in places], [(place.group, place.index) for place in places]
-            found += overflows_from_flags(flags.tolist(), names, where)
+        found = [*self._reported, *overflows(self._blamed)]
         return sorted(found, key=lambda overflow: (overflow.group, overflow.index))
 
 
@@ -360,10 +356,10 @@ class GradScaler(torch.amp.GradScaler):
             if self._rule.follows_norms:
                 self._rule.see(optimizer.gradients.largest_norm(self._rule.growth_tracker.device))
             return {found_by_it.device: found_by_it}
-        return self._unscale_in_place(optimizer, inv_scale, found_inf, allow_fp16)
+        return self._unscale_in_place(optimizer, inv_scale, allow_fp16)
 
     def _unscale_in_place(
-        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+        self, optimizer: Optimizer, inv_scale: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         gradients = self._record_of(optimizer).gradients
         gradients.collect(optimizer, allow_fp16 or self._steps_itself or self._allow_16bit_weights)
@@ -375,10 +371,6 @@ class GradScaler(torch.amp.GradScaler):
                 "half a unit in the last place are lost. Wrap the optimizer in fp16opt.MixedPrecisionOptimizer.",
             )
         found = gradients.unscale(inv_scale)
-        if gradients.subclassed:
-            as_optimizer: Any = SimpleNamespace(param_groups=[{"params": gradients.subclassed}])
-            for device, flag in super()._unscale_grads_(as_optimizer, inv_scale, found_inf, True).items():
-                found[device] = torch.maximum(found[device], flag) if device in found else flag
         if self._rule.follows_norms:
             self._rule.see(gradients.largest_norm(self._rule.growth_tracker.device))
         return found

@@ -5,8 +5,9 @@ The engine moves gradients up into masters. This serves optimizers that hold the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import kernels
-from ..engine.diagnostics import describe
+from ..engine.diagnostics import Overflow, describe, overflows_from_flags
 from ..engine.gradients import coalesced, round_to, total_norm, vector_norm
 from ..engine.params import HALF_DTYPES, OWN_DTYPES, name_of
 from ..engine.stamps import GradientStamp
@@ -39,9 +40,34 @@ class ParamWithGrad(NamedTuple):
             raise RuntimeError(f"{self.name()}: its gradient was cleared in the middle of a call.")
         return grad
 
-    def name(self) -> str:
-        """Made when it is asked for: a step that is taken needs none."""
-        return name_of(self.param_group, self.index, self.param, {}) or _where(self.group, self.index)
+    def name(self, names: Mapping[int, str] | None = None) -> str:
+        """Made when it is asked for: a step that is taken needs none.
+
+        Args:
+            names: by the id of the parameter, where the user gave some.
+        """
+        return name_of(self.param_group, self.index, self.param, dict(names or {})) or _where(self.group, self.index)
+
+
+Found = tuple[list[ParamWithGrad], Tensor]
+"""Parameters, and int32 bits ``kernels.INF | kernels.NAN`` of what a pass has found in the gradient of each."""
+
+
+def overflows(found: Iterable[Found], names: Mapping[int, str] | None = None) -> list[Overflow]:
+    """Which parameters had non-finite gradients in one of several passes, in param_groups order. Syncs.
+
+    Args:
+        names: by the id of the parameter, where the user gave some.
+    """
+    bits: dict[tuple[int, int], int] = {}
+    where: dict[tuple[int, int], ParamWithGrad] = {}
+    for places, flags in found:
+        for place, flag in zip(places, flags.tolist(), strict=True):
+            if flag:
+                at = (place.group, place.index)
+                bits[at], where[at] = bits.get(at, 0) | flag, place
+    blamed = sorted(bits)
+    return overflows_from_flags([bits[at] for at in blamed], [where[at].name(names) for at in blamed], blamed)
 
 
 @dataclass
@@ -67,7 +93,7 @@ class OptimizerGradients:
 
     Attributes:
         subclassed: Parameters whose gradients are tensor subclasses with operations of their own (DTensor); torch's
-            operations serve them.
+            operations serve them, and do not tell which of them overflowed.
         rows: The others, by device.
         checked: Those that were unscaled, and what the pass has found in them.
     """
@@ -159,29 +185,51 @@ class OptimizerGradients:
 
     # -- the passes --------------------------------------------------------------------------------------------------
 
-    def unscale(self, inv_scale: Tensor) -> dict[torch.device, Tensor]:
+    def unscale(self, inv_scale: Tensor, earlier: Mapping[Tensor, Tensor] | None = None) -> dict[torch.device, Tensor]:
         """Multiply all gradients by ``inv_scale`` in place, check and measure them. One pass; no host sync.
 
         16-bit gradients go through FP32 memory that lives as long as this call, and are rounded back.
 
         Args:
             inv_scale: float32, 0-dim, any device.
+            earlier: What :func:`take_out` gave, and is added to them: the sum lies in its memory, where it can. A
+                parameter that has no gradient now gets it back.
 
         Returns:
-            For each device with gradients that are no subclasses: float32, 0-dim, 1.0 where one was not finite after
-            unscaling (or too large for its 16-bit dtype), else 0.0. Overwritten by the next call.
+            For each device with gradients: float32, 0-dim, 1.0 where one was not finite after unscaling (or the sum too
+            large for its dtype), else 0.0. Overwritten by the next call.
         """
         self.checked, self._measured = [], None
-        found = {}
+        found: dict[torch.device, Tensor] = {}
+        left = dict(earlier or {})
         with torch.no_grad():
             for rows in self.rows:
+                sums = [_sum_for(place, left) if left else None for place in rows.places]
                 stats = self._stats_of(rows)
-                _unscale(rows.values, stats, inv_scale.to(rows.device, non_blocking=True))
+                _unscale(rows.values, sums, stats, inv_scale.to(rows.device, non_blocking=True))
+                for row, (place, sum_) in enumerate(zip(rows.places, sums, strict=True)):
+                    if sum_ is not None:
+                        place.param.grad = rows.values[row] = sum_
                 self.checked.append((rows.places, stats))
                 found[rows.device] = stats.found_inf
-        if all([rows.is_dense() for rows in self.rows]):  # noqa: C419
+            for device, flag in self._unscale_subclassed(inv_scale).items():
+                found[device] = torch.maximum(found[device], flag) if device in found else flag
+            for param, before in left.items():
+                param.grad = before if param.grad is None else before + param.grad
+        if not left and all([rows.is_dense() for rows in self.rows]):  # noqa: C419
             self._measured = GradientStamp(self._grads())
         return found
+
+    def _unscale_subclassed(self, inv_scale: Tensor) -> dict[torch.device, Tensor]:
+        """By device, whether one of the subclassed gradients was not finite: what torch's own GradScaler does."""
+        if not self.subclassed:
+            return {}
+        torchs = torch.amp.GradScaler(inv_scale.device.type, enabled=False)
+        as_optimizer: Any = SimpleNamespace(param_groups=[{"params": self.subclassed}])
+        flags: dict[torch.device, Tensor] = torchs._unscale_grads_(
+            as_optimizer, inv_scale, torch.zeros_like(inv_scale), True
+        )
+        return flags
 
     def unscale_and_clip(self, inv_scale: Tensor, max_norm: float) -> tuple[Tensor, Tensor] | None:
         """Unscale and clip in one pass that reads and one that writes. No host sync.
@@ -252,15 +300,45 @@ class OptimizerGradients:
         return self._measured is not None and self._measured.compare(self._grads()) == ([], [])
 
 
-def _unscale(values: list[Tensor], stats: kernels.GradStats, inv_scale: Tensor) -> None:
-    halves = [row for row, value in enumerate(values) if value.dtype in HALF_DTYPES]
-    outs = list(values)
+def take_out(optimizer: Optimizer) -> dict[Tensor, Tensor]:
+    """Gradients as they are now, which parameters give up: a backward that follows leaves its own alone there."""
+    taken: dict[Tensor, Tensor] = {}
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if param.grad is not None:
+            taken[param], param.grad = param.grad, None
+    return taken
+
+
+def put_back(taken: Mapping[Tensor, Tensor]) -> None:
+    """Undo :func:`take_out`, where no gradient came since."""
+    for param, grad in taken.items():
+        if param.grad is None:
+            param.grad = grad
+
+
+def _sum_for(place: ParamWithGrad, earlier: dict[Tensor, Tensor]) -> Tensor | None:
+    """The earlier gradient of a parameter, out of ``earlier``, if a kernel can add the present one to it."""
+    grad, before = place.grad, earlier.get(place.param)
+    if before is None or not all(type(one) is Tensor and one.layout is torch.strided for one in (grad, before)):
+        return None
+    if grad.is_complex() or grad.dtype != before.dtype or grad.stride() != before.stride() or before.requires_grad:
+        return None
+    return earlier.pop(place.param)
+
+
+def _unscale(values: list[Tensor], sums: list[Tensor | None], stats: kernels.GradStats, inv_scale: Tensor) -> None:
+    """``values *= inv_scale``; or ``sums += values * inv_scale``, where there is one."""
+    outs = [value if sum_ is None else sum_ for value, sum_ in zip(values, sums, strict=True)]
+    halves = [row for row, out in enumerate(outs) if out.dtype in HALF_DTYPES]
+    wide = list(outs)
     for row in halves:
-        outs[row] = torch.empty_like(values[row], dtype=torch.float32)
-    kernels.multi_tensor_unscale(values, outs, inv_scale, stats)
+        sum_ = sums[row]
+        wide[row] = torch.empty_like(values[row], dtype=torch.float32) if sum_ is None else sum_.float()
+    adds = [sum_ is not None for sum_ in sums]
+    kernels.multi_tensor_unscale(values, wide, inv_scale, stats, accumulate=adds if any(adds) else False)
     if halves:
-        wide = [out if row in halves else None for row, out in enumerate(outs)]
-        round_to(wide, [value if row in halves else None for row, value in enumerate(values)], stats)
+        rounded = [out if row in halves else None for row, out in enumerate(wide)]
+        round_to(rounded, [out if row in halves else None for row, out in enumerate(outs)], stats)
 
 
 def _is_subclassed(grad: Tensor) -> bool:

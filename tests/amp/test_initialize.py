@@ -561,10 +561,12 @@ def test_the_optimizer_is_what_it_was(level: str) -> None:
     after = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     assert same_object is optimizer
     assert isinstance(optimizer, torch.optim.SGD)
-    assert isinstance(optimizer, fp16opt.MixedPrecisionOptimizer)
+    assert isinstance(optimizer, fp16opt.MixedPrecisionOptimizer) == (level == "O2")
+    assert type(optimizer).__name__ == "SGD"
     assert optimizer.my_setting == 3  # type: ignore[attr-defined]
     optimizer.my_setting = 4  # type: ignore[attr-defined]
-    assert optimizer.optimizer.my_setting == 4  # type: ignore[attr-defined]
+    stepped = optimizer.optimizer if level == "O2" else optimizer
+    assert stepped.my_setting == 4
     with pytest.raises(AttributeError):
         _ = optimizer.nothing  # type: ignore[attr-defined]
     import warnings
@@ -579,11 +581,12 @@ def test_the_optimizer_is_what_it_was(level: str) -> None:
     assert optimizer.state[next(amp.master_params(optimizer))]["momentum_buffer"] is not None
 
 
-def test_schedulers_do_not_warn_where_the_first_step_is_skipped(recwarn: pytest.WarningsRecorder) -> None:
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_schedulers_do_not_warn_where_the_first_step_is_skipped(level: str, recwarn: pytest.WarningsRecorder) -> None:
     model = net()
     optimizer = sgd(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     with amp.scale_loss(model(X).sum() * float("inf"), optimizer) as scaled:
         scaled.backward()
     optimizer.step()
@@ -621,10 +624,12 @@ def test_a_refusal_of_the_engine_leaves_the_optimizer_as_it_was(monkeypatch: pyt
     assert optimizer.__dict__ == content
 
 
-def test_pickled_with_its_model_training_goes_on() -> None:
-    model, optimizer = made("O2")
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+@pytest.mark.parametrize("level", LEVELS)
+def test_copied_or_pickled_with_its_model_training_goes_on(level: str, copied: Any) -> None:
+    model, optimizer = made(level)
     train(model, optimizer, 3)
-    twin_model, twin = pickle.loads(pickle.dumps((model, optimizer)))
+    twin_model, twin = copied((model, optimizer))
     assert isinstance(twin, torch.optim.SGD)
     twin.amp.scalers[0]._unskipped = 0
     train(model, optimizer, 3)

@@ -80,16 +80,19 @@ def run_amp(
             optimizer.step()
     state = amp.state_dict()
     params = [p.detach().clone() for m in models for p in m.parameters()]
-    by_model = {id(p): q for o in optimizers for p, q in zip(o.model_params(), o.master_params(), strict=True)}
+    by_model = {id(p): q for o in optimizers for group in o.pairs() for p, q in group}
     masters = [by_model[id(p)].detach().clone() for m in models for p in m.parameters()]
     return params + masters, state, optimizers
 
 
-def run_reference(layout: Any, scalers: int, place: Any) -> tuple[list[Tensor], list[float]]:
-    """FP32 weights under torch's SGD; FP16 gradients are rounded once, summed in FP32; bad steps don't happen."""
+def run_reference(layout: Any, scalers: int, place: Any, master: bool = True) -> tuple[list[Tensor], list[float]]:
+    """FP32 weights under torch's SGD; FP16 gradients are rounded once, summed in FP32; bad steps don't happen.
+
+    Without masters the weights themselves, and sums in their dtype.
+    """
     count, losses, owners = layout
     models = [Mixed(1.0 + i) for i in range(count)]
-    masters = {id(p): nn.Parameter(p.detach().float()) for m in models for p in m.parameters()}
+    masters = {id(p): nn.Parameter(p.detach().float()) if master else p for m in models for p in m.parameters()}
     optimizers = [
         torch.optim.SGD(
             [masters[id(p)] for m in members for p in models[m].parameters()], lr=LR * (1 + i), momentum=0.5 * (i + 1)
@@ -99,14 +102,15 @@ def run_reference(layout: Any, scalers: int, place: Any) -> tuple[list[Tensor], 
     scales = [8.0] * scalers
     for i in range(ITERATIONS):
         skip: set[int] = set()
-        for master in masters.values():
-            master.grad = None
+        for stepped in masters.values():
+            stepped.grad = None
         for k, members in enumerate(losses):
             params = [p for m in members for p in models[m].parameters()]
             grads = torch.autograd.grad(sum(models[m](torch.ones(2)) for m in members), params)
             for p, g in zip(params, grads, strict=True):
-                master = masters[id(p)]
-                master.grad = g.float() if master.grad is None else master.grad + g.float()
+                stepped = masters[id(p)]
+                true = g.to(stepped.dtype)
+                stepped.grad = true if stepped.grad is None else stepped.grad + true
             if place is not None and (i, k) == place[:2]:
                 skip |= set(used_by(layout, k))
                 scales[k % scalers] /= 2
@@ -123,11 +127,12 @@ def run_reference(layout: Any, scalers: int, place: Any) -> tuple[list[Tensor], 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("scalers", [1, 2])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_weights_masters_and_scales(name: str, scalers: int, place: Any) -> None:
+@pytest.mark.parametrize("master", [True, False], ids=["masters", "plain"])
+def test_weights_masters_and_scales(name: str, scalers: int, place: Any, master: bool) -> None:
     layout = LAYOUTS[name]
-    expected, scales = run_reference(layout, scalers, place)
+    expected, scales = run_reference(layout, scalers, place, master)
     for order in range(3):
-        got, state, _ = run_amp(layout, scalers, place, True, order)
+        got, state, _ = run_amp(layout, scalers, place, master, order)
         for a, b in zip(got, expected, strict=True):
             assert a.dtype == b.dtype
             assert torch.equal(a, b), (order, a, b)
@@ -250,3 +255,33 @@ def test_delayed_backwards_with_no_last_one_are_unscaled_by_step() -> None:
     optimizer.step()
     assert torch.equal(model.w32, expected[0])
     assert torch.equal(model.w16, expected[1].half())
+
+
+@pytest.mark.parametrize("master", [True, False])
+def test_a_group_that_comes_between_scale_loss_and_step(master: bool) -> None:
+    """Gradients that wait are stepped with it; an overflow of another optimizer stays known."""
+    for bad in (False, True):
+        models = [Mixed(1.0), Mixed(2.0)]
+        optimizers: Any = [torch.optim.SGD([m.w32], lr=0.5) for m in models]
+        _amp_state.allow_incoming_model_not_fp32 = True
+        amp.initialize(
+            models, optimizers, opt_level="O2", cast_model_type=False, master_weights=master, loss_scale=8.0,
+            verbosity=0,
+        )  # fmt: skip
+        before = [[p.detach().clone() for p in (m.w32, m.w16)] for m in models]
+        with amp.scale_loss(models[0](torch.ones(2)) + models[1](torch.ones(2)), optimizers) as scaled:
+            scaled.backward()
+            if bad:
+                models[1].w32.grad[0] = float("inf")
+        if not master:
+            models[0].w16.grad = None  # it was in no optimizer: nothing has unscaled it
+        optimizers[0].add_param_group({"params": [models[0].w16], "lr": 0.25})
+        with pytest.raises(ValueError, match=r"more than one|already"):
+            optimizers[0].add_param_group({"params": [models[0].w16]})
+        for optimizer in optimizers:
+            optimizer.step()
+        assert [o.step_was_skipped for o in optimizers] == [bad, bad]
+        w32, w16 = before[0]
+        expected = (w32, w16) if bad else (w32 - 0.5 * w16.float(), (w16 - 0.25 * w32 * master).half())
+        assert torch.equal(models[0].w32, expected[0])
+        assert torch.equal(models[0].w16, expected[1])
