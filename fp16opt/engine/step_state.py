@@ -276,7 +276,7 @@ class StepState:
         losses = losses if loss is None else (*losses, loss)
         if type(stage) is Ready:
             made = self._begin_step(stage, scaler, grads, may_clear)
-        elif type(stage) is not Summed and not stage.scale.is_current(scaler):
+        elif type(stage) is not Summed and (self.sums or not stage.scale.is_current(scaler)):
             made = self._start_summing(stage, grads)
         else:
             made = stage
@@ -357,7 +357,8 @@ class StepState:
 
     def waits_for_reduction(self) -> bool:
         """Whether gradients were made under DDP's no_sync, and are to be reduced by a later backward."""
-        return self.replicas.local and not (self.sums or type(self.stage) is Summed)
+        sums = type(self.stage) is Summed or (self.sums and type(self.stage) is Ready)
+        return self.replicas.local and not sums
 
     def waits_for_step(self) -> bool:
         """Whether gradients do. READY where they were cleared, in whatever way: an abandoned batch."""
@@ -410,11 +411,7 @@ class StepState:
         if stage.holds_true:
             self.gradients.forget_true()
         self.gradients.release()
-        if self.sums:
-            self.stage = self._new_sums(scale)._replace(pending=True)
-            self._fold(self.stage)
-        else:
-            self.stage = Scaled(scale)
+        self.stage = Scaled(scale)  # they have added up in the model, where the user, or a trainer, goes on to see them
         return True
 
     def _not_zero(self, grads: Grads) -> list[str]:
