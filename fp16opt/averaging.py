@@ -61,9 +61,9 @@ class AveragedMasters:
     """Running averages of FP32 masters, in FP32.
 
     An average of 16-bit weights stands still: at a decay of 0.9999 an update moves it by a ten-thousandth of the
-    difference, which 8 or 11 bits can't hold. Masters can be averaged, and are what was trained. Parameters that are
-    their own masters are averaged in float32, float64 ones in float64; buffers and parameters that the optimizer does
-    not have are the model's own. One pass reads masters and reads and writes averages.
+    difference, which 8 or 11 bits can't hold. Masters can be averaged, and are what was trained. FP32 parameters
+    are averaged in float32, float64 ones in float64; buffers and parameters that the optimizer does not have are the
+    model's own. One pass reads masters and reads and writes averages.
 
     As with ``torch.optim.swa_utils.AveragedModel``, the first :meth:`update` takes the values as they are.
 

@@ -116,6 +116,7 @@ def between_hooks(step: Method) -> Method:
             _, of_this, _, of_all = *own_step_hooks(self), *STEP_HOOKS_OF_ALL
             for hook in (*of_this.values(), *of_all.values()):  # one may have been registered during the step
                 hook(self, (self, *args), kwargs)
+                self.model_writes.write_edited()
             return returned
         except BaseException:
             for name in ("grad_scale", "found_inf"):  # torch's GradScaler takes them back only where ``step`` returns
@@ -420,6 +421,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         Raises:
             TypeError: It is no dict, or its params are no tensors, or a set.
             ValueError: A parameter is here already, or has a dtype that can't be served. Nothing is changed then.
+            RuntimeError: Gradients of the coming step were checked already. Nothing is changed then.
         """
         parallel.refuse_on_zero(self.optimizer, "add_param_group", "Add groups to it before it is wrapped.")
         self._look_at_groups()
@@ -603,14 +605,16 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     ) -> None:
         """Scale the loss and run autograd.
 
-        Until the check (a clip, a step, :meth:`update_master_grads`, or a read of a master's ``.grad``) ``.grad`` holds
-        what autograd made, scaled, of FP32 parameters too; several backwards add up there.
+        The model's ``.grad`` holds what autograd made, scaled, of FP32 parameters too, and goes on holding it after a
+        clip and the step; several backwards add up there. True gradients are the masters'. With FP32 sums the model's
+        are added to the masters' and freed.
 
         Args:
             loss: One floating element, any device. An FP16 loss limits the scale to 2**15: its own gradient, the scale,
                 enters the FP16 graph. End the model with ``.float()`` to lift that.
-            update_master_grads: True notes which gradients there are, and an edit of one raises at the check (call
-                :meth:`update_master_grads` to have it count). False leaves them to the user until then.
+            update_master_grads: True notes which gradients there are, and an edit of one raises at the next call (call
+                :meth:`update_master_grads` to have it count). False leaves them to the user until then. FP32 sums take
+                them in either case: now, or at the next call.
             retain_graph, create_graph, inputs: As for ``torch.Tensor.backward``.
             scaler: Scale with this one instead. Each backward of such a step is added to FP32 sums with its own scale,
                 each scaler is updated by what its own backwards gave, and any overflow skips the step.
@@ -696,7 +700,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         norm_type = check_number("norm_type", norm_type, above_zero=True)
         if not self.step_state.ranks.alone:
             self.step_state.ranks.check_norm_type(norm_type)
-        self._look_at_groups(verifies=False, rounds=False)  # the step does both
+        self._look_at_groups(verifies=False)  # the step looks
         of = None if params is None else self.params.chosen(params)
         if self.gradient_release:
             self.step_state.refuse("clip_master_grads")
@@ -783,7 +787,10 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             LossScaleError: ``max_consecutive_skips`` steps in a row were not finite.
             RuntimeError: Gradients came by a plain ``loss.backward()`` while the scale is not 1; they were written
                 where that can't count; the model was written and ``on_model_write="error"``; parameters changed dtype,
-                shape or device.
+                shape or device; or groups were changed after a check of the gradients.
+
+        Any other exception (Ctrl-C, an error of a hook) leaves the step whole, not begun, or stepped in part with a
+        warning that names the parameters: docs/engine.md.
 
         Syncs: not on the CPU or where the step skips on the device itself (torch's fused ones, and CUDA's
         one-pass steps); once elsewhere, where the decision is taken.
@@ -794,7 +801,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._look_at_groups(rounds=False)  # the step rounds masters
         if self.gradient_release:
             return self._step_released()
-        entered = self.step_state.stage
         check = self._finalize(write=not self._stepper.takes_scaled())
         if check is None:
             self.model_writes.write_edited()
@@ -806,15 +812,13 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self.model_writes.sync(waits=self._on_host)
             if closure is not None:
                 closure.before_step()
-        return self._write_step(entered, check, skipped, closure)
+        return self._write_step(check, skipped, closure)
 
-    def _write_step(
-        self, entered: Any, check: OverflowCheck, skipped: bool | Tensor, closure: EvaluatedClosure | None
-    ) -> Any:
+    def _write_step(self, check: OverflowCheck, skipped: bool | Tensor, closure: EvaluatedClosure | None) -> Any:
         """Step, or skip, and close the step. An exception from here on leaves it to :meth:`_finish_step`."""
         result = None
         try:
-            progress = self.step_state.begin_step(entered, check, skipped)
+            progress = self.step_state.begin_step(check, skipped)
             if skipped is True:
                 note_step(self.optimizer)
             else:
@@ -852,6 +856,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         own_masters(self.params, self.step_state, self.masters.mixed_in)
         if stepping.skipped is not True and not progress.has_begun():
             self.step_state.stop_step()
+            self.model_writes.write_edited()
             return
         progress.finish()
         self.masters.ties.clear()

@@ -130,7 +130,6 @@ def groups_changed() -> None:
     one.opt.backward(one.loss())
     one.opt.clip_master_grads(1.0)
     one.opt.add_param_group({"params": nn.Linear(2, 2).half().parameters()})
-    one.opt.step()
 
 
 class Alone:
@@ -187,6 +186,24 @@ def clipped_the_model() -> None:
     scaler.step(one.opt)
 
 
+def unscaled() -> Training:
+    """A training whose gradients torch's GradScaler has unscaled."""
+    one = Training()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(one.loss()).backward()
+    scaler.unscale_(one.opt)
+    return one
+
+
+def backward_after_unscale() -> None:
+    one = unscaled()
+    one.opt.backward(one.loss())
+
+
+def updated_after_unscale() -> None:
+    unscaled().opt.update_master_grads()
+
+
 def never_wrapped() -> None:
     model = nn.Linear(4, 2).half()
     scaler = GradScaler("cpu")
@@ -195,6 +212,12 @@ def never_wrapped() -> None:
 
 
 # -- the wrapped optimizer, the model ----------------------------------------------------------------------------------
+
+
+def meta() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(OrderedDict(fc=nn.Linear(4, 2)))
+    MixedPrecisionOptimizer(SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters())
 
 
 def wrapped_twice() -> None:
@@ -249,6 +272,12 @@ def model_swapped() -> None:
         one.step()
 
 
+def split_master_written() -> None:
+    one = Training(master_weights="split")
+    with torch.no_grad():
+        next(one.opt.master_params()).mul_(0.5)
+
+
 def model_converted() -> None:
     one = Training()
     one.model.float()
@@ -279,6 +308,59 @@ def not_finite() -> None:
     for master in one.opt.master_params():
         master.data.fill_(float("nan"))
     one.opt.write_masters()
+
+
+# -- stopped steps -----------------------------------------------------------------------------------------------------
+
+
+class Stopped(Exception):
+    """For Ctrl-C."""
+
+
+class Slow(SGD):
+    """Is stopped after it has stepped some parameters."""
+
+    left: float = float("inf")
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    if self.left == 0:
+                        raise Stopped
+                    self.left -= 1
+                    with torch.no_grad():
+                        param.sub_(param.grad, alpha=group["lr"])
+
+
+def in_two_groups(params: Any, lr: float) -> Slow:
+    return Slow([{"params": [param]} for param in params], lr=lr)
+
+
+def stopped_after_one(**options: Any) -> None:
+    one = Training(**options)
+    one.inner.left = 1
+    one.opt.backward(one.loss())
+    with pytest.raises(Stopped):
+        one.opt.step()
+
+
+def step_in_part() -> None:
+    stopped_after_one(optimizer=in_two_groups, master_weights="split")
+
+
+def unscaled_after_a_stop() -> None:
+    one = Training(Slow, grad_accumulation="fp32")
+    one.inner.left = 0
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(one.loss()).backward()
+    with pytest.raises(Stopped):
+        scaler.step(one.opt)
+    scaler.unscale_(one.opt)
+
+
+def step_cut() -> None:
+    stopped_after_one(optimizer=Slow)
 
 
 # -- skipped steps -----------------------------------------------------------------------------------------------------
@@ -347,18 +429,25 @@ PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "two scales": (R, two_scales),
     "scaled here and there": (R, scaled_here_and_there),
     "clipped the model": (R, clipped_the_model),
+    "backward after unscale_": (R, backward_after_unscale),
+    "updated after unscale_": (R, updated_after_unscale),
     "never wrapped": (V, never_wrapped),
+    "meta": (V, meta),
     "wrapped twice": (T, wrapped_twice),
     "behind the back": (R, behind_the_back),
     "evaluated twice": (R, evaluated_twice),
     "model written": (R, model_written),
     "model written and taken": (L, model_written_and_taken),
     "model swapped": (R, model_swapped),
+    "split master written": (R, split_master_written),
     "model converted": (R, model_converted),
     "no gradients": (L, no_gradients),
     "sums without backward": (L, sums_without_backward),
     "too large": (L, too_large),
     "not finite": (L, not_finite),
+    "step in part": (L, step_in_part),
+    "step cut": (L, step_cut),
+    "unscaled after a stop": (R, unscaled_after_a_stop),
     "calibrating": (L, calibrating),
     "rare": (L, rare),
     "in a row": (L, in_a_row),

@@ -96,12 +96,97 @@ def clips_the_model() -> None:
 
 
 def reads_the_model_s() -> None:
-    half, own = nn.Parameter(torch.ones(2).half()), nn.Parameter(torch.ones(2))
-    opt = MixedPrecisionOptimizer(SGD([half, own], lr=0.1), loss_scale=8.0)
-    opt.backward(half.float().sum() + own.sum())
-    assert [p.grad.tolist() for p in (half, own) if p.grad is not None] == [[8.0, 8.0], [8.0, 8.0]]
-    assert [p.grad.tolist() for p in opt.master_params() if p.grad is not None] == [[1.0, 1.0], [1.0, 1.0]]
-    assert [p.grad.tolist() for p in (half, own) if p.grad is not None] == [[8.0, 8.0], [8.0, 8.0]]
+    half, wide = nn.Parameter(torch.ones(2).half()), nn.Parameter(torch.ones(2))
+    opt = MixedPrecisionOptimizer(SGD([half, wide], lr=0.1), loss_scale=8.0)
+    opt.backward(half.float().sum() + wide.sum())
+    for call in (opt.update_master_grads, lambda: opt.clip_master_grads(1.0)):
+        assert [master.grad.tolist() for master in opt.master_params() if master.grad is not None] == [[1.0] * 2] * 2
+        call()
+        assert [p.grad.tolist() for p in (half, wide) if p.grad is not None] == [[8.0] * 2] * 2
+    opt.step()
+    assert [p.grad.tolist() for p in (half, wide) if p.grad is not None] == [[8.0] * 2] * 2
+    assert opt.stats()["grad_norm"] == 2.0
+
+
+def looks_for_the_model_s() -> None:
+    model = nn.Linear(4, 2)
+    opt = MixedPrecisionOptimizer(SGD(model.parameters(), lr=0.1))
+    models = {id(p) for p in model.parameters()}
+    assert not any(id(p) in models for p in opt.param_groups[0]["params"])
+    pairs = list(zip(opt.model_params(), opt.master_params(), strict=True))
+    assert [id(p) for p, _ in pairs] == [id(p) for p in model.parameters()]
+    assert all(p.data_ptr() == master.data_ptr() for p, master in pairs)
+
+
+def updates_after_unscale() -> None:
+    model, opt = make()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(loss_of(model)).backward()
+    scaler.unscale_(opt)
+    with pytest.raises(RuntimeError, match="would take scaled ones in their place"):
+        opt.update_master_grads()
+    for param, master in zip(opt.model_params(), opt.master_params(), strict=True):
+        assert param.grad is not None
+        assert master.grad is not None
+        assert torch.equal(param.grad.float(), 8.0 * master.grad)
+    scaler.step(opt)
+
+
+def gives_up_by_the_model() -> None:
+    model, opt = make()
+    for gives_up in (model.zero_grad, opt.zero_grad):
+        loss_of(model).backward()
+        opt.clip_master_grads(1e-3)
+        gives_up()
+        loss_of(model).backward()
+        if gives_up == model.zero_grad:
+            with pytest.raises(RuntimeError, match=r"To give the step up, call opt\.zero_grad\(\)"):
+                opt.step()
+            opt.zero_grad()
+        else:
+            opt.step()
+
+
+def changes_groups_after_a_clip() -> None:
+    model, opt = make(loss_scale=8.0)
+    opt.backward(loss_of(model))
+    opt.clip_master_grads(1.0)
+    with pytest.raises(RuntimeError, match="param_groups were changed between a check"):
+        opt.add_param_group({"params": nn.Linear(4, 2).half().parameters()})
+    assert len(opt.param_groups) == 1
+    opt.step()
+    opt.add_param_group({"params": nn.Linear(4, 2).half().parameters()})
+
+
+def clamps_split_masters() -> None:
+    model, opt = make(master_weights="split")
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match=r'refresh_masters\(\); or wrap with master_weights="full"'):
+            next(opt.master_params()).clamp_(-0.25, 0.25)
+        model.weight.clamp_(-0.25, 0.25)
+    opt.refresh_masters()
+    assert float(next(opt.master_params()).abs().max()) <= 0.25
+
+
+def writes_masters() -> None:
+    for call in ("zero_grad", "step", "state_dict", "write_masters"):
+        model, opt = make()
+        before = model.weight.detach().clone()
+        with torch.no_grad():
+            next(opt.master_params()).mul_(0.5)
+        assert torch.equal(model.weight, before)
+        getattr(opt, call)()
+        assert torch.equal(model.weight, 0.5 * before)
+
+
+def wraps_on_meta() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 2)
+    with pytest.raises(ValueError, match=r"group 0, param 0.*meta device"):
+        MixedPrecisionOptimizer(SGD(model.parameters(), lr=0.1))
+    model.to_empty(device="cpu")
+    model.reset_parameters()
+    MixedPrecisionOptimizer(SGD(model.parameters(), lr=0.1))
 
 
 def clamps_through_data() -> None:
@@ -425,20 +510,27 @@ ROWS: dict[str, Callable[..., None]] = {
     "`scaler.step(optimizer)`": never_wrapped,
     "`clip_grad_norm_(model.parameters(), 1.0)`, or": clips_the_model,
     "`p.grad` of the model": reads_the_model_s,
+    "`p` of `opt.param_groups`": looks_for_the_model_s,
     "`p.grad.data.clamp_(-1, 1)`": clamps_through_data,
     "`p.register_hook": clamps_in_a_hook,
     "`p.grad = g`": sets_gradients,
     "`clip_grad_norm_(model.parameters(), 1.0)` after `scaler": clips_the_model_under_a_grad_scaler,
+    "`opt.update_master_grads()`": updates_after_unscale,
     "`clip_grad_norm_(opt": clips_masters,
     "`opt.backward(loss)`": backward_after_a_clip,
+    "`model.zero_grad()`": gives_up_by_the_model,
+    "`opt.add_param_group": changes_groups_after_a_clip,
     "no `zero_grad()`": never_clears,
     "calls of `opt.step`": counts_calls,
     "`optimizer.step()`": steps_the_wrapped_one,
     "`opt.step(closure)`": evaluates_twice,
     '`gradient_release="held"`': holds_gradients,
+    "a model made under": wraps_on_meta,
     "`model.half()`": converts,
     "`model.load_state_dict": loads_the_model,
     "`p.data.clamp_": clamps_data,
+    "`p.clamp_(-c, c)`": clamps_split_masters,
+    "`p.mul_(0.5)`": writes_masters,
     "`with torch.no_grad(): p.clamp_": clamps_with_autograd_off,
     "`opt.load_state_dict": loads_plain_state,
     "`torch.optim.AdamW(...).load_state_dict": loads_into_a_plain_optimizer,

@@ -16,13 +16,27 @@ struct GuardKeys {
 };
 constexpr GuardKeys kGuardKeys;
 
+#if defined(FP16OPT_AVX512) || defined(FP16OPT_AVX2)
+// Modulo 2^32: every addition is an instruction, which wraps.
+FP16OPT_HD uint32_t sum_of(__m256i products) {
+    const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(products), _mm256_extracti128_si256(products, 1));
+    const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return uint32_t(_mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1))));
+}
+#endif
+
 // A bit for each of 64 words: whether they differ. `sum`: of the first words that do, and are not in `marked`, times their keys.
 #if defined(FP16OPT_AVX512)
-FP16OPT_HD uint32_t sum_of(__m512i products) { return uint32_t(_mm512_reduce_add_epi32(products)); }
+// Not by _mm512_reduce_add_epi32: compilers end it with an addition of two int, which may not overflow.
+FP16OPT_HD uint32_t sum_of(__m512i products) {
+    return sum_of(_mm256_add_epi32(_mm512_castsi512_si256(products), _mm512_extracti64x4_epi64(products, 1)));
+}
 FP16OPT_HD uint64_t differing(const uint16_t* a, const uint16_t* b, uint64_t marked, uint32_t& sum) {
+    // All loads stand before the comparisons: where a sanitizer calls a function at each load, gcc 12 keeps a mask over the
+    // call in 32 bits of memory, and reads back 64.
     const __m512i low = _mm512_loadu_si512(a), high = _mm512_loadu_si512(a + 32);
-    const uint64_t mask = _mm512_cmpneq_epu16_mask(low, _mm512_loadu_si512(b)) |
-                          uint64_t(_mm512_cmpneq_epu16_mask(high, _mm512_loadu_si512(b + 32))) << 32;
+    const __m512i low_after = _mm512_loadu_si512(b), high_after = _mm512_loadu_si512(b + 32);
+    const uint64_t mask = _mm512_cmpneq_epu16_mask(low, low_after) | uint64_t(_mm512_cmpneq_epu16_mask(high, high_after)) << 32;
     const uint64_t fresh = mask & ~marked;
     const __m512i first = _mm512_maskz_mov_epi16(__mmask32(fresh), low), second = _mm512_maskz_mov_epi16(__mmask32(fresh >> 32), high);
     sum = sum_of(_mm512_add_epi32(_mm512_madd_epi16(first, _mm512_load_si512(kGuardKeys.v)),
@@ -30,11 +44,6 @@ FP16OPT_HD uint64_t differing(const uint16_t* a, const uint16_t* b, uint64_t mar
     return mask;
 }
 #elif defined(FP16OPT_AVX2)
-FP16OPT_HD uint32_t sum_of(__m256i products) {
-    const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(products), _mm256_extracti128_si256(products, 1));
-    const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
-    return uint32_t(_mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1))));
-}
 // All bits of a lane, for each bit that is set.
 FP16OPT_HD __m256i spread_bits(uint32_t sixteen) {
     const __m256i each = _mm256_setr_epi16(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, -32768);

@@ -1,8 +1,8 @@
 """What steps changed in the model's weights: bits that passes mark, and what each tensor was when they were last taken.
 
 Every pass that rounds masters into weights reads the old ones first, where bits are kept, and marks the elements that
-get others. Other code may write weights too, and buffers, and parameters that are their own masters. That shows in
-guards: what the elements that are not marked add to one is known. Where it is another by now, the tensor is given
+get others. Other code may write weights too, and buffers, and parameters whose masters lie on their memory. That shows
+in guards: what the elements that are not marked add to one is known. Where it is another by now, the tensor is given
 whole.
 """
 

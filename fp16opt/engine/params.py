@@ -174,7 +174,7 @@ class ParamTable:
         return any([is_to_be_mastered(pair.model) for pair in self.unmastered])  # noqa: C419
 
     def put_masters_back(self, groups: list[dict[str, Any]]) -> None:
-        """Where groups hold a parameter of the model in the place of its own master, the master takes it again."""
+        """Where groups hold a parameter of the model in the place of its master, the master takes that again."""
         pairs = iter(self.all)
         for group in groups:
             for index, (param, pair) in enumerate(zip(group["params"], pairs, strict=False)):
@@ -243,7 +243,7 @@ class ParamTable:
         return gone
 
     def give_masters(self, pairs: Iterable[ParamPair], groups: list[dict[str, Any]], adopt: Adopt) -> None:
-        """Give masters to 16-bit parameters that were frozen when they came: a checkpoint has masters for them."""
+        """Give masters to 16-bit parameters that were frozen until now: a checkpoint has masters for them."""
         for pair in pairs:
             pair.master, pair.is_apart = adopt(pair.model)
             groups[pair.group]["params"][pair.index] = pair.master

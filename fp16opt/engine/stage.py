@@ -190,13 +190,11 @@ class Stepping(NamedTuple):
 
     Attributes:
         before: the stage whose gradients are stepped.
-        entered: the stage in which ``step`` was called: it stands again where nothing was written.
         skipped: the decision: known, or the device's flag (float32, 0-dim).
         progress: what was written so far. This one object is filled as the step goes on.
     """
 
     before: Any
-    entered: Any
     check: OverflowCheck
     skipped: bool | Tensor
     progress: Progress

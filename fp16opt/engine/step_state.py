@@ -199,6 +199,13 @@ class StepState:
     def _refuse_writes(self, written: list[int], grads: Grads) -> None:
         stage = self.stage
         names = describe([self.params.names[i] for i in written])
+        if type(stage) is Summed:
+            raise RuntimeError(
+                f"the model's gradients were written after they were folded into FP32 sums: {names}. Edit the sums, which "
+                "are the gradients of opt.master_params(), or clip by clip_master_grads(max_norm). To have a plain "
+                "backward count, run it by backward(loss) of this optimizer, or call update_master_grads() after it. To "
+                "give the step up, call opt.zero_grad()."
+            )
         if stage.scale.is_told or getattr(stage, "is_divided", False):
             raise RuntimeError(
                 f"the model's gradients were written after unscale_: {names}. They are not read again before the step. "
@@ -276,7 +283,7 @@ class StepState:
         losses = losses if loss is None else (*losses, loss)
         if type(stage) is Ready:
             made = self._begin_step(stage, scaler, grads, may_clear)
-        elif type(stage) is not Summed and (self.sums or not stage.scale.is_current(scaler)):
+        elif type(stage) is not Summed and not stage.scale.is_current(scaler):
             made = self._start_summing(stage, grads)
         else:
             made = stage
@@ -357,8 +364,7 @@ class StepState:
 
     def waits_for_reduction(self) -> bool:
         """Whether gradients were made under DDP's no_sync, and are to be reduced by a later backward."""
-        sums = type(self.stage) is Summed or (self.sums and type(self.stage) is Ready)
-        return self.replicas.local and not sums
+        return self.replicas.local and not (self.sums or type(self.stage) is Summed)
 
     def waits_for_step(self) -> bool:
         """Whether gradients do. READY where they were cleared, in whatever way: an abandoned batch."""
@@ -411,7 +417,11 @@ class StepState:
         if stage.holds_true:
             self.gradients.forget_true()
         self.gradients.release()
-        self.stage = Scaled(scale)  # they have added up in the model, where the user, or a trainer, goes on to see them
+        if self.sums:
+            self.stage = self._new_sums(scale)._replace(pending=True)
+            self._fold(self.stage)
+        else:
+            self.stage = Scaled(scale)
         return True
 
     def _not_zero(self, grads: Grads) -> list[str]:
@@ -538,16 +548,14 @@ class StepState:
             self.take_external(scaler=self._scaler())
         if type(self.stage) in (Ready, Interrupted, Summed):
             self.look()
+            if type(self.stage) is Summed:
+                self._refuse_after_unscaling(self.stage)
             self._check_reduced()
             return
         stage = self.stage
         grads = raw_grads(self.params.models)
-        if type(stage) is not Scaled and (stage.scale.is_told or getattr(stage, "is_divided", False)):
-            raise RuntimeError(
-                "update_master_grads() was called after a GradScaler has unscaled this step's gradients, and would "
-                "take scaled ones in their place. To clip, clip opt.master_params(); to give the step up, call "
-                "opt.zero_grad()."
-            )
+        if type(stage) is not Scaled:
+            self._refuse_after_unscaling(stage)
         if self._are_cleared(grads):
             self.reset(keeps_true=False)
             return
@@ -556,6 +564,15 @@ class StepState:
         self._check_reduced()
         scaled = Scaled(self.stage.scale, None, stage.losses)
         self._check(scaled, grads, True)
+
+    def _refuse_after_unscaling(self, stage: Any) -> None:
+        """Raise where a GradScaler has unscaled the gradients, which are not read again."""
+        if stage.scale.is_told or getattr(stage, "is_divided", False):
+            raise RuntimeError(
+                "update_master_grads() was called after a GradScaler has unscaled this step's gradients, and would "
+                "take scaled ones in their place. To clip, clip opt.master_params(); to give the step up, call "
+                "opt.zero_grad()."
+            )
 
     def _check_reduced(self) -> None:
         if self.waits_for_reduction():
@@ -937,14 +954,10 @@ class StepState:
         stage = self.standing
         return self.gradients.to_step(device, stage.waiting if type(stage) is Checked else None)
 
-    def begin_step(self, entered: Any, check: OverflowCheck, skipped: bool | Tensor) -> Progress:
-        """STEPPING: from here on something is written, and a master's ``.grad`` is the tensor that is there.
-
-        Args:
-            entered: the stage in which ``step`` was called.
-        """
+    def begin_step(self, check: OverflowCheck, skipped: bool | Tensor) -> Progress:
+        """STEPPING: from here on something is written, and a master's ``.grad`` is the tensor that is there."""
         progress = Progress()
-        self.stage = Stepping(self.stage, entered, check, skipped, progress)
+        self.stage = Stepping(self.stage, check, skipped, progress)
         return progress
 
     def due(self) -> list[int]:
@@ -973,7 +986,7 @@ class StepState:
         stage = self.stage
         if type(stage) is Summed:
             edited = stage.true_stamp.compare(raw_grads(self.params.masters))
-            return stage.is_closed or stage.is_divided or any(edited)
+            return stage.is_closed or stage.is_divided or stage.scale.is_told or any(edited)
         return type(stage) in (Checked, Unscaled) and not self._are_cleared(raw_grads(self.params.models))
 
     def require_open(self, strictly: bool = False) -> None:

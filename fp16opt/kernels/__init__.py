@@ -7,7 +7,7 @@ are served by a compiled kernel where there is one (:func:`backend`), all others
 with the same bits.
 
 Version counters move for the tensors that autograd or users see change: ``outs``, tensors scaled in place, 16-bit
-params, parameters that are their own masters, statistics; not for optimizer state, step counters and float32 masters
+params, weights that are stepped where they lie, statistics; not for optimizer state, step counters and float32 masters
 where 16-bit models are stepped along with them, as in torch's own fused steps.
 
 Every function takes ``cache``, a :class:`CallCache` of the call site, to save time by skipping checks made before.

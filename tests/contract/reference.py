@@ -1,7 +1,7 @@
 """One training step of the contract in plain torch, to be read from top to bottom; it knows nothing of the library.
 
 A model's gradient is what autograd left for a scaled loss, in the parameter's dtype. A master is FP32 (FP64 for an FP64
-parameter, which is its own master). Nothing here is fast and nothing is in place.
+parameter). Nothing here is fast and nothing is in place.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ def total_norm(grads: Grads, norm_type: float = 2.0) -> float:
 
 
 def clip_factor(norm: float, max_norm: float) -> Tensor:
-    """torch.nn.utils.clip_grad_norm_'s, in FP32."""
-    factor = torch.tensor(max_norm, dtype=torch.float32) / (torch.tensor(norm, dtype=torch.float32) + 1e-6)
-    return factor.clamp(max=1.0)
+    """torch.nn.utils.clip_grad_norm_'s, in FP32: a number over a tensor is the number times the tensor's reciprocal."""
+    return (max_norm / (torch.tensor(norm, dtype=torch.float32) + 1e-6)).clamp(max=1.0)
 
 
 def clipped(grads: Grads, norm: float, max_norm: float) -> list[Tensor | None]:

@@ -120,6 +120,20 @@ def test_an_expanded_parameter_is_refused_by_name(dtype: torch.dtype, shape: tup
         _wrap([one])
 
 
+@every_mode
+@pytest.mark.parametrize("dtype", [HALF, torch.float32], ids=str)
+def test_a_parameter_on_the_meta_device_is_refused_by_name(mode: Mode, dtype: torch.dtype) -> None:
+    """It has no memory that a master could be made of: the model is materialised first."""
+    real, meta = nn.Parameter(torch.ones(4, dtype=dtype)), nn.Parameter(torch.ones(4, dtype=dtype, device="meta"))
+    said = r"second\.weight.*meta device\. Materialise the model first"
+    with pytest.raises(ValueError, match=said):
+        _wrap([real, meta], mode)
+    opt = _wrap([real], mode)
+    with pytest.raises(ValueError, match=r"meta device\. Materialise the model first"):
+        opt.add_param_group({"params": [meta]})
+    assert len(opt.param_groups) == 1
+
+
 def test_a_refused_construction_leaves_the_optimizer_as_it_was() -> None:
     a, b = _slices(HALF)
     inner = SGD([a, b], lr=0.5)

@@ -18,7 +18,6 @@ from contract.worlds import (
     ALL,
     FUSED,
     INF,
-    KEEPS,
     MIXED_FUSED,
     MIXED_WRAPPED,
     NAN,
@@ -30,6 +29,7 @@ from contract.worlds import (
     every_scale,
     every_scale_but_one,
     every_setting,
+    every_setting_that_keeps_gradients,
     every_way,
     instead,
     times,
@@ -55,7 +55,9 @@ def test_they_are_fp32_in_the_order_of_the_groups() -> None:
     assert [m.dtype for m in world.masters] == [torch.float32] * 3
     assert [m.shape for m in world.masters] == [p.shape for p in world.params]
     assert all(a is b for a, b in zip(world.opt.model_params(), world.params, strict=True))
-    assert world.masters[world.single()] is world.params[world.single()]
+    assert not {id(m) for m in world.masters} & {id(p) for p in world.params}
+    lies_on = [m.data_ptr() == p.data_ptr() for m, p in zip(world.masters, world.params, strict=True)]
+    assert lies_on == [p.dtype is torch.float32 for p in world.params]
     assert all(a is b for a, b in zip(world.opt.param_groups[0]["params"], world.masters, strict=True))
 
 
@@ -77,30 +79,47 @@ def test_handing_them_out_computes_nothing(mode: Mode, handed: str) -> None:
 @every_setting
 @every_way
 def test_reading_shows_true_fp32_gradients(mode: Mode, scale: str, how: str) -> None:
-    """Those of FP32 parameters are true once one of a 16-bit parameter was read."""
     world = World(mode, scale)
     world.leave(how, GRADS)
     world.check_master_grads(GRADS)
     world.expect_step(GRADS)
 
 
-@every_mode_that_keeps_gradients
-def test_reading_leaves_the_models_16_bit_gradients(mode: Mode) -> None:
-    world = World(mode)
+@every_setting_that_keeps_gradients
+@pytest.mark.parametrize("i", [0, 1, 2])
+def test_any_one_may_be_read_first(mode: Mode, scale: str, i: int) -> None:
+    world = World(mode, scale)
     world.backward(GRADS)
-    i = world.half()
-    assert world.masters[i].grad is not None
-    assert torch.equal(world.params[i].grad, (GRADS[i] * 64).half())
+    assert torch.equal(world.masters[i].grad, GRADS[i])
+    world.expect_step(GRADS)
+
+
+@every_setting_that_keeps_gradients
+@every_way
+def test_reading_leaves_the_models_gradients_scaled(mode: Mode, scale: str, how: str) -> None:
+    """Of every dtype: the model's ``.grad`` and its master's are never one tensor."""
+    world = World(mode, scale)
+    world.leave(how, GRADS)
+    before = [p.grad for p in world.params]
+    world.check_master_grads(GRADS)
+    for p, grad, true in zip(world.params, before, GRADS, strict=True):
+        assert p.grad is grad
+        assert torch.equal(grad, (true * world.scale).to(p.dtype))
+    assert all(m.grad.data_ptr() != p.grad.data_ptr() for m, p in zip(world.masters, world.params, strict=True))
+    world.expect_step(GRADS)
+    for p, true in zip(world.params, GRADS, strict=True):
+        assert torch.equal(p.grad, (true * 64).to(p.dtype) if scale != "one" else true.to(p.dtype))
 
 
 @with_masters
-def test_one_that_was_held_from_before_shows_them_too(mode: Mode) -> None:
+@pytest.mark.parametrize("i", [0, 1])
+def test_one_that_was_held_from_before_shows_them_too(mode: Mode, i: int) -> None:
     world = World(mode)
     held = world.masters
     for grads in (GRADS, MORE):
         world.opt.zero_grad()
         world.backward(grads)
-        assert torch.equal(held[world.half()].grad, grads[world.half()])
+        assert torch.equal(held[i].grad, grads[i])
         world.expect_step(grads)
 
 
@@ -119,16 +138,15 @@ def test_those_that_were_made_stay_readable_after_the_step(mode: Mode) -> None:
     world.backward(GRADS)
     world.check_master_grads(GRADS)
     world.expect_step(GRADS)
-    i = world.half()
-    assert torch.equal(world.masters[i].grad, GRADS[i])
+    world.check_master_grads(GRADS)
     world.opt.zero_grad()
-    assert world.masters[i].grad is None
+    assert [m.grad for m in world.masters] == [None] * 3
 
 
 @every_mode_that_keeps_gradients
-def test_a_gradient_of_the_step_before_the_last_is_not_shown(mode: Mode) -> None:
+@pytest.mark.parametrize("i", [0, 1])
+def test_a_gradient_of_the_step_before_the_last_is_not_shown(mode: Mode, i: int) -> None:
     world = World(mode)
-    i = world.half()
     for grads in (GRADS, instead(GRADS, i, None)):
         world.model_zero_grad()
         world.backward(grads)
@@ -138,7 +156,7 @@ def test_a_gradient_of_the_step_before_the_last_is_not_shown(mode: Mode) -> None
     assert world.masters[i].grad is None
 
 
-@by([mode for mode in KEEPS if not mode.is_mixed])
+@every_mode_that_keeps_gradients
 def test_at_a_scale_of_one_those_of_a_later_plain_backward_are_shown(mode: Mode) -> None:
     world = World(mode, "one")
     world.backward(GRADS)
@@ -160,16 +178,16 @@ def test_after_a_plain_backward_and_a_step_those_of_an_earlier_step_are_gone(mod
     world.model_zero_grad()
     world.loss(MORE).backward()
     world.expect_step(MORE)
-    i = world.half()
-    shown = world.masters[i].grad
-    assert shown is None or torch.equal(shown, MORE[i])
-    assert (shown is None) == (mode is not WRAPPED)
+    if mode is WRAPPED:
+        world.check_master_grads(MORE)
+    else:
+        assert [m.grad for m in world.masters] == [None] * 3
 
 
 @pytest.mark.parametrize("arguments", [{"fused_step": False}, {}, {"grad_accumulation": "fp32"}], ids=str)
 @pytest.mark.parametrize("how", ["unstamped", "scale_loss"])
 def test_torchs_clip_lists_an_fp32_gradient_before_it_reads_a_16_bit_one(arguments: dict[str, Any], how: str) -> None:
-    """The one that it has in hand is made true in place."""
+    """All are made true by the first that it reads."""
     params = [nn.Parameter(torch.ones(1, dtype=dtype)) for dtype in (torch.float32, torch.float16)]
     opt = MixedPrecisionOptimizer(SGD(params, lr=1.0), loss_scale=64.0, **arguments)
     for k in range(2):
@@ -205,10 +223,10 @@ EDITS: dict[str, Callable[[Tensor], object]] = {
 @by(HAVE_MASTERS)
 @every_scale
 @pytest.mark.parametrize("edit", EDITS)
-def test_what_is_edited_there_is_stepped(mode: Mode, scale: str, edit: str) -> None:
+@pytest.mark.parametrize("i", [0, 1])
+def test_what_is_edited_there_is_stepped(mode: Mode, scale: str, edit: str, i: int) -> None:
     world = World(mode, scale)
     world.backward(GRADS)
-    i = world.half()
     EDITS[edit](world.masters[i])
     edited = instead(GRADS, i, GRADS[i] * 0.5)
     world.check_master_grads(edited)
@@ -236,9 +254,9 @@ def test_torchs_clip_after_the_wrappers_goes_on_from_it(mode: Mode) -> None:
 
 @with_masters
 @pytest.mark.parametrize("value", [INF, NAN])
-def test_an_edit_that_is_not_finite_skips_and_one_that_mends_does_not(mode: Mode, value: float) -> None:
+@pytest.mark.parametrize("i", [0, 1])
+def test_an_edit_that_is_not_finite_skips_and_one_that_mends_does_not(mode: Mode, value: float, i: int) -> None:
     world = World(mode, "dynamic")
-    i = world.half()
     world.backward(GRADS)
     world.masters[i].grad[-1] = value
     world.expect_skip()
@@ -249,12 +267,17 @@ def test_an_edit_that_is_not_finite_skips_and_one_that_mends_does_not(mode: Mode
 
 
 @by([MIXED_WRAPPED, MIXED_FUSED])
-def test_the_gradient_of_an_fp32_parameter_may_be_edited_once_it_is_true(mode: Mode) -> None:
+def test_the_models_own_gradient_of_an_fp32_parameter_is_not_what_is_stepped(mode: Mode) -> None:
+    """An edit after the check is refused, as in 16 bits."""
     world = World(mode)
     world.backward(GRADS)
     world.opt.update_master_grads()
     i = world.single()
     world.params[i].grad.mul_(0.5)
+    with pytest.raises(RuntimeError, match=world.names[i] + r".*update_master_grads\(\)"):
+        world.opt.step()
+    world.check()
+    world.opt.update_master_grads()
     world.expect_step(instead(GRADS, i, GRADS[i] * 0.5))
 
 
@@ -263,21 +286,21 @@ def test_the_gradient_of_an_fp32_parameter_may_be_edited_once_it_is_true(mode: M
 
 @with_masters
 @every_scale
-def test_a_gradient_that_is_set_between_backward_and_step_counts(mode: Mode, scale: str) -> None:
+@pytest.mark.parametrize("i", [0, 1])
+def test_a_gradient_that_is_set_between_backward_and_step_counts(mode: Mode, scale: str, i: int) -> None:
     """Before any was read, too; the others are unscaled."""
     world = World(mode, scale)
     world.backward(GRADS)
-    i = world.half()
     world.masters[i].grad = MORE[i].clone()
     world.expect_step(instead(GRADS, i, MORE[i]))
 
 
 @with_masters
 @every_scale
-def test_one_that_is_set_to_none_is_left_alone(mode: Mode, scale: str) -> None:
+@pytest.mark.parametrize("i", [0, 1])
+def test_one_that_is_set_to_none_is_left_alone(mode: Mode, scale: str, i: int) -> None:
     world = World(mode, scale, weight_decay=0.125)
     world.backward(GRADS)
-    i = world.half()
     world.masters[i].grad = None
     world.expect_step(instead(GRADS, i, None))
 
@@ -344,3 +367,116 @@ def test_nothing_holds_a_cycle() -> None:
     finally:
         gc.enable()
     assert master.grad is None or master.grad.tolist() == [1.0] * 3
+
+
+# -- those of FP32 and FP64 parameters, which lie on the weights' memory -----------------------------------------------
+
+WIDE = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+STEPS = pytest.mark.parametrize(
+    "arguments",
+    [{}, {"fused_step": False}, {"grad_accumulation": "fp32"}, {"master_weights": "split"}, {"master_weights": "none"}],
+    ids=["one pass", "wrapped", "sums", "split", "none"],
+)
+
+
+def _wide(dtype: torch.dtype, **arguments: Any) -> tuple[nn.Parameter, MixedPrecisionOptimizer]:
+    weight = nn.Parameter(torch.ones(4, dtype=dtype))
+    return weight, MixedPrecisionOptimizer(SGD([weight], lr=0.5, momentum=0.5), loss_scale=8.0, **arguments)
+
+
+def _train(weight: Tensor, opt: MixedPrecisionOptimizer) -> None:
+    opt.zero_grad()
+    opt.backward(weight.sum())
+    opt.step()
+
+
+@WIDE
+@STEPS
+def test_on_the_weights_memory_a_write_of_either_is_a_write_of_both(
+    dtype: torch.dtype, arguments: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """No copy, no rounding, one version counter: and so no write behind the optimizer's back."""
+    weight, opt = _wide(dtype, **arguments)
+    (master,) = opt.master_params()
+    assert master is not weight
+    assert (master.dtype, master.data_ptr()) == (dtype, weight.data_ptr())
+    with torch.no_grad():
+        weight.fill_(2.0 + 2.0**-20)
+        assert master.tolist() == [2.0 + 2.0**-20] * 4
+        assert master._version == weight._version
+        if "split" not in arguments.values():
+            master.fill_(3.0)
+            assert weight.tolist() == [3.0] * 4
+            assert master._version == weight._version
+        weight.data.fill_(1.0)
+    caplog.clear()  # of what is said of a static scale
+    _train(weight, opt)
+    assert weight.tolist() == master.tolist() == [0.5] * 4
+    assert caplog.records == []
+    assert opt.stats()["model_writes_taken"] == 0
+
+
+@WIDE
+@STEPS
+@pytest.mark.parametrize("when", ["at first", "after a step", "after backward"])
+def test_a_master_follows_where_the_weights_memory_was_replaced(
+    dtype: torch.dtype, arguments: dict[str, Any], when: str
+) -> None:
+    """``weight.data = other``: that memory is the only truth, and the old one is left as it is."""
+    weight, opt = _wide(dtype, **arguments)
+    if when == "after a step":
+        _train(weight, opt)
+        opt.state[weight]["momentum_buffer"].zero_()
+    if when == "after backward":
+        opt.backward(weight.sum())
+    old = weight.data
+    before = old.clone()
+    weight.data = torch.full((4,), 4.0, dtype=dtype)
+    if when == "after backward":
+        opt.step()
+    else:
+        _train(weight, opt)
+    (master,) = opt.master_params()
+    assert master.data_ptr() == weight.data_ptr() != old.data_ptr()
+    assert weight.tolist() == master.tolist() == [3.5] * 4
+    assert torch.equal(old, before)
+    _train(weight, opt)
+    assert weight.tolist() == [3.5 - 0.5 * 1.5] * 4
+    with torch.no_grad():
+        weight.add_(1.0)
+    assert master._version == weight._version
+
+
+@STEPS
+def test_an_fp32_model_trains_as_the_plain_optimizer_does(arguments: dict[str, Any]) -> None:
+    """Masters on the weights' memory change no bit."""
+    ours, plain = (nn.Parameter(torch.linspace(-1.0, 1.0, 7)) for _ in range(2))
+    opt = MixedPrecisionOptimizer(SGD([ours], lr=0.25, momentum=0.5), loss_scale=64.0, **arguments)
+    other = SGD([plain], lr=0.25, momentum=0.5)
+    for _ in range(3):
+        for p, one in ((ours, opt), (plain, other)):
+            one.zero_grad()
+            loss = (p * torch.linspace(0.5, 2.0, 7)).sum()
+            one.backward(loss) if isinstance(one, MixedPrecisionOptimizer) else loss.backward()
+            one.step()
+    assert torch.equal(ours.detach(), plain.detach())
+
+
+@by([WRAPPED, FUSED, MIXED_FUSED])
+def test_a_wrapped_optimizer_that_reads_them_in_its_step_gets_what_is_there(mode: Mode) -> None:
+    """No master's ``.grad`` computes anything while the engine itself is at work."""
+    seen: list[list[Tensor | None]] = []
+
+    class Reads(SGD):
+        def step(self, closure: Any = None) -> Any:
+            seen.append([None if p.grad is None else p.grad.clone() for p in self.param_groups[0]["params"]])
+            return super().step(closure)
+
+    world = World(mode, make=lambda params, **options: Reads(params, lr=0.25, foreach=False, **options))
+    seen.clear()
+    world.backward(instead(GRADS, 2, None))
+    world.expect_step(instead(GRADS, 2, None))
+    of_the_engine, of_the_reference = seen
+    assert str(of_the_engine) == str(of_the_reference)
+    for got, want in zip(of_the_engine, instead(GRADS, 2, None), strict=True):
+        assert (got is None) if want is None else torch.equal(got, want)

@@ -216,20 +216,201 @@ def test_a_parameter_that_is_unfrozen_gets_a_master(fused_step: Any, accumulatio
     assert [m.dtype for m in opt.master_params()] == [torch.float32] * 2
 
 
+# -- between a check and its step --------------------------------------------------------------------------------------
+
+CHECKS: dict[str, Any] = {
+    "clip": lambda opt: opt.clip_master_grads(1e6),
+    "clip of values": lambda opt: opt.clip_master_values(1e6),
+    "the door": lambda opt: opt.update_master_grads(),
+    "a read": lambda opt: next(opt.master_params()).grad,
+}
+CHANGES: dict[str, Any] = {
+    "one is added": lambda groups: groups[0]["params"].append(weight(3)),
+    "a group is added": lambda groups: groups.append({**groups[0], "params": [weight(3)]}),
+    "one is gone": lambda groups: groups[0]["params"].pop(),
+    "another order": lambda groups: groups[0]["params"].reverse(),
+    "one in another's place": lambda groups: groups[0]["params"].__setitem__(0, weight(4)),
+}
+CALLS: dict[str, Any] = {
+    "step": lambda opt: opt.step(),
+    "clip": lambda opt: opt.clip_master_grads(1.0),
+    "the door": lambda opt: opt.update_master_grads(),
+    "state_dict": lambda opt: opt.state_dict(),
+    "scale_loss": lambda opt: opt.scale_loss(torch.ones(())),
+}
+SAYS = r"param_groups were changed between a check .*Put them back as they were; or .*opt\.zero_grad\(\)"
+
+
 @STEPS
-def test_between_clip_and_step_nothing_may_be_added(fused_step: Any) -> None:
-    """Neither the norm nor the check has seen it."""
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_between_a_check_and_its_step_groups_may_not_change(fused_step: Any, check: str, change: str) -> None:
+    """Neither the norm nor the check has seen it: the next call raises before it does anything."""
+    first, second = weight(4), weight(2)
+    opt = MixedPrecisionOptimizer(sgd([first, second]), loss_scale=64.0, fused_step=fused_step)
+    opt.backward(first.float().sum() + second.float().sum())
+    CHECKS[check](opt)
+    CHANGES[change](opt.param_groups)
+    for call in CALLS.values():
+        with pytest.raises(RuntimeError, match=SAYS):
+            call(opt)
+    assert first.tolist() + second.tolist() == [1.0] * 6
+    assert opt.stats()["steps"] == 0
+    opt.zero_grad()
+    held = list(opt.model_params())
+    assert all(p.grad is None for p in held)
+    assert [p.dtype for p in opt.master_params()] == [torch.float32] * len(held)
+    train(opt, *held)
+    assert all(p.tolist() == [1.5] * len(p) for p in held)
+
+
+@STEPS
+@pytest.mark.parametrize("check", CHECKS)
+def test_groups_that_are_put_back_are_no_change(fused_step: Any, check: str) -> None:
+    first, second = weight(4), weight(2)
+    opt = MixedPrecisionOptimizer(sgd([first, second]), loss_scale=64.0, fused_step=fused_step)
+    opt.backward(((first.float() - 3.0) ** 2).sum() + ((second.float() - 3.0) ** 2).sum())
+    CHECKS[check](opt)
+    gone = opt.param_groups[0]["params"].pop()
+    with pytest.raises(RuntimeError, match=SAYS):
+        opt.step()
+    opt.param_groups[0]["params"].append(gone)
+    opt.step()
+    assert first.tolist() + second.tolist() == [1.5] * 6
+
+
+@STEPS
+@pytest.mark.parametrize("check", CHECKS)
+def test_between_a_check_and_its_step_add_param_group_raises_before_it_adds(fused_step: Any, check: str) -> None:
     first, late = weight(4), weight(3)
     opt = MixedPrecisionOptimizer(sgd([first]), loss_scale=64.0, fused_step=fused_step)
-    opt.backward(first.float().sum())
-    opt.clip_master_grads(1.0)
-    opt.param_groups[0]["params"].append(late)
-    with pytest.raises(RuntimeError):
-        opt.step()
-    assert first.tolist() == [1.0] * 4
+    opt.backward(((first.float() - 3.0) ** 2).sum())
+    CHECKS[check](opt)
+    with pytest.raises(RuntimeError, match=SAYS):
+        opt.add_param_group({"params": [late]})
+    assert len(opt.param_groups) == 1
+    opt.step()
+    assert first.tolist() == [1.5] * 4
+    opt.add_param_group({"params": [late]})
     opt.zero_grad()
-    train(opt, first, late)
-    assert late.tolist() == [1.5] * 3
+    opt.backward(((late.float() - 3.0) ** 2).sum())
+    opt.step()
+    assert (first.tolist(), late.tolist()) == ([1.5] * 4, [1.5] * 3)
+
+
+@STEPS
+@pytest.mark.parametrize("check", CHECKS)
+def test_unfreezing_between_a_check_and_its_step_is_no_change(fused_step: Any, check: str) -> None:
+    """What the check has not seen is left alone, and trains from the next step on."""
+    first, frozen = weight(4), weight(3)
+    frozen.requires_grad_(False)
+    opt = MixedPrecisionOptimizer(sgd([first, frozen]), loss_scale=64.0, fused_step=fused_step)
+    opt.backward(((first.float() - 3.0) ** 2).sum())
+    CHECKS[check](opt)
+    frozen.requires_grad_(True)
+    opt.step()
+    assert (first.tolist(), frozen.tolist()) == ([1.5] * 4, [1.0] * 3)
+    train(opt, first, frozen)
+    assert frozen.tolist() == [1.5] * 3
+
+
+# -- reading them ------------------------------------------------------------------------------------------------------
+
+
+@STEPS
+@DTYPES
+@pytest.mark.parametrize("how", ["unfrozen", "appended", "assigned"])
+def test_reading_param_groups_brings_them_up_to_date(fused_step: Any, dtype: torch.dtype, how: str) -> None:
+    """torch's ``unscale_`` reads them before any call of the wrapper: it must find masters."""
+    first, second = weight(4, dtype), weight(3, dtype)
+    second.requires_grad_(how != "unfrozen")
+    given = [first] if how == "appended" else [first, second]
+    opt = MixedPrecisionOptimizer(sgd(given), fused_step=fused_step)
+    if how == "unfrozen":
+        second.requires_grad_(True)
+    elif how == "appended":
+        opt.optimizer.param_groups[0]["params"].append(second)
+    else:
+        opt.optimizer.param_groups[0]["params"] = [second, first]
+    (group,) = opt.param_groups
+    assert [p.dtype for p in group["params"]] == [torch.float32] * 2
+    assert not {id(p) for p in group["params"]} & {id(first), id(second)}
+    assert all(a is b for a, b in zip(group["params"], opt.master_params(), strict=True))
+    want = [second, first] if how == "assigned" else [first, second]
+    assert all(a is b for a, b in zip(opt.model_params(), want, strict=True))
+
+
+# -- frozen parameters -------------------------------------------------------------------------------------------------
+
+EVERY_STEP = pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"fused_step": False},
+        {"grad_accumulation": "fp32"},
+        {"master_weights": "split"},
+        {"master_weights": "split", "fused_step": False},
+        {"master_weights": "split24"},
+        {"master_weights": "none"},
+    ],
+    ids=lambda arguments: "-".join(map(str, arguments.values())) or "one pass",
+)
+
+
+def _plain_sgd(params: Any) -> SGD:
+    return SGD(params, lr=0.25, foreach=False)
+
+
+@EVERY_STEP
+@DTYPES
+@pytest.mark.parametrize("look", ["nothing", *CHECKS])
+def test_a_parameter_frozen_again_between_backward_and_step_is_stepped(
+    arguments: dict[str, Any], dtype: torch.dtype, look: str
+) -> None:
+    """As in torch: it has a gradient."""
+    first, second = weight(4, dtype), weight(3, dtype)
+    opt = MixedPrecisionOptimizer(_plain_sgd([first, second]), loss_scale=64.0, **arguments)
+    opt.backward(first.float().sum() + second.float().sum())
+    second.requires_grad_(False)
+    if look != "nothing":
+        CHECKS[look](opt)
+    opt.step()
+    assert (first.tolist(), second.tolist()) == ([0.75] * 4, [0.75] * 3)
+    opt.zero_grad()
+    opt.backward(first.float().sum())
+    opt.step()
+    assert (first.tolist(), second.tolist()) == ([0.5] * 4, [0.75] * 3)
+
+
+@EVERY_STEP
+@DTYPES
+@pytest.mark.parametrize("look", ["nothing", *CHECKS])
+@pytest.mark.parametrize("when", ["before wrapping", "after wrapping"])
+def test_a_frozen_parameter_with_a_gradient_is_stepped(
+    arguments: dict[str, Any], dtype: torch.dtype, look: str, when: str
+) -> None:
+    """As in torch: its gradient came from the user, who sets it by hand. It gets a master for that."""
+    first, frozen = weight(4, dtype), weight(3, dtype).requires_grad_(False)
+    if when == "before wrapping":
+        frozen.grad = torch.ones_like(frozen)
+    opt = MixedPrecisionOptimizer(_plain_sgd([first, frozen]), **arguments)
+    first.grad, frozen.grad = torch.ones_like(first), torch.ones_like(frozen)
+    if look != "nothing":
+        CHECKS[look](opt)
+    opt.step()
+    assert (first.tolist(), frozen.tolist()) == ([0.75] * 4, [0.75] * 3)
+    assert [id(m) for m in opt.param_groups[0]["params"]] != [id(first), id(frozen)]
+    assert not any(m is frozen for m in opt.param_groups[0]["params"])
+
+
+@EVERY_STEP
+def test_a_frozen_parameter_that_never_had_a_gradient_has_no_master_and_stays(arguments: dict[str, Any]) -> None:
+    first, frozen = weight(4), weight(3).requires_grad_(False)
+    opt = MixedPrecisionOptimizer(_plain_sgd([first, frozen]), loss_scale=64.0, **arguments)
+    opt.backward(first.float().sum())
+    opt.step()
+    assert (first.tolist(), frozen.tolist()) == ([0.75] * 4, [1.0] * 3)
+    assert opt.param_groups[0]["params"][1] is frozen
 
 
 @STEPS
@@ -280,6 +461,19 @@ def test_state_of_a_model_parameter_is_its_masters(fused_step: Any, dtype: torch
     assert first in opt.state
     assert opt.state.get(first) is opt.state[master]
     assert len(opt.state) == 1
+
+
+@STEPS
+@DTYPES
+def test_state_of_a_frozen_parameter_is_its_masters_once_it_trains(fused_step: Any, dtype: torch.dtype) -> None:
+    """What was written there before is what is stepped: no dict that nobody reads."""
+    first, frozen = weight(4, dtype), weight(3, dtype).requires_grad_(False)
+    opt = MixedPrecisionOptimizer(sgd([first, frozen]), loss_scale=64.0, fused_step=fused_step)
+    opt.state[frozen]["momentum_buffer"] = torch.ones(3)
+    frozen.requires_grad_(True)
+    train(opt, first, frozen)  # the gradient is -4: buffer 0.5 - 4, times 0.125
+    assert frozen.tolist() == [1.4375] * 3
+    assert opt.state[frozen] is opt.state[list(opt.master_params())[1]]
 
 
 @STEPS

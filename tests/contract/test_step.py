@@ -274,16 +274,16 @@ def test_a_gradient_where_there_was_none_is_refused(mode: Mode, i: int) -> None:
 
 @every_mode_that_keeps_gradients
 @pytest.mark.parametrize("look", ["clip", "small clip", "read", "update"])
-def test_a_write_after_the_check_is_refused_after_every_kind_of_backward(mode: Mode, look: str) -> None:
+@pytest.mark.parametrize("i", [0, 1])
+def test_a_write_after_the_check_is_refused_after_every_kind_of_backward(mode: Mode, look: str, i: int) -> None:
     world = World(mode)
     world.backward(GRADS, update_master_grads=False)
     {
         "clip": lambda: world.opt.clip_master_grads(1e6),
         "small clip": lambda: world.opt.clip_master_grads(0.5),
-        "read": lambda: world.masters[world.half()].grad,
+        "read": lambda: world.masters[0].grad,
         "update": world.opt.update_master_grads,
     }[look]()
-    i = world.half()
     world.params[i].grad.mul_(0.5)
     with pytest.raises(RuntimeError, match=world.names[i] + r".*update_master_grads\(\)"):
         world.opt.step()
@@ -408,15 +408,20 @@ def test_a_skip_leaves_weights_state_and_counts(mode: Mode, bad: float, which: i
     assert [found.name for found in world.opt.overflow_report()] == [world.names[which]]
 
 
-@every_mode_that_keeps_gradients
-def test_the_models_16_bit_gradients_stay_as_backward_left_them(mode: Mode) -> None:
-    world = World(mode)
+@every_setting_that_keeps_gradients
+@pytest.mark.parametrize("clips", [False, True])
+def test_the_models_gradients_stay_as_backward_left_them(mode: Mode, scale: str, clips: bool) -> None:
+    """Scaled, in every dtype: the model's ``.grad`` is never unscaled, clipped or replaced."""
+    world = World(mode, scale)
     world.backward(GRADS)
-    before = {i: p.grad.clone() for i, p in enumerate(world.params) if p.dtype is torch.float16}
-    world.opt.clip_master_grads(0.5)
+    before = [(p.grad, p.grad.clone(), p.grad._version) for p in world.params]
+    if clips:
+        world.opt.clip_master_grads(0.5)
     world.opt.step()
-    for i, grad in before.items():
-        assert torch.equal(world.params[i].grad, grad)
+    for p, (grad, value, version) in zip(world.params, before, strict=True):
+        assert p.grad is grad
+        assert torch.equal(grad, value)
+        assert grad._version == version
 
 
 # -- the checks can fail -----------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import fp16opt
 from contract.reference import clipped
@@ -149,8 +150,7 @@ def test_after_unscale_a_clip_of_the_models_gradients_is_refused(cls: Any, mode:
     world = Driven(mode, cls)
     world.plain_backward(GRADS)
     world.grad_scaler.unscale_(world.opt)
-    half = [p for p in world.params if p.dtype is torch.float16]
-    clip_grad_norm_(half, 0.1)
+    clip_grad_norm_(world.params, 0.1)
     with pytest.raises(RuntimeError, match=r"fp16opt\.integrations"):
         world.grad_scaler.step(world.opt)
     world.check()
@@ -332,11 +332,10 @@ def test_a_copy_is_driven_too(cls: Any) -> None:
     world.expect_stepped(GRADS)
 
 
-@pytest.mark.parametrize(
-    ("cls", "unscales"), [(torch.amp.GradScaler, False), (fp16opt.GradScaler, False), (fp16opt.GradScaler, True)]
-)
+@SCALERS
+@UNSCALES
 def test_a_parameter_that_was_unfrozen_is_stepped_on_a_master(cls: Any, unscales: bool) -> None:
-    """torch's ``unscale_`` itself refuses it in its first iteration: no call of the wrapper has come between."""
+    """In its first iteration too: the groups that ``unscale_`` reads are up to date."""
     first, frozen = (nn.Parameter(torch.ones(4, dtype=torch.float16)) for _ in range(2))
     frozen.requires_grad_(False)
     opt = MixedPrecisionOptimizer(SGD([first, frozen], lr=0.5))
@@ -392,3 +391,172 @@ def test_ours_passes_closures_on() -> None:
     world.grad_scaler.update()
     assert calls == [1]
     world.expect_stepped(GRADS)
+
+
+# -- between unscale_ and the step -------------------------------------------------------------------------------------
+
+
+@SCALERS
+@every_mode
+def test_after_unscale_the_door_is_closed(cls: Any, mode: Mode) -> None:
+    """It would take scaled gradients in the place of those that were divided, or undo a clip."""
+    world = Driven(mode, cls)
+
+    def knock() -> None:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"unscaled .*clip opt\.master_params\(\).*opt\.zero_grad\(\)"):
+                world.opt.update_master_grads()
+
+    world.drive(GRADS, True, knock)
+    world.expect_stepped(GRADS)
+    world.opt.zero_grad()
+    world.plain_backward(GRADS)
+    world.grad_scaler.unscale_(world.opt)
+    world.opt.zero_grad()
+    world.grad_scaler.update()
+    world.opt.update_master_grads()
+    assert [m.grad for m in world.masters] == [None] * 3
+
+
+@SCALERS
+@by(HAVE_MASTERS)
+def test_after_unscale_and_a_clip_the_door_does_not_undo_it(cls: Any, mode: Mode) -> None:
+    world = Driven(mode, cls)
+    norms: list[Any] = []
+
+    def clip_and_knock() -> None:
+        norms.append(clip_grad_norm_(world.opt.master_params(), 1.0))
+        with pytest.raises(RuntimeError, match=r"clip opt\.master_params\(\)"):
+            world.opt.update_master_grads()
+
+    world.drive(GRADS, True, clip_and_knock)
+    norm = world.expect_norm(norms[0], GRADS)
+    world.expect_stepped(clipped(GRADS, norm, 1.0))
+
+
+@SCALERS
+@every_mode
+def test_after_unscale_groups_may_not_change(cls: Any, mode: Mode) -> None:
+    world = Driven(mode, cls)
+
+    def change() -> None:
+        late = nn.Parameter(torch.ones(2, dtype=torch.float16))
+        with pytest.raises(RuntimeError, match="param_groups were changed between a check"):
+            world.opt.add_param_group({"params": [late]})
+        assert len(world.opt.param_groups) == 1
+        held = world.opt.param_groups[0]["params"].pop()
+        with pytest.raises(RuntimeError, match="param_groups were changed between a check"):
+            world.opt.step()
+        world.opt.param_groups[0]["params"].append(held)
+
+    world.drive(GRADS, True, change)
+    world.expect_stepped(GRADS)
+
+
+@SCALERS
+@every_mode
+def test_after_unscale_a_further_backward_is_refused(cls: Any, mode: Mode) -> None:
+    world = Driven(mode, cls)
+
+    def go_on() -> None:
+        with pytest.raises(RuntimeError, match=r"(?s)unscale.*opt\.zero_grad\(\)"):
+            world.backward(MORE)
+
+    world.drive(GRADS, True, go_on)
+    world.expect_stepped(GRADS)
+
+
+@SCALERS
+@every_mode_that_keeps_gradients
+@pytest.mark.parametrize("i", [0, 1])
+def test_after_unscale_a_written_gradient_of_the_model_is_refused(cls: Any, mode: Mode, i: int) -> None:
+    world = Driven(mode, cls)
+    world.plain_backward(GRADS)
+    world.grad_scaler.unscale_(world.opt)
+    world.params[i].grad.mul_(0.5)
+    with pytest.raises(RuntimeError, match=world.names[i] + r".*Clip opt\.master_params\(\).*opt\.zero_grad\(\)"):
+        world.grad_scaler.step(world.opt)
+    world.check()
+    world.opt.zero_grad()
+    world.grad_scaler.update()
+    world.drive(GRADS, True)
+    world.expect_stepped(GRADS)
+
+
+@SCALERS
+@every_mode_that_keeps_gradients
+def test_a_step_given_up_after_unscale_by_the_models_zero_grad_and_a_new_backward_names_opt_zero_grad(
+    cls: Any, mode: Mode
+) -> None:
+    """The new gradients look like an edit of those that were divided."""
+    world = Driven(mode, cls)
+    world.plain_backward(GRADS)
+    world.grad_scaler.unscale_(world.opt)
+    world.model_zero_grad()
+    world.grad_scaler.update()
+    world.plain_backward(MORE)
+    with pytest.raises(RuntimeError, match=r"give the step up by opt\.zero_grad\(\)"):
+        world.finish()
+    world.check()
+    world.opt.zero_grad()
+    world.grad_scaler.update()
+    world.drive(MORE)
+    world.expect_stepped(MORE)
+
+
+# -- what a GradScaler leaves on the wrapper ---------------------------------------------------------------------------
+
+HOOKS: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
+    "pre": lambda opt: opt.register_step_pre_hook,
+    "post": lambda opt: opt.register_step_post_hook,
+    "pre of the wrapped": lambda opt: opt.optimizer.register_step_pre_hook,
+    "post of the wrapped": lambda opt: opt.optimizer.register_step_post_hook,
+    "pre of all": lambda opt: register_optimizer_step_pre_hook,
+    "post of all": lambda opt: register_optimizer_step_post_hook,
+}
+
+
+@SCALERS
+@by([WRAPPED, FUSED, FOLDING])
+@UNSCALES
+@pytest.mark.parametrize("hook", HOOKS)
+def test_an_exception_in_a_hook_leaves_nothing_of_the_grad_scalers(
+    cls: Any, mode: Mode, unscales: bool, hook: str
+) -> None:
+    """Its scale and verdict would be taken for the next step's: a found inf would skip it, a scale divide it."""
+    world = Driven(mode, cls)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("the hook failed")
+
+    handle = HOOKS[hook](world.opt)(fail)
+    try:
+        with pytest.raises(ValueError, match="the hook failed"):
+            world.drive(GRADS, unscales)
+    finally:
+        handle.remove()
+    assert not {"grad_scale", "found_inf"} & set(vars(world.opt))
+    if hook.startswith("post"):
+        world.expect_stepped(GRADS)
+    else:
+        world.check()
+    world.opt.zero_grad()
+    world.backward(MORE)
+    world.expect_step(MORE)
+
+
+@by([WRAPPED, FUSED, FOLDING])
+def test_an_exception_on_a_skip_leaves_no_verdict_behind(mode: Mode) -> None:
+    world = Driven(mode, torch.amp.GradScaler)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("the hook failed")
+
+    handle = world.opt.register_step_post_hook(fail)
+    with pytest.raises(ValueError, match="the hook failed"):
+        world.drive([INF, 1.0, 1.0])
+    handle.remove()
+    world.expect_skipped()
+    world.opt.zero_grad()
+    world.backward(GRADS)
+    world.expect_step(GRADS)

@@ -14,7 +14,8 @@ import pytest
 import torch
 from engine.checks import assert_model_is_rounded_masters
 from torch import Tensor
-from torch.optim import LBFGS
+from torch.optim import LBFGS, SGD
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from contract.worlds import ALL, HALF, INF, Mode, World, by, every_mode, every_scale, sgd, values
 from fp16opt import MixedPrecisionOptimizer
@@ -48,6 +49,7 @@ WRITES = pytest.mark.parametrize("write", [_copy_, _data], ids=["copy_", "data"]
 LOOKS: dict[str, Callable[[World], object]] = {
     "nobody": lambda world: None,
     "state_dict": lambda world: world.opt.state_dict(),
+    "zero_grad": lambda world: world.opt.zero_grad(),
 }
 
 
@@ -91,10 +93,13 @@ def test_a_written_master_wins_though_another_weight_was_written(
         _touch(world.params[0], touched)
         _zero_step(world.opt, world.params)
     masters = world.masters
-    assert masters[0].detach().tolist() == pytest.approx([2.0] * 4, rel=2e-2)  # AdamW's decay is less than 1%
+    # A call has copied the written master down: a write of its weight after that is a new one.
+    first_one = 5.0 if look != "nobody" and touched == "other bits" else 2.0
+    assert masters[0].detach().tolist() == pytest.approx([first_one] * 4, rel=2e-2)  # AdamW's decay is less than 1%
     assert masters[1].detach().tolist() == pytest.approx([3.0] * 4, rel=2e-2)
     assert_model_is_rounded_masters(world.opt)
     assert "second.weight" in caplog.text
+    assert ("first.weight" in caplog.text) == (first_one == 5.0)
 
 
 @WRITABLE
@@ -260,3 +265,70 @@ def test_a_world_without_the_optimizer_is_freed_so_the_test_can_fail(scale: str,
     del world
     assert [name for name, reference in kept.items() if reference() is not None] == ["master 0", "master 1", "master 2"]
     assert len(held) == 3
+
+
+# -- written by hooks and by other code around a step ------------------------------------------------------------------
+
+HOOKS: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
+    "the wrapper's": lambda opt: opt.register_step_post_hook,
+    "the wrapped optimizer's": lambda opt: opt.optimizer.register_step_post_hook,
+    "everybody's": lambda opt: register_optimizer_step_post_hook,
+}
+STEPS = pytest.mark.parametrize(
+    "arguments",
+    [{}, {"fused_step": False}, {"grad_accumulation": "fp32"}, {"loss_scale": 64.0}],
+    ids=["one pass", "wrapped", "sums", "scaled"],
+)
+
+
+@STEPS
+@pytest.mark.parametrize("whose", HOOKS)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_what_a_post_hook_writes_to_masters_reaches_the_model_within_the_step(
+    arguments: dict[str, Any], whose: str, steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Weights that are kept at most 1 in size, say."""
+    weights = [torch.nn.Parameter(torch.full((4,), -1.0, dtype=dtype)) for dtype in (HALF, torch.float32)]
+    opt = MixedPrecisionOptimizer(SGD(weights, lr=1.0), **arguments)
+    caplog.clear()
+
+    def bound(*_: Any) -> None:
+        with torch.no_grad():
+            for master in opt.master_params():
+                master.clamp_(-1.0, 1.0)
+
+    handle = HOOKS[whose](opt)(bound)
+    try:
+        for _ in range(steps):
+            opt.zero_grad()
+            opt.backward(sum(weight.float().sum() for weight in weights) * -4.0)
+            opt.step()
+            assert [weight.tolist() for weight in weights] == [[1.0] * 4] * 2
+            assert [master.tolist() for master in opt.master_params()] == [[1.0] * 4] * 2
+    finally:
+        handle.remove()
+    assert opt.stats()["model_writes_taken"] == 0
+    assert not [record for record in caplog.records if "written" in record.getMessage()]
+
+
+CALLS: dict[str, Callable[[World], object]] = {
+    "zero_grad": lambda world: world.opt.zero_grad(),
+    "state_dict": lambda world: world.opt.state_dict(),
+    "fp32_state_dict": lambda world: world.opt.fp32_state_dict(torch.nn.ParameterList(world.params)),
+    "write_masters": lambda world: world.opt.write_masters(),
+    "update_master_grads": lambda world: world.opt.update_master_grads(),
+    "clip_master_values": lambda world: world.opt.clip_master_values(1.0),
+    "step": lambda world: world.opt.step(),
+}
+
+
+@WRITABLE
+@pytest.mark.parametrize("call", CALLS)
+def test_a_written_master_reaches_the_model_with_the_next_call(mode: Mode, call: str) -> None:
+    """As of an optimizer around the wrapper that moves masters after its step (Lookahead, local SGD)."""
+    world = _world(mode)
+    world.opt.zero_grad()
+    _write_master(world.opt, 0, 2.0)
+    CALLS[call](world)
+    assert world.params[0].tolist() == [2.0] * 4
+    assert_model_is_rounded_masters(world.opt)

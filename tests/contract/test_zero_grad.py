@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -219,3 +221,43 @@ def test_a_gradient_that_autograd_gave_a_master_is_cleared() -> None:
     (0.5 * master.square().sum()).backward()
     opt.zero_grad()
     assert master.grad is None
+
+
+CLIPS: dict[str, Callable[[World], object]] = {
+    "clip_master_grads": lambda world: world.opt.clip_master_grads(0.5),
+    "clip_master_values": lambda world: world.opt.clip_master_values(0.5),
+}
+
+
+@every_mode_that_keeps_gradients
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("call", ["step", "clip"])
+def test_a_step_given_up_after_a_clip_by_the_models_zero_grad_and_a_plain_backward_names_opt_zero_grad(
+    mode: Mode, clip: str, call: str
+) -> None:
+    """The next call sees new gradients where the clip had checked others."""
+    world = World(mode, "one")
+    world.backward(GRADS)
+    CLIPS[clip](world)
+    world.model_zero_grad()
+    world.loss(GRADS).backward()
+    with pytest.raises(RuntimeError, match=r"opt\.zero_grad\(\)"):
+        world.opt.step() if call == "step" else world.opt.clip_master_grads(1.0)
+    world.check()
+    world.opt.zero_grad()
+    world.loss(GRADS).backward()
+    world.expect_step(GRADS)
+
+
+@every_mode_that_keeps_gradients
+@pytest.mark.parametrize("clip", CLIPS)
+def test_a_step_given_up_after_a_clip_by_the_models_zero_grad_begins_anew_with_the_wrappers_backward(
+    mode: Mode, clip: str
+) -> None:
+    """The backward sees them cleared."""
+    world = World(mode)
+    world.backward(GRADS)
+    CLIPS[clip](world)
+    world.model_zero_grad()
+    world.backward(GRADS)
+    world.expect_step(GRADS)

@@ -38,21 +38,26 @@ def test_it_is_a_torch_optimizer_and_keeps_the_wrapped_one() -> None:
     assert type(inner) is SGD
 
 
-def test_groups_hold_masters_where_there_are_masters_and_params_elsewhere() -> None:
+def test_groups_hold_a_master_of_every_parameter() -> None:
+    """Of FP32 and FP64 ones it lies on the weight's memory, and has one version counter with it."""
     params = parameters([(3,), (4,), (5,), (2,)], MIXED)
     inner = SGD(params, lr=0.1)
     opt = MixedPrecisionOptimizer(inner)
     stepped = inner.param_groups[0]["params"]
     assert [p.dtype for p in stepped] == [torch.float32, torch.float32, torch.float32, torch.float64]
-    assert stepped[2] is params[2]
-    assert stepped[3] is params[3]
+    for p, m in zip(params[2:], stepped[2:], strict=True):
+        assert m is not p
+        assert m.data_ptr() == p.data_ptr()
+        with torch.no_grad():
+            p.add_(1.0)
+        assert m._version == p._version
+        assert_same_bits(m, p)
     assert [id(m) for m in opt.master_params()] == [id(m) for m in stepped]
     assert [id(p) for p in opt.model_params()] == [id(p) for p in params]
     for p, m in zip(params[:2], stepped[:2], strict=True):
         assert_same_bits(m, p.detach().float())
-        assert m.requires_grad
-        assert m.is_leaf
         assert m.data_ptr() != p.data_ptr()
+    assert all(m.requires_grad and m.is_leaf for m in stepped)
 
 
 @pytest.mark.parametrize("case", params_of(CASES))

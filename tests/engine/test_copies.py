@@ -103,6 +103,36 @@ def test_gradients_of_a_copys_masters_are_read(copying: Callable) -> None:
 
 
 @by_copy
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+def test_masters_of_a_copy_lie_on_the_copied_weights_memory(copying: Callable, dtype: torch.dtype, order: str) -> None:
+    """With one version counter, and apart from the original's."""
+    model = HELD([ones(4, dtype), ones(4, torch.float16)])
+    opt = MixedPrecisionOptimizer(SGD(model, lr=0.5, momentum=0.5), loss_scale=8.0)
+    one_step(opt, list(model), [0.5, 0.5])
+    if order == "model first":
+        model2, opt2 = copying((model, opt))
+    else:
+        opt2, model2 = copying((opt, model))
+    for weights, one in ((model, opt), (model2, opt2)):
+        wide, half = one.master_params()
+        assert wide is not weights[0]
+        assert wide.data_ptr() == weights[0].data_ptr()
+        assert half.data_ptr() != weights[1].data_ptr()
+        assert one.state[weights[0]] is one.state[wide]
+        with torch.no_grad():
+            weights[0].add_(1.0)
+            assert wide._version == weights[0]._version
+            assert_same_bits(wide, weights[0])
+            wide.sub_(1.0)
+            assert wide._version == weights[0]._version
+    assert model[0].data_ptr() != model2[0].data_ptr()
+    one_step(opt2, list(model2), [0.5, 0.5])
+    assert_same_bits(model2[0], array([0.375] * 4, dtype))
+    assert_same_bits(model[0], array([0.75] * 4, dtype))
+
+
+@by_copy
 def test_copies_with_hooks(copying: Callable) -> None:
     model = HELD([ones()])
     opt = MixedPrecisionOptimizer(SGD(model, lr=0.5), loss_scale=8.0)

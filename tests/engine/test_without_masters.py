@@ -30,14 +30,18 @@ def test_it_trains_like_the_plain_optimizer_on_16_bit_weights(dtype: torch.dtype
             optimizer.backward((half.float() * factor).sum() + (full * factor).sum())
             ((plain_half.float() * factor).sum() + (plain_full * factor).sum()).backward()
         optimizer.update_master_grads()
-        assert torch.equal(half.grad, plain_half.grad)
+        for master, mine, other in zip(optimizer.master_params(), (half, full), (plain_half, plain_full), strict=True):
+            assert torch.equal(master.grad, other.grad)
+            assert master.grad.dtype == other.dtype
+            assert torch.equal(mine.grad, other.grad * 128.0)
         optimizer.step()
         plain.step()
         optimizer.zero_grad()
         plain.zero_grad()
         assert torch.equal(half, plain_half)
         assert torch.equal(full, plain_full)
-    assert next(iter(optimizer.master_params())) is half
+    master = next(iter(optimizer.master_params()))
+    assert (master.data_ptr(), master.dtype, master is half) == (half.data_ptr(), dtype, False)
     assert optimizer.state[half]["momentum_buffer"].dtype == dtype
     assert "without masters" in repr(optimizer)
     assert optimizer.state_dict()["masters"] == [None, None]
@@ -65,9 +69,11 @@ def test_clip_and_two_scalers() -> None:
     half, full, optimizer = wrapped(torch.float16, loss_scale=8.0)
     optimizer.backward((half.float() * 3.0).sum())
     optimizer.backward((half.float() * 1.0).sum() + (full * 0.0).sum(), scaler=StaticLossScaler(64.0))
-    assert half.grad.tolist() == [4.0] * 4
+    master, _ = optimizer.master_params()
+    assert half.grad is None  # folded
+    assert master.grad.tolist() == [4.0] * 4
     assert float(optimizer.clip_master_grads(4.0)) == 8.0
-    assert half.grad.tolist() == [2.0] * 4
+    assert master.grad.tolist() == [2.0] * 4
 
 
 def test_it_is_checked() -> None:

@@ -1,0 +1,241 @@
+"""A step is whole, or known not to be: an exception at any line of ``step()``, and what the next call finds."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+import fp16opt
+from fp16opt import MixedPrecisionOptimizer
+
+ENGINE = str(Path(fp16opt.__file__).parent)
+STRIDE = 29
+"""Every so many lines are tried in the default run, and all of them under ``--all``."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way to step.
+
+    Attributes:
+        in_parts: More than one call steps the parameters, as those in 16 bits and in FP32, so that some may be stepped
+            alone.
+        own_code: The wrapped optimizer's own step runs, which may be cut in the middle of a parameter.
+    """
+
+    arguments: dict[str, Any]
+    make: Callable[[Any], Optimizer] = lambda params: AdamW(params, lr=2.0**-5)
+    in_parts: bool = True
+    own_code: bool = False
+
+
+KINDS = {
+    "one pass": Kind({}),
+    "own step": Kind({"fused_step": False}, in_parts=False, own_code=True),
+    "own step, one tensor after another": Kind(
+        {"fused_step": False}, lambda params: AdamW(params, lr=2.0**-5, foreach=False), in_parts=False, own_code=True
+    ),
+    "split": Kind({"master_weights": "split"}),
+    "split, by buckets": Kind({"master_weights": "split", "fused_step": False}, own_code=True),
+    "sums": Kind({"grad_accumulation": "fp32"}),
+    "none": Kind({"master_weights": "none"}, lambda params: AdamW(params, lr=2.0**-5, eps=2.0**-10)),
+    "8 bits": Kind({"optimizer_state": "8bit"}),
+}
+
+
+class Training:
+    """Two weights in 16 bits and one in FP32, two groups, a scale that grows after every step."""
+
+    def __init__(self, kind: Kind) -> None:
+        bfloat16 = torch.bfloat16
+        self.net = nn.ParameterDict(
+            {
+                "first": nn.Parameter(torch.ones(3, dtype=bfloat16)),
+                "second": nn.Parameter(torch.full((2, 2), 2.0, dtype=bfloat16)),
+                "wide": nn.Parameter(torch.full((3,), -1.0)),
+            }
+        )
+        params = list(self.net.values())
+        scaler = fp16opt.DynamicLossScaler(64.0, growth_interval=1)
+        inner = kind.make([{"params": params[:1]}, {"params": params[1:]}])
+        named = self.net.named_parameters()
+        self.opt = MixedPrecisionOptimizer(inner, scaler=scaler, named_parameters=named, **kind.arguments)
+        self.stopped: Stop | None = None
+
+    def backward(self, bad: bool = False) -> None:
+        self.opt.zero_grad()
+        loss = sum(((p.float() - 0.5) ** 2).sum() for p in self.net.values())
+        self.opt.backward(loss * (float("inf") if bad else 1.0))
+
+    def iterate(self, bad: bool = False) -> None:
+        self.backward(bad)
+        self.opt.step()
+
+    def rows(self) -> list[Tensor]:
+        """Of each parameter: all that a checkpoint holds, in one tensor: master, moments, count."""
+        state = self.opt.state_dict()["optimizer"]["state"]
+        masters = self.opt.fp32_state_dict(self.net)
+        found = []
+        for at, name in enumerate(self.net):
+            mine = state.get(at, {})
+            parts = [masters[name], *(mine[key] for key in sorted(mine))]
+            found.append(torch.cat([part.detach().double().reshape(-1).clone() for part in parts]))
+        return found
+
+    def counts(self) -> tuple[Any, ...]:
+        saved = self.opt.state_dict()
+        return saved["steps"], saved["skipped_steps"], repr(saved["scaler"])
+
+    def check_model(self) -> None:
+        """The model is the masters, rounded."""
+        for name, value in self.opt.fp32_state_dict(self.net).items():
+            assert torch.equal(self.net[name].detach(), value.to(self.net[name].dtype)), name
+
+
+class Stop(KeyboardInterrupt):
+    """As of Ctrl-C, and no other one."""
+
+
+class Lines:
+    """Counts the lines of the library that run within, and raises before one of them."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.at = at
+        self.count = 0
+        self.where = ""
+
+    def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
+        if not frame.f_code.co_filename.startswith(ENGINE):
+            return None
+        if event == "line":
+            self.count += 1
+            if self.count == self.at:
+                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                raise Stop
+        return self._trace
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        before, grads = sys.gettrace(), torch.is_grad_enabled()
+        sys.settrace(self._trace)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+            torch.set_grad_enabled(grads)  # the exception may have come between two lines of torch.no_grad()
+
+
+@dataclass
+class Found:
+    """What the next calls find after a second step."""
+
+    rows: list[Tensor]
+    counts: tuple[Any, ...]
+    said: list[str]
+
+
+def _second_step(kind: Kind, bad: bool, lines: Lines, caplog: pytest.LogCaptureFixture) -> tuple[Training, Found]:
+    training = Training(kind)
+    training.iterate()
+    training.backward(bad)
+    caplog.clear()
+    try:
+        with lines():
+            training.opt.step()
+    except Stop as error:
+        training.stopped = error  # kept, with the frames that it has left, as by a notebook
+    rows, counts = training.rows(), training.counts()
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    return training, Found(rows, counts, said)
+
+
+def _are_same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(map(torch.equal, one, other))
+
+
+def _check_line(kind: Kind, at: int, bad: bool, caplog: pytest.LogCaptureFixture, known: dict[str, Any]) -> None:
+    lines = Lines(at)
+    training, found = _second_step(kind, bad, lines, caplog)
+    training.check_model()
+    before, after, third = known["before"], known["after"], known["third"]
+    kinds = [
+        "taken" if torch.equal(row, a) else "not taken" if torch.equal(row, b) else "neither"
+        for row, a, b in zip(found.rows, after.rows, before.rows, strict=True)
+    ]
+    if bad:  # nothing moves, and it is a skip or still to come
+        kinds = ["taken" if found.counts == after.counts else "not taken"] * 3
+    where = f"{lines.where}, of {at}: {kinds}, {found.said}"
+    if len(set(kinds)) > 1 or "neither" in kinds:
+        assert kind.in_parts or kind.own_code, where
+        assert "neither" not in kinds or kind.own_code, where
+        assert len(found.said) == 1, where
+        assert any(name in found.said[0] for name in training.net), where
+        assert found.counts == after.counts, where
+    elif kinds[0] == "taken":
+        assert found.counts == after.counts, where
+        assert kind.own_code or set(found.said) <= set(after.said), where
+        training.iterate()
+        assert _are_same(training.rows(), third.rows), where
+        assert training.counts() == third.counts, where
+    else:
+        assert found.counts == before.counts, where
+        assert found.said == [], where
+        training.opt.step()  # the gradients wait as they did
+        assert _are_same(training.rows(), after.rows), where
+        assert training.counts() == after.counts, where
+        training.iterate()
+        assert _are_same(training.rows(), third.rows), where
+    training.iterate()
+    training.check_model()
+    assert all(bool(row.isfinite().all()) for row in training.rows()), where
+
+
+def _known(kind: Kind, bad: bool, caplog: pytest.LogCaptureFixture) -> tuple[int, dict[str, Any]]:
+    """How many lines a step runs, and what there is before it, after it, and after the one that follows."""
+    _second_step(kind, bad, Lines(), caplog)  # what is made once is made
+    lines = Lines()
+    training, after = _second_step(kind, bad, lines, caplog)
+    early = Training(kind)
+    early.iterate()
+    before = Found(early.rows(), early.counts(), [])
+    training.iterate()
+    third = Found(training.rows(), training.counts(), [])
+    assert bad or not any(map(torch.equal, before.rows, after.rows))
+    assert before.counts != after.counts
+    return lines.count, {"before": before, "after": after, "third": third}
+
+
+def _check_lines(kind: Kind, bad: bool, stride: int, caplog: pytest.LogCaptureFixture) -> None:
+    count, known = _known(kind, bad, caplog)
+    assert count > 100
+    for at in range(1, count + 1, stride):
+        _check_line(kind, at, bad, caplog, known)
+
+
+BAD = pytest.mark.parametrize("bad", [False, True], ids=["a step", "a skip"])
+
+
+@BAD
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exception_at_some_lines_leaves_all_or_nothing(
+    kind: str, bad: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    _check_lines(KINDS[kind], bad, STRIDE, caplog)
+
+
+@pytest.mark.slow
+@BAD
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exception_at_any_line_leaves_all_or_nothing(kind: str, bad: bool, caplog: pytest.LogCaptureFixture) -> None:
+    _check_lines(KINDS[kind], bad, 1, caplog)
