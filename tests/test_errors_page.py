@@ -77,6 +77,13 @@ def written_after_the_check() -> None:
     one.opt.step()
 
 
+def written_after_the_fold() -> None:
+    one = Training(dynamic=True, grad_accumulation="fp32")
+    one.opt.backward(one.loss())
+    one.model.fc.weight.grad = torch.ones_like(one.model.fc.weight)
+    one.opt.step()
+
+
 def plain_backward() -> None:
     one = Training(loss_scale=1024.0)
     one.loss().backward()
@@ -417,6 +424,7 @@ R, T, V, L = RuntimeError, TypeError, ValueError, None  # L: logged, not raised
 PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "written after backward": (R, written_after_backward),
     "written after the check": (R, written_after_the_check),
+    "written after the fold": (R, written_after_the_fold),
     "plain backward": (R, plain_backward),
     "not cleared": (R, not_cleared),
     "backward after a clip": (R, backward_after_a_clip),

@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from fp16opt import AveragedMasters, GradScaler, MixedPrecisionOptimizer, ema, optimizer_state
+from fp16opt import AveragedMasters, GradScaler, MixedPrecisionOptimizer, amp, ema, optimizer_state
 from fp16opt.fp16_utils import FP16_Optimizer
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "old-lines.md"
@@ -476,6 +476,28 @@ def schedules() -> None:
     assert opt.param_groups[0]["lr"] == 0.25
 
 
+def clips_the_model_under_amp() -> None:
+    for level in ("O0", "O1", "O2", "O3"):
+        for of_model in (True, False):
+            model = nn.Linear(4, 2)
+            optimizer = SGD(model.parameters(), lr=0.1)
+            model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+            with amp.scale_loss(model(torch.ones(3, 4)).float().square().mean(), optimizer) as scaled:
+                scaled.backward()
+            norm = clip_grad_norm_(model.parameters() if of_model else amp.master_params(optimizer), 1e-3)
+            assert norm.item() > 1e-3
+            clipped = [p.grad.clone() for p in amp.master_params(optimizer)]
+            if level == "O2" and of_model:
+                with pytest.raises(RuntimeError, match=r"written after they were checked: weight.*clip_master_grads"):
+                    optimizer.step()
+            else:
+                before = [p.detach().clone() for p in amp.master_params(optimizer)]
+                optimizer.step()
+                for p, old, grad in zip(amp.master_params(optimizer), before, clipped, strict=True):
+                    assert torch.allclose(p, old - 0.1 * grad)
+            amp._amp_state.handle._deactivate()
+
+
 def imports_apex() -> None:
     assert importlib.util.find_spec("apex") is None
     assert importlib.util.find_spec("fp16opt.amp") is not None
@@ -518,6 +540,7 @@ ROWS: dict[str, Callable[..., None]] = {
     "`AveragedModel(model)`": averages_the_model,
     "`averaged.swap()`": swaps_before_an_update,
     "`scheduler": schedules,
+    "`clip_grad_norm_(model.parameters(), 1.0)` after apex": clips_the_model_under_amp,
     "`from apex": imports_apex,
 }
 

@@ -33,14 +33,17 @@ def scale_loss(
     """Run ``backward`` on the scaled loss inside; on the way out its gradients are unscaled and checked.
 
     They are added to what the optimizers' parameters held, in FP32 where there are masters. Where one is not finite the
-    next ``step`` of every optimizer passed is skipped. Afterwards clip ``amp.master_params(optimizer)``.
+    next ``step`` of every optimizer passed is skipped. Afterwards clip ``amp.master_params(optimizer)``; without master
+    weights (O0, O1, O3) these are the model's parameters, whose ``.grad`` is the true one. Under DDP's ``no_sync`` pass
+    ``delay_unscale=True``, so that all micro-batches are reduced.
 
     Args:
         loss: Floating, any shape.
         optimizers: One, or a list of all whose parameters get gradients here.
         loss_id: Which of the ``num_losses`` scalers to use.
         model: Not used.
-        delay_unscale: Leave gradients as they are; a later one without it, or ``step``, unscales the sum.
+        delay_unscale: Leave gradients as they are; a later one without it, or ``step``, unscales the sum. Those of
+            another scale are unscaled before it begins.
         delay_overflow_check: Unscale; the loss scale follows at the next ``scale_loss`` of this id.
 
     Yields:
@@ -50,7 +53,7 @@ def scale_loss(
         AmpError: ``initialize`` was not called, ``loss_id`` is out of range, or an optimizer was not passed to it.
         TypeError: The loss is not a floating tensor.
 
-    Syncs: with verbosity 1 or more, where a step is skipped, in ``step``.
+    Syncs: not itself, but where gradients were edited since the last one; ``step`` does once.
     """
     engines = _engines(optimizers)
     if engines is None:

@@ -362,8 +362,8 @@ def warn_partial_step(lines: Lines, stepped: str, left: str) -> None:
     """Log that an exception has stopped a step between parameters."""
     lines.say(
         logging.WARNING,
-        "an exception has stopped a step in part. Stepped: %s. Not stepped: %s. Masters, optimizer state and model agree, "
-        "and the step counts as taken. To do without it, load the last checkpoint.",
+        "an exception has stopped a step in part. Stepped: %s. Not stepped: %s. Masters, optimizer state and model "
+        "agree, and the step counts as taken. To do without it, load the last checkpoint.",
         stepped,
         left,
     )

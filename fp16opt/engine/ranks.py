@@ -17,12 +17,12 @@ ELSEWHERE = "fp16opt.distributed.state_dict and load_state_dict, or save and loa
 
 
 def refuse_torch_checkpointing(what: str) -> None:
-    """Raise ``RuntimeError`` where torch.distributed.checkpoint.state_dict asks for ``what``, up to four calls away.
+    """Raise ``RuntimeError`` where torch.distributed.checkpoint.state_dict asks for ``what``, a few calls away.
 
     It can't hold masters. On a fresh optimizer it sets gradients of zeros first, and steps.
     """
     frame = sys._getframe(1)
-    for _ in range(4):
+    for _ in range(8):  # torch puts up to four frames of its own between
         if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
             raise RuntimeError(
                 f"{what}: torch.distributed.checkpoint.state_dict has no place for FP32 masters and the loss scaler. "

@@ -201,10 +201,9 @@ class StepState:
         names = describe([self.params.names[i] for i in written])
         if type(stage) is Summed:
             raise RuntimeError(
-                f"the model's gradients were written after they were folded into FP32 sums: {names}. Edit the sums, which "
-                "are the gradients of opt.master_params(), or clip by clip_master_grads(max_norm). To have a plain "
-                "backward count, run it by backward(loss) of this optimizer, or call update_master_grads() after it. To "
-                "give the step up, call opt.zero_grad()."
+                f"the model's gradients were written after they were folded into FP32 sums: {names}. Edit the sums, "
+                "which are the gradients of opt.master_params(), or clip by clip_master_grads(max_norm). To have a "
+                "backward count, run it by backward(loss) of this optimizer. To give the step up, call opt.zero_grad()."
             )
         if stage.scale.is_told or getattr(stage, "is_divided", False):
             raise RuntimeError(
@@ -235,7 +234,7 @@ class StepState:
         )
 
     def _notice_edits(self, stage: Any) -> None:
-        """Master gradients that were edited count: they are checked anew, as those are that a GradScaler has divided."""
+        """Master gradients that were edited count: they are checked anew, like those that a GradScaler divides."""
         masters = raw_grads(self.params.masters)
         edited, gone = stage.true_stamp.compare(masters)
         was_divided = stage.is_divided and not (stage.is_measured or stage.is_closed)

@@ -134,7 +134,7 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
 
     @property
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
-        """Per group, the masters of FP32 parameters, which lie on the weights' memory."""
+        """Per group, the masters of FP32 parameters: on the weights' memory, with true gradients of their own."""
         return [[master for model, master in group if master.dtype == model.dtype] for group in self._grouped()]
 
     def _grouped(self) -> list[list[tuple[Tensor, Tensor]]]:

@@ -465,7 +465,9 @@ def copied(rank: int, size: int) -> None:
         give_ones(other, its, bad=rank == 1)
         for call in (its.step, functools.partial(its.clip_master_grads, 1.0)):
             assert "a copy of one that shared its verdict with the stages" in raised(RuntimeError, call)
+        its.zero_grad()  # a refused step has checked its gradients, and waits for another try
         its.add_param_group({"params": [nn.Parameter(torch.ones(2).half())]})
+        give_ones(other, its, bad=rank == 1)
         assert "a copy of one that shared its verdict with the stages" in raised(RuntimeError, its.step)
         other, its = copy_of((net, opt))
         distributed.attach(its, other, process_group=dist.group.WORLD)

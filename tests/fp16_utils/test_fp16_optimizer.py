@@ -309,7 +309,11 @@ def test_groups_of_halves_masters_and_floats() -> None:
             zip(optimizer.fp16_groups, [[weight], [second]], strict=True)] == [[True], [True]]  # fmt: skip
     assert [[m.item() for m in g] for g in optimizer.fp32_from_fp16_groups] == [[1.0], [2.0]]
     assert [len(g) for g in optimizer.fp32_from_fp32_groups] == [1, 1]
-    assert optimizer.fp32_from_fp32_groups[0][0] is own
+    stepped = optimizer.fp32_from_fp32_groups[0][0]
+    assert (stepped is optimizer.param_groups[0]["params"][1], stepped.data_ptr()) == (True, own.data_ptr())
+    optimizer.loss_scale = 8.0
+    optimizer.backward(own.sum())
+    assert (own.grad.item(), stepped.grad.item()) == (8.0, 1.0)
 
 
 def test_param_groups_and_state_can_be_set() -> None:
