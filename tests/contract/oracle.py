@@ -257,7 +257,7 @@ class Oracle:
         lagging: Names of weights that the next call brings up to their masters.
         is_half_driven: A step under torch's GradScaler was stopped before gradients were divided. It may be tried
             again; whether they count as checked by then is left open.
-        nameless: Parameters that a copy of the optimizer can't name, as no group had them.
+        has_names: Whether the optimizer knows them of all parameters; a copy does only of those that its groups had.
         has_odd_counts: A step stopped in the middle, and whether it counts is left open.
         last_clip: The limit of the clip in this call, and gradients before it: see `clip_by`.
     """
@@ -279,7 +279,7 @@ class Oracle:
     held: tuple[str, nn.Parameter] | None = None
     saved: Saved | None = None
     is_half_driven: bool = False
-    nameless: frozenset[str] = frozenset()
+    has_names: bool = True
     has_odd_counts: bool = False
     may_refuse: tuple[str, ...] = ()
     lagging: frozenset[str] = frozenset()
@@ -1026,7 +1026,9 @@ class Oracle:
             raise Unspecified  # half of the master was written with it
         self._begin()
         self._follow()
-        self._round_all()
+        for p in self.stepped():
+            if p.is_weight_written or p.is_master_written:
+                p.round_down()
 
     # -- scale, files, copies ------------------------------------------------------------------------------------------
 
@@ -1109,7 +1111,7 @@ class Oracle:
         self._begin_anew()
         self._follow()
         self.held = None
-        self.nameless |= {name for name in self.params if not self._is_grouped(name)}
+        self.has_names = False
 
 
 # -- FP32 sums ---------------------------------------------------------------------------------------------------------

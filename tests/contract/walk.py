@@ -122,9 +122,9 @@ class Walk:
             raise Over
         if not any(word in message for word in WORDS[refused.kind]):
             raise Difference(f"{statement.does} must say one of {WORDS[refused.kind]}", message)
-        named = set(refused.names) - self.oracle.nameless
+        named = refused.names if self.oracle.has_names else ()
         if named and not any(name in message for name in named):
-            raise Difference(f"{statement.does} must name one of {sorted(named)}", message)
+            raise Difference(f"{statement.does} must name one of {named}", message)
 
     # -- what is compared ----------------------------------------------------------------------------------------------
 
