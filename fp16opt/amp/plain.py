@@ -390,6 +390,11 @@ class PlainOptimizer(Initialised, Optimizer):
     # -- state to read -----------------------------------------------------------------------------------------------
 
     @property
+    def loss_scale(self) -> float:
+        """What ``amp.scale_loss`` multiplies the first loss by now. Syncs."""
+        return float(self.amp.scalers[0].loss_scale())
+
+    @property
     def step_was_skipped(self) -> bool:
         """Whether the last ``step`` was skipped for non-finite gradients."""
         return self._waiting.skipped

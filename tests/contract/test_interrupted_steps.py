@@ -121,7 +121,8 @@ class Lines:
             return None
         if event == "line":
             self.count += 1
-            if self.count == self.at:
+            if 0 < self.at <= self.count and not self.where and torch._C._is_torch_function_enabled():
+                # Else torch would be left as it is within a block that disables it: an exception does not come there.
                 self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
                 raise Stop
         return self._trace
