@@ -909,7 +909,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         state, flag, grad_scale = self.step_state, self.__dict__["found_inf"], self.__dict__.get("grad_scale")
         self.check_external_scale()
         if grad_scale is not None:
-            state.unscale_external(grad_scale.to(self.device).double().reciprocal().float().reshape(()))
+            state.unscale_external(grad_scale.to(self.device).double().reciprocal().float().reshape(()), in_step=True)
         check: OverflowCheck | None = state.finalize(write)
         if check is None or not isinstance(flag, Tensor):
             return check

@@ -95,6 +95,7 @@ FOREIGN = {
     "_local_scalar_dense": "the operation of Tensor.item, by which a look of the host is seen",
     "_C": "torch._C: where the next name is",
     "_increment_version": "of many tensors: the public function is one more call of Python in each operation",
+    "_disabled_torch_function_impl": "what a subclass of Tensor without a say in torch's functions has",
     "_disable_dynamo": "torch.optim hides its own methods from the compiler by it; the public one imports the compiler",
     "_current_graph_task_id": "nothing public tells whether autograd runs in this thread",
     "_execution_engine": "where the next name's callbacks are queued: nothing public is called when a backward ends",

@@ -62,8 +62,7 @@ class RefusesWrites:
                     "weight and a remainder. Write the model's weight and call refresh_masters(); or wrap with "
                     'master_weights="full", whose masters can be written.'
                 )
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **given)
+        return torch._C._disabled_torch_function_impl(func, types, args, given)
 
 
 def _writes_in_place(name: str) -> bool:

@@ -26,6 +26,7 @@ class BackwardScale(NamedTuple):
         scale, inv_scale: float32, 0-dim.
         is_plain: whether the user's own ``loss.backward()`` made them, or a GradScaler's.
         is_told: whether a GradScaler has told its scale: ``inv_scale`` is of that.
+        is_told_in_step: whether it did so in ``step`` alone, and will tell it again.
     """
 
     scaler: LossScaler
@@ -34,6 +35,7 @@ class BackwardScale(NamedTuple):
     inv_scale: Tensor
     is_plain: bool = False
     is_told: bool = False
+    is_told_in_step: bool = False
 
     @classmethod
     def of(cls, scaler: LossScaler, is_plain: bool = False) -> BackwardScale:
@@ -120,13 +122,13 @@ class Scaled(NamedTuple):
     Attributes:
         stamp: only after ``backward(loss)``; without it they are the user's, and edits count.
         losses: of the backwards, unscaled, where they are single numbers.
-        left_over: names, and a stamp of gradients of an earlier step, over which the user scaled a loss.
+        left_over: names, and weak references of gradients of an earlier step, over which the user scaled a loss.
     """
 
     scale: BackwardScale
     stamp: GradientStamp | None = None
     losses: tuple[Tensor, ...] = ()
-    left_over: tuple[list[str], GradientStamp] | None = None
+    left_over: tuple[list[str], list[Any]] | None = None
 
 
 class Checked(NamedTuple):

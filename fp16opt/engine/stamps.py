@@ -66,11 +66,6 @@ class GradientStamp:
         """Whether this is the tensor that was there, in whatever version."""
         return grad is not None and self._refs[position]() is grad
 
-    @property
-    def count(self) -> int:
-        """Of how many gradients, those that are None included."""
-        return len(self._refs)
-
     def without(self, positions: Iterable[int]) -> GradientStamp:
         """The same, but that there was no gradient at these positions."""
         gone = set(positions)
@@ -92,7 +87,9 @@ class GradientStamp:
         mine = [counted[at] if old is None else self._versions[old] for at, old in enumerate(came_from)]
         places = {old: at for at, old in enumerate(came_from) if old is not None}
         digests = {places[old]: digest for old, digest in self._digests.items() if old in places}
-        return self._with(refs, mine, digests)
+        made = self._with(refs, mine, digests)
+        made.is_empty = self.is_empty and all([now[at] is None for at, old in enumerate(came_from) if old is None])  # noqa: C419
+        return made
 
     def _with(
         self, refs: list[Callable[[], Tensor | None]], counted: list[int], digests: dict[int, int]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import operator
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -172,9 +173,9 @@ class StepState:
         """Raise where a loss was scaled over gradients of an earlier step, and one of them is still there."""
         if stage.left_over is None:
             return
-        names, stamp = stage.left_over
-        now = enumerate([*grads, *raw_grads(self.params.elsewhere)])
-        if any([stamp.is_of(position, grad) for position, grad in now]):  # noqa: C419
+        names, references = stage.left_over
+        left = {id(grad) for reference in references if (grad := reference()) is not None}
+        if any([id(grad) in left for grad in (*grads, *raw_grads(self.params.elsewhere))]):  # noqa: C419
             raise _left_over(names)
         self.stage = stage._replace(left_over=None)
 
@@ -306,7 +307,8 @@ class StepState:
             if left:
                 if self.sums or not may_clear:
                     raise _left_over(left)
-                left_over = left, GradientStamp([*grads, *raw_grads(self.params.elsewhere)])
+                there = [*grads, *raw_grads(self.params.elsewhere)]
+                left_over = left, [weakref.ref(grad) for grad in there if grad is not None]
         if stage.holds_true:
             self.gradients.forget_true()
         scale = BackwardScale.of(scaler)
@@ -379,7 +381,11 @@ class StepState:
     # -- gradients that came without backward(loss) ------------------------------------------------------------------
 
     def take_external(
-        self, grads: Grads | None = None, inv_scale: Tensor | None = None, scaler: LossScaler | None = None
+        self,
+        grads: Grads | None = None,
+        inv_scale: Tensor | None = None,
+        scaler: LossScaler | None = None,
+        in_step: bool = False,
     ) -> bool:
         """In READY, take the gradients that are there as made by a plain backward.
 
@@ -387,6 +393,7 @@ class StepState:
             grads: the model's, if they were just read.
             inv_scale: float32, 0-dim: what a GradScaler would multiply them by. None: 1 / the scale of ``scaler``.
             scaler: the user says that they were scaled by its present scale. None: by the own one, if that is 1.
+            in_step: whether a GradScaler tells it in the step itself.
 
         Returns:
             Whether there are any.
@@ -412,7 +419,7 @@ class StepState:
             )
         scale = BackwardScale.of(scaler, is_plain=True)
         if inv_scale is not None:
-            scale = scale._replace(inv_scale=inv_scale.to(self.device), is_told=True)
+            scale = scale._replace(inv_scale=inv_scale.to(self.device), is_told=True, is_told_in_step=in_step)
         if stage.holds_true:
             self.gradients.forget_true()
         self.gradients.release()
@@ -628,8 +635,11 @@ class StepState:
             if not (is_new and self.take_external(grads)):
                 return
         if type(self.stage) is Summed:
-            if self.stage.pending:
+            if self.stage.pending or not self._is_there(self.params.masters):
                 self.look()
+                now: Any = self.stage
+                if type(now) is Ready:  # nothing was folded
+                    self._make_readable(now)
         elif not self.waits_for_reduction():
             self._bring_up(write=True)
 
@@ -758,21 +768,22 @@ class StepState:
         true_stamp = GradientStamp(raw_grads(self.params.masters))
         self.stage = self.stage._replace(is_closed=True, is_measured=is_measured, true_stamp=true_stamp)
 
-    def unscale_external(self, inv_scale: Tensor) -> None:
+    def unscale_external(self, inv_scale: Tensor, in_step: bool = False) -> None:
         """A GradScaler tells its scale: gradients that it has not unscaled are to be multiplied by ``inv_scale``.
 
         Args:
             inv_scale: float32, 0-dim, any device. Told again, it changes nothing.
+            in_step: whether it does so in the step itself.
         """
         stage = self.stage
         if type(stage) is Ready:
-            self.take_external(inv_scale=inv_scale)
+            self.take_external(inv_scale=inv_scale, in_step=in_step)
             return
         self.look()
         stage = self.stage
         if type(stage) in (Ready, Interrupted) or stage.scale.is_told:
             return
-        told = stage.scale._replace(inv_scale=inv_scale.to(self.device), is_told=True)
+        told = stage.scale._replace(inv_scale=inv_scale.to(self.device), is_told=True, is_told_in_step=in_step)
         if type(stage) is Scaled:
             self.stage = stage._replace(scale=told)
             return
@@ -971,7 +982,7 @@ class StepState:
     def stop_step(self) -> None:
         """Nothing was written: the gradients wait as they did."""
         before = self.stage.before
-        if before.scale.is_told and type(before) is not Summed and not before.is_closed:
+        if before.scale.is_told_in_step and type(before) is not Summed and not before.is_closed:
             # The GradScaler will tell its scale again, or unscale them itself: they are as the backward left them.
             self.gradients.forget_true()
             self.stage = Scaled(BackwardScale.of(before.scale.scaler, is_plain=True), before.stamp, before.losses)
@@ -1020,15 +1031,7 @@ class StepState:
             self.stage = stage._replace(used=stage.used.moved(came_from, [None] * len(grads)))
         elif type(stage) is Scaled:
             stamp = None if stage.stamp is None else stage.stamp.moved(came_from, grads)
-            left = stage.left_over
-            if left is not None:
-                names, old = left
-                elsewhere = raw_grads(self.params.elsewhere)
-                first = old.count - len(elsewhere)
-                more = [first + n for n in range(len(elsewhere))]
-                known = old.moved([*came_from, *more], [*([None] * len(grads)), *elsewhere])
-                left = names, known
-            self.stage = stage._replace(stamp=stamp, left_over=left)
+            self.stage = stage._replace(stamp=stamp)
         elif type(stage) is Summed:
             true = raw_grads(self.params.masters)
             if is_thaw:
