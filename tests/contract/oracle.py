@@ -349,7 +349,7 @@ class Oracle:
         return not self.with_grad()
 
     def _follow(self, may_change: bool = False) -> None:
-        """Masters for whoever trains or has a gradient by now; who is in no group any more is let go."""
+        """Masters for all that train or have a gradient by now; those that are in no group any more are let go."""
         if self._holds_groups and not may_change:
             if self._groups_changed:
                 if not self._is_given_up:

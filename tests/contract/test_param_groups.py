@@ -466,7 +466,7 @@ def test_state_of_a_model_parameter_is_its_masters(fused_step: Any, dtype: torch
 @STEPS
 @DTYPES
 def test_state_of_a_frozen_parameter_is_its_masters_once_it_trains(fused_step: Any, dtype: torch.dtype) -> None:
-    """What was written there before is what is stepped: no dict that nobody reads."""
+    """What was written there before is what is stepped: no dict that the optimizer does not read."""
     first, frozen = weight(4, dtype), weight(3, dtype).requires_grad_(False)
     opt = MixedPrecisionOptimizer(sgd([first, frozen]), loss_scale=64.0, fused_step=fused_step)
     opt.state[frozen]["momentum_buffer"] = torch.ones(3)
