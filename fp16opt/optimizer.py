@@ -829,7 +829,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         except BaseException:
             self._finish_step()
             raise
-        self._after_step(check, self.outcome.last_decision)
+        self._after_step(check, self.outcome.last)
         return result
 
     def _close_step(self, rounded_all: bool) -> None:
@@ -893,7 +893,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         finally:
             self.model_writes.agree(rounded_all=False, waits=self._on_host)
             self._record(check, skipped)
-            self._after_step(check, self.outcome.last_decision)
+            self._after_step(check, self.outcome.last)
 
     def _finalize(self, write: bool) -> OverflowCheck | None:
         """The check of the gradients as they are now; under a GradScaler, by torch's protocol."""

@@ -121,11 +121,6 @@ class Outcome:
         return self._last
 
     @property
-    def last_decision(self) -> bool | Tensor:
-        """:attr:`last` of a step that was just recorded."""
-        return self._last
-
-    @property
     def last_was_skipped(self) -> bool:
         """Syncs where the decision was taken on the device."""
         return bool(self._last)

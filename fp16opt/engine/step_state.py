@@ -102,7 +102,7 @@ class StepState:
         return isinstance(self.standing, (Unscaled, Summed))
 
     def scales_by_one(self) -> bool:
-        """Whether the own scale is static and exactly 1, so that another may do the scaling. Syncs as above."""
+        """Whether the own scale is static and exactly 1, so that another may scale. Syncs once a static value."""
         return self._units.has(self._scaler())
 
     def is_own(self) -> bool:
