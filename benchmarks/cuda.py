@@ -2,9 +2,10 @@
 
     python benchmarks/cuda.py [--quick] [--json PATH] [--rounds N] [--models 350M 1.3B small]
 
-Rows: unscale with check and norm, and masters to FP16, as shares of the card's own copy bandwidth; a whole step
-(unscale, clip, torch's fused AdamW, copy down) against GradScaler with clip_grad_norm_(foreach=True) and fused AdamW on
-FP32 parameters; kernels launched in a step besides the wrapped optimizer's; host time of a step with 1,000 tensors.
+Rows: unscale with check and norm, and masters to FP16, as shares of the card's own copy bandwidth; whole steps (clip
+and step) against GradScaler with clip_grad_norm_(foreach=True) and torch's fused AdamW on FP32 parameters: by torch's
+fused AdamW on the masters, in one pass, and in one pass with split masters and 8 bits of state; kernels launched in a
+step besides the wrapped optimizer's; host time of a step with 1,000 tensors.
 Results are checked before they are timed. Times are those of CUDA events behind work that keeps the
 device busy until all is queued, host times those of the call alone;
 contenders take turns, ratios are taken within a round. The JSON says card, driver, versions and command. Without a CUDA
@@ -59,16 +60,14 @@ class Problem:
 
 
 class Engine:
-    """FP16 weights with masters, stepped by torch's fused AdamW."""
+    """FP16 weights with masters: stepped by torch's fused AdamW unless ``settings`` say otherwise."""
 
-    name = "fp16opt"
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, name: str = "torch's AdamW", **settings: Any) -> None:
+        self.problem, self.name = problem, name
         self.model = [torch.nn.Parameter(weight.clone()) for weight in problem.weights]
         self.inner = routes.adamw(self.model)
         scaler = DynamicLossScaler(init_scale=routes.SCALE)
-        self.opt = MixedPrecisionOptimizer(self.inner, scaler=scaler, fused_step=False)
+        self.opt = MixedPrecisionOptimizer(self.inner, scaler=scaler, **{"fused_step": False, **settings})
         self.loss = torch.zeros((), device=DEVICE)
         self.norm = self.loss
 
@@ -127,7 +126,7 @@ class Call:
         """Nothing to bring back."""
 
 
-MOST_SLEEP = 2**34  # cycles: some seconds
+MOST_SLEEP = 2**29  # cycles: a third of a second; the host queues a step in less
 
 
 def timed(contender: Any, cycles: int) -> tuple[float, float, int]:
@@ -135,13 +134,15 @@ def timed(contender: Any, cycles: int) -> tuple[float, float, int]:
 
     The device sleeps first, for as long as the host needs to queue the whole call: else the first event would pass
     while the stream is empty, and the host's time would count as the device's. Where it woke up too early the call is
-    made again behind a sleep twice as long; one that waits for the device itself is taken as it is.
+    made again behind a sleep twice as long. One that waits for the device itself is timed without a sleep: its host's
+    time is the device's too.
     """
     while True:
         contender.prepare()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
-        torch.cuda._sleep(cycles)
+        if cycles:
+            torch.cuda._sleep(cycles)
         begin.record()
         start = time.perf_counter()
         contender.run()
@@ -149,9 +150,9 @@ def timed(contender: Any, cycles: int) -> tuple[float, float, int]:
         end.record()
         was_early = begin.query()
         torch.cuda.synchronize()
-        if not was_early or cycles >= MOST_SLEEP:
+        if not was_early or not cycles:
             return begin.elapsed_time(end) / 1e3, host, cycles
-        cycles *= 2
+        cycles = 2 * cycles if cycles < MOST_SLEEP else 0
 
 
 def on_device(contenders: Sequence[Any], rounds: int, warmup: int = 5) -> dict[str, tuple[list[float], list[float]]]:
@@ -168,7 +169,7 @@ def on_device(contenders: Sequence[Any], rounds: int, warmup: int = 5) -> dict[s
     return times
 
 
-def row(what: str, bound: float, values: Sequence[float], at_least: bool = False) -> common.Row:
+def row(what: str, bound: float | None, values: Sequence[float], at_least: bool = False) -> common.Row:
     """The median over rounds, and the quartiles."""
     return common.Row(what, bound, statistics.median(values), *common.quartiles(values), at_least=at_least)
 
@@ -228,30 +229,62 @@ def step_alone(inner: torch.optim.Optimizer, found_inf: Tensor) -> None:
     holder: Any = inner
     holder.grad_scale, holder.found_inf = None, found_inf
     try:
-        inner.step()
+        type(inner).step(inner)  # a wrapped optimizer's own attribute raises
     finally:
         del holder.grad_scale, holder.found_inf
 
 
+ONE_PASS: dict[str, dict[str, Any]] = {
+    "one pass": {"fused_step": True},
+    "one pass, split masters": {"fused_step": True, "master_weights": "split"},
+    "one pass, split masters, 8-bit state": {
+        "fused_step": True,
+        "master_weights": "split",
+        "optimizer_state": "8bit",
+    },
+}
+
+
+def check_routes(engine: Engine, scaler: Scaler) -> None:
+    """Exits unless both routes hold the same weights and saw the same norm.
+
+    Weights may be a hundredth of a learning rate apart; with 8 bits of state, which round the moments, a tenth of one
+    in the mean of each tensor.
+    """
+    rounded = "8-bit" in engine.name
+    pairs = zip(engine.weights(), scaler.weights(), strict=True)
+    apart = max(float(d.mean() if rounded else d.max()) for d in ((a - b).detach().abs() for a, b in pairs))
+    parted = abs(float(engine.norm) / float(scaler.norm) - 1) > 1e-3
+    if parted or not apart <= (0.1 if rounded else 0.01) * routes.LR or engine.opt.skipped_steps:
+        norms = f"norms {float(engine.norm)}, {float(scaler.norm)}"
+        raise SystemExit(f"{engine.name}: the two routes part: weights by {apart:g}, {norms}")
+
+
 def step_rows(name: str, problem: Problem, rounds: int) -> list[common.Row]:
     """Whole steps: time on the device, and for many small tensors the host's time and the launches."""
-    engine, scaler = Engine(problem), Scaler(problem)
-    for contender, _ in itertools.product((engine, scaler), range(3)):
+    scaler = Scaler(problem)
+    engines = [Engine(problem), *(Engine(problem, what, **settings) for what, settings in ONE_PASS.items())]
+    for contender, _ in itertools.product((scaler, *engines), range(3)):
         contender.prepare()
         contender.run()
-    pairs = zip(engine.weights(), scaler.weights(), strict=True)
-    apart = max(float((ours - theirs).detach().abs().max()) for ours, theirs in pairs)
-    if apart > 0.01 * routes.LR or abs(float(engine.norm) / float(scaler.norm) - 1) > 1e-3 or engine.opt.skipped_steps:
-        raise SystemExit(f"the two routes part: weights by {apart:g}, norms {float(engine.norm)}, {float(scaler.norm)}")
-    times = on_device([engine, scaler], rounds)
+    for engine in engines:
+        check_routes(engine, scaler)
+    times = on_device([scaler, *engines], rounds)
     which, bound, words = (1, 1.0, "host time of a step") if name == "small" else (0, 0.85, "whole step")
-    ratios = [a / b for a, b in zip(times[engine.name][which], times[scaler.name][which], strict=True)]
-    rows = [row(f"{name}: {words} / GradScaler, clip, fused AdamW", bound, ratios)]
-    engine.prepare()
-    all_of_it = launched(engine.run)
+    rows = []
+    for engine in engines:
+        ratios = [a / b for a, b in zip(times[engine.name][which], times[scaler.name][which], strict=True)]
+        rows.append(row(f"{name}: {words}, {engine.name} / GradScaler, clip, fused AdamW", bound, ratios))
+    own = engines[0]
+    own.prepare()
+    all_of_it = launched(own.run)
     found = torch.zeros((), device=DEVICE)
-    inner = launched(lambda: step_alone(engine.inner, found))
-    return [*rows, row(f"{name}: kernels in a step besides AdamW's", 8, [float(all_of_it - inner)])]
+    inner = launched(lambda: step_alone(own.inner, found))
+    rows.append(row(f"{name}: kernels in a step besides AdamW's", 8, [float(all_of_it - inner)]))
+    if name != "small":
+        milliseconds = [1e3 * seconds for seconds in times[scaler.name][0]]
+        rows.append(row(f"{name}: GradScaler's step, ms", None, milliseconds))
+    return rows
 
 
 def driver() -> str:

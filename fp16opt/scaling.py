@@ -169,7 +169,7 @@ class StaticLossScaler(LossScaler):
 
     def update(self, found_inf: Tensor) -> None:
         """Count skips in a row; the scale stays. ``found_inf``: float32 [], 0.0 or 1.0. No sync."""
-        bad = found_inf.to(device=self._skips.device, dtype=torch.int32, non_blocking=True)
+        bad = found_inf.to(self._skips.device, torch.int32)
         self._skips.add_(1).mul_(bad)
 
     @functools.cached_property
@@ -368,18 +368,18 @@ class DynamicLossScaler(LossScaler):
             found_inf: float32, shape [], exactly 0.0 or 1.0, on any device.
         """
         # Both trackers move in each operation, as small tensors cost by the call and not by the element.
-        happened = self._other.ne(found_inf.to(self._other.device, non_blocking=True))  # [clean, skipped]
+        happened = self._other.ne(found_inf.to(self._other.device))  # [clean, skipped]
         self._trackers.add_(1).mul_(happened)
         reached = self._trackers.ge(self._limits)
         factors = torch.where(reached, self._factors, 1.0)
         self._trackers.remainder_(self._wrap)  # growth_interval clean steps count as 0 again
-        moved = self._scale * factors.prod() if self.policy == "doubling" else self._moved(happened[0], factors)
-        self._scale.copy_(moved).clamp_(self.min_scale, self.max_scale)
+        scale = self._scale * factors.prod() if self.policy == "doubling" else self._moved(happened[0], factors)
+        self._scale.copy_(scale).clamp_(self.min_scale, self.max_scale)
         self.generation += 1
 
     def see(self, norm: Tensor) -> None:
         """See :meth:`LossScaler.see`. A norm that is not finite is not counted."""
-        norm = norm.to(self._scale.device, torch.float32, non_blocking=True)
+        norm = norm.to(self._scale.device, torch.float32)
         norm = torch.where(norm.isfinite(), norm, 0.0)
         self._seen = norm if self._seen is None else torch.maximum(self._seen, norm)
 

@@ -300,7 +300,7 @@ def counter_to_device(state: dict[str, Any], device: torch.device) -> None:
     """Move a parameter's step counter to ``device`` where kernels want it there. No sync."""
     step = state.get("step")
     if isinstance(step, Tensor) and step.device != device and steps_on_device(device):
-        state["step"] = step.to(device, non_blocking=True)
+        state["step"] = operations.moved(step, device)
 
 
 def _stays_on_device(group: dict[str, Any]) -> bool:

@@ -321,7 +321,7 @@ def read_at_once(numbers: dict[str, float | Tensor]) -> dict[str, float]:
         away = [value.device for value in tensors.values() if not kernels.is_host(value.device)]
         home = away[0] if away else torch.device("cpu")
         wide = kernels.stats.sum_dtype(home)
-        together = torch.stack([value.detach().to(home, wide, non_blocking=True) for value in tensors.values()])
+        together = torch.stack([kernels.moved(value.detach(), home, wide) for value in tensors.values()])
         read = dict(zip(tensors, together.tolist(), strict=True))
     return {name: read[name] if isinstance(value, Tensor) else float(value) for name, value in numbers.items()}
 

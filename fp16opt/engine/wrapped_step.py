@@ -7,7 +7,7 @@ import itertools
 import operator
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from .. import kernels
 from .dtensors import raw_grads
 from .gradients import GradsToStep
 from .masters import Masters, ordinary_parameters
@@ -276,7 +277,7 @@ class WrappedStep:
 
     def skips_on_device(self) -> bool:
         """Where torch's own fused steps serve by torch's found_inf protocol."""
-        return supports_found_inf(self.optimizer)
+        return supports_found_inf(self.optimizer, [device.device for device in self.params.devices])
 
     def describe(self) -> str:
         """Why no kernel steps."""
@@ -394,14 +395,17 @@ def _first_post_hook(optimizer: Optimizer, hook: Callable[..., None], progress: 
 # -- faults of torch's fused steps -------------------------------------------------------------------------------------
 
 
-def supports_found_inf(optimizer: Optimizer) -> bool:
+def supports_found_inf(optimizer: Optimizer, devices: Sequence[torch.device]) -> bool:
     """Whether ``optimizer.step`` skips on the device when ``optimizer.found_inf`` is 1.0, and can be trusted to now.
 
-    torch's fused steps do. torch 2.13's fused SGD leaves ``momentum_buffer`` uninitialised when the flag is set on the
-    step that makes it, so it must not be called with the flag until every gradient's buffer is there. Of other classes
-    nothing is known: the host decides for them.
+    torch's fused steps do. Where some of the parameters lie on the host, torch 2.13 copies the flag there without
+    waiting for the copy, and would step by what the memory held before. torch 2.13's fused SGD leaves
+    ``momentum_buffer`` uninitialised when the flag is set on the step that makes it, so it must not be called with the
+    flag until every gradient's buffer is there. Of other classes nothing is known: the host decides for them.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False) or not is_torch_class(optimizer):
+        return False
+    if len(devices) > 1 and any(kernels.is_host(device) for device in devices):
         return False
     return not any(missing for _, missing, _ in _fused_momentum_groups(optimizer))
 

@@ -482,8 +482,8 @@ class GradScaler(torch.amp.GradScaler):
         for state in states:
             flags += state["found_inf_per_device"].values()
         if len(flags) > 1:
-            return torch.stack([flag.to(device, non_blocking=True) for flag in flags]).amax()
-        return flags[0].to(device, non_blocking=True) if flags else None
+            return torch.stack([kernels.moved(flag, device) for flag in flags]).amax()
+        return kernels.moved(flags[0], device) if flags else None
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -566,7 +566,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def _skips_on_device(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer can skip without a look at the flag, which would wait for a device."""
-        return self._rule.max_consecutive_skips is None and supports_found_inf(optimizer)
+        devices = list(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"])
+        return self._rule.max_consecutive_skips is None and supports_found_inf(optimizer, devices)
 
     def _step_with(
         self, closure: Callable[[], Any], optimizer: Optimizer, args: Any, kwargs: Any

@@ -206,7 +206,7 @@ class OptimizerGradients:
             for rows in self.rows:
                 sums = [_sum_for(place, left) if left else None for place in rows.places]
                 stats = self._stats_of(rows)
-                _unscale(rows.values, sums, stats, inv_scale.to(rows.device, non_blocking=True))
+                _unscale(rows.values, sums, stats, kernels.moved(inv_scale, rows.device))
                 for row, (place, sum_) in enumerate(zip(rows.places, sums, strict=True)):
                     if sum_ is not None:
                         place.param.grad = rows.values[row] = sum_
@@ -243,7 +243,7 @@ class OptimizerGradients:
         (rows,) = self.rows
         if not rows.is_plain or any([value.dtype is not torch.float32 for value in rows.values]):  # noqa: C419
             return None
-        stats, inv_scale = self._stats_of(rows), inv_scale.to(rows.device, non_blocking=True)
+        stats, inv_scale = self._stats_of(rows), kernels.moved(inv_scale, rows.device)
         kernels.multi_tensor_check(rows.values, inv_scale, stats)
         norm, factor = backends.decide_clip(stats.norm, stats.found_inf, max_norm)
         kernels.multi_tensor_unscale_clipped(rows.values, rows.values, inv_scale, factor)

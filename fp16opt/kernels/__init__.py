@@ -22,6 +22,7 @@ from .lists import is_dense, same_walk
 from .measures import COMPARED, MEASURED, Snapshots, multi_tensor_compare, multi_tensor_measure
 from .operations import (
     is_host,
+    moved,
     multi_tensor_axpby,
     multi_tensor_cast,
     multi_tensor_check,
@@ -56,6 +57,7 @@ __all__ = [
     "backend",
     "is_dense",
     "is_host",
+    "moved",
     "multi_tensor_axpby",
     "multi_tensor_cast",
     "multi_tensor_check",

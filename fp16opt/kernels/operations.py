@@ -60,6 +60,19 @@ def is_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """``tensor`` on ``device``, itself where it is there already. The host waits only where it is to read the copy.
+
+    torch's ``to(..., non_blocking=True)`` waits for no copy to the host either, where the number is read before it
+    has arrived.
+
+    Example:
+        >>> moved(torch.tensor(2, dtype=torch.int32), torch.device("cpu"), torch.float32)
+        tensor(2.)
+    """
+    return tensor.to(device, dtype, non_blocking=not is_host(device))
+
+
 def multi_tensor_unscale(
     grads: Entries,
     outs: Entries,
