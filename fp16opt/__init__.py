@@ -4,12 +4,12 @@ from .apex import install_as_apex
 from .averaging import AveragedMasters, ema
 from .certify import Check, Report, certify
 from .deltas import WeightDelta
-from .engine.checkpoint import optimizer_state
 from .engine.diagnostics import Overflow
 from .engine.fused_registry import register_fused_step, register_one_pass
-from .engine.memory import Memory
+from .engine.modes.state8 import optimizer_state
 from .foreign import Loaded, load_foreign
 from .grad_scaler import GradScaler
+from .memory import Memory
 from .optimizer import MixedPrecisionOptimizer
 from .reports import Diagnosis, Monitor, diagnose
 from .scaling import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler

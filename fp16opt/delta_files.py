@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .engine.changes import TensorChange
-from .engine.dtensors import Region
+from .engine.modes.changes import TensorChange
+from .engine.modes.regions import Region
 
 _FORMAT = "fp16opt.WeightDelta"
 _VERSION = 1

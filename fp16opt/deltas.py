@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from .delta_files import Contents, file_size, read, write
-from .engine.changes import TensorChange, change_of, digest_of, require_tensors, word_indices
 from .engine.diagnostics import describe
-from .engine.dtensors import Region, is_sharded, local, region_of
+from .engine.dtensors import is_sharded, local
+from .engine.modes.changes import TensorChange, change_of, digest_of, require_tensors, word_indices
+from .engine.modes.regions import Region, region_of
 from .kernels.digests import digest_at, words_each, words_of
 
 

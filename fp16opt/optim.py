@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import parallel
-from .engine.compatibility import check_optimizer
+from .engine.modes.compatibility import check_optimizer
 from .optimizer import MixedPrecisionOptimizer
 from .optimizers import lion
 

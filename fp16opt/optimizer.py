@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 
 from . import kernels, parallel
 from .certify import bucket_obstacle
+from .certify.attributes import convert_attributes
 from .deltas import WeightDelta
-from .engine import checkpoint, state_formats
+from .engine import checkpoint
 from .engine.arguments import (
     check_loss,
     check_number,
@@ -25,11 +26,6 @@ from .engine.arguments import (
     naming_loss_scale,
     open_group,
 )
-from .engine.attributes import convert_attributes
-from .engine.bucketed_step import BucketedStep, Certified
-from .engine.changes import Changes, require_tensors
-from .engine.closures import EvaluatedClosure, MasterReevaluations, closure_mode
-from .engine.compatibility import check_groups, check_new_group, check_optimizer, make_state_format, required_by
 from .engine.config import Config
 from .engine.diagnostics import (
     Lines,
@@ -46,17 +42,22 @@ from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step
 from .engine.fused_step import FusedStep
 from .engine.gradients import Gradients
 from .engine.masters import FullMasters, Masters, NoMasters, on_memory_of, own_masters
-from .engine.memory import Memory, measure
 from .engine.model_writes import ModelWrites
+from .engine.modes import state8
+from .engine.modes.bucketed_step import BucketedStep, Certified
+from .engine.modes.changes import Changes, require_tensors
+from .engine.modes.closures import EvaluatedClosure, MasterReevaluations, closure_mode
+from .engine.modes.compatibility import check_groups, check_new_group, check_optimizer, make_state_format, required_by
+from .engine.modes.release import GradientRelease
+from .engine.modes.split import SplitMasters
+from .engine.modes.sums import SummingState
 from .engine.outcome import Closing, Outcome, read_at_once
 from .engine.params import HALF_DTYPES, ParamTable, StateByParam
 from .engine.progress import Progress
 from .engine.ranks import Detached, Digest, Facts
-from .engine.release import GradientRelease
 from .engine.schema import is_ours
-from .engine.split import SplitMasters
 from .engine.stage import BackwardScale, OverflowCheck, Stepping
-from .engine.step_state import StepState
+from .engine.state_format import convert_all
 from .engine.wrapped_step import (
     HOOKS,
     STEP_HOOKS_OF_ALL,
@@ -71,6 +72,7 @@ from .engine.wrapped_step import (
     remake_first_state,
 )
 from .kernels import backends
+from .memory import Memory, measure
 from .scaling import LossScaler
 
 _NOT_COPIED = (*HOOKS, "step", "gradients", "step_state", "_state_format", "_stepper", "_guard", "_names", "_certified")
@@ -256,7 +258,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._changes = Changes(self.params) if self.config.track_changes else None
         self.outcome = Outcome(self.lines)
         self._compose()
-        state_formats.convert_all(self._state_format, self.params.all, self.inner)
+        convert_all(self._state_format, self.params.all, self.inner)
 
     def _compose(self) -> None:
         """Make the components that hold gradients. A copy or pickle is made without them, and makes its own here."""
@@ -275,7 +277,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             return
         self.gradients = Gradients(self.params, self.masters)
         sums, scaler = self.grad_accumulation == "fp32", _weakly(me, _scaler_of, self.scaler)
-        self.step_state = StepState(self.params, self.gradients, scaler, self.device, sums, ranks)
+        self.step_state = SummingState(self.params, self.gradients, scaler, self.device, sums, ranks)
         own_masters(self.params, self.step_state, self.masters.mixed_in)
         self._stepper: Stepper = self._make_stepper()
 
@@ -366,7 +368,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def _state_kept(self) -> str:
         """Which parameters keep FP32 state where 8 bits were asked for, because of how they are sharded."""
         asked = self.params.all if self.optimizer_state == "8bit" else []
-        cut = [pair for pair in asked if state_formats.cut_within_blocks(pair.model)]
+        cut = [pair for pair in asked if state8.cut_within_blocks(pair.model)]
         return f" (FP32 for {self.params.describe(cut)}: shards begin within blocks of 128)" if cut else ""
 
     def _describe_step(self) -> str:
@@ -1186,7 +1188,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if fused_spec_for(type(self.optimizer)) is not None:
             built["optimizer"] = counters_saved(built["optimizer"])
         if self.optimizer_state == "8bit":
-            built["optimizer"] = state_formats.saved(built["optimizer"], compact)
+            built["optimizer"] = state8.saved(built["optimizer"], compact)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             changed = post_hook(self, built)
             built = built if changed is None else changed
@@ -1253,9 +1255,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         Raises:
             TypeError, ValueError: Codes are damaged, or a moment can't be kept in 8 bits.
         """
-        found = state_formats.expanded(state_dict, self.params.names)
+        found = state8.expanded(state_dict, self.params.names)
         if self.optimizer_state == "8bit":
-            state_formats.check_moments(found, self.params.names)
+            state8.check_moments(found, self.params.names)
         return found
 
     def _to_thaw(self, state_dict: Any) -> list[int]:
@@ -1286,7 +1288,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             if value is not None and not self.masters.are_whole:
                 self.masters.write([pair], [value])
         self.masters.lay_out(self.params.all, self.inner.state)
-        state_formats.convert_all(self._state_format, self.params.all, self.inner)
+        convert_all(self._state_format, self.params.all, self.inner)
         self.params.changed()
         self.step_state.forget()
         self._round_all()

@@ -33,13 +33,13 @@ def _modules() -> list[str]:
 MODULES = _modules()
 
 
-# Pages and modules about a package that requirements-trainers.txt installs, by the last part of their names.
+# Pages and modules about a package that requirements/trainers.txt installs, by the last part of their names.
 TRAINERS = ("lightning", "accelerate", "transformers", "timm")
 
 
 def skip_without_trainer(name: str) -> None:
     if name in TRAINERS and importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not installed (requirements-trainers.txt)")
+        pytest.skip(f"{name} is not installed (requirements/trainers.txt)")
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -124,7 +124,7 @@ needs_tree = pytest.mark.skipif(not CONTRIBUTING.exists(), reason="run from an i
 
 
 @needs_tree
-@pytest.mark.parametrize("folder", ["engine", "kernels"])
+@pytest.mark.parametrize("folder", ["engine", "engine/modes", "kernels"])
 def test_the_picture_of_the_house_has_every_file(folder: str) -> None:
     house = CONTRIBUTING.read_text().partition("## The house")[2].partition("\n## ")[0]
     words = set(re.findall(r"[\w*]+", house)) - {"*"}

@@ -20,7 +20,7 @@ NEEDED = ("sklearn", "matplotlib", "tqdm")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.skipif(not EXAMPLES.is_dir(), reason="run from an installed package, without the repository"),
-    pytest.mark.skipif(bool(MISSING), reason=f"the examples need {', '.join(MISSING)} (requirements.txt)"),
+    pytest.mark.skipif(bool(MISSING), reason=f"the examples need {', '.join(MISSING)} (requirements/examples.txt)"),
 ]
 
 

@@ -234,8 +234,8 @@ def literal_of(version: str, path: Path) -> bool:
 
 
 def pinned(name: str) -> Version:
-    """The version of ``name`` that requirements.txt pins."""
-    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    """The version of ``name`` that requirements/examples.txt pins."""
+    lines = (ROOT / "requirements/examples.txt").read_text(encoding="utf-8").splitlines()
     requirements = [Requirement(line) for line in lines if line.strip() and not line.startswith(("#", "-"))]
     (pin,) = {specifier.version for r in requirements if r.name == name for specifier in r.specifier}
     return Version(pin)
@@ -297,7 +297,9 @@ def readme_commands() -> ModuleType:
 
 def test_readme_has_the_two_commands_that_ci_runs() -> None:
     install, check = readme_commands().commands((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert [word in install for word in ("pip install", "requirements.txt", "examples/train_digits.py")] == [True] * 3
+    assert [word in install for word in ("pip install", "requirements/examples.txt", "examples/train_digits.py")] == [
+        True
+    ] * 3
     assert [word in check for word in ("pip install", "pytest")] == [True] * 2
 
 

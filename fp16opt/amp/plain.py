@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..engine.arguments import check_loss
-from ..engine.closures import Evaluation
 from ..engine.diagnostics import Lines, Overflow, warn_eps
+from ..engine.modes.closures import Evaluation
 from ..engine.stage import BackwardScale, UnitScales, incomplete
 from ..engine.stamps import GradientStamp
 from ..engine.step_state import are_zero

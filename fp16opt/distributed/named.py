@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..engine import checkpoint, state_formats
+from ..engine import checkpoint
 from ..engine.dtensors import is_sharded
+from ..engine.modes import state8
 from ..engine.params import HALF_DTYPES
 from ..engine.parts import Wrapper, inside
 from ..engine.wrapped_step import HOOKS
@@ -87,7 +88,7 @@ def state_dict(model: nn.Module, opt: Optimizer) -> dict[str, Any]:
         if fresh and master.requires_grad:
             state[name] = _first_state(inner, inner.param_groups[pair.group], master)
         elif master in inner.state:
-            state[name] = dict(state_formats.whole_entry(inner.state[master]))
+            state[name] = dict(state8.whole_entry(inner.state[master]))
     groups = []
     for group, members in zip(wrapper.optimizer.param_groups, _model_groups(wrapper), strict=True):
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..kernels import backend, operations
+from ..kernels import Piece, backend, operations
 from ..kernels.formulas import FORMULAS, Formula
 
 GroupKeys = Mapping[str, "str | tuple[str, ...]"]
@@ -51,7 +51,8 @@ class FusedStepSpec:
         required: settings without which there is no step.
         defaults: settings that a class may lack, with the values that switch them off.
         group_keys: from a setting to the group's key for it, or keys for its parts, where the class is not torch's own.
-        is_coded: whether its state is kept in codes of 8 bits.
+        piece: which part of the whole parameter a rank's tensor is, where bits of its state depend on that; None where
+            none do.
         must_be: values that options of a package's class must have, which the functor knows nothing of: attributes of
             the optimizer, or keys of its groups, in versions of the package that have them.
     """
@@ -66,7 +67,7 @@ class FusedStepSpec:
     required: tuple[str, ...] = ("lr",)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     group_keys: GroupKeys = field(default_factory=dict)
-    is_coded: bool = False
+    piece: Callable[[Tensor], Piece | None] | None = None
     must_be: Mapping[str, Any] = field(default_factory=dict)
 
     def keys_used(self) -> list[str]:

@@ -39,7 +39,7 @@ from .gradients import GradsToStep
 from .masters import Masters
 from .params import DeviceParams, ParamPair, ParamTable
 from .progress import KernelPart, Progress
-from .state_formats import StateFormat, coded_piece
+from .state_format import StateFormat
 from .wrapped_step import StepGradients, has_own_step, run_hooks
 
 NO_MASTERS = "there are no FP32 masters (master_weights='none')"
@@ -223,11 +223,11 @@ def pieces_of(spec: FusedStepSpec, masters: Masters, pairs: Sequence[ParamPair])
     Raises:
         CannotServe: of one that can't be said.
     """
-    if not (spec.is_coded or (masters.needs_number and pairs[0].is_apart)):
+    if spec.piece is None and not (masters.needs_number and pairs[0].is_apart):
         return None
     found: list[Piece] = []
     for pair in pairs:
-        piece = coded_piece(pair.model) if spec.is_coded else piece_of(pair.model)
+        piece = (spec.piece or piece_of)(pair.model)
         if piece is None:
             raise CannotServe(f"where the shards of parameter {pair.name!r} lie in the whole can't be said")
         found.append(piece)

@@ -1,7 +1,7 @@
 """Stages: the values that hold all that is known of a step's gradients. Leaving a stage forgets what it held.
 
 docs/engine.md has the table: what ``.grad`` holds in each, and what each call does. A transition makes the next value
-of the present one; nothing is changed in place. FP32 sums have a stage of their own, in :mod:`.sums`.
+of the present one; nothing is changed in place.
 """
 
 from __future__ import annotations
@@ -169,6 +169,33 @@ class Unscaled(NamedTuple):
     stamp: GradientStamp
     true_stamp: GradientStamp
     verdict: Verdict
+    is_closed: bool = False
+    is_divided: bool = False
+    is_measured: bool = True
+    losses: tuple[Tensor, ...] = ()
+
+
+class Summed(NamedTuple):
+    """Masters hold sums of true gradients, to which the next backward is added.
+
+    Attributes:
+        scale: of the last backward.
+        stamp: of the model's gradients, which were folded: none, or zeros that DDP still reduces.
+        true_stamp: of the sums.
+        pending: whether the model may hold gradients of that backward, which the next call folds.
+        verdict: of each scaler that had a part.
+        flags: by device, of each row: int32 bits of all that went into the sums.
+        unreduced: ids of scalers whose sums were made under DDP's no_sync.
+        is_closed, is_divided, is_measured, losses: as of :class:`Unscaled`.
+    """
+
+    scale: BackwardScale
+    stamp: GradientStamp
+    true_stamp: GradientStamp
+    pending: bool
+    verdict: Verdict = Verdict()
+    flags: tuple[Tensor, ...] = ()
+    unreduced: frozenset[int] = frozenset()
     is_closed: bool = False
     is_divided: bool = False
     is_measured: bool = True

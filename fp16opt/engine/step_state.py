@@ -6,6 +6,7 @@ outlives a step lies beside it: the scaler, the ranks, how many backwards there 
 
 from __future__ import annotations
 
+import abc
 import itertools
 import operator
 import sys
@@ -19,7 +20,7 @@ from torch import Tensor
 from ..scaling import LossScaler
 from .diagnostics import describe
 from .dtensors import local, raw_grad, raw_grads
-from .gradients import Gradients, GradsToStep, drop_gradients
+from .gradients import Gradients, GradsToStep
 from .params import DeviceParams, ParamTable
 from .progress import Progress
 from .ranks import Ranks, Replicas, refuse_torch_checkpointing
@@ -31,6 +32,7 @@ from .stage import (
     Ready,
     Scaled,
     Stepping,
+    Summed,
     UnitScales,
     Unscaled,
     Verdict,
@@ -38,12 +40,11 @@ from .stage import (
     incomplete,
 )
 from .stamps import GradientStamp
-from .sums import Summed, Sums, refuse_ranks
 
 Grads = Sequence["Tensor | None"]
 
 
-class StepState:
+class StepState(abc.ABC):
     """READY -> SCALED (a loss was scaled) -> CHECKED or UNSCALED -> READY (step, zero_grad).
 
     Backwards with one scale add up in the model's gradients. Where a second scaler joins in, or ``sums`` asks for it,
@@ -55,7 +56,7 @@ class StepState:
         sums: whether every backward is folded.
 
     Attributes:
-        stage: one of the values of :mod:`.stage`, or :class:`.sums.Summed`.
+        stage: one of the values of :mod:`.stage`.
         ranks: where the masters' other parts are, if any.
         replicas: which ranks share gradients with this one, if any.
         backwards: how many have begun.
@@ -795,108 +796,34 @@ class StepState:
         if type(self.stage) is Summed:
             self.stage = self.stage._replace(flags=tuple(one.clone() for one in self.gradients.flags()))
 
-    # -- FP32 sums ---------------------------------------------------------------------------------------------------
+    # -- FP32 sums: what :class:`.modes.sums.SummingState` does ------------------------------------------------------
 
+    @abc.abstractmethod
     def _new_sums(self, scale: BackwardScale) -> Summed:
         """The stage of sums to which nothing was added yet."""
-        self._check_can_sum()
-        for each in self.gradients.each:
-            each.stats.reset()
-        none = GradientStamp([None] * len(self.params))
-        return Summed(scale, none, none, pending=False)
 
-    def _check_can_sum(self) -> None:
-        if not (self.replicas.are_told or self.params.has_dtensors):  # FSDP2 shows gradients that are reduced
-            refuse_ranks()
-
+    @abc.abstractmethod
     def _start_summing(self, stage: Any, grads: Grads) -> Summed:
         """A second scaler joins in: what there is becomes the first sum."""
-        self._check_can_sum()
-        if type(stage) is Unscaled:
-            self._check_reduced()
-            found = tuple((scaler, one.clone()) for scaler, one in stage.verdict.found)
-            flags = tuple(one.clone() for one in self.gradients.flags())
-            drop_gradients([*self.params.models, *self.params.elsewhere])
-            stamp = GradientStamp(raw_grads(self.params.models))
-            verdict = stage.verdict._replace(found=found, is_agreed=False)
-            made = Summed(stage.scale, stamp, stage.true_stamp, False, verdict, flags, losses=stage.losses)
-            self.stage = made
-            return made
-        self.stage = self._new_sums(stage.scale)._replace(pending=True, losses=stage.losses)
-        return self._fold(self.stage)
 
+    @abc.abstractmethod
     def _fold(self, stage: Summed) -> Summed:
         """Add the model's gradients to the sums."""
-        if self.replicas.local and self.params.elsewhere:
-            raise RuntimeError(
-                "FP32 sums under DDP's no_sync need every master on every rank; ZeroRedundancyOptimizer spreads them. "
-                'Use grad_accumulation="model", or leave no_sync.'
-            )
-        if stage.unreduced and not self.replicas.local:
-            stage = self._reduce_sums(stage)
-        sums = Sums(self.gradients, stage.flags)
-        sums.fold(stage.scale.inv_scale, self.replicas.keeps)
-        found, scaler = self.gradients.found_inf(self.device).clone(), stage.scale.scaler
-        verdict = stage.verdict._replace(found=_with(stage.verdict.found, scaler, found), is_agreed=False)
-        unreduced = stage.unreduced
-        if self.replicas.local:  # other ranks hear of it when the sums are averaged
-            unreduced |= {id(scaler)}
-        else:
-            verdict = self._noting_norm(verdict, scaler)
-        self.stage = stage._replace(
-            stamp=GradientStamp(raw_grads(self.params.models)),
-            true_stamp=GradientStamp(raw_grads(self.params.masters)),
-            pending=False,
-            verdict=verdict,
-            flags=sums.flags,
-            unreduced=unreduced,
-            is_measured=True,
-        )
-        made: Summed = self.stage
-        return made
 
+    @abc.abstractmethod
     def _look_at_sums(self, stage: Summed, grads: list[Tensor | None]) -> list[Tensor | None]:
         """:meth:`look`: fold the last backward, with the user's edits; notice edits of the sums."""
-        if stage.pending:
-            if self._any_there(grads) or self._is_there(self.params.masters):
-                self._fold(stage)
-            else:
-                self.reset(keeps_true=False)
-            return raw_grads(self.params.models)
-        written, _ = stage.stamp.compare(grads)
-        if written and not are_zero([grads[i] for i in written]):
-            self._refuse_writes(written, grads)
-        if not self._is_there(self.params.masters):
-            if not self.ranks.expects_all:
-                self.reset(keeps_true=False)
-            return grads
-        self._notice_edits(stage)
-        return grads
 
+    @abc.abstractmethod
     def _reduce_sums(self, stage: Summed) -> Summed:
         """Average over the ranks what was summed under ``no_sync``."""
-        sums = Sums(self.gradients, stage.flags)
-        mine = [(place, one) for place, one in enumerate(stage.verdict.found) if id(one[0]) in stage.unreduced]
-        found = self.replicas.reduce(sums, [flag for _, (_, flag) in mine])  # in one order on all ranks
-        every, verdict = list(stage.verdict.found), stage.verdict
-        for (place, (scaler, earlier)), one in zip(mine, found, strict=True):
-            every[place] = scaler, torch.maximum(earlier, one.to(earlier.device))
-            verdict = self._noting_norm(verdict, scaler)
-        made = stage._replace(
-            true_stamp=GradientStamp(raw_grads(self.params.masters)),
-            verdict=verdict._replace(found=tuple(every)),
-            flags=sums.flags,
-            unreduced=frozenset(),
-        )
-        self.stage = made
-        return made
+
+    # -- what was found ----------------------------------------------------------------------------------------------
 
     def flags(self) -> list[Tensor]:
         """By device: int32 bits ``kernels.INF | kernels.NAN`` of each row, which the next pass overwrites. No sync."""
         stage = self.standing
         return list(stage.flags) if type(stage) is Summed else self.gradients.flags()
-
-    # -- what was found ----------------------------------------------------------------------------------------------
 
     def _noting_norm(self, verdict: Verdict, scaler: LossScaler) -> Verdict:
         if not scaler.follows_norms:
@@ -1077,15 +1004,6 @@ class StepState:
         self.gradients.release()
         used = None if set_to_none else GradientStamp(raw_grads(self.params.models), are_zeros=True)
         self.stage = Ready(used, holds_true=False)
-
-
-def _with(
-    found: tuple[tuple[LossScaler, Tensor], ...], scaler: LossScaler, one: Tensor
-) -> tuple[tuple[LossScaler, Tensor], ...]:
-    """What was found, with what a further backward of ``scaler`` gave."""
-    if not any(known is scaler for known, _ in found):
-        return (*found, (scaler, one))
-    return tuple((known, torch.maximum(flag, one) if known is scaler else flag) for known, flag in found)
 
 
 def _shared(stage: Any, found: Tensor) -> tuple[tuple[LossScaler, Tensor], ...]:

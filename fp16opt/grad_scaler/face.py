@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from .. import kernels
 from ..engine.arguments import check_number
-from ..engine.closures import Evaluation
 from ..engine.diagnostics import Overflow, SkipLog, describe
+from ..engine.modes.closures import Evaluation
 from ..engine.outcome import check_consecutive, counters, note, room_for, update_scale
 from ..engine.wrapped_step import found_inf_given, supports_found_inf
 from ..kernels import backends

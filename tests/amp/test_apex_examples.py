@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "apex"
 MISSING = [name for name in ("sklearn", "tqdm", "PIL") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.skipif(not EXAMPLES.is_dir(), reason="run from an installed package, without the repository"),
-    pytest.mark.skipif(bool(MISSING), reason=f"the examples need {', '.join(MISSING)} (requirements.txt)"),
+    pytest.mark.skipif(bool(MISSING), reason=f"the examples need {', '.join(MISSING)} (requirements/examples.txt)"),
 ]
 
 

@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "distributed"
 MISSING = [name for name in ("sklearn", "matplotlib", "tqdm") if importlib.util.find_spec(name) is None]
 examples = [
     pytest.mark.skipif(not EXAMPLES.is_dir(), reason="run from an installed package, without the repository"),
-    pytest.mark.skipif(bool(MISSING), reason=f"the examples need {', '.join(MISSING)} (requirements.txt)"),
+    pytest.mark.skipif(bool(MISSING), reason=f"the examples need {', '.join(MISSING)} (requirements/examples.txt)"),
 ]
 LOSS = re.compile(r"^step (\d+): loss ([\d.]+)", re.MULTILINE)
 

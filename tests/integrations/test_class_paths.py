@@ -37,7 +37,7 @@ def quiet() -> Iterator[None]:
 def test_what_makes_them_is_here_where_it_must_be(name: str) -> None:
     """The stage of the CI that installs the trainers says so; else these tests would be skipped unseen."""
     if os.environ.get("FP16OPT_REQUIRE_TRAINERS") != "1" and importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not installed (requirements-trainers.txt)")
+        pytest.skip(f"{name} is not installed (requirements/trainers.txt)")
     assert importlib.util.find_spec(name) is not None
 
 

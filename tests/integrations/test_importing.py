@@ -38,5 +38,5 @@ def test_importing_fp16opt_imports_no_trainer() -> None:
 def test_all_of_them_are_here_where_they_must_be(name: str) -> None:
     """The stage of the CI that installs them says so; else its tests would be skipped unseen."""
     if os.environ.get("FP16OPT_REQUIRE_TRAINERS") != "1" and importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not installed (requirements-trainers.txt)")
+        pytest.skip(f"{name} is not installed (requirements/trainers.txt)")
     assert importlib.util.find_spec(name) is not None

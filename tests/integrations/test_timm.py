@@ -36,7 +36,7 @@ from integrations.stand_in import import_timm
 DTYPES = {"fp16": HALF, "bf16": BF16}
 every_dtype = pytest.mark.parametrize("precision", DTYPES)
 needs_timm = pytest.mark.skipif(
-    importlib.util.find_spec("timm") is None, reason="timm is not installed (requirements-trainers-nodeps.txt)"
+    importlib.util.find_spec("timm") is None, reason="timm is not installed (requirements/trainers-nodeps.txt)"
 )
 
 

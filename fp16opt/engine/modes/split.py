@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..kernels.calls import Entries
-from .dtensors import as_piece_of, different_bits, is_sharded, local, pieces, raw_grad, set_raw_grad
-from .masters import ordinary_parameters
-from .params import DeviceParams, ParamPair, ParamTable
+from ... import kernels
+from ...kernels.calls import Entries
+from ..dtensors import as_piece_of, different_bits, is_sharded, local, pieces, raw_grad, set_raw_grad
+from ..masters import ordinary_parameters
+from ..params import DeviceParams, ParamPair, ParamTable
 
 
 def placeholder(param: Tensor) -> Tensor:

@@ -7,45 +7,127 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..kernels import reference
-from .dtensors import local, raw_grad, raw_grads, set_raw_grad
-from .gradients import DeviceGradients, Gradients, NamingChanges, drop_gradients, judge, round_to, sparse_like
-from .params import DeviceParams
-from .stage import BackwardScale, Verdict
-from .stamps import GradientStamp
+from ... import kernels
+from ...kernels import reference
+from ...scaling import LossScaler
+from ..dtensors import local, raw_grad, raw_grads, set_raw_grad
+from ..gradients import DeviceGradients, Gradients, NamingChanges, drop_gradients, judge, round_to, sparse_like
+from ..params import DeviceParams
+from ..stage import BackwardScale, Summed, Unscaled
+from ..stamps import GradientStamp
+from ..step_state import Grads, StepState, are_zero
 
 
-class Summed(NamedTuple):
-    """Masters hold sums of true gradients, to which the next backward is added.
+class SummingState(StepState):
+    """The engine's :class:`~fp16opt.engine.step_state.StepState`, with what folds gradients into FP32 sums."""
 
-    Attributes:
-        scale: of the last backward.
-        stamp: of the model's gradients, which were folded: none, or zeros that DDP still reduces.
-        true_stamp: of the sums.
-        pending: whether the model may hold gradients of that backward, which the next call folds.
-        verdict: of each scaler that had a part.
-        flags: by device, of each row: int32 bits of all that went into the sums.
-        unreduced: ids of scalers whose sums were made under DDP's no_sync.
-        is_closed, is_divided, is_measured, losses: as of :class:`.stage.Unscaled`.
-    """
+    def _new_sums(self, scale: BackwardScale) -> Summed:
+        """The stage of sums to which nothing was added yet."""
+        self._check_can_sum()
+        for each in self.gradients.each:
+            each.stats.reset()
+        none = GradientStamp([None] * len(self.params))
+        return Summed(scale, none, none, pending=False)
 
-    scale: BackwardScale
-    stamp: GradientStamp
-    true_stamp: GradientStamp
-    pending: bool
-    verdict: Verdict = Verdict()
-    flags: tuple[Tensor, ...] = ()
-    unreduced: frozenset[int] = frozenset()
-    is_closed: bool = False
-    is_divided: bool = False
-    is_measured: bool = True
-    losses: tuple[Tensor, ...] = ()
+    def _check_can_sum(self) -> None:
+        if not (self.replicas.are_told or self.params.has_dtensors):  # FSDP2 shows gradients that are reduced
+            refuse_ranks()
+
+    def _start_summing(self, stage: Any, grads: Grads) -> Summed:
+        """A second scaler joins in: what there is becomes the first sum."""
+        self._check_can_sum()
+        if type(stage) is Unscaled:
+            self._check_reduced()
+            found = tuple((scaler, one.clone()) for scaler, one in stage.verdict.found)
+            flags = tuple(one.clone() for one in self.gradients.flags())
+            drop_gradients([*self.params.models, *self.params.elsewhere])
+            stamp = GradientStamp(raw_grads(self.params.models))
+            verdict = stage.verdict._replace(found=found, is_agreed=False)
+            made = Summed(stage.scale, stamp, stage.true_stamp, False, verdict, flags, losses=stage.losses)
+            self.stage = made
+            return made
+        self.stage = self._new_sums(stage.scale)._replace(pending=True, losses=stage.losses)
+        return self._fold(self.stage)
+
+    def _fold(self, stage: Summed) -> Summed:
+        """Add the model's gradients to the sums."""
+        if self.replicas.local and self.params.elsewhere:
+            raise RuntimeError(
+                "FP32 sums under DDP's no_sync need every master on every rank; ZeroRedundancyOptimizer spreads them. "
+                'Use grad_accumulation="model", or leave no_sync.'
+            )
+        if stage.unreduced and not self.replicas.local:
+            stage = self._reduce_sums(stage)
+        sums = Sums(self.gradients, stage.flags)
+        sums.fold(stage.scale.inv_scale, self.replicas.keeps)
+        found, scaler = self.gradients.found_inf(self.device).clone(), stage.scale.scaler
+        verdict = stage.verdict._replace(found=_with(stage.verdict.found, scaler, found), is_agreed=False)
+        unreduced = stage.unreduced
+        if self.replicas.local:  # other ranks hear of it when the sums are averaged
+            unreduced |= {id(scaler)}
+        else:
+            verdict = self._noting_norm(verdict, scaler)
+        self.stage = stage._replace(
+            stamp=GradientStamp(raw_grads(self.params.models)),
+            true_stamp=GradientStamp(raw_grads(self.params.masters)),
+            pending=False,
+            verdict=verdict,
+            flags=sums.flags,
+            unreduced=unreduced,
+            is_measured=True,
+        )
+        made: Summed = self.stage
+        return made
+
+    def _look_at_sums(self, stage: Summed, grads: list[Tensor | None]) -> list[Tensor | None]:
+        """:meth:`look`: fold the last backward, with the user's edits; notice edits of the sums."""
+        if stage.pending:
+            if self._any_there(grads) or self._is_there(self.params.masters):
+                self._fold(stage)
+            else:
+                self.reset(keeps_true=False)
+            return raw_grads(self.params.models)
+        written, _ = stage.stamp.compare(grads)
+        if written and not are_zero([grads[i] for i in written]):
+            self._refuse_writes(written, grads)
+        if not self._is_there(self.params.masters):
+            if not self.ranks.expects_all:
+                self.reset(keeps_true=False)
+            return grads
+        self._notice_edits(stage)
+        return grads
+
+    def _reduce_sums(self, stage: Summed) -> Summed:
+        """Average over the ranks what was summed under ``no_sync``."""
+        sums = Sums(self.gradients, stage.flags)
+        mine = [(place, one) for place, one in enumerate(stage.verdict.found) if id(one[0]) in stage.unreduced]
+        found = self.replicas.reduce(sums, [flag for _, (_, flag) in mine])  # in one order on all ranks
+        every, verdict = list(stage.verdict.found), stage.verdict
+        for (place, (scaler, earlier)), one in zip(mine, found, strict=True):
+            every[place] = scaler, torch.maximum(earlier, one.to(earlier.device))
+            verdict = self._noting_norm(verdict, scaler)
+        made = stage._replace(
+            true_stamp=GradientStamp(raw_grads(self.params.masters)),
+            verdict=verdict._replace(found=tuple(every)),
+            flags=sums.flags,
+            unreduced=frozenset(),
+        )
+        self.stage = made
+        return made
+
+
+def _with(
+    found: tuple[tuple[LossScaler, Tensor], ...], scaler: LossScaler, one: Tensor
+) -> tuple[tuple[LossScaler, Tensor], ...]:
+    """What was found, with what a further backward of ``scaler`` gave."""
+    if not any(known is scaler for known, _ in found):
+        return (*found, (scaler, one))
+    return tuple((known, torch.maximum(flag, one) if known is scaler else flag) for known, flag in found)
 
 
 class Sums:

@@ -9,19 +9,19 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..scaling import LossScaler
-from . import state_formats
-from .arguments import quoted
+from ...scaling import LossScaler
+from ..arguments import quoted
+from ..config import Config
+from ..dtensors import is_sharded, piece_of
+from ..fused_registry import fused_spec_for, no_fused_step
+from ..fused_step import NO_MASTERS, groups_obstacle, optimizer_obstacle, params_obstacle
+from ..params import HALF_DTYPES, name_of, numbered
+from ..state_format import FullState, StateFormat
+from . import state8
 from .bucketed_step import Certified
 from .buckets import settings_of
-from .config import Config
-from .dtensors import is_sharded, piece_of
-from .fused_registry import fused_spec_for, no_fused_step
-from .fused_step import NO_MASTERS, groups_obstacle, optimizer_obstacle, params_obstacle
-from .params import HALF_DTYPES, name_of, numbered
 from .release import SAID, refuse_ranks
 from .split import check_plain
-from .state_formats import EightBitState, FullState, StateFormat
 
 SPLIT_SHARDS = 'master_weights="split" on several ranks'
 
@@ -35,7 +35,7 @@ _IN_ITS_PLACE = {
 def make_state_format(config: Config, optimizer: Optimizer) -> StateFormat:
     """How an optimizer's state is kept."""
     spec = fused_spec_for(type(optimizer))
-    return FullState(spec) if spec is None or config.optimizer_state == "fp32" else EightBitState(spec)
+    return FullState(spec) if spec is None or config.optimizer_state == "fp32" else state8.EightBitState(spec)
 
 
 # -- an optimizer that is about to be wrapped --------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def check_optimizer(
     if config.optimizer_state == "8bit":
         _check_required(config, 'optimizer_state="8bit"', obstacle)
         params = [name for group in _called(list(enumerate(optimizer.param_groups)), names) for name in group]
-        state_formats.check_moments(optimizer.state_dict(), params)
+        state8.check_moments(optimizer.state_dict(), params)
     if config.splits:
         _check_split(config, optimizer, names)
         if is_zero or any(is_sharded(param) for group in optimizer.param_groups for param in group["params"]):
@@ -84,7 +84,7 @@ def check_optimizer(
 def _obstacle(config: Config, optimizer: Optimizer, names: dict[int, str]) -> str:
     """Why no kernel can step an optimizer, in words; "" where one can."""
     spec = fused_spec_for(type(optimizer))
-    if config.optimizer_state == "8bit" and not state_formats.has_eight_bits(spec):
+    if config.optimizer_state == "8bit" and not state8.has_eight_bits(spec):
         return f"{type(optimizer).__name__} is not exactly SGD, Adam or AdamW of torch.optim"
     groups = list(enumerate(optimizer.param_groups))
     params = [param for _, group in groups for param in group["params"]]

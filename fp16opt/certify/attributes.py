@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .diagnostics import Lines, describe
-from .dtensors import local
-from .params import HALF_DTYPES, ParamTable
+from ..engine.diagnostics import Lines, describe
+from ..engine.dtensors import local
+from ..engine.params import HALF_DTYPES, ParamTable
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 

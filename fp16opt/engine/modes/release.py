@@ -16,20 +16,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .. import kernels
-from ..kernels.lists import same_walk
-from ..kernels.reference_steps import Factors
-from ..scaling import LossScaler
-from .dtensors import raw_grad, raw_grads, set_raw_grad
-from .fused_registry import CannotServe, require_fused_spec, steps_on_device
-from .fused_step import PerParameterStepper
-from .masters import Masters
-from .model_writes import ModelWrites
-from .params import ParamPair, ParamTable
-from .ranks import Ranks, Replicas
-from .stage import BackwardScale, OverflowCheck
-from .state_formats import StateFormat
-from .wrapped_step import run_hooks
+from ... import kernels
+from ...kernels.lists import same_walk
+from ...kernels.reference_steps import Factors
+from ...scaling import LossScaler
+from ..dtensors import raw_grad, raw_grads, set_raw_grad
+from ..fused_registry import CannotServe, require_fused_spec, steps_on_device
+from ..fused_step import PerParameterStepper
+from ..masters import Masters
+from ..model_writes import ModelWrites
+from ..params import ParamPair, ParamTable
+from ..ranks import Ranks, Replicas
+from ..stage import BackwardScale, OverflowCheck
+from ..state_format import StateFormat
+from ..wrapped_step import run_hooks
 
 SAID = "gradient_release=True"
 """The argument, as the user writes it."""

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .. import kernels
-from ..kernels.reference_steps import Factors
+from ... import kernels
+from ...kernels.reference_steps import Factors
+from ..dtensors import raw_grad, set_raw_grad
+from ..masters import Masters
+from ..params import ParamPair, ParamTable
+from ..progress import OwnPart, Progress
+from ..wrapped_step import StepGradients, fused_steps_guarded, guard_open, note_step
 from .buckets import BucketSteps, hooks_muted, settings_of
-from .dtensors import raw_grad, set_raw_grad
-from .masters import Masters
-from .params import ParamPair, ParamTable
-from .progress import OwnPart, Progress
-from .wrapped_step import StepGradients, fused_steps_guarded, guard_open, note_step
 
 BUCKET = 1 << 20
 """Elements in a bucket, at most; a tensor with more is a bucket of its own."""

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.changed import ChangedBits, packed, unpacked
-from ..kernels.changes import digest, guard, guard_and_digest, take
-from ..kernels.digests import digest_at, words_each, words_of
-from ..kernels.reference import flatten, memory_order
-from .dtensors import Region, local, region_of
-from .params import ParamPair, ParamTable
+from ...kernels.changed import ChangedBits, packed, unpacked
+from ...kernels.changes import digest, guard, guard_and_digest, take
+from ...kernels.digests import digest_at, words_each, words_of
+from ...kernels.reference import flatten, memory_order
+from ..dtensors import local
+from ..params import ParamPair, ParamTable
+from .regions import Region, region_of
 
 
 class TensorChange(NamedTuple):

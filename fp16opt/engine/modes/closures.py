@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .dtensors import versions
-from .snapshot import Snapshot
-from .stage import OverflowCheck
-from .step_state import StepState
-from .wrapped_step import run_step
+from ..dtensors import versions
+from ..snapshot import Snapshot
+from ..stage import OverflowCheck
+from ..step_state import StepState
+from ..wrapped_step import run_step
 
 
 class GaveUp(Exception):

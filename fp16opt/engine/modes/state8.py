@@ -1,21 +1,20 @@
-"""What optimizer state of fused steps is made of: FP32 tensors under torch's names, or codes of 8 bits."""
+"""Optimizer state in codes of 8 bits: ``optimizer_state="8bit"``."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from ..kernels import state8
-from ..kernels.pieces import WHOLE, Piece
-from .dtensors import as_piece_of, cuts_of, is_sharded, local, piece_of, pieces
-from .fused_registry import FUNCTORS, CannotServe, FusedStepSpec, check_fp32_state, new_counter
-from .params import ParamPair
+from ...kernels import state8
+from ...kernels.pieces import WHOLE, Piece
+from ..dtensors import as_piece_of, cuts_of, is_sharded, local, piece_of, pieces
+from ..fused_registry import FUNCTORS, CannotServe, FusedStepSpec, check_fp32_state, new_counter
+from ..schema import HOW_SAVED, check_form, check_outside, is_ours
 
 LEAST, LEAST_ROW = 4096, 64
 """Elements from which on a parameter's state is kept in 8 bits: in all, and in one index of its first dimension."""
@@ -26,58 +25,6 @@ _MOMENTUM = ("momentum_codes", "momentum_scales")
 _OWN_NAMES = frozenset({*_MOMENTS, *_MOMENTUM, _FORMAT, _BLOCK, _LIMIT, _UNIT})
 _LARGEST = {"ratio8": 2.0**62, "block8": 2.0**126}  # scales, as csrc/functors/ratio8.h ends them
 _HOW_SAVED = "Pass what state_dict(compact=True) of this class returned."
-
-
-class StateFormat(Protocol):
-    """How the state of an optimizer that is stepped by fused kernels is kept.
-
-    Attributes:
-        needs_number: whether steps round state by the number of the step.
-    """
-
-    needs_number: bool
-
-    def spec_for(self, settings: dict[str, Any], model: Tensor) -> FusedStepSpec:
-        """How a model's parameter of a group with these settings is stepped; alike on all ranks."""
-
-    def deciding(self, settings: dict[str, Any]) -> tuple[Any, ...]:
-        """What of a group's settings decides which state a step needs: a plan holds while this stays equal."""
-
-    def obstacle(self, group: dict[str, Any]) -> str:
-        """Why a group can't have state of this format, in words; "" where it can."""
-
-    def convert(self, state: dict[str, Any], settings: dict[str, Any], model: Tensor) -> None:
-        """Bring the state of a model's parameter to this format. No host sync."""
-
-
-class FullState:
-    """FP32 tensors of the parameters' shapes under torch's names.
-
-    Args:
-        spec: of the wrapped optimizer's class; None where it has none, and only :meth:`convert` is called.
-    """
-
-    needs_number = False
-
-    def __init__(self, spec: FusedStepSpec | None) -> None:
-        self._spec: Any = spec
-
-    def spec_for(self, settings: dict[str, Any], model: Tensor) -> FusedStepSpec:
-        """The class's own."""
-        spec: FusedStepSpec = self._spec
-        return spec
-
-    def deciding(self, settings: dict[str, Any]) -> tuple[Any, ...]:
-        """Names of state tensors."""
-        names: tuple[str, ...] = self._spec.state_names(settings)
-        return names
-
-    def obstacle(self, group: dict[str, Any]) -> str:
-        """Returns "": no obstacle."""
-        return ""
-
-    def convert(self, state: dict[str, Any], settings: dict[str, Any], model: Tensor) -> None:
-        """No-op: already FP32."""
 
 
 # -- which parameters --------------------------------------------------------------------------------------------------
@@ -255,7 +202,7 @@ class EightBitState:
             parts: dict[str, Any] = {"state_names": _momentum, "make_state": _make_momentum, "call": _call_sgd}
         else:
             parts = {"state_names": _moments, "make_state": _make_moments, "call": _call_adam}
-        self._coded = dataclasses.replace(self._full, check_state=_check_codes, is_coded=True, **parts)
+        self._coded = dataclasses.replace(self._full, check_state=_check_codes, piece=coded_piece, **parts)
 
     def spec_for(self, settings: dict[str, Any], model: Tensor) -> FusedStepSpec:
         """The coded step where :func:`coded_piece` has one; the class's own FP32 step elsewhere, and for plain SGD."""
@@ -276,14 +223,6 @@ class EightBitState:
         """Encode FP32 state, rounded to nearest; encode anew what was encoded with other betas."""
         if self.spec_for(settings, model) is self._coded:
             (_convert_momentum if self._is_sgd else _convert_moments)(state, settings, model)
-
-
-def convert_all(state_format: StateFormat, pairs: Iterable[ParamPair], optimizer: Optimizer) -> None:
-    """Bring all of an optimizer's state to the format in which it is kept. No host sync."""
-    for pair in pairs:
-        if pair.master in optimizer.state:
-            group = optimizer.param_groups[pair.group]
-            state_format.convert(optimizer.state[pair.master], group, pair.model)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -341,6 +280,45 @@ def expanded(state_dict: Any, names: Sequence[str]) -> Any:
         _check_saved(state[key], _label(key, names))
     whole = {**inner, "state": {key: whole_entry(entry) for key, entry in state.items()}}  # type: ignore[dict-item]
     return whole if inner is state_dict else {**state_dict, "optimizer": whole}
+
+
+def optimizer_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """What a plain optimizer of the wrapped class loads, out of a state_dict of `MixedPrecisionOptimizer`.
+
+    For leaving: the model's weights in FP32 are ``opt.fp32_state_dict(model)``, and this is the optimizer's state over
+    them. Does not sync.
+
+    Args:
+        state_dict: what ``state_dict()`` of a `MixedPrecisionOptimizer` returned, or a plain state_dict of torch.optim.
+
+    Returns:
+        ``{'state': ..., 'param_groups': ...}``, state in FP32 where the parameter was 16-bit; of a class with a
+        state_dict of another form, that form. Not a copy: it is the entry of ``state_dict``, and a plain state_dict
+        comes back as it is.
+
+    Raises:
+        TypeError: ``state_dict`` or a part of it is of another type.
+        ValueError: it is neither of the two; names what is lacking.
+
+    Example:
+        >>> import fp16opt
+        >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+        >>> opt = fp16opt.MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=0.5, momentum=0.9))
+        >>> opt.backward(weight.float().sum())
+        >>> opt.step()
+        >>> plain = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+        >>> plain.load_state_dict(fp16opt.optimizer_state(opt.state_dict()))
+        >>> plain.state_dict()["state"][0]["momentum_buffer"], plain.param_groups[0]["lr"]
+        (tensor([1., 1.]), 0.5)
+    """
+    state_dict = expanded(state_dict, ())
+    check_outside(state_dict)
+    found: Any = state_dict["optimizer"] if is_ours(state_dict) else state_dict
+    if not isinstance(found, Mapping):
+        raise TypeError(f"optimizer must be a dict, got {type(found).__name__}. {HOW_SAVED}")
+    if found is state_dict or not found or "state" in found or "param_groups" in found:
+        check_form(found)
+    return cast("dict[str, Any]", found)
 
 
 def _check_saved(entry: Mapping[str, Any], label: str) -> None:

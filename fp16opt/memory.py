@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .dtensors import local
+from .engine.dtensors import local
 
 _PACKAGE = __name__.split(".")[0]
 _ENDS = (str, bytes, int, float, bool, type(None), torch.dtype, torch.device)

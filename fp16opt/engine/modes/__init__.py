@@ -1,0 +1,1 @@
+"""What a step meets only where an argument of the wrapper asks for it."""
