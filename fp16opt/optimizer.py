@@ -1243,7 +1243,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if not plan.has_masters:  # else weights that were loaded just before would be undone below
             self.model_writes.sync()
         masters = self._saved_masters()
-        self._plan(state_dict, masters).apply()
+        plan.apply(masters)
         if plan.has_masters:
             self.outcome.steps_taken = state_dict.get("steps", 0)
             self.outcome.skipped_steps = state_dict.get("skipped_steps", 0)

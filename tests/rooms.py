@@ -79,7 +79,7 @@ class Room:
         )
 
     def load(self, sd: Any) -> Room:
-        self.plan(sd).apply()
+        self.plan(sd).apply(self.masters)
         return self
 
     def everything(self) -> Any:

@@ -112,7 +112,7 @@ def plan_load(
     if not plain:
         check_masters(state_dict["masters"], masters, labels)
         scaler.check_state_dict(state_dict["scaler"])
-    return LoadPlan(state_dict, optimizer, masters, labels, scaler)
+    return LoadPlan(state_dict, optimizer, labels, scaler)
 
 
 class LoadPlan:
@@ -122,16 +122,15 @@ class LoadPlan:
         self,
         state_dict: Mapping[str, Any],
         optimizer: Optimizer,
-        masters: Sequence[Tensor | None],
         labels: Sequence[str],
         scaler: LossScaler,
     ) -> None:
         self.has_masters = is_ours(state_dict)
-        self._state_dict, self._optimizer, self._masters = state_dict, optimizer, masters
+        self._state_dict, self._optimizer = state_dict, optimizer
         self._labels, self._scaler = labels, scaler
 
-    def apply(self) -> None:
-        """Load. Tensors are copied: training never edits the caller's dict. Syncs.
+    def apply(self, masters: Sequence[Tensor | None]) -> None:
+        """Load, into these ``masters`` too. Tensors are copied: training never edits the caller's dict. Syncs.
 
         The wrapped optimizer's own ``load_state_dict`` does its part, with its hooks. When it or one of them
         raises, the error comes through and the optimizer (attributes, groups, state, those of optimizers inside it),
@@ -150,7 +149,7 @@ class LoadPlan:
             raise
         if self.has_masters:
             with torch.no_grad():
-                for master, saved in zip(self._masters, sd["masters"], strict=True):
+                for master, saved in zip(masters, sd["masters"], strict=True):
                     if master is not None:
                         master.copy_(saved)
 
