@@ -41,7 +41,7 @@ def _served_by(device: str) -> str:
     plain = "torch operations (reference.py)"
     if where.type == "cuda" and torch.version.cuda is not None:
         words = cuda_devices.served(where.index or 0).words
-        return words if served_by == "cuda" else f"{plain}: {words}"
+        return words + cuda_devices.proved(where.index or 0) if served_by == "cuda" else f"{plain}: {words}"
     return {"reference": plain, "cpu": "compiled kernels (_cpu)"}[served_by]
 
 
@@ -67,6 +67,8 @@ def report() -> str:
         facts.append(("SIMD level", f"{native.simd_level()} (FP16OPT_SIMD chooses another)"))
     facts += cuda_devices.facts()
     facts += [(f"device {device}", _served_by(device.split()[0])) for device in _devices()]
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        facts += [(f"cuda:{index} refused", words) for words in cuda_devices.refusals(index)]
     width = max(len(name) for name, _ in facts)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in facts)
 

@@ -223,6 +223,18 @@ def kernels_on(index: int) -> Card | None:
     return _known.of(index).device
 
 
+def refusals(index: int) -> list[str]:
+    """The kernels that torch operations replace on a device that is served, each with the reason. As :func:`served`."""
+    verdicts = _known.of(index).verdicts
+    return [] if verdicts is None else [f"{name}: {words}" for name, words in verdicts.refused.items()]
+
+
+def proved(index: int) -> str:
+    """How many kernels were proved on a device, in words. As :func:`served`."""
+    verdicts = _known.of(index).verdicts
+    return "" if verdicts is None else f"; {verdicts.proved} of {len(KERNELS)} proved here so far"
+
+
 # -- for people --------------------------------------------------------------------------------------------------------
 
 

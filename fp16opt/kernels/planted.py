@@ -203,7 +203,12 @@ class Planter:
             self.zeros("norm", dtype=torch.float64),
             self.zeros("found_inf", dtype=_SINGLE),
         )
-        return lambda room: GradStats(*map(room.at, slots))
+
+        def stats(room: Room) -> GradStats:
+            nonfinite, sumsq, norm, found_inf = map(room.at, slots)
+            return GradStats(nonfinite, sumsq, norm, found_inf)
+
+        return stats
 
 
 class Rows:
@@ -620,7 +625,7 @@ class _Step:
             behind: Any = (options, self._group_of, factors)
             if not self._coded:
                 more: dict[str, Any] = {"steps": steps, "first": self._first, "number": 3}
-                multi_tensor_step(self._formula, *lists, state, *behind, **more, **common)
+                _do(multi_tensor_step, self._formula, *lists, state, *behind, **more, **common)
             elif steps is not None:
                 _do(multi_tensor_adam8, *lists, *state, room.list(self._scales), steps, *behind, 3, **common)
             else:

@@ -144,7 +144,8 @@ def compare(parts: list[Part], found: Tensor, wanted: Tensor) -> Outcome:
     if outside.numel():
         return Outcome(_of_guard(parts, int(outside[0])), bits=bits)
     starts = torch.tensor([part.start for part in parts], dtype=torch.int64, device="cpu")
-    for row in sorted(set(torch.bucketize(places, starts, right=True).tolist())):
+    rows: Any = torch.bucketize(places, starts, right=True)
+    for row in rows.unique().tolist():
         words = _of_part(parts[row - 1], found, wanted)
         if words:
             return Outcome(words, bits=bits)

@@ -74,7 +74,7 @@ class Card:
         """Nothing was opened."""
 
 
-class _HostPlace(Place):
+class HostPlace(Place):
     """Memory of the host, which emulated kernels work in at once."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class Pretended:
 
     def place(self) -> Place:
         """Where single kernels are proved."""
-        return _HostPlace()
+        return HostPlace()
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
