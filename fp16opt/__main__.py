@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import torch
 
-from fp16opt import __version__, certify, kernels, plan
+from fp16opt import __version__, certify, kernels, plan, prove
 from fp16opt.certify import targets
 from fp16opt.kernels import cuda_devices, native
 from fp16opt.kernels.nvrtc import NvrtcError
@@ -41,7 +41,7 @@ def _served_by(device: str) -> str:
     plain = "torch operations (reference.py)"
     if where.type == "cuda" and torch.version.cuda is not None:
         words = cuda_devices.served(where.index or 0).words
-        return words if served_by == "cuda" else f"{plain}: {words}"
+        return words + cuda_devices.proved(where.index or 0) if served_by == "cuda" else f"{plain}: {words}"
     return {"reference": plain, "cpu": "compiled kernels (_cpu)"}[served_by]
 
 
@@ -67,6 +67,8 @@ def report() -> str:
         facts.append(("SIMD level", f"{native.simd_level()} (FP16OPT_SIMD chooses another)"))
     facts += cuda_devices.facts()
     facts += [(f"device {device}", _served_by(device.split()[0])) for device in _devices()]
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        facts += [(f"cuda:{index} refused", words) for words in cuda_devices.refusals(index)]
     width = max(len(name) for name, _ in facts)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in facts)
 
@@ -121,6 +123,11 @@ def _plan(given: argparse.Namespace) -> int:
     return 0
 
 
+def _prove(given: argparse.Namespace) -> int:
+    """Prove the CUDA kernels: 0, 1 where a bit is another, 2 without a card."""
+    return prove.answer(given, lambda line: print(line, flush=True))
+
+
 def _page(given: argparse.Namespace) -> int:
     """Write the page of a run: 0, or 2 where there is nothing to report on."""
     status, words = page.write(given)
@@ -162,6 +169,7 @@ def parser() -> argparse.ArgumentParser:
     one = command("compile", "compile the CUDA kernels ahead of their first use, with or without a GPU", _compile)
     one.add_argument("--arch", type=_capabilities, default=[], help="as in sm_70,sm_90; this machine's if not given")
     plan.add_arguments(command("plan", "what a training needs: memory, traffic, time of a step", _plan))
+    prove.add_arguments(command("prove", "every CUDA kernel against the CPU's bits, on this machine's card", _prove))
     page.add_arguments(command("report", "write a page about a run that fp16opt.Monitor wrote down", _page))
     return made
 
@@ -173,7 +181,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Of the command line; those that Python was given where it is None.
 
     Returns:
-        The exit status: 0; 1 where the answer of ``certify`` or ``compile`` is no; 2 where nothing could be answered.
+        The exit status: 0; 1 where the answer of ``certify``, ``compile`` or ``prove`` is no; 2 where nothing could be
+        answered.
     """
     try:
         given = parser().parse_args(arguments)

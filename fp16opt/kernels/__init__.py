@@ -15,6 +15,7 @@ Every function takes ``cache``, a :class:`CallCache` of the call site, to save t
 
 from __future__ import annotations
 
+from . import proof
 from .averages import multi_tensor_lerp
 from .backends import backend
 from .calls import BEGUN, CallCache
@@ -73,5 +74,6 @@ __all__ = [
     "multi_tensor_split",
     "multi_tensor_unscale",
     "multi_tensor_unscale_clipped",
+    "proof",
     "same_walk",
 ]

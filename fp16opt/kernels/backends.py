@@ -87,13 +87,18 @@ def is_zero(tensor: Tensor) -> bool:
 
 
 def are_compiled(device: torch.device) -> bool:
-    """Whether each decision on ``device`` is one launch. Does not sync.
+    """Whether a step's end on ``device`` is one launch. Syncs where the kernel is proved first, else not.
 
     Example:
         >>> are_compiled(torch.device("cpu"))
         False
     """
-    return compiled_for(device) is cuda
+    return _decides(device, "close_step")
+
+
+def _decides(device: torch.device, kernel: str) -> bool:
+    """Whether a CUDA kernel makes a decision on ``device``."""
+    return compiled_for(device) is cuda and cuda.trusted(kernel, device)
 
 
 def capture_scale(scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,7 +114,7 @@ def capture_scale(scale: Tensor) -> tuple[Tensor, Tensor]:
         >>> capture_scale(torch.tensor(1024.0))
         (tensor(1024.), tensor(0.0010))
     """
-    if compiled_for(scale.device) is not cuda:
+    if not _decides(scale.device, "capture_scale"):
         return scale.clone(), scale.reciprocal()
     pair = torch.empty(2, dtype=torch.float32, device=scale.device)
     cuda.capture_scale(scale, pair)
@@ -152,6 +157,8 @@ def decide_clip(
         (tensor(4.), tensor(0.2500))
     """
     serving = compiled_for(norm.device) if norm.dtype == torch.float64 else None
+    if serving is cuda and not _decides(norm.device, "decide_clip"):
+        serving = None
     fits = found_inf is None or (found_inf.device == norm.device and found_inf.dtype == torch.float32)
     if serving is not None and fits:
         like = torch.empty((), dtype=torch.float32, device=norm.device) if found_inf is None else found_inf
@@ -183,7 +190,7 @@ def follow(found_inf: Tensor, scaler: ScaleMemory, returned: deque[Any] | None =
     if serving is native and scale.device == found_inf.device:
         noted: deque[Any] = deque(maxlen=1) if returned is None else returned
         return bool(native.follow_scale(bool(found_inf.item()), scale, trackers, settings, noted))
-    if serving is cuda:
+    if serving is cuda and _decides(found_inf.device, "close_step"):
         close_step(found_inf=found_inf, scaler=scaler)
         if returned is not None:
             returned.append(settings is not None)

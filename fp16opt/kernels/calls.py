@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -236,6 +236,11 @@ class Call(NamedTuple):
         which = next((place for place, name in enumerate(names) if name in ("params", "models")), None)
         return () if which is None else self.lists[which]
 
+    def by_torch(self) -> Call:
+        """The same, for torch operations alone."""
+        plan = replace(self.plan, serving=None, by_reference=self.plan.rows, decided_here=True, compiled=None)
+        return self._replace(plan=plan)
+
     def column(self, which: int) -> list[Tensor]:
         """The tensors of one list at the positions in use."""
         entries = self.lists[which]
@@ -256,6 +261,10 @@ class Call(NamedTuple):
             TypeError, ValueError: an argument is of another kind. Nothing is written then.
         """
         plan, operation = self.plan, self.operation
+        cast = next((value for value in given if isinstance(value, CastStats)), None)
+        marks = None if cast is None else cast.marks
+        if plan.serving is not None and not plan.serving.trusts(self, marks):
+            return self.by_torch().run(*given, flags=flags, writes=writes)
         values: list[Any] = []
         written: list[Tensor] = []
         for argument, value in zip(operation.arguments, given, strict=True):
@@ -276,7 +285,6 @@ class Call(NamedTuple):
                 f"{operation.name}: accumulate has {len(flags)} entries, {operation.lists[0]} has {plan.count}. "
                 "Give one each."
             )
-        cast = next((value for value in given if isinstance(value, CastStats)), None)
         if plan.by_reference:
             self.returned.append(BEGUN)
             with torch.no_grad(), marking(None if cast is None else cast.changed, self.rounded, plan.by_reference):
@@ -286,7 +294,6 @@ class Call(NamedTuple):
         if plan.serving is None:
             self.returned.append(True)
             return False
-        marks = None if cast is None else cast.marks
         plan.serving.launch(self, values, written=written, marks=marks, flags=flags, writes=writes)
         return True
 

@@ -22,6 +22,7 @@ class ChangedBits:
         memory: int64, of one dimension: the rows one behind the other.
         starts: by position, where in ``memory`` the row of a tensor begins; -1 where there is none.
         numels: by position, how many elements.
+        offsets: ``starts`` on the device, where they are there already.
 
     Attributes:
         offsets: ``starts`` on the device: int64, shape [n].
@@ -32,9 +33,11 @@ class ChangedBits:
         (2, tensor([], dtype=torch.int64))
     """
 
-    def __init__(self, memory: Tensor, starts: list[int], numels: list[int]) -> None:
+    def __init__(self, memory: Tensor, starts: list[int], numels: list[int], offsets: Tensor | None = None) -> None:
         self.memory, self.starts, self.numels = memory, starts, numels
-        self.offsets = torch.tensor(starts, dtype=torch.int64, device="cpu").to(memory.device)
+        self.offsets = (
+            offsets if offsets is not None else torch.tensor(starts, dtype=torch.int64, device="cpu").to(memory.device)
+        )
 
     @classmethod
     def allocate(cls, tensors: Sequence[Tensor | None], device: torch.device | str) -> ChangedBits:

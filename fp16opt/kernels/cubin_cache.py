@@ -83,8 +83,8 @@ def _opened(path: Path, make: bool) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _read(path: Path, name: str, directory: int) -> Cubins:
-    """One file. Raises CacheError where it is another's or damaged."""
+def _read(path: Path, name: str, directory: int) -> bytes:
+    """What was written to one file. Raises CacheError where it is another's or damaged."""
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
     except OSError as error:
@@ -98,11 +98,15 @@ def _read(path: Path, name: str, directory: int) -> Cubins:
             content = file.read()
     finally:
         os.close(descriptor)
-    checksum, rest = content[:_CHECKSUM], content[_CHECKSUM:]
-    line, _, blobs = rest.partition(b"\n")
+    if hashlib.sha256(content[_CHECKSUM:]).digest() != content[:_CHECKSUM]:
+        raise CacheError(f"{path / name} is damaged")
+    return content[_CHECKSUM:]
+
+
+def _cubins(path: Path, name: str, directory: int) -> Cubins:
+    """The kernels in one file. Raises CacheError as :func:`_read`."""
+    line, _, blobs = _read(path, name, directory).partition(b"\n")
     try:
-        if hashlib.sha256(rest).digest() != checksum:
-            raise ValueError
         index = json.loads(line)
         (major, minor), sizes = index["version"], index["sizes"]
         code, at = {}, 0
@@ -144,7 +148,7 @@ def load(digest: str, capability: int, release: tuple[int, int]) -> tuple[Cubins
     for name, _ in candidates:
         try:
             with _opened(path, make=False) as directory:
-                return _read(path, name, directory), complaints
+                return _cubins(path, name, directory), complaints
         except CacheError as error:
             complaints.append(str(error))
     return None, complaints
@@ -161,7 +165,36 @@ def store(digest: str, capability: int, cubins: Cubins) -> Path:
     """
     index = {"arch": cubins.arch, "version": cubins.version, "sizes": {k: len(c) for k, c in cubins.code.items()}}
     rest = json.dumps(index).encode() + b"\n" + b"".join(cubins.code.values())
-    path, name = folder(), file_name(digest, capability, cubins.version)
+    return _write(file_name(digest, capability, cubins.version), rest)
+
+
+def load_notes(name: str) -> bytes | None:
+    """What :func:`store_notes` wrote; None where there is nothing.
+
+    Raises:
+        CacheError: folder or file can't be used.
+    """
+    path = folder()
+    if not (path / name).exists():
+        return None
+    with _opened(path, make=False) as directory:
+        return _read(path, name, directory)
+
+
+def store_notes(name: str, content: bytes) -> Path:
+    """Keep a few bytes beside the kernels, under a name of their own.
+
+    Returns:
+        The file.
+
+    Raises:
+        CacheError: as :func:`store`.
+    """
+    return _write(name, content)
+
+
+def _write(name: str, rest: bytes) -> Path:
+    path = folder()
     with _opened(path, make=True) as directory:
         try:
             temporary = f".new-{secrets.token_hex(8)}"

@@ -48,6 +48,22 @@ def serves(device: torch.device) -> bool:
     return cuda_devices.kernels_on(index) is not None
 
 
+def trusted(name: str, device: torch.device) -> bool:
+    """Whether a kernel may serve ``device``, which the CUDA kernels serve. Its first use there proves it.
+
+    Raises:
+        RuntimeError: it was not proved yet, and a CUDA graph is being captured.
+    """
+    index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index or 0
+    verdicts = cuda_devices.served(index).verdicts
+    return verdicts is None or verdicts.trusts(name, lambda: Stream(device).captures)
+
+
+def trusts(call: Call, marks: Marks | None) -> bool:
+    """Whether the kernel of a call may serve: as :func:`trusted`."""
+    return trusted(kernel_of(call, marks)[0].name, call.plan.device)
+
+
 # -- what is asked of torch.cuda, in one place -------------------------------------------------------------------------
 
 

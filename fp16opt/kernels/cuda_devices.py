@@ -20,6 +20,7 @@ from .cubin_cache import CacheError, Cubins
 from .cuda_driver import Card, Driver, DriverError
 from .cuda_rows import FIRST, KERNELS, OPTIONS, digest, source_of
 from .nvrtc import Nvrtc, NvrtcError, find, lies_in_a_folder
+from .verdicts import Verdicts, surroundings
 
 logger = logging.getLogger("fp16opt")
 
@@ -36,10 +37,12 @@ class Served(NamedTuple):
     Attributes:
         device: what launches kernels there, or None: torch operations serve.
         words: what serves, or why not and what mends it.
+        verdicts: on its kernels; None: all may serve.
     """
 
     device: Card | None
     words: str
+    verdicts: Verdicts | None = None
 
 
 def release() -> tuple[int, int] | None:
@@ -137,7 +140,8 @@ def _load(index: int, cuda: tuple[int, int]) -> Served:
     for cubins in (None,) if stored is None else (stored, None):
         code = _Code(capability, cuda, cubins)
         try:
-            return Served(Card(driver, index, code, FIRST), code.words())
+            card = Card(driver, index, code, FIRST)
+            return Served(card, code.words(), verdicts_on(index, capability, code.cubins.version, driver.version))
         except DriverError as error:
             refusal = str(error)
             if cubins is not None:
@@ -147,6 +151,11 @@ def _load(index: int, cuda: tuple[int, int]) -> Served:
         f"the driver, made for CUDA {_dotted(driver.version)}, refuses code for sm_{arch} of NVRTC {version} "
         f"({refusal}): update it, or install a torch built for a CUDA that it knows"
     )
+
+
+def verdicts_on(index: int, capability: int, nvrtc: tuple[int, int], driver: tuple[int, int]) -> Verdicts | None:
+    """What :class:`.verdicts.Verdicts` there are on a card's kernels; see :func:`.verdicts.surroundings`."""
+    return Verdicts(index, surroundings(index, capability, nvrtc, driver))
 
 
 def _dotted(version: tuple[int, int]) -> str:
@@ -212,6 +221,18 @@ def served(index: int) -> Served:
 def kernels_on(index: int) -> Card | None:
     """What launches kernels on a device; None where torch operations serve it. As :func:`served`."""
     return _known.of(index).device
+
+
+def refusals(index: int) -> list[str]:
+    """The kernels that torch operations replace on a device that is served, each with the reason. As :func:`served`."""
+    verdicts = _known.of(index).verdicts
+    return [] if verdicts is None else [f"{name}: {words}" for name, words in verdicts.refused.items()]
+
+
+def proved(index: int) -> str:
+    """How many kernels were proved on a device, in words. As :func:`served`."""
+    verdicts = _known.of(index).verdicts
+    return "" if verdicts is None else f"; {verdicts.proved} of {len(KERNELS)} proved here so far"
 
 
 # -- for people --------------------------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from . import cuda
@@ -94,5 +92,5 @@ def _where_written(
     """Do the operation to the rows whose digests differ. A GPU's kernel finds these; on the CPU torch operations do."""
     call = checked(operation, lists, cache, getattr(digests[0], "device", None))
     if call.plan.serving is not cuda:
-        call = call._replace(plan=replace(call.plan, serving=None, by_reference=call.plan.rows))
+        call = call.by_torch()
     call.run(*digests)
