@@ -42,12 +42,21 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than a few seconds")
+    config.addinivalue_line("markers", "all: run by --all alone")
+    config.addinivalue_line("markers", "cells(which): 'every' or 'each', without --all; see tests/products.py")
+    import kept
+    import products
+
+    products.takes_all = config.getoption("--all")
+    cache = getattr(config, "cache", None)
+    kept.home = None if cache is None else cache.mkdir("fp16opt")
     config.addinivalue_line("markers", "gpu: needs a CUDA device, or the fixture that pretends one")
     config.addinivalue_line("markers", "card: needs a CUDA device itself: its memory, its profiler, its errors")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tenth", action="store_true", help="run every tenth test, for a first look at a change")
+    parser.addoption("--all", action="store_true", help="run every cell of every product, and what is marked all")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -63,6 +72,8 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)  # of those that marks and -k have left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all"):
+        _take_some(config, items)
     if config.getoption("--tenth"):
         config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % 10])
         items[:] = items[::10]
@@ -72,6 +83,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "card" in item.keywords:
             item.add_marker(skip)
+
+
+def _take_some(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of all items those that a user's run takes; of tests that were named with their parameters, all."""
+    if any("[" in argument for argument in config.args):
+        return
+    import products
+
+    left = [item for item in items if "all" not in item.keywords]
+    kept = {id(left[place]) for place in products.chosen(list(map(_cell, left)))}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = [item for item in items if id(item) in kept]
+
+
+def _cell(item: pytest.Item) -> tuple[str, str, dict[str, Any]]:
+    """The name of an item's test, what its mark `cells` says, its axes: see `products.chosen`. Slow ones are whole."""
+    import products
+
+    spec, mark = getattr(item, "callspec", None), item.get_closest_marker("cells")
+    asked = "every" if "slow" in item.keywords else mark.args[0] if mark else ""
+    words = [table.args[0] for table in item.iter_markers("parametrize")]
+    tables = [one.replace(",", " ").split() if isinstance(one, str) else one for one in words]
+    return item.nodeid.partition("[")[0], asked, products.axes_of(tables, spec.params if spec else {})
 
 
 @pytest.fixture(autouse=True)
@@ -89,16 +123,11 @@ def stepping(request: pytest.FixtureRequest) -> object:
 
 @pytest.fixture(scope="session")
 def emulated_cuda(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The CUDA kernels' source, running on the CPU; compiled by the first worker that asks."""
-    import fcntl
-
+    """The CUDA kernels' source, running on the CPU; compiled by the first worker that asks, and kept."""
     import emulated
+    import kept
 
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    folder = tmp_path_factory.mktemp("emulated") if run is None else tmp_path_factory.getbasetemp().parent / run
-    folder.mkdir(exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with kept.folder("emulated", emulated.made_of(), tmp_path_factory) as folder:
         return emulated.build(folder)
 
 

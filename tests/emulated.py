@@ -36,6 +36,16 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "c++")) if CSRC.is_dir() else None
 
 
+def made_of() -> list[str]:
+    """All that the libraries depend on: the compiler, its flags, and the sources."""
+    command = compiler()
+    if command is None:
+        pytest.skip("needs a C++ compiler and the sources")
+    version = subprocess.run([command, "--version"], capture_output=True, text=True, check=False).stdout
+    entries = [kernel.entry() for kernel in cuda_rows.KERNELS.values()]
+    return [command, version, *FLAGS, str(PARTS), flattened(), Path(cuda_rows.__file__).read_text(), *entries]
+
+
 class Emulated:
     """What :class:`fp16opt.kernels.cuda_driver.Card` is, on the host.
 

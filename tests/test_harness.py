@@ -4,12 +4,15 @@ purpose."""
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import kept
 import numpy as np
 import oracle
+import products
 import pytest
 import torch
 from engine import recipes
@@ -371,3 +374,58 @@ def test_oracle_clip_factor() -> None:
     assert oracle.norm([np.full(4, 1e30, np.float32), None]) == pytest.approx(2e30, rel=1e-7)  # 1e30 rounded to float32
     assert oracle.norm([array([3.0, -4.0]).numpy()], 1.0) == 7.0
     assert oracle.norm([array([3.0, -4.0]).numpy()], float("inf")) == 4.0
+
+
+# ---- which cells of products are run
+
+
+def cells_of(
+    which: str, *tables: tuple[str, list[Any]], **fixtures: list[Any]
+) -> list[tuple[str, str, dict[Any, Any]]]:
+    """All cells of a test, as pytest collects them."""
+    rows = itertools.product(*[values for _, values in tables], *fixtures.values())
+    names = [[name] for name, _ in tables]
+    each = [dict(zip([*(name for name, _ in tables), *fixtures], row, strict=True)) for row in rows]
+    return [("test", which, products.axes_of(names, values)) for values in each]
+
+
+def test_each_value_of_each_axis_is_run() -> None:
+    cells = cells_of("", ("a", ["p", "q", "r"]), ("b", [10, 20, 30, 40, 50]), c=["x", "y"])
+    taken = [cells[place][2] for place in products.chosen(cells)]
+    assert 5 <= len(taken) <= 7
+    for axis in cells[0][2]:
+        assert {cell[axis] for cell in taken} == {cell[axis] for _, _, cell in cells}
+
+
+def test_the_first_way_to_serve_meets_the_product_and_the_others_each_value() -> None:
+    cells = cells_of("", ("a", ["p", "q", "r"]), ("b", [10, 20]), level=["best", "plain", "other"])
+    taken = [cells[place][2] for place in products.chosen(cells)]
+    first = cells[0][2]["level"]
+    assert sum(cell["level"] == first for cell in taken) == 6
+    for axis in (("a",), ("b",)):
+        assert {(c["level"], c[axis]) for c in taken} == {(c["level"], c[axis]) for _, _, c in cells}
+    assert len(taken) < 6 + 2 * 6
+
+
+def test_every_cell_is_run_where_a_test_asks_for_it_and_rows_of_a_table_always() -> None:
+    product = cells_of("every", ("a", ["p", "q"]), ("b", [10, 20]))
+    assert sorted(products.chosen(product)) == [0, 1, 2, 3]
+    rows = [("test", "", products.axes_of([["a", "b"]], {"a": a, "b": b})) for a, b in (("p", 1), ("p", 2), ("q", 1))]
+    assert sorted(products.chosen(rows)) == [0, 1, 2]
+
+
+def test_an_optimizer_case_is_what_it_is_and_how_torch_loops() -> None:
+    cells = [("test", "", products.axes_of([["case"]], {"case": case})) for case in CASES]
+    taken = [CASES[place].id for place in products.chosen(cells)]
+    for part in (0, 2):
+        assert {name.rpartition("-")[part] for name in taken} == {case.id.rpartition("-")[part] for case in CASES}
+    assert len(taken) < 0.6 * len(CASES)
+
+
+def test_what_is_kept_goes_with_what_it_was_made_of(tmp_path_factory: pytest.TempPathFactory) -> None:
+    name = "kept-by-test-harness"
+    for text, is_new in (("a", True), ("a", False), ("b", True), ("a", True)):
+        with kept.folder(name, [text], tmp_path_factory) as folder:
+            assert (folder / "made").exists() != is_new
+            (folder / "made").touch()
+    assert kept.digest(["ab", "c"]) != kept.digest(["a", "bc"])

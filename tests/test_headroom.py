@@ -122,6 +122,11 @@ def test_zero_gradients_and_silence_say_nothing() -> None:
     assert scaler.scale.item() == 2.0**4
 
 
+def test_a_norm_that_float32_can_not_hold_is_not_counted() -> None:
+    scaler = DynamicLossScaler(2.0**4, policy="headroom")
+    assert set(run(scaler, *[(0.0, math.inf), (0.0, math.nan)] * 40)) == {2.0**4}
+
+
 # -- settings and state ------------------------------------------------------------------------------------------------
 
 

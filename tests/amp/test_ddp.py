@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import interpreters
 import pytest
 import torch
 
@@ -71,7 +70,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "work.py").write_text(SCRIPT)
     package = str(Path(fp16opt.__file__).resolve().parent.parent)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])}
-    subprocess.run([sys.executable, "work.py"], env=environment, cwd=folder, timeout=240, check=True)
+    done = interpreters.python("work.py", env=environment, cwd=folder, timeout=240)
+    assert done.returncode == 0, done.stderr
     return folder
 
 

@@ -510,8 +510,8 @@ def test_each_scaler_hears_of_its_own_backwards(mode: Mode, bad: int | None) -> 
     """Any overflow skips the step; only the scaler whose loss overflowed backs off."""
     world = World(mode)
     scalers = [DynamicLossScaler(8.0, growth_interval=1) for _ in range(2)]
-    for k, scaler in enumerate(scalers):
-        world.backward(instead(GRADS, 0, torch.full((4,), INF)) if k == bad else GRADS, scaler=scaler)
+    for k, overflows in ((0, False), (1, bad == 1), (0, bad == 0)):
+        world.backward(instead(GRADS, 0, torch.full((4,), INF)) if overflows else GRADS, scaler=scalers[k])
     world.opt.step()
     assert bool(world.opt.step_was_skipped) == (bad is not None)
     assert [float(scaler.scale) for scaler in scalers] == [4.0 if k == bad else 16.0 for k in range(2)]

@@ -22,7 +22,7 @@ from fp16opt import MixedPrecisionOptimizer
 
 ENGINE = str(Path(fp16opt.__file__).parent)
 STRIDE = 29
-"""Every so many lines are tried in the default run, and all of them under ``--all``."""
+"""Every so many lines are tried in the default run, and all of them by ``-m slow``."""
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,7 @@ class TestExamples:
         assert ends[0] == ends[1]
 
 
+@pytest.mark.all
 def test_one_process_does_not_load_the_distributed_rooms(tmp_path: Path) -> None:
     code = """
 import sys, torch

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 import emulated
 import pytest
 import torch
+from products import ways_to_serve
 
 from fp16opt.kernels import native
 
 LEVELS = native.module.simd_levels() if native.available() else []
 
 
-@pytest.fixture(params=["reference", "emulated", *[f"{level}-{n}" for level in LEVELS for n in (1, 2, 3)]])
+@pytest.fixture(params=ways_to_serve(LEVELS, (1, 2, 3)))
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Plain torch, the emulated CUDA kernels, and each SIMD level with one, two and three threads."""
     if request.param == "emulated":

@@ -34,6 +34,7 @@ def final_loss(fused: bool, seed: int) -> tuple[float, int]:
         return float(torch.nn.functional.cross_entropy(model(x).float(), y)), opt.skipped_steps
 
 
+@pytest.mark.all
 def test_digits_end_within_noise_of_the_general_path() -> None:
     """The two differ by roundings, so far less than runs with other seeds differ among themselves."""
     runs = {fused: [final_loss(fused, seed) for seed in (0, 1, 2)] for fused in (True, False)}

@@ -11,6 +11,7 @@ import pickle
 from typing import Any
 
 import hypothesis.strategies as st
+import products
 import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -227,4 +228,6 @@ def _torch_spoils(side: Side, which: int) -> bool:
 
 
 TestSameAsTorch = SameAsTorch.TestCase
-TestSameAsTorch.settings = settings(settings.get_profile("default"), max_examples=100, stateful_step_count=25)
+TestSameAsTorch.settings = settings(
+    settings.get_profile("default"), max_examples=100 if products.takes_all else 40, stateful_step_count=25
+)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import interpreters
 import pytest
 
 import fp16opt
@@ -21,16 +21,10 @@ raise SystemExit(f"imported: {{found}}" if found else 0)
 """
 
 
-def test_importing_fp16opt_imports_no_trainer() -> None:
+def test_importing_fp16opt_imports_no_trainer(tmp_path: Path) -> None:
     package = str(Path(fp16opt.__file__).parent.parent)
-    path = os.pathsep.join([package, *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", QUESTION.format(set=set(TRAINERS))],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([package, *sys.path])}
+    done = interpreters.python("-c", QUESTION.format(set=set(TRAINERS)), cwd=tmp_path, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
 
 

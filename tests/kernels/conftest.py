@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import emulated
 import pytest
 import torch
+from products import ways_to_serve
 
 from fp16opt.kernels import native
 
@@ -39,13 +40,13 @@ def _use(name: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequ
     native.module.use_simd_level(before)
 
 
-@pytest.fixture(params=["reference", "emulated", *[f"{level}-{n}" for level in LEVELS for n in (1, 2, 3)]])
+@pytest.fixture(params=ways_to_serve(LEVELS, (1, 2, 3)))
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, threads: None) -> Iterator[str]:
     """Plain torch, and each SIMD level with one, two and three threads."""
     yield from _use(request.param, monkeypatch, request)
 
 
-@pytest.fixture(params=["reference", "emulated", *[f"{level}-2" for level in LEVELS]])
+@pytest.fixture(params=ways_to_serve(LEVELS, (2,)))
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, threads: None) -> Iterator[str]:
     """Plain torch, and each SIMD level: for what threads can't change."""
     yield from _use(request.param, monkeypatch, request)

@@ -215,6 +215,7 @@ def start(code: str, libraries: Path, tmp_path: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment(libraries, tmp_path), cwd=tmp_path, **streams)
 
 
+@pytest.mark.all
 def test_two_processes_may_compile_at_once(libraries: Path, tmp_path: Path, folder: Path) -> None:
     code = "print(kernels.backend('cuda:0'), cuda_devices.served(0).words)"
     jobs = [start(code, libraries, tmp_path) for _ in range(2)]

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import functools
 import os
+import pickle
 import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import emulated
+import kept
 import ptx_cases
 import pytest
 
@@ -106,9 +108,24 @@ def cases() -> list[object]:
 
 
 @pytest.fixture(scope="module", params=cases())
-def compiled(request: pytest.FixtureRequest) -> Compiled:
-    """All kernels for one architecture, from the sources of this tree."""
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    """All kernels for one architecture, from the sources of this tree; kept between runs."""
     major, arch = request.param
+    version = f"{COMPILERS[major].version}"
+    sources = [
+        version,
+        *cuda_rows.OPTIONS,
+        *(cuda_rows.source_of(one, emulated.flattened()) for one in KERNELS.values()),
+    ]
+    with kept.folder(f"nvrtc{major}-sm_{arch}", sources, tmp_path_factory) as folder:
+        file = folder / "compiled"
+        if not file.exists():
+            file.write_bytes(pickle.dumps(compiled_for(major, arch)))
+        found: Compiled = pickle.loads(file.read_bytes())
+    return found
+
+
+def compiled_for(major: int, arch: int) -> Compiled:
     code, flags = emulated.flattened(), [*cuda_rows.OPTIONS, "--ptxas-options=-v"]
 
     def compile_one(kernel: Kernel) -> list[bytes]:

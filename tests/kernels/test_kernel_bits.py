@@ -281,6 +281,7 @@ def test_axpby_checks_what_it_is_told(level: str, bad: str, check: str) -> None:
     assert found_inf.item() == 1.0  # never cleared
 
 
+@pytest.mark.cells("each")
 @pytest.mark.parametrize(
     ("value", "dtype"),
     [
@@ -401,6 +402,7 @@ def test_a_group_that_float32_can_not_hold_counts_whatever_is_beside_it(level: s
     assert multi_tensor_l2norm([values])[0].item() == pytest.approx(math.sqrt(math.fsum(squares)), rel=1e-15)
 
 
+@pytest.mark.cells("each")
 @pytest.mark.parametrize("exponent", range(15))
 def test_true_norm_two_at_scale(level: str, exponent: int) -> None:
     grads, outs = [torch.full((4,), 2.0**exponent).half()], [torch.zeros(4)]

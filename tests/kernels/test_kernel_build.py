@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 import emulated
+import interpreters
 import pytest
 import torch
 
@@ -239,8 +240,7 @@ def test_core_and_functors_compile_alone(header: str, tmp_path: Path) -> None:
 
 def test_report_of_a_complete_install(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(fp16opt.__file__).parents[1])}
-    command = [sys.executable, "-m", "fp16opt"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    done = interpreters.python("-m", "fp16opt", cwd=tmp_path, env=environment)
     facts = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in done.stdout.splitlines())
     assert facts["fp16opt"] == fp16opt.__version__
     assert facts["torch"].startswith(torch.__version__)

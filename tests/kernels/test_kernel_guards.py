@@ -220,6 +220,7 @@ CASES: list[tuple[str, type[Exception], str, Callable[[], object]]] = [
 ]
 
 
+@pytest.mark.cells("each")
 @pytest.mark.parametrize(("error", "match", "call"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_refused(level: str, error: type[Exception], match: str, call: Callable[[], object]) -> None:
     values = [t.clone() for t in (HALF, SINGLE, DOUBLE)]

@@ -92,6 +92,7 @@ def test_a_finite_gradient_that_overflows_is_flagged_by_a_look(implementation: s
         assert grad[-1] == torch.tensor(3e38)
 
 
+@pytest.mark.cells("each")
 @pytest.mark.parametrize(
     ("error", "match", "call"),
     [

@@ -175,6 +175,7 @@ def test_snapshots_hold_what_was_there_and_no_more() -> None:
 HALF = torch.ones(4).half()
 
 
+@pytest.mark.cells("each")
 @pytest.mark.parametrize(
     ("error", "match", "call"),
     [

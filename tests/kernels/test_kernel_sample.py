@@ -143,6 +143,7 @@ def test_autograd_counts_the_write_of_the_samples(level: str) -> None:
 HALVES = [torch.ones(2).half()]
 
 
+@pytest.mark.cells("each")
 @pytest.mark.parametrize(
     ("error", "match", "call"),
     [
