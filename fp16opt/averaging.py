@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import kernels
-from .engine.dtensors import is_sharded, local
+from .engine.dtensors import is_sharded, local, pieces
 from .engine.params import HALF_DTYPES, DeviceParams, ParamPair
 from .engine.parts import Wrapper, inside
 from .kernels.calls import Entries
@@ -182,7 +182,8 @@ class AveragedMasters:
             else:
                 for rows in _batches(averages):
                     pairs = [wrapper.params.all[device.positions[row]] for row in rows]
-                    kernels.multi_tensor_lerp([averages[row] for row in rows], wrapper.masters.read(pairs), weight)
+                    values = pieces(wrapper.masters.read(pairs))
+                    kernels.multi_tensor_lerp([averages[row] for row in rows], values, weight)
         self.updates += 1
 
     def _weight(self) -> float:

@@ -1153,14 +1153,15 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """Bytes by kind, also where parameters were changed since."""
         apart = [pair for pair in self.params.all if pair.is_apart]
         masters = [[pair.master for pair in apart], [self.masters.operand(pair) for pair in apart]]
+        weights = [*self.params.models, *self.params.elsewhere]  # around ZeRO other ranks' are here too
         kinds = {
-            "weights": self.params.models,
+            "weights": weights,
             "masters": masters,
             "moments": self.inner.state,
             "gradients": self.gradients.tensors(),
             "engine": self,
         }
-        return measure(self.params.models, kinds)
+        return measure(weights, kinds)
 
     # -- checkpoints and the model's own weights ---------------------------------------------------------------------
 
