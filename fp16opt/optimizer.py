@@ -704,7 +704,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         of = None if params is None else self.params.chosen(params)
         if self.gradient_release:
             self.step_state.refuse("clip_master_grads")
-        check: OverflowCheck | None = self.step_state.finalize(norm_type=norm_type, of=of)
+        check: OverflowCheck | None = self.step_state.finalize(norm_type=norm_type, of=of, max_norm=max_norm)
         norm = None if check is None else check.norm
         if check is None or norm is None:
             return torch.zeros((), dtype=torch.float32, device=self.device)

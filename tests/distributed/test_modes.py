@@ -519,7 +519,7 @@ def one_message(rank: int, size: int) -> None:
             opt.update_master_grads()
             opt.clip_master_grads(0.1)
             opt.step()
-        assert number == 0 or sent == [("all_reduce", 16)], (number, sent)
+        assert number == 0 or sent == [("all_reduce", 32)], (number, sent)
 
 
 def test_a_plain_backward_costs_one_message_too(two: World) -> None:
