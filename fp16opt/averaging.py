@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import kernels
+from .engine.arguments import clean
 from .engine.dtensors import is_sharded, local, pieces
 from .engine.params import HALF_DTYPES, DeviceParams, ParamPair
 from .engine.parts import Wrapper, inside
@@ -253,7 +254,7 @@ class AveragedMasters:
         For ``model.load_state_dict``, or to ship: averages in FP32, buffers and other parameters the model's own, names
         without those of DDP and torch.compile. References to the live tensors; FSDP2: DTensors. Does not sync.
         """
-        from .distributed.modules import clean, with_pieces
+        from .distributed.modules import with_pieces
 
         state: Mapping[str, Any] = with_pieces(self._model).state_dict(keep_vars=True)
         return {clean(name): self._average_of(value) for name, value in state.items()}

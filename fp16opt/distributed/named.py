@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..engine import checkpoint, state_formats
+from ..engine.arguments import clean
 from ..engine.dtensors import is_sharded
 from ..engine.params import HALF_DTYPES
 from ..engine.parts import Wrapper, inside
 from ..engine.wrapped_step import HOOKS
 from .exchange import gather, together
 from .facts import is_zero
-from .modules import clean, parameter_names, unwrapped, wrapper_of
+from .modules import parameter_names, unwrapped, wrapper_of
 from .shards import StageRanks
 from .zero import owners, sync
 
