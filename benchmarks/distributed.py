@@ -248,7 +248,7 @@ def counted(shard: str) -> dict[str, dict[str, float]]:
 
 
 def sent(profile: Any) -> tuple[float, float]:
-    """(bytes of 16-bit tensors in collectives; how many collectives) of one step, the 16 bytes among the latter."""
+    """(bytes of 16-bit tensors in collectives; how many collectives) of one step, the 32 bytes among the latter."""
     elements = 0
     messages = 0
     for event in profile.events():

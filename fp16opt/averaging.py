@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import kernels
-from .engine.dtensors import is_sharded, local
+from .engine.arguments import clean
+from .engine.dtensors import is_sharded, local, pieces
 from .engine.params import HALF_DTYPES, DeviceParams, ParamPair
 from .engine.parts import Wrapper, inside
 from .kernels.calls import Entries
@@ -182,7 +183,8 @@ class AveragedMasters:
             else:
                 for rows in _batches(averages):
                     pairs = [wrapper.params.all[device.positions[row]] for row in rows]
-                    kernels.multi_tensor_lerp([averages[row] for row in rows], wrapper.masters.read(pairs), weight)
+                    values = pieces(wrapper.masters.read(pairs))
+                    kernels.multi_tensor_lerp([averages[row] for row in rows], values, weight)
         self.updates += 1
 
     def _weight(self) -> float:
@@ -252,7 +254,7 @@ class AveragedMasters:
         For ``model.load_state_dict``, or to ship: averages in FP32, buffers and other parameters the model's own, names
         without those of DDP and torch.compile. References to the live tensors; FSDP2: DTensors. Does not sync.
         """
-        from .distributed.modules import clean, with_pieces
+        from .distributed.modules import with_pieces
 
         state: Mapping[str, Any] = with_pieces(self._model).state_dict(keep_vars=True)
         return {clean(name): self._average_of(value) for name, value in state.items()}

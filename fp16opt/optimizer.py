@@ -706,7 +706,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         of = None if params is None else self.params.chosen(params)
         if self.gradient_release:
             self.step_state.refuse("clip_master_grads")
-        check: OverflowCheck | None = self.step_state.finalize(norm_type=norm_type, of=of)
+        check: OverflowCheck | None = self.step_state.finalize(norm_type=norm_type, of=of, max_norm=max_norm)
         norm = None if check is None else check.norm
         if check is None or norm is None:
             return torch.zeros((), dtype=torch.float32, device=self.device)
@@ -1155,14 +1155,15 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """Bytes by kind, also where parameters were changed since."""
         apart = [pair for pair in self.params.all if pair.is_apart]
         masters = [[pair.master for pair in apart], [self.masters.operand(pair) for pair in apart]]
+        weights = [*self.params.models, *self.params.elsewhere]  # around ZeRO other ranks' are here too
         kinds = {
-            "weights": self.params.models,
+            "weights": weights,
             "masters": masters,
             "moments": self.inner.state,
             "gradients": self.gradients.tensors(),
             "engine": self,
         }
-        return measure(self.params.models, kinds)
+        return measure(weights, kinds)
 
     # -- checkpoints and the model's own weights ---------------------------------------------------------------------
 

@@ -83,7 +83,7 @@ def ranks_of(
     if params.has_dtensors:
         from .distributed import shards
 
-        return shards.MeshRanks(params.models, facts)
+        return shards.MeshRanks(params.models, facts, optimizer)
     return Ranks()
 
 

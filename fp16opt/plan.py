@@ -168,17 +168,17 @@ class Plan:
         return sum(passes.get(name, 1.0) * share * size for name, size in self.payload().items())
 
     def messages(self) -> dict[str, int]:
-        """Collectives in one step: for gradients and weights, and the optimizer's own of 16 bytes.
+        """Collectives in one step: for gradients and weights, and the optimizer's own of 32 bytes.
 
         ZeRO's broadcasts of weights, one a tensor, come on top.
         """
         if not self.payload():
             return {}
         if self.shard == "fsdp2":
-            return {"gathers and scatters (3 a layer)": 3 * self.layers, "verdict and norm, 16 bytes": 1}
+            return {"gathers and scatters (3 a layer)": 3 * self.layers, "verdict and norm, 32 bytes": 1}
         rest = max(0.0, HALF * self.params - FIRST_BUCKET)
         buckets = {"buckets of gradients": 1 + math.ceil(rest / BUCKET)}
-        return {**buckets, "verdict and norm, 16 bytes": 1} if self.shard == "zero" else buckets
+        return {**buckets, "verdict and norm, 32 bytes": 1} if self.shard == "zero" else buckets
 
     def step_bytes(self) -> float:
         """Bytes that the optimizer's passes read and write on a rank."""

@@ -21,7 +21,9 @@ from torch.optim import SGD
 import fp16opt
 import fp16opt.distributed
 from fp16opt import AveragedMasters, DynamicLossScaler, GradScaler, LossScaleError, MixedPrecisionOptimizer, ema
+from fp16opt.distributed import settings
 from fp16opt.engine.diagnostics import Lines
+from fp16opt.engine.ranks import Asked
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "errors.md"
@@ -421,6 +423,28 @@ def too_many_in_a_row() -> None:
 
 
 R, T, V, L = RuntimeError, TypeError, ValueError, None  # L: logged, not raised
+
+
+def apart(monkeypatch: pytest.MonkeyPatch, lr: float, asked: Asked) -> None:
+    """Another rank has this rate, and asks for this."""
+    one = Training()
+
+    def gathered(mine: Any, _group: Any) -> list[Any]:
+        lines = mine[1]
+        return [mine, (settings.words_of(asked), [line.replace("lr=0.1", f"lr={lr}") for line in lines])]
+
+    monkeypatch.setattr(settings, "gather", gathered)
+    settings.Settings(one.inner).refuse(Asked(2.0, 1.0, 0, 1), None, False)
+
+
+def settings_drifted(monkeypatch: pytest.MonkeyPatch) -> None:
+    apart(monkeypatch, 0.01, Asked(2.0, 1.0, 0, 1))
+
+
+def another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    apart(monkeypatch, 0.1, Asked(None, None, 0, 1))
+
+
 PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "written after backward": (R, written_after_backward),
     "written after the check": (R, written_after_the_check),
@@ -464,6 +488,8 @@ PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "floor": (L, floor),
     "under a GradScaler": (L, under_a_grad_scaler),
     "too many in a row": (LossScaleError, too_many_in_a_row),
+    "settings drifted": (R, settings_drifted),
+    "another order": (R, another_order),
 }
 
 

@@ -6,7 +6,7 @@
     torchrun --nproc-per-node=2 --max-restarts=1 examples/distributed/train_fsdp2.py --die-at 130
 
 Weights, gradients, masters and optimizer state are spread over the ranks. Gradients are reduced in FP32 and each step
-sends one message of 16 bytes besides: whether any rank overflowed, and the norm. Run it again, on any number of ranks,
+sends one message of 32 bytes besides: whether any rank overflowed, and the norm. Run it again, on any number of ranks,
 and it goes on from the newest complete checkpoint in --output, with --masters and --state as you like; checkpoints of
 train_ddp.py will do too. In the end it says how many bytes a parameter a rank keeps.
 """

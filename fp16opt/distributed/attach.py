@@ -34,7 +34,7 @@ def attach(
     not agree from the start never will. Parameters that had no names take those of the module, for messages.
 
     With ``process_group`` a step is skipped on all of its ranks or on none, and a clip goes by the norm over all of
-    them, in one message of 16 bytes. Ranks may hold different parameters then; settings and scaler must be alike.
+    them, in one message of 32 bytes. Ranks may hold different parameters then; settings and scaler must be alike.
     Parameters are told apart by name: those of ``named_parameters=``, else the module's. Each is counted once, whether
     it is cut into pieces or repeated, by DTensors or by DDP. Attach again after parameters were added.
 
@@ -135,7 +135,7 @@ def _attach_stage(wrapper: Wrapper, ddp: DistributedDataParallel | None, group: 
     within = state.ranks.within
     copies = (dist.get_rank(),) if ddp is None else tuple(sorted(ranks_in(ddp.process_group)))
     device = message_device(group, wrapper.device)
-    state.ranks = StageRanks(group, device, facts(wrapper), within, copies)
+    state.ranks = StageRanks(group, device, facts(wrapper), wrapper.optimizer, within, copies)
     _replace(wrapper, Independent() if ddp is None else ScheduledDdp(ddp, every, state))
 
 

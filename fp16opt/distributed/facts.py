@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
 
 from torch import Tensor
 
 from ..engine.dtensors import is_sharded
 from ..engine.parts import Wrapper
 from ..engine.ranks import Digest, Facts, ParamFact
+from .settings import setting_lines, shown
 
 
 def facts(wrapper: Wrapper) -> Facts:
     """What must be the same on several ranks, in an order in which the first difference tells most."""
     groups = wrapper.optimizer.param_groups
     lines = [f"the wrapped optimizer {type(wrapper.optimizer).__name__}", f"{len(groups)} param_groups"]
-    for number, group in enumerate(groups):
-        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        lines += [f"group {number} with {key}={_shown(value)}" for key, value in sorted(settings.items())]
+    lines += setting_lines(groups)
     chosen = asdict(wrapper.config)
     del chosen["on_model_write"]  # each rank may look at its own
     lines += [f"{option}={value!r}" for option, value in chosen.items()]
-    lines += [f"a scaler with {key}={_shown(value)}" for key, value in wrapper.scaler.state_dict().items()]
+    lines += [f"a scaler with {key}={shown(value)}" for key, value in wrapper.scaler.state_dict().items()]
     params = []
     for number, name, param in _everywhere(wrapper) if is_zero(wrapper) else _here(wrapper):
         layout = f" {getattr(param, 'placements', '')}".rstrip()
@@ -32,11 +30,12 @@ def facts(wrapper: Wrapper) -> Facts:
 
 
 def digest(wrapper: Wrapper) -> Digest:
-    """What ranks that share gradients hold alike: masters, as far as they are whole, and the scaler."""
-    scaler = repr({key: _shown(value) for key, value in wrapper.scaler.state_dict().items()})
+    """What ranks that share gradients hold alike: masters, as far as they are whole, the scaler and the settings."""
+    scaler = repr({key: shown(value) for key, value in wrapper.scaler.state_dict().items()})
+    settings = setting_lines(wrapper.optimizer.param_groups)
     if is_zero(wrapper):
         labelled = _everywhere(wrapper)
-        return Digest([name for _, name, _ in labelled], [param for *_, param in labelled], scaler)
+        return Digest([name for _, name, _ in labelled], [param for *_, param in labelled], scaler, settings)
     names: list[str] = []
     values: list[Tensor] = []
     for pair in wrapper.params.all:
@@ -47,7 +46,7 @@ def digest(wrapper: Wrapper) -> Digest:
         parts = [pair.model, operand] if is_split else [operand]
         names += [f"the master of {pair.name!r}"] * len(parts)
         values += parts
-    return Digest(names, values, scaler)
+    return Digest(names, values, scaler, settings)
 
 
 def is_zero(wrapper: Wrapper) -> bool:
@@ -69,7 +68,3 @@ def _everywhere(wrapper: Wrapper) -> list[tuple[int, str, Tensor]]:
         names |= {id(p): repr(n) for p, n in zip(table.elsewhere, table.names_elsewhere, strict=True)}
     numbered = [(n, param) for n, group in enumerate(wrapper.optimizer.param_groups) for param in group["params"]]
     return [(n, names.get(id(param), f"parameter {i}"), param) for i, (n, param) in enumerate(numbered)]
-
-
-def _shown(value: Any) -> str:
-    return str(value.tolist()) if isinstance(value, Tensor) else repr(value)

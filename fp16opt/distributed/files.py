@@ -25,9 +25,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
+from ..engine.arguments import clean
 from ..engine.snapshot import copied
 from .exchange import gather, together
-from .modules import clean, unwrapped, wrapper_of
+from .modules import unwrapped, wrapper_of
 from .named import load_state_dict, names_of, of_all_stages, state_dict
 
 MANIFEST = "fp16opt.json"

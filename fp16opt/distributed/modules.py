@@ -7,9 +7,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..engine.arguments import clean
 from ..engine.parts import Wrapper, inside, is_wrapper
-
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def wrapper_of(opt: object) -> Wrapper:
@@ -51,18 +50,6 @@ def with_pieces(model: nn.Module) -> nn.Module:
         if any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__):
             module.reshard()  # type: ignore[operator]
     return inner
-
-
-def clean(name: str) -> str:
-    """A parameter's name without what torch.compile and activation checkpointing add to it.
-
-    Example:
-        >>> clean("_orig_mod.fc.weight")
-        'fc.weight'
-    """
-    for part in _WRAPPERS:
-        name = name.replace(part, "")
-    return name
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:

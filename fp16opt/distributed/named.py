@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..engine import checkpoint
+from ..engine.arguments import clean
 from ..engine.dtensors import is_sharded
 from ..engine.modes import state8
 from ..engine.params import HALF_DTYPES
@@ -21,7 +22,7 @@ from ..engine.parts import Wrapper, inside
 from ..engine.wrapped_step import HOOKS
 from .exchange import gather, together
 from .facts import is_zero
-from .modules import clean, parameter_names, unwrapped, wrapper_of
+from .modules import parameter_names, unwrapped, wrapper_of
 from .shards import StageRanks
 from .zero import owners, sync
 

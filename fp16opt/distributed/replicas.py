@@ -21,6 +21,7 @@ from ..engine.params import HALF_DTYPES, DeviceParams
 from ..engine.ranks import Digest, Replicas, Sums
 from ..engine.step_state import StepState
 from .exchange import gather
+from .settings import refuse_settings
 
 _CHUNK = 2**25  # bytes of FP32 sums that are sent at a time
 _VERDICTS = 8  # verdicts that travel with them; should more scalers have a part, the last one is theirs together
@@ -228,24 +229,27 @@ def _memories(ddp: DistributedDataParallel) -> list[Any]:
 
 
 def verify(group: Any, digest: Digest | None) -> None:
-    """Compare masters and scaler over the ranks: a few bytes a rank where they agree. Syncs.
+    """Compare masters, scaler and settings over the ranks: a few bytes a rank where they agree. Syncs.
 
     Args:
         group: the ranks.
         digest: what to compare; None on a rank that has run out of data and only listens.
 
     Raises:
-        RuntimeError: on every rank, naming the first parameter that differs.
+        RuntimeError: on every rank, naming the first setting or parameter that differs.
     """
     hashes = None
     if digest is not None:
         contents = zip(digest.names, map(content_hash, digest.values), strict=True)
-        hashes = [*contents, ("the loss scaler", hash_of(digest.scaler))]
+        hashes = [*contents, ("the loss scaler", hash_of(digest.scaler))], digest.settings
     short = gather(None if hashes is None else hash_of(repr(hashes)), group)
     if len({value for value in short if value is not None}) <= 1:
         return
-    there = {rank: values for rank, values in enumerate(gather(hashes, group)) if values is not None}
-    first = min(there)
+    told = {rank: values for rank, values in enumerate(gather(hashes, group)) if values is not None}
+    first = min(told)
+    for rank, (_, lines) in told.items():
+        refuse_settings(first, told[first][1], rank, lines, "Weights differ by now: load the last checkpoint")
+    there = {rank: values for rank, (values, _) in told.items()}
     differing = [
         (name, rank)
         for k, (name, value) in enumerate(there[first])

@@ -1,25 +1,25 @@
-"""Masters that are spread over ranks: one verdict, one norm, in one message of 16 bytes a step."""
+"""Masters that are spread over ranks: one verdict, one norm, in one message of 32 bytes a step."""
 
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..engine.dtensors import local
-from ..engine.ranks import Facts, Ranks
+from ..engine.ranks import Asked, Facts, Ranks
 from .alike import Bits, Holders, Reach, compare
 from .exchange import require_process_group
 from .replicas import content_hash
+from .settings import Settings
 
 _EXACT = 2**53  # float64 counts up to here without gaps
 _HIGHEST = 7  # (2**128) ** 7 is within float64, with room for a sum, and so are small gradients
-_CALLS = 64  # kinds of calls that ranks tell apart
 
 
 class GroupRanks(Ranks):
@@ -29,14 +29,18 @@ class GroupRanks(Ranks):
         group: the ranks that share the masters.
         device: where messages must lie.
         facts: what these ranks must have alike, compared once, before the first message.
+        optimizer: the wrapped one, whose settings are compared in every message.
     """
 
     alone = False
+    counts_backwards = True
 
-    def __init__(self, group: Any, device: torch.device, facts: Callable[[], Facts]) -> None:
+    def __init__(self, group: Any, device: torch.device, facts: Callable[[], Facts], optimizer: Optimizer) -> None:
         self.group = group
         self.device = device
         self._facts: Callable[[], Facts] | None = facts
+        self._settings = Settings(optimizer)
+        self._unread: tuple[Asked, Tensor] | None = None  # of a message whose numbers lie on a device
 
     def reach(self, param: Tensor) -> Reach:
         """Over which ranks a parameter lies."""
@@ -60,41 +64,63 @@ class GroupRanks(Ranks):
     def agree(
         self,
         found: Sequence[Tensor],
-        norm_type: float | None,
+        asked: Asked,
         power_sum: Tensor | None,
-        turn: int = 0,
         has_grads: bool = True,
     ) -> tuple[list[Tensor], Tensor | None, Tensor]:
-        """See :meth:`fp16opt.engine.ranks.Ranks.agree`. Sends float64 [counts, sum]: 16 bytes."""
+        """See :meth:`fp16opt.engine.ranks.Ranks.agree`.
+
+        Sends float64 [counts, sum, number, its square]: 32 bytes. The number stands for settings and for what is asked;
+        it is the same on all ranks where that of all, squared, is their count times the sum of squares.
+        """
         self.check_alike()
+        size, norm_type = dist.get_world_size(self.group), asked.norm_type
+        if not self.counts_backwards:
+            asked = asked._replace(backwards=None)
+        if self._unread is not None:
+            before, numbers = self._unread
+            self._unread = None
+            self._compare(before, numbers, size, is_late=True)
         home = found[0].device
         flags = torch.stack([flag.double() for flag in found]).to(self.device)
         any_found = flags.amax()
         last = torch.zeros_like(any_found) if power_sum is None else power_sum.to(any_found)
         last = torch.where(any_found > 0, torch.zeros_like(last), last)  # no inf or nan travels
-        call, size = _call(norm_type, turn), dist.get_world_size(self.group)
-        if norm_type == math.inf:
-            flags[0] += flags[0] + float(has_grads) + call / _CALLS  # 2 where it is set, 1 for gradients
-            total = torch.cat([flags, last.view(1)])
+        number = self._settings.number(asked, size)
+        is_max = norm_type == math.inf
+        settings = torch.tensor(
+            [number, -number if is_max else number * number], dtype=flags.dtype, device=flags.device
+        )
+        if is_max:
+            flags[0] += flags[0] + float(has_grads)  # 2 where it is set, 1 for gradients
+            total = torch.cat([flags, last.view(1), settings])
             dist.all_reduce(total, dist.ReduceOp.MAX, group=self.group)
-            first = total[0].floor()
-            calls, there = (total[0] - first) * _CALLS, first > 0
-            flags = torch.cat([(first / 2).floor().view(1), total[1:-1]])
+            there = total[0] > 0
+            flags = torch.cat([(total[0] / 2).floor().view(1), total[1:-3]])
         else:
-            radices = [float(size * _CALLS)] + [float(size + 1)] * (len(found) + 1)
-            own = torch.tensor([call, has_grads], dtype=flags.dtype, device=flags.device)
-            total = torch.cat([_packed(torch.cat([own, flags]), radices), last.view(1)])
+            radices = [float(size + 1)] * (len(found) + 1)
+            own = torch.tensor([has_grads], dtype=flags.dtype, device=flags.device)
+            total = torch.cat([_packed(torch.cat([own, flags]), radices), last.view(1), settings])
             dist.all_reduce(total, group=self.group)
-            numbers = _unpacked(total[:-1], radices)
-            calls, there, flags = numbers[0] / size, numbers[1] > 0, numbers[2:]
-        if self.device.type == "cpu" and float(calls) != call:
-            raise RuntimeError(_other_calls(norm_type, turn))
+            numbers = _unpacked(total[:-3], radices)
+            there, flags = numbers[0] > 0, numbers[1:]
+        if self.device.type == "cpu":
+            self._compare(asked, total[-2:], size)
+        else:
+            self._unread = asked, total[-2:]
         verdicts = (flags > 0).float().to(home)
         norm = None
         if norm_type is not None:
-            norm = total[-1] if norm_type == math.inf else total[-1].pow(1.0 / norm_type)
+            norm = total[-3] if is_max else total[-3].pow(1.0 / norm_type)
             norm = torch.where(flags.amax() > 0, torch.full_like(norm, math.inf), norm).to(home)
         return list(verdicts.unbind()), norm, there
+
+    def _compare(self, asked: Asked, numbers: Tensor, size: int, is_late: bool = False) -> None:
+        """Raise on all ranks where the numbers of some differ."""
+        first, second = map(int, numbers.tolist())
+        are_alike = first == -second if asked.norm_type == math.inf else first * first == size * second
+        if not are_alike:
+            self._settings.refuse(asked, self.group, is_late)
 
     def is_anywhere(self, flag: Tensor) -> bool:
         """See :meth:`fp16opt.engine.ranks.Ranks.is_anywhere`."""
@@ -105,21 +131,6 @@ class GroupRanks(Ranks):
         there = torch.where(norms.isfinite(), norms, 0.0).to(self.device)
         dist.all_reduce(there, dist.ReduceOp.MAX, group=self.group)
         return there.to(norms.device)
-
-
-def _call(norm_type: float | None, turn: int) -> int:
-    """A number below ``_CALLS`` for what a rank asks the others for."""
-    kind = {None: 0, 2.0: 1}.get(norm_type, 2 + zlib.crc32(repr(norm_type).encode()) % 14)
-    return turn % 4 * 16 + kind
-
-
-def _other_calls(norm_type: float | None, turn: int) -> str:
-    asked = "step()" if norm_type is None else f"clip_master_grads(norm_type={norm_type:g})"
-    return (
-        f"ranks called in another order: this one has come to {asked}, after {turn} clips of these gradients, and "
-        "another one elsewhere. Nothing was clipped or stepped. Call clip_master_grads, with one norm_type, and step "
-        "alike on every rank, also where a rank has no gradients."
-    )
 
 
 def _places(radices: Sequence[float]) -> list[tuple[int, float]]:
@@ -154,10 +165,10 @@ class MeshRanks(GroupRanks):
 
     Args:
         params: the model's parameters that the optimizer has.
-        facts: see :class:`GroupRanks`.
+        facts, optimizer: see :class:`GroupRanks`.
     """
 
-    def __init__(self, params: Sequence[Tensor], facts: Callable[[], Facts]) -> None:
+    def __init__(self, params: Sequence[Tensor], facts: Callable[[], Facts], optimizer: Optimizer) -> None:
         self._of_root: dict[int, tuple[Any, Holders]] = {}  # root meshes, kept by their ids, and their ranks
         self._counted: dict[int, tuple[Tensor, bool]] = {}
         roots = root_meshes(params)
@@ -167,7 +178,7 @@ class MeshRanks(GroupRanks):
         self._is_covered = bool(covering) or covers_world
         self.expects_all = len(roots) > 1  # ranks may have parameters that others lack
         group = _group_of(covering[0]) if covering and not (covers_world and len(roots) > 1) else None
-        super().__init__(group, _device_of(roots[0]), facts)
+        super().__init__(group, _device_of(roots[0]), facts, optimizer)
 
     @property
     def group(self) -> Any:
@@ -244,6 +255,7 @@ class StageRanks(GroupRanks):
         group: every rank of every stage.
         device: where messages must lie.
         facts: what to compare; settings and scaler over all, parameters by stage.
+        optimizer: see :class:`GroupRanks`.
         within: the ranks of this stage alone.
         copies: the ranks that hold plain parameters alike, this one among them.
 
@@ -252,9 +264,18 @@ class StageRanks(GroupRanks):
     """
 
     expects_all = True
+    counts_backwards = False  # the last stage scales the loss, and the schedule runs the others' backwards
 
-    def __init__(self, group: Any, device: torch.device, facts: Facts, within: Ranks, copies: Holders) -> None:
-        super().__init__(group, device, lambda: facts)
+    def __init__(
+        self,
+        group: Any,
+        device: torch.device,
+        facts: Facts,
+        optimizer: Optimizer,
+        within: Ranks,
+        copies: Holders,
+    ) -> None:
+        super().__init__(group, device, lambda: facts, optimizer)
         self._within = within
         self._copies = copies
         holders = compare("the optimizer", facts, self.reach, group)
@@ -293,9 +314,8 @@ class StageRanks(GroupRanks):
     def agree(
         self,
         found: Sequence[Tensor],
-        norm_type: float | None,
+        asked: Asked,
         power_sum: Tensor | None,
-        turn: int = 0,
         has_grads: bool = True,
     ) -> tuple[list[Tensor], Tensor | None, Tensor]:
         """See :class:`GroupRanks`.
@@ -308,7 +328,7 @@ class StageRanks(GroupRanks):
                 f"a step of a pipeline: expected gradients of one loss scaler, got those of {len(found)}. Other stages "
                 "see no loss: add the losses up in the schedule's loss_fn, and scale their sum by one scaler."
             )
-        return super().agree(found, norm_type, power_sum, turn, has_grads)
+        return super().agree(found, asked, power_sum, has_grads)
 
     def largest(self, norms: Tensor) -> Tensor:
         """See :class:`GroupRanks`. All are of one scaler, and stages may have looked several times: one is sent."""

@@ -42,7 +42,7 @@ class ZeroRanks(GroupRanks):
     """Every parameter is stepped by one rank, and counted there."""
 
     def __init__(self, zero: Any, facts: Callable[[], Facts]) -> None:
-        super().__init__(zero.process_group, message_device(zero.process_group, zero._default_device), facts)
+        super().__init__(zero.process_group, message_device(zero.process_group, zero._default_device), facts, zero)
         self._holders = tuple(sorted(torch.distributed.get_process_group_ranks(zero.process_group)))
 
     def reach(self, param: Tensor) -> Reach:

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from ..scaling import DynamicLossScaler, LossScaler, StaticLossScaler
 
+_WRAPPINGS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+_OF_DDP = "module."
+
 
 def make_scaler(dynamic: bool, loss_scale: float | None, scaler: LossScaler | None) -> LossScaler:
     """The scaler that the constructor's three ways of asking for one mean."""
@@ -77,8 +80,25 @@ def check_loss(loss: object, scalar: bool = False) -> None:
         )
 
 
+def clean(name: str) -> str:
+    """A parameter's name without what torch.compile, activation checkpointing and FSDP1 add to it.
+
+    Example:
+        >>> clean("_orig_mod.fc.weight")
+        'fc.weight'
+    """
+    for part in _WRAPPINGS:
+        name = name.replace(part, "")
+    return name
+
+
 def named(named_parameters: Iterable[tuple[str, Tensor]] | None) -> list[tuple[str, Tensor]]:
-    """The pairs of ``model.named_parameters()``, checked."""
+    """The pairs of ``model.named_parameters()``, checked, by the names that they have in the module itself.
+
+    Example:
+        >>> [name for name, _ in named([("module._orig_mod.weight", torch.ones(1)), ("module.bias", torch.ones(1))])]
+        ['weight', 'bias']
+    """
     if not (named_parameters is None or isinstance(named_parameters, Iterable)):
         raise TypeError(
             f"named_parameters: expected (name, parameter) pairs, got {type(named_parameters).__name__}. "
@@ -93,7 +113,10 @@ def named(named_parameters: Iterable[tuple[str, Tensor]] | None) -> list[tuple[s
                 f"named_parameters: expected (name, parameter) pairs, got an item of type {type(pair).__name__}. "
                 "Pass model.named_parameters()."
             )
-    return pairs
+    cleaned = [(clean(name), param) for name, param in pairs]
+    if all(name.startswith(_OF_DDP) for name, _ in cleaned):
+        return [(name.removeprefix(_OF_DDP), param) for name, param in cleaned]
+    return cleaned
 
 
 def open_group(param_group: object) -> tuple[dict[str, Any], list[Any], dict[int, str]]:

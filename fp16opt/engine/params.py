@@ -347,7 +347,7 @@ class ParamTable:
         unnamed = {id(p): names[id(p)] for p, called in self._elsewhere() if called == ELSEWHERE and id(p) in names}
         self.hold_elsewhere(self.elsewhere, unnamed)
         if all(id(param) in names for param in self.elsewhere):
-            self.names_elsewhere = [names[id(param)] for param in self.elsewhere]
+            self.names_elsewhere = list(self.called_elsewhere)  # chosen as those of pairs are
 
     def _elsewhere(self) -> list[tuple[Tensor, str]]:
         return list(zip(self.elsewhere, self.called_elsewhere, strict=True))

@@ -50,6 +50,22 @@ class Facts:
     params: list[ParamFact]
 
 
+class Asked(NamedTuple):
+    """What a rank asks the others for, which all must ask for alike.
+
+    Attributes:
+        norm_type: p of the norm; None for verdicts alone.
+        max_norm: of the clip that wants the norm.
+        turn: how many such messages were sent since these gradients were taken.
+        backwards: how many have begun since the message before; None where ranks may differ in that.
+    """
+
+    norm_type: float | None
+    max_norm: float | None = None
+    turn: int = 0
+    backwards: int | None = None
+
+
 class Ranks:
     """Masters are all here: what this rank finds in them is the verdict.
 
@@ -74,18 +90,16 @@ class Ranks:
     def agree(
         self,
         found: Sequence[Tensor],
-        norm_type: float | None,
+        asked: Asked,
         power_sum: Tensor | None,
-        turn: int = 0,
         has_grads: bool = True,
     ) -> tuple[list[Tensor], Tensor | None, Tensor]:
         """Add up verdicts and a norm over the ranks, in one message. Asked only of classes that are not ``alone``.
 
         Args:
             found: float32, 0-dim, 0.0 or 1.0 each: the verdicts of this rank.
-            norm_type: p of the norm; None for verdicts alone.
+            asked: what is wanted; settings and this must be alike on all ranks.
             power_sum: float64, 0-dim: the sum of |g|**p over this rank's elements (the largest |g| for p = inf).
-            turn: how many such messages were sent since these gradients were taken.
             has_grads: whether this rank has gradients.
 
         Returns:
@@ -93,7 +107,8 @@ class Ranks:
             some rank has gradients).
 
         Raises:
-            RuntimeError: another rank has asked for something else, as far as the host knows without waiting.
+            RuntimeError: on all ranks: one has asked for something else, or has other settings. Where messages lie on
+                a device the host hears of it with the message after.
         """
         raise NotImplementedError("verdicts of masters that are all here need no message")
 
@@ -142,9 +157,8 @@ class Detached(Ranks):
     def agree(
         self,
         found: Sequence[Tensor],
-        norm_type: float | None,
+        asked: Asked,
         power_sum: Tensor | None,
-        turn: int = 0,
         has_grads: bool = True,
     ) -> tuple[list[Tensor], Tensor | None, Tensor]:
         """Not before it is attached.
@@ -165,11 +179,12 @@ class Detached(Ranks):
 
 @dataclass
 class Digest:
-    """What ranks that share gradients hold alike: names and values of masters, and the scaler in words."""
+    """What ranks that share gradients hold alike: names and values of masters, and scaler and settings in words."""
 
     names: list[str]
     values: list[Tensor]
     scaler: str
+    settings: list[str]
 
 
 class Sums(Protocol):

@@ -23,7 +23,7 @@ from .dtensors import local, raw_grad, raw_grads
 from .gradients import Gradients, GradsToStep
 from .params import DeviceParams, ParamTable
 from .progress import Progress
-from .ranks import Ranks, Replicas, refuse_torch_checkpointing
+from .ranks import Asked, Ranks, Replicas, refuse_torch_checkpointing
 from .stage import (
     BackwardScale,
     Checked,
@@ -78,6 +78,7 @@ class StepState(abc.ABC):
         self.ranks = ranks
         self.replicas = Replicas()
         self.backwards = 0
+        self._backwards_told = 0  # of them, when other ranks last heard of it
         self.stage: Any = Ready()
         self._scaler = scaler
         self._units = UnitScales()
@@ -466,7 +467,11 @@ class StepState(abc.ABC):
     # -- the check ---------------------------------------------------------------------------------------------------
 
     def finalize(
-        self, write: bool = False, norm_type: float | None = None, of: set[int] | None = None
+        self,
+        write: bool = False,
+        norm_type: float | None = None,
+        of: set[int] | None = None,
+        max_norm: float | None = None,
     ) -> OverflowCheck | None:
         """Whether the gradients as they are now are finite; None where there are none. No host sync.
 
@@ -477,6 +482,7 @@ class StepState(abc.ABC):
             write: make true gradients of all; else a check is enough.
             norm_type: p of the norm that is wanted too.
             of: ids of the model's parameters whose norm it is; None: of all.
+            max_norm: what gradients are to be clipped to, for other ranks to compare.
 
         Raises:
             RuntimeError: a backward was interrupted; or gradients were written where that does not count.
@@ -488,7 +494,7 @@ class StepState(abc.ABC):
             self._check_empty(write or needs_true)
         if norm_type is not None and not self.stage.is_measured:  # after a clip
             self.unscale()
-        return self._conclude(norm_type, of)
+        return self._conclude(norm_type, of, max_norm)
 
     def _check_empty(self, write: bool) -> None:
         """Check that there are no gradients: other ranks may have some, and expect what this one has found."""
@@ -831,14 +837,14 @@ class StepState(abc.ABC):
         norm = self.gradients.largest_norm(self.device).clone()
         return verdict._replace(untold=(*verdict.untold, (scaler, norm)))
 
-    def _conclude(self, norm_type: float | None, of: set[int] | None) -> OverflowCheck | None:
+    def _conclude(self, norm_type: float | None, of: set[int] | None, max_norm: float | None) -> OverflowCheck | None:
         """None where no rank has gradients."""
         stage = self.stage
         if type(stage) is Summed and stage.unreduced:
             stage = self._reduce_sums(stage)
         norm = None
         if not self.ranks.alone:
-            has_grads, norm = self._agree(norm_type, of)
+            has_grads, norm = self._agree(norm_type, of, max_norm)
             if not has_grads:
                 self.reset(keeps_true=False)
                 return None
@@ -859,7 +865,9 @@ class StepState(abc.ABC):
             scaler.see(norm)
         self.stage = self.stage._replace(verdict=verdict._replace(untold=()))
 
-    def _agree(self, norm_type: float | None, of: set[int] | None) -> tuple[bool, Tensor | None]:
+    def _agree(
+        self, norm_type: float | None, of: set[int] | None, max_norm: float | None
+    ) -> tuple[bool, Tensor | None]:
         """One message for what was found and the norm, at the first of clipping and stepping.
 
         Returns:
@@ -878,7 +886,9 @@ class StepState(abc.ABC):
                 lambda param: (of is None or id(param) in of) and counted(param),
             )
         mine = [one for _, one in verdict.found]
-        found, norm, has_grads = self.ranks.agree(mine, norm_type, power, verdict.turn, verdict.has_grads)
+        asked = Asked(norm_type, max_norm, verdict.turn, self.backwards - self._backwards_told)
+        self._backwards_told = self.backwards
+        found, norm, has_grads = self.ranks.agree(mine, asked, power, verdict.has_grads)
         every = tuple((scaler, one) for (scaler, _), one in zip(verdict.found, found, strict=True))
         verdict = verdict._replace(found=every, is_agreed=True, turn=verdict.turn + 1)
         self.stage = self.stage._replace(verdict=verdict)

@@ -101,7 +101,8 @@ def load_foreign(path: Any, model: torch.nn.Module, optimizer: Optimizer, kind: 
     where = Path(path)
     if not where.exists():
         raise FileNotFoundError(f"path: expected a checkpoint, there is nothing at {where}.")
-    from ..distributed.modules import clean, parameter_names, unwrapped
+    from ..distributed.modules import parameter_names, unwrapped
+    from ..engine.arguments import clean
 
     names = parameter_names(model)
     found = _find(where, kind)

@@ -130,7 +130,7 @@ def late_groups(rank: int, size: int) -> None:
         for step in range(1, 4):
             with messages() as sent:
                 poisoned_step(net, opt, step, rank, poison=step == 2)
-            assert sent == [("all_reduce", 16)]
+            assert sent == [("all_reduce", 32)]
     other = DeviceMesh("cpu", [1, 0], mesh_dim_names=("y",))
     param = nn.Parameter(distribute_tensor(torch.ones(4), other, [Shard(0)]))
     opt.add_param_group({"params": [param]})
@@ -159,7 +159,7 @@ def norm_and_verdicts(rank: int, opt: Any, wanted: float) -> None:
             opt.step()
         if step == 0:
             assert got == pytest.approx(wanted, rel=1e-6)
-        assert sent[-1] == ("all_reduce", 16)
+        assert sent[-1] == ("all_reduce", 32)
         assert sent[:-1] == ([("all_gather_object", -1)] if step == 0 else [])
         found = torch.tensor(float(any(getattr(g, "_local_tensor", g).isinf().any() for g in grads_of(opt))))
         dist.all_reduce(found)

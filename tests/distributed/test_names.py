@@ -81,3 +81,35 @@ def test_every_message_that_names_parameters_has_the_user_s_names(two: World, ki
             assert "another rank" not in text
         assert named(left) == NAMES
     assert named(ranks[0][1]) | named(ranks[1][1]) == NAMES
+
+
+WRAPPINGS = ("module.{}", "_orig_mod.module.{}", "module._orig_mod.{}", "_fsdp_wrapped_module.{}")
+
+
+def named_by_wrappings(rank: int, size: int) -> list[str]:
+    """Names as DDP, torch.compile, checkpoint wrappers and FSDP1 give them, of all parameters or of some."""
+    found = []
+    for shape in (*WRAPPINGS, "{}._checkpoint_wrapped_module.{}", "in_a_larger_one.{}", "some"):
+        net: Any = Net(norm=False)
+        ddp = DDP(net)
+        pairs = list(net.named_parameters())
+        if shape == "some":
+            pairs = pairs[1:2]
+        elif "checkpoint" in shape:
+            pairs = [(shape.format(*name.split(".")), param) for name, param in pairs]
+        else:
+            pairs = [(shape.format(name), param) for name, param in pairs]
+        inner: Any = ZeroRedundancyOptimizer(net.parameters(), AdamW, lr=1e-2)
+        opt = MixedPrecisionOptimizer(inner, loss_scale=8.0, named_parameters=pairs)
+        distributed.attach(opt, ddp)
+        opt.backward(loss_of(ddp, 0, rank))
+        opt.step()
+        names = [*opt.params.names, *opt.params.called_elsewhere]
+        assert {name.removeprefix("in_a_larger_one.") for name in names} == NAMES, (shape, names)
+        assert shape[:2] != "in" or all(name.startswith("in_a_larger_one.") for name in names)
+        found += names
+    return found
+
+
+def test_names_of_wrappers_are_those_of_the_module(two: World) -> None:
+    two.run(named_by_wrappings)

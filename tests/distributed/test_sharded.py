@@ -1,4 +1,4 @@
-"""FSDP2 and tensor parallelism: masters are DTensors, kernels see pieces, one message of 16 bytes a step."""
+"""FSDP2 and tensor parallelism: masters are DTensors, kernels see pieces, one message of 32 bytes a step."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def one_message(rank: int, size: int) -> None:
             for _ in range(min(clips, 1)):
                 opt.clip_master_grads(1.0)
             opt.step()
-        assert sent == [("all_reduce", 16)], (number, sent)
+        assert sent == [("all_reduce", 32)], (number, sent)
     # Two scalers' verdicts share the first eight bytes.
     other = DynamicLossScaler(init_scale=2.0**4)
     for poison in (False, True):
@@ -160,14 +160,14 @@ def one_message(rank: int, size: int) -> None:
             opt.backward(loss_of(net, 8, rank, poison=poison and rank == 1), scaler=other)
             opt.clip_master_grads(1.0)
             opt.step()
-        assert sent == [("all_reduce", 16)]
+        assert sent == [("all_reduce", 32)]
         assert opt.step_was_skipped == poison
     assert float(other.scale) == 2.0**3
     assert float(opt.scaler.scale) >= 2.0**8
     assert_alike([opt.scaler.scale, other.scale])
 
 
-def test_one_message_of_16_bytes_clip_or_not(two: World) -> None:
+def test_one_message_of_32_bytes_clip_or_not(two: World) -> None:
     two.run(one_message)
 
 

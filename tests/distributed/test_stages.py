@@ -166,7 +166,7 @@ def one_message(rank: int, size: int, static: bool) -> None:
             for _ in range(min(clips, 1)):
                 opt.clip_master_grads(1.0)
             opt.step()
-        assert sent == [("all_reduce", 16)], (step, sent)
+        assert sent == [("all_reduce", 32)], (step, sent)
     distributed.attach(opt, None)
     pipeline.backward(batch(3))
     with messages() as sent:
@@ -176,7 +176,7 @@ def one_message(rank: int, size: int, static: bool) -> None:
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_one_message_of_16_bytes(two: World, static: bool) -> None:
+def test_one_message_of_32_bytes(two: World, static: bool) -> None:
     two.run(one_message, static)
 
 
@@ -362,7 +362,7 @@ def frozen_stage(rank: int, size: int, policy: str) -> None:
             norm = opt.clip_master_grads(1e-3) if clips else torch.zeros(())
             opt.step()
         extra = [("all_reduce", 4)] if policy == "headroom" else []
-        assert sent == [("all_reduce", 16), *extra], sent
+        assert sent == [("all_reduce", 32), *extra], sent
         assert float(norm) == pytest.approx((math.inf if step == 2 else 15**0.5) if clips else 0.0)
         assert opt.step_was_skipped == (step == 2)
         assert_alike([norm, *(v for v in opt.scaler.state_dict().values() if isinstance(v, Tensor))])
@@ -389,14 +389,13 @@ def test_a_stage_without_gradients(two: World, policy: str) -> None:
     two.run(frozen_stage, policy)
 
 
-def other_calls(rank: int, size: int, way: str) -> None:
+def other_calls(rank: int, size: int, way: Any) -> None:
     net, opt = attached(rank)
     ends = [p.clone() for p in net.parameters()]
     give_ones(net, opt)
-    order = "ranks called in another order: this one has come to "
     if way == "clip":
         message = raised(RuntimeError, opt.step if rank else lambda: opt.clip_master_grads(1.0))
-        what = "step(), after 0 clips" if rank else "clip_master_grads(norm_type=2), after 0 clips"
+        what = "clip_master_grads(1, norm_type=2), after 0 clips", "step(), after 0 clips"
     elif way == "twice":
         opt.clip_master_grads(1.0)
         if rank:  # goes on to the next step
@@ -404,11 +403,15 @@ def other_calls(rank: int, size: int, way: str) -> None:
             ends = [p.clone() for p in net.parameters()]
             give_ones(net, opt)
         message = raised(RuntimeError, lambda: opt.clip_master_grads(1.0))
-        what = f"clip_master_grads(norm_type=2), after {1 - rank} clips"
+        what = "clip_master_grads(1, norm_type=2), after 1 clips", "clip_master_grads(1, norm_type=2), after 0 clips"
+    elif way == "max_norm":
+        message = raised(RuntimeError, lambda: opt.clip_master_grads((1.0, 0.5)[rank]))
+        what = "clip_master_grads(1, norm_type=2)", "clip_master_grads(0.5, norm_type=2)"
     else:
-        message = raised(RuntimeError, lambda: opt.clip_master_grads(1.0, (2.0, 3.0)[rank]))
-        what = f"clip_master_grads(norm_type={2 + rank})"
-    assert order + what in message, message
+        message = raised(RuntimeError, lambda: opt.clip_master_grads(1.0, (2.0, way)[rank]))
+        what = "clip_master_grads(1, norm_type=2)", f"clip_master_grads(1, norm_type={way:g})"
+    assert f"ranks called in another order: rank 0 has come to {what[0]}" in message, message
+    assert f", rank 1 to {what[1]}" in message, message
     assert all(torch.equal(a, b) for a, b in zip(ends, net.parameters(), strict=True))
     give_ones(net, opt)
     assert float(opt.clip_master_grads(1.0)) == pytest.approx(30**0.5), "all begin anew"
@@ -422,8 +425,8 @@ def other_calls(rank: int, size: int, way: str) -> None:
     assert opt.step_was_skipped
 
 
-@pytest.mark.parametrize("way", ["clip", "twice", "norm"])
-def test_ranks_that_call_in_another_order(two: World, way: str) -> None:
+@pytest.mark.parametrize("way", ["clip", "twice", "max_norm", 3.0, math.inf])
+def test_ranks_that_call_in_another_order(two: World, way: Any) -> None:
     two.run(other_calls, way)
 
 

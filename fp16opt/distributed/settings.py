@@ -1,0 +1,121 @@
+"""What all ranks must have alike in every step, in a number that travels with the message they send anyway."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..engine.ranks import Asked
+from .exchange import gather
+
+_NONE = -1.7e308  # stands for None: no setting has it
+_EXACT = 2**53  # float64 counts up to here without gaps
+
+
+def setting_lines(groups: Sequence[dict[str, Any]]) -> list[str]:
+    """Settings of groups in words, in an order in which the first difference tells most."""
+    lines = []
+    for number, group in enumerate(groups):
+        lines += [f"group {number} with {key}={shown(value)}" for key, value in _settings(group)]
+    return lines
+
+
+def shown(value: Any) -> str:
+    """A value in words that are alike on all ranks."""
+    return str(value.tolist()) if isinstance(value, Tensor) else repr(value)
+
+
+def refuse_settings(first: int, lines: list[str], rank: int, others: list[str], when: str) -> None:
+    """Raise ``RuntimeError`` where two ranks have other settings: lines of :func:`setting_lines`."""
+    for one, other in zip([*lines, "nothing more"], [*others, "nothing more"], strict=False):
+        if one != other:
+            raise RuntimeError(
+                f"settings drifted apart: rank {first} has {one}, rank {rank} has {other}. {when}. Change settings "
+                "alike on every rank: a scheduler must go by numbers that all ranks have, such as the step, or a loss "
+                "that was averaged over the ranks."
+            )
+
+
+def _settings(group: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [(key, group[key]) for key in sorted(group) if key not in ("params", "param_names")]
+
+
+class Settings:
+    """Of one optimizer, the user's object: a scheduler or the user may change its groups at any time.
+
+    Args:
+        optimizer: the wrapped one.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def number(self, asked: Asked, ranks: int) -> int:
+        """1 or more, and so small that squares of it, added up over so many ranks, are exact in float64.
+
+        Made of numbers, texts, None and tuples of these; a tensor on a device counts as there, so that nothing syncs.
+        """
+        values = array("d")
+        _extend(values, asked)
+        for group in self._optimizer.param_groups:
+            for _, value in _settings(group):
+                _extend(values, (value,))
+        return 1 + zlib.crc32(values.tobytes()) % (math.isqrt(_EXACT // ranks) - 1)
+
+    def refuse(self, asked: Asked, group: Any, is_late: bool) -> None:
+        """Ranks have asked for different things, or have other settings: raise on all of them. Collective.
+
+        Args:
+            is_late: whether it is the step before that they differed in.
+        """
+        mine = words_of(asked), setting_lines(self._optimizer.param_groups)
+        everyone = gather(mine, group)
+        when = (
+            "The step before was taken so: load the last checkpoint"
+            if is_late
+            else "Nothing was clipped or stepped by this call"
+        )
+        for rank, (words, _) in enumerate(everyone):
+            if words != everyone[0][0]:
+                raise RuntimeError(
+                    f"ranks called in another order: rank 0 has come to {everyone[0][0]}, rank {rank} to {words}. "
+                    f"{when}. Call backward, clip_master_grads, with one max_norm and norm_type, and step alike on "
+                    "every rank, also where a rank has no gradients."
+                )
+        for rank, (_, lines) in enumerate(everyone):
+            refuse_settings(0, everyone[0][1], rank, lines, when)
+        raise RuntimeError(
+            f"settings drifted apart in the last message and are alike again now. {when}. Change settings on all ranks "
+            "between the same two calls."
+        )
+
+
+def words_of(asked: Asked) -> str:
+    """A call in words."""
+    if asked.norm_type is None:
+        call = "step()"
+    else:
+        most = "" if asked.max_norm is None else f"{asked.max_norm:g}, "
+        call = f"clip_master_grads({most}norm_type={asked.norm_type:g})"
+    words = f"{call}, after {asked.turn} clips of these gradients"
+    return words if asked.backwards is None else f"{words} and {asked.backwards} backwards since the message before"
+
+
+def _extend(values: array[float], items: Iterable[Any]) -> None:
+    for item in items:
+        if item is None:
+            values.append(_NONE)
+        elif isinstance(item, (int, float)):
+            values.append(item)
+        elif isinstance(item, str):
+            values.append(zlib.crc32(item.encode()))
+        elif isinstance(item, (tuple, list)):
+            _extend(values, item)
+        elif isinstance(item, Tensor) and item.device.type == "cpu" and item.numel() == 1:
+            values.append(item.item())

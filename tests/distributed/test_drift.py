@@ -1,0 +1,134 @@
+"""Settings and calls that differ on one rank: every rank raises at the next message, with the rank and both values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
+
+from distributed.models import Net, loss_of
+from distributed.test_sharded import sharded
+from distributed.world import World, raised
+from fp16opt import MixedPrecisionOptimizer, distributed
+from fp16opt.distributed.settings import Settings
+
+ORDER, DRIFT = "ranks called in another order: rank 0 has come to ", "settings drifted apart: rank 0 has "
+CASES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "lr": (
+        lambda opt: opt.param_groups[0].update(lr=1e-4),
+        DRIFT + "group 0 with lr=0.01, rank 1 has group 0 with lr=0.0001. Nothing was clipped or stepped by this call.",
+    ),
+    "betas": (
+        lambda opt: opt.param_groups[0].update(betas=(0.9, 0.99)),
+        DRIFT + "group 0 with betas=(0.9, 0.999), rank 1 has group 0 with betas=(0.9, 0.99).",
+    ),
+    "a tensor": (
+        lambda opt: opt.param_groups[0].update(lr=torch.tensor(1e-4)),
+        DRIFT + "group 0 with lr=0.01, rank 1 has group 0 with lr=9.999999747378752e-05.",
+    ),
+    "one more backward": (
+        lambda opt: opt.scale_loss(torch.zeros(())),
+        ORDER + "step(), after 0 clips of these gradients and 1 backwards since the message before, rank 1 to step(), "
+        "after 0 clips of these gradients and 2 backwards",
+    ),
+    "a clip": (
+        lambda opt: opt.clip_master_grads(1.0),
+        ORDER + "step(), after 0 clips of these gradients and 1 backwards since the message before, rank 1 to "
+        "clip_master_grads(1, norm_type=2), after 0",
+    ),
+    "a clip by the largest": (
+        lambda opt: opt.clip_master_grads(0.5, math.inf),
+        ", rank 1 to clip_master_grads(0.5, norm_type=inf), after 0",
+    ),
+}
+
+
+def made(how: str) -> tuple[nn.Module, Any]:
+    net = Net(norm=False)
+    inner: Any = ZeroRedundancyOptimizer(net.parameters(), AdamW, lr=1e-2) if how == "zero" else None
+    if inner is None:
+        sharded(net)
+        inner = AdamW(net.parameters(), lr=1e-2)
+    opt = MixedPrecisionOptimizer(inner, loss_scale=8.0)
+    return (DistributedDataParallel(net) if how == "zero" else net), opt
+
+
+def drifts(rank: int, size: int, how: str) -> None:
+    for name, (change, wanted) in CASES.items():
+        net, opt = made(how)
+        for number in range(3):
+            opt.zero_grad()
+            opt.backward(loss_of(net, number, rank))
+            if number < 2:
+                opt.step()
+        ends = [p.detach().clone() for p in net.parameters()]
+
+        def one_differs(opt: Any = opt, change: Any = change) -> None:
+            if rank == 1:
+                change(opt)
+            opt.step()
+
+        message = raised(RuntimeError, one_differs)
+        assert wanted in message, (name, message)
+        assert all(torch.equal(p, end) for p, end in zip(net.parameters(), ends, strict=True)), name
+        opt.param_groups[0].update(lr=1e-2, betas=(0.9, 0.999))  # mended on both ranks, the step is made
+        opt.zero_grad()
+        opt.backward(loss_of(net, 3, rank))
+        opt.step()
+        assert not all(torch.equal(p, end) for p, end in zip(net.parameters(), ends, strict=True)), name
+
+
+@pytest.mark.parametrize("how", ["fsdp2", "zero"])
+def test_what_one_rank_does_otherwise_all_hear_of(two: World, how: str) -> None:
+    two.run(drifts, how)
+
+
+def drifts_under_ddp(rank: int, size: int) -> None:
+    """DDP sends nothing for the optimizer: settings are compared where masters are."""
+    net = Net()
+    ddp, opt = DistributedDataParallel(net), MixedPrecisionOptimizer(SGD(net.parameters(), lr=0.1))
+    distributed.attach(opt, ddp, verify_ranks_every=2)
+
+    def steps(numbers: range) -> None:
+        for number in numbers:
+            opt.zero_grad()
+            opt.backward(loss_of(ddp, number, rank))
+            opt.step()
+
+    steps(range(2))
+    opt.param_groups[0]["lr"] = (0.1, 0.2)[rank]
+    message = raised(RuntimeError, lambda: steps(range(2, 4)))
+    assert DRIFT + "group 0 with lr=0.1, rank 1 has group 0 with lr=0.2. Weights differ by now" in message, message
+
+
+def test_settings_under_ddp(two: World) -> None:
+    two.run(drifts_under_ddp)
+
+
+def mean_of_three(rank: int, size: int) -> None:
+    """A number that is the mean of all would go unseen in a sum on its rank: squares are sent too."""
+    net, opt = made("fsdp2")
+    for number in range(2):
+        opt.zero_grad()
+        opt.backward(loss_of(net, number, rank))
+        if number == 0:
+            opt.step()
+    opt.param_groups[0]["lr"] = (1e-2, 2e-2, 3e-2)[rank]
+    original = Settings.number
+    Settings.number = lambda *_: 100 + rank  # type: ignore[assignment, method-assign]
+    try:
+        message = raised(RuntimeError, opt.step)
+    finally:
+        Settings.number = original  # type: ignore[method-assign]
+    assert DRIFT + "group 0 with lr=0.01, rank 1 has group 0 with lr=0.02" in message, message
+
+
+def test_a_rank_between_the_others(three: World) -> None:
+    three.run(mean_of_three)
