@@ -42,6 +42,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than a few seconds")
+    config.addinivalue_line("markers", "missing_scale: hears the warning of FP16 weights without a loss scale")
     config.addinivalue_line("markers", "gpu: needs a CUDA device, or the fixture that pretends one")
     config.addinivalue_line("markers", "card: needs a CUDA device itself: its memory, its profiler, its errors")
 
@@ -125,6 +126,21 @@ def tried_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checks, "check_bucket_invariant", ask_once)
         yield
+
+
+def _tells_of_another_thing(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("FP16 weights are trained without loss scaling")
+
+
+@pytest.fixture(autouse=True)
+def no_missing_scale(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Most FP16 optimizers here have no loss scale, as their gradients are not small: nothing says so, but where a test
+    asks for it by the mark ``missing_scale``."""
+    logger = logging.getLogger("fp16opt")
+    if request.node.get_closest_marker("missing_scale") is None:
+        logger.addFilter(_tells_of_another_thing)
+    yield
+    logger.removeFilter(_tells_of_another_thing)
 
 
 @pytest.fixture(autouse=True)

@@ -291,6 +291,10 @@ def model_converted() -> None:
     one.opt.step()
 
 
+def no_scale() -> None:
+    Training().step(1e-6)
+
+
 def no_gradients() -> None:
     one = Training()
     other = nn.Linear(4, 2)
@@ -449,6 +453,7 @@ PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "model swapped": (R, model_swapped),
     "split master written": (R, split_master_written),
     "model converted": (R, model_converted),
+    "no scale": (L, no_scale),
     "no gradients": (L, no_gradients),
     "sums without backward": (L, sums_without_backward),
     "too large": (L, too_large),
@@ -509,7 +514,10 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Lines, "_signature", lambda _: "")
 
 
-@pytest.mark.parametrize("key", PROVOKED)
+HEARD = [pytest.param(key, marks=[pytest.mark.missing_scale] if key == "no scale" else []) for key in PROVOKED]
+
+
+@pytest.mark.parametrize("key", HEARD)
 def test_the_page_shows_the_message(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown().get(key) == " ".join(said(key, monkeypatch).split())
 

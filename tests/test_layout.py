@@ -39,6 +39,7 @@ ENGINE = [
     "progress",
     "masters",
     "split",
+    "missing_scale",
     "model_writes",
     "stamps",
     "gradients",
