@@ -86,8 +86,31 @@ def written_after_the_fold() -> None:
 
 def plain_backward() -> None:
     one = Training(loss_scale=1024.0)
+    one.step()
+    one.opt.zero_grad()
     one.loss().backward()
     one.opt.step()
+
+
+def another_optimizer() -> None:
+    one, head = Training(loss_scale=1024.0), nn.Sequential(OrderedDict(head=nn.Linear(2, 2))).half()
+    of_head = SGD(head.parameters(), lr=0.1)
+    other = MixedPrecisionOptimizer(of_head, dynamic=True, named_parameters=head.named_parameters())
+    other.backward(head(one.model(torch.ones(3, 4).half())).float().square().mean())
+    one.opt.step()
+
+
+def a_trainer() -> None:
+    one = Training(loss_scale=1024.0)
+    one.loss().backward()
+    exec("step()", {"__name__": "accelerate.optimizer", "step": one.opt.step})
+
+
+def the_step_is_over() -> None:
+    one = Training(loss_scale=1024.0)
+    one.opt.backward(one.loss())
+    one.opt.step()
+    one.opt.clip_master_grads(1.0)
 
 
 def not_cleared() -> None:
@@ -430,6 +453,9 @@ PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "written after the check": (R, written_after_the_check),
     "written after the fold": (R, written_after_the_fold),
     "plain backward": (R, plain_backward),
+    "another optimizer": (R, another_optimizer),
+    "a trainer": (R, a_trainer),
+    "the step is over": (R, the_step_is_over),
     "not cleared": (R, not_cleared),
     "backward after a clip": (R, backward_after_a_clip),
     "interrupted": (R, interrupted),

@@ -45,6 +45,7 @@ ENGINE = [
     "gradients",
     "stage",
     "sums",
+    "untracked",
     "step_state",
     "outcome",
     "wrapped_step",
