@@ -314,6 +314,23 @@ def model_converted() -> None:
     one.opt.step()
 
 
+def replaced() -> None:
+    one = Training(track_changes=True)
+    one.model.fc.weight = nn.Parameter(torch.ones(3, 4).half())
+    one.opt.take_delta(one.model)
+
+
+def another_module() -> None:
+    one = Training(track_changes=True)
+    one.opt.take_delta(nn.Linear(4, 2))
+
+
+def deleted() -> None:
+    one = Training(track_changes=True)
+    del one.model.fc.bias
+    one.opt.take_delta(one.model)
+
+
 def no_scale() -> None:
     Training().step(1e-6)
 
@@ -479,6 +496,9 @@ PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "model swapped": (R, model_swapped),
     "split master written": (R, split_master_written),
     "model converted": (R, model_converted),
+    "replaced": (V, replaced),
+    "deleted": (V, deleted),
+    "another module": (V, another_module),
     "no scale": (L, no_scale),
     "no gradients": (L, no_gradients),
     "sums without backward": (L, sums_without_backward),

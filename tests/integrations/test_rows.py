@@ -282,9 +282,7 @@ def test_the_stock_trainer_with_a_scale_raises(tmp_path: Path) -> None:
     data = [{"x": x[0], "labels": y[0]} for x, y in batches(16)]
     schedule = transformers.get_scheduler("constant", opt.optimizer)
     trainer = transformers.Trainer(model, args, train_dataset=data, optimizers=(opt, schedule))
-    with pytest.raises(
-        RuntimeError, match=r"called by transformers, .*fp16opt\.integrations\.transformers"
-    ):
+    with pytest.raises(RuntimeError, match=r"called by transformers, .*fp16opt\.integrations\.transformers"):
         trainer.train()
 
 
