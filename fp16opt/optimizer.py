@@ -31,7 +31,6 @@ from .engine.diagnostics import (
     Lines,
     Overflow,
     describe,
-    tell_of_no_scale,
     warn_cut_step,
     warn_eps,
     warn_no_gradients,
@@ -42,6 +41,7 @@ from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step
 from .engine.fused_step import FusedStep
 from .engine.gradients import Gradients
 from .engine.masters import FullMasters, Masters, NoMasters, on_memory_of, own_masters
+from .engine.missing_scale import underflow, warn_missing_scale, without_scale
 from .engine.model_writes import ModelWrites
 from .engine.modes import state8
 from .engine.modes.bucketed_step import BucketedStep, Certified
@@ -222,7 +222,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._names = {id(param): name for name, param in named(named_parameters)}
         self._certified = Certified(bucket_obstacle)
         self.scaler = make_scaler(dynamic, loss_scale, scaler)
-        self._chose_no_scale = not dynamic and loss_scale is None and scaler is None
+        self._may_lack_scale = self.scaler.is_default
         part = parallel.part_of(optimizer)
         check_optimizer(self.config, part, self.scaler, self._names, self._certified, part is not optimizer)
         self.optimizer = optimizer
@@ -527,6 +527,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     def _params_changed(self, came_from: list[int | None], is_thaw: bool = False) -> None:
         """Parameters came, went or moved; arguments as for :meth:`.StepState.follow_params`."""
+        self._may_lack_scale = self.scaler.is_default
         if self._changes is not None:
             self._changes.follow_params()
         self.model_writes.follow_params()
@@ -634,10 +635,6 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if scaler is not None:
             check_scaler(scaler)
         scaled = self._scaled(loss, scaler)
-        if self._chose_no_scale:
-            self._chose_no_scale = False
-            if scaler is None:
-                tell_of_no_scale(self.lines, self.params.all)
         try:
             torch.autograd.backward(scaled, None, retain_graph, create_graph, inputs=inputs)
         except BaseException:
@@ -808,6 +805,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self.model_writes.write_edited()
             self.outcome.nothing()
             return None
+        if self._may_lack_scale:
+            self._tell_of_missing_scale()
         on_device = not self._on_host and self._skips_on_device(check)
         skipped: bool | Tensor = check.found_inf if on_device else bool(check.found_inf)
         if skipped is not True:
@@ -888,6 +887,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self.model_writes.write_edited()
             self.outcome.nothing()
             return
+        if self._may_lack_scale:
+            self._tell_of_missing_scale()
         self.model_writes.sync(waits=self._on_host)
         skipped = bool(check.found_inf) if self._on_host else check.found_inf
         try:
@@ -917,6 +918,23 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             return check
         found = torch.maximum(check.found_inf, flag.to(self.device).reshape(()).clamp(max=1.0))
         return OverflowCheck(found, [(scaler, found) for scaler, _ in check.of], check.norm)
+
+    def _tell_of_missing_scale(self) -> None:
+        """Warn where FP16 weights are about to be stepped without a loss scale, and none was chosen. Syncs."""
+        scale = self.step_state.scale
+        is_told = "found_inf" in self.__dict__ or scale.is_told  # a GradScaler's
+        if not (is_told or scale.scaler.dynamic or float(scale.scale) != 1.0):
+            pairs = without_scale(self.params.all)
+            lost = None if self.gradient_release else underflow(pairs, self.grad_accumulation == "fp32")
+            if pairs:
+                warn_missing_scale(self.lines, pairs, lost, *self._way_to_scale(), scale.is_plain)
+        self._may_lack_scale = False
+
+    def _way_to_scale(self) -> tuple[str, str]:
+        """The line that gives a loss scale, and the argument that says that none is wanted, in this face's words."""
+        if self.gradient_release:
+            return "MixedPrecisionOptimizer(optimizer, gradient_release=True, loss_scale=1024.0)", "loss_scale=1.0"
+        return "MixedPrecisionOptimizer(optimizer, dynamic=True)", "loss_scale=1.0"
 
     def check_external_scale(self) -> None:
         """Raise ``RuntimeError`` where a GradScaler can't be the one that scales, with both ways out."""
@@ -985,6 +1003,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if evaluations.check is None:
             self.outcome.nothing()
         else:
+            if self._may_lack_scale:
+                self._tell_of_missing_scale()
             self._record(evaluations.check, skipped=not stepped)
             self._after_step(evaluations.check, not stepped)
         if not stepped:

@@ -61,6 +61,9 @@ class LossScaler(abc.ABC):
     follows_norms: bool = False
     """Whether `see` is to be called before `update`."""
 
+    is_default: bool = False
+    """Whether the user has asked for no scale, and this one of 1 stands in: with FP16 weights that is warned of."""
+
     generation: int
     """Grows by one when the scale changed or may have: lets 1/scale be cached without reading it."""
 

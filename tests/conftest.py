@@ -18,6 +18,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from fp16opt.engine.diagnostics import Lines
+from fp16opt.engine.step_state import StepState
 
 HERE = str(Path(__file__).parent)
 if HERE not in sys.path:  # so that `import oracle` works under every pytest import mode
@@ -50,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
     products.takes_all = config.getoption("--all")
     cache = getattr(config, "cache", None)
     kept.home = None if cache is None else cache.mkdir("fp16opt")
+    config.addinivalue_line("markers", "missing_scale: hears the warning of FP16 weights without a loss scale")
     config.addinivalue_line("markers", "gpu: needs a CUDA device, or the fixture that pretends one")
     config.addinivalue_line("markers", "card: needs a CUDA device itself: its memory, its profiler, its errors")
 
@@ -156,7 +158,23 @@ def tried_once() -> Iterator[None]:
         yield
 
 
+def _tells_of_another_thing(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("FP16 weights are trained without loss scaling")
+
+
+@pytest.fixture(autouse=True)
+def no_missing_scale(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Most FP16 optimizers here have no loss scale, as their gradients are not small: nothing says so, but where a test
+    asks for it by the mark ``missing_scale``."""
+    logger = logging.getLogger("fp16opt")
+    if request.node.get_closest_marker("missing_scale") is None:
+        logger.addFilter(_tells_of_another_thing)
+    yield
+    logger.removeFilter(_tells_of_another_thing)
+
+
 @pytest.fixture(autouse=True)
 def only_optimizers_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that other tests left alive would be told apart in the log from those of this one."""
+    """Those that other tests left alive would be told apart in the log from those of this one, and be blamed."""
     monkeypatch.setattr(Lines, "_living", weakref.WeakSet())
+    monkeypatch.setattr(StepState, "newest", staticmethod(lambda: None))

@@ -660,7 +660,7 @@ def test_take_delta_refuses() -> None:
     model, _, opt = pair()
     with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module, got OrderedDict"):
         opt.take_delta(model.state_dict())
-    with pytest.raises(ValueError, match=r"its state_dict has no parameter .* of this optimizer"):
+    with pytest.raises(ValueError, match=r"model has no parameter .* of this optimizer.*Pass the module"):
         opt.take_delta(model.a)
     model.__class__ = type("WithState", (Net,), {"get_extra_state": lambda self: 3})
     with pytest.raises(TypeError, match="expected a state_dict of tensors, got int"):
@@ -670,6 +670,41 @@ def test_take_delta_refuses() -> None:
         untracked.take_delta(model)
     with pytest.raises(ValueError, match="track_changes: expected one of False, True, got 1"):
         MixedPrecisionOptimizer(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0), track_changes=1)
+
+
+def _step_words(model: nn.ModuleDict, opt: MixedPrecisionOptimizer) -> None:
+    words = model["words"](torch.tensor([1, 2])) if "words" in model else torch.ones(2, 4, dtype=HALF)
+    opt.zero_grad()
+    opt.backward(model["head"](words).float().square().mean())
+    opt.step()
+
+
+@pytest.mark.parametrize("is_named", [True, False], ids=["names", "no names"])
+def test_a_resized_embedding_and_a_deleted_module(is_named: bool) -> None:
+    """What the error says to do goes: the next deltas bring a copy that was changed alike to the same bits."""
+    model = nn.ModuleDict({"words": nn.Embedding(5, 4), "head": nn.Linear(4, 4)}).to(HALF)
+    sampler, names = copy.deepcopy(model), model.named_parameters() if is_named else None
+    inner = torch.optim.SGD(model.parameters(), lr=0.5)
+    opt = MixedPrecisionOptimizer(inner, loss_scale=8.0, track_changes=True, named_parameters=names)
+    _step_words(model, opt)
+    opt.take_delta(model).apply_(sampler)
+    model["words"], sampler["words"] = nn.Embedding(6, 4).to(HALF), nn.Embedding(6, 4).to(HALF)
+    replaced = r"model: 'words\.weight', of shape \(6, 4\), is another tensor than .* of shape \(5, 4\)"
+    with pytest.raises(ValueError, match=replaced):
+        opt.take_delta(model)
+    opt.param_groups[0]["params"][0] = model["words"].weight
+    _step_words(model, opt)
+    opt.take_delta(model).apply_(sampler)
+    assert_equal(model, sampler)
+    gone = next(opt.master_params())
+    del model["words"], sampler["words"]
+    with pytest.raises(ValueError, match=r"model has no parameter 'words\.weight' .* as an adapter is"):
+        opt.take_delta(model)
+    group = opt.param_groups[0]
+    group["params"] = [param for param in group["params"] if param is not gone]
+    _step_words(model, opt)
+    opt.take_delta(model).apply_(sampler)
+    assert_equal(model, sampler)
 
 
 def test_a_refused_take_takes_nothing() -> None:

@@ -8,7 +8,6 @@ import gc
 import logging
 import pickle
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -430,36 +429,3 @@ def test_one_line_a_skip(log: pytest.LogCaptureFixture) -> None:
 
 def test_doctests() -> None:
     assert doctest.testmod(diagnostics).failed == 0
-
-
-# -- loss scaling forgotten --------------------------------------------------------------------------------------------
-
-
-def trained(dtype: torch.dtype = torch.float16, **arguments: Any) -> None:
-    """Three steps of a weight of that dtype, and of an FP32 one beside it."""
-    params = [torch.nn.Parameter(torch.ones(2, dtype=one)) for one in (dtype, torch.float32)]
-    inner, named = torch.optim.SGD(params, lr=0.5), [*zip("ab", params, strict=True)]
-    opt = MixedPrecisionOptimizer(inner, named_parameters=named, **arguments)
-    for _ in range(3):
-        opt.zero_grad()
-        opt.backward(sum(param.float().sum() for param in params) * 2.0**-4)
-        opt.step()
-
-
-def test_fp16_weights_without_loss_scaling_are_one_line(log: pytest.LogCaptureFixture) -> None:
-    trained()
-    (record,) = log.records
-    assert record.levelname == "INFO"
-    assert re.search(r"^FP16 weights are trained without loss scaling: a\. .* Use dynamic=True", record.getMessage())
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [{"loss_scale": 1.0}, {"dynamic": True}, {"scaler": StaticLossScaler(1.0)}, {"dtype": torch.bfloat16}],
-    ids=["loss_scale=1.0", "dynamic=True", "scaler", "BF16"],
-)
-def test_a_scale_that_was_chosen_and_bf16_weights_are_none(
-    arguments: dict[str, Any], log: pytest.LogCaptureFixture
-) -> None:
-    trained(**arguments)
-    assert log.records == []

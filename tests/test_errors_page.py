@@ -88,8 +88,31 @@ def written_after_the_fold() -> None:
 
 def plain_backward() -> None:
     one = Training(loss_scale=1024.0)
+    one.step()
+    one.opt.zero_grad()
     one.loss().backward()
     one.opt.step()
+
+
+def another_optimizer() -> None:
+    one, head = Training(loss_scale=1024.0), nn.Sequential(OrderedDict(head=nn.Linear(2, 2))).half()
+    of_head = SGD(head.parameters(), lr=0.1)
+    other = MixedPrecisionOptimizer(of_head, dynamic=True, named_parameters=head.named_parameters())
+    other.backward(head(one.model(torch.ones(3, 4).half())).float().square().mean())
+    one.opt.step()
+
+
+def a_trainer() -> None:
+    one = Training(loss_scale=1024.0)
+    one.loss().backward()
+    exec("step()", {"__name__": "accelerate.optimizer", "step": one.opt.step})
+
+
+def the_step_is_over() -> None:
+    one = Training(loss_scale=1024.0)
+    one.opt.backward(one.loss())
+    one.opt.step()
+    one.opt.clip_master_grads(1.0)
 
 
 def not_cleared() -> None:
@@ -293,6 +316,27 @@ def model_converted() -> None:
     one.opt.step()
 
 
+def replaced() -> None:
+    one = Training(track_changes=True)
+    one.model.fc.weight = nn.Parameter(torch.ones(3, 4).half())
+    one.opt.take_delta(one.model)
+
+
+def another_module() -> None:
+    one = Training(track_changes=True)
+    one.opt.take_delta(nn.Linear(4, 2))
+
+
+def deleted() -> None:
+    one = Training(track_changes=True)
+    del one.model.fc.bias
+    one.opt.take_delta(one.model)
+
+
+def no_scale() -> None:
+    Training().step(1e-6)
+
+
 def no_gradients() -> None:
     one = Training()
     other = nn.Linear(4, 2)
@@ -450,6 +494,9 @@ PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "written after the check": (R, written_after_the_check),
     "written after the fold": (R, written_after_the_fold),
     "plain backward": (R, plain_backward),
+    "another optimizer": (R, another_optimizer),
+    "a trainer": (R, a_trainer),
+    "the step is over": (R, the_step_is_over),
     "not cleared": (R, not_cleared),
     "backward after a clip": (R, backward_after_a_clip),
     "interrupted": (R, interrupted),
@@ -473,6 +520,10 @@ PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "model swapped": (R, model_swapped),
     "split master written": (R, split_master_written),
     "model converted": (R, model_converted),
+    "replaced": (V, replaced),
+    "deleted": (V, deleted),
+    "another module": (V, another_module),
+    "no scale": (L, no_scale),
     "no gradients": (L, no_gradients),
     "sums without backward": (L, sums_without_backward),
     "too large": (L, too_large),
@@ -535,7 +586,10 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Lines, "_signature", lambda _: "")
 
 
-@pytest.mark.parametrize("key", PROVOKED)
+HEARD = [pytest.param(key, marks=[pytest.mark.missing_scale] if key == "no scale" else []) for key in PROVOKED]
+
+
+@pytest.mark.parametrize("key", HEARD)
 def test_the_page_shows_the_message(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown().get(key) == " ".join(said(key, monkeypatch).split())
 

@@ -35,7 +35,7 @@ def loss_of(model: nn.Linear) -> torch.Tensor:
 def plain_backward() -> None:
     model, opt = make(loss_scale=8.0)
     loss_of(model).backward()
-    with pytest.raises(RuntimeError, match=r"gradients were found that neither opt\.backward"):
+    with pytest.raises(RuntimeError, match=r"gradients were found that opt\.backward"):
         opt.step()
 
 
@@ -44,7 +44,7 @@ def clears_between() -> None:
     scaled = opt.scale_loss(loss_of(model))
     opt.zero_grad()
     scaled.backward()
-    with pytest.raises(RuntimeError, match=r"gradients were found that neither opt\.backward"):
+    with pytest.raises(RuntimeError, match=r"gradients were found that opt\.backward"):
         opt.step()
     opt.zero_grad()
     opt.scale_loss(loss_of(model)).backward()
@@ -224,7 +224,7 @@ def sets_gradients() -> None:
             opt.step()
             assert weight.item() == 0.5
         else:
-            with pytest.raises(RuntimeError, match=r"gradients were found that neither opt\.backward"):
+            with pytest.raises(RuntimeError, match=r"gradients were found that opt\.backward"):
                 opt.step()
 
 

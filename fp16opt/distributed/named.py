@@ -17,7 +17,7 @@ from ..engine import checkpoint
 from ..engine.arguments import clean
 from ..engine.dtensors import is_sharded
 from ..engine.modes import state8
-from ..engine.params import HALF_DTYPES
+from ..engine.params import HALF_DTYPES, not_in_model
 from ..engine.parts import Wrapper, inside
 from ..engine.wrapped_step import HOOKS
 from .exchange import gather, together
@@ -43,7 +43,9 @@ def names_of(model: nn.Module, opt: Optimizer) -> dict[int, str]:
     everyone = [*table.models, *table.elsewhere], [*table.names, *table.called_elsewhere]
     for param, called in zip(*everyone, strict=True):
         if id(param) not in names:
-            raise ValueError(f"model has no parameter {called!r} of the optimizer. Pass the model that it trains.")
+            there = {clean(name): one for name, one in unwrapped(model).named_parameters()}
+            has_others = any(id(one) in names for one in everyone[0])
+            raise not_in_model("model", called, param, there.get(called), has_others)
     return names
 
 

@@ -31,7 +31,9 @@ def make_scaler(dynamic: bool, loss_scale: float | None, scaler: LossScaler | No
     if dynamic:
         return DynamicLossScaler()
     with naming_loss_scale():
-        return StaticLossScaler(1.0 if loss_scale is None else loss_scale)
+        made = StaticLossScaler(1.0 if loss_scale is None else loss_scale)
+    made.is_default = loss_scale is None
+    return made
 
 
 @contextlib.contextmanager

@@ -442,18 +442,6 @@ def warn_plain_backward(lines: Lines) -> None:
     )
 
 
-def tell_of_no_scale(lines: Lines, pairs: Iterable[Any]) -> None:
-    """FP16 weights, if any of the rows, are trained at a scale of 1 that the user has not written: mostly forgotten."""
-    names = [pair.name for pair in pairs if pair.model.dtype == torch.float16 and pair.model.requires_grad]
-    if names:
-        lines.say(
-            logging.INFO,
-            "FP16 weights are trained without loss scaling: %s. Small gradients underflow. Use dynamic=True; or "
-            "loss_scale=1.0 to say that this is meant.",
-            describe(names),
-        )
-
-
 def warn_eps(lines: Lines, groups: Sequence[dict[str, Any]]) -> None:
     """Without masters FP16 parameters are stepped in FP16, where the usual ``eps`` of Adam is 0."""
     for number, group in enumerate(groups):

@@ -397,6 +397,34 @@ class ParamTable:
             raise ValueError("model: none of its parameters is in this optimizer. Pass the model that it trains.")
 
 
+def not_in_model(what: str, name: str, param: Tensor, now: object, has_others: bool) -> ValueError:
+    """A parameter of the optimizer is not in the module that the user gave: it was replaced, or deleted.
+
+    Args:
+        what: the argument.
+        now: what the module has under that name; None where it has nothing.
+        has_others: whether another parameter of the optimizer is there.
+    """
+    if not has_others:
+        return ValueError(
+            f"{what}: none of its tensors is a parameter of this optimizer, which trains {name!r}, of shape "
+            f"{tuple(param.shape)}. Pass the module that holds all parameters that it trains. If that is this one, and "
+            "they were replaced since, make the optimizer anew over model.parameters(), and wrap it."
+        )
+    if isinstance(now, Tensor):
+        return ValueError(
+            f"{what}: {name!r}, of shape {tuple(now.shape)}, is another tensor than the one of this optimizer, of "
+            f"shape {tuple(param.shape)}: it was replaced after the optimizer was made, as where an embedding is "
+            "resized, and the new one is not trained. Put it into opt.param_groups, in the place of the other's "
+            "master; or make the optimizer anew over model.parameters(), and wrap it."
+        )
+    return ValueError(
+        f"{what} has no parameter {name!r} of this optimizer, of shape {tuple(param.shape)}. Pass the module that "
+        "holds all parameters that it trains. If it was deleted there, as an adapter is, take it out of "
+        "opt.param_groups; or make the optimizer anew over what is left, and wrap it."
+    )
+
+
 def name_of(group: dict[str, Any], index: int, param: object, names: dict[int, str]) -> str | None:
     """The name given by ``named_parameters``, else by torch's own named param groups, else None."""
     if id(param) in names:

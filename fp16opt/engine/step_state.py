@@ -12,7 +12,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ from .stage import (
     incomplete,
 )
 from .stamps import GradientStamp
+from .untracked import untracked, used_before
 
 Grads = Sequence["Tensor | None"]
 
@@ -62,6 +63,9 @@ class StepState(abc.ABC):
         backwards: how many have begun.
     """
 
+    newest: ClassVar[Callable[[], StepState | None]] = staticmethod(lambda: None)
+    """Whose backward was the last to begin in this process; None once that is gone."""
+
     def __init__(
         self,
         params: ParamTable,
@@ -82,6 +86,7 @@ class StepState(abc.ABC):
         self.stage: Any = Ready()
         self._scaler = scaler
         self._units = UnitScales()
+        self._me = weakref.ref(self)
 
     @property
     def standing(self) -> Any:
@@ -299,6 +304,7 @@ class StepState(abc.ABC):
                 self.gradients.forget_true()
             self.stage = Scaled(scale, None, losses, made.left_over if type(made) is Scaled else None)
         self.backwards += 1
+        StepState.newest = self._me
         return scale
 
     def _begin_step(self, stage: Ready, scaler: LossScaler, grads: Grads, may_clear: bool) -> Any:
@@ -409,16 +415,12 @@ class StepState(abc.ABC):
             return False
         is_known = scaler is not None or inv_scale is not None
         scaler = self._scaler() if scaler is None else scaler
-        if not (is_known or self._units.has(scaler)) and self._not_zero(grads):
-            raise RuntimeError(
-                "gradients were found that neither opt.backward(loss) nor opt.scale_loss(loss) made since the last "
-                f"step, and the loss scale is {float(scaler.scale):g}: they would be unscaled wrongly. Use "
-                "opt.backward(loss), clip before step(), and call zero_grad() after it. Where another optimizer's "
-                "backward has made them, give both one scaler (scaler=), and call update_master_grads() of this one "
-                "first. For a GradScaler to do the scaling, construct MixedPrecisionOptimizer without dynamic, "
-                "loss_scale, scaler. Trainers that call backward themselves: Lightning, Accelerate, transformers, timm "
-                "have a module in fp16opt.integrations."
-            )
+        if not (is_known or self._units.has(scaler)) and (named := self._not_zero(grads)):
+            if stage.is_stepped and stage.used is not None and not stage.used.compare(grads)[0]:
+                raise used_before(named)
+            last = StepState.newest()
+            others = None if last is None or last is self else last.params.names
+            raise untracked(named, float(scaler.scale), others)
         scale = BackwardScale.of(scaler, is_plain=True)
         if inv_scale is not None:
             scale = scale._replace(inv_scale=inv_scale.to(self.device), is_told=True, is_told_in_step=in_step)
@@ -996,7 +998,7 @@ class StepState(abc.ABC):
         stamp = getattr(stage, "stamp", None)
         if stamp is None:
             stamp = GradientStamp(raw_grads(self.params.models))
-        self.stage = Ready(stamp, holds_true=are_true and keeps_true)
+        self.stage = Ready(stamp, holds_true=are_true and keeps_true, is_stepped=keeps_true)
 
     def forget(self) -> None:
         """READY: a checkpoint was loaded. Gradients that are incomplete stay so."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import scaling
+from ..engine.arguments import make_scaler as default_scaler
 from ..engine.diagnostics import Overflow, SkipLog
 from ..optimizer import MixedPrecisionOptimizer
 from .loss_scalers import LossScaler, make_scaler, view_of
@@ -30,7 +31,8 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
 
     Args:
         init_optimizer: The optimizer to wrap, over the parameters of a model in FP16 (BF16, FP32, or mixed).
-        static_loss_scale: Used unless ``dynamic_loss_scale``.
+        static_loss_scale: Used unless ``dynamic_loss_scale``. None is apex's default, 1, of which FP16 weights are
+            warned.
         dynamic_loss_scale: Lower the scale at overflows and raise it after a while without.
         dynamic_loss_args: Of init_scale (2**16), scale_factor (2), scale_window (2000), min_loss_scale (2**-14) and
             max_loss_scale (2**24); None as a limit means none.
@@ -56,7 +58,7 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
     def __init__(
         self,
         init_optimizer: Optimizer,
-        static_loss_scale: float = 1.0,
+        static_loss_scale: float | None = None,
         dynamic_loss_scale: bool = False,
         dynamic_loss_args: Mapping[str, Any] | None = None,
         verbose: bool = True,
@@ -66,7 +68,12 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
         on_model_write: str = "refresh",
     ) -> None:
         scaler: scaling.LossScaler
-        scaler = make_scaler(dynamic_loss_args) if dynamic_loss_scale else scaling.StaticLossScaler(static_loss_scale)
+        if dynamic_loss_scale:
+            scaler = make_scaler(dynamic_loss_args)
+        elif static_loss_scale is None:
+            scaler = default_scaler(False, None, None)
+        else:
+            scaler = scaling.StaticLossScaler(static_loss_scale)
         super().__init__(
             init_optimizer,
             scaler=scaler,
@@ -78,6 +85,10 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
         )
         if not verbose:
             self.outcome.log = _Quiet(self.lines)
+
+    def _way_to_scale(self) -> tuple[str, str]:
+        """As the wrapper's, in apex's words."""
+        return "FP16_Optimizer(optimizer, dynamic_loss_scale=True)", "static_loss_scale=1.0"
 
     # -- the old words -----------------------------------------------------------------------------------------------
 

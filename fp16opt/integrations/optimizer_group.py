@@ -80,6 +80,11 @@ class SharedLossScaler(LossScaler):
         self.rule.see(norm)
 
     @property
+    def is_default(self) -> bool:  # type: ignore[override]
+        """Whether no scale was asked for."""
+        return self.rule.is_default
+
+    @property
     def generation(self) -> int:  # type: ignore[override]
         """Grows by one when the scale changed or may have."""
         return self.rule.generation

@@ -175,7 +175,11 @@ def refused_loads(rank: int, size: int, folder: str) -> None:
         (FileNotFoundError, "no complete checkpoint", lambda: distributed.load(f"{folder}/none", model, opt)),
         (TypeError, "expected a torch.nn.Module", lambda: distributed.load(path, None, opt)),
         (TypeError, "expected a fp16opt", lambda: distributed.load(path, model, opt.optimizer)),
-        (ValueError, "model has no parameter 'a.weight'", lambda: distributed.load(path, Net(), opt)),
+        (
+            ValueError,
+            "this optimizer, which trains 'a.weight'",
+            lambda: distributed.load(path, Net(), opt),
+        ),
         (TypeError, "must be a dict", lambda: distributed.load_state_dict(model, opt, [])),
         (ValueError, "lacks 'masters'", lambda: distributed.load_state_dict(model, opt, {})),
     ]

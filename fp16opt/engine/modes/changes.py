@@ -19,7 +19,7 @@ from ...kernels.changes import digest, guard, guard_and_digest, take
 from ...kernels.digests import digest_at, words_each, words_of
 from ...kernels.reference import flatten, memory_order
 from ..dtensors import local
-from ..params import ParamPair, ParamTable
+from ..params import ParamPair, ParamTable, not_in_model
 from .regions import Region, region_of
 
 
@@ -205,11 +205,11 @@ class Changes:
         names: dict[int, list[str]] = {}
         for name, tensor in tensors.items():
             names.setdefault(id(tensor), []).append(name)
-        if missing := [pair.name for number, pair in pairs.items() if number not in names]:
-            raise ValueError(
-                f"model: its state_dict has no parameter {missing[0]!r} of this optimizer. Pass the module that holds "
-                "all parameters that it trains."
-            )
+        for number, mine in pairs.items():
+            if number not in names:
+                known = self._names.get(mine, mine.name)
+                has_others = any(one in names for one in pairs)
+                raise not_in_model("model", known, mine.model, tensors.get(known), has_others)
         seen = []
         for number, (name, *tied) in names.items():
             tensor, pair = tensors[name], pairs.get(number)

@@ -1,0 +1,237 @@
+"""FP16 weights that nothing scales the loss for: one warning, at the first step, that names the line to change."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD
+
+import fp16opt.optim
+from fp16opt import DynamicLossScaler, GradScaler, MixedPrecisionOptimizer, StaticLossScaler
+from fp16opt.engine import missing_scale
+from fp16opt.fp16_utils import FP16_Optimizer
+from fp16opt.integrations.optimizer_group import OptimizerGroup
+
+pytestmark = pytest.mark.missing_scale
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.DEBUG, logger="fp16opt")
+    return caplog
+
+
+def said(log: pytest.LogCaptureFixture) -> list[str]:
+    """What was warned of since the last call."""
+    lines = [record.getMessage() for record in log.records if record.levelno >= logging.WARNING]
+    log.clear()
+    return lines
+
+
+def weights(*dtypes: torch.dtype) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(4, dtype=dtype)) for dtype in dtypes or (torch.float16, torch.float32)]
+
+
+def loss_of(params: list[nn.Parameter]) -> Tensor:
+    """Of each parameter's four gradients one is 0 in FP16 at a scale of 1, one is subnormal, two are as they should."""
+    factors = torch.tensor([2.0**-26, 2.0**-20, 2.0**-14, 1.0])
+    return torch.stack([(param.float() * factors).sum() for param in params]).sum()
+
+
+def train(opt: Any, params: list[nn.Parameter], steps: int = 3, plain: bool = False) -> None:
+    for _ in range(steps):
+        opt.zero_grad()
+        if plain:
+            loss_of(params).backward()
+        else:
+            opt.backward(loss_of(params))
+        opt.step()
+
+
+WRAPPED = r"Write MixedPrecisionOptimizer\(optimizer, dynamic=True\)"
+COUNTED = r"in this step 1 of 4 elements are 0, and 1 more are under 6\.1e-05"
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["opt.backward", "loss.backward"])
+@pytest.mark.parametrize(
+    "options", [{}, {"master_weights": "split"}, {"master_weights": "none"}, {"fused_step": False}], ids=str
+)
+def test_one_warning_at_the_first_step(options: dict[str, Any], plain: bool, log: pytest.LogCaptureFixture) -> None:
+    params = weights()
+    opt = MixedPrecisionOptimizer(SGD(params, lr=0.5), named_parameters=zip("ab", params, strict=True), **options)
+    if plain:
+        loss_of(params).backward()
+    else:
+        opt.backward(loss_of(params))
+    assert said(log) == []
+    opt.step()
+    (line,) = said(log)
+    assert re.search(rf"^FP16 weights are trained without loss scaling: a\. .*{COUNTED}.*{WRAPPED}", line)
+    assert ("opt.backward(loss) in place of loss.backward()" in line) == plain
+    assert "loss_scale=1.0" in line
+    train(opt, params, plain=plain)
+    train(*copy.deepcopy((opt, params)), plain=plain)
+    assert said(log) == []
+
+
+def test_the_class_path_and_apexs_face_name_their_own_line(log: pytest.LogCaptureFixture) -> None:
+    params = weights()
+    train(fp16opt.optim.SGD(params, lr=0.5), params, plain=True)
+    (line,) = said(log)
+    assert re.search(rf"{COUNTED}.*Write fp16opt\.optim\.SGD\(\.\.\., dynamic=True\), and opt\.backward", line)
+    params = weights()
+    train(FP16_Optimizer(SGD(params, lr=0.5)), params)
+    (line,) = said(log)
+    assert re.search(rf"{COUNTED}.*dynamic_loss_scale=True\); or static_loss_scale=1\.0 to say", line)
+    params = weights()
+    train(FP16_Optimizer(SGD(params, lr=0.5), static_loss_scale=1.0), params)
+    assert said(log) == []
+
+
+def test_fp32_sums_are_counted(log: pytest.LogCaptureFixture) -> None:
+    params = weights()
+    opt = MixedPrecisionOptimizer(SGD(params, lr=0.5), grad_accumulation="fp32")
+    opt.backward(loss_of(params))
+    opt.backward(loss_of(params))
+    opt.step()
+    (line,) = said(log)
+    assert re.search(COUNTED, line)
+
+
+def test_sparse_gradients_are_counted_by_their_values(log: pytest.LogCaptureFixture) -> None:
+    table = nn.Embedding(10, 2, sparse=True).half()
+    opt = MixedPrecisionOptimizer(SGD(table.parameters(), lr=0.5), fused_step=False)
+    opt.backward((table(torch.tensor([1, 3])).float() * 2.0**-20).sum())
+    opt.step()
+    (line,) = said(log)
+    assert "0 of 4 elements are 0, and 4 more are under" in line
+
+
+def test_released_gradients_are_gone_and_a_dynamic_scale_is_not_named(log: pytest.LogCaptureFixture) -> None:
+    params = weights()
+    train(MixedPrecisionOptimizer(SGD(params, lr=0.5), gradient_release=True), params)
+    (line,) = said(log)
+    assert "gradient_release=True, loss_scale=1024.0)" in line
+    assert "dynamic" not in line
+    assert "elements" not in line
+
+
+@pytest.mark.parametrize("closes", ["once", "reevaluate"])
+def test_closures(closes: str, log: pytest.LogCaptureFixture) -> None:
+    params = weights()
+    inner = SGD(params, lr=0.5) if closes == "once" else LBFGS(params, lr=0.5)
+    opt = MixedPrecisionOptimizer(inner, closure=closes)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = loss_of(params)
+        opt.backward(loss)
+        return loss
+
+    opt.step(closure)
+    (line,) = said(log)
+    assert re.search(WRAPPED, line)
+
+
+def test_several_optimizers_of_a_trainer_that_share_the_default(log: pytest.LogCaptureFixture) -> None:
+    params = weights(torch.float16, torch.float16)
+    for options, lines in (({}, 2), ({"loss_scale": 1.0}, 0)):
+        both = OptimizerGroup([SGD([param], lr=0.5) for param in params], options=options)
+        with both.backward(loss_of(params)) as scaled:
+            scaled.backward()
+        for opt in both.optimizers:
+            opt.step()
+            opt.zero_grad()
+        assert len(said(log)) == lines
+        params = weights(torch.float16, torch.float16)
+
+
+def test_weights_that_train_later(log: pytest.LogCaptureFixture) -> None:
+    body, _ = params = weights(torch.float16, torch.float32)
+    body.requires_grad_(False)
+    opt = MixedPrecisionOptimizer(SGD(params, lr=0.5))
+    train(opt, params)
+    assert said(log) == []
+    body.requires_grad_(True)
+    train(opt, params)
+    assert len(said(log)) == 1
+
+
+CHOSEN: dict[str, Callable[[], dict[str, Any]]] = {
+    "dynamic": lambda: {"dynamic": True},
+    "loss_scale=1.0": lambda: {"loss_scale": 1.0},
+    "loss_scale": lambda: {"loss_scale": 64.0},
+    "a scaler of 1": lambda: {"scaler": StaticLossScaler(1.0)},
+    "a dynamic scaler": lambda: {"scaler": DynamicLossScaler(init_scale=1.0)},
+}
+
+
+@pytest.mark.parametrize("key", CHOSEN)
+def test_silent_where_a_scale_was_given(key: str, log: pytest.LogCaptureFixture) -> None:
+    params = weights()
+    train(MixedPrecisionOptimizer(SGD(params, lr=0.5), **CHOSEN[key]()), params)
+    assert said(log) == []
+
+
+def test_silent_where_the_scale_was_set_later_or_loaded(log: pytest.LogCaptureFixture) -> None:
+    params = weights()
+    opt = MixedPrecisionOptimizer(SGD(params, lr=0.5))
+    opt.loss_scale = 8.0
+    saved = opt.state_dict()
+    train(opt, params)
+    other = MixedPrecisionOptimizer(SGD(params, lr=0.5))
+    other.load_state_dict(saved)
+    train(other, params)
+    assert said(log) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_silent_without_fp16_weights(dtype: torch.dtype, log: pytest.LogCaptureFixture) -> None:
+    params = weights(dtype)
+    train(MixedPrecisionOptimizer(SGD(params, lr=0.5)), params, plain=True)
+    assert said(log) == []
+
+
+@pytest.mark.parametrize("unscales", [False, True], ids=["step", "unscale_"])
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, GradScaler], ids=["torch's", "ours"])
+def test_silent_under_a_grad_scaler(kind: Any, unscales: bool, log: pytest.LogCaptureFixture) -> None:
+    params = weights()
+    opt, scaler = MixedPrecisionOptimizer(SGD(params, lr=0.5)), kind("cpu", init_scale=8.0)
+    for _ in range(2):
+        opt.zero_grad()
+        scaler.scale(loss_of(params)).backward()
+        if unscales:
+            scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
+    assert said(log) == []
+
+
+def test_from_the_second_step_on_nothing_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = weights()
+    opt = MixedPrecisionOptimizer(SGD(params, lr=0.5))
+    train(opt, params, steps=1)
+
+    def looked(*_: object) -> None:
+        raise AssertionError("gradients were looked at again")
+
+    for name in ("underflow", "without_scale"):
+        monkeypatch.setattr(missing_scale, name, looked)
+        monkeypatch.setattr(f"fp16opt.optimizer.{name}", looked)
+    train(opt, params)
+
+
+def test_a_step_that_is_skipped_warns_too(log: pytest.LogCaptureFixture) -> None:
+    params = weights()
+    opt = MixedPrecisionOptimizer(SGD(params, lr=0.5))
+    opt.backward(loss_of(params) * float("inf"))
+    opt.step()
+    assert opt.step_was_skipped
+    assert sum("without loss scaling" in line for line in said(log)) == 1
