@@ -3,7 +3,8 @@
 from .apex import install_as_apex
 from .averaging import AveragedMasters, ema
 from .certify import Check, Report, certify
-from .deltas import WeightDelta
+from .delta_patches import WeightPatch
+from .deltas import WeightDelta, digests
 from .engine.diagnostics import Overflow
 from .engine.fused_registry import register_fused_step, register_one_pass
 from .engine.modes.state8 import optimizer_state
@@ -32,9 +33,11 @@ __all__ = [
     "Report",
     "StaticLossScaler",
     "WeightDelta",
+    "WeightPatch",
     "__version__",
     "certify",
     "diagnose",
+    "digests",
     "ema",
     "install_as_apex",
     "load_foreign",

@@ -50,6 +50,7 @@ class Contents(NamedTuple):
     sequence: int
     since: int
     changes: list[TensorChange]
+    source: int | None
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -64,6 +65,7 @@ def file_size(contents: Contents) -> int:
 def write(file: Any, contents: Contents) -> None:
     """Write a delta to a binary file, from where it stands."""
     header, tensors = _laid_out(contents)
+    tensors = [tensor.cpu() for tensor in tensors]
     blocks = [_bytes_of(tensor) for tensor in tensors]
     checksum = zlib.crc32(header)
     for block in blocks:
@@ -101,7 +103,8 @@ def _laid_out(contents: Contents) -> tuple[bytes, list[Tensor]]:
             "data_offsets": [at, at + size],
         }
         at += size
-    own = {"version": _VERSION, "sequence": contents.sequence, "since": contents.since, "tensors": told}
+    numbers = {"sequence": contents.sequence, "since": contents.since, "source": contents.source}
+    own = {"version": _VERSION, **numbers, "tensors": told}
     metadata = {"format": _FORMAT, "fp16opt": json.dumps(own, separators=(",", ":"))}
     header = {"__metadata__": {**metadata, "crc32": "0" * 8}, **entries}
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -109,7 +112,7 @@ def _laid_out(contents: Contents) -> tuple[bytes, list[Tensor]]:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor, which must outlive it."""
+    """The memory of a contiguous tensor on the CPU, which must outlive it."""
     size = tensor.numel() * tensor.element_size()
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr() if size else 0)).cast("B")
 
@@ -164,12 +167,17 @@ def _parsed(file: Any) -> Contents:
     own = json.loads(metadata["fp16opt"])
     if own["version"] != _VERSION:
         raise ValueError(f"its version is {own['version']}, this fp16opt reads {_VERSION}")
-    sequence, since = own["sequence"], own["since"]
+    sequence, since, source = own["sequence"], own["since"], own.get("source")
     changes = [_change(told, entries, data) for told in own["tensors"]]
     names = [name for change in changes for name in (change.name, *change.tied)]
-    if entries or len(set(names)) != len(names) or not _is_int(sequence, since) or not 0 <= since < sequence:
+    if (
+        entries
+        or len(set(names)) != len(names)
+        or not _is_int(sequence, since, source or 0)
+        or not 0 <= since < sequence
+    ):
         raise ValueError("its parts don't fit together")
-    return Contents(sequence, since, changes)
+    return Contents(sequence, since, changes, source)
 
 
 def _exactly(file: Any, size: int) -> bytearray:

@@ -1346,7 +1346,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
         It covers all of ``model.state_dict()``: weights that steps wrote by their changed elements, and whole what
         other code wrote, and buffers and parameters without masters where they changed. After an overflow it is empty.
-        The first one has buffers whole, and takes parameters that nothing trains as unchanged.
+        The first one has buffers whole, and takes parameters that nothing trains as unchanged. What it holds stays on
+        the parameters' device.
 
         Args:
             model: The module that holds all parameters of this optimizer, always the same one. On several ranks each
@@ -1373,7 +1374,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
         self._look_at_groups()
         changes = self._changes.take(require_tensors(model.state_dict(keep_vars=True)))
-        return WeightDelta(self._changes.sequence, self._changes.sequence - 1, changes)
+        return WeightDelta(self._changes.sequence, self._changes.sequence - 1, changes, self._changes.source)
 
     @opaque
     @outside_inference

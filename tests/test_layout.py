@@ -72,7 +72,8 @@ ROOMS = {
     "memory": {"engine"},
     "certify": {"kernels", "scaling", "engine"},
     "delta_files": {"engine"},
-    "deltas": {"kernels", "engine", "delta_files"},
+    "delta_patches": {"kernels", "engine"},
+    "deltas": {"kernels", "engine", "delta_files", "delta_patches"},
     "optimizer": {"kernels", "scaling", "certify", "engine", "memory", "parallel", "deltas"},
 }
 

@@ -8,6 +8,7 @@ whole.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -34,7 +35,9 @@ class TensorChange(NamedTuple):
         before, after: digests of the part; ``before`` is None where it is not known.
         places: int32 or int64 indices in the whole, from the least on; or uint8, a bit for each element of the whole.
             None: all of the region.
-        values: of the elements that changed, in that order, on the CPU. None: nothing changed.
+        values: of the elements that changed, in that order. None: nothing changed.
+
+    Places and values lie on the device that the tensor was on, or where they were moved.
     """
 
     name: str
@@ -51,12 +54,22 @@ class TensorChange(NamedTuple):
         """How many elements have values here."""
         return 0 if self.values is None else self.values.numel()
 
+    @property
+    def taken(self) -> Tensor:
+        """Values, also of a tensor that did not change: none of them."""
+        return torch.zeros(0, dtype=self.dtype, device="cpu") if self.values is None else self.values
+
+    def to(self, device: torch.device | str) -> TensorChange:
+        """The same with places and values there."""
+        places, values = (None if one is None else one.to(device) for one in (self.places, self.values))
+        return self._replace(places=places, values=values)
+
     def indices(self) -> Tensor:
         """int64: where they lie in the whole, from the least on."""
         if self.values is None:
             return torch.zeros(0, dtype=torch.int64, device="cpu")
         if self.places is None:
-            return self.region.indices(torch.arange(self.region.numel, dtype=torch.int64, device="cpu"))
+            return self.region.indices(torch.arange(self.region.numel, dtype=torch.int64, device=self.values.device))
         if self.places.dtype != torch.uint8:
             return self.places.long()
         return torch.nonzero(unpacked(self.places, self.region.numel)).view(-1)
@@ -135,10 +148,12 @@ class Changes:
 
     Attributes:
         sequence: how many times changes were taken.
+        source: a number of 48 bits that no other one has, by which deltas of one optimizer know each other.
     """
 
     def __init__(self, params: ParamTable) -> None:
         self.sequence = 0
+        self.source = int.from_bytes(os.urandom(6), "little")
         self._params = params
         self._known: dict[ParamPair | str, _Known] = {}
         self._names: dict[ParamPair, str] = {}
@@ -188,7 +203,7 @@ class Changes:
         self._params.find_pieces()
         found: dict[str, TensorChange] = {}
         seen = self._look(tensors, found)
-        digests = _read([one for each in seen for one in (each.guard, each.digest)])
+        digests = read_numbers([one for each in seen for one in (each.guard, each.digest)])
         for each, mine, now in zip(seen, digests[::2], digests[1::2], strict=True):
             found[each.name] = self._compare(each, mine, now)
         self._remember(seen, digests)
@@ -239,11 +254,11 @@ class Changes:
             if marked is None or not marked[0].numel():
                 if now == before:
                     return TensorChange(*alike, now, now, None, None)
-            elif (mine - marked[2]) % 2**32 == known.guard:
+            elif (mine - marked[2]) % 2**32 == known.guard and not _has_nan(marked[1].view(piece.dtype)):
                 return self._sparse(seen, piece, *marked[:2], (before, now))
         elif before == now:
             return TensorChange(*alike, now, now, None, None)
-        values = piece.contiguous().view(-1).to("cpu", copy=True)
+        values = piece.clone(memory_format=torch.contiguous_format).view(-1)
         return change_of(seen.name, seen.tied, seen.region, (before, now), None, values)
 
     def _is_frozen(self, seen: _Seen) -> bool:
@@ -265,13 +280,19 @@ class Changes:
             places, moves = _logical(places.long(), piece)
             values = values[moves]
         indices = places if seen.region.is_whole else seen.region.indices(places.long())
-        return change_of(seen.name, seen.tied, seen.region, digests, indices.cpu(), values.cpu())
+        return change_of(seen.name, seen.tied, seen.region, digests, indices, values)
 
     def _remember(self, seen: Sequence[_Seen], digests: Sequence[int] | None = None) -> None:
-        numbers = _read([one for each in seen for one in (each.guard, each.digest)]) if digests is None else digests
-        for each, mine, now in zip(seen, numbers[::2], numbers[1::2], strict=True):
+        if digests is None:
+            digests = read_numbers([one for each in seen for one in (each.guard, each.digest)])
+        for each, mine, now in zip(seen, digests[::2], digests[1::2], strict=True):
             piece = local(each.tensor)
             self._known[each.key] = _Known(piece.dtype, tuple(piece.shape), piece.stride(), mine, now)
+
+
+def _has_nan(values: Tensor) -> bool:
+    """Whether a tensor comes whole for that: loaders of samplers mark what did not change by NaN. Syncs."""
+    return bool(values.isnan().any())
 
 
 def _logical(places: Tensor, piece: Tensor) -> tuple[Tensor, Tensor]:
@@ -323,8 +344,8 @@ def _region(what: str, name: str, tensor: Tensor) -> Region:
     return region
 
 
-def _read(numbers: Sequence[Tensor]) -> list[int]:
-    """Numbers on any devices. Syncs once a device."""
+def read_numbers(numbers: Sequence[Tensor]) -> list[int]:
+    """Of int64 tensors of shape [] on any devices. Syncs once a device."""
     found = [0] * len(numbers)
     by_device: dict[torch.device, list[int]] = {}
     for place, number in enumerate(numbers):
