@@ -82,13 +82,16 @@ class HostPlace(Place):
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
+        """Nothing but what is done has a stream."""
         with torch.no_grad():
             yield
 
     def bring(self, memory: Tensor) -> Tensor:
+        """A copy."""
         return memory.clone()
 
     def fetch(self, memory: Tensor) -> tuple[Tensor, Any]:
+        """A copy, which is there at once."""
         return memory.clone(), lambda: True
 
 
