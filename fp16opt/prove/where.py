@@ -43,6 +43,8 @@ class Card:
     def __init__(self, index: int = 0) -> None:
         if not torch.cuda.is_available():
             raise NoCard("torch finds no CUDA device here")
+        if 0 <= index < torch.cuda.device_count():
+            cuda_devices.compile_missing(index)
         served = cuda_devices.served(index)
         if served.device is None:
             raise NoCard(f"torch operations serve cuda:{index}: {served.words}")
