@@ -105,6 +105,7 @@ FOREIGN = {
     "_current_graph_task_id": "nothing public tells whether autograd runs in this thread",
     "_execution_engine": "where the next name's callbacks are queued: nothing public is called when a backward ends",
     "_VF": "where torch.nn's RNNs find the functions that autocast",
+    "_sleep": "of torch.cuda: keeps a card busy until the host has queued what is to be timed, or to race",
     # torch.optim
     "_opt_called": "a scheduler warns where it is not set",
     "_wrapped_by_lr_sched": "tells a scheduler's patch of step from a user's",

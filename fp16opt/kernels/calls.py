@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .changed import Marks
 from .pieces import Piece
 from .reference_changed import marking
 from .stats import CastStats, Given, check_result
@@ -186,6 +187,7 @@ class Plan:
         decided_here: whether the host has to look at a flag that says whether to write: not where only kernels write.
         pieces: by entry, of which part of a whole tensor each is; None: all are whole.
         compiled: what a compiled backend made of ``direct``, or None.
+        trusted: kernels that were found to be right: (the name of CUDA's, whether it is the one that marks).
     """
 
     operation: Operation
@@ -201,6 +203,7 @@ class Plan:
     decided_here: bool = True
     pieces: tuple[Piece, ...] | None = None
     compiled: Any = field(default=None)
+    trusted: set[tuple[str, bool]] = field(default_factory=set)
 
 
 class Call(NamedTuple):
@@ -236,6 +239,22 @@ class Call(NamedTuple):
         which = next((place for place, name in enumerate(names) if name in ("params", "models")), None)
         return () if which is None else self.lists[which]
 
+    def served(self, marks: Marks | None) -> Call:
+        """Itself; or the same for torch operations alone, where the compiled kernel was not found to be right.
+
+        Args:
+            marks: of operations that write weights: where those that get other bits are marked.
+        """
+        plan = self.plan
+        if plan.serving is None:
+            return self
+        key = self.operation.cuda, marks is not None and not isinstance(marks[0], int)
+        if key not in plan.trusted:
+            if not plan.serving.trusts(self, marks):
+                return self.by_torch()
+            plan.trusted.add(key)
+        return self
+
     def by_torch(self) -> Call:
         """The same, for torch operations alone."""
         plan = replace(self.plan, serving=None, by_reference=self.plan.rows, decided_here=True, compiled=None)
@@ -263,8 +282,9 @@ class Call(NamedTuple):
         plan, operation = self.plan, self.operation
         cast = next((value for value in given if isinstance(value, CastStats)), None)
         marks = None if cast is None else cast.marks
-        if plan.serving is not None and not plan.serving.trusts(self, marks):
-            return self.by_torch().run(*given, flags=flags, writes=writes)
+        call = self.served(marks)
+        if call is not self:
+            return call.run(*given, flags=flags, writes=writes)
         values: list[Any] = []
         written: list[Tensor] = []
         for argument, value in zip(operation.arguments, given, strict=True):

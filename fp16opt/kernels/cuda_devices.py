@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -233,6 +234,22 @@ def proved(index: int) -> str:
     """How many kernels were proved on a device, in words. As :func:`served`."""
     verdicts = _known.of(index).verdicts
     return "" if verdicts is None else f"; {verdicts.proved} of {len(KERNELS)} proved here so far"
+
+
+def compile_missing(index: int) -> None:
+    """Compile side by side, before a card's first use, the kernels that are not on disk.
+
+    A kernel that is missing later is compiled alone, when it is launched. Does nothing where it can't: the first use
+    says why.
+    """
+    cuda = release()
+    if cuda is None:
+        return
+    major, minor = torch.cuda.get_device_capability(index)
+    stored, _ = cubin_cache.load(digest(), 10 * major + minor, cuda)
+    if stored is None or len(stored.code) < len(KERNELS):
+        with contextlib.suppress(NvrtcError, OSError):
+            ahead([10 * major + minor])
 
 
 # -- for people --------------------------------------------------------------------------------------------------------

@@ -169,10 +169,8 @@ def run_step(step: Step, lists: tuple[Entries | None, ...], values: StepValues, 
     call = checked(operation, given, cache, getattr(values.factors[0], "device", None), pieces)
     plan = call.plan
     _check_values(operation, values, plan.count, plan.device)
-    marks = None if values.stats is None else values.stats.marks
-    if plan.serving is not None and not plan.serving.trusts(call, marks):
-        call = call.by_torch()
-        plan = call.plan
+    call = call.served(None if values.stats is None else values.stats.marks)
+    plan = call.plan
     if plan.is_coded and captures(plan.device):
         raise RuntimeError(
             f"{operation.name}: state and remainders of 8 bits are rounded by the number of the step, and each replay "

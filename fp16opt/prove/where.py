@@ -43,6 +43,8 @@ class Card:
     def __init__(self, index: int = 0) -> None:
         if not torch.cuda.is_available():
             raise NoCard("torch finds no CUDA device here")
+        if 0 <= index < torch.cuda.device_count():
+            cuda_devices.compile_missing(index)
         served = cuda_devices.served(index)
         if served.device is None:
             raise NoCard(f"torch operations serve cuda:{index}: {served.words}")
@@ -82,13 +84,16 @@ class HostPlace(Place):
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
+        """Nothing but what is done has a stream."""
         with torch.no_grad():
             yield
 
     def bring(self, memory: Tensor) -> Tensor:
+        """A copy."""
         return memory.clone()
 
     def fetch(self, memory: Tensor) -> tuple[Tensor, Any]:
+        """A copy, which is there at once."""
         return memory.clone(), lambda: True
 
 

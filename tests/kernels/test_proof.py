@@ -26,6 +26,7 @@ from fp16opt.kernels import (
     cubin_cache,
     cuda,
     cuda_devices,
+    cuda_rows,
     multi_tensor_cast,
     multi_tensor_check,
     multi_tensor_scale,
@@ -544,3 +545,17 @@ def test_compiled_code_of_the_cpu_needs_no_proof() -> None:
     assert cuda.trusted("adam", torch.device("cpu")), "where there is no card there is nothing to prove"
     with verdicts.proving():
         assert Verdicts.trusts(Verdicts.__new__(Verdicts), "adam", never), "the proof's own launches"
+
+
+def test_what_is_missing_is_compiled_before_the_first_use(
+    libraries: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cards.pretend(libraries, monkeypatch)
+    cuda_devices.compile_missing(0)
+    assert [name for name, _ in cubin_cache.names()] == [path.name for path in folder.iterdir()]
+    stored, _ = cubin_cache.load(cuda_rows.digest(), 90, (14, 3))
+    assert stored is not None
+    assert set(stored.code) == set(KERNELS)
+    compiled = (folder.parent / "log").read_text()
+    cuda_devices.compile_missing(0)
+    assert (folder.parent / "log").read_text() == compiled, "nothing is missing any more"
