@@ -94,7 +94,7 @@ class Loop:
         """Everything that steps change, on the CPU; with ``gradients`` the masters' gradients alone."""
         if gradients:
             grads = {f"gradient of master {k}": p.grad for k, p in enumerate(self.opt.master_params())}
-            return {name: grad.detach().cpu() for name, grad in grads.items() if grad is not None}
+            return {name: grad.detach().cpu().clone() for name, grad in grads.items() if grad is not None}
         found: dict[str, Tensor] = {f"parameter {k}": param for k, param in enumerate(self.params)}
         saved = self.opt.state_dict()
         found |= {f"master {k}": master for k, master in enumerate(saved["masters"]) if master is not None}
