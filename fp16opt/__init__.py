@@ -11,7 +11,7 @@ from .engine.memory import Memory
 from .foreign import Loaded, load_foreign
 from .grad_scaler import GradScaler
 from .optimizer import MixedPrecisionOptimizer
-from .reports import Diagnosis, Monitor, diagnose
+from .reports import Diagnosis, Monitor, Preflight, PreflightFinding, check, diagnose
 from .scaling import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler
 
 __version__ = "0.2.0"
@@ -29,11 +29,14 @@ __all__ = [
     "MixedPrecisionOptimizer",
     "Monitor",
     "Overflow",
+    "Preflight",
+    "PreflightFinding",
     "Report",
     "StaticLossScaler",
     "WeightDelta",
     "__version__",
     "certify",
+    "check",
     "diagnose",
     "ema",
     "install_as_apex",
