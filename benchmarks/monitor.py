@@ -1,12 +1,13 @@
-"""What looking at a run costs, and what the two loss scale policies do: Monitor, diagnose, policy="headroom".
+"""What looking at a run costs, and what the two loss scale policies do: Monitor, diagnose, check, policy="headroom".
 
     python benchmarks/monitor.py [--quick] [--json PATH] [--rounds N] [--threads N] [--part NAME ...] [--runs FOLDER]
 
 Parts: "cost" (a step with a Monitor that does not sample it, held against the upper quartile of none against none; one
 that samples it; what sampling adds, against ``torch._foreach_norm`` of gradients, masters and updates), "diagnose"
-(against a forward and backward of the small GPT of examples/language_model.py), "scales" (skips until calibrated from
-2**24, skips in all and the share of underflowing gradients under both policies: the digits and the small GPT, three
-seeds). ``--runs FOLDER`` trains the small GPT in five ways instead, each watched, and leaves records, pages and
+(against a forward and backward of the small GPT of examples/language_model.py), "check" (against as many steps of that
+GPT as it runs, in FP32 and in BF16 with masters, without and with ``train_step``), "scales" (skips until calibrated
+from 2**24, skips in all and the share of underflowing gradients under both policies: the digits and the small GPT,
+three seeds). ``--runs FOLDER`` trains the small GPT in five ways instead, each watched, and leaves records, pages and
 pictures there: those of docs/reading-a-run.
 Contenders take turns in one run; ratios are taken within a round; the figure is their median.
 """
@@ -26,14 +27,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp16opt import DynamicLossScaler, GradScaler, MixedPrecisionOptimizer, Monitor, diagnose
+from fp16opt import DynamicLossScaler, GradScaler, MixedPrecisionOptimizer, Monitor, check, diagnose
 from fp16opt.reports import page, pictures, reading
 
 sys.path.insert(0, str(common.ROOT / "examples"))
 import language_model as gpt
 import train_digits as digits
 
-PARTS = ("cost", "diagnose", "scales")
+PARTS = ("cost", "diagnose", "check", "scales")
 LR, SCALE = 2.0**-10, 2.0**10
 
 
@@ -144,6 +145,40 @@ def diagnosing(arguments: argparse.Namespace) -> list[common.Row]:
         words = f"diagnose at scale {scale:g} / forward and backward"
         bound = None if arguments.quick else 5.0
         rows.append(common.ratio_row(words, bound, timings["diagnose"], timings["forward and backward"]))
+    return rows
+
+
+def checking(arguments: argparse.Namespace) -> list[common.Row]:
+    text = gpt.load_text(torch.device("cpu"))
+    batch = gpt.draw_batch(text.train, seed=0)
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        model = gpt.GPT(len(text.characters)).to(dtype)
+        adamw = torch.optim.AdamW(model.parameters(), lr=gpt.LEARNING_RATE)
+        opt = MixedPrecisionOptimizer(adamw, named_parameters=model.named_parameters())
+
+        def loss(model: nn.Module = model) -> Tensor:
+            return gpt.compute_loss(model, batch)
+
+        def train_step(opt: MixedPrecisionOptimizer = opt, loss: Callable[[], Tensor] = loss) -> None:
+            opt.zero_grad()
+            opt.backward(loss())
+            opt.step()
+
+        train_step()
+        for rounds, options in ((0, {}), (3, {"train_step": train_step})):
+            found = check(model, loss, opt, **options)
+            if not found.ok:
+                sys.exit(str(found))
+            works = [
+                Work("steps", lambda step=train_step, n=found.steps + rounds: [step() for _ in range(n)]),
+                Work("check", lambda m=model, f=loss, o=opt, more=options: check(m, f, o, **more)),
+            ]
+            timings = common.alternate(works, 2 if arguments.quick else arguments.rounds)
+            words = f"check{' with train_step' * bool(rounds)} / its {found.steps + rounds} steps, {str(dtype)[6:]}"
+            bound = None if arguments.quick else 1.5
+            rows.append(common.ratio_row(words, bound, timings["check"], timings["steps"]))
     return rows
 
 
@@ -266,6 +301,8 @@ def main() -> None:
         rows += more
     if "diagnose" in arguments.part:
         rows += diagnosing(arguments)
+    if "check" in arguments.part:
+        rows += checking(arguments)
     found = scales(arguments) if "scales" in arguments.part else []
     if rows:
         common.print_rows(rows)

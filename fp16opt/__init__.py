@@ -12,7 +12,7 @@ from .foreign import Loaded, load_foreign
 from .grad_scaler import GradScaler
 from .memory import Memory
 from .optimizer import MixedPrecisionOptimizer
-from .reports import Diagnosis, Monitor, diagnose
+from .reports import Diagnosis, Monitor, Preflight, PreflightFinding, check, diagnose
 from .scaling import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler
 
 __version__ = "0.2.0"
@@ -30,12 +30,15 @@ __all__ = [
     "MixedPrecisionOptimizer",
     "Monitor",
     "Overflow",
+    "Preflight",
+    "PreflightFinding",
     "Report",
     "StaticLossScaler",
     "WeightDelta",
     "WeightPatch",
     "__version__",
     "certify",
+    "check",
     "diagnose",
     "digests",
     "ema",

@@ -19,7 +19,7 @@ from fp16opt import __version__, certify, kernels, plan, prove
 from fp16opt.certify import targets
 from fp16opt.kernels import cuda_devices, native
 from fp16opt.kernels.nvrtc import NvrtcError
-from fp16opt.reports import page
+from fp16opt.reports import page, scripts
 
 _WRONG = 2
 """The exit status of a command line that can't be understood, or asks for what is not there."""
@@ -102,6 +102,16 @@ def _certify(given: argparse.Namespace) -> int:
     return 0 if found.ok else 1
 
 
+def _check(given: argparse.Namespace) -> int:
+    """Print what a check finds: 0, 1 where a finding is an error, 2 where there is nothing that could be checked."""
+    try:
+        found = scripts.check(given.target, given.steps)
+    except scripts.NothingToCheckError as error:
+        return _refused(f"check: {error}")
+    print(found)
+    return 0 if found.ok else 1
+
+
 def _compile(given: argparse.Namespace) -> int:
     """Compile ahead: 0 where all could be, 1 where one, or without a compiler all, could not."""
     try:
@@ -166,6 +176,13 @@ def parser() -> argparse.ArgumentParser:
     one = command("certify", "which kinds of masters an optimizer class can have: tried on small tensors", _certify)
     one.add_argument("target", help="as in torch.optim:SGD or my_package.my_module:MyOptimizer")
     one.add_argument("options", nargs="*", default=[], metavar="name=value", help="the class's own, as in momentum=0.9")
+    one = command(
+        "check", "some steps of a training before it begins: what 16 bits lose, what the loop does wrong", _check
+    )
+    one.add_argument(
+        "target", help="as in train.py:make: a function that gives (model, loss_fn) or (model, loss_fn, optimizer)"
+    )
+    one.add_argument("--steps", type=int, default=8, help="how many to run, 4 or more")
     one = command("compile", "compile the CUDA kernels ahead of their first use, with or without a GPU", _compile)
     one.add_argument("--arch", type=_capabilities, default=[], help="as in sm_70,sm_90; this machine's if not given")
     plan.add_arguments(command("plan", "what a training needs: memory, traffic, time of a step", _plan))
@@ -181,8 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Of the command line; those that Python was given where it is None.
 
     Returns:
-        The exit status: 0; 1 where the answer of ``certify``, ``compile`` or ``prove`` is no; 2 where nothing could be
-        answered.
+        The exit status: 0; 1 where the answer of ``certify``, ``check``, ``compile`` or ``prove`` is no; 2 where nothing
+        could be answered.
     """
     try:
         given = parser().parse_args(arguments)

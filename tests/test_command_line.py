@@ -14,7 +14,7 @@ import pytest
 import fp16opt
 from fp16opt.__main__ import main
 
-COMMANDS = ("certify", "compile", "plan", "prove", "report")
+COMMANDS = ("certify", "check", "compile", "plan", "prove", "report")
 HEADER = {"kind": "run", "format": 1, "torch": "2", "every": 5, "ranks": 1, "optimizer": "SGD", "scaler": "x"}
 HEADER |= {"dynamic": True, "masters": "full", "rows": {"a": {"dtype": "float16", "elements": 3}}}  # type: ignore[dict-item]
 STEP = {"kind": "step", "step": 1, "skipped": False, "loss_scale": 2.0, "grad_norm": 1.0, "clip_factor": 1.0}
@@ -37,12 +37,46 @@ RUNS = {
 }
 
 
+MADE = """import sys
+
+import torch
+
+number = 3
+model = torch.nn.Linear(2, 2).bfloat16()
+batch = torch.ones(1, 2, dtype=torch.bfloat16)
+
+def loss_fn():
+    return model(batch).float().square().mean()
+
+three = lambda: 3
+named = lambda: {"net": model, "loss_fn": loss_fn}
+no_loss = lambda: (model, three)
+
+def wrong():
+    return 1 / 0
+
+def ends():
+    sys.exit(3)
+
+def lossy():
+    return model, loss_fn, torch.optim.AdamW(model.parameters(), lr=1e-6)
+
+def sound():
+    return {"model": model, "loss_fn": loss_fn, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1), "steps": 5}
+
+if __name__ == "__main__":
+    raise RuntimeError("it is not run as a program")
+"""
+
+
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name, content in RUNS.items():
         (tmp_path / f"{name}.jsonl").write_bytes(content)
+    (tmp_path / "made.py").write_text(MADE)
+    monkeypatch.delitem(sys.modules, "made", raising=False)
     return tmp_path
 
 
@@ -80,6 +114,18 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("certify sys:exit", "sys:exit ends the process when it is called"),
         ("certify torch.optim:SGD fast", "expected name=value, got 'fast'"),
         ("certify torch.optim:SGD 'lr=('", "could not make an optimizer"),
+        ("check", "the following arguments are required: target. See python -m fp16opt check --help"),
+        ("check made.py", "expected FILE:FUNCTION as in train.py:make, got 'made.py'"),
+        ("check none.py:make", "there is no file none.py"),
+        ("check made.py:none", "made.py has no function none"),
+        ("check made.py:number", "made.py has no function number"),
+        ("check made.py:three", "expected (model, loss_fn), (model, loss_fn, optimizer) or a dict, got int"),
+        ("check made.py:named", "expected a dict with model, loss_fn and, of these, what there is: optimizer, scaler"),
+        ("check made.py:wrong", "made.py:wrong raised ZeroDivisionError: division by zero (made.py:17)"),
+        ("check made.py:ends", "made.py:ends ends the process when it is run"),
+        ("check made.py:no_loss", "loss_fn: expected it to return a floating tensor, the loss, got int"),
+        ("check made.py:lossy --steps 1", "steps: expected an integer of 4 or more, got 1"),
+        ("check good.jsonl:make", "good.jsonl is no Python file"),
         ("compile --arch", "argument --arch: expected one argument"),
         ("compile --arch volta", "expected cards as in sm_70,sm_90, got 'volta'"),
         ("compile --arch sm_70,", "expected cards as in sm_70,sm_90, got 'sm_70,'"),
@@ -115,6 +161,16 @@ def test_what_is_wrong_is_said_in_one_line(
     assert words in said.err
     assert len(said.err.strip().splitlines()) == 1
     assert (runs / "good.jsonl").read_bytes() == RUNS["good"]
+
+
+def test_a_check_exits_with_1_where_a_finding_is_an_error(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "made.py:lossy"]) == 1
+    said = capsys.readouterr()
+    assert said.out.startswith("fp16opt.check: 1 error.\n\n1. error: ")
+    assert "8 steps of AdamW" in said.out
+    assert said.err == ""
+    assert main(["check", str(runs / "made.py:sound")]) == 0
+    assert "nothing to change.\n\n5 steps of AdamW" in capsys.readouterr().out
 
 
 def test_numbers_of_parameters_with_a_letter(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import logging
 import re
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD
 
 import fp16opt
+import fp16opt.amp
 import fp16opt.distributed
 from fp16opt import AveragedMasters, DynamicLossScaler, GradScaler, LossScaleError, MixedPrecisionOptimizer, ema
 from fp16opt.distributed import settings
@@ -466,6 +468,45 @@ def too_many_in_a_row() -> None:
     one.overflow(2)
 
 
+# -- fp16opt.check -----------------------------------------------------------------------------------------------------
+
+
+def check_on_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Alone():
+        monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
+        one = Training(dynamic=True)
+        fp16opt.check(one.model, one.loss, one.opt)
+
+
+def check_of_released_gradients() -> None:
+    one = Training(gradient_release=True)
+    fp16opt.check(one.model, one.loss, one.opt)
+
+
+def check_of_apex_o1() -> None:
+    model = nn.Linear(4, 2)
+    model, plain = fp16opt.amp.initialize(model, SGD(model.parameters(), lr=0.1), opt_level="O0", verbosity=0)
+    fp16opt.check(model, lambda: model(torch.ones(3, 4)).sum(), plain)
+
+
+class Uncopied(SGD):
+    """Is stepped by one thread at a time."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lock = threading.Lock()
+
+
+def check_of_what_cannot_be_copied() -> None:
+    model = nn.Linear(4, 2)
+    fp16opt.check(model, lambda: model(torch.ones(3, 4)).sum(), Uncopied(model.parameters(), lr=0.1))
+
+
+def check_of_a_loop_alone() -> None:
+    model = nn.Linear(4, 2)
+    fp16opt.check(model, lambda: model(torch.ones(3, 4)).sum(), train_step=lambda: None)
+
+
 R, T, V, L = RuntimeError, TypeError, ValueError, None  # L: logged, not raised
 
 
@@ -541,6 +582,11 @@ PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "too many in a row": (LossScaleError, too_many_in_a_row),
     "settings drifted": (R, settings_drifted),
     "another order": (R, another_order),
+    "check on many ranks": (R, check_on_many_ranks),
+    "check of released gradients": (V, check_of_released_gradients),
+    "check of apex's O1": (T, check_of_apex_o1),
+    "check of what can't be copied": (T, check_of_what_cannot_be_copied),
+    "check of a loop alone": (T, check_of_a_loop_alone),
 }
 
 

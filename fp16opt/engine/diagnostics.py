@@ -442,17 +442,25 @@ def warn_plain_backward(lines: Lines) -> None:
     )
 
 
-def warn_eps(lines: Lines, groups: Sequence[dict[str, Any]]) -> None:
-    """Without masters FP16 parameters are stepped in FP16, where the usual ``eps`` of Adam is 0."""
+def groups_without_eps(groups: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
+    """(number, eps) of the groups that step FP16 parameters themselves with an ``eps`` that is 0 in FP16."""
+    found = []
     for number, group in enumerate(groups):
         eps, has_fp16 = group.get("eps"), any(param.dtype == torch.float16 for param in group["params"])
         if not (has_fp16 and isinstance(eps, float) and eps > 0.0):
             continue
         if float(torch.tensor(eps, dtype=torch.float16, device="cpu")) == 0.0:
-            lines.say(
-                logging.WARNING,
-                'master_weights="none", group %d: eps=%g is 0 in FP16, in which these parameters are stepped: where a '
-                "gradient is 0 the update is 0/0, and the weight becomes nan. Use eps=1e-4 or more, or masters.",
-                number,
-                eps,
-            )
+            found.append((number, eps))
+    return found
+
+
+def warn_eps(lines: Lines, groups: Sequence[dict[str, Any]]) -> None:
+    """Without masters FP16 parameters are stepped in FP16, where the usual ``eps`` of Adam is 0."""
+    for number, eps in groups_without_eps(groups):
+        lines.say(
+            logging.WARNING,
+            'master_weights="none", group %d: eps=%g is 0 in FP16, in which these parameters are stepped: where a '
+            "gradient is 0 the update is 0/0, and the weight becomes nan. Use eps=1e-4 or more, or masters.",
+            number,
+            eps,
+        )

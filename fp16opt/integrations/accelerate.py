@@ -184,7 +184,14 @@ class Accelerator(accelerate.Accelerator):
                 "optimizers were prepared before, and one loss scale is to serve all. Prepare all optimizers in one "
                 "call of accelerator.prepare; free_memory() ends a training."
             )
-        self._join(OptimizerGroup(inside, named_parameters(*self._models), self.options_for(params)))
+        options = self.options_for(params)
+        if self.mixed_precision == "bf16" and has_fp16(params):
+            _logger.warning(
+                "FP16 weights run under BF16 autocast (bf16=True, which TRL's configs have by default, or "
+                'mixed_precision="bf16"): every product casts them to BF16 and loses 3 of their 11 bits. Write '
+                "bf16=False: 16-bit weights need no autocast. Or load the model in BF16."
+            )
+        self._join(OptimizerGroup(inside, named_parameters(*self._models), options))
 
     def _join(self, group: OptimizerGroup) -> None:
         for prepared, wrapped in zip(self._optimizers, group.optimizers, strict=True):

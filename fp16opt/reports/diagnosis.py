@@ -204,7 +204,7 @@ def _largest_scale(probe: Probe, scale: float, device: torch.device) -> float | 
     tried = scale
     for _ in range(_TRIES):
         tried *= _STEP
-        candidate = _room(probe.run(tried).reaches, tried, device)
+        candidate = room(probe.run(tried).reaches, tried, device)
         if candidate is None:
             continue
         for lower in (1.0, 0.5, 0.25):  # gradients inside of modules are not seen, and may be larger
@@ -215,7 +215,7 @@ def _largest_scale(probe: Probe, scale: float, device: torch.device) -> float | 
     return None
 
 
-def _room(reaches: list[Reach], scale: float, device: torch.device) -> float | None:
+def room(reaches: list[Reach], scale: float, device: torch.device) -> float | None:
     """The largest power of two up to ``CEILING`` at which these gradients of ``scale`` are finite; None: none is."""
     share = max((reach.largest / torch.finfo(reach.dtype).max for reach in reaches if reach.is_finite), default=0.0)
     worst, share = agreed([float(not all(reach.is_finite for reach in reaches)), share], device)
@@ -228,28 +228,28 @@ def _room(reaches: list[Reach], scale: float, device: torch.device) -> float | N
 
 
 def _underflow(probe: Probe, run: Run, scale: float, device: torch.device) -> Diagnosis:
-    room = _room(run.reaches, scale, device) or scale
+    most = room(run.reaches, scale, device) or scale
     zeros = {name: grad == 0 for name, grad in run.gradients.items()}
     subnormal = {name: _subnormal(grad) for name, grad in run.gradients.items()}
     run.gradients = {}
-    if room > scale:  # zeros that are none there had a value, and the loss depends on it
-        above = probe.run(room).gradients
+    if most > scale:  # zeros that are none there had a value, and the loss depends on it
+        above = probe.run(most).gradients
         zeros = {name: zero & (above[name] != 0) if name in above else zero for name, zero in zeros.items()}
     else:
         zeros = {name: torch.zeros_like(zero) for name, zero in zeros.items()}
     shares = {n: (zeros[n] | subnormal[n]).double().mean().item() for n in zeros if zeros[n].numel()}
     lost = sorted(((n, share) for n, share in shares.items() if share > UNDERFLOW), key=lambda one: -one[1])
-    words = f"All is finite. The largest loss scale at which no gradient overflows is {room:g}. "
+    words = f"All is finite. The largest loss scale at which no gradient overflows is {most:g}. "
     if not lost:
-        return Diagnosis("none", None, words + f"At {scale:g} gradients do not underflow.", scale, room)
+        return Diagnosis("none", None, words + f"At {scale:g} gradients do not underflow.", scale, most)
     listed = describe([f"{name} ({share:.0%})" for name, share in lost])
     words += f"At {scale:g} gradients underflow, to zero or to subnormal numbers, in {listed}. "
     words += (
         "A larger scale, or dynamic=True, would keep them."
-        if room > scale
+        if most > scale
         else "No larger scale is possible: use BF16."
     )
-    return Diagnosis("underflow", lost[0][0], words, scale, room, lost)
+    return Diagnosis("underflow", lost[0][0], words, scale, most, lost)
 
 
 def _subnormal(grad: Tensor) -> Tensor:

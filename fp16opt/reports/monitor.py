@@ -24,7 +24,7 @@ from ..engine.parts import Wrapper, inside
 from ..engine.stage import BackwardScale, Checked, Unscaled
 from ..optimizer import MixedPrecisionOptimizer
 from .sinks import JsonLines, Record, Sink, make_sink
-from .statistics import GRADIENT, UPDATE, Earlier, of_gradients, of_updates, take
+from .statistics import GRADIENT, UPDATE, Earlier, of_gradients, of_updates, take, underflow
 
 FORMAT = 1
 PATIENCE = 10.0
@@ -440,6 +440,7 @@ NUMBERS = {
     "update_ulps": "mean size of the update over the mean distance between 16-bit weights there",
     "lost": "share of updates under half that distance: without masters they would be lost; where there are none, the "
     "share of elements with a gradient that did not move",
+    "still": "share of elements with a gradient whose master did not move: what is lost with masters, too",
     "distance": "norm of master minus weight over that of the master",
 }
 """What a sample says of each row; None where there is nothing to say it of."""
@@ -512,8 +513,7 @@ def _in_words(numbers: Sequence[float], skipped: bool, has_no_master: bool) -> d
     if count:
         row.update(grad_norm=_root(found["sumsq"]), grad_largest=found["largest"])
         row.update(zero=zero / count, subnormal=subnormal / count, near_overflow=found["near_overflow"] / count)
-        most = zero if subnormal > (count - zero) / 2 or zero == count else min(zero, subnormal)
-        row["underflow"] = (subnormal + most) / count
+        row["underflow"] = underflow(count, zero, subnormal)
     if update["of count"] and not skipped:
         norm = _root(update["of master_sumsq"])
         row["weight_norm"] = norm
@@ -522,9 +522,10 @@ def _in_words(numbers: Sequence[float], skipped: bool, has_no_master: bool) -> d
         if update["of ulp"]:
             row["update_ulps"] = update["of update"] / update["of ulp"]
             row["lost"] = update["of lost"] / update["of moved"] if update["of moved"] else None
+            if count > zero:
+                row["still"] = max(0.0, update["of count"] - update["of moved"] - zero) / (count - zero)
             if has_no_master and count:
-                still = update["of count"] - update["of moved"] - zero
-                row["lost"] = max(0.0, still) / (count - zero) if count > zero else None
+                row["lost"] = row["still"]
     return row
 
 

@@ -51,7 +51,7 @@ class Broken:
 
 @dataclass
 class Reach:
-    """How large the scaled gradient of one tensor is.
+    """How large one tensor is: the output of a module, or a scaled gradient.
 
     Attributes:
         name: in words.
@@ -77,6 +77,8 @@ class Run:
         input_is_finite: what the model was called with.
         reaches: of gradients, in the order in which the backward made them; empty where there was none.
         gradients: by parameter name, this rank's pieces of the scaled ones.
+        outputs: of modules, in the order in which the forward made them, up to one that is not finite.
+        autocast: the dtypes that autocast chose, wherever a module ran under it.
     """
 
     loss: float
@@ -85,6 +87,8 @@ class Run:
     broken: Broken | None
     reaches: list[Reach]
     gradients: dict[str, Tensor]
+    outputs: list[Reach]
+    autocast: set[torch.dtype]
 
     @property
     def is_finite(self) -> bool:
@@ -110,7 +114,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def range_of(values: Any) -> Range | None:
     """The range of all floating tensors in ``values``; None where there are none. Syncs."""
-    found = [torch.stack(local(value.detach()).aminmax()).double().cpu() for value in tensors_in(values)]
+    with without_casts():  # autocast on a CPU refuses to stack FP16 numbers
+        found = [torch.stack(local(value.detach()).aminmax()).double().cpu() for value in tensors_in(values)]
     if not found:
         return None
     least, largest = torch.stack(found).unbind(1)
@@ -160,6 +165,8 @@ class Probe:
         self._broken: Broken | None = None
         self._input_is_finite = True
         self._reached: list[tuple[str, Tensor, torch.dtype]] = []
+        self._outputs: list[Reach] = []
+        self._autocast: set[torch.dtype] = set()
         with as_it_was(self.model, self._shares), torch.inference_mode(False), torch.enable_grad():
             hooks = [self.model.register_forward_pre_hook(self._enter, with_kwargs=True)]
             hooks += [m.register_forward_hook(self._leave, with_kwargs=True) for m in self.model.modules()]
@@ -169,7 +176,8 @@ class Probe:
                 for hook in hooks:
                     hook.remove()
             check_loss(loss)
-            run = Run(float(loss.detach()), loss.dtype, self._input_is_finite, self._broken, [], {})
+            forward = self._input_is_finite, self._broken
+            run = Run(float(loss.detach()), loss.dtype, *forward, [], {}, self._outputs, self._autocast)
             (worst,) = agreed([float(not run.is_finite)], local(loss).device)
             if worst:
                 gather_in(self.model)
@@ -199,6 +207,11 @@ class Probe:
             inputs = range_of([args, kwargs])
             self._broken = Broken(name, kind, inputs, in_fp32, outputs[0].dtype, has_children)
             return
+        if found is not None:
+            self._outputs.append(Reach(name, max(-found.least, found.largest), outputs[0].dtype))
+            kind = outputs[0].device.type
+            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+                self._autocast.add(torch.get_autocast_dtype(kind))
         for each in outputs:
             if each.requires_grad:
                 each.register_hook(self._reacher(name))  # type: ignore[no-untyped-call]
@@ -326,7 +339,7 @@ def as_it_was(model: nn.Module, with_gradients: bool) -> Iterator[None]:
         with torch.no_grad():
             for place, name, value, copy in buffers:
                 place[name] = value
-                if not _same_bits(value, copy):
+                if not same_bits(value, copy):
                     value.copy_(copy)
             for param, grad, kept in zip(params, grads, copies, strict=True):
                 set_raw_grad(param, grad)
@@ -334,7 +347,8 @@ def as_it_was(model: nn.Module, with_gradients: bool) -> Iterator[None]:
                     grad.data.copy_(kept)
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same numbers, nan for nan. Syncs."""
     a, b = local(a), local(b)
     if a.layout is not torch.strided or a.numel() == 0:
         return True

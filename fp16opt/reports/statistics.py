@@ -62,6 +62,22 @@ def of_gradients(grads: Sequence[Tensor | None], device: torch.device) -> Tensor
     return table
 
 
+def underflow(count: float, zero: float, subnormal: float) -> float:
+    """The share of a gradient's 16-bit elements that the loss depends on and FP16 does not hold as normal numbers.
+
+    Subnormal ones, and zeros as far as subnormal ones make it likely that they are no true zeros.
+
+    Args:
+        count, zero, subnormal: columns of :func:`of_gradients`; ``count`` is not 0.
+
+    Example:
+        >>> underflow(10.0, 4.0, 1.0), underflow(10.0, 6.0, 3.0), underflow(10.0, 10.0, 0.0)
+        (0.2, 0.9, 1.0)
+    """
+    most = zero if subnormal > (count - zero) / 2 or zero == count else min(zero, subnormal)
+    return (subnormal + most) / count
+
+
 def take(masters: Mapping[int, Tensor]) -> Earlier:
     """Keep some elements of masters, by position, as they are before a step. No sync."""
     return [(positions, kernels.Snapshots([masters[one] for one in positions])) for positions in _by_device(masters)]

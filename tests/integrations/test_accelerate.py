@@ -326,6 +326,18 @@ def test_schedule_free_takes_the_model_along() -> None:
     assert all(map(torch.equal, trained, net.parameters()))
 
 
+@pytest.mark.parametrize(("kind", "precision", "words"), [("fp16", "bf16", 1), ("bf16", "bf16", 0), ("fp16", "no", 0)])
+def test_fp16_weights_under_bf16_autocast_are_told_of(
+    kind: str, precision: str, words: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, master_weights={})
+    net = network(DTYPES[kind])
+    accelerator.prepare(net, adamw(net.parameters()))
+    told = [message for message in caplog.messages if "FP16 weights run under BF16 autocast" in message]
+    assert len(told) == words
+    assert all("bf16=False" in message for message in told)
+
+
 @pytest.mark.parametrize("given", [True, "dynamic", 2.0])
 def test_options_are_a_dict(given: Any) -> None:
     with pytest.raises(TypeError, match=r"master_weights: expected a dict of .*, or None, got (bool|str|float)"):
