@@ -86,29 +86,32 @@ def patches_of(
             dense += [(change, block) for block in blocks if block.is_whole]
             blocks = [block for block in blocks if not block.is_whole]
         sparse.append((change, blocks))
-    return itertools.chain(
-        (_dense(change, block, device) for change, block in dense),
-        (patch for change, blocks in sparse if blocks for patch in _sparse(change, blocks, device, chunk_bytes)),
+    patches = itertools.chain(
+        (_dense(change, block) for change, block in dense),
+        (patch for change, blocks in sparse if blocks for patch in _sparse(change, blocks, chunk_bytes)),
     )
+    return patches if device is None else (_moved(patch, device) for patch in patches)
 
 
-def _dense(change: TensorChange, block: _Block, device: torch.device | str | None) -> WeightPatch:
+def _moved(patch: WeightPatch, device: torch.device | str) -> WeightPatch:
+    indices = None if patch.indices is None else patch.indices.to(device)
+    return patch._replace(values=patch.values.to(device), indices=indices)
+
+
+def _dense(change: TensorChange, block: _Block) -> WeightPatch:
     values = change.taken[block.first : block.first + block.numel]
-    return WeightPatch(block.name, block.shape, change.dtype, values.to(device or values.device))
+    return WeightPatch(block.name, block.shape, change.dtype, values)
 
 
-def _sparse(
-    change: TensorChange, blocks: list[_Block], device: torch.device | str | None, chunk_bytes: int
-) -> Iterator[WeightPatch]:
+def _sparse(change: TensorChange, blocks: list[_Block], chunk_bytes: int) -> Iterator[WeightPatch]:
     for indices, values in _listed(change, chunk_bytes):
         for block, begin, end in _divided(indices, blocks, math.prod(change.region.shape)):
             if begin < end:
-                moved, width = indices[begin:end], _width(block.shape)
+                there = indices[begin:end]
                 if block.into != block.first:
-                    moved = moved.long() + (block.into - block.first)
-                where = device or values.device
+                    there = there.long() + (block.into - block.first)
                 yield WeightPatch(
-                    block.name, block.shape, change.dtype, values[begin:end].to(where), moved.to(where, width)
+                    block.name, block.shape, change.dtype, values[begin:end], there.to(_width(block.shape))
                 )
 
 
