@@ -70,6 +70,14 @@ def test_same_bits_as_on_the_host(
         assert_same_bits(a, b, f"norm {k}")
 
 
+def test_skips_are_counted_where_no_kernel_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretended.who_waits(), "is_host", lambda device: False)
+    monkeypatch.setattr(kernels.backends, "compiled_for", lambda device: None)
+    run = Run(FUSED["AdamW"]).train()
+    assert run.opt.skipped_steps == 3
+    assert run.opt.step_was_skipped is False
+
+
 @pytest.mark.parametrize("policy", ["refresh", "ignore"])
 @pytest.mark.parametrize("overflow", [False, True])
 @pytest.mark.parametrize("make", list(FUSED.values()), ids=list(FUSED))

@@ -77,6 +77,16 @@ def test_what_is_shared_counts_once_and_what_is_gone_does_not() -> None:
     assert MixedPrecisionOptimizer(SGD(views, lr=0.1)).memory().weights == 4 * COUNT
 
 
+def test_split_masters_keep_no_memory_for_true_gradients() -> None:
+    net, opt = made(master_weights="split")
+    backward(net, opt)
+    opt.update_master_grads()
+    assert opt.memory().gradients == 6 * COUNT
+    opt.step()
+    opt.zero_grad()
+    assert opt.memory().gradients == 0
+
+
 def test_gradients_that_others_keep_and_sparse_ones_are_counted() -> None:
     table = nn.Embedding(1000, 4, sparse=True)
     opt = MixedPrecisionOptimizer(SGD(table.parameters(), lr=0.1))

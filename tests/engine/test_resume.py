@@ -164,6 +164,19 @@ def test_load_discards_gradients_and_flags_of_before() -> None:
     assert_model_is_rounded_masters(resumed)
 
 
+def test_gradients_that_wait_for_a_step_are_not_stepped_after_a_load() -> None:
+    """Of those that are still there nothing is known, as of any that another program has left."""
+    _, opt = _trained()
+    fresh, resumed = _fresh()
+    resumed.backward(linear_loss(fresh, [0.5] * 3))
+    resumed.clip_master_grads(1.0)
+    resumed.load_state_dict(opt.state_dict())
+    before = snapshot(resumed, fresh)
+    with pytest.raises(RuntimeError, match="gradients were found that neither"):
+        resumed.step()
+    assert_same(snapshot(resumed, fresh), before)
+
+
 def test_every_scaler_field_survives_the_round_trip() -> None:
     """Each field away from its default, trackers too."""
     p = ones()

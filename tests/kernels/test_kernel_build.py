@@ -226,6 +226,7 @@ def test_only_the_bindings_know_python_and_nothing_knows_torch() -> None:
             assert all(name.rsplit("/", 1)[-1] in allowed for name in includes)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     "header", sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "csrc").glob("[cf][ou][rn]*/*.h"))
 )
