@@ -124,7 +124,7 @@ class Pretended:
             self._patches: Any = importlib.import_module("pytest").MonkeyPatch
         except ImportError as error:
             raise NoCard(
-                f"--pretend needs what the tests need: {error}. pip install -r requirements-test.txt"
+                f"--pretend needs what the tests need: {error}. pip install -r requirements/test.txt"
             ) from None
         if self._emulated.compiler() is None:
             raise NoCard("--pretend needs a C++ compiler")
