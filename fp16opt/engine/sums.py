@@ -73,6 +73,8 @@ class Sums:
                 _fold(each, inv_scale.to(each.one.device))
         drop_gradients(params.models, keep)
         drop_gradients(params.elsewhere, keep)
+        for each in () if keep else self._gradients.each:
+            each.mark_folded()
         self._take_flags([each.stats for each in self._gradients.each])
 
     def _take_flags(self, stats: list[kernels.GradStats]) -> None:
