@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import torch
 
-from fp16opt import __version__, certify, kernels, plan, prove
+from fp16opt import __version__, certify, kernels, old_lines, plan, prove
 from fp16opt.certify import targets
 from fp16opt.kernels import cuda_devices, native
 from fp16opt.kernels.nvrtc import NvrtcError
@@ -138,6 +138,14 @@ def _prove(given: argparse.Namespace) -> int:
     return prove.answer(given, lambda line: print(line, flush=True))
 
 
+def _old_lines(given: argparse.Namespace) -> int:
+    """Print lines that mean something else now: 0 where there is none, 1 where there are some, 2 for no Python."""
+    try:
+        return old_lines.answer(given, print)
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        return _refused(f"old-lines: {error}")
+
+
 def _page(given: argparse.Namespace) -> int:
     """Write the page of a run: 0, or 2 where there is nothing to report on."""
     status, words = page.write(given)
@@ -187,6 +195,8 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--arch", type=_capabilities, default=[], help="as in sm_70,sm_90; this machine's if not given")
     plan.add_arguments(command("plan", "what a training needs: memory, traffic, time of a step", _plan))
     prove.add_arguments(command("prove", "every CUDA kernel against the CPU's bits, on this machine's card", _prove))
+    old = command("old-lines", "lines of a script that mean something else once its optimizer is wrapped", _old_lines)
+    old_lines.add_arguments(old)
     page.add_arguments(command("report", "write a page about a run that fp16opt.Monitor wrote down", _page))
     return made
 
@@ -198,8 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Of the command line; those that Python was given where it is None.
 
     Returns:
-        The exit status: 0; 1 where the answer of ``certify``, ``check``, ``compile`` or ``prove`` is no; 2 where there
-        is no answer.
+        The exit status: 0; 1 where the answer of ``certify``, ``check``, ``compile`` or ``prove`` is no, or ``old-lines``
+        has found some; 2 where there is no answer.
     """
     try:
         given = parser().parse_args(arguments)

@@ -37,6 +37,7 @@ from .engine.diagnostics import (
     warn_partial_step,
     warn_plain_backward,
 )
+from .engine.folded import unmark
 from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step
 from .engine.fused_step import FusedStep
 from .engine.gradients import Gradients
@@ -512,6 +513,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self._check_groups(groups)
         before = {id(pair): position for position, pair in enumerate(self.params.all)}
         gone = self.params.sync(groups, self._names, self._adopt)
+        unmark([pair.model for pair in gone])
         for pair in gone:
             self.inner.state.pop(pair.master, None)
         convert_attributes(self.inner, self.params, self.lines)

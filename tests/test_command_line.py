@@ -14,7 +14,7 @@ import pytest
 import fp16opt
 from fp16opt.__main__ import main
 
-COMMANDS = ("certify", "check", "compile", "plan", "prove", "report")
+COMMANDS = ("certify", "check", "compile", "old-lines", "plan", "prove", "report")
 HEADER = {"kind": "run", "format": 1, "torch": "2", "every": 5, "ranks": 1, "optimizer": "SGD", "scaler": "x"}
 HEADER |= {"dynamic": True, "masters": "full", "rows": {"a": {"dtype": "float16", "elements": 3}}}  # type: ignore[dict-item]
 STEP = {"kind": "step", "step": 1, "skipped": False, "loss_scale": 2.0, "grad_norm": 1.0, "clip_factor": 1.0}
@@ -136,6 +136,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("plan --params 1e308 --ranks 2", "params: expected a number of at most 1e+24, got 1e+308"),
         (f"plan --params 1e9 --ranks 1{'0' * 400}", "ranks: expected a number of at most 1e+24, got 1"),
         ("plan --params 1e9 --ranks 2 --shard none", "ranks: expected 1 where nothing is shared"),
+        ("old-lines", "the following arguments are required: FILE"),
+        ("old-lines missing.py", "No such file or directory: 'missing.py'"),
+        ("old-lines bytes.jsonl", "old-lines: 'utf-8' codec can't decode"),
+        ("old-lines words.jsonl good.jsonl nothing.py", "No such file or directory: 'nothing.py'"),
         ("report", "the following arguments are required: run"),
         ("report missing.jsonl", "No such file or directory: 'missing.jsonl'"),
         ("report .", "Is a directory"),

@@ -88,6 +88,12 @@ def written_after_the_fold() -> None:
     one.opt.step()
 
 
+def folded() -> None:
+    one = Training(dynamic=True, grad_accumulation="fp32")
+    one.opt.backward(one.loss())
+    clip_grad_norm_(one.model.parameters(), 0.1)
+
+
 def plain_backward() -> None:
     one = Training(loss_scale=1024.0)
     one.step()
@@ -534,6 +540,7 @@ PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "written after backward": (R, written_after_backward),
     "written after the check": (R, written_after_the_check),
     "written after the fold": (R, written_after_the_fold),
+    "folded": (R, folded),
     "plain backward": (R, plain_backward),
     "another optimizer": (R, another_optimizer),
     "a trainer": (R, a_trainer),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import fp16opt.__main__
 from fp16opt import AveragedMasters, GradScaler, MixedPrecisionOptimizer, amp, ema, optimizer_state
+from fp16opt import old_lines as scan
 from fp16opt.fp16_utils import FP16_Optimizer
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "old-lines.md"
@@ -93,6 +96,49 @@ def clips_the_model() -> None:
                 else:
                     with pytest.raises(RuntimeError, match=r"group 0, param 0.*update_master_grads\(\)"):
                         opt.step()
+
+
+def _clip(params: list[nn.Parameter]) -> None:
+    clip_grad_norm_(params, 1.0)
+
+
+def _clip_values(params: list[nn.Parameter]) -> None:
+    clip_grad_value_(params, 1.0)
+
+
+def _divide(params: list[nn.Parameter]) -> None:
+    for p in params:
+        if p.grad is not None:
+            p.grad *= 0.25
+
+
+def _clamp_data(params: list[nn.Parameter]) -> None:
+    for p in params:
+        if p.grad is not None:
+            p.grad.data.clamp_(-1, 1)
+
+
+def _read_norms(params: list[nn.Parameter]) -> None:
+    assert all(p.grad.norm() for p in params if p.grad is not None)
+
+
+def touches_folded_gradients() -> None:
+    for line in (_clip, _clip_values, _divide, _clamp_data, _read_norms):
+        for dtype, options in itertools.product(
+            (torch.float16, torch.bfloat16, torch.float32),
+            ({"loss_scale": 8.0}, {"master_weights": "split"}, {"fused_step": False, "loss_scale": 1.0}),
+        ):
+            weight, used_once = [nn.Parameter(torch.zeros(2, dtype=dtype)) for _ in range(2)]
+            opt = MixedPrecisionOptimizer(SGD([weight, used_once], lr=1.0), grad_accumulation="fp32", **options)
+            opt.backward(weight.float().sum() + used_once.float().sum())
+            opt.backward(weight.float().sum())
+            with pytest.raises(RuntimeError, match=r"folded into FP32 sums.*: group 0, param 0\. .*clip_master_grads"):
+                line([weight])
+            assert weight.grad is not None
+            assert weight.grad.untyped_storage().nbytes() == 0
+            opt.step()
+            assert (weight.tolist(), used_once.tolist()) == ([-2.0] * 2, [-1.0] * 2), "the line has changed nothing"
+            assert weight.grad is None
 
 
 def reads_the_model_s() -> None:
@@ -509,6 +555,7 @@ ROWS: dict[str, Callable[..., None]] = {
     "`scaler.scale(loss).backward()`": two_scales,
     "`scaler.step(optimizer)`": never_wrapped,
     "`clip_grad_norm_(model.parameters(), 1.0)`, or": clips_the_model,
+    "`clip_grad_norm_(model.parameters(), 1.0)`, `p.grad *= 0.25`": touches_folded_gradients,
     "`p.grad` of the model": reads_the_model_s,
     "`p` of `opt.param_groups`": looks_for_the_model_s,
     "`p.grad.data.clamp_(-1, 1)`": clamps_through_data,
@@ -558,3 +605,89 @@ def test_row(row: str, request: pytest.FixtureRequest) -> None:
 def test_every_row_of_the_page_is_run() -> None:
     rows = [line[2:] for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| ")][1:]
     assert [next((start for start in ROWS if row.startswith(start)), row) for row in rows] == list(ROWS)
+
+
+# -- the scan ----------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+from apex import amp
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for p in model.parameters():
+    p.register_hook(lambda grad: grad.clamp(-1, 1))
+average = torch.optim.swa_utils.AveragedModel(model)
+for batch in data:
+    opt.zero_grad()
+    loss.backward(retain_graph=True)
+    scaler.scale(loss).backward()
+    for p in model.parameters():
+        p.grad.data.clamp_(-1, 1)
+        p.grad.data /= 4
+        p.grad = None
+        p.grad = torch.autograd.grad(loss, p)[0]
+        p.grad.mul_(0.5)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    opt.step()
+    for p in critic.parameters():
+        p.data.clamp_(-0.01, 0.01)
+    scale = scaler.get_scale()
+torch.save({"model": model.state_dict()}, "last.pt")
+"""
+
+SOUND = """
+opt.zero_grad()
+opt.backward(loss)
+with amp.scale_loss(loss, opt) as scaled:
+    scaled.backward()
+accelerator.backward(loss)
+clip_grad_norm_(opt.master_params(), 1.0)
+for p in model.parameters():
+    p.grad = None
+    x = p.data
+torch.save({"optimizer": opt.state_dict(), "model": opt.fp32_state_dict(model)}, "last.pt")
+"""
+
+
+def test_the_scan_tells_each_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    found = [(one.line, one.rule) for one in scan.find(tmp_path / "train.py")]
+    wanted = [
+        (2, scan.APEX),
+        (6, scan.HOOK),
+        (7, scan.AVERAGED),
+        (10, scan.BACKWARD),
+        (11, scan.SCALER),
+        (13, scan.GRAD_DATA),
+        (14, scan.GRAD_DATA),
+        (16, scan.GRAD_SET),
+        (17, scan.CLIP),
+        (18, scan.CLIP),
+        (21, scan.DATA),
+        (22, scan.GET_SCALE),
+        (23, scan.SAVED),
+    ]
+    assert found == wanted
+    assert {rule for _, rule in wanted} == set(scan.RULES)
+    assert fp16opt.__main__.main(["old-lines", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert f"{tmp_path}/train.py:13: p.grad.data.clamp_(-1, 1) (nothing tells of it while it runs)" in said
+    assert "write: `opt.clip_master_values(1.0)`" in said
+    assert said.endswith("13 lines in 1 file. docs/old-lines.md has what each does.\n")
+
+
+def test_the_scan_finds_nothing_in_sound_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(SOUND)
+    assert scan.find(tmp_path / "train.py") == []
+    assert fp16opt.__main__.main(["old-lines", str(tmp_path / "train.py")]) == 0
+    (tmp_path / "no.py").write_text("def\n")
+    assert fp16opt.__main__.main(["old-lines", str(tmp_path / "no.py")]) == 2
+    assert fp16opt.__main__.main(["old-lines", str(tmp_path / "none.py")]) == 2
+    assert "old-lines: " in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="run from an installed package, without the repository")
+def test_the_scan_says_what_the_page_says() -> None:
+    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| ")]
+    for rule in scan.RULES:
+        (row,) = [cells for cells in rows if cells[0].startswith(rule.row) and rule.write == cells[-1]]
+        assert len(row) == 3

@@ -20,6 +20,7 @@ from ..kernels import reference
 from ..kernels.calls import StableEntries
 from ..kernels.reference_steps import Factors
 from .dtensors import aligned, as_piece_of, local, raw_grad, raw_grads, set_raw_grad
+from .folded import FoldedGradient, is_folded, takes_place
 from .masters import Masters
 from .params import HALF_DTYPES, DeviceParams, ParamTable
 
@@ -190,6 +191,7 @@ class DeviceGradients:
         self._like = [masters.operand(pair) for pair in self.pairs]  # of which gradients have shape and strides
         self._memory: list[Tensor | None] = [None] * len(self.pairs)  # for true gradients
         self._rooms: tuple[Tensor, ...] | None = None  # the same, where there is some for each row
+        self._folded: dict[int, FoldedGradient] = {}  # what stands in the model's .grad, by row
 
     # -- what kernels take -------------------------------------------------------------------------------------------
 
@@ -437,6 +439,15 @@ class DeviceGradients:
         with torch.no_grad():
             kernels.multi_tensor_scale(self.chosen(of), factor, cache=self.device.caches["clip"])
 
+    def mark_folded(self) -> None:
+        """Gradients were folded into the sums that masters hold: what stands in their place refuses to be used."""
+        for row, sum_ in enumerate(raw_grads(self.masters)):
+            model = self.pairs[row].model
+            if sum_ is not None and takes_place(model):
+                if row not in self._folded:
+                    self._folded[row] = FoldedGradient(model, self.pairs[row].name)
+                set_raw_grad(model, self._folded[row])
+
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def release(self, frees: bool) -> None:
@@ -490,7 +501,7 @@ class Gradients:
         found = [*raw_grads(self.params.models), *raw_grads(self.params.masters), *raw_grads(self.params.elsewhere)]
         for each in self.each:
             found += each.memory()
-        return [tensor for tensor in found if tensor is not None]
+        return [tensor for tensor in found if tensor is not None and not is_folded(tensor)]
 
     def by_device(self, grads: Sequence[Tensor | None]) -> Iterator[tuple[DeviceGradients, list[Tensor | None]]]:
         """Each device with its rows of ``grads``, which are of all parameters."""
@@ -654,7 +665,9 @@ class Gradients:
             set_raw_grad(tensor, None)
         for tensor in () if set_to_none else tensors:
             grad = raw_grad(tensor)
-            if grad is not None:
+            if is_folded(grad):
+                set_raw_grad(tensor, None)
+            elif grad is not None:
                 if grad.requires_grad:
                     grad = grad.detach()
                     set_raw_grad(tensor, grad)

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..scaling import LossScaler
 from .diagnostics import describe
 from .dtensors import local, raw_grad, raw_grads
+from .folded import is_folded, unmark
 from .gradients import Gradients, GradsToStep
 from .params import DeviceParams, ParamTable
 from .progress import Progress
@@ -298,6 +299,7 @@ class StepState(abc.ABC):
         if scale is None or scale.is_plain or not scale.is_current(scaler):
             scale = BackwardScale.of(scaler)
         if type(made) is Summed:
+            unmark(self.params.models)
             self.stage = made._replace(scale=scale, pending=True, losses=losses)
         else:
             if type(stage) is Unscaled:
@@ -379,7 +381,8 @@ class StepState(abc.ABC):
         """Whether gradients do. READY where they were cleared, in whatever way: an abandoned batch."""
         stage, grads = self.stage, raw_grads(self.params.models)
         if type(stage) is Summed:
-            is_cleared = not (self._any_there(grads) or self._is_there(self.params.masters))
+            left = [None if is_folded(grad) else grad for grad in grads]
+            is_cleared = not (self._any_there(left) or self._is_there(self.params.masters))
         else:
             is_cleared = type(stage) not in (Ready, Stepping) and self._are_cleared(grads)
         if is_cleared:
@@ -992,6 +995,8 @@ class StepState(abc.ABC):
         """
         stage = self.standing
         are_true = type(stage) in (Unscaled, Summed)
+        if type(stage) is Summed:
+            unmark(self.params.models)
         self.gradients.release(frees=type(stage) is Checked)
         if not keeps_true and (are_true or type(stage) is Ready):
             self.gradients.forget_true()

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from ..engine.arguments import check_number
 from ..engine.dtensors import local, raw_grad, raw_grads
+from ..engine.folded import is_folded
 from ..engine.outcome import read_at_once
 from ..engine.params import HALF_DTYPES, ParamPair
 from ..engine.parts import Wrapper, inside
@@ -475,6 +476,7 @@ def _gradient(pair: ParamPair, are_true: bool) -> tuple[Tensor | None, bool]:
         are_true: whether masters hold true gradients. Where the model has one beside it, that one is meant.
     """
     grad = raw_grad(pair.model)
+    grad = None if is_folded(grad) else grad
     return (_piece(raw_grad(pair.master)), False) if grad is None and are_true else (_piece(grad), grad is not None)
 
 

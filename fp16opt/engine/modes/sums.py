@@ -16,6 +16,7 @@ from ... import kernels
 from ...kernels import reference
 from ...scaling import LossScaler
 from ..dtensors import local, raw_grad, raw_grads, set_raw_grad
+from ..folded import is_folded
 from ..gradients import DeviceGradients, Gradients, NamingChanges, drop_gradients, judge, round_to, sparse_like
 from ..params import DeviceParams
 from ..stage import BackwardScale, Summed, Unscaled
@@ -92,7 +93,7 @@ class SummingState(StepState):
             else:
                 self.reset(keeps_true=False)
             return raw_grads(self.params.models)
-        written, _ = stage.stamp.compare(grads)
+        written = [at for at in stage.stamp.compare(grads)[0] if not is_folded(grads[at])]  # that was cleared
         if written and not are_zero([grads[i] for i in written]):
             self._refuse_writes(written, grads)
         if not self._is_there(self.params.masters):
@@ -155,6 +156,8 @@ class Sums:
                 _fold(each, inv_scale.to(each.one.device))
         drop_gradients(params.models, keep)
         drop_gradients(params.elsewhere, keep)
+        for each in () if keep else self._gradients.each:
+            each.mark_folded()
         self._take_flags([each.stats for each in self._gradients.each])
 
     def _take_flags(self, stats: list[kernels.GradStats]) -> None:

@@ -1,0 +1,92 @@
+"""What stands in ``.grad`` of a weight whose gradient was folded into an FP32 sum: a tensor that refuses to be used."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .dtensors import raw_grads, set_raw_grad
+
+
+class FoldedGradient(Tensor):
+    """In the place of a gradient that is in its master's sum. It has no memory.
+
+    None would hide a line that clips or divides the model's gradients, as such lines leave out what has none. Clearing
+    it is no harm, and what it is can be asked. A backward that adds to it, without the optimizer, leaves its own
+    gradient, and the optimizer's next call refuses that. All else raises.
+    """
+
+    called: str
+    param: weakref.ref[Tensor]
+
+    @staticmethod
+    def __new__(cls: Any, param: Tensor, name: str) -> FoldedGradient:
+        made: FoldedGradient = Tensor._make_wrapper_subclass(
+            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device, storage_size=0
+        )
+        made.called, made.param = name, weakref.ref(param)
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Give itself back where it is cleared or detached, and way where autograd adds to it.
+
+        Raises:
+            RuntimeError: it was to be read or written.
+        """
+        if func in _HARMLESS:
+            return args[0]
+        given = args[0] if args else None
+        first = given[0] if isinstance(given, (list, tuple)) and given else given
+        if isinstance(first, cls) and func in _ADDS and torch._C._current_graph_task_id() != -1:
+            return first._give_way(args[1], in_place=func is torch.ops.aten.add_.Tensor)
+        name = f": {first.called}" if isinstance(first, FoldedGradient) else ""
+        raise RuntimeError(
+            f"the model's gradients were folded into FP32 sums, and can be neither read nor written{name}. The sums "
+            "are the gradients of opt.master_params(). To clip, call opt.clip_master_grads(max_norm) in place of "
+            "clip_grad_norm_(model.parameters()). To have a backward count, run it by backward(loss) of this "
+            "optimizer. To give the step up, call opt.zero_grad()."
+        )
+
+    def _give_way(self, grad: Tensor, in_place: bool) -> Tensor:
+        """Autograd's AccumulateGrad has made a gradient: in place where no graph is made of it."""
+        param, made = self.param(), grad.clone()
+        if in_place and param is not None:
+            set_raw_grad(param, made)
+        return self if in_place else made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"FoldedGradient({self.called!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+_ADDS = {torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor}
+_HARMLESS: set[Callable[..., Any]] = {
+    torch.ops.aten.detach.default,
+    torch.ops.aten.zero_.default,
+    torch.ops.aten._foreach_zero_.default,
+}
+
+
+def takes_place(param: Tensor) -> bool:
+    """Whether one can stand in ``.grad`` of this parameter: of a plain tensor."""
+    return type(param) in (Tensor, torch.nn.Parameter)
+
+
+def is_folded(grad: object) -> bool:
+    """Whether this is one."""
+    return type(grad) is FoldedGradient
+
+
+def unmark(params: Sequence[Tensor]) -> None:
+    """Take them away."""
+    for param, grad in zip(params, raw_grads(params), strict=True):
+        if is_folded(grad):
+            set_raw_grad(param, None)
