@@ -44,7 +44,7 @@ from .written import multi_tensor_refresh_masters, multi_tensor_reset_remainders
 
 GUARD = 256
 """Bytes before and behind every tensor, of which no kernel may touch one."""
-_PATTERN = 0xA5
+_PATTERN, _SEED = 0xA5, 44
 _HALF, _BFLOAT, _SINGLE = torch.float16, torch.bfloat16, torch.float32
 _UP_TO_SINGLE = (_HALF, _BFLOAT, _SINGLE)
 _SPECIALS = (math.inf, -math.inf, math.nan, 0.0, -0.0, 1e-40, -1e-45, 6e-8, 65504.0, 3.39e38, -3.4e38, 1e30, 1e-30)
@@ -102,7 +102,7 @@ Run = Callable[[Room], None]
 @functools.cache
 def _pool(dtype: torch.dtype, special: bool) -> Tensor:
     """Numbers that tensors take theirs from: the same in every process with the same torch."""
-    count, generator = CHUNK + CHUNK // 2, torch.Generator("cpu").manual_seed(44)
+    count, generator = CHUNK + CHUNK // 2, torch.Generator("cpu").manual_seed(_SEED)
     if not dtype.is_floating_point:
         low, high = {torch.int8: (-127, 128), torch.uint8: (0, 256), torch.int16: (-(1 << 15), 1 << 15)}[dtype]
         return torch.randint(low, high, (count,), generator=generator, dtype=dtype, device="cpu")
@@ -159,13 +159,16 @@ class Planter:
             combos: of their dtypes.
             chunk: whether tensors of more than one chunk are among them.
         """
-        made = Rows(self, names)
+        made, tails = Rows(self, names), 8 if len(names) < 4 else 2
         small = itertools.cycle(_SMALL)
         for k, combo in enumerate(combos):
             made.add(combo, _LONG if k < 3 else 4101, shifted=())
             made.add(combo, 2049 + k, shifted=range(len(combo)), special=True)
-            for j in range(2):  # one of the lists begins elsewhere, which asks for the slow way of that one
-                made.add(combo, next(small), shifted=((k + j) % len(combo),) if j else (), special=j > 0)
+            for j in range(tails):  # groups of eight with every number of elements in the last one
+                numel = 8 * (j % 3) + (k * tails + j) % 8 + 1
+                made.add(combo, numel, shifted=(), special=j % 2 == 1)
+                made.add(combo, numel + 8 * (k % 2), shifted=((k + j) % len(combo),), special=j % 2 == 0)
+            made.add(combo, next(small), shifted=range(k % 2 * len(combo)), special=k % 3 == 1)
         made.skip()
         if chunk:
             made.add(combos[0], CHUNK + 2049, shifted=())
@@ -181,7 +184,7 @@ class Planter:
         of = [None if slot is None else self.parts[slot].value for slot in rows.columns[models]]
         for value in of:
             if value is not None:  # which nan a nan becomes, and whether it is marked, is up to the machine
-                value.nan_to_num_(nan=1.0, posinf=math.inf, neginf=-math.inf)
+                _without_nan(value)
         made = ChangedBits.allocate(of, "cpu")
         for row in range(1, len(of), 3):
             if of[row] is not None:
@@ -263,6 +266,10 @@ class Rows:
     def alternating(self) -> list[bool]:
         """A flag for each."""
         return [row % 2 == 1 for row in range(len(self))]
+
+
+def _without_nan(value: Tensor) -> None:
+    value.nan_to_num_(nan=1.0, posinf=math.inf, neginf=-math.inf)
 
 
 def _do(function: Callable[..., Any], *given: Any, **more: Any) -> None:
@@ -440,6 +447,7 @@ def _take(p: Planter, marks: bool) -> Run:
         if master is not None and param is not None:  # half of the elements are what the master rounds to
             value = p.parts[param].value
             value[::2] = p.parts[master].value[::2].to(value.dtype)
+            _without_nan(value)  # which nan a nan rounds to, and whether it is taken, is up to the machine
     return _where_written(p, rows, multi_tensor_refresh_masters)
 
 
@@ -465,8 +473,12 @@ def _capture_scale(p: Planter, marks: bool) -> Run:
     return run
 
 
+_MAX_NORM = 0.9
+_NORMS = (3.3000001, 0.7, 17.123456789, 1.23456789e200, math.inf, math.nan, 0.0)
+
+
 def _decide_clip(p: Planter, marks: bool) -> Run:
-    norms = [p.number("norm", value, torch.float64) for value in (4.0, 0.25, 1e200, math.inf, math.nan, 0.0)]
+    norms = [p.number("norm", value, torch.float64) for value in _NORMS]
     flags = [p.number("found_inf", value) for value in (0.0, 1.0)]
     cases = [(norm, flag, only) for norm in norms for flag, only in ((None, False), (0, True))]
     cases.append((norms[0], 1, False))
@@ -476,9 +488,9 @@ def _decide_clip(p: Planter, marks: bool) -> Run:
         for (norm, flag, only), (single, factor) in zip(cases, made, strict=True):
             found = None if flag is None else room.at(flags[flag])
             if room.is_card:
-                cuda.decide_clip(room.at(norm), found, 1.0, only, room.at(single), room.at(factor))
+                cuda.decide_clip(room.at(norm), found, _MAX_NORM, only, room.at(single), room.at(factor))
             else:
-                given = backends.clip_factor(room.at(norm), 1.0)
+                given = backends.clip_factor(room.at(norm), _MAX_NORM)
                 given = given if found is None else torch.where(found > 0, 1.0, given)
                 room.at(single).copy_(room.at(norm).float())
                 room.at(factor).copy_(torch.where(room.at(norm).isfinite(), given, 1.0) if only else given)
@@ -585,7 +597,7 @@ class _Step:
             else [(_SINGLE, _SINGLE, *kinds)]
         )
         self._formula, self._coded = formula, coded
-        self.rows = rows = p.rows(names, combos)
+        self.rows = rows = p.rows(names, combos, chunk=models or coded)
         if coded or models:  # pieces of whole tensors, with units of 171 elements
             rows.add(combos[-1], 3 * 171, shifted=())
             rows.add(combos[0], 12 * 171, shifted=(0, 1))

@@ -7,6 +7,7 @@ bit, touches a guard, raises an error or does not answer in time may not serve; 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -20,7 +21,6 @@ from .verdicts import Outcome, Verdicts, proving
 _cuda: Any = torch.cuda
 PATIENCE = 20.0
 """Seconds that a card has for an answer; a proof takes it some milliseconds."""
-_ALIGNED = 512
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -82,19 +82,13 @@ def prove(names: Iterable[str], index: int, place: Place | None = None) -> dict[
     there = Place(index) if place is None else place
     asked = list(names)
     failed: dict[str, Outcome] = {}
-    starts: list[int] = []
-    size = 0
-    for name in asked:
-        starts.append(size)
-        size += -(-planted(name).before.numel() // _ALIGNED) * _ALIGNED
-    began = torch.full((size,), 0, dtype=torch.uint8, device="cpu")
-    for name, start in zip(asked, starts, strict=True):
-        before = planted(name).before
-        began[start : start + before.numel()] = before
+    stretches = [planted(name).before for name in asked]
+    starts = [0, *itertools.accumulate(stretch.numel() for stretch in stretches)]
+    began = torch.cat(stretches)
     try:
         with there.working(), proving():
             memory = there.bring(began)
-            for name, start in zip(asked, starts, strict=True):
+            for name, start in zip(asked, starts, strict=False):
                 parts, before, run = planted(name)
                 try:
                     run(Room(parts, memory[start : start + before.numel()], True))
@@ -112,7 +106,7 @@ def prove(names: Iterable[str], index: int, place: Place | None = None) -> dict[
     except Exception as error:
         return dict.fromkeys(asked, _of_error(error))
     outcomes = {}
-    for name, start in zip(asked, starts, strict=True):
+    for name, start in zip(asked, starts, strict=False):
         want = wanted[name]
         outcomes[name] = failed.get(name) or compare(planted(name).parts, found[start : start + want.numel()], want)
     return outcomes

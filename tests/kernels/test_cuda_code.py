@@ -11,15 +11,21 @@ import pickle
 import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 import emulated
 import kept
 import ptx_cases
+import ptx_faults
+import ptx_machine
 import pytest
+import torch
+from ptx import Instruction
 
-from fp16opt.kernels import cuda_devices, cuda_rows, nvrtc
+from fp16opt.kernels import cuda_devices, cuda_rows, nvrtc, planted, proof
 from fp16opt.kernels.cuda_rows import KERNELS, Blocks, Kernel
+from fp16opt.prove.where import HostPlace
 
 FINDING = {
     "Unscale": (True, True),
@@ -241,6 +247,62 @@ def test_a_thread_writes_the_bits_of_the_cpu(executed: dict[str, list[ptx_cases.
 
 
 @pytest.mark.parametrize("name", [name for name, (_, stores) in WIDE.items() if stores])
+def machine_of(compiled: Compiled, folder: Path) -> ptx_machine.Machine:
+    """What executes whole grids, as a card would."""
+    texts = {name: compiled.kernels[kernel.functor.name] for name, kernel in KERNELS.items()}
+    return ptx_machine.Machine(ptx_machine.build(folder), texts)
+
+
+OTHERS = [name for name in KERNELS if name not in (*cuda_rows.FIRST, "cast", "split", "join", "l2norm")]
+
+
+@pytest.mark.parametrize(
+    "names", [[name for name in KERNELS if name not in OTHERS], pytest.param(OTHERS, marks=pytest.mark.slow)]
+)
+def test_whole_grids_pass_the_proof(
+    compiled: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str]
+) -> None:
+    """Every block and thread, barriers and shuffles, instruction by instruction: what a card does at first use."""
+    for name in names:
+        planted.expected(name)
+    machine = machine_of(compiled, tmp_path)
+    ptx_faults.serve(machine, monkeypatch)
+    found = {name: proof.prove((name,), 0, HostPlace())[name].words for name in names}
+    assert found == dict.fromkeys(names, "")
+    assert machine.executed > 20_000_000
+
+
+def test_faults_in_an_instruction_are_refused(
+    compiled: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few of those that ptx_faults.py plants; it counts them all."""
+    machine, outcomes = machine_of(compiled, tmp_path), dict[str, Counter[str]]()
+    torch.set_num_threads(1)  # none may work while the process is doubled
+    trials = [ptx_faults.Trial(machine, name, others=1) for name in ("take", "decide_clip", "join")]
+    ptx_faults.serve(machine, monkeypatch)
+    for trial in trials:
+        assert trial.right() == ""
+        for fault in ptx_faults.chosen(machine.code(trial.name), 4, seed=1):
+            outcomes.setdefault(fault.kind, Counter())[trial.outcome(fault)] += 1
+    assert set(outcomes) == set(ptx_faults.KINDS)
+    assert {kind: found["missed"] for kind, found in outcomes.items()} == dict.fromkeys(ptx_faults.KINDS, 0)
+    assert sum(found["refused"] for found in outcomes.values()) > 40
+
+
+def test_a_fault_that_never_ends_is_refused(
+    compiled: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = machine_of(compiled, tmp_path)
+    torch.set_num_threads(1)
+    trial = ptx_faults.Trial(machine, "decide_clip", others=0)
+    ptx_faults.serve(machine, monkeypatch)
+    assert trial.right() == ""
+    code = machine.code("decide_clip")
+    here = Instruction("", "bra", ["bra"], [next(iter(code.program.labels))])
+    place = code.program.labels[here.operands[0]]
+    assert trial.outcome(ptx_faults.Fault("branch", place, here)) == "refused"
+
+
 def test_addresses_and_dtypes_are_loaded_once_a_chunk(executed: dict[str, list[ptx_cases.Executed]], name: str) -> None:
     """Up to three times where block, threads and marks need them: not for every row, of which the chunk has more."""
     assert ptx_cases.ROWS > 3
