@@ -18,7 +18,7 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from fp16opt import MixedPrecisionOptimizer
+from fp16opt import MixedPrecisionOptimizer, digests
 
 LR = 1e-6  # as reinforcement learning uses
 
@@ -76,6 +76,39 @@ class Take:
     def run(self) -> None:
         """What is timed."""
         self.delta = self.opt.take_delta(self.model)
+
+
+class Digests:
+    """A number for each tensor, as ``verify`` compares them."""
+
+    name = "digests"
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def prepare(self) -> None:
+        """Nothing to do."""
+
+    def run(self) -> None:
+        """What is timed."""
+        digests(self.model)
+
+
+class Patches:
+    """What a sampler's loader gets of a delta."""
+
+    name = "patches"
+
+    def __init__(self, take: Take) -> None:
+        self.take = take
+
+    def prepare(self) -> None:
+        """Nothing to do."""
+
+    def run(self) -> None:
+        """What is timed."""
+        for _ in self.take.delta.patches():
+            pass
 
 
 class ByHand:
@@ -155,10 +188,13 @@ def main() -> None:
     print(
         f"deltas gave equal bits; {take.delta.num_changed / elements:.2%} of weights changed, {take.delta.nbytes} bytes"
     )
-    found = common.alternate([take, hand], rounds)
+    found = common.alternate([take, hand, Digests(model), Patches(take)], rounds)
     timings += found.values()
     bound = None if arguments.quick else 0.40
-    rows.append(common.ratio_row("take_delta / torch by hand, 1% changed", bound, *found.values()))
+    taken, by_hand, *others = found.values()
+    rows.append(common.ratio_row("take_delta / torch by hand, 1% changed", bound, taken, by_hand))
+    for other in others:
+        rows.append(common.ratio_row(f"{other.name} / take_delta", None, other, taken))
     common.print_rows(rows)
     common.write_json(arguments.json, rows=rows, timings=timings, elements=elements)
 

@@ -14,7 +14,8 @@ of four ways begins:
   the moments stay FP32, and the loss is scaled.
 
 The sampler gets the weights once. After each step the trainer sends what ``take_delta`` gives, as bytes through a pipe;
-the sampler applies it and answers with a SHA-256 digest of its weights, which must be that of the trainer's.
+the sampler writes its patches, as the loader of any sampler would, verifies what came of it, and answers with a SHA-256
+digest of its weights, which must be that of the trainer's.
 
 Every operation rounds its result to the weights' dtype. Matrices are multiplied as FP32 copies, made where they are
 used: products are summed up in FP32 and rounded once, as on a GPU, and a CPU without 16-bit arithmetic is many times
@@ -32,6 +33,7 @@ import io
 import logging
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -47,7 +49,7 @@ from torch.optim import AdamW
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from fp16opt import MixedPrecisionOptimizer, WeightDelta
+from fp16opt import MixedPrecisionOptimizer, WeightDelta, WeightPatch
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -183,10 +185,18 @@ def write_answers(model: Sorter, prompts: Tensor, seed: int) -> tuple[Tensor, Te
     return torch.cat(answers, 1), torch.cat(found, 1)
 
 
+def load_patches(model: nn.Module, patches: Iterable[WeightPatch]) -> None:
+    """Write new values where they go. A sampler with other names and layouts asks for ``patches(names=...)``."""
+    state = model.state_dict()
+    for patch in patches:
+        where = slice(None) if patch.indices is None else patch.indices
+        state[patch.name].view(-1)[where] = patch.values
+
+
 def serve(pipe: Connection) -> None:
     """What the sampler's process does: it gets weights once for each run, then deltas, and writes answers."""
     torch.set_num_threads(1)
-    model = Sorter()
+    model, previous = Sorter(), None
     while True:
         try:
             request, *rest = pipe.recv()
@@ -196,9 +206,13 @@ def serve(pipe: Connection) -> None:
             state = torch.load(io.BytesIO(rest[0]), weights_only=True)
             model = Sorter().to(state["head.weight"].dtype)
             model.load_state_dict(state)
+            previous = None
             pipe.send(digest(model))
         elif request == "delta":
-            WeightDelta.load(io.BytesIO(rest[0])).apply_(model)
+            delta = WeightDelta.load(io.BytesIO(rest[0]))
+            load_patches(model, delta.patches())
+            delta.verify(model, previous)
+            previous = delta
             pipe.send(digest(model))
         elif request == "answers":
             answers, logs = write_answers(model, torch.from_numpy(rest[0]), seed=rest[1])

@@ -138,6 +138,14 @@ def test_a_patch_has_what_changed_in_it() -> None:
     values = patch.values.clone()
     step_small_rows(model, opt)
     assert torch.equal(patch.values, values), "a later step does not write into it"
+    with torch.no_grad():
+        model.weight.mul_(2)  # comes whole
+    (whole,) = opt.take_delta(model).patches()
+    assert whole.indices is None
+    with torch.no_grad():
+        expected = model.weight.clone()
+        model.weight.mul_(2)
+    assert torch.equal(whole.values.view(10, 8), expected), "nor does another write"
 
 
 def step_small_rows(model: nn.Module, opt: MixedPrecisionOptimizer) -> None:

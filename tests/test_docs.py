@@ -99,7 +99,7 @@ def test_python_block_of_the_documentation(
     path: Path, line: int, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     skip_without_trainer(path.stem)
-    for name in re.findall(r"^(?:import|from) (trl|transformers)\b", code, re.MULTILINE):
+    for name in re.findall(r"^(?:import|from) (trl|transformers|vllm|verl|safetensors)\b", code, re.MULTILINE):
         pytest.importorskip(name)
     monkeypatch.chdir(tmp_path)  # what a block saves is not left in the repository
     namespace = {"__name__": "__readme__"}

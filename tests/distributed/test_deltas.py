@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import itertools
+import math
+import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +18,19 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from distributed.models import Net, loss_of
 from distributed.world import World, raised
-from fp16opt import MixedPrecisionOptimizer, WeightDelta, distributed
-from fp16opt.engine.dtensors import Region
+from fp16opt import MixedPrecisionOptimizer, WeightDelta, digests, distributed
+from fp16opt.engine.dtensors import local
+from fp16opt.engine.modes.regions import Region
 
+SYNCS = int(os.environ.get("FP16OPT_DELTA_SYNCS", "6"))
+"""Of each random walk."""
 WAYS = ["ddp", "zero", "fsdp2", "hsdp", "tensor parallel"]
 STEPS = 3
 
@@ -100,6 +109,25 @@ def sample(rank: int, size: int, way: str, trained: str, folder: str) -> None:
         expected = torch.load(f"{folder}/{number}.pt")
         for name, value in net.state_dict().items():
             assert torch.equal(full(value).view(-1).view(torch.uint8), expected[name].view(-1).view(torch.uint8)), name
+        delta.verify(net)
+        assert digests(net) == digests(expected), "on any placement"
+        if number == 0:
+            empty = WeightDelta.load(f"{folder}/1.safetensors")
+            for name, value in net.named_parameters():
+                if name == "a.weight" and local(value).numel():
+                    local(value.detach()).view(-1)[0] += 1
+            assert "applied to other weights" in raised(ValueError, lambda empty=empty: empty.verify(net))
+            net.load_state_dict(whole_into(net, expected))
+
+
+def whole_into(net: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """A plain state as one of this net's placements."""
+    return {
+        name: distribute_tensor(state[name], value.device_mesh, value.placements)
+        if hasattr(value, "placements")
+        else state[name]
+        for name, value in net.state_dict().items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -190,3 +218,103 @@ def test_local_indices_in_place_of_global_ones_are_noticed(two: World) -> None:
 
 def test_parts_are_merged(two: World) -> None:
     two.run(merge_parts)
+
+
+# -- patches: each rank gives those of its pieces ----------------------------------------------------------------------
+
+
+def their_names(name: str, shape: tuple[int, ...]) -> Any:
+    """A tensor divided by rows, one stacked apart, two joined, the rest renamed."""
+    if name == "a.weight":
+        return [("a.q", 0, (3, 16)), ("a.k", 3, (shape[0] - 3, 16))]
+    if name == "b.weight":
+        return [(f"experts.{row}", row, shape[1:]) for row in range(3)]
+    if name in ("a.bias", "b.bias"):
+        return [("biases", 0 if name == "a.bias" else 8, (11,))]
+    return f"model.{name}"
+
+
+def theirs_of(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a sampler with these names has when it has the model's weights, made without the library."""
+    state = dict(state)
+    weight, experts = state.pop("a.weight"), state.pop("b.weight")
+    made = {"a.q": weight[:3], "a.k": weight[3:], "biases": torch.zeros(11, dtype=weight.dtype)}
+    made["biases"][: weight.shape[0]], made["biases"][8:] = state.pop("a.bias"), state.pop("b.bias")
+    made |= {f"experts.{row}": expert for row, expert in enumerate(experts)}
+    return {name: value.clone() for name, value in (made | {f"model.{n}": v for n, v in state.items()}).items()}
+
+
+def walk(rank: int, size: int, way: str, options: dict[str, Any], seed: int, syncs: int) -> int:
+    """Random syncs: steps, overflows, writes, loads and resumes; all ranks' patches together make a sampler equal."""
+    rng = random.Random(seed)  # the same on all ranks
+    torch.manual_seed(0)
+    net = placed(way, net_for(way), size)
+    optimizer: Any = (
+        ZeroRedundancyOptimizer(net.parameters(), AdamW, lr=1e-3) if way == "zero" else AdamW(net.parameters(), lr=1e-3)
+    )
+    opt = MixedPrecisionOptimizer(optimizer, track_changes=True, loss_scale=128.0, **options)
+    model: Any = net
+    if way in ("ddp", "zero"):
+        model = DistributedDataParallel(net)
+        distributed.attach(opt, model)
+    theirs, number = theirs_of({name: full(value) for name, value in net.state_dict().items()}), itertools.count()
+    saved: list[Any] = []
+    for _ in range(syncs):
+        waiting = []
+        for _ in range(rng.randint(1, 5)):
+            opt.zero_grad()
+            seen = 0 if way == "tensor parallel" else rank
+            opt.backward(loss_of(model, next(number), seen, poison=rng.random() < 0.2))
+            opt.step()
+            if rng.random() < 0.3:
+                piece = local(rng.choice(list(net.parameters())).detach())
+                piece.view(-1)[: rng.randint(1, 3)] = 0.25  # past all counters
+            if rng.random() < 0.1:
+                net.load_state_dict({name: value * 0.5 for name, value in net.state_dict().items()})
+            if rng.random() < 0.1 and saved:
+                distributed.load_state_dict(net, opt, saved.pop())
+            elif rng.random() < 0.1:
+                saved.append(copy.deepcopy(distributed.state_dict(net, opt)))
+            if rng.random() < 0.3:
+                waiting.append(opt.take_delta(net))
+        delta = WeightDelta.merge([*waiting, opt.take_delta(net)]).distinct()
+        written = {name: torch.zeros_like(value, dtype=torch.int64) for name, value in theirs.items()}
+        everyone: list[Any] = [None] * size
+        patches = list(delta.patches(chunk_bytes=rng.choice([1, 1 << 20]), names=their_names))
+        dist.all_gather_object(everyone, patches)
+        for patch in itertools.chain(*everyone):
+            where = slice(None) if patch.indices is None else patch.indices.long()
+            assert patch.shape == theirs[patch.name].shape
+            written[patch.name].view(-1)[where] += 1
+            theirs[patch.name].view(-1)[where] = patch.values
+        expected = theirs_of({name: full(value) for name, value in net.state_dict().items()})
+        for name, value in expected.items():
+            assert torch.equal(value.view(-1).view(torch.uint8), theirs[name].view(-1).view(torch.uint8)), name
+            assert int(written[name].amax()) <= 1, f"{name}: each element once"
+    return syncs
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"fused_step": True}, {"fused_step": False}, {"master_weights": "split24", "optimizer_state": "8bit"}],
+    ids=["one pass", "wrapped", "split24, 8-bit"],
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_random_syncs_by_patches_of_all_ranks(way: str, options: dict[str, Any], two: World, four: World) -> None:
+    if way == "zero" and "fused_step" not in options:
+        pytest.skip("ZeRO takes full masters and FP32 state")
+    world, each = four if way == "hsdp" else two, 6
+    done = [world.run(walk, way, options, seed, each)[0] for seed in range(math.ceil(SYNCS / each))]
+    assert sum(done) >= SYNCS
+
+
+def refuse_other_numbers(rank: int, size: int) -> None:
+    net = placed("fsdp2", Net(), size)
+    opt = MixedPrecisionOptimizer(AdamW(net.parameters(), lr=1e-3), track_changes=True)
+    deltas = [opt.take_delta(net) for _ in range(2)]
+    match = "distinct: ranks have deltas with the numbers [1, 2]. Take them at the same steps"
+    assert match in raised(ValueError, lambda: deltas[rank].distinct())
+
+
+def test_other_numbers_on_other_ranks_are_refused(two: World) -> None:
+    two.run(refuse_other_numbers)
