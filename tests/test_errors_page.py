@@ -508,6 +508,11 @@ def check_of_what_cannot_be_copied() -> None:
     fp16opt.check(model, lambda: model(torch.ones(3, 4)).sum(), Uncopied(model.parameters(), lr=0.1))
 
 
+def check_of_a_closure() -> None:
+    model = nn.Linear(4, 2)
+    fp16opt.check(model, lambda: model(torch.ones(3, 4)).sum(), SAM(model.parameters(), lr=0.1))
+
+
 def check_of_a_loop_alone() -> None:
     model = nn.Linear(4, 2)
     fp16opt.check(model, lambda: model(torch.ones(3, 4)).sum(), train_step=lambda: None)
@@ -593,6 +598,7 @@ PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "check of released gradients": (V, check_of_released_gradients),
     "check of apex's O1": (T, check_of_apex_o1),
     "check of what can't be copied": (T, check_of_what_cannot_be_copied),
+    "check of a closure": (T, check_of_a_closure),
     "check of a loop alone": (T, check_of_a_loop_alone),
 }
 

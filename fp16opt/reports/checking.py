@@ -15,7 +15,7 @@ from ..engine.dtensors import raw_grad, version
 from ..engine.modes.closures import closure_mode
 from ..engine.params import HALF_DTYPES
 from ..optimizer import MixedPrecisionOptimizer
-from .diagnosis import Diagnosis, diagnose, room
+from .diagnosis import CEILING, Diagnosis, diagnose, room
 from .findings import (
     SHARE,
     WRAP,
@@ -128,7 +128,16 @@ class Checking:
                 self._first_written.add(name)
             elif self.steps > 1 and (differs or (name in self._first_written and version(halves[name]) != count)):
                 self._written_to[name] = None
-        twin.step()
+        try:
+            twin.step()
+        except TypeError as error:
+            if self.wrapper is not None:
+                raise
+            kind = type(twin.optimizer).__name__
+            raise TypeError(
+                f"optimizer: {kind}.step() raised TypeError: {error}. One that evaluates a closure itself, as SAM does, "
+                'is checked as MixedPrecisionOptimizer(optimizer, closure="reevaluate").'
+            ) from error
 
     def _calibrate(self, twin: MixedPrecisionOptimizer) -> bool:
         """The first step that is taken. False where none is, which has become a finding."""
@@ -274,7 +283,7 @@ class Checking:
         elements = {name: self.trained[name].numel() for name in shares}
         share = mean_over(shares, elements)
         bad = most_elements_first(shares, elements)
-        largest = room(run.reaches, scale, torch.device("cpu")) or scale
+        largest = _largest_scale(run, scale)
         numbers = {"underflow": share, "loss_scale": scale, "largest_scale": largest}
         of = {"layer": next(iter(bad), None), "numbers": numbers, "by_layer": bad}
         worst = f", most in {shares_in_words(bad)}" if bad else ""
@@ -455,9 +464,11 @@ class Checking:
         whose = type(twin.optimizer).__name__ + ("" if self.optimizer is not None else " (none was given)")
         skipped = twin.skipped_steps - (0 if self.wrapper is None else self.wrapper.skipped_steps)
         skips = f", {skipped} of them skipped to find the loss scale" if skipped else ""
-        largest = room(run.reaches, float(twin.loss_scale), torch.device("cpu"))
-        scale = f" The loss scale is {twin.loss_scale:,g}"
-        scale += "." if largest is None else f"; from {2 * largest:,.0f} on a gradient of this batch would overflow."
+        largest = _largest_scale(run, float(twin.loss_scale))
+        why = (
+            "as the loss is FP16: end the model with .float()" if run.loss_dtype == torch.float16 else "for this batch"
+        )
+        scale = f" The loss scale is {twin.loss_scale:,g}; the largest possible is {largest:,.0f}, {why}."
         fp16 = any(reach.dtype == torch.float16 for reach in run.reaches)
         self.facts.insert(
             0, f"{self.steps} steps of {whose} over {kinds} weights{skips}.{scale if fp16 or skipped else ''}"
@@ -516,6 +527,12 @@ class Checking:
                 else "before = scaler.get_scale(); scaler.update()\nif scaler.get_scale() >= before: scheduler.step()",
                 numbers={} if seen.moved is None else {"lr_before": seen.moved[0], "lr_after": seen.moved[1]},
             )
+
+
+def _largest_scale(run: Run, scale: float) -> float:
+    """The largest power of two at which no gradient of this batch overflows; of an FP16 loss its own is the scale."""
+    most = 2.0**15 if run.loss_dtype == torch.float16 else CEILING
+    return min(room(run.reaches, scale, torch.device("cpu")) or scale, most)
 
 
 def _as_fp16(grad: Tensor, through_fp16: bool) -> Tensor | None:

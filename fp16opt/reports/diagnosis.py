@@ -221,7 +221,7 @@ def room(reaches: list[Reach], scale: float, device: torch.device) -> float | No
     worst, share = agreed([float(not all(reach.is_finite for reach in reaches)), share], device)
     if worst:
         return None
-    return CEILING if share == 0.0 else min(CEILING, 2.0 ** math.floor(math.log2(scale / share)))
+    return CEILING if share <= scale / CEILING else 2.0 ** math.floor(math.log2(scale / share))
 
 
 # -- gradients underflow -----------------------------------------------------------------------------------------------

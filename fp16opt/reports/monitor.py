@@ -525,7 +525,7 @@ def _in_words(numbers: Sequence[float], skipped: bool, has_no_master: bool) -> d
             row["update_ulps"] = update["of update"] / update["of ulp"]
             row["lost"] = update["of lost"] / update["of moved"] if update["of moved"] else None
             if count > zero:
-                row["still"] = max(0.0, update["of count"] - update["of moved"] - zero) / (count - zero)
+                row["still"] = max(0.0, count - zero - update["of moved"]) / (count - zero)
             if has_no_master and count:
                 row["lost"] = row["still"]
     return row

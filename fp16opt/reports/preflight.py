@@ -124,6 +124,8 @@ def check(
     held = held_by(optimizer)
     if train_step is not None and held is None:
         raise TypeError("train_step: expected the optimizer that it steps, too, got none. Give it as optimizer=.")
+    if held is None and not any(param.requires_grad for param in model.parameters()):
+        raise ValueError("model: expected parameters that require grad, got none. Unfreeze those that are to train.")
     _refuse_many_ranks()
     checked = Checking(model, loss_fn, held, scaler)
     outside = [param for param in params_of(held, model) if id(param) not in checked.names]

@@ -304,6 +304,43 @@ def lbfgs() -> Case:
     return {"model": model, "loss_fn": loss_of(model), "optimizer": opt}
 
 
+class SAM(SGD):
+    """Evaluates its closure twice."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            closure()
+            loss = closure()
+        super().step()
+        return loss
+
+
+def sam() -> Case:
+    model = mlp(HALF)
+    opt = wrapped(model, SAM, dynamic=True, closure="reevaluate")
+    loss = loss_of(model)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        found = loss()
+        opt.backward(found)
+        return found
+
+    return {"model": model, "loss_fn": loss, "optimizer": opt, "train_step": lambda: opt.step(closure)}
+
+
+def sparse_gradients() -> Case:
+    model = nn.Embedding(24, 8, sparse=True).bfloat16()
+    ids = torch.randint(0, 24, (6, 4))
+    opt = MixedPrecisionOptimizer(SGD(model.parameters(), lr=0.1))
+    return {"model": model, "loss_fn": lambda: model(ids).float().square().sum(), "optimizer": opt}
+
+
+def fp64() -> Case:
+    model = mlp(torch.float64)
+    return {"model": model, "loss_fn": loss_of(model), "optimizer": AdamW(model.parameters(), lr=1e-3)}
+
+
 def a_scale_that_follows_headroom() -> Case:
     model = mlp(HALF)
     return {
@@ -338,6 +375,9 @@ SOUND = [
     by_class_path_with_an_average,
     lbfgs,
     a_scale_that_follows_headroom,
+    sam,
+    sparse_gradients,
+    fp64,
 ]
 
 
@@ -687,6 +727,17 @@ def test_shares_of_gradients_are_exact() -> None:
     assert one.by_layer == {"weight": 3 / 8}
 
 
+def test_an_fp16_loss_limits_the_scale() -> None:
+    model = mlp(HALF)
+    x = batch(HALF)
+    found = check(model, lambda: model(x).square().mean(), wrapped(model, dynamic=True))
+    assert found.findings == []
+    assert (
+        "1 of them skipped to find the loss scale. The loss scale is 32,768; the largest possible is" in found.facts[0]
+    )
+    assert "is 32,768, as the loss is FP16: end the model with .float()" in found.facts[0]
+
+
 # -- everything is put back --------------------------------------------------------------------------------------------
 
 
@@ -722,7 +773,7 @@ def everything(case: Case) -> dict[str, Any]:
     model, opt = case["model"], case["optimizer"]
     return {
         "model": model.state_dict(),
-        "grads": [None if param.grad is None else param.grad for param in model.parameters()],
+        "grads": [param.grad for param in model.parameters()],
         "modes": [module.training for module in model.modules()],
         "optimizer": opt.state_dict(),
         "scaler": case["scaler"].state_dict() if "scaler" in case else None,
@@ -732,6 +783,7 @@ def everything(case: Case) -> dict[str, Any]:
 
 def same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor):
+        a, b = a.to_dense(), b.to_dense()
         return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
@@ -863,6 +915,10 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         check(model, loss, opt, steps=3)
     with pytest.raises(ValueError, match=r"lr"):
         check(model, loss, lr=float("nan"))
+    with pytest.raises(ValueError, match=r"model: expected parameters that require grad, got none"):
+        check(mlp().requires_grad_(False), loss)
+    with pytest.raises(TypeError, match=r'SAM\.step\(\) raised TypeError: .*closure="reevaluate"'):
+        check(model, loss, SAM(model.parameters(), lr=0.1))
     released = MixedPrecisionOptimizer(SGD(mlp(BF16).parameters(), lr=0.1), gradient_release=True)
     with pytest.raises(ValueError, match=r"gradient_release=True steps parameters in every backward"):
         check(model, loss, released)
