@@ -186,9 +186,10 @@ def test_training_random_calls_equal_full_masters() -> None:
     assert_same(state_of(opts[1]), state_of(opts[0]), "state")
 
 
-def test_marks_on_parameters_are_on_what_is_stepped() -> None:
+@pytest.mark.parametrize("mode", ["full", "split"])
+def test_marks_on_parameters_are_on_what_is_stepped(mode: str) -> None:
     """Optimizers such as Muon variants read marks that users set."""
     p = ones(2)
     p.use_muon = True  # type: ignore[attr-defined]
-    opt = wrap(SGD([p], lr=0.5))
+    opt = wrap(SGD([p], lr=0.5), mode)
     assert groups_params(opt)[0].use_muon is True
