@@ -96,6 +96,7 @@ def named(named_parameters: Iterable[tuple[str, Tensor]] | None) -> list[tuple[s
     """The pairs of ``model.named_parameters()``, checked, by the names that they have in the module itself.
 
     Example:
+        >>> import torch
         >>> [name for name, _ in named([("module._orig_mod.weight", torch.ones(1)), ("module.bias", torch.ones(1))])]
         ['weight', 'bias']
     """
