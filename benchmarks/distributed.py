@@ -247,6 +247,10 @@ def counted(shard: str) -> dict[str, dict[str, float]]:
     }
 
 
+OWN = 4
+"""Numbers in the optimizer's one message."""
+
+
 def sent(profile: Any) -> tuple[float, float]:
     """(bytes of 16-bit tensors in collectives; how many collectives) of one step, the 32 bytes among the latter."""
     elements = 0
@@ -258,7 +262,9 @@ def sent(profile: Any) -> tuple[float, float]:
         if event.name == "c10d::_allgather_base_":
             elements += torch.Size(shapes[0]).numel()
         elif event.name in ("gloo:all_reduce", "gloo:broadcast"):  # gloo scatters what an all-reduce gave
-            elements += torch.Size(shapes[0]).numel() if torch.Size(shapes[0]).numel() > 2 else 0
+            count = torch.Size(shapes[0]).numel()
+            messages += count <= OWN  # by connections of its own, beside those of c10d
+            elements += count if count > OWN else 0
     return 2.0 * elements, float(messages)
 
 

@@ -208,8 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Of the command line; those that Python was given where it is None.
 
     Returns:
-        The exit status: 0; 1 where the answer of ``certify``, ``check``, ``compile`` or ``prove`` is no, or ``old-lines``
-        has found some; 2 where there is no answer.
+        The exit status: 0; 1 where the answer of ``certify``, ``check``, ``compile`` or ``prove`` is no, or
+        ``old-lines`` has found some; 2 where there is no answer.
     """
     try:
         given = parser().parse_args(arguments)

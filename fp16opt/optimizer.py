@@ -639,8 +639,9 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         scaled = self._scaled(loss, scaler)
         try:
             torch.autograd.backward(scaled, None, retain_graph, create_graph, inputs=inputs)
-        except BaseException:
+        except BaseException as error:
             self.step_state.interrupt()
+            parallel.explain(error, "a backward")
             raise
         self.step_state.end_backward(stamp=update_master_grads)
         if not self.params.has_dtensors and self.step_state.found_none():  # FSDP2 may add up gradients of its own first

@@ -101,6 +101,13 @@ def digest(optimizer: Any) -> Digest:
     return facts.digest(optimizer)
 
 
+def explain(error: BaseException, place: str) -> None:
+    """Put into an error of torch.distributed which ranks did other things, as far as they say so."""
+    waiting = sys.modules.get(f"{__package__}.distributed.waiting")
+    if waiting is not None:
+        waiting.explain(error, place)
+
+
 def refuse_plain_state(alone: bool, what: str) -> None:
     """Raise where masters are spread over ranks, or where torch's checkpointing asks: it can't hold masters."""
     if not alone:

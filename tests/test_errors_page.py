@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import datetime
 import logging
 import re
 import threading
@@ -23,7 +24,7 @@ import fp16opt
 import fp16opt.amp
 import fp16opt.distributed
 from fp16opt import AveragedMasters, DynamicLossScaler, GradScaler, LossScaleError, MixedPrecisionOptimizer, ema
-from fp16opt.distributed import settings
+from fp16opt.distributed import settings, waiting
 from fp16opt.engine.diagnostics import Lines
 from fp16opt.engine.ranks import Asked
 
@@ -541,6 +542,17 @@ def another_order(monkeypatch: pytest.MonkeyPatch) -> None:
     apart(monkeypatch, 0.1, Asked(None, None, 0, 1))
 
 
+def saved_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 of two trains on."""
+    store: Any = dist.HashStore()
+    store.set_timeout(datetime.timedelta(seconds=1))
+    store.set("at/1", "a forward of the model")
+    with Alone():
+        monkeypatch.setattr(waiting, "_store", lambda: store)
+        monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1])
+        waiting.meet("save('step100')")
+
+
 PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "written after backward": (R, written_after_backward),
     "written after the check": (R, written_after_the_check),
@@ -594,6 +606,7 @@ PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "too many in a row": (LossScaleError, too_many_in_a_row),
     "settings drifted": (R, settings_drifted),
     "another order": (R, another_order),
+    "saved by one": (R, saved_by_one),
     "check on many ranks": (R, check_on_many_ranks),
     "check of released gradients": (V, check_of_released_gradients),
     "check of apex's O1": (T, check_of_apex_o1),

@@ -131,6 +131,7 @@ FOREIGN = {
     "_orig_mod": "of torch.compile: the module inside",
     "_comm_hooks": "of DistributedDataParallel: the states of hooks that were registered",
     "_fsdp_flattened": "a parameter of FSDP1",
+    "_get_default_store": "of torch.distributed, whose ranks tell there where they wait",
     "_get_root_mesh": "of a DeviceMesh, whose flattened form serves all of its dimensions",
     "_flatten": "as above",
     "_mesh_resources": "as above, before torch 2.10",

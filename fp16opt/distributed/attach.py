@@ -18,8 +18,9 @@ from .alike import Reach, compare, ranks_in
 from .exchange import message_device, require_process_group, together
 from .facts import facts, is_zero
 from .modules import parameter_names, uncompiled, wrapper_of
-from .replicas import Compared, DdpReplicas, Independent, ScheduledDdp
+from .replicas import DdpReplicas, Independent, ScheduledDdp, Sharded
 from .shards import MeshRanks, StageRanks
+from .waiting import meet
 
 
 def attach(
@@ -74,6 +75,7 @@ def attach(
     ddp = module if isinstance(module, DistributedDataParallel) and not sharded else None
     if process_group is not None:
         _check_stage(wrapper, module, process_group, verify_ranks_every if ddp is None else 0)
+        meet("attach()", process_group)
         together("attach", lambda: _take_names(wrapper.params, module), process_group)
         _attach_stage(wrapper, ddp, process_group, verify_ranks_every)
         return
@@ -85,12 +87,13 @@ def attach(
     _leave_stages(wrapper)
     ranks = wrapper.step_state.ranks
     group = ranks.group if ddp is None else ddp.process_group
+    meet("attach()", group)
     together("attach", lambda: _take_names(wrapper.params, module), group)
     everyone = tuple(sorted(ranks_in(group)))
     reach = ranks.reach if isinstance(ranks, MeshRanks) else lambda _: Reach(everyone, everyone)
     compare("the optimizer", facts(wrapper), reach, group)
     if ddp is None:
-        _replace(wrapper, Compared(group, verify_ranks_every))
+        _replace(wrapper, Sharded(module, group, verify_ranks_every))
     else:
         _replace(wrapper, DdpReplicas(ddp, verify_ranks_every, wrapper.step_state))
 
@@ -145,7 +148,7 @@ def _leave_stages(wrapper: Wrapper) -> None:
 
 def _replace(wrapper: Wrapper, replicas: Replicas) -> None:
     before = wrapper.step_state.replicas
-    if isinstance(before, DdpReplicas):
+    if isinstance(before, (DdpReplicas, Sharded)):
         before.detach()
     wrapper.step_state.replicas = replicas
 

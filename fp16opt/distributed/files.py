@@ -30,6 +30,7 @@ from ..engine.snapshot import copied
 from .exchange import gather, together
 from .modules import unwrapped, wrapper_of
 from .named import load_state_dict, names_of, of_all_stages, state_dict
+from .waiting import meet
 
 MANIFEST = "fp16opt.json"
 _FORMAT = 1
@@ -53,10 +54,12 @@ def save(path: str | os.PathLike[str], model: nn.Module, opt: Optimizer) -> None
 
     Raises:
         FileExistsError: there is something at ``path``. Save every checkpoint under a name of its own.
-        RuntimeError: writing failed on some rank, or a rank is gone.
+        RuntimeError: writing failed on some rank, a rank is gone, or has not called this within the time-out of
+            ``init_process_group``.
 
     Syncs: yes.
     """
+    meet(f"save({Path(path).name!r})")
     payload = together("save", lambda: _payload(model, opt))
     payload = of_all_stages(opt, payload)
     _write(Path(path), payload, None)
@@ -78,6 +81,7 @@ def save_async(path: str | os.PathLike[str], model: nn.Module, opt: Optimizer) -
         FileExistsError: there is something at ``path``.
     """
     where = Path(path)
+    meet(f"save_async({Path(path).name!r})")
     payload = together("save_async", lambda: _copied(_payload(model, opt)))
     payload = of_all_stages(opt, payload)
     together("save_async", lambda: _check_new(where))
@@ -143,6 +147,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, opt: Optimizer) -> None
 
     Syncs: yes.
     """
+    meet(f"load({Path(path).name!r})")
     where = Path(path)
     manifest = together("load", lambda: check_complete(where))
     together("load", lambda: _check_sums(where, manifest))  # before torch unpickles anything

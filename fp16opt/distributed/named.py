@@ -24,6 +24,7 @@ from .exchange import gather, together
 from .facts import is_zero
 from .modules import parameter_names, unwrapped, wrapper_of
 from .shards import StageRanks
+from .waiting import meet
 from .zero import owners, sync
 
 KEYS = ("masters", "state", "scaler", "param_groups")
@@ -165,6 +166,8 @@ def load_state_dict(model: nn.Module, opt: Optimizer, state_dict: Mapping[str, A
         """Where ranks are about to send each other parts, what one of them refuses all do."""
         return check() if ranks.alone else together("load_state_dict", check, ranks.group)
 
+    if not ranks.alone:
+        meet("load_state_dict()", ranks.group)
     names: dict[int, str] = everywhere(lambda: _check(model, opt, wrapper, state_dict))
     saved = state_dict["masters"]
     values = [laid_out(saved[names[id(pair.model)]], pair.master) for pair in wrapper.params.all]
@@ -313,6 +316,7 @@ def fp32_state_dict(model: nn.Module, opt: Optimizer) -> dict[str, Any]:
             "fp32_state_dict: rank 0 has one stage of the pipeline. Save by fp16opt.distributed.save, and load that "
             "into the whole model on one rank."
         )
+    meet("fp32_state_dict()")
     wrapper.model_writes.sync()
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     whole: dict[str, Any] = {}

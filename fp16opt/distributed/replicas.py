@@ -7,6 +7,7 @@ compare the ranks' masters now and then.
 from __future__ import annotations
 
 import hashlib
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from ..engine.ranks import Digest, Replicas, Sums
 from ..engine.step_state import StepState
 from .exchange import gather
 from .settings import refuse_settings
+from .waiting import explain
 
 _CHUNK = 2**25  # bytes of FP32 sums that are sent at a time
 _VERDICTS = 8  # verdicts that travel with them; should more scalers have a part, the last one is theirs together
@@ -57,6 +59,30 @@ class Compared(Independent):
         self._steps += 1
         if self.every and self._steps % self.every == 0:
             verify(self.group, digest())
+
+
+class Sharded(Compared):
+    """Ranks over which one module's parameters are cut.
+
+    Args:
+        module: whose forward waits for the other ranks.
+    """
+
+    def __init__(self, module: Any, group: Any, every: int) -> None:
+        super().__init__(group, every)
+        self._hook = module.register_forward_hook(_after_forward, always_call=True)
+
+    def detach(self) -> None:
+        """Take the hook away."""
+        self._hook.remove()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _after_forward(_module: Any, _args: Any, output: Any) -> None:
+    """A forward that has failed on a message says which ranks did other things."""
+    error = sys.exc_info()[1]
+    if output is None and error is not None:
+        explain(error, "a forward of the model")
 
 
 class DdpReplicas(Compared):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from .alike import Bits, Holders, Reach, compare
 from .exchange import require_process_group
 from .replicas import content_hash
 from .settings import Settings
+from .waiting import explain, meet, own_group, reduce_over
 
 _EXACT = 2**53  # float64 counts up to here without gaps
 _HIGHEST = 7  # (2**128) ** 7 is within float64, with room for a sum, and so are small gradients
@@ -40,6 +42,7 @@ class GroupRanks(Ranks):
         self.device = device
         self._facts: Callable[[], Facts] | None = facts
         self._settings = Settings(optimizer)
+        self._own: Any = None  # of the same ranks, for messages of steps
         self._unread: tuple[Asked, Tensor] | None = None  # of a message whose numbers lie on a device
 
     def reach(self, param: Tensor) -> Reach:
@@ -50,6 +53,7 @@ class GroupRanks(Ranks):
         """Compare, the first time, what ranks must have alike. One that differs would be summed wrongly."""
         require_process_group("an optimizer with masters on several ranks")
         if self._facts is not None:
+            meet("the first clip or step", self.group)
             compare("the optimizer", self._facts(), self.reach, self.group)
             self._facts = None
 
@@ -73,7 +77,13 @@ class GroupRanks(Ranks):
         Sends float64 [counts, sum, number, its square]: 32 bytes. The number stands for settings and for what is asked;
         it is the same on all ranks where that of all, squared, is their count times the sum of squares.
         """
-        self.check_alike()
+        with self._sending("a clip or a step"):
+            self.check_alike()
+            return self._agree(found, asked, power_sum, has_grads)
+
+    def _agree(
+        self, found: Sequence[Tensor], asked: Asked, power_sum: Tensor | None, has_grads: bool
+    ) -> tuple[list[Tensor], Tensor | None, Tensor]:
         size, norm_type = dist.get_world_size(self.group), asked.norm_type
         if not self.counts_backwards:
             asked = asked._replace(backwards=None)
@@ -94,14 +104,14 @@ class GroupRanks(Ranks):
         if is_max:
             flags[0] += flags[0] + float(has_grads)  # 2 where it is set, 1 for gradients
             total = torch.cat([flags, last.view(1), settings])
-            dist.all_reduce(total, dist.ReduceOp.MAX, group=self.group)
+            reduce_over(self._own_group(), total, dist.ReduceOp.MAX)
             there = total[0] > 0
             flags = torch.cat([(total[0] / 2).floor().view(1), total[1:-3]])
         else:
             radices = [float(size + 1)] * (len(found) + 1)
             own = torch.tensor([has_grads], dtype=flags.dtype, device=flags.device)
             total = torch.cat([_packed(torch.cat([own, flags]), radices), last.view(1), settings])
-            dist.all_reduce(total, group=self.group)
+            reduce_over(self._own_group(), total, dist.ReduceOp.SUM)
             numbers = _unpacked(total[:-3], radices)
             there, flags = numbers[0] > 0, numbers[1:]
         if self.device.type == "cpu":
@@ -122,6 +132,20 @@ class GroupRanks(Ranks):
         if not are_alike:
             self._settings.refuse(asked, self.group, is_late)
 
+    def _own_group(self) -> Any:
+        if self._own is None:
+            self._own = own_group(self.group)
+        return self._own
+
+    @contextlib.contextmanager
+    def _sending(self, place: str) -> Iterator[None]:
+        """A message that fails says which ranks did other things."""
+        try:
+            yield
+        except RuntimeError as error:
+            explain(error, place)
+            raise
+
     def is_anywhere(self, flag: Tensor) -> bool:
         """See :meth:`fp16opt.engine.ranks.Ranks.is_anywhere`."""
         return bool(self.largest(flag.float().reshape(1)))
@@ -129,7 +153,8 @@ class GroupRanks(Ranks):
     def largest(self, norms: Tensor) -> Tensor:
         """See :meth:`fp16opt.engine.ranks.Ranks.largest`. A norm that is not finite travels as 0."""
         there = torch.where(norms.isfinite(), norms, 0.0).to(self.device)
-        dist.all_reduce(there, dist.ReduceOp.MAX, group=self.group)
+        with self._sending("a clip, a step or the beginning of a backward"):
+            reduce_over(self._own_group(), there, dist.ReduceOp.MAX)
         return there.to(norms.device)
 
 

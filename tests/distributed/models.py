@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fp16opt.distributed import waiting
+
 HALF = torch.float16
 
 
@@ -72,8 +74,16 @@ def messages() -> Iterator[list[tuple[str, int]]]:
 
     for name in _COLLECTIVES:
         setattr(dist, name, watched(name))
+    own = waiting._reduce_over_own
+
+    def reduced(group: Any, tensor: Tensor, operation: Any) -> None:
+        sent.append(("all_reduce", tensor.nbytes))
+        own(group, tensor, operation)
+
+    waiting._reduce_over_own = reduced
     try:
         yield sent
     finally:
+        waiting._reduce_over_own = own
         for name, original in originals.items():
             setattr(dist, name, original)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import subprocess
 import sys
@@ -12,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
 import fp16opt
 from distributed.models import Net, loss_of
-from distributed.world import World
+from distributed.world import World, raised
 from fp16opt import MixedPrecisionOptimizer, distributed
 
 SCRIPT = Path(__file__).with_name("failing.py")
@@ -110,8 +112,6 @@ def test_survivors_hear_of_a_dead_rank_and_disk_holds_whole_checkpoints(tmp_path
 
 def silent(rank: int, size: int) -> str:
     """A rank that does not come: the group's timeout ends the waiting."""
-    import datetime
-
     group = dist.new_group(timeout=datetime.timedelta(seconds=2))
     if rank == 1:
         time.sleep(5)
@@ -131,3 +131,73 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
         assert world.run(silent)[0] == "timed out"
     finally:
         world.stop(kill=True)
+
+
+def others_do_other_things(rank: int, size: int, folder: str) -> list[str]:
+    """Time-outs of a second or two in place of the world's; what each rank hears, call by call."""
+    short, said = datetime.timedelta(seconds=2), []
+    dist.distributed_c10d._get_default_store().set_timeout(short)
+    own = dist.new_group(timeout=short)
+
+    def hears(*calls: Any) -> None:
+        began = time.monotonic()
+        said.append(raised(RuntimeError, calls[rank]))
+        assert time.monotonic() - began < 10
+        dist.barrier()
+
+    net = fully_shard(Net(norm=False), mesh=DeviceMesh.from_group(own, "cpu"))
+    opt = MixedPrecisionOptimizer(AdamW(net.parameters(), lr=1e-2))
+    distributed.attach(opt, net)
+    opt.backward(loss_of(net, 0, rank))
+    opt.step()
+    distributed.save(f"{folder}/all", net, opt)
+    hears(
+        lambda: distributed.save(f"{folder}/one", net, opt),
+        lambda: distributed.load(f"{folder}/all", net, opt),
+    )
+    distributed.save(f"{folder}/again", net, opt)  # what failed is forgotten
+    hears(lambda: distributed.save(f"{folder}/one", net, opt), lambda: net(torch.ones(1, 16)))
+    return said
+
+
+def leaves_a_step_out(rank: int, size: int, folder: str) -> str:
+    short = datetime.timedelta(seconds=2)
+    dist.distributed_c10d._get_default_store().set_timeout(short)
+    net = fully_shard(Net(norm=False), mesh=DeviceMesh.from_group(dist.new_group(timeout=short), "cpu"))
+    opt = MixedPrecisionOptimizer(AdamW(net.parameters(), lr=1e-2))
+    distributed.attach(opt, net)
+    for number in range(2):
+        opt.zero_grad()
+        opt.backward(loss_of(net, number, rank))
+        if number == 0:
+            opt.step()
+    masters = [p.to_local().clone() for p in opt.master_params()]
+    heard = raised(RuntimeError, (opt.step, lambda: loss_of(net, 2, rank))[rank])
+    assert all(torch.equal(a, b.to_local()) for a, b in zip(masters, opt.master_params(), strict=True))
+    return heard
+
+
+def test_ranks_that_do_other_things_are_named(tmp_path: Path) -> None:
+    world = World(2)
+    try:
+        first, second = world.run(others_do_other_things, str(tmp_path))
+    finally:
+        world.stop(kill=True)
+    called = "was not called by all ranks"
+    assert first[0].startswith(
+        f"save('one') {called} within 2 s: rank 1 is in load('all'). Every rank must make the same calls"
+    )
+    assert second[0].startswith(
+        f"load('all') {called} within 2 s: rank 0 is in save('one'). Every rank must make the same calls"
+    )
+    assert "put no `if rank == 0:` around save" in first[0]
+    assert first[1].startswith(f"save('one') {called} within 2 s: rank 1 is in a forward of the model.")
+    assert second[1].startswith(f"a forward of the model {called}: rank 0 is in save('one').")
+    assert not (tmp_path / "one").exists()
+    world = World(2)
+    try:
+        first, second = world.run(leaves_a_step_out, str(tmp_path))
+    finally:
+        world.stop(kill=True)
+    assert first.startswith(f"a clip or a step {called}: rank 1 is in a forward of the model.")
+    assert second.startswith(f"a forward of the model {called}: rank 0 is in a clip or a step.")
