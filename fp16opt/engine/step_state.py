@@ -6,8 +6,6 @@ outlives a step lies beside it: the scaler, the ranks, how many backwards there 
 
 from __future__ import annotations
 
-import itertools
-import operator
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.calls import StableEntries
+from ..kernels.tensor_lists import any_there, see_grads
 from ..scaling import LossScaler
 from .diagnostics import describe
 from .dtensors import local, raw_grad, raw_grads
@@ -80,6 +80,7 @@ class StepState:
         self.stage: Any = Ready()
         self._scaler = scaler
         self._units = UnitScales()
+        self._seen: Any = None  # how gradients lay when they were last seen
 
     @property
     def standing(self) -> Any:
@@ -111,7 +112,13 @@ class StepState:
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
-    def look(self) -> list[Tensor | None]:
+    def _see(self) -> StableEntries:
+        """The model's gradients, and all that is asked of each, in the order of the table."""
+        grads = see_grads(self.params.models, self._seen)
+        self._seen = grads.reading
+        return grads
+
+    def look(self) -> StableEntries:
         """What became of gradients since the stamps; every call but a step's own begins with it.
 
         Returns:
@@ -120,7 +127,7 @@ class StepState:
         Raises:
             RuntimeError: they are incomplete, or one was written where that does not count.
         """
-        grads = raw_grads(self.params.models)
+        grads = self._see()
         stage = self.stage
         if type(stage) is Ready:
             return grads
@@ -151,10 +158,10 @@ class StepState:
         return grads
 
     def _is_there(self, tensors: Sequence[Tensor]) -> bool:
-        return any(map(operator.is_not, raw_grads(tensors), itertools.repeat(None)))
+        return any_there(raw_grads(tensors))
 
     def _any_there(self, grads: Grads) -> bool:
-        if any(map(operator.is_not, grads, itertools.repeat(None))):
+        if any_there(grads):
             return True
         return bool(self.params.elsewhere) and self._is_there(self.params.elsewhere)
 
@@ -435,7 +442,7 @@ class StepState:
 
         Where masters are spread over ranks it is so on all of them alike: else some would raise, and the others wait.
         """
-        if not (self.params.elsewhere or any(map(operator.is_not, grads, itertools.repeat(None)))):
+        if not (self.params.elsewhere or any_there(grads)):
             return []
         named = [*zip(self.params.names, grads, strict=True)]
         named += zip(self.params.called_elsewhere, raw_grads(self.params.elsewhere), strict=True)
@@ -459,7 +466,7 @@ class StepState:
             return False
         grads = raw_grads(self.params.models)
         if self.stage.used is None:
-            return any(map(operator.is_not, grads, itertools.repeat(None)))
+            return any_there(grads)
         return bool(self.stage.used.compare(grads)[0])
 
     # -- the check ---------------------------------------------------------------------------------------------------
@@ -855,14 +862,14 @@ class StepState:
         made: Summed = self.stage
         return made
 
-    def _look_at_sums(self, stage: Summed, grads: list[Tensor | None]) -> list[Tensor | None]:
+    def _look_at_sums(self, stage: Summed, grads: StableEntries) -> StableEntries:
         """:meth:`look`: fold the last backward, with the user's edits; notice edits of the sums."""
         if stage.pending:
             if self._any_there(grads) or self._is_there(self.params.masters):
                 self._fold(stage)
             else:
                 self.reset(keeps_true=False)
-            return raw_grads(self.params.models)
+            return self._see()
         written, _ = stage.stamp.compare(grads)
         if written and not are_zero([grads[i] for i in written]):
             self._refuse_writes(written, grads)
