@@ -101,7 +101,7 @@ def units() -> list[tuple[Path, list[str]]]:
     leveled = [CSRC / "backends" / "cpu_steps.cpp", CSRC / "backends" / "cpu.cpp"]
     others = sorted(set((CSRC / "backends").glob("*.cpp")).difference(leveled))
     return [
-        (CSRC / "bindings_cpu.cpp", BINDINGS),
+        *[(source, BINDINGS) for source in sorted(CSRC.glob("bindings_*.cpp"))],
         *[(s, [f"-DFP16OPT_LEVEL={name}", *flags]) for s in leveled for name, flags in reversed(levels().items())],
         *[(source, []) for source in others],
     ]

@@ -16,6 +16,7 @@
 #include "api_measures.h"
 #include "api_split.h"
 #include "api_steps.h"
+#include "bindings_tensors.h"
 
 namespace py = pybind11;
 using namespace fp16opt;
@@ -47,9 +48,11 @@ T* address(uintptr_t at) {
     return reinterpret_cast<T*>(at);
 }
 
-// One list of addresses, from a buffer of unsigned 64-bit integers, as array.array("Q"), or from a sequence of ints. They are
-// copied: another thread may write to the source while the lock is released.
+// One list of addresses, from what was read of a list of tensors, from a buffer of unsigned 64-bit integers, as
+// array.array("Q"), or from a sequence of ints. They are copied: another thread may write to the source while the lock is
+// released.
 Pointers pointers_of(py::handle source) {
+    if (py::isinstance<Reading>(source)) return source.cast<const Reading&>().addresses;
     static_assert(sizeof(void*) == sizeof(unsigned long long) && sizeof(size_t) == sizeof(void*), "addresses have 64 bits");
     if (PyObject_CheckBuffer(source.ptr())) {
         const py::buffer_info buffer = py::reinterpret_borrow<py::buffer>(source).request();
@@ -358,6 +361,7 @@ PYBIND11_MODULE(_cpu, module) {
         py::init(&make_table), py::arg("numels"), py::arg("rows"), py::arg("codes"), py::arg("places"),
         py::arg("pieces") = std::vector<std::array<int64_t, 3>>());
     module.def("put_addresses", &put_addresses);
+    bind_tensors(module);
     bind_finding(module);
     bind_measures(module);
     bind_writing(module);

@@ -14,7 +14,7 @@ import pytest
 import fp16opt
 from fp16opt.__main__ import main
 
-COMMANDS = ("certify", "check", "compile", "old-lines", "plan", "prove", "report")
+COMMANDS = ("certify", "check", "compile", "plan", "prove", "old-lines", "report")
 HEADER = {"kind": "run", "format": 1, "torch": "2", "every": 5, "ranks": 1, "optimizer": "SGD", "scaler": "x"}
 HEADER |= {"dynamic": True, "masters": "full", "rows": {"a": {"dtype": "float16", "elements": 3}}}  # type: ignore[dict-item]
 STEP = {"kind": "step", "step": 1, "skipped": False, "loss_scale": 2.0, "grad_norm": 1.0, "clip_factor": 1.0}

@@ -7,14 +7,14 @@ Nothing here imports torch.distributed: a DTensor is known by what it carries.
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..kernels.pieces import WHOLE, Piece
+from ..kernels.tensor_lists import grads_of, types_of, versions_of
 
 _GRAD: Any = Tensor.grad  # torch's own descriptor
 
@@ -42,7 +42,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def pieces(tensors: Sequence[Any]) -> list[Tensor]:
     """:func:`local` of each, in fewer calls."""
-    if not any(map(is_sharded, set(map(type, tensors)))):
+    if not any(map(is_sharded, types_of(tensors))):
         return list(tensors)
     found = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
     return found if set(map(type, found)) <= _PLAIN else list(map(local, tensors))
@@ -54,30 +54,18 @@ raw_grad: Any = _GRAD.__get__
 """``.grad`` as torch holds it: :class:`fp16opt.engine.masters.MasterParameter` makes no gradient for this read."""
 set_raw_grad: Any = _GRAD.__set__
 """Set ``.grad``, and nothing else."""
-_read_version: Any = operator.attrgetter("_version")
-
-
-def raw_grads(tensors: Iterable[Tensor]) -> list[Tensor | None]:
-    """:data:`raw_grad` of each; tensors of subclasses are read as plain ones."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return list(map(raw_grad, tensors))
+raw_grads = grads_of
+""":data:`raw_grad` of each; tensors of subclasses are read as plain ones."""
 
 
 def versions(tensors: Sequence[Tensor | None]) -> list[int]:
     """:func:`version` of each; -1 where there is none."""
-    kinds = set(map(type, tensors))
-    if type(None) not in kinds:
-        try:
-            with torch._C.DisableTorchFunctionSubclass():
-                counted = list(map(_read_version, tensors))
-                if any(map(is_sharded, kinds)):
-                    found = pieces(tensors)
-                    inner = zip(counted, map(_read_version, found), tensors, found, strict=True)
-                    return [a if piece is tensor else a + b for a, b, tensor, piece in inner]
-                return counted
-        except RuntimeError:
-            pass  # one was made in inference mode, and counts none
-    return [-1 if tensor is None else version(tensor) for tensor in tensors]
+    counted = versions_of(tensors)
+    if not any(map(is_sharded, types_of(tensors))):
+        return counted
+    found = pieces(tensors)
+    inner = zip(counted, versions_of(found), tensors, found, strict=True)
+    return [a if piece is tensor else a + b for a, b, tensor, piece in inner]
 
 
 def version(tensor: Tensor) -> int:

@@ -8,9 +8,7 @@ the plan again; anything else makes a new one, which checks all state before any
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -24,6 +22,7 @@ from ..kernels.backends import captures
 from ..kernels.lists import is_dense
 from ..kernels.pieces import WHOLE, Piece
 from ..kernels.reference_steps import Factors
+from ..kernels.tensor_lists import are_items, hold
 from .diagnostics import Lines
 from .dtensors import piece_of, pieces, raw_grads
 from .fused_registry import (
@@ -278,15 +277,11 @@ class _Plan:
 
         Keys are compared in their order: to look one up calls a function of Python, the hash of a tensor.
         """
-        if len(state) != len(self.owners) or not all(map(operator.is_, state, self.owners)):
+        if len(state) != len(self.owners) or not are_items(list(state), self.owners):
             return False
-        if not all(map(operator.is_, state.values(), self.entries)):
+        if not are_items(list(state.values()), self.entries):
             return False
-        for entries, columns in self.kept:
-            for name, tensors in columns.items():
-                if not all(map(operator.is_, map(dict.get, entries, itertools.repeat(name)), tensors)):
-                    return False
-        return True
+        return all(hold(entries, name, kept) for entries, columns in self.kept for name, kept in columns.items())
 
     @property
     def is_first(self) -> bool:

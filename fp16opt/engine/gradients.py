@@ -7,7 +7,6 @@ factor until then. Nothing here remembers where a step stands: what waits is han
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -19,6 +18,7 @@ from .. import kernels
 from ..kernels import reference
 from ..kernels.calls import StableEntries
 from ..kernels.reference_steps import Factors
+from ..kernels.tensor_lists import all_there, read, read_for_next
 from .dtensors import aligned, as_piece_of, local, raw_grad, raw_grads, set_raw_grad
 from .folded import FoldedGradient, is_folded, takes_place
 from .masters import Masters
@@ -183,6 +183,7 @@ class DeviceGradients:
         self.stats = kernels.GradStats.allocate(len(device), device.device)
         self.one = torch.ones((), dtype=torch.float32, device=device.device)
         self._dtypes = [model.dtype for model in self.models]
+        self._lie = read(device.models)
         self._true_dtypes = [master.dtype for master in self.masters]
         self.halves = [row for row, dtype in enumerate(self._true_dtypes) if dtype in HALF_DTYPES]
         self._wide = frozenset(row for row, dtype in enumerate(self._dtypes) if dtype is torch.float64)
@@ -195,16 +196,24 @@ class DeviceGradients:
 
     # -- what kernels take -------------------------------------------------------------------------------------------
 
-    def collect(self, grads: list[Tensor | None], inv_scale: Tensor) -> Waiting:
+    def collect(self, grads: Sequence[Tensor | None], inv_scale: Tensor) -> Waiting:
         """The model's gradients, by row, as they are now.
 
         Args:
             inv_scale: float32, 0-dim: 1 / the scale of the backward that made them.
         """
         factors = Factors(inv_scale, self.one)
-        laid_out: list[Tensor | None] | None = self._pieces_of(grads) if self._has_dtensors else grads
+        laid_out: Sequence[Tensor | None] | None = self._pieces_of(grads) if self._has_dtensors else grads
         there, dtypes = laid_out or [], self._dtypes
-        if not all(map(operator.is_not, there, itertools.repeat(None))):
+        if laid_out is not None and all_there(laid_out):
+            stable = StableEntries(laid_out)
+            stable.reading = grads.reading if isinstance(grads, StableEntries) else None
+            if stable.reading is None and self._lie is not None:
+                stable.reading = read(stable)
+            reading = stable.reading
+            if None not in (reading, self._lie) and reading.types == [Tensor] and reading.has_dtypes_of(self._lie):
+                return Waiting(stable, factors, {})
+        else:
             there = [grad for grad in there if grad is not None]
             dtypes = [dtype for grad, dtype in zip(grads, dtypes, strict=True) if grad is not None]
         plain = (
@@ -223,7 +232,7 @@ class DeviceGradients:
             ]
         return Waiting(dense, factors, sparse)
 
-    def _pieces_of(self, grads: list[Tensor | None]) -> list[Tensor | None] | None:
+    def _pieces_of(self, grads: Sequence[Tensor | None]) -> list[Tensor | None] | None:
         """This rank's pieces of gradients; None where one is not laid out over ranks as its parameter is."""
         found: list[Tensor | None] = []
         for grad, wanted in zip(grads, self._spread, strict=True):
@@ -269,7 +278,7 @@ class DeviceGradients:
 
     # -- check -------------------------------------------------------------------------------------------------------
 
-    def check(self, grads: list[Tensor | None], inv_scale: Tensor) -> Waiting:
+    def check(self, grads: Sequence[Tensor | None], inv_scale: Tensor) -> Waiting:
         """Flags and sums of squares of ``grads * inv_scale``, which are not written. Sparse ones are left out.
 
         Args:
@@ -284,7 +293,8 @@ class DeviceGradients:
             if any([grad is not None for grad in doubles]):  # noqa: C419
                 kernels.multi_tensor_unscale(doubles, doubles, inv_scale, self.stats, write=False)
             scaled = [None if row in self._wide else grad for row, grad in enumerate(scaled)]
-        kernels.multi_tensor_check(scaled, inv_scale, self.stats, cache=self.device.caches["check"])
+        with read_for_next(scaled):
+            kernels.multi_tensor_check(scaled, inv_scale, self.stats, cache=self.device.caches["check"])
         return waiting
 
     def drop(self, row: int) -> None:
@@ -296,7 +306,7 @@ class DeviceGradients:
 
     # -- unscale -----------------------------------------------------------------------------------------------------
 
-    def check_and_unscale(self, grads: list[Tensor | None], inv_scale: Tensor) -> None:
+    def check_and_unscale(self, grads: Sequence[Tensor | None], inv_scale: Tensor) -> None:
         """:meth:`check` and :meth:`unscale` in one pass."""
         waiting = self.collect(grads, inv_scale)
         self.stats.reset()
@@ -310,8 +320,7 @@ class DeviceGradients:
         self._write(waiting, is_checked=True)
 
     def _write(self, waiting: Waiting, is_checked: bool) -> None:
-        are_there = all(map(operator.is_not, waiting.grads, itertools.repeat(None)))
-        if are_there and not (self.halves or waiting.sparse or self._has_dtensors):
+        if all_there(waiting.grads) and not (self.halves or waiting.sparse or self._has_dtensors):
             self._write_rooms(waiting, is_checked)
             return
         ins: list[Tensor | None] = list(waiting.grads)
@@ -503,11 +512,11 @@ class Gradients:
             found += each.memory()
         return [tensor for tensor in found if tensor is not None and not is_folded(tensor)]
 
-    def by_device(self, grads: Sequence[Tensor | None]) -> Iterator[tuple[DeviceGradients, list[Tensor | None]]]:
+    def by_device(self, grads: Sequence[Tensor | None]) -> Iterator[tuple[DeviceGradients, Sequence[Tensor | None]]]:
         """Each device with its rows of ``grads``, which are of all parameters."""
         for each in self.each:
             whole = len(self.each) == 1
-            yield each, list(grads) if whole else list(map(grads.__getitem__, each.device.positions))
+            yield each, grads if whole else list(map(grads.__getitem__, each.device.positions))
 
     # -- the passes --------------------------------------------------------------------------------------------------
 

@@ -7,12 +7,15 @@ rounded master in full; equal bits are no write. A master that the user wrote wi
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .. import kernels
 from ..kernels import backends
 from ..kernels.calls import Entries
+from ..kernels.tensor_lists import read_for_next
 from .diagnostics import Lines, warn_cast, warn_model_write
 from .dtensors import version, versions
 from .masters import Masters
@@ -95,10 +98,10 @@ class ModelWrites:
         self._unsampled.clear()
         if not masters_seen:
             self._master_versions = versions(self.params.apart)
-        self._model_versions = versions(self.params.models)
+        readings = self._read_models()
         if self.policy != "ignore":
-            for group, record in zip(self.params.devices, self._records, strict=True):
-                self._sample(group, record.then)
+            for group, record, reading in zip(self.params.devices, self._records, readings, strict=True):
+                self._sample(group, record.then, reading)
                 if record.layout != self.params.layout:
                     record.layout, record.strides = self.params.layout, _strides(group)
 
@@ -142,10 +145,29 @@ class ModelWrites:
         self._groups = list(self.params.devices)
         self._records = [_Record(group) for group in self._groups]
 
-    def _sample(self, group: DeviceParams, samples: Tensor) -> None:
-        """Digests of a device's weights into ``samples``."""
+    def _read_models(self) -> list[Any]:
+        """Note the versions of all weights, and say by device what was read of them along with that."""
+        readings = [group.read_models() for group in self.params.devices]
+        self._model_versions = self._versions_of(readings)
+        return readings
+
+    def _versions_of(self, readings: list[Any]) -> list[int]:
+        """Of all weights, in the order of the table, as they were read or, where they were not, as they are."""
+        if len(readings) == 1 and readings[0] is not None and not self.params.has_dtensors:
+            counted: list[int] = readings[0].counts
+            return counted
+        return versions(self.params.models)
+
+    def _sample(self, group: DeviceParams, samples: Tensor, reading: Any = None) -> None:
+        """Digests of a device's weights into ``samples``.
+
+        Args:
+            reading: of the weights, if it was just made.
+        """
         if group.apart:
-            kernels.multi_tensor_sample(group.apart_models, samples, cache=group.caches["sample"])
+            models = group.apart_read(reading)
+            with read_for_next(models):
+                kernels.multi_tensor_sample(models, samples, cache=group.caches["sample"])
 
     # -- masters that the user wrote ---------------------------------------------------------------------------------
 
@@ -200,13 +222,14 @@ class ModelWrites:
             self.params.find_pieces()
         if self.policy == "ignore" or not self.params.any_apart:
             return
-        counted = versions(self.params.models)
+        readings = [group.read_models() for group in self._groups]
+        counted = self._versions_of(readings)
         if self.policy == "refresh" and not waits and not self.masters.ties:
             self._take_on_device(counted)
         else:
             written: list[ParamPair] = []
-            for group, record in zip(self._groups, self._records, strict=True):
-                written += self._written(group, record, counted)
+            for group, record, reading in zip(self._groups, self._records, readings, strict=True):
+                written += self._written(group, record, counted, reading)
             if written:
                 self._follow_policy(written)
                 counted = versions(self.params.models)
@@ -224,8 +247,8 @@ class ModelWrites:
         self.accept(written)
         self._warn_taken([pair.name for pair in written])
 
-    def _written(self, group: DeviceParams, record: _Record, counted: list[int]) -> list[ParamPair]:
-        self._sample(group, record.now)
+    def _written(self, group: DeviceParams, record: _Record, counted: list[int], reading: Any) -> list[ParamPair]:
+        self._sample(group, record.now, reading)
         sampled = None if backends.are_equal(record.now, record.then) else (record.now != record.then).tolist()
         if sampled is None and counted == self._model_versions:
             return []

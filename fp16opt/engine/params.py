@@ -8,7 +8,6 @@ parameter it lies on the weight's own memory. What the wrapped optimizer's ``par
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,9 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels import backends
+from ..kernels.calls import StableEntries
 from ..kernels.lists import is_dense
+from ..kernels.tensor_lists import are_items, read
 from .arguments import quoted
 from .diagnostics import describe
 from .dtensors import check_whole, is_sharded, local, pieces, raw_grad
@@ -59,10 +60,33 @@ class DeviceParams:
         self.caches: defaultdict[str, kernels.CallCache] = defaultdict(kernels.CallCache)
         self.models: tuple[Tensor, ...] = ()
         self.masters: tuple[Tensor, ...] = ()
+        self._lie: Any = None  # how the models' memory lies, where compiled code reads it
+        self._addresses: list[int] | None = None
         self.find_pieces()
 
     def __len__(self) -> int:
         return len(self.positions)
+
+    def lies_as_before(self) -> bool:
+        """Whether no parameter of the model has moved since this was last asked. Does not sync."""
+        before, before_at = self._lie, self._addresses
+        self._lie = read(self.models, before, same=True)
+        if self._lie is not None:
+            return bool(self._lie == before)
+        self._addresses = [model.data_ptr() for model in self.models]
+        return before_at == self._addresses
+
+    def read_models(self) -> Any:
+        """What :func:`~fp16opt.kernels.tensor_lists.read` reads of the models, with versions. Does not sync."""
+        return read(self.models, self._lie, same=True, counts=True)
+
+    def apart_read(self, reading: Any) -> Sequence[Tensor | None]:
+        """``apart_models``; with what was just read of ``models``, where these are the same."""
+        if reading is None or len(self.apart) != len(self.models):
+            return self.apart_models
+        entries = StableEntries(self.models)
+        entries.reading = reading
+        return entries
 
     def find_pieces(self) -> None:
         """Take models and masters as they are now: FSDP2 makes new pieces where a model is moved or loaded.
@@ -72,13 +96,13 @@ class DeviceParams:
         models = pieces([pair.model for pair in self.pairs])
         for pair in self._shared:
             pair.follow_memory()
-        if len(self.models) != len(models) or not all(map(operator.is_, models, self.models)):
-            self.models = tuple(models)
+        if len(self.models) != len(models) or not are_items(models, self.models):
+            self.models, self._lie = tuple(models), None
             self.apart_models = tuple(
                 [m if pair.is_apart else None for pair, m in zip(self.pairs, models, strict=True)]
             )
         masters = pieces([pair.master for pair in self.pairs])
-        if len(self.masters) != len(masters) or not all(map(operator.is_, masters, self.masters)):
+        if len(self.masters) != len(masters) or not are_items(masters, self.masters):
             self.masters = tuple(masters)
             self.apart_masters = tuple(
                 [m if pair.is_apart else None for pair, m in zip(self.pairs, masters, strict=True)]
@@ -161,7 +185,6 @@ class ParamTable:
         self.names_elsewhere: list[str] | None = None
         self.all: list[ParamPair] = []
         self.group_sizes: list[int] = []
-        self._addresses: list[int] = []
         self._take_in(groups, names, adopt, [])
 
     def __len__(self) -> int:
@@ -188,7 +211,7 @@ class ParamTable:
             return True
         position = 0
         for params in lists:
-            if not all(map(operator.is_, params, self.masters[position : position + len(params)])):
+            if not are_items(params, self.masters, position):
                 return True
             position += len(params)
         return False
@@ -298,12 +321,10 @@ class ParamTable:
         """:meth:`verify`, where a parameter lies at another address than before. Does not sync."""
         if self.has_dtensors:
             self.find_pieces()
-        addresses = [piece.data_ptr() for device in self.devices for piece in device.models]
-        if addresses != self._addresses:
+        if not all([device.lies_as_before() for device in self.devices]):  # noqa: C419
             self.verify()
             for pair in self.all:
                 pair.follow_memory()
-            self._addresses = addresses
             self.layout += 1
 
     def verify(self) -> None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import copy
-import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import kernels
+from ..kernels.calls import StableEntries
+from ..kernels.tensor_lists import any_there, are_references_to, references_to, types_of
 from .dtensors import is_sharded, local, versions
 from .params import HALF_DTYPES
-
-_CALL = operator.methodcaller("__call__")
 
 _SAMPLED = 32
 """About how many DTensors' gradients of a step are sampled."""
@@ -36,42 +36,43 @@ class GradientStamp:
 
     def __init__(self, grads: Sequence[Tensor | None], are_zeros: bool = False) -> None:
         self.are_zeros = are_zeros
-        self._versions = versions(grads)
-        self._digests = _digests(grads)
-        try:
-            self._refs: list[Callable[[], Tensor | None]] = list(map(weakref.ref, grads))
-            self.is_empty = not grads
-        except TypeError:  # there is no weak reference to None
-            self._refs = list(map(_ref, grads))
-            self.is_empty = all([grad is None for grad in grads])  # noqa: C419
+        self._reading = _counted(grads)
+        self._versions = versions(grads) if self._reading is None else None
+        self._digests = _digests(grads) if self._reading is None else {}
+        self._refs = references_to(grads)
+        self.is_empty = not any_there(grads)
 
     def compare(self, now: Sequence[Tensor | None]) -> tuple[list[int], list[int]]:
         """(positions with another gradient, or a written one; positions where it was set to None)."""
         if len(now) != len(self._refs):  # of others nothing is known
             return [], []
-        then, counted = list(map(_CALL, self._refs)), versions(now)
-        digests = _digests(now, self._digests) if self._digests else {}
-        if counted == self._versions and digests == self._digests and all(map(operator.is_, then, now)):
+        reading, then = _counted(now), self._reading
+        if None not in (reading, then) and reading.has_counts_of(then) and are_references_to(self._refs, now):
             return [], []
-        each = enumerate(zip(then, self._versions, now, counted, strict=True))
+        counted = versions(now) if reading is None else reading.counts
+        digests = _digests(now, self._digests) if self._digests else {}
+        known = self._counts()
+        if counted == known and digests == self._digests and are_references_to(self._refs, now):
+            return [], []
+        each = enumerate(zip(self._refs, known, now, counted, strict=True))
         moved = [
             position
             for position, (a, v, b, w) in each
-            if a is not b or v != w or digests.get(position) != self._digests.get(position)
+            if not are_references_to([a], [b]) or v != w or digests.get(position) != self._digests.get(position)
         ]
         gone = [position for position in moved if now[position] is None]
         return [position for position in moved if now[position] is not None], gone
 
     def is_of(self, position: int, grad: Tensor | None) -> bool:
         """Whether this is the tensor that was there, in whatever version."""
-        return grad is not None and self._refs[position]() is grad
+        return grad is not None and are_references_to([self._refs[position]], [grad])
 
     def without(self, positions: Iterable[int]) -> GradientStamp:
         """The same, but that there was no gradient at these positions."""
         gone = set(positions)
         return self._with(
-            [_no_gradient if at in gone else ref for at, ref in enumerate(self._refs)],
-            [-1 if at in gone else counted for at, counted in enumerate(self._versions)],
+            [None if at in gone else ref for at, ref in enumerate(self._refs)],
+            [-1 if at in gone else counted for at, counted in enumerate(self._counts())],
             {at: digest for at, digest in self._digests.items() if at not in gone},
         )
 
@@ -82,21 +83,30 @@ class GradientStamp:
             came_from: by new position, the old one; None for a parameter that came.
             now: by new position, what counts as known of those that came.
         """
-        refs = [_ref(now[at]) if old is None else self._refs[old] for at, old in enumerate(came_from)]
-        counted = versions(now)
-        mine = [counted[at] if old is None else self._versions[old] for at, old in enumerate(came_from)]
+        come = references_to(now)
+        refs = [come[at] if old is None else self._refs[old] for at, old in enumerate(came_from)]
+        counted, known = versions(now), self._counts()
+        mine = [counted[at] if old is None else known[old] for at, old in enumerate(came_from)]
         places = {old: at for at, old in enumerate(came_from) if old is not None}
         digests = {places[old]: digest for old, digest in self._digests.items() if old in places}
         made = self._with(refs, mine, digests)
         made.is_empty = self.is_empty and all([now[at] is None for at, old in enumerate(came_from) if old is None])  # noqa: C419
         return made
 
-    def _with(
-        self, refs: list[Callable[[], Tensor | None]], counted: list[int], digests: dict[int, int]
-    ) -> GradientStamp:
+    def _with(self, refs: list[weakref.ref[Any] | None], counted: list[int], digests: dict[int, int]) -> GradientStamp:
         made = copy.copy(self)
-        made.__dict__.update(_refs=refs, _versions=counted, _digests=digests)
+        made.__dict__.update(_refs=refs, _reading=None, _versions=counted, _digests=digests)
         return made
+
+    def _counts(self) -> list[int]:
+        found: list[int] = self._reading.counts if self._versions is None else self._versions
+        return found
+
+
+def _counted(grads: Sequence[Tensor | None]) -> Any:
+    """What was read of gradients along with themselves, with their versions; None where there is none of it."""
+    reading = grads.reading if isinstance(grads, StableEntries) else None
+    return reading if reading is not None and reading.has_counts and reading.types == [Tensor] else None
 
 
 def _digests(grads: Sequence[Tensor | None], positions: Iterable[int] | None = None) -> dict[int, int]:
@@ -108,7 +118,7 @@ def _digests(grads: Sequence[Tensor | None], positions: Iterable[int] | None = N
         positions: of which; None: of about ``_SAMPLED`` of all.
     """
     if positions is None:
-        if set(map(type, grads)) <= {Tensor, type(None)}:
+        if set(types_of(grads)) <= {Tensor, type(None)}:
             return {}
         there = [i for i, grad in enumerate(grads) if grad is not None and is_sharded(grad)]
         positions = there[:: len(there) // _SAMPLED | 1]  # an odd step, as layers come in pairs
@@ -125,11 +135,3 @@ def _digests(grads: Sequence[Tensor | None], positions: Iterable[int] | None = N
 
 def _as_halves(piece: Tensor) -> Tensor:
     return piece if piece.dtype in HALF_DTYPES else piece.reshape(-1).view(torch.float16)
-
-
-def _ref(grad: Tensor | None) -> Callable[[], Tensor | None]:
-    return _no_gradient if grad is None else weakref.ref(grad)
-
-
-def _no_gradient() -> None:
-    """In place of a weak reference to a gradient that is not there."""

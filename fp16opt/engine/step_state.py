@@ -7,8 +7,6 @@ outlives a step lies beside it: the scaler, the ranks, how many backwards there 
 from __future__ import annotations
 
 import abc
-import itertools
-import operator
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,6 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..kernels.calls import StableEntries
+from ..kernels.tensor_lists import any_there, see_grads
 from ..scaling import LossScaler
 from .diagnostics import describe
 from .dtensors import local, raw_grad, raw_grads
@@ -88,6 +88,7 @@ class StepState(abc.ABC):
         self._scaler = scaler
         self._units = UnitScales()
         self._me = weakref.ref(self)
+        self._seen: Any = None  # how gradients lay when they were last seen
 
     @property
     def standing(self) -> Any:
@@ -119,7 +120,13 @@ class StepState(abc.ABC):
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
-    def look(self) -> list[Tensor | None]:
+    def _see(self) -> StableEntries:
+        """The model's gradients, and all that is asked of each, in the order of the table."""
+        grads = see_grads(self.params.models, self._seen)
+        self._seen = grads.reading
+        return grads
+
+    def look(self) -> StableEntries:
         """What became of gradients since the stamps; every call but a step's own begins with it.
 
         Returns:
@@ -128,7 +135,7 @@ class StepState(abc.ABC):
         Raises:
             RuntimeError: they are incomplete, or one was written where that does not count.
         """
-        grads = raw_grads(self.params.models)
+        grads = self._see()
         stage = self.stage
         if type(stage) is Ready:
             return grads
@@ -159,10 +166,10 @@ class StepState(abc.ABC):
         return grads
 
     def _is_there(self, tensors: Sequence[Tensor]) -> bool:
-        return any(map(operator.is_not, raw_grads(tensors), itertools.repeat(None)))
+        return any_there(raw_grads(tensors))
 
     def _any_there(self, grads: Grads) -> bool:
-        if any(map(operator.is_not, grads, itertools.repeat(None))):
+        if any_there(grads):
             return True
         return bool(self.params.elsewhere) and self._is_there(self.params.elsewhere)
 
@@ -442,7 +449,7 @@ class StepState(abc.ABC):
 
         Where masters are spread over ranks it is so on all of them alike: else some would raise, and the others wait.
         """
-        if not (self.params.elsewhere or any(map(operator.is_not, grads, itertools.repeat(None)))):
+        if not (self.params.elsewhere or any_there(grads)):
             return []
         named = [*zip(self.params.names, grads, strict=True)]
         named += zip(self.params.called_elsewhere, raw_grads(self.params.elsewhere), strict=True)
@@ -466,7 +473,7 @@ class StepState(abc.ABC):
             return False
         grads = raw_grads(self.params.models)
         if self.stage.used is None:
-            return any(map(operator.is_not, grads, itertools.repeat(None)))
+            return any_there(grads)
         return bool(self.stage.used.compare(grads)[0])
 
     # -- the check ---------------------------------------------------------------------------------------------------
@@ -822,7 +829,7 @@ class StepState(abc.ABC):
         """Add the model's gradients to the sums."""
 
     @abc.abstractmethod
-    def _look_at_sums(self, stage: Summed, grads: list[Tensor | None]) -> list[Tensor | None]:
+    def _look_at_sums(self, stage: Summed, grads: StableEntries) -> StableEntries:
         """:meth:`look`: fold the last backward, with the user's edits; notice edits of the sums."""
 
     @abc.abstractmethod

@@ -100,8 +100,12 @@ class StableEntries(tuple[Tensor | None, ...]):
 
     Attributes:
         read: the positions in use, whether all are on the host, and the addresses and properties that were read there.
+        reading: the same where compiled code reads them.
+        is_fresh: whether that is taken as it is: see :class:`.tensor_lists.read_for_next`.
     """
 
+    reading: Any = None
+    is_fresh = False
     read: tuple[list[int] | None, bool, list[int], list[list[Any]]] | None = None
 
 
@@ -213,14 +217,15 @@ class Call(NamedTuple):
         operation: what is to be done.
         plan: what the checks found.
         lists: as they were given, or copies: they keep the tensors alive until the call returns.
-        addresses: of all lists, of the tensors in use; None where they were not read along with the checks.
+        addresses: of all lists, of the tensors in use, as compiled code takes them; None where they were not read along
+            with the checks.
         owner: the cache of the call site, if it has one.
     """
 
     operation: Operation
     plan: Plan
     lists: tuple[tuple[Tensor | None, ...], ...]
-    addresses: list[list[int]] | None
+    addresses: list[Any] | None
     owner: CallCache | None
 
     def row(self, row: int) -> list[Tensor]:
@@ -346,7 +351,7 @@ class CallCache:
     def __init__(self) -> None:
         self.rebuilds = 0
         self.returned: deque[Any] = deque(maxlen=1)
-        self._known: tuple[Plan, list[Layout]] | None = None
+        self._known: tuple[Plan, list[Any]] | None = None
 
     def forget(self) -> None:
         """Clear the cache."""
@@ -359,7 +364,7 @@ class CallCache:
             return None
         plan, layouts = known
         held: list[tuple[Tensor | None, ...]] = []
-        addresses: list[list[int]] = []
+        addresses: list[Any] = []
         try:
             with torch._C.DisableTorchFunction():  # of subclasses too, torch's own attributes are what counts
                 for given, layout in zip(lists, layouts, strict=True):
@@ -373,10 +378,8 @@ class CallCache:
             return None
         return Call(operation, plan, tuple(held), addresses, self)
 
-    def keep(self, plan: Plan, lists: tuple[tuple[Tensor | None, ...], ...]) -> None:
-        """Remember how lists that were checked lie in memory."""
-        with torch._C.DisableTorchFunction():
-            layouts = [Layout(entries, plan.rows) for entries in lists]
+    def keep(self, plan: Plan, layouts: list[Any]) -> None:
+        """Remember how lists that were checked lie in memory: a :class:`Layout` of each, or its like."""
         self._known = plan, layouts
 
     def __reduce__(self) -> tuple[type[CallCache], tuple[()]]:

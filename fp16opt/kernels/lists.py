@@ -14,6 +14,7 @@ from torch import Tensor
 from . import backends, cuda
 from .calls import Call, CallCache, Entries, Operation, Plan
 from .pieces import WHOLE, Piece, check_count, check_piece
+from .tensor_lists import layouts_of
 
 _CODES = (torch.int8, torch.uint8)
 
@@ -262,5 +263,5 @@ def checked(
     if cache is not None:
         cache.rebuilds += 1
         if plan.rows and plan.is_plain:  # entries of odd layout are checked every time: their storage may be anything
-            cache.keep(plan, given)
+            cache.keep(plan, layouts_of(given, plan.rows))
     return Call(operation, plan, given, None, cache)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ... import kernels
 from ...kernels import reference
+from ...kernels.calls import StableEntries
 from ...scaling import LossScaler
 from ..dtensors import local, raw_grad, raw_grads, set_raw_grad
 from ..folded import is_folded
@@ -85,14 +86,14 @@ class SummingState(StepState):
         made: Summed = self.stage
         return made
 
-    def _look_at_sums(self, stage: Summed, grads: list[Tensor | None]) -> list[Tensor | None]:
+    def _look_at_sums(self, stage: Summed, grads: StableEntries) -> StableEntries:
         """:meth:`look`: fold the last backward, with the user's edits; notice edits of the sums."""
         if stage.pending:
             if self._any_there(grads) or self._is_there(self.params.masters):
                 self._fold(stage)
             else:
                 self.reset(keeps_true=False)
-            return raw_grads(self.params.models)
+            return self._see()
         written = [at for at in stage.stamp.compare(grads)[0] if not is_folded(grads[at])]  # that was cleared
         if written and not are_zero([grads[i] for i in written]):
             self._refuse_writes(written, grads)

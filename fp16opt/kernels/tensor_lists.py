@@ -1,0 +1,216 @@
+"""What is asked of whole lists of tensors: in one call of compiled code, or of Python item by item."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import native
+from .calls import Layout, StableEntries
+
+_GRAD: Any = torch.Tensor.grad  # torch's own descriptors
+_VERSION: Any = torch.Tensor._version
+_read_version: Any = operator.attrgetter("_version")
+
+
+@functools.cache
+def _getter(name: str) -> Any:
+    return native.module.Getter({"grad": _GRAD, "version": _VERSION}[name])
+
+
+@functools.cache
+def _reader() -> Any:
+    """What reads how tensors lie in memory; None where torch has no exchange API: torch 2.13 does."""
+    try:
+        exchange: Any = Tensor.__dlpack_c_exchange_api__
+        return native.module.Reader(exchange, Tensor.is_neg, _getter("grad"), _getter("version"))
+    except (AttributeError, ValueError):
+        return None
+
+
+def grads_of(tensors: Iterable[Tensor]) -> list[Tensor | None]:
+    """``.grad`` of each as torch holds it, whatever subclasses make of it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if native.module is None:
+            return list(map(_GRAD.__get__, tensors))
+        found: list[Tensor | None] = native.module.attributes_of(_getter("grad"), tensors)
+        return found
+
+
+def versions_of(tensors: Sequence[Tensor | None]) -> list[int]:
+    """How often each was written, as torch counts it; 0 for one that was made in inference mode, -1 for None."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if native.module is not None:
+            found: list[int] = native.module.versions_of(_getter("version"), tensors)
+            return found
+        try:
+            return list(map(_read_version, tensors))
+        except (AttributeError, RuntimeError):  # None has no version, and a tensor of inference mode counts none
+            pass
+        return [-1 if one is None else 0 if one.is_inference() else one._version for one in tensors]
+
+
+def are_items(items: Sequence[Any], of: Sequence[Any], start: int = 0) -> bool:
+    """Whether ``items`` are the very objects that ``of`` holds from ``start`` on.
+
+    Example:
+        >>> a, b = torch.ones(1), torch.ones(1)
+        >>> are_items([b], [a, b], 1), are_items([a], [a, b], 1), are_items([b, b], [a, b], 1)
+        (True, False, False)
+    """
+    if native.module is not None:
+        return bool(native.module.are_items(items, of, start))
+    part = of[start : start + len(items)]
+    return len(part) == len(items) and all(map(operator.is_, items, part))
+
+
+def hold(dicts: Sequence[dict[str, Any]], name: str, values: Sequence[Any]) -> bool:
+    """Whether each dict holds, under ``name``, the very object at its place."""
+    if native.module is not None:
+        return bool(native.module.hold(dicts, name, values))
+    return all(map(operator.is_, map(dict.get, dicts, itertools.repeat(name)), values))
+
+
+def any_there(items: Sequence[Any]) -> bool:
+    """Whether one is not None."""
+    if native.module is not None:
+        return bool(native.module.any_there(items))
+    return any(map(operator.is_not, items, itertools.repeat(None)))
+
+
+def all_there(items: Sequence[Any]) -> bool:
+    """Whether none is None."""
+    if native.module is not None:
+        return bool(native.module.all_there(items))
+    return all(map(operator.is_not, items, itertools.repeat(None)))
+
+
+def types_of(items: Sequence[Any]) -> list[type]:
+    """The classes of which there are items, each once."""
+    if native.module is not None:
+        found: list[type] = native.module.types_of(items)
+        return found
+    return list(dict.fromkeys(map(type, items)))
+
+
+def references_to(items: Sequence[Any]) -> list[weakref.ref[Any] | None]:
+    """A weak reference to each; None to None."""
+    if native.module is not None:
+        found: list[weakref.ref[Any] | None] = native.module.references_to(items)
+        return found
+    return [None if item is None else weakref.ref(item) for item in items]
+
+
+def are_references_to(references: Sequence[weakref.ref[Any] | None], items: Sequence[Any]) -> bool:
+    """Whether each refers to the item at its place."""
+    if native.module is not None:
+        return bool(native.module.are_references_to(references, items))
+    pairs = zip(references, items, strict=True)
+    return all(item is None if one is None else one() is item is not None for one, item in pairs)
+
+
+# -- how tensors lie in memory -----------------------------------------------------------------------------------------
+
+
+def see_grads(tensors: Sequence[Tensor], like: Any = None) -> StableEntries:
+    """:func:`grads_of`, with what :func:`read` reads of them, versions too, where it can: each is met once.
+
+    Args:
+        like: what was read of such a list before.
+    """
+    reader = None if native.module is None else _reader()
+    if reader is None:
+        return StableEntries(grads_of(tensors))
+    with torch._C.DisableTorchFunctionSubclass():
+        grads, reading = reader.gradients(tensors, like)
+    found = StableEntries(grads)
+    found.reading = reading
+    return found
+
+
+def read(tensors: Sequence[Tensor | None], like: Any = None, same: bool = False, counts: bool = False) -> Any:
+    """Addresses, classes, dtypes, devices, shapes and strides of a list.
+
+    Args:
+        like: what was read before, of a list that is probably of the same classes, dtypes, shapes and strides.
+        same: whether that was of the very same tensors: those that lie where they lay are not asked again for whether
+            their values are the negatives of what their memory holds.
+        counts: whether versions are read too.
+
+    Returns:
+        A ``Reading`` of compiled code; None where one can't be described so, or is such a negative.
+    """
+    reader = None if native.module is None else _reader()
+    return None if reader is None else reader.read(tensors, like, same, counts)
+
+
+class read_for_next:
+    """Within, calls take what was read of a list, right before, as it is."""
+
+    def __init__(self, entries: Sequence[Tensor | None]) -> None:
+        self._entries = entries
+
+    def __enter__(self) -> None:
+        if isinstance(self._entries, StableEntries):
+            self._entries.is_fresh = self._entries.reading is not None
+
+    def __exit__(self, *_: object) -> None:
+        if isinstance(self._entries, StableEntries):
+            self._entries.is_fresh = False
+
+
+class ReadLayout:
+    """:class:`.calls.Layout` where compiled code reads lists.
+
+    Args:
+        entries: the list.
+        rows: the positions in use.
+        reading: of the tensors there.
+    """
+
+    __slots__ = ("_entries", "_reading", "_rows", "_types")
+
+    def __init__(self, entries: tuple[Tensor | None, ...], rows: list[int], reading: Any) -> None:
+        self._rows = None if len(rows) == len(entries) else rows
+        self._types = list(map(type, entries))
+        self._reading = reading
+        self._entries: tuple[Tensor | None, ...] | None = None
+
+    def addresses(self, entries: tuple[Tensor | None, ...], stays: bool) -> Any:
+        """What was read of the tensors in use, where each lies in memory as the checks saw it; else None.
+
+        Args:
+            entries: the list, or a copy of it.
+            stays: whether it is the caller's own tuple.
+        """
+        used = entries
+        if self._rows is not None:
+            if self._types != list(map(type, entries)):  # one may be there that was None
+                return None
+            used = tuple(map(entries.__getitem__, self._rows))
+        if isinstance(entries, StableEntries) and self._rows is None:
+            reading = entries.reading if entries.is_fresh else read(used, entries.reading, same=True)
+            entries.reading = reading
+        else:
+            reading = read(used, self._reading, entries is self._entries)
+        if reading is None or not reading.lies_as(self._reading):
+            return None
+        self._reading, self._entries = reading, entries if stays else None
+        return reading
+
+
+def layouts_of(lists: Sequence[tuple[Tensor | None, ...]], rows: list[int]) -> list[Any]:
+    """How the tensors at ``rows`` of each list lie in memory: what a call site remembers."""
+    made: list[Any] = []
+    with torch._C.DisableTorchFunction():
+        for entries in lists:
+            reading = read(entries if len(rows) == len(entries) else tuple(map(entries.__getitem__, rows)))
+            made.append(Layout(entries, rows) if reading is None else ReadLayout(entries, rows, reading))
+    return made

@@ -1,0 +1,234 @@
+"""What is asked of whole lists of tensors: the same from compiled code, item by item, and without an exchange API."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp16opt import MixedPrecisionOptimizer
+from fp16opt.kernels import native, tensor_lists
+from fp16opt.kernels.calls import StableEntries
+
+
+@pytest.fixture(params=["compiled", "no exchange API", "item by item"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if request.param == "item by item":
+        monkeypatch.setattr(native, "module", None)
+    elif native.module is None:
+        pytest.skip("no compiled module")
+    if request.param == "no exchange API":
+        monkeypatch.setattr(tensor_lists, "_reader", lambda: None)
+    return request.param
+
+
+needs_exchange = pytest.mark.skipif(
+    native.module is None or tensor_lists._reader() is None, reason="torch has no exchange API, or nothing is compiled"
+)
+
+
+class Counted(nn.Parameter):
+    """A parameter whose class has a say in torch's functions, and says something wrong."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError("a class was asked for what torch holds")
+
+
+def test_gradients_are_read_as_torch_holds_them(way: str) -> None:
+    params = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3)), Counted(torch.ones(1))]
+    torch.Tensor.grad.__set__(params[0], torch.ones(2))  # type: ignore[attr-defined]
+    found = tensor_lists.grads_of(params)
+    assert found[1:] == [None, None]
+    assert found[0] is params[0].grad
+    assert list(tensor_lists.see_grads(params)) == found
+    assert tensor_lists.grads_of(iter(params[1:])) == [None, None]
+
+
+def test_versions_are_counted(way: str) -> None:
+    with torch.inference_mode():
+        uncounted = torch.ones(2)
+    written = torch.ones(2).mul_(2.0).add_(1.0)
+    assert tensor_lists.versions_of([torch.ones(1), None, written, uncounted]) == [0, -1, 2, 0]
+    assert tensor_lists.versions_of([written, torch.ones(1)]) == [2, 0]
+    with pytest.raises((AttributeError, TypeError)):
+        tensor_lists.versions_of([written, 3])  # type: ignore[list-item]
+
+
+def test_identity_is_compared_and_never_equality(way: str) -> None:
+    a, b = torch.ones(2), torch.ones(2)
+    assert tensor_lists.are_items([a, b], (b, a, b), 1)
+    for items, start in (([a, a], 1), ([a, b], 2), ([a, b], 0), ([a, b, a], 1)):
+        assert not tensor_lists.are_items(items, (b, a, b), start)
+    assert tensor_lists.hold([{"x": a}, {"x": b}], "x", [a, b])
+    assert not tensor_lists.hold([{"x": a}, {"x": b}], "x", [a, a])
+    assert not tensor_lists.hold([{"x": a}, {}], "x", [a, b])
+    assert tensor_lists.any_there([None, a])
+    assert not tensor_lists.any_there([None, None])
+    assert tensor_lists.all_there([a, b])
+    assert not tensor_lists.all_there([a, None])
+    assert tensor_lists.types_of([a, None, nn.Parameter(a), b]) == [Tensor, type(None), nn.Parameter]
+
+
+def test_references_keep_nothing_alive(way: str) -> None:
+    items = [torch.ones(1), None, torch.ones(1)]
+    references = tensor_lists.references_to(items)
+    assert tensor_lists.are_references_to(references, items)
+    assert not tensor_lists.are_references_to(references, [items[0], items[0], items[2]])
+    assert not tensor_lists.are_references_to(references, [None, *items[1:]])
+    items[2] = torch.ones(1)
+    gc.collect()
+    assert references[2] is not None
+    assert references[2]() is None
+    assert not tensor_lists.are_references_to(references, items)
+    assert not tensor_lists.are_references_to(references, [*items[:2], None]), "one that is gone is not None"
+
+
+# -- how tensors lie ---------------------------------------------------------------------------------------------------
+
+
+@needs_exchange
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.bfloat16(),
+        lambda t: t.view(torch.int16),
+        lambda t: t.view(6, 2),
+        lambda t: t.t(),
+        lambda t: t.view(-1)[:6].view(3, 2),
+        lambda t: nn.Parameter(t),
+    ],
+    ids=["dtype", "dtype of the same size", "shape", "strides", "fewer", "class"],
+)
+@pytest.mark.parametrize("place", [0, 2])
+def test_what_lies_otherwise_is_seen(change: Callable[[Tensor], Tensor], place: int) -> None:
+    tensors = [torch.ones(3, 4).half() for _ in range(3)]
+    known = tensor_lists.read(tensors)
+    assert tensor_lists.read(tensors, known, same=True) == known
+    tensors[place] = change(tensors[place])
+    for like in (known, None):
+        now = tensor_lists.read(tensors, like)
+        assert not now.lies_as(known)
+        assert not known.lies_as(now)
+        assert now.lies_as(tensor_lists.read(tensors))
+    assert not tensor_lists.read(tensors[:2], known).lies_as(known)
+
+
+@needs_exchange
+def test_an_address_that_moved_is_seen_and_the_form_is_the_same() -> None:
+    tensors = tuple(torch.ones(3) for _ in range(3))
+    known = tensor_lists.read(tensors, counts=True)
+    tensors[1].data = torch.ones(3)
+    now = tensor_lists.read(tensors, known, same=True, counts=True)
+    assert now.lies_as(known)
+    assert now != known
+    assert now.has_counts_of(known), "torch counts no version for .data"
+    tensors[2].add_(1.0)
+    assert tensor_lists.read(tensors, known, counts=True).counts == [0, 0, 1]
+
+
+@needs_exchange
+def test_what_cannot_be_described_is_left_to_the_checks() -> None:
+    one = torch.ones(2, 3)
+    odd: list[Any] = [None, 3, one.to_sparse(), one.to("meta"), one.to_mkldnn(), torch._neg_view(one)]
+    for value in odd:
+        assert tensor_lists.read([one, value]) is None
+        assert tensor_lists.read([one, value], tensor_lists.read([one, one])) is None
+    assert tensor_lists.read([one.requires_grad_().exp()]) is not None, "a graph is no obstacle"
+
+
+@needs_exchange
+def test_copies_of_a_reading_know_nothing() -> None:
+    reading = tensor_lists.read([torch.ones(1)])
+    assert copy.deepcopy(reading) is None
+    assert pickle.loads(pickle.dumps(reading)) is None
+
+
+@needs_exchange
+def test_gradients_are_met_once_for_all_that_is_asked_of_them() -> None:
+    params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    for param in params:
+        param.grad = torch.ones(2)
+    seen = tensor_lists.see_grads(params)
+    assert seen.reading.counts == [0, 0, 0]
+    assert seen.reading == tensor_lists.read(seen)
+    params[1].grad = None
+    assert tensor_lists.see_grads(params, seen.reading).reading is None
+
+
+# -- what users see ----------------------------------------------------------------------------------------------------
+
+
+def wrapped(count: int = 3) -> tuple[list[nn.Parameter], MixedPrecisionOptimizer]:
+    params = [nn.Parameter(torch.ones(4).half()) for _ in range(count)]
+    return params, MixedPrecisionOptimizer(torch.optim.SGD(params, lr=0.5, momentum=0.5), loss_scale=4.0)
+
+
+def backward(params: list[nn.Parameter], opt: MixedPrecisionOptimizer) -> None:
+    opt.zero_grad()
+    opt.backward(sum((param.float().sum() for param in params), start=torch.zeros(())))
+
+
+def test_memory_of_a_gradient_that_is_replaced_after_a_clip_is_what_is_stepped(way: str) -> None:
+    params, opt = wrapped()
+    backward(params, opt)
+    opt.clip_master_grads(1e6)
+    assert params[1].grad is not None
+    params[1].grad.data = torch.full((4,), 8.0).half()
+    gone = torch.full((4,), float("nan")).half()  # where the other was
+    opt.step()
+    assert [param[0].item() for param in params] == [0.5, 0.0, 0.5]
+    assert gone.isnan().all()
+
+
+def test_memory_of_state_that_is_replaced_is_what_is_stepped(way: str) -> None:
+    params, opt = wrapped()
+    for _ in range(2):
+        backward(params, opt)
+        opt.step()
+    before = [param[0].item() for param in params]
+    opt.state[params[1]]["momentum_buffer"].data = torch.full((4,), 3.0)
+    backward(params, opt)
+    opt.step()
+    moved = [was - param[0].item() for was, param in zip(before, params, strict=True)]
+    assert moved == [0.875, 1.25, 0.875], "lr * (momentum * 1.5 + 1), and of 3.0 in the second"
+
+
+def test_memory_of_a_master_that_is_replaced_is_what_is_stepped(way: str) -> None:
+    params, opt = wrapped()
+    for _ in range(2):
+        backward(params, opt)
+        opt.step()
+    list(opt.master_params())[2].data = torch.full((4,), 32.0)
+    backward(params, opt)
+    opt.step()
+    assert params[2][0].item() == 32.0 - 0.875
+
+
+def test_a_negated_gradient_is_its_values_and_not_its_memory(way: str) -> None:
+    params, opt = wrapped()
+    for sign in (1.0, -1.0):
+        opt.zero_grad()
+        for param in params:
+            param.grad = torch.full((4,), 4.0 * sign).half()
+        if sign < 0:
+            params[1].grad = torch._neg_view(torch.full((4,), 4.0).half())
+        opt.update_master_grads()
+        opt.step()
+    assert [param[0].item() for param in params] == [1.0 - 0.5 + 0.25] * 3
+
+
+def test_stable_entries_are_read_again_by_every_call(way: str) -> None:
+    from fp16opt.kernels import CallCache, multi_tensor_l2norm
+
+    entries, cache = StableEntries([torch.ones(4), torch.ones(4)]), CallCache()
+    for _ in range(2):
+        multi_tensor_l2norm(entries, cache=cache)
+    entries[0].data = torch.full((4,), 2.0)  # type: ignore[union-attr]
+    assert multi_tensor_l2norm(entries, cache=cache)[1].tolist() == [4.0, 2.0]
