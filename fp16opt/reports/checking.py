@@ -135,8 +135,8 @@ class Checking:
                 raise
             kind = type(twin.optimizer).__name__
             raise TypeError(
-                f"optimizer: {kind}.step() raised TypeError: {error}. One that evaluates a closure itself, as SAM, is "
-                'checked as MixedPrecisionOptimizer(optimizer, closure="reevaluate").'
+                f"optimizer: {kind}.step() raised TypeError: {error}. One that evaluates a closure itself, as SAM "
+                'does, is checked as MixedPrecisionOptimizer(optimizer, closure="reevaluate").'
             ) from error
 
     def _calibrate(self, twin: MixedPrecisionOptimizer) -> bool:
