@@ -449,6 +449,14 @@ def loss_not_finite() -> None:
     Training(dynamic=True).step(float("inf"))
 
 
+def weights_not_finite() -> None:
+    one = Training(dynamic=True, master_weights="none")
+    with torch.no_grad():
+        one.model.fc.weight[0, 0] = float("nan")  # type: ignore[union-attr,index,operator]
+        one.model.fc.weight[1, 0] = float("nan")  # type: ignore[union-attr,index,operator]
+    one.step()
+
+
 def static() -> None:
     Training(loss_scale=1024.0).overflow()
 
@@ -600,6 +608,7 @@ PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "rare": (L, rare),
     "in a row": (L, in_a_row),
     "loss not finite": (L, loss_not_finite),
+    "weights not finite": (L, weights_not_finite),
     "static": (L, static),
     "floor": (L, floor),
     "under a GradScaler": (L, under_a_grad_scaler),

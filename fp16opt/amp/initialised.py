@@ -44,7 +44,12 @@ class AmpLog(SkipLog):
         self.blamed: list[int] = []  # ids of the scalers whose backwards of this step overflowed
 
     def skipped(
-        self, scaler: EngineScaler, old: float, overflows: Sequence[Overflow], losses: Sequence[Tensor] = ()
+        self,
+        scaler: EngineScaler,
+        old: float,
+        overflows: Sequence[Overflow],
+        losses: Sequence[Tensor] = (),
+        weights: Sequence[str] = (),
     ) -> None:
         """A step was skipped; ``scaler`` is the engine's, which never changes."""
         if self.setup.verbosity == 0:
@@ -53,7 +58,7 @@ class AmpLog(SkipLog):
         for _, mine in blamed:
             if mine.overflowed:  # not where a clean backward followed in the same step
                 self._losses = [i for i, _ in blamed]
-                super().skipped(mine.rule, float(mine.before), overflows, losses)
+                super().skipped(mine.rule, float(mine.before), overflows, losses, weights)
                 return
         self._losses = [i for i, _ in blamed]
         text = "step skipped: non-finite gradients in %s."

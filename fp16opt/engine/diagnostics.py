@@ -252,6 +252,7 @@ class SkipLog:
         old: float,
         overflows: Sequence[Overflow],
         losses: Sequence[Tensor] = (),
+        weights: Sequence[str] = (),
     ) -> None:
         """A step was skipped, and the scaler has been updated. Syncs (a skip is known on the host anyway).
 
@@ -259,6 +260,7 @@ class SkipLog:
             old: the loss scale that the step was made with.
             overflows: the parameters with non-finite gradients.
             losses: of the step, unscaled; none where they are not known.
+            weights: names of parameters that hold inf or nan, looked for where a loss is not finite.
         """
         loss_is_finite = are_finite(losses)
         self.awaits_step = True
@@ -268,7 +270,9 @@ class SkipLog:
         change = f"{old:g} -> {new:g}" if new != old else f"stays at {new:g}" + ("" if stuck else " (hysteresis)")
         say, where = self.lines.say, self.where(overflows)
         if loss_is_finite is False:
-            hopeless = (stuck and scaler.dynamic) or old <= max(self._fine, 0.0 if scaler.dynamic else 1.0)
+            hopeless = (
+                bool(weights) or (stuck and scaler.dynamic) or old <= max(self._fine, 0.0 if scaler.dynamic else 1.0)
+            )
             say(
                 logging.ERROR if stuck and scaler.dynamic else logging.WARNING,
                 "step skipped, loss scale %s: the loss itself is not finite (%d in a row)%s; non-finite gradients "
@@ -277,7 +281,7 @@ class SkipLog:
                 in_a_row,
                 ", so that no loss scale can help" if hopeless else "",
                 where,
-                _about_the_loss(hopeless, any(loss.dtype == torch.float16 for loss in losses)),
+                _about_the_loss(hopeless, any(loss.dtype == torch.float16 for loss in losses), weights),
                 nth=in_a_row,
             )
         elif stuck:
@@ -343,7 +347,12 @@ class SkipLog:
             )
 
 
-def _about_the_loss(hopeless: bool, is_fp16: bool) -> str:
+def _about_the_loss(hopeless: bool, is_fp16: bool, weights: Sequence[str]) -> str:
+    if weights:
+        return (
+            f"Weights hold inf or nan: {describe(weights)}. An earlier step, or a checkpoint, has brought it there: "
+            "load one from before."
+        )
     if is_fp16:
         return "The loss is FP16, which ends at 65504: compute it in FP32, with .float() on the model's outputs."
     if hopeless:

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import kernels
 from ..kernels import backends
 from ..scaling import LossScaleError, LossScaler
-from .diagnostics import Lines, Overflow, SkipLog, blamed, overflows_from_flags
+from .diagnostics import Lines, Overflow, SkipLog, are_finite, blamed, overflows_from_flags
 from .params import ParamTable
 from .stage import OverflowCheck
 
@@ -302,7 +302,8 @@ class Outcome:
             if under_grad_scaler:
                 self.log.skipped_by_grad_scaler(report)
             else:
-                self.log.skipped(scaler, old_scale, report, losses)
+                weights = params.not_finite() if are_finite(losses) is False else []
+                self.log.skipped(scaler, old_scale, report, losses, weights)
             check_consecutive([one for one, _ in check.of], report)
         elif skipped is False:
             self.log.stepped(old_scale)

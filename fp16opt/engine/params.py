@@ -405,6 +405,10 @@ class ParamTable:
         ids = {id(mine[id(param)]) for param in given if id(param) in mine}
         return None if len(ids) == len(self.all) + len(self.elsewhere) else ids
 
+    def not_finite(self) -> list[str]:
+        """Names of parameters whose weight, or this rank's piece of it, holds inf or nan. Syncs for each."""
+        return [pair.name for pair in self.all if not bool(local(pair.model).detach().isfinite().all())]
+
     def check_model(self, model: object) -> None:
         """Raise where ``model`` is no module that these parameters are of, or where not all masters are here."""
         if not isinstance(model, torch.nn.Module):

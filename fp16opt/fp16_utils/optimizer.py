@@ -283,5 +283,6 @@ class _Quiet(SkipLog):
         old: float,
         overflows: Sequence[Overflow],
         losses: Sequence[Tensor] = (),
+        weights: Sequence[str] = (),
     ) -> None:
         """Say nothing."""

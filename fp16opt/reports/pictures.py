@@ -12,6 +12,7 @@ from .reading import LARGEST, RunRead
 
 _INK, _RED, _BLUE, _GREY = "#1b1f24", "#c1121f", "#00629b", "#8a8f98"
 _LABELS = 40  # rows that are named at most
+_NAMED = 10  # lines of a picture that are named at most
 _DPI, _DPI_TOGETHER = 110, 70
 
 
@@ -62,9 +63,14 @@ def norms(axes: Any, run: RunRead) -> None:
     seconds = [(step["step"], 1e3 * step["seconds"]) for step in run.steps if step["seconds"]]
     if seconds:
         other = axes.twinx()
-        other.plot(*zip(*seconds, strict=True), color=_GREY, linewidth=0.6, alpha=0.7)
-        other.set_ylabel("milliseconds a step", color=_GREY)
-        other.set_ylim(0, 3 * sorted(value for _, value in seconds)[len(seconds) // 2])
+        top = 3 * sorted(value for _, value in seconds)[len(seconds) // 2]
+        within = [(step, min(value, top)) for step, value in seconds]
+        other.plot(*zip(*within, strict=True), color=_GREY, linewidth=0.6, alpha=0.7)
+        longer = [(step, top) for step, value in seconds if value > top]
+        if longer:  # a first step that compiles, or a save, would leave nothing to see of the others
+            other.plot(*zip(*longer, strict=True), "^", color=_GREY, markersize=4)
+        other.set_ylabel("milliseconds a step" + (", \u25b2 more" if longer else ""), color=_GREY)
+        other.set_ylim(0, 1.05 * top)
 
 
 def _total(sample: dict[str, Any]) -> float:
@@ -85,7 +91,7 @@ def underflow_by_layer(axes: Any, run: RunRead) -> None:
 
 def margins(axes: Any, run: RunRead) -> None:
     """How far the largest scaled gradient of each layer is from where its dtype ends."""
-    limit = None
+    limit, drawn = None, []
     for row in run.rows:
         kind = run.header.get("rows", {}).get(row, {}).get("dtype")
         if kind not in ("float16", "bfloat16"):
@@ -99,10 +105,14 @@ def margins(axes: Any, run: RunRead) -> None:
         points = [(step, value) for step, value in points if value > 0]
         limit = max(limit or 0.0, LARGEST[kind])
         if points:
-            label = None if axes.lines else "one layer"
-            axes.plot(*zip(*points, strict=True), color=_BLUE, linewidth=0.8, alpha=0.5, label=label)
-    if axes.lines:
-        axes.legend(loc="center right", frameon=False)
+            drawn.append((row, points))
+    for (row, points), color in zip(drawn, _colors(len(drawn)), strict=True):
+        axes.plot(*zip(*points, strict=True), color=color, linewidth=1.0, marker=".", markersize=3, label=row[-34:])
+    if drawn:
+        largest = sorted(range(len(drawn)), key=lambda at: -max(value for _, value in drawn[at][1]))[:_NAMED]
+        lines = [axes.lines[at] for at in largest]
+        title = f"the {_NAMED} largest of {len(drawn)}" if len(drawn) > _NAMED else None
+        axes.legend(handles=lines, title=title, loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=6)
     if limit is not None:
         axes.axhline(limit, color=_RED, linewidth=1.4)
         axes.text(0.01, limit, " overflow", color=_RED, va="bottom", transform=axes.get_yaxis_transform())
@@ -111,6 +121,12 @@ def margins(axes: Any, run: RunRead) -> None:
         axes.text(0.01, tiny, " subnormal below", color=_GREY, va="bottom", transform=axes.get_yaxis_transform())
         axes.set_yscale("log", base=2)
     _title(axes, "Largest scaled gradient of each layer, and the format's limits", "magnitude")
+
+
+def _colors(count: int) -> list[Any]:
+    """A colour for each, in the order of the layers."""
+    colors = importlib.import_module("matplotlib").colormaps["turbo"]
+    return [colors(0.05 + 0.9 * at / max(1, count - 1)) for at in range(count)]
 
 
 def updates(axes: Any, run: RunRead) -> None:

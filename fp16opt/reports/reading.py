@@ -8,7 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..engine.diagnostics import describe
 from . import sinks
+
+_CALIBRATED = 10  # steps taken, after which the loss scale has been found: as the log counts
+_MANY = 3  # skips in a row from which on they are no calibration, once a step was taken
 
 LARGEST = {"float16": 65504.0, "bfloat16": 3.3895e38, "float32": 3.4028e38}
 """The largest finite number of each dtype."""
@@ -64,13 +68,40 @@ class RunRead:
         """The first step that was taken; the first of all where none was."""
         return next((step["step"] for step in self.steps if not step["skipped"]), 0)
 
+    def calibration(self) -> list[int]:
+        """Steps that were skipped while a dynamic scale was looked for: those that the log calls so."""
+        found: list[int] = []
+        taken, in_a_row = int(self.header.get("first_step", 0)) if not self.earlier else 0, 0
+        for step in self.steps if self.dynamic and self.has_narrow_range else ():
+            in_a_row = in_a_row + 1 if step["skipped"] else 0
+            taken += not step["skipped"]
+            loss = step.get("loss")
+            is_of_the_scale = loss is None or math.isfinite(loss)
+            if step["skipped"] and is_of_the_scale and taken < _CALIBRATED and (not taken or in_a_row < _MANY):
+                found.append(step["step"])
+        return found
+
+    def spoilt_weights(self) -> tuple[int, list[str]] | None:
+        """The first sample whose weights are not all finite, and which: what comes after it says nothing else."""
+        for sample in self.samples:
+            norms = {row: numbers.get("weight_norm") for row, numbers in sample["rows"].items()}
+            bad = [row for row, norm in norms.items() if norm is not None and not math.isfinite(norm)]
+            if bad:
+                return sample["step"], bad
+        return None
+
     def spoilt(self) -> list[int]:
         """Steps of samples, after the calibration, in which nearly all rows had a gradient that was not finite."""
-        found = []
+        found, looked_for = [], self.calibration()
         for sample in self.samples:
             norms = [row["grad_norm"] for row in sample["rows"].values() if row["grad_norm"] is not None]
             bad = [norm for norm in norms if not math.isfinite(norm)]
-            if sample["step"] >= self.calibrated and len(norms) > 2 and len(bad) >= 0.8 * len(norms):
+            if (
+                sample["step"] not in looked_for
+                and sample["step"] >= self.calibrated
+                and len(norms) > 2
+                and len(bad) >= 0.8 * len(norms)
+            ):
                 found.append(sample["step"])
         return found
 
@@ -140,12 +171,23 @@ def of_run(run: RunRead) -> list[str]:
     losses = [loss for step in run.steps if (loss := step.get("loss")) is not None and math.isfinite(loss)]
     if losses:
         words.append(f"The loss went from {losses[0]:.4g} to {losses[-1]:.4g}.")
-    first = next((n for n, step in enumerate(run.steps) if not step["skipped"]), count)
-    later = len(skipped) - first
-    if count and first == count:
+    looked_for, spoilt_weights = run.calibration(), run.spoilt_weights()
+    late = [step for step in skipped if step not in looked_for]
+    later = len(late)
+    if count and len(skipped) == count:
         mend.append("No step was taken: gradients were never finite. Ask fp16opt.diagnose why.")
-    elif first and run.dynamic:
-        normal.append(f"Calibration took {first} skip{'s' if first > 1 else ''}.")
+        later = 0
+    elif looked_for:
+        normal.append(f"Calibration took {len(looked_for)} skip{'s' if len(looked_for) > 1 else ''}.")
+    if spoilt_weights is not None:
+        step, rows = spoilt_weights
+        mend.append(
+            f"From step {step} on weights hold inf or nan: {describe(rows)}. A step before has written it, and no loss "
+            "is finite after it: go back to a checkpoint, and look at eps, the learning rate, and at code that writes "
+            "weights." + (" Without masters eps=1e-8 is 0 in FP16: use 1e-4 or more." if run.masters == "none" else "")
+        )
+        late = [one for one in late if one < step]
+        later = len(late)
     if later > max(2, 0.05 * count) and not run.has_narrow_range:
         mend.append(
             f"{later / count:.0%} of the steps were skipped. No gradient is FP16, so that no loss scale helps: it is "
@@ -157,11 +199,11 @@ def of_run(run: RunRead) -> list[str]:
             "dynamic=True."
         )
     elif later:
-        steps, why = skipped[first:], "bad batches, or rare overflows" if run.has_narrow_range else "bad batches"
+        steps, why = late, "bad batches, or rare overflows" if run.has_narrow_range else "bad batches"
         more = f" and {len(steps) - 5} more" if len(steps) > 5 else ""
         told = normal if run.has_narrow_range and later <= max(2, 0.05 * count) else mend
         told.append(f"Skipped later: step {', '.join(map(str, steps[:5]))}{more}: {why}.")
-    spoilt = run.spoilt()
+    spoilt = [step for step in run.spoilt() if spoilt_weights is None or step < spoilt_weights[0]]
     if spoilt:
         mend.append(
             f"In step {', '.join(map(str, spoilt[:5]))} the gradients of nearly all layers were not finite: that is a "
@@ -215,7 +257,9 @@ def _of_row(run: RunRead, row: str) -> list[Finding]:
     found = []
     norms = run.values(row, "grad_norm")
     known = [(sample["step"], norm) for sample, norm in zip(run.samples, norms, strict=True) if norm is not None]
-    apart = run.spoilt()
+    spoilt_weights = run.spoilt_weights()
+    end = math.inf if spoilt_weights is None else spoilt_weights[0]
+    apart = [*run.spoilt(), *run.calibration(), *(step for step, _ in known if step >= end)]
     bad = [step for step, norm in known if not math.isfinite(norm) and step >= run.calibrated and step not in apart]
     finite = [norm for _, norm in known if math.isfinite(norm)]
     if bad:
@@ -239,7 +283,7 @@ def _of_row(run: RunRead, row: str) -> list[Finding]:
     if lost is not None and lost > 0.05 and run.masters == "none":  # else masters keep them
         words = f"{lost:.0%} of its updates are under half an ulp of the weight and are lost, as there are no masters"
         found.append(Finding(row, 40.0 + 10.0 * lost, words))
-    if ratio is not None and ratio > 0.1:
+    if ratio is not None and ratio > 0.1 and not _settles(run.values(row, "update_ratio")):
         found.append(Finding(row, 18.0, f"a step moves it by {ratio:.0%} of its own norm"))
     if ratio == 0.0:
         found.append(Finding(row, 55.0, "it stands still: its update is zero"))
@@ -251,6 +295,16 @@ def _of_row(run: RunRead, row: str) -> list[Finding]:
         words = f"its weights are {distance:.1%} away from the masters: too large or too small for {kind}"
         found.append(Finding(row, 25.0, words))
     return found
+
+
+def _settles(ratios: Sequence[float | None]) -> bool:
+    """Whether updates become smaller beside the weight, or too few were seen to tell.
+
+    A layer that starts at zero is its first update, and a step moves it by 100% of its norm: then by 1/n at the n-th,
+    or by 1/sqrt(n) where updates go to and fro.
+    """
+    there = [ratio for ratio in ratios if ratio is not None and math.isfinite(ratio)]
+    return len(there) < 3 or there[-1] < 0.6 * there[0]
 
 
 def _kind(run: RunRead, row: str) -> str:

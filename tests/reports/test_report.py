@@ -50,8 +50,8 @@ def test_a_good_run_says_so(tmp_path: Path) -> None:
 
 def test_what_is_normal_is_nothing_to_mend(tmp_path: Path) -> None:
     """Calibration, a rare overflow, and small updates that masters hold."""
-    words, looks = said(write(tmp_path / "run.jsonl", skips=(1, 2, 9), a={"lost": 0.5}))
-    assert "Calibration took 2 skips. Skipped later: step 9" in words
+    words, looks = said(write(tmp_path / "run.jsonl", skips=(1, 2, 14), a={"lost": 0.5}))
+    assert "Calibration took 2 skips. Skipped later: step 14" in words
     assert words.endswith("would be lost without masters, which hold them. Nothing to mend.")
     assert looks == {}
 
@@ -59,7 +59,7 @@ def test_what_is_normal_is_nothing_to_mend(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"skips": (5, 8, 11, 14)},
+        {"skips": (12, 14, 16, 18)},
         {"skips": tuple(range(1, 21))},
         {"skips": (9,), "header": {"rows": {name: {"dtype": "bfloat16"} for name in ROWS}}},
         {"a": {"underflow": 0.5}},
@@ -94,7 +94,53 @@ def test_the_loss_is_told_and_drawn(tmp_path: Path) -> None:
 def test_the_picture_of_margins_has_a_legend(tmp_path: Path) -> None:
     axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
     pictures.margins(axes, reading.load(write(tmp_path / "run.jsonl")))
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["one layer"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == list(ROWS)
+    lines = axes.lines[: len(ROWS)]
+    assert len({line.get_color() for line in lines}) == len(ROWS)
+
+
+def test_a_picture_of_many_layers_names_the_largest(tmp_path: Path) -> None:
+    axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
+    rows = {f"row{n}": {"dtype": "float16", "elements": 1} for n in range(30)}
+    path = tmp_path / "run.jsonl"
+    sink = sinks.JsonLines(path)
+    sink({"kind": "run", "format": 1, "rows": rows, "dynamic": True})
+    told = {name: FINE | {"grad_largest": 1.0 + n} for n, name in enumerate(rows)}
+    sink({"kind": "sample", "step": 1, "loss_scale": 1.0, "rows": told})
+    sink.close()
+    pictures.margins(axes, reading.load(path))
+    assert len({line.get_color() for line in axes.lines[:30]}) == 30
+    named = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert named == [f"row{n}" for n in range(29, 19, -1)]
+
+
+def test_long_steps_stay_in_the_axes(tmp_path: Path) -> None:
+    """A step that takes a hundred times as long is marked at the top."""
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    steps = [
+        {
+            "kind": "step",
+            "step": n,
+            "loss_scale": 1.0,
+            "skipped": False,
+            "grad_norm": 1.0,
+            "seconds": 1.0 if n == 5 else 0.01,
+        }
+        for n in range(1, 10)
+    ]
+    run = reading.RunRead({"kind": "run", "format": 1, "rows": ROWS}, steps=steps)
+    axes = figure.subplots()
+    pictures.norms(axes, run)
+    (other,) = [one for one in figure.axes if one is not axes]
+    low, high = other.get_ylim()
+    assert all(low <= value <= high for line in other.lines for value in line.get_ydata())
+    assert [list(line.get_xdata()) for line in other.lines[1:]] == [[5]]
+    assert "more" in other.get_ylabel()
+
+
+def test_the_limits_stand_in_the_picture_of_margins(tmp_path: Path) -> None:
+    axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
+    pictures.margins(axes, reading.load(write(tmp_path / "run.jsonl")))
     assert [text.get_text().strip() for text in axes.texts] == ["overflow", "subnormal below"]
 
 
@@ -102,7 +148,9 @@ def test_the_picture_of_margins_has_a_legend(tmp_path: Path) -> None:
     ("arguments", "wanted"),
     [
         ({"skips": (1, 2, 3)}, "Calibration took 3 skips."),
-        ({"skips": (9,)}, "Skipped later: step 9: bad batches, or rare overflows."),
+        ({"skips": (13,)}, "Skipped later: step 13: bad batches, or rare overflows."),
+        ({"skips": (1, 2, 9)}, "Calibration took 3 skips."),
+        ({"skips": (3, 5, 6, 7, 8)}, "Calibration took 3 skips. Skipped later: step 7, 8"),
         ({"skips": tuple(range(1, 21))}, "No step was taken: gradients were never finite. Ask fp16opt.diagnose why."),
         (
             {"skips": (3, 7, 9, 12), "header": {"dynamic": False}},
@@ -169,12 +217,63 @@ def test_a_sample_in_which_all_is_bad_is_told_of_the_run_and_not_of_rows(tmp_pat
     sink({"kind": "run", "format": 1, "rows": rows, "dynamic": True})
     for step in range(1, 4):
         common = {"step": step, "loss_scale": 1.0}
-        sink({"kind": "step", "skipped": step == 2, "grad_norm": None, "seconds": None, **common})
+        told = {"skipped": step == 2, "loss": math.nan if step == 2 else 1.0, "grad_norm": None, "seconds": None}
+        sink({"kind": "step", **told, **common})
         bad = {"grad_norm": math.nan, "near_overflow": 1.0} if step == 2 else {}
         sink({"kind": "sample", **common, "rows": dict.fromkeys(rows, FINE | bad)})
     sink.close()
     words, looks = said(path)
     assert "In step 2 the gradients of nearly all layers were not finite" in words
+    assert looks == {}
+
+
+def sampled(path: Path, samples: list[dict[str, Any]], skipped: tuple[int, ...] = (), **header: Any) -> Path:
+    """A run in which every step is sampled, with what a row "a" has there."""
+    sink = sinks.JsonLines(path)
+    rows = {name: {"dtype": "float16", "elements": 1} for name in ("a", "b", "c")}
+    sink({"kind": "run", "format": 1, "rows": rows, "dynamic": True, "masters": "full", **header})
+    for step, changes in enumerate(samples, 1):
+        common = {"step": step, "loss_scale": 1.0, "skipped": step in skipped}
+        sink({"kind": "step", "grad_norm": None, "seconds": None, **common})
+        sink({"kind": "sample", **common, "rows": {name: FINE | (changes if name == "a" else {}) for name in rows}})
+    sink.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("ratios", "is_found"),
+    [
+        ([1.0], False),
+        ([0.13], False),
+        ([1.0, 0.5, 0.33, 0.25, 0.2], False),
+        ([1.0, 0.71, 0.58, 0.5, 0.45], False),
+        ([0.5] * 5, True),
+        ([0.2, 0.4, 0.5, 0.6], True),
+    ],
+    ids=["one sample", "a small layer", "from zero", "from zero, to and fro", "a rate too high", "it grows"],
+)
+def test_a_layer_that_starts_at_zero_is_no_finding(ratios: list[float], is_found: bool, tmp_path: Path) -> None:
+    words, looks = said(sampled(tmp_path / "run.jsonl", [{"update_ratio": ratio} for ratio in ratios]))
+    assert ("a" in looks) == is_found
+    assert ("Nothing to mend." in words) != is_found
+
+
+def test_a_skip_that_the_log_calls_calibration_is_none_of_bad_batches(tmp_path: Path) -> None:
+    samples = [{"grad_norm": math.inf} if step == 6 else {} for step in range(1, 9)]
+    words, looks = said(sampled(tmp_path / "run.jsonl", samples, skipped=(6,)))
+    assert "Calibration took 1 skip." in words
+    assert "bad batches" not in words
+    assert looks == {}
+
+
+@pytest.mark.parametrize("masters", ["none", "full"])
+def test_weights_that_are_nan_are_not_blamed_on_the_data(masters: str, tmp_path: Path) -> None:
+    bad = {"weight_norm": math.nan, "grad_norm": math.nan}
+    path = sampled(tmp_path / "run.jsonl", [{}, bad, bad, bad], skipped=(2, 3, 4), masters=masters)
+    words, looks = said(path)
+    assert "From step 2 on weights hold inf or nan: a." in words
+    assert ("eps=1e-8 is 0 in FP16" in words) == (masters == "none")
+    assert not re.search("bad batches|the data", words)
     assert looks == {}
 
 
