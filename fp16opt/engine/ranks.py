@@ -79,8 +79,17 @@ class Ranks:
     expects_all = False
     group: Any = None
 
-    def check_norm_type(self, norm_type: float) -> None:
-        """Raise ``ValueError`` where such a norm can't be had. Asked only of classes that are not ``alone``."""
+    def check_clip(self, norm_type: float, is_of_all: bool) -> None:
+        """Raise where such a norm can't be had. Asked only of classes that are not ``alone``.
+
+        Args:
+            norm_type: p of the norm.
+            is_of_all: whether it is that of all parameters, and not of some that the user has named.
+
+        Raises:
+            ValueError: the norm does not fit into a message.
+            RuntimeError: another optimizer of this rank has a part of the gradients.
+        """
         raise NotImplementedError("norms of masters that are all here need no message")
 
     def counted(self, param: Tensor) -> bool:
@@ -151,7 +160,7 @@ class Detached(Ranks):
         """What the parameters alone tell."""
         return self._within
 
-    def check_norm_type(self, norm_type: float) -> None:
+    def check_clip(self, norm_type: float, is_of_all: bool) -> None:
         """Nothing to check: no norm can be had."""
 
     def agree(
