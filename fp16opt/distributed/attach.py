@@ -48,8 +48,9 @@ def attach(
             between ranks.
         process_group: every rank of every stage of the pipeline, with all ranks of its data parallelism and meshes:
             ``torch.distributed.group.WORLD`` where all ranks train this model. None: no pipeline.
-        verify_ranks_every: compare masters and scalers over the ranks after every so many steps; 0: never. Costs a read
-            of the masters, in which every bit counts, and 8 bytes a rank. A difference raises ``RuntimeError`` on every
+        verify_ranks_every: compare masters, settings and scalers over the ranks after every so many steps; 0: never.
+            Of shards the pieces that several ranks have. Costs a read of the masters, in which every bit counts, and
+            a hash for the whole ones and for each set of copies. A difference raises ``RuntimeError`` on every
             rank. In a pipeline only masters of a ``DistributedDataParallel`` can be compared.
 
     Raises:

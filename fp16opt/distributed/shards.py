@@ -241,10 +241,16 @@ class MeshRanks(GroupRanks):
         mesh = getattr(param, "device_mesh", None)
         if param.is_meta or (mesh is not None and ranks_of(mesh) == self.may_hold(param)):
             return None
-        coordinate = () if mesh is None else mesh.get_coordinate()
-        places = zip(coordinate, getattr(param, "placements", ()), strict=True)
-        place = tuple(0 if placement.is_replicate() else at for at, placement in places)
-        return Bits(place, content_hash(local(param)))
+        return Bits(_place(param), content_hash(local(param)))
+
+    def piece_with_copies(self, param: Any) -> str | None:
+        """See :class:`fp16opt.engine.ranks.Ranks`: along mesh dimensions that repeat it, or that its mesh lacks."""
+        mesh = getattr(param, "device_mesh", None)
+        if mesh is None:
+            return None
+        holders = self.may_hold(param)
+        repeats = any(placement.is_replicate() and mesh.size(dim) > 1 for dim, placement in enumerate(param.placements))
+        return repr((holders, _place(param))) if repeats or ranks_of(mesh) != holders else None
 
     def _ranks(self, root: Any) -> Holders:
         if id(root) not in self._of_root:
@@ -257,6 +263,14 @@ class MeshRanks(GroupRanks):
         if known is None:
             known = self._counted[id(param)] = (param, is_counted(param, self.may_hold(param)))
         return known[1]
+
+
+def _place(param: Any) -> tuple[int, ...]:
+    """Where this rank's piece lies in its mesh: copies have one place."""
+    mesh = getattr(param, "device_mesh", None)
+    coordinate = () if mesh is None else mesh.get_coordinate()
+    places = zip(coordinate, getattr(param, "placements", ()), strict=True)
+    return tuple(0 if placement.is_replicate() else at for at, placement in places)
 
 
 def is_counted(param: Any, holders: Holders) -> bool:

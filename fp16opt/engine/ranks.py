@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -121,6 +121,10 @@ class Ranks:
         """
         raise NotImplementedError("verdicts of masters that are all here need no message")
 
+    def piece_with_copies(self, param: Tensor) -> str | None:
+        """Which piece this rank has of a parameter whose pieces other ranks have too; None where it alone has it."""
+        return None
+
     def largest(self, norms: Tensor) -> Tensor:
         """The largest over the ranks of each of ``norms`` (float32, on this rank's device), in one message.
 
@@ -188,12 +192,17 @@ class Detached(Ranks):
 
 @dataclass
 class Digest:
-    """What ranks that share gradients hold alike: names and values of masters, and scaler and settings in words."""
+    """What ranks hold alike: names and values of masters, and scaler and settings in words.
+
+    Attributes:
+        copies: (which piece it is, name, value) of pieces that other ranks have too, in parts of several.
+    """
 
     names: list[str]
     values: list[Tensor]
     scaler: str
     settings: list[str]
+    copies: list[tuple[str, str, Tensor]] = field(default_factory=list)
 
 
 class Sums(Protocol):
