@@ -701,7 +701,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         max_norm = check_number("max_norm", max_norm)
         norm_type = check_number("norm_type", norm_type, above_zero=True)
         if not self.step_state.ranks.alone:
-            self.step_state.ranks.check_norm_type(norm_type)
+            self.step_state.ranks.check_clip(norm_type, params is None)
         self._look_at_groups(verifies=False)  # the step looks
         of = None if params is None else self.params.chosen(params)
         if self.gradient_release:

@@ -37,7 +37,9 @@ def attach(
     With ``process_group`` a step is skipped on all of its ranks or on none, and a clip goes by the norm over all of
     them, in one message of 32 bytes. Ranks may hold different parameters then; settings and scaler must be alike.
     Parameters are told apart by name: those of ``named_parameters=``, else the module's. Each is counted once, whether
-    it is cut into pieces or repeated, by DTensors or by DDP. Attach again after parameters were added.
+    it is cut into pieces or repeated, by DTensors or by DDP. Attach again after parameters were added. Where a rank has
+    several chunks of the model, one optimizer holds them all, over ``nn.ModuleDict(chunks)``: a clip of one of several
+    optimizers raises.
 
     Args:
         opt: the wrapper.
@@ -46,8 +48,9 @@ def attach(
             between ranks.
         process_group: every rank of every stage of the pipeline, with all ranks of its data parallelism and meshes:
             ``torch.distributed.group.WORLD`` where all ranks train this model. None: no pipeline.
-        verify_ranks_every: compare masters and scalers over the ranks after every so many steps; 0: never. Costs a read
-            of the masters, in which every bit counts, and 8 bytes a rank. A difference raises ``RuntimeError`` on every
+        verify_ranks_every: compare masters, settings and scalers over the ranks after every so many steps; 0: never.
+            Of shards the pieces that several ranks have. Costs a read of the masters, in which every bit counts, and
+            a hash for the whole ones and for each set of copies. A difference raises ``RuntimeError`` on every
             rank. In a pipeline only masters of a ``DistributedDataParallel`` can be compared.
 
     Raises:
@@ -138,7 +141,7 @@ def _attach_stage(wrapper: Wrapper, ddp: DistributedDataParallel | None, group: 
     within = state.ranks.within
     copies = (dist.get_rank(),) if ddp is None else tuple(sorted(ranks_in(ddp.process_group)))
     device = message_device(group, wrapper.device)
-    state.ranks = StageRanks(group, device, facts(wrapper), wrapper.optimizer, within, copies)
+    state.ranks = StageRanks(group, device, facts(wrapper), wrapper.optimizer, within, copies, state)
     _replace(wrapper, Independent() if ddp is None else ScheduledDdp(ddp, every, state))
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from torch import Tensor
 
-from ..engine.dtensors import is_sharded
+from ..engine.dtensors import is_sharded, local
 from ..engine.parts import Wrapper
 from ..engine.ranks import Digest, Facts, ParamFact
 from .settings import setting_lines, shown
@@ -30,7 +30,7 @@ def facts(wrapper: Wrapper) -> Facts:
 
 
 def digest(wrapper: Wrapper) -> Digest:
-    """What ranks that share gradients hold alike: masters, as far as they are whole, the scaler and the settings."""
+    """What ranks hold alike: masters that are whole, pieces that have copies, the scaler and the settings."""
     scaler = repr({key: shown(value) for key, value in wrapper.scaler.state_dict().items()})
     settings = setting_lines(wrapper.optimizer.param_groups)
     if is_zero(wrapper):
@@ -38,15 +38,20 @@ def digest(wrapper: Wrapper) -> Digest:
         return Digest([name for _, name, _ in labelled], [param for *_, param in labelled], scaler, settings)
     names: list[str] = []
     values: list[Tensor] = []
+    copies: list[tuple[str, str, Tensor]] = []
     for pair in wrapper.params.all:
-        if is_sharded(pair.model):
-            continue
         operand = wrapper.masters.operand(pair)
         is_split = operand is not pair.master  # then weight and remainder are the master
         parts = [pair.model, operand] if is_split else [operand]
-        names += [f"the master of {pair.name!r}"] * len(parts)
-        values += parts
-    return Digest(names, values, scaler, settings)
+        name = f"the master of {pair.name!r}"
+        if not is_sharded(pair.model):
+            names += [name] * len(parts)
+            values += parts
+            continue
+        piece = wrapper.step_state.ranks.piece_with_copies(pair.model)
+        if piece is not None:
+            copies += [(piece, name, local(part)) for part in parts]
+    return Digest(names, values, scaler, settings, copies)
 
 
 def is_zero(wrapper: Wrapper) -> bool:

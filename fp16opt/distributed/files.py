@@ -364,13 +364,23 @@ def _template(path: Path, model: nn.Module, opt: Optimizer) -> tuple[dict[str, A
         _put(template, where, _blank(stored.state_dict_metadata[flat], masters.get(name) if name else None))
     for name in masters:
         if name not in template["masters"]:
-            raise ValueError(f"{path} has no parameter {name!r}. Build the model that it was saved from.")
+            how = "has it as one that was not trained" if ("model", name) in set(paths.values()) else "lacks it"
+            raise ValueError(
+                f"{path} has no master of {name!r}, which this optimizer trains: the file {how}. Make the optimizer "
+                "over the parameters that it was saved with."
+            )
         size = stored.state_dict_metadata[f"masters.{name}"].size
         if tuple(size) != tuple(masters[name].shape):
             raise ValueError(f"{path}: {name!r} has shape {list(size)}, the model's has {list(masters[name].shape)}.")
     rest = _copied(_rest(model, opt))
-    there = {where[1] for where in paths.values() if where[0] == "model"}
+    there, trained = ({where[1] for where in paths.values() if where[0] == kind} for kind in ("model", "masters"))
     for name in rest:
+        if name in trained:
+            raise ValueError(
+                f"{path} has {name!r} as a parameter that was trained, and this optimizer does not have it. Make the "
+                "optimizer over the parameters that it was saved with, load, and freeze after that: what does not "
+                "require a gradient is left alone."
+            )
         if name not in there:
             raise ValueError(f"{path} has no buffer or parameter {name!r}. Build the model that it was saved from.")
     return template, rest

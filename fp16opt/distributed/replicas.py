@@ -264,29 +264,42 @@ def verify(group: Any, digest: Digest | None) -> None:
     Raises:
         RuntimeError: on every rank, naming the first setting or parameter that differs.
     """
-    hashes = None
+    told = None
     if digest is not None:
         contents = zip(digest.names, map(content_hash, digest.values), strict=True)
-        hashes = [*contents, ("the loss scaler", hash_of(digest.scaler))], digest.settings
-    short = gather(None if hashes is None else hash_of(repr(hashes)), group)
-    if len({value for value in short if value is not None}) <= 1:
+        whole = [*contents, ("the loss scaler", hash_of(digest.scaler))]
+        pieces: dict[str, list[tuple[str, int]]] = {}
+        for piece, name, value in digest.copies:
+            pieces.setdefault(piece, []).append((name, content_hash(value)))
+        told = digest.settings, {"": whole, **pieces}
+    short = None
+    if told is not None:
+        settings, parts = told
+        short = hash_of(repr(settings)), {piece: hash_of(repr(hashes)) for piece, hashes in parts.items()}
+    everyone = [one for one in gather(short, group) if one is not None]
+    known: dict[str, int] = {}
+    alike = all(one == everyone[0][0] for one, _ in everyone)
+    if alike and all(known.setdefault(piece, one) == one for _, parts in everyone for piece, one in parts.items()):
         return
-    told = {rank: values for rank, values in enumerate(gather(hashes, group)) if values is not None}
+    _refuse_difference({rank: one for rank, one in enumerate(gather(told, group)) if one is not None})
+
+
+def _refuse_difference(told: dict[int, tuple[list[str], dict[str, list[tuple[str, int]]]]]) -> None:
+    """Ranks differ, in settings or in hashes of pieces: raise with the first that does."""
     first = min(told)
-    for rank, (_, lines) in told.items():
-        refuse_settings(first, told[first][1], rank, lines, "Weights differ by now: load the last checkpoint")
-    there = {rank: values for rank, (values, _) in told.items()}
-    differing = [
-        (name, rank)
-        for k, (name, value) in enumerate(there[first])
-        for rank, values in there.items()
-        if values[k] != (name, value)
-    ]
-    name, rank = differing[0]
+    for rank, (lines, _) in told.items():
+        refuse_settings(first, told[first][0], rank, lines, "Weights differ by now: load the last checkpoint")
+    known: dict[str, tuple[int, list[tuple[str, int]]]] = {}
+    differing = []
+    for rank, (_, parts) in told.items():
+        for piece, hashes in parts.items():
+            first, others = known.setdefault(piece, (rank, hashes))
+            differing += [(mine[0], first, rank) for mine, one in zip(hashes, others, strict=True) if mine != one]
+    name, first, rank = differing[0]
     raise RuntimeError(
-        f"ranks drifted apart: {name} differs between rank {first} and rank {rank} ({len({n for n, _ in differing})} "
-        "differ in all). Gradients were not reduced somewhere, or a rank wrote its weights. Load the last checkpoint "
-        "on all ranks."
+        f"ranks drifted apart: {name} differs between rank {first} and rank {rank} "
+        f"({len({n for n, _, _ in differing})} differ in all). Gradients were not reduced somewhere, or a rank wrote "
+        "its weights. Load the last checkpoint on all ranks."
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from torch.optim import Optimizer
 
 from ..engine.dtensors import local
 from ..engine.ranks import Asked, Facts, Ranks
-from .alike import Bits, Holders, Reach, compare
+from ..engine.step_state import StepState
+from .alike import Bits, Holders, Reach, compare, ranks_in
 from .exchange import require_process_group
 from .replicas import content_hash
 from .settings import Settings
@@ -57,7 +59,7 @@ class GroupRanks(Ranks):
             compare("the optimizer", self._facts(), self.reach, self.group)
             self._facts = None
 
-    def check_norm_type(self, norm_type: float) -> None:
+    def check_clip(self, norm_type: float, is_of_all: bool) -> None:
         """Sums of higher powers of FP32 numbers leave float64, and one message has no room for their largest."""
         if _HIGHEST < norm_type < math.inf:
             raise ValueError(
@@ -239,10 +241,16 @@ class MeshRanks(GroupRanks):
         mesh = getattr(param, "device_mesh", None)
         if param.is_meta or (mesh is not None and ranks_of(mesh) == self.may_hold(param)):
             return None
-        coordinate = () if mesh is None else mesh.get_coordinate()
-        places = zip(coordinate, getattr(param, "placements", ()), strict=True)
-        place = tuple(0 if placement.is_replicate() else at for at, placement in places)
-        return Bits(place, content_hash(local(param)))
+        return Bits(_place(param), content_hash(local(param)))
+
+    def piece_with_copies(self, param: Any) -> str | None:
+        """See :class:`fp16opt.engine.ranks.Ranks`: along mesh dimensions that repeat it, or that its mesh lacks."""
+        mesh = getattr(param, "device_mesh", None)
+        if mesh is None:
+            return None
+        holders = self.may_hold(param)
+        repeats = any(placement.is_replicate() and mesh.size(dim) > 1 for dim, placement in enumerate(param.placements))
+        return repr((holders, _place(param))) if repeats or ranks_of(mesh) != holders else None
 
     def _ranks(self, root: Any) -> Holders:
         if id(root) not in self._of_root:
@@ -255,6 +263,14 @@ class MeshRanks(GroupRanks):
         if known is None:
             known = self._counted[id(param)] = (param, is_counted(param, self.may_hold(param)))
         return known[1]
+
+
+def _place(param: Any) -> tuple[int, ...]:
+    """Where this rank's piece lies in its mesh: copies have one place."""
+    mesh = getattr(param, "device_mesh", None)
+    coordinate = () if mesh is None else mesh.get_coordinate()
+    places = zip(coordinate, getattr(param, "placements", ()), strict=True)
+    return tuple(0 if placement.is_replicate() else at for at, placement in places)
 
 
 def is_counted(param: Any, holders: Holders) -> bool:
@@ -270,6 +286,9 @@ def is_counted(param: Any, holders: Holders) -> bool:
     return all(place == 0 for place, placement in places if placement.is_replicate())
 
 
+_stages: weakref.WeakSet[StageRanks] = weakref.WeakSet()
+
+
 class StageRanks(GroupRanks):
     """Verdict and norm over the stages of a pipeline, each with parameters of its own.
 
@@ -283,6 +302,7 @@ class StageRanks(GroupRanks):
         optimizer: see :class:`GroupRanks`.
         within: the ranks of this stage alone.
         copies: the ranks that hold plain parameters alike, this one among them.
+        state: of the optimizer.
 
     Raises:
         ValueError: see :func:`.alike.compare`.
@@ -299,6 +319,7 @@ class StageRanks(GroupRanks):
         optimizer: Optimizer,
         within: Ranks,
         copies: Holders,
+        state: StepState,
     ) -> None:
         super().__init__(group, device, lambda: facts, optimizer)
         self._within = within
@@ -309,6 +330,29 @@ class StageRanks(GroupRanks):
             id(fact.param): (fact.param, is_counted(fact.param, who))
             for fact, who in zip(facts.params, holders, strict=True)
         }
+        self._state = weakref.ref(state)
+        _stages.add(self)
+
+    def check_clip(self, norm_type: float, is_of_all: bool) -> None:
+        """See :class:`GroupRanks`."""
+        super().check_clip(norm_type, is_of_all)
+        others = [one for one in _stages if one.has_more(self._counted.keys(), self.group)]
+        if is_of_all and others:
+            raise RuntimeError(
+                f"clip_master_grads: {len(others)} more of this rank's optimizers are attached to the same ranks and "
+                "have gradients that wait, so the norm would be that of one chunk of the model. Make one optimizer "
+                "over all chunks of a rank, nn.ModuleDict(chunks), and attach that; or name the parameters whose norm "
+                "is meant: clip_master_grads(max_norm, params=chunk.parameters())."
+            )
+
+    def has_more(self, params: Set[int], group: Any) -> bool:
+        """Whether the optimizer is attached to these ranks, and gradients of none of ``params`` wait for its step."""
+        state = self._state()
+        if state is None or state.ranks is not self or ranks_in(group) != ranks_in(self.group):
+            return False
+        if not params.isdisjoint(self._counted):  # another wrapper of the same model
+            return False
+        return bool(state.waits_for_step() or state.has_new())
 
     @property
     def within(self) -> Ranks:

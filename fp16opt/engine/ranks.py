@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -79,8 +79,17 @@ class Ranks:
     expects_all = False
     group: Any = None
 
-    def check_norm_type(self, norm_type: float) -> None:
-        """Raise ``ValueError`` where such a norm can't be had. Asked only of classes that are not ``alone``."""
+    def check_clip(self, norm_type: float, is_of_all: bool) -> None:
+        """Raise where such a norm can't be had. Asked only of classes that are not ``alone``.
+
+        Args:
+            norm_type: p of the norm.
+            is_of_all: whether it is that of all parameters, and not of some that the user has named.
+
+        Raises:
+            ValueError: the norm does not fit into a message.
+            RuntimeError: another optimizer of this rank has a part of the gradients.
+        """
         raise NotImplementedError("norms of masters that are all here need no message")
 
     def counted(self, param: Tensor) -> bool:
@@ -111,6 +120,10 @@ class Ranks:
                 a device the host hears of it with the message after.
         """
         raise NotImplementedError("verdicts of masters that are all here need no message")
+
+    def piece_with_copies(self, param: Tensor) -> str | None:
+        """Which piece this rank has of a parameter whose pieces other ranks have too; None where it alone has it."""
+        return None
 
     def largest(self, norms: Tensor) -> Tensor:
         """The largest over the ranks of each of ``norms`` (float32, on this rank's device), in one message.
@@ -151,7 +164,7 @@ class Detached(Ranks):
         """What the parameters alone tell."""
         return self._within
 
-    def check_norm_type(self, norm_type: float) -> None:
+    def check_clip(self, norm_type: float, is_of_all: bool) -> None:
         """Nothing to check: no norm can be had."""
 
     def agree(
@@ -179,12 +192,17 @@ class Detached(Ranks):
 
 @dataclass
 class Digest:
-    """What ranks that share gradients hold alike: names and values of masters, and scaler and settings in words."""
+    """What ranks hold alike: names and values of masters, and scaler and settings in words.
+
+    Attributes:
+        copies: (which piece it is, name, value) of pieces that other ranks have too, in parts of several.
+    """
 
     names: list[str]
     values: list[Tensor]
     scaler: str
     settings: list[str]
+    copies: list[tuple[str, str, Tensor]] = field(default_factory=list)
 
 
 class Sums(Protocol):

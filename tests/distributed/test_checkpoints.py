@@ -208,7 +208,12 @@ def refused_loads(rank: int, size: int, folder: str) -> None:
         assert wanted in raised(error, call), wanted
     assert not differences(whole(model, opt), before)
     other, small = make("none", norm=True)
-    assert "has no parameter 'norm.weight'" in raised(ValueError, lambda: distributed.load(path, other, small))
+    lacks = "has no master of 'norm.weight', which this optimizer trains: the file lacks it. Make the optimizer over"
+    assert lacks in raised(ValueError, lambda: distributed.load(path, other, small))
+    frozen, _ = make("none")
+    part = MixedPrecisionOptimizer(AdamW(frozen.a.parameters(), lr=LR), named_parameters=frozen.named_parameters())
+    message = raised(ValueError, lambda: distributed.load(path, frozen, part))
+    assert "has 'b.weight' as a parameter that was trained, and this optimizer does not have it" in message, message
     # torch's own functions for optimizers can't hold masters.
     for how in ("fsdp2", "none"):
         model, opt = make(how)

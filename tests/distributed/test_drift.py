@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
@@ -132,3 +135,36 @@ def mean_of_three(rank: int, size: int) -> None:
 
 def test_a_rank_between_the_others(three: World) -> None:
     three.run(mean_of_three)
+
+
+def copies_drift(rank: int, size: int) -> None:
+    """Copies of pieces on two ranks: along a dimension that repeats them, or that their own mesh lacks."""
+    for masters, way in itertools.product(("full", "split"), ("hsdp", "experts", "part of a mesh")):
+        net, flat = Net(norm=False), init_device_mesh("cpu", (size,))
+        copies = init_device_mesh("cpu", (size, 1), mesh_dim_names=("copies", "shards"))
+        fully_shard(net.a, mesh={"hsdp": copies, "experts": copies, "part of a mesh": copies["shards"]}[way])
+        fully_shard(net, mesh=copies if way == "hsdp" else flat)
+        opt = MixedPrecisionOptimizer(
+            AdamW(net.parameters(), lr=1e-2), named_parameters=net.named_parameters(), master_weights=masters
+        )
+        distributed.attach(opt, net, verify_ranks_every=1)
+
+        def step(number: int, net: Any = net, opt: Any = opt) -> None:
+            opt.zero_grad()
+            opt.scale_loss(torch.zeros(()))
+            for p in net.parameters():
+                p.grad = p.detach() * 0.0 + 1.0
+            opt.step()
+
+        for number in range(3):
+            step(number)
+        with torch.no_grad():
+            if rank == 1:
+                net.a.weight.to_local()[0, 0] += 1.0
+        message = raised(RuntimeError, lambda step=step: step(3))
+        wanted = "ranks drifted apart: the master of 'a.weight' differs between rank 0 and rank 1 (1 differ in all)"
+        assert wanted in message, (masters, way, message)
+
+
+def test_copies_of_pieces_that_drift_apart(two: World) -> None:
+    two.run(copies_drift)

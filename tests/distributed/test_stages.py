@@ -591,3 +591,41 @@ def test_gradient_release_has_no_pipeline() -> None:
         assert "gradient_release=True steps in backward" in message
     finally:
         dist.destroy_process_group()
+
+
+def several_chunks(rank: int, size: int) -> None:
+    """Two chunks a rank: one optimizer clips by the norm of all, several are told so; by name each has its own norm."""
+    chunks = {str(2 * k + rank): nn.Parameter(torch.ones(1, dtype=torch.float16)) for k in range(2)}
+
+    def made(named: Any, scaler: Any) -> Any:
+        opt = MixedPrecisionOptimizer(SGD(named.values(), lr=0.5), scaler=scaler, named_parameters=named.items())
+        distributed.attach(opt, nn.ParameterDict(named), process_group=dist.group.WORLD)
+        return opt
+
+    def give(opts: list[Any]) -> None:
+        opts[-1].scale_loss(sum(p.float().sum() for p in chunks.values())).backward()
+        for opt in opts:
+            opt.update_master_grads()
+
+    scaler = DynamicLossScaler(init_scale=64.0)
+    one = made(chunks, scaler)
+    give([one])
+    assert float(one.clip_master_grads(1.0)) == 2.0
+    one.step()
+    # Gradients are 1, and the factor is 1 / (2 + 1e-6): in FP16 0.75.
+    assert [float(p) for p in chunks.values()] == [0.75, 0.75]
+    one.zero_grad()
+    opts = [made({name: p}, scaler) for name, p in chunks.items()]
+    give(opts)
+    message = raised(RuntimeError, lambda: opts[0].clip_master_grads(1.0))
+    assert "clip_master_grads: 1 more of this rank's optimizers are attached to the same ranks" in message, message
+    assert "one optimizer over all chunks of a rank, nn.ModuleDict(chunks)" in message
+    for opt, p in zip(opts, chunks.values(), strict=True):
+        assert float(opt.clip_master_grads(1e9, params=[p])) == pytest.approx(2**0.5)
+    for opt in opts:
+        opt.step()
+        opt.zero_grad()
+
+
+def test_several_chunks_of_a_rank(two: World) -> None:
+    two.run(several_chunks)
