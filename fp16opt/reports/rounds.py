@@ -122,11 +122,7 @@ class Rounds:
             self._optimizer.register_step_post_hook(lambda *_: self._when_stepped()),
         ]
         try:
-            for overflows in (
-                False,
-                True,
-                False,
-            ):  # the last is no skip: an optimizer tells of its last step
+            for overflows in (False, True, False):  # an optimizer tells of its last step, which is to be no skip
                 self._round(overflows and not (self._scaler is None and self._wrapper is None))
                 if self.seen.refused is not None:
                     break
