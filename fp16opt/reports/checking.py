@@ -133,10 +133,10 @@ class Checking:
         except TypeError as error:
             if self.wrapper is not None:
                 raise
-            kind = type(twin.optimizer).__name__
+            kind, told = type(twin.optimizer).__name__, f"TypeError: {error}"
             raise TypeError(
-                f"optimizer: {kind}.step() raised TypeError: {error}. One that evaluates a closure itself, as SAM "
-                'does, is checked as MixedPrecisionOptimizer(optimizer, closure="reevaluate").'
+                f"optimizer: {kind}.step() raised {told}. One that evaluates a closure itself, as SAM does, is "
+                'checked as MixedPrecisionOptimizer(optimizer, closure="reevaluate").'
             ) from error
 
     def _calibrate(self, twin: MixedPrecisionOptimizer) -> bool:
@@ -175,11 +175,11 @@ class Checking:
         return True
 
     def _eps(self, twin: MixedPrecisionOptimizer) -> None:
-        if self._has_masters:
-            return
-        groups = self.optimizer.param_groups if self.optimizer is not None else twin.optimizer.param_groups
-        models = {id(pair.master): pair.model for pair in twin.params.all}
-        groups = [{**group, "params": [models.get(id(p), p) for p in group["params"]]} for group in groups]
+        """Whether 16-bit parameters are stepped with an ``eps`` of 0; masters in the groups are FP32."""
+        if self.optimizer is not None:
+            groups = self.optimizer.param_groups
+        else:
+            groups = [{**twin.optimizer.param_groups[0], "params": list(self.trained.values())}]
         found = groups_without_eps(groups)
         if found:
             eps = found[0][1]

@@ -56,8 +56,8 @@ class Seen:
         clips: lines that clipped the model's gradients where it doesn't count, with the norm that each saw.
         gradients: parameters whose gradients were written between backward and step, in a way that doesn't count.
         weights: 16-bit parameters that something else than the optimizer wrote between two steps.
-        schedulers: lines that stepped a scheduler in the round whose step was skipped.
-        moved: learning rates before and after that round, where they differ.
+        schedulers: lines that stepped a scheduler in the round with the overflow.
+        moved: a learning rate before and after that round, where one differs.
         skipped: whether that round's step was skipped; None where there was no such round.
         refused: what an optimizer of this library said when it refused a call, and where the script made it.
     """
@@ -122,11 +122,7 @@ class Rounds:
             self._optimizer.register_step_post_hook(lambda *_: self._when_stepped()),
         ]
         try:
-            for overflows in (
-                False,
-                True,
-                False,
-            ):  # the last is no skip: an optimizer tells of its last step
+            for overflows in (False, True, False):  # an optimizer tells of its last step, which is to be no skip
                 self._round(overflows and not (self._scaler is None and self._wrapper is None))
                 if self.seen.refused is not None:
                     break
@@ -160,9 +156,7 @@ class Rounds:
                 hook.remove()
         if overflows and self.seen.refused is None:
             self.seen.skipped = was_skipped()
-            if not self.seen.skipped:
-                self.seen.schedulers.clear()
-            elif self._rates() != rates:
+            if self._rates() != rates:
                 self.seen.moved = next((a, b) for a, b in zip(rates, self._rates(), strict=False) if a != b)
 
     def _rates(self) -> list[float]:

@@ -246,6 +246,17 @@ def test_without_masters_what_does_not_move_is_lost() -> None:
     assert records[0]["rows"]["w"] == {"dtype": "float16", "stepped": "float16", "elements": 8}
 
 
+def test_masters_that_do_not_move_are_still() -> None:
+    weight = nn.Parameter(torch.ones(8, dtype=HALF))
+    records: list[dict[str, Any]] = []
+    opt = MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=2.0**-12), named_parameters=[("w", weight)])
+    with Monitor(opt, to=records.append):
+        opt.backward((weight.float() * torch.tensor([0.0, 0.0, 1, 1, 1, 1, 1, 2.0**-14])).sum())  # 2**-26 of 1 is none
+        opt.step()
+    assert records[-1]["rows"]["w"]["still"] == 1 / 6
+    assert records[-1]["rows"]["w"]["lost"] == 1.0
+
+
 def test_prefixes_sum_up() -> None:
     model = net()
     opt, whole = wrap(model), wrap(net())

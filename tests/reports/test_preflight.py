@@ -30,7 +30,7 @@ from fp16opt import (
 )
 from fp16opt.fp16_utils import FP16_Optimizer
 from fp16opt.optimizers import Lion
-from fp16opt.reports.findings import KEYS
+from fp16opt.reports.findings import KEYS, worst_first
 
 HALF, BF16 = torch.float16, torch.bfloat16
 Case = dict[str, Any]
@@ -341,6 +341,37 @@ def fp64() -> Case:
     return {"model": model, "loss_fn": loss_of(model), "optimizer": AdamW(model.parameters(), lr=1e-3)}
 
 
+def apex_closure_with_a_scheduler() -> Case:
+    """The closure is evaluated again where it overflows, so that no step is skipped."""
+    model = mlp(HALF)
+    opt = FP16_Optimizer(SGD(model.parameters(), lr=0.1), dynamic_loss_scale=True, verbose=False)
+    loss, scheduler = loss_of(model), LambdaLR(opt, lambda step: 1 / (1 + step))
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        found = loss()
+        opt.backward(found)
+        return found
+
+    def train_step() -> None:
+        opt.step(closure)
+        scheduler.step()
+
+    return {"model": model, "loss_fn": loss, "optimizer": opt, "train_step": train_step}
+
+
+def scale_near_the_end(model: nn.Module, loss: Callable[[], Tensor]) -> float:
+    """At which the largest gradient of a weight is at three quarters of FP16's range."""
+    grads = torch.autograd.grad(loss(), list(model.parameters()))
+    return 0.75 * 65504.0 / max(float(grad.abs().max()) for grad in grads)
+
+
+def a_dynamic_scale_near_the_end() -> Case:
+    case = fp16_static()
+    scaler = DynamicLossScaler(init_scale=scale_near_the_end(case["model"], case["loss_fn"]))
+    return {**case, "optimizer": wrapped(case["model"], SGD, 1e-6, scaler=scaler)}
+
+
 def a_scale_that_follows_headroom() -> Case:
     model = mlp(HALF)
     return {
@@ -378,6 +409,8 @@ SOUND = [
     sam,
     sparse_gradients,
     fp64,
+    apex_closure_with_a_scheduler,
+    a_dynamic_scale_near_the_end,
 ]
 
 
@@ -460,10 +493,7 @@ def a_scale_too_high() -> Case:
 
 def a_scale_near_the_end() -> Case:
     case = fp16_static()
-    room = 0.75 * 65504.0
-    loss = case["loss_fn"]()
-    grads = torch.autograd.grad(loss, list(case["model"].parameters()))
-    scale = room / max(float(grad.abs().max()) for grad in grads)
+    scale = scale_near_the_end(case["model"], case["loss_fn"])
     return {**case, "optimizer": wrapped(case["model"], inner=SGD, lr=1e-6, loss_scale=scale)}
 
 
@@ -557,6 +587,27 @@ def a_clip_before_unscale() -> Case:
     return {**case, "train_step": train_step}
 
 
+def a_clip_of_the_model_under_a_grad_scaler() -> Case:
+    case = grad_scaler_and_masters()
+    model, loss, opt, scaler = (case[name] for name in ("model", "loss_fn", "optimizer", "scaler"))
+
+    def train_step() -> None:
+        opt.zero_grad()
+        scaler.scale(loss()).backward()
+        scaler.unscale_(opt)
+        clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(opt)
+        scaler.update()
+
+    return {**case, "train_step": train_step}
+
+
+def autocast_and_a_small_loss() -> Case:
+    case = grad_scaler_and_autocast()
+    loss = case["loss_fn"]
+    return {"model": case["model"], "loss_fn": lambda: loss() * 1e-6, "optimizer": case["optimizer"]}
+
+
 def a_clamp_through_data() -> Case:
     model = mlp(HALF)
     opt, loss = wrapped(model, loss_scale=1024.0), loss_of(model)
@@ -644,6 +695,12 @@ PLANTED: dict[Callable[[], Case], tuple[str, str, str | None, str]] = {
     no_scale: ("no_loss_scale", "error", None, "dynamic=True"),
     no_scale_and_a_small_loss: ("no_loss_scale", "error", "fc1.weight", "of the gradients' elements underflow"),
     autocast_without_a_scaler: ("no_loss_scale", "error", None, "fp16opt.GradScaler()"),
+    autocast_and_a_small_loss: (
+        "no_loss_scale",
+        "error",
+        "fc1.weight",
+        "% of the gradients' elements underflow in this",
+    ),
     lora_on_fp16_without_a_scale: ("no_loss_scale", "error", None, "FP16 activations without a loss scale"),
     fp16_under_bf16_autocast: ("autocast", "error", "fc1.weight", "bf16=False"),
     bf16_at_a_small_rate: ("lost_updates", "error", "fc1.weight", "With FP32 masters 0 % are lost"),
@@ -664,6 +721,12 @@ PLANTED: dict[Callable[[], Case], tuple[str, str, str | None, str]] = {
     a_clip_of_scaled_gradients: ("clip", "error", None, "clip_grad_norm_(model.parameters(), 1.0)` (test_preflight.py"),
     a_clip_hidden_by_fp32_sums: ("clip", "error", None, "clip_master_grads(max_norm)"),
     a_clip_before_unscale: ("clip", "error", None, "scaler.unscale_(optimizer)  # before that line"),
+    a_clip_of_the_model_under_a_grad_scaler: (
+        "clip",
+        "error",
+        None,
+        "clip_grad_norm_(optimizer.master_params(), max_norm)",
+    ),
     a_clamp_through_data: ("gradients_written", "error", None, "clip_master_values"),
     a_scheduler_that_runs_ahead: ("scheduler", "warning", None, "`scheduler.step()` (test_preflight.py"),
     a_scheduler_under_a_grad_scaler: ("scheduler", "warning", None, "although the step was skipped"),
@@ -698,6 +761,25 @@ def test_an_error_in_the_report_stands_before_every_warning() -> None:
     assert str(found).startswith("fp16opt.check: 1 error and 1 warning.\n\n1. error: FP16 weights are trained without")
     assert "\n2. warning: " in str(found)
     assert "\n   -> " in str(found)
+
+
+def test_errors_come_first_and_each_kind_in_its_order() -> None:
+    said = [("scheduler", "warning"), ("weights_written", "warning"), ("other_parameters", "error"), ("eps", "error")]
+    found = worst_first([PreflightFinding(key, level, "", "") for key, level in said])
+    assert [finding.key for finding in found] == ["eps", "other_parameters", "weights_written", "scheduler"]
+
+
+def test_modes_that_a_loss_changes_are_put_back() -> None:
+    case = conv_with_batch_norm()
+    model, inner = case["model"], case["loss_fn"]
+
+    def loss() -> Tensor:
+        model.eval()
+        model[1].train()
+        return inner()  # type: ignore[no-any-return]
+
+    assert check(model, loss, case["optimizer"]).findings == []
+    assert all(module.training for module in model.modules())
 
 
 def test_every_key_is_planted() -> None:
