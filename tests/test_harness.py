@@ -7,6 +7,7 @@ import copy
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import kept
@@ -422,10 +423,12 @@ def test_an_optimizer_case_is_what_it_is_and_how_torch_loops() -> None:
     assert len(taken) < 0.6 * len(CASES)
 
 
-def test_what_is_kept_goes_with_what_it_was_made_of(tmp_path_factory: pytest.TempPathFactory) -> None:
-    name = "kept-by-test-harness"
+def test_what_is_kept_goes_with_what_it_was_made_of(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, "home", tmp_path)
     for text, is_new in (("a", True), ("a", False), ("b", True), ("a", True)):
-        with kept.folder(name, [text], tmp_path_factory) as folder:
+        with kept.folder("made", [text], tmp_path_factory) as folder:
             assert (folder / "made").exists() != is_new
             (folder / "made").touch()
     assert kept.digest(["ab", "c"]) != kept.digest(["a", "bc"])

@@ -314,3 +314,13 @@ def test_skipped_steps_counts_over_the_whole_run() -> None:
         one_step(opt, [p], [INF if bad else 1.0])
         assert bool(opt.step_was_skipped) == bad, f"step {k}"
     assert int(opt.skipped_steps) == 3
+
+
+def test_an_overflow_of_an_earlier_micro_batch_is_named_in_fp32_sums() -> None:
+    p, q = ones(2), ones(2)
+    opt = MixedPrecisionOptimizer(SGD([p, q], lr=0.5), loss_scale=8.0, grad_accumulation="fp32")
+    for grads in ([float("inf"), 1.0], [1.0, 1.0]):
+        opt.backward(linear_loss([p, q], grads))
+    opt.step()
+    assert opt.step_was_skipped
+    assert [overflow.index for overflow in opt.overflow_report()] == [0]
