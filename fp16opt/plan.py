@@ -207,7 +207,8 @@ class Plan:
     def report(self) -> str:
         """All of it as text."""
         shown = (
-            f"{self.params:.4g} parameters, {self.ranks} ranks, {self.shard}, {self.optimizer}, {self.masters} masters"
+            f"{count(self.params)} parameters, {self.ranks} rank{'s' * (self.ranks > 1)}, {self.shard}, "
+            f"{self.optimizer}, {self.masters} masters"
             + (", 8-bit state" if self.state == "8bit" else "")
             + ("" if self.fused_step else ", stepped by the wrapped optimizer")
             + (", gradients released" if self.release == "yes" else "")
@@ -226,6 +227,19 @@ class Plan:
         }
         times |= {"forward and backward, while sending": self.compute} if self.compute else {}
         return "\n".join([*lines, *(f"  {name:<50}{seconds(value):>12}" for name, value in times.items())])
+
+
+def count(number: float) -> str:
+    """A number of parameters as it is said.
+
+    Example:
+        >>> count(125e6), count(7e9), count(900), count(1.5e12)
+        ('125M', '7B', '900', '1.5T')
+    """
+    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= unit:
+            return f"{number / unit:.4g}{name}"
+    return f"{number:.4g}"
 
 
 def size(count: float) -> str:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
 
 import fp16opt
 import fp16opt.amp
@@ -342,6 +342,10 @@ def deleted() -> None:
     one.opt.take_delta(one.model)
 
 
+def eps() -> None:
+    Training(AdamW, master_weights="none")
+
+
 def no_scale() -> None:
     Training().step(1e-6)
 
@@ -596,6 +600,7 @@ PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "replaced": (V, replaced),
     "deleted": (V, deleted),
     "another module": (V, another_module),
+    "eps": (L, eps),
     "no scale": (L, no_scale),
     "no gradients": (L, no_gradients),
     "sums without backward": (L, sums_without_backward),
