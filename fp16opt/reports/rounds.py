@@ -202,7 +202,7 @@ class Rounds:
         def keep(param: Tensor) -> None:
             self._trained = self._trained or name
             grad = raw_grad(param)
-            if self._wrapper is not None and grad is not None and grad.layout is torch.strided:
+            if self._wrapper is not None and type(grad) is Tensor and grad.layout is torch.strided:
                 self._grads[name] = grad.detach().clone()
 
         return keep
@@ -211,7 +211,8 @@ class Rounds:
         if self._scaled and not self._taken:
             for name, kept in self._grads.items():
                 grad = raw_grad(self._params[name])
-                if grad is not None and not same_bits(grad, kept) and name not in self.seen.gradients:
+                is_there = type(grad) is Tensor  # and not what stands for one that FP32 sums have taken
+                if is_there and not same_bits(grad, kept) and name not in self.seen.gradients:
                     self.seen.gradients.append(name)
         self._grads.clear()
         for name, kept in self._after_step.items():
