@@ -324,3 +324,12 @@ def test_an_overflow_of_an_earlier_micro_batch_is_named_in_fp32_sums() -> None:
     opt.step()
     assert opt.step_was_skipped
     assert [overflow.index for overflow in opt.overflow_report()] == [0]
+
+
+def test_a_skipped_step_is_no_step_in_a_checkpoint() -> None:
+    p = ones(2)
+    opt = MixedPrecisionOptimizer(SGD([p], lr=0.5), loss_scale=8.0)
+    for grad in (1.0, float("inf"), 1.0):
+        one_step(opt, [p], [grad])
+    saved = opt.state_dict()
+    assert (saved["steps"], saved["skipped_steps"]) == (2, 1)

@@ -193,3 +193,16 @@ def test_marks_on_parameters_are_on_what_is_stepped(mode: str) -> None:
     p.use_muon = True  # type: ignore[attr-defined]
     opt = wrap(SGD([p], lr=0.5), mode)
     assert groups_params(opt)[0].use_muon is True
+
+
+def test_what_eval_of_an_optimizer_writes_stays_in_every_split_master() -> None:
+    class Doubles(SGD):
+        def eval(self) -> None:
+            for p in groups_params(self):
+                p.data.mul_(2.0)
+
+    params = [ones(2), ones(3)]
+    opt = wrap(Doubles(params, lr=0.5))
+    opt.eval()
+    assert [m.tolist() for m in masters(opt)] == [[2.0] * 2, [2.0] * 3]
+    assert [p.tolist() for p in params] == [[2.0] * 2, [2.0] * 3]

@@ -23,11 +23,14 @@ import tempfile
 import time
 from pathlib import Path
 
-import tomllib
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import interpreters
+
+try:
+    import tomllib
+except ImportError:  # before Python 3.11; pytest brings it there
+    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -161,7 +161,7 @@ def test_parameters_may_miss_gradients_in_some_steps(kind: str) -> None:
     results = []
     for forgets in (False, True):
         opt, params = make(kind, fused=True)
-        for number, without in enumerate((-1, -1, 4, -1, 2, 2, -1, 0, -1)):
+        for number, without in enumerate((0, 0, 0, -1, -1, 4, -1, 2, 2, -1, 0, -1)):
             if forgets:  # a copy has no plan
                 opt, params = copy.deepcopy((opt, params))
             step(opt, params, number, without)
