@@ -444,9 +444,10 @@ def _where_written(p: Planter, rows: Rows, call: Callable[..., None]) -> Run:
 def _take(p: Planter, marks: bool) -> Run:
     rows = p.rows(("masters", "params"), [(_SINGLE, _HALF), (_SINGLE, _BFLOAT)])
     for master, param in zip(*rows.columns.values(), strict=True):
-        if master is not None and param is not None:  # half of the elements are what the master rounds to
+        if master is not None and param is not None:  # two of three elements are what the master rounds to
             value = p.parts[param].value
-            value[::2] = p.parts[master].value[::2].to(value.dtype)
+            for first in (1, 2):
+                value[first::3] = p.parts[master].value[first::3].to(value.dtype)
             _without_nan(value)  # which nan a nan rounds to, and whether it is taken, is up to the machine
     return _where_written(p, rows, multi_tensor_refresh_masters)
 
