@@ -209,8 +209,8 @@ class WeightDelta:
 
         Args:
             model_or_state_dict: With the names of the trained model, as in :meth:`apply_`.
-            previous: The delta that was verified here before. With it the error can tell a delta that was lost, or of
-                another optimizer, from weights that were other ones.
+            previous: The delta that was verified here before: a model that has gone back behind it is wrong. With it
+                the error can tell a delta that was lost, or is of another optimizer, from weights that were other ones.
 
         Raises:
             ValueError: A tensor differs. The error names it, and what happened: a delta was lost, one was applied
@@ -221,11 +221,13 @@ class WeightDelta:
         Syncs, once a device.
         """
         compared = self._compared("verify", model_or_state_dict)
-        wrong = [each for each in compared if each.now != each.target.change.after]
+        goal = previous if previous is not None and self.sequence < previous.sequence else self
+        after = {change.name: change.after for change in goal.changes}
+        wrong = [each for each in compared if each.now != after.get(each.target.change.name)]
         if wrong:
             name, cause = self._cause(wrong, previous)
             raise ValueError(
-                f"verify: {name!r} is not what it was in the trained model at delta {self.sequence}: {cause}. Send the "
+                f"verify: {name!r} is not what it was in the trained model at delta {goal.sequence}: {cause}. Send the "
                 "model whole."
             )
 
@@ -240,7 +242,7 @@ class WeightDelta:
                 )
             if previous.sequence < self.since:
                 return first, f"what is between delta {previous.sequence} and delta {self.sequence} was lost"
-            if self.sequence <= previous.sequence:
+            if self.sequence < previous.sequence:
                 return first, f"delta {self.sequence} was applied twice: delta {previous.sequence} was here before"
         kinds = {each.kind: each.target.name for each in reversed(wrong)}
         if "other" in kinds:
