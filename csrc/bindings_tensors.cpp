@@ -6,6 +6,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 namespace py = pybind11;
@@ -72,14 +73,19 @@ private:
     Py_ssize_t size_ = 0;
 };
 
-// One of torch's attributes, read as Python reads it, but without looking its name up.
+// One of torch's attributes, read and set as Python does it, but without looking its name up.
 class Getter {
 public:
     explicit Getter(py::object descriptor)
         : descriptor_(std::move(descriptor)),
           get_(reinterpret_cast<descrgetfunc>(
-              PyType_GetSlot(reinterpret_cast<PyTypeObject*>(py::type::handle_of(descriptor_).ptr()), Py_tp_descr_get))) {
-        if (get_ == nullptr) throw py::type_error("a descriptor with a getter was expected");
+              PyType_GetSlot(reinterpret_cast<PyTypeObject*>(py::type::handle_of(descriptor_).ptr()), Py_tp_descr_get))),
+          set_(reinterpret_cast<descrsetfunc>(
+              PyType_GetSlot(reinterpret_cast<PyTypeObject*>(py::type::handle_of(descriptor_).ptr()), Py_tp_descr_set))) {
+        if (get_ == nullptr || set_ == nullptr) throw py::type_error("a descriptor that can be set was expected");
+    }
+    void set(PyObject* of, PyObject* value) const {
+        if (set_(descriptor_.ptr(), of, value) != 0) throw py::error_already_set();
     }
     // A new reference, or null with an error set.
     PyObject* operator()(PyObject* of) const {
@@ -89,7 +95,31 @@ public:
 private:
     py::object descriptor_;
     descrgetfunc get_;
+    descrsetfunc set_;
 };
+
+// Sets the attribute of each to the value at its place, or of all to None.
+void set_attributes(const Getter& attribute, const py::object& tensors, const py::object& values) {
+    const Items all(tensors);
+    const std::optional<Items> each = values.is_none() ? std::nullopt : std::make_optional<Items>(values);
+    if (each && each->size() != all.size()) throw py::value_error("there must be one value for each tensor");
+    for (Py_ssize_t i = 0; i < all.size(); ++i) {
+        attribute.set(all.kept(i).ptr(), (each ? each->kept(i) : py::object(py::none())).ptr());
+    }
+}
+
+// Has each be of the class at its place.
+void set_classes(const py::object& items, const py::object& classes) {
+    const Items all(items), wanted(classes);
+    if (wanted.size() != all.size()) throw py::value_error("there must be one class for each item");
+    const py::str name("__class__");
+    for (Py_ssize_t i = 0; i < all.size(); ++i) {
+        const py::object item = all.kept(i), kind = wanted.kept(i);
+        if (!py::type::handle_of(item).is(kind) && PyObject_SetAttr(item.ptr(), name.ptr(), kind.ptr()) != 0) {
+            throw py::error_already_set();
+        }
+    }
+}
 
 py::list attributes_of(const Getter& getter, const py::object& tensors) {
     const Items all(tensors);
@@ -237,6 +267,23 @@ public:
         return draft.reading();
     }
 
+    // What is read of some lists, where all are of the forms of `known`; else None. A list that was just read comes as that.
+    py::object read_known(const py::list& lists, const py::list& likes, const py::list& known, const py::list& same) const {
+        py::list found;
+        for (size_t k = 0; k < known.size(); ++k) {
+            py::object reading = lists[k];
+            if (!py::isinstance<Reading>(reading)) {
+                const Reading* const like = likes[k].is_none() ? nullptr : likes[k].cast<const Reading*>();
+                reading = read(reading, like, same[k].cast<bool>(), false);
+            }
+            if (reading.is_none() || !reading.cast<const Reading&>().lies_as(known[k].cast<const Reading&>())) {
+                return py::none();
+            }
+            found.append(std::move(reading));
+        }
+        return std::move(found);
+    }
+
     // The gradients of tensors, and what was read of them, with their versions: each is met once.
     std::pair<py::list, py::object> gradients(const py::object& tensors, const Reading* like) const {
         const Items all(tensors);
@@ -353,6 +400,8 @@ const Counts& counts_of(const Reading& reading) {
 void bind_tensors(py::module_& module) {
     py::class_<Getter>(module, "Getter").def(py::init<py::object>());
     module.def("attributes_of", &attributes_of);
+    module.def("set_attributes", &set_attributes);
+    module.def("set_classes", &set_classes);
     module.def("versions_of", &versions_of);
     module.def("are_items", &are_items);
     module.def("any_there", &any_there);
@@ -379,6 +428,7 @@ void bind_tensors(py::module_& module) {
     py::class_<Reader>(module, "Reader")
         .def(py::init<py::object, py::object, const Getter&, const Getter&>())
         .def("read", &Reader::read)
+        .def("read_known", &Reader::read_known)
         .def("gradients", &Reader::gradients);
 }
 

@@ -91,6 +91,33 @@ def groups_obstacle(
 # -- settings and state ------------------------------------------------------------------------------------------------
 
 
+class ReadGroup(NamedTuple):
+    """What a group's settings were found to mean, for as long as all of them stay the very same objects.
+
+    Attributes:
+        names, values: the group's keys, and what it held there.
+        obstacle: why no kernel can step it, in words; "" where one can.
+        settings: None where none can.
+    """
+
+    names: list[str]
+    values: list[Any]
+    obstacle: str
+    settings: GroupSettings | None
+
+    def is_of(self, group: dict[str, Any]) -> bool:
+        """Whether the group is as it was."""
+        return list(group) == self.names and are_items(list(group.values()), self.values)
+
+    @property
+    def stays(self) -> bool:
+        """Whether it may be kept: no value can change in place, but for lists that don't count here."""
+        held = dict(zip(self.names, self.values, strict=True))
+        counted = [value for name, value in held.items() if name not in ("params", "param_names")]
+        kinds = {type(part) for value in counted for part in (value if type(value) is tuple else (value,))}
+        return kinds <= {int, float, bool, str, type(None)} and not held.get("capturable")
+
+
 class GroupSettings(NamedTuple):
     """What a group's settings mean to a fused step now.
 
@@ -187,7 +214,7 @@ class _KernelCall:
     masters: tuple[Tensor | None, ...] = ()
     models: tuple[Tensor | None, ...] = ()
     state: dict[str, tuple[Tensor | None, ...]] = field(default_factory=dict)
-    group_of: list[int] = field(default_factory=list)
+    group_of: tuple[int, ...] = ()
     first: list[bool] = field(default_factory=list)
     pieces: tuple[Piece, ...] | None = None
     cache: CallCache = field(default_factory=CallCache)
@@ -211,9 +238,10 @@ class _KernelCall:
         if of_whole is not None:
             by_row = dict(zip(self.rows, of_whole, strict=True))
             self.pieces = tuple(by_row.get(row, WHOLE) for row in range(count))
-        self.group_of, self.first = [0] * count, [False] * count
+        group_of, self.first = [0] * count, [False] * count
         for row, pair, state in zip(self.rows, pairs, self.states, strict=True):
-            self.group_of[row], self.first[row] = pair.group, state.is_first
+            group_of[row], self.first[row] = pair.group, state.is_first
+        self.group_of = tuple(group_of)
 
 
 def pieces_of(spec: FusedStepSpec, masters: Masters, pairs: Sequence[ParamPair]) -> list[Piece] | None:
@@ -338,6 +366,7 @@ class FusedStep:
         self._known_generation = -1
         self._has_served = self._has_warned = False
         self._plans: dict[torch.device, _Plan] = {}
+        self._groups: dict[int, ReadGroup | None] = {}
 
     # -- whether -----------------------------------------------------------------------------------------------------
 
@@ -358,7 +387,35 @@ class FusedStep:
         return f"no compiled kernels serve {plain[0]}" if plain else ""
 
     def _groups_obstacle(self) -> str:
-        return groups_obstacle(self.spec, self.state_format, enumerate(self.optimizer.param_groups))
+        for number, group in enumerate(self.optimizer.param_groups):
+            if reason := self._read(number, group).obstacle:
+                return f"group {number} has {reason}"
+        return ""
+
+    def _read(self, number: int, group: dict[str, Any]) -> ReadGroup:
+        """What a group's settings mean now. No sync."""
+        known = self._groups.get(number)
+        if known is not None and known.is_of(group):
+            return known
+        reason = self.state_format.obstacle(group) or self.spec.group_obstacle(group)
+        settings = None if reason else GroupSettings.of(self.spec, self.state_format, group)
+        read = ReadGroup(list(group), list(group.values()), reason, settings)
+        self._groups[number] = read if read.stays else None
+        return read
+
+    def _settings(self) -> list[GroupSettings]:
+        """Of all groups.
+
+        Raises:
+            CannotServe: a hook of the optimizer's has changed one.
+        """
+        found: list[GroupSettings] = []
+        for number, group in enumerate(self.optimizer.param_groups):
+            read = self._read(number, group)
+            if read.settings is None:
+                raise CannotServe(f"group {number} has {read.obstacle}")
+            found.append(read.settings)
+        return found
 
     def describe(self) -> str:
         """For the wrapper's repr: that it is fused, or why not."""
@@ -432,8 +489,6 @@ class FusedStep:
     def _step_or_fall_back(self, has_hooks: bool, progress: Progress, found_inf: Tensor | None) -> None:
         """Runs between the optimizer's hooks, which may have changed its groups since :meth:`reason` looked."""
         try:
-            if has_hooks and (reason := self._groups_obstacle()):
-                raise CannotServe(reason)
             self._call_kernels(progress, found_inf)
             self._unserved = ""
         except CannotServe as unserved:
@@ -449,7 +504,7 @@ class FusedStep:
         Raises:
             CannotServe: a kernel can't take it; nothing was stepped.
         """
-        groups = [GroupSettings.of(self.spec, self.state_format, group) for group in self.optimizer.param_groups]
+        groups = self._settings()
         options = [group.options for group in groups]
         planned = []
         for device in self.params.devices:

@@ -18,7 +18,7 @@ from .. import kernels
 from ..kernels import reference
 from ..kernels.calls import StableEntries
 from ..kernels.reference_steps import Factors
-from ..kernels.tensor_lists import all_there, read, read_for_next
+from ..kernels.tensor_lists import all_there, read, read_for_next, set_grads
 from .dtensors import aligned, as_piece_of, local, raw_grad, raw_grads, set_raw_grad
 from .folded import FoldedGradient, is_folded, takes_place
 from .masters import Masters
@@ -351,8 +351,7 @@ class DeviceGradients:
             rooms = self._rooms = tuple(map(self.room, range(len(self.pairs))))
         with torch.no_grad():
             self._run(waiting.grads, rooms, waiting.factors, is_checked)
-        for master, room in zip(self.masters, rooms, strict=True):
-            set_raw_grad(master, room)
+        set_grads(self.masters, rooms)
 
     def _run(
         self, ins: Sequence[Tensor | None], outs: Sequence[Tensor | None], factors: Factors, is_checked: bool
@@ -670,8 +669,7 @@ class Gradients:
         """Clear the model's gradients, as ``torch.optim.Optimizer.zero_grad`` does; masters have none after it."""
         freed = self.params.masters if set_to_none else [pair.master for pair in self.params.all if pair.has_master]
         tensors = [*self.params.models, *self.params.elsewhere]
-        for tensor in [*freed, *tensors] if set_to_none else freed:
-            set_raw_grad(tensor, None)
+        set_grads([*freed, *tensors] if set_to_none else freed, None)
         for tensor in () if set_to_none else tensors:
             grad = raw_grad(tensor)
             if is_folded(grad):

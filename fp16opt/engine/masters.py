@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels.calls import Entries
+from ..kernels.tensor_lists import set_classes
 from .dtensors import different_bits, local, raw_grad, set_raw_grad
 from .params import DeviceParams, ParamPair, ParamTable
 from .progress import Progress
@@ -322,13 +323,12 @@ def own_masters(params: ParamTable, owner: GradientOwner, mixed_in: Any = None) 
 @contextlib.contextmanager
 def ordinary_parameters(params: ParamTable, progress: Progress | None = None) -> Iterator[None]:
     """For as long as it lasts, masters are ordinary parameters, for which torch chooses its faster loops."""
-    masters = [(master, cls) for master in params.masters if (cls := type(master)) in _ORDINARY]
+    masters = [master for master in params.masters if type(master) in _ORDINARY]
+    owned = list(map(type, masters))
 
     def put_back() -> None:
-        for master, cls in masters:
-            master.__class__ = cls
+        set_classes(masters, owned)
 
     with (Progress() if progress is None else progress).putting_back(put_back):
-        for master, cls in masters:
-            master.__class__ = _ORDINARY[cls]
+        set_classes(masters, [_ORDINARY[cls] for cls in owned])
         yield

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import kernels
+from ..kernels.tensor_lists import versions_of
 from .dtensors import version, versions
 
 
@@ -89,7 +89,7 @@ class OwnPart:
     def _versions_of_state(self) -> list[int]:
         entries = list(self._optimizer.state.values())
         try:
-            return list(map(_VERSION, itertools.chain.from_iterable(map(dict.values, entries))))
+            return versions_of(list(itertools.chain.from_iterable(map(dict.values, entries))))
         except (AttributeError, TypeError, RuntimeError):  # not all are plain tensors that count versions
             return [version(value) for entry in entries if isinstance(entry, dict) for value in _tensors(entry)]
 
@@ -113,9 +113,6 @@ class OwnPart:
 
     def finish(self) -> None:
         """Nothing is left to do."""
-
-
-_VERSION = operator.attrgetter("_version")
 
 
 def _tensors(entry: dict[Any, Any]) -> Iterator[Tensor]:

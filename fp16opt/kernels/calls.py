@@ -172,6 +172,38 @@ class Layout:
         return found
 
 
+class Layouts:
+    """How the tensors of a call's lists lie in memory, as the checks saw it.
+
+    Args:
+        lists: of one call.
+        rows: the positions in use.
+    """
+
+    __slots__ = ("_each",)
+
+    def __init__(self, lists: Sequence[tuple[Tensor | None, ...]], rows: list[int]) -> None:
+        self._each = [Layout(entries, rows) for entries in lists]
+
+    def addresses(self, lists: Sequence[tuple[Tensor | None, ...]], stay: list[bool]) -> list[Any] | None:
+        """Of each list those of the tensors in use, where all lie in memory as the checks saw it; else None.
+
+        Args:
+            lists: as they were given, or copies.
+            stay: of which lists the caller has given a tuple of its own: see :class:`CallCache`.
+
+        Raises:
+            RuntimeError: a tensor has no memory of its own.
+        """
+        found: list[Any] = []
+        for layout, entries, stays in zip(self._each, lists, stay, strict=True):
+            addresses = layout.addresses(entries, stays)
+            if addresses is None:
+                return None
+            found.append(addresses)
+        return found
+
+
 @dataclass
 class Plan:
     """Lists that passed the checks.
@@ -192,6 +224,7 @@ class Plan:
         pieces: by entry, of which part of a whole tensor each is; None: all are whole.
         compiled: what a compiled backend made of ``direct``, or None.
         trusted: kernels that were found to be right: (the name of CUDA's, whether it is the one that marks).
+        grouped: of a step, the ``group_of`` that was found to fit, and the number of groups.
     """
 
     operation: Operation
@@ -208,6 +241,7 @@ class Plan:
     pieces: tuple[Piece, ...] | None = None
     compiled: Any = field(default=None)
     trusted: set[tuple[str, bool]] = field(default_factory=set)
+    grouped: tuple[Any, int] = (None, 0)
 
 
 class Call(NamedTuple):
@@ -351,7 +385,7 @@ class CallCache:
     def __init__(self) -> None:
         self.rebuilds = 0
         self.returned: deque[Any] = deque(maxlen=1)
-        self._known: tuple[Plan, list[Any]] | None = None
+        self._known: tuple[Plan, Any] | None = None
 
     def forget(self) -> None:
         """Clear the cache."""
@@ -363,23 +397,18 @@ class CallCache:
         if known is None or known[0].operation is not (operation.planned_as or operation):
             return None
         plan, layouts = known
-        held: list[tuple[Tensor | None, ...]] = []
-        addresses: list[Any] = []
+        held = tuple([given if isinstance(given, tuple) else tuple(given) for given in lists])
+        if set(map(len, held)) != {plan.count}:
+            return None
         try:
             with torch._C.DisableTorchFunction():  # of subclasses too, torch's own attributes are what counts
-                for given, layout in zip(lists, layouts, strict=True):
-                    entries = given if isinstance(given, tuple) else tuple(given)
-                    found = layout.addresses(entries, type(given) is tuple)
-                    if found is None:
-                        return None
-                    held.append(entries)
-                    addresses.append(found)
+                addresses = layouts.addresses(held, [type(given) is tuple for given in lists])
         except RuntimeError:  # a tensor without an address; the checks say which
             return None
-        return Call(operation, plan, tuple(held), addresses, self)
+        return None if addresses is None else Call(operation, plan, held, addresses, self)
 
-    def keep(self, plan: Plan, layouts: list[Any]) -> None:
-        """Remember how lists that were checked lie in memory: a :class:`Layout` of each, or its like."""
+    def keep(self, plan: Plan, layouts: Any) -> None:
+        """Remember how lists that were checked lie in memory: :class:`Layouts`, or their like."""
         self._known = plan, layouts
 
     def __reduce__(self) -> tuple[type[CallCache], tuple[()]]:

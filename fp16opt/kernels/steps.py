@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import cuda, cuda_steps, native, reference_steps
 from .backends import captures
-from .calls import BEGUN, CallCache, Entries, Operation
+from .calls import BEGUN, CallCache, Entries, Operation, Plan
 from .cuda_rows import KERNELS, Blocks
 from .formulas import FORMULAS, Formula, LionOptions
 from .lists import checked
@@ -126,8 +126,9 @@ def check_options(name: str, kind: type[Any], options: Sequence[Any]) -> None:
                 raise ValueError(f"{name}: options[{place}].{beta} must be at least 0 and less than 1, got {value}.")
 
 
-def _check_values(operation: Operation, values: StepValues, count: int, device: torch.device) -> None:
-    """Raise unless the values fit lists of ``count`` entries on ``device``."""
+def _check_values(operation: Operation, values: StepValues, plan: Plan) -> None:
+    """Raise unless the values fit the lists."""
+    count, device = plan.count, plan.device
     inv_scale, coefficient = values.factors
     numbers = {"factors.inv_scale": inv_scale, "factors.coefficient": coefficient}
     if values.found_inf is not None:
@@ -142,12 +143,16 @@ def _check_values(operation: Operation, values: StepValues, count: int, device: 
     for name, each in (("group_of", values.group_of), ("first", values.first)):
         if not isinstance(each, bool) and len(each) != count:
             raise ValueError(f"{operation.name}: {name} has {len(each)} entries, grads has {count}. Give one each.")
-    groups = set(values.group_of)
+    group_of, before = values.group_of, plan.grouped
+    if type(group_of) is tuple and group_of is before[0] and len(values.options) == before[1]:
+        return
+    groups = set(group_of)
     if groups and not 0 <= min(groups) <= max(groups) < len(values.options):
         raise ValueError(
             f"{operation.name}: group_of reaches from {min(groups)} to {max(groups)}, there are "
             f"{len(values.options)} options."
         )
+    plan.grouped = group_of, len(values.options)
 
 
 def run_step(step: Step, lists: tuple[Entries | None, ...], values: StepValues, cache: CallCache | None) -> None:
@@ -168,7 +173,7 @@ def run_step(step: Step, lists: tuple[Entries | None, ...], values: StepValues, 
     pieces = None if values.pieces is None else tuple(values.pieces)
     call = checked(operation, given, cache, getattr(values.factors[0], "device", None), pieces)
     plan = call.plan
-    _check_values(operation, values, plan.count, plan.device)
+    _check_values(operation, values, plan)
     call = call.served(None if values.stats is None else values.stats.marks)
     plan = call.plan
     if plan.is_coded and captures(plan.device):

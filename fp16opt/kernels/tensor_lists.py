@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import native
-from .calls import Layout, StableEntries
+from .calls import Layouts, StableEntries
 
 _GRAD: Any = torch.Tensor.grad  # torch's own descriptors
 _VERSION: Any = torch.Tensor._version
@@ -42,6 +42,24 @@ def grads_of(tensors: Iterable[Tensor]) -> list[Tensor | None]:
             return list(map(_GRAD.__get__, tensors))
         found: list[Tensor | None] = native.module.attributes_of(_getter("grad"), tensors)
         return found
+
+
+def set_grads(tensors: Sequence[Tensor], values: Sequence[Tensor | None] | None) -> None:
+    """Set ``.grad`` of each to the value at its place, or of all to None, and nothing else."""
+    if native.module is not None:
+        native.module.set_attributes(_getter("grad"), tensors, values)
+        return
+    for tensor, value in zip(tensors, itertools.repeat(None) if values is None else values, strict=values is not None):
+        _GRAD.__set__(tensor, value)
+
+
+def set_classes(items: Sequence[Any], classes: Sequence[type]) -> None:
+    """Have each be of the class at its place."""
+    if native.module is not None:
+        native.module.set_classes(items, classes)
+        return
+    for item, kind in zip(items, classes, strict=True):
+        item.__class__ = kind
 
 
 def versions_of(tensors: Sequence[Tensor | None]) -> list[int]:
@@ -166,51 +184,53 @@ class read_for_next:
             self._entries.is_fresh = False
 
 
-class ReadLayout:
-    """:class:`.calls.Layout` where compiled code reads lists.
+class ReadLayouts:
+    """:class:`.calls.Layouts` where compiled code reads lists.
 
     Args:
-        entries: the list.
+        lists: of one call.
         rows: the positions in use.
-        reading: of the tensors there.
+        readings: of the tensors there.
     """
 
-    __slots__ = ("_entries", "_reading", "_rows", "_types")
+    __slots__ = ("_kept", "_readings", "_rows", "_types")
 
-    def __init__(self, entries: tuple[Tensor | None, ...], rows: list[int], reading: Any) -> None:
-        self._rows = None if len(rows) == len(entries) else rows
-        self._types = list(map(type, entries))
-        self._reading = reading
-        self._entries: tuple[Tensor | None, ...] | None = None
+    def __init__(self, lists: Sequence[tuple[Tensor | None, ...]], rows: list[int], readings: list[Any]) -> None:
+        self._rows = None if len(rows) == len(lists[0]) else rows
+        self._types = [list(map(type, entries)) for entries in lists]
+        self._readings = readings
+        self._kept: list[Any] = [None] * len(lists)
 
-    def addresses(self, entries: tuple[Tensor | None, ...], stays: bool) -> Any:
-        """What was read of the tensors in use, where each lies in memory as the checks saw it; else None.
-
-        Args:
-            entries: the list, or a copy of it.
-            stays: whether it is the caller's own tuple.
-        """
-        used = entries
-        if self._rows is not None:
-            if self._types != list(map(type, entries)):  # one may be there that was None
-                return None
-            used = tuple(map(entries.__getitem__, self._rows))
-        if isinstance(entries, StableEntries) and self._rows is None:
-            reading = entries.reading if entries.is_fresh else read(used, entries.reading, same=True)
-            entries.reading = reading
-        else:
-            reading = read(used, self._reading, entries is self._entries)
-        if reading is None or not reading.lies_as(self._reading):
+    def addresses(self, lists: Sequence[tuple[Tensor | None, ...]], stay: list[bool]) -> list[Any] | None:
+        """See :meth:`.calls.Layouts.addresses`. What was read of each list stands for its addresses."""
+        rows, reader = self._rows, None if native.module is None else _reader()
+        if reader is None:
             return None
-        self._reading, self._entries = reading, entries if stays else None
-        return reading
+        if rows is not None and self._types != [list(map(type, entries)) for entries in lists]:
+            return None  # one may be there that was None
+        likes, same = list(self._readings), list(map(operator.is_, lists, self._kept))
+        given: list[Any] = list(lists)
+        for place, entries in enumerate(lists):
+            if rows is not None:
+                given[place] = tuple(map(entries.__getitem__, rows))
+            elif type(entries) is StableEntries and entries.reading is not None:
+                likes[place], same[place] = entries.reading, True
+                if entries.is_fresh:
+                    given[place] = entries.reading
+        readings: list[Any] | None = reader.read_known(given, likes, self._readings, same)
+        if readings is None:
+            return None
+        for place, entries in enumerate(lists):
+            if type(entries) is StableEntries and rows is None:
+                entries.reading = readings[place]
+        self._readings = readings
+        self._kept = [entries if stays else None for entries, stays in zip(lists, stay, strict=True)]
+        return readings
 
 
-def layouts_of(lists: Sequence[tuple[Tensor | None, ...]], rows: list[int]) -> list[Any]:
+def layouts_of(lists: Sequence[tuple[Tensor | None, ...]], rows: list[int]) -> Any:
     """How the tensors at ``rows`` of each list lie in memory: what a call site remembers."""
-    made: list[Any] = []
+    is_full = len(rows) == len(lists[0])
     with torch._C.DisableTorchFunction():
-        for entries in lists:
-            reading = read(entries if len(rows) == len(entries) else tuple(map(entries.__getitem__, rows)))
-            made.append(Layout(entries, rows) if reading is None else ReadLayout(entries, rows, reading))
-    return made
+        readings = [read(entries if is_full else tuple(map(entries.__getitem__, rows))) for entries in lists]
+        return Layouts(lists, rows) if None in readings else ReadLayouts(lists, rows, readings)
