@@ -22,7 +22,7 @@ from fp16opt import Check, Report, certify
 from fp16opt.__main__ import main
 from fp16opt.certify import check_bucket_invariant, closure_calls, factory_like, targets
 from fp16opt.certify.comparing import same_bits
-from fp16opt.engine.buckets import settings_of
+from fp16opt.engine.modes.buckets import settings_of
 
 CHECKS = [
     *["none_grad", "fp32_state", "bucket_invariant", "deterministic"],

@@ -151,11 +151,11 @@ class Cell:
         if not is_so:
             self.wrong.append(what)
 
-    def expect_close(self, ours: Any, theirs: Any, rel: float, *what: object) -> None:
+    def expect_close(self, ours: Any, theirs: Any, rel: float, *what: object, least: float = 1e-6) -> None:
         if not (isinstance(theirs, (int, float)) and isinstance(ours, (int, float))):
             self.expect(ours == theirs, *what, ours, theirs)
         else:
-            self.expect(ours == pytest.approx(theirs, rel=rel, abs=1e-6, nan_ok=True), *what, ours, theirs)
+            self.expect(ours == pytest.approx(theirs, rel=rel, abs=least, nan_ok=True), *what, ours, theirs)
 
     def weights(self, number: int) -> None:
         for (name, p), q in zip(self.one.net.named_parameters(), self.many.net.parameters(), strict=True):
@@ -193,9 +193,11 @@ class Cell:
                 self.expect_close(a.get(key), b.get(key), 1e-5, "record", key)
             for name, row in b.get("rows", {}).items():
                 for what, value in row.items():
-                    # Of updates one element in 17 is looked at, others in pieces than in the whole.
-                    loose = what in ("update_ulps", "lost", "distance", "update_ratio")
-                    self.expect_close(a["rows"][name][what], value, 0.25 if loose else 1e-3, "record", name, what)
+                    # Of updates one element in 17 is looked at, others in pieces than in the whole; of the few that
+                    # stand still some five more or less of 24,576.
+                    loose = what in ("update_ulps", "lost", "still", "distance", "update_ratio")
+                    rel, least = (0.25, 2e-4) if loose else (1e-3, 1e-6)
+                    self.expect_close(a["rows"][name][what], value, rel, "record", name, what, least=least)
 
     def report(self, size: int) -> None:
         everyone: list[Any] = [None] * size

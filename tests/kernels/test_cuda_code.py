@@ -304,6 +304,7 @@ def test_a_fault_that_never_ends_is_refused(
     assert trial.outcome(ptx_faults.Fault("branch", place, here)) == "refused"
 
 
+@pytest.mark.parametrize("name", [name for name, (_, stores) in WIDE.items() if stores])
 def test_addresses_and_dtypes_are_loaded_once_a_chunk(executed: dict[str, list[ptx_cases.Executed]], name: str) -> None:
     """Up to three times where block, threads and marks need them: not for every row, of which the chunk has more."""
     assert ptx_cases.ROWS > 3

@@ -157,8 +157,9 @@ class Sums:
                 _fold(each, inv_scale.to(each.one.device))
         drop_gradients(params.models, keep)
         drop_gradients(params.elsewhere, keep)
-        for each in () if keep else self._gradients.each:
-            each.mark_folded()
+        if not keep and _count_of_ranks() == 1:  # DDP's reducer moves gradients by itself
+            for each in self._gradients.each:
+                each.mark_folded()
         self._take_flags([each.stats for each in self._gradients.each])
 
     def _take_flags(self, stats: list[kernels.GradStats]) -> None:
@@ -256,13 +257,21 @@ def _store(
     return measures_anew
 
 
+def _count_of_ranks() -> int:
+    """Of the process group; 1 where there is none."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return 1
+    return int(dist.get_world_size())
+
+
 def refuse_ranks() -> None:
     """Raise where gradients are about to be folded into FP32 sums that DDP might never reduce."""
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    ranks = _count_of_ranks()
+    if ranks == 1:
         return
     raise RuntimeError(
         'gradients are to be folded into FP32 (grad_accumulation="fp32", or several loss scales in one step) in a '
-        f"process group of {dist.get_world_size()} ranks: under DDP's no_sync the ranks would drift apart. Call "
+        f"process group of {ranks} ranks: under DDP's no_sync the ranks would drift apart. Call "
         "fp16opt.distributed.attach(opt, ddp_model); or attach(opt, None), if ranks don't share gradients."
     )
