@@ -172,7 +172,9 @@ def test_gradients_that_wait_for_a_step_are_not_stepped_after_a_load() -> None:
     resumed.clip_master_grads(1.0)
     resumed.load_state_dict(opt.state_dict())
     before = snapshot(resumed, fresh)
-    with pytest.raises(RuntimeError, match=r"gradients were found that opt\.backward\(loss\) of this optimizer did not make"):
+    with pytest.raises(
+        RuntimeError, match=r"gradients were found that opt\.backward\(loss\) of this optimizer did not make"
+    ):
         resumed.step()
     assert_same(snapshot(resumed, fresh), before)
 
