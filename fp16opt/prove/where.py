@@ -105,16 +105,18 @@ class Pretended:
         is_real: no.
 
     Raises:
-        NoCard: this is no source tree, or the tests' packages are missing.
+        NoCard: there is no source tree around the package or in the present folder, or the tests' packages are missing.
     """
 
     is_real = False
 
     def __init__(self) -> None:
-        tests = PACKAGE.parent / "tests"
-        if not (tests / "emulated.py").is_file():
+        trees = PACKAGE.parent, Path.cwd()
+        tests = next((tree / "tests" for tree in trees if (tree / "tests" / "emulated.py").is_file()), None)
+        if tests is None:
             raise NoCard(
-                f"--pretend needs fp16opt's source tree, with its folder tests; there is none in {tests.parent}"
+                "--pretend needs fp16opt's source tree, with its folder tests; it is neither in "
+                f"{trees[0]} nor in {trees[1]}"
             )
         for folder in (tests, tests / "gpu"):
             if str(folder) not in sys.path:

@@ -529,6 +529,7 @@ def test_pretending_needs_the_source_tree(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fp16opt.prove.where.PACKAGE", tmp_path / "fp16opt")
+    monkeypatch.chdir(tmp_path)
     assert command.main(["prove", "--pretend"]) == 2
     assert "--pretend needs fp16opt's source tree" in capsys.readouterr().out
 
