@@ -321,6 +321,9 @@ private:
             }
             const size_t place = made_->addresses.size();
             void* const at = static_cast<char*>(now.data) + now.byte_offset;
+            if (at == nullptr && !std::any_of(now.shape, now.shape + now.ndim, [](int64_t size) { return size == 0; })) {
+                return false;  // it has no memory
+            }
             const bool stays = same_ && like_ != nullptr && place < like_->addresses.size() && like_->addresses[place] == at;
             if (!stays && reader_.is_negative(tensor.ptr())) return false;
             const auto type = py::type::handle_of(tensor);

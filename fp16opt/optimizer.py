@@ -57,7 +57,7 @@ from .engine.params import HALF_DTYPES, ParamTable, StateByParam
 from .engine.progress import Progress
 from .engine.ranks import Detached, Digest, Facts
 from .engine.schema import is_ours
-from .engine.stage import BackwardScale, OverflowCheck, Stepping
+from .engine.stage import BackwardScale, OverflowCheck, Stepping, Summed
 from .engine.state_format import convert_all
 from .engine.wrapped_step import (
     HOOKS,
@@ -928,7 +928,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         is_told = "found_inf" in self.__dict__ or scale.is_told  # a GradScaler's
         if not (is_told or scale.scaler.dynamic or float(scale.scale) != 1.0):
             pairs = without_scale(self.params.all)
-            lost = None if self.gradient_release else underflow(pairs, self.grad_accumulation == "fp32")
+            lost = None if self.gradient_release else underflow(pairs, type(self.step_state.standing) is Summed)
             if pairs:
                 warn_missing_scale(self.lines, pairs, lost, *self._way_to_scale(), scale.is_plain)
         self._may_lack_scale = False

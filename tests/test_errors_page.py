@@ -543,15 +543,15 @@ def apart(monkeypatch: pytest.MonkeyPatch, lr: float, asked: Asked) -> None:
         return [mine, (settings.words_of(asked), [line.replace("lr=0.1", f"lr={lr}") for line in lines])]
 
     monkeypatch.setattr(settings, "gather", gathered)
-    settings.Settings(one.inner).refuse(Asked(2.0, 1.0, 0, 1), None, False)
+    settings.Settings(one.inner).refuse(Asked(2.0, 1.0), None, False)
 
 
 def settings_drifted(monkeypatch: pytest.MonkeyPatch) -> None:
-    apart(monkeypatch, 0.01, Asked(2.0, 1.0, 0, 1))
+    apart(monkeypatch, 0.01, Asked(2.0, 1.0))
 
 
 def another_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    apart(monkeypatch, 0.1, Asked(None, None, 0, 1))
+    apart(monkeypatch, 0.1, Asked(None))
 
 
 def saved_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,7 @@ FOREIGN = {
     "_flatten_dense_tensors": "as above",
     "_unflatten_dense_tensors": "as above",
     "_python_dispatch": "TorchDispatchMode has no public place",
+    "_to_copy": "the operation of Tensor.to, which a tensor without memory answers",
     "_local_scalar_dense": "the operation of Tensor.item, by which a look of the host is seen",
     "_make_wrapper_subclass": "a tensor without memory: torch's page on such subclasses names it",
     "_foreach_zero_": "as _foreach_add, of torch.ops",

@@ -71,15 +71,17 @@ class Sharded(Compared):
     def __init__(self, module: Any, group: Any, every: int) -> None:
         super().__init__(group, every)
         self._hook = module.register_forward_hook(_after_forward, always_call=True)
+        weakref.finalize(self, self._hook.remove)
 
     def detach(self) -> None:
         """Take the hook away."""
         self._hook.remove()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _after_forward(_module: Any, _args: Any, output: Any) -> None:
     """A forward that has failed on a message says which ranks did other things."""
+    if torch.compiler.is_compiling():
+        return
     error = sys.exc_info()[1]
     if output is None and error is not None:
         explain(error, "a forward of the model")
@@ -288,7 +290,8 @@ def _refuse_difference(told: dict[int, tuple[list[str], dict[str, list[tuple[str
     """Ranks differ, in settings or in hashes of pieces: raise with the first that does."""
     first = min(told)
     for rank, (lines, _) in told.items():
-        refuse_settings(first, told[first][0], rank, lines, "Weights differ by now: load the last checkpoint")
+        when = "Weights may differ by now: the last checkpoint's are alike"
+        refuse_settings(first, told[first][0], rank, lines, when)
     known: dict[str, tuple[int, list[tuple[str, int]]]] = {}
     differing = []
     for rank, (_, parts) in told.items():

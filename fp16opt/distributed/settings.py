@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import zlib
 from array import array
@@ -27,8 +28,31 @@ def setting_lines(groups: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def shown(value: Any) -> str:
-    """A value in words that are alike on all ranks."""
-    return str(value.tolist()) if isinstance(value, Tensor) else repr(value)
+    """A value in words that are alike on all ranks where the value is: of objects the class, as their addresses differ.
+
+    Example:
+        >>> import math
+        >>> shown(0.1), shown([1e-4, 3]), shown(math.nextafter(0.1, 1.0)), shown(max)
+        ('0.1', '(0.0001, 3)', '0.1', 'builtin_function_or_method')
+    """
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, float):
+        value = value + 0.0  # which makes 0 of -0
+        single = _single(value)
+        texts = [f"{value:.{digits}g}" for digits in range(6, 10)]  # nine digits tell any two float32 apart
+        return next((text for text in texts if _single(float(text)) == single), texts[-1])
+    if isinstance(value, (tuple, list)):
+        items = ", ".join(map(shown, value))
+        return f"({items},)" if len(value) == 1 else f"({items})"
+    if value is None or isinstance(value, (bool, int, str, dict)):
+        return repr(value)
+    return type(value).__qualname__
+
+
+def _single(number: float) -> float:
+    """A setting as ranks compare it: float32, as machines may compute its last bits of float64 differently."""
+    return ctypes.c_float(number).value + 0.0  # which makes 0 of -0
 
 
 def refuse_settings(first: int, lines: list[str], rank: int, others: list[str], when: str) -> None:
@@ -85,8 +109,8 @@ class Settings:
             if words != everyone[0][0]:
                 raise RuntimeError(
                     f"ranks called in another order: rank 0 has come to {everyone[0][0]}, rank {rank} to {words}. "
-                    f"{when}. Call backward, clip_master_grads, with one max_norm and norm_type, and step alike on "
-                    "every rank, also where a rank has no gradients."
+                    f"{when}. Call clip_master_grads, with one max_norm and norm_type, and step alike on every rank, "
+                    "also where a rank has no gradients."
                 )
         for rank, (_, lines) in enumerate(everyone):
             refuse_settings(0, everyone[0][1], rank, lines, when)
@@ -103,19 +127,20 @@ def words_of(asked: Asked) -> str:
     else:
         most = "" if asked.max_norm is None else f"{asked.max_norm:g}, "
         call = f"clip_master_grads({most}norm_type={asked.norm_type:g})"
-    words = f"{call}, after {asked.turn} clips of these gradients"
-    return words if asked.backwards is None else f"{words} and {asked.backwards} backwards since the message before"
+    return f"{call}, after {asked.turn} clips of these gradients" if asked.turn else call
 
 
 def _extend(values: array[float], items: Iterable[Any]) -> None:
     for item in items:
         if item is None:
             values.append(_NONE)
+        elif isinstance(item, int) and abs(item) >= _EXACT:
+            values.append(zlib.crc32(repr(item).encode()))
         elif isinstance(item, (int, float)):
-            values.append(item)
+            values.append(_single(item))
         elif isinstance(item, str):
             values.append(zlib.crc32(item.encode()))
         elif isinstance(item, (tuple, list)):
             _extend(values, item)
         elif isinstance(item, Tensor) and item.device.type == "cpu" and item.numel() == 1:
-            values.append(item.item())
+            values.append(_single(item.item()))

@@ -37,7 +37,6 @@ class GroupRanks(Ranks):
     """
 
     alone = False
-    counts_backwards = True
 
     def __init__(self, group: Any, device: torch.device, facts: Callable[[], Facts], optimizer: Optimizer) -> None:
         self.group = group
@@ -87,8 +86,6 @@ class GroupRanks(Ranks):
         self, found: Sequence[Tensor], asked: Asked, power_sum: Tensor | None, has_grads: bool
     ) -> tuple[list[Tensor], Tensor | None, Tensor]:
         size, norm_type = dist.get_world_size(self.group), asked.norm_type
-        if not self.counts_backwards:
-            asked = asked._replace(backwards=None)
         if self._unread is not None:
             before, numbers = self._unread
             self._unread = None
@@ -309,7 +306,6 @@ class StageRanks(GroupRanks):
     """
 
     expects_all = True
-    counts_backwards = False  # the last stage scales the loss, and the schedule runs the others' backwards
 
     def __init__(
         self,

@@ -18,9 +18,11 @@ from torch import Tensor
 
 _SEEN = 64  # ranks that an error looks at: each asks the one store
 _GRACE = 1.0  # seconds in which other ranks' time-outs come too
-_SIGNS = ("gloo", "NCCL", "connection", "Connection", "store")  # of messages that failed
+_SIGNS = ("gloo/transport", "Application timeout caused pair closure", "NCCL")  # of messages that failed
+_ENDS = ("closed by peer", "reset by peer", "Read error")  # of those whose other rank has gone
 _CALL = "Every rank must make the same calls in the same order; put no `if rank == 0:` around save, load or step."
 
+_said: list[str] = []  # where this rank has said that it failed, until a message of a step goes through again
 _own: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
 
 
@@ -71,18 +73,27 @@ def explain(error: BaseException, place: str) -> None:
         place: where this rank was.
     """
     text = str(error)
-    if not isinstance(error, RuntimeError) or _CALL in text or not any(sign in text for sign in _SIGNS):
+    if not isinstance(error, RuntimeError) or _CALL in text:
+        return
+    if not (isinstance(error, dist.DistError) or any(sign in text for sign in _SIGNS)):
         return
     try:
         store = _store()
         if store is None:
             return
         store.set(_at(dist.get_rank()), place)
+        _said.append(place)
         where = _where_at_last(store, range(dist.get_world_size()))
     except RuntimeError:
         return  # the store has gone with its rank
     late = {rank: at for rank, at in where.items() if at != place}
-    if late:
+    silent = [str(rank) for rank, at in late.items() if not at]
+    if silent and any(sign in text for sign in _ENDS):
+        error.args = (
+            f"{place} lost a rank: rank {', '.join(silent)} has ended, or has raised an error of its own. Look for "
+            f"that error first. {text}",
+        )
+    elif late:
         error.args = (f"{place} was not called by all ranks: {_told(late)}. {_CALL} {text}",)
 
 
@@ -115,7 +126,7 @@ def _told(where: dict[int, str]) -> str:
     told = [f"rank {rank} is in {place}" for rank, place in where.items() if place]
     silent = [str(rank) for rank, place in where.items() if not place]
     if silent:
-        told.append(f"rank {', '.join(silent)} did not come, and is in no call that says so")
+        told.append(f"rank {', '.join(silent)} has not called it")
     return ", ".join(told)
 
 
@@ -146,8 +157,13 @@ def reduce_over(group: Any, tensor: Tensor, operation: Any) -> None:
     """As ``dist.all_reduce``, in place, over what :func:`own_group` gave. Waits."""
     if isinstance(group, dist.ProcessGroup):
         dist.all_reduce(tensor, operation, group=group)
-        return
-    _reduce_over_own(group, tensor, operation)
+    else:
+        _reduce_over_own(group, tensor, operation)
+    if _said:
+        _said.clear()
+        store = _store()
+        if store is not None:
+            store.set(_at(dist.get_rank()), "")
 
 
 def _reduce_over_own(group: Any, tensor: Tensor, operation: Any) -> None:

@@ -44,17 +44,37 @@ class FoldedGradient(Tensor):
         """
         if func in _HARMLESS:
             return args[0]
+        if func is torch.ops.aten._foreach_zero_.default:  # which gives nothing back, and may have others in its list
+            for one in args[0]:
+                one.zero_()
+            return None
+        if func in _MOVES and isinstance(args[0], cls):
+            return args[0]._moved(**(kwargs or {}))
         given = args[0] if args else None
         first = given[0] if isinstance(given, (list, tuple)) and given else given
         if isinstance(first, cls) and func in _ADDS and torch._C._current_graph_task_id() != -1:
             return first._give_way(args[1], in_place=func is torch.ops.aten.add_.Tensor)
-        name = f": {first.called}" if isinstance(first, FoldedGradient) else ""
-        raise RuntimeError(
-            f"the model's gradients were folded into FP32 sums, and can be neither read nor written{name}. The sums "
-            "are the gradients of opt.master_params(). To clip, call opt.clip_master_grads(max_norm) in place of "
-            "clip_grad_norm_(model.parameters()). To have a backward count, run it by backward(loss) of this "
-            "optimizer. To give the step up, call opt.zero_grad()."
+        raise _refused(first)
+
+    def _moved(self, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> FoldedGradient:
+        """Of a parameter that a module's ``to`` converts: it refuses there, too."""
+        made: FoldedGradient = Tensor._make_wrapper_subclass(
+            type(self),
+            self.shape,
+            strides=self.stride(),
+            dtype=dtype or self.dtype,
+            device=device or self.device,
+            storage_size=0,
         )
+        made.called, made.param = self.called, self.param
+        return made
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """None: a copied parameter has no sum."""
+
+    def __dlpack__(self, **_: Any) -> Any:
+        """Raises RuntimeError."""
+        raise _refused(self)
 
     def _give_way(self, grad: Tensor, in_place: bool) -> Tensor:
         """Autograd's AccumulateGrad has made a gradient: in place where no graph is made of it."""
@@ -67,12 +87,22 @@ class FoldedGradient(Tensor):
         return f"FoldedGradient({self.called!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
+def _refused(first: object) -> RuntimeError:
+    name = f": {first.called}" if isinstance(first, FoldedGradient) else ""
+    return RuntimeError(
+        f"the model's gradients were folded into FP32 sums, and can be neither read nor written{name}. The sums "
+        "are the gradients of opt.master_params(). To clip, call opt.clip_master_grads(max_norm) in place of "
+        "clip_grad_norm_(model.parameters()). For a log, read opt.stats(). To have a backward count, run it by "
+        "backward(loss) of this optimizer. To give the step up, call opt.zero_grad()."
+    )
+
+
 _ADDS = {torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor}
 _HARMLESS: set[Callable[..., Any]] = {
     torch.ops.aten.detach.default,
     torch.ops.aten.zero_.default,
-    torch.ops.aten._foreach_zero_.default,
 }
+_MOVES = {torch.ops.aten._to_copy.default, torch.ops.aten.empty_like.default}
 
 
 def takes_place(param: Tensor) -> bool:

@@ -467,6 +467,7 @@ class DeviceGradients:
         if frees:
             self._memory, self._rooms = [None] * len(self._memory), None
             self.device.caches["unscale"].forget()  # which holds the list of rooms
+        self._folded.clear()  # they refer to the parameters, which torch could not swap
         self.stats.reset()
 
 

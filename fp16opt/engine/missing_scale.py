@@ -65,7 +65,7 @@ def underflow(pairs: Sequence[ParamPair], are_summed: bool) -> Underflow | None:
 
 
 def _elements_of(grad: Tensor) -> Tensor:
-    piece = local(grad._values() if grad.layout is torch.sparse_coo else grad).detach()
+    piece = local(grad._values() if grad.layout is torch.sparse_coo else grad).detach().resolve_neg()
     return piece if piece.dtype in (torch.float16, torch.float32) else piece.float()
 
 

@@ -57,13 +57,11 @@ class Asked(NamedTuple):
         norm_type: p of the norm; None for verdicts alone.
         max_norm: of the clip that wants the norm.
         turn: how many such messages were sent since these gradients were taken.
-        backwards: how many have begun since the message before; None where ranks may differ in that.
     """
 
     norm_type: float | None
     max_norm: float | None = None
     turn: int = 0
-    backwards: int | None = None
 
 
 class Ranks:

@@ -83,7 +83,6 @@ class StepState(abc.ABC):
         self.ranks = ranks
         self.replicas = Replicas()
         self.backwards = 0
-        self._backwards_told = 0  # of them, when other ranks last heard of it
         self.stage: Any = Ready()
         self._scaler = scaler
         self._units = UnitScales()
@@ -453,7 +452,9 @@ class StepState(abc.ABC):
             return []
         named = [*zip(self.params.names, grads, strict=True)]
         named += zip(self.params.called_elsewhere, raw_grads(self.params.elsewhere), strict=True)
-        there = [(name, grad) for name, grad in named if grad is not None]
+        there = [
+            (name, grad) for name, grad in named if grad is not None and not is_folded(grad)
+        ]  # by a wrapper before
         if not there:
             return []
         flags = torch.stack([_any_not_zero(grad).to(self.device) for _, grad in there])
@@ -898,8 +899,7 @@ class StepState(abc.ABC):
                 lambda param: (of is None or id(param) in of) and counted(param),
             )
         mine = [one for _, one in verdict.found]
-        asked = Asked(norm_type, max_norm, verdict.turn, self.backwards - self._backwards_told)
-        self._backwards_told = self.backwards
+        asked = Asked(norm_type, max_norm, verdict.turn)
         found, norm, has_grads = self.ranks.agree(mine, asked, power, verdict.has_grads)
         every = tuple((scaler, one) for (scaler, _), one in zip(verdict.found, found, strict=True))
         verdict = verdict._replace(found=every, is_agreed=True, turn=verdict.turn + 1)

@@ -159,7 +159,7 @@ def read(tensors: Sequence[Tensor | None], like: Any = None, same: bool = False,
     Args:
         like: what was read before, of a list that is probably of the same classes, dtypes, shapes and strides.
         same: whether that was of the very same tensors: those that lie where they lay are not asked again for whether
-            their values are the negatives of what their memory holds.
+            their values are the negatives of what their memory holds. ``x.data = torch._neg_view(x.data)`` goes unseen.
         counts: whether versions are read too.
 
     Returns:

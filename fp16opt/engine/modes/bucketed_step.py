@@ -297,6 +297,11 @@ class BucketedStep:
         values, room = memory.views(bucket)
         kernels.multi_tensor_join(bucket.models, bucket.rests, values, cache=bucket.join_cache)
         true = self._true_ones(bucket.members, room, [grads[id(pair)] for pair in bucket.split], bucket.unscale_cache)
+        # torch 2.13 adds a sparse gradient to a view with an offset at the wrong place, outside of its memory.
+        values = [
+            value.clone() if grad is not None and grad.layout is torch.sparse_coo else value
+            for value, grad in zip(values, true, strict=True)
+        ]
 
         def write_back() -> None:
             kernels.multi_tensor_split(values, bucket.models, bucket.rests, bucket.cast, cache=bucket.split_cache)

@@ -1,0 +1,100 @@
+"""What stands in ``.grad`` once FP32 sums have taken a gradient: clearing and moving it is no harm, all else raises."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
+
+REFUSED = "the model's gradients were folded into FP32 sums"
+
+
+def summed(**settings: object) -> tuple[nn.Module, MixedPrecisionOptimizer]:
+    """A model after a backward that was folded."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).half()
+    opt = MixedPrecisionOptimizer(SGD(model.parameters(), lr=0.1), grad_accumulation="fp32", loss_scale=8.0, **settings)  # type: ignore[arg-type]
+    opt.backward(loss_of(model))
+    return model, opt
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    return model(torch.ones(5, 4).half()).float().square().mean()
+
+
+@pytest.mark.parametrize("how", ["float", "bfloat16", "to", "to_empty"])
+def test_a_model_that_is_exported_between_backwards(how: str) -> None:
+    """The loader was no multiple of the micro-batches, and the model is converted for an export."""
+    model, _ = summed()
+    given = {"to": {"dtype": torch.float32}, "to_empty": {"device": "cpu"}}.get(how, {})
+    getattr(model, how)(**given)
+    dtypes = {p.dtype for p in model.parameters()}
+    assert dtypes == {{"bfloat16": torch.bfloat16, "to_empty": torch.float16}.get(how, torch.float32)}
+    with pytest.raises(RuntimeError, match=REFUSED):
+        next(model.parameters()).grad.norm()  # type: ignore[union-attr]
+
+
+def test_another_optimizer_clears_all_of_its_list() -> None:
+    model, _ = summed()
+    plain = nn.Parameter(torch.ones(3))
+    plain.grad = torch.ones(3)
+    SGD([*model.parameters(), plain], lr=0.1, foreach=True).zero_grad(set_to_none=False)
+    assert plain.grad.tolist() == [0.0] * 3
+
+
+def test_weights_can_be_swapped_after_the_step() -> None:
+    model, opt = summed()
+    opt.step()
+    opt.zero_grad()
+    weight = model[0].weight  # type: ignore[index]
+    torch.utils.swap_tensors(weight, nn.Parameter(torch.ones(3, 4).half()))
+    assert weight.tolist() == [[1.0] * 4] * 3
+
+
+def test_a_copied_tensor_has_no_sum() -> None:
+    leaf = torch.ones(3).half().requires_grad_()
+    opt = MixedPrecisionOptimizer(SGD([leaf], lr=0.1), grad_accumulation="fp32", loss_scale=8.0)
+    opt.backward(leaf.float().sum())
+    assert copy.deepcopy(leaf).grad is None
+    with pytest.raises(RuntimeError, match=REFUSED):
+        torch.from_dlpack(leaf.grad)
+
+
+def test_a_new_optimizer_takes_the_weights_over() -> None:
+    model, opt = summed()
+    del opt
+    made = MixedPrecisionOptimizer(SGD(model.parameters(), lr=0.1), dynamic=True)
+    made.backward(loss_of(model))
+    before = [p.detach().clone() for p in model.parameters()]
+    made.step()
+    assert any(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_several_scales_without_a_scale_of_its_own() -> None:
+    """The look for a forgotten scale reads the sums."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2).half()
+    opt = MixedPrecisionOptimizer(SGD(model.parameters(), lr=0.1))
+    opt.backward(loss_of(model), scaler=DynamicLossScaler(init_scale=8.0))
+    opt.backward(loss_of(model))
+    before = model.weight.detach().clone()
+    opt.step()
+    assert not torch.equal(model.weight, before)
+
+
+def test_sparse_gradients_of_split_masters_are_stepped_where_they_belong() -> None:
+    """torch adds them to a view with an offset at another place: see the plain torch program in the changelog."""
+    params = [nn.Parameter(torch.ones(3, 5).bfloat16()), nn.Parameter(torch.ones(1, 4).bfloat16())]
+    opt = MixedPrecisionOptimizer(SGD(params, lr=0.5), master_weights="split", fused_step=False)
+    for _ in range(3):
+        params[0].grad, params[1].grad = torch.ones(3, 5).bfloat16(), torch.ones(1, 4).bfloat16().to_sparse()
+        opt.update_master_grads()
+        opt.step()
+        opt.zero_grad()
+    assert params[0].tolist() == [[-0.5] * 5] * 3
+    assert params[1].tolist() == [[-0.5] * 4]
