@@ -127,7 +127,8 @@ def words_of(asked: Asked) -> str:
     else:
         most = "" if asked.max_norm is None else f"{asked.max_norm:g}, "
         call = f"clip_master_grads({most}norm_type={asked.norm_type:g})"
-    return f"{call}, after {asked.turn} clips of these gradients" if asked.turn else call
+    clips = f"{asked.turn} clip{'s' if asked.turn > 1 else ''}"
+    return f"{call}, after {clips} of these gradients" if asked.turn else call
 
 
 def _extend(values: array[float], items: Iterable[Any]) -> None:

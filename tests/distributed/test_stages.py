@@ -395,7 +395,7 @@ def other_calls(rank: int, size: int, way: Any) -> None:
     give_ones(net, opt)
     if way == "clip":
         message = raised(RuntimeError, opt.step if rank else lambda: opt.clip_master_grads(1.0))
-        what = "clip_master_grads(1, norm_type=2), after 0 clips", "step(), after 0 clips"
+        what = "clip_master_grads(1, norm_type=2), rank 1", "step(). Nothing was"
     elif way == "twice":
         opt.clip_master_grads(1.0)
         if rank:  # goes on to the next step
@@ -403,7 +403,7 @@ def other_calls(rank: int, size: int, way: Any) -> None:
             ends = [p.clone() for p in net.parameters()]
             give_ones(net, opt)
         message = raised(RuntimeError, lambda: opt.clip_master_grads(1.0))
-        what = "clip_master_grads(1, norm_type=2), after 1 clips", "clip_master_grads(1, norm_type=2), after 0 clips"
+        what = "clip_master_grads(1, norm_type=2), after 1 clip of", "clip_master_grads(1, norm_type=2). Nothing was"
     elif way == "max_norm":
         message = raised(RuntimeError, lambda: opt.clip_master_grads((1.0, 0.5)[rank]))
         what = "clip_master_grads(1, norm_type=2)", "clip_master_grads(0.5, norm_type=2)"
