@@ -26,6 +26,7 @@ from torch import Tensor
 
 import fp16opt
 from fp16opt.engine import dtensors
+from fp16opt.kernels import tensor_lists
 
 HOME = str(Path(fp16opt.__file__).parent)
 BOUND = 2.0
@@ -36,27 +37,45 @@ def counted(reads: Counter[int]) -> Iterator[None]:
     """Count reads of ``.grad`` by the library's files, by the tensor's ``id``: those past torch's descriptor too."""
     raw, descriptor = dtensors.raw_grad, Tensor.grad
     modules = [module for name, module in sys.modules.items() if name.startswith("fp16opt") and module is not None]
-    places = [(module, name) for module in modules for name, value in vars(module).items() if value is raw]
+    lists = {id(one): one for one in (tensor_lists.grads_of, tensor_lists.see_grads)}  # compiled code reads those
+    ways = {id(raw), *lists}
+    places = [(module, *item) for module in modules for item in list(vars(module).items()) if id(item[1]) in ways]
+    within: list[str] = []
 
     def noted(tensor: Tensor) -> Any:
         found = raw(tensor)
         reads[id(tensor)] += found is not None
         return found
 
+    def noting(function: Any) -> Any:
+        def noted_list(tensors: Any, *rest: Any) -> Any:
+            if within:  # of another one, which counts
+                return function(tensors, *rest)
+            within.append(function.__name__)
+            try:
+                found = function(tensors, *rest)
+            finally:
+                within.clear()
+            for tensor, grad in zip(tensors, found, strict=True):
+                reads[id(tensor)] += grad is not None
+            return found
+
+        return noted_list
+
     def read(tensor: Tensor) -> Any:
-        return (noted if sys._getframe(1).f_code.co_filename.startswith(HOME) else raw)(tensor)
+        return (noted if not within and sys._getframe(1).f_code.co_filename.startswith(HOME) else raw)(tensor)
 
     set_grad: Any = descriptor.__set__
     delete_grad: Any = descriptor.__delete__
-    for module, name in places:
-        setattr(module, name, noted)
+    for module, name, way in places:
+        setattr(module, name, noted if way is raw else noting(way))
     Tensor.grad = property(read, set_grad, delete_grad)  # type: ignore[assignment]
     try:
         yield
     finally:
         del Tensor.grad
-        for module, name in places:
-            setattr(module, name, raw)
+        for module, name, way in places:
+            setattr(module, name, way)
 
 
 def reads_of(dtypes: tuple[torch.dtype, ...], clips: bool, **arguments: Any) -> int:
