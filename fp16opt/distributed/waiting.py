@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -149,8 +150,15 @@ def own_group(group: Any) -> Any:
     if ranks not in made:
         torch_dist: Any = dist
         prefixed = torch_dist.PrefixStore(f"steps/{hash(ranks)}", store)
-        made[ranks] = torch_dist.ProcessGroupGloo(prefixed, dist.get_rank(group), len(ranks), store.timeout)
+        made[ranks] = torch_dist.ProcessGroupGloo(prefixed, dist.get_rank(group), len(ranks), _time_limit(group))
     return made[ranks]
+
+
+def _time_limit(group: Any) -> datetime.timedelta:
+    """What ``init_process_group`` or ``new_group`` was given for messages of a gloo group."""
+    chosen: Any = group or dist.group.WORLD
+    limit: datetime.timedelta = chosen._get_backend(torch.device("cpu")).options._timeout
+    return limit
 
 
 def reduce_over(group: Any, tensor: Tensor, operation: Any) -> None:

@@ -452,9 +452,8 @@ class StepState(abc.ABC):
             return []
         named = [*zip(self.params.names, grads, strict=True)]
         named += zip(self.params.called_elsewhere, raw_grads(self.params.elsewhere), strict=True)
-        there = [
-            (name, grad) for name, grad in named if grad is not None and not is_folded(grad)
-        ]  # by a wrapper before
+        # What a wrapper that these weights had before has folded is gone with its sums.
+        there = [(name, grad) for name, grad in named if grad is not None and not is_folded(grad)]
         if not there:
             return []
         flags = torch.stack([_any_not_zero(grad).to(self.device) for _, grad in there])

@@ -177,6 +177,27 @@ def leaves_a_step_out(rank: int, size: int, folder: str) -> str:
     return heard
 
 
+def comes_late(rank: int, size: int) -> None:
+    """A step's messages have the group's time-out, as torch's have; a store that the user made has one of its own."""
+    dist.distributed_c10d._get_default_store().set_timeout(datetime.timedelta(seconds=1))
+    patient = dist.new_group(timeout=datetime.timedelta(seconds=30))
+    net = fully_shard(Net(norm=False), mesh=DeviceMesh.from_group(patient, "cpu"))
+    opt = MixedPrecisionOptimizer(AdamW(net.parameters(), lr=1e-2))
+    opt.backward(loss_of(net, 0, rank))
+    opt.step()
+    opt.backward(loss_of(net, 1, rank), update_master_grads=False)
+    time.sleep(2.0 * rank)  # it reads a file, say
+    opt.step()
+
+
+def test_a_rank_that_comes_late_is_waited_for() -> None:
+    world = World(2)
+    try:
+        world.run(comes_late)
+    finally:
+        world.stop(kill=True)
+
+
 def test_ranks_that_do_other_things_are_named(tmp_path: Path) -> None:
     world = World(2)
     try:
