@@ -62,7 +62,7 @@ class Problem:
 class Engine:
     """FP16 weights with masters: stepped by torch's fused AdamW unless ``settings`` say otherwise."""
 
-    def __init__(self, problem: Problem, name: str = "torch's AdamW", **settings: Any) -> None:
+    def __init__(self, problem: Problem, name: str, **settings: Any) -> None:
         self.problem, self.name = problem, name
         self.model = [torch.nn.Parameter(weight.clone()) for weight in problem.weights]
         self.inner = routes.adamw(self.model)
@@ -234,7 +234,22 @@ def step_alone(inner: torch.optim.Optimizer, found_inf: Tensor) -> None:
         del holder.grad_scale, holder.found_inf
 
 
-ONE_PASS: dict[str, dict[str, Any]] = {
+def launched_besides(engine: Engine) -> float:
+    """Kernels of the engine's step besides those of the wrapped optimizer's."""
+    engine.prepare()
+    all_of_it = launched(engine.run)
+    found = torch.zeros((), device=DEVICE)
+    return float(all_of_it - launched(lambda: step_alone(engine.inner, found)))
+
+
+def free_memory() -> None:
+    """Gives back what nothing holds any more: an engine's hooks refer back to it, and it holds gigabytes."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "torch's AdamW": {},
     "one pass": {"fused_step": True},
     "one pass, split masters": {"fused_step": True, "master_weights": "split"},
     "one pass, split masters, 8-bit state": {
@@ -261,28 +276,25 @@ def check_routes(engine: Engine, scaler: Scaler) -> None:
 
 
 def step_rows(name: str, problem: Problem, rounds: int) -> list[common.Row]:
-    """Whole steps: time on the device, and for many small tensors the host's time and the launches."""
-    scaler = Scaler(problem)
-    engines = [Engine(problem), *(Engine(problem, what, **settings) for what, settings in ONE_PASS.items())]
-    for contender, _ in itertools.product((scaler, *engines), range(3)):
-        contender.prepare()
-        contender.run()
-    for engine in engines:
-        check_routes(engine, scaler)
-    times = on_device([scaler, *engines], rounds)
+    """Whole steps, of each engine beside the GradScaler route alone, as memory has it: time on the device, and for many
+    small tensors the host's time, and the launches."""
     which, bound, words = (1, 1.0, "host time of a step") if name == "small" else (0, 0.85, "whole step")
-    rows = []
-    for engine in engines:
-        ratios = [a / b for a, b in zip(times[engine.name][which], times[scaler.name][which], strict=True)]
-        rows.append(row(f"{name}: {words}, {engine.name} / GradScaler, clip, fused AdamW", bound, ratios))
-    own = engines[0]
-    own.prepare()
-    all_of_it = launched(own.run)
-    found = torch.zeros((), device=DEVICE)
-    inner = launched(lambda: step_alone(own.inner, found))
-    rows.append(row(f"{name}: kernels in a step besides AdamW's", 8, [float(all_of_it - inner)]))
+    rows, milliseconds = [], []
+    for what, settings in ENGINES.items():
+        scaler, engine = Scaler(problem), Engine(problem, what, **settings)
+        for contender, _ in itertools.product((scaler, engine), range(3)):
+            contender.prepare()
+            contender.run()
+        check_routes(engine, scaler)
+        times = on_device([scaler, engine], rounds)
+        ratios = [a / b for a, b in zip(times[what][which], times[Scaler.name][which], strict=True)]
+        milliseconds += [1e3 * seconds for seconds in times[Scaler.name][0]]
+        rows.append(row(f"{name}: {words}, {what} / GradScaler, clip, fused AdamW", bound, ratios))
+        if not settings:
+            rows.append(row(f"{name}: kernels in a step besides AdamW's", 8, [launched_besides(engine)]))
+        del scaler, engine, contender
+        free_memory()
     if name != "small":
-        milliseconds = [1e3 * seconds for seconds in times[scaler.name][0]]
         rows.append(row(f"{name}: GradScaler's step, ms", None, milliseconds))
     return rows
 
@@ -332,8 +344,7 @@ def main() -> None:
             rows += kernel_rows(name, problem, arguments.rounds)
         rows += step_rows(name, problem, arguments.rounds)
         del problem
-        gc.collect()  # an engine's hooks refer back to it, and it holds gigabytes
-        torch.cuda.empty_cache()
+        free_memory()
     print("  ".join(f"{key} {value}" for key, value in card().items()))
     common.print_versions()
     common.print_rows(rows)

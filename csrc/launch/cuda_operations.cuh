@@ -149,16 +149,24 @@ struct UnscaleClipped {
         float* out = lists.at<float>(1, chunk);
         const bool aligned = is_aligned(grad), out_aligned = is_aligned(out);
         const float first = *inv_scale, second = *factor;
-        // Two rows of 16 bits: 0.71 of a copy's speed on an H200, with four 0.59, with one 0.64.
-        for_groups<Eight<From>, 2>(
-            chunk.numel, thread, out_aligned, [&](int i, Eight<From>& raw, int left) { load(raw, grad + i, aligned, left); },
-            [&](int i, const Eight<From>& raw, int left) {
-                Eight<float> e;
-                widen_to(raw, e);
-                FP16OPT_UNROLL
-                for (int k = 0; k < kGroup; ++k) e.v[k] = scale(unscale(e.v[k], first), second);
-                store(e, out + i, out_aligned, left);
-            });
+        const auto clipped = [first, second](const Eight<From>& raw) {
+            Eight<float> e;
+            widen_to(raw, e);
+            FP16OPT_UNROLL
+            for (int k = 0; k < kGroup; ++k) e.v[k] = scale(unscale(e.v[k], first), second);
+            return e;
+        };
+        // Nothing is added up here, so a thread may take its elements where the memory likes them.
+        const int whole = aligned && out_aligned ? chunk.numel / kRow * kRow : 0;
+        for (int i = thread * kGroup / 2; i < whole; i += kRow) {
+            Eight<From> raw;
+            load_apart(raw, grad + i, kRow / 2);
+            store_apart(clipped(raw), out + i, kRow / 2);
+        }
+        for_groups<Eight<From>, 1>(
+            chunk.numel - whole, thread, out_aligned,
+            [&](int i, Eight<From>& raw, int left) { load(raw, grad + whole + i, aligned, left); },
+            [&](int i, const Eight<From>& raw, int left) { store(clipped(raw), out + whole + i, out_aligned, left); });
     }
 
     FP16OPT_HD void work(const Lists& lists, const Chunk& chunk, int thread) const {

@@ -36,6 +36,24 @@ FP16OPT_HD Bytes16 load16(const void* from) {
 #endif
 }
 
+// kWords words, 2 or 4, from an address that is a multiple of so many.
+template <int kWords>
+FP16OPT_HD void load_words(const void* from, uint32_t* to) {
+    if constexpr (kWords == 4) {
+        const Bytes16 b = load16(from);
+        FP16OPT_UNROLL
+        for (int k = 0; k < 4; ++k) to[k] = b.word[k];
+    } else {
+#if defined(__CUDA_ARCH__)
+        const uint2 v = *static_cast<const uint2*>(from);
+        to[0] = v.x;
+        to[1] = v.y;
+#else
+        memcpy(to, from, 8);
+#endif
+    }
+}
+
 // kWhole: by an instruction that the compiler can't take apart. It does so with four of 32 bits in steps that store several
 // lists of float32, and the memory then gets four times as many requests. Where it doesn't, the instruction costs registers.
 template <bool kWhole = false>
@@ -162,15 +180,7 @@ struct Eight<uint8_t> {
             word[k] = left >= 4 ? word[k] : left <= 0 ? 0u : word[k] & (0xFFFFFFFFu >> (32 - 8 * left));
         }
     }
-    FP16OPT_HD void load(const uint8_t* from) {
-#if defined(__CUDA_ARCH__)
-        const uint2 v = *reinterpret_cast<const uint2*>(from);
-        word[0] = v.x;
-        word[1] = v.y;
-#else
-        memcpy(word, from, sizeof(word));
-#endif
-    }
+    FP16OPT_HD void load(const uint8_t* from) { load_words<2>(from, word); }
     template <bool kWhole = false>
     FP16OPT_HD void store(uint8_t* to) const {
 #if defined(__CUDA_ARCH__)
@@ -191,6 +201,30 @@ template <class T>
 FP16OPT_HD void load(Eight<T>& to, const T* from, bool aligned, int valid) {
     if (aligned && valid >= kGroup) return to.load(from);
     to.load_any(from, valid < kGroup ? valid : kGroup);
+}
+
+// Four elements from `from` on and four that lie `apart` elements behind them. Both are aligned. A warp's stores of four
+// elements of 32 bits then fill the memory's blocks of 32 bytes; eight in a row come as two stores, each of half of every block,
+// which an H100 writes at 0.83 of the speed of its copies, and these at 0.95.
+template <class T>
+FP16OPT_HD void load_apart(Eight<T>& to, const T* from, int apart) {
+    constexpr int kWords = int(sizeof(T));  // of four elements
+    FP16OPT_UNROLL
+    for (int part = 0; part < 2; ++part) {
+        uint32_t words[4];
+        load_words<kWords>(from + part * apart, words);
+        FP16OPT_UNROLL
+        for (int k = 0; k < kWords; ++k) to.set_word(part * kWords + k, words[k]);
+    }
+}
+FP16OPT_HD void store_apart(const Eight<float>& from, float* to, int apart) {
+    FP16OPT_UNROLL
+    for (int part = 0; part < 2; ++part) {
+        Bytes16 b;
+        FP16OPT_UNROLL
+        for (int k = 0; k < 4; ++k) b.word[k] = from.word_at(4 * part + k);
+        store16(to + part * apart, b);
+    }
 }
 
 // The elements from `first` to before `end`, one by one.
