@@ -67,6 +67,12 @@ public:
         return PySequence_Fast_GET_ITEM(all_.ptr(), at);
     }
     py::object kept(Py_ssize_t at) const { return py::reinterpret_borrow<py::object>((*this)[at]); }
+    // Asks for the memory of an item that will be needed soon, if there is one.
+    void prefetch(Py_ssize_t at) const {
+#if defined(__GNUC__)
+        if (at < size_) __builtin_prefetch((*this)[at]);
+#endif
+    }
 
 private:
     py::object all_;
@@ -130,6 +136,17 @@ py::list attributes_of(const Getter& getter, const py::object& tensors) {
         PyList_SET_ITEM(found.ptr(), i, value);
     }
     return found;
+}
+
+// Whether the attribute of one is not None.
+bool has_attribute(const Getter& getter, const py::object& tensors) {
+    const Items all(tensors);
+    for (Py_ssize_t i = 0; i < all.size(); ++i) {
+        const auto value = py::reinterpret_steal<py::object>(getter(all.kept(i).ptr()));
+        if (!value) throw py::error_already_set();
+        if (!value.is_none()) return true;
+    }
+    return false;
 }
 
 // How often a tensor was written; -1 for None. One that was made in inference mode counts nothing: 0.
@@ -260,9 +277,10 @@ public:
     // again for the latter. `counts` has it read their versions too.
     py::object read(const py::object& tensors, const Reading* like, bool same, bool counts) const {
         const Items all(tensors);
-        Draft draft(*this, size_t(all.size()), like, same, counts);
+        Draft draft(*this, size_t(all.size()), like, counts);
         for (Py_ssize_t i = 0; i < all.size(); ++i) {
-            if (!draft.add(all.kept(i))) return py::none();
+            all.prefetch(i + kAhead);
+            if (!draft.add(all.kept(i), same)) return py::none();
         }
         return draft.reading();
     }
@@ -284,27 +302,35 @@ public:
         return std::move(found);
     }
 
-    // The gradients of tensors, and what was read of them, with their versions: each is met once.
-    std::pair<py::list, py::object> gradients(const py::object& tensors, const Reading* like) const {
+    // The gradients of tensors, and what was read of them, with their versions: each is met once. `known` are weak references to
+    // those that `like` was read of, or None.
+    std::pair<py::list, py::object> gradients(const py::object& tensors, const Reading* like, const py::object& known) const {
         const Items all(tensors);
+        std::optional<Items> references = known.is_none() ? std::nullopt : std::make_optional<Items>(known);
+        if (references && references->size() != all.size()) references.reset();
         py::list grads{size_t(all.size())};
-        Draft draft(*this, size_t(all.size()), like, false, true);
+        Draft draft(*this, size_t(all.size()), like, true);
         bool is_read = true;
         for (Py_ssize_t i = 0; i < all.size(); ++i) {
+            all.prefetch(i + kAhead);
             PyObject* const grad = grad_(all.kept(i).ptr());
             if (grad == nullptr) throw py::error_already_set();
             PyList_SET_ITEM(grads.ptr(), i, grad);
-            is_read = is_read && grad != Py_None && draft.add(py::reinterpret_borrow<py::object>(grad));
+            if (!is_read) continue;
+            const bool same = references && grad != Py_None && refers_to((*references)[i], grad);
+            is_read = grad != Py_None && draft.add(py::reinterpret_borrow<py::object>(grad), same);
         }
         return {std::move(grads), is_read ? draft.reading() : py::none()};
     }
 
 private:
+    static constexpr Py_ssize_t kAhead = 8;  // items
+
     // A reading that is being made.
     class Draft {
     public:
-        Draft(const Reader& reader, size_t count, const Reading* like, bool same, bool counts)
-            : reader_(reader), like_(like), same_(same), made_(std::make_unique<Reading>()) {
+        Draft(const Reader& reader, size_t count, const Reading* like, bool counts)
+            : reader_(reader), like_(like), made_(std::make_unique<Reading>()) {
             made_->addresses.reserve(count);
             if (counts) {
                 counts_ = std::make_shared<Counts>();
@@ -313,7 +339,8 @@ private:
             if (like == nullptr || like->addresses.size() != count) other_ = std::make_shared<Forms>();
         }
 
-        bool add(const py::object& tensor) {
+        // `same`: whether `like` has been read of this very tensor.
+        bool add(const py::object& tensor, bool same) {
             DLTensor now{};
             if (reader_.describe_(tensor.ptr(), &now) != 0) {
                 PyErr_Clear();
@@ -324,7 +351,7 @@ private:
             if (at == nullptr && !std::any_of(now.shape, now.shape + now.ndim, [](int64_t size) { return size == 0; })) {
                 return false;  // it has no memory
             }
-            const bool stays = same_ && like_ != nullptr && place < like_->addresses.size() && like_->addresses[place] == at;
+            const bool stays = same && like_ != nullptr && place < like_->addresses.size() && like_->addresses[place] == at;
             if (!stays && reader_.is_negative(tensor.ptr())) return false;
             const auto type = py::type::handle_of(tensor);
             const uint64_t dtype = uint64_t(now.dtype.code) << 24 | uint64_t(now.dtype.bits) << 16 | now.dtype.lanes;
@@ -373,7 +400,6 @@ private:
 
         const Reader& reader_;
         const Reading* like_;
-        bool same_;
         std::unique_ptr<Reading> made_;
         std::shared_ptr<Counts> counts_;
         std::shared_ptr<Forms> other_;  // where forms are not those of `like`
@@ -403,6 +429,7 @@ const Counts& counts_of(const Reading& reading) {
 void bind_tensors(py::module_& module) {
     py::class_<Getter>(module, "Getter").def(py::init<py::object>());
     module.def("attributes_of", &attributes_of);
+    module.def("has_attribute", &has_attribute);
     module.def("set_attributes", &set_attributes);
     module.def("set_classes", &set_classes);
     module.def("versions_of", &versions_of);

@@ -813,7 +813,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         on_device = not self._on_host and self._skips_on_device(check)
         skipped: bool | Tensor = check.found_inf if on_device else bool(check.found_inf)
         if skipped is not True:
-            self.model_writes.sync(waits=self._on_host)
+            self.model_writes.sync(waits=self._on_host, are_seen=True)
             if closure is not None:
                 closure.before_step()
         return self._write_step(check, skipped, closure)

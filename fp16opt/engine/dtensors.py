@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.pieces import WHOLE, Piece
-from ..kernels.tensor_lists import grads_of, types_of, versions_of
+from ..kernels.tensor_lists import any_grad, grads_of, types_of, versions_of
 
 _GRAD: Any = Tensor.grad  # torch's own descriptor
 
@@ -56,6 +56,8 @@ set_raw_grad: Any = _GRAD.__set__
 """Set ``.grad``, and nothing else."""
 raw_grads = grads_of
 """:data:`raw_grad` of each; tensors of subclasses are read as plain ones."""
+any_raw_grad = any_grad
+"""Whether one of them is not None."""
 
 
 def versions(tensors: Sequence[Tensor | None]) -> list[int]:

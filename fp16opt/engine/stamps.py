@@ -31,6 +31,7 @@ class GradientStamp:
         are_zeros: whether they are known to be zeros.
 
     Attributes:
+        references: weak ones, to each gradient.
         is_empty: whether there was none.
     """
 
@@ -39,22 +40,27 @@ class GradientStamp:
         self._reading = _counted(grads)
         self._versions = versions(grads) if self._reading is None else None
         self._digests = _digests(grads) if self._reading is None else {}
-        self._refs = references_to(grads)
+        self.references = references_to(grads)
         self.is_empty = not any_there(grads)
+
+    @property
+    def was_read(self) -> bool:
+        """Whether it was read of these gradients how they lie in memory."""
+        return self._reading is not None
 
     def compare(self, now: Sequence[Tensor | None]) -> tuple[list[int], list[int]]:
         """(positions with another gradient, or a written one; positions where it was set to None)."""
-        if len(now) != len(self._refs):  # of others nothing is known
+        if len(now) != len(self.references):  # of others nothing is known
             return [], []
         reading, then = _counted(now), self._reading
-        if None not in (reading, then) and reading.has_counts_of(then) and are_references_to(self._refs, now):
+        if None not in (reading, then) and reading.has_counts_of(then) and are_references_to(self.references, now):
             return [], []
         counted = versions(now) if reading is None else reading.counts
         digests = _digests(now, self._digests) if self._digests else {}
         known = self._counts()
-        if counted == known and digests == self._digests and are_references_to(self._refs, now):
+        if counted == known and digests == self._digests and are_references_to(self.references, now):
             return [], []
-        each = enumerate(zip(self._refs, known, now, counted, strict=True))
+        each = enumerate(zip(self.references, known, now, counted, strict=True))
         moved = [
             position
             for position, (a, v, b, w) in each
@@ -65,13 +71,13 @@ class GradientStamp:
 
     def is_of(self, position: int, grad: Tensor | None) -> bool:
         """Whether this is the tensor that was there, in whatever version."""
-        return grad is not None and are_references_to([self._refs[position]], [grad])
+        return grad is not None and are_references_to([self.references[position]], [grad])
 
     def without(self, positions: Iterable[int]) -> GradientStamp:
         """The same, but that there was no gradient at these positions."""
         gone = set(positions)
         return self._with(
-            [None if at in gone else ref for at, ref in enumerate(self._refs)],
+            [None if at in gone else ref for at, ref in enumerate(self.references)],
             [-1 if at in gone else counted for at, counted in enumerate(self._counts())],
             {at: digest for at, digest in self._digests.items() if at not in gone},
         )
@@ -84,7 +90,7 @@ class GradientStamp:
             now: by new position, what counts as known of those that came.
         """
         come = references_to(now)
-        refs = [come[at] if old is None else self._refs[old] for at, old in enumerate(came_from)]
+        refs = [come[at] if old is None else self.references[old] for at, old in enumerate(came_from)]
         counted, known = versions(now), self._counts()
         mine = [counted[at] if old is None else known[old] for at, old in enumerate(came_from)]
         places = {old: at for at, old in enumerate(came_from) if old is not None}
@@ -95,7 +101,7 @@ class GradientStamp:
 
     def _with(self, refs: list[weakref.ref[Any] | None], counted: list[int], digests: dict[int, int]) -> GradientStamp:
         made = copy.copy(self)
-        made.__dict__.update(_refs=refs, _reading=None, _versions=counted, _digests=digests)
+        made.__dict__.update(references=refs, _reading=None, _versions=counted, _digests=digests)
         return made
 
     def _counts(self) -> list[int]:

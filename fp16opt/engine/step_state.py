@@ -19,7 +19,7 @@ from ..kernels.calls import StableEntries
 from ..kernels.tensor_lists import any_there, see_grads
 from ..scaling import LossScaler
 from .diagnostics import describe
-from .dtensors import local, raw_grad, raw_grads
+from .dtensors import any_raw_grad, local, raw_grad, raw_grads
 from .folded import is_folded, unmark
 from .gradients import Gradients, GradsToStep
 from .params import DeviceParams, ParamTable
@@ -121,7 +121,9 @@ class StepState(abc.ABC):
 
     def _see(self) -> StableEntries:
         """The model's gradients, and all that is asked of each, in the order of the table."""
-        grads = see_grads(self.params.models, self._seen)
+        stamp = getattr(self.stage, "stamp", None)
+        known = stamp.references if stamp is not None and stamp.was_read else None
+        grads = see_grads(self.params.models, self._seen, known)
         self._seen = grads.reading
         return grads
 
@@ -165,7 +167,7 @@ class StepState(abc.ABC):
         return grads
 
     def _is_there(self, tensors: Sequence[Tensor]) -> bool:
-        return any_there(raw_grads(tensors))
+        return any_raw_grad(tensors)
 
     def _any_there(self, grads: Grads) -> bool:
         if any_there(grads):
@@ -346,7 +348,7 @@ class StepState(abc.ABC):
             if stage.pending:
                 self._fold(stage)
         elif type(stage) is Scaled and not self.replicas.local:  # those of no_sync are reduced by a later backward
-            self.stage = stage._replace(stamp=GradientStamp(raw_grads(self.params.models)))
+            self.stage = stage._replace(stamp=GradientStamp(self._see()))
 
     def found_none(self) -> bool:
         """Whether the backward that has just ended has left no gradient at all."""
@@ -355,7 +357,7 @@ class StepState(abc.ABC):
             return False
         if type(stage) is Summed and self._is_there(self.params.masters):
             return False
-        return not self._any_there(raw_grads(self.params.models))
+        return not any(map(self._is_there, (self.params.models, self.params.elsewhere)))
 
     def reopen(self) -> Verdict | None:
         """SCALED again where true gradients were made, and are as they were made: for faces that make them at once.

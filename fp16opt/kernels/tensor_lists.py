@@ -44,6 +44,14 @@ def grads_of(tensors: Iterable[Tensor]) -> list[Tensor | None]:
         return found
 
 
+def any_grad(tensors: Sequence[Tensor]) -> bool:
+    """Whether one has a gradient: see :func:`grads_of`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if native.module is None:
+            return any(map(operator.is_not, map(_GRAD.__get__, tensors), itertools.repeat(None)))
+        return bool(native.module.has_attribute(_getter("grad"), tensors))
+
+
 def set_grads(tensors: Sequence[Tensor], values: Sequence[Tensor | None] | None) -> None:
     """Set ``.grad`` of each to the value at its place, or of all to None, and nothing else."""
     if native.module is not None:
@@ -137,17 +145,20 @@ def are_references_to(references: Sequence[weakref.ref[Any] | None], items: Sequ
 # -- how tensors lie in memory -----------------------------------------------------------------------------------------
 
 
-def see_grads(tensors: Sequence[Tensor], like: Any = None) -> StableEntries:
+def see_grads(
+    tensors: Sequence[Tensor], like: Any = None, known: Sequence[weakref.ref[Any] | None] | None = None
+) -> StableEntries:
     """:func:`grads_of`, with what :func:`read` reads of them, versions too, where it can: each is met once.
 
     Args:
         like: what was read of such a list before.
+        known: the gradients that it was read of: of these :func:`read` says what goes unseen.
     """
     reader = None if native.module is None else _reader()
     if reader is None:
         return StableEntries(grads_of(tensors))
     with torch._C.DisableTorchFunctionSubclass():
-        grads, reading = reader.gradients(tensors, like)
+        grads, reading = reader.gradients(tensors, like, known)
     found = StableEntries(grads)
     found.reading = reading
     return found
