@@ -795,7 +795,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         warning that names the parameters: docs/engine.md.
 
         Syncs: not on the CPU or where the step skips on the device itself (torch's fused ones, and CUDA's
-        one-pass steps); once elsewhere, where the decision is taken.
+        one-pass steps); once elsewhere, where the decision is taken. Where such a step is numbered, as with 8 bits of
+        state or ``master_weights="split24"``, or skips are limited, it waits for the check, and not for the step.
         """
         return self._step_once(None) if closure is None else self._step_with(closure)
 
@@ -810,19 +811,29 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             return None
         if self._may_lack_scale:
             self._tell_of_missing_scale()
-        on_device = not self._on_host and self._skips_on_device(check)
+        on_device = not self._on_host and self._stepper.skips_on_device()
+        awaited = None
+        if on_device and self._must_know(check):  # the step is queued before the host waits for the decision
+            on_device = not any([backends.captures(each.device) for each in self.params.devices])  # noqa: C419
+            awaited = kernels.AwaitedFlag(check.found_inf) if on_device else None
         skipped: bool | Tensor = check.found_inf if on_device else bool(check.found_inf)
         if skipped is not True:
             self.model_writes.sync(waits=self._on_host, are_seen=True)
             if closure is not None:
                 closure.before_step()
-        return self._write_step(check, skipped, closure)
+        return self._write_step(check, skipped, closure, awaited)
 
-    def _write_step(self, check: OverflowCheck, skipped: bool | Tensor, closure: EvaluatedClosure | None) -> Any:
+    def _write_step(
+        self,
+        check: OverflowCheck,
+        skipped: bool | Tensor,
+        closure: EvaluatedClosure | None,
+        awaited: kernels.AwaitedFlag | None,
+    ) -> Any:
         """Step, or skip, and close the step. An exception from here on leaves it to :meth:`_finish_step`."""
         result = None
         try:
-            progress = self.step_state.begin_step(check, skipped)
+            progress = self.step_state.begin_step(check, skipped, awaited)
             if skipped is True:
                 note_step(self.optimizer)
             else:
@@ -843,7 +854,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self.model_writes.write_edited()
         else:
             self.model_writes.agree(rounded_all, self._on_host)
-        self._record(stepping.check, stepping.skipped)
+        awaited = stepping.progress.awaited
+        self._record(stepping.check, stepping.skipped if awaited is None else awaited.read())
 
     def _finish_step(self) -> None:
         """An exception has stopped a step: finish it, or find that nothing was written.
@@ -1016,12 +1028,12 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
 
     # -- the end of a step -------------------------------------------------------------------------------------------
 
-    def _skips_on_device(self, check: OverflowCheck) -> bool:
-        """Whether the decision can stay on a device at which a look would wait."""
-        return (
-            self._stepper.skips_on_device()
-            and not self.step_state.replicas.needs_decision
-            and all(scaler.max_consecutive_skips is None for scaler, _ in check.of)
+    def _must_know(self, check: OverflowCheck) -> bool:
+        """Whether the host has to know at the end of the step whether it was skipped."""
+        return bool(
+            self._stepper.counts_steps()
+            or self.step_state.replicas.needs_decision
+            or any(scaler.max_consecutive_skips is not None for scaler, _ in check.of)
         )
 
     def _record(self, check: OverflowCheck, skipped: bool | Tensor) -> None:

@@ -460,9 +460,13 @@ class FusedStep:
         """See :class:`Stepper`. Not where the first step fills state: the host decides whether there is some after."""
         if self.reason():
             return bool(self.fallback.skips_on_device())
-        if self.required_by or not all(steps_on_device(each.device) for each in self.params.devices):
+        if not all(steps_on_device(each.device) for each in self.params.devices):
             return False
         return not self.spec.fills_first or self._has_all_state()
+
+    def counts_steps(self) -> bool:
+        """See :class:`Stepper`."""
+        return self.state_format.needs_number or self.masters.needs_number
 
     def _has_all_state(self) -> bool:
         """Whether every parameter that has a gradient has all of its state."""
@@ -510,7 +514,7 @@ class FusedStep:
         for device in self.params.devices:
             grads = self.gradients.to_step(device)
             planned.append((device, grads, self._plan(device, groups, grads)))
-        number = self._step_count() if self.state_format.needs_number or self.masters.needs_number else 0
+        number = self._step_count() if self.counts_steps() else 0
         for device, grads, plan in planned:
             flag = found_inf if found_inf is None or found_inf.device == device.device else found_inf.to(device.device)
             for call in plan.calls:

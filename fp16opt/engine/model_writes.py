@@ -224,7 +224,7 @@ class ModelWrites:
             self.params.find_pieces()
         if self.policy == "ignore" or not self.params.any_apart:
             return
-        readings = [are_seen and group.seen or group.read_models() for group in self._groups]
+        readings = [(are_seen and group.seen) or group.read_models() for group in self._groups]
         counted = self._versions_of(readings)
         if self.policy == "refresh" and not waits and not self.masters.ties:
             self._take_on_device(counted)

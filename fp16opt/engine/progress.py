@@ -126,12 +126,14 @@ class Progress:
         parts: those whose step has begun, or is about to.
         is_whole: whether the step has come to its end.
         closing: what the end of the step has settled already: see :class:`.outcome.Closing`.
+        awaited: the decision, where kernels skip by the device's flag and the host has to know of it; else None.
     """
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
         self.is_whole = False
         self.closing: Any = None
+        self.awaited: kernels.AwaitedFlag | None = None
         self._undo: list[Callable[[], None]] = []
         self._is_put_back = False
 

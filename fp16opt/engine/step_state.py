@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..kernels import AwaitedFlag
 from ..kernels.calls import StableEntries
 from ..kernels.tensor_lists import any_there, see_grads
 from ..scaling import LossScaler
@@ -914,9 +915,10 @@ class StepState(abc.ABC):
         stage = self.standing
         return self.gradients.to_step(device, stage.waiting if type(stage) is Checked else None)
 
-    def begin_step(self, check: OverflowCheck, skipped: bool | Tensor) -> Progress:
+    def begin_step(self, check: OverflowCheck, skipped: bool | Tensor, awaited: AwaitedFlag | None) -> Progress:
         """STEPPING: from here on something is written, and a master's ``.grad`` is the tensor that is there."""
         progress = Progress()
+        progress.awaited = awaited
         self.stage = Stepping(self.stage, check, skipped, progress)
         return progress
 

@@ -59,6 +59,9 @@ class Stepper(Protocol):
     def skips_on_device(self) -> bool:
         """Whether the next step can be skipped on the device, by a flag that the host does not read. No sync."""
 
+    def counts_steps(self) -> bool:
+        """Whether a step rounds by its number, so that the host must know how many were taken before it."""
+
     def step(self, progress: Progress, found_inf: Tensor | None, closure: Callable[[], Any] | None = None) -> Any:
         """Step, with the wrapped optimizer's hooks. Whatever the step or one of its hooks raises comes out.
 
@@ -278,6 +281,10 @@ class WrappedStep:
     def skips_on_device(self) -> bool:
         """Where torch's own fused steps serve by torch's found_inf protocol."""
         return supports_found_inf(self.optimizer, [device.device for device in self.params.devices])
+
+    def counts_steps(self) -> bool:
+        """False: the optimizer counts for itself."""
+        return False
 
     def describe(self) -> str:
         """Why no kernel steps."""

@@ -22,6 +22,7 @@ from .calls import BEGUN, CallCache
 from .lists import is_dense, same_walk
 from .measures import COMPARED, MEASURED, Snapshots, multi_tensor_compare, multi_tensor_measure
 from .operations import (
+    AwaitedFlag,
     is_host,
     moved,
     multi_tensor_axpby,
@@ -50,6 +51,7 @@ __all__ = [
     "NOT_FINITE",
     "TOO_LARGE",
     "WHOLE",
+    "AwaitedFlag",
     "CallCache",
     "CastStats",
     "GradStats",

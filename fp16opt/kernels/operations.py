@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -71,6 +71,33 @@ def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None
         tensor(2.)
     """
     return tensor.to(device, dtype, non_blocking=not is_host(device))
+
+
+class AwaitedFlag:
+    """A flag on its way to the host. The device goes on with what is queued behind it while the host waits for it.
+
+    Args:
+        flag: float32, 0-dim, on any device, as it is once the work that is queued there now is done.
+
+    Example:
+        >>> AwaitedFlag(torch.tensor(1.0)).read()
+        True
+    """
+
+    def __init__(self, flag: Tensor) -> None:
+        self._arrived: Any = None
+        if flag.device.type == "cuda":
+            self._copy = flag.to("cpu", non_blocking=True)  # torch takes pinned memory for it
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record(torch.cuda.current_stream(flag.device))
+        else:
+            self._copy = flag.to("cpu", copy=True)
+
+    def read(self) -> bool:
+        """Whether it is not 0. Waits until it has arrived."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return bool(self._copy)
 
 
 def multi_tensor_unscale(

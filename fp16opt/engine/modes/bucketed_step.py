@@ -233,6 +233,10 @@ class BucketedStep:
         """False: the wrapped optimizer steps each bucket, and the host decides for it."""
         return False
 
+    def counts_steps(self) -> bool:
+        """Whether masters are rounded by the number of the step."""
+        return self.masters.needs_number
+
     def describe(self) -> str:
         """Why no kernel steps."""
         return "general (a bucket of split masters at a time)"
