@@ -6,10 +6,10 @@ Rows: unscale with check and norm, and masters to FP16, as shares of the card's 
 and step) against GradScaler with clip_grad_norm_(foreach=True) and torch's fused AdamW on FP32 parameters: by torch's
 fused AdamW on the masters, in one pass, and in one pass with split masters and 8 bits of state; kernels launched in a
 step besides the wrapped optimizer's; host time of a step with 1,000 tensors.
-Results are checked before they are timed. Times are those of CUDA events behind work that keeps the
-device busy until all is queued, host times those of the call alone;
-contenders take turns, ratios are taken within a round. The JSON says card, driver, versions and command. Without a CUDA
-device it says so and does nothing.
+Results are checked before they are timed. Times are those of CUDA events behind work that keeps the device busy, as a
+backward does, until the host has queued what it can; host times those of the call alone, with a device that has nothing
+else to do. Contenders take turns, ratios are taken within a round. The JSON says card, driver, versions and command.
+Without a CUDA device it says so and does nothing.
 """
 
 from __future__ import annotations
@@ -126,43 +126,38 @@ class Call:
         """Nothing to bring back."""
 
 
-MOST_SLEEP = 2**29  # cycles: a third of a second; the host queues a step in less
+CYCLES = 8e9  # to sleep for each second of the host's: at 2 GHz, four times as long
 
 
-def timed(contender: Any, cycles: int) -> tuple[float, float, int]:
-    """(seconds on the device, seconds of the host's call, cycles that were slept).
+def timed(contender: Any, cycles: int) -> tuple[float, float]:
+    """(seconds on the device, seconds of the host's call), behind a device that sleeps first.
 
-    The device sleeps first, for as long as the host needs to queue the whole call: else the first event would pass
-    while the stream is empty, and the host's time would count as the device's. Where it woke up too early the call is
-    made again behind a sleep twice as long. One that waits for the device itself is timed without a sleep: its host's
-    time is the device's too.
+    So a training loop meets it, whose backward the device is still at. The step is queued meanwhile, and the host's
+    time does not count as the device's, unless the host waits for the device in the middle of the step.
     """
-    while True:
-        contender.prepare()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        if cycles:
-            torch.cuda._sleep(cycles)
-        begin.record()
-        start = time.perf_counter()
-        contender.run()
-        host = time.perf_counter() - start
-        end.record()
-        was_early = begin.query()
-        torch.cuda.synchronize()
-        if not was_early or not cycles:
-            return begin.elapsed_time(end) / 1e3, host, cycles
-        cycles = 2 * cycles if cycles < MOST_SLEEP else 0
+    contender.prepare()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    if cycles:
+        torch.cuda._sleep(cycles)
+    begin.record()
+    start = time.perf_counter()
+    contender.run()
+    host = time.perf_counter() - start
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3, host
 
 
 def on_device(contenders: Sequence[Any], rounds: int, warmup: int = 5) -> dict[str, tuple[list[float], list[float]]]:
-    """(seconds on the device, seconds of the host's call) of each contender, by round."""
+    """By contender and round: seconds on a device that was busy before; seconds of the host's call with one that was
+    not."""
     times: dict[str, tuple[list[float], list[float]]] = {c.name: ([], []) for c in contenders}
-    cycles = {c.name: 1 << 20 for c in contenders}
     for number in range(warmup + rounds):
         first = number % len(contenders)
         for contender in [*contenders[first:], *contenders[:first]]:
-            device, host, cycles[contender.name] = timed(contender, cycles[contender.name])
+            _, host = timed(contender, 0)
+            device, _ = timed(contender, int(CYCLES * host))
             if number >= warmup:
                 times[contender.name][0].append(device)
                 times[contender.name][1].append(host)
