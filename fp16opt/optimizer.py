@@ -16,7 +16,7 @@ from . import kernels, parallel
 from .certify import bucket_obstacle
 from .certify.attributes import convert_attributes
 from .deltas import WeightDelta
-from .engine import checkpoint
+from .engine import checkpoint, errors
 from .engine.arguments import (
     check_loss,
     check_number,
@@ -31,11 +31,7 @@ from .engine.diagnostics import (
     Lines,
     Overflow,
     describe,
-    warn_cut_step,
     warn_eps,
-    warn_no_gradients,
-    warn_partial_step,
-    warn_plain_backward,
 )
 from .engine.folded import unmark
 from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step
@@ -645,7 +641,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             raise
         self.step_state.end_backward(stamp=update_master_grads)
         if not self.params.has_dtensors and self.step_state.found_none():  # FSDP2 may add up gradients of its own first
-            warn_no_gradients(self.lines, self.params.names)
+            self.lines.tell(errors.NO_GRADIENTS, once=True, names=describe(self.params.names))
 
     @opaque
     @outside_inference
@@ -876,9 +872,14 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         stepped = set(due if progress.is_whole else progress.stepped()) & set(due)
         left = [at for at in due if at not in stepped]
         if progress.was_cut():
-            warn_cut_step(self.lines, type(self.inner).__name__, self._named(stepped), self._named(left))
+            self.lines.tell(
+                errors.STEP_CUT,
+                optimizer=type(self.inner).__name__,
+                stepped=self._named(stepped),
+                left=self._named(left),
+            )
         elif stepped and left:
-            warn_partial_step(self.lines, self._named(stepped), self._named(left))
+            self.lines.tell(errors.STEP_IN_PART, stepped=self._named(stepped), left=self._named(left))
 
     def _named(self, positions: Iterable[int]) -> str:
         return describe([self.params.names[position] for position in sorted(positions)])
@@ -907,7 +908,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             return self._finalize_under_grad_scaler(write)
         check: OverflowCheck | None = self.step_state.finalize(write)
         if check is not None and self.grad_accumulation == "fp32" and not self.step_state.is_own():
-            warn_plain_backward(self.lines)
+            self.lines.tell(errors.SUMS_WITHOUT_BACKWARD, once=True)
         return check
 
     def _finalize_under_grad_scaler(self, write: bool) -> OverflowCheck | None:
