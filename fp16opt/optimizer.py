@@ -202,10 +202,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
         if isinstance(optimizer, MixedPrecisionOptimizer) or is_guarded(optimizer):
-            raise TypeError(
-                f"optimizer: this {type(optimizer).__name__} is wrapped already, and holds the masters of its wrapper. "
-                "Use that wrapper, or make the optimizer anew over model.parameters() and wrap it once."
-            )
+            raise errors.WRAPPED_TWICE(optimizer=type(optimizer).__name__)
         self.config = Config(
             grad_accumulation,
             on_model_write,
@@ -946,12 +943,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         made_here = not self.gradient_release and state.is_own()
         if state.scales_by_one() and not made_here:
             return
-        raise RuntimeError(
-            f"a GradScaler came to unscale gradients by its own scale, and this optimizer has a loss scale of "
-            f"{self.loss_scale:g}{', at which opt.backward(loss) made them' if made_here else ''}. Drop one of the "
-            "two: call opt.backward(loss) and opt.step() without a GradScaler; or construct MixedPrecisionOptimizer "
-            "without dynamic, loss_scale, scaler, and call scaler.scale(loss).backward()."
-        )
+        refusal = errors.SCALED_HERE_AND_THERE if made_here else errors.TWO_SCALES
+        raise refusal(scale=self.loss_scale)
 
     @opaque
     @outside_inference
@@ -1066,10 +1059,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def loss_scale(self, value: float) -> None:
         self._finish_interrupted()
         if self.step_state.waits_for_step():
-            raise RuntimeError(
-                "loss_scale was set between backward and step: gradients made with the old scale would be unscaled "
-                "wrongly. Set it after step() or zero_grad()."
-            )
+            raise errors.SCALE_SET()
         with naming_loss_scale():
             self.scaler.set_scale(value)
 

@@ -806,7 +806,9 @@ WEIGHTS_NOT_FINITE = Line(
 )
 
 SKIPPED = "step skipped"
+LEFT_ALONE = "parameters left alone while the others were stepped"
 LOWER_OR_DYNAMIC = "Use a lower scale or dynamic=True."
+LOWER = "Use a lower scale."
 
 STATIC = Line(
     key="static",
