@@ -196,6 +196,8 @@ ANOTHER_OPTIMIZER = Refusal(
     shown={"scale": 1024.0, "names": "fc.weight, fc.bias", "others": "head.weight and 1 more"},
 )
 
+SCALES_THERE = "; where it is in use, {call} scales"
+
 A_TRAINER = Refusal(
     key="a trainer",
     kind=RuntimeError,
@@ -212,7 +214,7 @@ A_TRAINER = Refusal(
         "names": "fc.weight, fc.bias",
         "trainer": "Accelerate",
         "module": "accelerate",
-        "scales": "; where it is in use, accelerator.backward(loss) scales",
+        "scales": SCALES_THERE.format(call="accelerator.backward(loss)"),
     },
 )
 

@@ -11,9 +11,9 @@ from .diagnostics import describe
 
 _TRAINERS = {
     "transformers": ("transformers", "transformers", ""),
-    "lightning": ("Lightning", "lightning", "; where it is in use, self.manual_backward(loss) scales"),
-    "pytorch_lightning": ("Lightning", "lightning", "; where it is in use, self.manual_backward(loss) scales"),
-    "accelerate": ("Accelerate", "accelerate", "; where it is in use, accelerator.backward(loss) scales"),
+    "lightning": ("Lightning", "lightning", "self.manual_backward(loss)"),
+    "pytorch_lightning": ("Lightning", "lightning", "self.manual_backward(loss)"),
+    "accelerate": ("Accelerate", "accelerate", "accelerator.backward(loss)"),
 }
 """By top-level package: what it is called, its module of ``fp16opt.integrations``, what scales once that is used."""
 
@@ -29,7 +29,8 @@ def untracked(names: Sequence[str], scale: float, others: Sequence[str] | None) 
     known = {"scale": scale, "names": describe(names)}
     called_by = _trainer()
     if called_by is not None:
-        trainer, module, scales = _TRAINERS[called_by]
+        trainer, module, call = _TRAINERS[called_by]
+        scales = errors.SCALES_THERE.format(call=call) if call else ""
         return errors.A_TRAINER(trainer=trainer, module=module, scales=scales, **known)
     if others is not None:
         return errors.ANOTHER_OPTIMIZER(others=describe(others, limit=1), **known)
