@@ -1,12 +1,13 @@
-"""What docs/errors.md explains: every refusal of a call in the wrong order, every line of the log.
+"""The messages of docs/errors.md: what is raised where calls come in the wrong order, what is logged.
 
 Where it is raised or logged, an entry gets what is known there::
 
     raise errors.WRITTEN_AFTER_THE_FOLD(names=describe(names))
     lines.tell(errors.NO_GRADIENTS, names=describe(names), once=True)
 
-``python docs/errors.py`` makes the page of this file, in this order. Line breaks in a text are a space. What refuses an
-argument names it, says what was expected, and is not here.
+``python docs/errors.py`` makes the page of this file, in the order that is here; a test provokes each message. A line
+break in a text is a space. A sentence that not every message of an entry has is a string of its own, above the entry.
+What refuses an argument is not here, but where the argument is checked.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Refusal(Message):
         kind: of the exception.
     """
 
-    kind: type[Exception] = RuntimeError
+    kind: type[Exception]
 
     def __call__(self, **known: object) -> Exception:
         """The exception, to be raised.
@@ -82,7 +83,7 @@ class Line(Message):
         level: of :mod:`logging`, where the call says no other.
     """
 
-    level: int = logging.WARNING
+    level: int
 
 
 def page() -> list[Chapter | Message]:
