@@ -38,7 +38,7 @@ def parts() -> list[str]:
         if isinstance(one, errors.Chapter):
             made += [f"## {one.heading}", *([wrapped(one.words)] if one.words else [])]
             continue
-        message = wrapped(one.filled(one.shown), width=110)
+        message = wrapped(one.filled(**one.shown), width=110)
         made += [
             f"### {one.heading}",
             f"<!-- message: {one.key} -->\n```text\n{message}\n```",

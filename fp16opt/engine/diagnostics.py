@@ -122,7 +122,7 @@ class Lines:
             known: by the names of the places in its text.
         """
         level = line.level if level is None else level
-        return self._log(level, line.text, lambda: line.filled(known), nth, once, logger)
+        return self._log(level, line.text, lambda: line.filled(**known), nth, once, logger)
 
     def _log(self, level: int, text: str, whole: Callable[[], str], nth: int, once: bool, to: logging.Logger) -> bool:
         if not (to.isEnabledFor(level) and _is_power_of_two(nth)) or (once and text in self._once):

@@ -47,32 +47,32 @@ class Message:
     what_to_do: str
     shown: Mapping[str, Any] = field(default_factory=dict)
 
-    def filled(self, known: Mapping[str, object]) -> str:
+    def filled(self, **known: object) -> str:
         """The message whole, in one line.
 
         Args:
             known: by the names of the places.
         """
-        return " ".join(self.text.split()).format_map(known)
+        return " ".join(self.text.split()).format(**known)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Refusal(Message):
-    """One that is raised.
+    """One that is raised, or given to ``warnings.warn``.
 
     Attributes:
-        kind: of the exception.
+        kind: of the exception, or of the warning.
     """
 
     kind: type[Exception]
 
     def __call__(self, **known: object) -> Exception:
-        """The exception, to be raised.
+        """The exception, with its message.
 
         Args:
             known: by the names of the places in the text.
         """
-        return self.kind(self.filled(known))
+        return self.kind(self.filled(**known))
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
