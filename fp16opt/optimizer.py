@@ -16,7 +16,7 @@ from . import kernels, parallel
 from .certify import bucket_obstacle
 from .certify.attributes import convert_attributes
 from .deltas import WeightDelta
-from .engine import checkpoint
+from .engine import checkpoint, errors
 from .engine.arguments import (
     check_loss,
     check_number,
@@ -31,11 +31,7 @@ from .engine.diagnostics import (
     Lines,
     Overflow,
     describe,
-    warn_cut_step,
     warn_eps,
-    warn_no_gradients,
-    warn_partial_step,
-    warn_plain_backward,
 )
 from .engine.folded import unmark
 from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step
@@ -206,10 +202,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
         if isinstance(optimizer, MixedPrecisionOptimizer) or is_guarded(optimizer):
-            raise TypeError(
-                f"optimizer: this {type(optimizer).__name__} is wrapped already, and holds the masters of its wrapper. "
-                "Use that wrapper, or make the optimizer anew over model.parameters() and wrap it once."
-            )
+            raise errors.WRAPPED_TWICE(optimizer=type(optimizer).__name__)
         self.config = Config(
             grad_accumulation,
             on_model_write,
@@ -645,7 +638,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             raise
         self.step_state.end_backward(stamp=update_master_grads)
         if not self.params.has_dtensors and self.step_state.found_none():  # FSDP2 may add up gradients of its own first
-            warn_no_gradients(self.lines, self.params.names)
+            self.lines.tell(errors.NO_GRADIENTS, once=True, names=describe(self.params.names))
 
     @opaque
     @outside_inference
@@ -888,9 +881,14 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         stepped = set(due if progress.is_whole else progress.stepped()) & set(due)
         left = [at for at in due if at not in stepped]
         if progress.was_cut():
-            warn_cut_step(self.lines, type(self.inner).__name__, self._named(stepped), self._named(left))
+            self.lines.tell(
+                errors.STEP_CUT,
+                optimizer=type(self.inner).__name__,
+                stepped=self._named(stepped),
+                left=self._named(left),
+            )
         elif stepped and left:
-            warn_partial_step(self.lines, self._named(stepped), self._named(left))
+            self.lines.tell(errors.STEP_IN_PART, stepped=self._named(stepped), left=self._named(left))
 
     def _named(self, positions: Iterable[int]) -> str:
         return describe([self.params.names[position] for position in sorted(positions)])
@@ -919,7 +917,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             return self._finalize_under_grad_scaler(write)
         check: OverflowCheck | None = self.step_state.finalize(write)
         if check is not None and self.grad_accumulation == "fp32" and not self.step_state.is_own():
-            warn_plain_backward(self.lines)
+            self.lines.tell(errors.SUMS_WITHOUT_BACKWARD, once=True)
         return check
 
     def _finalize_under_grad_scaler(self, write: bool) -> OverflowCheck | None:
@@ -957,12 +955,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         made_here = not self.gradient_release and state.is_own()
         if state.scales_by_one() and not made_here:
             return
-        raise RuntimeError(
-            f"a GradScaler came to unscale gradients by its own scale, and this optimizer has a loss scale of "
-            f"{self.loss_scale:g}{', at which opt.backward(loss) made them' if made_here else ''}. Drop one of the "
-            "two: call opt.backward(loss) and opt.step() without a GradScaler; or construct MixedPrecisionOptimizer "
-            "without dynamic, loss_scale, scaler, and call scaler.scale(loss).backward()."
-        )
+        refusal = errors.SCALED_HERE_AND_THERE if made_here else errors.TWO_SCALES
+        raise refusal(scale=self.loss_scale)
 
     @opaque
     @outside_inference
@@ -1077,10 +1071,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
     def loss_scale(self, value: float) -> None:
         self._finish_interrupted()
         if self.step_state.waits_for_step():
-            raise RuntimeError(
-                "loss_scale was set between backward and step: gradients made with the old scale would be unscaled "
-                "wrongly. Set it after step() or zero_grad()."
-            )
+            raise errors.SCALE_SET()
         with naming_loss_scale():
             self.scaler.set_scale(value)
 

@@ -155,7 +155,7 @@ def _said_by_the_package() -> list[str]:
                 parts = (part.value if isinstance(part, ast.Constant) else GAP for part in node.values)
                 said.append("".join(map(str, parts)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                said.append(node.value)
+                said.append(" ".join(node.value.split()))  # engine/errors.py has texts of several lines
     return said
 
 

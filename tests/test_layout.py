@@ -25,6 +25,7 @@ Files = dict[str, ast.Module]  # by path inside the package: "engine/params.py"
 
 # The engine's files in the order in which a gradient walks through them: each may import those before it.
 ENGINE = [
+    "errors",
     "dtensors",
     "schema",
     "snapshot",

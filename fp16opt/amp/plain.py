@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..engine import errors
 from ..engine.arguments import check_loss
 from ..engine.diagnostics import Lines, Overflow, warn_eps
 from ..engine.modes.closures import Evaluation
-from ..engine.stage import BackwardScale, UnitScales, incomplete
+from ..engine.stage import BackwardScale, UnitScales
 from ..engine.stamps import GradientStamp
 from ..engine.step_state import are_zero
 from ..grad_scaler.closures import ScaledReevaluations, split_closure
@@ -83,7 +84,7 @@ class PlainGradients:
         grads = [param.grad for param in params]
         if self._is_interrupted:
             if not are_zero(grads):
-                raise incomplete()
+                raise errors.INTERRUPTED()
             self.forget()
         if self._stamp is None:
             return

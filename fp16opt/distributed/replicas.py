@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import kernels
+from ..engine import errors
 from ..engine.params import HALF_DTYPES, DeviceParams
 from ..engine.ranks import Digest, Replicas, Sums
 from ..engine.step_state import StepState
@@ -290,8 +291,7 @@ def _refuse_difference(told: dict[int, tuple[list[str], dict[str, list[tuple[str
     """Ranks differ, in settings or in hashes of pieces: raise with the first that does."""
     first = min(told)
     for rank, (lines, _) in told.items():
-        when = "Weights may differ by now: the last checkpoint's are alike"
-        refuse_settings(first, told[first][0], rank, lines, when)
+        refuse_settings(first, told[first][0], rank, lines, errors.MAY_DIFFER)
     known: dict[str, tuple[int, list[tuple[str, int]]]] = {}
     differing = []
     for rank, (_, parts) in told.items():

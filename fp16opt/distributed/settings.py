@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..engine import errors
 from ..engine.ranks import Asked
 from .exchange import gather
 
@@ -59,11 +60,7 @@ def refuse_settings(first: int, lines: list[str], rank: int, others: list[str], 
     """Raise ``RuntimeError`` where two ranks have other settings: lines of :func:`setting_lines`."""
     for one, other in zip([*lines, "nothing more"], [*others, "nothing more"], strict=False):
         if one != other:
-            raise RuntimeError(
-                f"settings drifted apart: rank {first} has {one}, rank {rank} has {other}. {when}. Change settings "
-                "alike on every rank: a scheduler must go by numbers that all ranks have, such as the step, or a loss "
-                "that was averaged over the ranks."
-            )
+            raise errors.SETTINGS_DRIFTED(first=first, one=one, rank=rank, other=other, when=when)
 
 
 def _settings(group: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -100,18 +97,10 @@ class Settings:
         """
         mine = words_of(asked), setting_lines(self._optimizer.param_groups)
         everyone = gather(mine, group)
-        when = (
-            "The step before was taken so: load the last checkpoint"
-            if is_late
-            else "Nothing was clipped or stepped by this call"
-        )
+        when = errors.STEPPED_BEFORE if is_late else errors.NOTHING_WAS_STEPPED
         for rank, (words, _) in enumerate(everyone):
             if words != everyone[0][0]:
-                raise RuntimeError(
-                    f"ranks called in another order: rank 0 has come to {everyone[0][0]}, rank {rank} to {words}. "
-                    f"{when}. Call clip_master_grads, with one max_norm and norm_type, and step alike on every rank, "
-                    "also where a rank has no gradients."
-                )
+                raise errors.ANOTHER_ORDER(one=everyone[0][0], rank=rank, other=words, when=when)
         for rank, (_, lines) in enumerate(everyone):
             refuse_settings(0, everyone[0][1], rank, lines, when)
         raise RuntimeError(

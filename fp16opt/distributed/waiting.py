@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..engine import errors
+
 _SEEN = 64  # ranks that an error looks at: each asks the one store
 _GRACE = 1.0  # seconds in which other ranks' time-outs come too
 _SIGNS = ("gloo/transport", "Application timeout caused pair closure", "NCCL")  # of messages that failed
 _ENDS = ("closed by peer", "reset by peer", "Read error")  # of those whose other rank has gone
-_CALL = "Every rank must make the same calls in the same order; put no `if rank == 0:` around save, load or step."
 
 _said: list[str] = []  # where this rank has said that it failed, until a message of a step goes through again
 _own: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
@@ -60,9 +61,8 @@ def meet(what: str, group: Any = None) -> None:
             store.add(name, -1)
             where = _where_at_last(store, ranks)
             late = {rank: place for rank, place in where.items() if place != what}
-            raise RuntimeError(
-                f"{what} was not called by all ranks within {_seconds(store.timeout)}: {_told(late)}. {_CALL}"
-            ) from error
+            time_out = _seconds(store.timeout)
+            raise errors.SAVED_BY_ONE(call=what, time=time_out, late=_told(late)) from error
     store.set(_at(dist.get_rank()), "")
 
 
@@ -74,7 +74,7 @@ def explain(error: BaseException, place: str) -> None:
         place: where this rank was.
     """
     text = str(error)
-    if not isinstance(error, RuntimeError) or _CALL in text:
+    if not isinstance(error, RuntimeError) or errors.SAME_CALLS in text:
         return
     if not (isinstance(error, dist.DistError) or any(sign in text for sign in _SIGNS)):
         return
@@ -95,7 +95,7 @@ def explain(error: BaseException, place: str) -> None:
             f"that error first. {text}",
         )
     elif late:
-        error.args = (f"{place} was not called by all ranks: {_told(late)}. {_CALL} {text}",)
+        error.args = (f"{place} was not called by all ranks: {_told(late)}. {errors.SAME_CALLS} {text}",)
 
 
 def _at(rank: int) -> str:

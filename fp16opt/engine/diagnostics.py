@@ -7,7 +7,7 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..scaling import LossScaler
+from . import errors
 
 __all__ = [
     "Lines",
@@ -109,6 +110,21 @@ class Lines:
         Returns:
             Whether it was logged.
         """
+        return self._log(level, text, lambda: text % arguments if arguments else text, nth, once, to)
+
+    def tell(
+        self, line: errors.Line, *, level: int | None = None, nth: int = 1, once: bool = False, **known: object
+    ) -> bool:
+        """:meth:`say` for a line of the table.
+
+        Args:
+            level: None: the line's own.
+            known: by the names of the places in its text.
+        """
+        level = line.level if level is None else level
+        return self._log(level, line.text, lambda: line.filled(**known), nth, once, logger)
+
+    def _log(self, level: int, text: str, whole: Callable[[], str], nth: int, once: bool, to: logging.Logger) -> bool:
         if not (to.isEnabledFor(level) and _is_power_of_two(nth)) or (once and text in self._once):
             return False
         kind, now = self._kinds.setdefault(text, _Kind()), self.clock()
@@ -117,11 +133,10 @@ class Lines:
             return False
         if once:
             self._once.add(text)
-        whole = text % arguments if arguments else text
         more = f" ({kind.left_out} more like it since the last.)" if kind.left_out else ""
         kind.times.append(now)
         kind.left_out = 0
-        to.log(level, f"{whole}{more}{self._signature()}")
+        to.log(level, f"{whole()}{more}{self._signature()}")
         return True
 
     def _signature(self) -> str:
@@ -225,8 +240,8 @@ class SkipLog:
         what, advice: What a skip at a static scale is called, and what to do about it.
     """
 
-    what = "step skipped"
-    advice = "Use a lower scale or dynamic=True."
+    what = errors.SKIPPED
+    advice = errors.LOWER_OR_DYNAMIC
 
     def __init__(self, lines: Lines | None = None) -> None:
         self.lines = Lines() if lines is None else lines
@@ -268,50 +283,37 @@ class SkipLog:
         stuck = not scaler.dynamic or (not new < old and scaler.at_floor())
         in_a_row = int(scaler.consecutive_skips)
         change = f"{old:g} -> {new:g}" if new != old else f"stays at {new:g}" + ("" if stuck else " (hysteresis)")
-        say, where = self.lines.say, self.where(overflows)
+        tell, where = self.lines.tell, self.where(overflows)
         if loss_is_finite is False:
             hopeless = (
                 bool(weights) or (stuck and scaler.dynamic) or old <= max(self._fine, 0.0 if scaler.dynamic else 1.0)
             )
-            say(
-                logging.ERROR if stuck and scaler.dynamic else logging.WARNING,
-                "step skipped, loss scale %s: the loss itself is not finite (%d in a row)%s; non-finite gradients "
-                "in %s. %s",
-                change,
-                in_a_row,
-                ", so that no loss scale can help" if hopeless else "",
-                where,
-                _about_the_loss(hopeless, any(loss.dtype == torch.float16 for loss in losses), weights),
+            tell(
+                errors.WEIGHTS_NOT_FINITE if weights else errors.LOSS_NOT_FINITE,
+                level=logging.ERROR if stuck and scaler.dynamic else logging.WARNING,
                 nth=in_a_row,
+                change=change,
+                times=in_a_row,
+                hopeless=errors.NO_SCALE_CAN_HELP if hopeless else "",
+                where=where,
+                advice=_about_the_loss(hopeless, any(loss.dtype == torch.float16 for loss in losses), weights),
             )
         elif stuck:
             self._stuck += 1
             self._say_stuck(scaler.dynamic, new, where)
         elif in_a_row >= _MANY if self.taken else new < 1.0:
-            say(
-                logging.WARNING,
-                "%s, %d times in a row: step skipped, loss scale %s, non-finite gradients in %s. See fp16opt.diagnose("
-                "model, loss_fn, optimizer): it says where they overflow, and at which scale they would not.",
-                "the loss is finite and gradients are not" if loss_is_finite else "gradients are not finite",
-                in_a_row,
-                change,
-                where,
+            tell(
+                errors.IN_A_ROW,
                 nth=1 if in_a_row == _MANY or not self.taken else in_a_row,
+                what=errors.ONLY_GRADIENTS if loss_is_finite else errors.GRADIENTS,
+                times=in_a_row,
+                change=change,
+                where=where,
             )
         elif self.calibrating:
-            say(
-                logging.INFO,
-                "calibrating the loss scale: step skipped, the scale is now %g. The first steps of a dynamic scaler "
-                "are expected to overflow.",
-                new,
-            )
+            tell(errors.CALIBRATING, scale=new)
         else:
-            say(
-                logging.WARNING,
-                "step skipped, loss scale %s: a rare overflow, non-finite gradients in %s.",
-                change,
-                where,
-            )
+            tell(errors.RARE, change=change, where=where)
 
     def where(self, overflows: Sequence[Overflow]) -> str:
         """What overflowed, in words."""
@@ -321,74 +323,27 @@ class SkipLog:
         """A step was skipped under a GradScaler, which lowers its scale itself, and may log it."""
         calm = logging.INFO if self.calibrating else logging.WARNING
         level = logging.DEBUG if self.grad_scaler_logs else calm
-        self.lines.say(level, "step skipped by the GradScaler: non-finite gradients in %s.", self.where(overflows))
+        self.lines.tell(errors.UNDER_A_GRAD_SCALER, level=level, where=self.where(overflows))
 
     def _say_stuck(self, dynamic: bool, scale: float, where: str) -> None:
+        times = self._stuck
         if dynamic:
-            self.lines.say(
-                logging.ERROR,
-                "step skipped at the lowest loss scale, %g (%d so far): non-finite gradients in %s. Look for inf or "
-                "nan in the loss or the data, or give DynamicLossScaler a lower min_scale.",
-                scale,
-                self._stuck,
-                where,
-                nth=self._stuck,
-            )
+            self.lines.tell(errors.FLOOR, nth=times, scale=scale, times=times, where=where)
         else:
-            self.lines.say(
-                logging.WARNING,
-                "%s, static loss scale %g (%d so far): non-finite gradients in %s. %s",
-                self.what,
-                scale,
-                self._stuck,
-                where,
-                self.advice,
-                nth=self._stuck,
-            )
+            what, advice = self.what, self.advice
+            self.lines.tell(errors.STATIC, nth=times, what=what, scale=scale, times=times, where=where, advice=advice)
 
 
 def _about_the_loss(hopeless: bool, is_fp16: bool, weights: Sequence[str]) -> str:
     if weights:
-        return (
-            f"Weights hold inf or nan: {describe(weights)}. An earlier step, or a checkpoint, has brought it there: "
-            "load one from before."
-        )
+        return errors.BAD_WEIGHTS.format(names=describe(weights))
     if is_fp16:
-        return "The loss is FP16, which ends at 65504: compute it in FP32, with .float() on the model's outputs."
-    if hopeless:
-        return "Look for inf or nan in the data, or see fp16opt.diagnose(model, loss_fn)."
-    return (
-        "A part of it that was scaled may be finite at a lower scale. If this goes on, look for inf or nan in the "
-        "data, or see fp16opt.diagnose(model, loss_fn)."
-    )
+        return errors.LOSS_IN_FP16
+    return errors.LOOK_AT_THE_DATA if hopeless else errors.MAY_FIT_A_LOWER_SCALE
 
 
 def _is_power_of_two(count: int) -> bool:
     return count & (count - 1) == 0
-
-
-def warn_partial_step(lines: Lines, stepped: str, left: str) -> None:
-    """Log that an exception has stopped a step between parameters."""
-    lines.say(
-        logging.WARNING,
-        "an exception has stopped a step in part. Stepped: %s. Not stepped: %s. Masters, optimizer state and model "
-        "agree, and the step counts as taken. To do without it, load the last checkpoint.",
-        stepped,
-        left,
-    )
-
-
-def warn_cut_step(lines: Lines, optimizer: str, stepped: str, left: str) -> None:
-    """Log that an exception has stopped the wrapped optimizer's own code."""
-    lines.say(
-        logging.WARNING,
-        "an exception has stopped %s.step() in the middle: parameters that it has written: %s; those that it has not: "
-        "%s. The one it was at may be stepped in part. The model holds the masters as they are, and the step counts as "
-        "taken. To do without it, load the last checkpoint.",
-        optimizer,
-        stepped or "none",
-        left or "none",
-    )
 
 
 def warn_cast(lines: Lines, flags: Iterable[tuple[str, int]], warned: set[str]) -> None:
@@ -398,19 +353,11 @@ def warn_cast(lines: Lines, flags: Iterable[tuple[str, int]], warned: set[str]) 
         flags: names and bits of ``kernels.CastStats.overflow``.
         warned: remembers what was warned of; added to.
     """
-    reasons = (
-        (kernels.NOT_FINITE, "not finite", "FP32 masters hold inf or nan: %s."),
-        (
-            kernels.TOO_LARGE,
-            "too large",
-            "FP32 masters are too large for their 16-bit parameters, which became inf: %s.",
-        ),
-    )
     flags = list(flags)
-    for bit, key, text in reasons:
-        names = [name for name, bits in flags if bits & bit and f"{key}: {name}" not in warned]
-        if names and lines.say(logging.WARNING, text, describe(names)):
-            warned.update(f"{key}: {name}" for name in names)
+    for bit, line in ((kernels.NOT_FINITE, errors.NOT_FINITE), (kernels.TOO_LARGE, errors.TOO_LARGE)):
+        names = [name for name, bits in flags if bits & bit and f"{line.key}: {name}" not in warned]
+        if names and lines.tell(line, names=describe(names)):
+            warned.update(f"{line.key}: {name}" for name in names)
 
 
 def warn_model_write(lines: Lines, names: Iterable[str], times: int) -> None:
@@ -419,36 +366,8 @@ def warn_model_write(lines: Lines, names: Iterable[str], times: int) -> None:
     Args:
         times: how many steps have found such writes, this one included.
     """
-    lines.say(
-        logging.WARNING,
-        "model weights were written by something else than the optimizer; masters take the values: %s%s. "
-        "There is nothing to do after a load. To write in every step, as a clamp does, edit master_params() and call "
-        'write_masters(). on_model_write="error" finds the place.',
-        describe(names),
-        "" if times == 1 else f" ({times} times so far)",
-        nth=times,
-    )
-
-
-def warn_no_gradients(lines: Lines, names: Sequence[str]) -> None:
-    """Once: the model may hold other parameters by now, and those of this optimizer be a dead copy."""
-    lines.say(
-        logging.WARNING,
-        "backward gave no gradient to any parameter of this optimizer: %s. If the model's parameters were replaced "
-        "after the optimizer was made, make and wrap the optimizer anew.",
-        describe(names),
-        once=True,
-    )
-
-
-def warn_plain_backward(lines: Lines) -> None:
-    """Once: gradients came by a plain ``loss.backward()``, which sums nothing in FP32."""
-    lines.say(
-        logging.WARNING,
-        'grad_accumulation="fp32" has no effect: gradients came by a plain loss.backward(), which adds up '
-        "micro-batches in 16 bits. Use backward(loss) of this optimizer, or fp16opt.integrations in a trainer.",
-        once=True,
-    )
+    how_often = "" if times == 1 else f" ({times} times so far)"
+    lines.tell(errors.MODEL_WRITTEN_AND_TAKEN, nth=times, names=describe(names), times=how_often)
 
 
 def groups_without_eps(groups: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
@@ -466,10 +385,4 @@ def groups_without_eps(groups: Sequence[dict[str, Any]]) -> list[tuple[int, floa
 def warn_eps(lines: Lines, groups: Sequence[dict[str, Any]]) -> None:
     """Without masters FP16 parameters are stepped in FP16, where the usual ``eps`` of Adam is 0."""
     for number, eps in groups_without_eps(groups):
-        lines.say(
-            logging.WARNING,
-            'master_weights="none", group %d: eps=%g is 0 in FP16, in which these parameters are stepped: where a '
-            "gradient is 0 the update is 0/0, and the weight becomes nan. Use eps=1e-4 or more, or masters.",
-            number,
-            eps,
-        )
+        lines.tell(errors.EPS, group=number, eps=eps)

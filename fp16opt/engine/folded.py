@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import errors
 from .dtensors import raw_grads, set_raw_grad
 
 
@@ -87,14 +88,9 @@ class FoldedGradient(Tensor):
         return f"FoldedGradient({self.called!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-def _refused(first: object) -> RuntimeError:
+def _refused(first: object) -> Exception:
     name = f": {first.called}" if isinstance(first, FoldedGradient) else ""
-    return RuntimeError(
-        f"the model's gradients were folded into FP32 sums, and can be neither read nor written{name}. The sums "
-        "are the gradients of opt.master_params(). To clip, call opt.clip_master_grads(max_norm) in place of "
-        "clip_grad_norm_(model.parameters()). For a log, read opt.stats(). To have a backward count, run it by "
-        "backward(loss) of this optimizer. To give the step up, call opt.zero_grad()."
-    )
+    return errors.FOLDED(name=name)
 
 
 _ADDS = {torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from . import errors
 from .diagnostics import Lines, describe
 from .dtensors import local, raw_grad
 from .params import ParamPair
@@ -81,26 +81,12 @@ def warn_missing_scale(
         meant: the argument that says that none is wanted.
         is_plain: whether the user, or a trainer, runs backward without the optimizer, which could not scale.
     """
-    counted = ""
-    if lost is not None:
-        counted = (
-            f": in this step {lost.zero} of {lost.elements} elements are 0, and {lost.subnormal} more are under "
-            f"{_TINY:.1e}, where FP16 loses digits"
-        )
-    calls = ""
-    if is_plain:
-        calls = (
-            ", and opt.backward(loss) in place of loss.backward() (trainers that call it themselves have a module in "
-            "fp16opt.integrations)"
-        )
-    lines.say(
-        logging.WARNING,
-        "FP16 weights are trained without loss scaling: %s. Small gradients underflow%s. Write %s%s; or %s to say that "
-        "this is meant.",
-        describe([pair.name for pair in pairs]),
-        counted,
-        way_out,
-        calls,
-        meant,
+    lines.tell(
+        errors.NO_SCALE,
         once=True,
+        names=describe([pair.name for pair in pairs]),
+        lost="" if lost is None else errors.GRADIENTS_LOST.format(tiny=_TINY, **lost._asdict()),
+        way_out=way_out,
+        calls=errors.BACKWARD_BY_OPT if is_plain else "",
+        meant=meant,
     )

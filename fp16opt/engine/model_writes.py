@@ -16,6 +16,7 @@ from .. import kernels
 from ..kernels import backends
 from ..kernels.calls import Entries
 from ..kernels.tensor_lists import read_for_next
+from . import errors
 from .diagnostics import Lines, warn_cast, warn_model_write
 from .dtensors import version, versions
 from .masters import Masters
@@ -239,10 +240,7 @@ class ModelWrites:
 
     def _follow_policy(self, written: list[ParamPair]) -> None:
         if self.policy == "error":
-            raise RuntimeError(
-                f"the model's weights were written behind the optimizer: {self.params.describe(written)}. Call "
-                'refresh_masters() after writing to the model, or use on_model_write="refresh".'
-            )
+            raise errors.MODEL_WRITTEN(names=self.params.describe(written))
         for pair in written:
             self.masters.take_up(pair)
         self.taken += len(written)
@@ -362,10 +360,7 @@ class ModelWrites:
     def require_not_swapped(self, who: str) -> None:
         """Raise ``RuntimeError`` where the model holds something else than its weights."""
         if self.swapped:
-            raise RuntimeError(
-                f"{who} was called while the model holds {self.swapped}: masters and weights don't belong together. "
-                "Leave the `with` block first."
-            )
+            raise errors.MODEL_SWAPPED(call=who, values=self.swapped)
 
     # -- in words ----------------------------------------------------------------------------------------------------
 

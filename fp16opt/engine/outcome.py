@@ -11,7 +11,8 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels import backends
-from ..scaling import LossScaleError, LossScaler
+from ..scaling import LossScaler
+from . import errors
 from .diagnostics import Lines, Overflow, SkipLog, are_finite, blamed, overflows_from_flags
 from .params import ParamTable
 from .stage import OverflowCheck
@@ -157,8 +158,8 @@ class Outcome:
     def release_steps(self) -> None:
         """Parameters are stepped one by one: a step that counts as skipped has left alone some of them."""
         self.all_or_nothing = False
-        self.log.what = "parameters left alone while the others were stepped"
-        self.log.advice = "Use a lower scale."
+        self.log.what = errors.LEFT_ALONE
+        self.log.advice = errors.LOWER
 
     def nothing(self) -> None:
         """``step`` was called and there was nothing to step. No sync."""
@@ -347,8 +348,5 @@ def check_consecutive(scalers: Sequence[LossScaler], report: list[Overflow]) -> 
         limit = scaler.max_consecutive_skips
         if limit is not None and int(scaler.consecutive_skips) >= limit:
             names = blamed([str(overflow) for overflow in report])
-            raise LossScaleError(
-                f"{int(scaler.consecutive_skips)} steps in a row had non-finite gradients (max_consecutive_skips="
-                f"{limit}); the loss scale is {float(scaler.scale):g}. Last in: {names}. Lowering the scale did not "
-                "help: look for inf or nan in the loss and in the data."
-            )
+            times = int(scaler.consecutive_skips)
+            raise errors.TOO_MANY_IN_A_ROW(times=times, limit=limit, scale=float(scaler.scale), where=names)

@@ -21,6 +21,7 @@ from ..kernels import backends
 from ..kernels.calls import StableEntries
 from ..kernels.lists import is_dense
 from ..kernels.tensor_lists import are_items, read
+from . import errors
 from .arguments import quoted
 from .diagnostics import describe
 from .dtensors import check_whole, is_sharded, local, pieces, raw_grad
@@ -338,10 +339,7 @@ class ParamTable:
             what, before, is_now = next(kind for kind in kinds if kind[1] != kind[2])
             if what == "shape":
                 before, is_now = tuple(before), tuple(is_now)  # type: ignore[arg-type]
-            raise RuntimeError(
-                f"parameter {pair.name!r} had {what} {before} when the optimizer was wrapped and has {is_now} now. "
-                "Convert or move the model first, then make the optimizer and wrap it."
-            )
+            raise errors.MODEL_CONVERTED(name=pair.name, what=what, before=before, now=is_now)
 
     # -- in words ----------------------------------------------------------------------------------------------------
 
@@ -423,7 +421,7 @@ class ParamTable:
             raise ValueError("model: none of its parameters is in this optimizer. Pass the model that it trains.")
 
 
-def not_in_model(what: str, name: str, param: Tensor, now: object, has_others: bool) -> ValueError:
+def not_in_model(what: str, name: str, param: Tensor, now: object, has_others: bool) -> Exception:
     """A parameter of the optimizer is not in the module that the user gave: it was replaced, or deleted.
 
     Args:
@@ -431,24 +429,12 @@ def not_in_model(what: str, name: str, param: Tensor, now: object, has_others: b
         now: what the module has under that name; None where it has nothing.
         has_others: whether another parameter of the optimizer is there.
     """
+    shape = tuple(param.shape)
     if not has_others:
-        return ValueError(
-            f"{what}: none of its tensors is a parameter of this optimizer, which trains {name!r}, of shape "
-            f"{tuple(param.shape)}. Pass the module that holds all parameters that it trains. If that is this one, and "
-            "they were replaced since, make the optimizer anew over model.parameters(), and wrap it."
-        )
+        return errors.ANOTHER_MODULE(argument=what, name=name, shape=shape)
     if isinstance(now, Tensor):
-        return ValueError(
-            f"{what}: {name!r}, of shape {tuple(now.shape)}, is another tensor than the one of this optimizer, of "
-            f"shape {tuple(param.shape)}: it was replaced after the optimizer was made, as where an embedding is "
-            "resized, and the new one is not trained. Put it into opt.param_groups, in the place of the other's "
-            "master; or make the optimizer anew over model.parameters(), and wrap it."
-        )
-    return ValueError(
-        f"{what} has no parameter {name!r} of this optimizer, of shape {tuple(param.shape)}. Pass the module that "
-        "holds all parameters that it trains. If it was deleted there, as an adapter is, take it out of "
-        "opt.param_groups; or make the optimizer anew over what is left, and wrap it."
-    )
+        return errors.REPLACED(argument=what, name=name, now=tuple(now.shape), shape=shape)
+    return errors.DELETED(argument=what, name=name, shape=shape)
 
 
 def name_of(group: dict[str, Any], index: int, param: object, names: dict[int, str]) -> str | None:
@@ -500,10 +486,7 @@ def check_group(group: dict[str, Any], number: int, names: dict[int, str], known
                 "Leave it out of the wrapped optimizer, or convert it first."
             )
         if param.device.type == "meta":
-            raise ValueError(
-                f"{where}: expected a parameter with memory, got one on the meta device. Materialise the model first "
-                "(to_empty, and its weights), then make the optimizer, then wrap it."
-            )
+            raise errors.META(param=where)
         check_whole(param, where)
         if (
             param.layout is torch.strided

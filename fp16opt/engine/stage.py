@@ -208,14 +208,6 @@ class Interrupted(NamedTuple):
     """A backward raised: gradients are incomplete until they are cleared."""
 
 
-def incomplete() -> RuntimeError:
-    """What calls raise until gradients of a backward that was interrupted are cleared."""
-    return RuntimeError(
-        "a backward was interrupted while gradients were being added up, so they are incomplete. "
-        "Call zero_grad() and do the step's backwards again."
-    )
-
-
 class Stepping(NamedTuple):
     """A step is writing; or an exception has stopped it, and the next call finishes it.
 

@@ -19,6 +19,7 @@ from ..kernels import AwaitedFlag
 from ..kernels.calls import StableEntries
 from ..kernels.tensor_lists import any_there, see_grads
 from ..scaling import LossScaler
+from . import errors
 from .diagnostics import describe
 from .dtensors import any_raw_grad, local, raw_grad, raw_grads
 from .folded import is_folded, unmark
@@ -39,10 +40,9 @@ from .stage import (
     Unscaled,
     Verdict,
     check_of,
-    incomplete,
 )
 from .stamps import GradientStamp
-from .untracked import untracked, used_before
+from .untracked import untracked
 
 Grads = Sequence["Tensor | None"]
 
@@ -148,7 +148,7 @@ class StepState(abc.ABC):
             return grads
         if type(stage) is Interrupted:
             if not are_zero(grads):
-                raise incomplete()
+                raise errors.INTERRUPTED()
             self._take_zeros(grads)
             return grads
         if type(stage) is Scaled and stage.left_over is not None:
@@ -193,7 +193,7 @@ class StepState(abc.ABC):
         names, references = stage.left_over
         left = {id(grad) for reference in references if (grad := reference()) is not None}
         if any([id(grad) in left for grad in (*grads, *raw_grads(self.params.elsewhere))]):  # noqa: C419
-            raise _left_over(names)
+            raise errors.NOT_CLEARED(names=describe(names))
         self.stage = stage._replace(left_over=None)
 
     def _drop(self, gone: list[int]) -> None:
@@ -218,37 +218,16 @@ class StepState(abc.ABC):
         stage = self.stage
         names = describe([self.params.names[i] for i in written])
         if type(stage) is Summed:
-            raise RuntimeError(
-                f"the model's gradients were written after they were folded into FP32 sums: {names}. Edit the sums, "
-                "which are the gradients of opt.master_params(), or clip by clip_master_grads(max_norm). To have a "
-                "backward count, run it by backward(loss) of this optimizer. To give the step up, call opt.zero_grad()."
-            )
+            raise errors.WRITTEN_AFTER_THE_FOLD(names=names)
         if stage.scale.is_told or getattr(stage, "is_divided", False):
-            raise RuntimeError(
-                f"the model's gradients were written after unscale_: {names}. They are not read again before the step. "
-                "Clip opt.master_params(), after unscale_; or give the step up by opt.zero_grad(), which "
-                "model.zero_grad() does not do after a clip. Trainers that clip the model's own: Lightning, "
-                "Accelerate, transformers, timm have a module in fp16opt.integrations. Without a GradScaler, "
-                "update_master_grads() has edits count."
-            )
-        when = "backward(loss) had made them" if type(stage) is Scaled else "they were checked"
-        first, more = "", ""
-        if stage.scale.is_plain:
-            first = (
-                "Under a GradScaler clip opt.master_params(), after unscale_. Trainers that clip the model's own: "
-                "Lightning, Accelerate, transformers, timm have a module in fp16opt.integrations. "
-            )
+            raise errors.CLIPPED_THE_MODEL(names=names)
         moved = [grads[i] for i in written]
-        if not self.replicas.are_told and any(grad is not None and grad._is_view() for grad in moved):
-            more += (
-                " DDP with gradient_as_bucket_view=True moves gradients once, after its first reduction: call "
-                "fp16opt.distributed.attach(opt, ddp_model)."
-            )
-        raise RuntimeError(
-            f"the model's gradients were written after {when}: {names}. {first}To have them count, "
-            "call update_master_grads(). To clip, call clip_master_grads(max_norm) in place of "
-            "clip_grad_norm_(model.parameters()). To add up micro-batches, call backward(loss) of this optimizer each "
-            f"time. To give the step up, call opt.zero_grad().{more}"
+        has_moved = not self.replicas.are_told and any(grad is not None and grad._is_view() for grad in moved)
+        refusal = errors.WRITTEN_AFTER_BACKWARD if type(stage) is Scaled else errors.WRITTEN_AFTER_THE_CHECK
+        raise refusal(
+            names=names,
+            clip=errors.CLIP_UNDER_A_GRAD_SCALER if stage.scale.is_plain else "",
+            moved=errors.DDP_MOVES_GRADIENTS if has_moved else "",
         )
 
     def _notice_edits(self, stage: Any) -> None:
@@ -287,15 +266,9 @@ class StepState(abc.ABC):
         grads = self.look()
         stage = self.stage
         if getattr(stage, "is_closed", False):
-            raise RuntimeError(
-                "backward was called after master gradients were clipped or edited, which it would undo. Clip and edit "
-                "after the last backward of a step; or call step() or opt.zero_grad() first."
-            )
+            raise errors.BACKWARD_AFTER_A_CLIP()
         if getattr(stage, "is_divided", False) or (type(stage) is not Ready and stage.scale.is_told):
-            raise RuntimeError(
-                "backward was called after a GradScaler has unscaled this step's gradients, which it would undo. Call "
-                "unscale_ after the last backward of a step; or call step() or opt.zero_grad() first."
-            )
+            raise errors.BACKWARD_AFTER_UNSCALE()
         losses = () if type(stage) is Ready else stage.losses
         losses = losses if loss is None else (*losses, loss)
         if type(stage) is Ready:
@@ -325,7 +298,7 @@ class StepState(abc.ABC):
             left = self._not_zero(grads)
             if left:
                 if self.sums or not may_clear:
-                    raise _left_over(left)
+                    raise errors.NOT_CLEARED(names=describe(left))
                 there = [*grads, *raw_grads(self.params.elsewhere)]
                 left_over = left, [weakref.ref(grad) for grad in there if grad is not None]
         if stage.holds_true:
@@ -429,7 +402,7 @@ class StepState(abc.ABC):
         scaler = self._scaler() if scaler is None else scaler
         if not (is_known or self._units.has(scaler)) and (named := self._not_zero(grads)):
             if stage.is_stepped and stage.used is not None and not stage.used.compare(grads)[0]:
-                raise used_before(named)
+                raise errors.THE_STEP_IS_OVER(names=describe(named))
             last = StepState.newest()
             others = None if last is None or last is self else last.params.names
             raise untracked(named, float(scaler.scale), others)
@@ -596,18 +569,11 @@ class StepState(abc.ABC):
     def _refuse_after_unscaling(self, stage: Any) -> None:
         """Raise where a GradScaler has unscaled the gradients, which are not read again."""
         if stage.scale.is_told or getattr(stage, "is_divided", False):
-            raise RuntimeError(
-                "update_master_grads() was called after a GradScaler has unscaled this step's gradients, and would "
-                "take scaled ones in their place. To clip, clip opt.master_params(); to give the step up, call "
-                "opt.zero_grad()."
-            )
+            raise errors.UPDATED_AFTER_UNSCALE()
 
     def _check_reduced(self) -> None:
         if self.waits_for_reduction():
-            raise RuntimeError(
-                "the gradients were made under DDP's no_sync and are this rank's own. Run the last backward of a step "
-                'outside of no_sync, or use grad_accumulation="fp32", which averages what is left.'
-            )
+            raise errors.NO_SYNC()
 
     # -- a master's .grad --------------------------------------------------------------------------------------------
 
@@ -642,10 +608,7 @@ class StepState(abc.ABC):
             RuntimeError: a step that an exception has stopped has divided them already.
         """
         if stage.scale.is_told and asked_by is not None and asked_by.f_code.co_name == "unscale_":
-            raise RuntimeError(
-                "unscale_ was called after a step that an exception has stopped, and that step had unscaled these "
-                "gradients. Call scaler.step(optimizer) again, or give the step up by opt.zero_grad()."
-            )
+            raise errors.UNSCALED_AFTER_A_STOP()
         if not stage.is_divided:
             self.stage = stage._replace(is_divided=True, is_measured=False)
 
@@ -684,11 +647,7 @@ class StepState(abc.ABC):
             refuse_torch_checkpointing("optimizer state")
             scaler = self._scaler()
             if not self._units.has(scaler):
-                raise RuntimeError(
-                    "a master's gradient was set while none wait for a step, and the loss scale is "
-                    f"{float(scaler.scale):g}. To compute gradients yourself, run torch.autograd.grad on "
-                    "opt.scale_loss(loss), set the model's gradients, and call update_master_grads(); then edit."
-                )
+                raise errors.MASTER_GRADIENT_SET(scale=float(scaler.scale))
             is_new = self.has_new() or self._has_zeros(raw_grads(self.params.models))
             if not is_new or not self.take_external():
                 self._take_none(scaler)
@@ -958,11 +917,7 @@ class StepState(abc.ABC):
             strictly: also where the model's gradients were cleared since, as the user asks for the change now.
         """
         if self.holds_groups() or (strictly and type(self.stage) in (Checked, Unscaled)):
-            raise RuntimeError(
-                "param_groups were changed between a check of this step's gradients (a clip, update_master_grads(), a "
-                "read of a master's .grad) and its step. Put them back as they were; or give the step up by "
-                "opt.zero_grad(). Change groups before the first backward of a step, or after the step."
-            )
+            raise errors.GROUPS_CHANGED()
 
     def follow_params(self, came_from: Sequence[int | None], is_thaw: bool = False) -> None:
         """Parameters or masters came or went.
@@ -1041,14 +996,6 @@ def _shared(stage: Any, found: Tensor) -> tuple[tuple[LossScaler, Tensor], ...]:
     none_had = 1.0 - torch.stack([flag for _, flag in before]).amax()
     return tuple(
         (scaler, found * (torch.maximum(flag, none_had) if scaler is last else flag)) for scaler, flag in before
-    )
-
-
-def _left_over(names: list[str]) -> RuntimeError:
-    return RuntimeError(
-        f"gradients are there that this backward would add to, and they were made at another scale: {describe(names)}. "
-        "Call zero_grad() after each step, also after a skipped one. Where another optimizer's backward left them, "
-        "clear them; or, where both have one scaler, call update_master_grads() of this one after that backward."
     )
 
 

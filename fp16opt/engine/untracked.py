@@ -6,26 +6,19 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
+from . import errors
 from .diagnostics import describe
 
 _TRAINERS = {
     "transformers": ("transformers", "transformers", ""),
-    "lightning": ("Lightning", "lightning", "; where it is in use, self.manual_backward(loss) scales"),
-    "pytorch_lightning": ("Lightning", "lightning", "; where it is in use, self.manual_backward(loss) scales"),
-    "accelerate": ("Accelerate", "accelerate", "; where it is in use, accelerator.backward(loss) scales"),
+    "lightning": ("Lightning", "lightning", "self.manual_backward(loss)"),
+    "pytorch_lightning": ("Lightning", "lightning", "self.manual_backward(loss)"),
+    "accelerate": ("Accelerate", "accelerate", "accelerator.backward(loss)"),
 }
 """By top-level package: what it is called, its module of ``fp16opt.integrations``, what scales once that is used."""
 
 
-def used_before(names: Sequence[str]) -> RuntimeError:
-    """A second step, or a clip, of gradients that the last step has used."""
-    return RuntimeError(
-        f"the step is over, and the gradients that it has used are still there: {describe(names)}. Call zero_grad() "
-        "after each step, and then backward(loss). Clip before step()."
-    )
-
-
-def untracked(names: Sequence[str], scale: float, others: Sequence[str] | None) -> RuntimeError:
+def untracked(names: Sequence[str], scale: float, others: Sequence[str] | None) -> Exception:
     """Gradients of an unknown scale.
 
     Args:
@@ -33,26 +26,15 @@ def untracked(names: Sequence[str], scale: float, others: Sequence[str] | None) 
         scale: this optimizer's.
         others: names of another optimizer's parameters, where the last backward of this process was that one's.
     """
-    found = f"this optimizer did not make, and its loss scale is {scale:g}: {describe(names)}"
+    known = {"scale": scale, "names": describe(names)}
     called_by = _trainer()
     if called_by is not None:
-        called, module, scales = _TRAINERS[called_by]
-        return RuntimeError(
-            f"gradients were found that a backward of {found}. The step was called by {called}, whose own backward "
-            f"does not scale the loss. Use fp16opt.integrations.{module}{scales}."
-        )
+        trainer, module, call = _TRAINERS[called_by]
+        scales = errors.SCALES_THERE.format(call=call) if call else ""
+        return errors.A_TRAINER(trainer=trainer, module=module, scales=scales, **known)
     if others is not None:
-        return RuntimeError(
-            f"gradients were found that a backward of {found}. The last backward was that of another optimizer, over "
-            f"{describe(others, limit=1)}. Where one loss serves both, give both one scaler, scaler=fp16opt."
-            "DynamicLossScaler(), and call update_master_grads() of this one after that backward. Where a plain "
-            "loss.backward() has made them, call opt.backward(loss)."
-        )
-    return RuntimeError(
-        f"gradients were found that opt.backward(loss) of {found}. A plain loss.backward() does not scale: call "
-        "opt.backward(loss) in its place. After opt.scale_loss(loss) a zero_grad() forgets the scale: call it before. "
-        "For a GradScaler to do the scaling, construct MixedPrecisionOptimizer without dynamic, loss_scale, scaler."
-    )
+        return errors.ANOTHER_OPTIMIZER(others=describe(others, limit=1), **known)
+    return errors.PLAIN_BACKWARD(**known)
 
 
 def _trainer() -> str | None:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from .. import kernels
+from . import errors
 from .dtensors import raw_grads
 from .gradients import GradsToStep
 from .masters import Masters, ordinary_parameters
@@ -179,11 +180,7 @@ class WrappedOptimizerGuard:
         if optimizer is None:
             raise ReferenceError(f"{name}() of an optimizer that was freed was called.")
         if not self._opened:
-            raise RuntimeError(
-                f"{type(optimizer).__name__}.{name}() was called on an optimizer that {self.wrapper} wraps, behind its "
-                f"back: masters, gradients and the loss scale would not be seen to. Call opt.{name}() of the "
-                f"{self.wrapper} instead."
-            )
+            raise errors.BEHIND_THE_BACK(optimizer=type(optimizer).__name__, method=name, wrapper=self.wrapper)
         if inner is not None:
             return inner(*args, **kwargs)
         return getattr(type(optimizer), name)(optimizer, *args, **kwargs)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import kernels
+from ..engine import errors
 from ..engine.diagnostics import Overflow, describe, overflows_from_flags
 from ..engine.gradients import coalesced, round_to, total_norm, vector_norm
 from ..engine.params import HALF_DTYPES, OWN_DTYPES, name_of
@@ -154,12 +155,7 @@ class OptimizerGradients:
                     _check(place, grad)
                     places.append((place, None))
         if refused:
-            raise ValueError(
-                "Attempting to unscale FP16 gradients. FP16 weights that are stepped without FP32 masters lose every "
-                f"update smaller than half a unit in the last place: {describe(refused)}. Write optimizer = "
-                "fp16opt.MixedPrecisionOptimizer(optimizer) after making it, or "
-                "GradScaler(allow_16bit_weights=True) to step them as they are."
-            )
+            raise errors.NEVER_WRAPPED(names=describe(refused))
         self.subclassed = subclassed
         by_device: dict[torch.device, DeviceRows] = {}
         for place, plain in places:

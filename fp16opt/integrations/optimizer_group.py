@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..engine import errors
 from ..engine.arguments import make_scaler
-from ..engine.diagnostics import Lines, warn_no_gradients
+from ..engine.diagnostics import Lines, describe
 from ..engine.outcome import update_scale
 from ..engine.params import HALF_DTYPES
 from ..engine.stage import Ready
@@ -258,7 +259,8 @@ class OptimizerGroup:
             if one not in self._used:
                 one.step_state.end_backward(stamp=True)
         if all(one.step_state.found_none() and not one.params.has_dtensors for one in self.optimizers):
-            warn_no_gradients(self._lines, [name for one in self.optimizers for name in one.params.names])
+            names = [name for one in self.optimizers for name in one.params.names]
+            self._lines.tell(errors.NO_GRADIENTS, once=True, names=describe(names))
 
     def interrupt(self) -> None:
         """The backward has raised, so gradients are incomplete."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..engine import errors
 from ..engine.arguments import check_number
 from .checking import Checking
 from .findings import PreflightFinding, worst_first
@@ -39,9 +40,9 @@ class Preflight:
         return all(finding.level != "error" for finding in self.findings)
 
     def __str__(self) -> str:
-        errors = sum(finding.level == "error" for finding in self.findings)
-        warnings = len(self.findings) - errors
-        counts = [f"{n} {word}{'s' * (n > 1)}" for n, word in ((errors, "error"), (warnings, "warning")) if n]
+        wrong = sum(finding.level == "error" for finding in self.findings)
+        warnings = len(self.findings) - wrong
+        counts = [f"{n} {word}{'s' * (n > 1)}" for n, word in ((wrong, "error"), (warnings, "warning")) if n]
         lines = [f"fp16opt.check: {' and '.join(counts) or 'nothing to change'}."]
         for number, finding in enumerate(self.findings, 1):
             head = f"{number}. {finding.level}: "
@@ -123,7 +124,7 @@ def check(
         raise ValueError(f"steps: expected an integer of 4 or more, got {steps!r}.")
     held = held_by(optimizer)
     if train_step is not None and held is None:
-        raise TypeError("train_step: expected the optimizer that it steps, too, got none. Give it as optimizer=.")
+        raise errors.CHECK_OF_A_LOOP_ALONE()
     if held is None and not any(param.requires_grad for param in model.parameters()):
         raise ValueError("model: expected parameters that require grad, got none. Unfreeze those that are to train.")
     _refuse_many_ranks()
@@ -144,8 +145,4 @@ def check(
 def _refuse_many_ranks() -> None:
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise RuntimeError(
-            "fp16opt.check was called in a training of several processes, whose steps it can't take alone. Check the "
-            "model in one process, before it is given to DistributedDataParallel or fully_shard; "
-            "fp16opt.diagnose works on several."
-        )
+        raise errors.CHECK_ON_MANY_RANKS()

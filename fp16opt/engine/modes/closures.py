@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .. import errors
 from ..dtensors import versions
 from ..snapshot import Snapshot
 from ..stage import OverflowCheck
@@ -60,11 +61,7 @@ class EvaluatedClosure:
 
     def __call__(self) -> Any:
         if self._called or versions(self._masters) != self._versions:
-            raise RuntimeError(
-                "the wrapped optimizer evaluates its closure more than once in a step, or after it has moved the "
-                'weights, as SAM does. Construct MixedPrecisionOptimizer with closure="reevaluate"; or evaluate the '
-                "loss yourself, call backward(loss), then step() without a closure."
-            )
+            raise errors.EVALUATED_TWICE()
         self._called = True
         return self._loss
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ... import kernels
 from ...kernels.calls import Entries
+from .. import errors
 from ..dtensors import as_piece_of, different_bits, is_sharded, local, pieces, raw_grad, set_raw_grad
 from ..masters import ordinary_parameters
 from ..params import DeviceParams, ParamPair, ParamTable
@@ -57,11 +58,7 @@ class RefusesWrites:
         if _writes_in_place(name) or "out" in given:
             written = [given["out"]] if "out" in given else list(args[:1])
             if any(isinstance(one, RefusesWrites) for one in _flat(written)):
-                raise RuntimeError(
-                    f"{name}: a split master was to be written, and there is no FP32 memory of it: it is the model's "
-                    "weight and a remainder. Write the model's weight and call refresh_masters(); or wrap with "
-                    'master_weights="full", whose masters can be written.'
-                )
+                raise errors.SPLIT_MASTER_WRITTEN(operation=name)
         return torch._C._disabled_torch_function_impl(func, types, args, given)
 
 

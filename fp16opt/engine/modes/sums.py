@@ -16,6 +16,7 @@ from ... import kernels
 from ...kernels import reference
 from ...kernels.calls import StableEntries
 from ...scaling import LossScaler
+from .. import errors
 from ..dtensors import local, raw_grad, raw_grads, set_raw_grad
 from ..folded import is_folded
 from ..gradients import DeviceGradients, Gradients, NamingChanges, drop_gradients, judge, round_to, sparse_like
@@ -270,8 +271,4 @@ def refuse_ranks() -> None:
     ranks = _count_of_ranks()
     if ranks == 1:
         return
-    raise RuntimeError(
-        'gradients are to be folded into FP32 (grad_accumulation="fp32", or several loss scales in one step) in a '
-        f"process group of {ranks} ranks: under DDP's no_sync the ranks would drift apart. Call "
-        "fp16opt.distributed.attach(opt, ddp_model); or attach(opt, None), if ranks don't share gradients."
-    )
+    raise errors.SUMS_IN_A_GROUP(ranks=ranks)
