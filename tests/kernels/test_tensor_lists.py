@@ -224,6 +224,31 @@ def test_a_negated_gradient_is_its_values_and_not_its_memory(way: str) -> None:
     assert [param[0].item() for param in params] == [1.0 - 0.5 + 0.25] * 3
 
 
+def test_the_negative_of_a_gradient_that_was_seen_at_that_address_is_its_values(way: str) -> None:
+    params = [nn.Parameter(torch.ones(4).half()) for _ in range(3)]
+    opt = MixedPrecisionOptimizer(torch.optim.SGD(params, lr=0.5), loss_scale=1.0)
+    kept = [torch.full((4,), 4.0).half() for _ in params]
+    for given in (kept, [kept[0], torch._neg_view(kept[1]), kept[2]]):
+        for param, grad in zip(params, given, strict=True):
+            param.grad = None
+            param.grad = grad
+        opt.step()
+    assert [param[0].item() for param in params] == [-3.0, 1.0, -3.0]
+
+
+def test_a_gradient_that_is_replaced_by_the_negative_of_its_memory_after_a_clip_is_refused(way: str) -> None:
+    params, opt = wrapped()
+    backward(params, opt)
+    opt.clip_master_grads(1e6)
+    assert params[1].grad is not None
+    params[1].grad = torch._neg_view(params[1].grad)
+    with pytest.raises(RuntimeError, match="written after they were checked"):
+        opt.step()
+    opt.update_master_grads()
+    opt.step()
+    assert [param[0].item() for param in params] == [0.5, 1.5, 0.5]
+
+
 def test_stable_entries_are_read_again_by_every_call(way: str) -> None:
     from fp16opt.kernels import CallCache, multi_tensor_l2norm
 
