@@ -16,6 +16,7 @@ from .params import ParamPair
 
 _TINY = torch.finfo(torch.float16).tiny
 _ZERO, _SUBNORMAL = kernels.MEASURED.index("zero"), kernels.MEASURED.index("subnormal")
+_OWN_BACKWARD = "opt.backward(loss)"
 
 
 class Underflow(NamedTuple):
@@ -29,6 +30,20 @@ class Underflow(NamedTuple):
     elements: int
     zero: int
     subnormal: int
+
+
+class WayToScale(NamedTuple):
+    """The words that a face has for the lines that give FP16 weights a loss scale.
+
+    Attributes:
+        write: the line that gives a scale.
+        meant: the argument that says that none is wanted.
+        backward: what stands in place of a plain ``loss.backward()``.
+    """
+
+    write: str
+    meant: str = "loss_scale=1.0"
+    backward: str = _OWN_BACKWARD
 
 
 def without_scale(pairs: Iterable[ParamPair]) -> list[ParamPair]:
@@ -70,15 +85,14 @@ def _elements_of(grad: Tensor) -> Tensor:
 
 
 def warn_missing_scale(
-    lines: Lines, pairs: Sequence[ParamPair], lost: Underflow | None, way_out: str, meant: str, is_plain: bool
+    lines: Lines, pairs: Sequence[ParamPair], lost: Underflow | None, way: WayToScale, is_plain: bool
 ) -> None:
     """Warn, once, that FP16 weights are trained at a scale of 1 that the user has not written: mostly forgotten.
 
     Args:
         pairs: with FP16 weights.
         lost: of their gradients; None where it is not known.
-        way_out: the line that gives a scale.
-        meant: the argument that says that none is wanted.
+        way: in the words of the face that the user has.
         is_plain: whether the user, or a trainer, runs backward without the optimizer, which could not scale.
     """
     counted = ""
@@ -89,18 +103,17 @@ def warn_missing_scale(
         )
     calls = ""
     if is_plain:
-        calls = (
-            ", and opt.backward(loss) in place of loss.backward() (trainers that call it themselves have a module in "
-            "fp16opt.integrations)"
-        )
+        calls = f", and {way.backward} in place of loss.backward()"
+        if way.backward == _OWN_BACKWARD:
+            calls += " (trainers that call it themselves have a module in fp16opt.integrations)"
     lines.say(
         logging.WARNING,
         "FP16 weights are trained without loss scaling: %s. Small gradients underflow%s. Write %s%s; or %s to say that "
         "this is meant.",
         describe([pair.name for pair in pairs]),
         counted,
-        way_out,
+        way.write,
         calls,
-        meant,
+        way.meant,
         once=True,
     )

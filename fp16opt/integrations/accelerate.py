@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..engine.missing_scale import WayToScale
 from ..grad_scaler import GradScaler
 from ..optimizer import MixedPrecisionOptimizer
 from .optimizer_group import OptimizerGroup, has_fp16, has_halves, named_parameters, params_of
@@ -64,6 +65,12 @@ class Accelerator(accelerate.Accelerator):
         >>> accelerator.optimizer_step_was_skipped, [str(p.dtype) for p in optimizer.param_groups[0]["params"]]
         (False, ['torch.float32', 'torch.float32'])
     """
+
+    way_to_scale = WayToScale(
+        'Accelerator(master_weights={"dynamic": True})',
+        'master_weights={"loss_scale": 1.0}',
+        "accelerator.backward(loss)",
+    )
 
     def __init__(self, *args: Any, master_weights: dict[str, Any] | None = None, **kwargs: Any) -> None:
         check_options(master_weights)
@@ -191,7 +198,7 @@ class Accelerator(accelerate.Accelerator):
                 'mixed_precision="bf16"): every product casts them to BF16 and loses 3 of their 11 bits. Write '
                 "bf16=False: 16-bit weights need no autocast. Or load the model in BF16."
             )
-        self._join(OptimizerGroup(inside, named_parameters(*self._models), options))
+        self._join(OptimizerGroup(inside, named_parameters(*self._models), options, self.way_to_scale))
 
     def _join(self, group: OptimizerGroup) -> None:
         for prepared, wrapped in zip(self._optimizers, group.optimizers, strict=True):
