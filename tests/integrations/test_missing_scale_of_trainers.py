@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,14 @@ from fp16opt import MixedPrecisionOptimizer
 from integrations.byhand import HALF, adamw, network
 
 pytestmark = pytest.mark.missing_scale
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """Accelerate keeps its settings in the process."""
+    yield
+    for name in ("AcceleratorState", "GradientState", "PartialState") if "accelerate" in sys.modules else ():
+        getattr(sys.modules["accelerate.state"], name)._reset_state()
 
 
 def loss_of(net: nn.Module) -> torch.Tensor:
