@@ -14,9 +14,10 @@ BEGINNING = """
 
 <!-- Written by docs/errors.py from fp16opt/engine/errors.py: edit there. -->
 
-Look for the first words of your message on this page. What refuses an argument is not listed: it names the argument and
-says what to write. Each message is shown as it comes from a model with one layer `fc`; yours names your parameters and
-your loss scale. A test provokes every message and compares it with this page.
+Look for the first words of your message on this page. Two kinds are not here: what refuses an argument names the
+argument and says what to write, and what says why compiled kernels don't serve is explained in [GPUs](gpu.md). Each
+message is shown as it comes from a model with one layer `fc`; yours names your parameters and your loss scale. A test
+provokes every message and compares it with this page.
 
 Errors are raised before anything is changed: the optimizer is as it was. Lines of the log come from the logger
 `fp16opt`. A line comes at most four times a minute, and the next one says how many were left out. Where several

@@ -140,10 +140,7 @@ def _prove(given: argparse.Namespace) -> int:
 
 def _old_lines(given: argparse.Namespace) -> int:
     """Print lines that mean something else now: 0 where there is none, 1 where there are some, 2 for no Python."""
-    try:
-        return old_lines.answer(given, print)
-    except (OSError, SyntaxError, UnicodeDecodeError) as error:
-        return _refused(f"old-lines: {error}")
+    return old_lines.answer(given, print, lambda words: _refused(f"old-lines: {words}"))
 
 
 def _page(given: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import parallel
+from .engine.missing_scale import WayToScale
 from .engine.modes.compatibility import check_optimizer
 from .optimizer import MixedPrecisionOptimizer
 from .optimizers import lion
@@ -89,10 +90,10 @@ class _ByClass(MixedPrecisionOptimizer):
             check_optimizer(self.config, self.optimizer, self.scaler, self._names, self._certified, is_zero=False)
             self._make(self.optimizer, self.master_weights, self.on_model_write)
 
-    def _way_to_scale(self) -> tuple[str, str]:
+    def _way_to_scale(self) -> WayToScale:
         """As the wrapper's, for the class that a program names."""
         setting = "gradient_release=True, loss_scale=1024.0" if self.gradient_release else "dynamic=True"
-        return f"fp16opt.optim.{type(self).__name__}(..., {setting})", "loss_scale=1.0"
+        return WayToScale(f"fp16opt.optim.{type(self).__name__}(..., {setting})")
 
     def _masters_are_new(self) -> bool:
         """Whether masters have the model's values, and not those of a checkpoint. Syncs."""

@@ -38,7 +38,7 @@ from .engine.fused_registry import counters_saved, fused_spec_for, no_fused_step
 from .engine.fused_step import FusedStep
 from .engine.gradients import Gradients
 from .engine.masters import FullMasters, Masters, NoMasters, on_memory_of, own_masters
-from .engine.missing_scale import underflow, warn_missing_scale, without_scale
+from .engine.missing_scale import WayToScale, underflow, warn_missing_scale, without_scale
 from .engine.model_writes import ModelWrites
 from .engine.modes import state8
 from .engine.modes.bucketed_step import BucketedStep, Certified
@@ -230,6 +230,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self._make(optimizer, master_weights, on_model_write)
         make_hook_tables(self, self.optimizer)
         self._patch_step_function()
+        self.way_to_scale = self._way_to_scale()
 
     def _make(self, optimizer: Optimizer, master_weights: str, on_model_write: str) -> None:
         kinds: dict[str, Callable[[], Masters]] = {
@@ -940,14 +941,14 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             pairs = without_scale(self.params.all)
             lost = None if self.gradient_release else underflow(pairs, type(self.step_state.standing) is Summed)
             if pairs:
-                warn_missing_scale(self.lines, pairs, lost, *self._way_to_scale(), scale.is_plain)
+                warn_missing_scale(self.lines, pairs, lost, self.way_to_scale, scale.is_plain)
         self._may_lack_scale = False
 
-    def _way_to_scale(self) -> tuple[str, str]:
-        """The line that gives a loss scale, and the argument that says that none is wanted, in this face's words."""
+    def _way_to_scale(self) -> WayToScale:
+        """In this face's words, unless a trainer has put its own in the place of ``way_to_scale``."""
         if self.gradient_release:
-            return "MixedPrecisionOptimizer(optimizer, gradient_release=True, loss_scale=1024.0)", "loss_scale=1.0"
-        return "MixedPrecisionOptimizer(optimizer, dynamic=True)", "loss_scale=1.0"
+            return WayToScale("MixedPrecisionOptimizer(optimizer, gradient_release=True, loss_scale=1024.0)")
+        return WayToScale("MixedPrecisionOptimizer(optimizer, dynamic=True)")
 
     def check_external_scale(self) -> None:
         """Raise ``RuntimeError`` where a GradScaler can't be the one that scales, with both ways out."""

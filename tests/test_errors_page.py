@@ -353,6 +353,38 @@ def no_scale() -> None:
     Training().step(1e-6)
 
 
+class Buffered(SGD):
+    """Keeps parts of one buffer beside its state, as Muon does."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.flat = torch.zeros(10, dtype=torch.float16)
+
+
+def halves_outside_of_state() -> None:
+    Training(Buffered)
+
+
+def not_in_one_pass() -> None:
+    one = Training(dynamic=True)
+    one.step()
+    one.opt.param_groups[0]["differentiable"] = True
+    one.step()
+
+
+def halves_under_a_grad_scaler() -> None:
+    layer = nn.Linear(4, 2).bfloat16()
+    scaler, plain = GradScaler("cpu"), SGD(layer.parameters(), lr=0.1)
+    scaler.scale(layer(torch.ones(3, 4).bfloat16()).float().sum()).backward()
+    scaler.step(plain)
+
+
+def no_gradients_under_a_grad_scaler() -> None:
+    scaler, layer, other = GradScaler("cpu"), nn.Linear(4, 2), nn.Linear(4, 2)
+    scaler.scale(other(torch.ones(3, 4)).sum()).backward()
+    scaler.step(SGD(layer.parameters(), lr=0.1))
+
+
 def no_gradients() -> None:
     one = Training()
     other = nn.Linear(4, 2)
@@ -534,7 +566,42 @@ def check_of_a_loop_alone() -> None:
     fp16opt.check(model, lambda: model(torch.ones(3, 4)).sum(), train_step=lambda: None)
 
 
+# -- in trainers -------------------------------------------------------------------------------------------------------
+
+
+def prepare(precision: str, master_weights: dict[str, Any] | None) -> None:
+    accelerate = pytest.importorskip("fp16opt.integrations.accelerate", exc_type=ImportError)
+    from accelerate.state import AcceleratorState, GradientState
+
+    try:
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision, master_weights=master_weights)
+        model = nn.Linear(4, 2).half()
+        accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    finally:  # Accelerate keeps its settings in the process
+        AcceleratorState._reset_state(True)  # type: ignore[no-untyped-call]
+        GradientState._reset_state()  # type: ignore[no-untyped-call]
+
+
+def prepared_without_masters() -> None:
+    prepare("no", None)
+
+
+def halves_under_bf16() -> None:
+    prepare("bf16", {"dynamic": True})
+
+
+def mixin_behind() -> None:
+    pytest.importorskip("transformers")
+    from transformers import Trainer
+
+    from fp16opt.integrations.transformers import MasterWeightsMixin
+
+    class Tuning(Trainer, MasterWeightsMixin):  # type: ignore[misc]
+        pass
+
+
 R, T, V, L = RuntimeError, TypeError, ValueError, None  # L: logged, not raised
+W = UserWarning
 
 
 def apart(monkeypatch: pytest.MonkeyPatch, lr: float, asked: Asked) -> None:
@@ -591,6 +658,8 @@ PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "backward after unscale_": (R, backward_after_unscale),
     "updated after unscale_": (R, updated_after_unscale),
     "never wrapped": (V, never_wrapped),
+    "halves under a GradScaler": (W, halves_under_a_grad_scaler),
+    "no gradients under a GradScaler": (W, no_gradients_under_a_grad_scaler),
     "meta": (V, meta),
     "wrapped twice": (T, wrapped_twice),
     "behind the back": (R, behind_the_back),
@@ -605,6 +674,8 @@ PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "another module": (V, another_module),
     "eps": (L, eps),
     "no scale": (L, no_scale),
+    "halves outside of state": (L, halves_outside_of_state),
+    "not in one pass": (L, not_in_one_pass),
     "no gradients": (L, no_gradients),
     "sums without backward": (L, sums_without_backward),
     "too large": (L, too_large),
@@ -621,6 +692,9 @@ PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "floor": (L, floor),
     "under a GradScaler": (L, under_a_grad_scaler),
     "too many in a row": (LossScaleError, too_many_in_a_row),
+    "prepared without masters": (L, prepared_without_masters),
+    "halves under BF16": (L, halves_under_bf16),
+    "mixin behind": (T, mixin_behind),
     "settings drifted": (R, settings_drifted),
     "another order": (R, another_order),
     "saved by one": (R, saved_by_one),
@@ -646,6 +720,10 @@ def said(key: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The message of one case."""
     error, provoke = PROVOKED[key]
     given = (monkeypatch,) if "monkeypatch" in provoke.__annotations__ else ()
+    if error is W:
+        with pytest.warns(W) as warned:
+            provoke(*given)
+        return str(warned[0].message)
     if error is not None:
         with pytest.raises(error) as caught:
             provoke(*given)
@@ -774,3 +852,62 @@ def test_every_refusal_of_the_stages_is_on_the_page() -> None:
             if longest and not any(one in longest for one in NOT_THERE):
                 missing.append((name, node.lineno, longest[:60]))
     assert missing == []
+
+
+IN_THE_LOG = (
+    "engine",
+    "certify",
+    "distributed",
+    "integrations",
+    "grad_scaler",
+    "optimizer.py",
+    "averaging.py",
+    "deltas.py",
+)
+"""What speaks to who trains. Kernels that can't serve are docs/gpu.md's, and apex's faces log in apex's words."""
+
+OTHER_LINES = (
+    "fp16opt.register_one_pass is called fp16opt.register_fused_step now",  # an old name: says all
+    "is outside [min_scale, max_scale]",  # a loaded scale: says all
+)
+
+
+def warned_of(tree: ast.Module) -> list[tuple[int, str]]:
+    """The longest plain piece of each text that is logged or warned of, by line."""
+    found = []
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        texts = {
+            target.id: node.value
+            for node in ast.walk(function)
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+            words = _words_of(call, ast.unparse(call.func))
+            if words is None:
+                continue
+            words = texts.get(words.id, words) if isinstance(words, ast.Name) else words
+            constants = [one.value for one in ast.walk(words) if isinstance(one, ast.Constant)]
+            pieces = [piece for text in constants if isinstance(text, str) for piece in re.split(r"%[a-z]|%%", text)]
+            found.append((call.lineno, " ".join(max(pieces, key=len, default="").split())))
+    return [(line, piece) for line, piece in found if piece]
+
+
+def _words_of(call: ast.Call, name: str) -> ast.expr | None:
+    if name.endswith("lines.say"):
+        return None if "DEBUG" in ast.unparse(call.args[0]) or "INFO" in ast.unparse(call.args[0]) else call.args[1]
+    if name.endswith(("logger.warning", "logger.error", "warnings.warn")):
+        return call.args[0]
+    return call.args[1] if name.endswith("_warn_once") else None
+
+
+def test_every_line_of_the_log_is_in_the_table() -> None:
+    root = Path(fp16opt.__file__).parent
+    heard = {}
+    for path in sorted(root.rglob("*.py")):
+        if path.relative_to(root).parts[0] in IN_THE_LOG:
+            for line, piece in warned_of(ast.parse(path.read_text("utf-8"))):
+                heard[f"{path.relative_to(root)}:{line}"] = piece
+    assert all(any(one in piece for piece in heard.values()) for one in OTHER_LINES), "lines are found"
+    assert {at: piece for at, piece in heard.items() if not any(one in piece for one in OTHER_LINES)} == {}

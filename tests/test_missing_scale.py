@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD
 
 import fp16opt.optim
-from fp16opt import DynamicLossScaler, GradScaler, MixedPrecisionOptimizer, StaticLossScaler
+from fp16opt import DynamicLossScaler, GradScaler, MixedPrecisionOptimizer, StaticLossScaler, amp
 from fp16opt.engine import missing_scale
+from fp16opt.engine.missing_scale import WayToScale
 from fp16opt.fp16_utils import FP16_Optimizer
 from fp16opt.integrations.optimizer_group import OptimizerGroup
 
@@ -55,6 +56,8 @@ def train(opt: Any, params: list[nn.Parameter], steps: int = 3, plain: bool = Fa
         opt.step()
 
 
+RELEASED = {"gradient_release": True}
+RELEASE = r"Write MixedPrecisionOptimizer\(optimizer, gradient_release=True, loss_scale=1024\.0\)"
 WRAPPED = r"Write MixedPrecisionOptimizer\(optimizer, dynamic=True\)"
 COUNTED = r"in this step 1 of 4 elements are 0, and 1 more are under 6\.1e-05"
 
@@ -93,6 +96,58 @@ def test_the_class_path_and_apexs_face_name_their_own_line(log: pytest.LogCaptur
     params = weights()
     train(FP16_Optimizer(SGD(params, lr=0.5), static_loss_scale=1.0), params)
     assert said(log) == []
+
+
+def test_amp_names_its_own_line_and_knows_what_the_script_has_written(log: pytest.LogCaptureFixture) -> None:
+    """O2 is dynamic by itself, O3 has a scale of 1 by itself."""
+    cases: list[tuple[dict[str, Any], bool, int]] = [
+        ({"opt_level": "O2"}, False, 0),
+        ({"opt_level": "O2", "loss_scale": 1.0}, False, 0),
+        ({"opt_level": "O2", "loss_scale": "1"}, False, 0),
+        ({"opt_level": "O2", "loss_scale": 64.0}, False, 0),
+        ({"opt_level": "O3", "master_weights": True, "loss_scale": 1}, False, 0),
+        ({"opt_level": "O3", "master_weights": True}, False, 1),
+        ({"opt_level": "O2", "loss_scale": "dynamic"}, True, 1),
+    ]
+    for options, plain, lines in cases:
+        model = nn.Linear(4, 4)
+        model, opt = amp.initialize(model, SGD(model.parameters(), lr=0.5), verbosity=0, **options)
+        for _ in range(3):
+            opt.zero_grad()
+            loss = model(torch.ones(1, 4)).float().sum()
+            if plain:
+                loss.backward()
+            else:
+                with amp.scale_loss(loss, opt) as scaled:
+                    scaled.backward()
+            opt.step()
+        amp._amp_state.handle._deactivate()
+        heard = said(log)
+        assert len(heard) == lines, options
+        for line in heard:
+            assert 'Write amp.initialize(..., loss_scale="dynamic")' in line
+            assert "; or loss_scale=1.0 to say" in line
+            assert (
+                "and `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()` in place of" in line
+            ) == plain
+
+
+def test_a_trainer_s_words_are_said_of_what_it_wraps(log: pytest.LogCaptureFixture) -> None:
+    words = WayToScale("Trainer(scales=True)", "Trainer(scales=False)", "trainer.backward(loss)")
+    for options, wanted in (
+        ({}, r"Write Trainer\(scales=True\); or Trainer\(scales=False\) to say"),
+        (RELEASED, RELEASE),
+    ):
+        params = weights()
+        (opt,) = OptimizerGroup([SGD(params, lr=0.5)], options=options, way_to_scale=words).optimizers
+        train(*copy.deepcopy((opt, params)))
+        (line,) = said(log)
+        assert re.search(wanted, line)
+    params = weights()
+    (opt,) = OptimizerGroup([SGD(params, lr=0.5)], way_to_scale=words).optimizers
+    train(opt, params, plain=True)
+    (line,) = said(log)
+    assert "scales=True), and trainer.backward(loss) in place of loss.backward(); or" in line
 
 
 def test_fp32_sums_are_counted(log: pytest.LogCaptureFixture) -> None:

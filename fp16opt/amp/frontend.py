@@ -85,7 +85,8 @@ def initialize(
     _check_verbosity(verbosity)
     _check(model_list, optimizer_list, cast_model_outputs)
     scalers = _make_scalers(properties.loss_scale, num_losses, min_loss_scale, max_loss_scale, optimizer_list)
-    _prepare(model_list, optimizer_list, properties, cast_model_outputs, verbosity)
+    means_no_scale = loss_scale is not None and properties.loss_scale == 1.0
+    _prepare(model_list, optimizer_list, properties, cast_model_outputs, verbosity, means_no_scale)
     _begin_session(properties, scalers, verbosity, min_loss_scale, max_loss_scale)
     if properties.patch_torch_functions:
         _amp_state.casts.activate(verbose=verbosity > 1)
@@ -104,10 +105,11 @@ def _prepare(
     properties: Properties,
     outputs: torch.dtype | None,
     verbosity: int,
+    means_no_scale: bool,
 ) -> None:
     """Change models and optimizers that were found good."""
     casts = bool(properties.patch_torch_functions)
-    setup = Setup(_amp_state.loss_scalers, bool(properties.master_weights), casts, verbosity)
+    setup = Setup(_amp_state.loss_scalers, bool(properties.master_weights), casts, verbosity, means_no_scale)
     for model in models:
         prepare_model(model, properties, outputs, _amp_state.fp32_modules)
     names = [pair for number, model in enumerate(models) for pair in _names(model, number, len(models))]

@@ -26,12 +26,14 @@ class Setup:
         master_weights: Whether 16-bit parameters get masters. If not, optimizers stay plain.
         function_casts: Whether functions cast their inputs (O1).
         verbosity: 0: silent.
+        means_no_scale: Whether the script has written ``loss_scale=1.0``.
     """
 
     scalers: list[LossScaler]
     master_weights: bool
     function_casts: bool
     verbosity: int
+    means_no_scale: bool = False
 
 
 class AmpLog(SkipLog):

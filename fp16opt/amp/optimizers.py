@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..engine.arguments import check_loss
+from ..engine.missing_scale import WayToScale
 from ..engine.stage import OverflowCheck
 from ..engine.wrapped_step import HOOKS
 from ..optimizer import MixedPrecisionOptimizer
@@ -35,11 +36,17 @@ class AmpOptimizer(Initialised, MixedPrecisionOptimizer):
         MixedPrecisionOptimizer.__init__(
             self,
             inner,
+            loss_scale=1.0 if setup.means_no_scale else None,  # the engine's own; amp's scalers come with the losses
             named_parameters=names,
             fused_step=False,  # the user's own optimizer steps, to the bit
         )
         self.amp = setup
         self._attach()
+
+    def _way_to_scale(self) -> WayToScale:
+        """As the wrapper's, in amp's words."""
+        scaled = "`with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`"
+        return WayToScale('amp.initialize(..., loss_scale="dynamic")', "loss_scale=1.0", scaled)
 
     def _attach(self) -> None:
         self._delayed: set[int] = set()  # ids of scalers whose last backward was left as it is

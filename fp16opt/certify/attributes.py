@@ -6,7 +6,6 @@ in 16 bits they would round the masters each time they are written back.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..engine import errors
 from ..engine.diagnostics import Lines, describe
 from ..engine.dtensors import local
 from ..engine.params import HALF_DTYPES, ParamTable
@@ -34,14 +34,7 @@ def convert_attributes(optimizer: Optimizer, params: ParamTable, lines: Lines) -
     """
     left = _Conversion(optimizer, params).run()
     if left:
-        lines.say(
-            logging.WARNING,
-            "%s keeps 16-bit tensors outside of its state: %s. They stay as they are: if they are more than buffers of "
-            "a step, what is computed with them is rounded. Keep them in state[p], or make them FP32.",
-            type(optimizer).__name__,
-            describe(left),
-            once=True,
-        )
+        lines.tell(errors.HALVES_OUTSIDE_OF_STATE, once=True, optimizer=type(optimizer).__name__, names=describe(left))
 
 
 class _Conversion:

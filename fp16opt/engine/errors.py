@@ -417,6 +417,33 @@ NEVER_WRAPPED = Refusal(
     shown={"names": "group 0, param 0; group 0, param 1"},
 )
 
+HALVES_UNDER_A_GRAD_SCALER = Refusal(
+    key="halves under a GradScaler",
+    kind=UserWarning,
+    heading="16-bit weights that a GradScaler steps itself",
+    text="""parameters in 16 bits are stepped without FP32 masters: {names}. Updates smaller than half a unit in the
+    last place are lost. Wrap the optimizer in fp16opt.MixedPrecisionOptimizer.""",
+    what_happened="""`fp16opt.GradScaler` steps a plain optimizer over BF16 weights, or over FP16 ones with
+    `allow_16bit_weights=True`. It says so once, as a `UserWarning`.""",
+    what_to_do="""Write `optimizer = MixedPrecisionOptimizer(optimizer)` where the optimizer is made: [do I need
+    masters?](do-i-need-masters.md) tells what is lost without.""",
+    shown={"names": "group 0, param 0; group 0, param 1"},
+)
+
+NO_GRADIENTS_UNDER_A_GRAD_SCALER = Refusal(
+    key="no gradients under a GradScaler",
+    kind=UserWarning,
+    heading="A step of a GradScaler without gradients",
+    text="""no parameter of {optimizer} has a gradient, so this step does nothing and the scale stays. Does the loss
+    depend on them, and was the model moved or replaced after the optimizer was made?""",
+    what_happened="""`scaler.step(optimizer)` found no gradient, where torch's GradScaler raises `No inf checks were
+    recorded for this optimizer`. It says so once, as a `UserWarning`.""",
+    what_to_do="""Look whether the loss uses these parameters. Make the optimizer after the model is moved, converted or
+    replaced.""",
+    shown={"optimizer": "SGD"},
+)
+
+
 # -- The wrapped optimizer and the model -------------------------------------------------------------------------------
 
 OPTIMIZER_AND_MODEL = Chapter(
@@ -596,10 +623,8 @@ GRADIENTS_LOST = (
     ": in this step {zero} of {elements} elements are 0, and {subnormal} more are under {tiny:.1e}, where FP16 loses "
     "digits"
 )
-BACKWARD_BY_OPT = (
-    ", and opt.backward(loss) in place of loss.backward() (trainers that call it themselves have a module in "
-    "fp16opt.integrations)"
-)
+BACKWARD_BY = ", and {call} in place of loss.backward()"
+TRAINERS_HAVE_MODULES = " (trainers that call it themselves have a module in fp16opt.integrations)"
 
 NO_SCALE = Line(
     key="no scale",
@@ -612,7 +637,9 @@ NO_SCALE = Line(
     once, at the first step, whichever way `backward` was called, and counts what that step's gradients have lost. A run
     that goes on so may look healthy and end with a worse loss.""",
     what_to_do="""Construct with `dynamic=True` and call `opt.backward(loss)`. In a trainer that calls `backward` itself
-    use its module in `fp16opt.integrations`. Where a scale of 1 is meant, write `loss_scale=1.0`.""",
+    use its module in `fp16opt.integrations`. Where a scale of 1 is meant, write `loss_scale=1.0`. The message
+    has the words of what you use: by `amp.initialize` it names `loss_scale="dynamic"`, in Accelerate, transformers,
+    Lightning, Fabric and timm the argument of their module.""",
     shown={
         "names": "fc.weight, fc.bias",
         "lost": GRADIENTS_LOST.format(zero=0, elements=10, subnormal=10, tiny=6.1e-5),
@@ -620,6 +647,33 @@ NO_SCALE = Line(
         "calls": "",
         "meant": "loss_scale=1.0",
     },
+)
+
+HALVES_OUTSIDE_OF_STATE = Line(
+    key="halves outside of state",
+    level=logging.WARNING,
+    heading="16-bit tensors that an optimizer keeps beside its state",
+    text="""{optimizer} keeps 16-bit tensors outside of its state: {names}. They stay as they are: if they are more than
+    buffers of a step, what is computed with them is rounded. Keep them in state[p], or make them FP32.""",
+    what_happened="""The class of the optimizer keeps 16-bit tensors in attributes of its own. Copies of parameters, as
+    Lookahead's slow weights, become FP32 where the optimizer is wrapped. These have another shape than any parameter,
+    so that nothing tells what they are for.""",
+    what_to_do="""Nothing where they are scratch memory that each step writes anew, as Muon's buffer is. Where they live
+    on from step to step, have the class keep them in `state[p]`, which is FP32, or make them FP32.
+    [`fp16opt.certify`](certify.md) tries the class.""",
+    shown={"optimizer": "Buffered", "names": "flat"},
+)
+
+NOT_IN_ONE_PASS = Line(
+    key="not in one pass",
+    level=logging.WARNING,
+    heading="The optimizer no longer steps in one pass",
+    text="the wrapped optimizer steps itself from here on, and not in one pass: {reason}.",
+    what_happened="""A setting that the one-pass step does not know was given to a group, after steps that took one
+    pass. The numbers are right: torch's own code steps from now on, with some more passes over memory.""",
+    what_to_do="""Nothing; or take the setting back. `fused_step=False` has the wrapped optimizer step by itself from
+    the start.""",
+    shown={"reason": "group 0 has differentiable=True"},
 )
 
 NO_GRADIENTS = Line(
@@ -864,6 +918,47 @@ TOO_MANY_IN_A_ROW = Refusal(
     tries scales.""",
     shown={"times": 2, "limit": 2, "scale": 256.0, "where": "fc.weight (inf), fc.bias (inf)"},
 )
+
+# -- In trainers -------------------------------------------------------------------------------------------------------
+
+IN_TRAINERS = Chapter(
+    heading="In trainers",
+)
+
+PREPARED_WITHOUT_MASTERS = Line(
+    key="prepared without masters",
+    level=logging.WARNING,
+    heading="FP16 weights were prepared without masters",
+    text="""an optimizer that steps FP16 weights was prepared, and master_weights was not given: small updates are lost,
+    and the loss is not scaled. Write Accelerator(master_weights={{"dynamic": True}}).""",
+    what_happened="""`fp16opt.integrations.accelerate.Accelerator` was made without `master_weights`, and is
+    Accelerate's own then: the optimizer steps FP16 weights themselves.""",
+    what_to_do='Give `master_weights={"dynamic": True}`. [Accelerate](accelerate.md) has a whole loop.',
+)
+
+HALVES_UNDER_BF16 = Line(
+    key="halves under BF16",
+    level=logging.WARNING,
+    heading="FP16 weights under BF16 autocast",
+    text="""FP16 weights run under BF16 autocast (bf16=True, which TRL's configs have by default, or
+    mixed_precision="bf16"): every product casts them to BF16 and loses 3 of their 11 bits. Write bf16=False: 16-bit
+    weights need no autocast. Or load the model in BF16.""",
+    what_happened="The model was loaded in FP16, and the trainer's arguments ask for BF16 autocast.",
+    what_to_do="Write `bf16=False`, in TRL's configs too; or load the model with `dtype=torch.bfloat16`.",
+)
+
+MIXIN_BEHIND = Refusal(
+    key="mixin behind",
+    kind=TypeError,
+    heading="The mixin stands behind its Trainer",
+    text="""{mine}: MasterWeightsMixin stands behind {trainer}, and would change nothing. Write class
+    {mine}(MasterWeightsMixin, {trainer}).""",
+    what_happened="""Python takes a method from the first base class that has it. Behind the Trainer the mixin's are
+    never called.""",
+    what_to_do="Name the mixin first: `class Tuning(MasterWeightsMixin, SFTTrainer)`.",
+    shown={"mine": "Tuning", "trainer": "Trainer"},
+)
+
 
 # -- On several ranks --------------------------------------------------------------------------------------------------
 

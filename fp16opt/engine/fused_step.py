@@ -8,7 +8,6 @@ the plan again; anything else makes a new one, which checks all state before any
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from ..kernels.lists import is_dense
 from ..kernels.pieces import WHOLE, Piece
 from ..kernels.reference_steps import Factors
 from ..kernels.tensor_lists import are_items, hold
+from . import errors
 from .diagnostics import Lines
 from .dtensors import piece_of, pieces, raw_grads
 from .fused_registry import (
@@ -453,8 +453,7 @@ class FusedStep:
             )
         if not self._has_warned and (self.wanted is True or self._has_served):
             self._has_warned = True
-            text = "the wrapped optimizer steps itself from here on, and not in one pass: %s."
-            self.lines.say(logging.WARNING, text, reason)
+            self.lines.tell(errors.NOT_IN_ONE_PASS, reason=reason)
 
     def skips_on_device(self) -> bool:
         """See :class:`Stepper`. Not where the first step fills state: the host decides whether there is some after."""

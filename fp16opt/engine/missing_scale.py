@@ -16,6 +16,7 @@ from .params import ParamPair
 
 _TINY = torch.finfo(torch.float16).tiny
 _ZERO, _SUBNORMAL = kernels.MEASURED.index("zero"), kernels.MEASURED.index("subnormal")
+_OWN_BACKWARD = "opt.backward(loss)"
 
 
 class Underflow(NamedTuple):
@@ -29,6 +30,20 @@ class Underflow(NamedTuple):
     elements: int
     zero: int
     subnormal: int
+
+
+class WayToScale(NamedTuple):
+    """The words that a face has for the lines that give FP16 weights a loss scale.
+
+    Attributes:
+        write: the line that gives a scale.
+        meant: the argument that says that none is wanted.
+        backward: what stands in place of a plain ``loss.backward()``.
+    """
+
+    write: str
+    meant: str = "loss_scale=1.0"
+    backward: str = _OWN_BACKWARD
 
 
 def without_scale(pairs: Iterable[ParamPair]) -> list[ParamPair]:
@@ -70,23 +85,27 @@ def _elements_of(grad: Tensor) -> Tensor:
 
 
 def warn_missing_scale(
-    lines: Lines, pairs: Sequence[ParamPair], lost: Underflow | None, way_out: str, meant: str, is_plain: bool
+    lines: Lines, pairs: Sequence[ParamPair], lost: Underflow | None, way: WayToScale, is_plain: bool
 ) -> None:
     """Warn, once, that FP16 weights are trained at a scale of 1 that the user has not written: mostly forgotten.
 
     Args:
         pairs: with FP16 weights.
         lost: of their gradients; None where it is not known.
-        way_out: the line that gives a scale.
-        meant: the argument that says that none is wanted.
+        way: in the words of the face that the user has.
         is_plain: whether the user, or a trainer, runs backward without the optimizer, which could not scale.
     """
+    calls = ""
+    if is_plain:
+        calls = errors.BACKWARD_BY.format(call=way.backward)
+        if way.backward == _OWN_BACKWARD:
+            calls += errors.TRAINERS_HAVE_MODULES
     lines.tell(
         errors.NO_SCALE,
         once=True,
         names=describe([pair.name for pair in pairs]),
         lost="" if lost is None else errors.GRADIENTS_LOST.format(tiny=_TINY, **lost._asdict()),
-        way_out=way_out,
-        calls=errors.BACKWARD_BY_OPT if is_plain else "",
-        meant=meant,
+        way_out=way.write,
+        calls=calls,
+        meant=way.meant,
     )

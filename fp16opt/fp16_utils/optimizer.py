@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from .. import scaling
 from ..engine.arguments import make_scaler as default_scaler
 from ..engine.diagnostics import Overflow, SkipLog
+from ..engine.missing_scale import WayToScale
 from ..optimizer import MixedPrecisionOptimizer
 from .loss_scalers import LossScaler, make_scaler, view_of
 from .saved_files import engine_scaler, engine_state, face_state
@@ -86,9 +87,9 @@ class FP16_Optimizer(MixedPrecisionOptimizer):
         if not verbose:
             self.outcome.log = _Quiet(self.lines)
 
-    def _way_to_scale(self) -> tuple[str, str]:
+    def _way_to_scale(self) -> WayToScale:
         """As the wrapper's, in apex's words."""
-        return "FP16_Optimizer(optimizer, dynamic_loss_scale=True)", "static_loss_scale=1.0"
+        return WayToScale("FP16_Optimizer(optimizer, dynamic_loss_scale=True)", "static_loss_scale=1.0")
 
     # -- the old words -----------------------------------------------------------------------------------------------
 

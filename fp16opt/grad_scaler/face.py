@@ -17,6 +17,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from .. import kernels
+from ..engine import errors
 from ..engine.arguments import check_number
 from ..engine.diagnostics import Overflow, SkipLog, describe
 from ..engine.modes.closures import Evaluation
@@ -365,11 +366,7 @@ class GradScaler(torch.amp.GradScaler):
         gradients.collect(optimizer, allow_fp16 or self._steps_itself or self._allow_16bit_weights)
         halves = gradients.halves()
         if halves:
-            self._warn_once(
-                "no masters",
-                f"parameters in 16 bits are stepped without FP32 masters: {describe(halves)}. Updates smaller than "
-                "half a unit in the last place are lost. Wrap the optimizer in fp16opt.MixedPrecisionOptimizer.",
-            )
+            self._warn_once("no masters", errors.HALVES_UNDER_A_GRAD_SCALER.filled(names=describe(halves)))
         found = gradients.unscale(inv_scale)
         if self._rule.follows_norms:
             self._rule.see(gradients.largest_norm(self._rule.growth_tracker.device))
@@ -615,11 +612,8 @@ class GradScaler(torch.amp.GradScaler):
             optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def _warn_no_gradients(self, optimizer: Optimizer) -> None:
-        self._warn_once(
-            "no gradients",
-            f"no parameter of {type(optimizer).__name__} has a gradient, so this step does nothing and the scale "
-            "stays. Does the loss depend on them, and was the model moved or replaced after the optimizer was made?",
-        )
+        name = type(optimizer).__name__
+        self._warn_once("no gradients", errors.NO_GRADIENTS_UNDER_A_GRAD_SCALER.filled(optimizer=name))
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adjust the scale, once per iteration, after all steps. Any overflow of any optimizer counts as one.

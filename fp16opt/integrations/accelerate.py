@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..engine import errors
+from ..engine.missing_scale import WayToScale
 from ..grad_scaler import GradScaler
 from ..optimizer import MixedPrecisionOptimizer
 from .optimizer_group import OptimizerGroup, has_fp16, has_halves, named_parameters, params_of
@@ -64,6 +66,12 @@ class Accelerator(accelerate.Accelerator):
         >>> accelerator.optimizer_step_was_skipped, [str(p.dtype) for p in optimizer.param_groups[0]["params"]]
         (False, ['torch.float32', 'torch.float32'])
     """
+
+    way_to_scale = WayToScale(
+        'Accelerator(master_weights={"dynamic": True})',
+        'master_weights={"loss_scale": 1.0}',
+        "accelerator.backward(loss)",
+    )
 
     def __init__(self, *args: Any, master_weights: dict[str, Any] | None = None, **kwargs: Any) -> None:
         check_options(master_weights)
@@ -144,10 +152,7 @@ class Accelerator(accelerate.Accelerator):
             return
         if not self.__dict__.get("_told"):
             self._told = True
-            _logger.warning(
-                "an optimizer that steps FP16 weights was prepared, and master_weights was not given: small updates "
-                'are lost, and the loss is not scaled. Write Accelerator(master_weights={"dynamic": True}).'
-            )
+            _logger.warning(errors.PREPARED_WITHOUT_MASTERS.filled())
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
         """Accelerate's, of a class that knows of skips."""
@@ -186,12 +191,8 @@ class Accelerator(accelerate.Accelerator):
             )
         options = self.options_for(params)
         if self.mixed_precision == "bf16" and has_fp16(params):
-            _logger.warning(
-                "FP16 weights run under BF16 autocast (bf16=True, which TRL's configs have by default, or "
-                'mixed_precision="bf16"): every product casts them to BF16 and loses 3 of their 11 bits. Write '
-                "bf16=False: 16-bit weights need no autocast. Or load the model in BF16."
-            )
-        self._join(OptimizerGroup(inside, named_parameters(*self._models), options))
+            _logger.warning(errors.HALVES_UNDER_BF16.filled())
+        self._join(OptimizerGroup(inside, named_parameters(*self._models), options, self.way_to_scale))
 
     def _join(self, group: OptimizerGroup) -> None:
         for prepared, wrapped in zip(self._optimizers, group.optimizers, strict=True):

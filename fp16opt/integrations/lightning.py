@@ -17,12 +17,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..engine.missing_scale import WayToScale
 from ..optimizer import MixedPrecisionOptimizer
 from .lightning_finetuning import adapt
 from .optimizer_group import OptimizerGroup, WaitingScheduler, check_not_released, named_parameters, says_scale
 
 _PRECISIONS = ("16-true", "bf16-true")
 Precision = Literal["16-true", "bf16-true"]
+
+
+def _way_to_scale(plugin: str, backward: str) -> WayToScale:
+    return WayToScale(f'{plugin}("16-true", dynamic=True)', "loss_scale=1.0", backward)
 
 
 def _settings(precision: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +110,8 @@ class MasterWeightsPrecision(HalfPrecision):
         self._end()
         if not optimizers:
             return model, optimizers, lr_schedulers
-        group = OptimizerGroup([_ours(one) for one in optimizers], named_parameters(model), self.options)
+        way = _way_to_scale("MasterWeightsPrecision", "self.manual_backward(loss)")
+        group = OptimizerGroup([_ours(one) for one in optimizers], named_parameters(model), self.options, way)
         group.attach(model)
         if self.schedulers_wait:
             for config in lr_schedulers:
@@ -314,7 +320,9 @@ class FabricMasterWeightsPrecision(FabricHalfPrecision):
             raise TypeError("wrap: expected at least one optimizer, got none.")
         inside = [one.optimizer if is_wrapped(one) else one for one in optimizers]
         forward = getattr(model, "_forward_module", model)
-        group = OptimizerGroup(inside, () if forward is None else named_parameters(forward), self.options)
+        names = () if forward is None else named_parameters(forward)
+        way = _way_to_scale("FabricMasterWeightsPrecision", "fabric.backward(loss)")
+        group = OptimizerGroup(inside, names, self.options, way)
         if forward is not None:
             group.attach(forward)
         self._optimizer_group = group

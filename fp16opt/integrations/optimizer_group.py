@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ..engine import errors
 from ..engine.arguments import make_scaler
 from ..engine.diagnostics import Lines, describe
+from ..engine.missing_scale import WayToScale
 from ..engine.outcome import update_scale
 from ..engine.params import HALF_DTYPES
 from ..engine.stage import Ready
@@ -149,6 +150,7 @@ class OptimizerGroup:
         optimizers: Those that are wrapped already stay. The others are wrapped; several share one scaler.
         names: ``(name, parameter)`` of the models, for messages.
         options: Of ``MixedPrecisionOptimizer``, for those that are wrapped here.
+        way_to_scale: The trainer's words for the line that gives those a loss scale.
 
     Attributes:
         optimizers: All of them, wrapped, in the order given.
@@ -174,6 +176,7 @@ class OptimizerGroup:
         optimizers: Sequence[Optimizer],
         names: Iterable[tuple[str, Tensor]] = (),
         options: Mapping[str, Any] | None = None,
+        way_to_scale: WayToScale | None = None,
     ) -> None:
         known = list(names)
         settings = {"named_parameters": known, **(options or {})}
@@ -184,8 +187,12 @@ class OptimizerGroup:
             check_trains(optimizers, {id(param) for _, param in known})
         if bare and (len(bare) > 1 or wrapped):
             settings = self._sharing(settings, len(bare), wrapped)
-        made = iter([MixedPrecisionOptimizer(one, **mine) for one, mine in zip(bare, _each(settings), strict=False)])
-        self.optimizers = [one if isinstance(one, MixedPrecisionOptimizer) else next(made) for one in optimizers]
+        made = [MixedPrecisionOptimizer(one, **mine) for one, mine in zip(bare, _each(settings), strict=False)]
+        for one in made:
+            if way_to_scale is not None and not one.gradient_release:  # which takes no dynamic scale
+                one.way_to_scale = way_to_scale
+        others = iter(made)
+        self.optimizers = [one if isinstance(one, MixedPrecisionOptimizer) else next(others) for one in optimizers]
         self._lines = Lines()
         self._used: list[MixedPrecisionOptimizer] = []  # whose gradients the present backward must not add to
 

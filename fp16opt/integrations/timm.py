@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..engine.missing_scale import WayToScale
 from ..optimizer import MixedPrecisionOptimizer
 from .optimizer_group import OptimizerGroup, check_not_released, masters_of, named_parameters, scaled_by_dtype
 
@@ -40,7 +41,9 @@ def with_masters(
         (False, 65536.0)
     """
     names = named_parameters(model)
-    group = OptimizerGroup([optimizer], names, scaled_by_dtype(options, (param for _, param in names)))
+    settings = scaled_by_dtype(options, (param for _, param in names))
+    way = WayToScale("with_masters(optimizer, model, dynamic=True)", "loss_scale=1.0", "loss_scaler(loss, optimizer)")
+    group = OptimizerGroup([optimizer], names, settings, way)
     group.attach(model)
     return group.optimizers[0], MasterScaler()
 

@@ -12,6 +12,8 @@ import transformers
 from accelerate.utils import save_fsdp_model
 from torch import Tensor, nn
 
+from ..engine import errors
+from ..engine.missing_scale import WayToScale
 from ..engine.parts import inside
 from ..optimizer import MixedPrecisionOptimizer
 from .accelerate import SCALE_THEMSELVES, Accelerator, check_options, convert, masters_in
@@ -26,6 +28,12 @@ class TrainerAccelerator(Accelerator):
     The scale is dynamic where there are FP16 parameters, unless options say otherwise. FP32 models are left to the
     Trainer's own mixed precision.
     """
+
+    way_to_scale = WayToScale(
+        'Trainer(..., master_weights={"dynamic": True}), or leave "dynamic" out, which does the same',
+        'master_weights={"loss_scale": 1.0}',
+        "self.accelerator.backward(loss)",
+    )
 
     def begin(self, master_weights: dict[str, Any] | None) -> None:
         """Take the options. Whether the Trainer's own scaler is in the way is known when there is a model.
@@ -96,10 +104,7 @@ class MasterWeightsMixin:
         order = cls.__mro__
         if transformers.Trainer in order and order.index(transformers.Trainer) < order.index(MasterWeightsMixin):
             first = next(base for base in cls.__bases__ if issubclass(base, transformers.Trainer)).__name__
-            raise TypeError(
-                f"{cls.__name__}: MasterWeightsMixin stands behind {first}, and would change nothing. Write class "
-                f"{cls.__name__}(MasterWeightsMixin, {first})."
-            )
+            raise errors.MIXIN_BEHIND(mine=cls.__name__, trainer=first)
 
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's; then its accelerator is one that has masters."""

@@ -322,7 +322,8 @@ class Checking:
     def _scale_line(self) -> str:
         kinds = {param.dtype for param in self.trained.values()} | {p.dtype for p in self.model.parameters()}
         if self.wrapper is not None:
-            return "MixedPrecisionOptimizer(..., dynamic=True), and optimizer.backward(loss)"
+            way = self.wrapper.way_to_scale
+            return f"{way.write}, and {way.backward}"
         if torch.float16 in kinds:
             return f"{WRAP_DYNAMIC}\noptimizer.backward(loss)  # in place of loss.backward()"
         return (

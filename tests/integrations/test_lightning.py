@@ -21,6 +21,7 @@ pytest.importorskip("lightning")
 import lightning
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import grad_norm
 
 from fp16opt import DynamicLossScaler, Loaded, MixedPrecisionOptimizer, load_foreign
 from fp16opt.integrations.lightning import FabricMasterWeightsPrecision, MasterWeightsPrecision
@@ -894,3 +895,41 @@ def test_toggled_optimizers_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(RuntimeError, match="toggle_optimizer switches off what the other optimizers hold"):
         trainer.fit(Toggling())
+
+
+class Norms(Module):
+    """Logs the norm of the gradients, as Lightning's pages do it, and as the true one is had."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        try:
+            theirs = float(grad_norm(self, 2)["grad_2.0_norm_total"])
+        except RuntimeError as error:
+            theirs = None if "folded into FP32 sums" in str(error) else float("nan")
+        self.__dict__.setdefault("norms", []).append((theirs, float(optimizer.clip_master_grads(float("inf")))))
+
+
+class Counted(Module):
+    """Asks for the norm of the step that is over."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        norm = optimizer_of(self.trainer).stats()["grad_norm"]
+        self.__dict__.setdefault("norms", []).append(float("nan") if norm is None else norm)
+
+
+@pytest.mark.parametrize("clip", [None, 0.125])
+def test_the_norm_to_log(clip: float | None, tmp_path: Path) -> None:
+    """Of the model's gradients Lightning's is scaled, and FP32 sums have taken them: the masters' is the true one."""
+    weights, norms = [], []
+    for more in ({}, {"grad_accumulation": "fp32"}):
+        module = Norms()
+        plugin = MasterWeightsPrecision("16-true", loss_scale=64.0, fused_step=False, **more)
+        fit(module, plugin, tmp_path, batches(4), steps=4, gradient_clip_val=clip)
+        norms.append(module.norms)
+        weights.append([p.detach() for p in module.parameters()])
+    assert all(theirs == pytest.approx(64.0 * true, rel=1e-3) for theirs, true in norms[0])
+    assert norms[1] == [(None, true) for _, true in norms[0]]
+    bare = Counted()
+    plugin = MasterWeightsPrecision("16-true", loss_scale=64.0, fused_step=False)
+    fit(bare, plugin, tmp_path, batches(4), steps=4, gradient_clip_val=clip)
+    assert all(map(torch.equal, weights[0], bare.parameters())), "asking for the norm changes nothing"
+    assert bare.norms == pytest.approx([float("nan") if clip is None else true for _, true in norms[0]], nan_ok=True)

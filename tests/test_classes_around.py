@@ -1,0 +1,131 @@
+"""Classes that move weights after an optimizer's step: inside the wrapper, or around it with ``write_masters()``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD
+
+from fp16opt import MixedPrecisionOptimizer
+
+STEPS = 6
+ROUNDING = 2.0**-13  # by which a weight between 1/4 and 1/2 is off where the loss reads it in FP16
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Slow weights that follow at half the way, every second step."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.taken = base, 0
+        self.defaults: dict[str, Any] = {}
+        self.state: Any = {}
+        self.slow = [[p.detach().clone() for p in group["params"]] for group in base.param_groups]
+
+    @property
+    def param_groups(self) -> Any:
+        return self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+        self.taken += 1
+        if self.taken % 2 == 0:
+            for group, slows in zip(self.param_groups, self.slow, strict=True):
+                for p, slow in zip(group["params"], slows, strict=True):
+                    slow.add_(p - slow, alpha=0.5)
+                    p.copy_(slow)
+
+
+def model_of(dtype: torch.dtype) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(8, 4).to(dtype)
+
+
+def loss_of(model: nn.Linear, step: int) -> torch.Tensor:
+    data = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+    return nn.functional.linear(data, model.weight.float(), model.bias.float()).square().mean()
+
+
+def in_fp32(around: Any) -> list[torch.Tensor]:
+    """The weights of a training in FP32, of the FP16 weights' start."""
+    model = model_of(torch.float16).float()
+    opt = around(SGD(model.parameters(), lr=0.1))
+    for step in range(STEPS):
+        model.zero_grad()
+        loss_of(model, step).backward()
+        opt.step()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "around"])
+def test_lookahead(inside: bool) -> None:
+    model = model_of(torch.float16)
+    if inside:
+        opt = steps = MixedPrecisionOptimizer(Lookahead(SGD(model.parameters(), lr=0.1)), loss_scale=64.0)
+    else:
+        opt = MixedPrecisionOptimizer(SGD(model.parameters(), lr=0.1), loss_scale=64.0)
+        steps = Lookahead(opt)  # type: ignore[assignment]
+    for step in range(STEPS):
+        opt.zero_grad()
+        opt.backward(loss_of(model, step))
+        steps.step()
+        if not inside:
+            opt.write_masters()
+        for p, master in zip(model.parameters(), opt.master_params(), strict=True):
+            assert torch.equal(p, master.half()), "the model follows in the same step"
+    for master, plain in zip(opt.master_params(), in_fp32(Lookahead), strict=True):
+        assert torch.allclose(master, plain, rtol=0, atol=ROUNDING)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torchs_local_sgd_goes_inside() -> None:
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer  # type: ignore[attr-defined]
+
+    def around(opt: SGD) -> Any:
+        return PostLocalSGDOptimizer(opt, PeriodicModelAverager(period=2, warmup_steps=0))  # type: ignore[no-untyped-call]
+
+    model = model_of(torch.float16)
+    opt = MixedPrecisionOptimizer(around(SGD(model.parameters(), lr=0.1)), loss_scale=64.0)
+    for step in range(STEPS):
+        opt.zero_grad()
+        opt.backward(loss_of(model, step))
+        opt.step()
+    for p, master, plain in zip(model.parameters(), opt.master_params(), in_fp32(around), strict=True):
+        assert torch.equal(p, master.half())
+        assert torch.allclose(master, plain, rtol=0, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("base_trains", [False, True], ids=["frozen base", "base that trains"])
+def test_adapters_that_are_merged_and_taken_out_again(base_trains: bool) -> None:
+    """PEFT's merge rounds the base twice. Masters, where there are some, put it back; a frozen base has none."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = peft.get_peft_model(
+        nn.Sequential(nn.Linear(32, 32)).half(),
+        peft.LoraConfig(r=4, lora_alpha=64, target_modules=["0"], init_lora_weights=False),
+        autocast_adapter_dtype=False,
+    )
+    base = model.base_model.model[0].base_layer.weight.requires_grad_(base_trains)
+    opt = MixedPrecisionOptimizer(SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), loss_scale=64.0)
+    opt.backward(model(torch.ones(2, 32).half()).float().square().mean())
+    opt.step()
+    before = base.detach().clone()
+    model.merge_adapter()
+    model.unmerge_adapter()
+    assert not torch.equal(base, before)
+    opt.write_masters()
+    assert torch.equal(base, before) == base_trains
