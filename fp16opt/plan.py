@@ -207,8 +207,9 @@ class Plan:
     def report(self) -> str:
         """All of it as text."""
         shown = (
-            f"{count(self.params)} parameters, {self.ranks} rank{'s' * (self.ranks > 1)}, {self.shard}, "
-            f"{self.optimizer}, {self.masters} masters"
+            f"{count(self.params)} parameters, {self.ranks} rank{'s' * (self.ranks > 1)}, "
+            + ("" if self.shard == "none" else f"{self.shard}, ")
+            + f"{self.optimizer}, {self.masters} masters"
             + (", 8-bit state" if self.state == "8bit" else "")
             + ("" if self.fused_step else ", stepped by the wrapped optimizer")
             + (", gradients released" if self.release == "yes" else "")

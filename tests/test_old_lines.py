@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import fp16opt.distributed
 from fp16opt import AveragedMasters, GradScaler, MixedPrecisionOptimizer, amp, ema, optimizer_state
+from fp16opt.engine.modes import sums
 from fp16opt.fp16_utils import FP16_Optimizer
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "old-lines.md"
@@ -189,6 +192,23 @@ def gives_up_by_the_model() -> None:
             opt.zero_grad()
         else:
             opt.step()
+
+
+def gives_sums_up_by_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    for ranks, left in ((1, -1.0), (2, -2.0)):
+        weight = nn.Parameter(torch.zeros(2).half())
+        opt = MixedPrecisionOptimizer(SGD([weight], lr=1.0), grad_accumulation="fp32", loss_scale=8.0)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            fp16opt.distributed.attach(opt, None)
+            monkeypatch.setattr(sums, "_count_of_ranks", lambda ranks=ranks: ranks)
+            opt.backward(weight.float().sum())
+            weight.grad = None
+            opt.backward(weight.float().sum())
+            opt.step()
+        finally:
+            dist.destroy_process_group()
+        assert weight.tolist() == [left] * 2
 
 
 def changes_groups_after_a_clip() -> None:
@@ -581,7 +601,8 @@ ROWS: dict[str, Callable[..., None]] = {
     "`opt.update_master_grads()`": updates_after_unscale,
     "`clip_grad_norm_(opt": clips_masters,
     "`opt.backward(loss)`": backward_after_a_clip,
-    "`model.zero_grad()`": gives_up_by_the_model,
+    "`model.zero_grad()` after a clip": gives_up_by_the_model,
+    "`model.zero_grad()` between": gives_sums_up_by_the_model,
     "`opt.add_param_group": changes_groups_after_a_clip,
     "no `zero_grad()`": never_clears,
     "calls of `opt.step`": counts_calls,
@@ -608,12 +629,15 @@ ROWS: dict[str, Callable[..., None]] = {
 }
 
 
-LOGGING = (loads_the_model, clamps_with_autograd_off)
+ASKING = {
+    "caplog": (loads_the_model, clamps_with_autograd_off),
+    "monkeypatch": (gives_sums_up_by_the_model,),
+}
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_row(row: str, request: pytest.FixtureRequest) -> None:
-    needed = {"caplog": request.getfixturevalue("caplog")} if ROWS[row] in LOGGING else {}
+    needed = {name: request.getfixturevalue(name) for name, tests in ASKING.items() if ROWS[row] in tests}
     ROWS[row](**needed)
 
 

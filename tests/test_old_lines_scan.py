@@ -115,12 +115,11 @@ model.fc.weight.grad[frozen] = 0  # CLIP
     + """
 for name, p in model.named_parameters():
     p.grad.data.clamp_(-1, 1)  # GRAD_DATA
-    p.grad.data /= 4  # GRAD_DATA
+    p.grad.data += noise  # GRAD_DATA
     p.grad.data = p.grad.data.clamp(-1, 1)  # GRAD_DATA
-    p.grad.data[mask] = 0  # GRAD_DATA
+    p.grad.data[rows] = p.grad[rows].clamp(-1, 1)  # GRAD_DATA
     p.grad.data.view(-1).clamp_(-1, 1)  # GRAD_DATA
     torch.clamp_(p.grad.data, -1, 1)  # GRAD_DATA
-    p.grad.data.copy_(g)  # GRAD_DATA
 """,
     "edits that count": OWN
     + """
@@ -128,6 +127,10 @@ for p in model.parameters():
     p.grad = None
     p.grad.zero_()
     p.grad.data.zero_()
+    p.grad.data /= 4
+    p.grad.data[mask] = 0
+    p.grad.data.copy_(averages[offset:].view_as(p) / world_size)
+    dist.all_reduce(p.grad.data)
     p.grad = torch.zeros_like(p)
     p.grad *= 0.5
     p.grad.div_(4)
@@ -229,6 +232,7 @@ scaler.unscale_(opt)
 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # CLIP_UNSCALED
 torch.nn.utils.clip_grad_norm_(opt.master_params(), 1.0)
 p.grad.data.clamp_(-1, 1)  # GRAD_DATA
+p.grad.data /= 4  # GRAD_DATA
 skipped = scale > scaler.get_scale()
 """,
     "two scales": OWN
@@ -349,6 +353,7 @@ torch.save(opt.fp32_state_dict(model), "last.pt")
     + """
 average = torch.optim.swa_utils.AveragedModel(model)  # AVERAGED
 average = ExponentialMovingAverage(model.parameters(), 0.99)  # AVERAGED
+average = EMA(self.model, beta=0.99)  # AVERAGED
 average = ExponentialMovingAverage(opt.master_params(), 0.99)
 average = AveragedMasters(model, opt, ema(0.99))
 """,

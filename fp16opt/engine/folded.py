@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import errors
-from .dtensors import raw_grads, set_raw_grad
+from .dtensors import raw_grad, raw_grads, set_raw_grad
 
 
 class FoldedGradient(Tensor):
     """In the place of a gradient that is in its master's sum. It has no memory.
 
-    None would hide a line that clips or divides the model's gradients, as such lines leave out what has none. Clearing
-    it is no harm, and what it is can be asked. A backward that adds to it, without the optimizer, leaves its own
-    gradient, and the optimizer's next call refuses that. All else raises.
+    None would hide a line that clips or divides the model's gradients, as such lines leave out what has none. Where it
+    is cleared the sum is given up; what it is can be asked. A backward that adds to it, without the optimizer, leaves
+    its own gradient, and the optimizer's next call refuses that. All else raises.
     """
 
     called: str
@@ -38,13 +38,15 @@ class FoldedGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Give itself back where it is cleared or detached, and way where autograd adds to it.
+        """Give itself back where it is detached, and way where it is cleared or autograd adds to it.
 
         Raises:
             RuntimeError: it was to be read or written.
         """
-        if func in _HARMLESS:
+        if func is torch.ops.aten.detach.default:
             return args[0]
+        if func is torch.ops.aten.zero_.default:
+            return args[0]._cleared()
         if func is torch.ops.aten._foreach_zero_.default:  # which gives nothing back, and may have others in its list
             for one in args[0]:
                 one.zero_()
@@ -70,6 +72,13 @@ class FoldedGradient(Tensor):
         made.called, made.param = self.called, self.param
         return made
 
+    def _cleared(self) -> FoldedGradient:
+        """By ``model.zero_grad(set_to_none=False)``: the sum goes as where ``.grad`` is set to None."""
+        param = self.param()
+        if param is not None and raw_grad(param) is self:
+            set_raw_grad(param, None)
+        return self
+
     def __deepcopy__(self, memo: Any) -> None:
         """None: a copied parameter has no sum."""
 
@@ -94,10 +103,6 @@ def _refused(first: object) -> Exception:
 
 
 _ADDS = {torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor}
-_HARMLESS: set[Callable[..., Any]] = {
-    torch.ops.aten.detach.default,
-    torch.ops.aten.zero_.default,
-}
 _MOVES = {torch.ops.aten._to_copy.default, torch.ops.aten.empty_like.default}
 
 

@@ -204,7 +204,7 @@ class StepState(abc.ABC):
         elif type(stage) is Checked:
             waiting = self.gradients.drop(gone, stage.waiting) or []
             self.stage = stage._replace(stamp=stage.stamp.without(gone), waiting=waiting)
-        elif type(stage) is Unscaled:
+        elif isinstance(stage, (Unscaled, Summed)):
             self.gradients.drop(gone, None)
             stamps = stage.stamp.without(gone), stage.true_stamp.without(gone)  # which is no edit
             self.stage = stage._replace(stamp=stamps[0], true_stamp=stamps[1])

@@ -77,7 +77,16 @@ _SOME_ELEMENTS = re.compile(
     r"|fill_diagonal|threshold|hardtanh|hardshrink|softshrink|maximum|minimum|fmax|fmin)_?$"
 )
 """Operations that leave most elements as they are: through ``.data`` nothing may notice what they write."""
-_AVERAGES = ("AveragedModel", "ModelEma", "ModelEmaV2", "ModelEmaV3", "EMAModel", "ExponentialMovingAverage")
+_AVERAGES = (
+    "AveragedModel",
+    "EMA",
+    "ModelEMA",
+    "ModelEma",
+    "ModelEmaV2",
+    "ModelEmaV3",
+    "EMAModel",
+    "ExponentialMovingAverage",
+)
 _AVERAGING_CALLBACKS = ("StochasticWeightAveraging", "EMAWeightAveraging", "WeightAveraging")
 _BEFORE_TRAINING = re.compile(r"init|reset|build|create|make|load|restore|tie|convert", re.IGNORECASE)
 _OF_A_MODEL = re.compile(r"model|^net|net$|module|coder|backbone|generator|discriminator|critic|actor|policy|former")
@@ -358,7 +367,9 @@ class _Walk:
             yield rules.GRAD_DATA if rule is rules.GRAD_DATA else rules.CLIP_UNSCALED
         elif scaling is Scaling.AMP:
             yield rules.GRAD_DATA if rule is rules.GRAD_DATA else rules.CLIP_AMP
-        elif scaling is not Scaling.AMP_TRUE and (is_a_clip or not is_taken):
+        elif scaling is Scaling.AMP_TRUE or (rule is rules.GRAD_DATA and not is_a_clip):
+            return  # nothing notices the write, and a product of scaled gradients is right
+        elif is_a_clip or not is_taken:
             yield rule or rules.CLIP
 
     def of_read(self, call: ast.Call, holder: ast.expr | None) -> Iterator[Rule]:

@@ -43,11 +43,39 @@ def scale_and_skips(axes: Any, run: RunRead) -> None:
 def losses(axes: Any, run: RunRead) -> None:
     """The loss of every step."""
     known = [(step["step"], step["loss"]) for step in run.steps if _good(step.get("loss"))]
-    _title(axes, "Loss", "loss")
-    if known:
-        axes.plot(*zip(*known, strict=True), color=_BLUE, linewidth=1.0)
-    else:
+    if not known:
+        _title(axes, "Loss", "loss")
         _nothing(axes)
+        return
+    low, high = _without_spikes([loss for _, loss in known])
+    within = [(step, min(max(loss, low), high)) for step, loss in known]
+    axes.plot(*zip(*within, strict=True), color=_BLUE, linewidth=1.0)
+    above, below = [step for step, loss in known if loss > high], [step for step, loss in known if loss < low]
+    bad = [step["step"] for step in run.steps if step.get("loss") is not None and not _good(step["loss"])]
+    for steps, at, mark, color, label in (
+        (above, high, "^", _BLUE, "higher"),
+        (below, low, "v", _BLUE, "lower"),
+        (bad, high, "x", _RED, "not finite"),
+    ):
+        if steps:
+            axes.plot(steps, [at] * len(steps), mark, color=color, markersize=5, label=f"{len(steps)} {label}")
+    if above or below or bad:
+        axes.legend(loc="best", frameon=False)
+    _title(axes, "Loss", "loss")
+
+
+def _without_spikes(values: list[float]) -> tuple[float, float]:
+    """Between which numbers values are drawn: one loss of a bad batch would leave nothing to see of the others.
+
+    Lasting changes are drawn whole: they go with the median of the nine values around each.
+    """
+    if len(values) < 20:
+        return min(values), max(values)
+    around = [sorted(values[max(0, at - 4) : at + 5]) for at in range(len(values))]
+    middle = [some[len(some) // 2] for some in around]
+    low, high = min(middle), max(middle)
+    room = max(2.0 * (high - low), 0.1 * abs(high))
+    return max(min(values), low - room), min(max(values), high + room)
 
 
 def norms(axes: Any, run: RunRead) -> None:
@@ -59,6 +87,8 @@ def norms(axes: Any, run: RunRead) -> None:
         axes.plot(*zip(*known, strict=True), color=_BLUE, linewidth=1.0)
         if min(value for _, value in known) > 0:
             axes.set_yscale("log")
+            for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+                formatter(_plain(axes))
     _title(axes, "Norm of all gradients, before the clip", "norm")
     seconds = [(step["step"], 1e3 * step["seconds"]) for step in run.steps if step["seconds"]]
     if seconds:
@@ -71,6 +101,19 @@ def norms(axes: Any, run: RunRead) -> None:
             other.plot(*zip(*longer, strict=True), "^", color=_GREY, markersize=4)
         other.set_ylabel("milliseconds a step" + (", \u25b2 more" if longer else ""), color=_GREY)
         other.set_ylim(0, 1.05 * top)
+
+
+def _plain(axes: Any) -> Any:
+    """1, 3.4 and 2e+06 in place of powers of ten, and between these only where there are few."""
+    ticker = importlib.import_module("matplotlib.ticker")
+
+    class Plain(ticker.LogFormatter):  # type: ignore[misc, name-defined]
+        def __call__(self, value: float, position: int | None = None) -> str:
+            return f"{value:g}" if super().__call__(value, position) else ""
+
+    made = Plain(minor_thresholds=(1.5, 0.5))
+    made.set_axis(axes.yaxis)
+    return made
 
 
 def _total(sample: dict[str, Any]) -> float:

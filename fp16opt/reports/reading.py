@@ -105,6 +105,12 @@ class RunRead:
                 found.append(sample["step"])
         return found
 
+    def spoilt_by_the_loss(self) -> list[int]:
+        """Of these the ones whose loss is not known to be finite: else a gradient near it overflowed at that scale."""
+        losses = {step["step"]: step.get("loss") for step in self.steps}
+        finite = [step for step, loss in losses.items() if loss is not None and math.isfinite(loss)]
+        return [step for step in self.spoilt() if step not in finite]
+
     def skipped(self) -> list[int]:
         """Numbers of steps that were skipped."""
         return [step["step"] for step in self.steps if step["skipped"]]
@@ -203,7 +209,7 @@ def of_run(run: RunRead) -> list[str]:
         more = f" and {len(steps) - 5} more" if len(steps) > 5 else ""
         told = normal if run.has_narrow_range and later <= max(2, 0.05 * count) else mend
         told.append(f"Skipped later: step {', '.join(map(str, steps[:5]))}{more}: {why}.")
-    spoilt = [step for step in run.spoilt() if spoilt_weights is None or step < spoilt_weights[0]]
+    spoilt = [step for step in run.spoilt_by_the_loss() if spoilt_weights is None or step < spoilt_weights[0]]
     if spoilt:
         mend.append(
             f"In step {', '.join(map(str, spoilt[:5]))} the gradients of nearly all layers were not finite: that is a "

@@ -98,3 +98,74 @@ def test_sparse_gradients_of_split_masters_are_stepped_where_they_belong() -> No
         opt.zero_grad()
     assert params[0].tolist() == [[-0.5] * 5] * 3
     assert params[1].tolist() == [[-0.5] * 4]
+
+
+CLEARS = {
+    "model.zero_grad()": lambda model: model.zero_grad(),
+    "model.zero_grad(set_to_none=False)": lambda model: model.zero_grad(set_to_none=False),
+    "another optimizer's": lambda model: SGD(model.parameters(), lr=0.1).zero_grad(set_to_none=False),
+    "p.grad = None": lambda model: [setattr(p, "grad", None) for p in model.parameters()],
+}
+
+
+@pytest.mark.parametrize("clear", CLEARS)
+@pytest.mark.parametrize(
+    "kind", [{}, {"master_weights": "split"}, {"dtype": torch.float32}, {"fused_step": False}], ids=str
+)
+def test_cleared_gradients_give_the_sums_up(clear: str, kind: dict[str, object]) -> None:
+    """A batch that is left out, as where a loss is not worth it: what was summed before is no part of the next step."""
+    settings = dict(kind)
+    dtype = settings.pop("dtype", torch.float16)
+    weights = []
+    for gives_up in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2).to(dtype)  # type: ignore[arg-type]
+        opt = MixedPrecisionOptimizer(
+            SGD(model.parameters(), lr=0.1), grad_accumulation="fp32", loss_scale=8.0, **settings
+        )  # type: ignore[arg-type]
+        if gives_up:
+            opt.backward(100.0 * model(torch.ones(5, 4).to(dtype)).float().sum())  # type: ignore[arg-type]
+            CLEARS[clear](model)
+        for _ in range(2):
+            opt.backward(model(torch.ones(5, 4).to(dtype)).float().square().mean())  # type: ignore[arg-type]
+        norm = opt.clip_master_grads(1.0)
+        opt.step()
+        weights.append([*(p.detach().clone() for p in model.parameters()), norm])
+    assert all(map(torch.equal, *weights))
+
+
+@pytest.mark.parametrize("clear", CLEARS)
+def test_a_step_after_cleared_gradients_has_nothing_to_do(clear: str) -> None:
+    model, opt = summed()
+    before = [p.detach().clone() for p in model.parameters()]
+    CLEARS[clear](model)
+    opt.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    assert all(master.grad is None for master in opt.master_params())
+
+
+def test_one_that_is_cleared_is_left_alone_and_the_others_count() -> None:
+    """Its overflow, too; and a further backward adds to the others."""
+    for bad in (1.0, float("inf")):
+        kept, cleared = [nn.Parameter(torch.zeros(2).half()) for _ in range(2)]
+        opt = MixedPrecisionOptimizer(SGD([kept, cleared], lr=1.0), grad_accumulation="fp32", loss_scale=8.0)
+        opt.backward(kept.float().sum() + bad * cleared.float().sum())
+        cleared.grad = None
+        assert float(opt.clip_master_grads(100.0)) == pytest.approx(2.0**0.5)
+        opt.step()
+        assert (kept.tolist(), cleared.tolist()) == ([-1.0] * 2 if bad == 1.0 else [0.0] * 2, [0.0] * 2)
+    kept, cleared = [nn.Parameter(torch.zeros(2).half()) for _ in range(2)]
+    opt = MixedPrecisionOptimizer(SGD([kept, cleared], lr=1.0), grad_accumulation="fp32", loss_scale=8.0)
+    opt.backward(kept.float().sum() + 4.0 * cleared.float().sum())
+    cleared.grad = None
+    opt.backward(kept.float().sum() + cleared.float().sum())
+    opt.step()
+    assert (kept.tolist(), cleared.tolist()) == ([-2.0] * 2, [-1.0] * 2)
+
+
+def test_a_plain_backward_after_cleared_gradients_raises() -> None:
+    model, opt = summed()
+    model.zero_grad()
+    loss_of(model).backward()
+    with pytest.raises(RuntimeError, match=r"written after they were folded.*To give the step up, call opt\.zero_grad"):
+        opt.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import math
 import re
 from html.parser import HTMLParser
@@ -225,6 +226,54 @@ def test_a_sample_in_which_all_is_bad_is_told_of_the_run_and_not_of_rows(tmp_pat
     words, looks = said(path)
     assert "In step 2 the gradients of nearly all layers were not finite" in words
     assert looks == {}
+    finite = path.with_name("finite.jsonl")
+    finite.write_text(path.read_text().replace('"loss":"nan"', '"loss":3e4'))
+    words, looks = said(finite)
+    assert "Calibration took 1 skip. Nothing to mend." in words
+    assert "nearly all layers" not in words, "the loss was finite: a gradient near it overflowed"
+    assert looks == {}
+
+
+@pytest.mark.parametrize(
+    ("losses", "between"),
+    [
+        ([4.0, 3.0, 2.0] * 10 + [1e6] + [2.0] * 9, (2.0, 5.0)),
+        ([-1.0, -2.0] * 10 + [-1e6] + [-2.0] * 9, (-4.0, -1.0)),
+        ([1e6] * 9 + [1.0] * 30, (1.0, 1e6)),
+        ([5.0 - 0.1 * step for step in range(40)], (1.1, 5.0)),
+        ([1.0], (1.0, 1.0)),
+    ],
+    ids=["a spike", "a spike down", "a high beginning", "none", "one step"],
+)
+def test_one_bad_loss_does_not_flatten_the_curve(losses: list[float], between: tuple[float, float]) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    axes = figure.subplots()
+    steps = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
+    pictures.losses(axes, reading.RunRead({}, steps))
+    drawn = axes.lines[0].get_ydata()
+    assert (min(drawn), max(drawn)) == pytest.approx(between)
+    beyond = [step for step, loss in enumerate(losses, 1) if not min(drawn) <= loss <= max(drawn)]
+    assert [step for line in axes.lines[1:] for step in line.get_xdata()] == beyond
+
+
+def test_losses_that_are_not_finite_are_marked() -> None:
+    axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
+    losses = [1.0, math.nan, 2.0, None, math.inf]
+    pictures.losses(axes, reading.RunRead({}, [{"step": at, "loss": loss} for at, loss in enumerate(losses)]))
+    assert [list(line.get_xdata()) for line in axes.lines] == [[0, 2], [1, 4]]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["2 not finite"]
+
+
+@pytest.mark.parametrize("values", [(2.9, 3.8), (0.001, 900.0), (1e5, 3e7)])
+def test_norms_have_plain_numbers_on_their_axis(values: tuple[float, float]) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    axes = figure.subplots()
+    steps = [{"step": at, "grad_norm": value, "seconds": None} for at, value in enumerate(values)]
+    pictures.norms(axes, reading.RunRead({}, steps))
+    figure.savefig(io.BytesIO(), format="png")
+    labels = [label.get_text() for label in axes.get_yticklabels(which="both")]
+    assert 2 <= len([label for label in labels if label]) <= 12
+    assert all(float(label) > 0 for label in labels if label)
 
 
 def sampled(path: Path, samples: list[dict[str, Any]], skipped: tuple[int, ...] = (), **header: Any) -> Path:

@@ -95,14 +95,17 @@ class SummingState(StepState):
             else:
                 self.reset(keeps_true=False)
             return self._see()
-        written = [at for at in stage.stamp.compare(grads)[0] if not is_folded(grads[at])]  # that was cleared
+        written, gone = stage.stamp.compare(grads)
+        if gone:  # what stood for a sum was set to None
+            self._drop(gone)
+        written = [at for at in written if not is_folded(grads[at])]
         if written and not are_zero([grads[i] for i in written]):
             self._refuse_writes(written, grads)
         if not self._is_there(self.params.masters):
             if not self.ranks.expects_all:
                 self.reset(keeps_true=False)
             return grads
-        self._notice_edits(stage)
+        self._notice_edits(self.stage)
         return grads
 
     def _reduce_sums(self, stage: Summed) -> Summed:
