@@ -1039,6 +1039,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             is_told = skipped is True or (skipped is False and self.outcome.log.awaits_step)
             self.outcome.before = float(self.scaler.scale) if is_told else None
             self.outcome.losses = state.losses if is_told else ()
+            self.outcome.origin = state.origin if skipped is True else None
         if state.scale is not None:
             self.outcome.scale = state.scale.scale
         flags = [] if skipped is False else state.flags()

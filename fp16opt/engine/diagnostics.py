@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..scaling import LossScaler
+from .ranks import Origin
 
 __all__ = [
     "Lines",
@@ -171,14 +172,18 @@ def describe(names: Iterable[object], limit: int = 5) -> str:
     return comma.join(listed) if more <= 0 else f"{comma.join(listed[:limit])} and {more} more"
 
 
-def blamed(overflows: Sequence[object]) -> str:
+def blamed(overflows: Sequence[object], origin: Origin | None = None) -> str:
     """:func:`describe` for overflows. There may be none here: another rank, or a GradScaler, found them elsewhere.
 
+    Args:
+        origin: which ranks found some; None where masters are all here.
+
     Example:
-        >>> blamed([])
-        "none of this rank's parameters"
+        >>> blamed([], Origin("rank 3", ""))
+        "none of this rank's parameters, found on rank 3"
     """
-    return describe(overflows) if overflows else "none of this rank's parameters"
+    names = describe(overflows) if overflows else "none of this rank's parameters"
+    return f"{names}, found on {origin.grads}" if origin is not None and origin.grads else names
 
 
 def overflows_from_flags(
@@ -253,35 +258,45 @@ class SkipLog:
         overflows: Sequence[Overflow],
         losses: Sequence[Tensor] = (),
         weights: Sequence[str] = (),
+        origin: Origin | None = None,
     ) -> None:
         """A step was skipped, and the scaler has been updated. Syncs (a skip is known on the host anyway).
+
+        Where masters are spread over ranks, all say the same but for names: they go by what all of them know.
 
         Args:
             old: the loss scale that the step was made with.
             overflows: the parameters with non-finite gradients.
             losses: of the step, unscaled; none where they are not known.
             weights: names of parameters that hold inf or nan, looked for where a loss is not finite.
+            origin: which ranks found something; None where masters are all here.
         """
-        loss_is_finite = are_finite(losses)
+        if origin is None:
+            loss_is_finite, loss = are_finite(losses), "the loss itself is not finite"
+        else:
+            loss_is_finite = False if origin.losses else None
+            loss = f"the loss itself is not finite on {origin.losses}"
         self.awaits_step = True
         new = float(scaler.scale)
         stuck = not scaler.dynamic or (not new < old and scaler.at_floor())
         in_a_row = int(scaler.consecutive_skips)
         change = f"{old:g} -> {new:g}" if new != old else f"stays at {new:g}" + ("" if stuck else " (hysteresis)")
-        say, where = self.lines.say, self.where(overflows)
+        say, where = self.lines.say, self.where(overflows, origin)
         if loss_is_finite is False:
             hopeless = (
-                bool(weights) or (stuck and scaler.dynamic) or old <= max(self._fine, 0.0 if scaler.dynamic else 1.0)
+                (bool(weights) and origin is None)
+                or (stuck and scaler.dynamic)
+                or old <= max(self._fine, 0.0 if scaler.dynamic else 1.0)
             )
             say(
                 logging.ERROR if stuck and scaler.dynamic else logging.WARNING,
-                "step skipped, loss scale %s: the loss itself is not finite (%d in a row)%s; non-finite gradients "
-                "in %s. %s",
+                "step skipped, loss scale %s: %s (%d in a row)%s; non-finite gradients in %s. %s",
                 change,
+                loss,
                 in_a_row,
                 ", so that no loss scale can help" if hopeless else "",
                 where,
-                _about_the_loss(hopeless, any(loss.dtype == torch.float16 for loss in losses), weights),
+                _about_the_loss(hopeless, losses, weights, origin),
                 nth=in_a_row,
             )
         elif stuck:
@@ -313,15 +328,17 @@ class SkipLog:
                 where,
             )
 
-    def where(self, overflows: Sequence[Overflow]) -> str:
+    def where(self, overflows: Sequence[Overflow], origin: Origin | None = None) -> str:
         """What overflowed, in words."""
-        return blamed(overflows)
+        return blamed(overflows, origin)
 
-    def skipped_by_grad_scaler(self, overflows: Sequence[Overflow]) -> None:
+    def skipped_by_grad_scaler(self, overflows: Sequence[Overflow], origin: Origin | None = None) -> None:
         """A step was skipped under a GradScaler, which lowers its scale itself, and may log it."""
         calm = logging.INFO if self.calibrating else logging.WARNING
         level = logging.DEBUG if self.grad_scaler_logs else calm
-        self.lines.say(level, "step skipped by the GradScaler: non-finite gradients in %s.", self.where(overflows))
+        self.lines.say(
+            level, "step skipped by the GradScaler: non-finite gradients in %s.", self.where(overflows, origin)
+        )
 
     def _say_stuck(self, dynamic: bool, scale: float, where: str) -> None:
         if dynamic:
@@ -347,19 +364,22 @@ class SkipLog:
             )
 
 
-def _about_the_loss(hopeless: bool, is_fp16: bool, weights: Sequence[str]) -> str:
+def _about_the_loss(hopeless: bool, losses: Sequence[Tensor], weights: Sequence[str], origin: Origin | None) -> str:
     if weights:
         return (
             f"Weights hold inf or nan: {describe(weights)}. An earlier step, or a checkpoint, has brought it there: "
             "load one from before."
         )
-    if is_fp16:
+    if any(loss.dtype == torch.float16 for loss in losses):
         return "The loss is FP16, which ends at 65504: compute it in FP32, with .float() on the model's outputs."
+    look = "look for inf or nan in the data"
+    if origin is not None:
+        look += " there, and in the weights, which the logs of their ranks name"
     if hopeless:
-        return "Look for inf or nan in the data, or see fp16opt.diagnose(model, loss_fn)."
+        return f"{look.capitalize()}, or see fp16opt.diagnose(model, loss_fn)."
     return (
-        "A part of it that was scaled may be finite at a lower scale. If this goes on, look for inf or nan in the "
-        "data, or see fp16opt.diagnose(model, loss_fn)."
+        f"A part of it that was scaled may be finite at a lower scale. If this goes on, {look}, or see "
+        "fp16opt.diagnose(model, loss_fn)."
     )
 
 
