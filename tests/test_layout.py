@@ -33,6 +33,7 @@ ENGINE = [
     "ranks",
     "diagnostics",
     "params",
+    "replaced",
     "progress",
     "masters",
     "missing_scale",

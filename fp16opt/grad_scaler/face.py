@@ -616,6 +616,8 @@ class GradScaler(torch.amp.GradScaler):
             optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def _warn_no_gradients(self, optimizer: Optimizer) -> None:
+        if isinstance(optimizer, MixedPrecisionOptimizer):
+            optimizer.refuse_replaced(has_grads=False)
         self._warn_once(
             "no gradients",
             f"no parameter of {type(optimizer).__name__} has a gradient, so this step does nothing and the scale "
