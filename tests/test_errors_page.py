@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import datetime
+import gc
 import logging
 import re
 import runpy
@@ -353,6 +354,14 @@ def no_scale() -> None:
     Training().step(1e-6)
 
 
+def other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)  # conftest.py freezes what there was before
+    one = Training()
+    one.model.fc = nn.Linear(4, 2).half()
+    one.loss().backward()
+    one.opt.step()
+
+
 def no_gradients() -> None:
     one = Training()
     other = nn.Linear(4, 2)
@@ -606,6 +615,7 @@ PROVOKED: dict[str, tuple[type[BaseException] | None, Callable[..., None]]] = {
     "eps": (L, eps),
     "no scale": (L, no_scale),
     "no gradients": (L, no_gradients),
+    "other parameters": (R, other_parameters),
     "sums without backward": (L, sums_without_backward),
     "too large": (L, too_large),
     "not finite": (L, not_finite),

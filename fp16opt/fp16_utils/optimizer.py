@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from .. import scaling
 from ..engine.arguments import make_scaler as default_scaler
 from ..engine.diagnostics import Overflow, SkipLog
+from ..engine.ranks import Origin
 from ..optimizer import MixedPrecisionOptimizer
 from .loss_scalers import LossScaler, make_scaler, view_of
 from .saved_files import engine_scaler, engine_state, face_state
@@ -284,5 +285,6 @@ class _Quiet(SkipLog):
         overflows: Sequence[Overflow],
         losses: Sequence[Tensor] = (),
         weights: Sequence[str] = (),
+        origin: Origin | None = None,
     ) -> None:
         """Say nothing."""
