@@ -52,6 +52,7 @@ from .engine.outcome import Closing, Outcome, read_at_once
 from .engine.params import HALF_DTYPES, ParamTable, StateByParam
 from .engine.progress import Progress
 from .engine.ranks import Detached, Digest, Facts
+from .engine.replaced import ReplacedParams
 from .engine.schema import is_ours
 from .engine.stage import BackwardScale, OverflowCheck, Stepping, Summed
 from .engine.state_format import convert_all
@@ -72,7 +73,18 @@ from .kernels import backends
 from .memory import Memory, measure
 from .scaling import LossScaler
 
-_NOT_COPIED = (*HOOKS, "step", "gradients", "step_state", "_state_format", "_stepper", "_guard", "_names", "_certified")
+_NOT_COPIED = (
+    *HOOKS,
+    "step",
+    "gradients",
+    "step_state",
+    "_state_format",
+    "_stepper",
+    "_guard",
+    "_names",
+    "_certified",
+    "_replaced",
+)
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -231,6 +243,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         make_hook_tables(self, self.optimizer)
         self._patch_step_function()
         self.way_to_scale = self._way_to_scale()
+        self._replaced = ReplacedParams(self.params.all)
 
     def _make(self, optimizer: Optimizer, master_weights: str, on_model_write: str) -> None:
         kinds: dict[str, Callable[[], Masters]] = {
@@ -402,7 +415,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         self.outcome.steps_taken = counted
         for name, value in left.items():
             self.optimizer.__dict__.setdefault(name, value)
-        self._names, self._certified = {}, Certified(bucket_obstacle)
+        self._names, self._certified, self._replaced = {}, Certified(bucket_obstacle), ReplacedParams()
         self.model_writes.count_anew()
         self._compose()
         if shared_verdict:
@@ -783,7 +796,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             LossScaleError: ``max_consecutive_skips`` steps in a row were not finite.
             RuntimeError: Gradients came by a plain ``loss.backward()`` while the scale is not 1; they were written
                 where that can't count; the model was written and ``on_model_write="error"``; parameters changed dtype,
-                shape or device; or groups were changed after a check of the gradients.
+                shape or device; groups were changed after a check of the gradients; or, at the first step, the model
+                has other parameters by now, as after ``fully_shard``.
 
         Any other exception (Ctrl-C, an error of a hook) leaves the step whole, not begun, or stepped in part with a
         warning that names the parameters: docs/engine.md.
@@ -799,6 +813,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         if self.gradient_release:
             return self._step_released()
         check = self._finalize(write=not self._stepper.takes_scaled())
+        self.refuse_replaced(has_grads=check is not None)
         if check is None:
             self.model_writes.write_edited()
             self.outcome.nothing()
@@ -898,6 +913,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """Parameters were stepped in backward: what is left are the wrapped optimizer's step hooks, and the count."""
         check: OverflowCheck | None = self.step_state.finish()
         if check is None:
+            self.refuse_replaced(has_grads=False)
             self.model_writes.write_edited()
             self.outcome.nothing()
             return
@@ -980,6 +996,11 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         check: OverflowCheck | None = self.step_state.finalize()
         return None if check is None else check.found_inf.clone()
 
+    def refuse_replaced(self, has_grads: bool) -> None:
+        """Raise ``RuntimeError`` where the model has other parameters, with gradients, in the place of this one's."""
+        if not self._replaced.is_over:
+            self._replaced.look(self.params.all, has_grads)
+
     # -- closures ----------------------------------------------------------------------------------------------------
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
@@ -1011,6 +1032,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             self.zero_grad()
             raise
         if evaluations.check is None:
+            self.refuse_replaced(has_grads=False)
             self.outcome.nothing()
         else:
             if self._may_lack_scale:
@@ -1046,6 +1068,7 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             is_told = skipped is True or (skipped is False and self.outcome.log.awaits_step)
             self.outcome.before = float(self.scaler.scale) if is_told else None
             self.outcome.losses = state.losses if is_told else ()
+            self.outcome.origin = state.origin if skipped is True else None
         if state.scale is not None:
             self.outcome.scale = state.scale.scale
         flags = [] if skipped is False else state.flags()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..engine.diagnostics import Lines, Overflow, SkipLog
+from ..engine.ranks import Origin
 from ..scaling import LossScaler as EngineScaler
 from ._amp_state import logger
 from .scaler import LossScaler
@@ -52,6 +53,7 @@ class AmpLog(SkipLog):
         overflows: Sequence[Overflow],
         losses: Sequence[Tensor] = (),
         weights: Sequence[str] = (),
+        origin: Origin | None = None,
     ) -> None:
         """A step was skipped; ``scaler`` is the engine's, which never changes."""
         if self.setup.verbosity == 0:
@@ -60,15 +62,15 @@ class AmpLog(SkipLog):
         for _, mine in blamed:
             if mine.overflowed:  # not where a clean backward followed in the same step
                 self._losses = [i for i, _ in blamed]
-                super().skipped(mine.rule, float(mine.before), overflows, losses, weights)
+                super().skipped(mine.rule, float(mine.before), overflows, losses, weights, origin)
                 return
         self._losses = [i for i, _ in blamed]
         text = "step skipped: non-finite gradients in %s."
-        self.lines.say(logging.WARNING, text, self.where(overflows), to=logger)
+        self.lines.say(logging.WARNING, text, self.where(overflows, origin), to=logger)
 
-    def where(self, overflows: Sequence[Overflow]) -> str:
+    def where(self, overflows: Sequence[Overflow], origin: Origin | None = None) -> str:
         """Which parameters overflowed; where there are several losses, in which."""
-        names = super().where(overflows)
+        names = super().where(overflows, origin)
         if len(self.setup.scalers) < 2 or not self._losses:
             return names
         return f"{names}, of loss {', '.join(map(str, self._losses))}"

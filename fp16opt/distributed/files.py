@@ -12,9 +12,9 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from ..engine.snapshot import copied
 from .exchange import gather, together
 from .modules import unwrapped, wrapper_of
 from .named import load_state_dict, names_of, of_all_stages, state_dict
+from .partial import IncompatibleKeys, merged
 from .waiting import meet
 
 MANIFEST = "fp16opt.json"
@@ -128,7 +129,7 @@ class PendingSave:
             raise self._error
 
 
-def load(path: str | os.PathLike[str], model: nn.Module, opt: Optimizer) -> None:
+def load(path: str | os.PathLike[str], model: nn.Module, opt: Optimizer, *, strict: bool = True) -> IncompatibleKeys:
     """Load what :func:`save` wrote, on any number of ranks, sharded in any way. Collective.
 
     Every file is read once more first, by one of the ranks, and compared with the checksum that was written with it.
@@ -138,6 +139,13 @@ def load(path: str | os.PathLike[str], model: nn.Module, opt: Optimizer) -> None
         path: the folder.
         model: the module that ``opt`` trains, or DDP around it; the same parameters as when it was saved.
         opt: the wrapper, fresh or used.
+        strict: False: take what is there by name, where parameters were frozen, added or left out since, or groups are
+            others. A parameter that ``opt`` does not have takes the value of its master, one that was not trained then
+            gives its value to its master. Shapes must be the same. A group takes its settings from the one group of the
+            file that it shares parameters with, unless another group here shares some, too: then it keeps its own.
+
+    Returns:
+        What was left out on both sides, the same on all ranks; nothing with ``strict=True``.
 
     Raises:
         FileNotFoundError: there is no complete checkpoint at ``path``.
@@ -151,11 +159,16 @@ def load(path: str | os.PathLike[str], model: nn.Module, opt: Optimizer) -> None
     where = Path(path)
     manifest = together("load", lambda: check_complete(where))
     together("load", lambda: _check_sums(where, manifest))  # before torch unpickles anything
-    template, rest = together("load", lambda: _template(where, model, opt))
+    reading = together("load", lambda: _template(where, model, opt, strict))
     with _checkpoint_errors(f"load {where}"):
-        dcp_load({**template, "model": rest}, checkpoint_id=str(where))
-    load_state_dict(model, opt, template)
-    _load_rest(model, rest)
+        dcp_load({**reading.template, "model": reading.rest}, checkpoint_id=str(where))
+    left_out = IncompatibleKeys([], [])
+    if not strict:
+        _exchange(reading, model, opt)
+        left_out = _left_out(reading, gather((reading.trained, reading.others)))
+    told = load_state_dict(model, opt, reading.template, strict=strict)
+    _load_rest(model, reading.rest)
+    return told if strict else merged(itertools.chain(*gather((told, left_out))))
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
@@ -344,7 +357,24 @@ def _checkpoint_errors(what: str) -> Iterator[None]:
 # -- reading -----------------------------------------------------------------------------------------------------
 
 
-def _template(path: Path, model: nn.Module, opt: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+class _Reading(NamedTuple):
+    """What this rank is about to read from a file.
+
+    Attributes:
+        template: what :func:`load_state_dict` takes, to be filled.
+        rest: what else the model has, to be filled.
+        trained, others: names of what the optimizer has, over its ranks, and of what else the model has.
+        there: names in the file, by kind: "masters", "state", "model".
+    """
+
+    template: dict[str, Any]
+    rest: dict[str, Any]
+    trained: set[str]
+    others: set[str]
+    there: dict[str, dict[str, None]]
+
+
+def _template(path: Path, model: nn.Module, opt: Optimizer, strict: bool) -> _Reading:
     """Tensors of the right shapes for everything in the checkpoint that this rank needs.
 
     Raises:
@@ -353,37 +383,97 @@ def _template(path: Path, model: nn.Module, opt: Optimizer) -> tuple[dict[str, A
     names = names_of(model, opt)
     stored: Any = FileSystemReader(str(path)).read_metadata()
     paths: dict[str, tuple[Any, ...]] = stored.planner_data
-    masters = {names[id(pair.model)]: pair.master for pair in wrapper_of(opt).params.all}
+    there: dict[str, dict[str, None]] = {"masters": {}, "state": {}, "model": {}}
+    for where in paths.values():
+        if where[0] in there:
+            there[where[0]][where[1]] = None
+    table = wrapper_of(opt).params
+    mine = {names[id(pair.model)]: pair.master for pair in table.all}
+    trained = {names[id(param)] for param in (*table.models, *table.elsewhere)}
+    masters: dict[str, Any] = dict(mine)
+    rest = _copied(_rest(model, opt))
+    others = set(rest)
+    if strict:
+        _check_names(path, mine, rest, there["model"], there["masters"])
+    else:
+        every = {**rest, **mine}
+        masters = {name: value for name, value in every.items() if name in there["masters"]}
+        rest = {name: value for name, value in every.items() if name in there["model"] and name not in masters}
+    for kind, values in (("masters", masters), ("model", rest)):
+        for name, value in values.items():
+            size = getattr(stored.state_dict_metadata.get(f"{kind}.{name}"), "size", None)
+            if isinstance(value, Tensor) and size is not None and tuple(size) != tuple(value.shape):
+                raise ValueError(f"{path}: {name!r} has shape {list(size)}, the model's has {list(value.shape)}.")
+    for name in set(rest) & set(mine):
+        rest[name] = _blank(stored.state_dict_metadata[f"model.{name}"], mine[name])
     template: dict[str, Any] = {"masters": {}, "state": {}, "scaler": {}, "param_groups": []}
     if any(where[0] == "counts" for where in paths.values()):  # files of before have none
         template["counts"] = {}
     for flat, where in paths.items():
         kind, name = where[0], where[1] if len(where) > 1 else None
-        if kind not in template or (kind in ("masters", "state") and name not in masters):
+        if (
+            kind not in template
+            or (kind == "masters" and name not in masters)
+            or (kind == "state" and name not in mine)
+        ):
             continue
         _put(template, where, _blank(stored.state_dict_metadata[flat], masters.get(name) if name else None))
+    return _Reading(template, rest, trained, others, there)
+
+
+def _check_names(
+    path: Path, masters: Iterable[str], rest: Iterable[str], there: Container[str], trained: Container[str]
+) -> None:
+    """Raise where file and training differ in what they have, and say on which side it is missing.
+
+    Args:
+        masters, rest: names of what the optimizer has, and of what else the model has.
+        there, trained: names of what the file has as not trained, and as trained.
+    """
+    by_name = ", or pass strict=False to take what is there by name."
     for name in masters:
-        if name not in template["masters"]:
-            how = "has it as one that was not trained" if ("model", name) in set(paths.values()) else "lacks it"
+        if name not in trained:
+            how = "has it as one that was not trained" if name in there else "lacks it"
             raise ValueError(
                 f"{path} has no master of {name!r}, which this optimizer trains: the file {how}. Make the optimizer "
-                "over the parameters that it was saved with."
+                f"over the parameters that it was saved with{by_name}"
             )
-        size = stored.state_dict_metadata[f"masters.{name}"].size
-        if tuple(size) != tuple(masters[name].shape):
-            raise ValueError(f"{path}: {name!r} has shape {list(size)}, the model's has {list(masters[name].shape)}.")
-    rest = _copied(_rest(model, opt))
-    there, trained = ({where[1] for where in paths.values() if where[0] == kind} for kind in ("model", "masters"))
     for name in rest:
         if name in trained:
             raise ValueError(
                 f"{path} has {name!r} as a parameter that was trained, and this optimizer does not have it. Make the "
                 "optimizer over the parameters that it was saved with, load, and freeze after that: what does not "
-                "require a gradient is left alone."
+                "require a gradient is left alone. Or pass strict=False to take what is there by name."
             )
         if name not in there:
-            raise ValueError(f"{path} has no buffer or parameter {name!r}. Build the model that it was saved from.")
-    return template, rest
+            raise ValueError(
+                f"{path} has no buffer or parameter {name!r}. Build the model that it was saved from{by_name}"
+            )
+
+
+def _left_out(reading: _Reading, everyone: list[tuple[set[str], set[str]]]) -> IncompatibleKeys:
+    """Of what :func:`load_state_dict` does not see: what file or model has alone.
+
+    Args:
+        everyone: what the ranks train and what else their models have, which may be stages of one.
+    """
+    there = reading.there
+    trained = set().union(*(names for names, _ in everyone))
+    here = trained.union(*(names for _, names in everyone))
+    missing = [f"model.{name}" for name in reading.others if name not in {**there["masters"], **there["model"]}]
+    unexpected = [f"{kind}.{name}" for kind in ("masters", "model") for name in there[kind] if name not in here]
+    unexpected += [f"state.{name}" for name in there["state"] if name not in trained]
+    return IncompatibleKeys(sorted(missing), unexpected)
+
+
+def _exchange(reading: _Reading, model: nn.Module, opt: Optimizer) -> None:
+    """Weights that are trained in one of the file and this training alone go to where they are here."""
+    names, masters = names_of(model, opt), reading.template["masters"]
+    mine = {names[id(pair.model)] for pair in wrapper_of(opt).params.all}
+    for name in mine & set(reading.rest):
+        masters[name] = reading.rest.pop(name)
+    for name in set(masters) - mine:
+        reading.rest[name] = masters.pop(name)
 
 
 def _blank(stored: Any, master: Tensor | None) -> Any:

@@ -23,6 +23,7 @@ from ..engine.wrapped_step import HOOKS
 from .exchange import gather, together
 from .facts import is_zero
 from .modules import parameter_names, unwrapped, wrapper_of
+from .partial import IncompatibleKeys, completed, merged
 from .shards import StageRanks
 from .waiting import meet
 from .zero import owners, sync
@@ -143,7 +144,9 @@ def _first_state(optimizer: Optimizer, group: dict[str, Any], master: Tensor) ->
     }
 
 
-def load_state_dict(model: nn.Module, opt: Optimizer, state_dict: Mapping[str, Any]) -> None:
+def load_state_dict(
+    model: nn.Module, opt: Optimizer, state_dict: Mapping[str, Any], *, strict: bool = True
+) -> IncompatibleKeys:
     """Load what :func:`state_dict` gave, here or on another number of ranks, and write the weights to the model.
 
     Everything is validated first. Tensors are copied. DTensors and plain tensors go into each other; every rank must
@@ -153,6 +156,10 @@ def load_state_dict(model: nn.Module, opt: Optimizer, state_dict: Mapping[str, A
         model: the module that ``opt`` trains, or DDP around it.
         opt: the wrapper.
         state_dict: under ZeRO this rank's part is enough.
+        strict: False: take what is there by name, whatever parameters and groups it was saved with. See :func:`load`.
+
+    Returns:
+        What was left out, alike on ranks that share masters; nothing with ``strict=True``.
 
     Raises:
         TypeError, ValueError: names what does not fit; the optimizer is as it was.
@@ -168,7 +175,15 @@ def load_state_dict(model: nn.Module, opt: Optimizer, state_dict: Mapping[str, A
 
     if not ranks.alone:
         meet("load_state_dict()", ranks.group)
-    names: dict[int, str] = everywhere(lambda: _check(model, opt, wrapper, state_dict))
+    names: dict[int, str] = everywhere(lambda: names_of(model, opt))
+    left_out = IncompatibleKeys([], [])
+    if not strict:
+        members = [[names[id(param)] for param in group] for group in _model_groups(wrapper)]
+        if not ranks.alone:
+            everyone = gather(members, ranks.group)
+            members = [list(dict.fromkeys(itertools.chain(*parts))) for parts in zip(*everyone, strict=True)]
+        state_dict, left_out = everywhere(lambda: _completed(model, opt, members, names, state_dict))
+    everywhere(lambda: _check(wrapper, names, state_dict))
     saved = state_dict["masters"]
     values = [laid_out(saved[names[id(pair.model)]], pair.master) for pair in wrapper.params.all]
     load_checked: Any = inside(opt).load_checked  # type: ignore[attr-defined]
@@ -180,16 +195,22 @@ def load_state_dict(model: nn.Module, opt: Optimizer, state_dict: Mapping[str, A
     if is_zero(wrapper):
         sync(wrapper.optimizer, wrapper.inner)
         wrapper.model_writes.record()
+    return left_out if strict or ranks.alone else merged(gather(left_out, ranks.group))
 
 
-def _check(model: nn.Module, opt: Optimizer, wrapper: Wrapper, sd: Any) -> dict[int, str]:
-    """Raise for what can be seen without sending anything; returns the parameters' names."""
-    names = names_of(model, opt)
+def _completed(
+    model: nn.Module, opt: Optimizer, members: list[list[str]], names: dict[int, str], sd: Any
+) -> tuple[dict[str, Any], IncompatibleKeys]:
+    _check_outside(sd)
+    return completed(sd, state_dict(model, opt), members, wrapper_of(opt), names)
+
+
+def _check(wrapper: Wrapper, names: dict[int, str], sd: Any) -> None:
+    """Raise for what can be seen without sending anything."""
     _check_outside(sd)
     _check_groups(sd["param_groups"], wrapper, names)
     for pair in wrapper.params.all:
         _check_value(sd["masters"], names[id(pair.model)], pair.master)
-    return names
 
 
 def _check_outside(sd: object) -> None:
@@ -207,7 +228,10 @@ def _check_groups(groups: Any, wrapper: Wrapper, names: dict[int, str]) -> None:
     wanted, is_stage = _model_groups(wrapper), isinstance(wrapper.step_state.ranks, StageRanks)
     if not isinstance(groups, list) or len(groups) != len(wanted):
         found = len(groups) if isinstance(groups, list) else type(groups).__name__
-        raise ValueError(f"param_groups: expected a list of {len(wanted)} groups, got {found}. {_HOW}")
+        raise ValueError(
+            f"param_groups: expected a list of {len(wanted)} groups, got {found}. {_HOW} To keep these groups and take "
+            "what is there by name, pass strict=False."
+        )
     for number, (group, members) in enumerate(zip(groups, wanted, strict=True)):
         mine = {names[id(param)] for param in members}
         theirs = set(group.get("params", ())) if isinstance(group, Mapping) else set()
@@ -215,7 +239,7 @@ def _check_groups(groups: Any, wrapper: Wrapper, names: dict[int, str]) -> None:
             has, lacks = ("the optimizer", "state_dict") if name in mine else ("state_dict", "the optimizer")
             raise ValueError(
                 f"group {number}: {has} has the parameter {name!r} and {lacks} does not. Construct the optimizer over "
-                "the parameters and groups that it was saved with."
+                "the parameters and groups that it was saved with, or pass strict=False."
             )
 
 

@@ -67,6 +67,11 @@ def _settings(group: dict[str, Any]) -> list[tuple[str, Any]]:
     return [(key, group[key]) for key in sorted(group) if key not in ("params", "param_names")]
 
 
+def number_limit(ranks: int) -> int:
+    """The largest number whose squares, added up over so many ranks, are exact in float64."""
+    return math.isqrt(_EXACT // ranks)
+
+
 class Settings:
     """Of one optimizer, the user's object: a scheduler or the user may change its groups at any time.
 
@@ -87,7 +92,7 @@ class Settings:
         for group in self._optimizer.param_groups:
             for _, value in _settings(group):
                 _extend(values, (value,))
-        return 1 + zlib.crc32(values.tobytes()) % (math.isqrt(_EXACT // ranks) - 1)
+        return 1 + zlib.crc32(values.tobytes()) % (number_limit(ranks) - 1)
 
     def refuse(self, asked: Asked, group: Any, is_late: bool) -> None:
         """Ranks have asked for different things, or have other settings: raise on all of them. Collective.

@@ -13,16 +13,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..engine.diagnostics import are_finite
 from ..engine.dtensors import local
-from ..engine.ranks import Asked, Facts, Ranks
+from ..engine.ranks import Agreed, Asked, Facts, Origin, Ranks
 from ..engine.step_state import StepState
 from .alike import Bits, Holders, Reach, compare, ranks_in
+from .digits import digits_of
 from .exchange import require_process_group
 from .replicas import content_hash
 from .settings import Settings
 from .waiting import explain, meet, own_group, reduce_over
 
-_EXACT = 2**53  # float64 counts up to here without gaps
 _HIGHEST = 7  # (2**128) ** 7 is within float64, with room for a sum, and so are small gradients
 
 
@@ -72,19 +73,26 @@ class GroupRanks(Ranks):
         asked: Asked,
         power_sum: Tensor | None,
         has_grads: bool = True,
-    ) -> tuple[list[Tensor], Tensor | None, Tensor]:
+        losses: Sequence[Tensor] = (),
+    ) -> Agreed:
         """See :meth:`fp16opt.engine.ranks.Ranks.agree`.
 
-        Sends float64 [counts, sum, number, its square]: 32 bytes. The number stands for settings and for what is asked;
-        it is the same on all ranks where that of all, squared, is their count times the sum of squares.
+        Sends float64 [counts, sum, number and counts, the number's square]: 32 bytes. The number stands for settings
+        and for what is asked; it is the same on all ranks where that of all, squared, is their count times the sum of
+        squares. Counts tell how many ranks found something, and which one did where it is one.
         """
         with self._sending("a clip or a step"):
             self.check_alike()
-            return self._agree(found, asked, power_sum, has_grads)
+            return self._agree(found, asked, power_sum, has_grads, losses)
 
     def _agree(
-        self, found: Sequence[Tensor], asked: Asked, power_sum: Tensor | None, has_grads: bool
-    ) -> tuple[list[Tensor], Tensor | None, Tensor]:
+        self,
+        found: Sequence[Tensor],
+        asked: Asked,
+        power_sum: Tensor | None,
+        has_grads: bool,
+        losses: Sequence[Tensor],
+    ) -> Agreed:
         size, norm_type = dist.get_world_size(self.group), asked.norm_type
         if self._unread is not None:
             before, numbers = self._unread
@@ -96,33 +104,89 @@ class GroupRanks(Ranks):
         last = torch.zeros_like(any_found) if power_sum is None else power_sum.to(any_found)
         last = torch.where(any_found > 0, torch.zeros_like(last), last)  # no inf or nan travels
         number = self._settings.number(asked, size)
-        is_max = norm_type == math.inf
-        settings = torch.tensor(
-            [number, -number if is_max else number * number], dtype=flags.dtype, device=flags.device
-        )
-        if is_max:
-            flags[0] += flags[0] + float(has_grads)  # 2 where it is set, 1 for gradients
-            total = torch.cat([flags, last.view(1), settings])
-            reduce_over(self._own_group(), total, dist.ReduceOp.MAX)
-            there = total[0] > 0
-            flags = torch.cat([(total[0] / 2).floor().view(1), total[1:-3]])
-        else:
-            radices = [float(size + 1)] * (len(found) + 1)
-            own = torch.tensor([has_grads], dtype=flags.dtype, device=flags.device)
-            total = torch.cat([_packed(torch.cat([own, flags]), radices), last.view(1), settings])
-            reduce_over(self._own_group(), total, dist.ReduceOp.SUM)
-            numbers = _unpacked(total[:-3], radices)
-            there, flags = numbers[0] > 0, numbers[1:]
+        loss_is_bad = self._loss_is_bad(any_found, losses)
+        reduced = self._largest if norm_type == math.inf else self._added_up
+        verdicts, last, there, origin, numbers = reduced(flags, any_found, loss_is_bad, last, number, has_grads, size)
         if self.device.type == "cpu":
-            self._compare(asked, total[-2:], size)
+            self._compare(asked, numbers, size)
         else:
-            self._unread = asked, total[-2:]
-        verdicts = (flags > 0).float().to(home)
+            self._unread = asked, numbers
+        verdicts = verdicts.float().to(home)
         norm = None
         if norm_type is not None:
-            norm = total[-3] if is_max else total[-3].pow(1.0 / norm_type)
-            norm = torch.where(flags.amax() > 0, torch.full_like(norm, math.inf), norm).to(home)
-        return list(verdicts.unbind()), norm, there
+            norm = last if norm_type == math.inf else last.pow(1.0 / norm_type)
+            norm = torch.where(verdicts.amax().to(norm) > 0, torch.full_like(norm, math.inf), norm).to(home)
+        return Agreed(list(verdicts.unbind()), norm, there, origin)
+
+    def _added_up(
+        self,
+        flags: Tensor,
+        any_found: Tensor,
+        loss_is_bad: Tensor,
+        last: Tensor,
+        number: int,
+        has_grads: bool,
+        size: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """(verdicts, sum, whether some rank has gradients, the origin, numbers), over the ranks."""
+        several = [any_found] if len(flags) > 1 else []
+        count = 1 + len(flags) + len(several)
+        digits = digits_of(count - 1, size, flags.device)
+        own = torch.tensor([has_grads, number, dist.get_rank(self.group)], dtype=flags.dtype, device=flags.device)
+        where = own[2] * any_found, loss_is_bad, own[2] * loss_is_bad
+        slots = digits.packed(torch.stack([own[0], *flags, *several, own[1], *where]))
+        total = torch.cat([slots, last.view(1), own[1].square().view(1)])
+        reduce_over(self._own_group(), total, dist.ReduceOp.SUM)
+        numbers = digits.unpacked(total[:-2])
+        origin = torch.cat([numbers[count - 1].view(1), numbers[count + 1 :]])
+        compared = torch.stack([numbers[count], total[-1]])
+        return numbers[1 : 1 + len(flags)] > 0, total[-2], numbers[0] > 0, origin, compared
+
+    def _largest(
+        self,
+        flags: Tensor,
+        any_found: Tensor,
+        loss_is_bad: Tensor,
+        last: Tensor,
+        number: int,
+        has_grads: bool,
+        size: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """As :meth:`_added_up`, for the largest magnitude: of ranks that found something the last one is known."""
+        index = dist.get_rank(self.group)
+        own = torch.tensor([has_grads, 2 + index, number, -number], dtype=flags.dtype, device=flags.device)
+        code = torch.where(any_found > 0, own[1] + size * loss_is_bad, own[0])  # 1: there are gradients
+        each = [flags] if len(flags) > 1 else []
+        total = torch.cat([code.view(1), *each, last.view(1), own[2:]])
+        reduce_over(self._own_group(), total, dist.ReduceOp.MAX)
+        code = total[0]
+        verdicts = total[1:-3] if each else code.view(1) > 1
+        is_bad, at = torch.floor((code - 2) / size), (code - 2) % size
+        origin = torch.stack([(code > 1).to(at), at, is_bad, is_bad * at])
+        return verdicts > 0, total[-3], code > 0, origin, total[-2:]
+
+    def _loss_is_bad(self, any_found: Tensor, losses: Sequence[Tensor]) -> Tensor:
+        """1.0 where this rank found something and knows a loss that is not finite; on the messages' device."""
+        if not losses:
+            return torch.zeros_like(any_found)
+        if self.device.type == "cpu":
+            return torch.full_like(any_found, bool(any_found) and are_finite(losses) is False)
+        each = torch.stack([loss.detach().float().reshape(()).to(self.device) for loss in losses])
+        return any_found * ~each.isfinite().all()
+
+    def origin(self, numbers: Tensor) -> Origin:
+        """See :meth:`fp16opt.engine.ranks.Ranks.origin`."""
+        found, at, bad, bad_at = map(int, numbers.tolist())
+        return Origin(self._in_words(found, at), self._in_words(bad, bad_at))
+
+    def _in_words(self, count: int, index: int) -> str:
+        """So many ranks of the group; ``index`` is known where it is one, and -1 where there are too many ranks."""
+        size = dist.get_world_size(self.group)
+        if count <= 0:
+            return ""
+        if count == 1 and index >= 0:
+            return f"rank {ranks_in(self.group)[index]}"
+        return f"all {size} ranks" if count == size else f"{count} of {size} ranks"
 
     def _compare(self, asked: Asked, numbers: Tensor, size: int, is_late: bool = False) -> None:
         """Raise on all ranks where the numbers of some differ."""
@@ -155,30 +219,6 @@ class GroupRanks(Ranks):
         with self._sending("a clip, a step or the beginning of a backward"):
             reduce_over(self._own_group(), there, dist.ReduceOp.MAX)
         return there.to(norms.device)
-
-
-def _places(radices: Sequence[float]) -> list[tuple[int, float]]:
-    """(slot, weight) of numbers below these radices, as digits of numbers that float64 holds exactly."""
-    places, slot, weight = [], 0, 1.0
-    for radix in radices:
-        if weight * radix > _EXACT:
-            slot, weight = slot + 1, 1.0
-        places.append((slot, weight))
-        weight *= radix
-    return places
-
-
-def _packed(numbers: Tensor, radices: Sequence[float]) -> Tensor:
-    """Several numbers as digits of few, so that their sums over the ranks need few slots."""
-    places = _places(radices)
-    weights = torch.tensor([weight for _, weight in places], dtype=numbers.dtype, device=numbers.device)
-    sizes = [sum(slot == k for slot, _ in places) for k in range(places[-1][0] + 1)]
-    return torch.stack([part.sum() for part in torch.split(numbers * weights, sizes)])
-
-
-def _unpacked(slots: Tensor, radices: Sequence[float]) -> Tensor:
-    each = zip(_places(radices), radices, strict=True)
-    return torch.stack([torch.floor(slots[slot] / weight) % radix for (slot, weight), radix in each])
 
 
 class MeshRanks(GroupRanks):
@@ -382,7 +422,8 @@ class StageRanks(GroupRanks):
         asked: Asked,
         power_sum: Tensor | None,
         has_grads: bool = True,
-    ) -> tuple[list[Tensor], Tensor | None, Tensor]:
+        losses: Sequence[Tensor] = (),
+    ) -> Agreed:
         """See :class:`GroupRanks`.
 
         Raises:
@@ -393,7 +434,7 @@ class StageRanks(GroupRanks):
                 f"a step of a pipeline: expected gradients of one loss scaler, got those of {len(found)}. Other stages "
                 "see no loss: add the losses up in the schedule's loss_fn, and scale their sum by one scaler."
             )
-        return super().agree(found, asked, power_sum, has_grads)
+        return super().agree(found, asked, power_sum, has_grads, losses)
 
     def largest(self, norms: Tensor) -> Tensor:
         """See :class:`GroupRanks`. All are of one scaler, and stages may have looked several times: one is sent."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import kernels
 from ..scaling import LossScaler
 from . import errors
+from .ranks import Origin
 
 __all__ = [
     "Lines",
@@ -186,14 +187,18 @@ def describe(names: Iterable[object], limit: int = 5) -> str:
     return comma.join(listed) if more <= 0 else f"{comma.join(listed[:limit])} and {more} more"
 
 
-def blamed(overflows: Sequence[object]) -> str:
+def blamed(overflows: Sequence[object], origin: Origin | None = None) -> str:
     """:func:`describe` for overflows. There may be none here: another rank, or a GradScaler, found them elsewhere.
 
+    Args:
+        origin: which ranks found some; None where masters are all here.
+
     Example:
-        >>> blamed([])
-        "none of this rank's parameters"
+        >>> blamed([], Origin("rank 3", ""))
+        "none of this rank's parameters, found on rank 3"
     """
-    return describe(overflows) if overflows else "none of this rank's parameters"
+    names = describe(overflows) if overflows else "none of this rank's parameters"
+    return f"{names}, found on {origin.grads}" if origin is not None and origin.grads else names
 
 
 def overflows_from_flags(
@@ -268,35 +273,46 @@ class SkipLog:
         overflows: Sequence[Overflow],
         losses: Sequence[Tensor] = (),
         weights: Sequence[str] = (),
+        origin: Origin | None = None,
     ) -> None:
         """A step was skipped, and the scaler has been updated. Syncs (a skip is known on the host anyway).
+
+        Where masters are spread over ranks, all say the same but for names: they go by what all of them know.
 
         Args:
             old: the loss scale that the step was made with.
             overflows: the parameters with non-finite gradients.
             losses: of the step, unscaled; none where they are not known.
             weights: names of parameters that hold inf or nan, looked for where a loss is not finite.
+            origin: which ranks found something; None where masters are all here.
         """
-        loss_is_finite = are_finite(losses)
+        if origin is None:
+            loss_is_finite, ranks = are_finite(losses), ""
+        else:
+            loss_is_finite = False if origin.losses else None
+            ranks = f" on {origin.losses}"
         self.awaits_step = True
         new = float(scaler.scale)
         stuck = not scaler.dynamic or (not new < old and scaler.at_floor())
         in_a_row = int(scaler.consecutive_skips)
         change = f"{old:g} -> {new:g}" if new != old else f"stays at {new:g}" + ("" if stuck else " (hysteresis)")
-        tell, where = self.lines.tell, self.where(overflows)
+        tell, where = self.lines.tell, self.where(overflows, origin)
         if loss_is_finite is False:
             hopeless = (
-                bool(weights) or (stuck and scaler.dynamic) or old <= max(self._fine, 0.0 if scaler.dynamic else 1.0)
+                (bool(weights) and origin is None)
+                or (stuck and scaler.dynamic)
+                or old <= max(self._fine, 0.0 if scaler.dynamic else 1.0)
             )
             tell(
                 errors.WEIGHTS_NOT_FINITE if weights else errors.LOSS_NOT_FINITE,
                 level=logging.ERROR if stuck and scaler.dynamic else logging.WARNING,
                 nth=in_a_row,
                 change=change,
+                ranks=ranks,
                 times=in_a_row,
                 hopeless=errors.NO_SCALE_CAN_HELP if hopeless else "",
                 where=where,
-                advice=_about_the_loss(hopeless, any(loss.dtype == torch.float16 for loss in losses), weights),
+                advice=_about_the_loss(hopeless, losses, weights, origin),
             )
         elif stuck:
             self._stuck += 1
@@ -315,15 +331,15 @@ class SkipLog:
         else:
             tell(errors.RARE, change=change, where=where)
 
-    def where(self, overflows: Sequence[Overflow]) -> str:
+    def where(self, overflows: Sequence[Overflow], origin: Origin | None = None) -> str:
         """What overflowed, in words."""
-        return blamed(overflows)
+        return blamed(overflows, origin)
 
-    def skipped_by_grad_scaler(self, overflows: Sequence[Overflow]) -> None:
+    def skipped_by_grad_scaler(self, overflows: Sequence[Overflow], origin: Origin | None = None) -> None:
         """A step was skipped under a GradScaler, which lowers its scale itself, and may log it."""
         calm = logging.INFO if self.calibrating else logging.WARNING
         level = logging.DEBUG if self.grad_scaler_logs else calm
-        self.lines.tell(errors.UNDER_A_GRAD_SCALER, level=level, where=self.where(overflows))
+        self.lines.tell(errors.UNDER_A_GRAD_SCALER, level=level, where=self.where(overflows, origin))
 
     def _say_stuck(self, dynamic: bool, scale: float, where: str) -> None:
         times = self._stuck
@@ -334,12 +350,13 @@ class SkipLog:
             self.lines.tell(errors.STATIC, nth=times, what=what, scale=scale, times=times, where=where, advice=advice)
 
 
-def _about_the_loss(hopeless: bool, is_fp16: bool, weights: Sequence[str]) -> str:
+def _about_the_loss(hopeless: bool, losses: Sequence[Tensor], weights: Sequence[str], origin: Origin | None) -> str:
     if weights:
         return errors.BAD_WEIGHTS.format(names=describe(weights))
-    if is_fp16:
+    if any(loss.dtype == torch.float16 for loss in losses):
         return errors.LOSS_IN_FP16
-    return errors.LOOK_AT_THE_DATA if hopeless else errors.MAY_FIT_A_LOWER_SCALE
+    advice = errors.LOOK_AT_THE_DATA if hopeless else errors.MAY_FIT_A_LOWER_SCALE
+    return advice.format(there="" if origin is None else errors.ON_THOSE_RANKS)
 
 
 def _is_power_of_two(count: int) -> bool:

@@ -633,8 +633,8 @@ NO_SCALE = Line(
     text="""FP16 weights are trained without loss scaling: {names}. Small gradients underflow{lost}. Write
     {way_out}{calls}; or {meant} to say that this is meant.""",
     what_happened="""None of `dynamic`, `loss_scale` and `scaler` was given, and no GradScaler drives the optimizer: the
-    loss scale is 1. FP16 gradients under 3e-8 (2^-25) are 0 then, and those under 6.1e-5 have fewer digits. The line comes
-    once, at the first step, whichever way `backward` was called, and counts what that step's gradients have lost. A run
+    loss scale is 1. FP16 gradients under 3e-8 (2^-25) are 0 then, and those under 6.1e-5 have fewer digits. The line
+    comes once, at the first step, whichever way `backward` was called, and counts what that step's gradients have lost. A run
     that goes on so may look healthy and end with a worse loss.""",
     what_to_do="""Construct with `dynamic=True` and call `opt.backward(loss)`. In a trainer that calls `backward` itself
     use its module in `fp16opt.integrations`. Where a scale of 1 is meant, write `loss_scale=1.0`. The message
@@ -686,6 +686,19 @@ NO_GRADIENTS = Line(
     or wrapped in a way that made new parameters.""",
     what_to_do="Make and wrap the optimizer over the parameters of the model that computes the loss.",
     shown={"names": "fc.weight, fc.bias"},
+)
+
+OTHER_PARAMETERS = Refusal(
+    key="other parameters",
+    kind=RuntimeError,
+    heading="The model has other parameters",
+    text="""the model has other parameters by now, with gradients, in the place of {count} that this optimizer steps,
+    which have none: {names}. fully_shard, parallelize_module, to_empty and some conversions replace parameters. Make
+    the optimizer after them, over model.parameters(), and wrap it then.""",
+    what_happened="""The optimizer was made too early. The parameters that it has belong to no module any more, and
+    would get no gradient in a whole run. The first step finds that.""",
+    what_to_do="Shard, move or convert the model first, then make the optimizer and wrap it.",
+    shown={"count": 2, "names": "fc.weight, fc.bias"},
 )
 
 SUMS_WITHOUT_BACKWARD = Line(
@@ -816,11 +829,12 @@ IN_A_ROW = Line(
     },
 )
 
-LOOK_AT_THE_DATA = "Look for inf or nan in the data, or see fp16opt.diagnose(model, loss_fn)."
+LOOK_AT_THE_DATA = "Look for inf or nan in the data{there}, or see fp16opt.diagnose(model, loss_fn)."
+ON_THOSE_RANKS = " there, and in the weights, which the logs of their ranks name"
 LOSS_IN_FP16 = "The loss is FP16, which ends at 65504: compute it in FP32, with .float() on the model's outputs."
 MAY_FIT_A_LOWER_SCALE = (
-    "A part of it that was scaled may be finite at a lower scale. If this goes on, look for inf or nan in the data, or "
-    "see fp16opt.diagnose(model, loss_fn)."
+    "A part of it that was scaled may be finite at a lower scale. If this goes on, look for inf or nan in the "
+    "data{there}, or see fp16opt.diagnose(model, loss_fn)."
 )
 BAD_WEIGHTS = (
     "Weights hold inf or nan: {names}. An earlier step, or a checkpoint, has brought it there: load one from before."
@@ -831,17 +845,18 @@ LOSS_NOT_FINITE = Line(
     key="loss not finite",
     level=logging.WARNING,
     heading="The loss itself is not finite",
-    text="""step skipped, loss scale {change}: the loss itself is not finite ({times} in a row){hopeless}; non-finite
-    gradients in {where}. {advice}""",
+    text="""step skipped, loss scale {change}: the loss itself is not finite{ranks} ({times} in a row){hopeless};
+    non-finite gradients in {where}. {advice}""",
     what_happened="The loss was inf or nan before any scale was applied.",
     what_to_do="""Look at the batch, at the learning rate, and at a loss that is summed in FP16: write `logits.float()`
     before it.""",
     shown={
         "change": "65536 -> 32768",
+        "ranks": "",
         "times": 1,
         "hopeless": "",
         "where": "fc.weight (inf), fc.bias (inf)",
-        "advice": MAY_FIT_A_LOWER_SCALE,
+        "advice": MAY_FIT_A_LOWER_SCALE.format(there=""),
     },
 )
 
@@ -855,6 +870,7 @@ WEIGHTS_NOT_FINITE = Line(
     what_to_do="Go back to a checkpoint. Look at `eps`, the learning rate, and code that writes weights.",
     shown={
         "change": "65536 -> 32768",
+        "ranks": "",
         "times": 1,
         "hopeless": NO_SCALE_CAN_HELP,
         "where": "fc.weight (nan), fc.bias (nan)",

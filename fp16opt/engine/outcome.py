@@ -15,6 +15,7 @@ from ..scaling import LossScaler
 from . import errors
 from .diagnostics import Lines, Overflow, SkipLog, are_finite, blamed, overflows_from_flags
 from .params import ParamTable
+from .ranks import Origin
 from .stage import OverflowCheck
 
 
@@ -97,6 +98,8 @@ class Outcome:
         scale: the loss scale that the last step's gradients were made with (float32, 0-dim); None before the first.
         before, losses: for the log line of the step that is being closed: the scale before it, and its losses. None
             where nothing is to be logged.
+        origin: which ranks found something in the last step that was skipped by decision of the host; None where
+            masters are all here.
     """
 
     def __init__(self, lines: Lines) -> None:
@@ -106,6 +109,7 @@ class Outcome:
         self.scale: Tensor | None = None
         self.before: float | None = None
         self.losses: Sequence[Tensor] = ()
+        self.origin: Origin | None = None
         self._skipped_here = 0
         self._taken_before = 0
         self._skipped_before = 0
@@ -301,11 +305,12 @@ class Outcome:
         if skipped is True:
             report = self.report(params)
             if under_grad_scaler:
-                self.log.skipped_by_grad_scaler(report)
+                self.log.skipped_by_grad_scaler(report, self.origin)
             else:
-                weights = params.not_finite() if are_finite(losses) is False else []
-                self.log.skipped(scaler, old_scale, report, losses, weights)
-            check_consecutive([one for one, _ in check.of], report)
+                is_bad = are_finite(losses) is False if self.origin is None else bool(self.origin.losses)
+                weights = params.not_finite() if is_bad else []
+                self.log.skipped(scaler, old_scale, report, losses, weights, self.origin)
+            check_consecutive([one for one, _ in check.of], report, self.origin)
         elif skipped is False:
             self.log.stepped(old_scale)
 
@@ -342,11 +347,11 @@ def counters(device: torch.device) -> tuple[Tensor, Tensor]:
     return zero, torch.zeros((), dtype=wide, device=device)
 
 
-def check_consecutive(scalers: Sequence[LossScaler], report: list[Overflow]) -> None:
+def check_consecutive(scalers: Sequence[LossScaler], report: list[Overflow], origin: Origin | None = None) -> None:
     """Raise ``LossScaleError`` where a scaler's limit of non-finite steps in a row is reached. Syncs if it has one."""
     for scaler in scalers:
         limit = scaler.max_consecutive_skips
         if limit is not None and int(scaler.consecutive_skips) >= limit:
-            names = blamed([str(overflow) for overflow in report])
+            names = blamed([str(overflow) for overflow in report], origin)
             times = int(scaler.consecutive_skips)
             raise errors.TOO_MANY_IN_A_ROW(times=times, limit=limit, scale=float(scaler.scale), where=names)

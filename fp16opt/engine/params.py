@@ -32,6 +32,9 @@ OWN_DTYPES = (torch.float32, torch.float64)
 ELSEWHERE = "a parameter of another rank"
 """What a parameter of another rank is called that has no name."""
 
+MASTER_OF = "fp16opt_master"
+"""Of a split master as users see it, made anew when it is asked for: the one that the optimizer steps."""
+
 Adopt = Callable[[Tensor], "tuple[Tensor, bool]"]
 """Makes the master of a parameter, optimizer state included; and says whether it has memory of its own."""
 
@@ -554,7 +557,9 @@ def _share_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 class StateByParam(MutableMapping[Any, Any]):
-    """The wrapped optimizer's state, keyed by what it steps; a model's parameter stands for its master.
+    """The wrapped optimizer's state, keyed by what it steps.
+
+    A model's parameter stands for its master, and so does what ``master_params()`` shows of a split one.
 
     Args:
         state: the wrapped optimizer's own.
@@ -576,6 +581,7 @@ class StateByParam(MutableMapping[Any, Any]):
         """The master of a model's parameter; any other key as it is."""
         if not isinstance(key, Tensor) or key in self._state:
             return key
+        key = key.__dict__.get(MASTER_OF, key)
         return next((pair.master for pair in self._params.all if pair.model is key), key)
 
     def __getitem__(self, key: Any) -> Any:

@@ -64,6 +64,34 @@ class Asked(NamedTuple):
     turn: int = 0
 
 
+class Origin(NamedTuple):
+    """Which ranks found something that is not finite, in words: "rank 3", "2 of 8 ranks"; "" for none.
+
+    Attributes:
+        grads: in gradients.
+        losses: those of them that know a loss of their own that is not finite.
+    """
+
+    grads: str
+    losses: str
+
+
+class Agreed(NamedTuple):
+    """What ranks have added up.
+
+    Attributes:
+        found: float32, 0-dim, 0.0 or 1.0 each: the verdicts.
+        norm: float64, 0-dim, inf where a verdict is 1.0.
+        has_grads: bool, 0-dim: whether some rank has gradients.
+        origin: float64: for :meth:`Ranks.origin`.
+    """
+
+    found: list[Tensor]
+    norm: Tensor | None
+    has_grads: Tensor
+    origin: Tensor
+
+
 class Ranks:
     """Masters are all here: what this rank finds in them is the verdict.
 
@@ -100,7 +128,8 @@ class Ranks:
         asked: Asked,
         power_sum: Tensor | None,
         has_grads: bool = True,
-    ) -> tuple[list[Tensor], Tensor | None, Tensor]:
+        losses: Sequence[Tensor] = (),
+    ) -> Agreed:
         """Add up verdicts and a norm over the ranks, in one message. Asked only of classes that are not ``alone``.
 
         Args:
@@ -108,16 +137,17 @@ class Ranks:
             asked: what is wanted; settings and this must be alike on all ranks.
             power_sum: float64, 0-dim: the sum of |g|**p over this rank's elements (the largest |g| for p = inf).
             has_grads: whether this rank has gradients.
-
-        Returns:
-            (the verdicts over all ranks; the norm, float64, 0-dim, inf where a verdict is 1.0; bool, 0-dim: whether
-            some rank has gradients).
+            losses: of this rank, unscaled, where they are known.
 
         Raises:
             RuntimeError: on all ranks: one has asked for something else, or has other settings. Where messages lie on
                 a device the host hears of it with the message after.
         """
         raise NotImplementedError("verdicts of masters that are all here need no message")
+
+    def origin(self, numbers: Tensor) -> Origin:
+        """Which ranks had something that is not finite, of what :meth:`agree` gave. Syncs."""
+        raise NotImplementedError("verdicts of masters that are all here have no other origin")
 
     def piece_with_copies(self, param: Tensor) -> str | None:
         """Which piece this rank has of a parameter whose pieces other ranks have too; None where it alone has it."""
@@ -171,7 +201,8 @@ class Detached(Ranks):
         asked: Asked,
         power_sum: Tensor | None,
         has_grads: bool = True,
-    ) -> tuple[list[Tensor], Tensor | None, Tensor]:
+        losses: Sequence[Tensor] = (),
+    ) -> Agreed:
         """Not before it is attached.
 
         Raises:

@@ -95,6 +95,7 @@ class Verdict(NamedTuple):
         turn: how many messages were sent of these gradients.
         has_grads: whether this rank has any: others may have some, and expect what this one has found.
         untold: norms that scalers which follow norms are yet to be told.
+        origin: which ranks found something: see :meth:`.ranks.Ranks.origin`. None where masters are all here.
     """
 
     found: tuple[tuple[LossScaler, Tensor], ...] = ()
@@ -102,6 +103,7 @@ class Verdict(NamedTuple):
     turn: int = 0
     has_grads: bool = True
     untold: tuple[tuple[LossScaler, Tensor], ...] = ()
+    origin: Tensor | None = None
 
 
 class Ready(NamedTuple):

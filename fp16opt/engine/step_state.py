@@ -26,7 +26,7 @@ from .folded import is_folded, unmark
 from .gradients import Gradients, GradsToStep
 from .params import DeviceParams, ParamTable
 from .progress import Progress
-from .ranks import Asked, Ranks, Replicas, refuse_torch_checkpointing
+from .ranks import Asked, Origin, Ranks, Replicas, refuse_torch_checkpointing
 from .stage import (
     BackwardScale,
     Checked,
@@ -104,6 +104,12 @@ class StepState(abc.ABC):
     def losses(self) -> tuple[Tensor, ...]:
         """Of the present gradients' backwards, unscaled, where they are single numbers."""
         return getattr(self.standing, "losses", ())
+
+    @property
+    def origin(self) -> Origin | None:
+        """Which ranks found something that is not finite; None where masters are all here. Syncs."""
+        numbers = getattr(getattr(self.standing, "verdict", None), "origin", None)
+        return None if numbers is None else self.ranks.origin(numbers)
 
     @property
     def are_true(self) -> bool:
@@ -861,9 +867,9 @@ class StepState(abc.ABC):
             )
         mine = [one for _, one in verdict.found]
         asked = Asked(norm_type, max_norm, verdict.turn)
-        found, norm, has_grads = self.ranks.agree(mine, asked, power, verdict.has_grads)
+        found, norm, has_grads, origin = self.ranks.agree(mine, asked, power, verdict.has_grads, self.losses)
         every = tuple((scaler, one) for (scaler, _), one in zip(verdict.found, found, strict=True))
-        verdict = verdict._replace(found=every, is_agreed=True, turn=verdict.turn + 1)
+        verdict = verdict._replace(found=every, is_agreed=True, turn=verdict.turn + 1, origin=origin)
         self.stage = self.stage._replace(verdict=verdict)
         return verdict.has_grads or bool(has_grads), norm
 

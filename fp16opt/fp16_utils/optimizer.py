@@ -15,6 +15,7 @@ from .. import scaling
 from ..engine.arguments import make_scaler as default_scaler
 from ..engine.diagnostics import Overflow, SkipLog
 from ..engine.missing_scale import WayToScale
+from ..engine.ranks import Origin
 from ..optimizer import MixedPrecisionOptimizer
 from .loss_scalers import LossScaler, make_scaler, view_of
 from .saved_files import engine_scaler, engine_state, face_state
@@ -285,5 +286,6 @@ class _Quiet(SkipLog):
         overflows: Sequence[Overflow],
         losses: Sequence[Tensor] = (),
         weights: Sequence[str] = (),
+        origin: Origin | None = None,
     ) -> None:
         """Say nothing."""

@@ -22,6 +22,7 @@ from ..engine.arguments import check_number
 from ..engine.diagnostics import Overflow, SkipLog, describe
 from ..engine.modes.closures import Evaluation
 from ..engine.outcome import check_consecutive, counters, note, room_for, update_scale
+from ..engine.ranks import Origin
 from ..engine.wrapped_step import found_inf_given, supports_found_inf
 from ..kernels import backends
 from ..optimizer import MixedPrecisionOptimizer
@@ -612,6 +613,8 @@ class GradScaler(torch.amp.GradScaler):
             optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def _warn_no_gradients(self, optimizer: Optimizer) -> None:
+        if isinstance(optimizer, MixedPrecisionOptimizer):
+            optimizer.refuse_replaced(has_grads=False)
         name = type(optimizer).__name__
         self._warn_once("no gradients", errors.NO_GRADIENTS_UNDER_A_GRAD_SCALER.filled(optimizer=name))
 
@@ -658,12 +661,20 @@ class GradScaler(torch.amp.GradScaler):
         old = float(self._rule.scale) if is_told else 0.0
         update_scale(self._rule, found)
         report = [overflow for record in skipped for overflow in self._labelled(record)] if skipped else []
+        origin = self._origin(skipped)
         if skipped:
-            self._log.skipped(self._rule, old, report, losses)
+            self._log.skipped(self._rule, old, report, losses, origin=origin)
         elif is_told:
             self._log.stepped(old)
         if self._rule.max_consecutive_skips is not None:
-            check_consecutive([self._rule], report)
+            check_consecutive([self._rule], report, origin)
+
+    def _origin(self, skipped: list[_Record]) -> Origin | None:
+        """Which ranks found something, where an optimizer's masters are spread over several."""
+        wrappers = [
+            one for one, its in self._records.items() if its in skipped and isinstance(one, MixedPrecisionOptimizer)
+        ]
+        return next((one.outcome.origin for one in wrappers if one.outcome.origin is not None), None)
 
     def _labelled(self, record: _Record) -> list[Overflow]:
         """What overflowed in one optimizer; where there are several, with its number among them and its class."""

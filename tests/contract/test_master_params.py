@@ -480,3 +480,20 @@ def test_a_wrapped_optimizer_that_reads_them_in_its_step_gets_what_is_there(mode
     assert str(of_the_engine) == str(of_the_reference)
     for got, want in zip(of_the_engine, instead(GRADS, 2, None), strict=True):
         assert (got is None) if want is None else torch.equal(got, want)
+
+
+@pytest.mark.parametrize("master_weights", ["full", "split", "split24", "none"])
+def test_what_master_params_gives_finds_its_state(master_weights: str) -> None:
+    """Split masters are made anew when they are asked for, and each stands for the one that is stepped."""
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    inner = SGD([weight], lr=0.5, momentum=0.5)
+    opt = MixedPrecisionOptimizer(inner, master_weights=master_weights)
+    (early,) = opt.master_params()
+    _train(weight, opt)
+    for master in (early, *opt.master_params()):
+        assert master in opt.state
+        assert opt.state[master] is opt.state[weight] is opt.state.get(master)
+        assert opt.state[master]["momentum_buffer"].tolist() == [1.0] * 4
+    gone = MixedPrecisionOptimizer(SGD([nn.Parameter(torch.ones(3).half())], lr=0.5), master_weights="split")
+    with pytest.raises(KeyError, match="no parameter of this optimizer"):
+        opt.state[next(gone.master_params())]

@@ -30,6 +30,15 @@ def test_two_ranks(trainer: str, tmp_path: Path) -> None:
     run(PROGRAMS[trainer], 2, tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["lightning", "accelerate, FSDP2"])
+def test_other_numbers_of_ranks_go_on_and_export(trainer: str, tmp_path: Path) -> None:
+    """Saved on two ranks, resumed on one and on three."""
+    test_two_ranks(trainer, tmp_path)
+    for ranks in (1, 3):
+        run(PROGRAMS[trainer], ranks, tmp_path)
+
+
 def test_transformers_under_fsdp2(tmp_path: Path) -> None:
     """Saved on two ranks, resumed on two, on one and on three."""
     pytest.importorskip("transformers")

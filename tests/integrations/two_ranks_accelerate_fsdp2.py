@@ -1,4 +1,7 @@
-"""Two ranks on gloo, started by torchrun: Accelerate's FSDP2 with master_weights, against a loop by hand."""
+"""Ranks on gloo, started by torchrun: Accelerate's FSDP2 with master_weights, against a loop by hand.
+
+On two ranks it trains, saves and resumes. On another number of ranks it resumes from that, and exports.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from contract import reference
 from distributed.world import leave
 from torch.distributed.tensor import DTensor
 
+import fp16opt.distributed
 from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer
 from fp16opt.integrations.accelerate import Accelerator
 from integrations.byhand import HALF, OVERFLOWING, ByHand, adamw, batches, loss_of, network
@@ -63,6 +68,24 @@ def check(what: str, loop: Loop, hand: ByHand) -> None:
             raise SystemExit(f"{what}: the model is not its masters")
 
 
+def resume_elsewhere(folder: Path) -> None:
+    """On one rank and on three: the same masters, and on one the same end. Whole FP32 weights come out."""
+    data, scale = batches(2 * STEPS), reference.Scale(OVERFLOWING, 5)
+    hand = ByHand(network(HALF), scale=scale, micro=2, clip=0.5).train(data[:STEPS], HALF)
+    rest = Loop()
+    rest.accelerator.load_state(str(folder / "half"))
+    check("of other ranks", rest, hand)
+    exported = fp16opt.distributed.fp32_state_dict(rest.net, rest.optimizer)
+    if os.environ["RANK"] == "0":
+        for name, master in zip(dict(rest.net.named_parameters()), hand.masters, strict=True):
+            if not torch.equal(exported[name], master.detach()):
+                raise SystemExit(f"exported: {name} is not its master")
+    if os.environ["WORLD_SIZE"] == "1":
+        rest.train(data[STEPS:])
+        check("on one rank", rest, hand.train(data[STEPS:], HALF))
+    print(f"rank {os.environ['RANK']}: all is well")
+
+
 def main(folder: Path) -> None:
     """Both ranks see the same batches, so that averages over ranks are what each rank has."""
     data = batches(2 * STEPS)
@@ -100,5 +123,5 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    (main if os.environ["WORLD_SIZE"] == "2" else resume_elsewhere)(Path(sys.argv[1]))
     leave()

@@ -1,6 +1,7 @@
-"""Two ranks on gloo, started by torchrun: Lightning's strategies with the plugin, against a loop by hand.
+"""Ranks on gloo, started by torchrun: Lightning's strategies with the plugin, against a loop by hand.
 
-Each rank checks what it has; one that fails ends the program with an error.
+Each rank checks what it has; one that fails ends the program with an error. On two ranks it trains, saves and resumes.
+On another number of ranks it resumes from that, and exports.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+import fp16opt.distributed
 from fp16opt import DynamicLossScaler
 from fp16opt.integrations.lightning import MasterWeightsModelParallel, MasterWeightsPrecision
 from integrations.byhand import HALF, OVERFLOWING, ByHand, adamw, batches, loss_of, network
@@ -29,7 +31,7 @@ from integrations.byhand import HALF, OVERFLOWING, ByHand, adamw, batches, loss_
 STEPS = 8
 TOLD = {
     "accelerator": "cpu",
-    "devices": 2,
+    "devices": int(os.environ.get("WORLD_SIZE", "2")),
     "logger": False,
     "enable_checkpointing": False,
     "enable_progress_bar": False,
@@ -70,8 +72,9 @@ def plugin() -> MasterWeightsPrecision:
     return MasterWeightsPrecision("16-true", fused_step=False, scaler=scaler)
 
 
-def run(strategy: Any, sharded: bool, epochs: int, ckpt: Path | None = None) -> lightning.Trainer:
-    trainer = lightning.Trainer(strategy=strategy, plugins=plugin(), max_epochs=epochs, **TOLD)
+def run(strategy: Any, sharded: bool, epochs: int, ckpt: Path | None = None, callback: Any = None) -> lightning.Trainer:
+    calls = [] if callback is None else [callback]
+    trainer = lightning.Trainer(strategy=strategy, plugins=plugin(), max_epochs=epochs, callbacks=calls, **TOLD)
     loader = torch.utils.data.DataLoader(batches(STEPS), batch_size=None)
     asks = "weights_only" in inspect.signature(trainer.fit).parameters  # from 2.6 on
     trainer.fit(Module(sharded), loader, ckpt_path=ckpt, **({"weights_only": True} if asks and ckpt else {}))
@@ -96,10 +99,42 @@ def check(what: str, trainer: lightning.Trainer, hand: ByHand, losses: list[floa
             raise SystemExit(f"{what}: the model is not its masters")
 
 
-def main(folder: Path) -> None:
+class AtBeginning(lightning.Callback):
+    """Masters as a checkpoint has them, whole."""
+
+    masters: dict[str, Tensor]
+
+    def on_train_start(self, trainer: lightning.Trainer, module: Any) -> None:
+        (optimizer,) = trainer.optimizers
+        self.masters = fp16opt.distributed.fp32_state_dict(module, optimizer)
+
+
+def resume_elsewhere(folder: Path) -> None:
+    """On one rank and on three: the same masters, and on one the same end. Whole FP32 weights come out."""
+    quiet()
+    data, scale = batches(STEPS), reference.Scale(OVERFLOWING, 5)
+    hand = ByHand(network(HALF), scale=scale, micro=2, clip=0.5).train(data * 2, HALF)
+    half = [master.detach().clone() for master in hand.masters]
+    size = int(os.environ["WORLD_SIZE"])
+    strategy = ModelParallelStrategy(data_parallel_size=size, tensor_parallel_size=1, process_group_backend="gloo")
+    seen = AtBeginning()
+    rest = run(strategy, True, 4, folder / "half.ckpt", seen)
+    for (name, got), want in zip(seen.masters.items(), half, strict=os.environ["RANK"] == "0"):
+        if not torch.equal(got, want):
+            raise SystemExit(f"on {size} ranks: the master of {name} is off")
+    if size == 1:
+        check("on one rank", rest, hand.train(data * 2, HALF), hand.losses[2 * STEPS :])
+    print(f"rank {os.environ['RANK']}: all is well")
+
+
+def quiet() -> None:
     for name in ("lightning.pytorch", "lightning.fabric", "lightning", "fp16opt"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
+
+
+def main(folder: Path) -> None:
+    quiet()
     data = batches(STEPS)
     hand = ByHand(network(HALF), scale=reference.Scale(OVERFLOWING, 5), micro=2, clip=0.5).train(data * 4, HALF)
     check("DDP", run(DDPStrategy(process_group_backend="gloo"), False, 4), hand, hand.losses)
@@ -135,5 +170,5 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    (main if os.environ["WORLD_SIZE"] == "2" else resume_elsewhere)(Path(sys.argv[1]))
     leave()

@@ -136,6 +136,7 @@ class GradientRelease:
         self.device = device
         self.backwards = 0
         self.losses: tuple[Tensor, ...] = ()
+        self.origin = None  # masters are all here
         self.slots: list[ParamSlot] = []
         self._model_writes = model_writes
         self._waits = kernels.is_host(device)  # writes by others are looked for on the host

@@ -20,7 +20,7 @@ from ...kernels.calls import Entries
 from .. import errors
 from ..dtensors import as_piece_of, different_bits, is_sharded, local, pieces, raw_grad, set_raw_grad
 from ..masters import ordinary_parameters
-from ..params import DeviceParams, ParamPair, ParamTable
+from ..params import MASTER_OF, DeviceParams, ParamPair, ParamTable
 
 
 def placeholder(param: Tensor) -> Tensor:
@@ -268,26 +268,26 @@ def _ordinary(master: Tensor, data: Tensor) -> torch.nn.Parameter:
 
 @functools.cache
 def _decoded_class(cls: Any) -> Any:
-    """The subclass of ``cls`` (Parameter, or DTensor) whose gradient is that of the master in ``_of``."""
+    """The subclass of ``cls`` (Parameter, or DTensor) whose gradient is that of the master behind it."""
 
     class DecodedMaster(RefusesWrites, cls):  # type: ignore[misc]
         if "__slots__" in cls.__dict__:
             __slots__ = ()
 
-        _of: Tensor
+        fp16opt_master: Tensor
 
         @property
         def grad(self) -> Tensor | None:
             """The master's gradient: float32, or None."""
-            return self._of.grad
+            return self.fp16opt_master.grad
 
         @grad.setter
         def grad(self, value: Tensor | None) -> None:
-            self._of.grad = value
+            self.fp16opt_master.grad = value
 
         @grad.deleter
         def grad(self) -> None:
-            del self._of.grad
+            del self.fp16opt_master.grad
 
         def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
             return _ordinary(self, self.detach().clone())
@@ -309,7 +309,7 @@ def decoded(value: Tensor, master: Tensor) -> Tensor:
     """``value`` with the gradient of ``master``."""
     made: Tensor = torch.nn.Parameter(value)
     made.__class__ = _decoded_class(type(made))
-    made.__dict__["_of"] = master
+    made.__dict__[MASTER_OF] = master
     return made
 
 

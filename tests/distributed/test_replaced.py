@@ -1,0 +1,55 @@
+"""An optimizer that was made before the model was sharded raises at its first step, on every rank, by name."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim import AdamW
+
+from distributed.models import Net, loss_of
+from distributed.world import World, raised
+from fp16opt import MixedPrecisionOptimizer
+
+PLAN: dict[str, Any] = {"a": ColwiseParallel(), "b": RowwiseParallel()}
+NAMES = "which have none: a.weight, a.bias, b.weight, b.bias. fully_shard, parallelize_module"
+
+
+def wrapped(net: nn.Module, **options: Any) -> MixedPrecisionOptimizer:
+    named = net.named_parameters()
+    return MixedPrecisionOptimizer(AdamW(net.parameters(), lr=1e-2), named_parameters=named, **options)
+
+
+def too_early(rank: int, size: int) -> None:
+    logging.getLogger("fp16opt").setLevel(logging.CRITICAL)
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "tp"))
+    ways: dict[str, tuple[Any, Any]] = {  # what is done before the optimizer is made, and after it
+        "fully_shard": (None, lambda net: fully_shard(net, mesh=mesh["tp"])),
+        "parallelize_module": (None, lambda net: parallelize_module(net, mesh["tp"], PLAN)),
+        "both": (lambda net: parallelize_module(net, mesh["tp"], PLAN), lambda net: fully_shard(net, mesh=mesh["dp"])),
+    }
+    for options in ({}, {"master_weights": "split"}, {"dynamic": True}):
+        for way, (before, after) in ways.items():
+            net = nn.Sequential(OrderedDict(a=nn.Linear(16, 8), b=nn.Linear(8, 4))).half()
+            if before is not None:
+                before(net)
+            opt = wrapped(net, **options)
+            after(net)
+            opt.backward(net(torch.ones(2, 16).half()).float().square().mean())
+            message = raised(RuntimeError, opt.step)
+            assert NAMES in message, (options, way, message)
+    net = fully_shard(Net(norm=False))  # in the right order
+    opt = wrapped(net)
+    opt.backward(loss_of(net, 0, rank))
+    opt.step()
+    assert opt.stats()["steps"] == 1
+
+
+def test_made_before_the_model_was_sharded(two: World) -> None:
+    two.run(too_early)
