@@ -566,9 +566,9 @@ def another_order(monkeypatch: pytest.MonkeyPatch) -> None:
 def saved_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 of two trains on."""
     store: Any = dist.HashStore()
-    store.set_timeout(datetime.timedelta(seconds=1))
     store.set("at/1", "a forward of the model")
     with Alone():
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1))
         monkeypatch.setattr(waiting, "_store", lambda: store)
         monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1])
         waiting.meet("save('step100')")
