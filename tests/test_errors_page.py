@@ -549,7 +549,8 @@ def apart(monkeypatch: pytest.MonkeyPatch, lr: float, asked: Asked) -> None:
 
     def gathered(mine: Any, _group: Any) -> list[Any]:
         lines = mine[1]
-        return [mine, (settings.words_of(asked), [line.replace("lr=0.1", f"lr={lr}") for line in lines])]
+        other = [(key, line.replace("lr=0.1", f"lr={lr}")) for key, line in lines]
+        return [mine, (settings.words_of(asked), other, set())]
 
     monkeypatch.setattr(settings, "gather", gathered)
     settings.Settings(one.inner).refuse(Asked(2.0, 1.0), None, False)
