@@ -78,8 +78,9 @@ def ranks_of(
         from .distributed import zero
 
         params.hold_elsewhere(zero.elsewhere(optimizer, params.models), names)
-        zero.copy_down_before_broadcast(optimizer, round_down)
-        return zero.ZeroRanks(optimizer, facts)
+        ranks = zero.ZeroRanks(optimizer, facts)
+        zero.after_part(optimizer, round_down, ranks)
+        return ranks
     if params.has_dtensors:
         from .distributed import shards
 

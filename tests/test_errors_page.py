@@ -619,7 +619,8 @@ def apart(monkeypatch: pytest.MonkeyPatch, lr: float, asked: Asked) -> None:
 
     def gathered(mine: Any, _group: Any) -> list[Any]:
         lines = mine[1]
-        return [mine, (settings.words_of(asked), [line.replace("lr=0.1", f"lr={lr}") for line in lines])]
+        other = [(key, line.replace("lr=0.1", f"lr={lr}")) for key, line in lines]
+        return [mine, (settings.words_of(asked), other, set())]
 
     monkeypatch.setattr(settings, "gather", gathered)
     settings.Settings(one.inner).refuse(Asked(2.0, 1.0), None, False)
@@ -636,9 +637,9 @@ def another_order(monkeypatch: pytest.MonkeyPatch) -> None:
 def saved_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 of two trains on."""
     store: Any = dist.HashStore()
-    store.set_timeout(datetime.timedelta(seconds=1))
     store.set("at/1", "a forward of the model")
     with Alone():
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1))
         monkeypatch.setattr(waiting, "_store", lambda: store)
         monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1])
         waiting.meet("save('step100')")

@@ -136,6 +136,7 @@ FOREIGN = {
     "_fsdp_flattened": "a parameter of FSDP1",
     "_get_default_store": "of torch.distributed, whose ranks tell there where they wait",
     "_get_backend": "of a ProcessGroup: what holds its time-out",
+    "_device_types": "of a ProcessGroup: those of which it has a backend",
     "_timeout": "of a backend's options: what init_process_group or new_group was given",
     "_get_root_mesh": "of a DeviceMesh, whose flattened form serves all of its dimensions",
     "_flatten": "as above",

@@ -58,7 +58,19 @@ def ranks_in(group: Any) -> list[int]:
     return list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
 
 
-def compare(what: str, facts: Facts, reach: Callable[[Tensor], Reach], group: Any) -> list[Holders]:
+_ALIKE = (
+    "Build model, optimizer and scaler alike on every rank; stages of a pipeline need attach(opt, model, "
+    "process_group=...)."
+)
+_STAGES = (
+    "Stages of a pipeline differ in parameters alone: give each the same optimizer, scaler and groups with the same "
+    "settings, in one order. A group of which a stage has no parameter is empty there: {'params': [], 'lr': ...}."
+)
+
+
+def compare(
+    what: str, facts: Facts, reach: Callable[[Tensor], Reach], group: Any, are_stages: bool = False
+) -> list[Holders]:
     """Compare what ranks must have alike. Collective.
 
     Every rank must have the same of ``facts.shared``; of a parameter only those that hold a piece or a copy of it.
@@ -68,6 +80,7 @@ def compare(what: str, facts: Facts, reach: Callable[[Tensor], Reach], group: An
         facts: this rank's.
         reach: of a parameter of this rank.
         group: the ranks that compare; None for all.
+        are_stages: whether these are stages of a pipeline, for the message.
 
     Returns:
         For each of ``facts.params``, the ranks that hold it.
@@ -88,7 +101,7 @@ def compare(what: str, facts: Facts, reach: Callable[[Tensor], Reach], group: An
     everyone = {rank: _Told(*one) for rank, one in zip(ranks_in(group), told, strict=True)}
     first = next(iter(everyone))
     for rank, one in everyone.items():
-        _same(what, first, everyone[first].shared, rank, one.shared)
+        _same(what, first, everyone[first].shared, rank, one.shared, _STAGES if are_stages else _ALIKE)
     _compare_scopes(what, everyone)
     holders = _compare_names(what, everyone)
     return [holders[key] for key in _keys(fact.name for fact in facts.params)]
@@ -174,11 +187,7 @@ def _keys(names: Iterable[str]) -> list[_Key]:
     return keys
 
 
-def _same(what: str, first: int, lines: Iterable[str], rank: int, others: Iterable[str]) -> None:
+def _same(what: str, first: int, lines: Iterable[str], rank: int, others: Iterable[str], advice: str = _ALIKE) -> None:
     for one, other in zip([*lines, "nothing more"], [*others, "nothing more"], strict=False):
         if one != other:
-            raise ValueError(
-                f"{what} differs between ranks: rank {first} has {one}, rank {rank} has {other}. Build model, "
-                "optimizer and scaler alike on every rank; stages of a pipeline need attach(opt, model, "
-                "process_group=...)."
-            )
+            raise ValueError(f"{what} differs between ranks: rank {first} has {one}, rank {rank} has {other}. {advice}")

@@ -16,7 +16,7 @@ def facts(wrapper: Wrapper) -> Facts:
     """What must be the same on several ranks, in an order in which the first difference tells most."""
     groups = wrapper.optimizer.param_groups
     lines = [f"the wrapped optimizer {type(wrapper.optimizer).__name__}", f"{len(groups)} param_groups"]
-    lines += setting_lines(groups)
+    lines += setting_lines(groups, wrapper.step_state.ranks.kept_settings)
     chosen = asdict(wrapper.config)
     del chosen["on_model_write"]  # each rank may look at its own
     lines += [f"{option}={value!r}" for option, value in chosen.items()]
@@ -32,10 +32,10 @@ def facts(wrapper: Wrapper) -> Facts:
 def digest(wrapper: Wrapper) -> Digest:
     """What ranks hold alike: masters that are whole, pieces that have copies, the scaler and the settings."""
     scaler = repr({key: shown(value) for key, value in wrapper.scaler.state_dict().items()})
-    settings = setting_lines(wrapper.optimizer.param_groups)
-    if is_zero(wrapper):
+    if is_zero(wrapper):  # the message of every step compares settings
         labelled = _everywhere(wrapper)
-        return Digest([name for _, name, _ in labelled], [param for *_, param in labelled], scaler, settings)
+        return Digest([name for _, name, _ in labelled], [param for *_, param in labelled], scaler, [])
+    settings = setting_lines(wrapper.optimizer.param_groups)
     names: list[str] = []
     values: list[Tensor] = []
     copies: list[tuple[str, str, Tensor]] = []

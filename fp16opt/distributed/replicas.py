@@ -88,6 +88,27 @@ def _after_forward(_module: Any, _args: Any, output: Any) -> None:
         explain(error, "a forward of the model")
 
 
+class _Hook:
+    """Tells the replicas of a forward. A copy or pickle of the module has one that tells nobody.
+
+    Args:
+        replicas: is not kept alive; None for a copy.
+        method: of it.
+    """
+
+    def __init__(self, replicas: DdpReplicas | None, method: str) -> None:
+        self._replicas = None if replicas is None else weakref.ref(replicas)
+        self._method = method
+
+    def __call__(self, _module: Any, _args: Any, _output: Any = None) -> None:
+        replicas = None if self._replicas is None else self._replicas()
+        if replicas is not None and torch.is_grad_enabled():
+            getattr(replicas, self._method)()
+
+    def __reduce__(self) -> Any:
+        return _Hook, (None, self._method)
+
+
 class DdpReplicas(Compared):
     """Ranks of a ``DistributedDataParallel`` module.
 
@@ -107,19 +128,10 @@ class DdpReplicas(Compared):
         self._as_stamped = False
         self.local = False
         self.keeps = bool(ddp.find_unused_parameters)
-        known = weakref.ref(self)
-
-        def before(module: Any, _args: Any) -> None:
-            replicas = known()
-            if replicas is not None and torch.is_grad_enabled():
-                replicas.before_forward()
-
-        def after(module: Any, _args: Any, _output: Any) -> None:
-            replicas = known()
-            if replicas is not None and torch.is_grad_enabled():
-                replicas.after_forward()
-
-        self._hooks = [ddp.register_forward_pre_hook(before), ddp.register_forward_hook(after)]
+        self._hooks = [
+            ddp.register_forward_pre_hook(_Hook(self, "before_forward")),
+            ddp.register_forward_hook(_Hook(self, "after_forward")),
+        ]
 
     def detach(self) -> None:
         """Take the hooks away."""

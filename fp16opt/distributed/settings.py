@@ -6,7 +6,7 @@ import ctypes
 import math
 import zlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -20,11 +20,20 @@ _NONE = -1.7e308  # stands for None: no setting has it
 _EXACT = 2**53  # float64 counts up to here without gaps
 
 
-def setting_lines(groups: Sequence[dict[str, Any]]) -> list[str]:
-    """Settings of groups in words, in an order in which the first difference tells most."""
+def setting_lines(groups: Sequence[dict[str, Any]], kept: Container[str] = ()) -> list[str]:
+    """Settings of groups in words, in an order in which the first difference tells most.
+
+    Args:
+        kept: keys that are no settings: see :class:`Settings`.
+    """
+    return [line for key, line in _named_lines(groups) if key not in kept]
+
+
+def _named_lines(groups: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """(key, line) of each setting."""
     lines = []
     for number, group in enumerate(groups):
-        lines += [f"group {number} with {key}={shown(value)}" for key, value in _settings(group)]
+        lines += [(key, f"group {number} with {key}={shown(value)}") for key, value in _settings(group)]
     return lines
 
 
@@ -77,10 +86,23 @@ class Settings:
 
     Args:
         optimizer: the wrapped one.
+
+    Attributes:
+        kept: keys of groups in which steps keep values, each rank its own, and which are no settings: the estimates
+            of Prodigy around ZeRO. Known, on all ranks alike, when such a value has differed for the first time.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
+        self._written: set[str] = set()
+        self.kept: frozenset[str] = frozenset()
+
+    def see_step(self, before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> None:
+        """Groups as they were before a step of this rank, and as it has left them: what differs is no setting."""
+        for one, other in zip(before, after, strict=True):
+            for key, value in _settings(other):
+                if isinstance(value, (int, float)) and one.get(key) != value:
+                    self._written.add(key)
 
     def number(self, asked: Asked, ranks: int) -> int:
         """1 or more, and so small that squares of it, added up over so many ranks, are exact in float64.
@@ -90,24 +112,32 @@ class Settings:
         values = array("d")
         _extend(values, asked)
         for group in self._optimizer.param_groups:
-            for _, value in _settings(group):
-                _extend(values, (value,))
+            for key, value in _settings(group):
+                if key not in self.kept:
+                    _extend(values, (value,))
         return 1 + zlib.crc32(values.tobytes()) % (number_limit(ranks) - 1)
 
     def refuse(self, asked: Asked, group: Any, is_late: bool) -> None:
         """Ranks have asked for different things, or have other settings: raise on all of them. Collective.
 
+        Where they differ in values alone that steps have written, these are :attr:`kept` from here on.
+
         Args:
             is_late: whether it is the step before that they differed in.
         """
-        mine = words_of(asked), setting_lines(self._optimizer.param_groups)
+        mine = words_of(asked), _named_lines(self._optimizer.param_groups), self._written
         everyone = gather(mine, group)
         when = errors.STEPPED_BEFORE if is_late else errors.NOTHING_WAS_STEPPED
-        for rank, (words, _) in enumerate(everyone):
+        for rank, (words, *_) in enumerate(everyone):
             if words != everyone[0][0]:
                 raise errors.ANOTHER_ORDER(one=everyone[0][0], rank=rank, other=words, when=when)
-        for rank, (_, lines) in enumerate(everyone):
-            refuse_settings(0, everyone[0][1], rank, lines, when)
+        kept = self.kept.union(*(written for *_, written in everyone))
+        told = [[line for key, line in lines if key not in kept] for _, lines, _ in everyone]
+        for rank, lines in enumerate(told):
+            refuse_settings(0, told[0], rank, lines, when)
+        if kept != self.kept:
+            self.kept = kept
+            return
         raise RuntimeError(
             f"settings drifted apart in the last message and are alike again now. {when}. Change settings on all ranks "
             "between the same two calls."

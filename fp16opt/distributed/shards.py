@@ -47,6 +47,15 @@ class GroupRanks(Ranks):
         self._own: Any = None  # of the same ranks, for messages of steps
         self._unread: tuple[Asked, Tensor] | None = None  # of a message whose numbers lie on a device
 
+    @property
+    def kept_settings(self) -> frozenset[str]:  # type: ignore[override]
+        """See :class:`fp16opt.engine.ranks.Ranks`."""
+        return self._settings.kept
+
+    def see_step(self, before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> None:
+        """See :meth:`.settings.Settings.see_step`."""
+        self._settings.see_step(before, after)
+
     def reach(self, param: Tensor) -> Reach:
         """Over which ranks a parameter lies."""
         raise NotImplementedError("each kind of training has its own")
@@ -360,7 +369,7 @@ class StageRanks(GroupRanks):
         super().__init__(group, device, lambda: facts, optimizer)
         self._within = within
         self._copies = copies
-        holders = compare("the optimizer", facts, self.reach, group)
+        holders = compare("the optimizer", facts, self.reach, group, are_stages=True)
         self._facts = None
         self._counted = {
             id(fact.param): (fact.param, is_counted(fact.param, who))

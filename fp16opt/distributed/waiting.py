@@ -10,22 +10,22 @@ from __future__ import annotations
 import datetime
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..engine import errors
 
-_SEEN = 64  # ranks that an error looks at: each asks the one store
+_NAMED = 8  # ranks that an error names: each asks the one store
 _GRACE = 1.0  # seconds in which other ranks' time-outs come too
 _SIGNS = ("gloo/transport", "Application timeout caused pair closure", "NCCL")  # of messages that failed
 _ENDS = ("closed by peer", "reset by peer", "Read error")  # of those whose other rank has gone
 
 _said: list[str] = []  # where this rank has said that it failed, until a message of a step goes through again
 _own: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
+_met: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], tuple[str, int]]] = weakref.WeakKeyDictionary()  # at last
 
 
 def _store() -> Any:
@@ -41,29 +41,40 @@ def meet(what: str, group: Any = None) -> None:
     """Wait until every rank of ``group`` has come to the call of this name. Collective.
 
     Raises:
-        RuntimeError: one has not within the time-out of ``init_process_group``. It says which, and where that one is.
+        RuntimeError: one has not within the time-out of the group. It says which, and where that one is.
     """
     store = _store()
     if store is None or dist.get_rank(group) < 0:
         return
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    name = f"{what}/{hash(tuple(ranks))}"
-    store.set(_at(dist.get_rank()), what)
+    ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+    limit = _time_limit(group)
+    name = f"{what}/{hash(ranks)}"
+    _enter(store, what)
     came = store.add(name, 1)
     turn = (came - 1) // len(ranks)
+    before = _met.setdefault(dist.group.WORLD, {})
     if came % len(ranks) == 0:
         store.set(f"{name}/{turn}", "all")
-        store.delete_key(f"{name}/{turn - 1}")
+        _forget(store, before.get(ranks), name)
     else:
         try:
-            store.wait([f"{name}/{turn}"], store.timeout)
+            store.wait([f"{name}/{turn}"], limit)
         except RuntimeError as error:
-            store.add(name, -1)
-            where = _where_at_last(store, ranks)
-            late = {rank: place for rank, place in where.items() if place != what}
-            time_out = _seconds(store.timeout)
-            raise errors.SAVED_BY_ONE(call=what, time=time_out, late=_told(late)) from error
-    store.set(_at(dist.get_rank()), "")
+            left = store.add(name, -1)
+            if (left + 1) % len(ranks) and not store.check([f"{name}/{turn}"]):
+                late = _elsewhere(store, ranks, what)
+                raise errors.SAVED_BY_ONE(call=what, time=_seconds(limit), late=_told(late)) from error
+            store.add(name, 1)  # the last one has come just now, and counts on this one
+    before[ranks] = name, turn
+    _leave(store, what)
+
+
+def _forget(store: Any, last: tuple[str, int] | None, name: str) -> None:
+    """All ranks have come here, and so have left what they met for before: its keys go."""
+    if last is not None:
+        store.delete_key("/".join(map(str, last)))
+        if last[0] != name:
+            store.delete_key(last[0])
 
 
 def explain(error: BaseException, place: str) -> None:
@@ -82,12 +93,11 @@ def explain(error: BaseException, place: str) -> None:
         store = _store()
         if store is None:
             return
-        store.set(_at(dist.get_rank()), place)
+        _enter(store, place)
         _said.append(place)
-        where = _where_at_last(store, range(dist.get_world_size()))
+        late = _elsewhere(store, range(dist.get_world_size()), place)
     except RuntimeError:
         return  # the store has gone with its rank
-    late = {rank: at for rank, at in where.items() if at != place}
     silent = [str(rank) for rank, at in late.items() if not at]
     if silent and any(sign in text for sign in _ENDS):
         error.args = (
@@ -99,26 +109,57 @@ def explain(error: BaseException, place: str) -> None:
 
 
 def _at(rank: int) -> str:
+    """The key under which a rank says where it is."""
     return f"at/{rank}"
 
 
-def _where_at_last(store: Any, ranks: Iterable[int]) -> dict[int, str]:
-    """:func:`_where` of the others, when all of them say something or a second is over."""
-    others = [rank for rank in ranks if rank != dist.get_rank()]
+def _in(place: str, rank: int) -> str:
+    """A key that is there while a rank is in this place: of many ranks the store tells at once whether all are."""
+    return f"in/{rank}/{place}"
+
+
+def _enter(store: Any, place: str) -> None:
+    """This rank waits in a call, or has failed there."""
+    rank = dist.get_rank()
+    store.set(_at(rank), place)
+    store.set(_in(place, rank), "")
+
+
+def _leave(store: Any, place: str) -> None:
+    rank = dist.get_rank()
+    store.set(_at(rank), "")
+    store.delete_key(_in(place, rank))
+
+
+def _elsewhere(store: Any, ranks: Sequence[int], place: str) -> dict[int, str]:
+    """Ranks that are not in this place, the first few: the call in which each is; "" where it says nothing.
+
+    Looked for until all of them say something, or a second is over.
+    """
     until = time.monotonic() + _GRACE
-    where = _where(store, others)
-    while not all(where.values()) and time.monotonic() < until:
+    while True:
+        found = {}
+        for rank in _missing(store, ranks, place):
+            key = _at(rank)
+            found[rank] = store.get(key).decode() if store.check([key]) else ""
+        if all(found.values()) or time.monotonic() >= until:
+            return {rank: at for rank, at in found.items() if at != place}
         time.sleep(0.05)
-        where = _where(store, others)
-    return where
 
 
-def _where(store: Any, ranks: list[int]) -> dict[int, str]:
-    """By rank: the call in which it waits or has failed; "" where it says nothing."""
-    found = {}
-    for rank in ranks[:_SEEN]:
-        key = _at(rank)
-        found[rank] = store.get(key).decode() if store.check([key]) else ""
+def _missing(store: Any, ranks: Sequence[int], place: str) -> list[int]:
+    """The first few ranks that are not in this place, by halves: a thousand ranks are ten questions for each."""
+    found: list[int] = []
+    parts = [list(ranks)]
+    while parts and len(found) < _NAMED:
+        part = parts.pop()
+        if not part or store.check([_in(place, rank) for rank in part]):
+            continue
+        if len(part) == 1:
+            found += part
+        else:
+            half = len(part) // 2
+            parts += [part[half:], part[:half]]
     return found
 
 
@@ -128,7 +169,7 @@ def _told(where: dict[int, str]) -> str:
     silent = [str(rank) for rank, place in where.items() if not place]
     if silent:
         told.append(f"rank {', '.join(silent)} has not called it")
-    return ", ".join(told)
+    return ", ".join(told) + (", and more" if len(where) == _NAMED else "")
 
 
 def _seconds(timeout: datetime.timedelta) -> str:
@@ -155,9 +196,12 @@ def own_group(group: Any) -> Any:
 
 
 def _time_limit(group: Any) -> datetime.timedelta:
-    """What ``init_process_group`` or ``new_group`` was given for messages of a gloo group."""
+    """What ``init_process_group`` or ``new_group`` was given for messages of a group."""
     chosen: Any = group or dist.group.WORLD
-    limit: datetime.timedelta = chosen._get_backend(torch.device("cpu")).options._timeout
+    try:
+        limit: datetime.timedelta = chosen._get_backend(chosen._device_types[0]).options._timeout
+    except (RuntimeError, AttributeError, IndexError):  # a backend that has none
+        limit = _store().timeout
     return limit
 
 
@@ -168,10 +212,11 @@ def reduce_over(group: Any, tensor: Tensor, operation: Any) -> None:
     else:
         _reduce_over_own(group, tensor, operation)
     if _said:
+        places = {*_said}
         _said.clear()
         store = _store()
-        if store is not None:
-            store.set(_at(dist.get_rank()), "")
+        for place in places if store is not None else ():
+            _leave(store, place)
 
 
 def _reduce_over_own(group: Any, tensor: Tensor, operation: Any) -> None:

@@ -50,9 +50,17 @@ class ZeroRanks(GroupRanks):
         return Reach(self._holders, self._holders)
 
 
-def copy_down_before_broadcast(zero: Any, copy_down: Callable[[], None]) -> None:
-    """Have this rank's masters written to the model after its part was stepped: ZeRO then broadcasts the model."""
-    hook = zero.optim.register_step_post_hook(lambda *_: copy_down())
+def after_part(zero: Any, copy_down: Callable[[], None], ranks: ZeroRanks) -> None:
+    """Have this rank's masters written to the model after its part was stepped: ZeRO then broadcasts the model.
+
+    What the step has written to its groups goes to those that users see only then, and each rank has its own.
+    """
+
+    def stepped(*_: Any) -> None:
+        ranks.see_step(zero.param_groups, zero.optim.param_groups)
+        copy_down()
+
+    hook = zero.optim.register_step_post_hook(stepped)
     zero.optim._optimizer_step_post_hooks.move_to_end(hook.id, last=False)
 
 

@@ -634,8 +634,8 @@ NO_SCALE = Line(
     {way_out}{calls}; or {meant} to say that this is meant.""",
     what_happened="""None of `dynamic`, `loss_scale` and `scaler` was given, and no GradScaler drives the optimizer: the
     loss scale is 1. FP16 gradients under 3e-8 (2^-25) are 0 then, and those under 6.1e-5 have fewer digits. The line
-    comes once, at the first step, whichever way `backward` was called, and counts what that step's gradients have lost. A run
-    that goes on so may look healthy and end with a worse loss.""",
+    comes once, at the first step, whichever way `backward` was called, and counts what that step's gradients have lost.
+    A run that goes on so may look healthy and end with a worse loss.""",
     what_to_do="""Construct with `dynamic=True` and call `opt.backward(loss)`. In a trainer that calls `backward` itself
     use its module in `fp16opt.integrations`. Where a scale of 1 is meant, write `loss_scale=1.0`. The message
     has the words of what you use: by `amp.initialize` it names `loss_scale="dynamic"`, in Accelerate, transformers,

@@ -99,11 +99,13 @@ class Ranks:
         alone: Whether a verdict needs no message.
         expects_all: Whether a rank that has no gradients answers too, as others may have some.
         group: The process group that shares the masters; None for all ranks, or none.
+        kept_settings: Keys of groups in which each rank's steps keep values of their own.
     """
 
     alone = True
     expects_all = False
     group: Any = None
+    kept_settings: frozenset[str] = frozenset()
 
     def check_clip(self, norm_type: float, is_of_all: bool) -> None:
         """Raise where such a norm can't be had. Asked only of classes that are not ``alone``.

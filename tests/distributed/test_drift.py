@@ -108,6 +108,47 @@ def test_what_may_differ_between_ranks(two: World, how: str) -> None:
     two.run(agrees, how)
 
 
+class Estimating(SGD):
+    """Keeps an estimate in its groups, of the parameters that it has: so does Prodigy."""
+
+    def __init__(self, params: Any, lr: float, d: float = 1.0) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group.setdefault("d", d)
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["d"] += sum(float(p.grad.abs().sum()) for p in group["params"] if p.grad is not None)
+        return super().step(closure)
+
+
+def estimates(rank: int, size: int) -> None:
+    """What steps write to groups is no setting; a setting that differs is told of all the same."""
+    net = Net(norm=False)
+    ddp = DistributedDataParallel(net)
+    inner = ZeroRedundancyOptimizer(net.parameters(), Estimating, lr=1e-2, d=1.0)
+    opt = MixedPrecisionOptimizer(inner, named_parameters=net.named_parameters(), loss_scale=8.0)
+    distributed.attach(opt, ddp, verify_ranks_every=1)
+    for number in range(4):
+        opt.zero_grad()
+        opt.backward(loss_of(ddp, number, rank))
+        opt.step()
+        if number == 2:
+            distributed.attach(opt, ddp, verify_ranks_every=1)
+    everyone: list[Any] = [None] * size
+    torch.distributed.all_gather_object(everyone, inner.param_groups[0]["d"])
+    assert len({*everyone}) == size, "each rank has its own"
+    assert opt.stats()["steps_taken"] == 4
+    opt.param_groups[0]["lr"] = (1e-2, 2e-2)[rank]
+    opt.zero_grad()
+    opt.backward(loss_of(ddp, 5, rank))
+    assert DRIFT + "group 0 with lr=0.01, rank 1 has group 0 with lr=0.02" in raised(RuntimeError, opt.step)
+
+
+def test_values_that_each_rank_keeps_in_its_groups(two: World) -> None:
+    two.run(estimates)
+
+
 def test_a_setting_in_words() -> None:
     assert shown(0.1) == shown(math.nextafter(0.1, 1.0)) == "0.1"
     assert shown(-0.0) == shown(0.0) == "0"

@@ -136,7 +136,7 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
 def others_do_other_things(rank: int, size: int, folder: str) -> list[str]:
     """Time-outs of a second or two in place of the world's; what each rank hears, call by call."""
     short, said = datetime.timedelta(seconds=2), []
-    dist.distributed_c10d._get_default_store().set_timeout(short)
+    dist.distributed_c10d._set_pg_timeout(short)  # of the group of all; that of its store is not asked
     own = dist.new_group(timeout=short)
 
     def hears(*calls: Any) -> None:

@@ -524,7 +524,10 @@ def disagreements(rank: int, size: int) -> None:
     message = attach(net, wrap(net, scaler=DynamicLossScaler(backoff_factor=0.25 if rank else 0.5)))
     assert "rank 0 has a scaler with backoff_factor=0.5, rank 1 has a scaler with backoff_factor=0.25" in message
     message = attach(net, wrap(net, AdamW(net.parameters(), lr=0.5 + rank)))
-    assert "rank 0 has group 0 with lr=0.5, rank 1 has group 0 with lr=1.5" in message
+    assert "rank 0 has group 0 with lr=0.5, rank 1 has group 0 with lr=1.5. Stages of a pipeline differ in" in message
+    assert "A group of which a stage has no parameter is empty there: {'params': [], 'lr': ...}." in message
+    groups = [{"params": list(net.parameters()) if rank == number else [], "lr": 0.5 + number} for number in range(2)]
+    distributed.attach(wrap(net, AdamW(groups)), net, process_group=world)
     message = attach(net, wrap(net, master_weights="split" if rank else "full"))
     assert "rank 0 has master_weights='full', rank 1 has master_weights='split'" in message
     same = nn.Linear(4, 3, dtype=HALF)
