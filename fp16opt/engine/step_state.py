@@ -215,6 +215,12 @@ class StepState(abc.ABC):
             stamps = stage.stamp.without(gone), stage.true_stamp.without(gone)  # which is no edit
             self.stage = stage._replace(stamp=stamps[0], true_stamp=stamps[1])
 
+    def _drop_cleared(self, stage: Any, grads: Grads) -> None:
+        """Parameters whose true gradient is there, and whose gradient was set to None since, are left alone."""
+        knows_all = type(stage) is Unscaled or (type(stage) is Summed and not stage.pending)
+        if knows_all and not stage.stamp.is_empty:
+            self._drop(stage.stamp.compare(grads)[1])
+
     def _take_zeros(self, grads: Grads) -> None:
         """READY: ``zero_grad(set_to_none=False)`` of the model was called."""
         self.reset(keeps_true=False)
@@ -369,6 +375,7 @@ class StepState(abc.ABC):
         """Whether gradients do. READY where they were cleared, in whatever way: an abandoned batch."""
         stage, grads = self.stage, raw_grads(self.params.models)
         if type(stage) is Summed:
+            self._drop_cleared(stage, grads)
             left = [None if is_folded(grad) else grad for grad in grads]
             is_cleared = not (self._any_there(left) or self._is_there(self.params.masters))
         else:
@@ -596,11 +603,11 @@ class StepState(abc.ABC):
             if not stage.progress.parts:
                 self.unscale()
             return
-        if type(stage) is Unscaled and raw_grad(self.params.models[position]) is None:
-            self._drop(stage.stamp.compare(raw_grads(self.params.models))[1])
-        elif type(stage) in (Ready, Scaled, Checked, Summed) and torch._C._current_graph_task_id() == -1:
+        if raw_grad(self.params.models[position]) is None:
+            self._drop_cleared(stage, raw_grads(self.params.models))
+        if type(stage) in (Ready, Scaled, Checked, Summed) and torch._C._current_graph_task_id() == -1:
             with torch.inference_mode(False):
-                self._make_readable(stage)
+                self._make_readable(self.stage)
         stage = self.stage
         if type(stage) in (Unscaled, Summed) and stage.scale.is_plain:
             reader = sys._getframe(2)

@@ -1126,6 +1126,7 @@ class SummingOracle(Oracle):
         pending: The scale of a backward that is not folded yet, as the user may edit its gradients.
         heard: By each scale that had a backward in this step, whether that was not finite.
         has_new_edit: Master gradients were edited since the engine looked.
+        has_unseen_drop: Sums were given up since the engine looked: a plain backward before it does is refused later.
         was_regrouped: Groups were changed over sums that no clip had closed. The engine may refuse that, now or later.
     """
 
@@ -1134,6 +1135,7 @@ class SummingOracle(Oracle):
     heard: dict[str, bool] = field(default_factory=dict)
     has_new_edit: bool = False
     was_regrouped: bool = False
+    has_unseen_drop: bool = False
 
     def now(self) -> tuple[Any, ...]:
         return *super().now(), dict(vars(self.other)), dict(self.heard)
@@ -1157,6 +1159,8 @@ class SummingOracle(Oracle):
         raise Refused("groups")
 
     def _follow(self, may_change: bool = False) -> None:
+        if self.has_unseen_drop and self._groups_changed:
+            raise Unspecified  # whether sums that were closed hold the groups until the engine looks
         if isinstance(self.stage, Checked) and self._groups_changed and (not self.stage.closed or self.has_new_edit):
             there = {name for names in self.seen for name in names}
             if any(self.params[n].grad is not None for g in self.groups for n in g.names if n not in there):
@@ -1176,7 +1180,7 @@ class SummingOracle(Oracle):
             if self._are_zeros():
                 raise Unspecified
             raise Refused("interrupted")
-        self.has_new_edit = False
+        self.has_new_edit = self.has_unseen_drop = False
         if self.pending is not None:
             self._fold(self.pending)
         if isinstance(self.stage, Checked):
@@ -1256,7 +1260,7 @@ class SummingOracle(Oracle):
         self._look()
 
     def plain_backward(self, terms: Terms) -> None:
-        if self.pending is not None or isinstance(self.stage, Checked):
+        if self.pending is not None or self.has_unseen_drop or isinstance(self.stage, Checked):
             raise Unspecified  # whose scale it has
         super().plain_backward(terms)
 
@@ -1281,9 +1285,29 @@ class SummingOracle(Oracle):
         super()._close()
 
     def drop_grads(self, names: Sequence[str]) -> None:
-        if any(self.params[name].grad is None for name in names):
-            raise Unspecified  # folded, and whether it is still there is left open
+        """What stands for a sum is cleared: the sum is given up. Not while a backward is not folded yet."""
+        if self.pending is not None or isinstance(self.stage, Interrupted | Broken) or self.with_grad():
+            raise Unspecified
+        if self.has_new_edit or self.was_regrouped or self._groups_changed or self._holds_divided():
+            raise Unspecified
         super().drop_grads(names)
+        if not isinstance(self.stage, Checked):
+            return
+        for name in names:
+            if self._is_grouped(name):
+                self.params[name].true = None
+        self.has_unseen_drop = True
+        if not self._trues():
+            self._begin_anew()
+            self.heard = {}
+
+    def _holds_divided(self) -> bool:
+        return isinstance(self.stage, Checked) and self.stage.divided
+
+    def edit_grad(self, name: str, factor: float, *, in_place: bool, by_data: bool = False) -> None:
+        if self.pending is None:
+            raise Unspecified  # of a parameter that no group had when it came
+        super().edit_grad(name, factor, in_place=in_place, by_data=by_data)
 
     def give_grad(self, name: str) -> None:
         raise Unspecified
@@ -1307,7 +1331,7 @@ class SummingOracle(Oracle):
         super().set_scale(value)
 
     def driven_backward(self, terms: Terms, scale: float) -> None:
-        if isinstance(self.stage, Checked):
+        if self.has_unseen_drop or isinstance(self.stage, Checked):
             raise Unspecified
         super().driven_backward(terms, scale)
 

@@ -633,7 +633,15 @@ class Writer:
         ]
         if self.mode.driven_by:
             incidents.append([self.step_stopped_before, self.unscale])
-        if not self.mode.folds:
+        if self.mode.folds:
+            incidents += [
+                [self.model_zero_grad],
+                [self.model_zero_grad, backward],
+                [shape, self.model_zero_grad, backward],
+                [self.drop_grad, backward],
+                [self.clip, self.drop_grad],
+            ]
+        else:
             incidents += [
                 [shape, self.model_zero_grad],
                 [shape, self.model_zero_grad, backward],
@@ -703,7 +711,9 @@ class Writer:
         else:
             kinds |= {self.backward: 26, self.step: 20, self.stopped_backward: 2, self.closure_step: 2, self.copy: 1}
             kinds |= {self.resume: 1, self.set_scale: 2}
-        if not self.mode.folds:
+        if self.mode.folds:
+            kinds |= {self.model_zero_grad: 3, self.drop_grad: 3}
+        else:
             kinds |= {self.model_zero_grad: 5, self.plain_backward: 2, self.give_grad: 2}
         return [make() for make in self.draw.choices(list(kinds), list(kinds.values()), k=self.draw.randint(5, 22))]
 
