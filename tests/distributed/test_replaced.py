@@ -34,16 +34,16 @@ def too_early(rank: int, size: int) -> None:
         "parallelize_module": (None, lambda net: parallelize_module(net, mesh["tp"], PLAN)),
         "both": (lambda net: parallelize_module(net, mesh["tp"], PLAN), lambda net: fully_shard(net, mesh=mesh["dp"])),
     }
-    for options in ({}, {"master_weights": "split"}, {"dynamic": True}):
-        for way, (before, after) in ways.items():
-            net = nn.Sequential(OrderedDict(a=nn.Linear(16, 8), b=nn.Linear(8, 4))).half()
-            if before is not None:
-                before(net)
-            opt = wrapped(net, **options)
-            after(net)
-            opt.backward(net(torch.ones(2, 16).half()).float().square().mean())
-            message = raised(RuntimeError, opt.step)
-            assert NAMES in message, (options, way, message)
+    modes: list[dict[str, Any]] = [{}, {"master_weights": "split"}, {"dynamic": True}]
+    for (way, (before, after)), options in zip(ways.items(), modes, strict=True):
+        net = nn.Sequential(OrderedDict(a=nn.Linear(16, 8), b=nn.Linear(8, 4))).half()
+        if before is not None:
+            before(net)
+        opt = wrapped(net, **options)
+        after(net)
+        opt.backward(net(torch.ones(2, 16).half()).float().square().mean())
+        message = raised(RuntimeError, opt.step)
+        assert NAMES in message, (options, way, message)
     net = fully_shard(Net(norm=False))  # in the right order
     opt = wrapped(net)
     opt.backward(loss_of(net, 0, rank))
