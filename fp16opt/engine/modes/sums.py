@@ -108,6 +108,11 @@ class SummingState(StepState):
         self._notice_edits(self.stage)
         return grads
 
+    def _drop(self, gone: list[int]) -> None:
+        """As ever; but among several ranks, where DDP moves gradients by itself, what is gone says nothing of sums."""
+        if type(self.stage) is not Summed or _count_of_ranks() == 1:
+            super()._drop(gone)
+
     def _reduce_sums(self, stage: Summed) -> Summed:
         """Average over the ranks what was summed under ``no_sync``."""
         sums = Sums(self.gradients, stage.flags)
