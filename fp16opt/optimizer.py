@@ -778,6 +778,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         """Step the wrapped optimizer on the masters and copy them to the model, unless a gradient was not finite.
 
         A skipped step leaves parameters, optimizer state and step counts as they were. Then the loss scale is updated.
+        Where the device itself skips, step hooks of the wrapped optimizer run all the same, and a first step leaves
+        fresh state.
         Without a backward before it there is nothing to do.
 
         Args:
@@ -820,14 +822,13 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             return None
         if self._may_lack_scale:
             self._tell_of_missing_scale()
-        on_device = not self._on_host and self._stepper.skips_on_device()
-        awaited = None
+        on_device, awaited = self._skips_on_device(), None
         if on_device and self._must_know(check):  # the step is queued before the host waits for the decision
-            on_device = not any([backends.captures(each.device) for each in self.params.devices])  # noqa: C419
+            on_device = self._may_await()
             awaited = kernels.AwaitedFlag(check.found_inf) if on_device else None
         skipped: bool | Tensor = check.found_inf if on_device else bool(check.found_inf)
         if skipped is not True:
-            self.model_writes.sync(waits=self._on_host, are_seen=True)
+            self.model_writes.sync(waits=self._on_host)
             if closure is not None:
                 closure.before_step()
         return self._write_step(check, skipped, closure, awaited)
@@ -885,7 +886,8 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
             return
         progress.finish()
         self.masters.ties.clear()
-        self._tell_of_part(progress)
+        if progress.awaited is None or not progress.awaited.read():  # else the device has skipped what was launched
+            self._tell_of_part(progress)
         with torch.no_grad():
             if stepping.skipped is not True:
                 self._round_down()
@@ -1044,6 +1046,19 @@ class MixedPrecisionOptimizer(parallel.AcrossRanks, Optimizer):
         return evaluations.returned if stepped else evaluations.loss
 
     # -- the end of a step -------------------------------------------------------------------------------------------
+
+    def _skips_on_device(self) -> bool:
+        """Whether the step can be skipped on a device at which a look would wait.
+
+        Not under ZeRO: its step sends messages, also where a kernel skips, so all ranks must decide in one way.
+        """
+        return not self._on_host and self.inner is self.optimizer and bool(self._stepper.skips_on_device())
+
+    def _may_await(self) -> bool:
+        """Whether the host may learn of the decision behind the launch: not if what comes before that could raise."""
+        if self.model_writes.policy == "error":
+            return False
+        return not any([backends.captures(each.device) for each in self.params.devices])  # noqa: C419
 
     def _must_know(self, check: OverflowCheck) -> bool:
         """Whether the host has to know at the end of the step whether it was skipped."""

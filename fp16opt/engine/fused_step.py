@@ -469,11 +469,14 @@ class FusedStep:
 
     def _has_all_state(self) -> bool:
         """Whether every parameter that has a gradient has all of its state."""
-        state, groups = self.optimizer.state, self.optimizer.param_groups
-        names = [self.spec.state_names(self.spec.settings(group)) for group in groups]
+        state, settings = self.optimizer.state, [self.spec.settings(group) for group in self.optimizer.param_groups]
         for device in self.params.devices:
             for pair, grad in zip(device.pairs, self.gradients.to_step(device).grads, strict=True):
-                if grad is not None and any(state.get(pair.master, {}).get(n) is None for n in names[pair.group]):
+                if grad is None:
+                    continue
+                mine, entry = settings[pair.group], state.get(pair.master, {})
+                names = self.state_format.spec_for(mine, pair.model).state_names(mine)
+                if any([entry.get(name) is None for name in names]):  # noqa: C419
                     return False
         return True
 

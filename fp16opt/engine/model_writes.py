@@ -203,12 +203,10 @@ class ModelWrites:
 
     # -- weights that other code wrote ----------------------------------------------------------------------------
 
-    def sync(self, waits: bool = True, are_seen: bool = False) -> None:
+    def sync(self, waits: bool = True) -> None:
         """Follow the policy where weights hold other values than their masters.
 
         Args:
-            are_seen: Whether this call has begun with :meth:`~.params.ParamTable.verify_moved`, and no code of the
-                user's has run since.
             waits: False leaves the comparison to the device, where the policy is "refresh"; :meth:`warn_now` says what
                 was taken.
 
@@ -225,7 +223,7 @@ class ModelWrites:
             self.params.find_pieces()
         if self.policy == "ignore" or not self.params.any_apart:
             return
-        readings = [(are_seen and group.seen) or group.read_models() for group in self._groups]
+        readings = [group.read_models() for group in self._groups]
         counted = self._versions_of(readings)
         if self.policy == "refresh" and not waits and not self.masters.ties:
             self._take_on_device(counted)

@@ -51,7 +51,6 @@ class DeviceParams:
         is_host: whether they can be read at once, without waiting for work that was queued.
         cast: what the last rounding of masters to the model found.
         caches: the kernels' caches for lists of these rows, by call site.
-        seen: how the models' memory lay, in which versions, when this was last asked; None where only Python can tell.
     """
 
     def __init__(self, device: torch.device, positions: list[int], pairs: list[ParamPair]) -> None:
@@ -65,7 +64,7 @@ class DeviceParams:
         self.caches: defaultdict[str, kernels.CallCache] = defaultdict(kernels.CallCache)
         self.models: tuple[Tensor, ...] = ()
         self.masters: tuple[Tensor, ...] = ()
-        self.seen: Any = None
+        self._lie: Any = None  # how the models' memory lies, where compiled code reads it
         self._addresses: list[int] | None = None
         self.find_pieces()
 
@@ -74,16 +73,16 @@ class DeviceParams:
 
     def lies_as_before(self) -> bool:
         """Whether no parameter of the model has moved since this was last asked. Does not sync."""
-        before, before_at = self.seen, self._addresses
-        self.seen = read(self.models, before, same=True, counts=True)
-        if self.seen is not None:
-            return bool(self.seen == before)
+        before, before_at = self._lie, self._addresses
+        self._lie = read(self.models, before, same=True)
+        if self._lie is not None:
+            return bool(self._lie == before)
         self._addresses = [model.data_ptr() for model in self.models]
         return before_at == self._addresses
 
     def read_models(self) -> Any:
         """What :func:`~fp16opt.kernels.tensor_lists.read` reads of the models, with versions. Does not sync."""
-        return read(self.models, self.seen, same=True, counts=True)
+        return read(self.models, self._lie, same=True, counts=True)
 
     def apart_read(self, reading: Any) -> Sequence[Tensor | None]:
         """``apart_models``; with what was just read of ``models``, where these are the same."""
@@ -102,7 +101,7 @@ class DeviceParams:
         for pair in self._shared:
             pair.follow_memory()
         if len(self.models) != len(models) or not are_items(models, self.models):
-            self.models, self.seen = tuple(models), None
+            self.models, self._lie = tuple(models), None
             self.apart_models = tuple(
                 [m if pair.is_apart else None for pair, m in zip(self.pairs, models, strict=True)]
             )

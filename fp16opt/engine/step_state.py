@@ -128,8 +128,8 @@ class StepState(abc.ABC):
 
     def _see(self) -> StableEntries:
         """The model's gradients, and all that is asked of each, in the order of the table."""
-        stamp = getattr(self.stage, "stamp", None)
-        known = stamp.references if stamp is not None and stamp.was_read else None
+        stage = self.stage
+        known = stage.stamp.references if type(stage) is Checked and stage.stamp.was_read else None
         grads = see_grads(self.params.models, self._seen, known)
         self._seen = grads.reading
         return grads

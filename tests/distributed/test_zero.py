@@ -16,7 +16,8 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 import fp16opt.optim
 from distributed.models import Net, assert_alike, loss_of, messages
 from distributed.world import World, raised
-from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed
+from fp16opt import DynamicLossScaler, MixedPrecisionOptimizer, distributed, kernels
+from fp16opt.engine.fused_step import FusedStep
 
 
 def zero(params: Any, **options: Any) -> ZeroRedundancyOptimizer:
@@ -210,3 +211,23 @@ def refusals(rank: int, size: int) -> None:
 
 def test_refusals(two: World) -> None:
     two.run(refusals)
+
+
+def skips_in_one_way(rank: int, size: int) -> None:
+    """Where a device could skip by itself, but has all state on one rank only: ZeRO's own step sends messages."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "is_host", lambda device: False)
+        patch.setattr(FusedStep, "skips_on_device", lambda stepper: rank == 0)
+        params = [nn.Parameter(torch.ones(64, 2).half()), nn.Parameter(torch.ones(64).half())]
+        inner = ZeroRedundancyOptimizer(params, SGD, lr=0.1, momentum=0.9)
+        opt = MixedPrecisionOptimizer(inner, scaler=DynamicLossScaler(1024.0))
+        for factor in (1.0, math.inf, 1.0):
+            opt.zero_grad()
+            opt.backward(sum((param.float().sum() for param in params), start=torch.zeros(())) * factor)
+            opt.step()
+        assert (opt.skipped_steps, opt.loss_scale) == (1, 512.0)
+        assert_alike([param.detach() for param in params])
+
+
+def test_a_skip_is_decided_in_one_way_on_all_ranks(two: World) -> None:
+    two.run(skips_in_one_way)

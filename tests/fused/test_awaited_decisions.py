@@ -11,6 +11,7 @@ import torch
 from engine.checks import Problem, assert_same, parameters, snapshot
 
 from fp16opt import DynamicLossScaler, LossScaleError, MixedPrecisionOptimizer, kernels
+from fp16opt.engine.fused_step import FusedStep
 
 SHAPES = ((), (300,), (3, 0), (33, 65))
 KINDS: dict[str, dict[str, Any]] = {
@@ -113,6 +114,64 @@ def test_a_step_that_is_stopped_while_it_waits_is_closed(
     run.train((2, 3, 6) if overflow else (3, 6))
     assert len(calls) > 2
     assert_same(snapshot(run.opt, run.params, scaler=True), snapshot(wanted.opt, wanted.params, scaler=True))
+
+
+def test_a_skip_that_is_stopped_between_two_kernels_is_not_told_as_a_step(
+    emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pretended.pretend(emulated_cuda, monkeypatch)
+    params = [torch.nn.Parameter(torch.ones(3).half()), torch.nn.Parameter(torch.ones(3))]
+    scaler = DynamicLossScaler(1024.0, max_consecutive_skips=9)
+    opt = MixedPrecisionOptimizer(torch.optim.AdamW(params, lr=0.1), scaler=scaler)
+    opt.backward(sum((param.float().sum() for param in params), start=torch.zeros(())) * float("inf"))
+    call, calls = FusedStep._call, []
+
+    def stopped(*given: Any) -> None:
+        calls.append(given)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        call(*given)
+
+    monkeypatch.setattr(FusedStep, "_call", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        opt.step()
+    assert (opt.skipped_steps, opt.outcome.steps_taken, opt.loss_scale) == (1, 0, 512.0)
+    assert [param.tolist() for param in params] == [[1.0] * 3] * 2
+    assert "in part" not in caplog.text
+
+
+def test_a_written_model_is_no_error_in_a_step_that_is_skipped(
+    emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretended.pretend(emulated_cuda, monkeypatch)
+    weight = torch.nn.Parameter(torch.ones(64, 64).half())
+    opt = MixedPrecisionOptimizer(
+        torch.optim.AdamW([weight]), loss_scale=2.0, optimizer_state="8bit", on_model_write="error"
+    )
+    for factor in (1.0, float("inf")):
+        opt.zero_grad()
+        opt.backward(weight.float().sum() * factor)
+        if factor > 1.0:
+            weight.data[0] = 2.0
+        opt.step()
+    assert opt.skipped_steps == 1
+
+
+@pytest.mark.parametrize("settings", [{"optimizer_state": "8bit"}, {"master_weights": "split24"}], ids=str)
+def test_momentum_is_awaited_from_its_second_step_on(
+    emulated_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    pretended.pretend(emulated_cuda, monkeypatch)
+    weight = torch.nn.Parameter(torch.ones(64, 64).half())
+    opt = MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=0.1, momentum=0.9), loss_scale=2.0, **settings)
+    read, reads, found = kernels.AwaitedFlag.read, [], []
+    monkeypatch.setattr(kernels.AwaitedFlag, "read", lambda flag: reads.append(flag) or read(flag))
+    for _ in range(3):
+        opt.zero_grad()
+        opt.backward(weight.float().mean())
+        opt.step()
+        found.append(len(reads))
+    assert found == [0, 1, 2]
 
 
 def test_too_many_skips_raise_at_the_step_that_is_one_too_many(

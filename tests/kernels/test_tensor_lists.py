@@ -249,6 +249,20 @@ def test_a_gradient_that_is_replaced_by_the_negative_of_its_memory_after_a_clip_
     assert [param[0].item() for param in params] == [0.5, 1.5, 0.5]
 
 
+def test_data_of_a_gradient_that_is_negated_before_the_check_counts(way: str) -> None:
+    params = [nn.Parameter(torch.ones(4).half()) for _ in range(3)]
+    opt = MixedPrecisionOptimizer(torch.optim.SGD(params, lr=0.5), loss_scale=4.0)
+    for sign in (1.0, -1.0):
+        opt.zero_grad()
+        opt.backward(sum((param.float().sum() for param in params), start=torch.zeros(())))
+        if sign < 0:
+            grad = params[1].grad
+            assert grad is not None
+            grad.data = torch._neg_view(grad.data)
+        opt.step()
+    assert [param[0].item() for param in params] == [0.0, 1.0, 0.0]
+
+
 def test_stable_entries_are_read_again_by_every_call(way: str) -> None:
     from fp16opt.kernels import CallCache, multi_tensor_l2norm
 
