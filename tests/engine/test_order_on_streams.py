@@ -3,6 +3,7 @@ is left out. Recorded on a pretended card: see traces.py."""
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -235,6 +236,19 @@ def test_every_wait_that_is_left_out_is_found(tracing: Tracing, monkeypatch: pyt
         run(trace)
     assert left_out.count > 0, "it is asked for"
     assert trace.races != []
+
+
+def test_every_wait_of_the_library_is_among_them() -> None:
+    torchs, ours, found = {"wait_stream", "wait_event", "record_stream"}, {"wait_for", "hold"}, set()
+    for path in Path(fp16opt.__file__).parent.rglob("*.py"):
+        names = torchs | ours if path.name.startswith("cuda") else set() if path.parent.name == "prove" else torchs
+        for function in ast.walk(ast.parse(path.read_text())):
+            for call in ast.walk(function) if isinstance(function, ast.FunctionDef) else ():
+                if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in names:
+                    found.add((call.func.attr, function.name))
+    asked = {(one.method, one.caller) for _, one in WAITS.values() if one.owner is cuda.Stream}
+    inside = {("wait_stream", "wait_for"), ("record_stream", "hold")}
+    assert found == asked | inside
 
 
 def test_a_table_of_a_side_stream_waits_for_the_default_one(tracing: Tracing) -> None:
