@@ -219,7 +219,7 @@ class Planter:
 
     def summed(self, names: Sequence[str], combos: Sequence[tuple[torch.dtype, ...]]) -> tuple[Rows, Rows]:
         """What is proved of kernels that add up all entries: :meth:`rows`, and some whose sum is finite."""
-        return self.rows(names, combos, 6, flagged=_FLAGS), self.rows(names, combos, 0, _FINITE)
+        return self.rows(names, combos, flagged=_FLAGS), self.rows(names, combos, 6, _FINITE)
 
     def cast_stats(self, rows: Rows, models: str, marks: bool) -> Callable[[Room], CastStats]:
         """What a call is given that rounds masters; with ``marks`` some elements are marked before."""
@@ -330,11 +330,17 @@ def _do(function: Callable[..., Any], *given: Any, **more: Any) -> None:
     function(*given, **more)
 
 
-def _twice(function: Callable[..., Any], *given: Any, **more: Any) -> Any:
-    """The same with one table: the second time a kernel finds in it what the first has left."""
+def _twice(function: Callable[..., Any], *given: Any, clear: Sequence[Tensor] = (), **more: Any) -> Any:
+    """The same with one table: the second time a kernel finds in it what the first has left, and no results."""
     cache = CallCache()
-    function(*given, cache=cache, **more)
+    found = function(*given, cache=cache, **more)
+    for result in (*(() if found is None else found), *clear):
+        result.zero_()
     return function(*given, cache=cache, **more)
+
+
+def _of_stats(stats: GradStats) -> tuple[Tensor, ...]:
+    return stats.nonfinite, stats.sumsq, stats.norm, stats.found_inf
 
 
 # -- calls of operations -----------------------------------------------------------------------------------------------
@@ -358,20 +364,21 @@ def _unscale(p: Planter, marks: bool) -> Run:
 
     def run(room: Room) -> None:
         for rows, stats, more in calls:
-            _twice(multi_tensor_unscale, *rows.on(room), room.at(scale), stats(room), **more)
+            found = stats(room)
+            _twice(multi_tensor_unscale, *rows.on(room), room.at(scale), found, clear=_of_stats(found), **more)
 
     return run
 
 
 def _check(p: Planter, marks: bool) -> Run:
     scale = p.number("inv_scale", 0.1)
-    calls = [
-        (do, rows, p.grad_stats(rows)) for do, rows in zip((_do, _twice), p.summed(("grads",), _FLOATS), strict=True)
-    ]
+    rows, finite = p.summed(("grads",), _FLOATS)
+    stats = [p.grad_stats(of) for of in (rows, finite)]
 
     def run(room: Room) -> None:
-        for do, rows, stats in calls:
-            do(multi_tensor_check, *rows.on(room), room.at(scale), stats(room))
+        one, other = (given(room) for given in stats)
+        _do(multi_tensor_check, *rows.on(room), room.at(scale), one)
+        _twice(multi_tensor_check, *finite.on(room), room.at(scale), other, clear=_of_stats(other))
 
     return run
 
@@ -424,7 +431,12 @@ def _rounding(function: Callable[..., None], names: Sequence[str], combos: Seque
     def plant(p: Planter, marks: bool) -> Run:
         rows = p.rows(names, combos, 6, flagged=_TOO_LARGE)
         stats = p.cast_stats(rows, "params", marks)
-        return lambda room: _twice(function, *rows.on(room), stats(room))
+
+        def run(room: Room) -> None:
+            found = stats(room)
+            _twice(function, *rows.on(room), found, clear=[found.overflow])
+
+        return run
 
     return plant
 
@@ -445,7 +457,7 @@ def _plain(
 def _sample(p: Planter, marks: bool) -> Run:
     rows = p.rows(("tensors",), [(_HALF,), (_BFLOAT,)], 6)
     samples = p.zeros("samples", len(rows), dtype=torch.int64)
-    return lambda room: _twice(multi_tensor_sample, *rows.on(room), room.at(samples))
+    return lambda room: _twice(multi_tensor_sample, *rows.on(room), room.at(samples), clear=[room.at(samples)])
 
 
 def _l2norm(p: Planter, marks: bool) -> Run:
