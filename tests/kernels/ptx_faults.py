@@ -312,7 +312,7 @@ def table(results: dict[str, Any]) -> str:
             kinds[kind][outcome] += 1
             of_this[outcome] += 1
             if outcome == "missed":
-                missed.append(f"- {name}, {kind}, instruction {at}: `{was.strip()}` was `{now.strip()}`")
+                missed.append(f"- {name}, {kind}, instruction {at}: `{was.strip()}` became `{now.strip()}`")
         cards, (guards, both) = ", ".join(f"sm_{arch}" for arch in one["cards"]), one["guards"]
         more = f"{one['instructions']} | {one['never']} | {both} of {guards} | {cards} |"
         lines.append(f"{row(name, of_this)} {more}")
