@@ -151,7 +151,7 @@ class HostStream:
     def wait_for(self, other: HostStream) -> None:
         type(self).waits.append((self.handle, other.handle))
 
-    def hold(self, tensors: Sequence[object]) -> None:
+    def hold(self, tensors: Sequence[object], of_any: bool = False) -> None:
         type(self).held.extend(tensor.data_ptr() for tensor in tensors if isinstance(tensor, Tensor))
 
     def staging(self, size: int) -> Tensor:

@@ -233,6 +233,7 @@ FP16OPT_HD void run_finding(const Operation& operation, const Lists& lists, int6
         if (!s.all_done) return;
     }
     for_threads([&](int t) {
+        FP16OPT_ROLLED
         for (int32_t i = t; i < lists.entries; i += kThreads) {
             if (lists.table[i].first_chunk == lists.table[i + 1].first_chunk) {
                 operation.report(lists.table[i], Found{0.0, 0, 0});

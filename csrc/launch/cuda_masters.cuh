@@ -201,9 +201,7 @@ private:
 // Calls group(i, left) for each of a thread's groups: there are `left` elements from the chunk's i-th on.
 template <class Group>
 FP16OPT_HD void for_each_group(int n, int thread, Group&& group) {
-#if defined(__CUDA_ARCH__)
-#pragma unroll 1
-#endif
+    FP16OPT_ROLLED
     for (int i = thread * kGroup; i < n; i += kRow) group(i, n - i);
 }
 

@@ -215,6 +215,7 @@ struct Norm {
         total_of_rows(sumsq, nullptr, n, s);
         for_threads([&](int t) {
             if (t == 0) *norm = square_root(s.total.sumsq);
+            FP16OPT_ROLLED
             for (int64_t i = t; i < n; i += kThreads) norms[i] = square_root(read_fresh(sumsq + i));
         });
     }
@@ -276,6 +277,7 @@ struct Sample {
             return found;
         }
         const int64_t first = (chunk.start + stride - 1) / stride;
+        FP16OPT_ROLLED
         for (int64_t i = (first + thread) * stride; i < chunk.start + chunk.numel; i += kThreads * stride) {
             found.digest += sample_term(values[i - chunk.start].bits, i);
         }

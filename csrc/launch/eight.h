@@ -11,8 +11,10 @@
 
 #if defined(__CUDACC__)
 #define FP16OPT_UNROLL _Pragma("unroll")
+#define FP16OPT_ROLLED _Pragma("unroll 1")  // seldom more than one turn: longer code would only be compiled, and proved
 #else
 #define FP16OPT_UNROLL
+#define FP16OPT_ROLLED
 #endif
 
 FP16OPT_BEGIN

@@ -97,14 +97,15 @@ class Stream:
         """Have later work here wait for what the other stream has been given until now. No sync."""
         self._stream.wait_stream(other._stream)
 
-    def hold(self, tensors: Sequence[object]) -> None:
+    def hold(self, tensors: Sequence[object], of_any: bool = False) -> None:
         """Keep the memory of tensors among ``tensors`` from being used again before the work queued here is done.
 
-        Memory is given back in the order of the stream that it was allocated on, as a rule the device's default one.
+        Memory is given back in the order of the stream that it was allocated on, as a rule the device's default one:
+        work there holds nothing, but ``of_any``, where another one may have been the current one.
         Only what is the library's own or may be: tables, numbers, statistics. Tensors in lists are the callers', who
         see to them when they use them on several streams, as with torch's own operations.
         """
-        if self._holds:
+        if self._holds or (of_any and not self.captures):
             for tensor in tensors:
                 if isinstance(tensor, Tensor):
                     tensor.record_stream(self._stream)
@@ -221,9 +222,10 @@ class Table:
             changed = True
         else:
             to = self._front
-        if self._stream is not None and self._stream.handle != stream.handle:
+        is_elsewhere = self._stream is not None and self._stream.handle != stream.handle
+        if self._stream is not None and is_elsewhere:
             stream.wait_for(self._stream)  # the kernel before this one may still read it there
-        stream.hold((to,))
+        stream.hold((to,), of_any=is_elsewhere)
         self._stream = stream
         if changed:
             size = to.numel()

@@ -47,10 +47,22 @@ GUARD = 256
 _PATTERN, _SEED = 0xA5, 44
 _HALF, _BFLOAT, _SINGLE = torch.float16, torch.bfloat16, torch.float32
 _UP_TO_SINGLE = (_HALF, _BFLOAT, _SINGLE)
+_FLOATS = [(dtype,) for dtype in _UP_TO_SINGLE]
+_INTO_SINGLE = [(dtype, _SINGLE) for dtype in _UP_TO_SINGLE]
+_ROUNDED = [(_SINGLE, _HALF), (_SINGLE, _BFLOAT)]
+_SPLIT = list(itertools.product((_HALF, _BFLOAT), (torch.int16, torch.int8)))
 _SPECIALS = (math.inf, -math.inf, math.nan, 0.0, -0.0, 1e-40, -1e-45, 6e-8, 65504.0, 3.39e38, -3.4e38, 1e30, 1e-30)
 _BORDERS = (65519.996, 65520.0, -65520.0, 65536.0, 2.0**-24, 2.0**-25, 3 * 2.0**-25, 2.0**-14 - 2.0**-25)
-_SMALL = (1, 7, 0, 8, 9, 63, 65, 255, 257, 2047, 2048)
+_SMALL = (0, 1, 7, 8, 9, 63, 65, 255, 257, 2047, 2048)
 _LONG = 4 * 2048 + 2048 + 5
+_MANY = 2 * 1024 + 3 * 256 + 43
+"""Words of which a thread takes eleven or twelve."""
+_PLAIN, _FINITE, _ALONE, _EVERY = range(4)
+"""Kinds of numbers: of mixed magnitude; those where something turns among them; one of these alone; inf and nan too."""
+_RARE = (math.nan, math.inf, 65520.0, -math.inf, 3.39e38)
+_FLAGS, _TOO_LARGE = (math.inf, math.nan), (math.inf, 3.39e38)
+_AHEAD = 4 * 2048 + 8
+"""Elements of which a thread has loads of four rows in flight."""
 _PIECES = (WHOLE, Piece(1000), Piece(129, 171, 400))
 
 Slot = int
@@ -100,17 +112,18 @@ Run = Callable[[Room], None]
 
 
 @functools.cache
-def _pool(dtype: torch.dtype, special: bool) -> Tensor:
+def _pool(dtype: torch.dtype, kind: int) -> Tensor:
     """Numbers that tensors take theirs from: the same in every process with the same torch."""
     count, generator = CHUNK + CHUNK // 2, torch.Generator("cpu").manual_seed(_SEED)
     if not dtype.is_floating_point:
         low, high = {torch.int8: (-127, 128), torch.uint8: (0, 256), torch.int16: (-(1 << 15), 1 << 15)}[dtype]
         return torch.randint(low, high, (count,), generator=generator, dtype=dtype, device="cpu")
-    if dtype != _SINGLE:
-        return _pool(_SINGLE, special).to(dtype)
+    if dtype != _SINGLE or kind == _FINITE:
+        found = _pool(_SINGLE, _EVERY if kind else _PLAIN).to(dtype)
+        return torch.where(found.isfinite(), found, found.new_tensor(1.5)) if kind == _FINITE else found
     found = torch.randn(count, generator=generator, dtype=_SINGLE, device="cpu")
     found *= 10.0 ** (torch.rand(count, generator=generator, dtype=_SINGLE, device="cpu") * 6.0 - 4.0)
-    if special:
+    if kind == _EVERY:
         values = torch.tensor((*_SPECIALS, *_BORDERS), dtype=_SINGLE, device="cpu")
         found[::11] = values.repeat(-(-count // 11 // len(values)) + 1)[: len(found[::11])]
         bits = found.view(torch.int32)  # ties: exactly between two numbers of float16, and of bfloat16
@@ -125,7 +138,7 @@ class Planter:
     def __init__(self) -> None:
         self.parts: list[Part] = []
         self.size = GUARD
-        self._taken = 0
+        self._taken = self._turn = 0
 
     def put(self, name: str, value: Tensor, shifted: bool = False) -> Slot:
         """Plant ``value``; ``shifted``: it begins one element behind an address that is a multiple of 256."""
@@ -142,39 +155,71 @@ class Planter:
         """Plant what the call overwrites."""
         return self.put(name, torch.zeros(shape, dtype=dtype, device="cpu"))
 
-    def numbers(self, numel: int, dtype: torch.dtype, special: bool) -> Tensor:
-        """Numbers of mixed magnitude; with ``special`` every tenth or so is one where something turns."""
-        pool = _pool(dtype, special)
+    def numbers(self, numel: int, dtype: torch.dtype, kind: int = _PLAIN) -> Tensor:
+        """Numbers of a kind; every tenth or so is one where something turns."""
+        pool = _pool(dtype, _PLAIN if kind == _ALONE else kind)
+        if numel > pool.numel():
+            pool = pool.repeat(-(-numel // pool.numel()))
         self._taken = (self._taken + 7919) % (pool.numel() - numel + 1)
         found = pool[self._taken : self._taken + numel].clone()
-        if special and numel and dtype.is_floating_point:
+        if not numel or not dtype.is_floating_point:
+            return found
+        if kind == _EVERY:
             found[0], found[-1] = math.inf, math.nan
+        if kind == _ALONE:
+            self._turn += 1
+            found[(2731 * self._turn + _SEED) % numel] = _RARE[self._turn % len(_RARE)]
         return found
 
-    def rows(self, names: Sequence[str], combos: Sequence[tuple[torch.dtype, ...]], chunk: bool = True) -> Rows:
-        """Lists of tensors in every combination of dtypes, by ``names``, and one entry that is None.
+    def rows(
+        self,
+        names: Sequence[str],
+        combos: Sequence[tuple[torch.dtype, ...]],
+        chunks: int = 1,
+        most: int = _EVERY,
+        flagged: Sequence[float] = (),
+    ) -> Rows:
+        """Lists of tensors in every combination of dtypes, by ``names``, and some entries that are None.
 
         Args:
             names: of the lists.
             combos: of their dtypes.
-            chunk: whether tensors of more than one chunk are among them.
+            chunks: whole ones of the longest tensor.
+            most: what no kind of numbers is beyond: sums of inf and nan tell little.
+            flagged: numbers that kernels report: each place of a thread's groups has one that is alone in its tensor.
         """
-        made, tails = Rows(self, names), 8 if len(names) < 4 else 2
-        small = itertools.cycle(_SMALL)
+        made, are_few = Rows(self, names), len(names) * len(combos) < 20
+        small, tails = itertools.cycle(_SMALL), 12 if are_few else 3
         for k, combo in enumerate(combos):
-            made.add(combo, _LONG if k < 3 else 4101, shifted=())
-            made.add(combo, 2049 + k, shifted=range(len(combo)), special=True)
+            made.add(combo, _LONG if k < 3 else 4101)
+            for which in range(-1, min(len(names), 2)) if are_few else ():  # what is read, as it lies and elsewhere
+                for kind in (_FINITE, _ALONE, _EVERY):
+                    numel = 4 * 2048 if kind == _FINITE else _LONG
+                    made.add(combo, numel, range(which, which + 1), min(kind, most))
+            made.add(combo, 2049 + k, range(len(combo)), most)
             for j in range(tails):  # groups of eight with every number of elements in the last one
-                numel = 8 * (j % 3) + (k * tails + j) % 8 + 1
-                made.add(combo, numel, shifted=(), special=j % 2 == 1)
-                made.add(combo, numel + 8 * (k % 2), shifted=((k + j) % len(combo),), special=j % 2 == 0)
-            made.add(combo, next(small), shifted=range(k % 2 * len(combo)), special=k % 3 == 1)
+                numel, which = 8 * (j % 3) + (k * tails + j) % 8 + 1, (k + j) % len(combo)
+                made.add(combo, numel, (), min(most, (_PLAIN, _ALONE, _FINITE, _EVERY)[j % 4]))
+                made.add(combo, numel + 8 * (k % 2), (which,), min(most, (_ALONE, _PLAIN, _EVERY, _FINITE)[j % 4]))
+            made.add(combo, next(small), range(k % 2 * len(combo)), most * (k % 3 == 1))
+        for combo in (combos if are_few else combos[:: max(1, len(combos) // 2)]) if flagged else ():
+            for row, lane in itertools.product(range(-1, 4 * are_few), range(8)):
+                made.add(combo, _AHEAD if row >= 0 else 16)
+                first = next(iter(made.columns.values()))[-1]
+                if first is not None:
+                    place = 8 + lane if row < 0 else 2048 * row + 8 * (29 * lane + 5) + lane
+                    self.parts[first].value[place] = flagged[(row + lane) % len(flagged)]
+        if chunks:
+            made.add(combos[0], chunks * CHUNK + 2049)
+            made.add(combos[-1], CHUNK if are_few else 0, (), most)
         made.skip()
-        if chunk:
-            made.add(combos[0], CHUNK + 2049, shifted=())
-        if chunk and len(names) < 4:
-            made.add(combos[-1], CHUNK, shifted=(), special=True)
+        while len(made) % 4 != 3:  # sums over all entries go on behind those of four at a time
+            made.skip()
         return made
+
+    def summed(self, names: Sequence[str], combos: Sequence[tuple[torch.dtype, ...]]) -> tuple[Rows, Rows]:
+        """What is proved of kernels that add up all entries: :meth:`rows`, and some whose sum is finite."""
+        return self.rows(names, combos, flagged=_FLAGS), self.rows(names, combos, 6, _FINITE)
 
     def cast_stats(self, rows: Rows, models: str, marks: bool) -> Callable[[Room], CastStats]:
         """What a call is given that rounds masters; with ``marks`` some elements are marked before."""
@@ -234,15 +279,23 @@ class Rows:
     def __len__(self) -> int:
         return len(self.numels)
 
-    def add(self, combo: Sequence[torch.dtype], numel: int, *, shifted: Sequence[int], special: bool = False) -> None:
+    def add(self, combo: Sequence[torch.dtype], numel: int, shifted: Sequence[int] = (), kind: int = _PLAIN) -> None:
         """One entry more, with a tensor in each list; ``shifted``: those of them that begin elsewhere."""
         for k, ((name, column), dtype) in enumerate(zip(self.columns.items(), combo, strict=True)):
-            value = self._planter.numbers(numel, dtype, special)
+            value = self._planter.numbers(numel, dtype, kind)
             if name in ("exp_avg_sq", "max_exp_avg_sq", "scales"):
                 value = value.abs()
             words = f"{name}[{len(self)}] ({str(dtype)[6:]}, {numel} elements)"
             column.append(self._planter.put(words, value, k in shifted))
         self.numels.append(numel)
+
+    def scaled(self, combo: Sequence[torch.dtype], by: float, **of: float) -> None:
+        """One entry more, whose numbers are ``by`` times as large, or what is given of a list."""
+        self.add(combo, 300)
+        for name, column in self.columns.items():
+            if column[-1] is not None and (factor := of.get(name, by)) != 1.0:
+                value = self._planter.parts[column[-1]].value
+                value.copy_(value * factor)
 
     def skip(self) -> None:
         """One entry more, which is None in every list."""
@@ -259,7 +312,7 @@ class Rows:
         column: Column = []
         for row, (size, numel) in enumerate(zip(sizes, self.numels, strict=True)):
             there = numel > 0 or next(iter(self.columns.values()))[row] is not None
-            value = self._planter.numbers(size, dtype, False).abs()
+            value = self._planter.numbers(size, dtype).abs()
             column.append(self._planter.put(f"{name}[{row}]", value) if there else None)
         return column
 
@@ -277,52 +330,67 @@ def _do(function: Callable[..., Any], *given: Any, **more: Any) -> None:
     function(*given, **more)
 
 
+def _twice(function: Callable[..., Any], *given: Any, clear: Sequence[Tensor] = (), **more: Any) -> Any:
+    """The same with one table: the second time a kernel finds in it what the first has left, and no results."""
+    cache = CallCache()
+    found = function(*given, cache=cache, **more)
+    for result in (*(() if found is None else found), *clear):
+        result.zero_()
+    return function(*given, cache=cache, **more)
+
+
+def _of_stats(stats: GradStats) -> tuple[Tensor, ...]:
+    return stats.nonfinite, stats.sumsq, stats.norm, stats.found_inf
+
+
 # -- calls of operations -----------------------------------------------------------------------------------------------
 
 
+Plant = Callable[[Planter, bool], Run]
+"""Plants what proves a kernel, with marks or without."""
+
+
 def _unscale(p: Planter, marks: bool) -> Run:
-    combos = [(dtype, _SINGLE) for dtype in _UP_TO_SINGLE]
-    rows = p.rows(("grads", "outs"), [combo for combo in combos for _ in range(2)])
-    grads, outs = rows.columns.values()
-    # A tensor's rows alternate: of one combination each, as it is, and added.
-    added = [row // 4 % 2 == 1 for row in range(len(rows))]
-    scale, stats = p.number("inv_scale", 2.0**-7), p.grad_stats(rows)
-    # Of their own: what is looked at, and not written.
-    looked, seen = p.rows(("grads", "outs"), combos, chunk=False), None
-    seen = p.grad_stats(looked)
+    names, combos = ("grads", "outs"), _INTO_SINGLE
+    scale = p.number("inv_scale", 0.1)
+    calls = [
+        (rows, p.grad_stats(rows), more)
+        for rows, more in (
+            (p.rows(names, combos, 6, flagged=_FLAGS), {"accumulate": False}),
+            (p.rows(names, combos, flagged=_FLAGS), {"accumulate": True}),
+            (p.rows(names, combos, 0, _FINITE), {"write": False}),
+        )
+    ]
 
     def run(room: Room) -> None:
-        multi_tensor_unscale(room.list(grads), room.list(outs), room.at(scale), stats(room), accumulate=added)
-        theirs = looked.on(room)
-        _do(multi_tensor_unscale, *theirs, room.at(scale), seen(room), write=False)
+        for rows, stats, more in calls:
+            found = stats(room)
+            _twice(multi_tensor_unscale, *rows.on(room), room.at(scale), found, clear=_of_stats(found), **more)
 
     return run
 
 
 def _check(p: Planter, marks: bool) -> Run:
-    rows = p.rows(("grads",), [(dtype,) for dtype in _UP_TO_SINGLE])
-    scale, stats = p.number("inv_scale", 0.1), p.grad_stats(rows)
-    return lambda room: multi_tensor_check(room.list(rows.columns["grads"]), room.at(scale), stats(room))
-
-
-def _unscale_clipped(p: Planter, marks: bool) -> Run:
-    rows = p.rows(("grads", "outs"), [(dtype, _SINGLE) for dtype in _UP_TO_SINGLE])
-    scale, factor = p.number("inv_scale", 0.1), p.number("factor", 0.3)
+    scale = p.number("inv_scale", 0.1)
+    rows, finite = p.summed(("grads",), _FLOATS)
+    stats = [p.grad_stats(of) for of in (rows, finite)]
 
     def run(room: Room) -> None:
-        _do(multi_tensor_unscale_clipped, *rows.on(room), room.at(scale), room.at(factor))
+        one, other = (given(room) for given in stats)
+        _do(multi_tensor_check, *rows.on(room), room.at(scale), one)
+        _twice(multi_tensor_check, *finite.on(room), room.at(scale), other, clear=_of_stats(other))
 
     return run
 
 
 def _scale(p: Planter, marks: bool) -> Run:
-    rows = p.rows(("tensors",), [(dtype,) for dtype in _UP_TO_SINGLE])
-    untouched = p.rows(("tensors",), [(_SINGLE,)], chunk=False)
+    rows = p.rows(("tensors",), _FLOATS)
+    untouched = p.rows(("tensors",), [(_SINGLE,)], 0)
     factor, one = p.number("factor", 0.3), p.number("one", 1.0)
 
     def run(room: Room) -> None:
-        multi_tensor_scale(room.list(rows.columns["tensors"]), room.at(factor))
-        multi_tensor_scale(room.list(untouched.columns["tensors"]), room.at(one))
+        for lists, by in ((rows, factor), (untouched, one)):
+            _do(multi_tensor_scale, *lists.on(room), room.at(by))
 
     return run
 
@@ -340,92 +408,97 @@ def _lerp(p: Planter, marks: bool) -> Run:
 def _axpby(p: Planter, marks: bool) -> Run:
     combos = list(itertools.product(_UP_TO_SINGLE, repeat=3))
     rows = p.rows(("xs", "ys", "outs"), [*combos[::2], (_BFLOAT, _HALF, _SINGLE)])
-    finite = p.rows(("xs", "ys", "outs"), [(_SINGLE,) * 3], chunk=False)
-    for slot in finite.columns["xs"][1:2]:  # not finite in x alone
-        if slot is not None:
-            p.parts[slot].value[-1] = math.inf
-    found = [p.number(f"found_inf {k}", 0.0) for k in range(4)]
-    xs, ys, outs = finite.columns.values()
+    finite = p.rows(("xs", "ys", "outs"), [(_SINGLE,) * 3], 0)
+    x, y, out = (column[1] for column in finite.columns.values())
+    for slot in () if x is None else (x,):  # not finite in x alone
+        p.parts[slot].value[-1] = math.inf
+    found = [p.number(f"found_inf {k}", 0.0) for k in range(3)]
 
     def run(room: Room) -> None:
-        given = rows.on(room)
-        multi_tensor_axpby(0.3, given[0], -1.7, given[1], given[2], found_inf=room.at(found[0]))
-        one = room.list(xs[:2]), room.list(ys[:1] * 2), room.list(outs[:2])
-        if xs[1] is not None and ys[0] is not None:
-            one = room.list(xs[1:2]), [room.at(ys[0])[: p.parts[xs[1]].value.numel()]], room.list(outs[1:2])
-        multi_tensor_axpby(0.3, one[0], 2.0, one[1], one[2], found_inf=room.at(found[1]), check="y")
-        multi_tensor_axpby(0.3, one[0], 2.0, one[1], one[2], found_inf=room.at(found[2]), check="x")
+        xs, ys, outs = rows.on(room)
+        multi_tensor_axpby(0.3, xs, -1.7, ys, outs, found_inf=room.at(found[0]))
+        one = room.list([x]), room.list([y]), room.list([out])
+        for flag, check in ((found[1], "y"), (found[2], "x")):
+            _do(multi_tensor_axpby, 0.3, one[0], 2.0, one[1], one[2], found_inf=room.at(flag), check=check)
         multi_tensor_axpby(0.3, one[0], 2.0, one[1], one[2])
 
     return run
 
 
-def _cast(p: Planter, marks: bool) -> Run:
-    rows = p.rows(("masters", "params"), [(_SINGLE, _HALF), (_SINGLE, _BFLOAT)])
-    stats = p.cast_stats(rows, "params", marks)
-    return lambda room: _do(multi_tensor_cast, *rows.on(room), stats(room))
+def _rounding(function: Callable[..., None], names: Sequence[str], combos: Sequence[tuple[torch.dtype, ...]]) -> Plant:
+    """Of operations that round masters to params."""
+
+    def plant(p: Planter, marks: bool) -> Run:
+        rows = p.rows(names, combos, 6, flagged=_TOO_LARGE)
+        stats = p.cast_stats(rows, "params", marks)
+
+        def run(room: Room) -> None:
+            found = stats(room)
+            _twice(function, *rows.on(room), found, clear=[found.overflow])
+
+        return run
+
+    return plant
+
+
+def _plain(
+    function: Callable[..., None], names: Sequence[str], combos: Sequence[tuple[torch.dtype, ...]], *factors: float
+) -> Plant:
+    """Of operations that are given lists and numbers."""
+
+    def plant(p: Planter, marks: bool) -> Run:
+        rows = p.rows(names, combos)
+        given = [p.number("factor", factor) for factor in factors]
+        return lambda room: _do(function, *rows.on(room), *map(room.at, given))
+
+    return plant
 
 
 def _sample(p: Planter, marks: bool) -> Run:
-    rows = p.rows(("tensors",), [(_HALF,), (_BFLOAT,)])
+    rows = p.rows(("tensors",), [(_HALF,), (_BFLOAT,)], 6)
     samples = p.zeros("samples", len(rows), dtype=torch.int64)
-    return lambda room: multi_tensor_sample(room.list(rows.columns["tensors"]), room.at(samples))
+    return lambda room: _twice(multi_tensor_sample, *rows.on(room), room.at(samples), clear=[room.at(samples)])
 
 
 def _l2norm(p: Planter, marks: bool) -> Run:
-    rows = p.rows(("tensors",), [(dtype,) for dtype in _UP_TO_SINGLE])
-    finite = p.rows(("tensors",), [(dtype,) for dtype in _UP_TO_SINGLE], chunk=False)
-    plain = [column for row, column in enumerate(finite.columns["tensors"]) if row % 4 in (0, 2)]
-    norm = [p.zeros("norm", dtype=torch.float64) for _ in range(2)]
-    norms = [p.zeros("norms", size, dtype=torch.float64) for size in (len(rows), len(plain))]
+    calls = [
+        (rows, p.zeros("norm", dtype=torch.float64), p.zeros("norms", len(rows), dtype=torch.float64))
+        for rows in p.summed(("tensors",), _FLOATS)
+    ]
 
     def run(room: Room) -> None:
-        for k, column in enumerate((rows.columns["tensors"], plain)):
-            whole, each = multi_tensor_l2norm(room.list(column))
-            room.at(norm[k]).copy_(whole)
-            room.at(norms[k]).copy_(each)
+        for rows, norm, norms in calls:
+            whole, each = _twice(multi_tensor_l2norm, *rows.on(room))
+            room.at(norm).copy_(whole)
+            room.at(norms).copy_(each)
 
     return run
 
 
 def _measure(p: Planter, marks: bool) -> Run:
-    rows = p.rows(("grads",), [(dtype,) for dtype in _UP_TO_SINGLE])
+    rows = p.rows(("grads",), _FLOATS, 6, flagged=_FLAGS)
     numbers = p.zeros("numbers", len(rows), len(MEASURED), dtype=torch.float64)
 
     def run(room: Room) -> None:
-        room.at(numbers).copy_(multi_tensor_measure(room.list(rows.columns["grads"])))
+        room.at(numbers).copy_(_twice(multi_tensor_measure, *rows.on(room)))
 
     return run
 
 
 def _compare(p: Planter, marks: bool) -> Run:
-    combos = [(_SINGLE, _HALF, _SINGLE), (_SINGLE, _BFLOAT, _SINGLE)]
-    rows = p.rows(("masters", "weights", "before"), combos)
-    for name, like in (("weights", None), ("before", 0.999)):  # near the masters, as a step leaves them
+    kinds = [*_ROUNDED, *((dtype, dtype) for dtype in _UP_TO_SINGLE)]
+    rows = p.rows(("masters", "weights", "before"), [(*kind, _SINGLE) for kind in kinds], 6)
+    for name, like in (("weights", 1.0), ("before", 0.999)):  # near the masters, as a step leaves them
         for slot, of in zip(rows.columns[name], rows.columns["masters"], strict=True):
             if slot is not None and of is not None:
-                p.parts[slot].value.copy_(p.parts[of].value * (like or 1.0))
+                p.parts[slot].value.copy_(p.parts[of].value * like)
     numbers = p.zeros("numbers", len(rows), len(COMPARED), dtype=torch.float64)
 
     def run(room: Room) -> None:
         masters, weights, before = rows.on(room)
-        room.at(numbers).copy_(multi_tensor_compare(masters, weights, Snapshots(before)))
+        room.at(numbers).copy_(_twice(multi_tensor_compare, masters, weights, Snapshots(before)))
 
     return run
-
-
-_SPLIT = [(dtype, rest) for dtype in (_HALF, _BFLOAT) for rest in (torch.int16, torch.int8)]
-
-
-def _split(p: Planter, marks: bool) -> Run:
-    rows = p.rows(("masters", "params", "remainders"), [(_SINGLE, *combo) for combo in _SPLIT])
-    stats = p.cast_stats(rows, "params", marks)
-    return lambda room: _do(multi_tensor_split, *rows.on(room), stats(room))
-
-
-def _join(p: Planter, marks: bool) -> Run:
-    rows = p.rows(("params", "remainders", "outs"), [(*combo, _SINGLE) for combo in _SPLIT])
-    return lambda room: _do(multi_tensor_join, *rows.on(room))
 
 
 def _where_written(p: Planter, rows: Rows, call: Callable[..., None]) -> Run:
@@ -442,7 +515,7 @@ def _where_written(p: Planter, rows: Rows, call: Callable[..., None]) -> Run:
 
 
 def _take(p: Planter, marks: bool) -> Run:
-    rows = p.rows(("masters", "params"), [(_SINGLE, _HALF), (_SINGLE, _BFLOAT)])
+    rows = p.rows(("masters", "params"), _ROUNDED)
     for master, param in zip(*rows.columns.values(), strict=True):
         if master is not None and param is not None:  # two of three elements are what the master rounds to
             value = p.parts[param].value
@@ -474,14 +547,14 @@ def _capture_scale(p: Planter, marks: bool) -> Run:
     return run
 
 
-_MAX_NORM = 0.9
-_NORMS = (3.3000001, 0.7, 17.123456789, 1.23456789e200, math.inf, math.nan, 0.0)
+_MAX_NORM = 0.6
+_NORMS = (3.3000001, 0.7, 17.123456789, 1.002047e39, math.inf, math.nan, 0.0)
 
 
 def _decide_clip(p: Planter, marks: bool) -> Run:
     norms = [p.number("norm", value, torch.float64) for value in _NORMS]
     flags = [p.number("found_inf", value) for value in (0.0, 1.0)]
-    cases = [(norm, flag, only) for norm in norms for flag, only in ((None, False), (0, True))]
+    cases = [(norm, None, False) for norm in norms] + [(norm, 0, True) for norm in norms[3:5]]
     cases.append((norms[0], 1, False))
     made = [(p.zeros("single", dtype=_SINGLE), p.zeros("factor", dtype=_SINGLE)) for _ in cases]
 
@@ -499,21 +572,27 @@ def _decide_clip(p: Planter, marks: bool) -> Run:
     return run
 
 
-_SCALER = (2.0, 0.5, 3.0, 2.0, 0.25, 131072.0)  # growth and backoff, an interval of 3, a hysteresis of 2, the borders
-_FOLLOWED = (  # (scale, clean steps, skips in a row), whether a step overflowed: what they become
+_GROWTH, _BACKOFF, _LEAST, _MOST = 1.7000000123, 0.3000000456, 0.2500001, 131072.1
+_SCALER = (_GROWTH, _BACKOFF, 3.0, 2.0, _LEAST, _MOST)  # the scale grows after 3 steps, and backs off after 2 skips
+_FOLLOWED: tuple[Any, ...] = (
+    # (scale, clean steps, skips in a row), whether a step overflowed: what they become
     ((1024.0, 0, 1), 0.0, (1024.0, 1, 0)),
-    ((1024.0, 2, 0), 0.0, (2048.0, 0, 0)),
-    ((131072.0, 2, 0), 0.0, (131072.0, 0, 0)),
+    ((1001.0, 2, 0), 0.0, (1001.0 * _GROWTH, 0, 0)),
+    ((131072.0, 2, 0), 0.0, (_MOST, 0, 0)),
     ((1024.0, 2, 0), 1.0, (1024.0, 0, 1)),
-    ((1024.0, 0, 1), 1.0, (512.0, 0, 2)),
-    ((0.25, 0, 5), 1.0, (0.25, 0, 6)),
+    ((1001.0, 0, 1), 1.0, (1001.0 * _BACKOFF, 0, 2)),
+    ((0.5, 0, 5), 1.0, (_LEAST, 0, 6)),
+    ((1024.0, 1, (1 << 31) - 2), 1.0, (1024.0 * _BACKOFF, 0, 0)),
 )
+_FOLLOWED_STATIC = (((1024.0, 3, 2), 0.0, (1024.0, 0, 2)), ((1024.0, 3, 2), 1.0, (1024.0, 4, 2)))
+"""The same of a static scale, whose first tracker are the skips in a row."""
 
 
 def _close_step(p: Planter, marks: bool) -> Run:
     settings = p.put("settings", torch.tensor(_SCALER, dtype=torch.float64, device="cpu"))
+    cases = [(*case, settings) for case in _FOLLOWED] + [(*case, None) for case in _FOLLOWED_STATIC]
     made = []
-    for before, found, after in _FOLLOWED:
+    for before, found, after, given in cases:
         trackers = torch.tensor(before[1:], dtype=torch.int32, device="cpu")
         slots = (
             p.number("found_inf", found),
@@ -521,17 +600,17 @@ def _close_step(p: Planter, marks: bool) -> Run:
             p.number("skipped", 7.0, torch.float64),
             p.number("scale", before[0]),
             p.put("trackers", trackers),
-            p.put("flags", torch.arange(300, dtype=torch.int32, device="cpu")),
-            p.zeros("kept", 300, dtype=torch.int32),
-            p.put("memory", torch.full((64,), 7, dtype=torch.uint8, device="cpu")),
+            p.put("flags", torch.arange(_MANY, dtype=torch.int32, device="cpu")),
+            p.zeros("kept", _MANY, dtype=torch.int32),
+            p.put("memory", torch.full((4 * _MANY,), 7, dtype=torch.uint8, device="cpu")),
         )
-        made.append((slots, found, after))
+        made.append((slots, found, after, given))
 
     def run(room: Room) -> None:
-        for slots, found, after in made:
+        for slots, found, after, given in made:
             flag, last, skipped, scale, trackers, flags, kept, memory = map(room.at, slots)
             if room.is_card:
-                scaler = (scale, trackers, room.at(settings))
+                scaler = (scale, trackers, None if given is None else room.at(given))
                 cuda.close_step(room.device, memory, flags, kept, flag, (last, skipped), scaler)
                 continue
             last.copy_(flag)
@@ -552,25 +631,24 @@ _MODELS = [
     for grad, master in itertools.product((model, _SINGLE), (_SINGLE, torch.int16, torch.int8))
 ]
 """Dtypes of gradients, masters and models."""
+_COUNTS = (0.0, 7.0, 1000.0, 1.0, 65536.0, 20_000.0, 300_001.0)
+"""Of steps that a parameter has made."""
 _VALUES = {
-    "beta1": (0.9, 0.0, 0.3),
-    "beta2": (0.999, 0.99, 0.0),
-    "eps": (1e-8, 1e-3, 0.0),
-    "weight_decay": (0.01, 0.0, 0.1),
-    "momentum": (0.9, 0.3, 0.9),
-    "dampening": (0.0, 0.3, 0.0),
+    "beta1": (0.9, 0.0, 0.3, 2.0**-70),
+    "beta2": (0.999, 2.0**-70, 0.0, 0.3),
+    "eps": (1e-8, 1e-3, 0.0, 1e-5),
+    "weight_decay": (0.01, 0.0, 0.1, 0.3),
+    "momentum": (0.9, 0.3, 0.9, 0.5),
+    "dampening": (0.0, 0.3, 0.0, 0.1),
 }
 
 
 def _groups(formula: str, rates: Sequence[Any]) -> list[Any]:
-    """Options of three param_groups, every flag in both states, the learning rates given."""
+    """Options of param_groups, every flag in both states, the learning rates given."""
     row, made = FORMULAS[formula], []
     for k, rate in enumerate(rates):
         flags = itertools.count(k)
-        given = [
-            next(flags) % 2 == 1 if kind is bool else _VALUES.get(name, (0.5, 0.25, 0.0))[k]
-            for name, kind in row.fields.items()
-        ]
+        given = [next(flags) % 2 == 1 if kind is bool else _VALUES[name][k] for name, kind in row.fields.items()]
         made.append(row.options(rate, *given))
     return made
 
@@ -588,7 +666,13 @@ class _Step:
     """
 
     def __init__(
-        self, p: Planter, formula: str, state: Sequence[tuple[str, torch.dtype]], models: bool, marks: bool, coded: bool
+        self,
+        p: Planter,
+        formula: str,
+        state: Sequence[tuple[str, torch.dtype]],
+        models: bool,
+        marks: bool,
+        coded: bool,
     ) -> None:
         names = ("grads", "masters", *(name for name, _ in state), *(("models",) if models else ()))
         kinds = [kind for _, kind in state]
@@ -598,31 +682,35 @@ class _Step:
             else [(_SINGLE, _SINGLE, *kinds)]
         )
         self._formula, self._coded = formula, coded
-        self.rows = rows = p.rows(names, combos, chunk=models or coded)
+        self.rows = rows = p.rows(names, combos, models or coded, flagged=_TOO_LARGE if models else ())
         if coded or models:  # pieces of whole tensors, with units of 171 elements
-            rows.add(combos[-1], 3 * 171, shifted=())
-            rows.add(combos[0], 12 * 171, shifted=(0, 1))
+            rows.add(combos[-1], 3 * 171)
+            rows.add(combos[0], 12 * 171, (0, 1))
+            rows.scaled(combos[0], 0.0)  # blocks in which nothing is
+            tiny = {names[2]: 2.0**-30, "grads": 2.0**-26, "models": 2.0**-26}  # steps below what remainders hold
+            for combo in 2 * (combos[1:3] + combos[7:9]):
+                rows.scaled(combo, 1.0, **tiny)
         self._pieces = [_PIECES[2] if n and n % 171 == 0 else _PIECES[k % 2] for k, n in enumerate(rows.numels)]
         self._state = [rows.columns[name] for name, _ in state]
         self._scales: Column = []
         if coded:
             counts = [piece.block_count(n) for piece, n in zip(self._pieces, rows.numels, strict=True)]
             self._scales = rows.beside("scales", counts, _SINGLE)
-        self._steps = rows.beside("steps", [1] * len(rows), _SINGLE) if FORMULAS[formula].counts else None
-        for k, slot in enumerate(self._steps or ()):
-            if slot is not None:
-                p.parts[slot].value.fill_((0.0, 7.0, 1000.0)[k % 3])
+        self._steps: Slot | None = None
+        if FORMULAS[formula].counts:
+            made = torch.tensor(_COUNTS, dtype=_SINGLE, device="cpu").repeat(-(-len(rows) // len(_COUNTS)))
+            self._steps = p.put("steps", made[: len(rows)].clone())
         self._rates = p.number("lr", 0.1), p.number("lr", 1e-3, torch.float64)
-        self._factors = p.number("inv_scale", 2.0**-7), p.number("coefficient", 0.3)
+        self._factors = p.number("inv_scale", 0.1), p.number("coefficient", 0.3)
         self._found = p.number("found_inf", 1.0), p.number("found_inf", 0.0)
         self._stats = p.cast_stats(rows, "models", marks) if models else None
-        self._group_of = [k % 3 for k in range(len(rows))]
+        self._group_of = [k // 2 % 4 for k in range(len(rows))]
         self._first = rows.alternating()
 
     def run(self, room: Room) -> None:
         """Two calls: one that must write nothing, for gradients overflowed, and one step."""
         columns = {name: room.list(column) for name, column in self.rows.columns.items()}
-        options = _groups(self._formula, [room.at(self._rates[0]), 0.02, room.at(self._rates[1])])
+        options = _groups(self._formula, [room.at(self._rates[0]), 0.02, room.at(self._rates[1]), 0.3])
         factors = Factors(*map(room.at, self._factors))
         state: Any = [room.list(column) for column in self._state]
         common: dict[str, Any] = {
@@ -631,7 +719,12 @@ class _Step:
             "pieces": self._pieces,
         }
         lists: Any = (columns["grads"], columns["masters"])
-        steps = None if self._steps is None else room.list(self._steps)
+        steps: Any = None
+        if self._steps is not None:
+            each = room.at(self._steps).unbind()
+            steps = [
+                None if slot is None else step for slot, step in zip(self.rows.columns["grads"], each, strict=True)
+            ]
         common["cache"] = CallCache()
         for found in self._found:
             common["found_inf"] = room.at(found)
@@ -645,7 +738,7 @@ class _Step:
                 _do(multi_tensor_sgd8, *lists, *state, room.list(self._scales), *behind, 3, first=self._first, **common)
 
 
-def _step(formula: str, state: Sequence[tuple[str, torch.dtype]], coded: bool = False) -> Callable[..., Run]:
+def _step(formula: str, state: Sequence[tuple[str, torch.dtype]], coded: bool = False) -> Plant:
     def plant(p: Planter, marks: bool) -> Run:
         kinds = (True,) if marks else (False, True)  # weights of their own have no marks
         steps = [_Step(p, formula, state, models, marks, coded) for models in kinds]
@@ -659,20 +752,22 @@ def _step(formula: str, state: Sequence[tuple[str, torch.dtype]], coded: bool = 
     return plant
 
 
-_CALLS: dict[str, Callable[[Planter, bool], Run]] = {
+_CALLS: dict[str, Plant] = {
     "unscale": _unscale,
     "check": _check,
-    "unscale_clipped": _unscale_clipped,
+    "unscale_clipped": _plain(multi_tensor_unscale_clipped, ("grads", "outs"), _INTO_SINGLE, 0.1, 0.3),
     "scale": _scale,
     "lerp": _lerp,
     "axpby": _axpby,
-    "cast": _cast,
+    "cast": _rounding(multi_tensor_cast, ("masters", "params"), _ROUNDED),
     "sample": _sample,
     "l2norm": _l2norm,
     "measure": _measure,
     "compare": _compare,
-    "split": _split,
-    "join": _join,
+    "split": _rounding(
+        multi_tensor_split, ("masters", "params", "remainders"), [(_SINGLE, *combo) for combo in _SPLIT]
+    ),
+    "join": _plain(multi_tensor_join, ("params", "remainders", "outs"), [(*combo, _SINGLE) for combo in _SPLIT]),
     "take": _take,
     "renew": _renew,
     "capture_scale": _capture_scale,

@@ -80,12 +80,20 @@ class Loop:
 
     def step(self) -> None:
         """Gradients, clip and step."""
+        self.backward()
+        self.update()
+
+    def backward(self) -> None:
+        """Gradients, of nothing that was before."""
         self.opt.zero_grad()
         total = torch.zeros((), dtype=torch.float32, device=self.factor.device)
         for param, target in zip(self.params, self._targets, strict=True):
             total = total + (param.float() * target).flatten().mul(self.factor).sum()
         scaled: Any = self.opt.scale_loss(total)
         scaled.backward()
+
+    def update(self) -> None:
+        """Clip and step."""
         if self._clip:
             self.opt.clip_master_grads(0.5)
         self.opt.step()
@@ -134,14 +142,14 @@ def _factor(iteration: int, overflows: Sequence[int] = _OVERFLOWS) -> float:
 
 
 _ADAMW: Callable[..., Any] = lambda p: AdamW(p, lr=2.0**-6)  # noqa: E731
-_OPTIMIZERS: dict[str, Callable[..., Any]] = {
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "AdamW": _ADAMW,
     "AdamW amsgrad": lambda p: AdamW(p, lr=2.0**-6, amsgrad=True),
     "SGD": lambda p: SGD(p, lr=2.0**-6, weight_decay=0.01),
     "SGD momentum": lambda p: SGD(p, lr=2.0**-6, momentum=0.9, nesterov=True),
     "Lion": lambda p: lion.Lion(p, lr=2.0**-8, weight_decay=0.1),
 }
-_MODES: dict[str, dict[str, Any]] = {
+MODES: dict[str, dict[str, Any]] = {
     "full masters": {},
     "split masters": {"master_weights": "split"},
     "split24 masters": {"master_weights": "split24"},
@@ -155,8 +163,8 @@ _HAS_8_BITS = ("AdamW", "SGD momentum")
 
 
 def _combinations() -> Iterator[tuple[str, str]]:
-    for name in _OPTIMIZERS:
-        for mode, settings in _MODES.items():
+    for name in OPTIMIZERS:
+        for mode, settings in MODES.items():
             if "optimizer_state" not in settings or name in _HAS_8_BITS:
                 yield name, mode
 
@@ -184,8 +192,8 @@ class Trials:
         return found
 
     def _steps(self, name: str, mode: str) -> Result:
-        settings = {"fused_step": True, **_MODES[mode]}
-        make = _OPTIMIZERS[name]
+        settings = {"fused_step": True, **MODES[mode]}
+        make = OPTIMIZERS[name]
         released = settings.get("gradient_release", False)
 
         def run(device: torch.device, is_there: bool) -> dict[str, Tensor]:

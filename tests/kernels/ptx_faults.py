@@ -1,10 +1,11 @@
 """Faults planted in the PTX of CUDA kernels, one instruction each, and what the proof at first use says of them.
 
-    python tests/kernels/ptx_faults.py [--arch 70 75 80 90] [--each N] [--others N] [--kernels adam cast] [--json PATH]
+    python tests/kernels/ptx_faults.py [--arch 70 75 80 90] [--each N] [--others N] [--kernels adam cast] [--table PATH]
 
 compiles every kernel for the cards, plants up to N faults of each kind in each, chosen by a seed, and executes the
 proof in a process of its own for each. A fault that the proof does not find is executed on other lists too, of other
-sizes and numbers: one that changes nothing there either is counted apart. The last lines are the table.
+sizes and numbers: one that changes nothing there either is counted apart. Cards whose instructions are the same are
+tried once. What the proof itself executes is counted, too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import os
 import random
 import re
 import sys
+import tempfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,8 +37,15 @@ from fp16opt.kernels.cuda_rows import KERNELS, OPTIONS, source_of  # noqa: E402
 from fp16opt.kernels.nvrtc import find  # noqa: E402
 
 KINDS = ("arithmetic", "operand", "address", "store", "rounding", "predicate", "branch", "constant")
-OTHERS = 4
+OTHERS = 2
 """Random lists that a fault is tried on that the proof has not found."""
+HEAD = """# What the proof says of faults in the kernels' instructions
+
+`python tests/kernels/ptx_faults.py --arch 70 75 80 90 --table tests/faults/instructions.md` writes this. Each fault is
+one changed instruction; the proof at first use is executed with it, and what that does not refuse is executed on
+other lists. docs/gpu.md has what the columns mean.
+
+"""
 _OTHER = {
     "add": "sub", "sub": "add", "min": "max", "max": "min", "and": "or", "or": "and", "xor": "or",
     "shl": "shr", "shr": "shl", "neg": "mov", "abs": "mov", "not": "mov", "sqrt": "mov", "rcp": "mov", "mul": "add",
@@ -162,9 +172,9 @@ class Trial:
 
     def right(self) -> str:
         """What the proof says of the kernel as it is; sets the limit of instructions for the others."""
-        self.machine.executed, self.machine.limit = 0, 2**40
+        self.machine.longest, self.machine.limit = 0, 2**40
         found = [judge(*self._proof), *(judge(*other) for other in self._others)]
-        self.machine.limit = 10 * max(self.machine.executed, 10_000)
+        self.machine.limit = 4 * self.machine.longest + 100_000
         return next(filter(None, found), "")
 
     def outcome(self, fault: Fault) -> str:
@@ -235,55 +245,123 @@ def serve(machine: Machine, patch: pytest.MonkeyPatch) -> None:
     class Shuffled:
         value = 0
 
+    empty = torch.empty
+
+    def dirty(*shape: Any, **more: Any) -> torch.Tensor:
+        """What was there before, where a proof was made already, would be the right results."""
+        made = empty(*shape, **more)
+        made.untyped_storage().fill_(0x5A)
+        return made
+
+    patch.setattr(torch, "empty", dirty)
     patch.setattr(emulated, "shuffle", lambda device: Shuffled())
     emulated.use(machine, patch)
+
+
+def distinct(archs: list[int], names: list[str]) -> Iterator[tuple[str, list[int], str]]:
+    """(kernel, cards, their PTX), once for all cards whose instructions are the same."""
+    texts = {arch: compile_for(arch, names) for arch in archs}
+    for name in names:
+        bodies: dict[str, list[int]] = {}
+        for arch in archs:
+            bodies.setdefault(texts[arch][name].partition(".address_size")[2], []).append(arch)
+        for alike in bodies.values():
+            yield name, alike, texts[alike[0]][name]
+
+
+def tried(library: Any, name: str, text: str, each: int, others: int) -> dict[str, Any]:
+    """What became of the faults of one kernel."""
+    machine = Machine(library, {name: text})
+    trial, code = Trial(machine, name, 0), machine.code(name)
+    with pytest.MonkeyPatch.context() as patch:
+        serve(machine, patch)
+        words = trial.right()
+        seen = list(code.seen)
+        guards = [seen[at] for at, i in enumerate(code.program.code) if i.guard and seen[at]]
+    trial = Trial(machine, name, others)
+    found: list[list[Any]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        serve(machine, patch)
+        words = words or trial.right()
+        for fault in [] if words else chosen(code, each, zlib.crc32(name.encode())):
+            was, now = code.program.code[fault.at], fault.instruction
+            line = "nothing" if now is None else f"{now.guard} {now.op} {now.operands}"
+            found.append([fault.kind, trial.outcome(fault), fault.at, f"{was.guard} {was.op} {was.operands}", line])
+    return {
+        "refused as it is": words,
+        "instructions": len(seen),
+        "never": seen.count(0),
+        "guards": [len(guards), guards.count(3)],
+        "faults": found,
+    }
+
+
+def row(name: str, outcomes: Counter[str]) -> str:
+    """A line of a table: planted, refused, missed, the same everywhere."""
+    numbers = (outcomes.total(), outcomes["refused"], outcomes["missed"], outcomes["same"])
+    return f"| {name} | {' | '.join(map(str, numbers))} |"
+
+
+def table(results: dict[str, Any]) -> str:
+    """All results as Markdown."""
+    kinds: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
+    lines, missed = [], []
+    for name, one in results.items():
+        of_this: Counter[str] = Counter()
+        for kind, outcome, at, was, now in one["faults"]:
+            kinds[kind][outcome] += 1
+            of_this[outcome] += 1
+            if outcome == "missed":
+                missed.append(f"- {name}, {kind}, instruction {at}: `{was.strip()}` became `{now.strip()}`")
+        cards, (guards, both) = ", ".join(f"sm_{arch}" for arch in one["cards"]), one["guards"]
+        more = f"{one['instructions']} | {one['never']} | {both} of {guards} | {cards} |"
+        lines.append(f"{row(name, of_this)} {more}")
+    total = sum(kinds.values(), Counter[str]())
+    wrong = [name for name, one in results.items() if one["refused as it is"]]
+    return "\n".join(
+        [
+            f"{len(results)} kernels; refused as they are: {', '.join(wrong) or 'none'}.",
+            "",
+            "| kind | planted | refused | missed | the same on all lists |",
+            "|---|---|---|---|---|",
+            *(row(kind, found) for kind, found in kinds.items()),
+            row("all", total),
+            "",
+            "| kernel | planted | refused | missed | the same | instructions | never run | guards both ways | cards |",
+            "|---|---|---|---|---|---|---|---|---|",
+            *lines,
+            "",
+            "Missed:" if missed else "None was missed.",
+            "",
+            *missed,
+            "",
+        ]
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--arch", type=int, nargs="+", default=[70])
-    parser.add_argument("--each", type=int, default=3)
+    parser.add_argument("--each", type=int, default=3, help="faults of a kind in a kernel")
     parser.add_argument("--kernels", nargs="+", default=list(KERNELS))
     parser.add_argument("--others", type=int, default=OTHERS, help="other lists")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--table", type=Path, help="write it there; what stands beside it as .json is not run again")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    library = build(Path(os.environ.get("TMPDIR", "/tmp")))
-    counts: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
-    missed: list[dict[str, Any]] = []
-    wrong = 0
-    for arch in given.arch:
-        machine = Machine(library, compile_for(arch, given.kernels))
-        for k, name in enumerate(given.kernels):
-            trial = Trial(machine, name, given.others)
-            with pytest.MonkeyPatch.context() as patch:
-                serve(machine, patch)
-                words = trial.right()
-                if words:
-                    wrong += 1
-                    print(f"sm_{arch} {name}: REFUSED AS IT IS: {words}", flush=True)
-                    continue
-                of_this: Counter[str] = Counter()
-                for fault in chosen(machine.code(name), given.each, 100 * arch + k):
-                    outcome = trial.outcome(fault)
-                    counts[fault.kind][outcome] += 1
-                    of_this[outcome] += 1
-                    if outcome != "refused":
-                        was, now = machine.code(name).program.code[fault.at], fault.instruction
-                        words = "nothing" if now is None else f"{now.guard} {now.op} {now.operands}"
-                        where = {"arch": arch, "kernel": name, "kind": fault.kind, "outcome": outcome, "at": fault.at}
-                        missed.append({**where, "was": f"{was.guard} {was.op} {was.operands}", "is": words})
-            print(f"sm_{arch} {name}: {dict(of_this)}", flush=True)
-    print(f"{'kind':<12}{'planted':>9}{'refused':>9}{'missed':>9}{'same everywhere':>17}")
-    for kind, found in counts.items():
-        print(f"{kind:<12}{sum(found.values()):>9}{found['refused']:>9}{found['missed']:>9}{found['same']:>17}")
-    print(f"refused as they are: {wrong}")
-    if given.json is not None:
-        table = {kind: dict(found) for kind, found in counts.items()}
-        given.json.write_text(
-            json.dumps({"counts": table, "refused as they are": wrong, "not refused": missed}, indent=1)
-        )
-    return 1 if wrong else 0
+    library = build(Path(tempfile.mkdtemp()))
+    kept = None if given.table is None else given.table.with_suffix(".json")
+    results: dict[str, Any] = {} if kept is None or not kept.exists() else json.loads(kept.read_text())
+    for name, cards, text in distinct(given.arch, given.kernels):
+        if name in results and cards == results[name]["cards"]:
+            continue
+        key = name if name not in results or results[name]["cards"] == cards else f"{name} of sm_{cards[0]}"
+        results[key] = {"cards": cards, **tried(library, name, text, given.each, given.others)}
+        print(key, cards, dict(Counter(outcome for _, outcome, *_ in results[key]["faults"])), flush=True)
+        if kept is not None:
+            kept.write_text(json.dumps(results, indent=1))
+            given.table.write_text(f"{HEAD}{table(results)}")
+    print(table(results))
+    return 1 if any(one["refused as it is"] for one in results.values()) else 0
 
 
 if __name__ == "__main__":

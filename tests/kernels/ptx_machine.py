@@ -62,6 +62,7 @@ class Code:
 
     Attributes:
         table: the instructions.
+        seen: by instruction: 1 where a thread executed it, 2 where its guard kept one from that, 3 for both.
     """
 
     def __init__(self, program: Program) -> None:
@@ -82,6 +83,7 @@ class Code:
             self._slots[name] = count + 64 + k
         self.registers = count + 64 + len(self._slots)
         self.table = (Encoded * len(texts))(*(self.encode(i) for i in texts))
+        self.seen = (ctypes.c_ubyte * len(texts))()
 
     def _tokens(self, i: Instruction) -> list[str]:
         found: list[str] = [i.guard.lstrip("!")] if i.guard else []
@@ -204,13 +206,14 @@ class Machine:
 
     Attributes:
         executed: instructions until now.
+        longest: launch, in instructions.
         limit: of a launch.
     """
 
     def __init__(self, library: ctypes.CDLL, kernels: dict[str, str]) -> None:
         self._library, self._texts = library, kernels
         self._codes: dict[str, Code] = {}
-        self.executed, self.limit = 0, 2**40
+        self.executed, self.longest, self.limit = 0, 0, 2**40
 
     def code(self, name: str) -> Code:
         """A kernel's, made once."""
@@ -227,7 +230,9 @@ class Machine:
         status = self._library.ptx_run(
             code.table, constants, len(constants), code.registers, special, ctypes.c_int64(size),
             ctypes.c_int64(_SHARED), ctypes.c_int64(blocks), given, ctypes.c_int64(self.limit), ctypes.byref(executed),
+            code.seen,
         )  # fmt: skip
         self.executed += executed.value
+        self.longest = max(self.longest, executed.value)
         if status:
             raise Stopped("an access that is not allowed" if status == 1 else "it does not come to an end")

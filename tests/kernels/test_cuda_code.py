@@ -263,6 +263,9 @@ def machine_of(compiled: Compiled, folder: Path) -> ptx_machine.Machine:
     return ptx_machine.Machine(ptx_machine.build(folder), texts)
 
 
+# Of the instructions of a kernel, those that no call of the library reaches: masters in 32 bits where there are
+# remainders, counters of steps where a formula counts none.
+NEVER = {"split": 0.13, "split_marking": 0.11, "join": 0.07, "compare": 0.015}
 OTHERS = [name for name in KERNELS if name not in (*cuda_rows.FIRST, "cast", "split", "join", "l2norm")]
 
 
@@ -281,6 +284,9 @@ def test_whole_grids_pass_the_proof(
     found = {name: proof.prove((name,), 0, HostPlace())[name].words for name in names}
     assert found == dict.fromkeys(names, "")
     assert machine.executed > 20_000_000
+    never = {name: bytes(machine.code(name).seen).count(0) for name in names}
+    most = {name: NEVER.get(name, 0.008) * len(machine.code(name).seen) + 1 for name in names}
+    assert {name: count for name, count in never.items() if count > most[name]} == {}, "instructions without a proof"
 
 
 @by_machine
@@ -290,11 +296,11 @@ def test_faults_in_an_instruction_are_refused(
     """A few of those that ptx_faults.py plants; it counts them all."""
     machine, outcomes = machine_of(compiled, tmp_path), dict[str, Counter[str]]()
     torch.set_num_threads(1)  # none may work while the process is doubled
-    trials = [ptx_faults.Trial(machine, name, others=1) for name in ("take", "decide_clip", "join")]
+    trials = [ptx_faults.Trial(machine, name, others=1) for name in ("take", "decide_clip", "renew")]
     ptx_faults.serve(machine, monkeypatch)
     for trial in trials:
         assert trial.right() == ""
-        for fault in ptx_faults.chosen(machine.code(trial.name), 4, seed=1):
+        for fault in ptx_faults.chosen(machine.code(trial.name), 3, seed=1):
             outcomes.setdefault(fault.kind, Counter())[trial.outcome(fault)] += 1
     assert set(outcomes) == set(ptx_faults.KINDS)
     missed, refused = (sum(found[what] for found in outcomes.values()) for what in ("missed", "refused"))

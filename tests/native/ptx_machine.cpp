@@ -290,6 +290,7 @@ void compute(const Instruction& i, uint64_t* r) {
 struct Machine {
     const Instruction* code;
     const unsigned char* const* arguments;
+    unsigned char* seen;  // by instruction: 1 where it was executed, 2 where its guard kept it from that
     int64_t left;
     std::vector<unsigned char> shared;
     int64_t shared_base;
@@ -305,7 +306,9 @@ struct Machine {
         for (;;) {
             const Instruction& i = code[at++];
             if (--left < 0) siglongjmp(escape, 2);
-            if (i.guard >= 0 && ((r[i.guard] & 1) != 0) == (i.negated != 0)) continue;
+            const bool is_kept = i.guard >= 0 && ((r[i.guard] & 1) != 0) == (i.negated != 0);
+            seen[at - 1] |= is_kept ? 2 : 1;
+            if (is_kept) continue;
             const int size = kSizes[i.type];
             switch (i.op) {
                 case kNop: break;
@@ -355,10 +358,10 @@ struct Machine {
 }  // namespace
 
 // Runs a grid. `registers` of each thread begin with `constants`; %tid, %ctaid are in `special`. Returns 0, or 1 for an access
-// that is not allowed, 2 where more than `limit` instructions would run. `executed`: how many did.
+// that is not allowed, 2 where more than `limit` instructions would run. `executed`: how many did; `seen`: see Machine.
 extern "C" int ptx_run(const Instruction* code, const uint64_t* constants, int constant_count, int registers, const int* special,
                        int64_t shared_size, int64_t shared_base, int64_t blocks, const unsigned char* const* arguments, int64_t limit,
-                       int64_t* executed) {
+                       int64_t* executed, unsigned char* seen) {
     struct sigaction now {}, segv, bus, fpe;
     now.sa_handler = escaped;
     now.sa_flags = SA_NODEFER;
@@ -368,7 +371,7 @@ extern "C" int ptx_run(const Instruction* code, const uint64_t* constants, int c
     static std::vector<uint64_t> files;
     files.assign(size_t(registers) * kThreads, 0);
     static Machine machine;
-    machine = {code, arguments, limit, std::vector<unsigned char>(size_t(shared_size)), shared_base};
+    machine = {code, arguments, seen, limit, std::vector<unsigned char>(size_t(shared_size)), shared_base};
     const int outcome = sigsetjmp(escape, 1);
     if (outcome == 0) {
         for (int64_t block = 0; block < blocks; ++block) {
