@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import runpy
 import sys
+import time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 from unittest.mock import MagicMock
 
 import pytest
@@ -34,9 +35,6 @@ class Event:
     def record(self) -> None:
         self.at = self.clock.queue(0.0)
 
-    def query(self) -> bool:
-        return self.at <= self.clock.host
-
     def elapsed_time(self, other: Event) -> float:
         return other.at - self.at
 
@@ -47,13 +45,12 @@ class Contender:
     name = "it"
 
     def __init__(self, clock: Clock) -> None:
-        self.clock, self.calls = clock, 0
+        self.clock = clock
 
     def prepare(self) -> None:
         self.clock.host += 1.0
 
     def run(self) -> None:
-        self.calls += 1
         self.clock.host += 30.0
         self.clock.queue(1.0)
 
@@ -62,7 +59,7 @@ def test_an_empty_stream_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.syspath_prepend(BENCHMARKS)
     monkeypatch.setitem(sys.modules, "common", MagicMock())  # which has to come before torch
     monkeypatch.delitem(sys.modules, "routes", raising=False)
-    timed: Any = runpy.run_path(f"{BENCHMARKS}/cuda.py")["timed"]
+    benchmark = runpy.run_path(f"{BENCHMARKS}/cuda.py")
     clock = Clock()
 
     def wait() -> None:
@@ -71,8 +68,12 @@ def test_an_empty_stream_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "Event", type("OfThisClock", (Event,), {"clock": clock}))
     monkeypatch.setattr(torch.cuda, "synchronize", wait)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: clock.queue(cycles / 1e6))
-    contender = Contender(clock)
-    seconds, _, cycles = timed(contender, 1 << 20)
-    assert seconds == pytest.approx(1e-3)
-    assert contender.calls == 6, "behind a sleep of 1, 2, 4 ... ms, until one was long enough"
-    assert timed(contender, cycles)[2] == cycles, "which the next round begins with"
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.host / 1e3)
+    seconds, host = benchmark["timed"](Contender(clock), 0)
+    assert (seconds, host) == pytest.approx((31e-3, 30e-3)), "a device that has nothing else to do waits for the host"
+    seconds, host = benchmark["timed"](Contender(clock), int(benchmark["CYCLES"] * host))
+    assert (seconds, host) == pytest.approx((1e-3, 30e-3)), "one that is busy meanwhile does not"
+    times = benchmark["on_device"]([Contender(clock)], rounds=3, warmup=1)
+    assert [each == pytest.approx([value] * 3) for each, value in zip(times["it"], (1e-3, 30e-3), strict=True)] == [
+        True
+    ] * 2
