@@ -265,7 +265,7 @@ def machine_of(compiled: Compiled, folder: Path) -> ptx_machine.Machine:
 
 # Of the instructions of a kernel, those that no call of the library reaches: masters in 32 bits where there are
 # remainders, counters of steps where a formula counts none.
-NEVER = {"split": 0.13, "split_marking": 0.11, "join": 0.07, "compare": 0.015}
+NEVER = {"split": 0.13, "split_marking": 0.11, "join": 0.07, "compare": 0.015, "sgd_marking": 0.011}
 OTHERS = [name for name in KERNELS if name not in (*cuda_rows.FIRST, "cast", "split", "join", "l2norm")]
 
 
@@ -286,7 +286,8 @@ def test_whole_grids_pass_the_proof(
     assert machine.executed > 20_000_000
     never = {name: bytes(machine.code(name).seen).count(0) for name in names}
     most = {name: NEVER.get(name, 0.008) * len(machine.code(name).seen) + 1 for name in names}
-    assert {name: count for name, count in never.items() if count > most[name]} == {}, "instructions without a proof"
+    too_many = {name: (count, len(machine.code(name).seen)) for name, count in never.items() if count > most[name]}
+    assert too_many == {}, "instructions without a proof, of how many"
 
 
 @by_machine
